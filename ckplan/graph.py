@@ -1,0 +1,399 @@
+"""The first waist: what one training step costs, as data.
+
+A ``Graph`` is a recorded step: ops in execution order, the storages they read and
+make, what autograd saves, and the module calls that ran the ops. Time is counted in
+ops: *moment* ``t`` is while op ``t`` runs. Views are no ops; a view is its storage.
+
+The file is JSON (gzipped when the name ends in ``.gz``), loads without torch and
+is never executed.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import zlib
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckplan import files
+from ckplan.errors import GraphError
+
+if TYPE_CHECKING:
+    import networkx
+
+FORMAT_VERSION = 1
+KINDS = (
+    "parameter",
+    "buffer",
+    "gradient",
+    "optimizer",
+    "input",
+    "activation",
+    "temporary",
+)
+BEFORE_STEP = -1
+"""Maker of a storage that exists when the step begins."""
+OUTSIDE_CALLS = -1
+"""Call of an op that no module call ran: the loss function, the optimizer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One op that makes or changes bytes."""
+
+    name: str  # "addmm", without namespace and overload
+    call: int  # index of the innermost call, or of the call this is the backward of
+    reads: tuple[int, ...]  # storages
+    writes: tuple[int, ...]  # storages changed in place; they are read too
+    outputs: tuple[int, ...]  # storage of every tensor returned, in order
+    workspace_bytes: int  # allocated inside the kernel and gone when it returns
+    flops: int
+    moved_bytes: int  # read and written, every tensor once
+    seconds: float
+    random: bool
+
+    @property
+    def creates(self) -> tuple[int, ...]:
+        """Storages that this op allocates, each once."""
+        old = {*self.reads, *self.writes}
+        return tuple(s for s in dict.fromkeys(self.outputs) if s not in old)
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """Bytes that live and die together, whatever views them."""
+
+    bytes: int
+    kind: str  # one of KINDS
+    maker: int  # op, or BEFORE_STEP
+    last: int  # last moment that anything but autograd's saved tensors holds it
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """One tensor that autograd keeps from forward to backward."""
+
+    storage: int
+    call: int  # innermost call when it was saved
+    at: int  # number of ops that had run
+    wanted: int  # backward op before which it is unpacked; -1: never
+    done: int  # last moment that autograd holds it
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One execution of a module's forward; ``FQN#number``."""
+
+    fqn: str  # "" is the model itself
+    number: int
+    parent: int  # index of the enclosing call, or OUTSIDE_CALLS
+    start: int  # its ops are [start, stop)
+    stop: int
+    module: str  # type name
+    hazard: str = ""  # why its ops must not be run twice; "" if they may
+
+    def __str__(self) -> str:
+        return f"{self.fqn or '.'}#{self.number}"
+
+
+@dataclass(frozen=True)
+class Graph:
+    """One training step. Ops ``[0, num_forward)`` are forward, then backward."""
+
+    model: str
+    fingerprint: Mapping[str, Any]
+    ops: tuple[Op, ...]
+    storages: tuple[Storage, ...]
+    saved: tuple[Saved, ...]
+    calls: tuple[Call, ...]  # in order of start; parents first
+    num_forward: int
+    num_backward: int
+    notes: tuple[str, ...] = ()  # what a reader must know: fallbacks, cost source
+    options: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    @property
+    def backward_stop(self) -> int:
+        """First op of the optimizer."""
+        return self.num_forward + self.num_backward
+
+    @cached_property
+    def step_seconds(self) -> float:
+        """Seconds of the unplanned step: the sum over its ops."""
+        return sum(op.seconds for op in self.ops)
+
+    @cached_property
+    def bytes_by_kind(self) -> dict[str, int]:
+        """Sum of storage bytes of every kind, alive together or not."""
+        total = dict.fromkeys(KINDS, 0)
+        for storage in self.storages:
+            total[storage.kind] += storage.bytes
+        return total
+
+    @cached_property
+    def saved_until(self) -> dict[int, int]:
+        """Storage -> last moment that a saved tensor holds it."""
+        until: dict[int, int] = {}
+        for saved in self.saved:
+            until[saved.storage] = max(until.get(saved.storage, -1), saved.done)
+        return until
+
+    @cached_property
+    def children(self) -> dict[int, list[int]]:
+        """Call -> calls directly inside, in order."""
+        inside: dict[int, list[int]] = {OUTSIDE_CALLS: []}
+        for index, call in enumerate(self.calls):
+            inside[index] = []
+            inside[call.parent].append(index)
+        return inside
+
+    def phase(self, moment: int) -> str:
+        """``forward``, ``backward`` or ``optimizer``."""
+        if moment < self.num_forward:
+            return "forward"
+        return "backward" if moment < self.backward_stop else "optimizer"
+
+    def place(self, moment: int) -> str:
+        """Where a moment is, for people: ``backward of transformer.h.11``."""
+        phase = self.phase(moment)
+        call = self.ops[moment].call if self.ops else OUTSIDE_CALLS
+        if phase == "optimizer":
+            return "optimizer step"
+        if call == OUTSIDE_CALLS:
+            return f"{phase} of the loss"
+        found = self.calls[call]
+        return f"{phase} of {found.fqn or found.module}"
+
+    def relative_path(self, call: int, region: int) -> str:
+        """Module path of ``call`` below ``region``; ``.`` for the region itself."""
+        top, fqn = self.calls[region].fqn, self.calls[call].fqn
+        if fqn == top:
+            return "."
+        return fqn[len(top) + 1 :] if top else fqn
+
+    def within(self, call: int, region: int) -> bool:
+        """Whether ``call`` is ``region`` or runs inside it."""
+        while call > region:
+            call = self.calls[call].parent
+        return call == region
+
+    def signature(self, index: int) -> str:
+        """Equal for calls that do the same: same ops, sizes, costs and saved tensors."""
+        call = self.calls[index]
+        seen: dict[int, int] = {}
+
+        def local(storage: int) -> tuple[int, int, int]:
+            found = self.storages[storage]
+            inside = call.start <= found.maker < call.stop
+            number = seen.setdefault(storage, len(seen))
+            return number, found.bytes, inside and found.last - call.start
+
+        parts: list[object] = [call.module, call.hazard]
+        for op in self.ops[call.start : call.stop]:
+            where = self.relative_path(op.call, index)
+            ids = [[local(s) for s in group] for group in (op.reads, op.outputs)]
+            parts.append((op.name, where, ids, op.writes and local(op.writes[0])))
+            parts.append((op.flops, op.workspace_bytes))
+        for saved in self.saved_in(index):
+            parts.append((local(saved.storage)[0], saved.at - call.start))
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+    def saved_in(self, index: int) -> list[Saved]:
+        """Saved tensors of a call, inner calls included, in order."""
+        call = self.calls[index]
+        start = bisect_left(self.saved, call.start, key=lambda saved: saved.at)
+        stop = bisect_right(self.saved, call.stop, key=lambda saved: saved.at)
+        return [s for s in self.saved[start:stop] if self.within(s.call, index)]
+
+    def to_networkx(self) -> networkx.DiGraph:
+        """The ops as a DAG: an edge where one reads what another made or changed."""
+        import networkx
+
+        dag = networkx.DiGraph(name=self.model)
+        maker: dict[int, int] = {}
+        for index, op in enumerate(self.ops):
+            dag.add_node(index, name=op.name, seconds=op.seconds)
+            for storage in {*op.reads, *op.writes}:
+                if storage in maker:
+                    size = self.storages[storage].bytes
+                    dag.add_edge(maker[storage], index, storage=storage, bytes=size)
+            for storage in (*op.outputs, *op.writes):
+                maker[storage] = index
+        return dag
+
+
+def _check(graph: Graph) -> None:
+    """Every index in range and every moment in order."""
+    num_ops, num_storages = len(graph.ops), len(graph.storages)
+    if not 0 <= graph.num_forward <= graph.backward_stop <= num_ops:
+        raise _bad(f"forward and backward are {graph.backward_stop} of {num_ops} ops")
+    for index, op in enumerate(graph.ops):
+        used = (*op.reads, *op.writes, *op.outputs)
+        if used and not (min(used) >= 0 and max(used) < num_storages):
+            raise _bad(f"op {index} ({op.name}) uses a storage that is not there")
+        if not -1 <= op.call < len(graph.calls):
+            raise _bad(f"op {index} ({op.name}) belongs to call {op.call}")
+        if min(op.workspace_bytes, op.flops, op.moved_bytes, op.seconds) < 0:
+            raise _bad(f"op {index} ({op.name}) has a negative cost")
+    for index, storage in enumerate(graph.storages):
+        if storage.kind not in KINDS:
+            raise _bad(f"storage {index} is of kind {storage.kind!r}")
+        if storage.bytes < 0 or not -1 <= storage.maker < max(num_ops, 1):
+            raise _bad(f"storage {index} has {storage.bytes} B, maker {storage.maker}")
+    for saved in graph.saved:
+        if not 0 <= saved.storage < num_storages or saved.call >= len(graph.calls):
+            raise _bad(f"a saved tensor of storage {saved.storage} is out of range")
+    for index, call in enumerate(graph.calls):
+        if call.parent >= index or not 0 <= call.start <= call.stop <= num_ops:
+            raise _bad(f"call {call} covers ops [{call.start}, {call.stop})")
+
+
+def _bad(what: str) -> GraphError:
+    return GraphError(
+        f"the trace does not hold together: {what}",
+        needed=f"a graph file of format {FORMAT_VERSION} as `ckplan profile` writes it",
+        hint="run `ckplan profile` again",
+    )
+
+
+_OP_FIELDS = 10
+_TOP_KEYS = {
+    "ckplan_graph",
+    "model",
+    "fingerprint",
+    "options",
+    "notes",
+    "num_forward",
+    "num_backward",
+    "names",
+    "calls",
+    "ops",
+    "storages",
+    "saved",
+}
+
+
+def dumps(graph: Graph) -> str:
+    """The graph as JSON text, the same text for the same graph."""
+    names = sorted({op.name for op in graph.ops})
+    number = {name: i for i, name in enumerate(names)}
+    ops = [
+        [
+            number[op.name],
+            op.call,
+            op.reads,
+            op.writes,
+            op.outputs,
+            op.workspace_bytes,
+            op.flops,
+            op.moved_bytes,
+            round(op.seconds, 9),
+            int(op.random),
+        ]
+        for op in graph.ops
+    ]
+    content = {
+        "ckplan_graph": FORMAT_VERSION,
+        "model": graph.model,
+        "fingerprint": dict(graph.fingerprint),
+        "options": dict(graph.options),
+        "notes": graph.notes,
+        "num_forward": graph.num_forward,
+        "num_backward": graph.num_backward,
+        "names": names,
+        "calls": [
+            [c.fqn, c.number, c.parent, c.start, c.stop, c.module, c.hazard]
+            for c in graph.calls
+        ],
+        "ops": ops,
+        "storages": [[s.bytes, s.kind, s.maker, s.last] for s in graph.storages],
+        "saved": [[s.storage, s.call, s.at, s.wanted, s.done] for s in graph.saved],
+    }
+    return json.dumps(content, separators=(",", ":")) + "\n"
+
+
+def loads(text: str, name: str) -> Graph:
+    """Read what ``dumps`` wrote; ``name`` is what errors call it.
+
+    Raises:
+        GraphError: Not JSON, an unknown version or key, or a value out of range.
+    """
+    try:
+        content = json.loads(text)
+    except ValueError as error:
+        raise _unreadable(name, f"is not complete JSON ({error})") from None
+    if not isinstance(content, dict) or "ckplan_graph" not in content:
+        raise _unreadable(name, "is no ckplan trace")
+    if content["ckplan_graph"] != FORMAT_VERSION:
+        raise _unreadable(name, f"has format {content['ckplan_graph']!r}")
+    unknown, missing = set(content) - _TOP_KEYS, _TOP_KEYS - set(content)
+    if unknown or missing:
+        word = "unknown" if unknown else "missing"
+        raise _unreadable(name, f"has {word} key {min(unknown or missing)!r}")
+    try:
+        return _from_content(content)
+    except (TypeError, ValueError, IndexError, KeyError, AttributeError) as error:
+        raise _unreadable(name, f"has a malformed record ({error})") from None
+
+
+def _from_content(content: dict[str, Any]) -> Graph:
+    names = content["names"]
+    ops = tuple(
+        Op(names[n], c, tuple(r), tuple(w), tuple(o), ws, fl, mv, s, bool(rnd))
+        for n, c, r, w, o, ws, fl, mv, s, rnd in content["ops"]
+    )
+    return Graph(
+        model=str(content["model"]),
+        fingerprint=dict(content["fingerprint"]),
+        ops=ops,
+        storages=tuple(Storage(*row) for row in content["storages"]),
+        saved=tuple(Saved(*row) for row in content["saved"]),
+        calls=tuple(Call(*row) for row in content["calls"]),
+        num_forward=content["num_forward"],
+        num_backward=content["num_backward"],
+        notes=tuple(content["notes"]),
+        options=dict(content["options"]),
+    )
+
+
+def _unreadable(name: str, found: str) -> GraphError:
+    return GraphError(
+        f"cannot read the trace: {name} {found}",
+        needed=f"a graph file of format {FORMAT_VERSION} as `ckplan profile` writes it",
+        hint="run `ckplan profile model.py` again, with this version of ckplan",
+    )
+
+
+def save(graph: Graph, path: Path, *, force: bool = False) -> None:
+    """Write a graph file, whole or not at all; gzipped if the name ends in ``.gz``."""
+    content = dumps(graph).encode()
+    if path.suffix == ".gz":
+        content = gzip.compress(content, compresslevel=6, mtime=0)
+    files.write_bytes(path, content, force=force)
+
+
+def load(path: Path) -> Graph:
+    """Read a graph file, gzipped or not.
+
+    Raises:
+        GraphError: The file is missing, cut, of another version or not a graph.
+    """
+    content = files.read_bytes(path, "trace")
+    if content[:2] == b"\x1f\x8b":
+        try:
+            content = gzip.decompress(content)
+        except (OSError, EOFError, zlib.error) as error:
+            raise _unreadable(str(path), f"is cut or damaged ({error})") from None
+    try:
+        text = content.decode()
+    except UnicodeDecodeError:
+        raise _unreadable(str(path), "is not text") from None
+    return loads(text, str(path))

@@ -1,0 +1,391 @@
+"""The one definition of peak: replay a graph under a plan, exact in bytes.
+
+Time is counted in half moments: ``2 t`` is the gap before op ``t``, where recomputation
+happens; ``2 t + 1`` is while op ``t`` runs. A storage lives from the op that makes it
+to the last moment that anything holds it: the program itself, a saved tensor, or a
+region that will rebuild from it.
+
+A region changes three things. Its dropped saved tensors no longer hold their storages.
+It holds what it rebuilds from. And in backward it rebuilds: steps that allocate, hold
+and free, in the order that ``program.Rebuild`` fixes for simulator and engine alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+
+from ckplan.errors import PlanError
+from ckplan.graph import BEFORE_STEP, KINDS, Graph, Saved
+from ckplan.program import Flow, Program, Rebuild, compile_program
+
+PROGRAM, RERUN = "program", "rerun"
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A call whose activations are dropped after forward, but for what it saves."""
+
+    call: int  # index in Graph.calls
+    by: str = PROGRAM  # or RERUN, which runs the whole module again
+    save: frozenset[tuple[int, int]] = frozenset()  # (op, output) kept
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """Bytes alive over the half moments ``[start, stop]``."""
+
+    start: int
+    stop: int
+    bytes: int
+
+
+@dataclass(slots=True)
+class Effect:
+    """What one region does to the unplanned step."""
+
+    dropped: set[int] = field(default_factory=set)  # indices of saved tensors
+    holds: dict[int, int] = field(default_factory=dict)  # storage -> half moment
+    rebuilt: list[Interval] = field(default_factory=list)
+    spikes: dict[int, int] = field(default_factory=dict)  # half moment -> most bytes
+    seconds: float = 0.0
+    steps: list[int] = field(default_factory=list)  # ops that run again, in order
+
+    def hold(self, storage: int, until: int) -> None:
+        """Keep a storage alive at least to a half moment."""
+        self.holds[storage] = max(self.holds.get(storage, -1), until)
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Live bytes of a step at every half moment."""
+
+    graph: Graph
+    live_bytes: list[int]
+    effects: tuple[Effect, ...]
+    spans: list[tuple[int, int]]  # storage -> half moments [start, stop]
+
+    @cached_property
+    def peak_bytes(self) -> int:
+        """Most bytes alive at once."""
+        return max(self.live_bytes, default=0)
+
+    @cached_property
+    def peak_moment(self) -> int:
+        """First half moment of the peak."""
+        return self.live_bytes.index(self.peak_bytes) if self.live_bytes else 0
+
+    @property
+    def peak_at(self) -> str:
+        """Where the peak is, for people."""
+        if not self.graph.ops:
+            return "nowhere"
+        place = self.graph.place(self.peak_moment // 2)
+        recomputing = any(self.peak_moment in e.spikes for e in self.effects)
+        return f"recomputation in {place}" if recomputing else place
+
+    @cached_property
+    def recompute_seconds(self) -> float:
+        """Extra seconds of recomputation."""
+        return sum(effect.seconds for effect in self.effects)
+
+    @property
+    def overhead(self) -> float:
+        """Extra seconds as a fraction of the unplanned step."""
+        step = self.graph.step_seconds
+        return self.recompute_seconds / step if step else 0.0
+
+    @cached_property
+    def peak_by_kind(self) -> dict[str, int]:
+        """Bytes alive at the peak by kind; what is rebuilt counts as activation."""
+        moment = self.peak_moment
+        total = dict.fromkeys(KINDS, 0)
+        for storage, (start, stop) in zip(self.graph.storages, self.spans, strict=True):
+            if start <= moment <= stop:
+                total[storage.kind] += storage.bytes
+        total["activation"] += sum(
+            interval.bytes
+            for effect in self.effects
+            for interval in effect.rebuilt
+            if interval.start <= moment <= interval.stop
+        )
+        total["temporary"] += self.peak_bytes - sum(total.values())
+        return total
+
+
+def simulate(graph: Graph, regions: Iterable[Region] = ()) -> Timeline:
+    """Replay one training step under a plan.
+
+    Args:
+        graph: The recorded step.
+        regions: Regions on calls of which none lies inside another.
+
+    Returns:
+        The timeline of live bytes and the extra seconds.
+
+    Raises:
+        PlanError: Regions overlap, or one cannot be rebuilt.
+    """
+    return Simulator(graph).run(regions)
+
+
+class Simulator:
+    """Replays one graph under many plans, remembering what calls look like."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self._views: dict[int, RegionView] = {}
+        self._effects: dict[Region, Effect] = {}
+
+    def view(self, call: int) -> RegionView:
+        """The values and saved tensors of a call."""
+        if call not in self._views:
+            self._views[call] = RegionView(self.graph, call)
+        return self._views[call]
+
+    def effect(self, region: Region) -> Effect:
+        """What one region alone changes."""
+        if region not in self._effects:
+            compute = _program_effect if region.by == PROGRAM else _rerun_effect
+            self._effects[region] = compute(self.view(region.call), region)
+        return self._effects[region]
+
+    def run(self, regions: Iterable[Region] = ()) -> Timeline:
+        """Replay the step under regions of which none lies inside another."""
+        regions = sorted(regions, key=lambda region: region.call)
+        self._check_disjoint(regions)
+        effects = tuple(self.effect(region) for region in regions)
+        spans = self._spans(effects)
+        level = [0] * (2 * len(self.graph.ops) + 2)
+        for storage, (start, stop) in zip(self.graph.storages, spans, strict=True):
+            level[start] += storage.bytes
+            level[stop + 1] -= storage.bytes
+        for effect in effects:
+            for interval in effect.rebuilt:
+                level[interval.start] += interval.bytes
+                level[interval.stop + 1] -= interval.bytes
+        live = list(accumulate(level))[:-1]
+        for moment, op in enumerate(self.graph.ops):
+            live[2 * moment + 1] += op.workspace_bytes
+        for effect in effects:
+            _add_spikes(live, effect)
+        return Timeline(self.graph, live, effects, spans)
+
+    def _spans(self, effects: Sequence[Effect]) -> list[tuple[int, int]]:
+        graph = self.graph
+        last = 2 * len(graph.ops)
+        stops = [min(2 * s.last + 1, last) for s in graph.storages]
+        dropped = set().union(*(effect.dropped for effect in effects))
+        for index, saved in enumerate(graph.saved):
+            if index not in dropped:
+                stops[saved.storage] = max(stops[saved.storage], 2 * saved.done + 1)
+        for effect in effects:
+            for storage, until in effect.holds.items():
+                stops[storage] = max(stops[storage], until)
+        starts = [0 if s.maker == BEFORE_STEP else 2 * s.maker + 1 for s in graph.storages]
+        return [
+            (start, max(start, min(stop, last)))
+            for start, stop in zip(starts, stops, strict=True)
+        ]
+
+    def _check_disjoint(self, regions: Sequence[Region]) -> None:
+        for first, second in zip(regions, regions[1:], strict=False):
+            if self.graph.within(second.call, first.call):
+                calls = self.graph.calls
+                raise PlanError(
+                    f"regions overlap: {calls[second.call]} is inside "
+                    f"{calls[first.call]}",
+                    needed="regions of which none lies inside another",
+                    hint="remove one of the two",
+                )
+
+
+def _add_spikes(live: list[int], effect: Effect) -> None:
+    """Replace what a region's intervals add in a gap by what is really alive there."""
+    for moment, most_bytes in effect.spikes.items():
+        counted = sum(
+            interval.bytes
+            for interval in effect.rebuilt
+            if interval.start <= moment <= interval.stop
+        )
+        live[moment] += most_bytes - counted
+
+
+class RegionView:
+    """The forward of one call as values, and its saved tensors."""
+
+    def __init__(self, graph: Graph, call: int) -> None:
+        self.graph = graph
+        self.call = graph.calls[call]
+        self.start = self.call.start
+        self.flow = Flow()
+        self.packed: list[tuple[int, Saved, int]] = []  # (index, saved tensor, value)
+        number = {id(saved): i for i, saved in enumerate(graph.saved)}
+        at = self.start
+        for saved in graph.saved_in(call):
+            for op in graph.ops[at : saved.at]:
+                self.flow.add(op)
+            at = max(at, saved.at)
+            if self.inside(saved.storage):
+                value = self.flow.value(saved.storage)
+                self.packed.append((number[id(saved)], saved, value))
+        for op in graph.ops[at : self.call.stop]:
+            self.flow.add(op)
+
+    def inside(self, storage: int) -> bool:
+        """Whether the call makes the storage."""
+        return self.start <= self.graph.storages[storage].maker < self.call.stop
+
+    def external(self) -> set[int]:
+        """Storages that the call reads, did not make, and that die during the step."""
+        storages = self.graph.storages
+        return {
+            storage
+            for storage in self.flow.current
+            if not self.inside(storage) and storages[storage].maker != BEFORE_STEP
+        }
+
+    def kept_values(self, region: Region) -> set[int]:
+        """The values that a region's saves name."""
+        returned = self.flow.returned
+        return {returned[op - self.start][output] for op, output in region.save}
+
+    def program(self, region: Region) -> tuple[Program, set[int]]:
+        """The region's program and the indices of the saved tensors it rebuilds."""
+        kept = self.kept_values(region)
+        current = self.flow.is_current
+        dropped = [
+            (index, value)
+            for index, _, value in self.packed
+            if not (value in kept and current(value))
+        ]
+        program = compile_program(self.flow, [value for _, value in dropped], kept)
+        return program, {index for index, _ in dropped}
+
+
+def _program_effect(view: RegionView, region: Region) -> Effect:
+    program, dropped = view.program(region)
+    if program.lost:
+        raise _not_rebuildable(view, program.lost)
+    effect = Effect(dropped=dropped)
+    for storage in view.external():
+        effect.hold(storage, 2 * view.call.stop - 1)
+    tally = _Tally(view, program, effect)
+    rebuild = Rebuild(program, tally)
+    events = [(s.wanted, s, v) for i, s, v in view.packed if i in dropped]
+    for wanted, saved, value in sorted(events, key=lambda event: event[0]):
+        if wanted >= 0:
+            tally.at(2 * wanted)
+            rebuild.want(value)
+            tally.until = 2 * saved.done + 1
+            rebuild.release(value)
+    tally.close(max((2 * s.done + 1 for _, s, _ in events), default=0))
+    effect.seconds = sum(view.graph.ops[op].seconds for op in effect.steps)
+    return effect
+
+
+class _Tally:
+    """A machine that counts bytes instead of running kernels."""
+
+    def __init__(self, view: RegionView, program: Program, effect: Effect) -> None:
+        self._view = view
+        self._flow = program.flow
+        self._holds = set(program.holds)
+        self._effect = effect
+        self._born: dict[int, tuple[int, int]] = {}  # value -> (half moment, bytes)
+        self._bytes = 0
+        self._moment = 0
+        self.until = 0  # half moment at which a value let go now is gone
+
+    def at(self, moment: int) -> None:
+        """Enter the gap in which steps now run."""
+        self._moment = self.until = moment
+
+    def run(self, step: int, copies: Collection[int], keep: Collection[int]) -> None:
+        op = self._view.graph.ops[self._view.start + step]
+        self._effect.steps.append(self._view.start + step)
+        for old, new in self._flow.overwrites[step].items():
+            if old in copies:
+                self._allocate(new)
+            else:
+                self._born[new] = self._born.pop(old)
+        overwritten = self._flow.overwrites[step].values()
+        for value in self._flow.outputs[step]:
+            if value not in overwritten:
+                self._allocate(value)
+        spikes = self._effect.spikes
+        most_bytes = self._bytes + op.workspace_bytes
+        spikes[self._moment] = max(spikes.get(self._moment, 0), most_bytes)
+        for value in self._flow.outputs[step]:
+            if value not in keep:
+                self._bytes -= self._born.pop(value)[1]
+
+    def free(self, value: int) -> None:
+        if value in self._holds:
+            self._effect.hold(self._flow.storage_of[value], self.until)
+            self._holds.discard(value)
+        elif value in self._born:
+            start, size = self._born.pop(value)
+            self._bytes -= size
+            self._effect.rebuilt.append(Interval(start, self.until, size))
+
+    def close(self, moment: int) -> None:
+        """The region's state goes: whatever it still holds ends here."""
+        self.until = moment
+        for value in (*self._holds, *self._born):
+            self.free(value)
+
+    def _allocate(self, value: int) -> None:
+        size = self._view.graph.storages[self._flow.storage_of[value]].bytes
+        self._born[value] = (self._moment, size)
+        self._bytes += size
+
+
+def _rerun_effect(view: RegionView, region: Region) -> Effect:
+    """Run the call's ops again, whole, up to the last saved tensor (early stop)."""
+    graph = view.graph
+    effect = Effect(dropped={index for index, _, _ in view.packed})
+    wanted = [saved.wanted for _, saved, _ in view.packed if saved.wanted >= 0]
+    if not wanted:
+        return effect
+    first, last = min(wanted), max(saved.done for _, saved, _ in view.packed)
+    stop = max(saved.at for saved in graph.saved_in(region.call))
+    for storage in view.external():
+        effect.hold(storage, 2 * last + 1)
+    until: dict[int, int] = {}
+    for _, saved, _ in view.packed:
+        until[saved.storage] = max(until.get(saved.storage, 0), saved.done)
+    alive = 0
+    dying: dict[int, int] = {}
+    effect.spikes[2 * first] = 0
+    for moment in range(view.start, stop):
+        op = graph.ops[moment]
+        for storage in op.creates:
+            size = graph.storages[storage].bytes
+            alive += size
+            if storage in until:
+                stop_at = 2 * until[storage] + 1
+                effect.rebuilt.append(Interval(2 * first, stop_at, size))
+            else:
+                end = graph.storages[storage].last
+                dying[end] = dying.get(end, 0) + size
+        most_bytes = alive + op.workspace_bytes
+        effect.spikes[2 * first] = max(effect.spikes[2 * first], most_bytes)
+        alive -= dying.pop(moment, 0)
+        effect.seconds += op.seconds
+        effect.steps.append(moment)
+    return effect
+
+
+def _not_rebuildable(view: RegionView, lost: Iterable[int]) -> PlanError:
+    storages = {view.flow.storage_of[value] for value in lost}
+    names = sorted(
+        {op.name for op in view.graph.ops if storages & set(op.writes)} or {"an op"}
+    )
+    return PlanError(
+        f"cannot rebuild {view.call}: {', '.join(names)} changes its input in place",
+        needed="regions whose inputs are still there in backward",
+        hint="leave this call out of the plan, or name a smaller one",
+    )

@@ -1,0 +1,155 @@
+"""Which values of a forward to keep: a closure problem, solved by cuts.
+
+    min  sum t_o z_o + price * sum b_v y_v
+    s.t. y_v + z_w >= 1      for every value v that backward wants, w its maker
+         y_v + z_w >= z_o    for every input v of op o, w its maker
+         0 <= y, z <= 1;     a value overwritten in place has y = 0
+
+y: the value is kept; z: the op runs again. The constraints are those of a minimum cut,
+so the optimum is integral at every price, and the prices sweep out the lower convex hull
+of (bytes kept, seconds run again). With whole-forward bytes it is the lower bound of
+``bound.py``; with those of one call it gives the options of ``menu.py``.
+
+Network: source -> wanted value (uncuttable), value -> its maker (cut: kept, price * b),
+op -> its inputs (uncuttable), op -> sink (cut: run again, t). External values go to the
+sink directly (cut: held, price * b).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from ckplan.program import EXTERNAL, Flow
+from ckplan.solving.mincut import INFINITE, SINK, SOURCE, Network
+
+NANOSECOND = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A set of values to keep and what it costs."""
+
+    kept: frozenset[int]
+    kept_bytes: int
+    nanoseconds: int  # of ops that run again
+
+
+class Closure:
+    """The closure problem of one flow, to be solved at many prices."""
+
+    def __init__(
+        self,
+        flow: Flow,
+        wanted: Iterable[int],
+        bytes_of: Mapping[int, int],
+        nanoseconds: Callable[[int], int],
+    ) -> None:
+        """Build the network.
+
+        Args:
+            flow: A complete forward.
+            wanted: Values that backward reads.
+            bytes_of: What keeping or holding a value costs; 0 for one that lives anyway;
+                values that cannot be kept are left out.
+            nanoseconds: What running a step again costs.
+        """
+        self._network = Network()
+        self._flow = flow
+        self._kinds: list[tuple[str, int]] = []  # edge -> (kind, value or step)
+        self._bytes = bytes_of
+        self._nodes: dict[tuple[str, int], int] = {}
+        self._times: dict[int, int] = {}
+        stack = list(dict.fromkeys(wanted))
+        for value in stack:
+            self._edge(SOURCE, self._node("value", value), ("fixed", value))
+        seen = set(stack)
+        while stack:
+            value = stack.pop()
+            node = self._node("value", value)
+            maker = flow.maker_of[value]
+            if maker == EXTERNAL:
+                self._edge(node, SINK, ("keep", value))
+                continue
+            new_step = ("step", maker) not in self._nodes
+            step = self._node("step", maker)
+            self._edge(node, step, ("keep" if value in bytes_of else "fixed", value))
+            if new_step:
+                self._times[maker] = nanoseconds(maker)
+                self._edge(step, SINK, ("run", maker))
+                for read in flow.inputs[maker]:
+                    self._edge(step, self._node("value", read), ("fixed", read))
+                    if read not in seen:
+                        seen.add(read)
+                        stack.append(read)
+
+    def solve(self, nanoseconds: int, num_bytes: int) -> Choice:
+        """The optimum at the price of ``nanoseconds`` per ``num_bytes``."""
+        weights = {"fixed": lambda item: INFINITE, "run": self._times.__getitem__}
+        capacities = []
+        for kind, item in self._kinds:
+            if kind == "keep":
+                capacities.append(self._bytes.get(item, 0) * nanoseconds)
+            elif kind == "run":
+                capacities.append(self._times[item] * num_bytes)
+            else:
+                capacities.append(weights[kind](item))
+        return self._read(self._network.source_side(capacities))
+
+    def hull(self) -> list[Choice]:
+        """Vertices of the lower convex hull, fewest seconds first."""
+        dear = 1 + sum(self._times.values())
+        cheap = 1 + sum(self._bytes.values())
+        fast, small = self.solve(1, cheap), self.solve(dear, 1)
+        if small.kept_bytes >= fast.kept_bytes:
+            return [fast]
+        found = [fast, small]
+        self._between(fast, small, found)
+        return sorted(found, key=lambda choice: (choice.nanoseconds, choice.kept_bytes))
+
+    def _between(self, fast: Choice, small: Choice, found: list[Choice]) -> None:
+        stack = [(fast, small)]
+        while stack:
+            fast, small = stack.pop()
+            middle = self.at_slope(fast, small)
+            if middle is not None:
+                found.append(middle)
+                stack += ((fast, middle), (middle, small))
+
+    def at_slope(self, fast: Choice, small: Choice) -> Choice | None:
+        """A vertex below the line through two others, if there is one."""
+        seconds = small.nanoseconds - fast.nanoseconds
+        saved = fast.kept_bytes - small.kept_bytes
+        if seconds <= 0 or saved <= 0:
+            return None
+        middle = self.solve(seconds, saved)
+        line = seconds * fast.kept_bytes + saved * fast.nanoseconds
+        below = seconds * middle.kept_bytes + saved * middle.nanoseconds < line
+        return middle if below else None
+
+    def _read(self, source_side: list[bool]) -> Choice:
+        kept: set[int] = set()
+        kept_bytes = time = 0
+        for (kind, item), node in self._nodes.items():
+            if not source_side[node]:
+                continue
+            if kind == "step":
+                time += self._times[item]
+                continue
+            maker = self._flow.maker_of[item]
+            if maker == EXTERNAL:
+                kept_bytes += self._bytes.get(item, 0)
+            elif not source_side[self._nodes["step", maker]]:
+                kept.add(item)
+                kept_bytes += self._bytes.get(item, 0)
+        return Choice(frozenset(kept), kept_bytes, time)
+
+    def _node(self, kind: str, item: int) -> int:
+        key = (kind, item)
+        if key not in self._nodes:
+            self._nodes[key] = self._network.add_node()
+        return self._nodes[key]
+
+    def _edge(self, tail: int, head: int, kind: tuple[str, int]) -> None:
+        self._network.add_edge(tail, head)
+        self._kinds.append(kind)

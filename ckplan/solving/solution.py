@@ -1,0 +1,39 @@
+"""What solving hands on: the plan, what it costs, and what stands beside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ckplan.simulate import Region, Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """What everyday practice would reach, by the same simulator."""
+
+    name: str  # "none", "every call", "chen"
+    peak_bytes: int
+    overhead: float
+    fits: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Floor:
+    """The smallest peak that any plan found reaches."""
+
+    peak_bytes: int
+    peak_at: str
+    owner: str  # kind that owns most of it
+
+
+@dataclass(frozen=True)
+class Solution:
+    """The cheapest plan found that fits a budget."""
+
+    budget_bytes: int
+    regions: tuple[Region, ...]
+    timeline: Timeline
+    unplanned: Timeline
+    floor: Floor
+    bound_overhead: float  # no schedule of ops under this budget costs less
+    baselines: tuple[Baseline, ...]

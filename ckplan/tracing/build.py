@@ -1,0 +1,170 @@
+"""Turn a recording and its costs into a ``Graph``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ckplan.graph import (
+    BEFORE_STEP,
+    OUTSIDE_CALLS,
+    Call,
+    Graph,
+    Op,
+    Saved,
+    Storage,
+)
+from ckplan.tracing.calibrate import Cost
+from ckplan.tracing.recorder import STILL_ALIVE, RawOp, RawStorage, Recording
+
+_RANDOM = (
+    "bernoulli",
+    "dropout",
+    "exponential",
+    "geometric",
+    "multinomial",
+    "normal",
+    "poisson",
+    "rand",
+    "uniform",
+)
+_HIDDEN_WRITES = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
+
+
+def build_graph(
+    recording: Recording,
+    costs: Sequence[Cost],
+    *,
+    model: str,
+    fingerprint: Mapping[str, Any],
+    options: Mapping[str, str],
+    notes: Sequence[str],
+) -> Graph:
+    """Assemble the graph of a recorded step."""
+    _name_activations(recording)
+    same = _accumulate_in_place(recording)
+    keep = [i for i in range(len(recording.storages)) if same[i] == i]
+    number = {old: new for new, old in enumerate(keep)}
+    renamed = [number[same[i]] for i in range(len(same))]
+    calls, call_number = _calls(recording)
+    ops = tuple(
+        _op(raw, cost, renamed, call_number, recording.storages)
+        for raw, cost in zip(recording.ops, costs, strict=True)
+    )
+    return Graph(
+        model=model,
+        fingerprint=fingerprint,
+        options=options,
+        notes=tuple(notes),
+        ops=ops,
+        storages=tuple(_storage(recording, old) for old in keep),
+        saved=tuple(
+            Saved(renamed[s.storage], call_number[s.call], s.at, s.wanted, s.done)
+            for s in recording.saved
+        ),
+        calls=calls,
+        num_forward=recording.num_forward,
+        num_backward=recording.num_backward,
+    )
+
+
+def op_name(func: Any) -> str:
+    """``addmm`` for ``aten.addmm.default``."""
+    return str(func.overloadpacket.__name__)
+
+
+def is_random(name: str) -> bool:
+    """Whether an op of this name draws random numbers in forward."""
+    return "backward" not in name and any(word in name for word in _RANDOM)
+
+
+def _accumulate_in_place(recording: Recording) -> list[int]:
+    """Undo what a dispatch mode changes: where gradients meet, the engine adds in place.
+
+    The engine does so when nobody else holds the first one (``InputBuffer`` in torch's
+    autograd); under a dispatch mode it always adds out of place. Returns for every
+    storage the one that it really is.
+    """
+    same = list(range(len(recording.storages)))
+    for position, op in enumerate(recording.ops):
+        if not op.accumulates or op_name(op.func) != "add" or len(op.reads) != 2:
+            continue
+        first, result = op.reads[0], op.outputs[0]
+        old, new = recording.storages[same[first]], recording.storages[result]
+        dies_here = recording.storages[first].last == position
+        if dies_here and old.maker != BEFORE_STEP and old.dense:
+            if old.bytes == new.bytes:
+                same[result] = same[first]
+                old.last, old.kind = new.last, new.kind
+                op.writes = (first,)
+    return same
+
+
+def _op(
+    raw: RawOp,
+    cost: Cost,
+    renamed: Sequence[int],
+    call_number: Mapping[int, int],
+    storages: Sequence[RawStorage],
+) -> Op:
+    fresh = {*raw.outputs} - {*raw.reads} - {*raw.writes}
+    made_bytes = sum(storages[s].bytes for s in fresh)
+    name = op_name(raw.func)
+    return Op(
+        name=name,
+        call=call_number[raw.call],
+        reads=tuple(dict.fromkeys(renamed[s] for s in raw.reads)),
+        writes=tuple(renamed[s] for s in raw.writes),
+        outputs=tuple(renamed[s] for s in raw.outputs),
+        workspace_bytes=max(0, cost.peak_bytes - made_bytes),
+        flops=raw.flops,
+        moved_bytes=raw.moved_bytes,
+        seconds=round(cost.seconds, 9),
+        random=is_random(name),
+    )
+
+
+def _storage(recording: Recording, number: int) -> Storage:
+    raw = recording.storages[number]
+    last = len(recording.ops) if raw.last == STILL_ALIVE else raw.last
+    return Storage(raw.bytes, raw.kind, raw.maker, max(last, raw.maker))
+
+
+def _name_activations(recording: Recording) -> None:
+    """Activations are what forward made and backward finds."""
+    for saved in recording.saved:
+        if recording.storages[saved.storage].kind == "temporary":
+            recording.storages[saved.storage].kind = "activation"
+    for raw in recording.storages:
+        made_in_forward = 0 <= raw.maker < recording.num_forward
+        outlives = raw.last == STILL_ALIVE or raw.last >= recording.num_forward
+        if raw.kind == "temporary" and made_in_forward and outlives:
+            raw.kind = "activation"
+
+
+def _calls(recording: Recording) -> tuple[tuple[Call, ...], dict[int, int]]:
+    """Calls that ran an op, and where each recorded call went."""
+    number = {OUTSIDE_CALLS: OUTSIDE_CALLS}
+    calls: list[Call] = []
+    for index, raw in enumerate(recording.calls):
+        parent = number[raw.parent]
+        if raw.stop == raw.start:
+            number[index] = parent
+            continue
+        number[index] = len(calls)
+        hazard = _hazard(recording, recording.ops[raw.start : raw.stop])
+        calls.append(
+            Call(raw.fqn, raw.number, parent, raw.start, raw.stop, raw.module, hazard)
+        )
+    return tuple(calls), number
+
+
+def _hazard(recording: Recording, ops: Sequence[RawOp]) -> str:
+    """Why running a call again would change more than its activations."""
+    for op in ops:
+        name = op_name(op.func)
+        if any(recording.storages[s].maker == BEFORE_STEP for s in op.writes):
+            return f"{name} writes to a buffer"
+        if name in _HIDDEN_WRITES:
+            return f"{name} updates running statistics"
+    return ""

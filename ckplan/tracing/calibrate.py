@@ -1,0 +1,151 @@
+"""Run every distinct op once, alone, to learn its seconds and its workspace.
+
+Ops are alike when name, shapes, strides, dtypes and numbers are. Alone means that it
+never needs the memory of the whole model: the largest op decides. Ops whose tensors are
+larger than ``LARGEST_BYTES``, and those that do not run on made-up content, are not
+measured but scaled from the bandwidth and the rate that the others reached.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.profiler import record_function
+from torch.utils import _pytree as pytree
+
+from ckplan.tracing.recorder import RawOp, TensorMeta
+from ckplan.training.allocator import AllocatorLog, log_allocations
+
+LARGEST_BYTES = 1 << 30
+_PATIENCE_SECONDS = 0.02  # an op is repeated for so long
+_MOST_REPEATS = 7
+_MARK = "ckplan_op_"
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is being done, how many are done, and how many there are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What one op costs beyond its outputs."""
+
+    seconds: float
+    peak_bytes: int  # allocated at once, outputs included
+    measured: bool
+
+
+def calibrate(
+    ops: Sequence[RawOp], device: torch.device, progress: Progress | None = None
+) -> list[Cost]:
+    """Measure every distinct op.
+
+    Returns:
+        One cost for each of ``ops``, in order.
+    """
+    keys = [_key(op) for op in ops]
+    distinct = dict(zip(reversed(keys), reversed(ops), strict=True))
+    costs = _measure(distinct, device, progress or _silent)
+    bandwidth, flop_rate = _rates(distinct, costs)
+    for key, op in distinct.items():
+        if key not in costs:
+            seconds = max(op.moved_bytes / bandwidth, op.flops / flop_rate)
+            costs[key] = Cost(seconds, 0, measured=False)
+    return [costs[key] for key in keys]
+
+
+def _silent(what: str, done: int, total: int) -> None:
+    del what, done, total
+
+
+def _measure(
+    ops: Mapping[str, RawOp], device: torch.device, progress: Progress
+) -> dict[str, Cost]:
+    seconds: dict[str, float] = {}
+    marks: dict[str, str] = {}
+    state = torch.get_rng_state()
+    with torch.no_grad(), log_allocations(_MARK) as log:
+        for number, (key, op) in enumerate(ops.items()):
+            progress("measuring ops", number, len(ops))
+            if op.moved_bytes > LARGEST_BYTES:
+                continue
+            run = _runner(op, device)
+            mark = f"{_MARK}{number}"
+            try:
+                with record_function(mark):
+                    run()
+            except (RuntimeError, IndexError, TypeError, ValueError):
+                continue  # made-up content is not good enough for it
+            marks[key] = mark
+            seconds[key] = _time(run)
+    torch.set_rng_state(state)
+    peaks = _peaks(log, marks)
+    return {key: Cost(seconds[key], peaks[key], measured=True) for key in seconds}
+
+
+def _runner(op: RawOp, device: torch.device) -> Callable[[], object]:
+    """The op with made-up content: halves in floats, zeros in integers."""
+    flat = [_make(leaf, device) for leaf in op.args]
+    args, kwargs = pytree.tree_unflatten(flat, op.spec)
+    return lambda: op.func(*args, **kwargs)
+
+
+def _make(leaf: Any, device: torch.device) -> Any:
+    if not isinstance(leaf, TensorMeta):
+        return leaf
+    tensor = torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device=device)
+    if 0 in leaf.stride:  # expanded: writing through it is refused
+        tensor = torch.empty_strided(
+            [1 if step == 0 else size for size, step in zip(leaf.shape, leaf.stride)],
+            leaf.stride,
+            dtype=leaf.dtype,
+            device=device,
+        )
+    floating = leaf.dtype.is_floating_point or leaf.dtype.is_complex
+    tensor.fill_(0.5 if floating else leaf.dtype == torch.bool)
+    return tensor.expand(leaf.shape) if 0 in leaf.stride else tensor
+
+
+def _time(run: Callable[[], object]) -> float:
+    """Median seconds of a few runs."""
+    times: list[float] = []
+    begin = time.perf_counter()
+    while len(times) < _MOST_REPEATS:
+        start = time.perf_counter()
+        run()
+        stop = time.perf_counter()
+        times.append(stop - start)
+        if stop - begin > _PATIENCE_SECONDS:
+            break
+    return sorted(times)[(len(times) - 1) // 2]
+
+
+def _peaks(log: AllocatorLog, marks: Mapping[str, str]) -> dict[str, int]:
+    times = [when for when, _ in log.events]
+    peaks: dict[str, int] = {}
+    for key, mark in marks.items():
+        start, stop = log.spans[mark]
+        first, last = bisect_left(times, start), bisect_left(times, stop)
+        peaks[key] = AllocatorLog(log.events[first:last]).peak_bytes
+    return peaks
+
+
+def _rates(
+    ops: Mapping[str, RawOp], costs: Mapping[str, Cost]
+) -> tuple[float, float]:
+    """Bytes and FLOPs per second that the measured ops reached at best."""
+    bandwidth, flop_rate = 1e9, 1e9
+    for key, cost in costs.items():
+        seconds = max(cost.seconds, 1e-9)
+        if ops[key].moved_bytes > 1 << 22:
+            bandwidth = max(bandwidth, ops[key].moved_bytes / seconds)
+        flop_rate = max(flop_rate, ops[key].flops / seconds)
+    return bandwidth, flop_rate
+
+
+def _key(op: RawOp) -> str:
+    return f"{op.func}{op.args}"

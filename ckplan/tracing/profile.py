@@ -1,0 +1,258 @@
+"""Profile a workload: build it, run one step under watch, measure its ops.
+
+Everything is built under fake tensors first, which have shapes and no bytes, so that a
+model larger than the machine can be profiled. Where the model wants to see real values,
+the step is run again on real ones, and the graph says so.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeCopyMode
+
+from ckplan.errors import CkplanError, WorkloadError
+from ckplan.graph import Graph
+from ckplan.tracing.build import build_graph
+from ckplan.tracing.calibrate import Progress, calibrate
+from ckplan.tracing.recorder import Recording, StepRecorder
+from ckplan.training.step import TrainingStep, loss_of, make_step
+from ckplan.training.step import call_model
+from ckplan.training.workload import (
+    Workload,
+    WorkloadSpec,
+    as_workload,
+    on_device,
+    tensors_of,
+)
+
+NOTE_FAKE = "traced under fake tensors"
+NOTE_SECONDS = "seconds and workspaces: each distinct op measured alone on this machine"
+
+
+@dataclass(frozen=True, slots=True)
+class _Traced:
+    recording: Recording
+    model: str
+    fingerprint: dict[str, Any]
+    notes: list[str]
+
+
+def profile_workload(
+    spec: WorkloadSpec,
+    *,
+    optimizer: str | None = None,
+    device: str = "cpu",
+    progress: Progress | None = None,
+) -> Graph:
+    """Profile what a file offers.
+
+    Args:
+        spec: Where the workload comes from.
+        optimizer: ``adamw``, ``sgd``, ``none`` or ``own``; see ``make_step``.
+        device: Where the step is to run.
+        progress: Told how far the work has come.
+
+    Raises:
+        WorkloadError: The workload cannot be built or trained.
+    """
+
+    def build(fake: FakeTensorMode | None) -> Workload:
+        del fake
+        return spec.build()
+
+    return _profile(build, optimizer, device, progress)
+
+
+def profile(
+    model: nn.Module,
+    batch: Any,
+    *,
+    loss: Callable[[Any, Any], torch.Tensor] | None = None,
+    optimizer: str | None = None,
+    progress: Progress | None = None,
+) -> Graph:
+    """Profile one training step of a model, leaving the model as it is.
+
+    Args:
+        model: In the mode it is trained in; a copy of it is traced.
+        batch: A mapping is passed as keywords, a tuple or list as positionals.
+        loss: ``loss(output, batch)``; by default ``output.loss``, a scalar output, or
+            the sum of the output's floating tensors.
+        optimizer: ``adamw`` by default, ``sgd`` or ``none``.
+        progress: Told how far the work has come.
+
+    Returns:
+        The recorded step.
+
+    Raises:
+        WorkloadError: The model cannot be trained on this batch.
+    """
+    workload = as_workload((model, batch, loss), "the call of profile()")
+    device = next((p.device.type for p in model.parameters()), "cpu")
+
+    def build(fake: FakeTensorMode | None) -> Workload:
+        inside = nullcontext() if fake is None else FakeCopyMode(fake)
+        with inside:  # type: ignore[attr-defined]
+            model, batch = copy.deepcopy((workload.model, workload.batch))
+        return Workload(model, batch, workload.loss)
+
+    return _profile(build, optimizer, device, progress)
+
+
+def _profile(
+    build: Callable[[FakeTensorMode | None], Workload],
+    optimizer: str | None,
+    device: str,
+    progress: Progress | None,
+) -> Graph:
+    target = torch.device(device)
+    tell = progress or (lambda what, done, total: None)
+    tell("tracing", 0, 0)
+    traced = _trace_anyhow(build, optimizer, target)
+    costs = calibrate(traced.recording.ops, target, progress)
+    notes = [*traced.notes, NOTE_SECONDS]
+    if not all(cost.measured for cost in costs):
+        some = sum(not cost.measured for cost in costs)
+        notes.append(f"seconds of {some} ops scaled from the others, not measured")
+    return build_graph(
+        traced.recording,
+        costs,
+        model=traced.model,
+        fingerprint=traced.fingerprint,
+        options={"optimizer": optimizer or "default"},
+        notes=notes,
+    )
+
+
+def _trace_anyhow(
+    build: Callable[[FakeTensorMode | None], Workload],
+    optimizer: str | None,
+    device: torch.device,
+) -> _Traced:
+    """Trace under fake tensors, and on real ones where the model needs values."""
+    try:
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        traced = _trace(build, optimizer, device, fake)
+    except Exception as error:
+        if _is_final(error):
+            raise
+        traced = _trace_real(build, optimizer, device)
+        reason = (str(error).strip().splitlines() or [""])[0]
+        why = f"{type(error).__name__}: {reason}"
+        traced.notes.append(f"traced on real tensors, as fake ones failed ({why})")
+        return traced
+    traced.notes.append(NOTE_FAKE)
+    return traced
+
+
+def _is_final(error: Exception) -> bool:
+    """Whether real tensors would fail in the same way."""
+    return isinstance(error, CkplanError) and error.__cause__ is None
+
+
+def _trace_real(
+    build: Callable[[FakeTensorMode | None], Workload],
+    optimizer: str | None,
+    device: torch.device,
+) -> _Traced:
+    try:
+        return _trace(build, optimizer, device, None)
+    except CkplanError:
+        raise
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [""]
+        raise WorkloadError(
+            f"the training step raised {type(error).__name__}: {lines[0]}",
+            needed="a model that trains on its batch",
+            hint="run one step of it without ckplan; --traceback shows where",
+        ) from error
+
+
+def _trace(
+    build: Callable[[FakeTensorMode | None], Workload],
+    optimizer: str | None,
+    device: torch.device,
+    fake: FakeTensorMode | None,
+) -> _Traced:
+    """Record the second step: the steady state, in which optimizer state exists."""
+    inside: AbstractContextManager[object] = fake if fake is not None else nullcontext()
+    with inside, _same_attention(fake is not None):
+        workload = on_device(build(fake), device)
+        step = make_step(workload, optimizer)
+        step.run()
+        step.zero_grad()
+        recorder = StepRecorder(workload.model, fake=fake is not None)
+        _know_before(recorder, step)
+        notes = _record(recorder, step)
+    return _Traced(
+        recorder.recording,
+        type(workload.model).__name__,
+        fingerprint(workload, device),
+        notes,
+    )
+
+
+def _record(recorder: StepRecorder, step: TrainingStep) -> list[str]:
+    with recorder.watching():
+        output = call_model(step.workload)
+        loss, rule = loss_of(step.workload, output)
+        recorder.begin_backward(loss)
+        loss.backward()  # type: ignore[no-untyped-call]
+        del output, loss
+        recorder.begin_update()
+        parameters = step.workload.model.parameters()
+        grads = [p.grad for p in parameters if p.grad is not None]
+        recorder.mark(grads, "gradient")
+        del grads
+        step.update()
+    return [rule]
+
+
+def _know_before(recorder: StepRecorder, step: TrainingStep) -> None:
+    model = step.workload.model
+    recorder.know(model.parameters(), "parameter")
+    recorder.know(model.buffers(), "buffer")
+    if step.optimizer is not None:
+        recorder.know(tensors_of(list(step.optimizer.state.values())), "optimizer")
+    recorder.know(tensors_of(step.workload.batch), "input")
+
+
+@contextmanager
+def _same_attention(fake: bool) -> Iterator[None]:
+    del fake
+    yield
+
+
+def fingerprint(workload: Workload, device: torch.device) -> dict[str, Any]:
+    """What a plan depends on: versions, shapes and names."""
+    batch = workload.batch
+    if not isinstance(batch, Mapping):
+        parts = batch if isinstance(batch, (tuple, list)) else (batch,)
+        batch = {str(position): part for position, part in enumerate(parts)}
+    return {
+        "torch": torch.__version__.partition("+")[0],
+        "device": device.type,
+        "batch": {str(key): _describe(value) for key, value in batch.items()},
+        "parameters": {
+            name: _describe(value) for name, value in workload.model.named_parameters()
+        },
+    }
+
+
+def _describe(value: object) -> str:
+    """``int64[8,256]``, or the type of what is no tensor."""
+    tensors = tensors_of(value)
+    if not tensors:
+        return type(value).__name__
+    return " ".join(
+        f"{str(t.dtype).removeprefix('torch.')}[{','.join(map(str, t.shape))}]"
+        for t in tensors
+    )

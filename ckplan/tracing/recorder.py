@@ -1,0 +1,447 @@
+"""Watch a training step op by op, without holding what autograd saves.
+
+Saved tensors go through hooks that keep only their description, so every storage is
+seen to die when nothing *but autograd* holds it. When autograd lets go is recorded
+apart. From the two the simulator can tell the life of a storage under any plan.
+
+Under fake tensors a saved tensor needs no content; under real ones a copy outside the
+accounting stands in for it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from ckplan.graph import BEFORE_STEP, OUTSIDE_CALLS
+
+STILL_ALIVE = -2
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMeta:
+    """All that a kernel's cost depends on."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(slots=True)
+class RawOp:
+    """An op as it ran, with what is needed to run it again alone."""
+
+    func: Any
+    call: int
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    outputs: tuple[int, ...]
+    args: tuple[Any, ...]  # flat, tensors as TensorMeta
+    spec: pytree.TreeSpec
+    flops: int
+    moved_bytes: int
+    accumulates: bool  # ran between two nodes of backward: gradients that meet
+
+
+@dataclass(slots=True)
+class RawStorage:
+    """A storage and when it died."""
+
+    bytes: int
+    kind: str
+    maker: int
+    last: int = STILL_ALIVE
+    dense: bool = True  # made as a tensor without gaps or overlaps
+
+
+@dataclass(slots=True)
+class RawSaved:
+    """A tensor that went through the saved-tensor hooks."""
+
+    storage: int
+    call: int
+    at: int
+    wanted: int = -1
+    done: int = -1
+
+
+@dataclass(slots=True)
+class RawCall:
+    """A module call that began and perhaps ended."""
+
+    fqn: str
+    number: int
+    parent: int
+    start: int
+    module: str
+    stop: int = -1
+
+
+@dataclass(slots=True)
+class _Geometry:
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+    nbytes: int
+
+
+class _Packed:
+    """Stands in for a saved tensor; its end is autograd's letting go."""
+
+    __slots__ = ("__weakref__", "copy", "geometry", "number", "recorder")
+
+    def __init__(
+        self,
+        recorder: StepRecorder,
+        number: int,
+        geometry: _Geometry,
+        copy: torch.Tensor | None,
+    ) -> None:
+        self.recorder = recorder
+        self.number = number
+        self.geometry = geometry
+        self.copy = copy
+
+    def __del__(self) -> None:
+        self.recorder.released(self.number)
+
+
+@dataclass
+class Recording:
+    """Everything seen in one step."""
+
+    ops: list[RawOp] = field(default_factory=list)
+    storages: list[RawStorage] = field(default_factory=list)
+    saved: list[RawSaved] = field(default_factory=list)
+    calls: list[RawCall] = field(default_factory=list)
+    num_forward: int = 0
+    num_backward: int = 0
+
+
+class StepRecorder(TorchDispatchMode):
+    """Records ops, storages, saved tensors and calls while it is active."""
+
+    def __init__(self, model: nn.Module, *, fake: bool) -> None:
+        super().__init__()
+        self.recording = Recording()
+        self._fake = fake
+        self._fqns = {id(module): name for name, module in model.named_modules()}
+        self._ids: dict[int, int] = {}  # address of a live storage -> its number
+        self._times_called: dict[str, int] = {}
+        self._stack: list[int] = []
+        self._boundaries: list[tuple[int, int]] = []  # (autograd sequence, call)
+        self._phase = "forward"
+        self._node_call = OUTSIDE_CALLS
+        self._in_node = False
+        self._paused = False
+        self._keep: list[object] = []
+
+    # -- what exists before the step -------------------------------------------------
+
+    def know(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
+        """Register storages that exist when the step begins."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._ids:
+                self._keep.append(storage)
+                self._register(storage, kind, BEFORE_STEP)
+
+    def mark(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
+        """Say what storages that the step made are."""
+        for tensor in tensors:
+            number = self._ids.get(tensor.untyped_storage()._cdata)
+            if number is not None:
+                self.recording.storages[number].kind = kind
+
+    # -- phases ----------------------------------------------------------------------
+
+    def watching(self) -> AbstractContextManager[object]:
+        """Everything that must be active during the step."""
+        stack = ExitStack()
+        hooks = (
+            nn.modules.module.register_module_forward_pre_hook(self._enter_call),
+            nn.modules.module.register_module_forward_hook(
+                self._leave_call, always_call=True
+            ),
+        )
+        for hook in hooks:
+            stack.callback(hook.remove)
+        stack.enter_context(
+            torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        )
+        stack.enter_context(self)
+        return stack
+
+    def begin_backward(self, loss: torch.Tensor) -> None:
+        """Forward is over; watch every node of the graph below the loss."""
+        self._phase = "backward"
+        self.recording.num_forward = len(self.recording.ops)
+        for node in _nodes(loss):
+            node.register_prehook(self._node_begins(node))
+            node.register_hook(self._node_ends)
+
+    def begin_update(self) -> None:
+        """Backward is over; what follows is the optimizer."""
+        self._phase = "optimizer"
+        self.recording.num_backward = (
+            len(self.recording.ops) - self.recording.num_forward
+        )
+
+    # -- ops -------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._paused:
+            return func(*args, **kwargs)
+        flat, spec = pytree.tree_flatten((args, kwargs))
+        reads = self._numbers(flat, "buffer", BEFORE_STEP)
+        out = func(*args, **kwargs)
+        position = len(self.recording.ops)
+        known = len(self.recording.storages)
+        returned = [x for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor)]
+        outputs = self._numbers(returned, "temporary", position)
+        writes = _written(func, args, kwargs, self._number_of)
+        if len(self.recording.storages) > known or writes:
+            tensors = [x for x in flat if isinstance(x, torch.Tensor)]
+            self.recording.ops.append(
+                RawOp(
+                    func,
+                    self._current_call(),
+                    tuple(dict.fromkeys(reads)),
+                    writes,
+                    tuple(outputs),
+                    tuple(_meta(x) for x in flat),
+                    spec,
+                    _flops(func, args, kwargs, out),
+                    sum(t.numel() * t.element_size() for t in (*tensors, *returned)),
+                    self._phase == "backward" and not self._in_node,
+                )
+            )
+        return out
+
+    def _current_call(self) -> int:
+        if self._phase == "forward":
+            return self._stack[-1] if self._stack else OUTSIDE_CALLS
+        return self._node_call if self._phase == "backward" else OUTSIDE_CALLS
+
+    # -- storages --------------------------------------------------------------------
+
+    def _numbers(self, leaves: Iterable[object], kind: str, maker: int) -> list[int]:
+        numbers = []
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor):
+                storage = leaf.untyped_storage()
+                number = self._ids.get(storage._cdata)
+                if number is None:
+                    number = self._register(storage, kind, maker)
+                    if leaf.storage_offset() or not _is_dense(leaf):
+                        self.recording.storages[number].dense = False
+                numbers.append(number)
+        return numbers
+
+    def _number_of(self, tensor: torch.Tensor) -> int:
+        return self._ids[tensor.untyped_storage()._cdata]
+
+    def _register(self, storage: torch.UntypedStorage, kind: str, maker: int) -> int:
+        number = len(self.recording.storages)
+        self.recording.storages.append(RawStorage(storage.nbytes(), kind, maker))
+        self._alias(storage, number, self._died)
+        return number
+
+    def _alias(
+        self,
+        storage: torch.UntypedStorage,
+        number: int,
+        died: Callable[[int, int], None],
+    ) -> None:
+        self._ids[storage._cdata] = number
+        weakref.finalize(storage, died, storage._cdata, number).atexit = False
+
+    def _died(self, address: int, number: int) -> None:
+        self._ids.pop(address, None)
+        self.recording.storages[number].last = len(self.recording.ops) - 1
+
+    # -- saved tensors ---------------------------------------------------------------
+
+    def _pack(self, tensor: torch.Tensor) -> object:
+        storage = tensor.untyped_storage()
+        number = self._ids.get(storage._cdata)
+        if number is None or self.recording.storages[number].maker == BEFORE_STEP:
+            return tensor
+        packed = RawSaved(number, self._current_call(), len(self.recording.ops))
+        self.recording.saved.append(packed)
+        geometry = _Geometry(
+            tensor.size(),
+            tensor.stride(),
+            tensor.storage_offset(),
+            tensor.dtype,
+            tensor.device,
+            storage.nbytes(),
+        )
+        copy = None if self._fake else self._blank(geometry, tensor)
+        return _Packed(self, len(self.recording.saved) - 1, geometry, copy)
+
+    def _unpack(self, packed: object) -> torch.Tensor:
+        if not isinstance(packed, _Packed):
+            assert isinstance(packed, torch.Tensor)
+            return packed
+        saved = self.recording.saved[packed.number]
+        if saved.wanted < 0:
+            saved.wanted = len(self.recording.ops)
+        tensor = packed.copy
+        if tensor is None:
+            tensor = self._blank(packed.geometry, None)
+
+        def gone(address: int, number: int) -> None:
+            del number
+            self._ids.pop(address, None)
+            self.released(packed_number)
+
+        packed_number = packed.number
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._ids:
+            self._alias(storage, saved.storage, gone)
+        return tensor
+
+    def _blank(self, geometry: _Geometry, content: torch.Tensor | None) -> torch.Tensor:
+        """A tensor of the same geometry on a storage of its own."""
+        self._paused = True
+        try:
+            base = torch.empty(geometry.nbytes, dtype=torch.uint8, device=geometry.device)
+            with torch.no_grad():
+                tensor = base.view(geometry.dtype).as_strided(
+                    geometry.size, geometry.stride, geometry.offset
+                )
+                if content is not None:
+                    tensor.copy_(content)
+            return tensor
+        finally:
+            self._paused = False
+
+    def released(self, number: int) -> None:
+        """Autograd, or a node that ran, let a saved tensor go."""
+        saved = self.recording.saved[number]
+        saved.done = max(saved.done, len(self.recording.ops) - 1)
+
+    # -- calls and nodes -------------------------------------------------------------
+
+    def _enter_call(self, module: nn.Module, args: object) -> None:
+        del args
+        fqn = self._fqns.get(id(module))
+        if fqn is None or self._phase != "forward":
+            return
+        number = self._times_called.get(fqn, 0)
+        self._times_called[fqn] = number + 1
+        parent = self._stack[-1] if self._stack else OUTSIDE_CALLS
+        self._stack.append(len(self.recording.calls))
+        start = len(self.recording.ops)
+        kind = type(module).__name__
+        self.recording.calls.append(RawCall(fqn, number, parent, start, kind))
+        self._mark_boundary()
+
+    def _leave_call(self, module: nn.Module, args: object, output: object) -> None:
+        del args, output
+        if id(module) not in self._fqns or self._phase != "forward":
+            return
+        self.recording.calls[self._stack.pop()].stop = len(self.recording.ops)
+        self._mark_boundary()
+
+    def _mark_boundary(self) -> None:
+        # Nodes made from here on have this sequence number or a later one.
+        sequence = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+        self._boundaries.append((sequence, self._current_call()))
+
+    def _node_begins(self, node: torch.autograd.graph.Node) -> Callable[..., None]:
+        sequence = node._sequence_nr()  # type: ignore[attr-defined]
+        place = bisect_right(self._boundaries, sequence, key=lambda b: b[0]) - 1
+        is_leaf = node.name().endswith("AccumulateGrad")
+        call = self._boundaries[place][1] if place >= 0 else OUTSIDE_CALLS
+
+        def begins(grads: object) -> None:
+            del grads
+            self._in_node = True
+            if not is_leaf:
+                self._node_call = call
+
+        return begins
+
+    def _node_ends(self, grad_inputs: object, grad_outputs: object) -> None:
+        del grad_inputs, grad_outputs
+        self._in_node = False
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        self._keep.clear()
+
+
+def _nodes(loss: torch.Tensor) -> list[torch.autograd.graph.Node]:
+    """All nodes of the graph below a loss."""
+    if loss.grad_fn is None:
+        return []
+    found = {loss.grad_fn: None}
+    stack = [loss.grad_fn]
+    while stack:
+        for node, _ in stack.pop().next_functions:
+            if node is not None and node not in found:
+                found[node] = None
+                stack.append(node)
+    return list(found)
+
+
+def _meta(leaf: object) -> object:
+    if isinstance(leaf, torch.Tensor):
+        return TensorMeta(tuple(leaf.shape), tuple(leaf.stride()), leaf.dtype)
+    return leaf
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+
+
+def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
+    formula = flop_registry.get(func.overloadpacket)
+    return int(formula(*args, **kwargs, out_val=out)) if formula else 0
+
+
+def _written(
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    number_of: Callable[[torch.Tensor], int],
+) -> tuple[int, ...]:
+    """Storages that the op's schema says it changes."""
+    if not func._schema.is_mutable:
+        return ()
+    written: list[int] = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        for leaf in pytree.tree_leaves(value):
+            if isinstance(leaf, torch.Tensor):
+                written.append(number_of(leaf))
+    return tuple(dict.fromkeys(written))

@@ -1,0 +1,189 @@
+"""Read and print bytes, seconds, FLOPs and percent.
+
+Sizes are whole bytes everywhere in the code. This is the only file that knows how
+many bytes a GiB has or what a prefix stands for.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+
+from ckplan.errors import UnitError, did_you_mean
+
+KIB = 2**10
+MIB = 2**20
+GIB = 2**30
+
+_BYTES_PER_UNIT = {
+    "B": 1,
+    "kB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KiB": KIB,
+    "MiB": MIB,
+    "GiB": GIB,
+    "TiB": 2**40,
+}
+_LIMIT_BYTES = 10**18
+_QUANTITY = re.compile(
+    r"((?:[0-9]{0,30}\.)?[0-9]{1,30}(?:e[+-]?[0-9]{1,3})?)\s*([a-z]*|%)",
+    re.ASCII | re.IGNORECASE,
+)
+_SECONDS_SCALES = ((1e-9, "ns"), (1e-6, "us"), (1e-3, "ms"), (1.0, "s"))
+_FLOPS_SCALES = tuple(
+    (10.0**power, f"{prefix}FLOP")
+    for power, prefix in ((0, ""), (3, "k"), (6, "M"), (9, "G"), (12, "T"), (15, "P"))
+)
+
+
+def parse_bytes(size: str | int) -> int:
+    """Read a size, such as ``12GB`` (12e9), ``12GiB`` (12 * 2^30) or ``64`` (bytes).
+
+    Args:
+        size: A number with a unit, in any case; a number alone means bytes, and an
+            integer is taken as it is.
+
+    Returns:
+        The size in bytes, computed exactly; a fraction of a byte is rounded down.
+
+    Raises:
+        UnitError: ``size`` is not a size, or does not say which unit is meant.
+
+    >>> parse_bytes("0.1 GB"), parse_bytes("1.5GiB")
+    (100000000, 1610612736)
+    """
+    return _parse(size, _BYTES_PER_UNIT, noun="size")
+
+
+def parse_budget(budget: str | int, unplanned_peak_bytes: int) -> int:
+    """Read a budget: a size, or a share of the unplanned peak such as ``80%``.
+
+    Args:
+        budget: Anything that ``parse_bytes`` reads, or a percentage.
+        unplanned_peak_bytes: What ``100%`` means.
+
+    Returns:
+        The budget in bytes, rounded down and at least 1.
+
+    Raises:
+        UnitError: ``budget`` cannot be read, or is zero.
+
+    >>> parse_budget("80%", unplanned_peak_bytes=1001)
+    800
+    """
+    share = Fraction(unplanned_peak_bytes, 100)
+    budget_bytes = _parse(budget, {**_BYTES_PER_UNIT, "%": share}, noun="budget")
+    if budget_bytes == 0:
+        peak = format_bytes(unplanned_peak_bytes)
+        raise UnitError(
+            f"cannot plan for the budget {budget!r}: it is 0 bytes",
+            needed=f"more than 0 bytes (the unplanned peak is {peak})",
+            hint="`ckplan frontier` lists the peaks that plans reach",
+        )
+    return budget_bytes
+
+
+def format_bytes(num_bytes: int) -> str:
+    """Print a size with two decimals, in GiB unless it is smaller than that.
+
+    >>> format_bytes(1_717_986_918), format_bytes(5_452_595), format_bytes(192)
+    ('1.60 GiB', '5.20 MiB', '192 B')
+    """
+    if abs(num_bytes) < KIB:
+        return f"{num_bytes} B"
+    for scale, unit in ((KIB, "KiB"), (MIB, "MiB")):
+        number = f"{num_bytes / scale:.2f}"
+        if abs(float(number)) < KIB:
+            return f"{number} {unit}"
+    return f"{num_bytes / GIB:.2f} GiB"
+
+
+def format_seconds(seconds: float) -> str:
+    """Print a time with three digits.
+
+    >>> format_seconds(353e-6), format_seconds(1.234), format_seconds(0)
+    ('353 us', '1.23 s', '0 s')
+    """
+    return _format_scaled(seconds, _SECONDS_SCALES) if seconds else "0 s"
+
+
+def format_flops(num_flops: int) -> str:
+    """Print a number of floating-point operations with three digits.
+
+    >>> format_flops(1_234_000_000_000), format_flops(64)
+    ('1.23 TFLOP', '64 FLOP')
+    """
+    if abs(num_flops) < 1000:
+        return f"{num_flops} FLOP"
+    return _format_scaled(num_flops, _FLOPS_SCALES)
+
+
+def format_percent(fraction: float, *, sign: bool = False) -> str:
+    """Print a fraction as percent with one decimal, with a plus sign if wanted.
+
+    >>> format_percent(0.031), format_percent(0.031, sign=True)
+    ('3.1 %', '+3.1 %')
+    """
+    percent = round(100 * fraction, 1) + 0.0  # no "-0.0"
+    return f"{percent:+.1f} %" if sign else f"{percent:.1f} %"
+
+
+def _parse(
+    quantity: str | int, bytes_per_unit: Mapping[str, Fraction | int], *, noun: str
+) -> int:
+    """Read a number with one of the units given, rounded down to whole bytes."""
+    if type(quantity) is int and quantity >= 0:
+        return quantity
+    text = str(quantity).strip()
+    found = _QUANTITY.fullmatch(text)
+    if not found:
+        raise _unreadable(text, bytes_per_unit, noun, "not a number with a unit")
+    number, unit = found.groups()
+    if unit.lower() in {"k", "m", "g", "t"}:
+        raise _ambiguous(text, number, unit, noun)
+    scales = {name.lower(): scale for name, scale in bytes_per_unit.items()}
+    scale = scales.get(unit.lower() or "b")
+    if scale is None:
+        raise _unreadable(text, bytes_per_unit, noun, f"unknown unit {unit!r}", unit)
+    size = Fraction(number) * scale
+    if size > _LIMIT_BYTES:
+        raise _unreadable(text, bytes_per_unit, noun, "too large")
+    return int(size)
+
+
+def _unreadable(
+    text: str, units: Mapping[str, object], noun: str, reason: str, unit: str = ""
+) -> UnitError:
+    *first, last = units
+    near = did_you_mean(unit, units)
+    return UnitError(
+        f"cannot read the {noun} {text!r}: {reason}",
+        needed=f"a number from 0 to 1000000TB with {', '.join(first)} or {last}",
+        hint=f"did you mean {near!r}?" if near else "12GB (12e9) or 12GiB (12 x 2^30)",
+    )
+
+
+def _ambiguous(text: str, number: str, unit: str, noun: str) -> UnitError:
+    decimal, binary = f"{number}{unit.upper()}B", f"{number}{unit.upper()}iB"
+    return UnitError(
+        f"cannot read the {noun} {text!r}: {unit!r} does not say which unit is meant",
+        needed=f"{decimal} (powers of 1000) or {binary} (powers of 1024)",
+        hint=f"{binary}, if this is the memory of a card",
+    )
+
+
+def _format_scaled(value: float, scales: Sequence[tuple[float, str]]) -> str:
+    """Print three digits in the smallest unit that keeps the number under 1000."""
+    for scale, unit in scales:
+        number = _three_digits(value / scale)
+        if abs(float(number)) < 1000:
+            return f"{number} {unit}"
+    return f"{number} {unit}"
+
+
+def _three_digits(value: float) -> str:
+    decimals = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
+    return f"{value:.{decimals}f}"

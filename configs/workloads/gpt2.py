@@ -1,0 +1,33 @@
+"""GPT-2 language model with dropout, 12 layers and 384 wide unless told otherwise.
+
+Profile it with ``ckplan profile configs/workloads/gpt2.py --set layers=24``.
+"""
+
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+
+def build(
+    *,
+    layers: int = 12,
+    width: int = 384,
+    heads: int = 6,
+    batch: int = 8,
+    length: int = 256,
+    vocab: int = 50257,
+    dropout: float = 0.1,
+) -> tuple[GPT2LMHeadModel, dict[str, torch.Tensor]]:
+    """Return the model and one batch of random tokens."""
+    config = GPT2Config(
+        n_layer=layers,
+        n_embd=width,
+        n_head=heads,
+        n_positions=length,
+        vocab_size=vocab,
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
+        use_cache=False,
+    )
+    tokens = torch.randint(vocab, (batch, length))
+    return GPT2LMHeadModel(config), {"input_ids": tokens, "labels": tokens}
