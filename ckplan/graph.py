@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckplan import files
 from ckplan.errors import GraphError
+from ckplan.names import relative_path
 
 if TYPE_CHECKING:
     import networkx
@@ -173,11 +174,8 @@ class Graph:
         return f"{phase} of {found.fqn or found.module}"
 
     def relative_path(self, call: int, region: int) -> str:
-        """Module path of ``call`` below ``region``; ``.`` for the region itself."""
-        top, fqn = self.calls[region].fqn, self.calls[call].fqn
-        if fqn == top:
-            return "."
-        return fqn[len(top) + 1 :] if top else fqn
+        """Module path of ``call`` below ``region``; "" for the region itself."""
+        return relative_path(self.calls[call].fqn, self.calls[region].fqn)
 
     def within(self, call: int, region: int) -> bool:
         """Whether ``call`` is ``region`` or runs inside it."""
@@ -202,16 +200,29 @@ class Graph:
             ids = [[local(s) for s in group] for group in (op.reads, op.outputs)]
             parts.append((op.name, where, ids, op.writes and local(op.writes[0])))
             parts.append((op.flops, op.workspace_bytes))
-        for saved in self.saved_in(index):
+        for saved in (self.saved[i] for i in self.saved_in(index)):
             parts.append((local(saved.storage)[0], saved.at - call.start))
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
-    def saved_in(self, index: int) -> list[Saved]:
-        """Saved tensors of a call, inner calls included, in order."""
-        call = self.calls[index]
-        start = bisect_left(self.saved, call.start, key=lambda saved: saved.at)
-        stop = bisect_right(self.saved, call.stop, key=lambda saved: saved.at)
-        return [s for s in self.saved[start:stop] if self.within(s.call, index)]
+    def saved_in(self, call: int, last: int | None = None) -> list[int]:
+        """Indices of the saved tensors of a call, inner calls included, in order.
+
+        With ``last``, of a run of sibling calls and what their parent does between.
+        """
+        stop_call = call if last is None else last
+        first, stop = self.calls[call].start, self.calls[stop_call].stop
+        parent = self.calls[call].parent
+
+        def mine(saved: Saved) -> bool:
+            if saved.call == parent:
+                return call != stop_call and first < saved.at < stop
+            return call <= saved.call and self.within(
+                saved.call, call if call == stop_call else parent
+            )
+
+        low = bisect_left(self.saved, first, key=lambda saved: saved.at)
+        high = bisect_right(self.saved, stop, key=lambda saved: saved.at)
+        return [i for i in range(low, high) if mine(self.saved[i])]
 
     def to_networkx(self) -> networkx.DiGraph:
         """The ops as a DAG: an edge where one reads what another made or changed."""
@@ -384,7 +395,8 @@ def load(path: Path) -> Graph:
     """Read a graph file, gzipped or not.
 
     Raises:
-        GraphError: The file is missing, cut, of another version or not a graph.
+        CkplanError: The file is missing.
+        GraphError: The file is cut, of another version or not a graph.
     """
     content = files.read_bytes(path, "trace")
     if content[:2] == b"\x1f\x8b":

@@ -42,6 +42,19 @@ def call_name(fqn: str, number: int) -> str:
     return f"{fqn or '.'}#{number}"
 
 
+def relative_path(fqn: str, top: str) -> str:
+    """Return the path of a module below another, "" for that one itself.
+
+    A module that is not below it keeps its FQN.
+
+    >>> relative_path("h.0.mlp", "h.0"), relative_path("h.0", "h.0")
+    ('mlp', '')
+    """
+    if fqn == top:
+        return ""
+    return fqn.removeprefix(f"{top}.") if top else fqn
+
+
 def expand_calls(pattern: str, calls: Iterable[Call]) -> tuple[Call, ...]:
     """Return the calls that a pattern means.
 
@@ -62,9 +75,7 @@ def expand_calls(pattern: str, calls: Iterable[Call]) -> tuple[Call, ...]:
     numbers_of = defaultdict[str, set[int]](set)
     for fqn, number in calls:
         numbers_of[fqn].add(number)
-    found = _CALLS.fullmatch(pattern)
-    if not found or any(int(a) > int(b) for a, b in _RANGE.findall(pattern)):
-        raise _malformed(pattern)
+    found = _parse_calls(pattern)
     wanted: set[Call] = set()
     for name in _spell(found[1]):
         fqn = _fqn(name)
@@ -75,6 +86,37 @@ def expand_calls(pattern: str, calls: Iterable[Call]) -> tuple[Call, ...]:
                 raise _no_call(pattern, fqn, number, numbers_of[fqn])
             wanted.add((fqn, number))
     return tuple(call for call in calls if call in wanted)
+
+
+def expand_modules(
+    pattern: str, fqns: Iterable[str]
+) -> tuple[tuple[str, frozenset[int] | None], ...]:
+    """Return what a pattern means before any module has run.
+
+    Args:
+        pattern: As for `expand_calls`.
+        fqns: Every module of the model.
+
+    Returns:
+        The FQNs that it means, each with the numbers of its calls; None for every call.
+
+    Raises:
+        PlanError: ``pattern`` is malformed, or it means a module that is not there.
+
+    >>> expand_modules("cell#[0..1]", ["cell", "head"])
+    (('cell', frozenset({0, 1})),)
+    """
+    found = _parse_calls(pattern)
+    numbers = frozenset(map(int, _spell(found[2]))) if found[2] else None
+    calls = expand_calls(found[1], [(fqn, 0) for fqn in fqns])
+    return tuple((fqn, numbers) for fqn, _ in calls)
+
+
+def _parse_calls(pattern: str) -> re.Match[str]:
+    found = _CALLS.fullmatch(pattern)
+    if not found or any(int(a) > int(b) for a, b in _RANGE.findall(pattern)):
+        raise _malformed(pattern)
+    return found
 
 
 def fold_calls(chosen: Sequence[Call], calls: Sequence[Call]) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ and free, in the order that ``program.Rebuild`` fixes for simulator and engine a
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -31,6 +32,7 @@ class Region:
     call: int  # index in Graph.calls
     by: str = PROGRAM  # or RERUN, which runs the whole module again
     save: frozenset[tuple[int, int]] = frozenset()  # (op, output) kept
+    last: int | None = None  # last of a run of sibling calls that begins at `call`
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,15 @@ class Effect:
         """Keep a storage alive at least to a half moment."""
         self.holds[storage] = max(self.holds.get(storage, -1), until)
 
+    def spike_excess(self) -> dict[int, int]:
+        """Most bytes alive in a gap beyond what the intervals count there."""
+        counted = dict.fromkeys(self.spikes, 0)
+        for interval in self.rebuilt:
+            for moment in counted:
+                if interval.start <= moment <= interval.stop:
+                    counted[moment] += interval.bytes
+        return {moment: most - counted[moment] for moment, most in self.spikes.items()}
+
 
 @dataclass(frozen=True)
 class Timeline:
@@ -65,7 +76,7 @@ class Timeline:
     graph: Graph
     live_bytes: list[int]
     effects: tuple[Effect, ...]
-    spans: list[tuple[int, int]]  # storage -> half moments [start, stop]
+    stops: list[int]  # storage -> last half moment it is alive
 
     @cached_property
     def peak_bytes(self) -> int:
@@ -102,8 +113,8 @@ class Timeline:
         """Bytes alive at the peak by kind; what is rebuilt counts as activation."""
         moment = self.peak_moment
         total = dict.fromkeys(KINDS, 0)
-        for storage, (start, stop) in zip(self.graph.storages, self.spans, strict=True):
-            if start <= moment <= stop:
+        for storage, stop in zip(self.graph.storages, self.stops, strict=True):
+            if 2 * storage.maker + 1 <= moment <= stop:
                 total[storage.kind] += storage.bytes
         total["activation"] += sum(
             interval.bytes
@@ -136,20 +147,37 @@ class Simulator:
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self._views: dict[int, RegionView] = {}
+        self._views: dict[tuple[int, int], RegionView] = {}
         self._effects: dict[Region, Effect] = {}
+        self._end = 2 * len(graph.ops)
+        self._saved_of: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for index, saved in enumerate(graph.saved):
+            self._saved_of[saved.storage].append((index, 2 * saved.done + 1))
+        self._stops: list[int] = []
+        level = [0] * (self._end + 2)
+        for storage, found in enumerate(graph.storages):
+            start, natural = self._start_and_natural_stop(storage)
+            until = (done for _, done in self._saved_of.get(storage, ()))
+            self._stops.append(min(max((natural, *until)), self._end))
+            level[start] += found.bytes
+            level[self._stops[-1] + 1] -= found.bytes
+        self.unplanned_bytes = list(accumulate(level))[:-1]
+        for moment, op in enumerate(graph.ops):
+            self.unplanned_bytes[2 * moment + 1] += op.workspace_bytes
 
-    def view(self, call: int) -> RegionView:
-        """The values and saved tensors of a call."""
-        if call not in self._views:
-            self._views[call] = RegionView(self.graph, call)
-        return self._views[call]
+    def view(self, call: int, last: int | None = None) -> RegionView:
+        """The values and saved tensors of a call, or of a run of sibling calls."""
+        key = (call, call if last is None else last)
+        if key not in self._views:
+            self._views[key] = RegionView(self.graph, *key)
+        return self._views[key]
 
     def effect(self, region: Region) -> Effect:
         """What one region alone changes."""
         if region not in self._effects:
             compute = _program_effect if region.by == PROGRAM else _rerun_effect
-            self._effects[region] = compute(self.view(region.call), region)
+            view = self.view(region.call, region.last)
+            self._effects[region] = compute(view, region)
         return self._effects[region]
 
     def run(self, regions: Iterable[Region] = ()) -> Timeline:
@@ -157,38 +185,63 @@ class Simulator:
         regions = sorted(regions, key=lambda region: region.call)
         self._check_disjoint(regions)
         effects = tuple(self.effect(region) for region in regions)
-        spans = self._spans(effects)
-        level = [0] * (2 * len(self.graph.ops) + 2)
-        for storage, (start, stop) in zip(self.graph.storages, spans, strict=True):
-            level[start] += storage.bytes
-            level[stop + 1] -= storage.bytes
-        for effect in effects:
-            for interval in effect.rebuilt:
-                level[interval.start] += interval.bytes
-                level[interval.stop + 1] -= interval.bytes
-        live = list(accumulate(level))[:-1]
-        for moment, op in enumerate(self.graph.ops):
-            live[2 * moment + 1] += op.workspace_bytes
-        for effect in effects:
-            _add_spikes(live, effect)
-        return Timeline(self.graph, live, effects, spans)
+        stops, changes = self._changes(effects)
+        live = self._replay(changes, effects, 0, len(self.unplanned_bytes) - 1)
+        return Timeline(self.graph, live, effects, stops)
 
-    def _spans(self, effects: Sequence[Effect]) -> list[tuple[int, int]]:
-        graph = self.graph
-        last = 2 * len(graph.ops)
-        stops = [min(2 * s.last + 1, last) for s in graph.storages]
+    def live_within(self, region: Region, start: int, stop: int) -> list[int]:
+        """Live bytes over the half moments ``[start, stop]`` under one region."""
+        effects = (self.effect(region),)
+        return self._replay(self._changes(effects)[1], effects, start, stop)
+
+    def _replay(
+        self,
+        changes: Iterable[Interval],
+        effects: Sequence[Effect],
+        start: int,
+        stop: int,
+    ) -> list[int]:
+        """The unplanned bytes over a window, with changes and spikes added."""
+        delta = [0] * (stop - start + 2)
+        for change in changes:
+            first, last = max(change.start, start), min(change.stop, stop)
+            if first <= last:
+                delta[first - start] += change.bytes
+                delta[last - start + 1] -= change.bytes
+        window = self.unplanned_bytes[start : stop + 1]
+        live = [b + d for b, d in zip(window, accumulate(delta), strict=False)]
+        for effect in effects:
+            for moment, bytes_ in effect.spike_excess().items():
+                if start <= moment <= stop:
+                    live[moment - start] += bytes_
+        return live
+
+    def _changes(self, effects: Sequence[Effect]) -> tuple[list[int], list[Interval]]:
+        """When storages end now, and what that adds to the unplanned bytes."""
         dropped = set().union(*(effect.dropped for effect in effects))
-        for index, saved in enumerate(graph.saved):
-            if index not in dropped:
-                stops[saved.storage] = max(stops[saved.storage], 2 * saved.done + 1)
+        holds: dict[int, int] = {}
         for effect in effects:
             for storage, until in effect.holds.items():
-                stops[storage] = max(stops[storage], until)
-        starts = [0 if s.maker == BEFORE_STEP else 2 * s.maker + 1 for s in graph.storages]
-        return [
-            (start, max(start, min(stop, last)))
-            for start, stop in zip(starts, stops, strict=True)
-        ]
+                holds[storage] = max(holds.get(storage, -1), until)
+        stops = list(self._stops)
+        changes = [interval for effect in effects for interval in effect.rebuilt]
+        for storage in {*holds, *(self.graph.saved[i].storage for i in dropped)}:
+            kept = (d for i, d in self._saved_of[storage] if i not in dropped)
+            natural = self._start_and_natural_stop(storage)[1]
+            new = min(max(natural, holds.get(storage, -1), *kept), self._end)
+            old, size = stops[storage], self.graph.storages[storage].bytes
+            stops[storage] = new
+            if new < old:
+                changes.append(Interval(new + 1, old, -size))
+            elif new > old:
+                changes.append(Interval(old + 1, new, size))
+        return stops, changes
+
+    def _start_and_natural_stop(self, storage: int) -> tuple[int, int]:
+        """Half moments that a storage lives for, were it not for saved tensors."""
+        found = self.graph.storages[storage]
+        start = 0 if found.maker == BEFORE_STEP else 2 * found.maker + 1
+        return start, max(start, min(2 * found.last + 1, self._end))
 
     def _check_disjoint(self, regions: Sequence[Region]) -> None:
         for first, second in zip(regions, regions[1:], strict=False):
@@ -202,41 +255,43 @@ class Simulator:
                 )
 
 
-def _add_spikes(live: list[int], effect: Effect) -> None:
-    """Replace what a region's intervals add in a gap by what is really alive there."""
-    for moment, most_bytes in effect.spikes.items():
-        counted = sum(
-            interval.bytes
-            for interval in effect.rebuilt
-            if interval.start <= moment <= interval.stop
-        )
-        live[moment] += most_bytes - counted
-
-
 class RegionView:
     """The forward of one call as values, and its saved tensors."""
 
-    def __init__(self, graph: Graph, call: int) -> None:
+    def __init__(self, graph: Graph, call: int, last: int) -> None:
         self.graph = graph
-        self.call = graph.calls[call]
-        self.start = self.call.start
+        self.name = str(graph.calls[call])
+        self.start = graph.calls[call].start
+        self.stop = graph.calls[last].stop
         self.flow = Flow()
         self.packed: list[tuple[int, Saved, int]] = []  # (index, saved tensor, value)
-        number = {id(saved): i for i, saved in enumerate(graph.saved)}
+        self.saved_stop = self.start  # ops that must run to remake all saved tensors
         at = self.start
-        for saved in graph.saved_in(call):
+        for index in graph.saved_in(call, last):
+            saved = graph.saved[index]
             for op in graph.ops[at : saved.at]:
                 self.flow.add(op)
-            at = max(at, saved.at)
+            self.saved_stop = at = max(at, saved.at)
             if self.inside(saved.storage):
-                value = self.flow.value(saved.storage)
-                self.packed.append((number[id(saved)], saved, value))
-        for op in graph.ops[at : self.call.stop]:
+                self.packed.append((index, saved, self.flow.value(saved.storage)))
+        for op in graph.ops[at : self.stop]:
             self.flow.add(op)
 
     def inside(self, storage: int) -> bool:
-        """Whether the call makes the storage."""
-        return self.start <= self.graph.storages[storage].maker < self.call.stop
+        """Whether the region makes the storage."""
+        return self.start <= self.graph.storages[storage].maker < self.stop
+
+    def forward_window(self) -> tuple[int, int]:
+        """Half moments, first and last, of its forward."""
+        return 2 * self.start, 2 * self.stop - 1
+
+    def backward_window(self) -> tuple[int, int]:
+        """Half moments from the first wanted saved tensor on; (-1, -1) if none is."""
+        wanted = [saved.wanted for _, saved, _ in self.packed if saved.wanted >= 0]
+        if not wanted:
+            return -1, -1
+        last = max(saved.done for _, saved, _ in self.packed)
+        return 2 * min(wanted), 2 * last + 1
 
     def external(self) -> set[int]:
         """Storages that the call reads, did not make, and that die during the step."""
@@ -271,7 +326,7 @@ def _program_effect(view: RegionView, region: Region) -> Effect:
         raise _not_rebuildable(view, program.lost)
     effect = Effect(dropped=dropped)
     for storage in view.external():
-        effect.hold(storage, 2 * view.call.stop - 1)
+        effect.hold(storage, 2 * view.stop - 1)
     tally = _Tally(view, program, effect)
     rebuild = Rebuild(program, tally)
     events = [(s.wanted, s, v) for i, s, v in view.packed if i in dropped]
@@ -351,7 +406,6 @@ def _rerun_effect(view: RegionView, region: Region) -> Effect:
     if not wanted:
         return effect
     first, last = min(wanted), max(saved.done for _, saved, _ in view.packed)
-    stop = max(saved.at for saved in graph.saved_in(region.call))
     for storage in view.external():
         effect.hold(storage, 2 * last + 1)
     until: dict[int, int] = {}
@@ -360,7 +414,7 @@ def _rerun_effect(view: RegionView, region: Region) -> Effect:
     alive = 0
     dying: dict[int, int] = {}
     effect.spikes[2 * first] = 0
-    for moment in range(view.start, stop):
+    for moment in range(view.start, view.saved_stop):
         op = graph.ops[moment]
         for storage in op.creates:
             size = graph.storages[storage].bytes
@@ -385,7 +439,7 @@ def _not_rebuildable(view: RegionView, lost: Iterable[int]) -> PlanError:
         {op.name for op in view.graph.ops if storages & set(op.writes)} or {"an op"}
     )
     return PlanError(
-        f"cannot rebuild {view.call}: {', '.join(names)} changes its input in place",
+        f"cannot rebuild {view.name}: {', '.join(names)} changes its input in place",
         needed="regions whose inputs are still there in backward",
         hint="leave this call out of the plan, or name a smaller one",
     )

@@ -17,6 +17,7 @@ sink directly (cut: held, price * b).
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -85,36 +86,44 @@ class Closure:
 
     def solve(self, nanoseconds: int, num_bytes: int) -> Choice:
         """The optimum at the price of ``nanoseconds`` per ``num_bytes``."""
-        weights = {"fixed": lambda item: INFINITE, "run": self._times.__getitem__}
-        capacities = []
+        capacities: list[int] = []
         for kind, item in self._kinds:
             if kind == "keep":
                 capacities.append(self._bytes.get(item, 0) * nanoseconds)
             elif kind == "run":
                 capacities.append(self._times[item] * num_bytes)
             else:
-                capacities.append(weights[kind](item))
+                capacities.append(INFINITE)
         return self._read(self._network.source_side(capacities))
 
-    def hull(self) -> list[Choice]:
-        """Vertices of the lower convex hull, fewest seconds first."""
-        dear = 1 + sum(self._times.values())
-        cheap = 1 + sum(self._bytes.values())
-        fast, small = self.solve(1, cheap), self.solve(dear, 1)
-        if small.kept_bytes >= fast.kept_bytes:
-            return [fast]
-        found = [fast, small]
-        self._between(fast, small, found)
-        return sorted(found, key=lambda choice: (choice.nanoseconds, choice.kept_bytes))
+    def fastest(self) -> Choice:
+        """Fewest seconds run again, then fewest bytes."""
+        return self.solve(1, 1 + sum(self._bytes.values()))
 
-    def _between(self, fast: Choice, small: Choice, found: list[Choice]) -> None:
-        stack = [(fast, small)]
-        while stack:
-            fast, small = stack.pop()
+    def smallest(self) -> Choice:
+        """Fewest bytes kept, then fewest seconds."""
+        return self.solve(1 + sum(self._times.values()), 1)
+
+    def hull(self, most_cuts: int) -> list[Choice]:
+        """Vertices of the lower convex hull, fewest seconds first.
+
+        Args:
+            most_cuts: Stop after so many, having halved the widest gaps first.
+        """
+        fast, small = self.fastest(), self.smallest()
+        found = [fast] if small.kept_bytes >= fast.kept_bytes else [fast, small]
+        gaps = [(small.kept_bytes - fast.kept_bytes, 0, fast, small)]
+        for cut in range(most_cuts):
+            if not gaps:
+                break
+            _, _, fast, small = heapq.heappop(gaps)
             middle = self.at_slope(fast, small)
             if middle is not None:
                 found.append(middle)
-                stack += ((fast, middle), (middle, small))
+                for a, b in ((fast, middle), (middle, small)):
+                    width = b.kept_bytes - a.kept_bytes
+                    heapq.heappush(gaps, (width, 2 * cut + (a is fast), a, b))
+        return sorted(found, key=lambda choice: (choice.nanoseconds, choice.kept_bytes))
 
     def at_slope(self, fast: Choice, small: Choice) -> Choice | None:
         """A vertex below the line through two others, if there is one."""

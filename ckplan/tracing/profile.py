@@ -8,8 +8,8 @@ the step is run again on real ones, and the graph says so.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +23,8 @@ from ckplan.graph import Graph
 from ckplan.tracing.build import build_graph
 from ckplan.tracing.calibrate import Progress, calibrate
 from ckplan.tracing.recorder import Recording, StepRecorder
-from ckplan.training.step import TrainingStep, loss_of, make_step
-from ckplan.training.step import call_model
+from ckplan.training.fingerprint import fingerprint
+from ckplan.training.step import TrainingStep, call_model, loss_of, make_step
 from ckplan.training.workload import (
     Workload,
     WorkloadSpec,
@@ -184,7 +184,7 @@ def _trace(
 ) -> _Traced:
     """Record the second step: the steady state, in which optimizer state exists."""
     inside: AbstractContextManager[object] = fake if fake is not None else nullcontext()
-    with inside, _same_attention(fake is not None):
+    with inside:
         workload = on_device(build(fake), device)
         step = make_step(workload, optimizer)
         step.run()
@@ -223,36 +223,3 @@ def _know_before(recorder: StepRecorder, step: TrainingStep) -> None:
     if step.optimizer is not None:
         recorder.know(tensors_of(list(step.optimizer.state.values())), "optimizer")
     recorder.know(tensors_of(step.workload.batch), "input")
-
-
-@contextmanager
-def _same_attention(fake: bool) -> Iterator[None]:
-    del fake
-    yield
-
-
-def fingerprint(workload: Workload, device: torch.device) -> dict[str, Any]:
-    """What a plan depends on: versions, shapes and names."""
-    batch = workload.batch
-    if not isinstance(batch, Mapping):
-        parts = batch if isinstance(batch, (tuple, list)) else (batch,)
-        batch = {str(position): part for position, part in enumerate(parts)}
-    return {
-        "torch": torch.__version__.partition("+")[0],
-        "device": device.type,
-        "batch": {str(key): _describe(value) for key, value in batch.items()},
-        "parameters": {
-            name: _describe(value) for name, value in workload.model.named_parameters()
-        },
-    }
-
-
-def _describe(value: object) -> str:
-    """``int64[8,256]``, or the type of what is no tensor."""
-    tensors = tensors_of(value)
-    if not tensors:
-        return type(value).__name__
-    return " ".join(
-        f"{str(t.dtype).removeprefix('torch.')}[{','.join(map(str, t.shape))}]"
-        for t in tensors
-    )

@@ -14,7 +14,7 @@ def build(
     heads: int = 6,
     batch: int = 8,
     length: int = 256,
-    vocab: int = 50257,
+    vocab: int = 4096,
     dropout: float = 0.1,
 ) -> tuple[GPT2LMHeadModel, dict[str, torch.Tensor]]:
     """Return the model and one batch of random tokens."""

@@ -1,0 +1,83 @@
+"""Plans activation checkpointing: the fastest training step that fits in memory.
+
+    graph = ckplan.profile(model, batch)
+    plan = ckplan.solve(graph, budget="12GiB")
+    ckplan.apply(model, plan)
+
+Importing this imports nothing else: every name is fetched when it is first used, and
+torch is woken by ``profile``, ``apply``, ``remove``, ``status`` and ``verify`` alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ckplan.applying import apply, remove, status
+    from ckplan.errors import CkplanError
+    from ckplan.graph import Graph
+    from ckplan.graph import load as load_graph
+    from ckplan.plan import Plan
+    from ckplan.plan import load as load_plan
+    from ckplan.solving.solve import solve_plan as solve
+    from ckplan.tracing.profile import profile
+    from ckplan.verifying.verify import verify
+
+    __version__: str
+
+__all__ = [
+    "CkplanError",
+    "Graph",
+    "Plan",
+    "__version__",
+    "apply",
+    "load_graph",
+    "load_plan",
+    "profile",
+    "remove",
+    "solve",
+    "status",
+    "verify",
+]
+
+_HOME = {
+    "CkplanError": "ckplan.errors:CkplanError",
+    "Graph": "ckplan.graph:Graph",
+    "Plan": "ckplan.plan:Plan",
+    "apply": "ckplan.applying:apply",
+    "load_graph": "ckplan.graph:load",
+    "load_plan": "ckplan.plan:load",
+    "profile": "ckplan.tracing.profile:profile",
+    "remove": "ckplan.applying:remove",
+    "solve": "ckplan.solving.solve:solve_plan",
+    "status": "ckplan.applying:status",
+    "verify": "ckplan.verifying.verify:verify",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Fetch a public name where it is written, once."""
+    if name == "__version__":
+        value: object = _version()
+    elif name in _HOME:
+        module, _, attribute = _HOME[name].partition(":")
+        value = getattr(importlib.import_module(module), attribute)
+    else:
+        raise AttributeError(f"module 'ckplan' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """List public names, fetched or not."""
+    return sorted({*globals(), *__all__})
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("ckplan")
+    except PackageNotFoundError:  # run from its sources, without installing it
+        return "unknown"

@@ -1,0 +1,5 @@
+"""``python -m ckplan`` is ``ckplan``."""
+
+from ckplan.cli import main
+
+main()

@@ -1,0 +1,5 @@
+"""Put a plan on a model: the exit of the hourglass."""
+
+from ckplan.applying.regions import RegionStatus, Status, apply, remove, status
+
+__all__ = ["RegionStatus", "Status", "apply", "remove", "status"]

@@ -1,0 +1,336 @@
+"""Attach regions to the calls of a model, and take them off again.
+
+A region is a pair of hooks on its module: names, types, ``state_dict`` and ``forward``
+stay as they were, and a copy of the model has regions of its own. Only ``by: rerun``
+stands in for ``forward``, as an attribute of the instance.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ckplan.applying.recompute import ProgramRegion
+from ckplan.applying.rerun import RerunForward
+from ckplan.errors import ApplyError, PlanError
+from ckplan.names import call_name, expand_modules, relative_path
+from ckplan.plan import Plan, PlannedRegion, differences, load, plan_fingerprint
+from ckplan.simulate import RERUN
+from ckplan.training.fingerprint import parameter_shapes, torch_version
+
+
+@dataclass(frozen=True, slots=True)
+class RegionStatus:
+    """What one planned call did so far."""
+
+    call: str  # FQN#n, or the FQN where every call is planned
+    by: str
+    runs: int  # forwards that were regions
+    dropped_bytes: int  # by its last run; 0 for re-runs, which do not count
+    missing: tuple[str, ...]  # saves of the plan that named no op in its last run
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """What the regions of a model did so far."""
+
+    regions: tuple[RegionStatus, ...]
+
+    def __str__(self) -> str:
+        """One line per region."""
+        return "\n".join(
+            f"{r.call}: {r.by}, ran {r.runs} times, dropped {r.dropped_bytes} B"
+            for r in self.regions
+        )
+
+
+@dataclass
+class _Choice:
+    """A planned region of one module, and what it did."""
+
+    fqn: str
+    region: PlannedRegion
+    numbers: frozenset[int] | None  # of calls; None for every call
+    runs: int = 0
+    dropped_bytes: int = 0
+    missing: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """What status and errors call it."""
+        if self.numbers is None:
+            return self.fqn or "."
+        return ", ".join(call_name(self.fqn, n) for n in sorted(self.numbers))
+
+    def ran(self, region: ProgramRegion) -> None:
+        """Note what one forward of it did."""
+        self.runs += 1
+        self.dropped_bytes = region.dropped_bytes
+        self.missing = tuple(
+            str(op)
+            for op in self.region.save
+            if (op.path, op.name, op.occurrence) not in region.found
+        )
+
+    def status(self) -> RegionStatus:
+        """For people."""
+        by, missing = self.region.by, self.missing
+        return RegionStatus(self.name, by, self.runs, self.dropped_bytes, missing)
+
+    @cached_property
+    def saves(self) -> dict[tuple[str, str, int], frozenset[int] | None]:
+        found: dict[tuple[str, str, int], frozenset[int] | None] = {}
+        for op in self.region.save:
+            key = (op.path, op.name, op.occurrence)
+            outputs = found.get(key, frozenset())
+            if op.output is None or outputs is None:
+                found[key] = None
+            else:
+                found[key] = outputs | {op.output}
+        return found
+
+
+class _Running(threading.local):
+    """Planned modules whose forward runs now, in this thread, innermost last."""
+
+    def __init__(self) -> None:
+        self.regions: list[tuple[str, ProgramRegion | None, _Choice | None]] = []
+
+
+_running = _Running()
+
+
+@dataclass
+class _Session:
+    """All that a plan attached to one model; copied with it."""
+
+    plan: Plan
+    calls: dict[str, int] = field(default_factory=dict)  # FQN -> forwards in this step
+    choices: list[_Choice] = field(default_factory=list)
+    handles: list[RemovableHandle] = field(default_factory=list)
+    replaced: list[tuple[nn.Module, Any]] = field(default_factory=list)
+
+    def begin_step(self, module: nn.Module, args: object) -> None:
+        """Hook of the model itself: call numbers begin anew."""
+        del module, args
+        self.calls.clear()
+
+    def choose(self, fqn: str, choices: Sequence[_Choice]) -> _Choice | None:
+        """The choice for the call that begins now, if it is a region."""
+        number = self.calls.get(fqn, 0)
+        self.calls[fqn] = number + 1
+        if torch.is_grad_enabled():
+            for choice in choices:
+                if choice.numbers is None or number in choice.numbers:
+                    return choice
+        return None
+
+
+@dataclass
+class _RegionHooks:
+    """Hooks around the forward of a module of which some calls are programs."""
+
+    fqn: str
+    session: _Session
+    choices: list[_Choice]
+
+    def begin(self, module: nn.Module, args: object) -> None:
+        """Open a region if the plan has one for this call."""
+        del args
+        choice = self.session.choose(self.fqn, self.choices)
+        region = None
+        if choice is not None:
+            region = ProgramRegion(self.fqn or type(module).__name__, choice.saves)
+            region.open()
+        _running.regions.append((self.fqn, region, choice))
+
+    def end(self, module: nn.Module, args: object, output: object) -> None:
+        """Close the region; called even when forward raised."""
+        del module, args, output
+        _, region, choice = _running.regions.pop()
+        if region is not None and choice is not None:
+            region.close()
+            choice.ran(region)
+
+
+@dataclass
+class _PathHooks:
+    """Hooks around a module inside a region: they tell whose ops run."""
+
+    fqn: str
+
+    def begin(self, module: nn.Module, args: object) -> None:
+        """Enter the module."""
+        del module, args
+        top, region, _ = _running.regions[-1] if _running.regions else ("", None, None)
+        if region is not None:
+            region.path.append(relative_path(self.fqn, top))
+
+    def end(self, module: nn.Module, args: object, output: object) -> None:
+        """Leave the module."""
+        del module, args, output
+        region = _running.regions[-1][1] if _running.regions else None
+        if region is not None:
+            region.path.pop()
+
+
+def apply(model: nn.Module, plan: Plan | str | Path) -> nn.Module:
+    """Rewrite a model in place so that its regions drop and rebuild activations.
+
+    Names, types, ``state_dict`` and results stay as they are. Applying replaces what an
+    earlier plan attached. Regions act only with gradients enabled.
+
+    Args:
+        model: The model that the plan was made for.
+        plan: A plan, or the path of a plan file.
+
+    Returns:
+        The same model.
+
+    Raises:
+        PlanError: The plan names calls that the model does not have, or regions that
+            overlap; the model is left as it was.
+    """
+    plan = load(Path(plan)) if isinstance(plan, (str, Path)) else plan
+    modules = dict(model.named_modules())
+    choices = _choices(plan, modules)
+    _warn_of_differences(plan, model)
+    remove(model)
+    session = _Session(plan, choices=[c for found in choices.values() for c in found])
+    session.handles.append(
+        model.register_forward_pre_hook(session.begin_step, prepend=True)
+    )
+    for fqn, found in choices.items():
+        if found[0].region.by == RERUN:
+            _attach_rerun(session, fqn, modules[fqn], found)
+        else:
+            _attach_program(session, fqn, modules, found)
+    return model
+
+
+def remove(model: nn.Module) -> nn.Module:
+    """Take off what ``apply`` attached; a model without a plan is left as it is."""
+    session = _session_of(model)
+    if session is not None:
+        for handle in session.handles:
+            handle.remove()
+        for module, previous in session.replaced:
+            del module.forward
+            if previous is not None:
+                module.forward = previous
+    return model
+
+
+def status(model: nn.Module) -> Status:
+    """What the regions of a model did so far, in the order of the plan.
+
+    Raises:
+        ApplyError: The model has no plan.
+    """
+    session = _session_of(model)
+    if session is None:
+        raise ApplyError(
+            f"{type(model).__name__} has no plan",
+            needed="a model that ckplan.apply was called on",
+            hint="ckplan.apply(model, 'plan.yaml')",
+        )
+    return Status(tuple(choice.status() for choice in session.choices))
+
+
+def _session_of(model: nn.Module) -> _Session | None:
+    for hook in model._forward_pre_hooks.values():
+        owner = getattr(hook, "__self__", None)
+        if isinstance(owner, _Session):
+            return owner
+    return None
+
+
+def _choices(plan: Plan, modules: Mapping[str, nn.Module]) -> dict[str, list[_Choice]]:
+    """Planned FQNs, each with its choices, checked against the model."""
+    found: dict[str, list[_Choice]] = {}
+    for region in plan.regions:
+        for fqn, numbers in expand_modules(region.calls, modules):
+            choice = _Choice(fqn, region, numbers)
+            for other in found.get(fqn, ()):
+                _check_apart(choice, other)
+            found.setdefault(fqn, []).append(choice)
+    for fqn in found:
+        for outer in found:
+            if fqn != outer and (not outer or fqn.startswith(f"{outer}.")):
+                raise _overlap(f"{fqn} is inside {outer or '.'}")
+    return found
+
+
+def _check_apart(choice: _Choice, other: _Choice) -> None:
+    if choice.region.by != other.region.by:
+        raise _overlap(f"{choice.name} is to be rebuilt in two ways")
+    both = choice.numbers is None or other.numbers is None
+    if both or (choice.numbers or set()) & (other.numbers or set()):
+        raise _overlap(f"{choice.name} is named twice")
+
+
+def _overlap(found: str) -> PlanError:
+    return PlanError(
+        f"regions overlap: {found}",
+        needed="regions of which none lies inside another",
+        hint="remove one of the two",
+    )
+
+
+def _attach_program(
+    session: _Session,
+    fqn: str,
+    modules: Mapping[str, nn.Module],
+    choices: list[_Choice],
+) -> None:
+    hooks: list[tuple[nn.Module, _RegionHooks | _PathHooks]] = [
+        (modules[fqn], _RegionHooks(fqn, session, choices))
+    ]
+    if any(choice.region.save for choice in choices):
+        prefix = f"{fqn}." if fqn else ""
+        hooks += [
+            (module, _PathHooks(name))
+            for name, module in modules.items()
+            if name != fqn and name.startswith(prefix)
+        ]
+    for module, pair in hooks:
+        begin = module.register_forward_pre_hook(pair.begin, prepend=True)
+        end = module.register_forward_hook(pair.end, prepend=True, always_call=True)
+        session.handles += (begin, end)
+
+
+def _attach_rerun(
+    session: _Session, fqn: str, module: nn.Module, choices: list[_Choice]
+) -> None:
+    session.replaced.append((module, module.__dict__.get("forward")))
+    module.forward = RerunForward(module, _Chooser(session, fqn, choices))
+
+
+@dataclass
+class _Chooser:
+    """Tells a re-run module whether this call is a region."""
+
+    session: _Session
+    fqn: str
+    choices: list[_Choice]
+
+    def __call__(self) -> bool:
+        choice = self.session.choose(self.fqn, self.choices)
+        if choice is not None:
+            choice.runs += 1
+        return choice is not None
+
+
+def _warn_of_differences(plan: Plan, model: nn.Module) -> None:
+    here = {"torch": torch_version(), "parameters": parameter_shapes(model)}
+    for difference in differences(plan.fingerprint, plan_fingerprint(here)):
+        warnings.warn(f"the plan was made for another model: {difference}", stacklevel=3)

@@ -1,0 +1,351 @@
+"""The command line: parse, call, print.
+
+What a command needs is imported inside it, so that ``ckplan --help`` answers at once
+and ``show`` and ``solve`` wake no torch. How commands end stands in ``terminal.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import redirect_stdout
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ckplan.errors import CkplanError
+from ckplan.terminal import TRACEBACK, Command, Commands, say, write
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from ckplan.graph import Graph
+    from ckplan.training.workload import WorkloadSpec
+
+TRACES = Path("traces")
+
+
+class Optimizer(str, Enum):
+    """What updates the parameters; as ``ckplan.training.step.OPTIMIZERS``."""
+
+    ADAMW = "adamw"
+    SGD = "sgd"
+    NONE = "none"
+    OWN = "own"
+
+
+app = typer.Typer(
+    cls=Commands,
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def main() -> None:
+    """Run the command line: the entry point of the program ``ckplan``."""
+    # torch's profiler, which sees the allocator, says on stderr that it starts and
+    # stops, unless this is above its highest level.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+    app(prog_name="ckplan")
+
+
+# -- arguments and options ---------------------------------------------------------
+
+_Target = Annotated[
+    str,
+    typer.Argument(
+        metavar="TARGET",
+        help="model.py, model.py:factory or package.module:factory. The factory, by "
+        "default build(), returns (model, batch), (model, batch, loss_fn) or a dict.",
+    ),
+]
+_Settings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="NAME=VALUE", help="An option of the factory; repeatable."
+    ),
+]
+_Inputs = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--input",
+        metavar="SHAPE:DTYPE",
+        help="Input of a model without a factory, such as 8x3x224x224:float32; "
+        "repeatable.",
+    ),
+]
+_OptimizerOption = Annotated[
+    Optimizer | None,
+    typer.Option(help="By default the workload's own if it has one, else adamw."),
+]
+_Force = Annotated[bool, typer.Option("--force", help="Overwrite a file that exists.")]
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from ckplan import __version__
+
+        write(f"ckplan {__version__}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def _ckplan(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", is_eager=True, callback=_version, help="Show the version."
+        ),
+    ] = False,
+    traceback: Annotated[
+        bool, typer.Option(TRACEBACK, help="With an error, show where it came from.")
+    ] = False,
+) -> None:
+    """Plan activation checkpointing: the fastest training step that fits in memory.
+
+    Profile a model once, solve for a budget, apply the plan in Python with
+    ckplan.apply(model, "plan.yaml"), and verify that it keeps its word.
+
+    Exit codes: 0 done, 1 bad input, 2 usage, 3 no plan fits, 4 verification failed.
+    """
+
+
+@app.command(cls=Command)
+def profile(
+    target: _Target,
+    settings: _Settings = None,
+    inputs: _Inputs = None,
+    optimizer: _OptimizerOption = None,
+    device: Annotated[str, typer.Option(help="Where the step is to run.")] = "cpu",
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", help="The trace to write.  [default: traces/NAME.json.gz]"),
+    ] = None,
+    force: _Force = False,
+    as_json: _Json = False,
+) -> None:
+    """Trace one training step: its memory, layers and seconds."""
+    if output is not None:
+        _check_output(output, force)
+    from ckplan import graph as graphs
+    from ckplan.report.progress import ProgressLine
+    from ckplan.tracing.profile import profile_workload
+
+    spec = _workload(target, settings, inputs)
+    path = output or TRACES / f"{spec.name}.json.gz"
+    _check_output(path, force)
+    _check_device(device)
+    # Whatever the workload prints is not the product.
+    with ProgressLine(sys.stderr) as progress, redirect_stdout(sys.stderr):
+        graph = profile_workload(
+            spec,
+            optimizer=optimizer and optimizer.value,
+            device=device,
+            progress=progress,
+        )
+    graphs.save(graph, path, force=force)
+    _show_trace(graph, path, as_json)
+    say(f"wrote {path}")
+
+
+@app.command(cls=Command)
+def solve(
+    trace: Annotated[
+        Path | None,
+        typer.Argument(help="From `ckplan profile`.  [default: newest of traces/]"),
+    ] = None,
+    *,
+    budget: Annotated[
+        str,
+        typer.Option(
+            metavar="SIZE",
+            help="Limit on the whole peak: 12GB, 12GiB, or 80% of the unplanned peak.",
+        ),
+    ],
+    reserve: Annotated[
+        str,
+        typer.Option(metavar="SIZE", help="Taken off the budget first, for others."),
+    ] = "0",
+    output: Annotated[Path, typer.Option("-o", help="The plan to write.")] = Path(
+        "plan.yaml"
+    ),
+    force: _Force = False,
+    as_json: _Json = False,
+) -> None:
+    """Write the plan that fits a budget and costs the least time."""
+    _check_output(output, force)
+    from ckplan import graph as graphs
+    from ckplan import plan as plans
+    from ckplan.report.plans import solution_json, solution_report
+    from ckplan.report.progress import ProgressLine
+    from ckplan.simulate import simulate
+    from ckplan.solving.solve import solve as find
+    from ckplan.solving.solve import to_plan
+    from ckplan.units import parse_budget, parse_bytes
+
+    graph = graphs.load(trace or _newest_trace())
+    whole_bytes = parse_budget(budget, simulate(graph).peak_bytes)
+    reserve_bytes = parse_bytes(reserve)
+    with ProgressLine(sys.stderr) as progress:
+        progress("solving", 0, 0)
+        solution = find(graph, _without_reserve(whole_bytes, reserve_bytes))
+    plan = to_plan(graph, solution)
+    plans.save(plan, output, force=force)
+    found = solution, plan, reserve_bytes
+    _print(solution_json(*found, str(output)) if as_json else solution_report(*found))
+    say(f"wrote {output}")
+
+
+@app.command(cls=Command)
+def show(
+    file: Annotated[Path, typer.Argument(help="A trace or a plan.")],
+    as_json: _Json = False,
+) -> None:
+    """Show a trace or a plan."""
+    from ckplan import files
+
+    if _is_trace(files.read_bytes(file, "trace or plan")):
+        from ckplan import graph as graphs
+
+        _show_trace(graphs.load(file), file, as_json)
+    else:
+        from ckplan import plan as plans
+        from ckplan.report.plans import plan_json, plan_report
+
+        plan = plans.load(file)
+        _print(plan_json(plan) if as_json else plan_report(plan))
+
+
+@app.command(cls=Command)
+def verify(
+    target: _Target,
+    plan: Annotated[Path, typer.Argument(help="From `ckplan solve`, or by hand.")],
+    settings: _Settings = None,
+    inputs: _Inputs = None,
+    optimizer: _OptimizerOption = None,
+    steps: Annotated[int, typer.Option(min=0, help="How many steps to time.")] = 5,
+    seed: Annotated[int, typer.Option(min=0, help="Of every random number.")] = 0,
+    as_json: _Json = False,
+) -> None:
+    """Train with a plan and without it, and compare the two."""
+    from ckplan import plan as plans
+
+    loaded = plans.load(plan)
+    from ckplan.report.progress import ProgressLine
+    from ckplan.report.verification import failure, verification_report
+    from ckplan.verifying.verify import verify as compare
+
+    spec = _workload(target, settings, inputs)
+    with ProgressLine(sys.stderr) as progress:
+        found = compare(
+            spec,
+            loaded,
+            optimizer=optimizer and optimizer.value,
+            seed=seed,
+            steps=steps,
+            progress=progress,
+        )
+    _print(found.as_json() if as_json else verification_report(found))
+    if not found.passed:
+        raise failure(found)
+
+
+# -- input -------------------------------------------------------------------------
+
+
+def _workload(
+    target: str, settings: list[str] | None, inputs: list[str] | None
+) -> WorkloadSpec:
+    from ckplan.training.workload import WorkloadSpec, parse_options
+
+    return WorkloadSpec(target, parse_options(settings or ()), tuple(inputs or ()))
+
+
+def _check_output(path: Path, force: bool) -> None:
+    """Say before any work that a file could not be written after it."""
+    if path.is_dir():
+        raise CkplanError(
+            f"cannot write '{path}': it is a folder",
+            needed="the name of a file",
+            hint=f"-o {path / 'NAME'}",
+        )
+    if path.is_file() and not force:
+        raise CkplanError(
+            f"cannot write '{path}': it already exists",
+            needed="a new file, or leave to overwrite this one",
+            hint="--force to overwrite it, or another name with -o",
+        )
+
+
+def _check_device(name: str) -> None:
+    import torch
+
+    there = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    if name.partition(":")[0] not in there:
+        raise CkplanError(
+            f"cannot profile on the device {name!r}: this machine has none",
+            needed=" or ".join(there),
+            hint="--device cpu",
+        )
+
+
+def _newest_trace() -> Path:
+    from ckplan import files
+
+    found = files.newest(TRACES, "*.json*")
+    if found is None:
+        raise CkplanError(
+            f"cannot find a trace: there is none in {TRACES}/",
+            needed="a trace that `ckplan profile` wrote",
+            hint="ckplan profile model.py, or name the trace",
+        )
+    say(f"reading {found}")
+    return found
+
+
+def _without_reserve(budget_bytes: int, reserve_bytes: int) -> int:
+    from ckplan.units import format_bytes
+
+    if reserve_bytes >= budget_bytes:
+        budget, reserve = format_bytes(budget_bytes), format_bytes(reserve_bytes)
+        raise CkplanError(
+            f"cannot plan for the budget {budget}: all of it is reserved ({reserve})",
+            needed="a reserve that is smaller than the budget",
+            hint="a larger --budget, or a smaller --reserve",
+        )
+    return budget_bytes - reserve_bytes
+
+
+def _is_trace(data: bytes) -> bool:
+    """Whether a file is a trace, whole or damaged; anything else may be a plan."""
+    gzipped, json_object = data[:2] == b"\x1f\x8b", data[:1] == b"{"
+    return gzipped or (json_object and b"ckplan_graph" in data[:1000])
+
+
+# -- output ------------------------------------------------------------------------
+
+
+def _show_trace(graph: Graph, path: Path, as_json: bool) -> None:
+    from ckplan.report.step import step_json, step_report
+    from ckplan.simulate import simulate
+
+    step = graph, simulate(graph)
+    _print(step_json(*step, str(path)) if as_json else step_report(*step))
+
+
+def _print(product: RenderableType | dict[str, Any]) -> None:
+    """Write a report as a person reads it, or a dict as JSON."""
+    if isinstance(product, dict):
+        import json
+
+        write(json.dumps(product, indent=2) + "\n")
+    else:
+        from ckplan.report.tables import render
+
+        write(render(product))

@@ -1,0 +1,510 @@
+"""The second waist: what to do, as a file that people read, diff and write.
+
+.. code-block:: yaml
+
+    ckplan: 1
+    regions:
+      - calls: transformer.h.[0..7]
+        by: program
+        save: [attn.c_attn/addmm, mlp.c_fc/addmm]
+
+All scalars are read as strings and then checked: ``1.10`` is a name. Nothing in a plan
+is executed, and whatever is not understood is an error that names its line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from yaml.reader import ReaderError
+from yaml.representer import SafeRepresenter
+
+from ckplan import files
+from ckplan.errors import CkplanError, PlanError, did_you_mean
+from ckplan.names import OpName
+from ckplan.units import parse_bytes
+
+T = TypeVar("T")
+
+FORMAT_VERSION = 1
+WAYS = ("program", "rerun")
+BOUNDS = ("any_schedule", "this_plan_space")
+
+_DECIMALS = 4  # of overheads
+_MAX_COLUMNS = 88
+_MAX_DEPTH = 16
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRegion:
+    """Calls whose activations are dropped after forward, but for what they save.
+
+    Raises:
+        PlanError: ``by`` is none of ``WAYS``, or a module that runs again saves ops.
+    """
+
+    calls: str  # a pattern of names.py; every call that it means is a region
+    by: str = "program"  # rebuild op by op, or "rerun": run the module again
+    save: tuple[OpName, ...] = ()
+    # Where the file says so: file and line of `calls`, then of every op in `save`.
+    where: tuple[str, ...] = field(default=(), compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be done."""
+        _way(self.by)
+        if self.save and self.by != "program":
+            raise PlanError(
+                f"cannot save ops of {self.calls!r}: save needs by: program",
+                needed="by: program, or no save",
+                hint="by: program, which rebuilds op by op what is not saved",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What the simulator says of a planned step."""
+
+    peak_bytes: int
+    peak_at: str
+    overhead: float  # fraction of an unplanned step
+    unplanned_peak_bytes: int
+
+    def __post_init__(self) -> None:
+        """Round as the file does, so that reading gives back what was written."""
+        object.__setattr__(self, "overhead", _rounded(self.overhead))
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to recompute. Only ``regions`` acts; the rest tells people and checks."""
+
+    model: str = ""
+    fingerprint: Mapping[str, Any] = field(default_factory=dict)
+    budget_bytes: int | None = None
+    predicted: Prediction | None = None
+    bound: Mapping[str, float] = field(default_factory=dict)  # of BOUNDS, overheads
+    regions: tuple[PlannedRegion, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Round as the file does, so that reading gives back what was written."""
+        bound = {key: _rounded(overhead) for key, overhead in self.bound.items()}
+        object.__setattr__(self, "bound", bound)
+
+
+_FINGERPRINT_KEYS = ("torch", "device", "batch", "parameters")
+_PREDICTION_KEYS = tuple(field.name for field in fields(Prediction))
+_REGION_KEYS = ("calls", "by", "save")
+_LATER_REGION_KEYS = ("run", "regions", "encode", "offload")
+_EXAMPLES = {  # of what may stand where
+    "the plan": "`ckplan solve` writes one",
+    "a region": "calls: transformer.h.[0..7]",
+    "an op": "attn.c_attn/addmm",
+    "'ckplan'": f"ckplan: {FORMAT_VERSION}",
+    "'fingerprint'": "fingerprint: {torch: 2.13.0, device: cpu}",
+    "'batch'": 'batch: {input_ids: "int64[8,256]"}',
+    "'budget_bytes'": "budget_bytes: 12GiB",
+    "'bound'": "bound: {any_schedule: 0.029}",
+    "'regions'": "regions: [{calls: transformer.h.0}]",
+    "'calls'": "calls: transformer.h.[0..7]",
+    "'by'": "by: program",
+    "'save'": "save: [attn.c_attn/addmm, mlp.c_fc/addmm]",
+}
+
+
+def plan_fingerprint(graph_fingerprint: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a plan remembers of the step that it was made for.
+
+    Args:
+        graph_fingerprint: ``Graph.fingerprint``.
+
+    Returns:
+        Its torch, device and batch, as far as it has them, and of its parameters 16
+        hexadecimal digits that are the same for the same names and shapes.
+    """
+    found = {
+        k: graph_fingerprint[k] for k in _FINGERPRINT_KEYS if k in graph_fingerprint
+    }
+    if "parameters" in found:
+        text = json.dumps(found["parameters"], sort_keys=True)
+        found["parameters"] = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return found
+
+
+def differences(
+    plan_fp: Mapping[str, Any], other_fp: Mapping[str, Any]
+) -> tuple[str, ...]:
+    """Return a line for every field of a plan's fingerprint that differs elsewhere.
+
+    Fields that only one of them has are not compared.
+
+    >>> differences({"torch": "2.13.0", "device": "cpu"}, {"torch": "2.12.0"})
+    ('torch: plan 2.13.0, here 2.12.0',)
+    """
+    here = dict(_flat(other_fp))
+    return tuple(
+        f"{name}: plan {value}, here {here.get(name, 'nothing')}"
+        for name, value in _flat(plan_fp)
+        if name.partition(".")[0] in other_fp and here.get(name) != value
+    )
+
+
+def _flat(fingerprint: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
+    for key, value in fingerprint.items():
+        if isinstance(value, Mapping):
+            yield from ((f"{key}.{name}", inner) for name, inner in _flat(value))
+        else:
+            yield key, value
+
+
+def _rounded(overhead: float) -> float:
+    return round(float(overhead), _DECIMALS)
+
+
+# -- writing -------------------------------------------------------------------------
+
+
+def save(plan: Plan, path: str | Path, *, force: bool) -> None:
+    """Write a plan file, whole or not at all.
+
+    Raises:
+        CkplanError: The file exists and ``force`` is not set, or it cannot be
+            written.
+    """
+    files.write_text(path, dumps(plan), force=force)
+
+
+def dumps(plan: Plan) -> str:
+    """Return a plan as YAML, the same text for the same plan."""
+    content = {
+        "ckplan": FORMAT_VERSION,
+        "model": plan.model or None,
+        "fingerprint": dict(plan.fingerprint) or None,
+        "budget_bytes": plan.budget_bytes,
+        "predicted": asdict(plan.predicted) if plan.predicted else None,
+        "bound": dict(plan.bound) or None,
+        "regions": [_region_content(region) for region in plan.regions],
+    }
+    present = {key: value for key, value in content.items() if value is not None}
+    one_line: Any = None  # PyYAML's word for: what holds nothing but scalars
+    represent = SafeRepresenter(sort_keys=False, default_flow_style=one_line)
+    root = represent.represent_data(present)
+    _lay_out(root, indent=0)
+    return _serialize(root)
+
+
+def _region_content(region: PlannedRegion) -> dict[str, object]:
+    content: dict[str, object] = {"calls": region.calls, "by": region.by}
+    if region.save:
+        content["save"] = [str(op) for op in region.save]
+    return content
+
+
+def _lay_out(mapping: Any, indent: int) -> None:
+    """Spread over several lines every region, and what does not fit on one line."""
+    mapping.flow_style = False
+    for key, value in mapping.value:
+        if isinstance(value, yaml.ScalarNode):
+            continue
+        if value.flow_style:  # nothing but scalars inside
+            line = f"{key.value}: {_serialize(value)}".rstrip()
+            value.flow_style = indent + len(line) <= _MAX_COLUMNS
+        elif isinstance(value, yaml.MappingNode):
+            _lay_out(value, indent + 2)
+        else:
+            for region in value.value:
+                _lay_out(region, indent + 4)
+
+
+def _serialize(node: yaml.Node) -> str:
+    text: str = yaml.serialize(node, Dumper=_Dumper, width=2**31, allow_unicode=True)
+    return text
+
+
+class _Dumper(yaml.SafeDumper):
+    """Indents the items of a list below its key."""
+
+    def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
+        super().increase_indent(flow, indentless=False)
+
+
+# -- reading -------------------------------------------------------------------------
+
+
+def load(path: str | Path) -> Plan:
+    """Read a plan file.
+
+    Raises:
+        CkplanError: There is no such file, or it cannot be read.
+        PlanError: See ``loads``.
+    """
+    data = files.read_bytes(path, "plan")
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        line = 1 + data.count(b"\n", 0, error.start)
+        raise _not_yaml(str(path), line, "it is not text") from None
+    return loads(text, str(path))
+
+
+def loads(text: str, name: str) -> Plan:
+    """Read what ``dumps`` or a person wrote; ``name`` is what errors call it.
+
+    Raises:
+        PlanError: Not YAML, a key that is unknown, missing or there twice, or a value
+            that is not what its key needs.
+    """
+    root = _compose(text, name)
+    version = root.entries().get("ckplan")
+    if version:  # before all else: another version may have other keys
+        version.read(_version)
+    entries = root.record(("ckplan", *_READERS), required=("ckplan", "regions"))
+    found = {key: _READERS[key](entries[key]) for key in _READERS if key in entries}
+    return Plan(**found)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A piece of a plan file: what it is, where it is, what it holds."""
+
+    what: str  # "a region", or its key in quotes
+    file: str
+    line: int
+    node: yaml.Node
+
+    @property
+    def where(self) -> str:
+        """File and line."""
+        return f"{self.file}, line {self.line}"
+
+    def error(self, found: str, *, needed: str, hint: str) -> PlanError:
+        """Return an error at this place."""
+        return PlanError(f"{self.where}: {found}", needed=needed, hint=hint)
+
+    def locate(self, make: Callable[..., T], *args: object) -> T:
+        """Call a function; what goes wrong in it goes wrong at this place."""
+        try:
+            return make(*args)
+        except CkplanError as error:
+            raise self.error(error.what, needed=error.needed, hint=error.hint) from None
+
+    def text(self) -> str:
+        """Return the scalar that this is."""
+        return str(self._value(yaml.ScalarNode, "a single value"))
+
+    def read(self, convert: Callable[[str], T]) -> T:
+        """Return the scalar that this is, converted."""
+        return self.locate(convert, self.text())
+
+    def items(self, what: str) -> list[_Part]:
+        """Return the items of the list that this is."""
+        nodes = self._value(yaml.SequenceNode, "a list")
+        return [_Part(what, self.file, _line(node), node) for node in nodes]
+
+    def entries(self) -> dict[str, _Part]:
+        """Return the entries of the mapping that this is, each in its key's line."""
+        entries: dict[str, _Part] = {}
+        for key, value in self._value(yaml.MappingNode, "a mapping"):
+            name = _Part("a key", self.file, _line(key), key).text()
+            entry = _Part(repr(name), self.file, _line(key), value)
+            if name in entries:
+                raise entry.error(
+                    f"key {name!r} comes twice, first in line {entries[name].line}",
+                    needed=f"every key of {self.what} once",
+                    hint="remove one of the two",
+                )
+            entries[name] = entry
+        return entries
+
+    def record(
+        self,
+        keys: Collection[str],
+        *,
+        required: Collection[str] = (),
+        later: Collection[str] = (),
+    ) -> dict[str, _Part]:
+        """Return the entries of a mapping that may have certain keys only.
+
+        Args:
+            keys: What it may have.
+            required: What it must have.
+            later: What other versions of ckplan may read.
+        """
+        entries = self.entries()
+        needed = f"one of {', '.join(keys)}"
+        for key in entries:
+            if key not in keys:
+                near = did_you_mean(key, keys) if key not in later else None
+                hint = f"did you mean {near!r}?" if near else f"leave {key!r} out"
+                found = f"unknown key {key!r} in {self.what}"
+                if key in later:
+                    found = f"{key!r} in {self.what} is not supported by this version"
+                raise entries[key].error(found, needed=needed, hint=hint)
+        for key in required:
+            if key not in entries:
+                found = f"missing key {key!r} in {self.what}"
+                needed = f"{', '.join(required)} in {self.what}"
+                raise self.error(found, needed=needed, hint=_example(repr(key)))
+        return entries
+
+    def _value(self, kind: type[yaml.Node], needed: str) -> Any:
+        node: Any = self.node
+        if node.value == "" and not node.style:
+            found = "empty"
+        elif isinstance(node, kind):
+            return node.value
+        else:
+            nouns = {"scalar": "a single value", "sequence": "a list"}
+            found = nouns.get(node.id, "a mapping")
+        hint = _example(self.what)
+        raise self.error(f"{self.what} is {found}", needed=needed, hint=hint)
+
+
+def _fingerprint(part: _Part) -> dict[str, Any]:
+    return {
+        key: _batch(entry) if key == "batch" else entry.text()
+        for key, entry in part.record(_FINGERPRINT_KEYS).items()
+    }
+
+
+def _batch(part: _Part) -> dict[str, str]:
+    return {key: entry.text() for key, entry in part.entries().items()}
+
+
+def _prediction(part: _Part) -> Prediction:
+    entries = part.record(_PREDICTION_KEYS, required=_PREDICTION_KEYS)
+    return Prediction(
+        peak_bytes=entries["peak_bytes"].read(_whole_number),
+        peak_at=entries["peak_at"].text(),
+        overhead=entries["overhead"].read(_fraction),
+        unplanned_peak_bytes=entries["unplanned_peak_bytes"].read(_whole_number),
+    )
+
+
+def _bound(part: _Part) -> dict[str, float]:
+    return {key: entry.read(_fraction) for key, entry in part.record(BOUNDS).items()}
+
+
+def _region(part: _Part) -> PlannedRegion:
+    entries = part.record(_REGION_KEYS, required=("calls",), later=_LATER_REGION_KEYS)
+    calls = entries["calls"]
+    by = entries["by"].read(_way) if "by" in entries else "program"
+    ops = entries["save"].items("an op") if "save" in entries else []
+    save = tuple(op.read(OpName.parse) for op in ops)
+    where = tuple(named.where for named in (calls, *ops))
+    return part.locate(PlannedRegion, calls.text(), by, save, where)
+
+
+_READERS: dict[str, Callable[[_Part], Any]] = {
+    "model": _Part.text,
+    "fingerprint": _fingerprint,
+    "budget_bytes": lambda part: part.read(parse_bytes),
+    "predicted": _prediction,
+    "bound": _bound,
+    "regions": lambda part: tuple(map(_region, part.items("a region"))),
+}
+
+
+def _version(text: str) -> None:
+    if text != str(FORMAT_VERSION):
+        raise PlanError(
+            f"the plan is of format {text!r}",
+            needed=f"ckplan: {FORMAT_VERSION}",
+            hint="`ckplan solve` of this version writes a plan that it reads",
+        )
+
+
+def _way(text: str) -> str:
+    if text not in WAYS:
+        near = did_you_mean(text, WAYS)
+        raise PlanError(
+            f"cannot recompute by {text!r}",
+            needed=f"by: {' or by: '.join(WAYS)}",
+            hint=f"did you mean {near!r}?" if near else _example("'by'"),
+        )
+    return text
+
+
+def _whole_number(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) <= 18):
+        raise _not_a_number(text, "a whole number of bytes, without a unit")
+    return int(text)
+
+
+def _fraction(text: str) -> float:
+    try:
+        fraction = float(text)
+    except ValueError:
+        fraction = math.nan
+    if not math.isfinite(fraction):
+        raise _not_a_number(text, "a fraction of an unplanned step: 0.031 for 3.1 %")
+    return fraction
+
+
+def _not_a_number(text: str, needed: str) -> PlanError:
+    hint = "leave 'predicted' and 'bound' out, if you write by hand"
+    return PlanError(f"cannot read the number {text!r}", needed=needed, hint=hint)
+
+
+def _compose(text: str, name: str) -> _Part:
+    """Read YAML no further than nodes, which know their line and are strings."""
+    try:
+        root = yaml.compose(text, Loader=_Composer)
+    except ReaderError as error:
+        line = 1 + text.count("\n", 0, error.position)
+        raise _not_yaml(name, line, "a character that is not text") from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = mark.line + 1 if mark else 1
+        raise _not_yaml(name, line, error.problem or str(error)) from None
+    if root is None:
+        raise PlanError(
+            f"{name}, line 1: the plan is empty",
+            needed="the keys ckplan and regions",
+            hint=_example("the plan"),
+        )
+    return _Part("the plan", name, _line(root), root)
+
+
+class _Composer(yaml.BaseLoader):
+    """Makes nodes only, from what cannot become more than was written."""
+
+    _depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        event: Any = self.peek_event()  # type: ignore[no-untyped-call]
+        problem = ""
+        if isinstance(event, yaml.AliasEvent):
+            problem = f"found the alias '*{event.anchor}'"
+        elif event.tag:
+            problem = f"found the tag '{event.tag}'"
+        elif self._depth == _MAX_DEPTH:
+            problem = f"found more than {_MAX_DEPTH} levels"
+        if problem:
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
+        self._depth += 1
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+
+def _not_yaml(name: str, line: int, problem: str) -> PlanError:
+    return PlanError(
+        f"{name}, line {line}: cannot read the plan: {problem}",
+        needed="YAML in UTF-8, without tags (!x) and aliases (*x)",
+        hint='indent by spaces; inside [] and {}, put quotes: "int64[8,256]"',
+    )
+
+
+def _line(node: yaml.Node) -> int:
+    return int(node.start_mark.line) + 1
+
+
+def _example(what: str) -> str:
+    return _EXAMPLES.get(what, "leave it out")

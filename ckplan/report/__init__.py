@@ -1,0 +1,1 @@
+"""Records to tables and JSON. Computes nothing but shares, sums and groups."""

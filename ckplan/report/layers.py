@@ -1,0 +1,159 @@
+"""Which calls own the activations: the rows of the layer table.
+
+The table stands at the level of the call tree that says most: a call that owns more
+than ``LARGE`` of the activations gives way to its children, if these own any. What such
+a parent computes between its children is a row of its own, so the rows add up.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ckplan.errors import PlanError
+from ckplan.graph import BEFORE_STEP, OUTSIDE_CALLS, Graph
+from ckplan.names import call_name, expand_calls, fold_calls
+
+LARGE = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What some code costs in forward."""
+
+    activation_bytes: int = 0
+    flops: int = 0
+    seconds: float = 0.0
+
+    def __add__(self, other: Cost) -> Cost:
+        """Add part by part."""
+        return Cost(
+            self.activation_bytes + other.activation_bytes,
+            self.flops + other.flops,
+            self.seconds + other.seconds,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A call with all that runs inside it, or the code of a call alone."""
+
+    call: int
+    own_code: bool
+    cost: Cost
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Some layers that are alike, with the sum of their costs."""
+
+    name: str  # a pattern of plans
+    own_code: bool
+    count: int
+    cost: Cost
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """The forward of a step, as layers."""
+
+    layers: tuple[Layer, ...]  # worth a row each, in order of their first op
+    inside: Cost  # of all calls, which is the sum of the layers
+    outside: Cost  # of what runs in no call: a loss that is no part of the model
+
+
+def total_cost(costs: Iterable[Cost]) -> Cost:
+    """The sum of some costs."""
+    return sum(costs, Cost())
+
+
+def survey(graph: Graph) -> Forward:
+    """Find the layers worth a row and what they cost."""
+    own = _own_costs(graph)
+    inside = _costs_inside(graph, own)
+    total = total_cost(inside[call] for call in graph.children[OUTSIDE_CALLS])
+    layers: list[Layer] = []
+    stack = graph.children[OUTSIDE_CALLS][::-1]
+    while stack:
+        call = stack.pop()
+        children = graph.children[call]
+        large = inside[call].activation_bytes > LARGE * total.activation_bytes
+        if large and any(inside[child].activation_bytes for child in children):
+            if own[call] != Cost():
+                layers.append(Layer(call, True, own[call]))
+            stack += reversed(children)
+        else:
+            layers.append(Layer(call, False, inside[call]))
+    return Forward(tuple(layers), total, own[OUTSIDE_CALLS])
+
+
+def layer_name(graph: Graph, call: int) -> str:
+    """The pattern that means one call: its FQN, numbered if it ran more than once."""
+    return _patterns(graph, [call])[0][0]
+
+
+def fold_layers(graph: Graph, layers: Iterable[Layer]) -> list[Row]:
+    """Rows of like layers, largest first; a row has a pattern as plans write it.
+
+    Alike are layers of one module type that run the same ops at the same cost.
+    """
+    alike: dict[object, list[Layer]] = defaultdict(list)
+    for layer in layers:
+        alike[_likeness(graph, layer)].append(layer)
+    rows = [row for group in alike.values() for row in _rows(graph, group)]
+    return sorted(rows, key=lambda row: -row.cost.activation_bytes)
+
+
+def _likeness(graph: Graph, layer: Layer) -> object:
+    call = graph.calls[layer.call]
+    ops = tuple(op.name for op in graph.ops[call.start : call.stop])
+    size = layer.cost.activation_bytes, layer.cost.flops
+    return layer.own_code, call.module, size, ops
+
+
+def _rows(graph: Graph, alike: Sequence[Layer]) -> list[Row]:
+    cost_of = {_key(graph, layer.call): layer.cost for layer in alike}
+    found = _patterns(graph, [layer.call for layer in alike])
+    return [
+        Row(name, alike[0].own_code, len(keys), total_cost(cost_of[k] for k in keys))
+        for name, keys in found
+    ]
+
+
+def _patterns(
+    graph: Graph, calls: Iterable[int]
+) -> list[tuple[str, tuple[tuple[str, int], ...]]]:
+    """Patterns that together mean some calls, each with the calls it means."""
+    chosen = [_key(graph, call) for call in calls]
+    everything = [(call.fqn, call.number) for call in graph.calls]
+    try:
+        names = fold_calls(chosen, everything)
+    except PlanError:  # a module's name with a bracket in it
+        return [(call_name(*key), (key,)) for key in chosen]
+    return [(name, expand_calls(name, everything)) for name in names]
+
+
+def _key(graph: Graph, call: int) -> tuple[str, int]:
+    return graph.calls[call].fqn, graph.calls[call].number
+
+
+def _own_costs(graph: Graph) -> list[Cost]:
+    """What the code of every call costs without the calls inside; last, no call's."""
+    own = [Cost()] * (len(graph.calls) + 1)
+    for op in graph.ops[: graph.num_forward]:
+        own[op.call] += Cost(0, op.flops, op.seconds)
+    for storage in graph.storages:
+        if storage.kind == "activation":
+            made = storage.maker != BEFORE_STEP
+            maker = graph.ops[storage.maker].call if made else OUTSIDE_CALLS
+            own[maker] += Cost(storage.bytes)
+    return own
+
+
+def _costs_inside(graph: Graph, own: Sequence[Cost]) -> list[Cost]:
+    """What every call costs with the calls inside."""
+    inside = list(own)
+    for index, call in reversed(list(enumerate(graph.calls))):
+        inside[call.parent] += inside[index]
+    return inside

@@ -1,0 +1,182 @@
+"""What a plan does and costs: the report of ``solve``, and of ``show PLAN``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+
+from ckplan import units
+from ckplan.plan import Plan, PlannedRegion
+from ckplan.report.tables import add_row, facts, make_table, section
+from ckplan.solving.solution import Solution
+
+
+def solution_report(
+    solution: Solution, plan: Plan, reserve_bytes: int
+) -> RenderableType:
+    """Before and after, how good that is, what others reach, and the regions."""
+    title = f"Plan for {plan.model} within {_size(solution.budget_bytes)}"
+    return Group(
+        section(title, _before_and_after(solution)),
+        section("Budget, bound and floor", facts(_judgement(solution, reserve_bytes))),
+        section("The same for common practice", _baselines(solution)),
+        section("Regions", _regions(plan)),
+    )
+
+
+def solution_json(
+    solution: Solution, plan: Plan, reserve_bytes: int, path: str
+) -> dict[str, Any]:
+    """The same for scripts; ``budget_bytes`` is the whole budget, reserve included."""
+    timeline = solution.timeline
+    step_seconds = timeline.graph.step_seconds
+    return {
+        "model": plan.model,
+        "plan": path,
+        "budget_bytes": solution.budget_bytes + reserve_bytes,
+        "reserve_bytes": reserve_bytes,
+        "peak_bytes": timeline.peak_bytes,
+        "peak_at": timeline.peak_at,
+        "unplanned_peak_bytes": solution.unplanned.peak_bytes,
+        "unplanned_peak_at": solution.unplanned.peak_at,
+        "floor_bytes": solution.floor.peak_bytes,
+        "floor_at": solution.floor.peak_at,
+        "floor_owner": solution.floor.owner,
+        "overhead": timeline.overhead,
+        "bound_overhead": solution.bound_overhead,
+        "gap": gap(solution),
+        "recompute_seconds": timeline.recompute_seconds,
+        "unplanned_step_seconds": step_seconds,
+        "step_seconds": step_seconds + timeline.recompute_seconds,
+        "baselines": [
+            {
+                "name": baseline.name,
+                "peak_bytes": baseline.peak_bytes,
+                "overhead": baseline.overhead,
+                "fits": baseline.fits,
+            }
+            for baseline in solution.baselines
+        ],
+        "regions": [_region_json(region) for region in plan.regions],
+    }
+
+
+def plan_report(plan: Plan) -> RenderableType:
+    """Everything that a plan file says."""
+    predicted = plan.predicted
+    said = [("fingerprint", text) for text in _fingerprint_lines(plan)]
+    if plan.budget_bytes is not None:
+        said.append(("budget", _size(plan.budget_bytes)))
+    if predicted is not None:
+        unplanned = _size(predicted.unplanned_peak_bytes)
+        peak = f"{_size(predicted.peak_bytes)} during {predicted.peak_at}"
+        overhead = units.format_percent(predicted.overhead, sign=True)
+        said += [
+            ("predicted peak", f"{peak}; unplanned {unplanned}"),
+            ("predicted overhead", f"{overhead} of an unplanned step"),
+        ]
+    for name, least in plan.bound.items():
+        percent = units.format_percent(least, sign=True)
+        said.append(("bound", f"{percent} at least ({name.replace('_', ' ')})"))
+    return Group(
+        section(f"Plan for {plan.model or 'any model'}", facts(said)),
+        section("Regions", _regions(plan, in_full=True)),
+    )
+
+
+def plan_json(plan: Plan) -> dict[str, Any]:
+    """The same for scripts, with the keys of the plan file."""
+    predicted = plan.predicted
+    return {
+        "model": plan.model,
+        "fingerprint": dict(plan.fingerprint),
+        "budget_bytes": plan.budget_bytes,
+        "predicted": predicted
+        and {
+            "peak_bytes": predicted.peak_bytes,
+            "peak_at": predicted.peak_at,
+            "overhead": predicted.overhead,
+            "unplanned_peak_bytes": predicted.unplanned_peak_bytes,
+        },
+        "bound": dict(plan.bound),
+        "regions": [_region_json(region) for region in plan.regions],
+    }
+
+
+def gap(solution: Solution) -> float:
+    """How much shorter the planned step might be at best, as a fraction of that."""
+    return (1 + solution.timeline.overhead) / (1 + solution.bound_overhead) - 1
+
+
+def _before_and_after(solution: Solution) -> Table:
+    before, after = solution.unplanned, solution.timeline
+    seconds = after.graph.step_seconds
+    planned_seconds = seconds + after.recompute_seconds
+    table = make_table("predicted", "unplanned", "planned")
+    add_row(table, "peak", _size(before.peak_bytes), _size(after.peak_bytes))
+    add_row(table, "step", *map(units.format_seconds, (seconds, planned_seconds)))
+    overhead = units.format_percent(after.overhead, sign=True)
+    add_row(table, "overhead", "", overhead, bold=True)
+    return table
+
+
+def _judgement(solution: Solution, reserve_bytes: int) -> list[tuple[str, str]]:
+    before, after, floor = solution.unplanned, solution.timeline, solution.floor
+    limit = _size(solution.budget_bytes)
+    if reserve_bytes:
+        whole, reserve = solution.budget_bytes + reserve_bytes, _size(reserve_bytes)
+        limit += f", which is {_size(whole)} without the reserve of {reserve}"
+    bound = units.format_percent(solution.bound_overhead, sign=True)
+    return [
+        ("budget", limit),
+        ("peak", f"during {after.peak_at}; unplanned, during {before.peak_at}"),
+        ("bound", f"{bound}: no schedule of these ops within the budget costs less"),
+        ("gap", f"{units.format_percent(gap(solution))} between bound and plan"),
+        ("floor", f"{_size(floor.peak_bytes)} during {floor.peak_at}; no plan found"),
+        ("", f"needs less, and most of it is of kind {floor.owner}"),
+    ]
+
+
+def _baselines(solution: Solution) -> Table:
+    table = make_table("", "peak", "overhead", "fits")
+
+    def add(name: str, peak_bytes: int, overhead: float, fits: bool) -> None:
+        percent = units.format_percent(overhead, sign=True)
+        add_row(table, name, _size(peak_bytes), percent, "yes" if fits else "no")
+
+    for baseline in solution.baselines:
+        add(baseline.name, baseline.peak_bytes, baseline.overhead, baseline.fits)
+    add("this plan", solution.timeline.peak_bytes, solution.timeline.overhead, True)
+    return table
+
+
+def _regions(plan: Plan, *, in_full: bool = False) -> RenderableType:
+    if not plan.regions:
+        return facts([("none", "nothing is recomputed")])
+    table = make_table("calls", "by", "saves", texts=3)
+    for region in plan.regions:
+        ops = [str(op) for op in region.save]
+        some = f"{len(ops)} ops" if len(ops) > 1 else "".join(ops)
+        saved = ", ".join(ops) if in_full else some
+        add_row(table, region.calls, region.by, saved or "nothing")
+    return table
+
+
+def _region_json(region: PlannedRegion) -> dict[str, Any]:
+    ops = [str(op) for op in region.save]
+    return {"calls": region.calls, "by": region.by, "save": ops}
+
+
+def _fingerprint_lines(plan: Plan) -> list[str]:
+    def text(value: object) -> str:
+        if isinstance(value, dict):
+            return ", ".join(f"{key} {item}" for key, item in value.items())
+        return str(value)
+
+    return [f"{name} {text(value)}" for name, value in plan.fingerprint.items()]
+
+
+def _size(num_bytes: int) -> str:
+    return units.format_bytes(num_bytes)

@@ -1,0 +1,171 @@
+"""What one training step costs: the report of ``profile``, and of ``show TRACE``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+
+from ckplan import units
+from ckplan.graph import BEFORE_STEP, KINDS, OUTSIDE_CALLS, Graph
+from ckplan.report.layers import (
+    Cost,
+    Forward,
+    Layer,
+    Row,
+    fold_layers,
+    layer_name,
+    survey,
+    total_cost,
+)
+from ckplan.report.tables import add_row, facts, make_table, section, share
+from ckplan.simulate import Timeline
+
+_MOST_ROWS = 16
+_OUTSIDE = "loss, outside the model"
+_LABELS = {
+    "parameter": "parameters",
+    "buffer": "buffers",
+    "gradient": "gradients",
+    "optimizer": "optimizer",
+    "input": "inputs",
+    "activation": "activations",
+}
+
+
+def step_report(graph: Graph, timeline: Timeline) -> RenderableType:
+    """The memory by kind, the layers that own the activations, and the notes."""
+    forward = survey(graph)
+    said = [
+        ("peak", f"{_size(timeline.peak_bytes)} during {timeline.peak_at}"),
+        ("forward", units.format_flops((forward.inside + forward.outside).flops)),
+        ("step", f"{units.format_seconds(graph.step_seconds)}, recomputing nothing"),
+        *(("note", note) for note in graph.notes),
+    ]
+    memory = _memory(graph, timeline, forward)
+    return Group(
+        section(f"Memory of one training step of {graph.model}", memory),
+        section("Layers in forward", _layers(graph, forward)),
+        facts(said),
+    )
+
+
+def step_json(graph: Graph, timeline: Timeline, trace: str) -> dict[str, Any]:
+    """The same for scripts; layers are not folded, so ``call`` names one call each.
+
+    ``activation_bytes`` is the sum over ``layers``. A layer whose ``part`` is "own
+    code" is what a call computes between the calls inside it, which have rows too.
+    """
+    forward = survey(graph)
+    both = forward.inside + forward.outside
+    sums = {
+        f"{kind}_bytes": graph.bytes_by_kind[kind]
+        for kind in KINDS
+        if kind not in ("activation", "temporary")
+    }
+    at_peak = timeline.peak_by_kind
+    return {
+        "model": graph.model,
+        "trace": trace,
+        **sums,
+        "activation_bytes": forward.inside.activation_bytes,
+        "outside_activation_bytes": forward.outside.activation_bytes,
+        "temporary_bytes": at_peak["temporary"],
+        "peak_bytes": timeline.peak_bytes,
+        "peak_at": timeline.peak_at,
+        "alive_at_peak": {f"{kind}_bytes": at_peak[kind] for kind in KINDS},
+        "forward_flops": both.flops,
+        "forward_seconds": both.seconds,
+        "step_seconds": graph.step_seconds,
+        "notes": list(graph.notes),
+        "layers": [_layer_json(graph, layer) for layer in forward.layers],
+    }
+
+
+def _layer_json(graph: Graph, layer: Layer) -> dict[str, Any]:
+    return {
+        "call": layer_name(graph, layer.call),
+        "part": "own code" if layer.own_code else "whole",
+        "module": graph.calls[layer.call].module,
+        "activation_bytes": layer.cost.activation_bytes,
+        "forward_flops": layer.cost.flops,
+        "forward_seconds": layer.cost.seconds,
+    }
+
+
+def _memory(graph: Graph, timeline: Timeline, forward: Forward) -> Table:
+    peak, at_peak = timeline.peak_bytes, timeline.peak_by_kind
+    table = make_table("", "made in all", "alive at peak", "of the peak")
+
+    def add(name: str, made: str, alive: int) -> None:
+        add_row(table, name, made, _size(alive), share(alive, peak))
+
+    outside_alive = _outside_alive(timeline)
+    for kind, label in _LABELS.items():
+        made, alive = graph.bytes_by_kind[kind], at_peak[kind]
+        if kind == "activation":
+            made, alive = forward.inside.activation_bytes, alive - outside_alive
+        if made or kind != "buffer":
+            add(label, _size(made), alive)
+    if forward.outside.activation_bytes:
+        add(_OUTSIDE, _size(forward.outside.activation_bytes), outside_alive)
+    add("temporaries", "", at_peak["temporary"])
+    add_row(table, "peak", "", _size(peak), share(peak, peak), bold=True)
+    return table
+
+
+def _outside_alive(timeline: Timeline) -> int:
+    """Bytes of activations alive at the peak that no call made."""
+    graph, moment = timeline.graph, timeline.peak_moment
+    return sum(
+        storage.bytes
+        for storage, stop in zip(graph.storages, timeline.stops, strict=True)
+        if storage.kind == "activation"
+        and 2 * storage.maker + 1 <= moment <= stop
+        and (
+            storage.maker == BEFORE_STEP
+            or graph.ops[storage.maker].call == OUTSIDE_CALLS
+        )
+    )
+
+
+def _layers(graph: Graph, forward: Forward) -> Table:
+    rows = fold_layers(graph, forward.layers)
+    most = _MOST_ROWS if len(rows) > _MOST_ROWS + 1 else len(rows)
+    shown, others = rows[:most], rows[most:]
+    table = make_table("", "", "activations", "share", "compute", "time")
+
+    def add(name: str, count: int, cost: Cost, *, bold: bool = False) -> None:
+        add_row(
+            table,
+            name,
+            f"x{count}" if count > 1 else "",
+            _size(cost.activation_bytes),
+            share(cost.activation_bytes, forward.inside.activation_bytes),
+            units.format_flops(cost.flops),
+            units.format_seconds(cost.seconds),
+            bold=bold,
+        )
+
+    for row in shown:
+        add(_row_name(graph, row), row.count, row.cost)
+    if others:
+        add(
+            "all others",
+            sum(r.count for r in others),
+            total_cost(r.cost for r in others),
+        )
+    add("all layers", 0, forward.inside, bold=True)
+    if forward.outside != Cost():
+        add(_OUTSIDE, 0, forward.outside)
+    return table
+
+
+def _row_name(graph: Graph, row: Row) -> str:
+    name = graph.model if row.name == "." else row.name
+    return f"{name}, own code" if row.own_code else name
+
+
+def _size(num_bytes: int) -> str:
+    return units.format_bytes(num_bytes)

@@ -1,0 +1,112 @@
+"""What people do today, in the same simulator.
+
+The layers of everyday practice are the largest family of sibling calls of one module
+type: the blocks of a transformer, the bottlenecks of a ResNet.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+from ckplan.graph import Graph
+from ckplan.simulate import RERUN, Region, Simulator
+from ckplan.solving.menu import Menus
+from ckplan.solving.solution import Baseline
+
+_NEARLY_ALL = 0.9  # a finer family is preferred if it holds this share of the largest
+
+
+def find_layers(graph: Graph, menus: Menus) -> list[int]:
+    """Calls of the module type that everyday practice recomputes, in forward order."""
+    families: dict[str, list[int]] = defaultdict(list)
+    for children in graph.children.values():
+        kinds = [graph.calls[child].module for child in children]
+        for child, kind in zip(children, kinds, strict=True):
+            if kinds.count(kind) > 1:
+                families[kind].append(child)
+    sizes = {
+        kind: sum(menus.droppable_bytes(call) for call in _disjoint(graph, calls))
+        for kind, calls in families.items()
+    }
+    large = [k for k, size in sizes.items() if size >= _NEARLY_ALL * max(sizes.values())]
+    large = [kind for kind in large if sizes[kind]]
+    if not large:
+        return []
+    finest = max(large, key=lambda kind: (len(families[kind]), sizes[kind], kind))
+    return _disjoint(graph, families[finest])
+
+
+def _disjoint(graph: Graph, calls: Iterable[int]) -> list[int]:
+    """The outermost of some calls, in order."""
+    found: list[int] = []
+    for call in sorted(calls):
+        if not found or not graph.within(call, found[-1]):
+            found.append(call)
+    return found
+
+
+def baselines(
+    simulator: Simulator, menus: Menus, budget_bytes: int
+) -> tuple[Baseline, ...]:
+    """None, every call and Chen's Algorithm 3, each with its peak and overhead."""
+    layers = find_layers(simulator.graph, menus)
+    plans: list[tuple[str, Sequence[Region]]] = [("none", ())]
+    if layers:
+        plans += [
+            ("every call", [Region(layer, RERUN) for layer in layers]),
+            ("chen", chen(simulator, menus, layers, budget_bytes)),
+        ]
+    found = []
+    for name, regions in plans:
+        timeline = simulator.run(regions)
+        fits = timeline.peak_bytes <= budget_bytes
+        found.append(Baseline(name, timeline.peak_bytes, timeline.overhead, fits))
+    return tuple(found)
+
+
+def chen(
+    simulator: Simulator, menus: Menus, layers: Sequence[int], budget_bytes: int
+) -> list[Region]:
+    """Segments by Algorithm 3 of Chen et al. with a search over its budget.
+
+    T. Chen, B. Xu, C. Zhang, C. Guestrin, "Training Deep Nets with Sublinear Memory Cost",
+    2016: a new segment begins when the activations since the last one exceed ``b``. The
+    last segment is not recomputed. Of all ``b``, the cheapest that fits is taken, or the
+    smallest if none does.
+    """
+    sizes = [menus.droppable_bytes(layer) for layer in layers]
+    tried: dict[tuple[tuple[int, int], ...], None] = {}
+    total = 0
+    for size in sizes:
+        total += size
+        tried[tuple(_segments(simulator.graph, layers, sizes, total))] = None
+    best: tuple[tuple[bool, float, int], list[Region]] | None = None
+    for segments in tried:
+        regions = [Region(first, RERUN, last=last) for first, last in segments[:-1]]
+        timeline = simulator.run(regions)
+        over = timeline.peak_bytes > budget_bytes
+        cost = timeline.peak_bytes if over else timeline.overhead
+        rank = (over, cost, timeline.peak_bytes)
+        if best is None or rank < best[0]:
+            best = (rank, regions)
+    return best[1] if best else []
+
+
+def _segments(
+    graph: Graph, layers: Sequence[int], sizes: Sequence[int], limit: int
+) -> list[tuple[int, int]]:
+    """Runs of siblings (first, last), each closed when it exceeds a limit."""
+    segments: list[tuple[int, int]] = []
+    first = last = -1
+    held = 0
+    for layer, size in zip(layers, sizes, strict=True):
+        same_parent = graph.calls[layer].parent == graph.calls[last].parent
+        if first >= 0 and (held > limit or not same_parent):
+            segments.append((first, last))
+            first = -1
+        if first < 0:
+            first, held = layer, 0
+        last = layer
+        held += size
+    return [*segments, (first, last)]

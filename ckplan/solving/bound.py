@@ -1,0 +1,104 @@
+"""A lower bound on the overhead of any schedule of ops under a budget.
+
+Look at one moment of the step. Every value that backward will want after it is then
+either alive, and counts against the budget, or must be run again later, and so must what
+that needs. Choosing what is alive to minimise the seconds run again is the program of
+``closure.py``; relaxed to fractions, its optimum bounds what any schedule pays, however it
+drops, keeps and rebuilds before and after, as long as it only runs ops again. The lower
+convex hull of the cuts is that optimum for every budget at once.
+
+Any moment gives a bound. Two are tried: the end of forward, when most is alive, and the
+peak of the unplanned step.
+"""
+
+from __future__ import annotations
+
+from ckplan.graph import BEFORE_STEP, Graph
+from ckplan.program import Flow
+from ckplan.simulate import Simulator
+from ckplan.solving.closure import NANOSECOND, Choice, Closure
+
+
+def lower_bound(simulator: Simulator, budget_bytes: int) -> float:
+    """Least overhead, as a fraction of the step, of any schedule under a budget."""
+    graph = simulator.graph
+    if not graph.num_forward or not graph.step_seconds:
+        return 0.0
+    peak = simulator.unplanned_bytes.index(max(simulator.unplanned_bytes)) // 2
+    moments = {graph.num_forward - 1}
+    if graph.phase(peak) == "backward":
+        moments.add(peak)
+    return max(_bound_at(simulator, moment, budget_bytes) for moment in moments)
+
+
+def _bound_at(simulator: Simulator, moment: int, budget_bytes: int) -> float:
+    graph = simulator.graph
+    flow, wanted = _values_wanted_after(graph, moment)
+    sizes = {s: graph.storages[s].bytes for s in _droppable(graph, moment)}
+    fixed_bytes = simulator.unplanned_bytes[2 * moment + 1] - sum(sizes.values())
+    alive_for_free = _alive_for_free(graph, moment)
+    bytes_of = {
+        value: 0 if storage in alive_for_free else graph.storages[storage].bytes
+        for value, storage in enumerate(flow.storage_of)
+        if flow.is_current(value)
+    }
+    closure = Closure(
+        flow,
+        wanted,
+        bytes_of,
+        lambda step: round(graph.ops[step].seconds / NANOSECOND),
+    )
+    nanoseconds = _least(closure, budget_bytes - fixed_bytes)
+    return nanoseconds * NANOSECOND / graph.step_seconds
+
+
+def _least(closure: Closure, allowed_bytes: int) -> float:
+    """Nanoseconds that keeping at most so many bytes costs, on the convex hull."""
+    fast, small = closure.fastest(), closure.smallest()
+    if fast.kept_bytes <= allowed_bytes:
+        return fast.nanoseconds
+    if small.kept_bytes >= allowed_bytes:
+        return small.nanoseconds
+    while (middle := closure.at_slope(fast, small)) is not None:
+        if middle.kept_bytes > allowed_bytes:
+            fast = middle
+        else:
+            small = middle
+    return _on_line(fast, small, allowed_bytes)
+
+
+def _on_line(fast: Choice, small: Choice, kept_bytes: int) -> float:
+    share = (fast.kept_bytes - kept_bytes) / (fast.kept_bytes - small.kept_bytes)
+    return fast.nanoseconds + share * (small.nanoseconds - fast.nanoseconds)
+
+
+def _values_wanted_after(graph: Graph, moment: int) -> tuple[Flow, list[int]]:
+    """All values of forward, and those that backward unpacks after a moment."""
+    flow = Flow()
+    wanted: list[int] = []
+    at = 0
+    for saved in graph.saved:
+        for op in graph.ops[at : saved.at]:
+            flow.add(op)
+        at = max(at, saved.at)
+        if saved.wanted > moment:
+            wanted.append(flow.value(saved.storage))
+    for op in graph.ops[at : graph.num_forward]:
+        flow.add(op)
+    return flow, [value for value in dict.fromkeys(wanted) if flow.is_current(value)]
+
+
+def _alive_for_free(graph: Graph, moment: int) -> set[int]:
+    """Storages alive at a moment whatever is dropped: held by the step, or in use."""
+    in_use = {s.storage for s in graph.saved if s.wanted <= moment <= s.done}
+    return in_use | {
+        number
+        for number, storage in enumerate(graph.storages)
+        if storage.maker == BEFORE_STEP or storage.last >= moment
+    }
+
+
+def _droppable(graph: Graph, moment: int) -> set[int]:
+    """Storages that only saved tensors of later use hold at a moment."""
+    held = {s.storage for s in graph.saved if s.wanted > moment}
+    return held - _alive_for_free(graph, moment)

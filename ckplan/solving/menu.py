@@ -1,0 +1,148 @@
+"""What can be done with one call: a menu of regions, cheapest first.
+
+Options are the vertices of the lower convex hull of (bytes kept, seconds run again) over
+all sets of values to keep (``closure.py``), from keeping all that is cheap to rebuild
+nothing, to keeping nothing. Calls that do the same share one search.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ckplan.graph import BEFORE_STEP, Graph
+from ckplan.program import EXTERNAL
+from ckplan.simulate import Region, RegionView, Simulator
+from ckplan.solving.closure import NANOSECOND, Choice, Closure
+
+_FEWEST_CUTS, _MOST_CUTS, _CUTS_TIMES_STEPS = 6, 40, 5000
+
+Kept = frozenset[tuple[int, int]]  # (op counted from the call's first, output)
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One way to run a call."""
+
+    region: Region | None  # None: keep everything
+    need_bytes: int  # budget its own moments need if no earlier call drops anything
+    freed_bytes: int  # what it frees between its forward and its backward
+    seconds: float
+
+
+class Menus:
+    """Menus for the calls of one graph."""
+
+    def __init__(self, simulator: Simulator) -> None:
+        self._simulator = simulator
+        self._graph = simulator.graph
+        self._hulls: dict[str, list[Kept]] = {}
+
+    def options(self, call: int) -> list[Option]:
+        """Every way to run a call, cheapest first; keeping everything is the first."""
+        view = self._simulator.view(call)
+        windows = _windows(view)
+        keep = Option(None, self._unplanned_need(windows), 0, 0.0)
+        if not view.packed or windows[1][0] < 0:
+            return [keep]
+        regions = [Region(call, save=kept) for kept in self._kept(call)]
+        options = [self._option(region, windows) for region in regions]
+        useful = [option for option in options if option.freed_bytes > 0]
+        return [keep, *sorted(useful, key=lambda option: option.seconds)]
+
+    def droppable_bytes(self, call: int) -> int:
+        """Bytes that a region on the call could drop at most."""
+        view = self._simulator.view(call)
+        alive = _alive_anyway(self._graph, view)
+        return sum(
+            self._graph.storages[storage].bytes
+            for storage in {saved.storage for _, saved, _ in view.packed} - alive
+        )
+
+    def _kept(self, call: int) -> list[Kept]:
+        """The hull of a call, as ops of that call."""
+        signature = self._graph.signature(call)
+        start = self._graph.calls[call].start
+        if signature not in self._hulls:
+            view = self._simulator.view(call)
+            closure = call_closure(self._graph, view)
+            hull = [] if closure is None else closure.hull(_most_cuts(view))
+            self._hulls[signature] = [_outputs(view, choice) for choice in hull]
+        return [
+            frozenset((start + op, output) for op, output in kept)
+            for kept in self._hulls[signature]
+        ]
+
+    def _option(self, region: Region, windows: list[tuple[int, int]]) -> Option:
+        simulator = self._simulator
+        need = max(
+            max(simulator.live_within(region, start, stop), default=0)
+            for start, stop in windows
+        )
+        between = windows[1][0] - 1  # the last op before its backward begins
+        freed = (
+            simulator.unplanned_bytes[between]
+            - simulator.live_within(region, between, between)[0]
+        )
+        return Option(region, need, freed, simulator.effect(region).seconds)
+
+    def _unplanned_need(self, windows: list[tuple[int, int]]) -> int:
+        live = self._simulator.unplanned_bytes
+        return max(max(live[max(a, 0) : b + 1], default=0) for a, b in windows)
+
+
+def _most_cuts(view: RegionView) -> int:
+    """Large calls get fewer options, so that the search stays short."""
+    return max(_FEWEST_CUTS, min(_MOST_CUTS, _CUTS_TIMES_STEPS // len(view.flow.inputs)))
+
+
+def _windows(view: RegionView) -> list[tuple[int, int]]:
+    """Half moments of a call's forward and of its backward."""
+    return [view.forward_window(), view.backward_window()]
+
+
+def _alive_anyway(graph: Graph, view: RegionView) -> set[int]:
+    """Storages that stay until backward whatever a region on this call does."""
+    mine = {index for index, _, _ in view.packed}
+    storages = {*view.flow.current}
+    alive = {
+        saved.storage
+        for index, saved in enumerate(graph.saved)
+        if index not in mine and saved.storage in storages
+    }
+    return alive | {
+        storage
+        for storage in storages
+        if graph.storages[storage].maker == BEFORE_STEP
+        or graph.storages[storage].last >= graph.num_forward
+    }
+
+
+def call_closure(graph: Graph, view: RegionView) -> Closure | None:
+    """The closure problem of one call; None if nothing in it can be rebuilt."""
+    flow = view.flow
+    alive = _alive_anyway(graph, view)
+    bytes_of = {
+        value: 0 if storage in alive else graph.storages[storage].bytes
+        for value, storage in enumerate(flow.storage_of)
+        if flow.is_current(value)
+    }
+    if any(
+        maker == EXTERNAL and value not in bytes_of
+        for value, maker in enumerate(flow.maker_of)
+    ):
+        return None  # an input was changed in place: what it was is gone
+    return Closure(
+        flow,
+        [value for _, _, value in view.packed],
+        bytes_of,
+        lambda step: round(graph.ops[view.start + step].seconds / NANOSECOND),
+    )
+
+
+def _outputs(view: RegionView, choice: Choice) -> Kept:
+    """Kept values as the outputs that hold them."""
+    flow = view.flow
+    return frozenset(
+        (flow.maker_of[value], flow.returned[flow.maker_of[value]].index(value))
+        for value in choice.kept
+    )

@@ -1,0 +1,84 @@
+"""How commands speak and how they end: streams, messages and exit codes."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from ckplan.errors import CkplanError
+
+TRACEBACK = "--traceback"
+INTERRUPTED = 130  # 128 + SIGINT, as shells count
+BROKEN_PIPE = 141  # 128 + SIGPIPE
+
+
+class Commands(TyperGroup):
+    """Takes ``--traceback`` before the command's name and after it."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Put it where an option of the program stands."""
+        wanted = [arg for arg in args if arg == TRACEBACK]
+        others = [arg for arg in args if arg != TRACEBACK]
+        return super().parse_args(ctx, [*wanted[:1], *others])
+
+
+class Command(TyperCommand):
+    """A command that ends with an exit code and a short message, whatever happens."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command."""
+        try:
+            return super().invoke(ctx)
+        except (typer.Exit, typer.Abort):
+            raise
+        except (Exception, KeyboardInterrupt, SystemExit) as error:
+            with_traceback = ctx.parent is not None and ctx.parent.params["traceback"]
+            raise typer.Exit(_explain(error, with_traceback)) from None
+
+
+def write(text: str) -> None:
+    """Write the product."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def say(text: str) -> None:
+    """Write what is no product: a message, a warning, a tip."""
+    print(text, file=sys.stderr)
+
+
+def _explain(error: BaseException, with_traceback: bool) -> int:
+    """Say what went wrong in a few lines; returns the exit code."""
+    if isinstance(error, BrokenPipeError):
+        # Whoever read has had enough. Nothing is left to write when Python ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    if with_traceback:
+        traceback.print_exception(error)
+    if isinstance(error, KeyboardInterrupt):
+        say("interrupted")
+        return INTERRUPTED
+    if not isinstance(error, CkplanError):
+        error = _unexpected(error)
+    say(str(error))
+    return error.exit_code
+
+
+def _unexpected(error: BaseException) -> CkplanError:
+    if isinstance(error, SystemExit):
+        return CkplanError(
+            f"cannot use the workload: it called sys.exit({error.code!r})",
+            needed="a file that can be imported",
+            hint="put what runs it under `if __name__ == '__main__':`",
+        )
+    said = str(error).strip() or "no message"
+    return CkplanError(
+        f"ckplan failed: {type(error).__name__}: {said}",
+        needed="nothing of you: this is a bug in ckplan",
+        hint=f"the same command with {TRACEBACK}, and report what it prints",
+    )

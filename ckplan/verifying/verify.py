@@ -1,0 +1,217 @@
+"""Verify a plan: unplanned and planned steps side by side, each in its own process."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from ckplan.training.workload import WorkloadSpec
+from ckplan.verifying.interleave import StepProcess, interleave, overhead_of
+from ckplan.verifying.worker import FirstSteps, OutOfMemoryError, Result
+
+if TYPE_CHECKING:
+    from ckplan.plan import Plan
+    from ckplan.tracing.calibrate import Progress
+
+NOTE_NOT_COMPARED = (
+    "the unplanned step does not fit in memory: nothing to compare the results with"
+)
+NOTE_NOT_TOGETHER = (
+    "the unplanned and the planned process do not fit in memory together: not timed"
+)
+_MOST_NAMES = 10
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What planned steps did beside unplanned ones.
+
+    What compares with the unplanned step is None where that one does not fit in memory,
+    what is timed also where no timing was asked for, and what is predicted where the
+    plan predicts nothing.
+    """
+
+    gradients_equal: bool | None  # equal means: the same bits, in both steps compared
+    buffers_equal: bool | None
+    loss_equal: bool | None
+    random_state_equal: bool | None  # after the steps compared
+    different: tuple[str, ...]  # the first results that differ
+    predicted_peak_bytes: int | None
+    measured_peak_bytes: int
+    unplanned_measured_peak_bytes: int | None
+    predicted_overhead: float | None
+    step_seconds: float | None
+    unplanned_step_seconds: float | None
+    overhead: float | None
+    budget_bytes: int | None
+    fits: bool
+    regions_ran: int
+    regions_idle: tuple[str, ...]  # regions of the plan that never ran
+    notes: tuple[str, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing differs and the measured peak is within the budget."""
+        equal = (
+            self.gradients_equal,
+            self.buffers_equal,
+            self.loss_equal,
+            self.random_state_equal,
+        )
+        return self.fits and False not in equal
+
+    def as_json(self) -> dict[str, Any]:
+        """The same as plain values, for ``--json``."""
+        return {"passed": self.passed, **asdict(self)}
+
+
+def verify(
+    spec: WorkloadSpec,
+    plan: Plan | None,
+    *,
+    optimizer: str | None = None,
+    seed: int = 0,
+    steps: int = 5,
+    progress: Progress | None = None,
+) -> Verification:
+    """Take the same steps without a plan and with it, and compare.
+
+    Args:
+        spec: Where the workload comes from; each process builds its own.
+        plan: What to verify; None compares the workload with itself.
+        optimizer: ``adamw``, ``sgd``, ``none`` or ``own``; see ``make_step``.
+        seed: Of every random number.
+        steps: How many steps of each are timed, in turns; 0 for none.
+        progress: Told how far the work has come.
+
+    Returns:
+        What was found. A difference or a peak over the budget is no exception.
+
+    Raises:
+        OutOfMemoryError: The planned step does not fit in memory.
+        CkplanError: The workload or the plan cannot be used, or a step fails.
+    """
+    tell = progress or (lambda what, done, total: None)
+    with ExitStack() as running:
+        pair = _Pair(spec, plan, optimizer, seed, running)
+        unplanned, planned = pair.first_steps(tell)
+        unplanned_seconds, seconds = pair.seconds(steps, tell)
+    return _judge(
+        plan, (unplanned, planned), (unplanned_seconds, seconds), tuple(pair.notes)
+    )
+
+
+def _judge(
+    plan: Plan | None,
+    steps: tuple[FirstSteps | None, FirstSteps],
+    seconds: tuple[list[float], list[float]],
+    notes: tuple[str, ...],
+) -> Verification:
+    """Put together what was predicted and what was seen, unplanned and planned."""
+    unplanned, planned = steps
+    unplanned_seconds, planned_seconds = seconds
+    different = _different(unplanned, planned)
+    predicted = plan.predicted if plan else None
+    budget_bytes = plan.budget_bytes if plan else None
+    idle = tuple(call for call, runs in planned.runs if runs == 0)
+    return Verification(
+        gradients_equal=_equal("gradient", different),
+        buffers_equal=_equal("buffer", different),
+        loss_equal=_equal("loss", different),
+        random_state_equal=_equal("random state", different),
+        different=tuple(map(str, (different or ())[:_MOST_NAMES])),
+        predicted_peak_bytes=predicted.peak_bytes if predicted else None,
+        measured_peak_bytes=planned.peak_bytes,
+        unplanned_measured_peak_bytes=unplanned.peak_bytes if unplanned else None,
+        predicted_overhead=predicted.overhead if predicted else None,
+        step_seconds=_median(planned_seconds),
+        unplanned_step_seconds=_median(unplanned_seconds),
+        overhead=(
+            overhead_of(planned_seconds, unplanned_seconds)
+            if unplanned_seconds
+            else None
+        ),
+        budget_bytes=budget_bytes,
+        fits=budget_bytes is None or planned.peak_bytes <= budget_bytes,
+        regions_ran=len(planned.runs) - len(idle),
+        regions_idle=idle,
+        notes=notes,
+    )
+
+
+def _different(
+    unplanned: FirstSteps | None, planned: FirstSteps
+) -> tuple[Result, ...] | None:
+    """Results that differ, in order; None if there is nothing to compare with."""
+    if unplanned is None:
+        return None
+    old, new = unplanned.digests, planned.digests
+    return tuple(key for key in {**old, **new} if old.get(key) != new.get(key))
+
+
+def _equal(kind: str, different: tuple[Result, ...] | None) -> bool | None:
+    if different is None:
+        return None
+    return all(result.kind != kind for result in different)
+
+
+def _median(seconds: Sequence[float]) -> float | None:
+    return statistics.median(seconds) if seconds else None
+
+
+class _Pair:
+    """An unplanned and a planned process; the latter alone where both are too much."""
+
+    def __init__(
+        self,
+        spec: WorkloadSpec,
+        plan: Plan | None,
+        optimizer: str | None,
+        seed: int,
+        running: ExitStack,
+    ) -> None:
+        self.notes: list[str] = []
+        self._unplanned, self._planned = (
+            running.enter_context(StepProcess(spec, choice, optimizer, seed))
+            for choice in (None, plan)
+        )
+        self._together = True
+
+    def first_steps(self, tell: Progress) -> tuple[FirstSteps | None, FirstSteps]:
+        """First steps of both, one after the other; None if they do not fit."""
+        tell("stepping without the plan", 0, 2)
+        try:
+            unplanned = self._unplanned.first_steps()
+        except OutOfMemoryError:
+            self._separate(NOTE_NOT_COMPARED)
+            unplanned = None
+        tell("stepping with the plan", 1, 2)
+        try:
+            return unplanned, self._planned.first_steps()
+        except OutOfMemoryError:
+            if not self._together:
+                raise
+        self._separate(NOTE_NOT_TOGETHER)
+        self._planned.start()
+        return unplanned, self._planned.first_steps()
+
+    def seconds(self, steps: int, tell: Progress) -> tuple[list[float], list[float]]:
+        """Seconds of unplanned and planned steps, taken in turns."""
+        try:
+            if self._together:
+                unplanned, planned = interleave(
+                    [self._unplanned, self._planned], steps, tell
+                )
+                return unplanned, planned
+            return [], interleave([self._planned], steps, tell)[0]
+        except OutOfMemoryError:
+            self._separate(NOTE_NOT_TOGETHER)
+            return [], []
+
+    def _separate(self, note: str) -> None:
+        self._unplanned.close()
+        self._together = False
+        self.notes.append(note)

@@ -1,0 +1,253 @@
+"""The process that trains: a workload, with a plan on it or without.
+
+Requests come in through stdin and replies leave through stdout, pickled: first a
+``Job``, then names of requests. What the model prints goes to stderr, and what it reads
+from stdin is empty. An error is a reply like any other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+import random
+import time
+import traceback
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
+
+import numpy
+import torch
+
+from ckplan.errors import CkplanError, VerifyError, WorkloadError
+from ckplan.training.allocator import log_allocations
+from ckplan.training.step import TrainingStep, make_step
+from ckplan.training.workload import WorkloadSpec, on_device, tensors_of
+
+if TYPE_CHECKING:
+    from ckplan.plan import Plan
+
+FIRST_STEPS = "first steps"
+TIMED_STEP = "timed step"
+_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "bad_alloc")
+
+
+class OutOfMemoryError(VerifyError):
+    """A step needs more memory than this machine has left."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What a worker trains."""
+
+    spec: WorkloadSpec
+    plan: Plan | None
+    optimizer: str | None
+    seed: int
+
+    @property
+    def title(self) -> str:
+        """What errors call its steps."""
+        return "the unplanned step" if self.plan is None else "the planned step"
+
+
+class Result(NamedTuple):
+    """One thing that a step computes."""
+
+    step: int  # 1 or 2
+    kind: str  # "loss", "gradient", "buffer" or "random state"
+    name: str = ""
+
+    def __str__(self) -> str:
+        what = f"{self.kind} of {self.name}" if self.name else self.kind
+        return f"{what}, step {self.step}"
+
+
+@dataclass(frozen=True, slots=True)
+class FirstSteps:
+    """What the first two steps computed, and what the second one needed."""
+
+    digests: dict[Result, str]
+    peak_bytes: int  # of step 2: allocated in it, and held when it began
+    runs: tuple[tuple[str, int], ...]  # regions of the plan, and how often each ran
+
+
+class Worker:
+    """Builds a workload when asked for its first steps, then takes one at a time."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._step: TrainingStep | None = None
+
+    def answer(self, request: str) -> FirstSteps | float | CkplanError:
+        """Do what is asked, or say in three lines why not."""
+        try:
+            return self._first_steps() if request == FIRST_STEPS else self._seconds()
+        except (Exception, SystemExit) as error:
+            return _explain(error, self._job)
+
+    def _first_steps(self) -> FirstSteps:
+        _seed(self._job.seed)
+        workload = on_device(self._job.spec.build(), torch.device("cpu"))
+        model = workload.model
+        _put(self._job.plan, model)
+        step = self._step = make_step(workload, self._job.optimizer)
+
+        digests: dict[Result, str] = {}
+        digests[Result(1, "loss")] = digest(
+            step.run(between=lambda: digests.update(_gradients(step, 1)))
+        )
+        digests.update(_buffers(step, 1))
+
+        step.zero_grad()
+        held_bytes = state_bytes(step)
+        with log_allocations() as log:
+            loss = step.run()
+        digests[Result(2, "loss")] = digest(loss)
+        digests.update(_gradients(step, 2))  # there until the next zero_grad
+        digests.update(_buffers(step, 2))
+        digests[Result(2, "random state")] = _random_state()
+        runs = _runs(self._job.plan, model)
+        return FirstSteps(digests, held_bytes + log.peak_bytes, runs)
+
+    def _seconds(self) -> float:
+        assert self._step is not None, "internal error: timed before the first steps"
+        start = time.perf_counter()
+        self._step.run()
+        return time.perf_counter() - start
+
+
+def main() -> None:
+    """Answer until nobody asks any more."""
+    requests, replies = _take_standard_streams()
+    try:
+        worker = Worker(pickle.load(requests))
+        while True:
+            pickle.dump(worker.answer(pickle.load(requests)), replies)
+            replies.flush()
+    except (EOFError, BrokenPipeError):
+        return
+
+
+def digest(tensor: torch.Tensor | None) -> str:
+    """Equal for tensors of the same dtype, shape and bits only."""
+    if tensor is None:
+        return "none"
+    plain = tensor.detach().to_dense().resolve_conj().resolve_neg().contiguous()
+    found = hashlib.sha256(f"{plain.dtype}{tuple(plain.shape)}".encode())
+    found.update(plain.view(-1).view(torch.uint8).numpy())
+    return found.hexdigest()
+
+
+def state_bytes(step: TrainingStep) -> int:
+    """Bytes that live from one step to the next, each storage once.
+
+    Parameters, buffers, tensors that modules hold as plain attributes, the optimizer's
+    state and the batch.
+    """
+    modules = [vars(module) for module in step.workload.model.modules()]
+    optimizer = [] if step.optimizer is None else list(step.optimizer.state.values())
+    held = tensors_of([modules, optimizer, step.workload.batch])
+    storages = [tensor.untyped_storage() for tensor in held]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def _gradients(step: TrainingStep, number: int) -> Iterator[tuple[Result, str]]:
+    for name, parameter in step.workload.model.named_parameters():
+        yield Result(number, "gradient", name), digest(parameter.grad)
+
+
+def _buffers(step: TrainingStep, number: int) -> Iterator[tuple[Result, str]]:
+    for name, buffer in step.workload.model.named_buffers():
+        yield Result(number, "buffer", name), digest(buffer)
+
+
+def _seed(seed: int) -> None:
+    """Make every global generator of random numbers start from here."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+
+
+def _random_state() -> str:
+    others = pickle.dumps((random.getstate(), numpy.random.get_state()))
+    return digest(torch.get_rng_state()) + hashlib.sha256(others).hexdigest()
+
+
+def _put(plan: Plan | None, model: torch.nn.Module) -> None:
+    if plan is not None:
+        from ckplan.applying import apply
+
+        apply(model, plan)
+
+
+def _runs(plan: Plan | None, model: torch.nn.Module) -> tuple[tuple[str, int], ...]:
+    if plan is None:
+        return ()
+    from ckplan.applying import status
+
+    return tuple((region.call, region.runs) for region in status(model).regions)
+
+
+def _explain(error: BaseException, job: Job) -> CkplanError:
+    """What a user can do about an exception of the workload or of the plan on it."""
+    if any(_is_out_of_memory(cause) for cause in _causes(error)):
+        return out_of_memory(job, f"ran out of memory ({_first_line(error)})")
+    if isinstance(error, CkplanError):
+        return error
+    what = f"{job.title} raised {type(error).__name__}: {_first_line(error)}"
+    if job.plan is None:
+        needed = "a workload whose training step runs"
+        return WorkloadError(what, needed=needed, hint=_place(error))
+    needed = "a planned step that runs wherever the unplanned one does"
+    return VerifyError(what, needed=needed, hint=_place(error))
+
+
+def out_of_memory(job: Job, found: str) -> OutOfMemoryError:
+    """The error for a worker that did not get the memory it asked for."""
+    return OutOfMemoryError(
+        f"{job.title} {found}",
+        needed="memory for the peak of the step and for a process around it",
+        hint="close other programs, make the batch smaller, or plan for a lower budget",
+    )
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, RuntimeError):
+        return any(sign in str(error).lower() for sign in _OUT_OF_MEMORY)
+    return isinstance(error, MemoryError)
+
+
+def _causes(error: BaseException) -> Iterable[BaseException]:
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__
+
+
+def _first_line(error: BaseException) -> str:
+    what = error.what if isinstance(error, CkplanError) else str(error)
+    return next(iter(what.strip().splitlines()), type(error).__name__)
+
+
+def _place(error: BaseException) -> str:
+    """The innermost line that is neither torch's nor ours."""
+    ours = tuple(str(Path(file).parent) for file in (torch.__file__, __file__))
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [frame for frame in frames if not frame.filename.startswith(ours)]
+    if not theirs:
+        return "run a training step of the workload alone in Python"
+    return f"look at {theirs[-1].filename}, line {theirs[-1].lineno}"
+
+
+def _take_standard_streams() -> tuple[BinaryIO, BinaryIO]:
+    """Keep stdin and stdout for requests and replies, away from the model's hands."""
+    requests = os.fdopen(os.dup(0), "rb")
+    replies = os.fdopen(os.dup(1), "wb")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.dup2(2, 1)
+    return requests, replies

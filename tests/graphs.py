@@ -1,0 +1,274 @@
+"""Small training steps made by hand, for tests of everything that reads a graph.
+
+``chain`` is a stack of blocks, like a transformer's. ``Forward`` makes any other step:
+
+>>> forward = Forward()
+>>> x, weight = forward.given(8), forward.given(4, "parameter")
+>>> with forward.call("fc"):
+...     (y,) = forward.op("addmm", [x, weight], makes=[8], saves=[x])
+>>> [op.name for op in forward.graph().ops]
+['addmm', 'addmm_backward', 'sgd']
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+from ckplan.graph import BEFORE_STEP, OUTSIDE_CALLS, Call, Graph, Op, Saved, Storage
+
+FINGERPRINT = {
+    "torch": "2.13.0",
+    "device": "cpu",
+    "batch": {"input_ids": "int64[8,256]"},
+    "parameters": {"h.0.mlp.fc.weight": "float32[4,4]"},
+}
+
+
+def chain(
+    num_blocks: int = 3,
+    *,
+    block: str = "h.{}",
+    width_bytes: int = 100,
+    hidden_bytes: int = 400,
+    stats_bytes: int = 4,
+    weight_bytes: int = 50,
+    workspace_bytes: int = 0,
+    seconds: float = 1.0,
+) -> Graph:
+    """Blocks of a norm, two linear layers with GELU between, dropout and a residual.
+
+    Args:
+        num_blocks: How many.
+        block: FQN of a block, ``{}`` being its number; without, one that runs again.
+        width_bytes: Of the tensors between blocks, and of all that have their size.
+        hidden_bytes: Of the tensors between the two linear layers.
+        stats_bytes: Of the mean and of the deviation that a norm saves.
+        weight_bytes: Of every parameter.
+        workspace_bytes: Of the linear layers.
+        seconds: Of every op.
+    """
+    forward = Forward(seconds)
+
+    def linear(x: int, out_bytes: int) -> int:
+        weight = forward.given(weight_bytes, "parameter")
+        (y,) = forward.op(
+            "addmm",
+            [x, weight],
+            makes=[out_bytes],
+            saves=[x, weight],
+            workspace_bytes=workspace_bytes,
+        )
+        return y
+
+    def norm(x: int) -> int:
+        weight = forward.given(weight_bytes, "parameter")
+        makes = [width_bytes, stats_bytes, stats_bytes]
+        y, mean, deviation = forward.op("native_layer_norm", [x, weight], makes=makes)
+        forward.save(x, weight, mean, deviation)
+        return y
+
+    x = forward.given(width_bytes)
+    with forward.call("", module="Chain"):
+        for name in map(block.format, range(num_blocks)):
+            with forward.call(name, module="Block"):
+                with forward.call(f"{name}.norm", module="LayerNorm"):
+                    y = norm(x)
+                with forward.call(f"{name}.mlp", module="MLP"):
+                    z = linear(y, hidden_bytes)
+                    (a,) = forward.op("gelu", [z], makes=[hidden_bytes], saves=[z])
+                    o = linear(a, width_bytes)
+                makes = [width_bytes, width_bytes // 4]
+                d, mask = forward.op("native_dropout", [o], makes=makes, random=True)
+                forward.save(mask)
+                (x,) = forward.op("add", [x, d], makes=[width_bytes])
+    forward.op("mean", [x], makes=[4])
+    return forward.graph("Chain")
+
+
+class Forward:
+    """A forward in the making; its backward and the optimizer follow from it.
+
+    In backward, every op reads what it saved and makes gradients for the activations
+    and parameters that it read. Gradients that meet are added in place. The optimizer
+    is one op.
+
+    Args:
+        seconds: Of every op.
+    """
+
+    def __init__(self, seconds: float = 1.0) -> None:
+        self._seconds = seconds
+        self._ops: list[Op] = []
+        self._storages: list[Storage] = []
+        self._saved: list[tuple[int, Saved]] = []  # (forward op, what it saves)
+        self._calls: list[Call] = []
+        self._stack = [OUTSIDE_CALLS]
+
+    def given(self, num_bytes: int, kind: str = "input") -> int:
+        """Return a storage that exists before the step."""
+        return self._storage(num_bytes, kind, BEFORE_STEP)
+
+    @contextmanager
+    def call(
+        self, fqn: str, *, module: str = "Module", hazard: str = ""
+    ) -> Iterator[None]:
+        """Put a module call around the ops that run inside."""
+        index, at = len(self._calls), len(self._ops)
+        number = sum(call.fqn == fqn for call in self._calls)
+        call = Call(fqn, number, self._stack[-1], at, at, module, hazard)
+        self._calls.append(call)
+        self._stack.append(index)
+        yield
+        self._stack.pop()
+        self._calls[index] = replace(call, stop=len(self._ops))
+
+    def op(
+        self,
+        name: str,
+        reads: Sequence[int],
+        *,
+        makes: Sequence[int] = (),
+        writes: Sequence[int] = (),
+        saves: Sequence[int] = (),
+        workspace_bytes: int = 0,
+        random: bool = False,
+    ) -> tuple[int, ...]:
+        """Run an op.
+
+        Args:
+            name: Aten name.
+            reads: Storages.
+            makes: Bytes of every new output.
+            writes: Storages changed in place; they are outputs too.
+            saves: Storages that autograd keeps as they were before the op.
+            workspace_bytes: Allocated inside the kernel.
+            random: Whether it draws random numbers.
+
+        Returns:
+            The storages of its outputs: those written, then those made.
+        """
+        at, call = len(self._ops), self._stack[-1]
+        self._saved += ((at, Saved(s, call, at, -1, -1)) for s in saves)
+        made = [self._storage(size, "activation", at) for size in makes]
+        outputs = (*writes, *made)
+        self._run(name, call, reads, writes, outputs)
+        self._ops[at] = replace(
+            self._ops[at], workspace_bytes=workspace_bytes, random=random
+        )
+        return outputs
+
+    def save(self, *storages: int) -> None:
+        """Let autograd keep storages for the last op, as they are after it."""
+        at, call = len(self._ops), self._stack[-1]
+        self._saved += ((at - 1, Saved(s, call, at, -1, -1)) for s in storages)
+
+    def graph(self, model: str = "Model") -> Graph:
+        """Return the whole step; nothing may be added afterwards."""
+        num_forward = len(self._ops)
+        done = self._backward()
+        num_backward = len(self._ops) - num_forward
+        self._optimize()
+        return Graph(
+            model=model,
+            fingerprint=FINGERPRINT,
+            ops=tuple(self._ops),
+            storages=self._storages_with_last(num_forward),
+            saved=tuple(
+                replace(saved, wanted=done.get(op, -1), done=done.get(op, num_forward))
+                for op, saved in self._saved
+            ),
+            calls=tuple(self._calls),
+            num_forward=num_forward,
+            num_backward=num_backward,
+        )
+
+    def _backward(self) -> dict[int, int]:
+        """Append the backward ops; returns forward op -> its backward op."""
+        done: dict[int, int] = {}
+        self._gradients: dict[int, int] = {}  # storage -> storage of its gradient
+        last = len(self._ops) - 1
+        for number in range(last, -1, -1):
+            op = self._ops[number]
+            known = [
+                self._gradients.pop(s)
+                for s in dict.fromkeys(op.outputs)
+                if s in self._gradients
+            ]
+            wanted = [s for s in (*op.reads, *op.writes) if self._is_trained(s)]
+            if wanted and (known or number == last):
+                done[number] = at = len(self._ops)
+                saved = [saved.storage for o, saved in self._saved if o == number]
+                new = {s: self._gradient(s, at) for s in dict.fromkeys(wanted)}
+                reads = dict.fromkeys((*known, *saved))
+                self._run(f"{op.name}_backward", op.call, [*reads], (), [*new.values()])
+                for storage, gradient in new.items():
+                    self._accumulate(storage, gradient, op.call)
+        return done
+
+    def _accumulate(self, storage: int, gradient: int, call: int) -> None:
+        first = self._gradients.setdefault(storage, gradient)
+        if first != gradient:
+            self._run("add_", call, [gradient], [first], [first])
+
+    def _optimize(self) -> None:
+        trained = {
+            parameter: gradient
+            for parameter, gradient in self._gradients.items()
+            if self._storages[parameter].kind == "parameter"
+        }
+        if trained:
+            self._run("sgd", OUTSIDE_CALLS, [*trained.values()], [*trained], [])
+
+    def _is_trained(self, storage: int) -> bool:
+        return self._storages[storage].kind in ("parameter", "activation")
+
+    def _gradient(self, storage: int, maker: int) -> int:
+        of = self._storages[storage]
+        kind = "gradient" if of.kind == "parameter" else "temporary"
+        return self._storage(of.bytes, kind, maker)
+
+    def _storage(self, num_bytes: int, kind: str, maker: int) -> int:
+        self._storages.append(Storage(num_bytes, kind, maker, maker))
+        return len(self._storages) - 1
+
+    def _run(
+        self,
+        name: str,
+        call: int,
+        reads: Sequence[int],
+        writes: Sequence[int],
+        outputs: Sequence[int],
+    ) -> None:
+        used = {*reads, *writes, *outputs}
+        moved_bytes = sum(self._storages[s].bytes for s in used)
+        self._ops.append(
+            Op(
+                name=name,
+                call=call,
+                reads=tuple(reads),
+                writes=tuple(writes),
+                outputs=tuple(outputs),
+                workspace_bytes=0,
+                flops=2 * moved_bytes,
+                moved_bytes=moved_bytes,
+                seconds=self._seconds,
+                random=False,
+            )
+        )
+
+    def _storages_with_last(self, num_forward: int) -> tuple[Storage, ...]:
+        """Let what backward makes live to its last use, activations as in forward."""
+        last = [storage.maker for storage in self._storages]
+        for moment, op in enumerate(self._ops):
+            for s in (*op.reads, *op.writes, *op.outputs):
+                made_in_forward = self._storages[s].maker < num_forward
+                if moment < num_forward or not made_in_forward:
+                    last[s] = moment
+        return tuple(
+            replace(storage, last=last[i])
+            if storage.kind in ("activation", "temporary")
+            else replace(storage, last=len(self._ops))
+            for i, storage in enumerate(self._storages)
+        )
