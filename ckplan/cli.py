@@ -75,8 +75,7 @@ _Inputs = Annotated[
     typer.Option(
         "--input",
         metavar="SHAPE:DTYPE",
-        help="Input of a model without a factory, such as 8x3x224x224:float32; "
-        "repeatable.",
+        help="For a model without a factory: 8x3x224x224:float32; repeatable.",
     ),
 ]
 _OptimizerOption = Annotated[
@@ -185,8 +184,7 @@ def solve(
     from ckplan.report.plans import solution_json, solution_report
     from ckplan.report.progress import ProgressLine
     from ckplan.simulate import simulate
-    from ckplan.solving.solve import solve as find
-    from ckplan.solving.solve import to_plan
+    from ckplan.solving import solve as solving
     from ckplan.units import parse_budget, parse_bytes
 
     graph = graphs.load(trace or _newest_trace())
@@ -194,8 +192,8 @@ def solve(
     reserve_bytes = parse_bytes(reserve)
     with ProgressLine(sys.stderr) as progress:
         progress("solving", 0, 0)
-        solution = find(graph, _without_reserve(whole_bytes, reserve_bytes))
-    plan = to_plan(graph, solution)
+        solution = solving.solve(graph, _without_reserve(whole_bytes, reserve_bytes))
+    plan = solving.to_plan(graph, solution)
     plans.save(plan, output, force=force)
     found = solution, plan, reserve_bytes
     _print(solution_json(*found, str(output)) if as_json else solution_report(*found))
@@ -286,7 +284,7 @@ def _check_output(path: Path, force: bool) -> None:
 def _check_device(name: str) -> None:
     import torch
 
-    there = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    there = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     if name.partition(":")[0] not in there:
         raise CkplanError(
             f"cannot profile on the device {name!r}: this machine has none",

@@ -223,7 +223,7 @@ def _lay_out(mapping: Any, indent: int) -> None:
 
 
 def _serialize(node: yaml.Node) -> str:
-    text: str = yaml.serialize(node, Dumper=_Dumper, width=2**31, allow_unicode=True)
+    text: str = yaml.serialize(node, Dumper=_Dumper, width=2**31)
     return text
 
 

@@ -12,8 +12,8 @@ and free, in the order that ``program.Rebuild`` fixes for simulator and engine a
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -185,23 +185,32 @@ class Simulator:
         regions = sorted(regions, key=lambda region: region.call)
         self._check_disjoint(regions)
         effects = tuple(self.effect(region) for region in regions)
-        stops, changes = self._changes(effects)
-        live = self._replay(changes, effects, 0, len(self.unplanned_bytes) - 1)
+        moved = self._moved_stops(effects)
+        excess = Counter[int]()
+        for effect in effects:
+            excess.update(effect.spike_excess())
+        changes = self._changes(moved, effects)
+        live = self._replay(changes, excess, 0, len(self.unplanned_bytes) - 1)
+        stops = [moved.get(s, stop) for s, stop in enumerate(self._stops)]
         return Timeline(self.graph, live, effects, stops)
 
-    def live_within(self, region: Region, start: int, stop: int) -> list[int]:
-        """Live bytes over the half moments ``[start, stop]`` under one region."""
+    def live_within(
+        self, region: Region, windows: Iterable[tuple[int, int]]
+    ) -> list[list[int]]:
+        """Live bytes under one region, over windows of half moments [first, last]."""
         effects = (self.effect(region),)
-        return self._replay(self._changes(effects)[1], effects, start, stop)
+        changes = list(self._changes(self._moved_stops(effects), effects))
+        excess = effects[0].spike_excess()
+        return [self._replay(changes, excess, *window) for window in windows]
 
     def _replay(
         self,
         changes: Iterable[Interval],
-        effects: Sequence[Effect],
+        excess: Mapping[int, int],
         start: int,
         stop: int,
     ) -> list[int]:
-        """The unplanned bytes over a window, with changes and spikes added."""
+        """The unplanned bytes over a window, with what regions change added."""
         delta = [0] * (stop - start + 2)
         for change in changes:
             first, last = max(change.start, start), min(change.stop, stop)
@@ -210,32 +219,38 @@ class Simulator:
                 delta[last - start + 1] -= change.bytes
         window = self.unplanned_bytes[start : stop + 1]
         live = [b + d for b, d in zip(window, accumulate(delta), strict=False)]
-        for effect in effects:
-            for moment, bytes_ in effect.spike_excess().items():
-                if start <= moment <= stop:
-                    live[moment - start] += bytes_
+        for moment, more_bytes in excess.items():
+            if start <= moment <= stop:
+                live[moment - start] += more_bytes
         return live
 
-    def _changes(self, effects: Sequence[Effect]) -> tuple[list[int], list[Interval]]:
-        """When storages end now, and what that adds to the unplanned bytes."""
+    def _moved_stops(self, effects: Sequence[Effect]) -> dict[int, int]:
+        """When the storages that regions drop or hold end now."""
         dropped = set().union(*(effect.dropped for effect in effects))
         holds: dict[int, int] = {}
         for effect in effects:
             for storage, until in effect.holds.items():
                 holds[storage] = max(holds.get(storage, -1), until)
-        stops = list(self._stops)
-        changes = [interval for effect in effects for interval in effect.rebuilt]
+        stops: dict[int, int] = {}
         for storage in {*holds, *(self.graph.saved[i].storage for i in dropped)}:
             kept = (d for i, d in self._saved_of[storage] if i not in dropped)
             natural = self._start_and_natural_stop(storage)[1]
-            new = min(max(natural, holds.get(storage, -1), *kept), self._end)
-            old, size = stops[storage], self.graph.storages[storage].bytes
-            stops[storage] = new
+            until = max(natural, holds.get(storage, -1), *kept)
+            stops[storage] = min(until, self._end)
+        return stops
+
+    def _changes(
+        self, moved: Mapping[int, int], effects: Sequence[Effect]
+    ) -> Iterator[Interval]:
+        """What regions add to the unplanned bytes, as signed intervals."""
+        for storage, new in moved.items():
+            old, size = self._stops[storage], self.graph.storages[storage].bytes
             if new < old:
-                changes.append(Interval(new + 1, old, -size))
+                yield Interval(new + 1, old, -size)
             elif new > old:
-                changes.append(Interval(old + 1, new, size))
-        return stops, changes
+                yield Interval(old + 1, new, size)
+        for effect in effects:
+            yield from effect.rebuilt
 
     def _start_and_natural_stop(self, storage: int) -> tuple[int, int]:
         """Half moments that a storage lives for, were it not for saved tensors."""

@@ -42,8 +42,8 @@ def test_a_chain_can_be_replayed_and_planned():
     )
 
 
-def test_blocks_of_a_chain_are_alike():
-    calls = [_call(BLOCKS, f"h.{i}#0") for i in range(4)]
+def test_blocks_of_a_chain_are_alike_but_for_the_last_whose_output_dies_sooner():
+    calls = [_call(BLOCKS, f"h.{i}#0") for i in range(3)]
     assert len({BLOCKS.signature(call) for call in calls}) == 1
 
 

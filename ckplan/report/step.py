@@ -96,7 +96,7 @@ def _layer_json(graph: Graph, layer: Layer) -> dict[str, Any]:
 
 def _memory(graph: Graph, timeline: Timeline, forward: Forward) -> Table:
     peak, at_peak = timeline.peak_bytes, timeline.peak_by_kind
-    table = make_table("", "made in all", "alive at peak", "of the peak")
+    table = make_table("", "in all", "at the peak", "share")
 
     def add(name: str, made: str, alive: int) -> None:
         add_row(table, name, made, _size(alive), share(alive, peak))
@@ -151,14 +151,11 @@ def _layers(graph: Graph, forward: Forward) -> Table:
     for row in shown:
         add(_row_name(graph, row), row.count, row.cost)
     if others:
-        add(
-            "all others",
-            sum(r.count for r in others),
-            total_cost(r.cost for r in others),
-        )
-    add("all layers", 0, forward.inside, bold=True)
+        count = sum(row.count for row in others)
+        add("all others", count, total_cost(row.cost for row in others))
+    add("all layers", 1, forward.inside, bold=True)
     if forward.outside != Cost():
-        add(_OUTSIDE, 0, forward.outside)
+        add(_OUTSIDE, 1, forward.outside)
     return table
 
 

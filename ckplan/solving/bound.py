@@ -7,8 +7,8 @@ that needs. Choosing what is alive to minimise the seconds run again is the prog
 drops, keeps and rebuilds before and after, as long as it only runs ops again. The lower
 convex hull of the cuts is that optimum for every budget at once.
 
-Any moment gives a bound. Two are tried: the end of forward, when most is alive, and the
-peak of the unplanned step.
+Any moment gives a bound. The one taken is the peak of the unplanned step, or the end of
+forward where that peak is not in backward.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ def lower_bound(simulator: Simulator, budget_bytes: int) -> float:
     if not graph.num_forward or not graph.step_seconds:
         return 0.0
     peak = simulator.unplanned_bytes.index(max(simulator.unplanned_bytes)) // 2
-    moments = {graph.num_forward - 1}
-    if graph.phase(peak) == "backward":
-        moments.add(peak)
-    return max(_bound_at(simulator, moment, budget_bytes) for moment in moments)
+    in_backward = graph.phase(peak) == "backward"
+    return _bound_at(
+        simulator, peak if in_backward else graph.num_forward - 1, budget_bytes
+    )
 
 
 def _bound_at(simulator: Simulator, moment: int, budget_bytes: int) -> float:

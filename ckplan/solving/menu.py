@@ -14,7 +14,7 @@ from ckplan.program import EXTERNAL
 from ckplan.simulate import Region, RegionView, Simulator
 from ckplan.solving.closure import NANOSECOND, Choice, Closure
 
-_FEWEST_CUTS, _MOST_CUTS, _CUTS_TIMES_STEPS = 6, 40, 5000
+_FEWEST_CUTS, _MOST_CUTS, _CUTS_TIMES_STEPS = 4, 40, 2500
 
 Kept = frozenset[tuple[int, int]]  # (op counted from the call's first, output)
 
@@ -73,17 +73,11 @@ class Menus:
         ]
 
     def _option(self, region: Region, windows: list[tuple[int, int]]) -> Option:
-        simulator = self._simulator
-        need = max(
-            max(simulator.live_within(region, start, stop), default=0)
-            for start, stop in windows
-        )
         between = windows[1][0] - 1  # the last op before its backward begins
-        freed = (
-            simulator.unplanned_bytes[between]
-            - simulator.live_within(region, between, between)[0]
-        )
-        return Option(region, need, freed, simulator.effect(region).seconds)
+        live = self._simulator.live_within(region, [*windows, (between, between)])
+        need = max(max(window, default=0) for window in live[:-1])
+        freed = self._simulator.unplanned_bytes[between] - live[-1][0]
+        return Option(region, need, freed, self._simulator.effect(region).seconds)
 
     def _unplanned_need(self, windows: list[tuple[int, int]]) -> int:
         live = self._simulator.unplanned_bytes

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from ckplan.errors import CkplanError, VerifyError
 from ckplan.training.workload import WorkloadSpec
 from ckplan.verifying.worker import (
-    FIRST_STEPS,
     TIMED_STEP,
     FirstSteps,
     Job,
@@ -73,7 +72,6 @@ class StepProcess:
             stdout=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C is for the parent, which ends this one
         )
-        self._send(self._job)
 
     def first_steps(self) -> FirstSteps:
         """Build the workload and take two steps, the second one under measurement.
@@ -82,7 +80,7 @@ class StepProcess:
             OutOfMemoryError: There is not enough memory.
             CkplanError: The workload, the plan or a step fails.
         """
-        found: FirstSteps = self._ask(FIRST_STEPS)
+        found: FirstSteps = self._ask(self._job)
         return found
 
     def step(self) -> float:
@@ -119,26 +117,18 @@ class StepProcess:
     ) -> None:
         self.close(_PATIENCE_SECONDS if kind is None else 0.0)
 
-    def _ask(self, request: str) -> Any:
-        self._send(request)
+    def _ask(self, request: object) -> Any:
         process = self._running()
-        assert process.stdout is not None
+        assert process.stdin is not None and process.stdout is not None
         try:
+            pickle.dump(request, process.stdin)
+            process.stdin.flush()
             reply = pickle.load(process.stdout)
         except (EOFError, OSError, pickle.UnpicklingError):
             raise self._died() from None
         if isinstance(reply, CkplanError):
             raise reply
         return reply
-
-    def _send(self, message: object) -> None:
-        process = self._running()
-        assert process.stdin is not None
-        try:
-            pickle.dump(message, process.stdin)
-            process.stdin.flush()
-        except OSError:
-            raise self._died() from None
 
     def _running(self) -> subprocess.Popen[bytes]:
         assert self._process is not None, "internal error: the process was not started"
@@ -148,11 +138,9 @@ class StepProcess:
         code = self._running().wait()
         if code == _KILLED:
             return out_of_memory(self._job, "was killed, as when memory runs out")
-        how = (
-            f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
-        )
+        how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
         return VerifyError(
-            f"{self._job.title} ended its process ({how})",
+            f"{self._job.title} ended its process with {how}",
             needed="a training step that returns",
             hint="run a training step of the workload alone in Python",
         )

@@ -183,11 +183,11 @@ class _Pair:
     def first_steps(self, tell: Progress) -> tuple[FirstSteps | None, FirstSteps]:
         """First steps of both, one after the other; None if they do not fit."""
         tell("stepping without the plan", 0, 2)
+        unplanned: FirstSteps | None = None
         try:
             unplanned = self._unplanned.first_steps()
         except OutOfMemoryError:
             self._separate(NOTE_NOT_COMPARED)
-            unplanned = None
         tell("stepping with the plan", 1, 2)
         try:
             return unplanned, self._planned.first_steps()
@@ -200,16 +200,15 @@ class _Pair:
 
     def seconds(self, steps: int, tell: Progress) -> tuple[list[float], list[float]]:
         """Seconds of unplanned and planned steps, taken in turns."""
-        try:
-            if self._together:
-                unplanned, planned = interleave(
-                    [self._unplanned, self._planned], steps, tell
-                )
-                return unplanned, planned
+        if not self._together:
             return [], interleave([self._planned], steps, tell)[0]
+        pair = [self._unplanned, self._planned]
+        try:
+            unplanned, planned = interleave(pair, steps, tell)
         except OutOfMemoryError:
             self._separate(NOTE_NOT_TOGETHER)
             return [], []
+        return unplanned, planned
 
     def _separate(self, note: str) -> None:
         self._unplanned.close()

@@ -1,8 +1,8 @@
 """The process that trains: a workload, with a plan on it or without.
 
-Requests come in through stdin and replies leave through stdout, pickled: first a
-``Job``, then names of requests. What the model prints goes to stderr, and what it reads
-from stdin is empty. An error is a reply like any other.
+Requests come in through stdin and replies leave through stdout, pickled: a ``Job`` asks
+for its first steps, whatever follows for one step each. What the model prints goes to
+stderr, and what it reads from stdin is empty. An error is a reply like any other.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pickle
 import random
 import time
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple
@@ -95,17 +95,15 @@ class Worker:
         _put(self._job.plan, model)
         step = self._step = make_step(workload, self._job.optimizer)
 
-        digests: dict[Result, str] = {}
-        digests[Result(1, "loss")] = digest(
-            step.run(between=lambda: digests.update(_gradients(step, 1)))
-        )
-        digests.update(_buffers(step, 1))
+        first: dict[Result, str] = {}
+        loss = digest(step.run(between=lambda: first.update(_gradients(step, 1))))
+        digests = {Result(1, "loss"): loss, **first, **_buffers(step, 1)}
 
         step.zero_grad()
         held_bytes = state_bytes(step)
         with log_allocations() as log:
-            loss = step.run()
-        digests[Result(2, "loss")] = digest(loss)
+            value = step.run()
+        digests[Result(2, "loss")] = digest(value)
         digests.update(_gradients(step, 2))  # there until the next zero_grad
         digests.update(_buffers(step, 2))
         digests[Result(2, "random state")] = _random_state()
@@ -124,9 +122,11 @@ def main() -> None:
     requests, replies = _take_standard_streams()
     try:
         worker = Worker(pickle.load(requests))
+        request = FIRST_STEPS
         while True:
-            pickle.dump(worker.answer(pickle.load(requests)), replies)
+            pickle.dump(worker.answer(request), replies)
             replies.flush()
+            request = pickle.load(requests)
     except (EOFError, BrokenPipeError):
         return
 
@@ -154,14 +154,16 @@ def state_bytes(step: TrainingStep) -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-def _gradients(step: TrainingStep, number: int) -> Iterator[tuple[Result, str]]:
-    for name, parameter in step.workload.model.named_parameters():
-        yield Result(number, "gradient", name), digest(parameter.grad)
+def _gradients(step: TrainingStep, number: int) -> dict[Result, str]:
+    named = step.workload.model.named_parameters()
+    return {
+        Result(number, "gradient", name): digest(value.grad) for name, value in named
+    }
 
 
-def _buffers(step: TrainingStep, number: int) -> Iterator[tuple[Result, str]]:
-    for name, buffer in step.workload.model.named_buffers():
-        yield Result(number, "buffer", name), digest(buffer)
+def _buffers(step: TrainingStep, number: int) -> dict[Result, str]:
+    named = step.workload.model.named_buffers()
+    return {Result(number, "buffer", name): digest(value) for name, value in named}
 
 
 def _seed(seed: int) -> None:

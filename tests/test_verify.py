@@ -1,0 +1,493 @@
+"""Verification: what differs is named, what is killed is said, nothing is left over."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ckplan.errors import CkplanError, VerifyError, WorkloadError
+from ckplan.plan import Plan, Prediction
+from ckplan.training.step import make_step
+from ckplan.training.workload import Workload, WorkloadSpec
+from ckplan.verifying import interleave as interleaving
+from ckplan.verifying import verify as verifying
+from ckplan.verifying.interleave import StepProcess, interleave, overhead_of
+from ckplan.verifying.verify import Verification, verify
+from ckplan.verifying.worker import (
+    FIRST_STEPS,
+    TIMED_STEP,
+    FirstSteps,
+    Job,
+    OutOfMemoryError,
+    Result,
+    Worker,
+    digest,
+    state_bytes,
+)
+
+MLP = WorkloadSpec(
+    str(Path(__file__).parents[1] / "configs/workloads/mlp.py"),
+    {"layers": 2, "width": 16, "batch": 8},
+)
+
+# A workload that brings its own `ckplan.applying`: to apply a plan is to do what the
+# plan's model is called.
+WORKLOAD = """
+import os, signal, sys, types
+import torch
+from torch import nn
+
+def do(action):
+    if action == "draw a number":
+        torch.rand(1)
+    elif action == "be killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif action == "ask for too much":
+        torch.empty(2**60, dtype=torch.uint8)
+    elif action == "fail":
+        raise ValueError("no such luck\\nand more")
+    elif action == "talk":
+        print("printed by the model")
+        os.system("echo printed by a child of the model")
+        print(repr(sys.stdin.read()))
+
+class Net(nn.Module):
+    def __init__(self, action):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.drop = nn.Dropout()
+        self.action = action
+
+    def forward(self, x):
+        do(self.action)
+        if self.action == "count twice":
+            with torch.no_grad():
+                self.norm(x)
+        return self.drop(self.norm(self.linear(x)))
+
+def apply(model, plan):
+    model.action = plan.model
+
+def status(model):
+    regions = [("linear#0", 2), ("norm#0", 0)]
+    return types.SimpleNamespace(
+        regions=[types.SimpleNamespace(call=c, runs=n) for c, n in regions]
+    )
+
+sys.modules["ckplan.applying"] = types.ModuleType("ckplan.applying")
+sys.modules["ckplan.applying"].__dict__.update(apply=apply, status=status)
+
+def build(*, when_built="", when_unplanned=""):
+    do(when_built)
+    return Net(when_unplanned), torch.randn(8, 4)
+"""
+
+
+@pytest.fixture
+def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The path of that workload, and nothing left of it afterwards."""
+    name = "ckplan.applying"
+    monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    path = tmp_path / "model.py"
+    path.write_text(WORKLOAD)
+    return str(path)
+
+
+def _answer(
+    target: str, plan: Plan | None = None, seed: int = 0, **options: str
+) -> Any:
+    job = Job(WorkloadSpec(target, options), plan, "none", seed)
+    return Worker(job).answer(FIRST_STEPS)
+
+
+def _first_steps(peak_bytes: int = 100, **digests: str) -> FirstSteps:
+    return FirstSteps(
+        {Result(1, kind): value for kind, value in digests.items()}, peak_bytes, ()
+    )
+
+
+class _Scripted:
+    """A process that answers from a list and raises what is an error in it."""
+
+    def __init__(self, answers: list[Any]) -> None:
+        self._answers = answers
+        self.log: list[str] = []
+
+    def first_steps(self) -> FirstSteps:
+        return self._next()
+
+    def step(self) -> float:
+        return self._next()
+
+    def _next(self) -> Any:
+        answer = self._answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def start(self) -> None:
+        self.log.append("start")
+
+    def close(self) -> None:
+        self.log.append("close")
+
+    def __enter__(self) -> "_Scripted":
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@pytest.fixture
+def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Verification]:
+    """``verify`` with an unplanned and a planned process that follow a script."""
+
+    def run(
+        unplanned: _Scripted, planned: _Scripted, plan: Plan, **options: Any
+    ) -> Any:
+        def process(spec: object, choice: Plan | None, *_: object) -> _Scripted:
+            del spec
+            return unplanned if choice is None else planned
+
+        monkeypatch.setattr(verifying, "StepProcess", process)
+        return verify(MLP, plan, **options)
+
+    return run
+
+
+FULL = OutOfMemoryError("the step ran out of memory", needed="more", hint="less")
+
+
+def test_a_workload_equals_itself_in_two_processes():
+    told: list[str] = []
+    found = verify(MLP, None, steps=3, progress=lambda what, *_: told.append(what))
+    assert (found.passed, found.different, found.fits) == (True, (), True)
+    assert found.gradients_equal and found.buffers_equal and found.loss_equal
+    assert found.measured_peak_bytes == found.unplanned_measured_peak_bytes > 0
+    assert found.step_seconds and found.unplanned_step_seconds
+    assert found.overhead is not None and found.overhead > -1
+    assert (
+        found.budget_bytes,
+        found.notes,
+    ) == (None, ())
+    stages = ["stepping without the plan", "stepping with the plan", "timing steps"]
+    assert stages == list(dict.fromkeys(told))
+
+
+def test_a_plan_that_changes_the_results_and_exceeds_its_budget_does_not_pass(
+    target: str,
+):
+    plan = Plan("draw a number", budget_bytes=1, predicted=Prediction(7, "", 0.5, 9))
+    found = verify(WorkloadSpec(target), plan, optimizer="none", steps=0)
+    assert (found.passed, found.fits) == (False, False)
+    assert (found.gradients_equal, found.loss_equal) == (False, False)
+    assert found.different[:2] == ("loss, step 1", "gradient of linear.weight, step 1")
+    assert (
+        found.predicted_peak_bytes,
+        found.predicted_overhead,
+        found.budget_bytes,
+    ) == (7, 0.5, 1)
+    assert (found.regions_ran, found.regions_idle) == (1, ("norm#0",))
+    assert (found.step_seconds, found.overhead) == (None, None)
+    assert {
+        "passed",
+        "gradients_equal",
+        "buffers_equal",
+        "loss_equal",
+        "predicted_peak_bytes",
+        "measured_peak_bytes",
+        "unplanned_measured_peak_bytes",
+        "step_seconds",
+        "unplanned_step_seconds",
+        "fits",
+    } <= set(json.loads(json.dumps(found.as_json())))
+
+
+def test_buffers_that_forward_changes_twice_are_named(target: str):
+    before, after = _answer(target), _answer(target, Plan("count twice"))
+    different = [
+        str(key) for key in before.digests if before.digests[key] != after.digests[key]
+    ]
+    assert "buffer of norm.num_batches_tracked, step 1" in different
+    assert not any("gradient" in name or "loss" in name for name in different)
+
+
+def test_another_seed_gives_other_results_and_the_same_seed_the_same(target: str):
+    first, same, other = (_answer(target, seed=seed) for seed in (0, 0, 1))
+    assert first == same
+    assert first.peak_bytes == other.peak_bytes
+    assert "random state" in {
+        key.kind for key in first.digests if first.digests[key] != other.digests[key]
+    }
+
+
+@pytest.mark.parametrize("action", ["draw a number", "count twice", ""])
+def test_the_random_state_after_the_steps_is_compared(target: str, action: str):
+    key = Result(2, "random state")
+    before, after = _answer(target), _answer(target, Plan(action))
+    assert (action != "draw a number") == (before.digests[key] == after.digests[key])
+
+
+def test_what_the_model_prints_and_reads_stays_apart(target: str, capfd: Any):
+    spec = WorkloadSpec(target, {"when_unplanned": "talk"})
+    with StepProcess(spec, optimizer="none") as process:
+        assert process.first_steps().peak_bytes > 0
+        assert process.step() > 0
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert 3 == err.count("printed by the model\n") == err.count("''\n")
+    assert err.count("printed by a child of the model\n") == 3
+
+
+def test_a_factory_that_raises_is_a_workload_error(target: str):
+    spec = WorkloadSpec(target, {"when_built": "fail"})
+    with pytest.raises(WorkloadError, match="ValueError: no such luck") as caught:
+        verify(spec, Plan())
+    assert len(str(caught.value).splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("last_words", "kind", "what"),
+    [
+        ("os.kill(os.getpid(), 9)", OutOfMemoryError, "the planned step was killed"),
+        ("os.abort()", VerifyError, "the planned step ended its process with SIGABRT"),
+        ("os._exit(3)", VerifyError, "ended its process with exit code 3"),
+        ("os.write(1, b'chatter')", VerifyError, "with exit code 0"),
+    ],
+)
+def test_a_process_that_dies_is_an_error(
+    last_words: str, kind: type[CkplanError], what: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(interleaving, "_bootstrap", lambda: f"import os; {last_words}")
+    with StepProcess(MLP, Plan()) as process:
+        with pytest.raises(kind, match=what):
+            process.first_steps()
+        with pytest.raises(kind, match=what):
+            process.step()
+
+
+def test_an_unplanned_step_that_is_killed_leaves_nothing_to_compare_with(target: str):
+    spec = WorkloadSpec(target, {"when_unplanned": "be killed"})
+    found = verify(spec, Plan(), optimizer="none", steps=1)
+    assert found.passed
+    assert (
+        found.gradients_equal,
+        found.buffers_equal,
+        found.loss_equal,
+    ) == (None, None, None)
+    assert (
+        found.unplanned_measured_peak_bytes,
+        found.unplanned_step_seconds,
+        found.overhead,
+    ) == (None, None, None)
+    assert found.step_seconds and found.measured_peak_bytes
+    assert found.notes == (verifying.NOTE_NOT_COMPARED,)
+
+
+@pytest.mark.parametrize(
+    ("planned", "action", "kind", "what"),
+    [
+        (False, "fail", WorkloadError, "the unplanned step raised ValueError: no such"),
+        (True, "fail", VerifyError, "the planned step raised ValueError: no such luck"),
+        (True, "ask for too much", OutOfMemoryError, "the planned step ran out of mem"),
+        (False, "ask for too much", OutOfMemoryError, "the unplanned step ran out of "),
+    ],
+)
+def test_a_step_that_raises_is_an_error_of_three_lines(
+    target: str, planned: bool, action: str, kind: type[CkplanError], what: str
+):
+    plan = Plan(action) if planned else None
+    error = _answer(target, plan, when_unplanned="" if planned else action)
+    assert kind is type(error)
+    assert error.what.startswith(what)
+    assert len(str(error).splitlines()) == 3
+    if action == "fail":
+        assert error.hint.startswith(f"look at {target}, line ")
+
+
+def test_memory_that_runs_out_while_building_is_no_fault_of_the_workload(target: str):
+    error = _answer(target, when_built="ask for too much")
+    assert OutOfMemoryError is type(error)
+
+
+def test_a_planned_step_that_does_not_fit_beside_the_other_runs_alone(
+    scripted: Callable[..., Verification],
+):
+    unplanned = _Scripted([_first_steps(200, loss="a")])
+    planned = _Scripted([FULL, _first_steps(100, loss="a"), 2.0, 3.0])
+    found = scripted(unplanned, planned, Plan(budget_bytes=100), steps=2)
+    assert (
+        found.passed,
+        found.loss_equal,
+        found.unplanned_measured_peak_bytes,
+    ) == (True, True, 200)
+    assert (
+        found.step_seconds,
+        found.unplanned_step_seconds,
+        found.overhead,
+    ) == (2.5, None, None)
+    assert found.notes == (verifying.NOTE_NOT_TOGETHER,)
+    assert planned.log == ["start", "start", "close"]
+
+
+def test_a_planned_step_that_does_not_fit_alone_is_an_error(
+    scripted: Callable[..., Verification],
+):
+    unplanned, planned = _Scripted([FULL]), _Scripted([FULL])
+    with pytest.raises(OutOfMemoryError):
+        scripted(unplanned, planned, Plan())
+    assert "close" == unplanned.log[-1] == planned.log[-1]
+
+
+def test_memory_that_runs_out_while_timing_costs_only_the_times(
+    scripted: Callable[..., Verification],
+):
+    unplanned = _Scripted([_first_steps(), 1.0])
+    planned = _Scripted([_first_steps(), FULL])
+    found = scripted(unplanned, planned, Plan(), steps=5)
+    assert (
+        found.passed,
+        found.step_seconds,
+        found.notes,
+    ) == (True, None, (verifying.NOTE_NOT_TOGETHER,))
+
+
+def test_overhead_is_the_median_of_ratios(scripted: Callable[..., Verification]):
+    unplanned = _Scripted([_first_steps(), 1.0, 10.0, 1.0])
+    planned = _Scripted([_first_steps(), 1.5, 11.0, 1.25])
+    found = scripted(unplanned, planned, Plan(), steps=3)
+    assert (
+        found.step_seconds,
+        found.unplanned_step_seconds,
+        found.overhead,
+    ) == (1.5, 1.0, 0.25)
+
+
+def test_steps_alternate_who_goes_first():
+    order: list[str] = []
+
+    class Named:
+        def __init__(self, name: str) -> None:
+            self._name = name
+
+        def step(self) -> float:
+            order.append(self._name)
+            return float(len(order))
+
+    seconds = interleave([Named("a"), Named("b")], rounds=3)
+    assert "".join(order) == "abbaab"
+    assert seconds == [[1.0, 4.0, 5.0], [2.0, 3.0, 6.0]]
+    assert overhead_of([1.0], [1.0]) == 0
+
+
+def test_interrupted_processes_are_gone(monkeypatch: pytest.MonkeyPatch):
+    started: list[subprocess.Popen[bytes]] = []
+    popen = subprocess.Popen
+
+    def remember(*args: Any, **options: Any) -> subprocess.Popen[bytes]:
+        started.append(popen(*args, **options))
+        return started[-1]
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess, "Popen", remember)
+    with pytest.raises(KeyboardInterrupt):
+        verify(MLP, None, progress=interrupt)
+    assert len(started) == 2
+    for process in started:
+        with pytest.raises(ProcessLookupError):
+            os.kill(process.pid, 0)
+
+
+def test_the_held_bytes_are_each_storage_once():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+    model[2].weight = model[0].weight
+    model.table = [torch.zeros(10)]  # neither a parameter nor a buffer
+    step = make_step(Workload(model, torch.randn(8, 4)[:2]), "adamw")
+    weights, norm, batch = 4 * (16 + 4 + 4), 4 * (4 + 4), 4 * 8 * 4
+    others = 4 * (4 + 4) + 8 + 4 * 10  # running statistics, their count, the table
+    assert weights + norm + others + batch == state_bytes(step)
+    step.run()
+    step.zero_grad()
+    adam = 2 * (weights + norm) + 4 * 5  # two moments, and a count per parameter
+    assert weights + norm + others + batch + adam == state_bytes(step)
+
+
+def test_the_peak_is_what_the_step_holds_and_allocates(tmp_path: Path):
+    path = tmp_path / "model.py"
+    path.write_text(
+        "import torch\n"
+        "def build():\n"
+        "    model = torch.nn.Linear(1000, 100, bias=False)\n"
+        "    return {'model': model, 'batch': torch.randn(10, 1000),\n"
+        "            'loss': lambda output, batch: output.sum()}\n"
+    )
+    found = Worker(Job(WorkloadSpec(str(path)), None, "none", 0)).answer(FIRST_STEPS)
+    weight, batch, output, loss = 400_000, 40_000, 4_000, 4
+    at_least = weight + batch + output + loss + weight  # with the gradient
+    assert at_least <= found.peak_bytes <= at_least + 2 * output
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (torch.zeros(2), torch.zeros(2, 1)),
+        (torch.zeros(2), torch.zeros(2, dtype=torch.int32)),
+        (torch.tensor(0.0), torch.tensor(-0.0)),
+        (torch.zeros(0), torch.zeros(0, 3)),
+        (torch.zeros(2), None),
+        (torch.arange(4.0).view(2, 2), torch.arange(4.0).view(2, 2).t()),
+        (torch.tensor([True]), torch.tensor([False])),
+        (torch.tensor([1j]), torch.tensor([1j]).conj()),
+    ],
+)
+def test_digests_differ_where_a_bit_a_shape_or_a_type_does(
+    one: torch.Tensor, other: torch.Tensor | None
+):
+    assert digest(one) != digest(other)
+    assert digest(one) == digest(one.clone())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.complex64])
+def test_digests_are_of_the_values_and_not_of_how_they_lie(dtype: torch.dtype):
+    values = torch.arange(6).to(dtype).view(2, 3)
+    turned = values.t().contiguous().t()
+    assert turned.stride() != values.stride()
+    assert digest(values) == digest(turned) == digest(values.to_sparse())
+
+
+def test_a_timed_step_follows_the_first_ones(target: str):
+    worker = Worker(Job(WorkloadSpec(target), None, "none", 0))
+    worker.answer(FIRST_STEPS)
+    assert worker.answer(TIMED_STEP) > 0
+
+
+@pytest.mark.slow
+def test_a_script_without_a_main_guard_may_verify(tmp_path: Path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from ckplan.training.workload import WorkloadSpec\n"
+        "from ckplan.verifying.verify import verify\n"
+        f"spec = WorkloadSpec({MLP.target!r}, {dict(MLP.options)!r})\n"
+        "print(verify(spec, None, steps=1).passed)\n"
+    )
+    root = str(Path(__file__).parents[1])
+    found = subprocess.run(
+        [sys.executable, str(script)],
+        env={**os.environ, "PYTHONPATH": root},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert found.stdout == "True\n"
