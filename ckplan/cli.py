@@ -50,7 +50,6 @@ def main() -> None:
     """Run the command line: the entry point of the program ``ckplan``."""
     # torch's profiler, which sees the allocator, says on stderr that it starts and
     # stops, unless this is above its highest level.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     app(prog_name="ckplan")
 
 

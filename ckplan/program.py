@@ -127,7 +127,9 @@ def compile_program(
             steps.add(maker)
             uses.update(flow.inputs[maker])
             wanted.extend(flow.inputs[maker])
-    return Program(flow, frozenset(steps), dict(uses), frozenset(holds), frozenset(lost))
+    return Program(
+        flow, frozenset(steps), dict(uses), frozenset(holds), frozenset(lost)
+    )
 
 
 class AbstractMachine(Protocol):

@@ -275,6 +275,7 @@ class RegionView:
 
     def __init__(self, graph: Graph, call: int, last: int) -> None:
         self.graph = graph
+        self.index = call
         self.name = str(graph.calls[call])
         self.start = graph.calls[call].start
         self.stop = graph.calls[last].stop

@@ -251,8 +251,12 @@ def test_what_the_model_prints_and_reads_stays_apart(target: str, capfd: Any):
 
 def test_a_factory_that_raises_is_a_workload_error(target: str):
     spec = WorkloadSpec(target, {"when_built": "fail"})
-    with pytest.raises(WorkloadError, match="ValueError: no such luck") as caught:
-        verify(spec, Plan())
+    what = "ValueError: no such luck"
+    with (
+        pytest.raises(WorkloadError, match=what) as caught,
+        StepProcess(spec) as process,
+    ):
+        process.first_steps()
     assert len(str(caught.value).splitlines()) == 3
 
 

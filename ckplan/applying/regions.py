@@ -333,4 +333,6 @@ class _Chooser:
 def _warn_of_differences(plan: Plan, model: nn.Module) -> None:
     here = {"torch": torch_version(), "parameters": parameter_shapes(model)}
     for difference in differences(plan.fingerprint, plan_fingerprint(here)):
-        warnings.warn(f"the plan was made for another model: {difference}", stacklevel=3)
+        warnings.warn(
+            f"the plan was made for another model: {difference}", stacklevel=3
+        )

@@ -29,7 +29,9 @@ def find_layers(graph: Graph, menus: Menus) -> list[int]:
         kind: sum(menus.droppable_bytes(call) for call in _disjoint(graph, calls))
         for kind, calls in families.items()
     }
-    large = [k for k, size in sizes.items() if size >= _NEARLY_ALL * max(sizes.values())]
+    large = [
+        k for k, size in sizes.items() if size >= _NEARLY_ALL * max(sizes.values())
+    ]
     large = [kind for kind in large if sizes[kind]]
     if not large:
         return []

@@ -12,7 +12,7 @@ of (bytes kept, seconds run again). With whole-forward bytes it is the lower bou
 
 Network: source -> wanted value (uncuttable), value -> its maker (cut: kept, price * b),
 op -> its inputs (uncuttable), op -> sink (cut: run again, t). External values go to the
-sink directly (cut: held, price * b).
+sink directly (cut: held, price * b; uncuttable where the forward overwrote them).
 """
 
 from __future__ import annotations
@@ -70,7 +70,9 @@ class Closure:
             node = self._node("value", value)
             maker = flow.maker_of[value]
             if maker == EXTERNAL:
-                self._edge(node, SINK, ("keep", value))
+                self._edge(
+                    node, SINK, ("keep" if value in bytes_of else "fixed", value)
+                )
                 continue
             new_step = ("step", maker) not in self._nodes
             step = self._node("step", maker)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ckplan.graph import BEFORE_STEP, Graph
-from ckplan.program import EXTERNAL
 from ckplan.simulate import Region, RegionView, Simulator
 from ckplan.solving.closure import NANOSECOND, Choice, Closure
 
@@ -64,9 +63,9 @@ class Menus:
         start = self._graph.calls[call].start
         if signature not in self._hulls:
             view = self._simulator.view(call)
-            closure = call_closure(self._graph, view)
-            hull = [] if closure is None else closure.hull(_most_cuts(view))
-            self._hulls[signature] = [_outputs(view, choice) for choice in hull]
+            hull = call_closure(self._graph, view).hull(_most_cuts(view))
+            kept = [_outputs(view, choice) for choice in hull]
+            self._hulls[signature] = [k for k in kept if _rebuildable(view, start, k)]
         return [
             frozenset((start + op, output) for op, output in kept)
             for kept in self._hulls[signature]
@@ -86,7 +85,9 @@ class Menus:
 
 def _most_cuts(view: RegionView) -> int:
     """Large calls get fewer options, so that the search stays short."""
-    return max(_FEWEST_CUTS, min(_MOST_CUTS, _CUTS_TIMES_STEPS // len(view.flow.inputs)))
+    return max(
+        _FEWEST_CUTS, min(_MOST_CUTS, _CUTS_TIMES_STEPS // len(view.flow.inputs))
+    )
 
 
 def _windows(view: RegionView) -> list[tuple[int, int]]:
@@ -111,8 +112,8 @@ def _alive_anyway(graph: Graph, view: RegionView) -> set[int]:
     }
 
 
-def call_closure(graph: Graph, view: RegionView) -> Closure | None:
-    """The closure problem of one call; None if nothing in it can be rebuilt."""
+def call_closure(graph: Graph, view: RegionView) -> Closure:
+    """The closure problem of one call."""
     flow = view.flow
     alive = _alive_anyway(graph, view)
     bytes_of = {
@@ -120,17 +121,18 @@ def call_closure(graph: Graph, view: RegionView) -> Closure | None:
         for value, storage in enumerate(flow.storage_of)
         if flow.is_current(value)
     }
-    if any(
-        maker == EXTERNAL and value not in bytes_of
-        for value, maker in enumerate(flow.maker_of)
-    ):
-        return None  # an input was changed in place: what it was is gone
     return Closure(
         flow,
         [value for _, _, value in view.packed],
         bytes_of,
         lambda step: round(graph.ops[view.start + step].seconds / NANOSECOND),
     )
+
+
+def _rebuildable(view: RegionView, start: int, kept: Kept) -> bool:
+    """Whether forward left all that the dropped values are rebuilt from."""
+    save = frozenset((start + op, output) for op, output in kept)
+    return not view.program(Region(view.index, save=save))[0].lost
 
 
 def _outputs(view: RegionView, choice: Choice) -> Kept:

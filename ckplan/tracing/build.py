@@ -42,6 +42,7 @@ def build_graph(
 ) -> Graph:
     """Assemble the graph of a recorded step."""
     _name_activations(recording)
+    _add_hidden_bytes(recording, costs)
     same = _accumulate_in_place(recording)
     keep = [i for i in range(len(recording.storages)) if same[i] == i]
     number = {old: new for new, old in enumerate(keep)}
@@ -100,6 +101,24 @@ def _accumulate_in_place(recording: Recording) -> list[int]:
     return same
 
 
+def _fresh(op: RawOp) -> list[int]:
+    """Storages that an op made."""
+    old = {*op.reads, *op.writes}
+    return [storage for storage in dict.fromkeys(op.outputs) if storage not in old]
+
+
+def _add_hidden_bytes(recording: Recording, costs: Sequence[Cost]) -> None:
+    """What a kernel holds beyond the shapes of its outputs lives with the first one.
+
+    A reduced loss, for one, keeps the storage it was computed in.
+    """
+    for op, cost in zip(recording.ops, costs, strict=True):
+        fresh = _fresh(op)
+        hidden = cost.held_bytes - sum(recording.storages[s].bytes for s in fresh)
+        if fresh and hidden > 0:
+            recording.storages[fresh[0]].bytes += hidden
+
+
 def _op(
     raw: RawOp,
     cost: Cost,
@@ -107,8 +126,7 @@ def _op(
     call_number: Mapping[int, int],
     storages: Sequence[RawStorage],
 ) -> Op:
-    fresh = {*raw.outputs} - {*raw.reads} - {*raw.writes}
-    made_bytes = sum(storages[s].bytes for s in fresh)
+    made_bytes = sum(storages[s].bytes for s in _fresh(raw))
     name = op_name(raw.func)
     return Op(
         name=name,

@@ -36,6 +36,7 @@ class Cost:
 
     seconds: float
     peak_bytes: int  # allocated at once, outputs included
+    held_bytes: int  # still allocated when it has returned, outputs included
     measured: bool
 
 
@@ -54,7 +55,7 @@ def calibrate(
     for key, op in distinct.items():
         if key not in costs:
             seconds = max(op.moved_bytes / bandwidth, op.flops / flop_rate)
-            costs[key] = Cost(seconds, 0, measured=False)
+            costs[key] = Cost(seconds, 0, 0, measured=False)
     return [costs[key] for key in keys]
 
 
@@ -77,14 +78,23 @@ def _measure(
             mark = f"{_MARK}{number}"
             try:
                 with record_function(mark):
-                    run()
+                    out = run()
+                del out
             except (RuntimeError, IndexError, TypeError, ValueError):
                 continue  # made-up content is not good enough for it
             marks[key] = mark
             seconds[key] = _time(run)
     torch.set_rng_state(state)
-    peaks = _peaks(log, marks)
-    return {key: Cost(seconds[key], peaks[key], measured=True) for key in seconds}
+    within = _within(log, marks)
+    return {
+        key: Cost(
+            seconds[key],
+            within[key].peak_bytes,
+            within[key].held_bytes,
+            measured=True,
+        )
+        for key in seconds
+    }
 
 
 def _runner(op: RawOp, device: torch.device) -> Callable[[], object]:
@@ -97,7 +107,9 @@ def _runner(op: RawOp, device: torch.device) -> Callable[[], object]:
 def _make(leaf: Any, device: torch.device) -> Any:
     if not isinstance(leaf, TensorMeta):
         return leaf
-    tensor = torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device=device)
+    tensor = torch.empty_strided(
+        leaf.shape, leaf.stride, dtype=leaf.dtype, device=device
+    )
     if 0 in leaf.stride:  # expanded: writing through it is refused
         tensor = torch.empty_strided(
             [1 if step == 0 else size for size, step in zip(leaf.shape, leaf.stride)],
@@ -124,19 +136,18 @@ def _time(run: Callable[[], object]) -> float:
     return sorted(times)[(len(times) - 1) // 2]
 
 
-def _peaks(log: AllocatorLog, marks: Mapping[str, str]) -> dict[str, int]:
+def _within(log: AllocatorLog, marks: Mapping[str, str]) -> dict[str, AllocatorLog]:
+    """What was allocated during the first run of every op."""
     times = [when for when, _ in log.events]
-    peaks: dict[str, int] = {}
+    found: dict[str, AllocatorLog] = {}
     for key, mark in marks.items():
         start, stop = log.spans[mark]
         first, last = bisect_left(times, start), bisect_left(times, stop)
-        peaks[key] = AllocatorLog(log.events[first:last]).peak_bytes
-    return peaks
+        found[key] = AllocatorLog(log.events[first:last])
+    return found
 
 
-def _rates(
-    ops: Mapping[str, RawOp], costs: Mapping[str, Cost]
-) -> tuple[float, float]:
+def _rates(ops: Mapping[str, RawOp], costs: Mapping[str, Cost]) -> tuple[float, float]:
     """Bytes and FLOPs per second that the measured ops reached at best."""
     bandwidth, flop_rate = 1e9, 1e9
     for key, cost in costs.items():

@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch._subclasses.fake_tensor import FakeCopyMode
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 
 from ckplan.errors import CkplanError, WorkloadError
 from ckplan.graph import Graph
 from ckplan.tracing.build import build_graph
 from ckplan.tracing.calibrate import Progress, calibrate
+from ckplan.tracing.fake import KnownValues, fake_tensors
 from ckplan.tracing.recorder import Recording, StepRecorder
 from ckplan.training.fingerprint import fingerprint
 from ckplan.training.step import TrainingStep, call_model, loss_of, make_step
@@ -35,6 +34,9 @@ from ckplan.training.workload import (
 
 NOTE_FAKE = "traced under fake tensors"
 NOTE_SECONDS = "seconds and workspaces: each distinct op measured alone on this machine"
+
+_Scope: TypeAlias = tuple[FakeTensorMode, KnownValues]
+_Build: TypeAlias = Callable[[_Scope | None], Workload]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +66,11 @@ def profile_workload(
         WorkloadError: The workload cannot be built or trained.
     """
 
-    def build(fake: FakeTensorMode | None) -> Workload:
-        del fake
-        return spec.build()
+    make = spec.load()  # imports happen outside of fake tensors
+
+    def build(scope: _Scope | None) -> Workload:
+        del scope
+        return make()
 
     return _profile(build, optimizer, device, progress)
 
@@ -98,17 +102,26 @@ def profile(
     workload = as_workload((model, batch, loss), "the call of profile()")
     device = next((p.device.type for p in model.parameters()), "cpu")
 
-    def build(fake: FakeTensorMode | None) -> Workload:
-        inside = nullcontext() if fake is None else FakeCopyMode(fake)
-        with inside:  # type: ignore[attr-defined]
-            model, batch = copy.deepcopy((workload.model, workload.batch))
+    def build(scope: _Scope | None) -> Workload:
+        real = (workload.model, workload.batch)
+        if scope is None:
+            model, batch = copy.deepcopy(real)
+        else:
+            fake, known = scope
+            with FakeCopyMode(fake):  # type: ignore[no-untyped-call]
+                model, batch = copy.deepcopy(real)
+            known.learn_all(_values_of(model, batch), _values_of(*real))
         return Workload(model, batch, workload.loss)
 
     return _profile(build, optimizer, device, progress)
 
 
+def _values_of(model: nn.Module, batch: Any) -> list[torch.Tensor]:
+    return [*model.buffers(), *tensors_of(batch)]
+
+
 def _profile(
-    build: Callable[[FakeTensorMode | None], Workload],
+    build: _Build,
     optimizer: str | None,
     device: str,
     progress: Progress | None,
@@ -133,14 +146,14 @@ def _profile(
 
 
 def _trace_anyhow(
-    build: Callable[[FakeTensorMode | None], Workload],
+    build: _Build,
     optimizer: str | None,
     device: torch.device,
 ) -> _Traced:
     """Trace under fake tensors, and on real ones where the model needs values."""
     try:
-        fake = FakeTensorMode(allow_non_fake_inputs=True)
-        traced = _trace(build, optimizer, device, fake)
+        with fake_tensors() as scope:
+            traced = _trace(build, optimizer, device, scope)
     except Exception as error:
         if _is_final(error):
             raise
@@ -159,7 +172,7 @@ def _is_final(error: Exception) -> bool:
 
 
 def _trace_real(
-    build: Callable[[FakeTensorMode | None], Workload],
+    build: _Build,
     optimizer: str | None,
     device: torch.device,
 ) -> _Traced:
@@ -177,21 +190,19 @@ def _trace_real(
 
 
 def _trace(
-    build: Callable[[FakeTensorMode | None], Workload],
+    build: _Build,
     optimizer: str | None,
     device: torch.device,
-    fake: FakeTensorMode | None,
+    scope: _Scope | None,
 ) -> _Traced:
     """Record the second step: the steady state, in which optimizer state exists."""
-    inside: AbstractContextManager[object] = fake if fake is not None else nullcontext()
-    with inside:
-        workload = on_device(build(fake), device)
-        step = make_step(workload, optimizer)
-        step.run()
-        step.zero_grad()
-        recorder = StepRecorder(workload.model, fake=fake is not None)
-        _know_before(recorder, step)
-        notes = _record(recorder, step)
+    workload = on_device(build(scope), device)
+    step = make_step(workload, optimizer)
+    step.run()
+    step.zero_grad()
+    recorder = StepRecorder(workload.model, fake=scope is not None)
+    _know_before(recorder, step)
+    notes = _record(recorder, step)
     return _Traced(
         recorder.recording,
         type(workload.model).__name__,

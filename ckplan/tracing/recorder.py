@@ -326,7 +326,9 @@ class StepRecorder(TorchDispatchMode):
         """A tensor of the same geometry on a storage of its own."""
         self._paused = True
         try:
-            base = torch.empty(geometry.nbytes, dtype=torch.uint8, device=geometry.device)
+            base = torch.empty(
+                geometry.nbytes, dtype=torch.uint8, device=geometry.device
+            )
             with torch.no_grad():
                 tensor = base.view(geometry.dtype).as_strided(
                     geometry.size, geometry.stride, geometry.offset

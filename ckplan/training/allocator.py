@@ -7,12 +7,14 @@ of bytes; ``kineto_results`` is where the profiler keeps them.
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.autograd.profiler import profile
 
 _CPU = torch.autograd.DeviceType.CPU
 
@@ -24,23 +26,15 @@ class AllocatorLog:
     events: list[tuple[int, int]] = field(default_factory=list)  # (ns, signed bytes)
     spans: dict[str, tuple[int, int]] = field(default_factory=dict)  # name -> ns
 
-    def peak_within(self, name: str) -> int:
-        """Most bytes allocated at once inside a span, above the level at its start."""
-        start, stop = self.spans[name]
-        return _peak(size for time, size in self.events if start <= time <= stop)
-
     @property
     def peak_bytes(self) -> int:
         """Most bytes allocated at once, above the level at the start."""
-        return _peak(size for _, size in self.events)
+        return max(accumulate((size for _, size in self.events), initial=0))
 
-
-def _peak(sizes: Iterator[int]) -> int:
-    live = most = 0
-    for size in sizes:
-        live += size
-        most = max(most, live)
-    return most
+    @property
+    def held_bytes(self) -> int:
+        """Bytes allocated and not freed."""
+        return sum(size for _, size in self.events)
 
 
 @contextmanager
@@ -48,11 +42,11 @@ def log_allocations(marks: str = "") -> Iterator[AllocatorLog]:
     """Log allocations; profiler marks that begin with ``marks`` become spans."""
     log = AllocatorLog()
     gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it says hello on stderr
+    with profile(profile_memory=True) as profiler:
         yield log
-    kineto = profiler.profiler
-    assert kineto is not None and kineto.kineto_results is not None
-    for event in kineto.kineto_results.events():
+    assert profiler.kineto_results is not None
+    for event in profiler.kineto_results.events():
         name = event.name()
         if name == "[memory]":
             if event.device_type() == _CPU:

@@ -15,6 +15,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -58,23 +59,30 @@ class WorkloadSpec:
         """A short name for files: the stem of the path or the last module name."""
         return Path(self._split()[0]).stem.rpartition(".")[2] or "model"
 
-    def build(self) -> Workload:
-        """Import the target and make the workload on the default device.
+    def load(self) -> Callable[[], Workload]:
+        """Import the target and find what builds the workload.
 
         Raises:
-            WorkloadError: The target is missing, is no Python, raises, or returns
-                something that is no workload.
+            WorkloadError: The target is missing, is no Python, or has no factory.
         """
         location, factory_name = self._split()
         module = _import(location)
         factory = getattr(module, factory_name or DEFAULT_FACTORY, None)
         if factory is None and factory_name is None:
-            return self._from_bare_module(module, location)
+            return partial(self._from_bare_module, module, location)
         if not callable(factory):
             raise _no_factory(module, location, factory_name or DEFAULT_FACTORY)
         _check_options(factory, self.options, self.target)
-        made = _call(factory, self.options, f"{location}:{factory.__name__}")
-        return as_workload(made, f"{location}:{factory.__name__}")
+        name = f"{location}:{factory_name or DEFAULT_FACTORY}"
+        return lambda: as_workload(_call(factory, self.options, name), name)
+
+    def build(self) -> Workload:
+        """Import the target and make the workload on the default device.
+
+        Raises:
+            WorkloadError: As for ``load``, or the factory raises or returns nonsense.
+        """
+        return self.load()()
 
     def _split(self) -> tuple[str, str | None]:
         location, colon, name = self.target.rpartition(":")
@@ -89,7 +97,8 @@ class WorkloadSpec:
             raise WorkloadError(
                 f"cannot build a workload: {location} has no factory "
                 f"'{DEFAULT_FACTORY}' (modules found: {what})",
-                needed="a function build() that returns " + _CONTRACT
+                needed="a function build() that returns "
+                + _CONTRACT
                 + ", or exactly one nn.Module and --input SHAPE:DTYPE",
                 hint="ckplan profile model.py --input 8x3x224x224:float32",
             )

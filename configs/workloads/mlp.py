@@ -12,7 +12,7 @@ Batch = dict[str, torch.Tensor]
 
 
 def build(
-    *, layers: int = 12, width: int = 512, batch: int = 2048, dropout: float = 0.1
+    *, layers: int = 12, width: int = 512, batch: int = 1024, dropout: float = 0.1
 ) -> tuple[nn.Sequential, Batch, Callable[[torch.Tensor, Batch], torch.Tensor]]:
     """Return the model, one batch of random vectors and the loss."""
     blocks = [

@@ -1,0 +1,133 @@
+"""Fake tensors that take the same path through a model as real ones would.
+
+A fake tensor has a shape and no content, so a model that asks for content raises, or, as
+``transformers`` does on seeing one, goes another way. Most such questions are about small
+integers: token ids, masks, positions. ``KnownValues`` computes those for real beside the
+fake ones and answers from them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils.weak import WeakIdKeyDictionary
+
+_LARGEST_BYTES = 1 << 20
+_QUESTIONS = (
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.item.default,
+    torch.ops.aten.is_nonzero.default,
+    torch.ops.aten.equal.default,
+)
+
+
+class KnownValues(TorchDispatchMode):
+    """Keeps real values of small integer tensors; to be entered inside a fake mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._real = WeakIdKeyDictionary()  # fake tensor -> real one
+        self._stale = WeakIdKeyDictionary()  # real storage that no longer holds
+
+    def learn_all(
+        self, fakes: Iterable[torch.Tensor], reals: Iterable[torch.Tensor]
+    ) -> None:
+        """Take real tensors for what fake ones would hold, where they are small."""
+        for fake, real in zip(fakes, reals, strict=True):
+            if _is_small_integer(real):
+                with _disable_current_modes():
+                    self._real[fake] = real.detach().clone()
+
+    def _value(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        if not isinstance(tensor, FakeTensor):
+            return tensor
+        if tensor.constant is not None:
+            return tensor.constant
+        real = self._real.get(tensor)
+        known = real is not None and real.untyped_storage() not in self._stale
+        return real if known else None
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default:
+            return func(*args, **kwargs)
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        values = [self._value(x) if isinstance(x, torch.Tensor) else x for x in leaves]
+        known = all(
+            value is not None or not isinstance(leaf, torch.Tensor)
+            for leaf, value in zip(leaves, values, strict=True)
+        )
+        if known and func in _QUESTIONS:
+            return _run_real(func, values, spec)
+        out = func(*args, **kwargs)
+        outputs = [x for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor)]
+        if known and all(_is_small_integer(x) for x in outputs):
+            answer = pytree.tree_leaves(_run_real(func, values, spec))
+            real = [x for x in answer if isinstance(x, torch.Tensor)]
+            for fake, value in zip(outputs, real, strict=True):
+                self._real[fake] = value
+        else:
+            self._forget(_written(func, args))
+        return out
+
+    def _forget(self, written: Iterable[torch.Tensor]) -> None:
+        for tensor in written:
+            real = self._real.get(tensor)
+            if real is not None:
+                self._stale[real.untyped_storage()] = True
+
+
+def _is_small_integer(tensor: torch.Tensor) -> bool:
+    small = tensor.untyped_storage().nbytes() <= _LARGEST_BYTES
+    return small and not (tensor.is_floating_point() or tensor.is_complex())
+
+
+def _run_real(func: Any, values: list[Any], spec: pytree.TreeSpec) -> Any:
+    with _disable_current_modes():
+        args, kwargs = pytree.tree_unflatten(values, spec)
+        return func(*args, **kwargs)
+
+
+def _written(func: Any, args: tuple[Any, ...]) -> Iterator[torch.Tensor]:
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            leaves = pytree.tree_leaves(value)
+            yield from (x for x in leaves if isinstance(x, torch.Tensor))
+
+
+@contextmanager
+def fake_tensors() -> Iterator[tuple[FakeTensorMode, KnownValues]]:
+    """A scope in which everything built is fake and acts as if it were real."""
+    fake, known = FakeTensorMode(allow_non_fake_inputs=True), KnownValues()
+    with ExitStack() as stack:
+        # It draws until all values are in range; a fake one never is.
+        stack.enter_context(
+            mock.patch.object(torch.nn.init, "_no_grad_trunc_normal_", _no_draw)
+        )
+        transformers = sys.modules.get("transformers.utils.import_utils")
+        if hasattr(transformers, "is_fake_tensor"):
+            stack.enter_context(
+                mock.patch.object(transformers, "is_fake_tensor", lambda x: False)
+            )
+        stack.enter_context(fake)
+        stack.enter_context(known)
+        yield fake, known
+
+
+def _no_draw(tensor: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+    del args, kwargs
+    return tensor
