@@ -6,7 +6,6 @@ and ``show`` and ``solve`` wake no torch. How commands end stands in ``terminal.
 
 from __future__ import annotations
 
-import os
 import sys
 from contextlib import redirect_stdout
 from enum import Enum
@@ -48,8 +47,6 @@ app = typer.Typer(
 
 def main() -> None:
     """Run the command line: the entry point of the program ``ckplan``."""
-    # torch's profiler, which sees the allocator, says on stderr that it starts and
-    # stops, unless this is above its highest level.
     app(prog_name="ckplan")
 
 

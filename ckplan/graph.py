@@ -184,7 +184,7 @@ class Graph:
         return call == region
 
     def signature(self, index: int) -> str:
-        """Equal for calls that do the same: same ops, sizes, costs and saved tensors."""
+        """Equal for calls that do the same: same ops, sizes and saved tensors."""
         call = self.calls[index]
         seen: dict[int, int] = {}
 
@@ -200,8 +200,8 @@ class Graph:
             ids = [[local(s) for s in group] for group in (op.reads, op.outputs)]
             parts.append((op.name, where, ids, op.writes and local(op.writes[0])))
             parts.append((op.flops, op.workspace_bytes))
-        for saved in (self.saved[i] for i in self.saved_in(index)):
-            parts.append((local(saved.storage)[0], saved.at - call.start))
+        found = (self.saved[i] for i in self.saved_in(index))
+        parts += [(local(s.storage)[0], s.at - call.start) for s in found]
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     def saved_in(self, call: int, last: int | None = None) -> list[int]:
@@ -224,11 +224,11 @@ class Graph:
         high = bisect_right(self.saved, stop, key=lambda saved: saved.at)
         return [i for i in range(low, high) if mine(self.saved[i])]
 
-    def to_networkx(self) -> networkx.DiGraph:
+    def to_networkx(self) -> networkx.DiGraph[int]:
         """The ops as a DAG: an edge where one reads what another made or changed."""
         import networkx
 
-        dag = networkx.DiGraph(name=self.model)
+        dag: networkx.DiGraph[int] = networkx.DiGraph(name=self.model)
         maker: dict[int, int] = {}
         for index, op in enumerate(self.ops):
             dag.add_node(index, name=op.name, seconds=op.seconds)
@@ -243,9 +243,26 @@ class Graph:
 
 def _check(graph: Graph) -> None:
     """Every index in range and every moment in order."""
-    num_ops, num_storages = len(graph.ops), len(graph.storages)
+    num_ops = len(graph.ops)
     if not 0 <= graph.num_forward <= graph.backward_stop <= num_ops:
         raise _bad(f"forward and backward are {graph.backward_stop} of {num_ops} ops")
+    _check_ops(graph)
+    for index, storage in enumerate(graph.storages):
+        if storage.kind not in KINDS:
+            raise _bad(f"storage {index} is of kind {storage.kind!r}")
+        if storage.bytes < 0 or not -1 <= storage.maker < max(num_ops, 1):
+            raise _bad(f"storage {index} has {storage.bytes} B, maker {storage.maker}")
+    for saved in graph.saved:
+        known = 0 <= saved.storage < len(graph.storages)
+        if not known or saved.call >= len(graph.calls):
+            raise _bad(f"a saved tensor of storage {saved.storage} is out of range")
+    for index, call in enumerate(graph.calls):
+        if call.parent >= index or not 0 <= call.start <= call.stop <= num_ops:
+            raise _bad(f"call {call} covers ops [{call.start}, {call.stop})")
+
+
+def _check_ops(graph: Graph) -> None:
+    num_storages = len(graph.storages)
     for index, op in enumerate(graph.ops):
         used = (*op.reads, *op.writes, *op.outputs)
         if used and not (min(used) >= 0 and max(used) < num_storages):
@@ -254,17 +271,6 @@ def _check(graph: Graph) -> None:
             raise _bad(f"op {index} ({op.name}) belongs to call {op.call}")
         if min(op.workspace_bytes, op.flops, op.moved_bytes, op.seconds) < 0:
             raise _bad(f"op {index} ({op.name}) has a negative cost")
-    for index, storage in enumerate(graph.storages):
-        if storage.kind not in KINDS:
-            raise _bad(f"storage {index} is of kind {storage.kind!r}")
-        if storage.bytes < 0 or not -1 <= storage.maker < max(num_ops, 1):
-            raise _bad(f"storage {index} has {storage.bytes} B, maker {storage.maker}")
-    for saved in graph.saved:
-        if not 0 <= saved.storage < num_storages or saved.call >= len(graph.calls):
-            raise _bad(f"a saved tensor of storage {saved.storage} is out of range")
-    for index, call in enumerate(graph.calls):
-        if call.parent >= index or not 0 <= call.start <= call.stop <= num_ops:
-            raise _bad(f"call {call} covers ops [{call.start}, {call.stop})")
 
 
 def _bad(what: str) -> GraphError:

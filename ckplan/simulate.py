@@ -16,7 +16,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from ckplan.errors import PlanError
 from ckplan.graph import BEFORE_STEP, KINDS, Graph, Saved
@@ -259,7 +259,7 @@ class Simulator:
         return start, max(start, min(2 * found.last + 1, self._end))
 
     def _check_disjoint(self, regions: Sequence[Region]) -> None:
-        for first, second in zip(regions, regions[1:], strict=False):
+        for first, second in pairwise(regions):
             if self.graph.within(second.call, first.call):
                 calls = self.graph.calls
                 raise PlanError(

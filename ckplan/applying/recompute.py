@@ -118,7 +118,8 @@ class ProgramRegion(TorchDispatchMode):
         """Forward is over: find the program and hold only what it needs.
 
         Raises:
-            ApplyError: The region overwrote an input that it would have to rebuild from.
+            ApplyError: The region overwrote an input that it would have to rebuild
+            from.
         """
         self._contexts.close()
         kept = self._held.keys() - set(self._external_values())
@@ -312,8 +313,9 @@ def _unpack(packed: _Kept | _Dropped) -> torch.Tensor:
     if packed.tensor._version != packed.version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by "
-            f"an inplace operation: a tensor of shape {tuple(packed.tensor.shape)} is at "
-            f"version {packed.tensor._version}; expected version {packed.version}"
+            "an inplace operation: a tensor of shape "
+            f"{tuple(packed.tensor.shape)} is at version {packed.tensor._version}; "
+            f"expected version {packed.version}"
         )
     return packed.tensor
 

@@ -72,10 +72,10 @@ def chen(
 ) -> list[Region]:
     """Segments by Algorithm 3 of Chen et al. with a search over its budget.
 
-    T. Chen, B. Xu, C. Zhang, C. Guestrin, "Training Deep Nets with Sublinear Memory Cost",
-    2016: a new segment begins when the activations since the last one exceed ``b``. The
-    last segment is not recomputed. Of all ``b``, the cheapest that fits is taken, or the
-    smallest if none does.
+    T. Chen, B. Xu, C. Zhang, C. Guestrin, "Training Deep Nets with Sublinear Memory
+    Cost", 2016: a new segment begins when the activations since the last one exceed
+    ``b``. The last segment is not recomputed. Of all ``b``, the cheapest that fits is
+    taken, or the smallest if none does.
     """
     sizes = [menus.droppable_bytes(layer) for layer in layers]
     tried: dict[tuple[tuple[int, int], ...], None] = {}

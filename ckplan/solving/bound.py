@@ -1,11 +1,11 @@
 """A lower bound on the overhead of any schedule of ops under a budget.
 
 Look at one moment of the step. Every value that backward will want after it is then
-either alive, and counts against the budget, or must be run again later, and so must what
-that needs. Choosing what is alive to minimise the seconds run again is the program of
-``closure.py``; relaxed to fractions, its optimum bounds what any schedule pays, however it
-drops, keeps and rebuilds before and after, as long as it only runs ops again. The lower
-convex hull of the cuts is that optimum for every budget at once.
+either alive, and counts against the budget, or must be run again later, and so must
+what that needs. Choosing what is alive to minimise the seconds run again is the program
+of ``closure.py``; relaxed to fractions, its optimum bounds what any schedule pays,
+however it drops, keeps and rebuilds before and after, as long as it only runs ops
+again. The lower convex hull of the cuts is that optimum for every budget at once.
 
 Any moment gives a bound. The one taken is the peak of the unplanned step, or the end of
 forward where that peak is not in backward.

@@ -1,8 +1,8 @@
 """The chain: choose an option for every call so that every moment fits.
 
 Calls ``0..L-1`` run forward in order and backward in reverse. While call ``i`` runs, in
-either direction, every earlier call has dropped what its option frees, so only the sum of
-what calls ``k < i`` free matters to it:
+either direction, every earlier call has dropped what its option frees, so only the sum
+of what calls ``k < i`` free matters to it:
 
     F(L)    = { (top, 0) }
     F(i)    = non-dominated { (max(gap_i, need_o, b - freed_o), s + seconds_o) :

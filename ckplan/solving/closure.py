@@ -6,9 +6,9 @@
          0 <= y, z <= 1;     a value overwritten in place has y = 0
 
 y: the value is kept; z: the op runs again. The constraints are those of a minimum cut,
-so the optimum is integral at every price, and the prices sweep out the lower convex hull
-of (bytes kept, seconds run again). With whole-forward bytes it is the lower bound of
-``bound.py``; with those of one call it gives the options of ``menu.py``.
+so the optimum is integral at every price, and the prices sweep out the lower convex
+hull of (bytes kept, seconds run again). With whole-forward bytes it is the lower bound
+of ``bound.py``; with those of one call it gives the options of ``menu.py``.
 
 Network: source -> wanted value (uncuttable), value -> its maker (cut: kept, price * b),
 op -> its inputs (uncuttable), op -> sink (cut: run again, t). External values go to the
@@ -51,7 +51,8 @@ class Closure:
         Args:
             flow: A complete forward.
             wanted: Values that backward reads.
-            bytes_of: What keeping or holding a value costs; 0 for one that lives anyway;
+            bytes_of: What keeping or holding a value costs; 0 for one that lives
+            anyway;
                 values that cannot be kept are left out.
             nanoseconds: What running a step again costs.
         """

@@ -1,8 +1,9 @@
 """Which calls make a chain: sets of calls of which none lies inside another.
 
 A cover comes from cutting the call tree: a call that holds more than a given share of
-what could be dropped is replaced by its children, as long as they hold most of it. Large
-shares give few regions with cheap insides, small shares many regions with small bursts.
+what could be dropped is replaced by its children, as long as they hold most of it.
+Large shares give few regions with cheap insides, small shares many regions with small
+bursts.
 """
 
 from __future__ import annotations

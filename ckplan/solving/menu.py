@@ -1,8 +1,8 @@
 """What can be done with one call: a menu of regions, cheapest first.
 
-Options are the vertices of the lower convex hull of (bytes kept, seconds run again) over
-all sets of values to keep (``closure.py``), from keeping all that is cheap to rebuild
-nothing, to keeping nothing. Calls that do the same share one search.
+Options are the vertices of the lower convex hull of (bytes kept, seconds run again)
+over all sets of values to keep (``closure.py``), from keeping all that is cheap to
+rebuild nothing, to keeping nothing. Calls that do the same share one search.
 """
 
 from __future__ import annotations

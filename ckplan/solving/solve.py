@@ -110,7 +110,7 @@ def _nothing_fits(graph: Graph, budget_bytes: int, floor: Floor) -> InfeasibleEr
     budget, least = map(units.format_bytes, (budget_bytes, floor.peak_bytes))
     return InfeasibleError(
         f"no plan fits {budget}: the floor of {graph.model} is {least}",
-        needed=f"at least {floor.peak_bytes} bytes; at the floor most bytes are of kind "
+        needed=f"at least {floor.peak_bytes} bytes; most of the floor is of kind "
         f"'{floor.owner}', in {floor.peak_at}",
         hint=_remedy(floor.owner),
     )

@@ -80,7 +80,7 @@ def is_random(name: str) -> bool:
 
 
 def _accumulate_in_place(recording: Recording) -> list[int]:
-    """Undo what a dispatch mode changes: where gradients meet, the engine adds in place.
+    """Undo what a dispatch mode changes: the engine adds gradients in place.
 
     The engine does so when nobody else holds the first one (``InputBuffer`` in torch's
     autograd); under a dispatch mode it always adds out of place. Returns for every
@@ -93,11 +93,11 @@ def _accumulate_in_place(recording: Recording) -> list[int]:
         first, result = op.reads[0], op.outputs[0]
         old, new = recording.storages[same[first]], recording.storages[result]
         dies_here = recording.storages[first].last == position
-        if dies_here and old.maker != BEFORE_STEP and old.dense:
-            if old.bytes == new.bytes:
-                same[result] = same[first]
-                old.last, old.kind = new.last, new.kind
-                op.writes = (first,)
+        fits = old.dense and old.bytes == new.bytes
+        if dies_here and fits and old.maker != BEFORE_STEP:
+            same[result] = same[first]
+            old.last, old.kind = new.last, new.kind
+            op.writes = (first,)
     return same
 
 

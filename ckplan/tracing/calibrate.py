@@ -107,19 +107,13 @@ def _runner(op: RawOp, device: torch.device) -> Callable[[], object]:
 def _make(leaf: Any, device: torch.device) -> Any:
     if not isinstance(leaf, TensorMeta):
         return leaf
-    tensor = torch.empty_strided(
-        leaf.shape, leaf.stride, dtype=leaf.dtype, device=device
-    )
-    if 0 in leaf.stride:  # expanded: writing through it is refused
-        tensor = torch.empty_strided(
-            [1 if step == 0 else size for size, step in zip(leaf.shape, leaf.stride)],
-            leaf.stride,
-            dtype=leaf.dtype,
-            device=device,
-        )
+    geometry = zip(leaf.shape, leaf.stride, strict=True)
+    sizes = [size if step else 1 for size, step in geometry]  # unexpanded, to write
+    tensor = torch.empty_strided(sizes, leaf.stride, dtype=leaf.dtype, device=device)
     floating = leaf.dtype.is_floating_point or leaf.dtype.is_complex
-    tensor.fill_(0.5 if floating else leaf.dtype == torch.bool)
-    return tensor.expand(leaf.shape) if 0 in leaf.stride else tensor
+    return tensor.fill_(0.5 if floating else leaf.dtype == torch.bool).expand(
+        leaf.shape
+    )
 
 
 def _time(run: Callable[[], object]) -> float:

@@ -1,9 +1,9 @@
 """Fake tensors that take the same path through a model as real ones would.
 
-A fake tensor has a shape and no content, so a model that asks for content raises, or, as
-``transformers`` does on seeing one, goes another way. Most such questions are about small
-integers: token ids, masks, positions. ``KnownValues`` computes those for real beside the
-fake ones and answers from them.
+A fake tensor has a shape and no content, so a model that asks for content raises, or,
+as ``transformers`` does on seeing one, goes another way. Most such questions are about
+small integers: token ids, masks, positions. ``KnownValues`` computes those for real
+beside the fake ones and answers from them.
 """
 
 from __future__ import annotations

@@ -65,7 +65,6 @@ def profile_workload(
     Raises:
         WorkloadError: The workload cannot be built or trained.
     """
-
     make = spec.load()  # imports happen outside of fake tensors
 
     def build(scope: _Scope | None) -> Workload:
@@ -108,7 +107,7 @@ def profile(
             model, batch = copy.deepcopy(real)
         else:
             fake, known = scope
-            with FakeCopyMode(fake):  # type: ignore[no-untyped-call]
+            with FakeCopyMode(fake):
                 model, batch = copy.deepcopy(real)
             known.learn_all(_values_of(model, batch), _values_of(*real))
         return Workload(model, batch, workload.loss)
@@ -216,7 +215,7 @@ def _record(recorder: StepRecorder, step: TrainingStep) -> list[str]:
         output = call_model(step.workload)
         loss, rule = loss_of(step.workload, output)
         recorder.begin_backward(loss)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         del output, loss
         recorder.begin_update()
         parameters = step.workload.model.parameters()

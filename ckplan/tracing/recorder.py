@@ -369,11 +369,11 @@ class StepRecorder(TorchDispatchMode):
 
     def _mark_boundary(self) -> None:
         # Nodes made from here on have this sequence number or a later one.
-        sequence = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+        sequence = torch.autograd._get_sequence_nr()
         self._boundaries.append((sequence, self._current_call()))
 
     def _node_begins(self, node: torch.autograd.graph.Node) -> Callable[..., None]:
-        sequence = node._sequence_nr()  # type: ignore[attr-defined]
+        sequence = node._sequence_nr()
         place = bisect_right(self._boundaries, sequence, key=lambda b: b[0]) - 1
         is_leaf = node.name().endswith("AccumulateGrad")
         call = self._boundaries[place][1] if place >= 0 else OUTSIDE_CALLS
@@ -443,7 +443,6 @@ def _written(
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         value = args[position] if position < len(args) else kwargs.get(argument.name)
-        for leaf in pytree.tree_leaves(value):
-            if isinstance(leaf, torch.Tensor):
-                written.append(number_of(leaf))
+        leaves = pytree.tree_leaves(value)
+        written += [number_of(x) for x in leaves if isinstance(x, torch.Tensor)]
     return tuple(dict.fromkeys(written))

@@ -58,7 +58,7 @@ class TrainingStep:
         """One whole step; ``between`` runs after backward, with the gradients there."""
         self.zero_grad()
         output, loss = self.forward()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         value = loss.detach()
         del output, loss
         if between is not None:

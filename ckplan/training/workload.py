@@ -109,7 +109,7 @@ class WorkloadSpec:
 
 
 def parse_options(settings: Iterable[str]) -> dict[str, Any]:
-    """``["layers=24", "name=gpt2"]`` as keyword options, values read as YAML scalars."""
+    """``["layers=24", "name=gpt2"]`` as keyword options, values as YAML scalars."""
     options: dict[str, Any] = {}
     for setting in settings:
         name, equals, value = setting.partition("=")

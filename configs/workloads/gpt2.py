@@ -27,6 +27,8 @@ def build(
         resid_pdrop=dropout,
         embd_pdrop=dropout,
         attn_pdrop=dropout,
+        bos_token_id=None,
+        eos_token_id=None,
         use_cache=False,
     )
     tokens = torch.randint(vocab, (batch, length))

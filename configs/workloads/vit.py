@@ -4,7 +4,7 @@ Profile it with ``ckplan profile configs/workloads/vit.py --set batch=16``.
 """
 
 import torch
-from transformers import ViTMSNConfig, ViTMSNForImageClassification
+from transformers import ViTConfig, ViTForImageClassification
 
 
 def build(
@@ -17,9 +17,9 @@ def build(
     patch: int = 16,
     classes: int = 1000,
     dropout: float = 0.0,
-) -> tuple[ViTMSNForImageClassification, dict[str, torch.Tensor]]:
+) -> tuple[ViTForImageClassification, dict[str, torch.Tensor]]:
     """Return the model and one batch of random images."""
-    config = ViTMSNConfig(
+    config = ViTConfig(
         num_hidden_layers=layers,
         hidden_size=width,
         num_attention_heads=heads,
@@ -30,7 +30,7 @@ def build(
         hidden_dropout_prob=dropout,
         attention_probs_dropout_prob=dropout,
     )
-    return ViTMSNForImageClassification(config), {
+    return ViTForImageClassification(config), {
         "pixel_values": torch.randn(batch, 3, size, size),
         "labels": torch.randint(classes, (batch,)),
     }
