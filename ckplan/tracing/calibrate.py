@@ -22,7 +22,8 @@ from ckplan.tracing.recorder import RawOp, TensorMeta
 from ckplan.training.allocator import AllocatorLog, log_allocations
 
 LARGEST_BYTES = 1 << 30
-_PATIENCE_SECONDS = 0.02  # an op is repeated for so long
+_LONG_SECONDS = 0.05  # an op that takes so long is run once
+_PATIENCE_SECONDS = 0.02  # others are repeated for so long
 _MOST_REPEATS = 7
 _MARK = "ckplan_op_"
 
@@ -78,12 +79,14 @@ def _measure(
             mark = f"{_MARK}{number}"
             try:
                 with record_function(mark):
+                    start = time.perf_counter()
                     out = run()
+                    first = time.perf_counter() - start
                 del out
             except (RuntimeError, IndexError, TypeError, ValueError):
                 continue  # made-up content is not good enough for it
             marks[key] = mark
-            seconds[key] = _time(run)
+            seconds[key] = first if first > _LONG_SECONDS else _time(run)
     torch.set_rng_state(state)
     within = _within(log, marks)
     return {

@@ -65,6 +65,10 @@ class KnownValues(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:
             return func(*args, **kwargs)
+        if any(isinstance(x, FakeTensor) and x.dtype.is_floating_point for x in args):
+            if func._schema.is_mutable:
+                self._forget(_written(func, args))
+            return func(*args, **kwargs)  # nothing is known of floats
         leaves, spec = pytree.tree_flatten((args, kwargs))
         values = [self._value(x) if isinstance(x, torch.Tensor) else x for x in leaves]
         known = all(

@@ -210,8 +210,8 @@ class StepRecorder(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if self._paused:
-            return func(*args, **kwargs)
+        if self._paused or func.is_view or func.namespace == "prim":
+            return func(*args, **kwargs)  # no bytes are made or changed
         flat, spec = pytree.tree_flatten((args, kwargs))
         reads = self._numbers(flat, "buffer", BEFORE_STEP)
         out = func(*args, **kwargs)

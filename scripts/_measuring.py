@@ -1,0 +1,268 @@
+"""What the measuring programs share: options, the machine, and files of results.
+
+It wakes no torch: in ``speed.py``, the memory of a child counts from its parent's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ckplan import files
+from ckplan.errors import CkplanError
+from ckplan.units import format_bytes
+
+ROOT = Path(__file__).resolve().parent.parent
+HARDWARE = "cpu"
+SEED = 0
+MOST_ERROR = 0.02  # of a predicted peak against the measured one
+
+GPT2_XL = (
+    "layers=48",
+    "width=1600",
+    "heads=25",
+    "batch=1",
+    "length=1024",
+    "vocab=50257",
+)
+
+_ORDER = ("mlp", "gpt2", "bert", "llama", "vit", "resnet50", "unet")
+_PACKAGES = ("torch", "transformers", "diffusers", "ckplan")
+_VERIFICATION_FAILED = 4  # exit code: there is a result, which does not pass
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a program found."""
+
+    name: str  # of the file of results
+    title: str
+    claim: str  # what it proves
+    parts: Sequence[str]  # tables and paragraphs of Markdown
+    broken: Sequence[str]  # where the claim does not hold; none: it does
+
+
+# -- the command line --------------------------------------------------------------
+
+
+def make_parser(description: str | None) -> argparse.ArgumentParser:
+    """A parser with the option that all programs have."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--set",
+        dest="settings",
+        metavar="NAME=VALUE",
+        action="append",
+        default=[],
+        help="an option of every workload, to try this program on a small one; "
+        "repeatable",
+    )
+    return parser
+
+
+def add_output(parser: argparse.ArgumentParser) -> None:
+    """The option for programs that write a file of results."""
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        help="the file of results  [default: scripts/results/NAME_cpu_YYYYMM.md, or "
+        "none if only a part is measured]",
+    )
+
+
+def run(main: Callable[[], int]) -> NoReturn:
+    """End with the exit code of a program, or with an error in three lines."""
+    try:
+        sys.exit(main())
+    except CkplanError as error:
+        say(str(error))
+        sys.exit(error.exit_code)
+
+
+def say(text: str) -> None:
+    """Write what is no result: how far the work has come."""
+    print(text, file=sys.stderr, flush=True)
+
+
+# -- workloads ---------------------------------------------------------------------
+
+
+def workloads(only: Iterable[str] = ()) -> list[str]:
+    """Names of all workloads, or of some, in the order in which results list them."""
+    folder = ROOT / "configs" / "workloads"
+    there = sorted(path.stem for path in folder.glob("[!_]*.py"))
+    names = [name for name in (*_ORDER, *there) if name in there]
+    chosen = set(only) or set(names)
+    for name in chosen - set(names):
+        raise CkplanError(
+            f"cannot find the workload {name!r}",
+            needed=f"one of {', '.join(dict.fromkeys(names))}",
+            hint=f"ls {folder}",
+        )
+    return [name for name in dict.fromkeys(names) if name in chosen]
+
+
+def workload_path(name: str) -> str:
+    """A workload's file, from the root of the repository."""
+    return f"configs/workloads/{name}.py"
+
+
+def with_settings(settings: Iterable[str]) -> list[str]:
+    """Options of a workload, as the command line takes them."""
+    return [word for setting in settings for word in ("--set", setting)]
+
+
+def ckplan(*argv: str) -> dict[str, Any]:
+    """Run a command in a process of its own; returns its JSON.
+
+    Raises:
+        CkplanError: It failed without a result.
+    """
+    done = subprocess.run(
+        [sys.executable, "-m", "ckplan", *argv, "--json"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode in (0, _VERIFICATION_FAILED) and done.stdout:
+        found: dict[str, Any] = json.loads(done.stdout)
+        return found
+    raise CkplanError(
+        f"`{shlex.join(['ckplan', *argv])}` failed: {_error_line(done.stderr)}",
+        needed="a command that ends with exit code 0",
+        hint="run it alone, from the root of the repository",
+    )
+
+
+def _error_line(stderr: str) -> str:
+    lines = stderr.strip().splitlines() or ["it said nothing"]
+    errors = [line for line in lines if line.startswith("error: ")]
+    return (errors or lines)[-1].removeprefix("error: ")
+
+
+# -- results -----------------------------------------------------------------------
+
+
+def finish(report: Report, output: Path | None, *, whole: bool) -> int:
+    """Print a report and write its file; returns the exit code.
+
+    Args:
+        report: What was found.
+        output: The file to write, if one was asked for.
+        whole: Whether all was measured; a part replaces no file that is not asked for.
+    """
+    parts = [*report.parts, _verdict(report.broken)]
+    print("\n\n".join(parts))
+    month = _now().strftime("%Y%m")
+    usual = ROOT / "scripts" / "results" / f"{report.name}_{HARDWARE}_{month}.md"
+    path = output or (usual if whole else None)
+    if path is None:
+        say("wrote nothing: only a part was measured; -o FILE keeps it")
+    else:
+        write_page(path, report.title, [report.claim, *parts])
+    return 1 if report.broken else 0
+
+
+def write_page(path: Path, title: str, parts: Iterable[str]) -> None:
+    """Write a page of Markdown, with how it was made at its end."""
+    page = [f"# {title}", *(part.strip() for part in parts), _how_it_was_made()]
+    files.write_text(path, "\n\n".join(page) + "\n", force=True)
+    say(f"wrote {path}")
+
+
+def make_table(
+    headers: Sequence[str], rows: Iterable[Sequence[str]], *, texts: int = 1
+) -> str:
+    """A table in Markdown: ``texts`` columns at the left, then numbers at the right.
+
+    >>> print(make_table(["model", "peak"], [["mlp", "1.50 GiB"]]))
+    | model |     peak |
+    | :---- | -------: |
+    | mlp   | 1.50 GiB |
+    """
+    lines = [[cell.replace("|", "\\|") for cell in line] for line in (headers, *rows)]
+    widths = [max(3, *map(len, column)) for column in zip(*lines, strict=True)]
+    rule = [
+        ":" + "-" * (width - 1) if place < texts else "-" * (width - 1) + ":"
+        for place, width in enumerate(widths)
+    ]
+    return "\n".join(
+        "| " + " | ".join(_pad(cell, widths[i], i < texts) for i, cell in line) + " |"
+        for line in map(enumerate, (lines[0], rule, *lines[1:]))
+    )
+
+
+def format_error(predicted_bytes: int, measured_bytes: int) -> str:
+    """How far a prediction is from what was measured, as in a table."""
+    return f"{100 * relative_error(predicted_bytes, measured_bytes):+.2f} %"
+
+
+def relative_error(predicted_bytes: int, measured_bytes: int) -> float:
+    """The same as a fraction."""
+    return predicted_bytes / measured_bytes - 1
+
+
+def _pad(cell: str, width: int, left: bool) -> str:
+    return cell.ljust(width) if left else cell.rjust(width)
+
+
+def _verdict(broken: Sequence[str]) -> str:
+    if not broken:
+        return "**Kept.**"
+    return "\n".join(["**Broken:**", "", *(f"- {line}" for line in broken)])
+
+
+def _how_it_was_made() -> str:
+    python = f"{platform.python_implementation()} {platform.python_version()}"
+    script = Path(sys.argv[0]).resolve()
+    name = str(script.relative_to(ROOT)) if script.is_relative_to(ROOT) else script.name
+    rows = [
+        ("date", _now().date().isoformat()),
+        ("command", f"`{shlex.join(['python', name, *sys.argv[1:]])}`"),
+        ("machine", _machine()),
+        ("system", platform.platform()),
+        ("Python", python),
+        *((package, _version(package)) for package in _PACKAGES),
+    ]
+    return make_table(["made", "with"], rows, texts=2)
+
+
+def _now() -> datetime:
+    return datetime.now(timezone.utc)
+
+
+def _machine() -> str:
+    memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    cores = os.cpu_count()
+    return f"{_cpu_model()}, {cores} cores, {format_bytes(memory_bytes)}, no GPU used"
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2] for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine()).strip()
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"

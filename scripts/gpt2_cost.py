@@ -1,0 +1,313 @@
+"""Proves what freeing activations of a GPT-2 costs, beside everyday practice.
+
+GPT-2 with 12 layers, 384 wide, a batch of 8 x 256 tokens, dropout and AdamW, on the
+CPU. A budget is the unplanned peak less a share of the activation bytes. For every
+share, our plan stands beside the one that reruns as many whole layers as the budget
+needs; at the end, every layer is rerun. All train in processes of their own, one step
+each in every round. The first two rounds are dropped; the measured overhead is the
+median over rounds of a step's seconds, divided by those of the unplanned step of the
+same round, and the quartiles are of the same ratios. "Bits equal" compares the losses,
+gradients, buffers and random states of two steps with those of unplanned ones.
+
+    python scripts/gpt2_cost.py
+    python scripts/gpt2_cost.py --shares 0.5 --rounds 5 --set layers=4 --set length=64
+
+Exit code 1 if freeing half costs more than 8 %, or if any of our plans does not fit,
+computes something else, or has a predicted peak that is off by more than 2 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from _measuring import (
+    MOST_ERROR,
+    ROOT,
+    SEED,
+    Report,
+    add_output,
+    finish,
+    format_error,
+    make_parser,
+    make_table,
+    relative_error,
+    run,
+    say,
+    workload_path,
+)
+
+from ckplan.errors import InfeasibleError
+from ckplan.graph import Graph
+from ckplan.plan import Plan
+from ckplan.report.progress import ProgressLine
+from ckplan.resolve import describe
+from ckplan.simulate import RERUN, Region, Simulator, Timeline
+from ckplan.solving.baselines import find_layers
+from ckplan.solving.menu import Menus
+from ckplan.solving.solve import solve, to_plan
+from ckplan.tracing.profile import profile_workload
+from ckplan.training.workload import WorkloadSpec, parse_options
+from ckplan.units import format_bytes, format_percent
+from ckplan.verifying.interleave import StepProcess, interleave
+from ckplan.verifying.worker import FirstSteps
+
+HEADERS = (
+    "step",
+    "freed",
+    "budget",
+    "predicted peak",
+    "measured peak",
+    "error",
+    "fits",
+    "bits equal",
+    "bound",
+    "predicted overhead",
+    "measured overhead",
+    "quartiles",
+)
+DROPPED_ROUNDS = 2
+HALF = 0.5
+MOST_COST_OF_HALF = 0.08
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to take the step."""
+
+    name: str
+    timeline: Timeline
+    plan: Plan | None = None
+    share: float | None = None  # of the activation bytes, to be freed
+    budget_bytes: int | None = None
+    bound_overhead: float | None = None  # of a plan of ours
+
+    @property
+    def ours(self) -> bool:
+        """Whether ``solve`` made it."""
+        return self.bound_overhead is not None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one way to take the step did."""
+
+    variant: Variant
+    peak_bytes: int
+    equal: bool
+    overheads: tuple[float, ...]  # by round
+
+    @property
+    def fits(self) -> bool:
+        """Whether the measured peak is within the budget, if there is one."""
+        budget_bytes = self.variant.budget_bytes
+        return budget_bytes is None or self.peak_bytes <= budget_bytes
+
+    @property
+    def overhead(self) -> float:
+        """The median over rounds."""
+        return statistics.median(self.overheads)
+
+    def cells(self) -> list[str]:
+        """The row of the table."""
+        variant, timeline = self.variant, self.variant.timeline
+        budget_bytes, bound = variant.budget_bytes, variant.bound_overhead
+        low, _, high = statistics.quantiles(self.overheads, n=4, method="inclusive")
+        return [
+            variant.name,
+            "" if variant.share is None else f"{variant.share:.0%}",
+            "" if budget_bytes is None else format_bytes(budget_bytes),
+            format_bytes(timeline.peak_bytes),
+            format_bytes(self.peak_bytes),
+            format_error(timeline.peak_bytes, self.peak_bytes),
+            "" if budget_bytes is None else "yes" if self.fits else "**no**",
+            "yes" if self.equal else "**no**",
+            "" if bound is None else _percent(bound),
+            _percent(timeline.overhead),
+            _percent(self.overhead),
+            f"{_percent(low)} to {_percent(high)}",
+        ]
+
+    def broken(self) -> Iterator[str]:
+        """What of the claim does not hold."""
+        variant, predicted = self.variant, self.variant.timeline.peak_bytes
+        if not variant.ours or variant.share is None:
+            return
+        where = f"{variant.name} that frees {variant.share:.0%}"
+        if variant.share == HALF and self.overhead > MOST_COST_OF_HALF:
+            limit = format_percent(MOST_COST_OF_HALF)
+            yield f"{where}: it costs {_percent(self.overhead)}, more than {limit}"
+        if not self.fits:
+            yield f"{where}: the measured peak is over the budget"
+        if not self.equal:
+            yield f"{where}: it does not compute the same bits"
+        if abs(relative_error(predicted, self.peak_bytes)) > MOST_ERROR:
+            error = format_error(predicted, self.peak_bytes)
+            yield f"{where}: the predicted peak is off by {error}"
+
+
+def main() -> int:
+    """Plan, measure and report."""
+    args = _arguments()
+    target = str(ROOT / workload_path("gpt2"))
+    spec = WorkloadSpec(target, parse_options(args.settings))
+    with ProgressLine(sys.stderr) as progress:
+        graph = profile_workload(spec, progress=progress)
+    say("solving")
+    variants, notes = choose(graph, args.shares)
+    outcomes = measure(spec, variants, args.rounds)
+    report = Report(
+        name="gpt2_cost",
+        title="What freeing activations of a GPT-2 costs",
+        claim=(__doc__ or "").partition("\n\n    ")[0],
+        parts=[_table(outcomes), _explain(graph, args.rounds), *notes],
+        broken=[line for outcome in outcomes for line in outcome.broken()],
+    )
+    return finish(report, args.output, whole=not args.settings)
+
+
+# -- plans -------------------------------------------------------------------------
+
+
+def choose(graph: Graph, shares: Iterable[float]) -> tuple[list[Variant], list[str]]:
+    """All ways to take the step, the unplanned one first, and what cannot be done."""
+    layers = _Layers(graph)
+    unplanned = Variant("unplanned", layers.simulator.run())
+    variants, notes = [unplanned], []
+    for share in shares:
+        freed_bytes = round(share * graph.bytes_by_kind["activation"])
+        budget_bytes = unplanned.timeline.peak_bytes - freed_bytes
+        try:
+            variants.append(_ours(graph, share, budget_bytes))
+        except InfeasibleError as error:
+            notes.append(f"Our plan that frees {share:.0%}: {error.what}.")
+        practice = layers.within(share, budget_bytes)
+        if practice is None:
+            notes.append(f"No number of whole layers frees {share:.0%}.")
+        else:
+            variants.append(practice)
+    return [*variants, layers.every()], notes
+
+
+def _ours(graph: Graph, share: float, budget_bytes: int) -> Variant:
+    found = solve(graph, budget_bytes)
+    return Variant(
+        "our plan",
+        found.timeline,
+        to_plan(graph, found),
+        share,
+        budget_bytes,
+        found.bound_overhead,
+    )
+
+
+class _Layers:
+    """Everyday practice: whole layers are run again, the first ones of the model."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.simulator = Simulator(graph)
+        layers = find_layers(graph, Menus(self.simulator))
+        self._regions = [Region(layer, RERUN) for layer in layers]
+
+    def within(self, share: float, budget_bytes: int) -> Variant | None:
+        """As few layers as a budget needs; None if all are not enough."""
+        for count in range(1, len(self._regions) + 1):
+            timeline = self.simulator.run(self._regions[:count])
+            if timeline.peak_bytes <= budget_bytes:
+                name = f"{count} of {len(self._regions)} layers rerun"
+                return Variant(name, timeline, self._plan(count), share, budget_bytes)
+        return None
+
+    def every(self) -> Variant:
+        """All layers."""
+        timeline = self.simulator.run(self._regions)
+        return Variant("every layer rerun", timeline, self._plan(len(self._regions)))
+
+    def _plan(self, count: int) -> Plan:
+        graph = self.simulator.graph
+        return Plan(graph.model, regions=describe(graph, self._regions[:count]))
+
+
+# -- measuring ---------------------------------------------------------------------
+
+
+def measure(
+    spec: WorkloadSpec, variants: Sequence[Variant], rounds: int
+) -> list[Outcome]:
+    """Take steps in every way, in turns."""
+    first: list[FirstSteps] = []
+    with ExitStack() as running, ProgressLine(sys.stderr) as progress:
+        processes = [
+            running.enter_context(StepProcess(spec, variant.plan, seed=SEED))
+            for variant in variants
+        ]
+        for done, process in enumerate(processes):
+            progress("measuring peaks", done, len(processes))
+            first.append(process.first_steps())
+        timed = interleave(processes, rounds, progress)
+    seconds = [taken[DROPPED_ROUNDS:] for taken in timed]
+    return [
+        Outcome(
+            variant,
+            found.peak_bytes,
+            found.digests == first[0].digests,
+            tuple(map(_overhead, taken, seconds[0])),
+        )
+        for variant, found, taken in zip(variants, first, seconds, strict=True)
+    ]
+
+
+def _overhead(seconds: float, unplanned_seconds: float) -> float:
+    return seconds / unplanned_seconds - 1
+
+
+# -- reporting ---------------------------------------------------------------------
+
+
+def _table(outcomes: Iterable[Outcome]) -> str:
+    return make_table(HEADERS, [outcome.cells() for outcome in outcomes])
+
+
+def _explain(graph: Graph, rounds: int) -> str:
+    activations = format_bytes(graph.bytes_by_kind["activation"])
+    return (
+        f"Activations of the unplanned step: {activations}. Rounds: {rounds}, of which "
+        f"the first {DROPPED_ROUNDS} are dropped. The bound is of any schedule of the "
+        "same ops within the budget, by predicted seconds."
+    )
+
+
+def _percent(overhead: float) -> str:
+    return format_percent(overhead, sign=True)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = make_parser(__doc__)
+    add_output(parser)
+    parser.add_argument(
+        "--shares",
+        metavar="SHARE",
+        type=float,
+        nargs="+",
+        default=[0.5, 0.7, 0.8, 0.9],
+        help="of the activation bytes, to be freed  [default: 0.5 0.7 0.8 0.9]",
+    )
+    parser.add_argument(
+        "--rounds",
+        metavar="N",
+        type=int,
+        default=15,
+        help=f"steps of each, the first {DROPPED_ROUNDS} dropped  [default: 15]",
+    )
+    args = parser.parse_args()
+    if args.rounds < DROPPED_ROUNDS + 2:
+        parser.error(f"--rounds: at least {DROPPED_ROUNDS + 2}, not {args.rounds}")
+    return args
+
+
+if __name__ == "__main__":
+    run(main)

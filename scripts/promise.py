@@ -1,0 +1,236 @@
+"""Proves the promise: what is planned fits, as predicted, and computes the same.
+
+For every workload of configs/workloads and two budgets, the commands ``ckplan
+profile``, ``solve`` and ``verify`` run in processes of their own, as a user runs them.
+The budgets lie a third and two thirds of the way from the unplanned peak down to the
+floor that ``solve`` reports. The promise is kept where the measured peak is within the
+budget, both predicted peaks are within 2 % of the measured ones, and loss, gradients,
+buffers and random state have the same bits as without the plan, in two steps.
+
+    python scripts/promise.py
+    python scripts/promise.py --only mlp --set layers=3
+
+Exit code 1 if any row breaks the promise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
+
+from _measuring import (
+    MOST_ERROR,
+    SEED,
+    Report,
+    add_output,
+    ckplan,
+    finish,
+    format_error,
+    make_parser,
+    make_table,
+    relative_error,
+    run,
+    say,
+    with_settings,
+    workload_path,
+    workloads,
+)
+
+from ckplan.errors import CkplanError
+from ckplan.units import format_bytes, format_percent
+
+HEADERS = (
+    "workload",
+    "budget",
+    "predicted peak",
+    "measured peak",
+    "error",
+    "fits",
+    "bits equal",
+    "unplanned predicted",
+    "unplanned measured",
+    "error",
+    "predicted overhead",
+    "bound",
+)
+RESULTS = ("loss", "gradients", "buffers", "random_state")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One workload under one budget: what ``solve`` and ``verify`` say."""
+
+    workload: str
+    solved: dict[str, Any]
+    verified: dict[str, Any]
+
+    @property
+    def planned(self) -> tuple[int, int]:
+        """Predicted and measured peak of the planned step."""
+        return self.solved["peak_bytes"], self.verified["measured_peak_bytes"]
+
+    @property
+    def unplanned(self) -> tuple[int, int | None]:
+        """Predicted and measured peak of the unplanned step, if that one fits."""
+        measured_bytes = self.verified["unplanned_measured_peak_bytes"]
+        return self.solved["unplanned_peak_bytes"], measured_bytes
+
+    @property
+    def different(self) -> list[str]:
+        """Results that were not seen to be equal."""
+        return [name for name in RESULTS if not self.verified[f"{name}_equal"]]
+
+    def cells(self) -> list[str]:
+        """The row of the table."""
+        predicted_bytes, measured_bytes = self.unplanned
+        unplanned = measured_bytes and (
+            format_bytes(measured_bytes),
+            format_error(predicted_bytes, measured_bytes),
+        )
+        cells = [
+            self.workload,
+            format_bytes(self.solved["budget_bytes"]),
+            *map(format_bytes, self.planned),
+            format_error(*self.planned),
+            "yes" if self.verified["fits"] else "**no**",
+            "**not " + ", ".join(self.different) + "**" if self.different else "yes",
+            format_bytes(predicted_bytes),
+            *(unplanned or ("n/a", "n/a")),
+            format_percent(self.solved["overhead"], sign=True),
+            format_percent(self.solved["bound_overhead"], sign=True),
+        ]
+        overhead = self.verified["overhead"]
+        return cells if overhead is None else [*cells, _percent(overhead)]
+
+    def broken(self) -> Iterator[str]:
+        """What of the promise does not hold."""
+        budget = format_bytes(self.solved["budget_bytes"])
+        where = f"{self.workload} at {budget}"
+        if not self.verified["fits"]:
+            over_bytes = self.planned[1] - self.solved["budget_bytes"]
+            yield f"{where}: the measured peak is {over_bytes} B over the budget"
+        if self.different:
+            names = [*self.different, *self.verified["different"]]
+            yield f"{where}: not seen to be equal: {', '.join(names)}"
+        peaks = (("planned", self.planned), ("unplanned", self.unplanned))
+        for name, (predicted, measured) in peaks:
+            if measured and abs(relative_error(predicted, measured)) > MOST_ERROR:
+                error = format_error(predicted, measured)
+                yield f"{where}: the predicted {name} peak is off by {error}"
+
+
+@dataclass(frozen=True)
+class Findings:
+    """All rows, and where there is none because a command failed."""
+
+    rows: list[Row] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+
+    def broken(self) -> list[str]:
+        """Where the promise does not hold."""
+        return [*(line for row in self.rows for line in row.broken()), *self.failed]
+
+
+def main() -> int:
+    """Measure all rows, and report."""
+    args = _arguments()
+    found = Findings()
+    for workload in workloads(args.only):
+        try:
+            measure(workload, args, found)
+        except CkplanError as error:
+            found.failed.append(f"{workload}: {error.what}")
+    whole = not args.only and not args.settings
+    return finish(_report(found, args.steps), args.output, whole=whole)
+
+
+def measure(workload: str, args: argparse.Namespace, found: Findings) -> None:
+    """Profile a workload once, then solve and verify it for every budget."""
+    settings = with_settings(args.settings)
+    with tempfile.TemporaryDirectory(prefix="ckplan-promise-") as folder:
+        trace, plan = f"{folder}/trace.json.gz", f"{folder}/plan.yaml"
+        say(f"{workload}: profile")
+        ckplan("profile", workload_path(workload), *settings, "-o", trace)
+        verify = ("verify", workload_path(workload), plan, *settings)
+        for budget_bytes in _budgets(trace, plan, args.shares):
+            budget = format_bytes(budget_bytes)
+            say(f"{workload}: solve and verify at {budget}")
+            try:
+                solved = _solve(trace, plan, str(budget_bytes))
+                verified = ckplan(
+                    *verify, "--seed", str(SEED), "--steps", str(args.steps)
+                )
+            except CkplanError as error:
+                found.failed.append(f"{workload} at {budget}: {error.what}")
+            else:
+                found.rows.append(Row(workload, solved, verified))
+
+
+def _budgets(trace: str, plan: str, shares: Sequence[Fraction]) -> list[int]:
+    """Budgets some way down from the unplanned peak to the floor."""
+    loose = _solve(trace, plan, "100%")
+    peak_bytes, floor_bytes = loose["unplanned_peak_bytes"], loose["floor_bytes"]
+    return [peak_bytes - int(share * (peak_bytes - floor_bytes)) for share in shares]
+
+
+def _solve(trace: str, plan: str, budget: str) -> dict[str, Any]:
+    return ckplan("solve", trace, "--budget", budget, "-o", plan, "--force")
+
+
+def _report(found: Findings, steps: int) -> Report:
+    timed = ("measured overhead",) if steps else ()
+    return Report(
+        name="promise",
+        title="The promise: it fits, as predicted, and computes the same",
+        claim=(__doc__ or "").partition("\n\n    ")[0],
+        parts=[make_table((*HEADERS, *timed), [row.cells() for row in found.rows])],
+        broken=found.broken(),
+    )
+
+
+def _percent(overhead: float) -> str:
+    return format_percent(overhead, sign=True)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = make_parser(__doc__)
+    add_output(parser)
+    parser.add_argument(
+        "--only",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="measure this workload; repeatable  [default: all]",
+    )
+    parser.add_argument(
+        "--shares",
+        metavar="SHARE",
+        type=_share,
+        nargs="+",
+        default=[Fraction(1, 3), Fraction(2, 3)],
+        help="budgets, as parts of the way from the unplanned peak to the floor  "
+        "[default: 1/3 2/3]",
+    )
+    parser.add_argument(
+        "--steps",
+        metavar="N",
+        type=int,
+        default=0,
+        help="time so many steps of each  [default: 0]",
+    )
+    return parser.parse_args()
+
+
+def _share(text: str) -> Fraction:
+    share = Fraction(text)
+    if not 0 <= share <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
+    return share
+
+
+if __name__ == "__main__":
+    run(main)
