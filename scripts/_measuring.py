@@ -67,7 +67,7 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
         metavar="NAME=VALUE",
         action="append",
         default=[],
-        help="an option of every workload, to try this program on a small one; "
+        help="an option of the workload, to try this program on a small one; "
         "repeatable",
     )
     return parser
@@ -126,7 +126,7 @@ def with_settings(settings: Iterable[str]) -> list[str]:
     return [word for setting in settings for word in ("--set", setting)]
 
 
-def ckplan(*argv: str) -> dict[str, Any]:
+def run_ckplan(*argv: str) -> dict[str, Any]:
     """Run a command in a process of its own; returns its JSON.
 
     Raises:
@@ -209,7 +209,8 @@ def make_table(
 
 def format_error(predicted_bytes: int, measured_bytes: int) -> str:
     """How far a prediction is from what was measured, as in a table."""
-    return f"{100 * relative_error(predicted_bytes, measured_bytes):+.2f} %"
+    percent = round(100 * relative_error(predicted_bytes, measured_bytes), 2) + 0.0
+    return f"{percent:+.2f} %"  # never "-0.00"
 
 
 def relative_error(predicted_bytes: int, measured_bytes: int) -> float:

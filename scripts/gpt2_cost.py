@@ -52,7 +52,7 @@ from ckplan.solving.menu import Menus
 from ckplan.solving.solve import solve, to_plan
 from ckplan.tracing.profile import profile_workload
 from ckplan.training.workload import WorkloadSpec, parse_options
-from ckplan.units import format_bytes, format_percent
+from ckplan.units import format_bytes, format_percent, format_seconds
 from ckplan.verifying.interleave import StepProcess, interleave
 from ckplan.verifying.worker import FirstSteps
 
@@ -66,6 +66,7 @@ HEADERS = (
     "fits",
     "bits equal",
     "bound",
+    "step time",
     "predicted overhead",
     "measured overhead",
     "quartiles",
@@ -99,6 +100,7 @@ class Outcome:
     variant: Variant
     peak_bytes: int
     equal: bool
+    step_seconds: float  # median over rounds
     overheads: tuple[float, ...]  # by round
 
     @property
@@ -116,7 +118,6 @@ class Outcome:
         """The row of the table."""
         variant, timeline = self.variant, self.variant.timeline
         budget_bytes, bound = variant.budget_bytes, variant.bound_overhead
-        low, _, high = statistics.quantiles(self.overheads, n=4, method="inclusive")
         return [
             variant.name,
             "" if variant.share is None else f"{variant.share:.0%}",
@@ -127,7 +128,14 @@ class Outcome:
             "" if budget_bytes is None else "yes" if self.fits else "**no**",
             "yes" if self.equal else "**no**",
             "" if bound is None else _percent(bound),
-            _percent(timeline.overhead),
+            format_seconds(self.step_seconds),
+            *(self._costs() if variant.plan else [""] * 3),
+        ]
+
+    def _costs(self) -> list[str]:
+        low, _, high = statistics.quantiles(self.overheads, n=4, method="inclusive")
+        return [
+            _percent(self.variant.timeline.overhead),
             _percent(self.overhead),
             f"{_percent(low)} to {_percent(high)}",
         ]
@@ -255,6 +263,7 @@ def measure(
             variant,
             found.peak_bytes,
             found.digests == first[0].digests,
+            statistics.median(taken),
             tuple(map(_overhead, taken, seconds[0])),
         )
         for variant, found, taken in zip(variants, first, seconds, strict=True)

@@ -27,13 +27,13 @@ from _measuring import (
     SEED,
     Report,
     add_output,
-    ckplan,
     finish,
     format_error,
     make_parser,
     make_table,
     relative_error,
     run,
+    run_ckplan,
     say,
     with_settings,
     workload_path,
@@ -84,14 +84,15 @@ class Row:
         """Results that were not seen to be equal."""
         return [name for name in RESULTS if not self.verified[f"{name}_equal"]]
 
-    def cells(self) -> list[str]:
-        """The row of the table."""
+    def cells(self, *, timed: bool) -> list[str]:
+        """The row of the table, with the measured overhead if that was asked for."""
         predicted_bytes, measured_bytes = self.unplanned
         unplanned = measured_bytes and (
             format_bytes(measured_bytes),
             format_error(predicted_bytes, measured_bytes),
         )
-        cells = [
+        overhead = self.verified["overhead"]  # None if there is no memory to time both
+        return [
             self.workload,
             format_bytes(self.solved["budget_bytes"]),
             *map(format_bytes, self.planned),
@@ -100,11 +101,10 @@ class Row:
             "**not " + ", ".join(self.different) + "**" if self.different else "yes",
             format_bytes(predicted_bytes),
             *(unplanned or ("n/a", "n/a")),
-            format_percent(self.solved["overhead"], sign=True),
-            format_percent(self.solved["bound_overhead"], sign=True),
+            _percent(self.solved["overhead"]),
+            _percent(self.solved["bound_overhead"]),
+            *([_percent(overhead)] if timed else []),
         ]
-        overhead = self.verified["overhead"]
-        return cells if overhead is None else [*cells, _percent(overhead)]
 
     def broken(self) -> Iterator[str]:
         """What of the promise does not hold."""
@@ -154,14 +154,14 @@ def measure(workload: str, args: argparse.Namespace, found: Findings) -> None:
     with tempfile.TemporaryDirectory(prefix="ckplan-promise-") as folder:
         trace, plan = f"{folder}/trace.json.gz", f"{folder}/plan.yaml"
         say(f"{workload}: profile")
-        ckplan("profile", workload_path(workload), *settings, "-o", trace)
+        run_ckplan("profile", workload_path(workload), *settings, "-o", trace)
         verify = ("verify", workload_path(workload), plan, *settings)
         for budget_bytes in _budgets(trace, plan, args.shares):
             budget = format_bytes(budget_bytes)
             say(f"{workload}: solve and verify at {budget}")
             try:
                 solved = _solve(trace, plan, str(budget_bytes))
-                verified = ckplan(
+                verified = run_ckplan(
                     *verify, "--seed", str(SEED), "--steps", str(args.steps)
                 )
             except CkplanError as error:
@@ -178,22 +178,23 @@ def _budgets(trace: str, plan: str, shares: Sequence[Fraction]) -> list[int]:
 
 
 def _solve(trace: str, plan: str, budget: str) -> dict[str, Any]:
-    return ckplan("solve", trace, "--budget", budget, "-o", plan, "--force")
+    return run_ckplan("solve", trace, "--budget", budget, "-o", plan, "--force")
 
 
 def _report(found: Findings, steps: int) -> Report:
-    timed = ("measured overhead",) if steps else ()
+    headers = (*HEADERS, "measured overhead") if steps else HEADERS
+    rows = [row.cells(timed=steps > 0) for row in found.rows]
     return Report(
         name="promise",
         title="The promise: it fits, as predicted, and computes the same",
         claim=(__doc__ or "").partition("\n\n    ")[0],
-        parts=[make_table((*HEADERS, *timed), [row.cells() for row in found.rows])],
+        parts=[make_table(headers, rows)],
         broken=found.broken(),
     )
 
 
-def _percent(overhead: float) -> str:
-    return format_percent(overhead, sign=True)
+def _percent(overhead: float | None) -> str:
+    return "n/a" if overhead is None else format_percent(overhead, sign=True)
 
 
 def _arguments() -> argparse.Namespace:

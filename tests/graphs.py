@@ -15,8 +15,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from random import Random
 
 from ckplan.graph import BEFORE_STEP, OUTSIDE_CALLS, Call, Graph, Op, Saved, Storage
+from ckplan.simulate import PROGRAM, RERUN, Region
 
 FINGERPRINT = {
     "torch": "2.13.0",
@@ -134,6 +136,7 @@ class Forward:
         saves: Sequence[int] = (),
         workspace_bytes: int = 0,
         random: bool = False,
+        seconds: float | None = None,
     ) -> tuple[int, ...]:
         """Run an op.
 
@@ -145,6 +148,7 @@ class Forward:
             saves: Storages that autograd keeps as they were before the op.
             workspace_bytes: Allocated inside the kernel.
             random: Whether it draws random numbers.
+            seconds: If not those of every op.
 
         Returns:
             The storages of its outputs: those written, then those made.
@@ -155,7 +159,10 @@ class Forward:
         outputs = (*writes, *made)
         self._run(name, call, reads, writes, outputs)
         self._ops[at] = replace(
-            self._ops[at], workspace_bytes=workspace_bytes, random=random
+            self._ops[at],
+            workspace_bytes=workspace_bytes,
+            random=random,
+            seconds=self._seconds if seconds is None else seconds,
         )
         return outputs
 
@@ -272,3 +279,108 @@ class Forward:
             else replace(storage, last=len(self._ops))
             for i, storage in enumerate(self._storages)
         )
+
+
+# -- steps at random -------------------------------------------------------------------
+
+
+def random_step(rng: Random, *, num_blocks: int = 3, num_ops: int = 3) -> Graph:
+    """Make up a step: blocks, some inside others, with skips, shared inputs and glue.
+
+    Ops read anything made before, make up to two storages or change one in place, and
+    save some of both. Some saved tensors are never unpacked, among them all that an op
+    changed afterwards (autograd would refuse those). Some activations outlive forward.
+
+    Args:
+        rng: Where chance comes from.
+        num_blocks: Most calls at the outer level.
+        num_ops: Most ops of a call.
+    """
+    forward = Forward()
+    visible = [forward.given(rng.randint(0, 9))]
+    weights = [forward.given(rng.randint(1, 4), "parameter")]
+
+    def run(name: str) -> None:
+        near = visible[-4:] if rng.random() < 0.8 else visible
+        reads = rng.sample(near, rng.randint(1, min(2, len(near))))
+        if rng.random() < 0.5:
+            reads.append(rng.choice(weights))
+        made = [s for s in visible[1:] if s not in reads]
+        writes = [rng.choice(made)] if made and rng.random() < 0.2 else []
+        makes = [rng.randint(0, 9) for _ in range(rng.randint(not writes, 2))]
+        outputs = forward.op(
+            name,
+            reads,
+            makes=makes,
+            writes=writes,
+            saves=[s for s in reads if rng.random() < 0.5],
+            workspace_bytes=rng.choice((0, 0, 0, 5)),
+            seconds=rng.randint(1, 9),
+        )
+        forward.save(*(s for s in outputs if rng.random() < 0.3))
+        visible.extend(s for s in outputs if s not in visible)
+
+    with forward.call("", module="Root"):
+        for block in range(rng.randint(1, num_blocks)):
+            with forward.call(f"{block}", module="Block"):
+                for place in range(rng.randint(1, num_ops)):
+                    if rng.random() < 0.3:
+                        with forward.call(f"{block}.{place}", module="Inner"):
+                            for _ in range(rng.randint(1, 2)):
+                                run("inner")
+                    else:
+                        run("own")
+            if rng.random() < 0.3:
+                run("glue")
+    forward.op("mean", [visible[-1]], makes=[4])
+    return _disturbed(forward.graph(), rng)
+
+
+def _disturbed(graph: Graph, rng: Random) -> Graph:
+    """Let tensors live longer, and some saved ones for nothing."""
+    last = graph.backward_stop - 1
+
+    def saved_again(saved: Saved) -> Saved:
+        later = graph.ops[saved.at : graph.num_forward]
+        changed = any(saved.storage in op.writes for op in later)
+        if saved.wanted < 0 or changed or rng.random() < 0.1:
+            done = min(graph.num_forward + rng.randint(0, 3), last)
+            return replace(saved, wanted=-1, done=max(done, graph.num_forward))
+        return replace(saved, done=min(saved.wanted + rng.choice((0, 0, 1)), last))
+
+    def storage_again(storage: Storage) -> Storage:
+        if storage.kind == "activation" and rng.random() < 0.1:
+            return replace(storage, last=rng.randint(storage.last, last))
+        return storage
+
+    return replace(
+        graph,
+        saved=tuple(map(saved_again, graph.saved)),
+        storages=tuple(map(storage_again, graph.storages)),
+    )
+
+
+def random_regions(graph: Graph, rng: Random) -> list[Region]:
+    """Choose regions of which none lies inside another, runs of siblings among them."""
+    found: list[Region] = []
+    stack = graph.children[OUTSIDE_CALLS][::-1]
+    while stack:
+        call = stack.pop()
+        choice = rng.random()
+        if choice < 0.3:
+            stack += graph.children[call][::-1]
+        elif choice < 0.9:
+            by = PROGRAM if choice < 0.7 else RERUN
+            last = call
+            siblings = graph.children[graph.calls[call].parent]
+            while stack and stack[-1] in siblings and rng.random() < 0.2:
+                last = stack.pop()
+            outputs = [
+                (op, m)
+                for op in range(graph.calls[call].start, graph.calls[last].stop)
+                for m in range(len(graph.ops[op].outputs))
+            ]
+            save = [o for o in outputs if by == PROGRAM and rng.random() < 0.3]
+            run = None if last == call else last
+            found.append(Region(call, by, frozenset(save), run))
+    return found

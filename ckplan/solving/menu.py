@@ -7,6 +7,8 @@ rebuild nothing, to keeping nothing. Calls that do the same share one search.
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ckplan.graph import BEFORE_STEP, Graph
@@ -34,7 +36,8 @@ class Menus:
     def __init__(self, simulator: Simulator) -> None:
         self._simulator = simulator
         self._graph = simulator.graph
-        self._hulls: dict[str, list[Kept]] = {}
+        self._hulls: dict[str, list[Kept]] = {}  # by signature
+        self._signatures: dict[int, str] = {}
 
     def options(self, call: int) -> list[Option]:
         """Every way to run a call, cheapest first; keeping everything is the first."""
@@ -43,7 +46,7 @@ class Menus:
         keep = Option(None, self._unplanned_need(windows), 0, 0.0)
         if not view.packed or windows[1][0] < 0:
             return [keep]
-        regions = [Region(call, save=kept) for kept in self._kept(call)]
+        regions = [self._region(call, kept) for kept in self._kept(call)]
         options = [self._option(region, windows) for region in regions]
         useful = [option for option in options if option.freed_bytes > 0]
         return [keep, *sorted(useful, key=lambda option: option.seconds)]
@@ -57,19 +60,53 @@ class Menus:
             for storage in {saved.storage for _, saved, _ in view.packed} - alive
         )
 
+    def tidy(self, regions: Sequence[Region], cover: Sequence[int]) -> list[Region]:
+        """The same choices, those that keep least given to the first of like calls.
+
+        Freeing early helps every later moment, and a plan in order is short to write.
+        """
+        chosen = {region.call: region for region in regions}
+        alike: dict[str, list[int]] = defaultdict(list)
+        for call in cover:
+            alike[self._signature(call)].append(call)
+        tidied: list[Region] = []
+        for calls in alike.values():
+            saves = [self._relative(chosen[c]) for c in calls if c in chosen]
+            saves.sort(
+                key=lambda kept: (self._kept_bytes(calls[0], kept), sorted(kept))
+            )
+            tidied += map(self._region, calls, saves)
+        return sorted(tidied, key=lambda region: region.call)
+
+    def _relative(self, region: Region) -> Kept:
+        start = self._graph.calls[region.call].start
+        return frozenset((op - start, output) for op, output in region.save)
+
+    def _region(self, call: int, kept: Kept) -> Region:
+        start = self._graph.calls[call].start
+        return Region(call, save=frozenset((start + op, out) for op, out in kept))
+
+    def _kept_bytes(self, call: int, kept: Kept) -> int:
+        start, graph = self._graph.calls[call].start, self._graph
+        storages = {graph.ops[start + op].outputs[output] for op, output in kept}
+        return sum(graph.storages[storage].bytes for storage in storages)
+
+    def _signature(self, call: int) -> str:
+        if call not in self._signatures:
+            self._signatures[call] = self._graph.signature(call)
+        return self._signatures[call]
+
     def _kept(self, call: int) -> list[Kept]:
         """The hull of a call, as ops of that call."""
-        signature = self._graph.signature(call)
-        start = self._graph.calls[call].start
+        signature = self._signature(call)
         if signature not in self._hulls:
             view = self._simulator.view(call)
             hull = call_closure(self._graph, view).hull(_most_cuts(view))
             kept = [_outputs(view, choice) for choice in hull]
-            self._hulls[signature] = [k for k in kept if _rebuildable(view, start, k)]
-        return [
-            frozenset((start + op, output) for op, output in kept)
-            for kept in self._hulls[signature]
-        ]
+            self._hulls[signature] = [
+                one for one in kept if not view.program(self._region(call, one))[0].lost
+            ]
+        return self._hulls[signature]
 
     def _option(self, region: Region, windows: list[tuple[int, int]]) -> Option:
         between = windows[1][0] - 1  # the last op before its backward begins
@@ -127,12 +164,6 @@ def call_closure(graph: Graph, view: RegionView) -> Closure:
         bytes_of,
         lambda step: round(graph.ops[view.start + step].seconds / NANOSECOND),
     )
-
-
-def _rebuildable(view: RegionView, start: int, kept: Kept) -> bool:
-    """Whether forward left all that the dropped values are rebuilt from."""
-    save = frozenset((start + op, output) for op, output in kept)
-    return not view.program(Region(view.index, save=save))[0].lost
 
 
 def _outputs(view: RegionView, choice: Choice) -> Kept:

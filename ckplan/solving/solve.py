@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
+from typing import TypeAlias
 
 from ckplan import units
 from ckplan.errors import InfeasibleError
@@ -17,6 +19,8 @@ from ckplan.solving.chain import ChainFrontier
 from ckplan.solving.covers import chain_of, find_covers
 from ckplan.solving.menu import Menus
 from ckplan.solving.solution import Floor, Solution
+
+_Found: TypeAlias = tuple[Timeline, tuple[Region, ...]]
 
 _MOST_REPLAYS = 32  # of points that the chain thought would fit
 
@@ -37,19 +41,19 @@ def solve(graph: Graph, budget_bytes: int) -> Solution:
     simulator = Simulator(graph)
     menus = Menus(simulator)
     unplanned = simulator.run()
-    chains = [chain_of(simulator, menus, c) for c in find_covers(graph, menus)]
+    covers = find_covers(graph, menus)
+    chains = [chain_of(simulator, menus, cover) for cover in covers]
     floor = _floor(simulator, chains)
-    best = unplanned if unplanned.peak_bytes <= budget_bytes else None
-    regions: tuple[Region, ...] = ()
-    for chain in chains if best is None else ():
-        for plan in islice(chain.cheapest_first(budget_bytes), _MOST_REPLAYS):
-            timeline = simulator.run(plan)
-            if timeline.peak_bytes <= budget_bytes:
-                if best is None or _rank(timeline) < _rank(best):
-                    best, regions = timeline, plan
-                break
-    if best is None:
-        raise _nothing_fits(graph, budget_bytes, floor)
+    best, regions = unplanned, tuple[Region, ...]()
+    if unplanned.peak_bytes > budget_bytes:
+        plans = (
+            _cheapest(simulator, chain, partial(menus.tidy, cover=cover), budget_bytes)
+            for cover, chain in zip(covers, chains, strict=True)
+        )
+        found = [plan for plan in plans if plan is not None]
+        if not found:
+            raise _nothing_fits(graph, budget_bytes, floor)
+        best, regions = min(found, key=_rank)
     return Solution(
         budget_bytes=budget_bytes,
         regions=regions,
@@ -85,8 +89,23 @@ def to_plan(graph: Graph, solution: Solution) -> Plan:
     )
 
 
-def _rank(timeline: Timeline) -> tuple[float, int]:
-    return timeline.recompute_seconds, timeline.peak_bytes
+def _cheapest(
+    simulator: Simulator,
+    chain: ChainFrontier,
+    tidy: Callable[[tuple[Region, ...]], list[Region]],
+    budget_bytes: int,
+) -> _Found | None:
+    """The cheapest plan of a chain whose replay fits."""
+    for plan in islice(chain.cheapest_first(budget_bytes), _MOST_REPLAYS):
+        for regions in (tuple(tidy(plan)), plan):
+            timeline = simulator.run(regions)
+            if timeline.peak_bytes <= budget_bytes:
+                return timeline, regions
+    return None
+
+
+def _rank(found: _Found) -> tuple[float, int]:
+    return found[0].recompute_seconds, found[0].peak_bytes
 
 
 def _floor(simulator: Simulator, chains: list[ChainFrontier]) -> Floor:

@@ -1,0 +1,419 @@
+"""Slow and simple answers to check quick ones by; nothing of the package is called.
+
+``walk`` replays a step event by event: every block of bytes has a set of holders and is
+gone when the set is empty. ``brute_force`` walks every plan there is. ``find_hull`` and
+``every_choice`` solve the closure problem by trying all subsets.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from itertools import chain as concatenate
+from itertools import combinations, product
+
+from ckplan.graph import Graph
+
+Span = tuple[int, int]  # first and last of a run of sibling calls; twice the same: one
+Kept = frozenset[tuple[int, int]]  # (op, output)
+Content = tuple[int, int]  # (storage, times written since the region began)
+
+
+class CannotRebuildError(Exception):
+    """What a region would be rebuilt from is overwritten."""
+
+
+@dataclass
+class Walk:
+    """What was seen."""
+
+    live_bytes: list[int] = field(default_factory=list)  # in gaps and ops, by turns
+    again: dict[Span, list[int]] = field(default_factory=dict)  # ops run again
+    seconds: float = 0.0  # of the ops run again
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.live_bytes, default=0)
+
+
+def walk(
+    graph: Graph,
+    programs: Mapping[Span, Kept] | None = None,
+    reruns: Iterable[Span] = (),
+    *,
+    prompt: bool = False,
+) -> Walk:
+    """Walk forward and backward with regions that rebuild and regions that run again.
+
+    Args:
+        graph: The step.
+        programs: Regions that rebuild op by op, and the outputs that they keep.
+        reruns: Regions that run again as a whole.
+        prompt: Let what a region was given go within the gap in which it is used last,
+            as the engine does, not at the end of that gap.
+
+    Raises:
+        CannotRebuildError: A region has lost what it needs.
+    """
+    memory = _Memory()
+    seen = Walk()
+    regions: list[_Program | _Rerun] = [
+        *(_Program(graph, memory, s, kept) for s, kept in (programs or {}).items()),
+        *(_Rerun(graph, memory, span) for span in reruns),
+    ]
+    dropped = {j for region in regions for j in region.dropped}
+    sizes = [storage.bytes for storage in graph.storages]
+
+    def enter(at: int) -> None:
+        """Everything that takes hold once ``at`` ops have run."""
+        for j, saved in enumerate(graph.saved):
+            if saved.at == at and j not in dropped:
+                memory.hold(saved.storage, ("saved", j))
+        for region in regions:
+            region.hold(at)
+
+    def leave(done: int) -> None:
+        """Everything that lets go when op ``done`` has run."""
+        for s, storage in enumerate(graph.storages):
+            if storage.last == done:
+                memory.let_go(s, "step")
+        for j, saved in enumerate(graph.saved):
+            if saved.done == done:
+                memory.let_go_all(("saved", j))
+        for region in regions:
+            region.let_go(done)
+
+    for s, storage in enumerate(graph.storages):
+        if storage.maker < 0:
+            memory.make(s, sizes[s], "step")
+    enter(0)
+    for now, op in enumerate(graph.ops):
+        most = memory.bytes
+        for region in regions:
+            most = max(most, region.rebuild(now, prompt))
+        seen.live_bytes.append(most)
+        for s, storage in enumerate(graph.storages):
+            if storage.maker == now:
+                memory.make(s, sizes[s], "step")
+        seen.live_bytes.append(memory.bytes + op.workspace_bytes)
+        enter(now + 1)
+        leave(now)
+    seen.live_bytes.append(memory.bytes)
+    seen.again = {region.span: region.again for region in regions}
+    ran = concatenate.from_iterable(seen.again.values())
+    seen.seconds = sum(graph.ops[op].seconds for op in ran)
+    return seen
+
+
+class _Memory:
+    """Blocks, each alive while anybody holds it."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._size: dict[Hashable, int] = {}
+        self._holders: dict[Hashable, set[Hashable]] = {}
+
+    def make(self, block: Hashable, num_bytes: int, holder: Hashable) -> None:
+        assert block not in self._holders, f"{block} is made twice"
+        self._size[block], self._holders[block] = num_bytes, {holder}
+        self.bytes += num_bytes
+
+    def hold(self, block: Hashable, holder: Hashable) -> None:
+        self._holders[block].add(holder)  # a KeyError: it is gone already
+
+    def let_go(self, block: Hashable, holder: Hashable) -> None:
+        holders = self._holders.get(block, set())
+        holders.discard(holder)
+        if not holders and block in self._holders:
+            del self._holders[block]
+            self.bytes -= self._size.pop(block)
+
+    def let_go_all(self, holder: Hashable) -> None:
+        for block in list(self._holders):
+            if holder in self._holders[block]:
+                self.let_go(block, holder)
+
+    def held_by_others(self, block: Hashable, holder: Hashable) -> bool:
+        return bool(self._holders[block] - {holder})
+
+
+# -- regions ---------------------------------------------------------------------------
+
+
+def members(graph: Graph, span: Span) -> set[int]:
+    """The calls of a run of siblings, and all calls inside them."""
+    parent = graph.calls[span[0]].parent
+    found = {
+        call
+        for call in range(span[0], span[1] + 1)
+        if graph.calls[call].parent == parent
+    }
+    for call, record in enumerate(graph.calls):  # parents come first
+        if record.parent in found:
+            found.add(call)
+    return found
+
+
+def saves_of(graph: Graph, span: Span) -> list[int]:
+    """The saved tensors of a region, what the parent does inside a run included."""
+    first, last = (graph.calls[call] for call in span)
+    inside = members(graph, span)
+    return [
+        j
+        for j, saved in enumerate(graph.saved)
+        if saved.call in inside
+        or (
+            span[0] != span[1]
+            and saved.call == first.parent
+            and first.stop <= saved.at <= last.start
+        )
+    ]
+
+
+class _Region:
+    def __init__(self, graph: Graph, memory: _Memory, span: Span) -> None:
+        self.graph, self.memory, self.span = graph, memory, span
+        self.start = graph.calls[span[0]].start
+        self.stop = graph.calls[span[1]].stop
+        self.saves = saves_of(graph, span)
+        self.again: list[int] = []
+
+    def ops(self) -> range:
+        return range(self.start, self.stop)
+
+    def is_inside(self, storage: int) -> bool:
+        return self.graph.storages[storage].maker in self.ops()
+
+    def inputs(self, op: int) -> set[int]:
+        return {*self.graph.ops[op].reads, *self.graph.ops[op].writes}
+
+    def is_written(self, storage: int, start: int, stop: int) -> bool:
+        return any(storage in op.writes for op in self.graph.ops[start:stop])
+
+    def size(self, storage: int) -> int:
+        return self.graph.storages[storage].bytes
+
+    def first_and_last(self, saves: Iterable[int]) -> tuple[int, int, int]:
+        """First and last op that wants one of the saves, last that holds one."""
+        saved = [self.graph.saved[j] for j in saves]
+        wanted = [s.wanted for s in saved if s.wanted >= 0]
+        done = max((s.done for s in saved), default=-1)
+        return min(wanted, default=-1), max(wanted, default=-1), done
+
+
+class _Program(_Region):
+    """Rebuilds what is wanted when it is wanted, each op once."""
+
+    def __init__(
+        self, graph: Graph, memory: _Memory, span: Span, kept: Kept
+    ) -> None:
+        super().__init__(graph, memory, span)
+        written: Counter[int] = Counter()
+        self._made_by: dict[Content, int] = {}
+        self._reads: dict[int, set[Content]] = {}
+        self._makes: dict[int, set[Content]] = {}
+        self._keeps: dict[int, list[Content]] = {}
+        self._content: dict[int, Content] = {}  # saved tensor -> what it shows
+        for now in (*self.ops(), self.stop):
+            for j in self.saves:
+                if graph.saved[j].at == now:
+                    storage = graph.saved[j].storage
+                    self._content[j] = (storage, written[storage])
+            if now == self.stop:
+                break
+            op = graph.ops[now]
+            self._reads[now] = {(s, written[s]) for s in self.inputs(now)}
+            written.update(set(op.writes))
+            made = {s for s in op.outputs if graph.storages[s].maker == now}
+            self._makes[now] = {(s, written[s]) for s in made | set(op.writes)}
+            self._made_by.update(dict.fromkeys(self._makes[now], now))
+            outputs = [(s, written[s]) for s in op.outputs]
+            self._keeps[now] = [outputs[m] for at, m in sorted(kept) if at == now]
+        self._final = written
+        keeps = concatenate.from_iterable(self._keeps.values())
+        self._kept = {(s, n) for s, n in keeps if written[s] == n}
+        self.dropped = {
+            j
+            for j, (s, n) in self._content.items()
+            if self.is_inside(s) and (s, n) not in self._kept
+        }
+        self._find_uses()
+        self._present: dict[Content, Hashable] = {}  # content -> block
+        self._num_blocks = 0
+        self._late: list[Content] = []
+
+    def _find_uses(self) -> None:
+        wanted = [self._content[j] for j in sorted(self.dropped)]
+        self._uses = Counter(wanted)
+        self._held: set[Content] = set()
+        needed: set[int] = set()
+
+        def need(content: Content) -> None:
+            maker = self._made_by.get(content)
+            if maker is None or content in self._kept:
+                self._held.add(content)
+            elif maker not in needed:
+                needed.add(maker)
+                for read in self._reads[maker]:
+                    self._uses[read] += 1
+                    need(read)
+
+        for content in wanted:
+            need(content)
+        _, last, _ = self.first_and_last(self.dropped)
+        for storage, number in self._held:
+            if self._final[storage] != number:
+                raise CannotRebuildError(f"storage {storage}, in the region")
+            if self.is_written(storage, self.stop, last):
+                raise CannotRebuildError(f"storage {storage}, after the region")
+
+    def hold(self, at: int) -> None:
+        """Watch forward; hold all inputs and what is kept until it is over."""
+        if at - 1 in self.ops():
+            op = at - 1
+            mine = {s for s in self.inputs(op) if not self.is_inside(s)}
+            mine |= {s for s, n in self._keeps[op] if (s, n) in self._kept}
+            for storage in mine:
+                if self.graph.storages[storage].maker >= 0:
+                    self.memory.hold(storage, ("watch", self.span))
+        if at == self.stop:
+            for content in self._held:
+                self._present[content] = content[0]
+                self.memory.hold(content[0], self._holder(content))
+
+    def let_go(self, done: int) -> None:
+        if done == self.stop - 1:
+            self.memory.let_go_all(("watch", self.span))
+        if done == self.first_and_last(self.dropped)[2]:
+            for content in list(self._present):
+                self._release(content)
+
+    def rebuild(self, now: int, prompt: bool) -> int:
+        """Rebuild what op ``now`` wants; returns the most bytes alive meanwhile."""
+        most = 0
+        for j in sorted(self.dropped):
+            if self.graph.saved[j].wanted == now:
+                content = self._content[j]
+                for op in self._missing(content):
+                    most = max(most, self._run(op, prompt))
+                self.memory.hold(self._present[content], ("saved", j))
+                self._use(content, prompt)
+        for content in self._late:
+            self._release(content)
+        self._late.clear()
+        return most
+
+    def _missing(self, content: Content) -> list[int]:
+        """The ops that must run before a content is there, in forward's order."""
+        found: set[int] = set()
+
+        def need(content: Content) -> None:
+            if content not in self._present:
+                found.add(self._made_by[content])
+                for read in self._reads[self._made_by[content]]:
+                    need(read)
+
+        need(content)
+        return [op for op in self.ops() if op in found]
+
+    def _run(self, op: int, prompt: bool) -> int:
+        memory, record = self.memory, self.graph.ops[op]
+        self.again.append(op)
+        made: dict[Content, Hashable] = {}
+        for storage in set(record.writes):
+            (old,) = (c for c in self._reads[op] if c[0] == storage)
+            new = (storage, old[1] + 1)
+            block = self._present[old]
+            shared = memory.held_by_others(block, self._holder(old))
+            if old in self._held or shared or self._uses[old] > 1:
+                made[new] = self._new_block(storage)
+            else:  # in place
+                made[new] = block
+                memory.hold(block, "running")
+        for content in self._makes[op] - made.keys():
+            made[content] = self._new_block(content[0])
+        most = memory.bytes + record.workspace_bytes
+        for content, block in made.items():
+            if self._uses[content] and content not in self._present:
+                self._present[content] = block
+                memory.hold(block, self._holder(content))
+        for content in self._reads[op]:
+            self._use(content, prompt)
+        memory.let_go_all("running")
+        return most
+
+    def _new_block(self, storage: int) -> Hashable:
+        self._num_blocks += 1
+        block = ("again", self.span, self._num_blocks)
+        self.memory.make(block, self.size(storage), "running")
+        return block
+
+    def _use(self, content: Content, prompt: bool) -> None:
+        self._uses[content] -= 1
+        if not self._uses[content]:
+            if content in self._held and not prompt:
+                self._late.append(content)
+            else:
+                self._release(content)
+
+    def _release(self, content: Content) -> None:
+        self.memory.let_go(self._present.pop(content), self._holder(content))
+
+    def _holder(self, content: Content) -> Hashable:
+        return "region", self.span, content
+
+
+class _Rerun(_Region):
+    """Runs the region again from its start, when the first of its saves is wanted."""
+
+    def __init__(self, graph: Graph, memory: _Memory, span: Span) -> None:
+        super().__init__(graph, memory, span)
+        self.dropped = {j for j in self.saves if self.is_inside(graph.saved[j].storage)}
+        self._first, _, self._done = self.first_and_last(self.saves)
+        if not self.dropped:
+            self._first = self._done = -1
+        stop = max((graph.saved[j].at for j in self.saves), default=self.start)
+        self._ops = range(self.start, stop)
+        for storage in {s for op in self._ops for s in self.inputs(op)}:
+            inside = self.is_inside(storage)
+            given = graph.storages[storage].maker < 0
+            if not inside and not given and self._first >= 0:
+                if self.is_written(storage, self.start, self._first):
+                    raise CannotRebuildError(f"storage {storage}, to be run again")
+
+    def hold(self, at: int) -> None:
+        if self._first >= 0 and at - 1 in self.ops():
+            for storage in self.inputs(at - 1):
+                given = self.graph.storages[storage].maker < 0
+                if not given and not self.is_inside(storage):
+                    self.memory.hold(storage, ("region", self.span))
+
+    def let_go(self, done: int) -> None:
+        if done == self._done:
+            self.memory.let_go_all(("region", self.span))
+
+    def rebuild(self, now: int, prompt: bool) -> int:
+        del prompt
+        most = 0
+        if now != self._first:
+            return most
+        running = ("running", self.span)
+        for at in self._ops:
+            self.again.append(at)
+            for storage in self._created(at):
+                self.memory.make(("again", self.span, storage), self.size(storage), running)
+            most = max(most, self.memory.bytes + self.graph.ops[at].workspace_bytes)
+            for j in self.saves:
+                saved = self.graph.saved[j]
+                if saved.at == at + 1 and j in self.dropped and saved.done >= now:
+                    self.memory.hold(("again", self.span, saved.storage), ("saved", j))
+            for s, storage in enumerate(self.graph.storages):
+                if storage.last == at:
+                    self.memory.let_go(("again", self.span, s), running)
+        self.memory.let_go_all(running)
+        return most
+
+    def _created(self, op: int) -> list[int]:
+        return [s for s, made in enumerate(self.graph.storages) if made.maker == op]
