@@ -156,6 +156,21 @@ class Graph:
             inside[call.parent].append(index)
         return inside
 
+    @cached_property
+    def _writers(self) -> dict[int, list[int]]:
+        """Storage -> ops that change it in place, in order."""
+        found: dict[int, list[int]] = {}
+        for index, op in enumerate(self.ops):
+            for storage in op.writes:
+                found.setdefault(storage, []).append(index)
+        return found
+
+    def is_changed(self, storage: int, start: int, stop: int) -> bool:
+        """Whether an op of ``[start, stop)`` changes a storage in place."""
+        writers = self._writers.get(storage, ())
+        place = bisect_left(writers, start)
+        return place < len(writers) and writers[place] < stop
+
     def phase(self, moment: int) -> str:
         """``forward``, ``backward`` or ``optimizer``."""
         if moment < self.num_forward:
@@ -216,9 +231,8 @@ class Graph:
         def mine(saved: Saved) -> bool:
             if saved.call == parent:
                 return call != stop_call and first < saved.at < stop
-            return call <= saved.call and self.within(
-                saved.call, call if call == stop_call else parent
-            )
+            within_last = self.within(saved.call, stop_call)
+            return call <= saved.call and (within_last or saved.call < stop_call)
 
         low = bisect_left(self.saved, first, key=lambda saved: saved.at)
         high = bisect_right(self.saved, stop, key=lambda saved: saved.at)

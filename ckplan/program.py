@@ -192,7 +192,11 @@ class Rebuild:
             for value in flow.overwrites[step]
             if self._program.given(value) or self._left[value] > 1
         ]
-        keep = [value for value in flow.outputs[step] if self._left.get(value, 0)]
+        keep = [
+            value
+            for value in flow.outputs[step]
+            if self._left.get(value, 0) and value not in self._present
+        ]
         self._machine.run(step, copies, keep)
         self._present.update(keep)
         for value in flow.inputs[step]:

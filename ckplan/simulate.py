@@ -14,8 +14,9 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from heapq import heappop, heappush
 from itertools import accumulate, pairwise
 
 from ckplan.errors import PlanError
@@ -68,6 +69,11 @@ class Effect:
                     counted[moment] += interval.bytes
         return {moment: most - counted[moment] for moment, most in self.spikes.items()}
 
+    def rebuilt_bytes(self, moment: int) -> int:
+        """Bytes of what is rebuilt, those that pass within a gap counted as they add up."""
+        alive = (i.bytes for i in self.rebuilt if i.start <= moment <= i.stop)
+        return min(sum(alive), self.spikes.get(moment, sum(i.bytes for i in self.rebuilt)))
+
 
 @dataclass(frozen=True)
 class Timeline:
@@ -116,12 +122,7 @@ class Timeline:
         for storage, stop in zip(self.graph.storages, self.stops, strict=True):
             if 2 * storage.maker + 1 <= moment <= stop:
                 total[storage.kind] += storage.bytes
-        total["activation"] += sum(
-            interval.bytes
-            for effect in self.effects
-            for interval in effect.rebuilt
-            if interval.start <= moment <= interval.stop
-        )
+        total["activation"] += sum(e.rebuilt_bytes(moment) for e in self.effects)
         total["temporary"] += self.peak_bytes - sum(total.values())
         return total
 
@@ -259,9 +260,11 @@ class Simulator:
         return start, max(start, min(2 * found.last + 1, self._end))
 
     def _check_disjoint(self, regions: Sequence[Region]) -> None:
+        calls = self.graph.calls
         for first, second in pairwise(regions):
-            if self.graph.within(second.call, first.call):
-                calls = self.graph.calls
+            last = first.call if first.last is None else first.last
+            inside = self.graph.within(second.call, first.call)
+            if inside or calls[second.call].start < calls[last].stop:
                 raise PlanError(
                     f"regions overlap: {calls[second.call]} is inside "
                     f"{calls[first.call]}",
@@ -280,7 +283,8 @@ class RegionView:
         self.start = graph.calls[call].start
         self.stop = graph.calls[last].stop
         self.flow = Flow()
-        self.packed: list[tuple[int, Saved, int]] = []  # (index, saved tensor, value)
+        self.saves: list[Saved] = []
+        self.packed: list[tuple[int, Saved, int]] = []  # those made inside; with values
         self.saved_stop = self.start  # ops that must run to remake all saved tensors
         at = self.start
         for index in graph.saved_in(call, last):
@@ -288,6 +292,7 @@ class RegionView:
             for op in graph.ops[at : saved.at]:
                 self.flow.add(op)
             self.saved_stop = at = max(at, saved.at)
+            self.saves.append(saved)
             if self.inside(saved.storage):
                 self.packed.append((index, saved, self.flow.value(saved.storage)))
         for op in graph.ops[at : self.stop]:
@@ -318,6 +323,11 @@ class RegionView:
             if not self.inside(storage) and storages[storage].maker != BEFORE_STEP
         }
 
+    def changed_inputs(self, before: int) -> set[int]:
+        """Those among ``external()`` that are not what they were when forward began."""
+        graph = self.graph
+        return {s for s in self.external() if graph.is_changed(s, self.start, before)}
+
     def kept_values(self, region: Region) -> set[int]:
         """The values that a region's saves name."""
         returned = self.flow.returned
@@ -333,15 +343,25 @@ class RegionView:
             if not (value in kept and current(value))
         ]
         program = compile_program(self.flow, [value for _, value in dropped], kept)
-        return program, {index for index, _ in dropped}
+        indices = {index for index, _ in dropped}
+        stop = max((s.wanted for i, s, _ in self.packed if i in indices), default=-1)
+        storage_of = self.flow.storage_of
+        late = {
+            value
+            for value in program.holds
+            if self.graph.is_changed(storage_of[value], self.stop, stop)
+        }
+        return replace(program, lost=program.lost | late), indices
 
 
 def _program_effect(view: RegionView, region: Region) -> Effect:
     program, dropped = view.program(region)
     if program.lost:
-        raise _not_rebuildable(view, program.lost)
+        lost = {view.flow.storage_of[value] for value in program.lost}
+        raise _not_rebuildable(view, lost)
     effect = Effect(dropped=dropped)
-    for storage in view.external():
+    kept = filter(view.flow.is_current, view.kept_values(region))
+    for storage in (*view.external(), *(view.flow.storage_of[v] for v in kept)):
         effect.hold(storage, 2 * view.stop - 1)
     tally = _Tally(view, program, effect)
     rebuild = Rebuild(program, tally)
@@ -350,7 +370,7 @@ def _program_effect(view: RegionView, region: Region) -> Effect:
         if wanted >= 0:
             tally.at(2 * wanted)
             rebuild.want(value)
-            tally.until = 2 * saved.done + 1
+            tally.unpack(value, 2 * saved.done + 1)
             rebuild.release(value)
     tally.close(max((2 * s.done + 1 for _, s, _ in events), default=0))
     effect.seconds = sum(view.graph.ops[op].seconds for op in effect.steps)
@@ -366,13 +386,20 @@ class _Tally:
         self._holds = set(program.holds)
         self._effect = effect
         self._born: dict[int, tuple[int, int]] = {}  # value -> (half moment, bytes)
+        self._unpacked: dict[int, int] = {}  # value -> half moment: backward's last
+        self._leaving: list[tuple[int, int]] = []  # (half moment, bytes), a heap
         self._bytes = 0
         self._moment = 0
-        self.until = 0  # half moment at which a value let go now is gone
 
     def at(self, moment: int) -> None:
         """Enter the gap in which steps now run."""
-        self._moment = self.until = moment
+        self._moment = moment
+        while self._leaving and self._leaving[0][0] < moment:
+            self._bytes -= heappop(self._leaving)[1]
+
+    def unpack(self, value: int, until: int) -> None:
+        """Hand a value to backward, which holds it whoever else lets it go."""
+        self._unpacked[value] = max(self._unpacked.get(value, 0), until)
 
     def run(self, step: int, copies: Collection[int], keep: Collection[int]) -> None:
         op = self._view.graph.ops[self._view.start + step]
@@ -391,22 +418,29 @@ class _Tally:
         spikes[self._moment] = max(spikes.get(self._moment, 0), most_bytes)
         for value in self._flow.outputs[step]:
             if value not in keep:
-                self._bytes -= self._born.pop(value)[1]
+                self._let_go(value, self._moment)
 
     def free(self, value: int) -> None:
+        stop = max(self._moment, self._unpacked.get(value, 0))
         if value in self._holds:
-            self._effect.hold(self._flow.storage_of[value], self.until)
+            self._effect.hold(self._flow.storage_of[value], stop)
             self._holds.discard(value)
         elif value in self._born:
-            start, size = self._born.pop(value)
-            self._bytes -= size
-            self._effect.rebuilt.append(Interval(start, self.until, size))
+            self._let_go(value, stop)
 
     def close(self, moment: int) -> None:
         """The region's state goes: whatever it still holds ends here."""
-        self.until = moment
+        self._moment = moment
         for value in (*self._holds, *self._born):
             self.free(value)
+
+    def _let_go(self, value: int, stop: int) -> None:
+        start, size = self._born.pop(value)
+        self._effect.rebuilt.append(Interval(start, stop, size))
+        if stop > self._moment:
+            heappush(self._leaving, (stop, size))
+        else:
+            self._bytes -= size
 
     def _allocate(self, value: int) -> None:
         size = self._view.graph.storages[self._flow.storage_of[value]].bytes
@@ -416,20 +450,29 @@ class _Tally:
 
 def _rerun_effect(view: RegionView, region: Region) -> Effect:
     """Run the call's ops again, whole, up to the last saved tensor (early stop)."""
-    graph = view.graph
+    del region
     effect = Effect(dropped={index for index, _, _ in view.packed})
-    wanted = [saved.wanted for _, saved, _ in view.packed if saved.wanted >= 0]
-    if not wanted:
-        return effect
-    first, last = min(wanted), max(saved.done for _, saved, _ in view.packed)
-    for storage in view.external():
+    last = max((saved.done for saved in view.saves), default=-1)
+    for storage in view.external() if view.saves else ():
         effect.hold(storage, 2 * last + 1)
+    wanted = [saved.wanted for saved in view.saves if saved.wanted >= 0]
+    if wanted:
+        lost = view.changed_inputs(min(wanted))
+        if lost:
+            raise _not_rebuildable(view, lost)
+        _run_again(view, min(wanted), effect)
+    return effect
+
+
+def _run_again(view: RegionView, first: int, effect: Effect) -> None:
+    """Run all ops at once, in the gap before op ``first``."""
+    graph = view.graph
     until: dict[int, int] = {}
     for _, saved, _ in view.packed:
-        until[saved.storage] = max(until.get(saved.storage, 0), saved.done)
-    alive = 0
+        if saved.done >= first:
+            until[saved.storage] = max(until.get(saved.storage, 0), saved.done)
+    alive = most_bytes = 0
     dying: dict[int, int] = {}
-    effect.spikes[2 * first] = 0
     for moment in range(view.start, view.saved_stop):
         op = graph.ops[moment]
         for storage in op.creates:
@@ -441,19 +484,15 @@ def _rerun_effect(view: RegionView, region: Region) -> Effect:
             else:
                 end = graph.storages[storage].last
                 dying[end] = dying.get(end, 0) + size
-        most_bytes = alive + op.workspace_bytes
-        effect.spikes[2 * first] = max(effect.spikes[2 * first], most_bytes)
+        most_bytes = max(most_bytes, alive + op.workspace_bytes)
         alive -= dying.pop(moment, 0)
         effect.seconds += op.seconds
         effect.steps.append(moment)
-    return effect
+    effect.spikes[2 * first] = most_bytes
 
 
-def _not_rebuildable(view: RegionView, lost: Iterable[int]) -> PlanError:
-    storages = {view.flow.storage_of[value] for value in lost}
-    names = sorted(
-        {op.name for op in view.graph.ops if storages & set(op.writes)} or {"an op"}
-    )
+def _not_rebuildable(view: RegionView, lost: Collection[int]) -> PlanError:
+    names = sorted({op.name for op in view.graph.ops if {*lost} & {*op.writes}})
     return PlanError(
         f"cannot rebuild {view.name}: {', '.join(names)} changes its input in place",
         needed="regions whose inputs are still there in backward",

@@ -190,7 +190,7 @@ class _Region:
         return {*self.graph.ops[op].reads, *self.graph.ops[op].writes}
 
     def is_written(self, storage: int, start: int, stop: int) -> bool:
-        return any(storage in op.writes for op in self.graph.ops[start:stop])
+        return any(storage in self.graph.ops[op].writes for op in range(start, stop))
 
     def size(self, storage: int) -> int:
         return self.graph.storages[storage].bytes
@@ -372,11 +372,9 @@ class _Rerun(_Region):
         super().__init__(graph, memory, span)
         self.dropped = {j for j in self.saves if self.is_inside(graph.saved[j].storage)}
         self._first, _, self._done = self.first_and_last(self.saves)
-        if not self.dropped:
-            self._first = self._done = -1
         stop = max((graph.saved[j].at for j in self.saves), default=self.start)
         self._ops = range(self.start, stop)
-        for storage in {s for op in self._ops for s in self.inputs(op)}:
+        for storage in {s for op in self.ops() for s in self.inputs(op)}:
             inside = self.is_inside(storage)
             given = graph.storages[storage].maker < 0
             if not inside and not given and self._first >= 0:
@@ -384,7 +382,7 @@ class _Rerun(_Region):
                     raise CannotRebuildError(f"storage {storage}, to be run again")
 
     def hold(self, at: int) -> None:
-        if self._first >= 0 and at - 1 in self.ops():
+        if self.saves and at - 1 in self.ops():
             for storage in self.inputs(at - 1):
                 given = self.graph.storages[storage].maker < 0
                 if not given and not self.is_inside(storage):
