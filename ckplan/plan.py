@@ -17,21 +17,19 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import yaml
-from yaml.reader import ReaderError
 from yaml.representer import SafeRepresenter
 
 from ckplan import files
-from ckplan.errors import CkplanError, PlanError, did_you_mean
+from ckplan.errors import PlanError, did_you_mean
 from ckplan.names import OpName
+from ckplan.strict_yaml import Part, compose, not_yaml
 from ckplan.units import parse_bytes
-
-T = TypeVar("T")
 
 FORMAT_VERSION = 1
 WAYS = ("program", "rerun")
@@ -39,7 +37,6 @@ BOUNDS = ("any_schedule", "this_plan_space")
 
 _DECIMALS = 4  # of overheads
 _MAX_COLUMNS = 88
-_MAX_DEPTH = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +246,7 @@ def load(path: str | Path) -> Plan:
         text = data.decode()
     except UnicodeDecodeError as error:
         line = 1 + data.count(b"\n", 0, error.start)
-        raise _not_yaml(str(path), line, "it is not text") from None
+        raise not_yaml(str(path), line, "it is not text") from None
     return loads(text, str(path))
 
 
@@ -260,7 +257,7 @@ def loads(text: str, name: str) -> Plan:
         PlanError: Not YAML, a key that is unknown, missing or there twice, or a value
             that is not what its key needs.
     """
-    root = _compose(text, name)
+    root = compose(text, name, _EXAMPLES)
     version = root.entries().get("ckplan")
     if version:  # before all else: another version may have other keys
         version.read(_version)
@@ -269,115 +266,18 @@ def loads(text: str, name: str) -> Plan:
     return Plan(**found)
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """A piece of a plan file: what it is, where it is, what it holds."""
-
-    what: str  # "a region", or its key in quotes
-    file: str
-    line: int
-    node: yaml.Node
-
-    @property
-    def where(self) -> str:
-        """File and line."""
-        return f"{self.file}, line {self.line}"
-
-    def error(self, found: str, *, needed: str, hint: str) -> PlanError:
-        """Return an error at this place."""
-        return PlanError(f"{self.where}: {found}", needed=needed, hint=hint)
-
-    def locate(self, make: Callable[..., T], *args: object) -> T:
-        """Call a function; what goes wrong in it goes wrong at this place."""
-        try:
-            return make(*args)
-        except CkplanError as error:
-            raise self.error(error.what, needed=error.needed, hint=error.hint) from None
-
-    def text(self) -> str:
-        """Return the scalar that this is."""
-        return str(self._value(yaml.ScalarNode, "a single value"))
-
-    def read(self, convert: Callable[[str], T]) -> T:
-        """Return the scalar that this is, converted."""
-        return self.locate(convert, self.text())
-
-    def items(self, what: str) -> list[_Part]:
-        """Return the items of the list that this is."""
-        nodes = self._value(yaml.SequenceNode, "a list")
-        return [_Part(what, self.file, _line(node), node) for node in nodes]
-
-    def entries(self) -> dict[str, _Part]:
-        """Return the entries of the mapping that this is, each in its key's line."""
-        entries: dict[str, _Part] = {}
-        for key, value in self._value(yaml.MappingNode, "a mapping"):
-            name = _Part("a key", self.file, _line(key), key).text()
-            entry = _Part(repr(name), self.file, _line(key), value)
-            if name in entries:
-                raise entry.error(
-                    f"key {name!r} comes twice, first in line {entries[name].line}",
-                    needed=f"every key of {self.what} once",
-                    hint="remove one of the two",
-                )
-            entries[name] = entry
-        return entries
-
-    def record(
-        self,
-        keys: Collection[str],
-        *,
-        required: Collection[str] = (),
-        later: Collection[str] = (),
-    ) -> dict[str, _Part]:
-        """Return the entries of a mapping that may have certain keys only.
-
-        Args:
-            keys: What it may have.
-            required: What it must have.
-            later: What other versions of ckplan may read.
-        """
-        entries = self.entries()
-        needed = f"one of {', '.join(keys)}"
-        for key in entries:
-            if key not in keys:
-                near = did_you_mean(key, keys) if key not in later else None
-                hint = f"did you mean {near!r}?" if near else f"leave {key!r} out"
-                found = f"unknown key {key!r} in {self.what}"
-                if key in later:
-                    found = f"{key!r} in {self.what} is not supported by this version"
-                raise entries[key].error(found, needed=needed, hint=hint)
-        for key in required:
-            if key not in entries:
-                found = f"missing key {key!r} in {self.what}"
-                needed = f"{', '.join(required)} in {self.what}"
-                raise self.error(found, needed=needed, hint=_example(repr(key)))
-        return entries
-
-    def _value(self, kind: type[yaml.Node], needed: str) -> Any:
-        node: Any = self.node
-        if node.value == "" and not node.style:
-            found = "empty"
-        elif isinstance(node, kind):
-            return node.value
-        else:
-            nouns = {"scalar": "a single value", "sequence": "a list"}
-            found = nouns.get(node.id, "a mapping")
-        hint = _example(self.what)
-        raise self.error(f"{self.what} is {found}", needed=needed, hint=hint)
-
-
-def _fingerprint(part: _Part) -> dict[str, Any]:
+def _fingerprint(part: Part) -> dict[str, Any]:
     return {
         key: _batch(entry) if key == "batch" else entry.text()
         for key, entry in part.record(_FINGERPRINT_KEYS).items()
     }
 
 
-def _batch(part: _Part) -> dict[str, str]:
+def _batch(part: Part) -> dict[str, str]:
     return {key: entry.text() for key, entry in part.entries().items()}
 
 
-def _prediction(part: _Part) -> Prediction:
+def _prediction(part: Part) -> Prediction:
     entries = part.record(_PREDICTION_KEYS, required=_PREDICTION_KEYS)
     return Prediction(
         peak_bytes=entries["peak_bytes"].read(_whole_number),
@@ -387,11 +287,11 @@ def _prediction(part: _Part) -> Prediction:
     )
 
 
-def _bound(part: _Part) -> dict[str, float]:
+def _bound(part: Part) -> dict[str, float]:
     return {key: entry.read(_fraction) for key, entry in part.record(BOUNDS).items()}
 
 
-def _region(part: _Part) -> PlannedRegion:
+def _region(part: Part) -> PlannedRegion:
     entries = part.record(_REGION_KEYS, required=("calls",), later=_LATER_REGION_KEYS)
     calls = entries["calls"]
     by = entries["by"].read(_way) if "by" in entries else "program"
@@ -401,8 +301,8 @@ def _region(part: _Part) -> PlannedRegion:
     return part.locate(PlannedRegion, calls.text(), by, save, where)
 
 
-_READERS: dict[str, Callable[[_Part], Any]] = {
-    "model": _Part.text,
+_READERS: dict[str, Callable[[Part], Any]] = {
+    "model": Part.text,
     "fingerprint": _fingerprint,
     "budget_bytes": lambda part: part.read(parse_bytes),
     "predicted": _prediction,
@@ -426,7 +326,7 @@ def _way(text: str) -> str:
         raise PlanError(
             f"cannot recompute by {text!r}",
             needed=f"by: {' or by: '.join(WAYS)}",
-            hint=f"did you mean {near!r}?" if near else _example("'by'"),
+            hint=f"did you mean {near!r}?" if near else _EXAMPLES["'by'"],
         )
     return text
 
@@ -450,61 +350,3 @@ def _fraction(text: str) -> float:
 def _not_a_number(text: str, needed: str) -> PlanError:
     hint = "leave 'predicted' and 'bound' out, if you write by hand"
     return PlanError(f"cannot read the number {text!r}", needed=needed, hint=hint)
-
-
-def _compose(text: str, name: str) -> _Part:
-    """Read YAML no further than nodes, which know their line and are strings."""
-    try:
-        root = yaml.compose(text, Loader=_Composer)
-    except ReaderError as error:
-        line = 1 + text.count("\n", 0, error.position)
-        raise _not_yaml(name, line, "a character that is not text") from None
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        line = mark.line + 1 if mark else 1
-        raise _not_yaml(name, line, error.problem or str(error)) from None
-    if root is None:
-        raise PlanError(
-            f"{name}, line 1: the plan is empty",
-            needed="the keys ckplan and regions",
-            hint=_example("the plan"),
-        )
-    return _Part("the plan", name, _line(root), root)
-
-
-class _Composer(yaml.BaseLoader):
-    """Makes nodes only, from what cannot become more than was written."""
-
-    _depth = 0
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        event: Any = self.peek_event()  # type: ignore[no-untyped-call]
-        problem = ""
-        if isinstance(event, yaml.AliasEvent):
-            problem = f"found the alias '*{event.anchor}'"
-        elif event.tag:
-            problem = f"found the tag '{event.tag}'"
-        elif self._depth == _MAX_DEPTH:
-            problem = f"found more than {_MAX_DEPTH} levels"
-        if problem:
-            raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
-        self._depth += 1
-        node = super().compose_node(parent, index)
-        self._depth -= 1
-        return node
-
-
-def _not_yaml(name: str, line: int, problem: str) -> PlanError:
-    return PlanError(
-        f"{name}, line {line}: cannot read the plan: {problem}",
-        needed="YAML in UTF-8, without tags (!x) and aliases (*x)",
-        hint='indent by spaces; inside [] and {}, put quotes: "int64[8,256]"',
-    )
-
-
-def _line(node: yaml.Node) -> int:
-    return int(node.start_mark.line) + 1
-
-
-def _example(what: str) -> str:
-    return _EXAMPLES.get(what, "leave it out")

@@ -12,6 +12,7 @@ and free, in the order that ``program.Rebuild`` fixes for simulator and engine a
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -62,17 +63,18 @@ class Effect:
 
     def spike_excess(self) -> dict[int, int]:
         """Most bytes alive in a gap beyond what the intervals count there."""
-        counted = dict.fromkeys(self.spikes, 0)
+        moments = sorted(self.spikes)
+        level = [0] * (len(moments) + 1)
         for interval in self.rebuilt:
-            for moment in counted:
-                if interval.start <= moment <= interval.stop:
-                    counted[moment] += interval.bytes
-        return {moment: most - counted[moment] for moment, most in self.spikes.items()}
+            level[bisect_left(moments, interval.start)] += interval.bytes
+            level[bisect_right(moments, interval.stop)] -= interval.bytes
+        counted = zip(moments, accumulate(level), strict=False)
+        return {moment: self.spikes[moment] - sum_ for moment, sum_ in counted}
 
     def rebuilt_bytes(self, moment: int) -> int:
-        """Bytes of what is rebuilt, those that pass within a gap counted as they add up."""
-        alive = (i.bytes for i in self.rebuilt if i.start <= moment <= i.stop)
-        return min(sum(alive), self.spikes.get(moment, sum(i.bytes for i in self.rebuilt)))
+        """Bytes of what is rebuilt; in a gap, no more than are alive there at once."""
+        alive = sum(i.bytes for i in self.rebuilt if i.start <= moment <= i.stop)
+        return min(alive, self.spikes.get(moment, alive))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,189 @@
+"""Strict reading of YAML: a mapping to checked records, every error with its line.
+
+All scalars are read as strings and then checked. Tags and aliases are refused, so that
+a file is no more than what was written in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import yaml
+from yaml.reader import ReaderError
+
+from ckplan.errors import CkplanError, PlanError, did_you_mean
+
+T = TypeVar("T")
+
+_MAX_DEPTH = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A piece of a plan file: what it is, where it is, what it holds."""
+
+    what: str  # "a region", or its key in quotes
+    file: str
+    line: int
+    node: yaml.Node
+    examples: Mapping[str, str]  # of what may stand where, by `what`
+
+    @property
+    def where(self) -> str:
+        """File and line."""
+        return f"{self.file}, line {self.line}"
+
+    def error(self, found: str, *, needed: str, hint: str) -> PlanError:
+        """Return an error at this place."""
+        return PlanError(f"{self.where}: {found}", needed=needed, hint=hint)
+
+    def locate(self, make: Callable[..., T], *args: object) -> T:
+        """Call a function; what goes wrong in it goes wrong at this place."""
+        try:
+            return make(*args)
+        except CkplanError as error:
+            raise self.error(error.what, needed=error.needed, hint=error.hint) from None
+
+    def text(self) -> str:
+        """Return the scalar that this is."""
+        return str(self._value(yaml.ScalarNode, "a single value"))
+
+    def read(self, convert: Callable[[str], T]) -> T:
+        """Return the scalar that this is, converted."""
+        return self.locate(convert, self.text())
+
+    def items(self, what: str) -> list[Part]:
+        """Return the items of the list that this is."""
+        nodes = self._value(yaml.SequenceNode, "a list")
+        return [self._inner(what, node, node) for node in nodes]
+
+    def entries(self) -> dict[str, Part]:
+        """Return the entries of the mapping that this is, each in its key's line."""
+        entries: dict[str, Part] = {}
+        for key, value in self._value(yaml.MappingNode, "a mapping"):
+            name = self._inner("a key", key, key).text()
+            entry = self._inner(repr(name), key, value)
+            if name in entries:
+                raise entry.error(
+                    f"key {name!r} comes twice, first in line {entries[name].line}",
+                    needed=f"every key of {self.what} once",
+                    hint="remove one of the two",
+                )
+            entries[name] = entry
+        return entries
+
+    def record(
+        self,
+        keys: Collection[str],
+        *,
+        required: Collection[str] = (),
+        later: Collection[str] = (),
+    ) -> dict[str, Part]:
+        """Return the entries of a mapping that may have certain keys only.
+
+        Args:
+            keys: What it may have.
+            required: What it must have.
+            later: What other versions of ckplan may read.
+        """
+        entries = self.entries()
+        needed = f"one of {', '.join(keys)}"
+        for key in entries:
+            if key not in keys:
+                near = did_you_mean(key, keys) if key not in later else None
+                hint = f"did you mean {near!r}?" if near else f"leave {key!r} out"
+                found = f"unknown key {key!r} in {self.what}"
+                if key in later:
+                    found = f"{key!r} in {self.what} is not supported by this version"
+                raise entries[key].error(found, needed=needed, hint=hint)
+        for key in required:
+            if key not in entries:
+                found = f"missing key {key!r} in {self.what}"
+                needed = f"{', '.join(required)} in {self.what}"
+                raise self.error(found, needed=needed, hint=self.example(repr(key)))
+        return entries
+
+    def _value(self, kind: type[yaml.Node], needed: str) -> Any:
+        node: Any = self.node
+        if node.value == "" and not node.style:
+            found = "empty"
+        elif isinstance(node, kind):
+            return node.value
+        else:
+            nouns = {"scalar": "a single value", "sequence": "a list"}
+            found = nouns.get(node.id, "a mapping")
+        hint = self.example(self.what)
+        raise self.error(f"{self.what} is {found}", needed=needed, hint=hint)
+
+    def example(self, what: str) -> str:
+        """Return what may stand in a place."""
+        return self.examples.get(what, "leave it out")
+
+    def _inner(self, what: str, place: yaml.Node, node: yaml.Node) -> Part:
+        return Part(what, self.file, _line(place), node, self.examples)
+
+
+def compose(text: str, name: str, examples: Mapping[str, str]) -> Part:
+    """Read YAML no further than nodes, which know their line and are strings.
+
+    Args:
+        text: The whole file.
+        name: What errors call it.
+        examples: Of what may stand where, by the name of the place.
+
+    Raises:
+        PlanError: Not YAML, or nothing in it.
+    """
+    try:
+        root = yaml.compose(text, Loader=_Composer)
+    except ReaderError as error:
+        line = 1 + text.count("\n", 0, error.position)
+        raise not_yaml(name, line, "a character that is not text") from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = mark.line + 1 if mark else 1
+        raise not_yaml(name, line, error.problem or str(error)) from None
+    if root is None:
+        raise PlanError(
+            f"{name}, line 1: the plan is empty",
+            needed="the keys ckplan and regions",
+            hint=examples["the plan"],
+        )
+    return Part("the plan", name, _line(root), root, examples)
+
+
+class _Composer(yaml.BaseLoader):
+    """Makes nodes only, from what cannot become more than was written."""
+
+    _depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        event: Any = self.peek_event()  # type: ignore[no-untyped-call]
+        problem = ""
+        if isinstance(event, yaml.AliasEvent):
+            problem = f"found the alias '*{event.anchor}'"
+        elif event.tag:
+            problem = f"found the tag '{event.tag}'"
+        elif self._depth == _MAX_DEPTH:
+            problem = f"found more than {_MAX_DEPTH} levels"
+        if problem:
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
+        self._depth += 1
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+
+def not_yaml(name: str, line: int, problem: str) -> PlanError:
+    """Return the error for a file that is no plain YAML."""
+    return PlanError(
+        f"{name}, line {line}: cannot read the plan: {problem}",
+        needed="YAML in UTF-8, without tags (!x) and aliases (*x)",
+        hint='indent by spaces; inside [] and {}, put quotes: "int64[8,256]"',
+    )
+
+
+def _line(node: yaml.Node) -> int:
+    return int(node.start_mark.line) + 1
