@@ -60,20 +60,21 @@ class Flow:
     def add(self, step: AbstractStep) -> int:
         """Append a step that has run; returns its number."""
         number = len(self.inputs)
-        read = {self.value(s) for s in (*step.reads, *step.writes)}
-        self.inputs.append(tuple(sorted(read)))
+        current = self.current
+        read = dict.fromkeys(map(self.value, (*step.reads, *step.writes)))
         overwritten: dict[int, int] = {}
         for storage in dict.fromkeys(step.writes):
-            old = self.current[storage]
-            overwritten[old] = self.current[storage] = self._make(storage, number)
-        for storage in dict.fromkeys(step.outputs):
-            if storage not in self.current:
-                self.current[storage] = self._make(storage, number)
+            old = current[storage]
+            overwritten[old] = current[storage] = self._make(storage, number)
+        made = list(overwritten.values())
+        for storage in step.outputs:
+            if storage not in current:
+                current[storage] = self._make(storage, number)
+                made.append(current[storage])
+        self.inputs.append(tuple(read))
         self.overwrites.append(overwritten)
-        self.returned.append(tuple(self.current[s] for s in step.outputs))
-        made = (*overwritten.values(), *self.returned[-1])
-        fresh = (v for v in dict.fromkeys(made) if self.maker_of[v] == number)
-        self.outputs.append(tuple(fresh))
+        self.returned.append(tuple([current[storage] for storage in step.outputs]))
+        self.outputs.append(tuple(made))
         return number
 
     def is_current(self, value: int) -> bool:

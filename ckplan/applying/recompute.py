@@ -15,11 +15,11 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckplan.errors import ApplyError
@@ -30,6 +30,28 @@ Saves = Mapping[tuple[str, str, int], frozenset[int] | None]
 
 _BATCH_NORMS = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
 _RUNNING_STATISTICS = slice(3, 5)  # arguments of all three
+
+
+class _Facts(NamedTuple):
+    """What the recorder must know of an op, looked up once."""
+
+    name: str
+    is_view: bool
+    writes: tuple[tuple[int, str], ...]  # arguments changed in place
+    random: bool
+    batch_norm: bool
+
+
+@cache
+def _facts(func: Any) -> _Facts:
+    writes = tuple(
+        (position, argument.name)
+        for position, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+    name = func.overloadpacket.__name__
+    random = torch.Tag.nondeterministic_seeded in func.tags
+    return _Facts(name, func.is_view, writes, random, name in _BATCH_NORMS)
 
 
 class _Ref(NamedTuple):
@@ -46,8 +68,8 @@ class _Step(NamedTuple):
     """An op that ran."""
 
     func: Any
-    flat: list[Any]  # arguments, tensors as _Ref
-    spec: pytree.TreeSpec
+    args: list[Any]  # tensors as _Ref, also inside lists
+    kwargs: dict[str, Any]
     random_state: torch.Tensor | None  # of its generator, before it ran
     generator: torch.Generator | None
     device: torch.device
@@ -106,6 +128,10 @@ class ProgramRegion(TorchDispatchMode):
         self._program: Program | None = None
         self._contexts = ExitStack()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # the guard against being compiled costs more than recording an op
+
     # -- forward ---------------------------------------------------------------------
 
     def open(self) -> None:
@@ -150,33 +176,41 @@ class ProgramRegion(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        facts = _facts(func)
+        if facts.is_view:
+            return func(*args, **(kwargs or {}))
         kwargs = kwargs or {}
-        if func.is_view:
-            return func(*args, **kwargs)
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        access = _Access([self._number(t) for t in tensors], [], [])
-        flat = [self._ref(x) if isinstance(x, torch.Tensor) else x for x in leaves]
-        random = torch.Tag.nondeterministic_seeded in func.tags
-        generator = kwargs.get("generator") if random else None
-        device = tensors[0].device if tensors else _device_of(kwargs)
-        state = _random_state(device, generator) if random else None
+        reads: list[int] = []
+        refs = [self._take(x, reads) for x in args]
+        named = {key: self._take(x, reads) for key, x in kwargs.items()}
+        generator = kwargs.get("generator") if facts.random else None
+        device = _device_of(args, kwargs)
+        state = _random_state(device, generator) if facts.random else None
         out = func(*args, **kwargs)
-        returned = pytree.tree_leaves(out)
-        returned = [leaf for leaf in returned if isinstance(leaf, torch.Tensor)]
+        returned = _tensors(out)
         known = len(self._addresses)
-        access.outputs.extend(self._number(t, inside=True) for t in returned)
-        if func._schema.is_mutable:
-            access.writes.extend(self._written(func, args, kwargs))
-        if len(self._addresses) > known or access.writes:
-            if func.overloadpacket.__name__ in _BATCH_NORMS:
-                flat[_RUNNING_STATISTICS] = None, None  # must not be updated twice
-            number = self._flow.add(access)
-            self._steps[number] = _Step(func, flat, spec, state, generator, device)
+        outputs = [self._number(tensor, inside=True) for tensor in returned]
+        writes = self._written(facts, args, kwargs) if facts.writes else []
+        if len(self._addresses) > known or writes:
+            if facts.batch_norm:
+                refs[_RUNNING_STATISTICS] = None, None  # must not be updated twice
+            number = self._flow.add(_Access(reads, writes, outputs))
+            self._steps[number] = _Step(func, refs, named, state, generator, device)
             for value in self._flow.overwrites[number]:
                 self._held.pop(value, None)
-            self._save(func, number, returned)
+            if self._saves:
+                self._save(facts.name, number, returned)
         return out
+
+    def _take(self, argument: Any, reads: list[int]) -> Any:
+        """An argument as a step keeps it, its storages added to what the op reads."""
+        if isinstance(argument, torch.Tensor):
+            number = self._number(argument)
+            reads.append(number)
+            return self._ref(argument, self._flow.value(number))
+        if isinstance(argument, (list, tuple)):
+            return [self._take(item, reads) for item in argument]
+        return argument
 
     def _number(self, tensor: torch.Tensor, *, inside: bool = False) -> int:
         storage = tensor.untyped_storage()
@@ -194,27 +228,22 @@ class ProgramRegion(TorchDispatchMode):
     def _hold(self, value: int, tensor: torch.Tensor) -> None:
         self._held[value] = _Held(tensor.detach(), tensor._version)
 
-    def _ref(self, tensor: torch.Tensor) -> _Ref:
-        value = self._flow.value(self._numbers[tensor.untyped_storage()._cdata])
+    def _ref(self, tensor: torch.Tensor, value: int) -> _Ref:
         offset = tensor.storage_offset()
         return _Ref(value, tensor.size(), tensor.stride(), offset, tensor.dtype)
 
     def _written(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Iterator[int]:
-        for position, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                inside = position < len(args)
-                value = args[position] if inside else kwargs.get(argument.name)
-                for leaf in pytree.tree_leaves(value):
-                    if isinstance(leaf, torch.Tensor):
-                        yield self._number(leaf)
+        self, facts: _Facts, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[int]:
+        changed = (
+            args[position] if position < len(args) else kwargs.get(name)
+            for position, name in facts.writes
+        )
+        return [self._number(t) for value in changed for t in _tensors(value)]
 
-    def _save(self, func: Any, number: int, returned: list[torch.Tensor]) -> None:
+    def _save(self, name: str, number: int, returned: list[torch.Tensor]) -> None:
         """Hold the outputs that the plan names."""
-        if not self._saves:
-            return
-        place = (self.path[-1], func.overloadpacket.__name__)
+        place = (self.path[-1], name)
         key = (*place, self._occurrences[place])
         self._occurrences[place] += 1
         if key not in self._saves:
@@ -228,12 +257,12 @@ class ProgramRegion(TorchDispatchMode):
     def _pack(self, tensor: torch.Tensor) -> _Kept | _Dropped:
         number = self._numbers.get(tensor.untyped_storage()._cdata)
         if number in self._inside and not tensor.is_conj():
-            ref = self._ref(tensor)
-            if ref.value not in self._held:
-                if ref.value not in self._wanted:
+            value = self._flow.value(number)
+            if value not in self._held:
+                if value not in self._wanted:
                     self.dropped_bytes += tensor.untyped_storage().nbytes()
-                self._wanted.append(ref.value)
-                return _Dropped(self, ref)
+                self._wanted.append(value)
+                return _Dropped(self, self._ref(tensor, value))
         return _Kept(tensor, tensor._version)
 
     # -- backward: the machine that program.Rebuild drives ---------------------------
@@ -263,16 +292,15 @@ class ProgramRegion(TorchDispatchMode):
             self._check_version(value)
         for value in copies:
             present[value] = _copy(present[value])
-        flat = [_view(present[x.value], x) if type(x) is _Ref else x for x in op.flat]
-        args, kwargs = pytree.tree_unflatten(flat, op.spec)
+        args = [_give(x, present) for x in op.args]
+        kwargs = {key: _give(x, present) for key, x in op.kwargs.items()}
         if op.random_state is not None:
             _set_random_state(op.device, op.generator, op.random_state)
         out = op.func(*args, **kwargs)
         for old, new in flow.overwrites[step].items():
             if new in keep:
                 self._values[new] = present[old]
-        returned = [x for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor)]
-        for value, tensor in zip(flow.returned[step], returned, strict=True):
+        for value, tensor in zip(flow.returned[step], _tensors(out), strict=True):
             if value in keep:
                 self._values.setdefault(value, tensor)
 
@@ -320,6 +348,24 @@ def _unpack(packed: _Kept | _Dropped) -> torch.Tensor:
     return packed.tensor
 
 
+def _tensors(value: Any) -> list[torch.Tensor]:
+    """The tensors that an op takes or returns in one place: one, several or none."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [tensor for item in value for tensor in _tensors(item)]
+    return []
+
+
+def _give(argument: Any, present: Mapping[int, torch.Tensor]) -> Any:
+    """An argument as the op takes it."""
+    if type(argument) is _Ref:
+        return _view(present[argument.value], argument)
+    if type(argument) is list:
+        return [_give(item, present) for item in argument]
+    return argument
+
+
 def _view(tensor: torch.Tensor, ref: _Ref) -> torch.Tensor:
     """The view that an op had of a value, from any tensor on its storage."""
     if tensor.dtype == ref.dtype:
@@ -335,7 +381,9 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
     return bare.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
-def _device_of(kwargs: Mapping[str, Any]) -> torch.device:
+def _device_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.device:
+    if args and isinstance(args[0], torch.Tensor):
+        return args[0].device
     return torch.device(kwargs.get("device") or "cpu")
 
 

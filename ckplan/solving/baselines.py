@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
+from ckplan.errors import PlanError
 from ckplan.graph import Graph
 from ckplan.simulate import RERUN, Region, Simulator
 from ckplan.solving.menu import Menus
@@ -52,7 +53,11 @@ def baselines(
     simulator: Simulator, menus: Menus, budget_bytes: int
 ) -> tuple[Baseline, ...]:
     """None, every call and Chen's Algorithm 3, each with its peak and overhead."""
-    layers = find_layers(simulator.graph, menus)
+    layers = [
+        layer
+        for layer in find_layers(simulator.graph, menus)
+        if _can_run_again(simulator, Region(layer, RERUN))
+    ]
     plans: list[tuple[str, Sequence[Region]]] = [("none", ())]
     if layers:
         plans += [
@@ -65,6 +70,14 @@ def baselines(
         fits = timeline.peak_bytes <= budget_bytes
         found.append(Baseline(name, timeline.peak_bytes, timeline.overhead, fits))
     return tuple(found)
+
+
+def _can_run_again(simulator: Simulator, region: Region) -> bool:
+    try:
+        simulator.effect(region)
+    except PlanError:
+        return False
+    return True
 
 
 def chen(
@@ -86,6 +99,8 @@ def chen(
     best: tuple[tuple[bool, float, int], list[Region]] | None = None
     for segments in tried:
         regions = [Region(first, RERUN, last=last) for first, last in segments[:-1]]
+        if not all(_can_run_again(simulator, region) for region in regions):
+            continue
         timeline = simulator.run(regions)
         over = timeline.peak_bytes > budget_bytes
         cost = timeline.peak_bytes if over else timeline.overhead

@@ -14,7 +14,7 @@ forward where that peak is not in backward.
 from __future__ import annotations
 
 from ckplan.graph import BEFORE_STEP, Graph
-from ckplan.program import Flow
+from ckplan.program import EXTERNAL, Flow
 from ckplan.simulate import Simulator
 from ckplan.solving.closure import NANOSECOND, Choice, Closure
 
@@ -37,16 +37,20 @@ def _bound_at(simulator: Simulator, moment: int, budget_bytes: int) -> float:
     sizes = {s: graph.storages[s].bytes for s in _droppable(graph, moment)}
     fixed_bytes = simulator.unplanned_bytes[2 * moment + 1] - sum(sizes.values())
     alive_for_free = _alive_for_free(graph, moment)
+    copies = {v for v in range(len(flow.storage_of)) if not flow.is_current(v)}
     bytes_of = {
-        value: 0 if storage in alive_for_free else graph.storages[storage].bytes
+        value: 0
+        if storage in alive_for_free and value not in copies
+        else graph.storages[storage].bytes
         for value, storage in enumerate(flow.storage_of)
-        if flow.is_current(value)
+        if value not in copies or flow.maker_of[value] != EXTERNAL
     }
     closure = Closure(
         flow,
         wanted,
         bytes_of,
         lambda step: round(graph.ops[step].seconds / NANOSECOND),
+        copies,
     )
     nanoseconds = _least(closure, budget_bytes - fixed_bytes)
     return nanoseconds * NANOSECOND / graph.step_seconds
@@ -90,7 +94,7 @@ def _values_wanted_after(graph: Graph, moment: int) -> tuple[Flow, list[int]]:
 
 def _alive_for_free(graph: Graph, moment: int) -> set[int]:
     """Storages alive at a moment whatever is dropped: held by the step, or in use."""
-    in_use = {s.storage for s in graph.saved if s.wanted <= moment <= s.done}
+    in_use = {s.storage for s in graph.saved if 0 <= s.wanted <= moment <= s.done}
     return in_use | {
         number
         for number, storage in enumerate(graph.storages)
@@ -99,6 +103,10 @@ def _alive_for_free(graph: Graph, moment: int) -> set[int]:
 
 
 def _droppable(graph: Graph, moment: int) -> set[int]:
-    """Storages that only saved tensors of later use hold at a moment."""
-    held = {s.storage for s in graph.saved if s.wanted > moment}
+    """Storages that only saved tensors of later use, or of none, hold at a moment."""
+    held = {
+        s.storage
+        for s in graph.saved
+        if s.wanted > moment or (s.wanted < 0 and s.done >= moment)
+    }
     return held - _alive_for_free(graph, moment)

@@ -13,12 +13,15 @@ of ``bound.py``; with those of one call it gives the options of ``menu.py``.
 Network: source -> wanted value (uncuttable), value -> its maker (cut: kept, price * b),
 op -> its inputs (uncuttable), op -> sink (cut: run again, t). External values go to the
 sink directly (cut: held, price * b; uncuttable where the forward overwrote them).
+A copy is a value that was overwritten and is alive again, since its maker ran again
+before; it saves the maker's inputs but not its seconds, so op -> sink becomes
+op -> ran -> sink, with copy -> ran uncuttable and copy -> op (cut: alive, price * b).
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from ckplan.program import EXTERNAL, Flow
@@ -45,6 +48,7 @@ class Closure:
         wanted: Iterable[int],
         bytes_of: Mapping[int, int],
         nanoseconds: Callable[[int], int],
+        copies: Collection[int] = (),
     ) -> None:
         """Build the network.
 
@@ -52,14 +56,15 @@ class Closure:
             flow: A complete forward.
             wanted: Values that backward reads.
             bytes_of: What keeping or holding a value costs; 0 for one that lives
-            anyway;
-                values that cannot be kept are left out.
+                anyway; values that cannot be kept are left out.
             nanoseconds: What running a step again costs.
+            copies: Values of ``bytes_of`` that live only once their maker ran again.
         """
         self._network = Network()
         self._flow = flow
         self._kinds: list[tuple[str, int]] = []  # edge -> (kind, value or step)
         self._bytes = bytes_of
+        self._copies = copies
         self._nodes: dict[tuple[str, int], int] = {}
         self._times: dict[int, int] = {}
         stack = list(dict.fromkeys(wanted))
@@ -70,22 +75,29 @@ class Closure:
             value = stack.pop()
             node = self._node("value", value)
             maker = flow.maker_of[value]
+            kind = "keep" if value in bytes_of else "fixed"
             if maker == EXTERNAL:
-                self._edge(
-                    node, SINK, ("keep" if value in bytes_of else "fixed", value)
-                )
+                self._edge(node, SINK, (kind, value))
                 continue
             new_step = ("step", maker) not in self._nodes
             step = self._node("step", maker)
-            self._edge(node, step, ("keep" if value in bytes_of else "fixed", value))
+            self._edge(node, step, (kind, value))
             if new_step:
                 self._times[maker] = nanoseconds(maker)
-                self._edge(step, SINK, ("run", maker))
+                ran = self._node("ran", maker) if self._copied(maker) else step
+                self._edge(ran, SINK, ("run", maker))
+                if ran != step:
+                    self._edge(step, ran, ("fixed", maker))
                 for read in flow.inputs[maker]:
                     self._edge(step, self._node("value", read), ("fixed", read))
                     if read not in seen:
                         seen.add(read)
                         stack.append(read)
+            if value in copies:
+                self._edge(node, self._node("ran", maker), ("fixed", value))
+
+    def _copied(self, step: int) -> bool:
+        return any(value in self._copies for value in self._flow.outputs[step])
 
     def solve(self, nanoseconds: int, num_bytes: int) -> Choice:
         """The optimum at the price of ``nanoseconds`` per ``num_bytes``."""
@@ -145,8 +157,9 @@ class Closure:
         for (kind, item), node in self._nodes.items():
             if not source_side[node]:
                 continue
-            if kind == "step":
-                time += self._times[item]
+            if kind != "value":
+                split = kind == "step" and ("ran", item) in self._nodes
+                time += 0 if split else self._times[item]
                 continue
             maker = self._flow.maker_of[item]
             if maker == EXTERNAL:
