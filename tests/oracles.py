@@ -8,11 +8,9 @@ gone when the set is empty. ``brute_force`` walks every plan there is. ``find_hu
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
-from fractions import Fraction
 from itertools import chain as concatenate
-from itertools import combinations, product
 
 from ckplan.graph import Graph
 
@@ -38,7 +36,7 @@ class Walk:
         return max(self.live_bytes, default=0)
 
 
-def walk(
+def walk(  # noqa: C901 - one loop over moments, told in order
     graph: Graph,
     programs: Mapping[Span, Kept] | None = None,
     reruns: Iterable[Span] = (),
@@ -206,9 +204,7 @@ class _Region:
 class _Program(_Region):
     """Rebuilds what is wanted when it is wanted, each op once."""
 
-    def __init__(
-        self, graph: Graph, memory: _Memory, span: Span, kept: Kept
-    ) -> None:
+    def __init__(self, graph: Graph, memory: _Memory, span: Span, kept: Kept) -> None:
         super().__init__(graph, memory, span)
         written: Counter[int] = Counter()
         self._made_by: dict[Content, int] = {}
@@ -401,7 +397,9 @@ class _Rerun(_Region):
         for at in self._ops:
             self.again.append(at)
             for storage in self._created(at):
-                self.memory.make(("again", self.span, storage), self.size(storage), running)
+                self.memory.make(
+                    ("again", self.span, storage), self.size(storage), running
+                )
             most = max(most, self.memory.bytes + self.graph.ops[at].workspace_bytes)
             for j in self.saves:
                 saved = self.graph.saved[j]

@@ -1,0 +1,71 @@
+"""The hourglass: who may import whom, read from the source."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "ckplan"
+TORCH_SIDE = {"training", "tracing", "applying", "verifying"}
+# What each may import of ckplan, beside itself and the files at the root.
+FOLDERS = {
+    "solving": set(),
+    "report": {"solving", "verifying"},  # verifying: types only, see below
+    "training": set(),
+    "tracing": {"training"},
+    "applying": {"training"},
+    "verifying": {"training", "applying"},
+}
+FRONT = {"cli", "terminal", "__main__", "__init__"}
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def room(path: Path) -> str:
+    relative = path.relative_to(PACKAGE)
+    return relative.parts[0] if len(relative.parts) > 1 else relative.stem
+
+
+def imports(path: Path) -> set[str]:
+    """Modules that a file imports anywhere but under ``if TYPE_CHECKING``."""
+    found: set[str] = set()
+
+    def visit(node: ast.AST) -> None:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            return
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+        for child in ast.iter_child_nodes(node):
+            visit(child)
+
+    visit(ast.parse(path.read_text()))
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_go_one_way(path: Path) -> None:
+    here = room(path)
+    for name in imports(path):
+        parts = name.split(".")
+        if parts[0] == "torch":
+            assert here in TORCH_SIDE | FRONT, f"{path} imports torch"
+        if parts[0] != "ckplan" or len(parts) < 2 or here in FRONT:
+            continue
+        there = parts[1]
+        assert there not in FRONT, f"{path} imports {name}"
+        if there in FOLDERS and there != here:
+            assert there in FOLDERS.get(here, set()), f"{path} imports {name}"
+
+
+def test_the_report_wakes_nothing_on_the_torch_side() -> None:
+    for path in (PACKAGE / "report").glob("*.py"):
+        for name in imports(path):
+            assert not {*name.split(".")} & {"torch", *TORCH_SIDE}, f"{path}: {name}"
+
+
+def test_plan_and_simulate_know_no_solver() -> None:
+    for name in ("plan.py", "simulate.py", "graph.py", "program.py", "resolve.py"):
+        assert not any("solving" in found for found in imports(PACKAGE / name))

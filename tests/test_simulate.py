@@ -1,0 +1,84 @@
+"""The replay equals a walk, event by event, that shares no code with it."""
+
+from __future__ import annotations
+
+from random import Random
+
+import graphs
+import oracles
+import pytest
+
+from ckplan.errors import PlanError
+from ckplan.graph import BEFORE_STEP
+from ckplan.simulate import PROGRAM, RERUN, Region, simulate
+
+
+def walked(graph: graphs.Graph, regions: list[Region]) -> oracles.Walk:
+    spans = [(r, (r.call, r.call if r.last is None else r.last)) for r in regions]
+    return oracles.walk(
+        graph,
+        {span: r.save for r, span in spans if r.by == PROGRAM},
+        [span for r, span in spans if r.by == RERUN],
+    )
+
+
+@pytest.mark.parametrize("seed", range(400))
+def test_replay_of_a_random_step_equals_the_walk(seed: int) -> None:
+    rng = Random(seed)
+    graph = graphs.random_step(rng)
+    regions = graphs.random_regions(graph, rng)
+    try:
+        expected = walked(graph, regions)
+    except oracles.CannotRebuildError:
+        with pytest.raises(PlanError, match="cannot rebuild"):
+            simulate(graph, regions)
+        return
+    actual = simulate(graph, regions)
+    assert expected.live_bytes == actual.live_bytes
+    assert expected.peak_bytes == actual.peak_bytes
+    assert expected.seconds == pytest.approx(actual.recompute_seconds)
+    again = sorted(op for effect in actual.effects for op in effect.steps)
+    assert sorted(op for ops in expected.again.values() for op in ops) == again
+
+
+def test_without_regions_a_storage_lives_from_its_maker_to_its_last_holder() -> None:
+    graph = graphs.chain(3)
+    live = [0] * (2 * len(graph.ops) + 1)
+    for number, storage in enumerate(graph.storages):
+        start = 0 if storage.maker == BEFORE_STEP else 2 * storage.maker + 1
+        stop = max(storage.last, graph.saved_until.get(number, -1))
+        for moment in range(start, min(2 * stop + 1, len(live) - 1) + 1):
+            live[moment] += storage.bytes
+    assert live == simulate(graph).live_bytes
+
+
+def test_bytes_by_kind_sum_to_the_peak() -> None:
+    graph = graphs.chain(4, workspace_bytes=7)
+    blocks = [i for i, call in enumerate(graph.calls) if call.fqn.count(".") == 1]
+    for regions in ([], [Region(block) for block in blocks]):
+        timeline = simulate(graph, regions)
+        assert timeline.peak_bytes == sum(timeline.peak_by_kind.values())
+
+
+def test_keeping_nothing_runs_every_wanted_op_once_and_saves_memory() -> None:
+    graph = graphs.chain(6)
+    blocks = [i for i, call in enumerate(graph.calls) if call.fqn.count(".") == 1]
+    unplanned = simulate(graph)
+    planned = simulate(graph, [Region(block) for block in blocks])
+    assert planned.peak_bytes < unplanned.peak_bytes
+    for effect in planned.effects:
+        assert len(effect.steps) == len(set(effect.steps))
+
+
+def test_a_rerun_stops_after_its_last_saved_tensor() -> None:
+    graph = graphs.chain(1)
+    block = next(i for i, call in enumerate(graph.calls) if call.fqn == "h.0")
+    (effect,) = simulate(graph, [Region(block, RERUN)]).effects
+    last_saved = max(graph.saved[i].at for i in graph.saved_in(block))
+    assert list(range(graph.calls[block].start, last_saved)) == effect.steps
+
+
+def test_regions_inside_one_another_are_refused() -> None:
+    graph = graphs.random_step(Random(3))
+    with pytest.raises(PlanError, match="regions overlap"):
+        simulate(graph, [Region(0), Region(1)])
