@@ -25,6 +25,8 @@ from ckplan.graph import BEFORE_STEP, KINDS, Graph, Saved
 from ckplan.program import Flow, Program, Rebuild, compile_program
 
 PROGRAM, RERUN = "program", "rerun"
+RANDOM_STATE_BYTES = 5056
+"""What replaying a random op on CPU keeps: torch's whole generator state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,7 @@ class Effect:
     holds: dict[int, int] = field(default_factory=dict)  # storage -> half moment
     rebuilt: list[Interval] = field(default_factory=list)
     spikes: dict[int, int] = field(default_factory=dict)  # half moment -> most bytes
+    states: list[Interval] = field(default_factory=list)  # of random generators
     seconds: float = 0.0
     steps: list[int] = field(default_factory=list)  # ops that run again, in order
 
@@ -254,6 +257,7 @@ class Simulator:
                 yield Interval(old + 1, new, size)
         for effect in effects:
             yield from effect.rebuilt
+            yield from effect.states
 
     def _start_and_natural_stop(self, storage: int) -> tuple[int, int]:
         """Half moments that a storage lives for, were it not for saved tensors."""
@@ -406,6 +410,10 @@ class _Tally:
     def run(self, step: int, copies: Collection[int], keep: Collection[int]) -> None:
         op = self._view.graph.ops[self._view.start + step]
         self._effect.steps.append(self._view.start + step)
+        if op.random:
+            start = 2 * (self._view.start + step) + 1
+            state = Interval(start, self._moment, RANDOM_STATE_BYTES)
+            self._effect.states.append(state)
         for old, new in self._flow.overwrites[step].items():
             if old in copies:
                 self._allocate(new)

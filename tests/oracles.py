@@ -373,9 +373,9 @@ class _Rerun(_Region):
         for storage in {s for op in self.ops() for s in self.inputs(op)}:
             inside = self.is_inside(storage)
             given = graph.storages[storage].maker < 0
-            if not inside and not given and self._first >= 0:
-                if self.is_written(storage, self.start, self._first):
-                    raise CannotRebuildError(f"storage {storage}, to be run again")
+            read_again = not inside and not given and self._first >= 0
+            if read_again and self.is_written(storage, self.start, self._first):
+                raise CannotRebuildError(f"storage {storage}, to be run again")
 
     def hold(self, at: int) -> None:
         if self.saves and at - 1 in self.ops():

@@ -61,7 +61,7 @@ def test_bytes_by_kind_sum_to_the_peak() -> None:
 
 
 def test_keeping_nothing_runs_every_wanted_op_once_and_saves_memory() -> None:
-    graph = graphs.chain(6)
+    graph = graphs.chain(6, width_bytes=10**5, hidden_bytes=4 * 10**5)
     blocks = [i for i, call in enumerate(graph.calls) if call.fqn.count(".") == 1]
     unplanned = simulate(graph)
     planned = simulate(graph, [Region(block) for block in blocks])

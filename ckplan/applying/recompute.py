@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -27,6 +27,9 @@ from ckplan.program import Flow, Program, Rebuild, compile_program
 
 Saves = Mapping[tuple[str, str, int], frozenset[int] | None]
 """(path, op name, occurrence) -> outputs to keep; None for all of them."""
+
+_Place: TypeAlias = tuple[torch.device, torch.Generator | None]
+"""Whose random state: a generator, or the device's own."""
 
 _BATCH_NORMS = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
 _RUNNING_STATISTICS = slice(3, 5)  # arguments of all three
@@ -126,6 +129,7 @@ class ProgramRegion(TorchDispatchMode):
         self._wanted: list[int] = []  # values of dropped saved tensors
         self._rebuild: Rebuild | None = None
         self._program: Program | None = None
+        self._generators: dict[_Place, torch.Tensor] = {}  # states to put back
         self._contexts = ExitStack()
 
     @classmethod
@@ -226,7 +230,9 @@ class ProgramRegion(TorchDispatchMode):
         return number
 
     def _hold(self, value: int, tensor: torch.Tensor) -> None:
-        self._held[value] = _Held(tensor.detach(), tensor._version)
+        if tensor.grad_fn is not None:
+            tensor = tensor.detach()  # hold its bytes, not the graph behind it
+        self._held[value] = _Held(tensor, tensor._version)
 
     def _ref(self, tensor: torch.Tensor, value: int) -> _Ref:
         offset = tensor.storage_offset()
@@ -276,16 +282,19 @@ class ProgramRegion(TorchDispatchMode):
                 needed="one backward per forward",
                 hint="leave this call out of the plan where retain_graph is used",
             )
-        with torch.no_grad(), _no_autocast(), self._own_randomness():
-            rebuild.want(ref.value)
-            tensor = _view(self._values[ref.value], ref)
+        try:
+            with torch.no_grad(), _no_autocast():
+                rebuild.want(ref.value)
+                tensor = _view(self._values[ref.value], ref)
+        finally:
+            self._leave_generators_as_found()
         rebuild.release(ref.value)
         return tensor
 
     def run(self, step: int, copies: Collection[int], keep: Collection[int]) -> None:
         """Run an op again."""
         assert self._program is not None
-        op = self._steps[step]
+        op = self._steps.pop(step)  # it runs once; its random state goes
         flow = self._program.flow
         present = {v: self._values[v] for v in flow.inputs[step] if v in self._values}
         for value in flow.inputs[step]:
@@ -295,7 +304,10 @@ class ProgramRegion(TorchDispatchMode):
         args = [_give(x, present) for x in op.args]
         kwargs = {key: _give(x, present) for key, x in op.kwargs.items()}
         if op.random_state is not None:
-            _set_random_state(op.device, op.generator, op.random_state)
+            place = (op.device, op.generator)
+            if place not in self._generators:
+                self._generators[place] = _random_state(*place)
+            _set_random_state(*place, op.random_state)
         out = op.func(*args, **kwargs)
         for old, new in flow.overwrites[step].items():
             if new in keep:
@@ -321,18 +333,10 @@ class ProgramRegion(TorchDispatchMode):
                 hint="update parameters after backward, or leave this call out",
             )
 
-    @contextmanager
-    def _own_randomness(self) -> Iterator[None]:
-        """Leave every generator as it was found."""
-        assert self._program is not None
-        random = [s for s in self._steps.values() if s.random_state is not None]
-        places = {(s.device, s.generator) for s in random}
-        before = [(*place, _random_state(*place)) for place in places]
-        try:
-            yield
-        finally:
-            for device, generator, state in before:
-                _set_random_state(device, generator, state)
+    def _leave_generators_as_found(self) -> None:
+        for place, state in self._generators.items():
+            _set_random_state(*place, state)
+        self._generators.clear()
 
 
 def _unpack(packed: _Kept | _Dropped) -> torch.Tensor:
@@ -369,6 +373,9 @@ def _give(argument: Any, present: Mapping[int, torch.Tensor]) -> Any:
 def _view(tensor: torch.Tensor, ref: _Ref) -> torch.Tensor:
     """The view that an op had of a value, from any tensor on its storage."""
     if tensor.dtype == ref.dtype:
+        same = tensor.size() == ref.size and tensor.stride() == ref.stride
+        if same and tensor.storage_offset() == ref.offset:
+            return tensor
         return tensor.as_strided(ref.size, ref.stride, ref.offset)
     bare = torch.empty(0, dtype=ref.dtype, device=tensor.device)
     return bare.set_(tensor.untyped_storage(), ref.offset, ref.size, ref.stride)

@@ -1,0 +1,353 @@
+"""Planned models do bit for bit what unplanned ones do, in the bytes predicted."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import ckplan
+from ckplan import applying
+from ckplan.errors import ApplyError, PlanError
+from ckplan.names import OpName
+from ckplan.plan import Plan, PlannedRegion
+from ckplan.resolve import name_ops, resolve
+from ckplan.simulate import simulate
+from ckplan.training.allocator import peak_bytes_of
+from ckplan.training.step import TrainingStep, make_step
+from ckplan.training.workload import Workload, tensors_of
+
+
+class Residual(nn.Module):
+    """Norm, two linear layers with dropout and a residual."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = functional.gelu(self.up(self.norm(x)))
+        return x + self.drop(self.down(self.drop(hidden)))
+
+
+class Convolution(nn.Module):
+    """Batch norm with running statistics, and writes in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(8, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.relu(self.norm(self.conv(x)))
+        out = self.norm(self.conv(out))
+        out += x
+        return self.relu(out)
+
+
+class Attention(nn.Module):
+    """Views, several outputs of one op, a call with keywords."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+        batch, length, width = x.shape
+        q, k, v = self.qkv(x).view(batch, length, 3, 4, width // 4).unbind(2)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        mixed = functional.scaled_dot_product_attention(q, k, v, dropout_p=0.1)
+        return x + self.out(mixed.transpose(1, 2).reshape(x.shape)) * scale
+
+
+class Unrolled(nn.Module):
+    """One cell that runs four times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = Residual()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(4):
+            x = self.cell(x)
+        return x
+
+
+def stack(kind: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(*(kind() for _ in range(3)))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "residual": (stack(Residual), (256, 64)),
+    "convolution": (stack(Convolution), (4, 8, 32, 32)),
+    "attention": (stack(Attention), (8, 32, 64)),
+    "unrolled": (Unrolled, (256, 64)),
+}
+
+
+def build(name: str) -> Workload:
+    torch.manual_seed(0)
+    make, shape = MODELS[name]
+    return Workload(make(), torch.randn(shape), lambda out, _: out.square().mean())
+
+
+def state_of(step: TrainingStep, losses: list[torch.Tensor]) -> list[torch.Tensor]:
+    model = step.workload.model
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    found = [*losses, *model.parameters(), *model.buffers(), *grads]
+    return [t.detach().clone() for t in (*found, torch.get_rng_state())]
+
+
+def train(workload: Workload, steps: int = 3) -> list[torch.Tensor]:
+    step = make_step(workload, "adamw")
+    torch.manual_seed(1)
+    return state_of(step, [step.run() for _ in range(steps)])
+
+
+def measured_peak(workload: Workload) -> int:
+    step = make_step(workload, "adamw")
+    step.run()
+    step.zero_grad()
+    assert step.optimizer is not None
+    model, state = workload.model, list(step.optimizer.state.values())
+    held = [*model.parameters(), *model.buffers(), *tensors_of([state, workload.batch])]
+    sizes = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held}
+    return sum(sizes.values()) + peak_bytes_of(step.run)
+
+
+def plans(name: str) -> list[Plan]:
+    """Keep nothing, run again, keep every second op, and keep all."""
+    calls = "cell" if name == "unrolled" else "[0..2]"
+    workload = build(name)
+    graph = ckplan.profile(workload.model, workload.batch, loss=workload.loss)
+    first = calls.replace("[0..2]", "0")
+    call = next(i for i, c in enumerate(graph.calls) if c.fqn == first)
+    ops = tuple(name_ops(graph, call))
+    regions = [
+        PlannedRegion(calls),
+        PlannedRegion(calls, "rerun"),
+        PlannedRegion(calls, save=ops[::2]),
+        PlannedRegion(calls, save=ops),
+        PlannedRegion("."),
+    ]
+    return [Plan(regions=(region,)) for region in regions]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_training_is_bitwise_the_same_and_peaks_are_as_predicted(name: str) -> None:
+    workload = build(name)
+    graph = ckplan.profile(workload.model, workload.batch, loss=workload.loss)
+    expected = train(build(name))
+    unplanned = simulate(graph).peak_bytes
+    assert unplanned == pytest.approx(measured_peak(build(name)), rel=0.003)
+    for plan in plans(name):
+        workload = build(name)
+        applying.apply(workload.model, plan)
+        actual = train(workload)
+        assert all(map(torch.equal, expected, actual)), plan.regions
+        assert all(r.runs >= 3 for r in applying.status(workload.model).regions)
+        workload = build(name)
+        applying.apply(workload.model, plan)
+        predicted = simulate(graph, resolve(plan, graph)).peak_bytes
+        assert predicted == pytest.approx(measured_peak(workload), rel=0.003)
+
+
+def test_a_solved_plan_fits_its_budget_when_run() -> None:
+    workload = build("residual")
+    graph = ckplan.profile(workload.model, workload.batch, loss=workload.loss)
+    peak = simulate(graph).peak_bytes
+    plan = ckplan.solve(graph, budget=f"{int(0.8 * peak)}")
+    assert plan.predicted is not None and plan.budget_bytes is not None
+    assert plan.regions
+    assert plan.predicted.peak_bytes <= plan.budget_bytes
+    expected = train(build("residual"))
+    applying.apply(workload.model, plan)
+    assert measured_peak(workload) <= plan.budget_bytes + 8192  # random states
+    workload = build("residual")
+    assert all(map(torch.equal, expected, train(applying_to(workload, plan))))
+
+
+def applying_to(workload: Workload, plan: Plan) -> Workload:
+    applying.apply(workload.model, plan)
+    return workload
+
+
+def test_calls_of_one_module_can_have_choices_of_their_own() -> None:
+    expected = train(build("unrolled"))
+    regions = (
+        PlannedRegion("cell#[0..1]"),
+        PlannedRegion("cell#3", save=(OpName.parse("up/addmm"),)),
+    )
+    workload = applying_to(build("unrolled"), Plan(regions=regions))
+    assert all(map(torch.equal, expected, train(workload)))
+    assert [r.runs for r in applying.status(workload.model).regions] == [3 * 2, 3]
+
+
+def test_names_types_and_state_stay_and_remove_takes_all_off() -> None:
+    model = build("residual").model
+    before = (repr(model), list(model.state_dict()), [*map(type, model.modules())])
+    for by in ("program", "rerun"):
+        applying.apply(model, Plan(regions=(PlannedRegion("[0..2]", by),)))
+        applying.apply(model, Plan(regions=(PlannedRegion("[0..2]", by),)))
+        after = (repr(model), list(model.state_dict()), [*map(type, model.modules())])
+        assert before == after
+        applying.remove(model)
+        for module in model.modules():
+            assert not module._forward_hooks and not module._forward_pre_hooks
+            assert "forward" not in module.__dict__
+    with pytest.raises(ApplyError, match="has no plan"):
+        applying.status(model)
+
+
+@pytest.mark.parametrize("by", ["program", "rerun"])
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))]
+)
+def test_a_copy_of_a_planned_model_trains_on_its_own_weights(
+    by: str, copied: Callable[[nn.Module], nn.Module]
+) -> None:
+    workload = build("residual")
+    applying.apply(workload.model, Plan(regions=(PlannedRegion("[0..2]", by),)))
+    twin = Workload(copied(workload.model), workload.batch, workload.loss)
+    for parameter in workload.model.parameters():
+        parameter.data.zero_()
+    expected = train(build("residual"))
+    assert all(map(torch.equal, expected, train(twin)))
+    assert all(r.runs == 3 for r in applying.status(twin.model).regions)
+    assert all(r.runs == 0 for r in applying.status(workload.model).regions)
+
+
+def test_without_gradients_no_region_runs() -> None:
+    workload = applying_to(build("residual"), Plan(regions=(PlannedRegion("[0..2]"),)))
+    with torch.no_grad():
+        workload.model(workload.batch)
+    assert all(r.runs == 0 for r in applying.status(workload.model).regions)
+
+
+def test_an_exception_in_forward_leaves_the_model_usable() -> None:
+    workload = applying_to(build("residual"), Plan(regions=(PlannedRegion("[0..2]"),)))
+    with pytest.raises(RuntimeError):
+        workload.model(torch.randn(3, 5))
+    assert all(map(torch.equal, train(build("residual")), train(workload)))
+
+
+def test_a_second_backward_is_refused_in_words() -> None:
+    workload = applying_to(build("residual"), Plan(regions=(PlannedRegion("[0..2]"),)))
+    loss = workload.model(workload.batch).square().mean()
+    loss.backward(retain_graph=True)
+    with pytest.raises(ApplyError, match="wanted again"):
+        loss.backward()
+
+
+def test_a_parameter_changed_before_backward_is_an_error_not_a_wrong_gradient() -> None:
+    workload = applying_to(build("residual"), Plan(regions=(PlannedRegion("[0..2]"),)))
+    loss = workload.model(workload.batch).square().mean()
+    with torch.no_grad():
+        for parameter in workload.model.parameters():
+            parameter.add_(1)
+    with pytest.raises((ApplyError, RuntimeError), match=r"changed in place|inplace"):
+        loss.backward()
+
+
+class Restless(nn.Module):
+    """Another number, another branch and other shapes at every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Residual()
+        self.times = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.times += 1
+        x = torch.tanh(self.inner(x) * (1.0 / self.times))
+        return torch.sin(x) if self.times % 2 else torch.exp(x) * x.sum()
+
+
+def test_programs_follow_numbers_branches_and_shapes_that_change() -> None:
+    torch.manual_seed(0)
+    plain = Restless()
+    planned = copy.deepcopy(plain)
+    applying.apply(planned, Plan(regions=(PlannedRegion("."),)))
+    for step in range(6):
+        batch = torch.randn(4 + step, 64)
+        grads = []
+        for model in (plain, planned):
+            model.zero_grad()
+            torch.manual_seed(step)
+            model(batch).sum().backward()
+            grads.append([p.grad for p in model.parameters()])
+        assert all(map(torch.equal, *grads))
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_autocast_casts_the_same_once(inside: bool) -> None:
+    results = []
+    for planned in (False, True):
+        workload = build("attention")
+        if planned:
+            applying.apply(workload.model, Plan(regions=(PlannedRegion("[0..2]"),)))
+        torch.manual_seed(1)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = workload.model(workload.batch).float().square().mean()
+            if inside:
+                loss.backward()
+        if not inside:
+            loss.backward()
+        results.append([p.grad for p in workload.model.parameters()])
+    assert all(map(torch.equal, *results))
+
+
+class Overwriting(nn.Module):
+    """Changes its input, which nothing can bring back."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sin(torch.exp(x.mul_(2)))
+
+
+def test_an_input_overwritten_in_the_region_is_never_silently_wrong() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), Overwriting())
+    with pytest.raises(ApplyError, match="in place"):
+        applying.apply(model, Plan(regions=(PlannedRegion("1"),)))(torch.randn(4, 8))
+
+
+@pytest.mark.parametrize(
+    ("regions", "message"),
+    [
+        ((PlannedRegion("3"),), "3"),
+        ((PlannedRegion("[0..1]"), PlannedRegion("0")), "overlap"),
+        ((PlannedRegion("."), PlannedRegion("0.up")), "overlap"),
+    ],
+)
+def test_a_plan_for_another_model_changes_nothing(
+    regions: tuple[PlannedRegion, ...], message: str
+) -> None:
+    model = build("residual").model
+    with pytest.raises(PlanError, match=message):
+        applying.apply(model, Plan(regions=regions))
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_other_shapes_than_planned_are_a_warning_that_names_the_field() -> None:
+    model = build("residual").model
+    plan = Plan(fingerprint={"parameters": "0" * 16}, regions=(PlannedRegion("0"),))
+    with pytest.warns(UserWarning, match="parameters: plan 0000"):
+        applying.apply(model, plan)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        applying.remove(model)
+
+
+def test_a_save_that_names_no_op_is_told() -> None:
+    region = PlannedRegion("0", save=(OpName.parse("up/mm"), OpName.parse("up/addmm")))
+    workload = applying_to(build("residual"), Plan(regions=(region,)))
+    workload.model(workload.batch)
+    assert applying.status(workload.model).regions[0].missing == ("up/mm",)

@@ -1,0 +1,300 @@
+"""What a profile records, against the allocator and against hand counts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_applying import measured_peak
+from torch import nn
+
+import ckplan
+from ckplan.errors import WorkloadError
+from ckplan.graph import Graph
+from ckplan.simulate import simulate
+from ckplan.tracing.profile import profile_workload
+from ckplan.training.workload import (
+    Workload,
+    WorkloadSpec,
+    parse_input,
+    parse_options,
+)
+
+
+def mean_square(output: Any, batch: Any) -> torch.Tensor:
+    del batch
+    return output.square().mean()
+
+
+def unplanned(model: nn.Module, batch: Any) -> tuple[int, int]:
+    """Predicted and measured peak."""
+    graph = ckplan.profile(model, batch, loss=mean_square)
+    return simulate(graph).peak_bytes, measured_peak(
+        Workload(model, batch, mean_square)
+    )
+
+
+class TiedEmbedding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.out = nn.Embedding(500, 64), nn.Linear(64, 500, bias=False)
+        self.out.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.out(torch.tanh(self.embed(ids)))
+
+
+class Readers(nn.Module):
+    """One tensor that many read, so that gradients meet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(128, 128) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(self.layers[0](x))
+        return sum((layer(y) for layer in self.layers), y)
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return 2 * x * grad
+
+
+class OwnFunction(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(128, 128)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Doubled.apply(self.inner(x))
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(128, 512), nn.Tanh(), nn.Linear(512, 128))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        from torch.utils.checkpoint import checkpoint
+
+        return checkpoint(self.inner, checkpoint(self.inner, x, use_reentrant=False))
+
+
+def frozen_prefix() -> nn.Module:
+    model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(3)), nn.Tanh())
+    model[0].requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "batch"),
+    [
+        (TiedEmbedding(), torch.randint(500, (8, 64))),
+        (Readers(), torch.randn(512, 128)),
+        (OwnFunction(), torch.randn(512, 128)),
+        (frozen_prefix(), torch.randn(512, 128)),
+        (
+            nn.Sequential(nn.Conv2d(3, 16, 3), nn.MaxPool2d(2)),
+            torch.randn(4, 3, 32, 32),
+        ),
+    ],
+    ids=["tied", "readers", "function", "frozen", "convolution"],
+)
+def test_the_predicted_peak_is_the_allocators(
+    model: nn.Module, batch: torch.Tensor
+) -> None:
+    predicted, measured = unplanned(model, batch)
+    assert predicted == pytest.approx(measured, rel=0.003)
+
+
+def test_two_dense_layers_of_16_and_32_outputs_hold_192_bytes() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 32))
+    graph = ckplan.profile(model, torch.randn(1, 8))
+    held = {
+        graph.calls[graph.ops[s.maker].call].fqn: s.bytes
+        for s in graph.storages
+        if s.kind == "activation" and graph.ops[s.maker].call >= 0
+    }
+    assert held == {"0": 64, "1": 128}
+
+
+def test_a_profile_leaves_the_model_as_it_was() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5))
+    before = [t.clone() for t in model.state_dict().values()]
+    random = torch.get_rng_state()
+    ckplan.profile(model, torch.randn(4, 8, generator=torch.Generator()))
+    assert all(map(torch.equal, before, model.state_dict().values()))
+    assert torch.equal(random, torch.get_rng_state())
+    assert all(p.grad is None for p in model.parameters())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+class Asking(nn.Module):
+    """Takes the branch that a float says: fake tensors cannot know it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inner(x)
+        return torch.tanh(x) if x.sum().item() < 1e9 else x
+
+
+def test_a_model_that_asks_for_values_is_traced_on_real_tensors() -> None:
+    model, batch = Asking(), torch.randn(256, 64)
+    graph = ckplan.profile(model, batch, loss=mean_square)
+    assert any("real tensors" in note for note in graph.notes)
+    measured = measured_peak(Workload(model, batch, mean_square))
+    assert simulate(graph).peak_bytes == pytest.approx(measured, rel=0.003)
+
+
+class Masked(nn.Module):
+    """Asks for the value of a small integer tensor, which is known."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) if bool(mask.all()) else self.inner(x * mask)
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_small_integers_are_known_under_fake_tensors(full: bool) -> None:
+    mask = torch.ones(4, 64, dtype=torch.int64)
+    mask[:, 60:] = int(full)
+    graph = ckplan.profile(Masked(), {"x": torch.randn(4, 64), "mask": mask})
+    assert "traced under fake tensors" in graph.notes
+    assert full == all(op.name != "mul" for op in graph.ops[: graph.num_forward])
+
+
+def test_calls_are_numbered_and_backward_ops_belong_to_them() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.cell(torch.tanh(self.cell(x)))
+
+    graph = ckplan.profile(Twice(), torch.randn(4, 8))
+    cells = [i for i, call in enumerate(graph.calls) if call.fqn == "cell"]
+    assert [graph.calls[i].number for i in cells] == [0, 1]
+    backward = graph.ops[graph.num_forward : graph.backward_stop]
+    first = [next(k for k, op in enumerate(backward) if op.call == i) for i in cells]
+    assert first[1] < first[0]
+
+
+def write(folder: Path, source: str) -> str:
+    path = folder / "model.py"
+    path.write_text("import torch\nfrom torch import nn\n" + source)
+    return str(path)
+
+
+def traced(target: str, **options: Any) -> Graph:
+    return profile_workload(WorkloadSpec(target, options))
+
+
+@pytest.mark.parametrize(
+    ("returned", "note"),
+    [
+        ("m, x", "loss: the sum of"),
+        ("m, (x,)", "loss: the sum of"),
+        ("m, {'input': x}", "loss: the sum of"),
+        ("m, x, lambda out, batch: (out - batch).abs().mean()", "loss function"),
+        ("{'model': m, 'batch': x, 'loss': lambda o, b: o.mean()}", "loss function"),
+        (
+            "{'model': m, 'batch': x, 'optimizer': torch.optim.Adam(m.parameters())}",
+            "loss: the sum of",
+        ),
+        ("nn.Sequential(m, nn.Flatten(0), nn.Linear(4 * 8, 1)), x", "the output"),
+    ],
+)
+def test_every_form_of_a_workload_is_understood(
+    tmp_path: Path, returned: str, note: str
+) -> None:
+    body = f"    m, x = nn.Linear(8, 8), torch.randn(rows, 8)\n    return {returned}\n"
+    target = write(tmp_path, f"def build(rows=4):\n{body}")
+    assert any(note in found for found in traced(target, rows=4).notes)
+
+
+def test_a_factory_can_be_named_and_found_by_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = "    return nn.Linear(8, 8), torch.randn(4, 8)\n"
+    target = write(tmp_path, f"def small():\n{body}")
+    assert traced(f"{target}:small").model == "Linear"
+    (tmp_path / "ckplan_test_package").mkdir()
+    (tmp_path / "ckplan_test_package" / "__init__.py").touch()
+    Path(target).rename(tmp_path / "ckplan_test_package" / "models.py")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert traced("ckplan_test_package.models:small").model == "Linear"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "net = nn.Linear(8, 8)\n",
+        "class Net(nn.Linear):\n    def __init__(self): super().__init__(8, 8)\n",
+    ],
+)
+def test_a_bare_module_needs_only_an_input(tmp_path: Path, source: str) -> None:
+    spec = WorkloadSpec(write(tmp_path, source), inputs=("4x8:float32",))
+    assert profile_workload(spec).num_backward > 0
+    with pytest.raises(WorkloadError, match="has no factory"):
+        WorkloadSpec(write(tmp_path, source)).build()
+
+
+def test_options_are_read_as_yaml_scalars() -> None:
+    found = parse_options(["layers=24", "drop=0.1", "name=gpt2", "tied=true"])
+    assert found == {"layers": 24, "drop": 0.1, "name": "gpt2", "tied": True}
+    with pytest.raises(WorkloadError, match="--set"):
+        parse_options(["layers"])
+    assert parse_input("2x3:int64").dtype == torch.int64
+    with pytest.raises(WorkloadError, match="bananas"):
+        parse_input("2x3:bananas")
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("def build():\n    raise KeyError('x')\n", "raised KeyError"),
+        ("def build():\n    return 3\n", "is of type int"),
+        ("def build():\n    return 3, torch.ones(1)\n", "a model of type int"),
+        ("def build():\n    return nn.Linear(1, 1), 3\n", "without a single tensor"),
+        (
+            "def build():\n    x = torch.ones(1, 1, device='meta')\n"
+            "    return nn.Linear(1, 1), x\n",
+            "on another device",
+        ),
+        (
+            "def build():\n    m = nn.Linear(1, 1).requires_grad_(False)\n"
+            "    return m, torch.ones(1, 1)\n",
+            "needs no gradient",
+        ),
+        (
+            "def build():\n    loss = lambda o, b: o\n"
+            "    return nn.Linear(2, 2), torch.ones(1, 2), loss\n",
+            "is no scalar",
+        ),
+        ("def build(:\n", "is no Python"),
+        ("def other():\n    return 1\n", "has no factory"),
+    ],
+)
+def test_bad_workloads_are_told_in_words(
+    tmp_path: Path, source: str, message: str
+) -> None:
+    with pytest.raises(WorkloadError, match=message) as caught:
+        traced(write(tmp_path, source))
+    assert len(str(caught.value).splitlines()) == 3
