@@ -46,11 +46,9 @@ class Menus:
         keep = Option(None, self._unplanned_need(windows), 0, 0.0)
         if not view.packed or windows[1][0] < 0:
             return [keep]
-        useful = []
-        for kept in self._kept(call):
-            with suppress(PlanError):  # what it is rebuilt from is changed in place
-                option = self._option(self._region(call, kept), windows)
-                useful += [option] if option.freed_bytes > 0 else []
+        regions = [self._region(call, kept) for kept in self._kept(call)]
+        options = [self._option(region, windows) for region in regions]
+        useful = [option for option in options if option.freed_bytes > 0]
         return [keep, *sorted(useful, key=lambda option: option.seconds)]
 
     def droppable_bytes(self, call: int) -> int:
@@ -104,7 +102,10 @@ class Menus:
         if signature not in self._hulls:
             view = self._simulator.view(call)
             hull = call_closure(self._graph, view).hull(_most_cuts(view))
-            self._hulls[signature] = [_outputs(view, choice) for choice in hull]
+            kept = [_outputs(view, choice) for choice in hull]
+            self._hulls[signature] = [
+                one for one in kept if not view.program(self._region(call, one))[0].lost
+            ]
         return self._hulls[signature]
 
     def _option(self, region: Region, windows: list[tuple[int, int]]) -> Option:
