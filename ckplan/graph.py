@@ -13,10 +13,11 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import math
 import zlib
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,7 @@ from ckplan.names import relative_path
 if TYPE_CHECKING:
     import networkx
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 KINDS = (
     "parameter",
     "buffer",
@@ -88,6 +89,25 @@ class Saved:
 
 
 @dataclass(frozen=True, slots=True)
+class Encoding:
+    """A lossless smaller form in which what an op makes can be kept."""
+
+    op: int
+    output: int
+    name: str  # "bits"
+    bytes: int
+    encode_workspace_bytes: int  # beyond the encoded form, while it is made
+    decode_workspace_bytes: int  # beyond both forms, while the tensor is made again
+    encode_seconds: float
+    decode_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        """What keeping the encoded form costs."""
+        return self.encode_seconds + self.decode_seconds
+
+
+@dataclass(frozen=True, slots=True)
 class Call:
     """One execution of a module's forward; ``FQN#number``."""
 
@@ -115,6 +135,7 @@ class Graph:
     calls: tuple[Call, ...]  # in order of start; parents first
     num_forward: int
     num_backward: int
+    encodings: tuple[Encoding, ...] = ()  # in order of op and output
     notes: tuple[str, ...] = ()  # what a reader must know: fallbacks, cost source
     options: Mapping[str, str] = field(default_factory=dict)
 
@@ -140,12 +161,9 @@ class Graph:
         return total
 
     @cached_property
-    def saved_until(self) -> dict[int, int]:
-        """Storage -> last moment that a saved tensor holds it."""
-        until: dict[int, int] = {}
-        for saved in self.saved:
-            until[saved.storage] = max(until.get(saved.storage, -1), saved.done)
-        return until
+    def encoding_of(self) -> dict[tuple[int, int], Encoding]:
+        """(op, output) -> the smaller form that it can be kept in."""
+        return {(one.op, one.output): one for one in self.encodings}
 
     @cached_property
     def children(self) -> dict[int, list[int]]:
@@ -217,6 +235,10 @@ class Graph:
             parts.append((op.flops, op.workspace_bytes))
         found = (self.saved[i] for i in self.saved_in(index))
         parts += [(local(s.storage)[0], s.at - call.start) for s in found]
+        parts += [
+            (one.op - call.start, one.output, one.name, one.bytes)
+            for one in self.encodings_in(index)
+        ]
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     def saved_in(self, call: int, last: int | None = None) -> list[int]:
@@ -238,6 +260,13 @@ class Graph:
         high = bisect_right(self.saved, stop, key=lambda saved: saved.at)
         return [i for i in range(low, high) if mine(self.saved[i])]
 
+    def encodings_in(self, call: int) -> Sequence[Encoding]:
+        """The encodings of what the ops of a call make."""
+        found = self.calls[call]
+        low = bisect_left(self.encodings, found.start, key=lambda one: one.op)
+        high = bisect_left(self.encodings, found.stop, key=lambda one: one.op)
+        return self.encodings[low:high]
+
     def to_networkx(self) -> networkx.DiGraph[int]:
         """The ops as a DAG: an edge where one reads what another made or changed."""
         import networkx
@@ -256,35 +285,58 @@ class Graph:
 
 
 def _check(graph: Graph) -> None:
-    """Every index in range and every moment in order."""
+    """Every index a number in range and every moment in order."""
     num_ops = len(graph.ops)
-    if not 0 <= graph.num_forward <= graph.backward_stop <= num_ops:
-        raise _bad(f"forward and backward are {graph.backward_stop} of {num_ops} ops")
+    halves = (graph.num_forward, graph.num_backward)
+    if not _within(halves, 0, num_ops + 1) or sum(halves) > num_ops:
+        raise _bad(f"forward and backward are {halves} of {num_ops} ops")
     _check_ops(graph)
     for index, storage in enumerate(graph.storages):
         if storage.kind not in KINDS:
             raise _bad(f"storage {index} is of kind {storage.kind!r}")
-        if storage.bytes < 0 or not -1 <= storage.maker < max(num_ops, 1):
+        moments = (storage.maker, storage.last)
+        sized = _within((storage.bytes,), 0, _MOST)
+        if not (sized and _within(moments, BEFORE_STEP, num_ops + 1)):
             raise _bad(f"storage {index} has {storage.bytes} B, maker {storage.maker}")
+    calls = range(OUTSIDE_CALLS, len(graph.calls))
     for saved in graph.saved:
-        known = 0 <= saved.storage < len(graph.storages)
-        if not known or saved.call >= len(graph.calls):
+        known = _within((saved.storage,), 0, len(graph.storages))
+        when = (saved.at, saved.wanted, saved.done)
+        if not (known and saved.call in calls and _within(when, -1, num_ops + 1)):
             raise _bad(f"a saved tensor of storage {saved.storage} is out of range")
     for index, call in enumerate(graph.calls):
-        if call.parent >= index or not 0 <= call.start <= call.stop <= num_ops:
-            raise _bad(f"call {call} covers ops [{call.start}, {call.stop})")
+        known = _within((call.parent,), OUTSIDE_CALLS, index)
+        inside = _within((call.start, call.stop), 0, num_ops + 1)
+        if not (known and inside and call.start <= call.stop):
+            raise _bad(f"call {index} covers ops [{call.start}, {call.stop})")
+    _check_encodings(graph)
+
+
+def _check_encodings(graph: Graph) -> None:
+    for one in graph.encodings:
+        known = _within((one.op,), 0, len(graph.ops))
+        outputs = graph.ops[one.op].outputs if known else ()
+        sizes = (one.bytes, one.encode_workspace_bytes, one.decode_workspace_bytes)
+        named = _within((one.output,), 0, len(outputs))
+        if not (named and _within(sizes, 0, _MOST) and 0 <= one.seconds < math.inf):
+            raise _bad(f"an encoding of op {one.op} is out of range")
 
 
 def _check_ops(graph: Graph) -> None:
-    num_storages = len(graph.storages)
+    num_storages, calls = len(graph.storages), range(OUTSIDE_CALLS, len(graph.calls))
     for index, op in enumerate(graph.ops):
-        used = (*op.reads, *op.writes, *op.outputs)
-        if used and not (min(used) >= 0 and max(used) < num_storages):
+        if not _within((*op.reads, *op.writes, *op.outputs), 0, num_storages):
             raise _bad(f"op {index} ({op.name}) uses a storage that is not there")
-        if not -1 <= op.call < len(graph.calls):
+        if op.call not in calls:
             raise _bad(f"op {index} ({op.name}) belongs to call {op.call}")
-        if min(op.workspace_bytes, op.flops, op.moved_bytes, op.seconds) < 0:
-            raise _bad(f"op {index} ({op.name}) has a negative cost")
+        costs = (op.workspace_bytes, op.flops, op.moved_bytes)
+        if not (_within(costs, 0, _MOST) and 0 <= op.seconds < math.inf):
+            raise _bad(f"op {index} ({op.name}) has a cost that is no natural number")
+
+
+def _within(numbers: Iterable[int], low: int, high: int) -> bool:
+    """Whether all are whole numbers of ``[low, high)``."""
+    return all(type(number) is int and low <= number < high for number in numbers)
 
 
 def _bad(what: str) -> GraphError:
@@ -295,7 +347,7 @@ def _bad(what: str) -> GraphError:
     )
 
 
-_OP_FIELDS = 10
+_MOST = 1 << 63
 _TOP_KEYS = {
     "ckplan_graph",
     "model",
@@ -309,6 +361,7 @@ _TOP_KEYS = {
     "ops",
     "storages",
     "saved",
+    "encodings",
 }
 
 
@@ -347,6 +400,10 @@ def dumps(graph: Graph) -> str:
         "ops": ops,
         "storages": [[s.bytes, s.kind, s.maker, s.last] for s in graph.storages],
         "saved": [[s.storage, s.call, s.at, s.wanted, s.done] for s in graph.saved],
+        "encodings": [
+            [*row[:-2], round(row[-2], 9), round(row[-1], 9)]
+            for row in map(astuple, graph.encodings)
+        ],
     }
     return json.dumps(content, separators=(",", ":")) + "\n"
 
@@ -376,7 +433,7 @@ def loads(text: str, name: str) -> Graph:
 
 
 def _from_content(content: dict[str, Any]) -> Graph:
-    names = content["names"]
+    names = dict(enumerate(content["names"]))
     ops = tuple(
         Op(names[n], c, tuple(r), tuple(w), tuple(o), ws, fl, mv, s, bool(rnd))
         for n, c, r, w, o, ws, fl, mv, s, rnd in content["ops"]
@@ -388,6 +445,7 @@ def _from_content(content: dict[str, Any]) -> Graph:
         storages=tuple(Storage(*row) for row in content["storages"]),
         saved=tuple(Saved(*row) for row in content["saved"]),
         calls=tuple(Call(*row) for row in content["calls"]),
+        encodings=tuple(Encoding(*row) for row in content["encodings"]),
         num_forward=content["num_forward"],
         num_backward=content["num_backward"],
         notes=tuple(content["notes"]),

@@ -7,6 +7,7 @@
       - calls: transformer.h.[0..7]
         by: program
         save: [attn.c_attn/addmm, mlp.c_fc/addmm]
+        encode: {attn.attn_dropout/bernoulli_: bits}
 
 All scalars are read as strings and then checked: ``1.10`` is a name. Nothing in a plan
 is executed, and whatever is not understood is an error that names its line.
@@ -33,6 +34,7 @@ from ckplan.units import parse_bytes
 
 FORMAT_VERSION = 1
 WAYS = ("program", "rerun")
+ENCODINGS = ("bits", "int16", "int32")
 BOUNDS = ("any_schedule", "this_plan_space")
 
 _DECIMALS = 4  # of overheads
@@ -44,22 +46,28 @@ class PlannedRegion:
     """Calls whose activations are dropped after forward, but for what they save.
 
     Raises:
-        PlanError: ``by`` is none of ``WAYS``, or a module that runs again saves ops.
+        PlanError: ``by`` is none of ``WAYS``, an encoding none of ``ENCODINGS``, or a
+            module that runs again saves or encodes ops.
     """
 
     calls: str  # a pattern of names.py; every call that it means is a region
     by: str = "program"  # rebuild op by op, or "rerun": run the module again
     save: tuple[OpName, ...] = ()
-    # Where the file says so: file and line of `calls`, then of every op in `save`.
+    encode: tuple[tuple[OpName, str], ...] = ()  # kept in a smaller form, and which
+    # Where the file says so: file and line of `calls`, then of every op in `save`
+    # and in `encode`.
     where: tuple[str, ...] = field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
         """Refuse what cannot be done."""
         _way(self.by)
-        if self.save and self.by != "program":
+        for _, name in self.encode:
+            _encoding(name)
+        if (self.save or self.encode) and self.by != "program":
+            word = "save" if self.save else "encode"
             raise PlanError(
-                f"cannot save ops of {self.calls!r}: save needs by: program",
-                needed="by: program, or no save",
+                f"cannot {word} ops of {self.calls!r}: {word} needs by: program",
+                needed=f"by: program, or no {word}",
                 hint="by: program, which rebuilds op by op what is not saved",
             )
 
@@ -97,8 +105,8 @@ class Plan:
 
 _FINGERPRINT_KEYS = ("torch", "device", "batch", "parameters")
 _PREDICTION_KEYS = tuple(field.name for field in fields(Prediction))
-_REGION_KEYS = ("calls", "by", "save")
-_LATER_REGION_KEYS = ("run", "regions", "encode", "offload")
+_REGION_KEYS = ("calls", "by", "save", "encode")
+_LATER_REGION_KEYS = ("run", "regions", "offload")
 _EXAMPLES = {  # of what may stand where
     "the plan": "`ckplan solve` writes one",
     "a region": "calls: transformer.h.[0..7]",
@@ -112,6 +120,7 @@ _EXAMPLES = {  # of what may stand where
     "'calls'": "calls: transformer.h.[0..7]",
     "'by'": "by: program",
     "'save'": "save: [attn.c_attn/addmm, mlp.c_fc/addmm]",
+    "'encode'": "encode: {attn.attn_dropout/bernoulli_: bits}",
 }
 
 
@@ -200,6 +209,8 @@ def _region_content(region: PlannedRegion) -> dict[str, object]:
     content: dict[str, object] = {"calls": region.calls, "by": region.by}
     if region.save:
         content["save"] = [str(op) for op in region.save]
+    if region.encode:
+        content["encode"] = {str(op): name for op, name in region.encode}
     return content
 
 
@@ -297,8 +308,13 @@ def _region(part: Part) -> PlannedRegion:
     by = entries["by"].read(_way) if "by" in entries else "program"
     ops = entries["save"].items("an op") if "save" in entries else []
     save = tuple(op.read(OpName.parse) for op in ops)
-    where = tuple(named.where for named in (calls, *ops))
-    return part.locate(PlannedRegion, calls.text(), by, save, where)
+    coded = entries["encode"].entries() if "encode" in entries else {}
+    encode = tuple(
+        (form.locate(OpName.parse, op), form.read(_encoding))
+        for op, form in coded.items()
+    )
+    where = tuple(named.where for named in (calls, *ops, *coded.values()))
+    return part.locate(PlannedRegion, calls.text(), by, save, encode, where)
 
 
 _READERS: dict[str, Callable[[Part], Any]] = {
@@ -327,6 +343,17 @@ def _way(text: str) -> str:
             f"cannot recompute by {text!r}",
             needed=f"by: {' or by: '.join(WAYS)}",
             hint=f"did you mean {near!r}?" if near else _EXAMPLES["'by'"],
+        )
+    return text
+
+
+def _encoding(text: str) -> str:
+    if text not in ENCODINGS:
+        near = did_you_mean(text, ENCODINGS)
+        raise PlanError(
+            f"cannot encode as {text!r}",
+            needed=", ".join(ENCODINGS),
+            hint=f"did you mean {near!r}?" if near else _EXAMPLES["'encode'"],
         )
     return text
 

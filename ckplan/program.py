@@ -95,6 +95,7 @@ class Program:
     steps: frozenset[int]  # run again, each once
     uses: dict[int, int]  # value -> reads by steps and by backward
     holds: frozenset[int]  # values the region itself keeps for its steps
+    decodes: frozenset[int]  # values that come back from their encoded form
     lost: frozenset[int]  # external values that steps need and forward overwrote
 
     def given(self, value: int) -> bool:
@@ -103,7 +104,10 @@ class Program:
 
 
 def compile_program(
-    flow: Flow, dropped: Iterable[int], kept: Collection[int]
+    flow: Flow,
+    dropped: Iterable[int],
+    kept: Collection[int],
+    encoded: Collection[int] = (),
 ) -> Program:
     """Find the steps that rebuild ``dropped`` values.
 
@@ -111,11 +115,13 @@ def compile_program(
         flow: The region's forward, complete.
         dropped: One value for every saved tensor that is not kept.
         kept: Values that stay from forward on, as far as nothing overwrites them.
+        encoded: Values of which an encoded form stays, whatever overwrites them.
     """
     wanted = list(dropped)
     uses = Counter(wanted)
     steps: set[int] = set()
     holds: set[int] = set()
+    decodes: set[int] = set()
     lost: set[int] = set()
     while wanted:
         value = wanted.pop()
@@ -124,12 +130,19 @@ def compile_program(
             holds.add(value)
             if not flow.is_current(value):
                 lost.add(value)
+        elif value in encoded:
+            decodes.add(value)
         elif maker not in steps:
             steps.add(maker)
             uses.update(flow.inputs[maker])
             wanted.extend(flow.inputs[maker])
     return Program(
-        flow, frozenset(steps), dict(uses), frozenset(holds), frozenset(lost)
+        flow,
+        frozenset(steps),
+        dict(uses),
+        frozenset(holds),
+        frozenset(decodes),
+        frozenset(lost),
     )
 
 
@@ -141,6 +154,9 @@ class AbstractMachine(Protocol):
 
         Of the values it makes, only those in ``keep`` stay.
         """
+
+    def decode(self, value: int) -> None:
+        """Make a value from its encoded form, which goes."""
 
     def free(self, value: int) -> None:
         """Let a value go."""
@@ -161,8 +177,12 @@ class Rebuild:
         """Make a value present, running again what it needs, in forward's order."""
         if value in self._present:
             return
-        for step in self._missing(value):
-            self._run(step)
+        for step, decoded in self._missing(value):
+            if decoded is None:
+                self._run(step)
+            else:
+                self._machine.decode(decoded)
+                self._present.add(decoded)
 
     def release(self, value: int) -> None:
         """Count one use of a value as done; the last one lets it go."""
@@ -175,16 +195,25 @@ class Rebuild:
         """Whether every use of a value is done."""
         return self._left[value] == 0
 
-    def _missing(self, value: int) -> list[int]:
-        flow = self._program.flow
+    def _missing(self, value: int) -> list[tuple[int, int | None]]:
+        """Steps to run, and values to decode in place of their makers, in order."""
+        flow, decodes = self._program.flow, self._program.decodes
         steps: set[int] = set()
+        decoded: set[int] = set()
         wanted = [value]
         while wanted:
             value = wanted.pop()
-            if value not in self._present and flow.maker_of[value] not in steps:
-                steps.add(flow.maker_of[value])
-                wanted.extend(flow.inputs[flow.maker_of[value]])
-        return sorted(steps)
+            maker = flow.maker_of[value]
+            if value in self._present or maker in steps:
+                continue
+            if value in decodes:
+                decoded.add(value)
+            else:
+                steps.add(maker)
+                wanted.extend(flow.inputs[maker])
+        runs = ((step, None) for step in sorted(steps))
+        decodings = ((flow.maker_of[v], v) for v in sorted(decoded))
+        return sorted([*decodings, *runs], key=lambda item: item[0])
 
     def _run(self, step: int) -> None:
         flow = self._program.flow

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from itertools import pairwise
+from typing import TypeAlias
 
 from ckplan.errors import PlanError
-from ckplan.graph import Graph
+from ckplan.graph import Encoding, Graph
 from ckplan.names import Call, OpCounter, OpName, expand_calls, fold_calls
 from ckplan.plan import Plan, PlannedRegion
 from ckplan.simulate import Region
 
 _MAX_LISTED = 5
+_Outputs: TypeAlias = frozenset[tuple[int, int]]
+"""(op, output) of each."""
 
 
 def resolve(plan: Plan, graph: Graph) -> tuple[Region, ...]:
@@ -33,8 +36,9 @@ def resolve(plan: Plan, graph: Graph) -> tuple[Region, ...]:
     found: list[tuple[Region, PlannedRegion]] = []
     for planned in plan.regions:
         for call in _expand(planned, index_of):
-            save = frozenset(_find_saves(graph, index_of[call], planned))
-            found.append((Region(index_of[call], planned.by, save), planned))
+            save, encode = _find_outputs(graph, index_of[call], planned)
+            region = Region(index_of[call], planned.by, save, encode=encode)
+            found.append((region, planned))
     found.sort(key=lambda pair: pair[0].call)
     _check_disjoint(graph, found)
     return tuple(region for region, _ in found)
@@ -54,15 +58,19 @@ def describe(graph: Graph, regions: Iterable[Region]) -> tuple[PlannedRegion, ..
         PlanError: No pattern can name a call.
     """
     calls = list(_index_of_calls(graph))
-    alike: dict[tuple[str, frozenset[OpName]], tuple[list[Call], list[OpName]]] = {}
+    alike: dict[Hashable, list[Call]] = {}
+    planned: list[PlannedRegion] = []
     for region in sorted(regions, key=lambda region: region.call):
         assert region.last is None, f"internal error: a plan cannot name {region}"
-        save = list(_name_saves(graph, region))
-        chosen, _ = alike.setdefault((region.by, frozenset(save)), ([], save))
-        chosen.append(calls[region.call])
+        save = tuple(_name_outputs(graph, region.call, region.save))
+        encode = tuple(_name_encodings(graph, region))
+        like = (region.by, frozenset(save), frozenset(encode))
+        if like not in alike:
+            planned.append(PlannedRegion("", region.by, save, encode))
+        alike.setdefault(like, []).append(calls[region.call])
     return tuple(
-        PlannedRegion(pattern, by, tuple(save))
-        for (by, _), (chosen, save) in alike.items()
+        replace(one, calls=pattern)
+        for one, chosen in zip(planned, alike.values(), strict=True)
         for pattern in fold_calls(chosen, calls)
     )
 
@@ -87,16 +95,17 @@ def _expand(planned: PlannedRegion, calls: Iterable[Call]) -> tuple[Call, ...]:
         raise _at(planned, 0, error) from None
 
 
-def _find_saves(
+def _find_outputs(
     graph: Graph, call: int, planned: PlannedRegion
-) -> Iterator[tuple[int, int]]:
-    """Yield (op, output) for all that a region on a call saves."""
-    if not planned.save:
-        return
+) -> tuple[_Outputs, _Outputs]:
+    """(op, output) of all that a region on a call saves, and of all that it encodes."""
+    if not (planned.save or planned.encode):
+        return frozenset(), frozenset()
     start = graph.calls[call].start
     op_of = {name: start + i for i, name in enumerate(name_ops(graph, call))}
-    for place, name in enumerate(planned.save, start=1):
-        failed = f"cannot save '{name}' in region {planned.calls!r}"
+
+    def find(place: int, word: str, name: OpName) -> Iterator[tuple[int, int]]:
+        failed = f"cannot {word} '{name}' in region {planned.calls!r}"
         op = op_of.get(replace(name, output=None))
         if op is None:
             what = f"{failed}: {graph.calls[call]} runs no such op"
@@ -105,22 +114,43 @@ def _find_saves(
         if not outputs or name.output not in (None, *outputs):
             what = f"{failed}: in {graph.calls[call]} it has no such output"
             raise _at(planned, place, _no_output(what, outputs))
-        for output in outputs if name.output is None else [name.output]:
-            yield op, output
+        yield from (
+            (op, m) for m in (outputs if name.output is None else [name.output])
+        )
+
+    save: set[tuple[int, int]] = set()
+    encode: set[tuple[int, int]] = set()
+    for place, name in enumerate(planned.save, start=1):
+        save.update(find(place, "save", name))
+    for place, (name, form) in enumerate(planned.encode, start=1 + len(planned.save)):
+        for output in find(place, "encode", name):
+            known = graph.encoding_of.get(output)
+            if known is None or known.name != form or output in save:
+                raise _at(planned, place, _no_encoding(planned, name, form, known))
+            encode.add(output)
+    return frozenset(save), frozenset(encode)
 
 
-def _name_saves(graph: Graph, region: Region) -> Iterator[OpName]:
-    """Yield the names of what a region saves, in order of execution."""
-    start = graph.calls[region.call].start
-    names = name_ops(graph, region.call)
+def _name_outputs(
+    graph: Graph, call: int, outputs: Iterable[tuple[int, int]]
+) -> Iterator[OpName]:
+    """Yield the names of outputs, in order of execution."""
+    start = graph.calls[call].start
+    names = name_ops(graph, call)
     outputs_of: dict[int, list[int]] = {}
-    for op, output in sorted(region.save):
+    for op, output in sorted(outputs):
         outputs_of.setdefault(op, []).append(output)
-    for op, outputs in outputs_of.items():
-        if len(outputs) == len(graph.ops[op].outputs):
+    for op, found in outputs_of.items():
+        if len(found) == len(graph.ops[op].outputs):
             yield names[op - start]
         else:
-            yield from (replace(names[op - start], output=m) for m in outputs)
+            yield from (replace(names[op - start], output=m) for m in found)
+
+
+def _name_encodings(graph: Graph, region: Region) -> Iterator[tuple[OpName, str]]:
+    for place in sorted(region.encode):
+        (name,) = _name_outputs(graph, region.call, [place])
+        yield name, graph.encoding_of[place].name
 
 
 def _check_disjoint(
@@ -149,6 +179,23 @@ def _no_op(what: str, name: OpName, ops: Iterable[OpName]) -> PlanError:
         what,
         needed=f"an op of that call, such as {', '.join(listed)}",
         hint=f"did you mean {near[0]!r}?" if near else "leave it out",
+    )
+
+
+def _no_encoding(
+    planned: PlannedRegion, name: OpName, form: str, known: Encoding | None
+) -> PlanError:
+    what = f"cannot encode '{name}' as {form} in region {planned.calls!r}"
+    if known is not None and known.name == form:
+        return PlanError(
+            f"{what}: the region saves it as well",
+            needed="either save or encode",
+            hint="leave it out of save",
+        )
+    return PlanError(
+        what,
+        needed=f"'{known.name}'" if known else "an op whose tensor has a smaller form",
+        hint="masks of dropout: attn.attn_dropout/bernoulli_: bits",
     )
 
 

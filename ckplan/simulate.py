@@ -21,7 +21,7 @@ from heapq import heappop, heappush
 from itertools import accumulate, pairwise
 
 from ckplan.errors import PlanError
-from ckplan.graph import BEFORE_STEP, KINDS, Graph, Saved
+from ckplan.graph import BEFORE_STEP, KINDS, Encoding, Graph, Saved
 from ckplan.program import Flow, Program, Rebuild, compile_program
 
 PROGRAM, RERUN = "program", "rerun"
@@ -37,6 +37,7 @@ class Region:
     by: str = PROGRAM  # or RERUN, which runs the whole module again
     save: frozenset[tuple[int, int]] = frozenset()  # (op, output) kept
     last: int | None = None  # last of a run of sibling calls that begins at `call`
+    encode: frozenset[tuple[int, int]] = frozenset()  # kept in a smaller form
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,8 @@ class Effect:
     holds: dict[int, int] = field(default_factory=dict)  # storage -> half moment
     rebuilt: list[Interval] = field(default_factory=list)
     spikes: dict[int, int] = field(default_factory=dict)  # half moment -> most bytes
-    states: list[Interval] = field(default_factory=list)  # of random generators
+    kept: list[Interval] = field(default_factory=list)  # random states, encoded forms
+    encoding: dict[int, int] = field(default_factory=dict)  # half moment -> workspace
     seconds: float = 0.0
     steps: list[int] = field(default_factory=list)  # ops that run again, in order
 
@@ -64,15 +66,16 @@ class Effect:
         """Keep a storage alive at least to a half moment."""
         self.holds[storage] = max(self.holds.get(storage, -1), until)
 
-    def spike_excess(self) -> dict[int, int]:
-        """Most bytes alive in a gap beyond what the intervals count there."""
+    def excess(self) -> dict[int, int]:
+        """Most bytes alive at a half moment beyond what the intervals count there."""
         moments = sorted(self.spikes)
         level = [0] * (len(moments) + 1)
         for interval in self.rebuilt:
             level[bisect_left(moments, interval.start)] += interval.bytes
             level[bisect_right(moments, interval.stop)] -= interval.bytes
         counted = zip(moments, accumulate(level), strict=False)
-        return {moment: self.spikes[moment] - sum_ for moment, sum_ in counted}
+        spikes = {moment: self.spikes[moment] - sum_ for moment, sum_ in counted}
+        return {**self.encoding, **spikes}  # one at odd moments, one at even ones
 
     def rebuilt_bytes(self, moment: int) -> int:
         """Bytes of what is rebuilt; in a gap, no more than are alive there at once."""
@@ -194,7 +197,7 @@ class Simulator:
         moved = self._moved_stops(effects)
         excess = Counter[int]()
         for effect in effects:
-            excess.update(effect.spike_excess())
+            excess.update(effect.excess())
         changes = self._changes(moved, effects)
         live = self._replay(changes, excess, 0, len(self.unplanned_bytes) - 1)
         stops = [moved.get(s, stop) for s, stop in enumerate(self._stops)]
@@ -206,7 +209,7 @@ class Simulator:
         """Live bytes under one region, over windows of half moments [first, last]."""
         effects = (self.effect(region),)
         changes = list(self._changes(self._moved_stops(effects), effects))
-        excess = effects[0].spike_excess()
+        excess = effects[0].excess()
         return [self._replay(changes, excess, *window) for window in windows]
 
     def _replay(
@@ -257,7 +260,7 @@ class Simulator:
                 yield Interval(old + 1, new, size)
         for effect in effects:
             yield from effect.rebuilt
-            yield from effect.states
+            yield from effect.kept
 
     def _start_and_natural_stop(self, storage: int) -> tuple[int, int]:
         """Half moments that a storage lives for, were it not for saved tensors."""
@@ -339,6 +342,14 @@ class RegionView:
         returned = self.flow.returned
         return {returned[op - self.start][output] for op, output in region.save}
 
+    def encoded_values(self, region: Region) -> dict[int, Encoding]:
+        """The values that a region keeps in a smaller form."""
+        returned = self.flow.returned
+        return {
+            returned[op - self.start][output]: self.graph.encoding_of[op, output]
+            for op, output in sorted(region.encode)
+        }
+
     def program(self, region: Region) -> tuple[Program, set[int]]:
         """The region's program and the indices of the saved tensors it rebuilds."""
         kept = self.kept_values(region)
@@ -348,7 +359,9 @@ class RegionView:
             for index, _, value in self.packed
             if not (value in kept and current(value))
         ]
-        program = compile_program(self.flow, [value for _, value in dropped], kept)
+        values = [value for _, value in dropped]
+        encoded = self.encoded_values(region)
+        program = compile_program(self.flow, values, kept, encoded)
         indices = {index for index, _ in dropped}
         stop = max((s.wanted for i, s, _ in self.packed if i in indices), default=-1)
         storage_of = self.flow.storage_of
@@ -369,7 +382,7 @@ def _program_effect(view: RegionView, region: Region) -> Effect:
     kept = filter(view.flow.is_current, view.kept_values(region))
     for storage in (*view.external(), *(view.flow.storage_of[v] for v in kept)):
         effect.hold(storage, 2 * view.stop - 1)
-    tally = _Tally(view, program, effect)
+    tally = _Tally(view, program, effect, view.encoded_values(region))
     rebuild = Rebuild(program, tally)
     events = [(s.wanted, s, v) for i, s, v in view.packed if i in dropped]
     for wanted, saved, value in sorted(events, key=lambda event: event[0]):
@@ -379,14 +392,24 @@ def _program_effect(view: RegionView, region: Region) -> Effect:
             tally.unpack(value, 2 * saved.done + 1)
             rebuild.release(value)
     tally.close(max((2 * s.done + 1 for _, s, _ in events), default=0))
-    effect.seconds = sum(view.graph.ops[op].seconds for op in effect.steps)
+    for op in range(view.start, view.stop):
+        if view.graph.ops[op].random and op not in effect.steps:
+            state = Interval(2 * op + 1, 2 * view.stop - 1, RANDOM_STATE_BYTES)
+            effect.kept.append(state)
+    effect.seconds += sum(view.graph.ops[op].seconds for op in effect.steps)
     return effect
 
 
 class _Tally:
     """A machine that counts bytes instead of running kernels."""
 
-    def __init__(self, view: RegionView, program: Program, effect: Effect) -> None:
+    def __init__(
+        self,
+        view: RegionView,
+        program: Program,
+        effect: Effect,
+        encodings: Mapping[int, Encoding],
+    ) -> None:
         self._view = view
         self._flow = program.flow
         self._holds = set(program.holds)
@@ -396,6 +419,13 @@ class _Tally:
         self._leaving: list[tuple[int, int]] = []  # (half moment, bytes), a heap
         self._bytes = 0
         self._moment = 0
+        self._encoded: dict[int, Encoding] = {}
+        for value, encoding in encodings.items():
+            self._encode(encoding)
+            if value in program.decodes:
+                self._encoded[value] = encoding
+            else:  # nobody will want it: gone when forward is over
+                self._keep(encoding.op, 2 * view.stop - 1, encoding.bytes)
 
     def at(self, moment: int) -> None:
         """Enter the gap in which steps now run."""
@@ -411,9 +441,7 @@ class _Tally:
         op = self._view.graph.ops[self._view.start + step]
         self._effect.steps.append(self._view.start + step)
         if op.random:
-            start = 2 * (self._view.start + step) + 1
-            state = Interval(start, self._moment, RANDOM_STATE_BYTES)
-            self._effect.states.append(state)
+            self._keep(self._view.start + step, self._moment, RANDOM_STATE_BYTES)
         for old, new in self._flow.overwrites[step].items():
             if old in copies:
                 self._allocate(new)
@@ -423,12 +451,17 @@ class _Tally:
         for value in self._flow.outputs[step]:
             if value not in overwritten:
                 self._allocate(value)
-        spikes = self._effect.spikes
-        most_bytes = self._bytes + op.workspace_bytes
-        spikes[self._moment] = max(spikes.get(self._moment, 0), most_bytes)
+        self._spike(op.workspace_bytes)
         for value in self._flow.outputs[step]:
             if value not in keep:
                 self._let_go(value, self._moment)
+
+    def decode(self, value: int) -> None:
+        encoding = self._encoded.pop(value)
+        self._allocate(value)
+        self._spike(encoding.decode_workspace_bytes)
+        self._keep(encoding.op, self._moment, encoding.bytes)
+        self._effect.seconds += encoding.decode_seconds
 
     def free(self, value: int) -> None:
         stop = max(self._moment, self._unpacked.get(value, 0))
@@ -443,6 +476,24 @@ class _Tally:
         self._moment = moment
         for value in (*self._holds, *self._born):
             self.free(value)
+        for encoding in self._encoded.values():
+            self._keep(encoding.op, moment, encoding.bytes)
+
+    def _encode(self, encoding: Encoding) -> None:
+        """Right after its op, while what the op read is still there."""
+        op = self._view.graph.ops[encoding.op]
+        beyond = encoding.encode_workspace_bytes - op.workspace_bytes
+        moment, most = 2 * encoding.op + 1, self._effect.encoding
+        most[moment] = max(most.get(moment, 0), beyond)
+        self._effect.seconds += encoding.encode_seconds
+
+    def _keep(self, op: int, stop: int, num_bytes: int) -> None:
+        """Count what the region keeps from a forward op on."""
+        self._effect.kept.append(Interval(2 * op + 1, stop, num_bytes))
+
+    def _spike(self, workspace_bytes: int) -> None:
+        spikes, most_bytes = self._effect.spikes, self._bytes + workspace_bytes
+        spikes[self._moment] = max(spikes.get(self._moment, 0), most_bytes)
 
     def _let_go(self, value: int, stop: int) -> None:
         start, size = self._born.pop(value)

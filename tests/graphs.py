@@ -17,7 +17,16 @@ from contextlib import contextmanager
 from dataclasses import replace
 from random import Random
 
-from ckplan.graph import BEFORE_STEP, OUTSIDE_CALLS, Call, Graph, Op, Saved, Storage
+from ckplan.graph import (
+    BEFORE_STEP,
+    OUTSIDE_CALLS,
+    Call,
+    Encoding,
+    Graph,
+    Op,
+    Saved,
+    Storage,
+)
 from ckplan.simulate import PROGRAM, RERUN, Region
 
 FINGERPRINT = {
@@ -333,7 +342,17 @@ def random_step(rng: Random, *, num_blocks: int = 3, num_ops: int = 3) -> Graph:
             if rng.random() < 0.3:
                 run("glue")
     forward.op("mean", [visible[-1]], makes=[4])
-    return _disturbed(forward.graph(), rng)
+    graph = _disturbed(forward.graph(), rng)
+    return replace(graph, encodings=tuple(_encodings(graph, rng)))
+
+
+def _encodings(graph: Graph, rng: Random) -> Iterator[Encoding]:
+    for number, op in enumerate(graph.ops[: graph.num_forward]):
+        for output in range(len(op.outputs)):
+            if op.call != OUTSIDE_CALLS and rng.random() < 0.2:
+                size = rng.randint(0, graph.storages[op.outputs[output]].bytes)
+                costs = [rng.randint(0, 4) for _ in range(4)]
+                yield Encoding(number, output, "bits", size, *costs)
 
 
 def _disturbed(graph: Graph, rng: Random) -> Graph:
@@ -381,6 +400,12 @@ def random_regions(graph: Graph, rng: Random) -> list[Region]:
                 for m in range(len(graph.ops[op].outputs))
             ]
             save = [o for o in outputs if by == PROGRAM and rng.random() < 0.3]
+            encode = [
+                o
+                for o in outputs
+                if by == PROGRAM and o in graph.encoding_of and rng.random() < 0.5
+            ]
             run = None if last == call else last
-            found.append(Region(call, by, frozenset(save), run))
+            kept, coded = frozenset(save), frozenset(encode)
+            found.append(Region(call, by, kept, run, coded - kept))
     return found

@@ -12,7 +12,7 @@ from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain as concatenate
 
-from ckplan.graph import Graph
+from ckplan.graph import Encoding, Graph
 
 Span = tuple[int, int]  # first and last of a run of sibling calls; twice the same: one
 Kept = frozenset[tuple[int, int]]  # (op, output)
@@ -41,6 +41,7 @@ def walk(  # noqa: C901 - one loop over moments, told in order
     programs: Mapping[Span, Kept] | None = None,
     reruns: Iterable[Span] = (),
     *,
+    encoded: Mapping[Span, Kept] | None = None,
     prompt: bool = False,
 ) -> Walk:
     """Walk forward and backward with regions that rebuild and regions that run again.
@@ -49,6 +50,7 @@ def walk(  # noqa: C901 - one loop over moments, told in order
         graph: The step.
         programs: Regions that rebuild op by op, and the outputs that they keep.
         reruns: Regions that run again as a whole.
+        encoded: Outputs that regions which rebuild keep in a smaller form.
         prompt: Let what a region was given go within the gap in which it is used last,
             as the engine does, not at the end of that gap.
 
@@ -58,7 +60,10 @@ def walk(  # noqa: C901 - one loop over moments, told in order
     memory = _Memory()
     seen = Walk()
     regions: list[_Program | _Rerun] = [
-        *(_Program(graph, memory, s, kept) for s, kept in (programs or {}).items()),
+        *(
+            _Program(graph, memory, s, kept, (encoded or {}).get(s, frozenset()))
+            for s, kept in (programs or {}).items()
+        ),
         *(_Rerun(graph, memory, span) for span in reruns),
     ]
     dropped = {j for region in regions for j in region.dropped}
@@ -95,13 +100,15 @@ def walk(  # noqa: C901 - one loop over moments, told in order
         for s, storage in enumerate(graph.storages):
             if storage.maker == now:
                 memory.make(s, sizes[s], "step")
-        seen.live_bytes.append(memory.bytes + op.workspace_bytes)
+        workspace = max(op.workspace_bytes, *(r.encode(now) for r in regions), 0)
+        seen.live_bytes.append(memory.bytes + workspace)
         enter(now + 1)
         leave(now)
     seen.live_bytes.append(memory.bytes)
     seen.again = {region.span: region.again for region in regions}
     ran = concatenate.from_iterable(seen.again.values())
     seen.seconds = sum(graph.ops[op].seconds for op in ran)
+    seen.seconds += sum(region.coding_seconds for region in regions)
     return seen
 
 
@@ -177,6 +184,12 @@ class _Region:
         self.stop = graph.calls[span[1]].stop
         self.saves = saves_of(graph, span)
         self.again: list[int] = []
+        self.coding_seconds = 0.0
+
+    def encode(self, now: int) -> int:
+        """Make the smaller forms of what op ``now`` made; returns the workspace."""
+        del now
+        return 0
 
     def ops(self) -> range:
         return range(self.start, self.stop)
@@ -204,8 +217,12 @@ class _Region:
 class _Program(_Region):
     """Rebuilds what is wanted when it is wanted, each op once."""
 
-    def __init__(self, graph: Graph, memory: _Memory, span: Span, kept: Kept) -> None:
+    def __init__(
+        self, graph: Graph, memory: _Memory, span: Span, kept: Kept, encoded: Kept
+    ) -> None:
         super().__init__(graph, memory, span)
+        self._forms = {(e.op, e.output): e for e in graph.encodings}
+        self._encodings: dict[Content, Encoding] = {}
         written: Counter[int] = Counter()
         self._made_by: dict[Content, int] = {}
         self._reads: dict[int, set[Content]] = {}
@@ -227,6 +244,9 @@ class _Program(_Region):
             self._made_by.update(dict.fromkeys(self._makes[now], now))
             outputs = [(s, written[s]) for s in op.outputs]
             self._keeps[now] = [outputs[m] for at, m in sorted(kept) if at == now]
+            for at, m in encoded:
+                if at == now:
+                    self._encodings[outputs[m]] = self._forms[at, m]
         self._final = written
         keeps = concatenate.from_iterable(self._keeps.values())
         self._kept = {(s, n) for s, n in keeps if written[s] == n}
@@ -244,12 +264,15 @@ class _Program(_Region):
         wanted = [self._content[j] for j in sorted(self.dropped)]
         self._uses = Counter(wanted)
         self._held: set[Content] = set()
+        self._decodes: set[Content] = set()
         needed: set[int] = set()
 
         def need(content: Content) -> None:
             maker = self._made_by.get(content)
             if maker is None or content in self._kept:
                 self._held.add(content)
+            elif content in self._encodings:
+                self._decodes.add(content)
             elif maker not in needed:
                 needed.add(maker)
                 for read in self._reads[maker]:
@@ -264,6 +287,15 @@ class _Program(_Region):
                 raise CannotRebuildError(f"storage {storage}, in the region")
             if self.is_written(storage, self.stop, last):
                 raise CannotRebuildError(f"storage {storage}, after the region")
+
+    def encode(self, now: int) -> int:
+        workspace = 0
+        for content, form in self._encodings.items():
+            if form.op == now:
+                self.memory.make(("coded", self.span, content), form.bytes, "coded")
+                self.coding_seconds += form.encode_seconds
+                workspace = max(workspace, form.encode_workspace_bytes)
+        return workspace
 
     def hold(self, at: int) -> None:
         """Watch forward; hold all inputs and what is kept until it is over."""
@@ -282,37 +314,66 @@ class _Program(_Region):
     def let_go(self, done: int) -> None:
         if done == self.stop - 1:
             self.memory.let_go_all(("watch", self.span))
+            for content in self._encodings.keys() - self._decodes:
+                self._drop_code(content)
         if done == self.first_and_last(self.dropped)[2]:
             for content in list(self._present):
                 self._release(content)
+            for content in self._decodes:
+                self._drop_code(content)
+
+    def _drop_code(self, content: Content) -> None:
+        self.memory.let_go(("coded", self.span, content), "coded")
 
     def rebuild(self, now: int, prompt: bool) -> int:
         """Rebuild what op ``now`` wants; returns the most bytes alive meanwhile."""
         most = 0
+        decoded: list[Content] = []
         for j in sorted(self.dropped):
             if self.graph.saved[j].wanted == now:
                 content = self._content[j]
-                for op in self._missing(content):
-                    most = max(most, self._run(op, prompt))
+                codes, ops = self._missing(content)
+                for op in self.ops():
+                    for code in (c for c in codes if self._made_by[c] == op):
+                        most = max(most, self._decode(code))
+                        decoded.append(code)
+                    if op in ops:
+                        most = max(most, self._run(op, prompt))
                 self.memory.hold(self._present[content], ("saved", j))
                 self._use(content, prompt)
         for content in self._late:
             self._release(content)
         self._late.clear()
+        for content in decoded:
+            self._drop_code(content)
         return most
 
-    def _missing(self, content: Content) -> list[int]:
-        """The ops that must run before a content is there, in forward's order."""
-        found: set[int] = set()
+    def _decode(self, content: Content) -> int:
+        block = self._new_block(content[0])
+        self._present[content] = block
+        self.memory.hold(block, self._holder(content))
+        most = self.memory.bytes + self._encodings[content].decode_workspace_bytes
+        self.memory.let_go_all("running")
+        self.coding_seconds += self._encodings[content].decode_seconds
+        return most
+
+    def _missing(self, content: Content) -> tuple[set[Content], set[int]]:
+        """What must be decoded and which ops must run before a content is there."""
+        codes: set[Content] = set()
+        ops: set[int] = set()
 
         def need(content: Content) -> None:
-            if content not in self._present:
-                found.add(self._made_by[content])
-                for read in self._reads[self._made_by[content]]:
-                    need(read)
+            if content in self._present or self._made_by[content] in ops:
+                return
+            if content in self._decodes:
+                codes.add(content)
+                return
+            ops.add(self._made_by[content])
+            for read in self._reads[self._made_by[content]]:
+                need(read)
 
         need(content)
-        return [op for op in self.ops() if op in found]
+        return codes, ops
 
     def _run(self, op: int, prompt: bool) -> int:
         memory, record = self.memory, self.graph.ops[op]

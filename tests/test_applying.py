@@ -17,8 +17,8 @@ from ckplan import applying
 from ckplan.errors import ApplyError, PlanError
 from ckplan.names import OpName
 from ckplan.plan import Plan, PlannedRegion
-from ckplan.resolve import name_ops, resolve
-from ckplan.simulate import simulate
+from ckplan.resolve import describe, name_ops, resolve
+from ckplan.simulate import Region, simulate
 from ckplan.training.allocator import peak_bytes_of
 from ckplan.training.step import TrainingStep, make_step
 from ckplan.training.workload import Workload, tensors_of
@@ -69,6 +69,20 @@ class Attention(nn.Module):
         return x + self.out(mixed.transpose(1, 2).reshape(x.shape)) * scale
 
 
+class Masked(nn.Module):
+    """Bool masks and indices of pooling, in another memory format."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.pool = nn.Conv2d(8, 8, 3, padding=1), nn.MaxPool2d(2)
+        self.drop = nn.Dropout2d(0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.conv(x.to(memory_format=torch.channels_last))
+        out = self.pool(out.masked_fill(out < 0, 0.01) * torch.sigmoid(out))
+        return self.drop(functional.dropout(out, 0.1)).repeat_interleave(2, -1)
+
+
 class Unrolled(nn.Module):
     """One cell that runs four times."""
 
@@ -89,6 +103,7 @@ def stack(kind: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "residual": (stack(Residual), (256, 64)),
     "convolution": (stack(Convolution), (4, 8, 32, 32)),
+    "masked": (stack(Masked), (4, 8, 64, 32)),
     "attention": (stack(Attention), (8, 32, 64)),
     "unrolled": (Unrolled, (256, 64)),
 }
@@ -125,19 +140,22 @@ def measured_peak(workload: Workload) -> int:
 
 
 def plans(name: str) -> list[Plan]:
-    """Keep nothing, run again, keep every second op, and keep all."""
+    """Keep nothing, run again, keep every second op, keep all, and encode."""
     calls = "cell" if name == "unrolled" else "[0..2]"
     workload = build(name)
     graph = ckplan.profile(workload.model, workload.batch, loss=workload.loss)
     first = calls.replace("[0..2]", "0")
     call = next(i for i, c in enumerate(graph.calls) if c.fqn == first)
     ops = tuple(name_ops(graph, call))
+    forms = frozenset((one.op, one.output) for one in graph.encodings_in(call))
+    (coded,) = describe(graph, [Region(call, encode=forms)])
     regions = [
         PlannedRegion(calls),
         PlannedRegion(calls, "rerun"),
         PlannedRegion(calls, save=ops[::2]),
         PlannedRegion(calls, save=ops),
         PlannedRegion("."),
+        PlannedRegion(calls, encode=coded.encode),
     ]
     return [Plan(regions=(region,)) for region in regions]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "ckplan"
-TORCH_SIDE = {"training", "tracing", "applying", "verifying"}
+TORCH_SIDE = {"encodings", "training", "tracing", "applying", "verifying"}
 # What each may import of ckplan, beside itself and the files at the root.
 FOLDERS = {
     "solving": set(),

@@ -277,7 +277,16 @@ def _top(text: str) -> str:
             "",
             "",
         ),
-        (_region("encode: {a/b: bits}"), 4, "is not supported by this version", "", ""),
+        (_region("encode: {a/b: bit}"), 4, "as 'bit'", "bits, int16", "mean 'bits'?"),
+        (_region("encode: {ab: bits}"), 4, "cannot read the op 'ab'", "PATH/NAME", ""),
+        (_region("encode: [a/b]"), 4, "'encode' is a list", "a mapping", "encode: {"),
+        (
+            _region("encode: {a/b: bits}\n    by: rerun"),
+            3,
+            "encode needs by: program",
+            "no encode",
+            "",
+        ),
         (_region("regions: []"), 4, "'regions' in a region is not supported", "", ""),
         ("ckplan: 1\nregions: [run: [a, b]]", 2, "'run' in a region is not", "", ""),
         # types

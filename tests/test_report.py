@@ -298,6 +298,7 @@ def test_plan_json_says_what_the_file_says() -> None:
         "calls": "h.[0..7]",
         "by": "program",
         "save": ["mlp/addmm", "./mul"],
+        "encode": {},
     }
 
 

@@ -19,6 +19,7 @@ def walked(graph: graphs.Graph, regions: list[Region]) -> oracles.Walk:
         graph,
         {span: r.save for r, span in spans if r.by == PROGRAM},
         [span for r, span in spans if r.by == RERUN],
+        encoded={span: r.encode for r, span in spans},
     )
 
 
@@ -46,7 +47,8 @@ def test_without_regions_a_storage_lives_from_its_maker_to_its_last_holder() -> 
     live = [0] * (2 * len(graph.ops) + 1)
     for number, storage in enumerate(graph.storages):
         start = 0 if storage.maker == BEFORE_STEP else 2 * storage.maker + 1
-        stop = max(storage.last, graph.saved_until.get(number, -1))
+        done = [saved.done for saved in graph.saved if saved.storage == number]
+        stop = max(storage.last, *done, -1)
         for moment in range(start, min(2 * stop + 1, len(live) - 1) + 1):
             live[moment] += storage.bytes
     assert live == simulate(graph).live_bytes

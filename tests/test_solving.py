@@ -11,6 +11,7 @@ import networkx
 import pytest
 
 from ckplan.errors import InfeasibleError, PlanError
+from ckplan.graph import Encoding
 from ckplan.plan import dumps
 from ckplan.program import Flow
 from ckplan.simulate import Simulator
@@ -67,25 +68,37 @@ def test_the_hull_holds_the_best_closure_at_every_price(seed: int) -> None:
     for given in set(sizes) - set(inside):
         sizes[given] = 0
     wanted = rng.sample(inside, 4)
-    closure = Closure(flow, wanted, sizes, times.__getitem__)
-    points = list(all_closures(flow, wanted, sizes, times, inside))
+    coded = {
+        v: Encoding(
+            0, 0, "bits", rng.randint(0, sizes[v]), 0, 0, 1e-9, rng.choice((0, 1e-9))
+        )
+        for v in rng.sample(inside, rng.randint(0, 3))
+    }
+    closure = Closure(flow, wanted, sizes, times.__getitem__, encodings=coded)
+    points = list(all_closures(flow, wanted, sizes, times, inside, coded))
     hull = [(choice.kept_bytes, choice.nanoseconds) for choice in closure.hull(99)]
     for price in (0.01, 0.2, 0.5, 1.0, 2.0, 7.0, 99.0):
         best = min(time + price * size for size, time in points)
         assert best == pytest.approx(min(t + price * b for b, t in hull))
 
 
-def all_closures(flow, wanted, sizes, times, inside):
-    """(bytes, time) of every set of values to keep."""
-    for keep in product((False, True), repeat=len(inside)):
-        kept = {v for v, yes in zip(inside, keep, strict=True) if yes}
-        again, stack = set(), [v for v in wanted if v not in kept]
+def all_closures(flow, wanted, sizes, times, inside, coded):
+    """(bytes, time) of every set of values to keep, some of them encoded."""
+    ways = [
+        ("drop", "keep", "encode") if v in coded else ("drop", "keep") for v in inside
+    ]
+    for chosen in product(*ways):
+        way = dict(zip(inside, chosen, strict=True))
+        again, stack = set(), [v for v in wanted if way.get(v) == "drop"]
         while stack:
             maker = flow.maker_of[stack.pop()]
             if maker >= 0 and maker not in again:
                 again.add(maker)
-                stack += [v for v in flow.inputs[maker] if v not in kept]
-        yield sum(sizes[v] for v in kept), sum(times[step] for step in again)
+                stack += [v for v in flow.inputs[maker] if way.get(v) == "drop"]
+        forms = [coded[v] for v in inside if way[v] == "encode"]
+        size = sum(sizes[v] for v in inside if way[v] == "keep")
+        time = sum(times[step] for step in again) + sum(f.seconds * 1e9 for f in forms)
+        yield size + sum(f.bytes for f in forms), time
 
 
 def budgets(graph: graphs.Graph, count: int) -> list[int]:
@@ -158,6 +171,7 @@ def test_scaling_all_bytes_changes_no_decision() -> None:
     larger = replace(
         graph,
         storages=tuple(replace(s, bytes=7 * s.bytes) for s in graph.storages),
+        encodings=tuple(replace(e, bytes=7 * e.bytes) for e in graph.encodings),
         ops=tuple(replace(o, workspace_bytes=7 * o.workspace_bytes) for o in graph.ops),
     )
     for budget in budgets(graph, 5):

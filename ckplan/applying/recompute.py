@@ -22,11 +22,15 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ckplan.encodings import Encoded, decode, encode
 from ckplan.errors import ApplyError
 from ckplan.program import Flow, Program, Rebuild, compile_program
 
 Saves = Mapping[tuple[str, str, int], frozenset[int] | None]
 """(path, op name, occurrence) -> outputs to keep; None for all of them."""
+
+Encodes = Mapping[tuple[str, str, int], Mapping[int | None, str]]
+"""(path, op name, occurrence) -> outputs to keep in a smaller form, and in which."""
 
 _Place: TypeAlias = tuple[torch.device, torch.Generator | None]
 """Whose random state: a generator, or the device's own."""
@@ -111,13 +115,15 @@ class _Held:
 class ProgramRegion(TorchDispatchMode):
     """One forward of a region, and what backward needs to rebuild it."""
 
-    def __init__(self, name: str, saves: Saves) -> None:
+    def __init__(self, name: str, saves: Saves, encodes: Encodes) -> None:
         super().__init__()
         self.name = name
         self.dropped_bytes = 0
         self.found: set[tuple[str, str, int]] = set()  # saves that named an op
         self.path: list[str] = [""]  # module paths below the region, innermost last
         self._saves = saves
+        self._encodes = encodes
+        self._names_ops = bool(saves or encodes)
         self._occurrences: dict[tuple[str, str], int] = defaultdict(int)
         self._flow = Flow()
         self._steps: dict[int, _Step] = {}
@@ -125,6 +131,7 @@ class ProgramRegion(TorchDispatchMode):
         self._addresses: list[StorageWeakRef] = []  # keep addresses from being reused
         self._inside: set[int] = set()  # storages that the region made
         self._held: dict[int, _Held] = {}  # value -> tensor
+        self._encoded: dict[int, Encoded] = {}  # value -> its smaller form
         self._values: dict[int, torch.Tensor] = {}  # what is present in backward
         self._wanted: list[int] = []  # values of dropped saved tensors
         self._rebuild: Rebuild | None = None
@@ -153,7 +160,7 @@ class ProgramRegion(TorchDispatchMode):
         """
         self._contexts.close()
         kept = self._held.keys() - set(self._external_values())
-        program = compile_program(self._flow, self._wanted, kept)
+        program = compile_program(self._flow, self._wanted, kept, self._encoded.keys())
         if program.lost:
             raise ApplyError(
                 f"cannot rebuild {self.name}: its forward changes an input in place",
@@ -166,6 +173,7 @@ class ProgramRegion(TorchDispatchMode):
             held.version = held.tensor._version
         self._values = {value: held.tensor for value, held in self._held.items()}
         self._steps = {step: self._steps[step] for step in program.steps}
+        self._encoded = {value: self._encoded[value] for value in program.decodes}
         self._rebuild = Rebuild(program, self)
         self._numbers.clear()
         self._addresses.clear()
@@ -202,7 +210,7 @@ class ProgramRegion(TorchDispatchMode):
             self._steps[number] = _Step(func, refs, named, state, generator, device)
             for value in self._flow.overwrites[number]:
                 self._held.pop(value, None)
-            if self._saves:
+            if self._names_ops:
                 self._save(facts.name, number, returned)
         return out
 
@@ -248,17 +256,25 @@ class ProgramRegion(TorchDispatchMode):
         return [self._number(t) for value in changed for t in _tensors(value)]
 
     def _save(self, name: str, number: int, returned: list[torch.Tensor]) -> None:
-        """Hold the outputs that the plan names."""
+        """Hold or encode the outputs that the plan names."""
         place = (self.path[-1], name)
         key = (*place, self._occurrences[place])
         self._occurrences[place] += 1
-        if key not in self._saves:
-            return
-        self.found.add(key)
-        outputs = self._saves[key]
-        for position, value in enumerate(self._flow.returned[number]):
-            if outputs is None or position in outputs:
-                self._hold(value, returned[position])
+        values = self._flow.returned[number]
+        if key in self._saves:
+            self.found.add(key)
+            outputs = self._saves[key]
+            for position, value in enumerate(values):
+                if outputs is None or position in outputs:
+                    self._hold(value, returned[position])
+        if key in self._encodes:
+            self.found.add(key)
+            forms = self._encodes[key]
+            for position, value in enumerate(values):
+                form = forms.get(position, forms.get(None))
+                small = encode(form, returned[position]) if form else None
+                if small is not None:
+                    self._encoded[value] = small
 
     def _pack(self, tensor: torch.Tensor) -> _Kept | _Dropped:
         number = self._numbers.get(tensor.untyped_storage()._cdata)
@@ -315,6 +331,10 @@ class ProgramRegion(TorchDispatchMode):
         for value, tensor in zip(flow.returned[step], _tensors(out), strict=True):
             if value in keep:
                 self._values.setdefault(value, tensor)
+
+    def decode(self, value: int) -> None:
+        """Make a value from its encoded form."""
+        self._values[value] = decode(self._encoded.pop(value))
 
     def free(self, value: int) -> None:
         """Let a value go."""

@@ -77,7 +77,7 @@ class _Choice:
         self.dropped_bytes = region.dropped_bytes
         self.missing = tuple(
             str(op)
-            for op in self.region.save
+            for op in (*self.region.save, *(op for op, _ in self.region.encode))
             if (op.path, op.name, op.occurrence) not in region.found
         )
 
@@ -96,6 +96,13 @@ class _Choice:
                 found[key] = None
             else:
                 found[key] = outputs | {op.output}
+        return found
+
+    @cached_property
+    def encodes(self) -> dict[tuple[str, str, int], dict[int | None, str]]:
+        found: dict[tuple[str, str, int], dict[int | None, str]] = {}
+        for op, form in self.region.encode:
+            found.setdefault((op.path, op.name, op.occurrence), {})[op.output] = form
         return found
 
 
@@ -149,7 +156,8 @@ class _RegionHooks:
         choice = self.session.choose(self.fqn, self.choices)
         region = None
         if choice is not None:
-            region = ProgramRegion(self.fqn or type(module).__name__, choice.saves)
+            name = self.fqn or type(module).__name__
+            region = ProgramRegion(name, choice.saves, choice.encodes)
             region.open()
         _running.regions.append((self.fqn, region, choice))
 
@@ -295,7 +303,7 @@ def _attach_program(
     hooks: list[tuple[nn.Module, _RegionHooks | _PathHooks]] = [
         (modules[fqn], _RegionHooks(fqn, session, choices))
     ]
-    if any(choice.region.save for choice in choices):
+    if any(choice.region.save or choice.region.encode for choice in choices):
         prefix = f"{fqn}." if fqn else ""
         hooks += [
             (module, _PathHooks(name))

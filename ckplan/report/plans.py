@@ -155,18 +155,31 @@ def _baselines(solution: Solution) -> Table:
 def _regions(plan: Plan, *, in_full: bool = False) -> RenderableType:
     if not plan.regions:
         return facts([("none", "nothing is recomputed")])
-    table = make_table("calls", "by", "saves", texts=3)
+    encodes = any(region.encode for region in plan.regions)
+    columns = ["calls", "by", "saves", *(["encodes"] if encodes else [])]
+    table = make_table(*columns, texts=len(columns))
     for region in plan.regions:
-        ops = [str(op) for op in region.save]
-        some = f"{len(ops)} ops" if len(ops) > 1 else "".join(ops)
-        saved = ", ".join(ops) if in_full else some
-        add_row(table, region.calls, region.by, saved or "nothing")
+        cells = [_ops([str(op) for op in region.save], in_full=in_full)]
+        if encodes:
+            forms = [f"{op}: {form}" for op, form in region.encode]
+            cells.append(_ops(forms, in_full=in_full))
+        add_row(table, region.calls, region.by, *cells)
     return table
 
 
+def _ops(names: list[str], *, in_full: bool) -> str:
+    if in_full or len(names) <= 1:
+        return ", ".join(names) or "nothing"
+    return f"{len(names)} ops"
+
+
 def _region_json(region: PlannedRegion) -> dict[str, Any]:
-    ops = [str(op) for op in region.save]
-    return {"calls": region.calls, "by": region.by, "save": ops}
+    return {
+        "calls": region.calls,
+        "by": region.by,
+        "save": [str(op) for op in region.save],
+        "encode": {str(op): form for op, form in region.encode},
+    }
 
 
 def _fingerprint_lines(plan: Plan) -> list[str]:

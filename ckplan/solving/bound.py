@@ -4,8 +4,9 @@ Look at one moment of the step. Every value that backward will want after it is 
 either alive, and counts against the budget, or must be run again later, and so must
 what that needs. Choosing what is alive to minimise the seconds run again is the program
 of ``closure.py``; relaxed to fractions, its optimum bounds what any schedule pays,
-however it drops, keeps and rebuilds before and after, as long as it only runs ops
-again. The lower convex hull of the cuts is that optimum for every budget at once.
+however it drops, keeps and rebuilds before and after, as long as it only runs ops again
+and uses the encodings of the graph. The lower convex hull of the cuts is that optimum
+for every budget at once.
 
 Any moment gives a bound. The one taken is the peak of the unplanned step, or the end of
 forward where that peak is not in backward.
@@ -51,6 +52,11 @@ def _bound_at(simulator: Simulator, moment: int, budget_bytes: int) -> float:
         bytes_of,
         lambda step: round(graph.ops[step].seconds / NANOSECOND),
         copies,
+        {
+            flow.returned[one.op][one.output]: one
+            for one in graph.encodings
+            if one.op < graph.num_forward
+        },
     )
     nanoseconds = _least(closure, budget_bytes - fixed_bytes)
     return nanoseconds * NANOSECOND / graph.step_seconds

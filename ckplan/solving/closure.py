@@ -1,21 +1,23 @@
 """Which values of a forward to keep: a closure problem, solved by cuts.
 
-    min  sum t_o z_o + price * sum b_v y_v
-    s.t. y_v + z_w >= 1      for every value v that backward wants, w its maker
-         y_v + z_w >= z_o    for every input v of op o, w its maker
-         0 <= y, z <= 1;     a value overwritten in place has y = 0
+    min  sum t_o z_o + sum c_v e_v + price * (sum b_v y_v + sum s_v e_v)
+    s.t. y_v + e_v + z_w >= 1      for every value v that backward wants, w its maker
+         y_v + e_v + z_w >= z_o    for every input v of op o, w its maker
+         0 <= y, e, z <= 1;        a value overwritten in place has y = 0
 
-y: the value is kept; z: the op runs again. The constraints are those of a minimum cut,
+y: the value is kept; e: it is kept in a smaller form of s bytes, which costs c seconds
+to make and to decode; z: the op runs again. The constraints are those of a minimum cut,
 so the optimum is integral at every price, and the prices sweep out the lower convex
 hull of (bytes kept, seconds run again). With whole-forward bytes it is the lower bound
 of ``bound.py``; with those of one call it gives the options of ``menu.py``.
 
-Network: source -> wanted value (uncuttable), value -> its maker (cut: kept, price * b),
-op -> its inputs (uncuttable), op -> sink (cut: run again, t). External values go to the
-sink directly (cut: held, price * b; uncuttable where the forward overwrote them).
-A copy is a value that was overwritten and is alive again, since its maker ran again
-before; it saves the maker's inputs but not its seconds, so op -> sink becomes
-op -> ran -> sink, with copy -> ran uncuttable and copy -> op (cut: alive, price * b).
+Network: source -> wanted value (uncuttable), value -> coded value (cut: encoded,
+price * s + c), coded value -> its maker (cut: kept, price * b), op -> its inputs
+(uncuttable), op -> sink (cut: run again, t). External values go to the sink directly
+(cut: held, price * b; uncuttable where the forward overwrote them). A copy is a value
+that was overwritten and is alive again, since its maker ran again before; it saves the
+maker's inputs but not its seconds, so op -> sink becomes op -> ran -> sink, with
+copy -> ran uncuttable and copy -> op (cut: alive, price * b).
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import heapq
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
+from ckplan.graph import Encoding
 from ckplan.program import EXTERNAL, Flow
 from ckplan.solving.mincut import INFINITE, SINK, SOURCE, Network
 
@@ -35,8 +38,9 @@ class Choice:
     """A set of values to keep and what it costs."""
 
     kept: frozenset[int]
+    encoded: frozenset[int]  # kept in a smaller form
     kept_bytes: int
-    nanoseconds: int  # of ops that run again
+    nanoseconds: int  # of ops that run again, and of encoding and decoding
 
 
 class Closure:
@@ -49,6 +53,7 @@ class Closure:
         bytes_of: Mapping[int, int],
         nanoseconds: Callable[[int], int],
         copies: Collection[int] = (),
+        encodings: Mapping[int, Encoding] | None = None,
     ) -> None:
         """Build the network.
 
@@ -59,12 +64,14 @@ class Closure:
                 anyway; values that cannot be kept are left out.
             nanoseconds: What running a step again costs.
             copies: Values of ``bytes_of`` that live only once their maker ran again.
+            encodings: Values that can be kept in a smaller form.
         """
         self._network = Network()
         self._flow = flow
         self._kinds: list[tuple[str, int]] = []  # edge -> (kind, value or step)
         self._bytes = bytes_of
         self._copies = copies
+        self._encodings = encodings or {}
         self._nodes: dict[tuple[str, int], int] = {}
         self._times: dict[int, int] = {}
         stack = list(dict.fromkeys(wanted))
@@ -79,6 +86,10 @@ class Closure:
             if maker == EXTERNAL:
                 self._edge(node, SINK, (kind, value))
                 continue
+            if value in self._encodings:
+                coded = self._node("coded", value)
+                self._edge(node, coded, ("encode", value))
+                node = coded
             new_step = ("step", maker) not in self._nodes
             step = self._node("step", maker)
             self._edge(node, step, (kind, value))
@@ -107,17 +118,23 @@ class Closure:
                 capacities.append(self._bytes.get(item, 0) * nanoseconds)
             elif kind == "run":
                 capacities.append(self._times[item] * num_bytes)
+            elif kind == "encode":
+                coded = self._encodings[item]
+                price = coded.bytes * nanoseconds
+                capacities.append(price + self._coding_time(item) * num_bytes)
             else:
                 capacities.append(INFINITE)
         return self._read(self._network.source_side(capacities))
 
     def fastest(self) -> Choice:
         """Fewest seconds run again, then fewest bytes."""
-        return self.solve(1, 1 + sum(self._bytes.values()))
+        coded = sum(one.bytes for one in self._encodings.values())
+        return self.solve(1, 1 + sum(self._bytes.values()) + coded)
 
     def smallest(self) -> Choice:
         """Fewest bytes kept, then fewest seconds."""
-        return self.solve(1 + sum(self._times.values()), 1)
+        coding = sum(map(self._coding_time, self._encodings))
+        return self.solve(1 + sum(self._times.values()) + coding, 1)
 
     def hull(self, most_cuts: int) -> list[Choice]:
         """Vertices of the lower convex hull, fewest seconds first.
@@ -153,21 +170,31 @@ class Closure:
 
     def _read(self, source_side: list[bool]) -> Choice:
         kept: set[int] = set()
+        encoded: set[int] = set()
         kept_bytes = time = 0
         for (kind, item), node in self._nodes.items():
             if not source_side[node]:
                 continue
-            if kind != "value":
+            if kind in ("step", "ran"):
                 split = kind == "step" and ("ran", item) in self._nodes
                 time += 0 if split else self._times[item]
                 continue
             maker = self._flow.maker_of[item]
+            coded = self._nodes.get(("coded", item)) if kind == "value" else None
             if maker == EXTERNAL:
                 kept_bytes += self._bytes.get(item, 0)
+            elif coded is not None:
+                if not source_side[coded]:
+                    encoded.add(item)
+                    kept_bytes += self._encodings[item].bytes
+                    time += self._coding_time(item)
             elif not source_side[self._nodes["step", maker]]:
                 kept.add(item)
                 kept_bytes += self._bytes.get(item, 0)
-        return Choice(frozenset(kept), kept_bytes, time)
+        return Choice(frozenset(kept), frozenset(encoded), kept_bytes, time)
+
+    def _coding_time(self, value: int) -> int:
+        return round(self._encodings[value].seconds / NANOSECOND)
 
     def _node(self, kind: str, item: int) -> int:
         key = (kind, item)

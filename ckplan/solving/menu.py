@@ -8,16 +8,28 @@ rebuild nothing, to keeping nothing. Calls that do the same share one search.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
 
+from ckplan.errors import PlanError
 from ckplan.graph import BEFORE_STEP, Graph
+from ckplan.program import EXTERNAL, Flow
 from ckplan.simulate import Region, RegionView, Simulator
 from ckplan.solving.closure import NANOSECOND, Choice, Closure
 
 _FEWEST_CUTS, _MOST_CUTS, _CUTS_TIMES_STEPS = 4, 40, 2500
 
-Kept = frozenset[tuple[int, int]]  # (op counted from the call's first, output)
+_Outputs: TypeAlias = frozenset[tuple[int, int]]
+"""(op counted from the call's first, output)"""
+
+
+class Kept(NamedTuple):
+    """What a region keeps, as calls that do the same can share it."""
+
+    save: _Outputs
+    encode: _Outputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +58,10 @@ class Menus:
         keep = Option(None, self._unplanned_need(windows), 0, 0.0)
         if not view.packed or windows[1][0] < 0:
             return [keep]
-        regions = [self._region(call, kept) for kept in self._kept(call)]
-        options = [self._option(region, windows) for region in regions]
+        options: list[Option] = []
+        for kept in self._kept(call):
+            with suppress(PlanError):  # a call like this one may have lost an input
+                options.append(self._option(self._region(call, kept), windows))
         useful = [option for option in options if option.freed_bytes > 0]
         return [keep, *sorted(useful, key=lambda option: option.seconds)]
 
@@ -73,23 +87,25 @@ class Menus:
         for calls in alike.values():
             saves = [self._relative(chosen[c]) for c in calls if c in chosen]
             saves.sort(
-                key=lambda kept: (self._kept_bytes(calls[0], kept), sorted(kept))
+                key=lambda kept: (self._kept_bytes(calls[0], kept), *map(sorted, kept))
             )
             tidied += map(self._region, calls, saves)
         return sorted(tidied, key=lambda region: region.call)
 
     def _relative(self, region: Region) -> Kept:
         start = self._graph.calls[region.call].start
-        return frozenset((op - start, output) for op, output in region.save)
+        return Kept(_shifted(region.save, -start), _shifted(region.encode, -start))
 
     def _region(self, call: int, kept: Kept) -> Region:
         start = self._graph.calls[call].start
-        return Region(call, save=frozenset((start + op, out) for op, out in kept))
+        save, encode = (_shifted(outputs, start) for outputs in kept)
+        return Region(call, save=save, encode=encode)
 
     def _kept_bytes(self, call: int, kept: Kept) -> int:
-        start, graph = self._graph.calls[call].start, self._graph
-        storages = {graph.ops[start + op].outputs[output] for op, output in kept}
-        return sum(graph.storages[storage].bytes for storage in storages)
+        region, graph = self._region(call, kept), self._graph
+        storages = {graph.ops[op].outputs[output] for op, output in region.save}
+        saved = sum(graph.storages[storage].bytes for storage in storages)
+        return saved + sum(graph.encoding_of[place].bytes for place in region.encode)
 
     def _signature(self, call: int) -> str:
         if call not in self._signatures:
@@ -102,10 +118,7 @@ class Menus:
         if signature not in self._hulls:
             view = self._simulator.view(call)
             hull = call_closure(self._graph, view).hull(_most_cuts(view))
-            kept = [_outputs(view, choice) for choice in hull]
-            self._hulls[signature] = [
-                one for one in kept if not view.program(self._region(call, one))[0].lost
-            ]
+            self._hulls[signature] = [_kept(view, choice) for choice in hull]
         return self._hulls[signature]
 
     def _option(self, region: Region, windows: list[tuple[int, int]]) -> Option:
@@ -155,21 +168,38 @@ def call_closure(graph: Graph, view: RegionView) -> Closure:
     alive = _alive_anyway(graph, view)
     bytes_of = {
         value: 0 if storage in alive else graph.storages[storage].bytes
-        for value, storage in enumerate(flow.storage_of)
-        if flow.is_current(value)
+        for storage, value in flow.current.items()
+        if _can_be_kept(flow, value)
+    }
+    encodings = {
+        flow.returned[one.op - view.start][one.output]: one
+        for one in graph.encodings_in(view.index)
     }
     return Closure(
         flow,
         [value for _, _, value in view.packed],
         bytes_of,
         lambda step: round(graph.ops[view.start + step].seconds / NANOSECOND),
+        encodings=encodings,
     )
 
 
-def _outputs(view: RegionView, choice: Choice) -> Kept:
+def _can_be_kept(flow: Flow, value: int) -> bool:
+    """Whether a plan can name it: only what an op returns has a name."""
+    maker = flow.maker_of[value]
+    return maker == EXTERNAL or value in flow.returned[maker]
+
+
+def _kept(view: RegionView, choice: Choice) -> Kept:
     """Kept values as the outputs that hold them."""
     flow = view.flow
-    return frozenset(
-        (flow.maker_of[value], flow.returned[flow.maker_of[value]].index(value))
-        for value in choice.kept
-    )
+
+    def outputs(values: Iterable[int]) -> _Outputs:
+        makers = ((flow.maker_of[value], value) for value in values)
+        return frozenset((op, flow.returned[op].index(value)) for op, value in makers)
+
+    return Kept(outputs(choice.kept), outputs(choice.encoded))
+
+
+def _shifted(outputs: _Outputs, by: int) -> _Outputs:
+    return frozenset((op + by, output) for op, output in outputs)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 from typing import TypeAlias
 
 from ckplan import units
-from ckplan.errors import InfeasibleError
+from ckplan.errors import InfeasibleError, PlanError
 from ckplan.graph import Graph
 from ckplan.plan import Plan, Prediction, plan_fingerprint
 from ckplan.resolve import describe
@@ -21,6 +22,7 @@ from ckplan.solving.menu import Menus
 from ckplan.solving.solution import Floor, Solution
 
 _Found: TypeAlias = tuple[Timeline, tuple[Region, ...]]
+_Tidy: TypeAlias = Callable[[tuple[Region, ...]], list[Region]]
 
 _MOST_REPLAYS = 32  # of points that the chain thought would fit
 
@@ -43,12 +45,13 @@ def solve(graph: Graph, budget_bytes: int) -> Solution:
     unplanned = simulator.run()
     covers = find_covers(graph, menus)
     chains = [chain_of(simulator, menus, cover) for cover in covers]
-    floor = _floor(simulator, chains)
+    tidies = [partial(menus.tidy, cover=cover) for cover in covers]
+    floor = _floor(simulator, chains, tidies)
     best, regions = unplanned, tuple[Region, ...]()
     if unplanned.peak_bytes > budget_bytes:
         plans = (
-            _cheapest(simulator, chain, partial(menus.tidy, cover=cover), budget_bytes)
-            for cover, chain in zip(covers, chains, strict=True)
+            _cheapest(simulator, chain, tidy, budget_bytes)
+            for chain, tidy in zip(chains, tidies, strict=True)
         )
         found = [plan for plan in plans if plan is not None]
         if not found:
@@ -90,39 +93,42 @@ def to_plan(graph: Graph, solution: Solution) -> Plan:
 
 
 def _cheapest(
-    simulator: Simulator,
-    chain: ChainFrontier,
-    tidy: Callable[[tuple[Region, ...]], list[Region]],
-    budget_bytes: int,
+    simulator: Simulator, chain: ChainFrontier, tidy: _Tidy, budget_bytes: int
 ) -> _Found | None:
     """The cheapest plan of a chain whose replay fits."""
     for plan in islice(chain.cheapest_first(budget_bytes), _MOST_REPLAYS):
-        for regions in (tuple(tidy(plan)), plan):
-            timeline = simulator.run(regions)
+        for timeline, regions in _replays(simulator, plan, tidy):
             if timeline.peak_bytes <= budget_bytes:
                 return timeline, regions
     return None
+
+
+def _replays(
+    simulator: Simulator, plan: tuple[Region, ...], tidy: _Tidy
+) -> Iterator[_Found]:
+    """A plan tidied, and as it is."""
+    tidied = tuple(tidy(plan))
+    with suppress(PlanError):  # a call may have lost an input that one like it has
+        yield simulator.run(tidied), tidied
+    yield simulator.run(plan), plan
 
 
 def _rank(found: _Found) -> tuple[float, int]:
     return found[0].recompute_seconds, found[0].peak_bytes
 
 
-def _floor(simulator: Simulator, chains: list[ChainFrontier]) -> Floor:
+def _floor(
+    simulator: Simulator, chains: Sequence[ChainFrontier], tidies: Sequence[_Tidy]
+) -> Floor:
     """The smallest peak of all plans, and what owns it."""
-    smallest = min(
-        (simulator.run(plan) for plan in _smallest_plans(chains)),
-        key=lambda timeline: timeline.peak_bytes,
-    )
+    timelines = [simulator.run()]
+    for chain, tidy in zip(chains, tidies, strict=True):
+        plan = next(chain.cheapest_first(chain.least_bytes))
+        timelines += (timeline for timeline, _ in _replays(simulator, plan, tidy))
+    smallest = min(timelines, key=lambda timeline: timeline.peak_bytes)
     by_kind = smallest.peak_by_kind
     owner = max(by_kind, key=lambda kind: (by_kind[kind], kind))
     return Floor(smallest.peak_bytes, smallest.peak_at, owner)
-
-
-def _smallest_plans(chains: list[ChainFrontier]) -> Iterator[tuple[Region, ...]]:
-    yield ()
-    for chain in chains:
-        yield next(chain.cheapest_first(chain.least_bytes))
 
 
 def _nothing_fits(graph: Graph, budget_bytes: int, floor: Floor) -> InfeasibleError:

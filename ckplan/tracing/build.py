@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from ckplan.encodings import encoded_bytes, form_of, is_dense
 from ckplan.graph import (
     BEFORE_STEP,
     OUTSIDE_CALLS,
     Call,
+    Encoding,
     Graph,
     Op,
     Saved,
     Storage,
 )
-from ckplan.tracing.calibrate import Cost
-from ckplan.tracing.recorder import STILL_ALIVE, RawOp, RawStorage, Recording
+from ckplan.tracing.calibrate import CodingCost, Cost
+from ckplan.tracing.recorder import (
+    STILL_ALIVE,
+    RawOp,
+    RawStorage,
+    Recording,
+    TensorMeta,
+)
 
 _RANDOM = (
     "bernoulli",
@@ -34,6 +43,7 @@ _HIDDEN_WRITES = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
 def build_graph(
     recording: Recording,
     costs: Sequence[Cost],
+    codings: Mapping[tuple[str, TensorMeta], CodingCost],
     *,
     model: str,
     fingerprint: Mapping[str, Any],
@@ -64,9 +74,38 @@ def build_graph(
             for s in recording.saved
         ),
         calls=calls,
+        encodings=tuple(_encodings(recording, codings)),
         num_forward=recording.num_forward,
         num_backward=recording.num_backward,
     )
+
+
+def smaller_forms(recording: Recording) -> Iterator[tuple[int, int, str, TensorMeta]]:
+    """(op, output, form, description) of what forward could keep in a smaller form."""
+    for number, op in enumerate(recording.ops[: recording.num_forward]):
+        inputs = (leaf for leaf in op.args if isinstance(leaf, TensorMeta))
+        shape = next((meta.shape for meta in inputs), ())
+        for output, meta in enumerate(op.returned):
+            form = form_of(op_name(op.func), output, meta.dtype, shape)
+            if form and op.call != OUTSIDE_CALLS and is_dense(meta.shape, meta.stride):
+                yield number, output, form, meta
+
+
+def _encodings(
+    recording: Recording, codings: Mapping[tuple[str, TensorMeta], CodingCost]
+) -> Iterator[Encoding]:
+    for op, output, form, meta in smaller_forms(recording):
+        size, cost = encoded_bytes(form, math.prod(meta.shape)), codings[form, meta]
+        yield Encoding(
+            op,
+            output,
+            form,
+            size,
+            cost.encode_workspace_bytes,
+            cost.decode_workspace_bytes,
+            round(cost.encode_seconds, 9),
+            round(cost.decode_seconds, 9),
+        )
 
 
 def op_name(func: Any) -> str:

@@ -8,24 +8,31 @@ measured but scaled from the bandwidth and the rate that the others reached.
 
 from __future__ import annotations
 
+import math
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from torch.profiler import record_function
 from torch.utils import _pytree as pytree
 
+from ckplan.encodings import decode, encode
 from ckplan.tracing.recorder import RawOp, TensorMeta
 from ckplan.training.allocator import AllocatorLog, log_allocations
 
 LARGEST_BYTES = 1 << 30
+_MOST_ENCODED = 1 << 24  # elements; encodings of more are scaled
 _LONG_SECONDS = 0.05  # an op that takes so long is run once
 _PATIENCE_SECONDS = 0.02  # others are repeated for so long
 _MOST_REPEATS = 7
 _MARK = "ckplan_op_"
+
+_Job: TypeAlias = Callable[[], Callable[[], object]]
+"""Prepares its input and returns what is to be measured."""
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how many are done, and how many there are."""
@@ -51,7 +58,12 @@ def calibrate(
     """
     keys = [_key(op) for op in ops]
     distinct = dict(zip(reversed(keys), reversed(ops), strict=True))
-    costs = _measure(distinct, device, progress or _silent)
+    jobs = {
+        key: partial(_runner, op, device)
+        for key, op in distinct.items()
+        if op.moved_bytes <= LARGEST_BYTES
+    }
+    costs = _measure(jobs, progress or _silent)
     bandwidth, flop_rate = _rates(distinct, costs)
     for key, op in distinct.items():
         if key not in costs:
@@ -64,19 +76,50 @@ def _silent(what: str, done: int, total: int) -> None:
     del what, done, total
 
 
-def _measure(
-    ops: Mapping[str, RawOp], device: torch.device, progress: Progress
-) -> dict[str, Cost]:
+@dataclass(frozen=True, slots=True)
+class CodingCost:
+    """What one encoding of one tensor costs."""
+
+    encode_seconds: float
+    decode_seconds: float
+    encode_workspace_bytes: int
+    decode_workspace_bytes: int
+
+
+def calibrate_encodings(
+    wanted: Iterable[tuple[str, TensorMeta]], device: torch.device
+) -> dict[tuple[str, TensorMeta], CodingCost]:
+    """Measure how tensors are brought into a smaller form and back."""
+    found: dict[tuple[str, TensorMeta], CodingCost] = {}
+    for form, meta in dict.fromkeys(wanted):
+        length = min(math.prod(meta.shape), _MOST_ENCODED)
+        scale = math.prod(meta.shape) / max(length, 1)
+        tensor = torch.zeros(length, dtype=meta.dtype, device=device)
+        small = encode(form, tensor)
+        assert small is not None, "a tensor of zeros is dense"
+        jobs: dict[str, _Job] = {
+            "encode": partial(partial, encode, form, tensor),
+            "decode": partial(partial, decode, small),
+        }
+        costs = _measure(jobs, _silent)
+        workspaces = (costs[job].peak_bytes - costs[job].held_bytes for job in jobs)
+        found[form, meta] = CodingCost(
+            costs["encode"].seconds * scale,
+            costs["decode"].seconds * scale,
+            *(round(workspace * scale) for workspace in workspaces),
+        )
+    return found
+
+
+def _measure(jobs: Mapping[str, _Job], progress: Progress) -> dict[str, Cost]:
     seconds: dict[str, float] = {}
     marks: dict[str, str] = {}
     state = torch.get_rng_state()
     with torch.no_grad(), log_allocations(_MARK) as log:
-        for number, (key, op) in enumerate(ops.items()):
-            progress("measuring ops", number, len(ops))
-            if op.moved_bytes > LARGEST_BYTES:
-                continue
-            run = _runner(op, device)
+        for number, (key, job) in enumerate(jobs.items()):
+            progress("measuring ops", number, len(jobs))
             mark = f"{_MARK}{number}"
+            run = job()
             try:
                 with record_function(mark):
                     start = time.perf_counter()

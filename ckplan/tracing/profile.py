@@ -18,8 +18,8 @@ from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 
 from ckplan.errors import CkplanError, WorkloadError
 from ckplan.graph import Graph
-from ckplan.tracing.build import build_graph
-from ckplan.tracing.calibrate import Progress, calibrate
+from ckplan.tracing.build import build_graph, smaller_forms
+from ckplan.tracing.calibrate import Progress, calibrate, calibrate_encodings
 from ckplan.tracing.fake import KnownValues, fake_tensors
 from ckplan.tracing.recorder import Recording, StepRecorder
 from ckplan.training.fingerprint import fingerprint
@@ -130,6 +130,8 @@ def _profile(
     tell("tracing", 0, 0)
     traced = _trace_anyhow(build, optimizer, target)
     costs = calibrate(traced.recording.ops, target, progress)
+    forms = ((form, meta) for _, _, form, meta in smaller_forms(traced.recording))
+    codings = calibrate_encodings(forms, target)
     notes = [*traced.notes, NOTE_SECONDS]
     if not all(cost.measured for cost in costs):
         some = sum(not cost.measured for cost in costs)
@@ -137,6 +139,7 @@ def _profile(
     return build_graph(
         traced.recording,
         costs,
+        codings,
         model=traced.model,
         fingerprint=traced.fingerprint,
         options={"optimizer": optimizer or "default"},

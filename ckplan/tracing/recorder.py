@@ -49,6 +49,7 @@ class RawOp:
     outputs: tuple[int, ...]
     args: tuple[Any, ...]  # flat, tensors as TensorMeta
     spec: pytree.TreeSpec
+    returned: tuple[TensorMeta, ...]  # of every tensor returned
     flops: int
     moved_bytes: int
     accumulates: bool  # ran between two nodes of backward: gradients that meet
@@ -231,6 +232,7 @@ class StepRecorder(TorchDispatchMode):
                     tuple(outputs),
                     tuple(_meta(x) for x in flat),
                     spec,
+                    tuple(map(_describe, returned)),
                     _flops(func, args, kwargs, out),
                     sum(t.numel() * t.element_size() for t in (*tensors, *returned)),
                     self._phase == "backward" and not self._in_node,
@@ -415,9 +417,11 @@ def _nodes(loss: torch.Tensor) -> list[torch.autograd.graph.Node]:
 
 
 def _meta(leaf: object) -> object:
-    if isinstance(leaf, torch.Tensor):
-        return TensorMeta(tuple(leaf.shape), tuple(leaf.stride()), leaf.dtype)
-    return leaf
+    return _describe(leaf) if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _describe(tensor: torch.Tensor) -> TensorMeta:
+    return TensorMeta(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
