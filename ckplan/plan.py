@@ -71,6 +71,11 @@ class PlannedRegion:
                 hint="by: program, which rebuilds op by op what is not saved",
             )
 
+    def located(self, error: PlanError, place: int = 0) -> PlanError:
+        """Add where the file says so: 0 is ``calls``, then come the ops, in order."""
+        what = ": ".join((*self.where[place : place + 1], error.what))
+        return PlanError(what, needed=error.needed, hint=error.hint)
+
 
 @dataclass(frozen=True, slots=True)
 class Prediction:

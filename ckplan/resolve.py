@@ -92,7 +92,7 @@ def _expand(planned: PlannedRegion, calls: Iterable[Call]) -> tuple[Call, ...]:
     try:
         return expand_calls(planned.calls, calls)
     except PlanError as error:
-        raise _at(planned, 0, error) from None
+        raise planned.located(error) from None
 
 
 def _find_outputs(
@@ -109,11 +109,11 @@ def _find_outputs(
         op = op_of.get(replace(name, output=None))
         if op is None:
             what = f"{failed}: {graph.calls[call]} runs no such op"
-            raise _at(planned, place, _no_op(what, name, op_of))
+            raise planned.located(_no_op(what, name, op_of), place)
         outputs = range(len(graph.ops[op].outputs))
         if not outputs or name.output not in (None, *outputs):
             what = f"{failed}: in {graph.calls[call]} it has no such output"
-            raise _at(planned, place, _no_output(what, outputs))
+            raise planned.located(_no_output(what, outputs), place)
         yield from (
             (op, m) for m in (outputs if name.output is None else [name.output])
         )
@@ -126,7 +126,8 @@ def _find_outputs(
         for output in find(place, "encode", name):
             known = graph.encoding_of.get(output)
             if known is None or known.name != form or output in save:
-                raise _at(planned, place, _no_encoding(planned, name, form, known))
+                error = _no_encoding(planned, name, form, known)
+                raise planned.located(error, place)
             encode.add(output)
     return frozenset(save), frozenset(encode)
 
@@ -168,7 +169,7 @@ def _check_disjoint(
                 needed="regions of which none lies inside another",
                 hint="remove one of the two",
             )
-            raise _at(other, 0, error)
+            raise other.located(error)
 
 
 def _no_op(what: str, name: OpName, ops: Iterable[OpName]) -> PlanError:
@@ -207,9 +208,3 @@ def _no_output(what: str, outputs: range) -> PlanError:
         needed=there or "an op that returns a tensor",
         hint=every if there else "leave it out",
     )
-
-
-def _at(planned: PlannedRegion, place: int, error: PlanError) -> PlanError:
-    """Add the line of a region's calls (place 0) or of an op it saves (1, ...)."""
-    what = ": ".join((*planned.where[place : place + 1], error.what))
-    return PlanError(what, needed=error.needed, hint=error.hint)

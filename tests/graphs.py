@@ -95,7 +95,13 @@ def chain(
                 forward.save(mask)
                 (x,) = forward.op("add", [x, d], makes=[width_bytes])
     forward.op("mean", [x], makes=[4])
-    return forward.graph("Chain")
+    graph = forward.graph("Chain")
+    masks = (
+        Encoding(number, 1, "bits", width_bytes // 32, 0, 0, seconds / 8, seconds / 8)
+        for number, op in enumerate(graph.ops)
+        if op.name == "native_dropout"
+    )
+    return replace(graph, encodings=tuple(masks))
 
 
 class Forward:

@@ -6,6 +6,7 @@ import copy
 import pickle
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -371,3 +372,16 @@ def test_a_save_that_names_no_op_is_told() -> None:
     workload = applying_to(build("residual"), Plan(regions=(region,)))
     workload.model(workload.batch)
     assert applying.status(workload.model).regions[0].missing == ("up/mm",)
+
+
+def test_an_error_of_a_plan_file_names_the_line(tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    path.write_text("ckplan: 1\nregions:\n  - calls: '0'\n  - calls: nowhere\n")
+    model = build("residual").model
+    with pytest.raises(PlanError, match=r"plan\.yaml, line 4: .*'nowhere'"):
+        applying.apply(model, path)
+    path.write_text("ckplan: 1\nregions:\n  - calls: '0'\n  - calls: '0.up'\n")
+    with pytest.raises(PlanError, match=r"plan\.yaml, line 4: regions overlap"):
+        applying.apply(model, path)
+    with pytest.raises(ApplyError):
+        applying.status(model)

@@ -187,7 +187,8 @@ def test_show_tells_traces_from_plans_by_content(
     assert run("show", "c").out.startswith("Plan for any model")
     assert json.loads(run("show", "a", "--json").out)["model"] == "Sequential"
     shown = json.loads(run("show", "c", "--json").out)
-    assert shown["regions"] == [{"calls": "h.0", "by": "program", "save": []}]
+    region = {"calls": "h.0", "by": "program", "save": [], "encode": {}}
+    assert shown["regions"] == [region]
 
 
 def test_verify_compares_and_passes(run: Run, folder: Path) -> None:

@@ -126,6 +126,30 @@ def test_saves_become_ops_and_outputs_of_every_call():
             "@0, @1",
             "every output",
         ),
+        (
+            ["calls: h.0\n  encode:\n    mlp/gelu: bits"],
+            5,
+            "cannot encode 'mlp/gelu' as bits in region 'h.0'",
+            "an op whose tensor has a smaller form",
+            "",
+        ),
+        (
+            ["{calls: h.0, encode: {./native_dropout@1: int16}}"],
+            3,
+            "cannot encode './native_dropout@1' as int16",
+            "'bits'",
+            "",
+        ),
+        (
+            [
+                "calls: h.0\n  save: [./native_dropout]\n  encode: {./native_dropout@1: bits}"
+            ],
+            5,
+            "the region saves it as well",
+            "either save or encode",
+            "leave it out of save",
+        ),
+        (["{calls: h.0, encode: {Q/Q: bits}}"], 3, "no such op", "norm/nat", "leave"),
         (["calls: h.0", "calls: h.[0..1]"], 4, "h.0#0 is in both 'h.0' and", "", ""),
         (
             ["calls: h.0", "calls: h.0"],
@@ -240,8 +264,11 @@ def _regions(draw: st.DrawFn, graph: Graph) -> list[Region]:
             for output in range(len(graph.ops[op].outputs))
         ]
         save = draw(st.frozensets(st.sampled_from(outputs), max_size=6))
-        by = PROGRAM if save else draw(st.sampled_from([PROGRAM, RERUN]))
-        regions.append(Region(call, by, save))
+        forms = [place for place in outputs if place in graph.encoding_of]
+        encode = draw(st.frozensets(st.sampled_from(forms))) if forms else frozenset()
+        kept = save or encode
+        by = PROGRAM if kept else draw(st.sampled_from([PROGRAM, RERUN]))
+        regions.append(Region(call, by, save, encode=encode - save))
     return regions
 
 

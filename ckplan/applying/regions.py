@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -266,7 +266,7 @@ def _choices(plan: Plan, modules: Mapping[str, nn.Module]) -> dict[str, list[_Ch
     """Planned FQNs, each with its choices, checked against the model."""
     found: dict[str, list[_Choice]] = {}
     for region in plan.regions:
-        for fqn, numbers in expand_modules(region.calls, modules):
+        for fqn, numbers in _expand(region, modules):
             choice = _Choice(fqn, region, numbers)
             for other in found.get(fqn, ()):
                 _check_apart(choice, other)
@@ -274,24 +274,34 @@ def _choices(plan: Plan, modules: Mapping[str, nn.Module]) -> dict[str, list[_Ch
     for fqn in found:
         for outer in found:
             if fqn != outer and (not outer or fqn.startswith(f"{outer}.")):
-                raise _overlap(f"{fqn} is inside {outer or '.'}")
+                raise _overlap(found[fqn][0], f"{fqn} is inside {outer or '.'}")
     return found
+
+
+def _expand(
+    region: PlannedRegion, fqns: Iterable[str]
+) -> tuple[tuple[str, frozenset[int] | None], ...]:
+    try:
+        return expand_modules(region.calls, fqns)
+    except PlanError as error:
+        raise region.located(error) from None
 
 
 def _check_apart(choice: _Choice, other: _Choice) -> None:
     if choice.region.by != other.region.by:
-        raise _overlap(f"{choice.name} is to be rebuilt in two ways")
+        raise _overlap(choice, f"{choice.name} is to be rebuilt in two ways")
     both = choice.numbers is None or other.numbers is None
     if both or (choice.numbers or set()) & (other.numbers or set()):
-        raise _overlap(f"{choice.name} is named twice")
+        raise _overlap(choice, f"{choice.name} is named twice")
 
 
-def _overlap(found: str) -> PlanError:
-    return PlanError(
+def _overlap(choice: _Choice, found: str) -> PlanError:
+    error = PlanError(
         f"regions overlap: {found}",
         needed="regions of which none lies inside another",
         hint="remove one of the two",
     )
+    return choice.region.located(error)
 
 
 def _attach_program(

@@ -1,6 +1,6 @@
 """Diffusion U-Net with attention at its two coarse scales, predicting the noise.
 
-Profile it with ``ckplan profile configs/workloads/unet.py --set size=64``.
+Profile it with ``ckplan profile configs/workloads/unet.py --set size=128``.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ Batch = dict[str, torch.Tensor]
 
 
 def build(
-    *, layers: int = 2, width: int = 64, batch: int = 4, size: int = 32
+    *, layers: int = 2, width: int = 64, batch: int = 4, size: int = 64
 ) -> tuple[UNet2DModel, Batch, Callable[[UNet2DOutput, Batch], torch.Tensor]]:
     """Return the model, one batch of noise at the last timestep, and the loss."""
     model = UNet2DModel(
