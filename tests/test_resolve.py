@@ -142,7 +142,8 @@ def test_saves_become_ops_and_outputs_of_every_call():
         ),
         (
             [
-                "calls: h.0\n  save: [./native_dropout]\n  encode: {./native_dropout@1: bits}"
+                "calls: h.0\n  save: [./native_dropout]\n"
+                "  encode: {./native_dropout@1: bits}"
             ],
             5,
             "the region saves it as well",
