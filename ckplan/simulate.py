@@ -379,8 +379,8 @@ def _program_effect(view: RegionView, region: Region) -> Effect:
         lost = {view.flow.storage_of[value] for value in program.lost}
         raise _not_rebuildable(view, lost)
     effect = Effect(dropped=dropped)
-    kept = filter(view.flow.is_current, view.kept_values(region))
-    for storage in (*view.external(), *(view.flow.storage_of[v] for v in kept)):
+    held = (view.flow.storage_of[value] for value in program.holds)
+    for storage in (*view.external(), *held):
         effect.hold(storage, 2 * view.stop - 1)
     tally = _Tally(view, program, effect, view.encoded_values(region))
     rebuild = Rebuild(program, tally)

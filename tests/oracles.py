@@ -302,7 +302,7 @@ class _Program(_Region):
         if at - 1 in self.ops():
             op = at - 1
             mine = {s for s in self.inputs(op) if not self.is_inside(s)}
-            mine |= {s for s, n in self._keeps[op] if (s, n) in self._kept}
+            mine |= {s for s, n in self._keeps[op] if (s, n) in self._held}
             for storage in mine:
                 if self.graph.storages[storage].maker >= 0:
                     self.memory.hold(storage, ("watch", self.span))

@@ -9,23 +9,29 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ckplan.applying.recompute import ProgramRegion
+from ckplan.applying.calls import settings
+from ckplan.applying.record import OpKey, Recorder, Template
+from ckplan.applying.replay import Replay
 from ckplan.applying.rerun import RerunForward
 from ckplan.errors import ApplyError, PlanError
 from ckplan.names import call_name, expand_modules, relative_path
 from ckplan.plan import Plan, PlannedRegion, differences, load, plan_fingerprint
 from ckplan.simulate import RERUN
 from ckplan.training.fingerprint import parameter_shapes, torch_version
+
+_MOST_TEMPLATES = 8  # of one call: training and evaluation, a few shapes
+_Args: TypeAlias = tuple[Any, ...]
+_Kwargs: TypeAlias = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +41,8 @@ class RegionStatus:
     call: str  # FQN#n, or the FQN where every call is planned
     by: str
     runs: int  # forwards that were regions
+    recorded: int  # those that were written down op by op
+    kept: int  # those that began like an earlier one and then kept what differed
     dropped_bytes: int  # by its last run; 0 for re-runs, which do not count
     missing: tuple[str, ...]  # saves of the plan that named no op in its last run
 
@@ -48,9 +56,20 @@ class Status:
     def __str__(self) -> str:
         """One line per region."""
         return "\n".join(
-            f"{r.call}: {r.by}, ran {r.runs} times, dropped {r.dropped_bytes} B"
+            f"{r.call}: {r.by}, ran {r.runs} times, recorded {r.recorded}, kept "
+            f"{r.kept}, dropped {r.dropped_bytes} B"
             for r in self.regions
         )
+
+
+class _Templates(dict[Hashable, "Template | None"]):
+    """What forwards of a region were seen to do; None where they differ each time.
+
+    A copy of a model begins without.
+    """
+
+    def __reduce__(self) -> tuple[type[_Templates], tuple[()]]:
+        return type(self), ()
 
 
 @dataclass
@@ -61,8 +80,11 @@ class _Choice:
     region: PlannedRegion
     numbers: frozenset[int] | None  # of calls; None for every call
     runs: int = 0
+    recorded: int = 0
+    kept: int = 0
     dropped_bytes: int = 0
     missing: tuple[str, ...] = ()
+    templates: _Templates = field(default_factory=_Templates)
 
     @property
     def name(self) -> str:
@@ -71,24 +93,53 @@ class _Choice:
             return self.fqn or "."
         return ", ".join(call_name(self.fqn, n) for n in sorted(self.numbers))
 
-    def ran(self, region: ProgramRegion) -> None:
+    def begin(self, name: str, key: Hashable) -> Recorder | Replay:
+        """Watch a forward: call by call if one like it is known, else op by op."""
+        template = self.templates.get(key)
+        if template is None:
+            return Recorder(name, self.saves, self.encodes)
+        return Replay(name, template)
+
+    def end(self, region: Recorder | Replay, key: Hashable) -> None:
         """Note what one forward of it did."""
+        region.close()
         self.runs += 1
-        self.dropped_bytes = region.dropped_bytes
+        if isinstance(region, Recorder):
+            self.recorded += 1
+            self.dropped_bytes = region.dropped_bytes
+            self._note_missing(region.found)
+            if key not in self.templates:
+                self._learn(key, region.template)
+        elif not region.repeats:
+            self.kept += 1
+            self.templates[key] = None  # they differ: each is written down from now on
+
+    def _learn(self, key: Hashable, template: Template | None) -> None:
+        while len(self.templates) >= _MOST_TEMPLATES:
+            del self.templates[next(iter(self.templates))]
+        self.templates[key] = template
+
+    def _note_missing(self, found: Collection[OpKey]) -> None:
+        named = (*self.region.save, *(op for op, _ in self.region.encode))
         self.missing = tuple(
-            str(op)
-            for op in (*self.region.save, *(op for op, _ in self.region.encode))
-            if (op.path, op.name, op.occurrence) not in region.found
+            str(op) for op in named if (op.path, op.name, op.occurrence) not in found
         )
 
     def status(self) -> RegionStatus:
         """For people."""
-        by, missing = self.region.by, self.missing
-        return RegionStatus(self.name, by, self.runs, self.dropped_bytes, missing)
+        return RegionStatus(
+            self.name,
+            self.region.by,
+            self.runs,
+            self.recorded,
+            self.kept,
+            self.dropped_bytes,
+            self.missing,
+        )
 
     @cached_property
-    def saves(self) -> dict[tuple[str, str, int], frozenset[int] | None]:
-        found: dict[tuple[str, str, int], frozenset[int] | None] = {}
+    def saves(self) -> dict[OpKey, frozenset[int] | None]:
+        found: dict[OpKey, frozenset[int] | None] = {}
         for op in self.region.save:
             key = (op.path, op.name, op.occurrence)
             outputs = found.get(key, frozenset())
@@ -99,18 +150,27 @@ class _Choice:
         return found
 
     @cached_property
-    def encodes(self) -> dict[tuple[str, str, int], dict[int | None, str]]:
-        found: dict[tuple[str, str, int], dict[int | None, str]] = {}
+    def encodes(self) -> dict[OpKey, dict[int | None, str]]:
+        found: dict[OpKey, dict[int | None, str]] = {}
         for op, form in self.region.encode:
             found.setdefault((op.path, op.name, op.occurrence), {})[op.output] = form
         return found
+
+
+class _Run(NamedTuple):
+    """The forward of a planned module, while it runs."""
+
+    fqn: str
+    choice: _Choice | None  # None: this call is no region
+    region: Recorder | Replay | None
+    key: Hashable
 
 
 class _Running(threading.local):
     """Planned modules whose forward runs now, in this thread, innermost last."""
 
     def __init__(self) -> None:
-        self.regions: list[tuple[str, ProgramRegion | None, _Choice | None]] = []
+        self.regions: list[_Run] = []
 
 
 _running = _Running()
@@ -150,24 +210,24 @@ class _RegionHooks:
     session: _Session
     choices: list[_Choice]
 
-    def begin(self, module: nn.Module, args: object) -> None:
+    def begin(self, module: nn.Module, args: _Args, kwargs: _Kwargs) -> None:
         """Open a region if the plan has one for this call."""
-        del args
         choice = self.session.choose(self.fqn, self.choices)
-        region = None
+        region, key = None, None
         if choice is not None:
-            name = self.fqn or type(module).__name__
-            region = ProgramRegion(name, choice.saves, choice.encodes)
+            key = _key(module, args, kwargs)
+            region = choice.begin(self.fqn or type(module).__name__, key)
             region.open()
-        _running.regions.append((self.fqn, region, choice))
+        _running.regions.append(_Run(self.fqn, choice, region, key))
 
-    def end(self, module: nn.Module, args: object, output: object) -> None:
+    def end(
+        self, module: nn.Module, args: _Args, kwargs: _Kwargs, output: object
+    ) -> None:
         """Close the region; called even when forward raised."""
-        del module, args, output
-        _, region, choice = _running.regions.pop()
-        if region is not None and choice is not None:
-            region.close()
-            choice.ran(region)
+        del module, args, kwargs, output
+        _, choice, region, key = _running.regions.pop()
+        if choice is not None and region is not None:
+            choice.end(region, key)
 
 
 @dataclass
@@ -176,19 +236,27 @@ class _PathHooks:
 
     fqn: str
 
-    def begin(self, module: nn.Module, args: object) -> None:
+    def begin(self, module: nn.Module, args: _Args, kwargs: _Kwargs) -> None:
         """Enter the module."""
-        del module, args
-        top, region, _ = _running.regions[-1] if _running.regions else ("", None, None)
-        if region is not None:
-            region.path.append(relative_path(self.fqn, top))
+        del module, args, kwargs
+        run = _running.regions[-1] if _running.regions else None
+        if run is not None and isinstance(run.region, Recorder):
+            run.region.path.append(relative_path(self.fqn, run.fqn))
 
-    def end(self, module: nn.Module, args: object, output: object) -> None:
+    def end(
+        self, module: nn.Module, args: _Args, kwargs: _Kwargs, output: object
+    ) -> None:
         """Leave the module."""
-        del module, args, output
-        region = _running.regions[-1][1] if _running.regions else None
-        if region is not None:
-            region.path.pop()
+        del module, args, kwargs, output
+        run = _running.regions[-1] if _running.regions else None
+        if run is not None and isinstance(run.region, Recorder):
+            run.region.path.pop()
+
+
+def _key(module: nn.Module, args: _Args, kwargs: _Kwargs) -> Hashable:
+    """What forwards that may do the same have in common."""
+    inputs = (x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
+    return module.training, settings(), tuple((x.shape, x.dtype) for x in inputs)
 
 
 def apply(model: nn.Module, plan: Plan | str | Path) -> nn.Module:
@@ -321,8 +389,12 @@ def _attach_program(
             if name != fqn and name.startswith(prefix)
         ]
     for module, pair in hooks:
-        begin = module.register_forward_pre_hook(pair.begin, prepend=True)
-        end = module.register_forward_hook(pair.end, prepend=True, always_call=True)
+        begin = module.register_forward_pre_hook(
+            pair.begin, prepend=True, with_kwargs=True
+        )
+        end = module.register_forward_hook(
+            pair.end, prepend=True, with_kwargs=True, always_call=True
+        )
         session.handles += (begin, end)
 
 

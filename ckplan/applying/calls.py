@@ -1,0 +1,196 @@
+"""What a forward asks of torch: its calls of torch functions, in order.
+
+A forward that calls the same functions, with the same numbers, on tensors of the same
+geometry that flow in the same way, runs the same ops. So a program that was written
+down once holds for every forward that makes the same calls. Seeing the calls costs a
+fraction of seeing the ops.
+
+Tensors get numbers: those that a function returned 0, 1, 2 and so on, those that came
+from elsewhere -1, -2, -3, by first appearance.
+"""
+
+from __future__ import annotations
+
+import enum
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+_PLAIN = (
+    bool,
+    int,
+    str,
+    type(None),
+    type(...),
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+)
+_SEQUENCES = (tuple, list, torch.Size)
+_FACTS = frozenset(
+    {
+        "shape",
+        "dtype",
+        "device",
+        "layout",
+        "ndim",
+        "requires_grad",
+        "is_leaf",
+        "is_cpu",
+        "is_cuda",
+        "is_meta",
+        "is_quantized",
+        "is_sparse",
+        "itemsize",
+        "nbytes",
+    }
+)
+_QUESTIONS = frozenset(
+    {
+        torch.Tensor.size,
+        torch.Tensor.dim,
+        torch.Tensor.numel,
+        torch.Tensor.stride,
+        torch.Tensor.is_contiguous,
+        torch.Tensor.is_floating_point,
+        torch.Tensor.is_complex,
+        torch.Tensor.element_size,
+        torch.Tensor.storage_offset,
+        torch.Tensor.get_device,
+        torch.Tensor.__len__,
+        torch.is_floating_point,
+        torch.is_complex,
+        torch.numel,
+    }
+)
+
+
+class UnknownArgumentError(Exception):
+    """A function was called with what cannot be compared from step to step."""
+
+
+class Geometry(NamedTuple):
+    """All of a tensor that decides which ops run on it."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+    kind: type
+
+
+def geometry_of(tensor: torch.Tensor) -> Geometry:
+    """Describe a strided tensor.
+
+    Raises:
+        UnknownArgumentError: It is of a kind that does not act as a plain tensor.
+    """
+    kind = type(tensor)
+    plain = kind is torch.Tensor or kind is torch.nn.Parameter
+    if not plain or tensor.layout != torch.strided or tensor.is_conj():
+        raise UnknownArgumentError
+    return Geometry(
+        tensor.size(),
+        tensor.stride(),
+        tensor.storage_offset(),
+        tensor.dtype,
+        tensor.device,
+        tensor.requires_grad,
+        kind,
+    )
+
+
+def asks_only(func: Any) -> bool:
+    """Whether a function tells a fact that a tensor's geometry decides."""
+    if getattr(func, "__name__", "") == "__get__":
+        return getattr(getattr(func, "__self__", None), "__name__", "") in _FACTS
+    try:
+        return func in _QUESTIONS
+    except TypeError:
+        return False
+
+
+def switches() -> tuple[bool, ...]:
+    """What changes the ops of a call beside its arguments, and may change inside."""
+    return (
+        torch.is_grad_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.is_autocast_enabled("cuda"),
+    )
+
+
+def settings() -> tuple[Any, ...]:
+    """What changes the ops of a call beside its arguments, from forward to forward."""
+    backends = torch.backends
+    return (
+        torch.get_default_dtype(),
+        torch.get_autocast_dtype("cpu"),
+        torch.get_autocast_dtype("cuda"),
+        torch.is_autocast_cache_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+        backends.mkldnn.enabled,
+        backends.cudnn.enabled,
+        backends.cuda.flash_sdp_enabled(),
+        backends.cuda.mem_efficient_sdp_enabled(),
+        backends.cuda.math_sdp_enabled(),
+        backends.cuda.cudnn_sdp_enabled(),
+    )
+
+
+class Slots:
+    """Numbers the tensors that functions take and return."""
+
+    def __init__(self, meet: Callable[[torch.Tensor], None]) -> None:
+        """Begin a forward; ``meet`` sees each tensor that came from elsewhere, once."""
+        self._known: dict[int, tuple[int, weakref.ref[torch.Tensor]]] = {}
+        self._meet = meet
+        self._num_given = 0
+        self._num_made = 0
+
+    def freeze(self, value: Any) -> Any:
+        """An argument as it can be compared with that of another forward.
+
+        Raises:
+            UnknownArgumentError: It is of no kind that can.
+        """
+        if isinstance(value, torch.Tensor):
+            return torch.Tensor, self._number(value)
+        kind = type(value)
+        if kind in _PLAIN:
+            return kind, value
+        if kind in _SEQUENCES:
+            return kind, tuple([self.freeze(item) for item in value])
+        if kind is float:
+            return kind, value.hex()
+        if kind is dict:
+            return kind, tuple([(key, self.freeze(x)) for key, x in value.items()])
+        if kind is slice:
+            return kind, self.freeze((value.start, value.stop, value.step))
+        if isinstance(value, enum.Enum):
+            return kind, value
+        raise UnknownArgumentError
+
+    def returned(self, value: Any) -> None:
+        """Number the tensors that a function returned."""
+        if isinstance(value, torch.Tensor):
+            known = self._known.get(id(value))
+            if known is None or known[1]() is not value:
+                self._known[id(value)] = (self._num_made, weakref.ref(value))
+                self._num_made += 1
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                self.returned(item)
+
+    def _number(self, tensor: torch.Tensor) -> int:
+        known = self._known.get(id(tensor))
+        if known is not None and known[1]() is tensor:
+            return known[0]
+        self._num_given += 1
+        self._known[id(tensor)] = (-self._num_given, weakref.ref(tensor))
+        self._meet(tensor)
+        return -self._num_given

@@ -1,0 +1,194 @@
+"""Watch a region's forward call by call: it repeats one that was written down.
+
+As long as every call is the one expected, what autograd saves can be dropped as it was
+then, since the same program rebuilds it. From the first call that differs on, all is
+kept: the result is right, only the memory is not what was planned.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from ckplan.applying.calls import (
+    Slots,
+    UnknownArgumentError,
+    asks_only,
+    geometry_of,
+    switches,
+)
+from ckplan.applying.recompute import (
+    Dropped,
+    Handle,
+    Held,
+    Kept,
+    Rebuilder,
+    hold,
+    random_state,
+    tensors_in,
+    unpack,
+)
+from ckplan.applying.record import CallRecord, Capture, Template
+from ckplan.encodings import Encoded, encode
+from ckplan.errors import ApplyError
+from ckplan.program import EXTERNAL, Program, compile_program
+
+
+class Replay(TorchFunctionMode):
+    """One forward of a region, compared with a template."""
+
+    def __init__(self, name: str, template: Template) -> None:
+        super().__init__()
+        self.name = name
+        self.repeats = True  # as far as was seen
+        self._template = template
+        self._slots = Slots(self._meet)
+        self._num_calls = 0
+        self._num_given = 0
+        self._num_packed = 0
+        self._in_call = False
+        self._storages: dict[int, int] = {}  # address -> storage of the template
+        self._held: dict[int, Held] = {}
+        self._encoded: dict[int, Encoded] = {}
+        self._states: dict[int, torch.Tensor] = {}
+        self._wanted: list[int] = []
+        self._handle = Handle()
+        self._contexts = ExitStack()
+
+    def open(self) -> None:
+        """Begin to watch."""
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, unpack)
+        self._contexts.enter_context(hooks)
+        self._contexts.enter_context(self)
+
+    def close(self) -> None:
+        """Forward is over: hold only what the program needs."""
+        self._contexts.close()
+        template = self._template
+        done = (self._num_calls, self._num_packed)
+        self.repeats &= done == (len(template.calls), len(template.packed))
+        self._handle.rebuilder = Rebuilder(
+            self.name,
+            template.program if self.repeats else self._shorter_program(),
+            template.steps,
+            self._held,
+            self._encoded,
+            self._states,
+        )
+        for tensors in (self._held, self._encoded, self._states):
+            tensors.clear()
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not self.repeats or asks_only(func):
+            return func(*args, **kwargs)
+        call = self._expected(func, args, kwargs)
+        if call is None:
+            self.repeats = False
+            return func(*args, **kwargs)
+        for step in call.random_steps:
+            self._states[step] = random_state(self._template.steps[step].device, None)
+        self._in_call = True
+        try:
+            out = func(*args, **kwargs)
+        except BaseException:
+            self.repeats = False
+            raise
+        finally:
+            self._in_call = False
+        if self._num_packed != call.packed_after:
+            raise self._changed()
+        self._slots.returned(out)
+        if call.captures:
+            returned = tensors_in(out)
+            for capture in call.captures:
+                self._capture(capture, returned[capture.place])
+        self._num_calls += 1
+        return out
+
+    def _expected(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> CallRecord | None:
+        """The call of the template, if this is the same."""
+        if self._num_calls == len(self._template.calls):
+            return None
+        call = self._template.calls[self._num_calls]
+        if call.func is not func and call.func != func:
+            return None
+        try:
+            same = call.arguments == self._slots.freeze((args, kwargs))
+        except UnknownArgumentError:
+            return None
+        fits = self._num_packed == call.packed_before and call.switches == switches()
+        return call if same and fits else None
+
+    def _meet(self, tensor: torch.Tensor) -> None:
+        """A tensor from elsewhere must be like the template's, and shared as there."""
+        given = self._template.given
+        place = self._num_given
+        if place == len(given) or given[place].geometry != geometry_of(tensor):
+            raise UnknownArgumentError
+        storage, address = given[place].storage, tensor.untyped_storage()._cdata
+        value = self._template.value_of.get(storage)
+        if address in self._storages:
+            shared = self._storages[address] == storage
+        else:
+            shared = storage not in self._storages.values()
+        if not shared:
+            raise UnknownArgumentError
+        self._num_given += 1
+        self._storages[address] = storage
+        if value is not None and value not in self._held:
+            self._held[value] = hold(tensor)
+
+    def _capture(self, capture: Capture, tensor: torch.Tensor) -> None:
+        if capture.form is None:
+            self._held[capture.value] = hold(tensor)
+            return
+        small = encode(capture.form, tensor)
+        assert small is not None, "the template's tensor was dense"
+        self._encoded[capture.value] = small
+
+    def _pack(self, tensor: torch.Tensor) -> Kept | Dropped:
+        packed = self._template.packed[self._num_packed :][:1] if self.repeats else ()
+        self._num_packed += 1
+        if not packed or packed[0].size != tensor.size():
+            if self.repeats and self._in_call:
+                raise self._changed()
+            self.repeats = False
+            return Kept(tensor, tensor._version)
+        capture = self._template.captures.get(self._num_packed - 1)
+        if capture is not None:
+            self._capture(capture, tensor)
+        ref = packed[0].ref
+        if ref is None:
+            return Kept(tensor, tensor._version)
+        self._wanted.append(ref.value)
+        return Dropped(self._handle, ref)
+
+    def _shorter_program(self) -> Program:
+        """What rebuilds what was dropped before a call differed."""
+        flow = self._template.flow
+        kept = [value for value in self._held if flow.maker_of[value] != EXTERNAL]
+        program = compile_program(flow, self._wanted, kept, self._encoded.keys())
+        known = program.steps <= self._template.steps.keys()
+        if not known or not program.holds <= self._held.keys():
+            raise self._changed()
+        return program
+
+    def _changed(self) -> ApplyError:
+        return ApplyError(
+            f"cannot rebuild {self.name}: the same calls of torch saved other tensors "
+            "than in an earlier forward",
+            needed="settings of torch that stay as they are during a forward",
+            hint="apply the plan again after changing them",
+        )
