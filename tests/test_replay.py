@@ -1,0 +1,271 @@
+"""Forwards that repeat are only looked at; forwards that do not are never mistaken."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from ckplan import applying
+from ckplan.applying import RegionStatus
+from ckplan.names import OpName
+from ckplan.plan import Plan, PlannedRegion
+
+WHOLE = Plan(regions=(PlannedRegion("."),))
+Batch = Callable[[int], tuple[torch.Tensor, ...]]
+
+
+class Block(nn.Module):
+    """What a transformer's block does, with randomness in two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv = nn.LayerNorm(16), nn.Linear(16, 48)
+        self.out, self.drop = nn.Linear(16, 16), nn.Dropout(0.2)
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm(x)).view(*x.shape[:-1], 3, 16).unbind(-2)
+        mixed = functional.scaled_dot_product_attention(q, k, v, dropout_p=0.1)
+        return x + self.drop(functional.gelu(self.out(mixed))) * scale
+
+
+def same_gradients(plain: nn.Module, planned: nn.Module, batch: Batch, n: int) -> None:
+    """Train both side by side; every gradient and random state must be the same."""
+    for step in range(n):
+        seen = []
+        for model in (plain, planned):
+            model.zero_grad()
+            torch.manual_seed(step)
+            random.seed(step)
+            model(*batch(step)).square().sum().backward()
+            grads = [p.grad for p in model.parameters() if p.grad is not None]
+            seen.append([*grads, torch.get_rng_state()])
+        assert len(seen[0]) == len(seen[1])
+        assert all(map(torch.equal, *seen)), step
+
+
+def trained(
+    model: nn.Module, batch: Batch, steps: int = 6, plan: Plan = WHOLE
+) -> RegionStatus:
+    planned = copy.deepcopy(model)
+    applying.apply(planned, plan)
+    same_gradients(model, planned, batch, steps)
+    (status,) = applying.status(planned).regions
+    assert status.runs == steps
+    return status
+
+
+def one(step: int) -> tuple[torch.Tensor, ...]:
+    return (torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(step)),)
+
+
+SAVES = ("./_safe_softmax", "qkv/addmm", "out/addmm", "./mul")
+
+
+@pytest.mark.parametrize("save", [(), SAVES[:1], SAVES[1:2], SAVES])
+@pytest.mark.parametrize("encode", [(), ("./bernoulli_",), ("drop/bernoulli_",)])
+def test_a_forward_that_repeats_is_written_down_once(
+    save: tuple[str, ...], encode: tuple[str, ...]
+) -> None:
+    region = PlannedRegion(
+        ".",
+        save=tuple(map(OpName.parse, save)),
+        encode=tuple((OpName.parse(op), "bits") for op in encode),
+    )
+    status = trained(Block(), one, plan=Plan(regions=(region,)))
+    assert (status.recorded, status.kept, status.missing) == (1, 0, ())
+
+
+class Numbered(Block):
+    """A Python number that changes every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step = 0
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        self.step += 1
+        return super().forward(x, scale / self.step)
+
+
+class Branching(Block):
+    """Goes by what the data say."""
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        if x.mean() > 0:
+            x = torch.tanh(x) * 2
+        return super().forward(x.clone() if x.sum() > 1 else x, scale)
+
+
+class Flipping(Block):
+    """Goes by Python's own randomness."""
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        for _ in range(random.randint(1, 3)):
+            x = super().forward(x, scale)
+        return x
+
+
+class Scheduled(Block):
+    """A probability that changes, and a grad mode that does."""
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        self.drop.p = min(0.9, self.drop.p + 0.1)
+        with torch.set_grad_enabled(self.drop.p > 0.4):
+            y = torch.exp(self.out(x))
+        return super().forward(x + y, scale)
+
+
+@pytest.mark.parametrize("kind", [Numbered, Branching, Flipping, Scheduled])
+def test_a_forward_that_differs_is_kept_then_written_down_each_time(
+    kind: type[Block],
+) -> None:
+    status = trained(kind(), one, 20)
+    assert status.kept >= 1
+    assert status.recorded > 1
+
+
+def test_shapes_that_come_back_are_known() -> None:
+    def batch(step: int) -> tuple[torch.Tensor, ...]:
+        return (one(step)[0][:, : 3 + step % 3],)
+
+    status = trained(Block(), batch, 12)
+    assert (status.recorded, status.kept) == (3, 0)
+
+
+def test_a_number_passed_by_the_caller_is_seen() -> None:
+    def batch(step: int) -> tuple[torch.Tensor, ...]:
+        return (*one(step), 1.0 + (step == 4))  # type: ignore[return-value]
+
+    status = trained(Block(), batch, 6)
+    assert status.kept == 1
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.exp(self.up(x)) * torch.sin(y) + torch.tanh(self.up(y) * x)
+
+
+def test_inputs_that_are_one_tensor_or_two_are_told_apart() -> None:
+    def batch(step: int) -> tuple[torch.Tensor, ...]:
+        x, y = one(step)[0], one(step + 100)[0]
+        return (x, x) if step % 2 else (x, y)
+
+    trained(Two(), batch, 6)
+
+
+def test_inputs_that_share_a_storage_or_do_not_are_told_apart() -> None:
+    def batch(step: int) -> tuple[torch.Tensor, ...]:
+        both = torch.cat([*one(step), *one(step + 100)])
+        x, y = both[:2], both[2:]
+        return (x, y) if step < 3 else (x, torch.cat([both, both])[2:4])
+
+    trained(Two(), batch, 6)
+
+
+class Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x, x.exp())
+        return x**3
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, e = ctx.saved_tensors
+        return grad * (3 * x**2 + 0 * e)
+
+
+class WithFunction(Block):
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        return super().forward(Cube.apply(self.out(x)), scale)
+
+
+class Catching(Block):
+    """Goes on after an exception."""
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        try:
+            torch.exp(x) @ torch.ones(3, 3)
+        except RuntimeError:
+            x = torch.exp(x)
+        return super().forward(x, scale)
+
+
+class Scripted(Block):
+    """Runs ops that no Python call shows."""
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        return super().forward(scripted()(self.out(x)), scale)
+
+
+@cache
+def scripted() -> Callable[[torch.Tensor], torch.Tensor]:
+    return torch.jit.trace(lambda x: torch.sin(torch.exp(x)), torch.ones(2))
+
+
+class InPlace(Block):
+    """Writes over what it made, and into views."""
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        y = self.out(x)
+        y.mul_(2).add_(x)
+        z = y.clone()
+        z[:, 1:] += torch.sin(y[:, :-1])
+        z[0] = 0.5
+        z = functional.relu(z, inplace=True)
+        return super().forward(z + y.exp(), scale)
+
+
+@pytest.mark.parametrize("kind", [WithFunction, Catching, InPlace])
+def test_unusual_forwards_are_right_step_after_step(kind: type[Block]) -> None:
+    trained(kind(), one)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_what_no_python_call_shows_is_written_down_each_time() -> None:
+    status = trained(Scripted(), one, 4)
+    assert (status.recorded, status.kept) == (4, 0)
+
+
+def test_settings_of_torch_are_part_of_what_is_known() -> None:
+    plain = Block()
+    planned = copy.deepcopy(plain)
+    applying.apply(planned, WHOLE)
+    for autocast in (False, True, False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            same_gradients(plain, planned, one, 2)
+    (status,) = applying.status(planned).regions
+    assert status.runs == 8
+
+
+def test_training_and_evaluation_are_told_apart() -> None:
+    plain = Block()
+    planned = copy.deepcopy(plain)
+    applying.apply(planned, WHOLE)
+    for training in (True, False, True, False):
+        plain.train(training)
+        planned.train(training)
+        same_gradients(plain, planned, one, 2)
+    (status,) = applying.status(planned).regions
+    assert (status.runs, status.recorded, status.kept) == (8, 2, 0)
+
+
+def test_memory_is_as_planned_when_written_down_and_when_repeated() -> None:
+    model = nn.Sequential(Block(), Block())
+    applying.apply(model, Plan(regions=(PlannedRegion("[0..1]"),)))
+    dropped = []
+    for step in range(3):
+        model(*one(step)).sum().backward()
+        dropped.append([r.dropped_bytes for r in applying.status(model).regions])
+    assert dropped[0] == dropped[1] == dropped[2]
+    assert all(dropped[0])
