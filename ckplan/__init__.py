@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ckplan.graph import load as load_graph
     from ckplan.plan import Plan
     from ckplan.plan import load as load_plan
+    from ckplan.solving.solve import frontier
     from ckplan.solving.solve import solve_plan as solve
     from ckplan.tracing.profile import profile
     from ckplan.verifying.verify import verify
@@ -32,6 +33,7 @@ __all__ = [
     "Plan",
     "__version__",
     "apply",
+    "frontier",
     "load_graph",
     "load_plan",
     "profile",
@@ -46,6 +48,7 @@ _HOME = {
     "Graph": "ckplan.graph:Graph",
     "Plan": "ckplan.plan:Plan",
     "apply": "ckplan.applying:apply",
+    "frontier": "ckplan.solving.solve:frontier",
     "load_graph": "ckplan.graph:load",
     "load_plan": "ckplan.plan:load",
     "profile": "ckplan.tracing.profile:profile",

@@ -78,6 +78,11 @@ _OptimizerOption = Annotated[
     Optimizer | None,
     typer.Option(help="By default the workload's own if it has one, else adamw."),
 ]
+_Trace = Annotated[
+    Path | None,
+    typer.Argument(help="From `ckplan profile`.  [default: newest of traces/]"),
+]
+_WISHES = "--budget, --max-overhead, --min-memory or --knee"
 _Force = Annotated[bool, typer.Option("--force", help="Overwrite a file that exists.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 
@@ -151,18 +156,28 @@ def profile(
 
 @app.command(cls=Command)
 def solve(
-    trace: Annotated[
-        Path | None,
-        typer.Argument(help="From `ckplan profile`.  [default: newest of traces/]"),
-    ] = None,
+    trace: _Trace = None,
     *,
     budget: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar="SIZE",
             help="Limit on the whole peak: 12GB, 12GiB, or 80% of the unplanned peak.",
         ),
-    ],
+    ] = None,
+    max_overhead: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PERCENT", help="In place of a budget: least memory at 5% or less."
+        ),
+    ] = None,
+    min_memory: Annotated[
+        bool, typer.Option("--min-memory", help="In place of a budget: least memory.")
+    ] = False,
+    knee: Annotated[
+        bool,
+        typer.Option("--knee", help="In place of a budget: before memory gets dear."),
+    ] = False,
     reserve: Annotated[
         str,
         typer.Option(metavar="SIZE", help="Taken off the budget first, for others."),
@@ -174,26 +189,106 @@ def solve(
     as_json: _Json = False,
 ) -> None:
     """Write the plan that fits a budget and costs the least time."""
+    goals = [name for name, on in (("min-memory", min_memory), ("knee", knee)) if on]
+    if (budget is not None) + (max_overhead is not None) + len(goals) != 1:
+        raise typer.BadParameter(f"exactly one is needed: {_WISHES}")
     _check_output(output, force)
     from ckplan import graph as graphs
     from ckplan import plan as plans
     from ckplan.report.plans import solution_json, solution_report
     from ckplan.report.progress import ProgressLine
-    from ckplan.simulate import simulate
     from ckplan.solving import solve as solving
-    from ckplan.units import parse_budget, parse_bytes
+    from ckplan.units import parse_bytes, parse_percent
 
-    graph = graphs.load(trace or _newest_trace())
-    whole_bytes = parse_budget(budget, simulate(graph).peak_bytes)
+    fraction = None if max_overhead is None else parse_percent(max_overhead)
+    wish = solving.Wish(budget, fraction, *goals)
     reserve_bytes = parse_bytes(reserve)
+    graph = graphs.load(trace or _newest_trace())
     with ProgressLine(sys.stderr) as progress:
         progress("solving", 0, 0)
-        solution = solving.solve(graph, _without_reserve(whole_bytes, reserve_bytes))
+        solution = solving.find(solving.Planner(graph), wish, reserve_bytes)
+    if not solution.regions:
+        say("no plan is needed: the unplanned step fits; the plan is empty")
     plan = solving.to_plan(graph, solution)
     plans.save(plan, output, force=force)
     found = solution, plan, reserve_bytes
     _print(solution_json(*found, str(output)) if as_json else solution_report(*found))
     say(f"wrote {output}")
+
+
+@app.command(cls=Command)
+def frontier(
+    trace: _Trace = None,
+    *,
+    points: Annotated[
+        int, typer.Option(min=2, max=500, help="How many budgets to try.")
+    ] = 24,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw it as PNG or SVG.")
+    ] = None,
+    force: _Force = False,
+    as_json: _Json = False,
+) -> None:
+    """Show the whole trade-off between memory and time."""
+    from ckplan import graph as graphs
+    from ckplan.report.frontier import (
+        check_plot,
+        frontier_json,
+        frontier_report,
+        save_plot,
+    )
+    from ckplan.report.progress import ProgressLine
+    from ckplan.solving.practices import everything
+    from ckplan.solving.solve import Planner
+
+    if plot is not None:
+        _check_output(plot, force)
+        check_plot(plot)
+    graph = graphs.load(trace or _newest_trace())
+    with ProgressLine(sys.stderr) as progress:
+        progress("solving", 0, 0)
+        planner = Planner(graph)
+        found = planner.frontier(points)
+        wanted = as_json or plot is not None
+        budget_bytes = planner.unplanned.peak_bytes
+        others = everything(planner, budget_bytes) if wanted else ()
+    if plot is not None:
+        save_plot(plot, graph.model, found, others, force=force)
+        say(f"wrote {plot}")
+    _print(
+        frontier_json(graph.model, found, others)
+        if as_json
+        else frontier_report(graph.model, found)
+    )
+
+
+@app.command(cls=Command)
+def compare(
+    trace: _Trace = None,
+    *,
+    budget: Annotated[
+        str,
+        typer.Option(metavar="SIZE", help="As for solve; 80% of the unplanned peak."),
+    ] = "80%",
+    as_json: _Json = False,
+) -> None:
+    """Show what people do beside the plan, under one budget."""
+    from ckplan import graph as graphs
+    from ckplan.report.plans import as_baseline, comparison_json, comparison_report
+    from ckplan.report.progress import ProgressLine
+    from ckplan.solving.practices import everything
+    from ckplan.solving.solve import Planner
+    from ckplan.units import parse_budget
+
+    graph = graphs.load(trace or _newest_trace())
+    with ProgressLine(sys.stderr) as progress:
+        progress("solving", 0, 0)
+        planner = Planner(graph)
+        budget_bytes = parse_budget(budget, planner.unplanned.peak_bytes)
+        plan = as_baseline(planner.solve(budget_bytes))
+        found = (*everything(planner, budget_bytes), plan)
+    of = graph.model, budget_bytes, found
+    _print(comparison_json(*of) if as_json else comparison_report(*of))
 
 
 @app.command(cls=Command)
@@ -301,19 +396,6 @@ def _newest_trace() -> Path:
         )
     say(f"reading {found}")
     return found
-
-
-def _without_reserve(budget_bytes: int, reserve_bytes: int) -> int:
-    from ckplan.units import format_bytes
-
-    if reserve_bytes >= budget_bytes:
-        budget, reserve = format_bytes(budget_bytes), format_bytes(reserve_bytes)
-        raise CkplanError(
-            f"cannot plan for the budget {budget}: all of it is reserved ({reserve})",
-            needed="a reserve that is smaller than the budget",
-            hint="a larger --budget, or a smaller --reserve",
-        )
-    return budget_bytes - reserve_bytes
 
 
 def _is_trace(data: bytes) -> bool:

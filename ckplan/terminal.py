@@ -34,7 +34,7 @@ class Command(TyperCommand):
         """Run the command."""
         try:
             return super().invoke(ctx)
-        except (typer.Exit, typer.Abort):
+        except (typer.Exit, typer.Abort, typer.BadParameter):
             raise
         except (Exception, KeyboardInterrupt, SystemExit) as error:
             with_traceback = ctx.parent is not None and ctx.parent.params["traceback"]

@@ -86,6 +86,25 @@ def parse_budget(budget: str | int, unplanned_peak_bytes: int) -> int:
     return budget_bytes
 
 
+def parse_percent(text: str) -> float:
+    """Return the fraction that a percentage is.
+
+    Raises:
+        UnitError: ``text`` is no percentage of zero or more.
+
+    >>> parse_percent("5%"), parse_percent("12.5 %")
+    (0.05, 0.125)
+    """
+    number = text.strip().removesuffix("%").strip()
+    if not re.fullmatch(r"[0-9]+(\.[0-9]*)?|\.[0-9]+", number) or "%" not in text:
+        raise UnitError(
+            f"cannot read the overhead '{text}'",
+            needed="a percentage of the unplanned step, such as 5%",
+            hint="--max-overhead 5%",
+        )
+    return float(number) / 100
+
+
 def format_bytes(num_bytes: int) -> str:
     """Print a size with two decimals, in GiB unless it is smaller than that.
 

@@ -4,13 +4,14 @@ GPT-2 with 12 layers, 384 wide, a batch of 8 x 256 tokens, dropout and AdamW, on
 CPU. A budget is the unplanned peak less a share of the activation bytes. For every
 share, our plan stands beside the one that reruns as many whole layers as the budget
 needs; at the end, every layer is rerun. All train in processes of their own, one step
-each in every round. The first two rounds are dropped; the measured overhead is the
-median over rounds of a step's seconds, divided by those of the unplanned step of the
-same round, and the quartiles are of the same ratios. "Bits equal" compares the losses,
+each in every round. The first two rounds are dropped, and all is repeated in fresh
+processes, since some get slower memory than others; the measured overhead is the median
+over rounds of a step's seconds, divided by those of the unplanned step of the same
+round, and the quartiles are of the same ratios. "Bits equal" compares the losses,
 gradients, buffers and random states of two steps with those of unplanned ones.
 
     python scripts/gpt2_cost.py
-    python scripts/gpt2_cost.py --shares 0.5 --rounds 5 --repeats 1 --set layers=4 --set length=64
+    python scripts/gpt2_cost.py --shares 0.5 --repeats 1 --set layers=4 --set length=64
 
 Exit code 1 if freeing half costs more than 8 %, or if any of our plans does not fit,
 computes something else, or has a predicted peak that is off by more than 2 %.

@@ -15,7 +15,7 @@ from ckplan.graph import Encoding
 from ckplan.plan import dumps
 from ckplan.program import Flow
 from ckplan.simulate import Simulator
-from ckplan.solving.bound import lower_bound
+from ckplan.solving.bound import LowerBound
 from ckplan.solving.closure import Closure
 from ckplan.solving.covers import find_covers
 from ckplan.solving.menu import Menus
@@ -162,7 +162,7 @@ def test_no_plan_of_a_random_step_beats_the_bound(seed: int) -> None:
             timeline = simulator.run(regions)
         except PlanError:
             continue
-        bound = lower_bound(simulator, timeline.peak_bytes)
+        bound = LowerBound(simulator).overhead(timeline.peak_bytes)
         assert bound <= timeline.overhead + 1e-9
 
 

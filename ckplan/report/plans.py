@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -10,7 +11,7 @@ from rich.table import Table
 from ckplan import units
 from ckplan.plan import Plan, PlannedRegion
 from ckplan.report.tables import add_row, facts, make_table, section
-from ckplan.solving.solution import Solution
+from ckplan.solving.solution import Baseline, Solution
 
 
 def solution_report(
@@ -21,7 +22,10 @@ def solution_report(
     return Group(
         section(title, _before_and_after(solution)),
         section("Budget, bound and floor", facts(_judgement(solution, reserve_bytes))),
-        section("The same for common practice", _baselines(solution)),
+        section(
+            "The same for common practice",
+            _baselines([*solution.baselines, as_baseline(solution)]),
+        ),
         section("Regions", _regions(plan)),
     )
 
@@ -50,15 +54,7 @@ def solution_json(
         "recompute_seconds": timeline.recompute_seconds,
         "unplanned_step_seconds": step_seconds,
         "step_seconds": step_seconds + timeline.recompute_seconds,
-        "baselines": [
-            {
-                "name": baseline.name,
-                "peak_bytes": baseline.peak_bytes,
-                "overhead": baseline.overhead,
-                "fits": baseline.fits,
-            }
-            for baseline in solution.baselines
-        ],
+        "baselines": [_baseline_json(baseline) for baseline in solution.baselines],
         "regions": [_region_json(region) for region in plan.regions],
     }
 
@@ -139,17 +135,48 @@ def _judgement(solution: Solution, reserve_bytes: int) -> list[tuple[str, str]]:
     ]
 
 
-def _baselines(solution: Solution) -> Table:
+def comparison_report(
+    model: str, budget_bytes: int, found: Sequence[Baseline]
+) -> RenderableType:
+    """What people do, and the plan, under one budget."""
+    title = f"Ways to train {model} within {_size(budget_bytes)}"
+    return Group(section(title, _baselines(found)))
+
+
+def comparison_json(
+    model: str, budget_bytes: int, found: Sequence[Baseline]
+) -> dict[str, Any]:
+    """The same for scripts."""
+    return {
+        "model": model,
+        "budget_bytes": budget_bytes,
+        "baselines": [_baseline_json(baseline) for baseline in found],
+    }
+
+
+def as_baseline(solution: Solution, name: str = "this plan") -> Baseline:
+    """A plan as a row beside the baselines."""
+    timeline = solution.timeline
+    fits = timeline.peak_bytes <= solution.budget_bytes
+    return Baseline(name, timeline.peak_bytes, timeline.overhead, fits)
+
+
+def _baselines(found: Iterable[Baseline]) -> Table:
     table = make_table("", "peak", "overhead", "fits")
-
-    def add(name: str, peak_bytes: int, overhead: float, fits: bool) -> None:
-        percent = units.format_percent(overhead, sign=True)
-        add_row(table, name, _size(peak_bytes), percent, "yes" if fits else "no")
-
-    for baseline in solution.baselines:
-        add(baseline.name, baseline.peak_bytes, baseline.overhead, baseline.fits)
-    add("this plan", solution.timeline.peak_bytes, solution.timeline.overhead, True)
+    for baseline in found:
+        percent = units.format_percent(baseline.overhead, sign=True)
+        fits = "yes" if baseline.fits else "no"
+        add_row(table, baseline.name, _size(baseline.peak_bytes), percent, fits)
     return table
+
+
+def _baseline_json(baseline: Baseline) -> dict[str, Any]:
+    return {
+        "name": baseline.name,
+        "peak_bytes": baseline.peak_bytes,
+        "overhead": baseline.overhead,
+        "fits": baseline.fits,
+    }
 
 
 def _regions(plan: Plan, *, in_full: bool = False) -> RenderableType:

@@ -56,7 +56,7 @@ def baselines(
     layers = [
         layer
         for layer in find_layers(simulator.graph, menus)
-        if _can_run_again(simulator, Region(layer, RERUN))
+        if can_be_done(simulator, Region(layer, RERUN))
     ]
     plans: list[tuple[str, Sequence[Region]]] = [("none", ())]
     if layers:
@@ -72,7 +72,8 @@ def baselines(
     return tuple(found)
 
 
-def _can_run_again(simulator: Simulator, region: Region) -> bool:
+def can_be_done(simulator: Simulator, region: Region) -> bool:
+    """Whether a region can be rebuilt at all."""
     try:
         simulator.effect(region)
     except PlanError:
@@ -99,7 +100,7 @@ def chen(
     best: tuple[tuple[bool, float, int], list[Region]] | None = None
     for segments in tried:
         regions = [Region(first, RERUN, last=last) for first, last in segments[:-1]]
-        if not all(_can_run_again(simulator, region) for region in regions):
+        if not all(can_be_done(simulator, region) for region in regions):
             continue
         timeline = simulator.run(regions)
         over = timeline.peak_bytes > budget_bytes

@@ -20,23 +20,55 @@ from ckplan.simulate import Simulator
 from ckplan.solving.closure import NANOSECOND, Choice, Closure
 
 
-def lower_bound(simulator: Simulator, budget_bytes: int) -> float:
-    """Least overhead, as a fraction of the step, of any schedule under a budget."""
-    graph = simulator.graph
-    if not graph.num_forward or not graph.step_seconds:
-        return 0.0
-    peak = simulator.unplanned_bytes.index(max(simulator.unplanned_bytes)) // 2
-    in_backward = graph.phase(peak) == "backward"
-    return _bound_at(
-        simulator, peak if in_backward else graph.num_forward - 1, budget_bytes
-    )
+class LowerBound:
+    """The bound of one graph, for any budget."""
+
+    def __init__(self, simulator: Simulator) -> None:
+        self._graph = graph = simulator.graph
+        self._cuts: list[Choice] = []
+        if not graph.num_forward or not graph.step_seconds:
+            return
+        peak = simulator.unplanned_bytes.index(max(simulator.unplanned_bytes)) // 2
+        in_backward = graph.phase(peak) == "backward"
+        moment = peak if in_backward else graph.num_forward - 1
+        sizes = sum(graph.storages[s].bytes for s in _droppable(graph, moment))
+        self._fixed_bytes = simulator.unplanned_bytes[2 * moment + 1] - sizes
+        self._closure = _closure_at(graph, moment)
+        fast, small = self._closure.fastest(), self._closure.smallest()
+        self._cuts = [fast] if small.kept_bytes >= fast.kept_bytes else [fast, small]
+
+    def overhead(self, budget_bytes: int) -> float:
+        """Least overhead, a fraction of the step, of any schedule under a budget."""
+        if not self._cuts:
+            return 0.0
+        nanoseconds = self._least(budget_bytes - self._fixed_bytes)
+        return nanoseconds * NANOSECOND / self._graph.step_seconds
+
+    def _least(self, allowed_bytes: int) -> float:
+        """Nanoseconds that keeping at most so many bytes costs, on the convex hull.
+
+        Vertices of the hull are found where a budget asks for them, and stay known.
+        """
+        cuts = self._cuts  # most bytes first
+        if cuts[0].kept_bytes <= allowed_bytes:
+            return cuts[0].nanoseconds
+        if cuts[-1].kept_bytes >= allowed_bytes:
+            return cuts[-1].nanoseconds
+        place = next(i for i, cut in enumerate(cuts) if cut.kept_bytes <= allowed_bytes)
+        fast, small = cuts[place - 1], cuts[place]
+        while (middle := self._closure.at_slope(fast, small)) is not None:
+            cuts.append(middle)
+            if middle.kept_bytes > allowed_bytes:
+                fast = middle
+            else:
+                small = middle
+        cuts.sort(key=lambda cut: -cut.kept_bytes)
+        return _on_line(fast, small, allowed_bytes)
 
 
-def _bound_at(simulator: Simulator, moment: int, budget_bytes: int) -> float:
-    graph = simulator.graph
+def _closure_at(graph: Graph, moment: int) -> Closure:
+    """What backward wants after a moment, and what keeping it then costs."""
     flow, wanted = _values_wanted_after(graph, moment)
-    sizes = {s: graph.storages[s].bytes for s in _droppable(graph, moment)}
-    fixed_bytes = simulator.unplanned_bytes[2 * moment + 1] - sum(sizes.values())
     alive_for_free = _alive_for_free(graph, moment)
     copies = {v for v in range(len(flow.storage_of)) if not flow.is_current(v)}
     bytes_of = {
@@ -46,35 +78,16 @@ def _bound_at(simulator: Simulator, moment: int, budget_bytes: int) -> float:
         for value, storage in enumerate(flow.storage_of)
         if value not in copies or flow.maker_of[value] != EXTERNAL
     }
-    closure = Closure(
-        flow,
-        wanted,
-        bytes_of,
-        lambda step: round(graph.ops[step].seconds / NANOSECOND),
-        copies,
-        {
-            flow.returned[one.op][one.output]: one
-            for one in graph.encodings
-            if one.op < graph.num_forward
-        },
-    )
-    nanoseconds = _least(closure, budget_bytes - fixed_bytes)
-    return nanoseconds * NANOSECOND / graph.step_seconds
+    encodings = {
+        flow.returned[one.op][one.output]: one
+        for one in graph.encodings
+        if one.op < graph.num_forward
+    }
 
+    def nanoseconds(step: int) -> int:
+        return round(graph.ops[step].seconds / NANOSECOND)
 
-def _least(closure: Closure, allowed_bytes: int) -> float:
-    """Nanoseconds that keeping at most so many bytes costs, on the convex hull."""
-    fast, small = closure.fastest(), closure.smallest()
-    if fast.kept_bytes <= allowed_bytes:
-        return fast.nanoseconds
-    if small.kept_bytes >= allowed_bytes:
-        return small.nanoseconds
-    while (middle := closure.at_slope(fast, small)) is not None:
-        if middle.kept_bytes > allowed_bytes:
-            fast = middle
-        else:
-            small = middle
-    return _on_line(fast, small, allowed_bytes)
+    return Closure(flow, wanted, bytes_of, nanoseconds, copies, encodings)
 
 
 def _on_line(fast: Choice, small: Choice, kept_bytes: int) -> float:

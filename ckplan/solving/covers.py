@@ -8,12 +8,12 @@ bursts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ckplan.graph import OUTSIDE_CALLS, Graph
 from ckplan.simulate import Simulator
 from ckplan.solving.chain import ChainFrontier, Link
-from ckplan.solving.menu import Menus
+from ckplan.solving.menu import Menus, Option
 
 SHARES = (1.0, 1 / 8, 1 / 32)
 _CHILDREN_MUST_HOLD = 0.5  # of their parent's droppable bytes
@@ -48,12 +48,17 @@ def find_covers(graph: Graph, menus: Menus) -> list[tuple[int, ...]]:
     return list(found)
 
 
-def chain_of(simulator: Simulator, menus: Menus, cover: Sequence[int]) -> ChainFrontier:
-    """The frontier over the calls of a cover."""
+def chain_of(
+    simulator: Simulator,
+    menus: Menus,
+    cover: Sequence[int],
+    options: Callable[[int], Sequence[Option]] | None = None,
+) -> ChainFrontier:
+    """The frontier over the calls of a cover; by default with their whole menus."""
     gaps = _gaps(simulator, cover)
+    options = options or menus.options
     links = [
-        Link(menus.options(call), gap)
-        for call, gap in zip(cover, gaps[:-1], strict=True)
+        Link(options(call), gap) for call, gap in zip(cover, gaps[:-1], strict=True)
     ]
     return ChainFrontier(links, gaps[-1])
 

@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeAlias
 from ckplan.errors import PlanError
 from ckplan.graph import BEFORE_STEP, Graph
 from ckplan.program import EXTERNAL, Flow
-from ckplan.simulate import Region, RegionView, Simulator
+from ckplan.simulate import RERUN, Region, RegionView, Simulator
 from ckplan.solving.closure import NANOSECOND, Choice, Closure
 
 _FEWEST_CUTS, _MOST_CUTS, _CUTS_TIMES_STEPS = 4, 40, 2500
@@ -53,15 +53,22 @@ class Menus:
 
     def options(self, call: int) -> list[Option]:
         """Every way to run a call, cheapest first; keeping everything is the first."""
+        return self._useful(call, (self._region(call, k) for k in self._kept(call)))
+
+    def whole(self, call: int) -> list[Option]:
+        """The two ways of everyday practice: keep everything, or run it all again."""
+        return self._useful(call, [Region(call, RERUN)])
+
+    def _useful(self, call: int, regions: Iterable[Region]) -> list[Option]:
         view = self._simulator.view(call)
         windows = _windows(view)
         keep = Option(None, self._unplanned_need(windows), 0, 0.0)
         if not view.packed or windows[1][0] < 0:
             return [keep]
         options: list[Option] = []
-        for kept in self._kept(call):
+        for region in regions:
             with suppress(PlanError):  # a call like this one may have lost an input
-                options.append(self._option(self._region(call, kept), windows))
+                options.append(self._option(region, windows))
         useful = [option for option in options if option.freed_bytes > 0]
         return [keep, *sorted(useful, key=lambda option: option.seconds)]
 

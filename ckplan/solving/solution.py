@@ -11,7 +11,7 @@ from ckplan.simulate import Region, Timeline
 class Baseline:
     """What everyday practice would reach, by the same simulator."""
 
-    name: str  # "none", "every call", "chen"
+    name: str  # "none", "every call", "chen" and so on
     peak_bytes: int
     overhead: float
     fits: bool
@@ -24,6 +24,16 @@ class Floor:
     peak_bytes: int
     peak_at: str
     owner: str  # kind that owns most of it
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One plan of the frontier: no plan found needs less and costs less."""
+
+    peak_bytes: int
+    overhead: float
+    bound_overhead: float  # no schedule of ops within this peak costs less
+    regions: tuple[Region, ...]
 
 
 @dataclass(frozen=True)

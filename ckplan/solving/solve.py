@@ -2,36 +2,175 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from itertools import islice
 from typing import TypeAlias
 
 from ckplan import units
-from ckplan.errors import InfeasibleError, PlanError
+from ckplan.errors import CkplanError, InfeasibleError, PlanError
 from ckplan.graph import Graph
 from ckplan.plan import Plan, Prediction, plan_fingerprint
 from ckplan.resolve import describe
 from ckplan.simulate import Region, Simulator, Timeline
 from ckplan.solving.baselines import baselines
-from ckplan.solving.bound import lower_bound
+from ckplan.solving.bound import LowerBound
 from ckplan.solving.chain import ChainFrontier
 from ckplan.solving.covers import chain_of, find_covers
 from ckplan.solving.menu import Menus
-from ckplan.solving.solution import Floor, Solution
+from ckplan.solving.solution import Floor, Point, Solution
 
 _Found: TypeAlias = tuple[Timeline, tuple[Region, ...]]
 _Tidy: TypeAlias = Callable[[tuple[Region, ...]], list[Region]]
 
 _MOST_REPLAYS = 32  # of points that the chain thought would fit
+_HALVINGS = 12  # of a search for a budget
+GOALS = (None, "min-memory", "knee")
+
+
+class Planner:
+    """The plans of one graph: searched for once, asked for with any budget.
+
+    Every plan considered is replayed in exact bytes before it is accepted, so no plan
+    leaves here whose simulated peak exceeds the budget.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.simulator = Simulator(graph)
+        self.menus = Menus(self.simulator)
+        self.unplanned = self.simulator.run()
+        covers = find_covers(graph, self.menus)
+        self._chains = [chain_of(self.simulator, self.menus, cover) for cover in covers]
+        self._tidies = [partial(self.menus.tidy, cover=cover) for cover in covers]
+        self._bound = LowerBound(self.simulator)
+
+    def solve(self, budget_bytes: int) -> Solution:
+        """Find the cheapest plan whose simulated peak is within a budget.
+
+        Raises:
+            InfeasibleError: No plan found fits; the floor and its owner are named.
+        """
+        found = self.within(budget_bytes)
+        if found is None:
+            raise _nothing_fits(self.graph, budget_bytes, self.floor)
+        timeline, regions = found
+        return Solution(
+            budget_bytes=budget_bytes,
+            regions=regions,
+            timeline=timeline,
+            unplanned=self.unplanned,
+            floor=self.floor,
+            bound_overhead=self.bound(budget_bytes),
+            baselines=baselines(self.simulator, self.menus, budget_bytes),
+        )
+
+    def least_memory(self, max_overhead: float) -> Solution:
+        """Find the smallest peak that costs no more than a fraction of the step."""
+        low, high = self.floor.peak_bytes, self.unplanned.peak_bytes
+        best: _Found = (self.unplanned, ())
+        for _ in range(_HALVINGS):
+            if low >= high:
+                break
+            middle = (low + high) // 2
+            found = self.within(middle)
+            if found is not None and found[0].overhead <= max_overhead:
+                best, high = found, min(middle, found[0].peak_bytes)
+            else:
+                low = middle + 1
+        return self.solve(best[0].peak_bytes)
+
+    def knee(self) -> Solution:
+        """Find the plan after which memory gets dear.
+
+        On the frontier, both axes scaled to [0, 1], it is the point farthest below the
+        line between the two ends: V. Satopaa, J. Albrecht, D. Irwin, B. Raghavan,
+        "Finding a Kneedle in a Haystack", 2011.
+        """
+        points = self.frontier()
+        first, last = points[0], points[-1]
+        width = max(last.peak_bytes - first.peak_bytes, 1)
+        height = max(first.overhead - last.overhead, 1e-12)
+
+        def below(point: Point) -> float:
+            saved = (last.peak_bytes - point.peak_bytes) / width
+            return saved - (point.overhead - last.overhead) / height
+
+        return self.solve(max(points, key=below).peak_bytes)
+
+    def frontier(self, count: int = 24) -> tuple[Point, ...]:
+        """Non-dominated plans, the smallest first, the unplanned step the last.
+
+        Args:
+            count: Budgets tried, evenly from the floor to the unplanned peak.
+        """
+        low, high = self.floor.peak_bytes, self.unplanned.peak_bytes
+        points: dict[int, Point] = {}
+        for place in range(count):
+            budget_bytes = low + (high - low) * place // max(count - 1, 1)
+            found = self.within(budget_bytes)
+            if found is not None:
+                timeline, regions = found
+                peak_bytes = timeline.peak_bytes
+                bound = self.bound(peak_bytes)
+                points[peak_bytes] = Point(
+                    peak_bytes, timeline.overhead, bound, regions
+                )
+        kept: list[Point] = []
+        for point in sorted(points.values(), key=lambda p: (p.peak_bytes, p.overhead)):
+            if not kept or point.overhead < kept[-1].overhead:
+                kept.append(point)
+        return tuple(kept)
+
+    def bound(self, budget_bytes: int) -> float:
+        """Least overhead of any schedule of the graph's ops under a budget."""
+        return self._bound.overhead(budget_bytes)
+
+    @cached_property
+    def floor(self) -> Floor:
+        """The smallest peak of all plans, and what owns it."""
+        timelines = [self.unplanned]
+        for chain, tidy in zip(self._chains, self._tidies, strict=True):
+            plan = next(chain.cheapest_first(chain.least_bytes))
+            timelines += (timeline for timeline, _ in self._replays(plan, tidy))
+        smallest = min(timelines, key=lambda timeline: timeline.peak_bytes)
+        by_kind = smallest.peak_by_kind
+        owner = max(by_kind, key=lambda kind: (by_kind[kind], kind))
+        return Floor(smallest.peak_bytes, smallest.peak_at, owner)
+
+    def within(self, budget_bytes: int) -> _Found | None:
+        """The cheapest plan that fits, as its timeline and its regions."""
+        if self.unplanned.peak_bytes <= budget_bytes:
+            return self.unplanned, ()
+        found = [
+            plan
+            for chain, tidy in zip(self._chains, self._tidies, strict=True)
+            for plan in self._cheapest(chain, tidy, budget_bytes)
+        ]
+        return min(found, key=_rank, default=None)
+
+    def _cheapest(
+        self, chain: ChainFrontier, tidy: _Tidy, budget_bytes: int
+    ) -> Iterator[_Found]:
+        """The cheapest plan of a chain whose replay fits, if one does."""
+        for plan in islice(chain.cheapest_first(budget_bytes), _MOST_REPLAYS):
+            for timeline, regions in self._replays(plan, tidy):
+                if timeline.peak_bytes <= budget_bytes:
+                    yield timeline, regions
+                    return
+
+    def _replays(self, plan: tuple[Region, ...], tidy: _Tidy) -> Iterator[_Found]:
+        """A plan tidied, and as it is."""
+        tidied = tuple(tidy(plan))
+        with suppress(PlanError):  # a call may have lost an input that one like it has
+            yield self.simulator.run(tidied), tidied
+        yield self.simulator.run(plan), plan
 
 
 def solve(graph: Graph, budget_bytes: int) -> Solution:
     """Find the cheapest plan whose simulated peak is within a budget.
-
-    Every plan considered is replayed in exact bytes before it is accepted, so no plan
-    leaves here whose simulated peak exceeds the budget.
 
     Args:
         graph: The recorded step.
@@ -40,38 +179,79 @@ def solve(graph: Graph, budget_bytes: int) -> Solution:
     Raises:
         InfeasibleError: No plan found fits; the floor and its owner are named.
     """
-    simulator = Simulator(graph)
-    menus = Menus(simulator)
-    unplanned = simulator.run()
-    covers = find_covers(graph, menus)
-    chains = [chain_of(simulator, menus, cover) for cover in covers]
-    tidies = [partial(menus.tidy, cover=cover) for cover in covers]
-    floor = _floor(simulator, chains, tidies)
-    best, regions = unplanned, tuple[Region, ...]()
-    if unplanned.peak_bytes > budget_bytes:
-        plans = (
-            _cheapest(simulator, chain, tidy, budget_bytes)
-            for chain, tidy in zip(chains, tidies, strict=True)
+    return Planner(graph).solve(budget_bytes)
+
+
+def frontier(graph: Graph, count: int = 24) -> tuple[Point, ...]:
+    """Non-dominated plans, the smallest first; see ``Planner.frontier``."""
+    return Planner(graph).frontier(count)
+
+
+def solve_plan(
+    graph: Graph,
+    budget: str | int | None = None,
+    *,
+    max_overhead: float | None = None,
+    goal: str | None = None,
+) -> Plan:
+    """Find a plan; say either what memory there is or what else is wanted.
+
+    Args:
+        graph: The recorded step.
+        budget: As people write it: ``"12GiB"``, ``"80%"`` of the unplanned peak, or
+            bytes. The cheapest plan within it is found.
+        max_overhead: A fraction of the step: the least memory that costs no more.
+        goal: ``"min-memory"`` or ``"knee"``, the plan after which memory gets dear.
+
+    Raises:
+        CkplanError: None of the three is given or more than one, or one is unreadable.
+        InfeasibleError: No plan found fits; the floor and its owner are named.
+    """
+    wish = Wish(budget, max_overhead, goal)
+    return to_plan(graph, find(Planner(graph), wish))
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What a plan is to reach; exactly one is given."""
+
+    budget: str | int | None = None
+    max_overhead: float | None = None
+    goal: str | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse none and more than one."""
+        given = [self.budget, self.max_overhead, self.goal]
+        if sum(wish is not None for wish in given) != 1 or self.goal not in GOALS:
+            raise CkplanError(
+                "cannot tell what the plan is to reach",
+                needed="exactly one of a budget, a largest overhead and a goal "
+                f"({' or '.join(filter(None, GOALS))})",
+                hint="ckplan.solve(graph, budget='12GiB')",
+            )
+
+
+def find(planner: Planner, wish: Wish, reserve_bytes: int = 0) -> Solution:
+    """Find what is wished for; a budget is first reduced by a reserve."""
+    if wish.budget is not None:
+        whole_bytes = units.parse_budget(wish.budget, planner.unplanned.peak_bytes)
+        return planner.solve(_without_reserve(whole_bytes, reserve_bytes))
+    if wish.max_overhead is not None:
+        return planner.least_memory(wish.max_overhead)
+    if wish.goal == "knee":
+        return planner.knee()
+    return planner.solve(planner.floor.peak_bytes)
+
+
+def _without_reserve(budget_bytes: int, reserve_bytes: int) -> int:
+    if reserve_bytes >= budget_bytes:
+        budget, reserve = map(units.format_bytes, (budget_bytes, reserve_bytes))
+        raise CkplanError(
+            f"cannot plan for the budget {budget}: all of it is reserved ({reserve})",
+            needed="a reserve that is smaller than the budget",
+            hint="a larger --budget, or a smaller --reserve",
         )
-        found = [plan for plan in plans if plan is not None]
-        if not found:
-            raise _nothing_fits(graph, budget_bytes, floor)
-        best, regions = min(found, key=_rank)
-    return Solution(
-        budget_bytes=budget_bytes,
-        regions=regions,
-        timeline=best,
-        unplanned=unplanned,
-        floor=floor,
-        bound_overhead=lower_bound(simulator, budget_bytes),
-        baselines=baselines(simulator, menus, budget_bytes),
-    )
-
-
-def solve_plan(graph: Graph, budget: str | int) -> Plan:
-    """The same for a budget as people write it: ``"12GiB"``, ``"80%"`` or bytes."""
-    peak_bytes = Simulator(graph).run().peak_bytes
-    return to_plan(graph, solve(graph, units.parse_budget(budget, peak_bytes)))
+    return budget_bytes - reserve_bytes
 
 
 def to_plan(graph: Graph, solution: Solution) -> Plan:
@@ -92,43 +272,8 @@ def to_plan(graph: Graph, solution: Solution) -> Plan:
     )
 
 
-def _cheapest(
-    simulator: Simulator, chain: ChainFrontier, tidy: _Tidy, budget_bytes: int
-) -> _Found | None:
-    """The cheapest plan of a chain whose replay fits."""
-    for plan in islice(chain.cheapest_first(budget_bytes), _MOST_REPLAYS):
-        for timeline, regions in _replays(simulator, plan, tidy):
-            if timeline.peak_bytes <= budget_bytes:
-                return timeline, regions
-    return None
-
-
-def _replays(
-    simulator: Simulator, plan: tuple[Region, ...], tidy: _Tidy
-) -> Iterator[_Found]:
-    """A plan tidied, and as it is."""
-    tidied = tuple(tidy(plan))
-    with suppress(PlanError):  # a call may have lost an input that one like it has
-        yield simulator.run(tidied), tidied
-    yield simulator.run(plan), plan
-
-
 def _rank(found: _Found) -> tuple[float, int]:
     return found[0].recompute_seconds, found[0].peak_bytes
-
-
-def _floor(
-    simulator: Simulator, chains: Sequence[ChainFrontier], tidies: Sequence[_Tidy]
-) -> Floor:
-    """The smallest peak of all plans, and what owns it."""
-    timelines = [simulator.run()]
-    for chain, tidy in zip(chains, tidies, strict=True):
-        plan = next(chain.cheapest_first(chain.least_bytes))
-        timelines += (timeline for timeline, _ in _replays(simulator, plan, tidy))
-    smallest = min(timelines, key=lambda timeline: timeline.peak_bytes)
-    by_kind = smallest.peak_by_kind
-    owner = max(by_kind, key=lambda kind: (by_kind[kind], kind))
-    return Floor(smallest.peak_bytes, smallest.peak_at, owner)
 
 
 def _nothing_fits(graph: Graph, budget_bytes: int, floor: Floor) -> InfeasibleError:

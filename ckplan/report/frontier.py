@@ -1,0 +1,122 @@
+"""The whole trade-off between memory and time: the report of ``frontier``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+
+from ckplan import files, units
+from ckplan.errors import CkplanError
+from ckplan.report.tables import add_row, make_table, section, share
+from ckplan.solving.solution import Baseline, Point
+
+_FORMATS = (".png", ".svg")
+_GIB = 2**30
+
+
+def frontier_report(model: str, points: Sequence[Point]) -> RenderableType:
+    """One row for every plan of the frontier, the unplanned step last."""
+    unplanned_bytes = points[-1].peak_bytes
+    table = make_table("peak", "of unplanned", "overhead", "bound", "regions", texts=0)
+    for point in points:
+        add_row(
+            table,
+            units.format_bytes(point.peak_bytes),
+            share(point.peak_bytes, unplanned_bytes),
+            units.format_percent(point.overhead, sign=True),
+            units.format_percent(point.bound_overhead, sign=True),
+            str(len(point.regions)),
+        )
+    return Group(section(f"Frontier of {model}", table))
+
+
+def frontier_json(
+    model: str, points: Sequence[Point], others: Sequence[Baseline]
+) -> dict[str, Any]:
+    """The same for scripts, with the baselines."""
+    return {
+        "model": model,
+        "points": [
+            {
+                "peak_bytes": point.peak_bytes,
+                "overhead": point.overhead,
+                "bound_overhead": point.bound_overhead,
+                "regions": len(point.regions),
+            }
+            for point in points
+        ],
+        "baselines": [
+            {
+                "name": other.name,
+                "peak_bytes": other.peak_bytes,
+                "overhead": other.overhead,
+            }
+            for other in others
+        ],
+    }
+
+
+def check_plot(path: Path) -> None:
+    """Say before any work that a picture could not be made after it.
+
+    Raises:
+        CkplanError: It is of another format, or matplotlib is missing.
+    """
+    if path.suffix.lower() not in _FORMATS:
+        raise CkplanError(
+            f"cannot draw '{path}': its format is not known",
+            needed=" or ".join(f"NAME{suffix}" for suffix in _FORMATS),
+            hint=f"--plot {path.with_suffix(_FORMATS[0])}",
+        )
+    try:
+        import matplotlib  # noqa: F401 - only whether it is there
+    except ImportError:
+        raise CkplanError(
+            "cannot draw: matplotlib is not installed",
+            needed="the extra 'plot'",
+            hint="pip install 'ckplan[plot]'",
+        ) from None
+
+
+def save_plot(
+    path: Path,
+    model: str,
+    points: Sequence[Point],
+    others: Sequence[Baseline],
+    *,
+    force: bool,
+) -> None:
+    """Draw the frontier as steps, the bound as a line and the baselines as points."""
+    from io import BytesIO
+
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.add_subplot()
+    peaks = [point.peak_bytes / _GIB for point in points]
+    overheads = [100 * point.overhead for point in points]
+    bounds = [100 * point.bound_overhead for point in points]
+    axes.plot(peaks, overheads, drawstyle="steps-post", marker=".", label="ckplan")
+    axes.plot(peaks, bounds, linestyle="--", color="gray", label="lower bound")
+    for other in others:
+        axes.plot(
+            other.peak_bytes / _GIB, 100 * other.overhead, marker="x", linestyle=""
+        )
+        axes.annotate(
+            other.name,
+            (other.peak_bytes / _GIB, 100 * other.overhead),
+            fontsize="x-small",
+            xytext=(3, 3),
+            textcoords="offset points",
+        )
+    axes.set_xlabel("predicted peak of the training step (GiB)")
+    axes.set_ylabel("predicted overhead (% of the unplanned step)")
+    axes.set_title(f"Memory and time of {model}")
+    axes.set_ylim(bottom=0)
+    axes.legend()
+    content = BytesIO()
+    figure.savefig(content, format=path.suffix.lower().lstrip("."), dpi=150)
+    files.write_bytes(path, content.getvalue(), force=force)
