@@ -5,7 +5,7 @@
     ckplan.apply(model, plan)
 
 Importing this imports nothing else: every name is fetched when it is first used, and
-torch is woken by ``profile``, ``apply``, ``remove``, ``status`` and ``verify`` alone.
+torch is woken by ``profile``, ``auto``, ``verify``, ``apply`` and its kin alone.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ckplan.applying import apply, remove, status
+    from ckplan.applying import apply, planned, remove, status
+    from ckplan.auto import auto
     from ckplan.errors import CkplanError
     from ckplan.graph import Graph
     from ckplan.graph import load as load_graph
@@ -33,9 +34,11 @@ __all__ = [
     "Plan",
     "__version__",
     "apply",
+    "auto",
     "frontier",
     "load_graph",
     "load_plan",
+    "planned",
     "profile",
     "remove",
     "solve",
@@ -48,9 +51,11 @@ _HOME = {
     "Graph": "ckplan.graph:Graph",
     "Plan": "ckplan.plan:Plan",
     "apply": "ckplan.applying:apply",
+    "auto": "ckplan.auto:auto",
     "frontier": "ckplan.solving.solve:frontier",
     "load_graph": "ckplan.graph:load",
     "load_plan": "ckplan.plan:load",
+    "planned": "ckplan.applying:planned",
     "profile": "ckplan.tracing.profile:profile",
     "remove": "ckplan.applying:remove",
     "solve": "ckplan.solving.solve:solve_plan",

@@ -35,6 +35,13 @@ class Optimizer(str, Enum):
     OWN = "own"
 
 
+class Method(str, Enum):
+    """How far solving goes; as ``ckplan.solving.solve.METHODS``."""
+
+    CHAIN = "chain"
+    MILP = "milp"
+
+
 app = typer.Typer(
     cls=Commands,
     add_completion=False,
@@ -182,6 +189,13 @@ def solve(
         str,
         typer.Option(metavar="SIZE", help="Taken off the budget first, for others."),
     ] = "0",
+    method: Annotated[
+        Method,
+        typer.Option(help="milp: a tighter bound, exact for small graphs."),
+    ] = Method.CHAIN,
+    time_limit: Annotated[
+        float, typer.Option(min=0, metavar="SECONDS", help="That milp may take.")
+    ] = 60.0,
     output: Annotated[Path, typer.Option("-o", help="The plan to write.")] = Path(
         "plan.yaml"
     ),
@@ -202,11 +216,19 @@ def solve(
 
     fraction = None if max_overhead is None else parse_percent(max_overhead)
     wish = solving.Wish(budget, fraction, *goals)
+    if method is Method.MILP:
+        from ckplan.solving.milp import check_solver
+
+        check_solver()
     reserve_bytes = parse_bytes(reserve)
     graph = graphs.load(trace or _newest_trace())
     with ProgressLine(sys.stderr) as progress:
         progress("solving", 0, 0)
-        solution = solving.find(solving.Planner(graph), wish, reserve_bytes)
+        planner = solving.Planner(graph)
+        solution = solving.find(planner, wish, reserve_bytes)
+        if method is Method.MILP:
+            progress("solving exactly", 0, 0)
+            solution = solving.with_exact(planner, solution, time_limit)
     if not solution.regions:
         say("no plan is needed: the unplanned step fits; the plan is empty")
     plan = solving.to_plan(graph, solution)
@@ -285,8 +307,8 @@ def compare(
         progress("solving", 0, 0)
         planner = Planner(graph)
         budget_bytes = parse_budget(budget, planner.unplanned.peak_bytes)
-        plan = as_baseline(planner.solve(budget_bytes))
-        found = (*everything(planner, budget_bytes), plan)
+        plan = planner.nearest(budget_bytes)
+        found = (*everything(planner, budget_bytes), as_baseline(plan, budget_bytes))
     of = graph.model, budget_bytes, found
     _print(comparison_json(*of) if as_json else comparison_report(*of))
 
@@ -341,8 +363,56 @@ def verify(
             progress=progress,
         )
     _print(found.as_json() if as_json else verification_report(found))
+    for call in found.regions_idle:
+        say(f"warning: the region {call} never ran")
     if not found.passed:
         raise failure(found)
+
+
+@app.command(cls=Command)
+def eject(
+    plan: Annotated[Path, typer.Argument(help="From `ckplan solve`, or by hand.")],
+    target: Annotated[
+        str,
+        typer.Argument(metavar="TARGET", help="As for profile, or the model's trace."),
+    ],
+    settings: _Settings = None,
+    inputs: _Inputs = None,
+    optimizer: _OptimizerOption = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", help="Write the code here.  [default: stdout]")
+    ] = None,
+    force: _Force = False,
+) -> None:
+    """Print the nearest plan in plain PyTorch, as code without ckplan."""
+    if output is not None:
+        _check_output(output, force)
+    from ckplan import __version__, files
+    from ckplan import graph as graphs
+    from ckplan import plan as plans
+    from ckplan.eject import as_code, plain_form
+    from ckplan.report.progress import ProgressLine
+
+    loaded = plans.load(plan)
+    if target.endswith((".json", ".json.gz")):
+        graph = graphs.load(Path(target))
+    else:
+        from ckplan.tracing.profile import profile_workload
+
+        spec = _workload(target, settings, inputs)
+        with ProgressLine(sys.stderr) as progress, redirect_stdout(sys.stderr):
+            name = optimizer and optimizer.value
+            graph = profile_workload(spec, optimizer=name, progress=progress)
+    plain = plain_form(graph, loaded)
+    if not plain.same:
+        say("the plan rebuilds single ops, which has no plain form: printing the")
+        say("nearest one, with its own peak and overhead at the top")
+    code = as_code(plain, __version__)
+    if output is None:
+        write(code)
+    else:
+        files.write_text(output, code, force=force)
+        say(f"wrote {output}")
 
 
 # -- input -------------------------------------------------------------------------

@@ -28,9 +28,10 @@ from torch import nn
 
 print("a line that is not the product")
 
-def build(width=8, layers=4):
-    blocks = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(layers)]
-    return nn.Sequential(*blocks), torch.randn(4, width)
+def build(width=8, layers=4, batch=4):
+    block = lambda: nn.Sequential(nn.Linear(width, 32), nn.Tanh(), nn.Linear(32, width))
+    blocks = [block() for _ in range(layers)]
+    return nn.Sequential(*blocks), torch.randn(batch, width)
 
 def two():
     return nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 32)), torch.randn(1, 8)
@@ -88,23 +89,48 @@ def run(folder: Path, capfd: pytest.CaptureFixture[str]) -> Run:
     return run
 
 
+def profiled(folder: Path, *options: str) -> bytes:
+    (folder / "model.py").write_text(MODEL)
+    argv = [sys.executable, "-m", "ckplan", "profile", "model.py", "-o", "t.json.gz"]
+    subprocess.run(
+        [*argv, *options],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        check=True,
+        capture_output=True,
+    )
+    return (folder / "t.json.gz").read_bytes()
+
+
 @pytest.fixture(scope="session")
 def traced(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """A trace of the model."""
-    folder = tmp_path_factory.mktemp("traced")
-    (folder / "model.py").write_text(MODEL)
-    argv = [sys.executable, "-m", "ckplan", "profile", "model.py", "-o", "t.json.gz"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    subprocess.run(argv, cwd=folder, env=environment, check=True, capture_output=True)
-    return (folder / "t.json.gz").read_bytes()
+    return profiled(tmp_path_factory.mktemp("traced"))
+
+
+@pytest.fixture(scope="session")
+def traced_large(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """A trace of the model in a step that is mostly activations."""
+    options = ("--set", "layers=9", "--set", "batch=4096")
+    return profiled(tmp_path_factory.mktemp("traced"), *options)
 
 
 @pytest.fixture
 def trace(folder: Path, traced: bytes) -> Path:
     """That trace in traces/."""
+    return in_traces(folder, traced)
+
+
+@pytest.fixture
+def large_trace(folder: Path, traced_large: bytes) -> Path:
+    """That trace in traces/."""
+    return in_traces(folder, traced_large)
+
+
+def in_traces(folder: Path, content: bytes) -> Path:
     path = folder / "traces" / "step.json.gz"
     path.parent.mkdir()
-    path.write_bytes(traced)
+    path.write_bytes(content)
     return path
 
 
@@ -140,10 +166,7 @@ def test_profile_passes_options_to_the_factory(run: Run) -> None:
     )
     content = json.loads(ended.out)
     assert [layer["call"] for layer in content["layers"]] == [
-        "0.0",
-        "0.1",
-        "1.0",
-        "1.1",
+        f"{block}.{place}" for block in range(2) for place in range(3)
     ]
     assert content["input_bytes"] == 4 * 16 * 4
 
@@ -174,6 +197,85 @@ def test_solve_overwrites_by_force(run: Run, trace: Path, folder: Path) -> None:
     (folder / "plan.yaml").write_text("mine")
     assert run("solve", str(trace), "--budget", "80GB", "--force").code == 0
     assert (folder / "plan.yaml").read_text().startswith("ckplan: 1\n")
+
+
+@pytest.mark.parametrize("goal", ["--max-overhead 50%", "--min-memory", "--knee"])
+def test_solve_takes_a_goal_in_place_of_a_budget(
+    goal: str, run: Run, large_trace: Path
+) -> None:
+    content = json.loads(run("solve", str(large_trace), *goal.split(), "--json").out)
+    plan = ckplan.load_plan("plan.yaml")
+    assert content["peak_bytes"] <= content["budget_bytes"] == plan.budget_bytes
+    assert content["peak_bytes"] < content["unplanned_peak_bytes"]
+    if "max" in goal:
+        assert content["overhead"] <= 0.5
+    if "min" in goal:
+        assert content["peak_bytes"] == content["floor_bytes"]
+
+
+def test_solve_of_a_step_that_fits_says_so_and_writes_an_empty_plan(
+    run: Run, trace: Path
+) -> None:
+    ended = run("solve", str(trace), "--budget", "1GiB")
+    assert "no plan is needed" in ended.err
+    assert ckplan.load_plan("plan.yaml").regions == ()
+
+
+def test_frontier_goes_from_the_floor_to_the_unplanned_step(
+    run: Run, large_trace: Path
+) -> None:
+    ended = run("frontier", "--json")
+    points = json.loads(ended.out)["points"]
+    peaks = [point["peak_bytes"] for point in points]
+    assert peaks == sorted(peaks)
+    assert points[-1]["overhead"] == points[-1]["regions"] == 0
+    assert points[0]["overhead"] >= points[0]["bound_overhead"] > 0
+    assert "every call" in {
+        other["name"] for other in json.loads(ended.out)["baselines"]
+    }
+    table = run("frontier", str(large_trace), "--points", "3").out
+    assert table.startswith("Frontier of Sequential\n")
+    assert "100.0 %" in table.splitlines()[-1]
+    assert max(map(len, table.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("file", "start"), [("f.png", b"\x89PNG"), ("f.svg", b"<?xml")]
+)
+def test_frontier_draws(
+    file: str, start: bytes, run: Run, large_trace: Path, folder: Path
+) -> None:
+    ended = run("frontier", str(large_trace), "--points", "3", "--plot", file)
+    assert (ended.code, ended.err.splitlines()[-1]) == (0, f"wrote {file}")
+    assert (folder / file).read_bytes().startswith(start)
+    again = run("frontier", str(large_trace), "--plot", file)
+    assert again.err.startswith(f"error: cannot write '{file}': it already exists")
+    assert run("frontier", str(large_trace), "--plot", file, "--force").code == 0
+
+
+def test_frontier_says_which_extra_draws(
+    run: Run, trace: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    ended = run("frontier", str(trace), "--plot", "f.png")
+    assert ended.code == 1
+    assert ended.err.splitlines()[0] == (
+        "error: cannot draw: matplotlib is not installed"
+    )
+    assert not (folder / "f.png").exists()
+
+
+def test_compare_puts_practice_beside_the_plan(run: Run, large_trace: Path) -> None:
+    argv = ("compare", str(large_trace), "--budget", "100%")
+    rows = json.loads(run(*argv, "--json").out)["baselines"]
+    assert rows[0]["name"] == "none"
+    assert rows[-1]["name"] == "this plan"
+    assert {"every call", "sqrt(n) segments", "tf memory"} <= {row["name"] for row in rows}
+    assert all(
+        row["fits"] == (row["peak_bytes"] <= rows[0]["peak_bytes"]) for row in rows
+    )
+    text = run(*argv).out
+    assert all(row["name"] in text for row in rows)
 
 
 def test_show_tells_traces_from_plans_by_content(
@@ -238,6 +340,12 @@ BAD_INPUT = [
     ("solve --budget 0", "cannot plan for the budget '0': it is 0 bytes"),
     ("solve --budget 1GB --reserve much", "cannot read the size 'much'"),
     ("solve --budget 1GB --reserve 1GB", "cannot plan for the budget 953.67 MiB: all"),
+    ("solve --max-overhead much", "cannot read the overhead 'much'"),
+    ("solve --max-overhead -5%", "cannot read the overhead '-5%'"),
+    ("frontier nope.json", "cannot read the trace 'nope.json': no such file"),
+    ("frontier --plot f.jpg", "cannot draw 'f.jpg': its format is not known"),
+    ("compare nope.json", "cannot read the trace 'nope.json': no such file"),
+    ("compare --budget 12bananas", "cannot read the budget '12bananas': unknown"),
     ("show nope.yaml", "cannot read the trace or plan 'nope.yaml': no such file"),
     ("show cut.json.gz", "cannot read the trace: cut.json.gz is cut or damaged"),
     ("show cut.json", "cannot read the trace: cut.json is not complete JSON"),
@@ -341,6 +449,9 @@ def test_difference_exits_with_four(
         "",
         "nope",
         "solve",
+        "solve --budget 1GB --knee",
+        "solve --min-memory --knee",
+        "frontier --points 1",
         "profile",
         "profile model.py --optimizer adam",
         "verify model.py",

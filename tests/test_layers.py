@@ -12,6 +12,8 @@ TORCH_SIDE = {"encodings", "training", "tracing", "applying", "verifying"}
 # What each may import of ckplan, beside itself and the files at the root.
 FOLDERS = {
     "solving": set(),
+    "auto": {"tracing", "solving", "applying"},
+    "eject": {"solving"},
     "report": {"solving", "verifying"},  # verifying: types only, see below
     "training": set(),
     "tracing": {"training"},

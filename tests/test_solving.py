@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
+from pathlib import Path
 from random import Random
+from typing import Any
 
 import graphs
 import networkx
 import pytest
 
-from ckplan.errors import InfeasibleError, PlanError
-from ckplan.graph import Encoding
+from ckplan.errors import CkplanError, InfeasibleError, PlanError
+from ckplan.graph import Encoding, load
 from ckplan.plan import dumps
 from ckplan.program import Flow
-from ckplan.simulate import Simulator
+from ckplan.simulate import RERUN, Region, Simulator
 from ckplan.solving.bound import LowerBound
 from ckplan.solving.closure import Closure
 from ckplan.solving.covers import find_covers
 from ckplan.solving.menu import Menus
 from ckplan.solving.mincut import INFINITE, SINK, SOURCE, Network
-from ckplan.solving.solve import solve, to_plan
+from ckplan.solving.practices import everything
+from ckplan.solving.solve import Planner, frontier, solve, solve_plan, to_plan
+
+TRACES = Path(__file__).parent.parent / "traces"
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -203,3 +208,109 @@ def test_like_calls_get_their_choices_in_order() -> None:
     like = [c for c in cover if graph.signature(c) == graph.signature(cover[3])]
     dropping = [o.region for o in menus.options(like[-1]) if o.region is not None]
     assert [like[0]] == [region.call for region in menus.tidy([dropping[-1]], cover)]
+
+
+def test_the_frontier_gets_dearer_as_it_gets_smaller() -> None:
+    graph = graphs.chain(6)
+    simulator = Simulator(graph)
+    planner = Planner(graph)
+    points = planner.frontier(16)
+    assert len(points) > 4
+    assert points[0].peak_bytes == planner.floor.peak_bytes
+    assert (points[-1].peak_bytes, points[-1].regions) == (
+        planner.unplanned.peak_bytes,
+        (),
+    )
+    for smaller, larger in pairwise(points):
+        assert smaller.peak_bytes < larger.peak_bytes
+        assert smaller.overhead > larger.overhead
+    for point in points:
+        timeline = simulator.run(point.regions)
+        assert timeline.peak_bytes == point.peak_bytes
+        assert timeline.overhead == point.overhead
+        assert point.bound_overhead <= point.overhead + 1e-9
+        assert solve(graph, point.peak_bytes).timeline.overhead == point.overhead
+
+
+def test_the_frontier_of_a_step_that_no_plan_helps_is_that_step() -> None:
+    (point,) = frontier(graphs.chain(0))
+    assert (point.overhead, point.regions) == (0, ())
+
+
+@pytest.mark.parametrize("largest", [0.0, 0.02, 0.1, 0.5, 9.0])
+def test_least_memory_under_an_overhead_is_on_the_frontier(largest: float) -> None:
+    planner = Planner(graphs.chain(6))
+    found = planner.least_memory(largest).timeline
+    assert found.overhead <= largest
+    for point in planner.frontier(60):
+        step_bytes = (planner.unplanned.peak_bytes - planner.floor.peak_bytes) / 2**11
+        if point.overhead <= largest:
+            assert found.peak_bytes <= point.peak_bytes + step_bytes
+
+
+def test_goals_of_python_are_those_of_the_planner() -> None:
+    graph = graphs.chain(6)
+    planner = Planner(graph)
+    smallest = solve_plan(graph, goal="min-memory")
+    assert smallest.predicted is not None
+    assert smallest.predicted.peak_bytes == planner.floor.peak_bytes
+    knee = solve_plan(graph, goal="knee")
+    assert knee.predicted is not None
+    assert knee.predicted.peak_bytes in {p.peak_bytes for p in planner.frontier()}
+    assert 0 < knee.predicted.overhead < smallest.predicted.overhead
+    cheap = solve_plan(graph, max_overhead=0.0)
+    assert cheap.predicted is not None
+    assert cheap.predicted.overhead == 0
+
+
+@pytest.mark.parametrize(
+    "wish",
+    [
+        {},
+        {"budget": "1GB", "goal": "knee"},
+        {"budget": "1GB", "max_overhead": 0.1},
+        {"goal": "fast"},
+    ],
+)
+def test_a_wish_that_is_none_or_two_is_refused(wish: dict[str, Any]) -> None:
+    with pytest.raises(CkplanError, match="cannot tell what the plan is to reach"):
+        solve_plan(graphs.chain(2), **wish)
+
+
+def test_practices_are_what_they_are_called() -> None:
+    graph = graphs.chain(9)
+    planner = Planner(graph)
+    budget = budgets(graph, 2)[1]
+    found = {other.name: other for other in everything(planner, budget)}
+    assert {"none", "every call", "chen", "every 2 calls", "rotor"} <= set(found)
+    # Nine equal blocks in segments of three, the last kept: six run again.
+    segments = found["sqrt(n) segments"]
+    every = found["every call"]
+    simulator = planner.simulator
+    blocks = graph.children[0][:9]
+    again = [Region(blocks[n], RERUN, last=blocks[n + 2]) for n in (0, 3)]
+    by_hand = simulator.run(again)
+    assert (segments.peak_bytes, segments.overhead) == (
+        by_hand.peak_bytes,
+        by_hand.overhead,
+    )
+    assert segments.overhead < every.overhead
+    plan = planner.solve(budget)
+    for other in found.values():
+        assert other.fits == (other.peak_bytes <= budget)
+        if other.fits:
+            assert plan.timeline.overhead <= other.overhead
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt2", "bert", "vit", "llama", "mlp", "resnet50", "unet"]
+)
+def test_no_practice_is_ahead_of_the_plan_on_a_shipped_trace(name: str) -> None:
+    planner = Planner(load(TRACES / f"{name}.json.gz"))
+    low, high = planner.floor.peak_bytes, planner.unplanned.peak_bytes
+    for budget in (low + (high - low) * part // 4 for part in range(1, 4)):
+        plan = planner.solve(budget)
+        assert plan.timeline.peak_bytes <= budget
+        for other in everything(planner, budget):
+            if other.fits:
+                assert plan.timeline.overhead <= other.overhead, (name, other)

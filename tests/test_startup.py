@@ -57,7 +57,10 @@ def test_import_wakes_nothing(folder: Path) -> None:
     assert not found & {*SLOW, "typer", "rich", "yaml"}
 
 
-@pytest.mark.parametrize("command", ["", "profile", "solve", "show", "verify"])
+@pytest.mark.parametrize(
+    "command",
+    ["", "profile", "solve", "frontier", "compare", "show", "verify", "eject"],
+)
 def test_help_wakes_nothing_slow(command: str, folder: Path) -> None:
     found = after_command(*command.split(), "--help", folder=folder)
     assert not found & {*SLOW, "rich", "yaml"}
@@ -77,6 +80,17 @@ def test_solve_wakes_no_torch(folder: Path) -> None:
     assert not after_command(*argv, folder=folder) & {"torch", "transformers"}
 
 
+@pytest.mark.parametrize("command", ["frontier", "compare"])
+def test_frontier_and_compare_wake_no_torch(command: str, folder: Path) -> None:
+    found = after_command(command, "trace.json.gz", folder=folder)
+    assert not found & {"torch", "transformers", "matplotlib"}
+
+
+def test_eject_of_a_trace_wakes_no_torch(folder: Path) -> None:
+    argv = ("eject", "plan.yaml", "trace.json.gz")
+    assert not after_command(*argv, folder=folder) & {"torch", "transformers"}
+
+
 @pytest.mark.parametrize("name", ckplan.__all__)
 def test_public_names_are_there(name: str) -> None:
     assert getattr(ckplan, name)
@@ -84,7 +98,8 @@ def test_public_names_are_there(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["CkplanError", "Graph", "Plan", "load_graph", "load_plan", "solve"]
+    "name",
+    ["CkplanError", "Graph", "Plan", "frontier", "load_graph", "load_plan", "solve"],
 )
 def test_names_of_the_core_wake_no_torch(name: str, folder: Path) -> None:
     assert "torch" not in woken(f"import ckplan; ckplan.{name}", folder)

@@ -15,6 +15,7 @@ from ckplan.units import (
     format_seconds,
     parse_budget,
     parse_bytes,
+    parse_percent,
 )
 
 UNITS = {
@@ -265,3 +266,17 @@ def test_percent_has_one_decimal_and_a_sign_on_request(
 ):
     assert plain == format_percent(fraction)
     assert signed == format_percent(fraction, sign=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "fraction"),
+    [("5%", 0.05), ("5 %", 0.05), ("0%", 0), ("12.5%", 0.125), ("250%", 2.5)],
+)
+def test_an_overhead_is_read_as_a_fraction(text: str, fraction: float):
+    assert parse_percent(text) == pytest.approx(fraction)
+
+
+@pytest.mark.parametrize("text", ["5", "0.05", "-5%", "%", "five%", "nan%", "inf%"])
+def test_an_overhead_that_is_no_percentage_is_refused(text: str):
+    with pytest.raises(UnitError, match="cannot read the overhead"):
+        parse_percent(text)

@@ -1,5 +1,12 @@
 """Put a plan on a model: the exit of the hourglass."""
 
-from ckplan.applying.regions import RegionStatus, Status, apply, remove, status
+from ckplan.applying.regions import (
+    RegionStatus,
+    Status,
+    apply,
+    planned,
+    remove,
+    status,
+)
 
-__all__ = ["RegionStatus", "Status", "apply", "remove", "status"]
+__all__ = ["RegionStatus", "Status", "apply", "planned", "remove", "status"]

@@ -9,7 +9,15 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import (
+    Collection,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -27,7 +35,13 @@ from ckplan.errors import ApplyError, PlanError
 from ckplan.names import call_name, expand_modules, relative_path
 from ckplan.plan import Plan, PlannedRegion, differences, load, plan_fingerprint
 from ckplan.simulate import RERUN
-from ckplan.training.fingerprint import parameter_shapes, torch_version
+from ckplan.training.fingerprint import (
+    batch_shapes,
+    count_elements,
+    parameter_shapes,
+    torch_version,
+)
+from ckplan.units import format_bytes
 
 _MOST_TEMPLATES = 8  # of one call: training and evaluation, a few shapes
 _Args: TypeAlias = tuple[Any, ...]
@@ -49,8 +63,9 @@ class RegionStatus:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """What the regions of a model did so far."""
+    """The plan on a model, and what its regions did so far."""
 
+    plan: Plan
     regions: tuple[RegionStatus, ...]
 
     def __str__(self) -> str:
@@ -185,11 +200,14 @@ class _Session:
     choices: list[_Choice] = field(default_factory=list)
     handles: list[RemovableHandle] = field(default_factory=list)
     replaced: list[tuple[nn.Module, Any]] = field(default_factory=list)
+    larger: bool = False  # a batch was larger than planned, which was said
 
-    def begin_step(self, module: nn.Module, args: object) -> None:
+    def begin_step(self, module: nn.Module, args: _Args, kwargs: _Kwargs) -> None:
         """Hook of the model itself: call numbers begin anew."""
-        del module, args
+        del module
         self.calls.clear()
+        if not self.larger and torch.is_grad_enabled():
+            self.larger = _warn_of_larger_batch(self.plan, args, kwargs)
 
     def choose(self, fqn: str, choices: Sequence[_Choice]) -> _Choice | None:
         """The choice for the call that begins now, if it is a region."""
@@ -283,7 +301,9 @@ def apply(model: nn.Module, plan: Plan | str | Path) -> nn.Module:
     remove(model)
     session = _Session(plan, choices=[c for found in choices.values() for c in found])
     session.handles.append(
-        model.register_forward_pre_hook(session.begin_step, prepend=True)
+        model.register_forward_pre_hook(
+            session.begin_step, prepend=True, with_kwargs=True
+        )
     )
     for fqn, found in choices.items():
         if found[0].region.by == RERUN:
@@ -319,7 +339,24 @@ def status(model: nn.Module) -> Status:
             needed="a model that ckplan.apply was called on",
             hint="ckplan.apply(model, 'plan.yaml')",
         )
-    return Status(tuple(choice.status() for choice in session.choices))
+    regions = tuple(choice.status() for choice in session.choices)
+    return Status(session.plan, regions)
+
+
+@contextmanager
+def planned(model: nn.Module, plan: Plan | str | Path) -> Iterator[nn.Module]:
+    """Put a plan on a model for a ``with`` block; what it had before comes back.
+
+    Args and errors are those of ``apply``.
+    """
+    before = _session_of(model)
+    apply(model, plan)
+    try:
+        yield model
+    finally:
+        remove(model)
+        if before is not None:
+            apply(model, before.plan)
 
 
 def _session_of(model: nn.Module) -> _Session | None:
@@ -426,3 +463,19 @@ def _warn_of_differences(plan: Plan, model: nn.Module) -> None:
         warnings.warn(
             f"the plan was made for another model: {difference}", stacklevel=3
         )
+
+
+def _warn_of_larger_batch(plan: Plan, args: _Args, kwargs: _Kwargs) -> bool:
+    """Whether a batch has more elements than the planned one; says so, too."""
+    planned = plan.fingerprint.get("batch", {})
+    for name, here in batch_shapes(args, kwargs).items():
+        before = count_elements(planned.get(name, ""))
+        times = count_elements(here) / before if before else 0.0
+        if times > 1:
+            what = f"{name} is {here}, planned was {planned[name]}"
+            if plan.predicted is not None:
+                most = format_bytes(round(times * plan.predicted.peak_bytes))
+                what += f"; the peak may grow up to {most}"
+            warnings.warn(f"the batch is larger than planned: {what}", stacklevel=4)
+            return True
+    return False

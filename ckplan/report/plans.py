@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -11,7 +12,8 @@ from rich.table import Table
 from ckplan import units
 from ckplan.plan import Plan, PlannedRegion
 from ckplan.report.tables import add_row, facts, make_table, section
-from ckplan.solving.solution import Baseline, Solution
+from ckplan.simulate import Timeline
+from ckplan.solving.solution import Baseline, Exact, Solution
 
 
 def solution_report(
@@ -24,7 +26,7 @@ def solution_report(
         section("Budget, bound and floor", facts(_judgement(solution, reserve_bytes))),
         section(
             "The same for common practice",
-            _baselines([*solution.baselines, as_baseline(solution)]),
+            _baselines([*solution.baselines, _this_plan(solution)]),
         ),
         section("Regions", _regions(plan)),
     )
@@ -51,6 +53,7 @@ def solution_json(
         "overhead": timeline.overhead,
         "bound_overhead": solution.bound_overhead,
         "gap": gap(solution),
+        "exact": solution.exact and asdict(solution.exact),
         "recompute_seconds": timeline.recompute_seconds,
         "unplanned_step_seconds": step_seconds,
         "step_seconds": step_seconds + timeline.recompute_seconds,
@@ -129,10 +132,23 @@ def _judgement(solution: Solution, reserve_bytes: int) -> list[tuple[str, str]]:
         ("budget", limit),
         ("peak", f"during {after.peak_at}; unplanned, during {before.peak_at}"),
         ("bound", f"{bound}: no schedule of these ops within the budget costs less"),
+        *_exactly(solution.exact),
         ("gap", f"{units.format_percent(gap(solution))} between bound and plan"),
         ("floor", f"{_size(floor.peak_bytes)} during {floor.peak_at}; no plan found"),
         ("", f"needs less, and most of it is of kind {floor.owner}"),
     ]
+
+
+def _exactly(exact: Exact | None) -> list[tuple[str, str]]:
+    if exact is None:
+        return []
+    if exact.overhead is None:
+        found = "no schedule was found in the time given"
+    else:
+        percent = units.format_percent(exact.overhead, sign=True)
+        end = "is the cheapest" if exact.optimal else "was found in the time given"
+        found = f"{percent}: this schedule of ops {end}"
+    return [("exact", found)]
 
 
 def comparison_report(
@@ -154,11 +170,14 @@ def comparison_json(
     }
 
 
-def as_baseline(solution: Solution, name: str = "this plan") -> Baseline:
+def as_baseline(timeline: Timeline, budget_bytes: int) -> Baseline:
     """A plan as a row beside the baselines."""
-    timeline = solution.timeline
-    fits = timeline.peak_bytes <= solution.budget_bytes
-    return Baseline(name, timeline.peak_bytes, timeline.overhead, fits)
+    fits = timeline.peak_bytes <= budget_bytes
+    return Baseline("this plan", timeline.peak_bytes, timeline.overhead, fits)
+
+
+def _this_plan(solution: Solution) -> Baseline:
+    return as_baseline(solution.timeline, solution.budget_bytes)
 
 
 def _baselines(found: Iterable[Baseline]) -> Table:

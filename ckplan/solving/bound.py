@@ -95,20 +95,27 @@ def _on_line(fast: Choice, small: Choice, kept_bytes: int) -> float:
     return fast.nanoseconds + share * (small.nanoseconds - fast.nanoseconds)
 
 
-def _values_wanted_after(graph: Graph, moment: int) -> tuple[Flow, list[int]]:
-    """All values of forward, and those that backward unpacks after a moment."""
+def all_values(graph: Graph) -> tuple[Flow, list[int]]:
+    """All values of forward, and of every saved tensor which one it is."""
     flow = Flow()
-    wanted: list[int] = []
+    values: list[int] = []
     at = 0
     for saved in graph.saved:
         for op in graph.ops[at : saved.at]:
             flow.add(op)
         at = max(at, saved.at)
-        if saved.wanted > moment:
-            wanted.append(flow.value(saved.storage))
+        values.append(flow.value(saved.storage))
     for op in graph.ops[at : graph.num_forward]:
         flow.add(op)
-    return flow, [value for value in dict.fromkeys(wanted) if flow.is_current(value)]
+    return flow, values
+
+
+def _values_wanted_after(graph: Graph, moment: int) -> tuple[Flow, list[int]]:
+    """All values of forward, and those that backward unpacks after a moment."""
+    flow, values = all_values(graph)
+    pairs = zip(graph.saved, values, strict=True)
+    wanted = dict.fromkeys(v for saved, v in pairs if saved.wanted > moment)
+    return flow, [value for value in wanted if flow.is_current(value)]
 
 
 def _alive_for_free(graph: Graph, moment: int) -> set[int]:

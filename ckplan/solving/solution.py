@@ -36,6 +36,15 @@ class Point:
     regions: tuple[Region, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Exact:
+    """What an exact search for the cheapest schedule of ops found in its time."""
+
+    optimal: bool  # it came to its end
+    overhead: float | None  # of the best schedule found; None if none was
+    bound_overhead: float  # no schedule costs less
+
+
 @dataclass(frozen=True)
 class Solution:
     """The cheapest plan found that fits a budget."""
@@ -47,3 +56,4 @@ class Solution:
     floor: Floor
     bound_overhead: float  # no schedule of ops under this budget costs less
     baselines: tuple[Baseline, ...]
+    exact: Exact | None = None  # if one was asked for

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import islice
 from typing import TypeAlias
@@ -28,6 +28,7 @@ _Tidy: TypeAlias = Callable[[tuple[Region, ...]], list[Region]]
 _MOST_REPLAYS = 32  # of points that the chain thought would fit
 _HALVINGS = 12  # of a search for a budget
 GOALS = (None, "min-memory", "knee")
+METHODS = ("chain", "milp")
 
 
 class Planner:
@@ -151,6 +152,12 @@ class Planner:
         ]
         return min(found, key=_rank, default=None)
 
+    def nearest(self, budget_bytes: int) -> Timeline:
+        """The cheapest plan that fits, or the smallest if none does."""
+        found = self.within(max(budget_bytes, self.floor.peak_bytes))
+        assert found is not None, "internal error: no plan reaches the floor"
+        return found[0]
+
     def _cheapest(
         self, chain: ChainFrontier, tidy: _Tidy, budget_bytes: int
     ) -> Iterator[_Found]:
@@ -193,6 +200,8 @@ def solve_plan(
     *,
     max_overhead: float | None = None,
     goal: str | None = None,
+    method: str = "chain",
+    time_limit: float = 60.0,
 ) -> Plan:
     """Find a plan; say either what memory there is or what else is wanted.
 
@@ -202,13 +211,25 @@ def solve_plan(
             bytes. The cheapest plan within it is found.
         max_overhead: A fraction of the step: the least memory that costs no more.
         goal: ``"min-memory"`` or ``"knee"``, the plan after which memory gets dear.
+        method: ``"chain"``, or ``"milp"`` for a tighter bound by integer programming
+            (small graphs; needs the extra ``milp``).
+        time_limit: Seconds that ``"milp"`` may take.
 
     Raises:
         CkplanError: None of the three is given or more than one, or one is unreadable.
         InfeasibleError: No plan found fits; the floor and its owner are named.
     """
-    wish = Wish(budget, max_overhead, goal)
-    return to_plan(graph, find(Planner(graph), wish))
+    if method not in METHODS:
+        raise CkplanError(
+            f"unknown method {method!r}",
+            needed=f"one of {', '.join(METHODS)}",
+            hint="ckplan.solve(graph, budget='12GiB')",
+        )
+    planner = Planner(graph)
+    solution = find(planner, Wish(budget, max_overhead, goal))
+    if method == "milp":
+        solution = with_exact(planner, solution, time_limit)
+    return to_plan(graph, solution)
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +250,18 @@ class Wish:
                 f"({' or '.join(filter(None, GOALS))})",
                 hint="ckplan.solve(graph, budget='12GiB')",
             )
+
+
+def with_exact(
+    planner: Planner, solution: Solution, time_limit_seconds: float
+) -> Solution:
+    """Add what an exact search says of the same budget; the better bound counts."""
+    from ckplan.solving.milp import solve_exactly
+
+    budget_bytes = solution.budget_bytes
+    exact = solve_exactly(planner.simulator, budget_bytes, time_limit_seconds)
+    bound = max(solution.bound_overhead, exact.bound_overhead)
+    return replace(solution, exact=exact, bound_overhead=bound)
 
 
 def find(planner: Planner, wish: Wish, reserve_bytes: int = 0) -> Solution:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,15 +16,35 @@ from ckplan.training.workload import Workload, tensors_of
 def fingerprint(workload: Workload, device: torch.device) -> dict[str, Any]:
     """What makes a traced step the one it is."""
     batch = workload.batch
-    if not isinstance(batch, Mapping):
-        parts = batch if isinstance(batch, (tuple, list)) else (batch,)
-        batch = {str(position): part for position, part in enumerate(parts)}
+    if isinstance(batch, Mapping):
+        shapes = batch_shapes((), batch)
+    else:
+        shapes = batch_shapes(batch if isinstance(batch, (tuple, list)) else (batch,))
     return {
         "torch": torch_version(),
         "device": device.type,
-        "batch": {str(key): _describe(value) for key, value in batch.items()},
+        "batch": shapes,
         "parameters": parameter_shapes(workload.model),
     }
+
+
+def batch_shapes(
+    args: tuple[Any, ...] | list[Any], kwargs: Mapping[Any, Any] | None = None
+) -> dict[str, str]:
+    """What a model is called with, positionals by their position."""
+    named = {str(position): value for position, value in enumerate(args)}
+    named.update({str(key): value for key, value in (kwargs or {}).items()})
+    return {name: _describe(value) for name, value in named.items()}
+
+
+def count_elements(shapes: str) -> int:
+    """How many elements tensors of these shapes have.
+
+    >>> count_elements("int64[8,256] float32[]"), count_elements("NoneType")
+    (2049, 0)
+    """
+    found = re.findall(r"\[([0-9,]*)\]", shapes)
+    return sum(math.prod(map(int, filter(None, one.split(",")))) for one in found)
 
 
 def torch_version() -> str:

@@ -1,0 +1,43 @@
+"""All at once: profile, solve, apply."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ckplan.applying import apply
+from ckplan.solving.solve import solve_plan
+from ckplan.tracing.profile import profile
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+def auto(
+    model: nn.Module,
+    batch: Any,
+    budget: str | int,
+    *,
+    loss: Callable[[Any, Any], Tensor] | None = None,
+    optimizer: str | None = None,
+) -> nn.Module:
+    """Make the training steps of a model fit a budget, at the least extra time.
+
+    Takes seconds, once: the step is recorded and solved, nothing is cached.
+
+    Args:
+        model: In the mode it is trained in; rewritten in place.
+        batch: One batch, as large as any to come.
+        budget: Limit on the whole peak: ``"12GiB"``, ``"80%"`` of the unplanned peak.
+        loss: ``loss(output, batch)``; by default what ``profile`` says.
+        optimizer: ``adamw`` by default, ``sgd`` or ``none``.
+
+    Returns:
+        The same model; ``ckplan.status(model).plan`` is its plan.
+
+    Raises:
+        WorkloadError: The model cannot be trained on this batch.
+        InfeasibleError: No plan fits; the model is left as it was.
+    """
+    graph = profile(model, batch, loss=loss, optimizer=optimizer)
+    return apply(model, solve_plan(graph, budget))

@@ -1,0 +1,217 @@
+"""The same plan in plain PyTorch, for those who will not take a dependency.
+
+``torch.utils.checkpoint`` can run whole modules again, and that is what is printed. A
+plan whose regions rebuild single ops has no plain form: in its place stands the
+cheapest set of modules to run again that fits the same budget, with a peak and a cost
+of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from ckplan.graph import Graph
+from ckplan.plan import Plan
+from ckplan.resolve import resolve
+from ckplan.simulate import RERUN, Region, Simulator, Timeline
+from ckplan.solving.baselines import can_be_done, find_layers
+from ckplan.solving.covers import chain_of, find_covers
+from ckplan.solving.menu import Menus
+from ckplan.units import format_bytes, format_percent
+
+_TEMPLATE = '''\
+"""Activation checkpointing of {model}, in plain PyTorch.
+
+{about}
+
+    checkpoint_calls(model)
+"""
+
+from collections import Counter
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+# Which calls of which modules run again in backward; None: every call.
+CALLS = {{
+{calls}
+}}
+
+
+def checkpoint_calls(model: nn.Module) -> nn.Module:
+    """Make these calls run again in backward; rewrites the model in place."""
+    counts = Counter()
+    model.register_forward_pre_hook(lambda module, args: counts.clear())
+    for name, numbers in CALLS.items():
+        _wrap(model.get_submodule(name), name, numbers, counts)
+    return model
+
+
+def _wrap(module, name, numbers, counts):
+    forward = module.forward
+
+    def checkpointed(*args, **kwargs):
+        number = counts[name]
+        counts[name] += 1
+        if numbers is not None and number not in numbers:
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    module.forward = checkpointed
+'''
+
+
+@dataclass(frozen=True)
+class Plain:
+    """A plan that torch.utils.checkpoint can carry out."""
+
+    graph: Graph
+    plan: Plan  # what it stands for
+    calls: tuple[int, ...]  # that run again
+    timeline: Timeline  # of the plain plan
+    planned: Timeline  # of the plan itself
+    same: bool  # it is the plan itself
+    layers: tuple[int, ...]  # that everyday practice would run again
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak is within the plan's budget, as far as it has one."""
+        return self.timeline.peak_bytes <= _limit(self.plan, self.planned)
+
+
+def plain_form(graph: Graph, plan: Plan) -> Plain:
+    """Find what torch.utils.checkpoint can do in place of a plan.
+
+    Args:
+        graph: The step of the model.
+        plan: What to do.
+
+    Raises:
+        PlanError: The plan is of another model.
+    """
+    simulator = Simulator(graph)
+    menus = Menus(simulator)
+    regions = resolve(plan, graph)
+    planned = simulator.run(regions)
+    same = all(region.by == RERUN for region in regions)
+    if not same:
+        limit = _limit(plan, planned)
+        candidates = list(_reruns(simulator, menus, limit))
+        fitting = [c for c in candidates if c[0].peak_bytes <= limit]
+        _, regions = (
+            min(fitting, key=lambda c: (c[0].recompute_seconds, c[0].peak_bytes))
+            if fitting
+            else min(candidates, key=lambda c: c[0].peak_bytes)
+        )
+    return Plain(
+        graph,
+        plan,
+        tuple(region.call for region in regions),
+        simulator.run(regions),
+        planned,
+        same,
+        tuple(find_layers(graph, menus)),
+    )
+
+
+def _limit(plan: Plan, planned: Timeline) -> int:
+    return planned.peak_bytes if plan.budget_bytes is None else plan.budget_bytes
+
+
+def _reruns(
+    simulator: Simulator, menus: Menus, limit: int
+) -> Iterator[tuple[Timeline, tuple[Region, ...]]]:
+    """Sets of calls to run again, as each cover allows them; at least the empty one."""
+    yield simulator.run(), ()
+    covers = [tuple(find_layers(simulator.graph, menus))]
+    covers += find_covers(simulator.graph, menus)
+    for cover in filter(None, covers):
+        chain = chain_of(simulator, menus, cover, menus.whole)
+        for bytes_ in (max(limit, chain.least_bytes), chain.least_bytes):
+            for regions in chain.cheapest_first(bytes_):
+                timeline = simulator.run(regions)
+                yield timeline, regions
+                if timeline.peak_bytes <= limit:
+                    break
+        every = [Region(call, RERUN) for call in cover]
+        done = tuple(region for region in every if can_be_done(simulator, region))
+        yield simulator.run(done), done
+
+
+def as_code(plain: Plain, version: str) -> str:
+    """A module of Python that needs torch alone.
+
+    Args:
+        plain: What to do.
+        version: Of ckplan, for the record.
+    """
+    calls = "\n".join(
+        f"    {name!r}: {_numbers(numbers)},"
+        for name, numbers in _calls_of(plain).items()
+    )
+    about = "\n".join(_about(plain, version))
+    return _TEMPLATE.format(model=plain.graph.model, about=about, calls=calls)
+
+
+def _numbers(numbers: Sequence[int] | None) -> str:
+    return "None" if numbers is None else f"{{{', '.join(map(str, numbers))}}}"
+
+
+def _calls_of(plain: Plain) -> Mapping[str, Sequence[int] | None]:
+    """Modules, each with the numbers of its calls; None where that is every call."""
+    chosen: dict[str, list[int]] = {}
+    for call in sorted(plain.calls):
+        found = plain.graph.calls[call]
+        chosen.setdefault(found.fqn, []).append(found.number)
+    times = dict.fromkeys(chosen, 0)
+    for found in plain.graph.calls:
+        if found.fqn in times:
+            times[found.fqn] += 1
+    return {
+        fqn: None if len(numbers) == times[fqn] else numbers
+        for fqn, numbers in chosen.items()
+    }
+
+
+def _about(plain: Plain, version: str) -> Iterator[str]:
+    yield f"Made by `ckplan eject` of ckplan {version}. Predicted for this code:"
+    yield f"peak {_said(plain.timeline)}."
+    if not plain.same:
+        yield ""
+        yield "The plan it stands for rebuilds single ops, which has no plain form:"
+        yield f"its own peak is {_said(plain.planned)}."
+    if not plain.fits:
+        limit = format_bytes(_limit(plain.plan, plain.planned))
+        yield ""
+        yield f"It does NOT fit {limit}: no set of modules to run again that was found"
+        yield "does. This is the one with the smallest peak."
+    settings = list(_settings(plain))
+    if settings:
+        yield ""
+        yield "Elsewhere the same is called:"
+        yield from (f"- {setting}" for setting in settings)
+
+
+def _said(timeline: Timeline) -> str:
+    overhead = format_percent(timeline.overhead, sign=True)
+    return f"{format_bytes(timeline.peak_bytes)}, overhead {overhead}"
+
+
+def _settings(plain: Plain) -> Iterator[str]:
+    """What other tools call it, where they can say it."""
+    layers = sorted(plain.layers)
+    if not plain.calls or list(plain.calls) != layers[: len(plain.calls)]:
+        return
+    count = len(plain.calls)
+    if count == len(layers):
+        yield "transformers, for its own models: model.gradient_checkpointing_enable()"
+        yield (
+            "Megatron-LM: --recompute-granularity full --recompute-method uniform "
+            "--recompute-num-layers 1"
+        )
+    else:
+        yield (
+            "Megatron-LM: --recompute-granularity full --recompute-method block "
+            f"--recompute-num-layers {count}"
+        )

@@ -1,0 +1,368 @@
+"""The exact reference: the cheapest schedule of ops there is, by integer programming.
+
+P. Jain et al., "Checkmate: Breaking the Memory Wall with Optimal Tensor
+Rematerialization", 2020, over the values of this graph. A stage ``s`` is a gap before
+an op of backward that unpacks something. Binary variables:
+
+    S[s, v]     value v is alive when stage s begins       (S[0, v]: kept by forward)
+    R[s, o]     op o runs again in stage s
+    E[s, v]     v's encoded form is there when stage s begins
+    D[s, v]     it is decoded in stage s
+    G[s, o]     the random state that op o began with is there
+    F[s, v, o]  v goes right after op o ran in stage s
+
+    min  sum seconds_o R[s, o] + encode_v E[0, v] + decode_v D[s, v]
+    s.t. 1 <= S[s, v] + R[s, w] + D[s, v]          v wanted in stage s, w its maker
+         R[s, o] <= S[s, v] + R[s, w] + D[s, v]    v read by o
+         S[s+1, v] <= S[s, v] + R[s, w] + D[s, v]
+         D[s, v] + E[s+1, v] <= E[s, v]
+         R[s, o] <= G[s, o],  G[s+1, o] <= G[s, o]
+         F[s, v, o] <= R[s, o],  1 - S[s+1, v],  1 - R[s, q] for readers q after o
+         live bytes <= budget                      at every half moment
+
+Live bytes are what the unplanned step has alive, less what only saved tensors hold, and
+what the variables say. Within a stage ops run in the order of forward, each at most
+once. Nothing runs again before forward is over. The program grows with the square of
+the ops: it is for small graphs, to check the bound and the plans of the others.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+from ckplan.errors import CkplanError
+from ckplan.graph import BEFORE_STEP, Encoding, Graph, Saved
+from ckplan.program import EXTERNAL, Flow
+from ckplan.simulate import RANDOM_STATE_BYTES, Simulator
+from ckplan.solving.bound import all_values
+from ckplan.solving.solution import Exact
+
+_UNIT = 1e-9  # of the objective, in seconds
+_RELATIVE_GAP = 1e-6
+_OPTIMAL, _LIMIT, _INFEASIBLE = 0, 1, 2  # scipy's words
+
+
+def check_solver() -> None:
+    """Say before any work that the solver is missing.
+
+    Raises:
+        CkplanError: scipy, which brings HiGHS, is not installed.
+    """
+    try:
+        import scipy.optimize  # noqa: F401 - only whether it is there
+    except ImportError:
+        raise CkplanError(
+            "cannot solve exactly: scipy, which brings HiGHS, is not installed",
+            needed="the extra 'milp'",
+            hint="pip install 'ckplan[milp]'",
+        ) from None
+
+
+def solve_exactly(
+    simulator: Simulator, budget_bytes: int, time_limit_seconds: float
+) -> Exact:
+    """Find the cheapest schedule under a budget, or how far the search came.
+
+    Args:
+        simulator: Of the graph; what it says is alive unplanned is what is fixed.
+        budget_bytes: Limit on the total allocated peak of the step.
+        time_limit_seconds: When to stop.
+    """
+    check_solver()
+    model = _Model(simulator, budget_bytes)
+    return model.solve(time_limit_seconds, simulator.graph.step_seconds)
+
+
+class _Model:
+    """The program, row by row."""
+
+    def __init__(self, simulator: Simulator, budget_bytes: int) -> None:
+        self._graph: Graph = simulator.graph
+        self._live = simulator.unplanned_bytes
+        self._budget = budget_bytes
+        self._costs: list[float] = []
+        self._integer: list[bool] = []
+        self._rows: list[tuple[dict[int, float], float]] = []  # sum <= limit
+        self._known: dict[tuple[Any, ...], int] = {}
+        self._flow, values_of = all_values(self._graph)
+        flow = self._flow
+        self._wanted: dict[int, set[int]] = defaultdict(set)  # op -> values
+        self._in_use: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for saved, value in zip(self._graph.saved, values_of, strict=True):
+            if saved.wanted >= 0 and flow.maker_of[value] != EXTERNAL:
+                self._wanted[saved.wanted].add(value)
+                self._in_use[value].append((saved.wanted, saved.done))
+        self._stages = sorted(self._wanted)
+        self._values = _needed(flow, set().union(*self._wanted.values()))
+        self._ops = sorted({flow.maker_of[value] for value in self._values})
+        self._readers: dict[int, list[int]] = defaultdict(list)
+        for op in self._ops:
+            for value in flow.inputs[op]:
+                self._readers[value].append(op)
+        self._encoding: dict[int, Encoding] = {
+            flow.returned[one.op][one.output]: one
+            for one in self._graph.encodings
+            if one.op < self._graph.num_forward
+        }
+        self._saves: dict[int, list[Saved]] = defaultdict(list)
+        for saved in self._graph.saved:
+            self._saves[saved.storage].append(saved)
+        self._hold_forward()
+        for stage, moment in enumerate(self._stages):
+            self._rebuild(stage, moment)
+            later = [*self._stages[stage + 1 :], len(self._graph.ops)]
+            self._hold(stage + 1, range(2 * moment + 1, 2 * later[0]))
+
+    # -- rows ------------------------------------------------------------------------
+
+    def _hold_forward(self) -> None:
+        """Forward, and what lies between it and the first stage."""
+        first = self._stages[0] if self._stages else len(self._graph.ops)
+        for value in self._values:
+            if not self._flow.is_current(value):
+                self._row({self._var("S", 0, value): 1}, 0)
+        self._hold(0, range(2 * first))
+
+    def _hold(self, stage: int, moments: range) -> None:
+        """What is alive between two stages fits."""
+        worst: dict[tuple[tuple[int, float], ...], int] = {}
+        for moment in moments:
+            terms, fixed = self._at(stage, moment, in_gap=False)
+            key = tuple(sorted(terms.items()))
+            worst[key] = max(worst.get(key, 0), fixed)
+        for held, most in worst.items():
+            self._row(dict(held), self._budget - most)
+
+    def _at(
+        self, stage: int, moment: int, *, in_gap: bool
+    ) -> tuple[dict[int, float], int]:
+        """Bytes of variables, and fixed bytes, alive at a half moment."""
+        fixed = self._live[moment]
+        terms: dict[int, float] = {}
+        current = self._flow.current
+        for storage, found in enumerate(self._graph.storages):
+            if self._only_saved(storage, moment, in_gap):
+                fixed -= found.bytes
+                value = current.get(storage)
+                if value in self._values:
+                    terms[self._var("S", stage, value)] = found.bytes
+        for value in self._values:
+            if not self._flow.is_current(value) and not self._used(
+                value, moment, in_gap
+            ):
+                terms[self._var("S", stage, value)] = self._bytes(value)
+            one = self._encoding.get(value)
+            if one is not None and moment >= 2 * one.op + 1:
+                form = self._var("E", stage, value)
+                terms[form] = terms.get(form, 0) + one.bytes
+                if moment == 2 * one.op + 1:
+                    workspace = self._graph.ops[one.op].workspace_bytes
+                    beyond = max(one.encode_workspace_bytes - workspace, 0)
+                    terms[form] += beyond
+        for op in self._ops:
+            if self._graph.ops[op].random and moment >= 2 * op + 1:
+                terms[self._var("G", stage, op)] = RANDOM_STATE_BYTES
+        return terms, fixed
+
+    def _only_saved(self, storage: int, moment: int, in_gap: bool) -> bool:
+        """Whether only saved tensors of another time hold a storage now."""
+        found = self._graph.storages[storage]
+        start = 2 * found.maker + 1
+        if found.maker == BEFORE_STEP or not start <= moment:
+            return False
+        if moment <= max(start, 2 * found.last + 1):
+            return False
+        saves = self._saves.get(storage, ())
+        if not any(2 * s.done + 1 >= moment for s in saves):
+            return False  # dead
+        return not any(_in_use(s.wanted, s.done, moment, in_gap) for s in saves)
+
+    def _used(self, value: int, moment: int, in_gap: bool) -> bool:
+        return any(
+            _in_use(wanted, done, moment, in_gap)
+            for wanted, done in self._in_use.get(value, ())
+        )
+
+    def _rebuild(self, stage: int, moment: int) -> None:
+        """What runs in the gap before an op, and what is alive while it does."""
+        wanted = self._wanted[moment]
+        terms, fixed = self._at(stage, 2 * moment, in_gap=True)
+        level = dict(terms)  # of the memory, as ops run
+        for value in self._values:
+            sources = self._sources(stage, value)
+            if value in wanted:
+                self._row(dict.fromkeys(sources, -1), -1)
+            self._row(
+                {self._var("S", stage + 1, value): 1, **dict.fromkeys(sources, -1)}, 0
+            )
+        self._decode(stage, level, fixed)
+        for op in self._ops:
+            self._run(stage, op, wanted, level, fixed, terms)
+
+    def _decode(self, stage: int, level: dict[int, float], fixed: float) -> None:
+        """Encoded forms come back before ops run; each is its own small peak."""
+        for value, one in self._encoding.items():
+            if value not in self._values:
+                continue
+            decoded = self._var("D", stage, value, cost=one.decode_seconds)
+            now = self._var("E", stage, value)
+            later = self._var("E", stage + 1, value)
+            self._row({decoded: 1, later: 1, now: -1}, 0)
+            _add(level, decoded, self._bytes(value))
+            peak = dict(level)
+            _add(peak, decoded, one.decode_workspace_bytes)
+            self._row(peak, self._budget - fixed)
+            _add(level, decoded, -one.bytes)
+
+    def _run(
+        self,
+        stage: int,
+        op: int,
+        wanted: set[int],
+        level: dict[int, float],
+        fixed: float,
+        alive: Mapping[int, float],
+    ) -> None:
+        found = self._graph.ops[op]
+        again = self._var("R", stage, op, cost=found.seconds)
+        for value in self._flow.inputs[op]:
+            if self._flow.maker_of[value] != EXTERNAL:
+                self._row(
+                    {again: 1, **dict.fromkeys(self._sources(stage, value), -1)}, 0
+                )
+        if found.random:
+            state = self._var("G", stage, op)
+            self._row({again: 1, state: -1}, 0)
+            self._row({self._var("G", stage + 1, op): 1, state: -1}, 0)
+        overwritten = self._flow.overwrites[op]
+        outputs = self._flow.outputs[op]
+        freed: dict[int, float] = {}
+        for value in (*self._flow.inputs[op], *outputs):
+            if self._flow.maker_of[value] == EXTERNAL or value in wanted:
+                continue
+            gone = self._goes(stage, value, op, again, alive)
+            size = -self._bytes(value)
+            _add(level if value in overwritten else freed, gone, size)
+        _add(level, again, sum(map(self._bytes, outputs)))
+        peak = dict(level)
+        _add(peak, again, found.workspace_bytes)
+        self._row(peak, self._budget - fixed)
+        for var, gone_bytes in freed.items():
+            _add(level, var, gone_bytes)
+
+    def _goes(
+        self, stage: int, value: int, op: int, again: int, alive: Mapping[int, float]
+    ) -> int:
+        """The variable that says that a value goes right after an op."""
+        gone = self._var("F", stage, value, op)
+        self._row({gone: 1, again: -1}, 0)
+        if value in self._values:
+            self._row({gone: 1, self._var("S", stage + 1, value): 1}, 1)
+            if self._var("S", stage, value) not in alive:  # it costs nothing here
+                made = self._sources(stage, value)[1:]
+                self._row({gone: 1, **dict.fromkeys(made, -1)}, 0)
+        for reader in self._readers.get(value, ()):
+            if reader > op:
+                self._row({gone: 1, self._var("R", stage, reader): 1}, 1)
+        return gone
+
+    def _sources(self, stage: int, value: int) -> list[int]:
+        """Where a value may come from in a stage."""
+        maker = self._flow.maker_of[value]
+        seconds = self._graph.ops[maker].seconds
+        found = [
+            self._var("S", stage, value),
+            self._var("R", stage, maker, cost=seconds),
+        ]
+        one = self._encoding.get(value)
+        if one is not None:
+            found.append(self._var("D", stage, value, cost=one.decode_seconds))
+        return found
+
+    def _bytes(self, value: int) -> int:
+        return self._graph.storages[self._flow.storage_of[value]].bytes
+
+    # -- columns -----------------------------------------------------------------------
+
+    def _var(self, *key: Any, cost: float = 0.0) -> int:
+        if key not in self._known:
+            self._known[key] = len(self._costs)
+            if key[:2] == ("E", 0):
+                cost = self._encoding[key[2]].encode_seconds
+            self._costs.append(cost / _UNIT)
+        return self._known[key]
+
+    def _row(self, terms: Mapping[int, float], limit: float) -> None:
+        self._rows.append((dict(terms), limit))
+
+    # -- solving -----------------------------------------------------------------------
+
+    def solve(self, time_limit_seconds: float, step_seconds: float) -> Exact:
+        """Hand the rows to HiGHS."""
+        if any(not terms and limit < 0 for terms, limit in self._rows):
+            return Exact(True, None, 0.0)
+        if not self._costs or not step_seconds:
+            return Exact(True, 0.0, 0.0)
+        import numpy
+        from scipy.optimize import Bounds, LinearConstraint, milp
+        from scipy.sparse import csr_array
+
+        rows = [(terms, limit) for terms, limit in self._rows if terms]
+        entries = [
+            (size, row, var)
+            for row, (terms, _) in enumerate(rows)
+            for var, size in terms.items()
+        ]
+        sizes, of_row, of_var = zip(*entries, strict=True)
+        matrix = csr_array(
+            (numpy.array(sizes, float), (of_row, of_var)),
+            shape=(len(rows), len(self._costs)),
+        )
+        limits = numpy.array([limit for _, limit in rows], float)
+        found = milp(
+            numpy.array(self._costs),
+            constraints=LinearConstraint(matrix, ub=limits),
+            bounds=Bounds(0, 1),
+            integrality=numpy.ones(len(self._costs)),
+            options={
+                "time_limit": time_limit_seconds,
+                "mip_rel_gap": _RELATIVE_GAP,
+            },
+        )
+        if found.status == _INFEASIBLE:
+            return Exact(True, None, 0.0)
+        if found.status not in (_OPTIMAL, _LIMIT):
+            raise CkplanError(
+                f"cannot solve exactly: HiGHS says {found.message}",
+                needed="a graph that the integer program can hold",
+                hint="solve without --method milp",
+            )
+        scale = _UNIT / step_seconds
+        overhead = None if found.x is None else max(float(found.fun) * scale, 0.0)
+        bound = float(found.mip_dual_bound or 0.0) * scale
+        return Exact(found.status == _OPTIMAL, overhead, max(bound, 0.0))
+
+
+def _add(terms: dict[int, float], var: int, size: float) -> None:
+    terms[var] = terms.get(var, 0.0) + size
+
+
+def _in_use(wanted: int, done: int, moment: int, in_gap: bool) -> bool:
+    """Whether backward has unpacked a saved tensor and not yet let it go."""
+    begins = 2 * wanted + 1 if in_gap else 2 * wanted
+    return wanted >= 0 and begins <= moment <= 2 * done + 1
+
+
+def _needed(flow: Flow, wanted: set[int]) -> dict[int, None]:
+    """Values made in forward that rebuilding others may need, in order."""
+    seen = set(wanted)
+    stack = list(wanted)
+    while stack:
+        maker = flow.maker_of[stack.pop()]
+        for value in flow.inputs[maker]:
+            if flow.maker_of[value] != EXTERNAL and value not in seen:
+                seen.add(value)
+                stack.append(value)
+    return dict.fromkeys(sorted(seen))

@@ -1,0 +1,85 @@
+"""One call, one block: ``auto`` and ``planned``; batches that nobody planned for."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from test_applying import build, measured_peak, train
+from torch import nn
+
+import ckplan
+from ckplan import applying
+from ckplan.errors import ApplyError, InfeasibleError
+from ckplan.plan import Plan, PlannedRegion
+from ckplan.training.workload import Workload
+
+
+def test_auto_fits_the_budget_and_computes_the_same() -> None:
+    expected = train(build("residual"))
+    workload = build("residual")
+    budget = round(0.85 * measured_peak(build("residual")))
+    found = ckplan.auto(
+        workload.model, workload.batch, budget=budget, loss=workload.loss
+    )
+    assert found is workload.model
+    plan = ckplan.status(found).plan
+    assert plan.budget_bytes == budget
+    assert plan.regions
+    assert all(map(torch.equal, expected, train(workload)))
+    again = build("residual")
+    applying.apply(again.model, plan)
+    assert measured_peak(again) <= budget
+
+
+def test_auto_leaves_a_model_alone_that_no_plan_fits() -> None:
+    workload = build("residual")
+    with pytest.raises(InfeasibleError):
+        ckplan.auto(workload.model, workload.batch, "1kB", loss=workload.loss)
+    with pytest.raises(ApplyError, match="has no plan"):
+        ckplan.status(workload.model)
+
+
+def test_planned_lasts_as_long_as_its_block_and_gives_back_what_was_there() -> None:
+    model = build("residual").model
+    inner, outer = (Plan(regions=(PlannedRegion(calls),)) for calls in ("1", "[0..2]"))
+    with ckplan.planned(model, outer) as same:
+        assert same is model
+        assert ckplan.status(model).plan is outer
+        with pytest.raises(KeyError), ckplan.planned(model, inner):
+            assert ckplan.status(model).plan is inner
+            raise KeyError
+        assert ckplan.status(model).plan is outer
+    with pytest.raises(ApplyError, match="has no plan"):
+        ckplan.status(model)
+
+
+def step(workload: Workload, batch: torch.Tensor) -> None:
+    workload.model(batch).square().mean().backward()
+
+
+def test_a_batch_larger_than_planned_is_said_once_with_the_bytes() -> None:
+    workload = build("residual")
+    graph = ckplan.profile(workload.model, workload.batch, loss=workload.loss)
+    applying.apply(workload.model, ckplan.solve(graph, budget="90%"))
+    rows, width = workload.batch.shape
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(workload, workload.batch)
+        step(workload, workload.batch[: rows // 2])
+        with torch.no_grad():
+            workload.model(torch.randn(2 * rows, width))
+    with pytest.warns(UserWarning, match=r"larger than planned: 0 is .*512.* up to"):
+        step(workload, torch.randn(2 * rows, width))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(workload, torch.randn(3 * rows, width))
+
+
+def test_a_plan_without_a_fingerprint_expects_no_shapes() -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    applying.apply(model, Plan(regions=(PlannedRegion("0"),)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(torch.randn(9, 4)).sum().backward()
