@@ -270,7 +270,9 @@ def test_compare_puts_practice_beside_the_plan(run: Run, large_trace: Path) -> N
     rows = json.loads(run(*argv, "--json").out)["baselines"]
     assert rows[0]["name"] == "none"
     assert rows[-1]["name"] == "this plan"
-    assert {"every call", "sqrt(n) segments", "tf memory"} <= {row["name"] for row in rows}
+    assert {"every call", "sqrt(n) segments", "tf memory"} <= {
+        row["name"] for row in rows
+    }
     assert all(
         row["fits"] == (row["peak_bytes"] <= rows[0]["peak_bytes"]) for row in rows
     )

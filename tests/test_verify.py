@@ -366,6 +366,19 @@ def test_memory_that_runs_out_while_timing_costs_only_the_times(
     ) == (True, None, (verifying.NOTE_NOT_TOGETHER,))
 
 
+def test_steps_that_differ_by_chance_are_told_from_those_that_always_do(
+    scripted: Callable[..., Verification],
+):
+    unplanned = _Scripted([_first_steps(loss=found) for found in "ab"])
+    found = scripted(unplanned, _Scripted([_first_steps(loss="b")]), Plan(), steps=0)
+    assert (found.passed, found.different) == (True, ())
+    assert "2 runs without the plan gave 2 different results" in found.notes[0]
+    always = [_Scripted([_first_steps(loss=found)] * 3) for found in "ab"]
+    found = scripted(*always, Plan(), steps=0)
+    assert (found.passed, found.different) == (False, ("loss, step 1",))
+    assert found.notes == ()
+
+
 def test_overhead_is_the_median_of_ratios(scripted: Callable[..., Verification]):
     unplanned = _Scripted([_first_steps(), 1.0, 10.0, 1.0])
     planned = _Scripted([_first_steps(), 1.5, 11.0, 1.25])

@@ -6,6 +6,8 @@ import statistics
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from ckplan.training.workload import WorkloadSpec
@@ -23,6 +25,7 @@ NOTE_NOT_TOGETHER = (
     "the unplanned and the planned process do not fit in memory together: not timed"
 )
 _MOST_NAMES = 10
+_MOST_REPEATS = 2
 
 
 @dataclass(frozen=True)
@@ -162,6 +165,19 @@ def _median(seconds: Sequence[float]) -> float | None:
     return statistics.median(seconds) if seconds else None
 
 
+def _chance(unplanned: Sequence[FirstSteps], planned: Sequence[FirstSteps]) -> str:
+    """What to say of steps that are equal in some runs only."""
+    runs, kinds = [], []
+    for side in (unplanned, planned):
+        runs.append(len(side))
+        kinds.append(len({repr(sorted(one.digests.items())) for one in side}))
+    return (
+        f"the workload is not deterministic: {runs[0]} runs without the plan gave "
+        f"{kinds[0]} different results and {runs[1]} with it {kinds[1]}; compared are "
+        "two that agree"
+    )
+
+
 class _Pair:
     """An unplanned and a planned process; the latter alone where both are too much."""
 
@@ -174,14 +190,38 @@ class _Pair:
         running: ExitStack,
     ) -> None:
         self.notes: list[str] = []
+        self._sides = [
+            partial(StepProcess, spec, p, optimizer, seed) for p in (None, plan)
+        ]
         self._unplanned, self._planned = (
-            running.enter_context(StepProcess(spec, choice, optimizer, seed))
-            for choice in (None, plan)
+            running.enter_context(side()) for side in self._sides
         )
         self._together = True
 
     def first_steps(self, tell: Progress) -> tuple[FirstSteps | None, FirstSteps]:
-        """First steps of both, one after the other; None if they do not fit."""
+        """First steps of both, one after the other; None if they do not fit.
+
+        Kernels of torch on CPU are not always deterministic. Steps that differ are
+        taken again in fresh processes, so that chance is told from a difference.
+        """
+        unplanned, planned = self._once(tell)
+        if unplanned is None or unplanned.digests == planned.digests:
+            return unplanned, planned
+        seen = [[unplanned], [planned]]
+        for side, start in [*enumerate(self._sides)] * _MOST_REPEATS:
+            tell("results differ: stepping again", len(seen[0]) + len(seen[1]) - 2, 4)
+            with start() as process:
+                try:
+                    seen[side].append(process.first_steps())
+                except OutOfMemoryError:
+                    break
+            for without, with_plan in product(*seen):
+                if without.digests == with_plan.digests:
+                    self.notes.append(_chance(*seen))
+                    return without, with_plan
+        return unplanned, planned
+
+    def _once(self, tell: Progress) -> tuple[FirstSteps | None, FirstSteps]:
         tell("stepping without the plan", 0, 2)
         unplanned: FirstSteps | None = None
         try:
