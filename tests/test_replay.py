@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import random
 from collections.abc import Callable
 from functools import cache
@@ -12,10 +13,12 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+import ckplan
 from ckplan import applying
 from ckplan.applying import RegionStatus
 from ckplan.names import OpName
 from ckplan.plan import Plan, PlannedRegion
+from ckplan.resolve import name_ops
 
 WHOLE = Plan(regions=(PlannedRegion("."),))
 Batch = Callable[[int], tuple[torch.Tensor, ...]]
@@ -80,6 +83,44 @@ def test_a_forward_that_repeats_is_written_down_once(
     )
     status = trained(Block(), one, plan=Plan(regions=(region,)))
     assert (status.recorded, status.kept, status.missing) == (1, 0, ())
+
+
+class Causal(Block):
+    """Attention that makes scalars of its own, which no function returns."""
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm(x)).view(*x.shape[:-1], 3, 16).unbind(-2)
+        mixed = functional.scaled_dot_product_attention(
+            q, k, v, dropout_p=0.1, is_causal=True
+        )
+        return x + self.drop(self.out(mixed))
+
+
+def test_tiny_values_inside_a_function_are_rebuilt_rather_than_never_replayed() -> None:
+    model, batch = Causal(), one(0)[0]
+    graph = ckplan.profile(model, batch)
+    call = next(i for i, c in enumerate(graph.calls) if not c.fqn)
+    names = name_ops(graph, call)
+    inner = tuple(n for n in names if n.name in ("scalar_tensor", "_safe_softmax"))
+    assert any(name.name == "scalar_tensor" for name in inner)
+    status = trained(model, one, plan=Plan(regions=(PlannedRegion(".", save=inner),)))
+    assert (status.recorded, status.kept, status.missing) == (1, 0, ())
+
+
+@pytest.mark.parametrize("make", [Block, lambda: Flipping()])
+def test_a_step_leaves_nothing_to_the_garbage_collector(
+    make: Callable[[], nn.Module],
+) -> None:
+    model = make()
+    applying.apply(model, WHOLE)
+    for step in range(3):
+        gc.collect()
+        gc.disable()
+        try:
+            model(*one(step)).square().sum().backward()
+            assert gc.collect() == 0
+        finally:
+            gc.enable()
 
 
 class Numbered(Block):

@@ -148,7 +148,7 @@ class Slots:
     def __init__(self, meet: Callable[[torch.Tensor], None]) -> None:
         """Begin a forward; ``meet`` sees each tensor that came from elsewhere, once."""
         self._known: dict[int, tuple[int, weakref.ref[torch.Tensor]]] = {}
-        self._meet = meet
+        self._meet: Callable[[torch.Tensor], None] | None = meet
         self._num_given = 0
         self._num_made = 0
 
@@ -186,11 +186,17 @@ class Slots:
             for item in value:
                 self.returned(item)
 
+    def close(self) -> None:
+        """The forward is over: hold nothing, so that no cycle is left to the gc."""
+        self._known.clear()
+        self._meet = None
+
     def _number(self, tensor: torch.Tensor) -> int:
         known = self._known.get(id(tensor))
         if known is not None and known[1]() is tensor:
             return known[0]
         self._num_given += 1
         self._known[id(tensor)] = (-self._num_given, weakref.ref(tensor))
+        assert self._meet is not None, "internal error: a call after the forward"
         self._meet(tensor)
         return -self._num_given

@@ -9,6 +9,7 @@ gives another program, never a stale one.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
@@ -104,7 +105,8 @@ class Rebuilder:
         self._values = {value: one.tensor for value, one in self._held.items()}
         self._encoded = {value: encoded[value] for value in program.decodes}
         self._states = {step: states[step] for step in program.steps & states.keys()}
-        self._rebuild = Rebuild(program, self)
+        # No cycles: what a step leaves over must go with it, not when gc runs.
+        self._rebuild = Rebuild(program, weakref.proxy(self))
         self._generators: dict[_Place, torch.Tensor] = {}  # states to put back
 
     def unpack(self, ref: Ref) -> torch.Tensor:

@@ -57,6 +57,7 @@ Encodes = Mapping[OpKey, Mapping[int | None, str]]
 _BATCH_NORMS = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
 _RUNNING_STATISTICS = slice(3, 5)  # arguments of all three
 _SCALINGS = ("div_", "mul_")
+_MOST_UNSEEN_BYTES = 4096  # of values that are rebuilt though the plan keeps them
 
 
 class Capture(NamedTuple):
@@ -213,6 +214,7 @@ class Recorder(TorchDispatchMode):
             self.name, program, steps, self._held, self._encoded, self._states
         )
         self.template = self._make_template(program, steps)
+        self._log.close()
         for leftovers in (self._held, self._encoded, self._states, self._steps):
             leftovers.clear()
 
@@ -350,6 +352,7 @@ class Recorder(TorchDispatchMode):
             flow.storage_of[value] for value in outside
         ):
             return None
+        program, steps = self._seen_from_calls(program, steps)
         captures = self._captures(program)
         random_steps = self._first_draws(program)
         if captures is None or random_steps is None:
@@ -379,6 +382,32 @@ class Recorder(TorchDispatchMode):
             frozenset(self.found),
             self.dropped_bytes,
         )
+
+    def _seen_from_calls(
+        self, program: Program, steps: Mapping[int, Step]
+    ) -> tuple[Program, Mapping[int, Step]]:
+        """The same program, but that what no call shows is rebuilt if it is tiny.
+
+        Such are the scalars that ops make for each other inside of one torch function.
+        """
+        flow = self._flow
+        unseen = {
+            value
+            for value in program.holds
+            if flow.maker_of[value] != EXTERNAL
+            and self._where_returned(value, None) is None
+            and self._where_packed(value, None) is None
+        }
+        held_bytes = sum(
+            self._held[value].tensor.untyped_storage().nbytes() for value in unseen
+        )
+        if not unseen or held_bytes > _MOST_UNSEEN_BYTES:
+            return program, steps
+        kept = [v for v in program.holds - unseen if flow.maker_of[v] != EXTERNAL]
+        other = compile_program(flow, self._wanted, kept, self._encoded.keys())
+        if other.lost:
+            return program, steps
+        return other, {step: self._steps[step] for step in sorted(other.steps)}
 
     def _captures(
         self, program: Program
@@ -500,6 +529,11 @@ class _CallLog(TorchFunctionMode):
         call.returned = [self._describe(tensor) for tensor in tensors_in(out)]
         self.calls.append(call)
         return out
+
+    def close(self) -> None:
+        """The forward is over: what was written down is in the template."""
+        self._slots.close()
+        del self._recorder
 
     def _meet(self, tensor: torch.Tensor) -> None:
         self.given.append(

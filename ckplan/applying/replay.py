@@ -78,6 +78,7 @@ class Replay(TorchFunctionMode):
             self._encoded,
             self._states,
         )
+        self._slots.close()
         for tensors in (self._held, self._encoded, self._states):
             tensors.clear()
 
