@@ -20,6 +20,8 @@ def auto(
     *,
     loss: Callable[[Any, Any], Tensor] | None = None,
     optimizer: str | None = None,
+    amp: str | None = None,
+    accumulate: int = 1,
 ) -> nn.Module:
     """Make the training steps of a model fit a budget, at the least extra time.
 
@@ -30,7 +32,9 @@ def auto(
         batch: One batch, as large as any to come.
         budget: Limit on the whole peak: ``"12GiB"``, ``"80%"`` of the unplanned peak.
         loss: ``loss(output, batch)``; by default what ``profile`` says.
-        optimizer: ``adamw`` by default, ``sgd`` or ``none``.
+        optimizer: ``adamw`` by default; see ``profile``.
+        amp: ``bf16`` or ``fp16``: forward and loss run under autocast.
+        accumulate: Backwards before the optimizer takes a step.
 
     Returns:
         The same model; ``ckplan.status(model).plan`` is its plan.
@@ -39,5 +43,12 @@ def auto(
         WorkloadError: The model cannot be trained on this batch.
         InfeasibleError: No plan fits; the model is left as it was.
     """
-    graph = profile(model, batch, loss=loss, optimizer=optimizer)
+    graph = profile(
+        model,
+        batch,
+        loss=loss,
+        optimizer=optimizer,
+        amp=amp,
+        accumulate=accumulate,
+    )
     return apply(model, solve_plan(graph, budget))

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from ckplan.graph import Graph
+    from ckplan.training.step import Training
     from ckplan.training.workload import WorkloadSpec
 
 TRACES = Path("traces")
@@ -30,9 +31,19 @@ class Optimizer(str, Enum):
     """What updates the parameters; as ``ckplan.training.step.OPTIMIZERS``."""
 
     ADAMW = "adamw"
+    ADAM = "adam"
     SGD = "sgd"
+    MOMENTUM = "momentum"
+    ADAFACTOR = "adafactor"
     NONE = "none"
     OWN = "own"
+
+
+class Amp(str, Enum):
+    """What autocast casts to; as ``ckplan.training.step.AMP``."""
+
+    BF16 = "bf16"
+    FP16 = "fp16"
 
 
 class Method(str, Enum):
@@ -85,6 +96,12 @@ _OptimizerOption = Annotated[
     Optimizer | None,
     typer.Option(help="By default the workload's own if it has one, else adamw."),
 ]
+_AmpOption = Annotated[
+    Amp | None, typer.Option(help="Forward and loss under autocast to this type.")
+]
+_Accumulate = Annotated[
+    int, typer.Option(min=1, metavar="N", help="Batches per step of the optimizer.")
+]
 _Trace = Annotated[
     Path | None,
     typer.Argument(help="From `ckplan profile`.  [default: newest of traces/]"),
@@ -129,6 +146,8 @@ def profile(
     settings: _Settings = None,
     inputs: _Inputs = None,
     optimizer: _OptimizerOption = None,
+    amp: _AmpOption = None,
+    accumulate: _Accumulate = 1,
     device: Annotated[str, typer.Option(help="Where the step is to run.")] = "cpu",
     output: Annotated[
         Path | None,
@@ -152,7 +171,7 @@ def profile(
     with ProgressLine(sys.stderr) as progress, redirect_stdout(sys.stderr):
         graph = profile_workload(
             spec,
-            optimizer=optimizer and optimizer.value,
+            training=_training(optimizer, amp, accumulate),
             device=device,
             progress=progress,
         )
@@ -340,6 +359,8 @@ def verify(
     settings: _Settings = None,
     inputs: _Inputs = None,
     optimizer: _OptimizerOption = None,
+    amp: _AmpOption = None,
+    accumulate: _Accumulate = 1,
     steps: Annotated[int, typer.Option(min=0, help="How many steps to time.")] = 5,
     seed: Annotated[int, typer.Option(min=0, help="Of every random number.")] = 0,
     as_json: _Json = False,
@@ -358,6 +379,8 @@ def verify(
             spec,
             loaded,
             optimizer=optimizer and optimizer.value,
+            amp=amp and amp.value,
+            accumulate=accumulate,
             seed=seed,
             steps=steps,
             progress=progress,
@@ -379,6 +402,8 @@ def eject(
     settings: _Settings = None,
     inputs: _Inputs = None,
     optimizer: _OptimizerOption = None,
+    amp: _AmpOption = None,
+    accumulate: _Accumulate = 1,
     output: Annotated[
         Path | None, typer.Option("-o", help="Write the code here.  [default: stdout]")
     ] = None,
@@ -401,8 +426,8 @@ def eject(
 
         spec = _workload(target, settings, inputs)
         with ProgressLine(sys.stderr) as progress, redirect_stdout(sys.stderr):
-            name = optimizer and optimizer.value
-            graph = profile_workload(spec, optimizer=name, progress=progress)
+            training = _training(optimizer, amp, accumulate)
+            graph = profile_workload(spec, training=training, progress=progress)
     plain = plain_form(graph, loaded)
     if not plain.same:
         say("the plan rebuilds single ops, which has no plain form: printing the")
@@ -424,6 +449,14 @@ def _workload(
     from ckplan.training.workload import WorkloadSpec, parse_options
 
     return WorkloadSpec(target, parse_options(settings or ()), tuple(inputs or ()))
+
+
+def _training(
+    optimizer: Optimizer | None, amp: Amp | None, accumulate: int
+) -> Training:
+    from ckplan.training.step import Training
+
+    return Training(optimizer and optimizer.value, amp and amp.value, accumulate)
 
 
 def _check_output(path: Path, force: bool) -> None:

@@ -124,9 +124,9 @@ def _reruns(
 ) -> Iterator[tuple[Timeline, tuple[Region, ...]]]:
     """Sets of calls to run again, as each cover allows them; at least the empty one."""
     yield simulator.run(), ()
-    covers = [tuple(find_layers(simulator.graph, menus))]
-    covers += find_covers(simulator.graph, menus)
-    for cover in filter(None, covers):
+    layers = find_layers(simulator.graph, menus)
+    practice = tuple((layer, None) for layer in layers)
+    for cover in filter(None, [practice, *find_covers(simulator.graph, menus)]):
         chain = chain_of(simulator, menus, cover, menus.whole)
         for bytes_ in (max(limit, chain.least_bytes), chain.least_bytes):
             for regions in chain.cheapest_first(bytes_):
@@ -134,7 +134,7 @@ def _reruns(
                 yield timeline, regions
                 if timeline.peak_bytes <= limit:
                     break
-        every = [Region(call, RERUN) for call in cover]
+        every = [Region(call, RERUN) for call, _ in cover]
         done = tuple(region for region in every if can_be_done(simulator, region))
         yield simulator.run(done), done
 

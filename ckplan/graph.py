@@ -216,28 +216,32 @@ class Graph:
             call = self.calls[call].parent
         return call == region
 
-    def signature(self, index: int) -> str:
-        """Equal for calls that do the same: same ops, sizes and saved tensors."""
+    def signature(self, index: int, last: int | None = None) -> str:
+        """Equal for calls that do the same: same ops, sizes and saved tensors.
+
+        With ``last``, of a run of sibling calls and what their parent does between.
+        """
         call = self.calls[index]
+        start, stop = call.start, self.calls[index if last is None else last].stop
         seen: dict[int, int] = {}
 
         def local(storage: int) -> tuple[int, int, int]:
             found = self.storages[storage]
-            inside = call.start <= found.maker < call.stop
+            inside = start <= found.maker < stop
             number = seen.setdefault(storage, len(seen))
-            return number, found.bytes, inside and found.last - call.start
+            return number, found.bytes, inside and found.last - start
 
         parts: list[object] = [call.module, call.hazard]
-        for op in self.ops[call.start : call.stop]:
-            where = self.relative_path(op.call, index)
+        for op in self.ops[start:stop]:
+            where = self.relative_path(op.call, index) if last is None else ""
             ids = [[local(s) for s in group] for group in (op.reads, op.outputs)]
             parts.append((op.name, where, ids, op.writes and local(op.writes[0])))
             parts.append((op.flops, op.workspace_bytes))
-        found = (self.saved[i] for i in self.saved_in(index))
-        parts += [(local(s.storage)[0], s.at - call.start) for s in found]
+        found = (self.saved[i] for i in self.saved_in(index, last))
+        parts += [(local(s.storage)[0], s.at - start) for s in found]
         parts += [
-            (one.op - call.start, one.output, one.name, one.bytes)
-            for one in self.encodings_in(index)
+            (one.op - start, one.output, one.name, one.bytes)
+            for one in self.encodings_in(index, last)
         ]
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
@@ -260,11 +264,12 @@ class Graph:
         high = bisect_right(self.saved, stop, key=lambda saved: saved.at)
         return [i for i in range(low, high) if mine(self.saved[i])]
 
-    def encodings_in(self, call: int) -> Sequence[Encoding]:
-        """The encodings of what the ops of a call make."""
-        found = self.calls[call]
-        low = bisect_left(self.encodings, found.start, key=lambda one: one.op)
-        high = bisect_left(self.encodings, found.stop, key=lambda one: one.op)
+    def encodings_in(self, call: int, last: int | None = None) -> Sequence[Encoding]:
+        """The encodings of what the ops of a call, or of a run of calls, make."""
+        stop_call = call if last is None else last
+        start, stop = self.calls[call].start, self.calls[stop_call].stop
+        low = bisect_left(self.encodings, start, key=lambda one: one.op)
+        high = bisect_left(self.encodings, stop, key=lambda one: one.op)
         return self.encodings[low:high]
 
     def to_networkx(self) -> networkx.DiGraph[int]:

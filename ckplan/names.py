@@ -42,6 +42,25 @@ def call_name(fqn: str, number: int) -> str:
     return f"{fqn or '.'}#{number}"
 
 
+def parse_call(text: str) -> tuple[str, int | None]:
+    """Read the name of one call: ``FQN#n``, or ``FQN`` where a module runs once.
+
+    Raises:
+        PlanError: It has ranges, or is malformed.
+
+    >>> parse_call("encoder.cell#3"), parse_call(".")
+    (('encoder.cell', 3), ('', None))
+    """
+    found = _CALLS.fullmatch(text)
+    if not found or _RANGE.search(text):
+        raise PlanError(
+            f"cannot read the call {text!r}",
+            needed="one call: FQN, or FQN#n for a module that runs several times",
+            hint="run: [transformer.h.0, transformer.h.3]",
+        )
+    return _fqn(found[1]), int(found[2]) if found[2] else None
+
+
 def relative_path(fqn: str, top: str) -> str:
     """Return the path of a module below another, "" for that one itself.
 

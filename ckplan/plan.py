@@ -28,7 +28,7 @@ from yaml.representer import SafeRepresenter
 
 from ckplan import files
 from ckplan.errors import PlanError, did_you_mean
-from ckplan.names import OpName
+from ckplan.names import OpName, parse_call
 from ckplan.strict_yaml import Part, compose, not_yaml
 from ckplan.units import parse_bytes
 
@@ -47,16 +47,17 @@ class PlannedRegion:
 
     Raises:
         PlanError: ``by`` is none of ``WAYS``, an encoding none of ``ENCODINGS``, or a
-            module that runs again saves or encodes ops.
+            module that runs again saves or encodes ops, or is a run of calls.
     """
 
     calls: str  # a pattern of names.py; every call that it means is a region
     by: str = "program"  # rebuild op by op, or "rerun": run the module again
     save: tuple[OpName, ...] = ()
     encode: tuple[tuple[OpName, str], ...] = ()  # kept in a smaller form, and which
-    # Where the file says so: file and line of `calls`, then of every op in `save`
-    # and in `encode`.
+    # Where the file says so: file and line of `calls` or `run`, then of every op in
+    # `save` and in `encode`.
     where: tuple[str, ...] = field(default=(), compare=False, repr=False)
+    run: tuple[str, str] | None = None  # first and last of sibling calls, one region
 
     def __post_init__(self) -> None:
         """Refuse what cannot be done."""
@@ -66,10 +67,21 @@ class PlannedRegion:
         if (self.save or self.encode) and self.by != "program":
             word = "save" if self.save else "encode"
             raise PlanError(
-                f"cannot {word} ops of {self.calls!r}: {word} needs by: program",
+                f"cannot {word} ops of {self.title!r}: {word} needs by: program",
                 needed=f"by: program, or no {word}",
                 hint="by: program, which rebuilds op by op what is not saved",
             )
+        if self.run is not None and self.by != "program":
+            raise PlanError(
+                f"cannot run the calls {self.title!r} again: a run needs by: program",
+                needed="by: program, or calls in place of run",
+                hint="by: program, which rebuilds op by op what is not saved",
+            )
+
+    @property
+    def title(self) -> str:
+        """What people call it: the pattern of its calls, or where a run begins."""
+        return self.calls if self.run is None else " to ".join(self.run)
 
     def located(self, error: PlanError, place: int = 0) -> PlanError:
         """Add where the file says so: 0 is ``calls``, then come the ops, in order."""
@@ -110,8 +122,8 @@ class Plan:
 
 _FINGERPRINT_KEYS = ("torch", "device", "batch", "parameters")
 _PREDICTION_KEYS = tuple(field.name for field in fields(Prediction))
-_REGION_KEYS = ("calls", "by", "save", "encode")
-_LATER_REGION_KEYS = ("run", "regions", "offload")
+_REGION_KEYS = ("calls", "run", "by", "save", "encode")
+_LATER_REGION_KEYS = ("regions", "offload")
 _EXAMPLES = {  # of what may stand where
     "the plan": "`ckplan solve` writes one",
     "a region": "calls: transformer.h.[0..7]",
@@ -123,6 +135,8 @@ _EXAMPLES = {  # of what may stand where
     "'bound'": "bound: {any_schedule: 0.029}",
     "'regions'": "regions: [{calls: transformer.h.0}]",
     "'calls'": "calls: transformer.h.[0..7]",
+    "'run'": "run: [transformer.h.0, transformer.h.3]",
+    "a call": "run: [transformer.h.0, transformer.h.3]",
     "'by'": "by: program",
     "'save'": "save: [attn.c_attn/addmm, mlp.c_fc/addmm]",
     "'encode'": "encode: {attn.attn_dropout/bernoulli_: bits}",
@@ -211,7 +225,8 @@ def dumps(plan: Plan) -> str:
 
 
 def _region_content(region: PlannedRegion) -> dict[str, object]:
-    content: dict[str, object] = {"calls": region.calls, "by": region.by}
+    place = {"run": list(region.run)} if region.run else {"calls": region.calls}
+    content: dict[str, object] = {**place, "by": region.by}
     if region.save:
         content["save"] = [str(op) for op in region.save]
     if region.encode:
@@ -308,8 +323,10 @@ def _bound(part: Part) -> dict[str, float]:
 
 
 def _region(part: Part) -> PlannedRegion:
-    entries = part.record(_REGION_KEYS, required=("calls",), later=_LATER_REGION_KEYS)
-    calls = entries["calls"]
+    entries = part.record(_REGION_KEYS, later=_LATER_REGION_KEYS)
+    part.locate(_calls_or_run, entries)
+    place = entries.get("calls") or entries["run"]
+    run = place.locate(_ends, place) if "run" in entries else None
     by = entries["by"].read(_way) if "by" in entries else "program"
     ops = entries["save"].items("an op") if "save" in entries else []
     save = tuple(op.read(OpName.parse) for op in ops)
@@ -318,8 +335,32 @@ def _region(part: Part) -> PlannedRegion:
         (form.locate(OpName.parse, op), form.read(_encoding))
         for op, form in coded.items()
     )
-    where = tuple(named.where for named in (calls, *ops, *coded.values()))
-    return part.locate(PlannedRegion, calls.text(), by, save, encode, where)
+    where = tuple(named.where for named in (place, *ops, *coded.values()))
+    calls = "" if run else place.text()
+    return part.locate(PlannedRegion, calls, by, save, encode, where, run)
+
+
+def _calls_or_run(entries: Mapping[str, Part]) -> None:
+    if ("calls" in entries) == ("run" in entries):
+        found = "both 'calls' and 'run'" if "run" in entries else "neither"
+        raise PlanError(
+            f"cannot tell what the region is: it has {found}",
+            needed="calls, where each is a region, or run, for one over several calls",
+            hint="calls: transformer.h.[0..7]",
+        )
+
+
+def _ends(part: Part) -> tuple[str, str]:
+    names = [item.text() for item in part.items("a call")]
+    if len(names) != 2:
+        raise PlanError(
+            f"cannot read the run: it has {len(names)} calls",
+            needed="two: the first and the last",
+            hint=_EXAMPLES["'run'"],
+        )
+    for name in names:
+        parse_call(name)
+    return names[0], names[1]
 
 
 _READERS: dict[str, Callable[[Part], Any]] = {

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from itertools import pairwise
 from typing import TypeAlias
 
 from ckplan.errors import PlanError
-from ckplan.graph import Encoding, Graph
-from ckplan.names import Call, OpCounter, OpName, expand_calls, fold_calls
+from ckplan.graph import OUTSIDE_CALLS, Encoding, Graph
+from ckplan.names import Call, OpCounter, OpName, call_name, expand_calls, fold_calls
 from ckplan.plan import Plan, PlannedRegion
 from ckplan.simulate import Region
 
@@ -35,9 +35,9 @@ def resolve(plan: Plan, graph: Graph) -> tuple[Region, ...]:
     index_of = _index_of_calls(graph)
     found: list[tuple[Region, PlannedRegion]] = []
     for planned in plan.regions:
-        for call in _expand(planned, index_of):
-            save, encode = _find_outputs(graph, index_of[call], planned)
-            region = Region(index_of[call], planned.by, save, encode=encode)
+        for call, last in _units(graph, planned, index_of):
+            save, encode = _find_outputs(graph, call, last, planned)
+            region = Region(call, planned.by, save, last, encode)
             found.append((region, planned))
     found.sort(key=lambda pair: pair[0].call)
     _check_disjoint(graph, found)
@@ -49,7 +49,7 @@ def describe(graph: Graph, regions: Iterable[Region]) -> tuple[PlannedRegion, ..
 
     Args:
         graph: The step that the regions belong to.
-        regions: Regions on single calls, in any order.
+        regions: In any order.
 
     Returns:
         What ``resolve`` turns into the same regions; the same for any order of them.
@@ -60,32 +60,82 @@ def describe(graph: Graph, regions: Iterable[Region]) -> tuple[PlannedRegion, ..
     calls = list(_index_of_calls(graph))
     alike: dict[Hashable, list[Call]] = {}
     planned: list[PlannedRegion] = []
+    runs: list[PlannedRegion] = []
     for region in sorted(regions, key=lambda region: region.call):
-        assert region.last is None, f"internal error: a plan cannot name {region}"
-        save = tuple(_name_outputs(graph, region.call, region.save))
+        save = tuple(_name_outputs(graph, region, region.save))
         encode = tuple(_name_encodings(graph, region))
+        if region.last is not None:
+            first, last = (_name_call(graph, c) for c in (region.call, region.last))
+            one = PlannedRegion("", region.by, save, encode, run=(first, last))
+            runs.append(one)
+            continue
         like = (region.by, frozenset(save), frozenset(encode))
         if like not in alike:
             planned.append(PlannedRegion("", region.by, save, encode))
         alike.setdefault(like, []).append(calls[region.call])
-    return tuple(
+    folded = tuple(
         replace(one, calls=pattern)
         for one, chosen in zip(planned, alike.values(), strict=True)
         for pattern in fold_calls(chosen, calls)
     )
+    return (*folded, *runs)
 
 
-def name_ops(graph: Graph, call: int) -> list[OpName]:
-    """Return what a region on a call calls its ops, in order; every one has a name."""
+def name_ops(graph: Graph, call: int, last: int | None = None) -> list[OpName]:
+    """Return what a region calls its ops, in order; every one has a name.
+
+    Paths are below the call, or, for a run of calls, below the one that makes them.
+    """
     found, counter = graph.calls[call], OpCounter()
+    top = call if last is None else found.parent
+    stop = graph.calls[call if last is None else last].stop
     return [
-        counter.name(graph.relative_path(op.call, call), op.name)
-        for op in graph.ops[found.start : found.stop]
+        counter.name(graph.relative_path(op.call, top), op.name)
+        for op in graph.ops[found.start : stop]
     ]
 
 
 def _index_of_calls(graph: Graph) -> dict[Call, int]:
     return {(call.fqn, call.number): i for i, call in enumerate(graph.calls)}
+
+
+def _units(
+    graph: Graph, planned: PlannedRegion, index_of: Mapping[Call, int]
+) -> list[tuple[int, int | None]]:
+    """First and last call of every region that is planned; None for a single one."""
+    if planned.run is None:
+        return [(index_of[call], None) for call in _expand(planned, index_of)]
+    first, last = (_find_end(planned, name, index_of) for name in planned.run)
+    one, other = graph.calls[first], graph.calls[last]
+    if one.parent != other.parent or one.parent == OUTSIDE_CALLS or first >= last:
+        error = PlanError(
+            f"cannot make one region of {planned.title}",
+            needed="two calls that the same module makes, the first one first",
+            hint="run: [transformer.h.0, transformer.h.3]",
+        )
+        raise planned.located(error)
+    return [(first, last)]
+
+
+def _find_end(planned: PlannedRegion, name: str, index_of: Mapping[Call, int]) -> int:
+    try:
+        found = expand_calls(name, index_of)
+    except PlanError as error:
+        raise planned.located(error) from None
+    if len(found) != 1:
+        ambiguous = PlanError(
+            f"cannot tell which call of {name} is meant: it runs {len(found)} times",
+            needed=f"one of {', '.join(call_name(*call) for call in found[:3])}, ...",
+            hint=f"run: [{call_name(*found[0])}, ...]",
+        )
+        raise planned.located(ambiguous)
+    return index_of[found[0]]
+
+
+def _name_call(graph: Graph, call: int) -> str:
+    found = graph.calls[call]
+    once = sum(other.fqn == found.fqn for other in graph.calls) == 1
+    return (found.fqn or ".") if once else call_name(found.fqn, found.number)
 
 
 def _expand(planned: PlannedRegion, calls: Iterable[Call]) -> tuple[Call, ...]:
@@ -96,16 +146,16 @@ def _expand(planned: PlannedRegion, calls: Iterable[Call]) -> tuple[Call, ...]:
 
 
 def _find_outputs(
-    graph: Graph, call: int, planned: PlannedRegion
+    graph: Graph, call: int, last: int | None, planned: PlannedRegion
 ) -> tuple[_Outputs, _Outputs]:
-    """(op, output) of all that a region on a call saves, and of all that it encodes."""
+    """(op, output) of all that a region saves, and of all that it encodes."""
     if not (planned.save or planned.encode):
         return frozenset(), frozenset()
     start = graph.calls[call].start
-    op_of = {name: start + i for i, name in enumerate(name_ops(graph, call))}
+    op_of = {name: start + i for i, name in enumerate(name_ops(graph, call, last))}
 
     def find(place: int, word: str, name: OpName) -> Iterator[tuple[int, int]]:
-        failed = f"cannot {word} '{name}' in region {planned.calls!r}"
+        failed = f"cannot {word} '{name}' in region {planned.title!r}"
         op = op_of.get(replace(name, output=None))
         if op is None:
             what = f"{failed}: {graph.calls[call]} runs no such op"
@@ -133,11 +183,11 @@ def _find_outputs(
 
 
 def _name_outputs(
-    graph: Graph, call: int, outputs: Iterable[tuple[int, int]]
+    graph: Graph, region: Region, outputs: Iterable[tuple[int, int]]
 ) -> Iterator[OpName]:
     """Yield the names of outputs, in order of execution."""
-    start = graph.calls[call].start
-    names = name_ops(graph, call)
+    start = graph.calls[region.call].start
+    names = name_ops(graph, region.call, region.last)
     outputs_of: dict[int, list[int]] = {}
     for op, output in sorted(outputs):
         outputs_of.setdefault(op, []).append(output)
@@ -150,7 +200,7 @@ def _name_outputs(
 
 def _name_encodings(graph: Graph, region: Region) -> Iterator[tuple[OpName, str]]:
     for place in sorted(region.encode):
-        (name,) = _name_outputs(graph, region.call, [place])
+        (name,) = _name_outputs(graph, region, [place])
         yield name, graph.encoding_of[place].name
 
 
@@ -159,11 +209,13 @@ def _check_disjoint(
 ) -> None:
     """Refuse a call inside another one; the calls come parents first."""
     for (outer, one), (inner, other) in pairwise(found):
-        if graph.within(inner.call, outer.call):
+        last = outer.call if outer.last is None else outer.last
+        inside = graph.within(inner.call, outer.call)
+        if inside or graph.calls[inner.call].start < graph.calls[last].stop:
             name, around = graph.calls[inner.call], graph.calls[outer.call]
-            found_twice = f"{name} is in both {one.calls!r} and {other.calls!r}"
-            nested = f"{name} ({other.calls!r}) is inside {around} ({one.calls!r})"
-            same = inner.call == outer.call
+            found_twice = f"{name} is in both {one.title!r} and {other.title!r}"
+            nested = f"{name} ({other.title!r}) is inside {around} ({one.title!r})"
+            same = inner.call == outer.call or not inside
             error = PlanError(
                 f"regions overlap: {found_twice if same else nested}",
                 needed="regions of which none lies inside another",
@@ -186,7 +238,7 @@ def _no_op(what: str, name: OpName, ops: Iterable[OpName]) -> PlanError:
 def _no_encoding(
     planned: PlannedRegion, name: OpName, form: str, known: Encoding | None
 ) -> PlanError:
-    what = f"cannot encode '{name}' as {form} in region {planned.calls!r}"
+    what = f"cannot encode '{name}' as {form} in region {planned.title!r}"
     if known is not None and known.name == form:
         return PlanError(
             f"{what}: the region saves it as well",

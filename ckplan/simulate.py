@@ -287,8 +287,10 @@ class RegionView:
 
     def __init__(self, graph: Graph, call: int, last: int) -> None:
         self.graph = graph
-        self.index = call
+        self.unit = call, None if last == call else last
         self.name = str(graph.calls[call])
+        if last != call:
+            self.name += f" to {graph.calls[last]}"
         self.start = graph.calls[call].start
         self.stop = graph.calls[last].stop
         self.flow = Flow()

@@ -21,7 +21,7 @@ from ckplan.plan import Plan, PlannedRegion
 from ckplan.resolve import describe, name_ops, resolve
 from ckplan.simulate import Region, simulate
 from ckplan.training.allocator import peak_bytes_of
-from ckplan.training.step import TrainingStep, make_step
+from ckplan.training.step import Training, TrainingStep, make_step
 from ckplan.training.workload import Workload, tensors_of
 
 
@@ -112,7 +112,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 def build(name: str) -> Workload:
     torch.manual_seed(0)
-    make, shape = MODELS[name]
+    make, shape = {**MODELS, "listed": (Listed, (256, 64))}[name]
     return Workload(make(), torch.randn(shape), lambda out, _: out.square().mean())
 
 
@@ -124,13 +124,13 @@ def state_of(step: TrainingStep, losses: list[torch.Tensor]) -> list[torch.Tenso
 
 
 def train(workload: Workload, steps: int = 3) -> list[torch.Tensor]:
-    step = make_step(workload, "adamw")
+    step = make_step(workload, Training("adamw"))
     torch.manual_seed(1)
     return state_of(step, [step.run() for _ in range(steps)])
 
 
 def measured_peak(workload: Workload) -> int:
-    step = make_step(workload, "adamw")
+    step = make_step(workload, Training("adamw"))
     step.run()
     step.zero_grad()
     assert step.optimizer is not None
@@ -385,3 +385,126 @@ def test_an_error_of_a_plan_file_names_the_line(tmp_path: Path) -> None:
         applying.apply(model, path)
     with pytest.raises(ApplyError):
         applying.status(model)
+
+
+# -- runs of calls -------------------------------------------------------------------
+
+
+class Listed(nn.Module):
+    """Blocks in a list, with code of the parent between them."""
+
+    def __init__(self, fewer: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Residual() for _ in range(5))
+        self.fewer = fewer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in list(self.blocks)[: 2 if self.fewer else None]:
+            x = functional.gelu(block(x)) * 0.5 + x
+        return x
+
+
+RUNS = {
+    "residual": [("0", "1")],
+    "convolution": [("0", "2")],
+    "attention": [("1", "2")],
+    "masked": [("0", "2")],
+    "unrolled": [("cell#0", "cell#1"), ("cell#2", "cell#3")],
+    "listed": [("blocks.0", "blocks.1"), ("blocks.2", "blocks.4")],
+}
+
+
+def run_plans(name: str) -> list[Plan]:
+    """Keep nothing, and keep every third op, of runs."""
+    workload = build(name)
+    graph = ckplan.profile(workload.model, workload.batch, loss=workload.loss)
+    nothing = tuple(PlannedRegion("", run=run) for run in RUNS[name])
+    some = []
+    for region in resolve(Plan(regions=nothing), graph):
+        ops = name_ops(graph, region.call, region.last)
+        (planned,) = describe(graph, [region])
+        some.append(PlannedRegion("", save=tuple(ops[::3]), run=planned.run))
+    return [Plan(regions=nothing), Plan(regions=tuple(some))]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_runs_of_calls_are_bitwise_the_same_and_peaks_are_as_predicted(
+    name: str,
+) -> None:
+    workload = build(name)
+    graph = ckplan.profile(workload.model, workload.batch, loss=workload.loss)
+    expected = train(build(name), steps=4)
+    for plan in run_plans(name):
+        workload = applying_to(build(name), plan)
+        assert all(map(torch.equal, expected, train(workload, steps=4))), plan.regions
+        for region in applying.status(workload.model).regions:
+            assert (region.runs, region.kept, region.missing) == (4, 0, ())
+        workload = applying_to(build(name), plan)
+        predicted = simulate(graph, resolve(plan, graph)).peak_bytes
+        assert predicted == pytest.approx(measured_peak(workload), rel=0.003), plan
+
+
+def test_a_run_beside_regions_of_the_same_module() -> None:
+    plan = Plan(
+        regions=(
+            PlannedRegion("cell#[0..1]"),
+            PlannedRegion("", run=("cell#2", "cell#3")),
+        )
+    )
+    workload = applying_to(build("unrolled"), plan)
+    assert all(map(torch.equal, train(build("unrolled")), train(workload)))
+    assert [r.runs for r in applying.status(workload.model).regions] == [6, 3]
+
+
+def test_a_run_whose_last_call_never_comes_ends_with_its_parent() -> None:
+    plan = Plan(regions=(PlannedRegion("", run=("blocks.0", "blocks.4")),))
+    models = [Listed(), Listed()]
+    models[1].load_state_dict(models[0].state_dict())
+    applying.apply(models[1], plan)
+    for fewer in (False, True, False, True):
+        grads = []
+        for model in models:
+            model.fewer = fewer
+            model.zero_grad()
+            torch.manual_seed(0)
+            model(torch.ones(8, 64)).square().mean().backward()
+            grads.append([p.grad for p in model.parameters() if p.grad is not None])
+        assert all(map(torch.equal, *grads))
+    with pytest.raises(RuntimeError):
+        models[1](torch.ones(8, 5))
+    assert not applying.regions._running.regions
+    assert not applying.regions._running.calls
+
+
+@pytest.mark.parametrize(
+    ("regions", "message"),
+    [
+        ((PlannedRegion("", run=("blocks.0", "blocks.9")),), "blocks.9"),
+        ((PlannedRegion("", run=("blocks.0", "blocks.0.up")),), "one region of"),
+        (
+            (
+                PlannedRegion("", run=("blocks.0", "blocks.2")),
+                PlannedRegion("blocks.2"),
+            ),
+            "overlap",
+        ),
+        (
+            (PlannedRegion("", run=("blocks.0", "blocks.2")), PlannedRegion(".")),
+            "overlap",
+        ),
+        (
+            (
+                PlannedRegion("", run=("blocks.0", "blocks.2")),
+                PlannedRegion("", run=("blocks.2", "blocks.3")),
+            ),
+            "overlap",
+        ),
+    ],
+)
+def test_a_run_that_cannot_be_changes_nothing(
+    regions: tuple[PlannedRegion, ...], message: str
+) -> None:
+    model = Listed()
+    with pytest.raises(PlanError, match=message):
+        applying.apply(model, Plan(regions=regions))
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())

@@ -13,6 +13,7 @@ import ckplan
 from ckplan import applying
 from ckplan.errors import ApplyError, InfeasibleError
 from ckplan.plan import Plan, PlannedRegion
+from ckplan.solving.solve import Planner
 from ckplan.training.workload import Workload
 
 
@@ -83,3 +84,24 @@ def test_a_plan_without_a_fingerprint_expects_no_shapes() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model(torch.randn(9, 4)).sum().backward()
+
+
+def deep() -> Workload:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(16)]
+    return Workload(nn.Sequential(*blocks), torch.randn(4096, 32))
+
+
+def test_a_deep_chain_fits_a_budget_that_needs_runs_of_calls() -> None:
+    graph = ckplan.profile(deep().model, deep().batch)
+    planner = Planner(graph)
+    assert planner.floor.peak_bytes < 0.75 * planner.unplanned.peak_bytes
+    plan = ckplan.solve(graph, budget=planner.floor.peak_bytes)
+    assert any(region.run for region in plan.regions)
+    expected = train(deep())
+    workload = deep()
+    ckplan.apply(workload.model, plan)
+    assert all(map(torch.equal, expected, train(workload)))
+    workload = deep()
+    ckplan.apply(workload.model, plan)
+    assert measured_peak(workload) <= planner.floor.peak_bytes

@@ -8,12 +8,20 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "ckplan"
-TORCH_SIDE = {"encodings", "training", "tracing", "applying", "verifying"}
+TORCH_SIDE = {
+    "encodings",
+    "integrations",
+    "training",
+    "tracing",
+    "applying",
+    "verifying",
+}
 # What each may import of ckplan, beside itself and the files at the root.
 FOLDERS = {
     "solving": set(),
     "auto": {"tracing", "solving", "applying"},
     "eject": {"solving"},
+    "integrations": {"applying"},
     "report": {"solving", "verifying"},  # verifying: types only, see below
     "training": set(),
     "tracing": {"training"},

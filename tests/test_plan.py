@@ -133,6 +133,8 @@ _op_names = st.builds(
 _regions = st.builds(
     PlannedRegion, _words, save=st.lists(_op_names, max_size=9).map(tuple)
 ) | st.builds(PlannedRegion, _words, by=st.just("rerun"))
+_ends = st.sampled_from(["h.0", "cell#3", ".", "1.10", "a.b.2#0"])
+_regions |= st.builds(PlannedRegion, st.just(""), run=st.tuples(_ends, _ends))
 _fingerprints = st.fixed_dictionaries(
     {},
     optional={
@@ -261,11 +263,11 @@ def _top(text: str) -> str:
             _region("sav: [a/b]"),
             4,
             "unknown key 'sav' in a region",
-            "calls, by, save",
+            "calls, run, by, save",
             "",
         ),
         (_region("by: rerun\n    by: rerun"), 5, "first in line 4", "once", "remove"),
-        ("ckplan: 1\nregions:\n  - by: rerun", 3, "missing key 'calls'", "calls", ""),
+        ("ckplan: 1\nregions:\n  - by: rerun", 3, "it has neither", "calls", ""),
         (_top("fingerprint: {troch: 2}"), 3, "unknown key 'troch' in", "", "'torch'?"),
         (_top("bound: {\n any: 1}"), 4, "unknown key 'any'", "any_schedule, this", ""),
         (_top("predicted: {}"), 3, "missing key 'peak_bytes'", "peak_at, ", ""),
@@ -288,7 +290,36 @@ def _top(text: str) -> str:
             "",
         ),
         (_region("regions: []"), 4, "'regions' in a region is not supported", "", ""),
-        ("ckplan: 1\nregions: [run: [a, b]]", 2, "'run' in a region is not", "", ""),
+        (
+            "ckplan: 1\nregions: [offload: [a]]",
+            2,
+            "'offload' in a region is not",
+            "",
+            "",
+        ),
+        ("ckplan: 1\nregions: [run: [a, b, c]]", 2, "it has 3 calls", "two", "run: ["),
+        ("ckplan: 1\nregions: [run: a]", 2, "'run' is a single value", "a list", "run"),
+        (
+            "ckplan: 1\nregions: [run: ['h.[0..1]', b]]",
+            2,
+            "cannot read the call 'h.[0..1]'",
+            "one call",
+            "run: [",
+        ),
+        (
+            "ckplan: 1\nregions: [{calls: a, run: [a, b]}]",
+            2,
+            "it has both 'calls' and 'run'",
+            "calls, where each is",
+            "",
+        ),
+        (
+            "ckplan: 1\nregions: [{run: [a, b], by: rerun}]",
+            2,
+            "a run needs by: program",
+            "",
+            "",
+        ),
         # types
         ("- ckplan: 1", 1, "the plan is a list", "a mapping", ""),
         ("ckplan", 1, "the plan is a single value", "a mapping", ""),

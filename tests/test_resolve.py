@@ -280,3 +280,50 @@ def test_resolving_is_the_reverse_of_describing(graph: Graph, data: st.DataObjec
     plan = Plan(regions=describe(graph, regions))
     plan = loads(dumps(plan), "plan.yaml")
     assert resolve(plan, graph) == tuple(sorted(regions, key=lambda r: r.call))
+
+
+# -- runs of calls -------------------------------------------------------------------
+
+
+def test_a_run_is_one_region_from_its_first_call_to_its_last():
+    plan = _plan("{run: [h.0, h.2], save: [h.1.mlp/addmm#1]}")
+    (region,) = resolve(plan, BLOCKS)
+    first, last = (_call(BLOCKS, name) for name in ("h.0#0", "h.2#0"))
+    assert (region.call, region.last) == (first, last)
+    names = [str(name) for name in name_ops(BLOCKS, first, last)]
+    assert names[:2] == ["h.0.norm/native_layer_norm", "h.0.mlp/addmm"]
+    (saved,) = region.save
+    assert names[saved[0] - BLOCKS.calls[first].start] == "h.1.mlp/addmm#1"
+    assert describe(BLOCKS, [region]) == plan.regions
+
+
+def test_a_run_of_one_module_names_the_numbers_of_its_calls():
+    plan = _plan("run: [cell#1, cell#3]", "calls: cell#0")
+    regions = resolve(plan, CELLS)
+    assert [region.last is None for region in regions] == [True, False]
+    again = Plan(regions=describe(CELLS, regions))
+    assert resolve(again, CELLS) == regions
+    assert again.regions[1].run == ("cell#1", "cell#3")
+
+
+@pytest.mark.parametrize(
+    ("regions", "found"),
+    [
+        (["run: [h.2, h.0]"], "cannot make one region of h.2 to h.0"),
+        (["run: [h.0, h.1.mlp]"], "cannot make one region of h.0 to h.1.mlp"),
+        (["run: [h.0, h.9]"], "no module 'h.9' ran"),
+        (["run: [h.0, h.2]", "calls: h.1"], "regions overlap"),
+        (["run: [h.0, h.2]", "calls: h.1.mlp"], "regions overlap"),
+        (["run: [h.0, h.2]", "run: [h.2, h.3]"], "regions overlap"),
+        (["{run: [h.0, h.2], save: [mlp/addmm]}"], "runs no such op"),
+    ],
+)
+def test_a_run_that_cannot_be_names_the_line(regions: list[str], found: str):
+    with pytest.raises(PlanError, match=r"plan.yaml, line \d: .*") as caught:
+        resolve(_plan(*regions), BLOCKS)
+    assert found in caught.value.what
+
+
+def test_a_run_that_does_not_say_which_call_is_meant():
+    with pytest.raises(PlanError, match="cell is meant: it runs 4 times"):
+        resolve(_plan("run: [cell, cell#3]"), CELLS)

@@ -14,8 +14,9 @@ import pytest
 
 from ckplan.errors import CkplanError, InfeasibleError, PlanError
 from ckplan.graph import Encoding, load
-from ckplan.plan import dumps
+from ckplan.plan import dumps, loads
 from ckplan.program import Flow
+from ckplan.resolve import resolve
 from ckplan.simulate import RERUN, Region, Simulator
 from ckplan.solving.bound import LowerBound
 from ckplan.solving.closure import Closure
@@ -144,7 +145,7 @@ def test_the_chain_finds_the_best_mix_of_its_menus() -> None:
     menus = Menus(simulator)
     tried = []
     for cover in find_covers(graph, menus):
-        options = [[o.region for o in menus.options(call)] for call in cover]
+        options = [[o.region for o in menus.options(unit)] for unit in cover]
         for mix in product(*options):
             chosen = [region for region in mix if region is not None]
             timeline = simulator.run(chosen)
@@ -205,9 +206,10 @@ def test_like_calls_get_their_choices_in_order() -> None:
     graph = graphs.chain(6)
     menus = Menus(Simulator(graph))
     cover = next(c for c in find_covers(graph, menus) if len(c) > 4)
-    like = [c for c in cover if graph.signature(c) == graph.signature(cover[3])]
+    like = [u for u in cover if graph.signature(*u) == graph.signature(*cover[3])]
     dropping = [o.region for o in menus.options(like[-1]) if o.region is not None]
-    assert [like[0]] == [region.call for region in menus.tidy([dropping[-1]], cover)]
+    tidied = menus.tidy([dropping[-1]], cover)
+    assert [like[0]] == [(region.call, region.last) for region in tidied]
 
 
 def test_the_frontier_gets_dearer_as_it_gets_smaller() -> None:
@@ -314,3 +316,48 @@ def test_no_practice_is_ahead_of_the_plan_on_a_shipped_trace(name: str) -> None:
         for other in everything(planner, budget):
             if other.fits:
                 assert plan.timeline.overhead <= other.overhead, (name, other)
+
+
+def boundaries(count: int) -> graphs.Graph:
+    """Blocks between which lies most of what they keep."""
+    return graphs.chain(count, width_bytes=10**6, hidden_bytes=10**5)
+
+
+def test_runs_of_calls_go_where_regions_on_single_calls_cannot() -> None:
+    graph = boundaries(16)
+    planner = Planner(graph)
+    simulator = planner.simulator
+    blocks = graph.children[0][:16]
+    single = simulator.run([Region(block) for block in blocks]).peak_bytes
+    others = everything(planner, planner.floor.peak_bytes)
+    assert planner.floor.peak_bytes < single
+    assert planner.floor.peak_bytes <= min(other.peak_bytes for other in others)
+    solution = planner.solve((planner.floor.peak_bytes + single) // 2)
+    assert any(region.last is not None for region in solution.regions)
+    plan = to_plan(graph, solution)
+    assert resolve(loads(dumps(plan), "plan"), graph) == solution.regions
+
+
+@pytest.mark.parametrize("count", [9, 16, 25, 36])
+def test_memory_of_a_chain_grows_as_its_root(count: int) -> None:
+    graph = boundaries(count)
+    simulator = Simulator(graph)
+    fixed = sum(
+        graph.bytes_by_kind[kind] for kind in ("parameter", "gradient", "input")
+    )
+    floor = Planner(graph).floor.peak_bytes - fixed
+    unplanned = simulator.run().peak_bytes - fixed
+    # Of n blocks, n ** 0.5 boundaries stay, and the insides of n ** 0.5 come back.
+    assert floor < 6 * unplanned / count**0.5
+
+
+def test_a_larger_budget_never_costs_more_with_runs() -> None:
+    graph = boundaries(12)
+    planner = Planner(graph)
+    low, high = planner.floor.peak_bytes, planner.unplanned.peak_bytes
+    before = float("inf")
+    for budget in (low + (high - low) * part // 12 for part in range(13)):
+        timeline = planner.solve(budget).timeline
+        assert timeline.peak_bytes <= budget
+        assert timeline.overhead <= before + 1e-12
+        before = timeline.overhead

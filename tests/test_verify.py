@@ -15,7 +15,7 @@ from torch import nn
 
 from ckplan.errors import CkplanError, VerifyError, WorkloadError
 from ckplan.plan import Plan, Prediction
-from ckplan.training.step import make_step
+from ckplan.training.step import Training, make_step
 from ckplan.training.workload import Workload, WorkloadSpec
 from ckplan.verifying import interleave as interleaving
 from ckplan.verifying import verify as verifying
@@ -105,7 +105,7 @@ def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def _answer(
     target: str, plan: Plan | None = None, seed: int = 0, **options: str
 ) -> Any:
-    job = Job(WorkloadSpec(target, options), plan, "none", seed)
+    job = Job(WorkloadSpec(target, options), plan, Training("none"), seed)
     return Worker(job).answer(FIRST_STEPS)
 
 
@@ -240,7 +240,7 @@ def test_the_random_state_after_the_steps_is_compared(target: str, action: str):
 
 def test_what_the_model_prints_and_reads_stays_apart(target: str, capfd: Any):
     spec = WorkloadSpec(target, {"when_unplanned": "talk"})
-    with StepProcess(spec, optimizer="none") as process:
+    with StepProcess(spec, training=Training("none")) as process:
         assert process.first_steps().peak_bytes > 0
         assert process.step() > 0
     out, err = capfd.readouterr()
@@ -431,7 +431,7 @@ def test_the_held_bytes_are_each_storage_once():
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
     model[2].weight = model[0].weight
     model.table = [torch.zeros(10)]  # neither a parameter nor a buffer
-    step = make_step(Workload(model, torch.randn(8, 4)[:2]), "adamw")
+    step = make_step(Workload(model, torch.randn(8, 4)[:2]), Training("adamw"))
     weights, norm, batch = 4 * (16 + 4 + 4), 4 * (4 + 4), 4 * 8 * 4
     others = 4 * (4 + 4) + 8 + 4 * 10  # running statistics, their count, the table
     assert weights + norm + others + batch == state_bytes(step)
@@ -450,7 +450,9 @@ def test_the_peak_is_what_the_step_holds_and_allocates(tmp_path: Path):
         "    return {'model': model, 'batch': torch.randn(10, 1000),\n"
         "            'loss': lambda output, batch: output.sum()}\n"
     )
-    found = Worker(Job(WorkloadSpec(str(path)), None, "none", 0)).answer(FIRST_STEPS)
+    found = Worker(Job(WorkloadSpec(str(path)), None, Training("none"), 0)).answer(
+        FIRST_STEPS
+    )
     weight, batch, output, loss = 400_000, 40_000, 4_000, 4
     at_least = weight + batch + output + loss + weight  # with the gradient
     assert at_least <= found.peak_bytes <= at_least + 2 * output
@@ -485,7 +487,7 @@ def test_digests_are_of_the_values_and_not_of_how_they_lie(dtype: torch.dtype):
 
 
 def test_a_timed_step_follows_the_first_ones(target: str):
-    worker = Worker(Job(WorkloadSpec(target), None, "none", 0))
+    worker = Worker(Job(WorkloadSpec(target), None, Training("none"), 0))
     worker.answer(FIRST_STEPS)
     assert worker.answer(TIMED_STEP) > 0
 

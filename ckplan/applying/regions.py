@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import (
+    Callable,
     Collection,
     Hashable,
     Iterable,
@@ -20,6 +21,7 @@ from collections.abc import (
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -32,7 +34,13 @@ from ckplan.applying.record import OpKey, Recorder, Template
 from ckplan.applying.replay import Replay
 from ckplan.applying.rerun import RerunForward
 from ckplan.errors import ApplyError, PlanError
-from ckplan.names import call_name, expand_modules, relative_path
+from ckplan.names import (
+    Call,
+    call_name,
+    expand_modules,
+    parse_call,
+    relative_path,
+)
 from ckplan.plan import Plan, PlannedRegion, differences, load, plan_fingerprint
 from ckplan.simulate import RERUN
 from ckplan.training.fingerprint import (
@@ -91,9 +99,11 @@ class _Templates(dict[Hashable, "Template | None"]):
 class _Choice:
     """A planned region of one module, and what it did."""
 
-    fqn: str
+    fqn: str  # of the call that begins it
     region: PlannedRegion
     numbers: frozenset[int] | None  # of calls; None for every call
+    last: Call | None = None  # that ends it, if it is a run of calls
+    top: str = ""  # what paths are below: the FQN of its module, or of a run's parent
     runs: int = 0
     recorded: int = 0
     kept: int = 0
@@ -102,8 +112,15 @@ class _Choice:
     templates: _Templates = field(default_factory=_Templates)
 
     @property
+    def title(self) -> str:
+        """What errors of its ops call it; empty for the model."""
+        return self.fqn if self.last is None else self.region.title
+
+    @property
     def name(self) -> str:
-        """What status and errors call it."""
+        """What status and errors of the plan call it."""
+        if self.last is not None:
+            return self.region.title
         if self.numbers is None:
             return self.fqn or "."
         return ", ".join(call_name(self.fqn, n) for n in sorted(self.numbers))
@@ -172,20 +189,34 @@ class _Choice:
         return found
 
 
-class _Run(NamedTuple):
-    """The forward of a planned module, while it runs."""
+class _Open(NamedTuple):
+    """A region whose forward runs now."""
 
-    fqn: str
-    choice: _Choice | None  # None: this call is no region
-    region: Recorder | Replay | None
+    choice: _Choice
+    region: Recorder | Replay
     key: Hashable
+    last: Call  # that ends it
+    switched_off: list[nn.Module]  # modules that would checkpoint themselves
+
+    def close(self) -> None:
+        """Its forward is over."""
+        for module in self.switched_off:
+            module.gradient_checkpointing = True
+        self.choice.end(self.region, self.key)
 
 
 class _Running(threading.local):
-    """Planned modules whose forward runs now, in this thread, innermost last."""
+    """What runs now in this thread, innermost last."""
 
     def __init__(self) -> None:
-        self.regions: list[_Run] = []
+        self.calls: list[Call] = []  # of modules at which regions begin or end
+        self.regions: list[_Open] = []
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """Who wants to know whose ops run."""
+        region = self.regions[-1].region if self.regions else None
+        return region if isinstance(region, Recorder) else None
 
 
 _running = _Running()
@@ -209,43 +240,62 @@ class _Session:
         if not self.larger and torch.is_grad_enabled():
             self.larger = _warn_of_larger_batch(self.plan, args, kwargs)
 
-    def choose(self, fqn: str, choices: Sequence[_Choice]) -> _Choice | None:
-        """The choice for the call that begins now, if it is a region."""
+    def count(self, fqn: str) -> int:
+        """The number of the call that begins now."""
         number = self.calls.get(fqn, 0)
         self.calls[fqn] = number + 1
-        if torch.is_grad_enabled():
-            for choice in choices:
-                if choice.numbers is None or number in choice.numbers:
-                    return choice
-        return None
+        return number
 
 
 @dataclass
 class _RegionHooks:
-    """Hooks around the forward of a module of which some calls are programs."""
+    """Hooks around a module at whose calls regions begin or end."""
 
     fqn: str
     session: _Session
-    choices: list[_Choice]
+    choices: list[_Choice]  # of the regions that begin here
+    switches: list[nn.Module] = field(default_factory=list)  # of transformers, inside
 
     def begin(self, module: nn.Module, args: _Args, kwargs: _Kwargs) -> None:
-        """Open a region if the plan has one for this call."""
-        choice = self.session.choose(self.fqn, self.choices)
-        region, key = None, None
-        if choice is not None:
+        """Open a region if one begins with this call."""
+        call = self.fqn, self.session.count(self.fqn)
+        _running.calls.append(call)
+        choice = _chosen(self.choices, call[1])
+        if choice is not None and not _running.regions:
             key = _key(module, args, kwargs)
-            region = choice.begin(self.fqn or type(module).__name__, key)
+            region = choice.begin(choice.title or type(module).__name__, key)
+            switched_off = [m for m in self.switches if m.gradient_checkpointing]
+            for switched in switched_off:
+                switched.gradient_checkpointing = False
             region.open()
-        _running.regions.append(_Run(self.fqn, choice, region, key))
+            _running.regions.append(
+                _Open(choice, region, key, choice.last or call, switched_off)
+            )
 
     def end(
         self, module: nn.Module, args: _Args, kwargs: _Kwargs, output: object
     ) -> None:
-        """Close the region; called even when forward raised."""
+        """Close the region that ends with this call; called even if forward raised."""
         del module, args, kwargs, output
-        _, choice, region, key = _running.regions.pop()
-        if choice is not None and region is not None:
-            choice.end(region, key)
+        call = _running.calls.pop()
+        if _running.regions and _running.regions[-1].last == call:
+            _running.regions.pop().close()
+
+
+@dataclass
+class _ParentHooks:
+    """A hook around a module that makes the calls of runs: none outlives it."""
+
+    choices: list[_Choice]
+
+    def end(
+        self, module: nn.Module, args: _Args, kwargs: _Kwargs, output: object
+    ) -> None:
+        """Close what is open since the last call of its run never came."""
+        del module, args, kwargs, output
+        found = _running.regions[-1] if _running.regions else None
+        if found is not None and any(found.choice is choice for choice in self.choices):
+            _running.regions.pop().close()
 
 
 @dataclass
@@ -257,18 +307,28 @@ class _PathHooks:
     def begin(self, module: nn.Module, args: _Args, kwargs: _Kwargs) -> None:
         """Enter the module."""
         del module, args, kwargs
-        run = _running.regions[-1] if _running.regions else None
-        if run is not None and isinstance(run.region, Recorder):
-            run.region.path.append(relative_path(self.fqn, run.fqn))
+        recorder = _running.recorder
+        if recorder is not None:
+            top = _running.regions[-1].choice.top
+            recorder.path.append(relative_path(self.fqn, top))
 
     def end(
         self, module: nn.Module, args: _Args, kwargs: _Kwargs, output: object
     ) -> None:
         """Leave the module."""
         del module, args, kwargs, output
-        run = _running.regions[-1] if _running.regions else None
-        if run is not None and isinstance(run.region, Recorder):
-            run.region.path.pop()
+        recorder = _running.recorder
+        if recorder is not None:
+            recorder.path.pop()
+
+
+def _chosen(choices: Iterable[_Choice], number: int) -> _Choice | None:
+    """The choice for a call, if it is a region now."""
+    if torch.is_grad_enabled():
+        for choice in choices:
+            if choice.numbers is None or number in choice.numbers:
+                return choice
+    return None
 
 
 def _key(module: nn.Module, args: _Args, kwargs: _Kwargs) -> Hashable:
@@ -296,20 +356,25 @@ def apply(model: nn.Module, plan: Plan | str | Path) -> nn.Module:
     """
     plan = load(Path(plan)) if isinstance(plan, (str, Path)) else plan
     modules = dict(model.named_modules())
-    choices = _choices(plan, modules)
+    choices, runs = _choices(plan, modules), _run_choices(plan, modules)
+    for run in runs:
+        _check_run(run, runs, choices)
     _warn_of_differences(plan, model)
     remove(model)
-    session = _Session(plan, choices=[c for found in choices.values() for c in found])
+    whole = [choice for found in choices.values() for choice in found]
+    session = _Session(plan, choices=[*whole, *runs])
     session.handles.append(
         model.register_forward_pre_hook(
             session.begin_step, prepend=True, with_kwargs=True
         )
     )
+    programs = list(runs)
     for fqn, found in choices.items():
         if found[0].region.by == RERUN:
             _attach_rerun(session, fqn, modules[fqn], found)
         else:
-            _attach_program(session, fqn, modules, found)
+            programs += found
+    _attach_programs(session, modules, programs)
     return model
 
 
@@ -371,8 +436,8 @@ def _choices(plan: Plan, modules: Mapping[str, nn.Module]) -> dict[str, list[_Ch
     """Planned FQNs, each with its choices, checked against the model."""
     found: dict[str, list[_Choice]] = {}
     for region in plan.regions:
-        for fqn, numbers in _expand(region, modules):
-            choice = _Choice(fqn, region, numbers)
+        for fqn, numbers in () if region.run else _expand(region, modules):
+            choice = _Choice(fqn, region, numbers, top=fqn)
             for other in found.get(fqn, ()):
                 _check_apart(choice, other)
             found.setdefault(fqn, []).append(choice)
@@ -381,6 +446,137 @@ def _choices(plan: Plan, modules: Mapping[str, nn.Module]) -> dict[str, list[_Ch
             if fqn != outer and (not outer or fqn.startswith(f"{outer}.")):
                 raise _overlap(found[fqn][0], f"{fqn} is inside {outer or '.'}")
     return found
+
+
+def _run_choices(plan: Plan, modules: Mapping[str, nn.Module]) -> list[_Choice]:
+    """Planned runs, checked against the model."""
+    found: list[_Choice] = []
+    for region in plan.regions:
+        if region.run is None:
+            continue
+        ends: list[Call] = []
+        for name in region.run:
+            fqn, number = parse_call(name)
+            try:
+                expand_modules(fqn or ".", modules)
+            except PlanError as error:
+                raise region.located(error) from None
+            ends.append((fqn, number or 0))
+        (fqn, number), last = ends
+        top = _maker_of(fqn, last[0], modules)
+        if top is None:
+            apart = PlanError(
+                f"cannot make one region of {region.title}",
+                needed="two calls that the same module makes",
+                hint="run: [transformer.h.0, transformer.h.3]",
+            )
+            raise region.located(apart)
+        found.append(_Choice(fqn, region, frozenset({number}), last, top))
+    return found
+
+
+def _maker_of(first: str, last: str, modules: Mapping[str, nn.Module]) -> str | None:
+    """The innermost module around both that has a forward of its own."""
+    if first != last and (_around(first, last) or _around(last, first)):
+        return None
+    parts = zip(first.split("."), last.split("."), strict=False)
+    same = [one for one, other in takewhile(lambda pair: pair[0] == pair[1], parts)]
+    for stop in range(len(same), -1, -1):
+        fqn = ".".join(same[:stop])
+        if fqn not in (first, last) and _has_forward(modules[fqn]):
+            return fqn
+    return None
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
+
+
+def _check_run(
+    run: _Choice, runs: Iterable[_Choice], choices: Mapping[str, Sequence[_Choice]]
+) -> None:
+    """Refuse what is sure to overlap a run; the rest is for ``resolve``."""
+    assert run.last is not None
+    for fqn, found in choices.items():
+        for end in (run.fqn, run.last[0]):
+            if fqn != end and (_around(fqn, end) or _around(end, fqn)):
+                raise _overlap(run, f"{fqn or '.'} is inside {run.name}, or around it")
+        for choice in found:
+            rerun = choice.region.by == RERUN and fqn in (run.fqn, run.last[0])
+            if rerun or _meets(run, fqn, choice.numbers):
+                raise _overlap(run, f"{choice.name} is in {run.name}, too")
+    for other in runs:
+        if other is not run and _meets(run, other.fqn, other.numbers):
+            raise _overlap(run, f"{other.name} begins in {run.name}")
+
+
+def _meets(run: _Choice, fqn: str, numbers: frozenset[int] | None) -> bool:
+    """Whether calls of a module are the first or last of a run, or between them."""
+    assert run.last is not None
+    (first,) = run.numbers or {0}
+    fqn_last, last = run.last
+    if fqn == run.fqn == fqn_last:
+        return numbers is None or any(first <= number <= last for number in numbers)
+    at = {run.fqn: first, fqn_last: last}.get(fqn)
+    return at is not None and (numbers is None or at in numbers)
+
+
+def _around(outer: str, inner: str) -> bool:
+    return not outer or inner == outer or inner.startswith(f"{outer}.")
+
+
+def _attach_programs(
+    session: _Session, modules: Mapping[str, nn.Module], programs: Sequence[_Choice]
+) -> None:
+    """Hooks where regions begin and end, around who makes runs, and for paths inside.
+
+    Hooks go in front: what is attached later begins earlier, and ends earlier.
+    """
+    regions: dict[str, _RegionHooks] = {}
+    makers: dict[str, _ParentHooks] = {}
+    for choice in programs:
+        ends = (choice.fqn,) if choice.last is None else (choice.fqn, choice.last[0])
+        for fqn in ends:
+            regions.setdefault(fqn, _RegionHooks(fqn, session, []))
+        regions[choice.fqn].choices.append(choice)
+        regions[choice.fqn].switches += (
+            module
+            for name, module in modules.items()
+            if _around(choice.top, name) and hasattr(module, "gradient_checkpointing")
+        )
+        if choice.last is not None:
+            makers.setdefault(choice.top, _ParentHooks([])).choices.append(choice)
+    inside = _inside(programs, modules)
+    add = session.handles.append
+    for fqn, hooks in regions.items():
+        add(_hook_end(modules[fqn], hooks.end))
+    for fqn in inside:
+        add(_hook_begin(modules[fqn], _PathHooks(fqn).begin))
+        add(_hook_end(modules[fqn], _PathHooks(fqn).end))
+    for fqn, hooks in regions.items():
+        add(_hook_begin(modules[fqn], hooks.begin))
+    for fqn, maker in makers.items():
+        add(_hook_end(modules[fqn], maker.end))
+
+
+def _inside(programs: Iterable[_Choice], modules: Iterable[str]) -> set[str]:
+    """Modules in whose forward a plan may name an op."""
+    tops = {c.top for c in programs if c.region.save or c.region.encode}
+    return {
+        name
+        for name in modules
+        if any(name != top and _around(top, name) for top in tops)
+    }
+
+
+def _hook_begin(module: nn.Module, begin: Callable[..., None]) -> RemovableHandle:
+    return module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True)
+
+
+def _hook_end(module: nn.Module, end: Callable[..., None]) -> RemovableHandle:
+    return module.register_forward_hook(
+        end, prepend=True, with_kwargs=True, always_call=True
+    )
 
 
 def _expand(
@@ -409,32 +605,6 @@ def _overlap(choice: _Choice, found: str) -> PlanError:
     return choice.region.located(error)
 
 
-def _attach_program(
-    session: _Session,
-    fqn: str,
-    modules: Mapping[str, nn.Module],
-    choices: list[_Choice],
-) -> None:
-    hooks: list[tuple[nn.Module, _RegionHooks | _PathHooks]] = [
-        (modules[fqn], _RegionHooks(fqn, session, choices))
-    ]
-    if any(choice.region.save or choice.region.encode for choice in choices):
-        prefix = f"{fqn}." if fqn else ""
-        hooks += [
-            (module, _PathHooks(name))
-            for name, module in modules.items()
-            if name != fqn and name.startswith(prefix)
-        ]
-    for module, pair in hooks:
-        begin = module.register_forward_pre_hook(
-            pair.begin, prepend=True, with_kwargs=True
-        )
-        end = module.register_forward_hook(
-            pair.end, prepend=True, with_kwargs=True, always_call=True
-        )
-        session.handles += (begin, end)
-
-
 def _attach_rerun(
     session: _Session, fqn: str, module: nn.Module, choices: list[_Choice]
 ) -> None:
@@ -451,7 +621,7 @@ class _Chooser:
     choices: list[_Choice]
 
     def __call__(self) -> bool:
-        choice = self.session.choose(self.fqn, self.choices)
+        choice = _chosen(self.choices, self.session.count(self.fqn))
         if choice is not None:
             choice.runs += 1
         return choice is not None

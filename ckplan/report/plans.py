@@ -209,7 +209,7 @@ def _regions(plan: Plan, *, in_full: bool = False) -> RenderableType:
         if encodes:
             forms = [f"{op}: {form}" for op, form in region.encode]
             cells.append(_ops(forms, in_full=in_full))
-        add_row(table, region.calls, region.by, *cells)
+        add_row(table, region.title, region.by, *cells)
     return table
 
 
@@ -220,8 +220,9 @@ def _ops(names: list[str], *, in_full: bool) -> str:
 
 
 def _region_json(region: PlannedRegion) -> dict[str, Any]:
+    place = {"run": list(region.run)} if region.run else {"calls": region.calls}
     return {
-        "calls": region.calls,
+        **place,
         "by": region.by,
         "save": [str(op) for op in region.save],
         "encode": {str(op): form for op, form in region.encode},

@@ -1,8 +1,8 @@
-"""What can be done with one call: a menu of regions, cheapest first.
+"""What can be done with one call, or one run of calls: a menu of regions.
 
 Options are the vertices of the lower convex hull of (bytes kept, seconds run again)
 over all sets of values to keep (``closure.py``), from keeping all that is cheap to
-rebuild nothing, to keeping nothing. Calls that do the same share one search.
+rebuild nothing, to keeping nothing. Units that do the same share one search.
 """
 
 from __future__ import annotations
@@ -21,12 +21,15 @@ from ckplan.solving.closure import NANOSECOND, Choice, Closure
 
 _FEWEST_CUTS, _MOST_CUTS, _CUTS_TIMES_STEPS = 4, 40, 2500
 
+Unit: TypeAlias = tuple[int, int | None]
+"""What can be a region: a call, and the last one if it is a run of siblings."""
+
 _Outputs: TypeAlias = frozenset[tuple[int, int]]
-"""(op counted from the call's first, output)"""
+"""(op counted from the unit's first, output)"""
 
 
 class Kept(NamedTuple):
-    """What a region keeps, as calls that do the same can share it."""
+    """What a region keeps, as units that do the same can share it."""
 
     save: _Outputs
     encode: _Outputs
@@ -34,33 +37,33 @@ class Kept(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One way to run a call."""
+    """One way to run a unit."""
 
     region: Region | None  # None: keep everything
-    need_bytes: int  # budget its own moments need if no earlier call drops anything
+    need_bytes: int  # budget its own moments need if no earlier unit drops any
     freed_bytes: int  # what it frees between its forward and its backward
     seconds: float
 
 
 class Menus:
-    """Menus for the calls of one graph."""
+    """Menus for the units of one graph."""
 
     def __init__(self, simulator: Simulator) -> None:
         self._simulator = simulator
         self._graph = simulator.graph
         self._hulls: dict[str, list[Kept]] = {}  # by signature
-        self._signatures: dict[int, str] = {}
+        self._signatures: dict[Unit, str] = {}
 
-    def options(self, call: int) -> list[Option]:
-        """Every way to run a call, cheapest first; keeping everything is the first."""
-        return self._useful(call, (self._region(call, k) for k in self._kept(call)))
+    def options(self, unit: Unit) -> list[Option]:
+        """Every way to run a unit, cheapest first; keeping everything is the first."""
+        return self._useful(unit, (self._region(unit, k) for k in self._kept(unit)))
 
-    def whole(self, call: int) -> list[Option]:
+    def whole(self, unit: Unit) -> list[Option]:
         """The two ways of everyday practice: keep everything, or run it all again."""
-        return self._useful(call, [Region(call, RERUN)])
+        return self._useful(unit, [Region(unit[0], RERUN, last=unit[1])])
 
-    def _useful(self, call: int, regions: Iterable[Region]) -> list[Option]:
-        view = self._simulator.view(call)
+    def _useful(self, unit: Unit, regions: Iterable[Region]) -> list[Option]:
+        view = self._simulator.view(*unit)
         windows = _windows(view)
         keep = Option(None, self._unplanned_need(windows), 0, 0.0)
         if not view.packed or windows[1][0] < 0:
@@ -81,50 +84,50 @@ class Menus:
             for storage in {saved.storage for _, saved, _ in view.packed} - alive
         )
 
-    def tidy(self, regions: Sequence[Region], cover: Sequence[int]) -> list[Region]:
-        """The same choices, those that keep least given to the first of like calls.
+    def tidy(self, regions: Sequence[Region], cover: Sequence[Unit]) -> list[Region]:
+        """The same choices, those that keep least given to the first of like units.
 
         Freeing early helps every later moment, and a plan in order is short to write.
         """
-        chosen = {region.call: region for region in regions}
-        alike: dict[str, list[int]] = defaultdict(list)
-        for call in cover:
-            alike[self._signature(call)].append(call)
+        chosen = {(region.call, region.last): region for region in regions}
+        alike: dict[str, list[Unit]] = defaultdict(list)
+        for unit in cover:
+            alike[self._signature(unit)].append(unit)
         tidied: list[Region] = []
-        for calls in alike.values():
-            saves = [self._relative(chosen[c]) for c in calls if c in chosen]
+        for units in alike.values():
+            saves = [self._relative(chosen[u]) for u in units if u in chosen]
             saves.sort(
-                key=lambda kept: (self._kept_bytes(calls[0], kept), *map(sorted, kept))
+                key=lambda kept: (self._kept_bytes(units[0], kept), *map(sorted, kept))
             )
-            tidied += map(self._region, calls, saves)
+            tidied += map(self._region, units, saves)
         return sorted(tidied, key=lambda region: region.call)
 
     def _relative(self, region: Region) -> Kept:
         start = self._graph.calls[region.call].start
         return Kept(_shifted(region.save, -start), _shifted(region.encode, -start))
 
-    def _region(self, call: int, kept: Kept) -> Region:
-        start = self._graph.calls[call].start
+    def _region(self, unit: Unit, kept: Kept) -> Region:
+        start = self._graph.calls[unit[0]].start
         save, encode = (_shifted(outputs, start) for outputs in kept)
-        return Region(call, save=save, encode=encode)
+        return Region(unit[0], save=save, last=unit[1], encode=encode)
 
-    def _kept_bytes(self, call: int, kept: Kept) -> int:
-        region, graph = self._region(call, kept), self._graph
+    def _kept_bytes(self, unit: Unit, kept: Kept) -> int:
+        region, graph = self._region(unit, kept), self._graph
         storages = {graph.ops[op].outputs[output] for op, output in region.save}
         saved = sum(graph.storages[storage].bytes for storage in storages)
         return saved + sum(graph.encoding_of[place].bytes for place in region.encode)
 
-    def _signature(self, call: int) -> str:
-        if call not in self._signatures:
-            self._signatures[call] = self._graph.signature(call)
-        return self._signatures[call]
+    def _signature(self, unit: Unit) -> str:
+        if unit not in self._signatures:
+            self._signatures[unit] = self._graph.signature(*unit)
+        return self._signatures[unit]
 
-    def _kept(self, call: int) -> list[Kept]:
-        """The hull of a call, as ops of that call."""
-        signature = self._signature(call)
+    def _kept(self, unit: Unit) -> list[Kept]:
+        """The hull of a unit, as ops of that unit."""
+        signature = self._signature(unit)
         if signature not in self._hulls:
-            view = self._simulator.view(call)
-            hull = call_closure(self._graph, view).hull(_most_cuts(view))
+            view = self._simulator.view(*unit)
+            hull = unit_closure(self._graph, view).hull(_most_cuts(view))
             self._hulls[signature] = [_kept(view, choice) for choice in hull]
         return self._hulls[signature]
 
@@ -141,14 +144,14 @@ class Menus:
 
 
 def _most_cuts(view: RegionView) -> int:
-    """Large calls get fewer options, so that the search stays short."""
+    """Large units get fewer options, so that the search stays short."""
     return max(
         _FEWEST_CUTS, min(_MOST_CUTS, _CUTS_TIMES_STEPS // len(view.flow.inputs))
     )
 
 
 def _windows(view: RegionView) -> list[tuple[int, int]]:
-    """Half moments of a call's forward and of its backward."""
+    """Half moments of a unit's forward and of its backward."""
     return [view.forward_window(), view.backward_window()]
 
 
@@ -169,8 +172,8 @@ def _alive_anyway(graph: Graph, view: RegionView) -> set[int]:
     }
 
 
-def call_closure(graph: Graph, view: RegionView) -> Closure:
-    """The closure problem of one call."""
+def unit_closure(graph: Graph, view: RegionView) -> Closure:
+    """The closure problem of one unit."""
     flow = view.flow
     alive = _alive_anyway(graph, view)
     bytes_of = {
@@ -180,7 +183,7 @@ def call_closure(graph: Graph, view: RegionView) -> Closure:
     }
     encodings = {
         flow.returned[one.op - view.start][one.output]: one
-        for one in graph.encodings_in(view.index)
+        for one in graph.encodings_in(*view.unit)
     }
     return Closure(
         flow,

@@ -106,7 +106,8 @@ def _first(
 def _rotor(
     simulator: Simulator, menus: Menus, layers: Sequence[int], budget_bytes: int
 ) -> Sequence[Region]:
-    chain: ChainFrontier = chain_of(simulator, menus, layers, menus.whole)
+    units = [(layer, None) for layer in layers]
+    chain: ChainFrontier = chain_of(simulator, menus, units, menus.whole)
     plans = chain.cheapest_first(max(budget_bytes, chain.least_bytes))
     return next(
         (p for p in plans if simulator.run(p).peak_bytes <= budget_bytes),

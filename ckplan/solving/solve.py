@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import chain as concatenate
 from itertools import islice
 from typing import TypeAlias
 
@@ -15,18 +16,20 @@ from ckplan.graph import Graph
 from ckplan.plan import Plan, Prediction, plan_fingerprint
 from ckplan.resolve import describe
 from ckplan.simulate import Region, Simulator, Timeline
-from ckplan.solving.baselines import baselines
+from ckplan.solving.baselines import baselines, can_be_done
 from ckplan.solving.bound import LowerBound
 from ckplan.solving.chain import ChainFrontier
-from ckplan.solving.covers import chain_of, find_covers
-from ckplan.solving.menu import Menus
+from ckplan.solving.covers import chain_of, find_covers, run_covers
+from ckplan.solving.menu import Menus, Unit
 from ckplan.solving.solution import Floor, Point, Solution
 
 _Found: TypeAlias = tuple[Timeline, tuple[Region, ...]]
 _Tidy: TypeAlias = Callable[[tuple[Region, ...]], list[Region]]
+_Search: TypeAlias = tuple[ChainFrontier, _Tidy]
 
 _MOST_REPLAYS = 32  # of points that the chain thought would fit
 _HALVINGS = 12  # of a search for a budget
+_WORTH_RUNS = 0.02  # of what can be freed, more with runs than without
 GOALS = (None, "min-memory", "knee")
 METHODS = ("chain", "milp")
 
@@ -43,9 +46,8 @@ class Planner:
         self.simulator = Simulator(graph)
         self.menus = Menus(self.simulator)
         self.unplanned = self.simulator.run()
-        covers = find_covers(graph, self.menus)
-        self._chains = [chain_of(self.simulator, self.menus, cover) for cover in covers]
-        self._tidies = [partial(self.menus.tidy, cover=cover) for cover in covers]
+        self._covers = find_covers(graph, self.menus)
+        self._searches = [self._search(cover) for cover in self._covers]
         self._bound = LowerBound(self.simulator)
 
     def solve(self, budget_bytes: int) -> Solution:
@@ -132,11 +134,10 @@ class Planner:
     @cached_property
     def floor(self) -> Floor:
         """The smallest peak of all plans, and what owns it."""
-        timelines = [self.unplanned]
-        for chain, tidy in zip(self._chains, self._tidies, strict=True):
-            plan = next(chain.cheapest_first(chain.least_bytes))
-            timelines += (timeline for timeline, _ in self._replays(plan, tidy))
-        smallest = min(timelines, key=lambda timeline: timeline.peak_bytes)
+        smallest = self._smallest(self._searches)
+        if self._runs_pay:
+            found = self._smallest(self._run_searches)
+            smallest = min(smallest, found, key=lambda timeline: timeline.peak_bytes)
         by_kind = smallest.peak_by_kind
         owner = max(by_kind, key=lambda kind: (by_kind[kind], kind))
         return Floor(smallest.peak_bytes, smallest.peak_at, owner)
@@ -145,12 +146,52 @@ class Planner:
         """The cheapest plan that fits, as its timeline and its regions."""
         if self.unplanned.peak_bytes <= budget_bytes:
             return self.unplanned, ()
+        searches = [*self._searches, *(self._run_searches if self._runs_pay else ())]
         found = [
             plan
-            for chain, tidy in zip(self._chains, self._tidies, strict=True)
+            for chain, tidy in searches
             for plan in self._cheapest(chain, tidy, budget_bytes)
         ]
         return min(found, key=_rank, default=None)
+
+    def _search(self, cover: Sequence[Unit]) -> _Search:
+        chain = chain_of(self.simulator, self.menus, cover)
+        return chain, partial(self.menus.tidy, cover=cover)
+
+    def _smallest(self, searches: Iterable[_Search]) -> Timeline:
+        timelines = [self.unplanned]
+        for chain, tidy in searches:
+            plan = next(chain.cheapest_first(chain.least_bytes))
+            timelines += (timeline for timeline, _ in self._replays(plan, tidy))
+        return min(timelines, key=lambda timeline: timeline.peak_bytes)
+
+    @cached_property
+    def _run_covers(self) -> dict[int, list[tuple[Unit, ...]]]:
+        return run_covers(self.graph, self.menus)
+
+    @cached_property
+    def _run_searches(self) -> list[_Search]:
+        covers = concatenate.from_iterable(self._run_covers.values())
+        return [self._search(cover) for cover in covers]
+
+    @cached_property
+    def _runs_pay(self) -> bool:
+        """Whether dropping what lies between calls, too, frees much more.
+
+        Runs of about the root of their number free the most.
+        """
+        covers = self._run_covers
+        if not covers:
+            return False
+        root = max(covers) ** 0.5
+        least = self._smallest(self._searches).peak_bytes
+        for cover in covers[min(covers, key=lambda length: abs(length - root))]:
+            regions = (Region(call, last=last) for call, last in cover)
+            done = [r for r in regions if can_be_done(self.simulator, r)]
+            peak = self.simulator.run(done).peak_bytes
+            if least - peak > _WORTH_RUNS * (self.unplanned.peak_bytes - peak):
+                return True
+        return False
 
     def nearest(self, budget_bytes: int) -> Timeline:
         """The cheapest plan that fits, or the smallest if none does."""

@@ -23,7 +23,7 @@ from ckplan.tracing.calibrate import Progress, calibrate, calibrate_encodings
 from ckplan.tracing.fake import KnownValues, fake_tensors
 from ckplan.tracing.recorder import Recording, StepRecorder
 from ckplan.training.fingerprint import fingerprint
-from ckplan.training.step import TrainingStep, call_model, loss_of, make_step
+from ckplan.training.step import AS_IT_SAYS, Training, TrainingStep, make_step
 from ckplan.training.workload import (
     Workload,
     WorkloadSpec,
@@ -50,7 +50,7 @@ class _Traced:
 def profile_workload(
     spec: WorkloadSpec,
     *,
-    optimizer: str | None = None,
+    training: Training = AS_IT_SAYS,
     device: str = "cpu",
     progress: Progress | None = None,
 ) -> Graph:
@@ -58,7 +58,7 @@ def profile_workload(
 
     Args:
         spec: Where the workload comes from.
-        optimizer: ``adamw``, ``sgd``, ``none`` or ``own``; see ``make_step``.
+        training: How it is trained.
         device: Where the step is to run.
         progress: Told how far the work has come.
 
@@ -71,7 +71,7 @@ def profile_workload(
         del scope
         return make()
 
-    return _profile(build, optimizer, device, progress)
+    return _profile(build, training, device, progress)
 
 
 def profile(
@@ -80,6 +80,8 @@ def profile(
     *,
     loss: Callable[[Any, Any], torch.Tensor] | None = None,
     optimizer: str | None = None,
+    amp: str | None = None,
+    accumulate: int = 1,
     progress: Progress | None = None,
 ) -> Graph:
     """Profile one training step of a model, leaving the model as it is.
@@ -89,7 +91,10 @@ def profile(
         batch: A mapping is passed as keywords, a tuple or list as positionals.
         loss: ``loss(output, batch)``; by default ``output.loss``, a scalar output, or
             the sum of the output's floating tensors.
-        optimizer: ``adamw`` by default, ``sgd`` or ``none``.
+        optimizer: ``adamw`` by default; ``adam``, ``sgd``, ``momentum``,
+            ``adafactor`` or ``none``.
+        amp: ``bf16`` or ``fp16``: forward and loss run under autocast.
+        accumulate: Backwards before the optimizer takes a step; the last is profiled.
         progress: Told how far the work has come.
 
     Returns:
@@ -112,7 +117,7 @@ def profile(
             known.learn_all(_values_of(model, batch), _values_of(*real))
         return Workload(model, batch, workload.loss)
 
-    return _profile(build, optimizer, device, progress)
+    return _profile(build, Training(optimizer, amp, accumulate), device, progress)
 
 
 def _values_of(model: nn.Module, batch: Any) -> list[torch.Tensor]:
@@ -121,14 +126,14 @@ def _values_of(model: nn.Module, batch: Any) -> list[torch.Tensor]:
 
 def _profile(
     build: _Build,
-    optimizer: str | None,
+    training: Training,
     device: str,
     progress: Progress | None,
 ) -> Graph:
     target = torch.device(device)
     tell = progress or (lambda what, done, total: None)
     tell("tracing", 0, 0)
-    traced = _trace_anyhow(build, optimizer, target)
+    traced = _trace_anyhow(build, training, target)
     costs = calibrate(traced.recording.ops, target, progress)
     forms = ((form, meta) for _, _, form, meta in smaller_forms(traced.recording))
     codings = calibrate_encodings(forms, target)
@@ -142,24 +147,24 @@ def _profile(
         codings,
         model=traced.model,
         fingerprint=traced.fingerprint,
-        options={"optimizer": optimizer or "default"},
+        options=training.as_options(),
         notes=notes,
     )
 
 
 def _trace_anyhow(
     build: _Build,
-    optimizer: str | None,
+    training: Training,
     device: torch.device,
 ) -> _Traced:
     """Trace under fake tensors, and on real ones where the model needs values."""
     try:
         with fake_tensors() as scope:
-            traced = _trace(build, optimizer, device, scope)
+            traced = _trace(build, training, device, scope)
     except Exception as error:
         if _is_final(error):
             raise
-        traced = _trace_real(build, optimizer, device)
+        traced = _trace_real(build, training, device)
         reason = (str(error).strip().splitlines() or [""])[0]
         why = f"{type(error).__name__}: {reason}"
         traced.notes.append(f"traced on real tensors, as fake ones failed ({why})")
@@ -175,11 +180,11 @@ def _is_final(error: Exception) -> bool:
 
 def _trace_real(
     build: _Build,
-    optimizer: str | None,
+    training: Training,
     device: torch.device,
 ) -> _Traced:
     try:
-        return _trace(build, optimizer, device, None)
+        return _trace(build, training, device, None)
     except CkplanError:
         raise
     except Exception as error:
@@ -193,15 +198,17 @@ def _trace_real(
 
 def _trace(
     build: _Build,
-    optimizer: str | None,
+    training: Training,
     device: torch.device,
     scope: _Scope | None,
 ) -> _Traced:
     """Record the second step: the steady state, in which optimizer state exists."""
     workload = on_device(build(scope), device)
-    step = make_step(workload, optimizer)
+    step = make_step(workload, training)
     step.run()
     step.zero_grad()
+    for _ in range(training.accumulate - 1):
+        step.accumulate()
     recorder = StepRecorder(workload.model, fake=scope is not None)
     _know_before(recorder, step)
     notes = _record(recorder, step)
@@ -215,8 +222,7 @@ def _trace(
 
 def _record(recorder: StepRecorder, step: TrainingStep) -> list[str]:
     with recorder.watching():
-        output = call_model(step.workload)
-        loss, rule = loss_of(step.workload, output)
+        output, loss, rule = step.forward()
         recorder.begin_backward(loss)
         loss.backward()
         del output, loss
@@ -233,6 +239,8 @@ def _know_before(recorder: StepRecorder, step: TrainingStep) -> None:
     model = step.workload.model
     recorder.know(model.parameters(), "parameter")
     recorder.know(model.buffers(), "buffer")
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    recorder.know(grads, "gradient")
     if step.optimizer is not None:
         recorder.know(tensors_of(list(step.optimizer.state.values())), "optimizer")
     recorder.know(tensors_of(step.workload.batch), "input")

@@ -1,13 +1,15 @@
 """One training step, the same for tracing and for measuring.
 
-``zero_grad(set_to_none=True); forward; loss; backward; optimizer.step()``. The model's
-output lives until backward ends.
+``zero_grad(set_to_none=True); forward; loss; backward; optimizer.step()``, forward and
+loss under autocast if asked for, and all but the first and the last several times where
+gradients accumulate. The model's output lives until backward ends.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +18,52 @@ import torch
 from ckplan.errors import WorkloadError
 from ckplan.training.workload import Workload, tensors_of
 
-OPTIMIZERS = ("adamw", "sgd", "none", "own")
+OPTIMIZERS = ("adamw", "adam", "sgd", "momentum", "adafactor", "none", "own")
+AMP = {"bf16": torch.bfloat16, "fp16": torch.float16}
 LOSS_IS_GIVEN = "loss: the workload's loss function"
 LOSS_IS_OUTPUT_LOSS = "loss: output.loss"
 LOSS_IS_OUTPUT = "loss: the output"
 LOSS_IS_SUM = "loss: the sum of the output's floating tensors, as none was given"
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """How a workload is trained, as far as it does not say so itself.
+
+    Raises:
+        WorkloadError: ``amp`` is none of ``AMP``, or ``accumulate`` less than one.
+    """
+
+    optimizer: str | None = None  # one of OPTIMIZERS; by default own, else adamw
+    amp: str | None = None  # forward and loss under autocast, in which type
+    accumulate: int = 1  # backwards before the optimizer takes a step
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be done."""
+        if self.amp is not None and self.amp not in AMP:
+            raise WorkloadError(
+                f"cannot train under autocast to '{self.amp}'",
+                needed=" or ".join(AMP),
+                hint="--amp bf16",
+            )
+        if self.accumulate < 1:
+            raise WorkloadError(
+                f"cannot accumulate gradients of {self.accumulate} batches",
+                needed="one or more",
+                hint="--accumulate 4",
+            )
+
+    def as_options(self) -> dict[str, Any]:
+        """What a trace remembers of it."""
+        found: dict[str, Any] = {"optimizer": self.optimizer or "default"}
+        if self.amp is not None:
+            found["amp"] = self.amp
+        if self.accumulate > 1:
+            found["accumulate"] = self.accumulate
+        return found
+
+
+AS_IT_SAYS = Training()
 
 
 @dataclass(frozen=True)
@@ -29,19 +72,38 @@ class TrainingStep:
 
     workload: Workload
     optimizer: torch.optim.Optimizer | None
+    training: Training = AS_IT_SAYS
 
-    def forward(self) -> tuple[Any, torch.Tensor]:
+    def forward(self) -> tuple[Any, torch.Tensor, str]:
         """Run the model and its loss.
 
         Returns:
-            The output, to be held until backward ends, and the scalar loss.
+            The output, to be held until backward ends, the scalar loss, and which rule
+            chose it.
 
         Raises:
             WorkloadError: The loss is no scalar or needs no gradient.
         """
-        output = call_model(self.workload)
-        loss, _ = loss_of(self.workload, output)
-        return output, loss
+        with self._autocast():
+            output = call_model(self.workload)
+            loss, rule = loss_of(self.workload, output)
+            if self.training.accumulate > 1:
+                loss = loss / self.training.accumulate
+        return output, loss, rule
+
+    def accumulate(self) -> torch.Tensor:
+        """Forward and backward of one batch; returns the loss, detached."""
+        output, loss, _ = self.forward()
+        loss.backward()
+        value = loss.detach()
+        del output, loss
+        return value
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if self.training.amp is None:
+            return nullcontext()
+        device = next(iter(self.workload.model.parameters())).device.type
+        return torch.autocast(device, AMP[self.training.amp])
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
@@ -57,10 +119,8 @@ class TrainingStep:
     def run(self, between: Callable[[], None] | None = None) -> torch.Tensor:
         """One whole step; ``between`` runs after backward, with the gradients there."""
         self.zero_grad()
-        output, loss = self.forward()
-        loss.backward()
-        value = loss.detach()
-        del output, loss
+        for _ in range(self.training.accumulate):
+            value = self.accumulate()
         if between is not None:
             between()
         self.update()
@@ -119,18 +179,19 @@ def _pick_loss(workload: Workload, output: Any) -> tuple[Any, str]:
     return functools.reduce(torch.add, (t.sum() for t in floating)), LOSS_IS_SUM
 
 
-def make_step(workload: Workload, optimizer: str | None) -> TrainingStep:
+def make_step(workload: Workload, training: Training) -> TrainingStep:
     """Give a workload its optimizer.
 
     Args:
         workload: On its device, in the mode it is trained in.
-        optimizer: One of ``OPTIMIZERS``; by default the workload's own if it has one,
-            else AdamW.
+        training: How to train it.
 
     Raises:
-        WorkloadError: An unknown name, or ``own`` where the workload has none.
+        WorkloadError: An unknown optimizer, or ``own`` where the workload has none.
     """
-    chosen = optimizer or ("own" if workload.optimizer is not None else "adamw")
+    chosen = training.optimizer or (
+        "own" if workload.optimizer is not None else "adamw"
+    )
     if chosen not in OPTIMIZERS:
         raise WorkloadError(
             f"unknown optimizer '{chosen}'",
@@ -145,8 +206,16 @@ def make_step(workload: Workload, optimizer: str | None) -> TrainingStep:
         )
     trained = [p for p in workload.model.parameters() if p.requires_grad]
     if chosen == "own":
-        return TrainingStep(workload, workload.optimizer)
+        return TrainingStep(workload, workload.optimizer, training)
     if chosen == "none" or not trained:
-        return TrainingStep(workload, None)
-    kind = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[chosen]
-    return TrainingStep(workload, kind(trained, lr=1e-3))
+        return TrainingStep(workload, None, training)
+    return TrainingStep(workload, _MAKERS[chosen](trained, lr=1e-3), training)
+
+
+_MAKERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "adam": torch.optim.Adam,
+    "sgd": torch.optim.SGD,
+    "momentum": functools.partial(torch.optim.SGD, momentum=0.9),
+    "adafactor": torch.optim.Adafactor,
+}

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ckplan.errors import CkplanError, VerifyError
+from ckplan.training.step import AS_IT_SAYS, Training
 from ckplan.training.workload import WorkloadSpec
 from ckplan.verifying.worker import (
     TIMED_STEP,
@@ -49,7 +50,7 @@ class StepProcess:
     Args:
         spec: Where the workload comes from.
         plan: Put on the model before its first step, if given.
-        optimizer: As for ``make_step``.
+        training: How it is trained.
         seed: Of every random number, from building the workload on.
     """
 
@@ -57,10 +58,10 @@ class StepProcess:
         self,
         spec: WorkloadSpec,
         plan: Plan | None = None,
-        optimizer: str | None = None,
+        training: Training = AS_IT_SAYS,
         seed: int = 0,
     ) -> None:
-        self._job = Job(spec, plan, optimizer, seed)
+        self._job = Job(spec, plan, training, seed)
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:

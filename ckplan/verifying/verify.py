@@ -10,6 +10,7 @@ from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
+from ckplan.training.step import Training
 from ckplan.training.workload import WorkloadSpec
 from ckplan.verifying.interleave import StepProcess, interleave, overhead_of
 from ckplan.verifying.worker import FirstSteps, OutOfMemoryError, Result
@@ -76,6 +77,8 @@ def verify(
     plan: Plan | None,
     *,
     optimizer: str | None = None,
+    amp: str | None = None,
+    accumulate: int = 1,
     seed: int = 0,
     steps: int = 5,
     progress: Progress | None = None,
@@ -85,7 +88,10 @@ def verify(
     Args:
         spec: Where the workload comes from; each process builds its own.
         plan: What to verify; None compares the workload with itself.
-        optimizer: ``adamw``, ``sgd``, ``none`` or ``own``; see ``make_step``.
+        optimizer: ``adamw``, ``adam``, ``sgd``, ``momentum``, ``adafactor``, ``none``
+            or ``own``; by default the workload's own if it has one, else AdamW.
+        amp: ``bf16`` or ``fp16``: forward and loss run under autocast.
+        accumulate: Backwards before the optimizer takes a step.
         seed: Of every random number.
         steps: How many steps of each are timed, in turns; 0 for none.
         progress: Told how far the work has come.
@@ -98,8 +104,9 @@ def verify(
         CkplanError: The workload or the plan cannot be used, or a step fails.
     """
     tell = progress or (lambda what, done, total: None)
+    training = Training(optimizer, amp, accumulate)
     with ExitStack() as running:
-        pair = _Pair(spec, plan, optimizer, seed, running)
+        pair = _Pair(spec, plan, training, seed, running)
         unplanned, planned = pair.first_steps(tell)
         unplanned_seconds, seconds = pair.seconds(steps, tell)
     return _judge(
@@ -185,13 +192,13 @@ class _Pair:
         self,
         spec: WorkloadSpec,
         plan: Plan | None,
-        optimizer: str | None,
+        training: Training,
         seed: int,
         running: ExitStack,
     ) -> None:
         self.notes: list[str] = []
         self._sides = [
-            partial(StepProcess, spec, p, optimizer, seed) for p in (None, plan)
+            partial(StepProcess, spec, p, training, seed) for p in (None, plan)
         ]
         self._unplanned, self._planned = (
             running.enter_context(side()) for side in self._sides

@@ -23,7 +23,7 @@ import torch
 
 from ckplan.errors import CkplanError, VerifyError, WorkloadError
 from ckplan.training.allocator import log_allocations
-from ckplan.training.step import TrainingStep, make_step
+from ckplan.training.step import Training, TrainingStep, make_step
 from ckplan.training.workload import WorkloadSpec, on_device, tensors_of
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Job:
 
     spec: WorkloadSpec
     plan: Plan | None
-    optimizer: str | None
+    training: Training
     seed: int
 
     @property
@@ -93,7 +93,7 @@ class Worker:
         workload = on_device(self._job.spec.build(), torch.device("cpu"))
         model = workload.model
         _put(self._job.plan, model)
-        step = self._step = make_step(workload, self._job.optimizer)
+        step = self._step = make_step(workload, self._job.training)
 
         first: dict[Result, str] = {}
         loss = digest(step.run(between=lambda: first.update(_gradients(step, 1))))
