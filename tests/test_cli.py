@@ -229,7 +229,7 @@ def test_frontier_goes_from_the_floor_to_the_unplanned_step(
     peaks = [point["peak_bytes"] for point in points]
     assert peaks == sorted(peaks)
     assert points[-1]["overhead"] == points[-1]["regions"] == 0
-    assert points[0]["overhead"] >= points[0]["bound_overhead"] >= 0
+    assert points[0]["overhead"] >= points[0]["bound_overhead"] - 1e-9
     assert "every call" in {
         other["name"] for other in json.loads(ended.out)["baselines"]
     }

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 from test_applying import build
 from torch import nn
 
@@ -252,6 +253,38 @@ def test_lightning(tmp_path: Path) -> None:
         assert not any(m._forward_pre_hooks for m in module.model.modules())
     assert all(map(torch.equal, *found))
     assert seen == [4, 4]
+
+
+@pytest.mark.parametrize(
+    "backend",
+    ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)],
+)
+@pytest.mark.parametrize("run", [False, True])
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_compiled_by_torch(backend: str, run: bool) -> None:
+    torch._dynamo.reset()
+    region = PlannedRegion("", run=("0", "1")) if run else PlannedRegion("[0..1]")
+    found = []
+    for planned in (False, True):
+        workload = build("residual")
+        workload.model.eval()  # compiled dropout draws other numbers
+        if planned:
+            ckplan.apply(workload.model, Plan(regions=(region,)))
+        model = torch.compile(workload.model, backend=backend)
+        for _ in range(4):
+            model.zero_grad()
+            model(workload.batch).square().mean().backward()
+            graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+            found.append((planned, graphs, [p.grad for p in model.parameters()]))
+        torch._dynamo.reset()
+    for region in ckplan.status(workload.model).regions:
+        assert region.runs == 4
+        assert region.dropped_bytes > 0
+    for planned, graphs, gradients in found:
+        for one, other in zip(gradients, found[0][2], strict=True):
+            torch.testing.assert_close(one, other)
+        if planned:
+            assert graphs == found[-1][1], "compiled again"
 
 
 PARALLEL = """

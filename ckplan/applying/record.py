@@ -218,6 +218,10 @@ class Recorder(TorchDispatchMode):
         for leftovers in (self._held, self._encoded, self._states, self._steps):
             leftovers.clear()
 
+    def abandon(self) -> None:
+        """Forward was interrupted: watch no longer."""
+        self._contexts.close()
+
     # -- ops -------------------------------------------------------------------------
 
     def __torch_dispatch__(

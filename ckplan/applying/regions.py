@@ -30,9 +30,9 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ckplan.applying.calls import settings
+from ckplan.applying.forwards import GuardedForward, RerunForward, StandIn
 from ckplan.applying.record import OpKey, Recorder, Template
 from ckplan.applying.replay import Replay
-from ckplan.applying.rerun import RerunForward
 from ckplan.errors import ApplyError, PlanError
 from ckplan.names import (
     Call,
@@ -195,22 +195,38 @@ class _Open(NamedTuple):
     choice: _Choice
     region: Recorder | Replay
     key: Hashable
+    session: _Session
     last: Call  # that ends it
     switched_off: list[nn.Module]  # modules that would checkpoint themselves
 
     def close(self) -> None:
         """Its forward is over."""
+        self._switch_on()
+        self.choice.end(self.region, self.key)
+
+    def abandon(self) -> None:
+        """Its forward was interrupted."""
+        self._switch_on()
+        self.region.abandon()
+
+    def _switch_on(self) -> None:
         for module in self.switched_off:
             module.gradient_checkpointing = True
-        self.choice.end(self.region, self.key)
 
 
 class _Running(threading.local):
     """What runs now in this thread, innermost last."""
 
     def __init__(self) -> None:
-        self.calls: list[Call] = []  # of modules at which regions begin or end
+        # Of modules at which regions begin or end:
+        self.calls: list[tuple[_Session, Call]] = []
         self.regions: list[_Open] = []
+
+    def abandon(self, session: _Session) -> None:
+        """Forget a forward that never ended: hooks are not called on Ctrl-C."""
+        self.calls = [call for call in self.calls if call[0] is not session]
+        while any(found.session is session for found in self.regions):
+            self.regions.pop().abandon()
 
     @property
     def recorder(self) -> Recorder | None:
@@ -230,15 +246,26 @@ class _Session:
     calls: dict[str, int] = field(default_factory=dict)  # FQN -> forwards in this step
     choices: list[_Choice] = field(default_factory=list)
     handles: list[RemovableHandle] = field(default_factory=list)
-    replaced: list[tuple[nn.Module, Any]] = field(default_factory=list)
+    stand_ins: list[StandIn] = field(default_factory=list)
     larger: bool = False  # a batch was larger than planned, which was said
 
+    @torch.compiler.disable
     def begin_step(self, module: nn.Module, args: _Args, kwargs: _Kwargs) -> None:
         """Hook of the model itself: call numbers begin anew."""
         del module
+        _running.abandon(self)
         self.calls.clear()
         if not self.larger and torch.is_grad_enabled():
             self.larger = _warn_of_larger_batch(self.plan, args, kwargs)
+
+    def stand_in(self, forward: StandIn) -> None:
+        """Put something in the place of a module's forward."""
+        self.stand_ins.append(forward)
+        forward.module.forward = forward
+
+    def interrupted(self) -> None:
+        """A forward ended by what is no ``Exception``."""
+        _running.abandon(self)
 
     def count(self, fqn: str) -> int:
         """The number of the call that begins now."""
@@ -256,10 +283,11 @@ class _RegionHooks:
     choices: list[_Choice]  # of the regions that begin here
     switches: list[nn.Module] = field(default_factory=list)  # of transformers, inside
 
+    @torch.compiler.disable
     def begin(self, module: nn.Module, args: _Args, kwargs: _Kwargs) -> None:
         """Open a region if one begins with this call."""
         call = self.fqn, self.session.count(self.fqn)
-        _running.calls.append(call)
+        _running.calls.append((self.session, call))
         choice = _chosen(self.choices, call[1])
         if choice is not None and not _running.regions:
             key = _key(module, args, kwargs)
@@ -269,17 +297,22 @@ class _RegionHooks:
                 switched.gradient_checkpointing = False
             region.open()
             _running.regions.append(
-                _Open(choice, region, key, choice.last or call, switched_off)
+                _Open(
+                    choice, region, key, self.session, choice.last or call, switched_off
+                )
             )
 
+    @torch.compiler.disable
     def end(
         self, module: nn.Module, args: _Args, kwargs: _Kwargs, output: object
     ) -> None:
         """Close the region that ends with this call; called even if forward raised."""
         del module, args, kwargs, output
-        call = _running.calls.pop()
-        if _running.regions and _running.regions[-1].last == call:
-            _running.regions.pop().close()
+        session, call = _running.calls.pop()
+        if _running.regions:
+            found = _running.regions[-1]
+            if found.session is session and found.last == call:
+                _running.regions.pop().close()
 
 
 @dataclass
@@ -288,6 +321,7 @@ class _ParentHooks:
 
     choices: list[_Choice]
 
+    @torch.compiler.disable
     def end(
         self, module: nn.Module, args: _Args, kwargs: _Kwargs, output: object
     ) -> None:
@@ -304,6 +338,7 @@ class _PathHooks:
 
     fqn: str
 
+    @torch.compiler.disable
     def begin(self, module: nn.Module, args: _Args, kwargs: _Kwargs) -> None:
         """Enter the module."""
         del module, args, kwargs
@@ -312,6 +347,7 @@ class _PathHooks:
             top = _running.regions[-1].choice.top
             recorder.path.append(relative_path(self.fqn, top))
 
+    @torch.compiler.disable
     def end(
         self, module: nn.Module, args: _Args, kwargs: _Kwargs, output: object
     ) -> None:
@@ -363,11 +399,6 @@ def apply(model: nn.Module, plan: Plan | str | Path) -> nn.Module:
     remove(model)
     whole = [choice for found in choices.values() for choice in found]
     session = _Session(plan, choices=[*whole, *runs])
-    session.handles.append(
-        model.register_forward_pre_hook(
-            session.begin_step, prepend=True, with_kwargs=True
-        )
-    )
     programs = list(runs)
     for fqn, found in choices.items():
         if found[0].region.by == RERUN:
@@ -375,6 +406,7 @@ def apply(model: nn.Module, plan: Plan | str | Path) -> nn.Module:
         else:
             programs += found
     _attach_programs(session, modules, programs)
+    session.handles.append(_hook_begin(model, session.begin_step))
     return model
 
 
@@ -382,12 +414,13 @@ def remove(model: nn.Module) -> nn.Module:
     """Take off what ``apply`` attached; a model without a plan is left as it is."""
     session = _session_of(model)
     if session is not None:
+        _running.abandon(session)
         for handle in session.handles:
             handle.remove()
-        for module, previous in session.replaced:
-            del module.forward
-            if previous is not None:
-                module.forward = previous
+        for one in session.stand_ins:
+            del one.module.forward
+            if one.previous is not None:
+                one.module.forward = one.previous
     return model
 
 
@@ -557,6 +590,8 @@ def _attach_programs(
         add(_hook_begin(modules[fqn], hooks.begin))
     for fqn, maker in makers.items():
         add(_hook_end(modules[fqn], maker.end))
+    for fqn in {*(c.fqn for c in programs if c.last is None), *makers}:
+        session.stand_in(GuardedForward(modules[fqn], session.interrupted))
 
 
 def _inside(programs: Iterable[_Choice], modules: Iterable[str]) -> set[str]:
@@ -608,8 +643,7 @@ def _overlap(choice: _Choice, found: str) -> PlanError:
 def _attach_rerun(
     session: _Session, fqn: str, module: nn.Module, choices: list[_Choice]
 ) -> None:
-    session.replaced.append((module, module.__dict__.get("forward")))
-    module.forward = RerunForward(module, _Chooser(session, fqn, choices))
+    session.stand_in(RerunForward(module, _Chooser(session, fqn, choices)))
 
 
 @dataclass

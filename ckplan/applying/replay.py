@@ -82,6 +82,10 @@ class Replay(TorchFunctionMode):
         for tensors in (self._held, self._encoded, self._states):
             tensors.clear()
 
+    def abandon(self) -> None:
+        """Forward was interrupted: watch no longer."""
+        self._contexts.close()
+
     def __torch_function__(
         self,
         func: Any,

@@ -1,0 +1,213 @@
+"""Training goes on: what fails in the middle leaves a planned model as good as new."""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from test_applying import build, state_of, train
+from torch import nn
+
+import ckplan
+from ckplan import applying
+from ckplan.errors import ApplyError
+from ckplan.plan import Plan, PlannedRegion
+from ckplan.training.step import Training, make_step
+from ckplan.training.workload import Workload
+
+PLAN = Plan(regions=(PlannedRegion("[0..1]"), PlannedRegion("2", "rerun")))
+PROGRAMS = Plan(regions=(PlannedRegion("[0..2]"),))
+RUN = Plan(regions=(PlannedRegion("", run=("0", "2")),))
+PLANS = pytest.mark.parametrize("plan", [PROGRAMS, RUN, PLAN], ids=["", "run", "rerun"])
+
+
+def planned(plan: Plan) -> Workload:
+    workload = build("residual")
+    ckplan.apply(workload.model, plan)
+    return workload
+
+
+def as_good_as_new(workload: Workload) -> bool:
+    """Whether it trains as one that nothing happened to."""
+    fresh = build("residual")
+    workload.model.load_state_dict(fresh.model.state_dict())
+    workload.model.zero_grad()
+    assert not applying.regions._running.regions
+    assert not applying.regions._running.calls
+    return all(map(torch.equal, train(fresh), train(workload)))
+
+
+class Failing(torch.autograd.Function):
+    """Raises in forward or in backward, once."""
+
+    armed: type[BaseException] | None = None
+    in_forward = False
+
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        if Failing.in_forward:
+            Failing.fail()
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
+        if not Failing.in_forward:
+            Failing.fail()
+        return gradient
+
+    @staticmethod
+    def fail() -> None:
+        error, Failing.armed = Failing.armed, None
+        if error is not None:
+            raise error("as if memory ran out")
+
+
+@PLANS
+@pytest.mark.parametrize("in_forward", [True, False], ids=["forward", "backward"])
+@pytest.mark.parametrize("error", [ValueError, MemoryError, KeyboardInterrupt])
+def test_an_exception_in_the_middle(
+    plan: Plan, in_forward: bool, error: type[BaseException]
+) -> None:
+    workload = planned(plan)
+    hook = workload.model[1].up.register_forward_hook(
+        lambda module, args, out: Failing.apply(out)
+    )
+    Failing.armed, Failing.in_forward = error, in_forward
+    with pytest.raises(error, match="as if"):
+        workload.model(workload.batch).square().mean().backward()
+    hook.remove()
+    assert as_good_as_new(workload)
+
+
+@PLANS
+def test_part_of_the_graph(plan: Plan) -> None:
+    found = []
+    for workload in (build("residual"), planned(plan)):
+        model = workload.model
+        torch.manual_seed(0)
+        loss = model(workload.batch).square().mean()
+        found.append(torch.autograd.grad(loss, [*model[2].parameters()]))
+    assert all(map(torch.equal, *found))
+    assert as_good_as_new(workload)
+
+
+@pytest.mark.parametrize("plan", [PROGRAMS, RUN], ids=["", "run"])
+def test_a_second_backward_is_an_error_that_says_so(plan: Plan) -> None:
+    workload = planned(plan)
+    loss = workload.model(workload.batch).square().mean()
+    loss.backward(retain_graph=True)
+    with pytest.raises(ApplyError, match="wanted again"):
+        loss.backward()
+    assert as_good_as_new(workload)
+
+
+@PLANS
+def test_a_backward_of_a_backward_is_right_or_an_error(plan: Plan) -> None:
+    found = []
+    for workload in (build("residual"), planned(plan)):
+        torch.manual_seed(0)
+        x = workload.batch.clone().requires_grad_()
+        out = workload.model(x).square().mean()
+        try:
+            (gradient,) = torch.autograd.grad(out, x, create_graph=True)
+            gradient.square().sum().backward()
+        except (ApplyError, RuntimeError) as error:
+            assert workload.model._forward_pre_hooks, error
+            continue
+        found.append([p.grad for p in workload.model.parameters()])
+    assert len(found) == 1 or all(map(torch.equal, *found))
+    assert as_good_as_new(workload)
+
+
+@PLANS
+def test_two_planned_models_in_one_graph(plan: Plan) -> None:
+    found = []
+    for make in (lambda: build("residual"), lambda: planned(plan)):
+        first, second = make(), make()
+        torch.manual_seed(0)
+        second.model(first.model(first.batch)).square().mean().backward()
+        parameters = (*first.model.parameters(), *second.model.parameters())
+        found.append([p.grad for p in parameters])
+    assert all(map(torch.equal, *found))
+
+
+@PLANS
+def test_a_planned_model_inside_another(plan: Plan) -> None:
+    found = []
+    for make in (lambda: build("residual"), lambda: planned(plan)):
+        inner = make()
+        outer = nn.Sequential(inner.model, nn.Linear(64, 64))
+        torch.manual_seed(3)
+        for parameter in outer[1].parameters():
+            parameter.data.uniform_(-0.1, 0.1)
+        if inner.model._forward_pre_hooks:
+            ckplan.apply(outer, Plan(regions=(PlannedRegion("1"),)))
+        torch.manual_seed(0)
+        outer(inner.batch).square().mean().backward()
+        found.append([p.grad for p in outer.parameters()])
+    assert all(map(torch.equal, *found))
+
+
+@PLANS
+def test_threads_train_replicas_side_by_side(plan: Plan) -> None:
+    expected = train(build("residual"))
+    found: dict[int, list[torch.Tensor]] = {}
+    models = [planned(plan) for _ in range(2)]
+    turn = threading.Lock()
+
+    def run(number: int) -> None:
+        step = make_step(models[number], Training("adamw"))
+        with turn:  # one random state for all
+            torch.manual_seed(1)
+            found[number] = state_of(step, [step.run() for _ in range(3)])
+
+    threads = [threading.Thread(target=run, args=(n,)) for n in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number in range(2):
+        assert all(map(torch.equal, expected, found[number]))
+
+
+@PLANS
+def test_a_checkpoint_saved_and_loaded_in_the_middle(plan: Plan) -> None:
+    def trained(make: Callable[[], Workload], saved: bool) -> list[torch.Tensor]:
+        workload = make()
+        step = make_step(workload, Training("adamw"))
+        torch.manual_seed(1)
+        losses = [step.run()]
+        if saved:
+            assert step.optimizer is not None
+            file = io.BytesIO()
+            state = step.optimizer.state_dict()
+            torch.save((workload.model.state_dict(), state), file)
+            file.seek(0)
+            model_state, optimizer_state = torch.load(file)
+            workload = make()
+            workload.model.load_state_dict(model_state)
+            step = make_step(workload, Training("adamw"))
+            assert step.optimizer is not None
+            step.optimizer.load_state_dict(optimizer_state)
+            torch.manual_seed(2)
+        else:
+            torch.manual_seed(2)
+        return state_of(step, [*losses, step.run(), step.run()])
+
+    expected = trained(lambda: build("residual"), saved=False)
+    assert all(map(torch.equal, expected, trained(lambda: planned(plan), saved=True)))
+
+
+@PLANS
+def test_the_whole_model_is_saved_and_loaded(plan: Plan) -> None:
+    workload = planned(plan)
+    file = io.BytesIO()
+    torch.save(workload.model, file)
+    file.seek(0)
+    again = torch.load(file, weights_only=False)
+    twin = Workload(again, workload.batch, workload.loss)
+    assert all(map(torch.equal, train(build("residual")), train(twin)))
+    assert all(region.runs == 3 for region in ckplan.status(again).regions)
