@@ -260,7 +260,11 @@ def test_lightning(tmp_path: Path) -> None:
     ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)],
 )
 @pytest.mark.parametrize("run", [False, True])
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+@pytest.mark.filterwarnings(
+    "ignore::FutureWarning",
+    "ignore::DeprecationWarning",
+    "ignore:The .grad attribute:UserWarning",  # dynamo looks at it
+)
 def test_compiled_by_torch(backend: str, run: bool) -> None:
     torch._dynamo.reset()
     region = PlannedRegion("", run=("0", "1")) if run else PlannedRegion("[0..1]")
