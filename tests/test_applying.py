@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 import warnings
 from collections.abc import Callable
@@ -245,6 +246,14 @@ def test_a_copy_of_a_planned_model_trains_on_its_own_weights(
     assert all(map(torch.equal, expected, train(twin)))
     assert all(r.runs == 3 for r in applying.status(twin.model).regions)
     assert all(r.runs == 0 for r in applying.status(workload.model).regions)
+
+
+@pytest.mark.parametrize("by", ["program", "rerun"])
+def test_what_a_model_takes_can_still_be_looked_up(by: str) -> None:
+    model = Attention()
+    before = inspect.signature(model.forward)
+    applying.apply(model, Plan(regions=(PlannedRegion(".", by),)))
+    assert inspect.signature(model.forward) == before
 
 
 def test_without_gradients_no_region_runs() -> None:
