@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 
 from ckplan.errors import PlanError
 from ckplan.graph import Graph
@@ -15,6 +16,7 @@ from ckplan.simulate import RERUN, Region, Simulator
 from ckplan.solving.menu import Menus
 from ckplan.solving.solution import Baseline
 
+_MOST_LIMITS = 16  # of Chen's search
 _NEARLY_ALL = 0.9  # a finer family is preferred if it holds this share of the largest
 
 
@@ -93,10 +95,9 @@ def chen(
     """
     sizes = [menus.droppable_bytes(layer) for layer in layers]
     tried: dict[tuple[tuple[int, int], ...], None] = {}
-    total = 0
-    for size in sizes:
-        total += size
-        tried[tuple(_segments(simulator.graph, layers, sizes, total))] = None
+    limits = list(accumulate(sizes))
+    for limit in limits[:: max(1, len(limits) // _MOST_LIMITS)]:
+        tried[tuple(_segments(simulator.graph, layers, sizes, limit))] = None
     best: tuple[tuple[bool, float, int], list[Region]] | None = None
     for segments in tried:
         regions = [Region(first, RERUN, last=last) for first, last in segments[:-1]]
