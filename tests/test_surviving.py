@@ -82,6 +82,38 @@ def test_an_exception_in_the_middle(
     assert as_good_as_new(workload)
 
 
+class Patient(nn.Module):
+    """Goes on where what it calls is interrupted."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        try:
+            return self.inner(x)
+        except KeyboardInterrupt:
+            return x
+
+
+def test_an_interrupt_that_a_forward_outlives() -> None:
+    model = nn.Sequential(Patient(build("residual").model), nn.Linear(64, 64))
+    calls = (PlannedRegion("0.inner.[0..2]"), PlannedRegion("1"))
+    ckplan.apply(model, Plan(regions=calls))
+    hook = (
+        model[0]
+        .inner[1]
+        .up.register_forward_hook(lambda module, args, out: Failing.apply(out))
+    )
+    Failing.armed, Failing.in_forward = KeyboardInterrupt, True
+    model(torch.randn(8, 64)).sum().backward()
+    hook.remove()
+    assert not applying.regions._running.regions
+    assert not applying.regions._running.calls
+    model(torch.randn(8, 64)).sum().backward()
+    assert [r.runs for r in ckplan.status(model).regions] == [2, 1, 1, 2]
+
+
 @PLANS
 def test_part_of_the_graph(plan: Plan) -> None:
     found = []

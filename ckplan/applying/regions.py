@@ -308,6 +308,8 @@ class _RegionHooks:
     ) -> None:
         """Close the region that ends with this call; called even if forward raised."""
         del module, args, kwargs, output
+        if not _running.calls:
+            return  # abandoned: something around this call was interrupted and went on
         session, call = _running.calls.pop()
         if _running.regions:
             found = _running.regions[-1]
