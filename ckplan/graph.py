@@ -29,7 +29,10 @@ from ckplan.names import relative_path
 if TYPE_CHECKING:
     import networkx
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
+_READABLE = (2, FORMAT_VERSION)  # 2: no launch times and no word on costs
+MEASURED = "measured"
+"""Where the seconds of a graph come from, unless it says otherwise."""
 KINDS = (
     "parameter",
     "buffer",
@@ -57,8 +60,9 @@ class Op:
     workspace_bytes: int  # allocated inside the kernel and gone when it returns
     flops: int
     moved_bytes: int  # read and written, every tensor once
-    seconds: float
+    seconds: float  # that the device works
     random: bool
+    launch_seconds: float = 0.0  # that the CPU needs to hand it to a device of its own
 
     @property
     def creates(self) -> tuple[int, ...]:
@@ -136,7 +140,8 @@ class Graph:
     num_forward: int
     num_backward: int
     encodings: tuple[Encoding, ...] = ()  # in order of op and output
-    notes: tuple[str, ...] = ()  # what a reader must know: fallbacks, cost source
+    notes: tuple[str, ...] = ()  # what a reader must know: fallbacks, translations
+    costs: str = MEASURED  # where the seconds come from: or "roofline RTX 4090"
     options: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -149,8 +154,24 @@ class Graph:
 
     @cached_property
     def step_seconds(self) -> float:
-        """Seconds of the unplanned step: the sum over its ops."""
-        return sum(op.seconds for op in self.ops)
+        """Seconds of the unplanned step: of the device or of launching, if longer."""
+        return sum(self.busier_seconds)
+
+    @cached_property
+    def busier_seconds(self) -> tuple[float, ...]:
+        """What every op adds to the step: on the device, or to launching if longer."""
+        return max(self._sides, key=sum)
+
+    @cached_property
+    def other_seconds(self) -> tuple[float, ...]:
+        """What every op takes on the side that waits for the busier one."""
+        device, launch = self._sides
+        return launch if self.busier_seconds is device else device
+
+    @cached_property
+    def _sides(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        device = tuple(op.seconds for op in self.ops)
+        return device, tuple(op.launch_seconds for op in self.ops)
 
     @cached_property
     def bytes_by_kind(self) -> dict[str, int]:
@@ -335,7 +356,8 @@ def _check_ops(graph: Graph) -> None:
         if op.call not in calls:
             raise _bad(f"op {index} ({op.name}) belongs to call {op.call}")
         costs = (op.workspace_bytes, op.flops, op.moved_bytes)
-        if not (_within(costs, 0, _MOST) and 0 <= op.seconds < math.inf):
+        seconds = (op.seconds, op.launch_seconds)
+        if not (_within(costs, 0, _MOST) and all(0 <= s < math.inf for s in seconds)):
             raise _bad(f"op {index} ({op.name}) has a cost that is no natural number")
 
 
@@ -359,6 +381,7 @@ _TOP_KEYS = {
     "fingerprint",
     "options",
     "notes",
+    "costs",
     "num_forward",
     "num_backward",
     "names",
@@ -386,6 +409,7 @@ def dumps(graph: Graph) -> str:
             op.moved_bytes,
             round(op.seconds, 9),
             int(op.random),
+            round(op.launch_seconds, 9),
         ]
         for op in graph.ops
     ]
@@ -395,6 +419,7 @@ def dumps(graph: Graph) -> str:
         "fingerprint": dict(graph.fingerprint),
         "options": dict(graph.options),
         "notes": graph.notes,
+        "costs": graph.costs,
         "num_forward": graph.num_forward,
         "num_backward": graph.num_backward,
         "names": names,
@@ -425,8 +450,11 @@ def loads(text: str, name: str) -> Graph:
         raise _unreadable(name, f"is not complete JSON ({error})") from None
     if not isinstance(content, dict) or "ckplan_graph" not in content:
         raise _unreadable(name, "is no ckplan trace")
-    if content["ckplan_graph"] != FORMAT_VERSION:
-        raise _unreadable(name, f"has format {content['ckplan_graph']!r}")
+    version = content["ckplan_graph"]
+    if version not in _READABLE:
+        raise _unreadable(name, f"has format {version!r}")
+    if version == 2:
+        content.setdefault("costs", MEASURED)
     unknown, missing = set(content) - _TOP_KEYS, _TOP_KEYS - set(content)
     if unknown or missing:
         word = "unknown" if unknown else "missing"
@@ -440,8 +468,8 @@ def loads(text: str, name: str) -> Graph:
 def _from_content(content: dict[str, Any]) -> Graph:
     names = dict(enumerate(content["names"]))
     ops = tuple(
-        Op(names[n], c, tuple(r), tuple(w), tuple(o), ws, fl, mv, s, bool(rnd))
-        for n, c, r, w, o, ws, fl, mv, s, rnd in content["ops"]
+        Op(names[n], c, tuple(r), tuple(w), tuple(o), ws, fl, mv, s, bool(rnd), *launch)
+        for n, c, r, w, o, ws, fl, mv, s, rnd, *launch in content["ops"]
     )
     return Graph(
         model=str(content["model"]),
@@ -454,6 +482,7 @@ def _from_content(content: dict[str, Any]) -> Graph:
         num_forward=content["num_forward"],
         num_backward=content["num_backward"],
         notes=tuple(content["notes"]),
+        costs=str(content["costs"]),
         options=dict(content["options"]),
     )
 

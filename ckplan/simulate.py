@@ -59,7 +59,8 @@ class Effect:
     spikes: dict[int, int] = field(default_factory=dict)  # half moment -> most bytes
     kept: list[Interval] = field(default_factory=list)  # random states, encoded forms
     encoding: dict[int, int] = field(default_factory=dict)  # half moment -> workspace
-    seconds: float = 0.0
+    seconds: float = 0.0  # on the busier side of the step: device or launching
+    other_seconds: float = 0.0  # on the other side
     steps: list[int] = field(default_factory=list)  # ops that run again, in order
 
     def hold(self, storage: int, until: int) -> None:
@@ -113,8 +114,14 @@ class Timeline:
 
     @cached_property
     def recompute_seconds(self) -> float:
-        """Extra seconds of recomputation."""
-        return sum(effect.seconds for effect in self.effects)
+        """Extra seconds of recomputation.
+
+        The other side of the step, device or launching, counts once it is longer.
+        """
+        busier = sum(effect.seconds for effect in self.effects)
+        other = sum(effect.other_seconds for effect in self.effects)
+        idle = self.graph.step_seconds - sum(self.graph.other_seconds)
+        return max(busier, other - idle)
 
     @property
     def overhead(self) -> float:
@@ -398,8 +405,13 @@ def _program_effect(view: RegionView, region: Region) -> Effect:
         if view.graph.ops[op].random and op not in effect.steps:
             state = Interval(2 * op + 1, 2 * view.stop - 1, RANDOM_STATE_BYTES)
             effect.kept.append(state)
-    effect.seconds += sum(view.graph.ops[op].seconds for op in effect.steps)
+    _count_seconds(view.graph, effect)
     return effect
+
+
+def _count_seconds(graph: Graph, effect: Effect) -> None:
+    effect.seconds += sum(graph.busier_seconds[op] for op in effect.steps)
+    effect.other_seconds += sum(graph.other_seconds[op] for op in effect.steps)
 
 
 class _Tally:
@@ -549,8 +561,8 @@ def _run_again(view: RegionView, first: int, effect: Effect) -> None:
                 dying[end] = dying.get(end, 0) + size
         most_bytes = max(most_bytes, alive + op.workspace_bytes)
         alive -= dying.pop(moment, 0)
-        effect.seconds += op.seconds
         effect.steps.append(moment)
+    _count_seconds(graph, effect)
     effect.spikes[2 * first] = most_bytes
 
 

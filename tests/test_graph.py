@@ -152,8 +152,18 @@ def test_other_json_is_no_trace(text: str) -> None:
 def test_other_versions_are_refused(version: object) -> None:
     with pytest.raises(GraphError, match="has format") as caught:
         loads(changed(put("ckplan_graph", value=version)), "x")
-    assert "format 2" in caught.value.needed
+    assert "format 3" in caught.value.needed
     assert "ckplan profile" in caught.value.hint
+
+
+def test_format_2_is_read_without_launch_times() -> None:
+    def as_before(content: dict[str, Any]) -> None:
+        content["ckplan_graph"] = 2
+        del content["costs"]
+        for row in content["ops"]:
+            del row[10:]
+
+    assert loads(changed(as_before), "x") == GRAPH
 
 
 def test_unknown_key_is_named() -> None:
@@ -249,6 +259,23 @@ def test_bytes_by_kind_count_every_storage_once() -> None:
 
 def test_seconds_of_the_step_are_those_of_its_ops() -> None:
     assert chain(1, seconds=0.5).step_seconds == 0.5 * len(chain(1).ops)
+
+
+def launched(launch_seconds: float) -> Graph:
+    graph = chain(1, seconds=0.5)
+    ops = (replace(op, launch_seconds=launch_seconds) for op in graph.ops)
+    return replace(graph, ops=tuple(ops))
+
+
+@pytest.mark.parametrize(("launch_seconds", "longer"), [(0.25, 0.5), (0.75, 0.75)])
+def test_a_step_takes_as_long_as_the_longer_of_device_and_launching(
+    launch_seconds: float, longer: float
+) -> None:
+    graph = launched(launch_seconds)
+    assert graph.step_seconds == longer * len(graph.ops)
+    assert graph.busier_seconds == (longer,) * len(graph.ops)
+    assert set(graph.other_seconds) == {min(launch_seconds, 0.5)}
+    assert loads(dumps(graph), "x") == graph
 
 
 def test_phases_follow_each_other() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import graphs
@@ -40,6 +41,27 @@ def test_replay_of_a_random_step_equals_the_walk(seed: int) -> None:
     assert expected.seconds == pytest.approx(actual.recompute_seconds)
     again = sorted(op for effect in actual.effects for op in effect.steps)
     assert sorted(op for ops in expected.again.values() for op in ops) == again
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_recomputation_counts_on_the_longer_side_of_the_step(seed: int) -> None:
+    rng = Random(seed)
+    graph = graphs.random_step(rng)
+    regions = graphs.random_regions(graph, rng)
+    ops = [replace(op, launch_seconds=rng.randint(1, 12)) for op in graph.ops]
+    graph = replace(graph, ops=tuple(ops), encodings=())
+    regions = [replace(region, encode=frozenset()) for region in regions]
+    try:
+        again = [op for found in walked(graph, regions).again.values() for op in found]
+    except oracles.CannotRebuildError:
+        return
+    device = sum(op.seconds for op in ops), sum(ops[i].seconds for i in again)
+    launch = (
+        sum(op.launch_seconds for op in ops),
+        sum(ops[i].launch_seconds for i in again),
+    )
+    longer = max(sum(device), sum(launch)) - max(device[0], launch[0])
+    assert simulate(graph, regions).recompute_seconds == pytest.approx(longer)
 
 
 def test_without_regions_a_storage_lives_from_its_maker_to_its_last_holder() -> None:

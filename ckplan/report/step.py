@@ -41,6 +41,7 @@ def step_report(graph: Graph, timeline: Timeline) -> RenderableType:
         ("peak", f"{_size(timeline.peak_bytes)} during {timeline.peak_at}"),
         ("forward", units.format_flops((forward.inside + forward.outside).flops)),
         ("step", f"{units.format_seconds(graph.step_seconds)}, recomputing nothing"),
+        ("costs", graph.costs),
         *(("note", note) for note in graph.notes),
     ]
     memory = _memory(graph, timeline, forward)
@@ -78,6 +79,7 @@ def step_json(graph: Graph, timeline: Timeline, trace: str) -> dict[str, Any]:
         "forward_flops": both.flops,
         "forward_seconds": both.seconds,
         "step_seconds": graph.step_seconds,
+        "costs": graph.costs,
         "notes": list(graph.notes),
         "layers": [_layer_json(graph, layer) for layer in forward.layers],
     }

@@ -85,7 +85,7 @@ def _closure_at(graph: Graph, moment: int) -> Closure:
     }
 
     def nanoseconds(step: int) -> int:
-        return round(graph.ops[step].seconds / NANOSECOND)
+        return round(graph.busier_seconds[step] / NANOSECOND)
 
     return Closure(flow, wanted, bytes_of, nanoseconds, copies, encodings)
 

@@ -189,7 +189,7 @@ def unit_closure(graph: Graph, view: RegionView) -> Closure:
         flow,
         [value for _, _, value in view.packed],
         bytes_of,
-        lambda step: round(graph.ops[view.start + step].seconds / NANOSECOND),
+        lambda step: round(graph.busier_seconds[view.start + step] / NANOSECOND),
         encodings=encodings,
     )
 
