@@ -353,6 +353,24 @@ def show(
 
 
 @app.command(cls=Command)
+def gpus(
+    name: Annotated[
+        str | None, typer.Argument(help="One card, with the source of every figure.")
+    ] = None,
+    as_json: _Json = False,
+) -> None:
+    """List the cards that --gpu knows."""
+    from ckplan import gpus as table
+    from ckplan.report.gpus import card_report, cards_json, cards_report
+
+    cards = [*table.load().values()] if name is None else [table.find(name)]
+    if as_json:
+        _print(cards_json(cards))
+    else:
+        _print(cards_report(cards) if name is None else card_report(cards[0]))
+
+
+@app.command(cls=Command)
 def verify(
     target: _Target,
     plan: Annotated[Path, typer.Argument(help="From `ckplan solve`, or by hand.")],

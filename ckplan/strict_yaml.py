@@ -22,7 +22,7 @@ _MAX_DEPTH = 16
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A piece of a plan file: what it is, where it is, what it holds."""
+    """A piece of a file: what it is, where it is, what it holds."""
 
     what: str  # "a region", or its key in quotes
     file: str
@@ -125,13 +125,16 @@ class Part:
         return Part(what, self.file, _line(place), node, self.examples)
 
 
-def compose(text: str, name: str, examples: Mapping[str, str]) -> Part:
+def compose(
+    text: str, name: str, examples: Mapping[str, str], what: str = "the plan"
+) -> Part:
     """Read YAML no further than nodes, which know their line and are strings.
 
     Args:
         text: The whole file.
         name: What errors call it.
         examples: Of what may stand where, by the name of the place.
+        what: The file is.
 
     Raises:
         PlanError: Not YAML, or nothing in it.
@@ -140,18 +143,18 @@ def compose(text: str, name: str, examples: Mapping[str, str]) -> Part:
         root = yaml.compose(text, Loader=_Composer)
     except ReaderError as error:
         line = 1 + text.count("\n", 0, error.position)
-        raise not_yaml(name, line, "a character that is not text") from None
+        raise not_yaml(name, line, "a character that is not text", what) from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = mark.line + 1 if mark else 1
-        raise not_yaml(name, line, error.problem or str(error)) from None
+        raise not_yaml(name, line, error.problem or str(error), what) from None
     if root is None:
         raise PlanError(
-            f"{name}, line 1: the plan is empty",
-            needed="the keys ckplan and regions",
-            hint=examples["the plan"],
+            f"{name}, line 1: {what} is empty",
+            needed=f"YAML that holds {what}",
+            hint=examples[what],
         )
-    return Part("the plan", name, _line(root), root, examples)
+    return Part(what, name, _line(root), root, examples)
 
 
 class _Composer(yaml.BaseLoader):
@@ -176,10 +179,10 @@ class _Composer(yaml.BaseLoader):
         return node
 
 
-def not_yaml(name: str, line: int, problem: str) -> PlanError:
+def not_yaml(name: str, line: int, problem: str, what: str = "the plan") -> PlanError:
     """Return the error for a file that is no plain YAML."""
     return PlanError(
-        f"{name}, line {line}: cannot read the plan: {problem}",
+        f"{name}, line {line}: cannot read {what}: {problem}",
         needed="YAML in UTF-8, without tags (!x) and aliases (*x)",
         hint='indent by spaces; inside [] and {}, put quotes: "int64[8,256]"',
     )

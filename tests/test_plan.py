@@ -234,8 +234,8 @@ def _top(text: str) -> str:
     ("text", "line", "found", "needed", "hint"),
     [
         # not YAML
-        ("", 1, "the plan is empty", "ckplan and regions", "`ckplan solve`"),
-        ("# nothing\n\n", 1, "the plan is empty", "ckplan and regions", ""),
+        ("", 1, "the plan is empty", "YAML that holds the plan", "`ckplan solve`"),
+        ("# nothing\n\n", 1, "the plan is empty", "YAML that holds the plan", ""),
         ("ckplan: 1\nregions: [\n", 3, "cannot read the plan: ", "YAML", ""),
         ("ckplan: 1\n\tregions: []", 2, "'\\t' that cannot start", "YAML", "spaces"),
         ("ckplan: 1\n\n model: \a", 3, "a character that is not", "YAML", ""),

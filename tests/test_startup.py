@@ -59,7 +59,7 @@ def test_import_wakes_nothing(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     "command",
-    ["", "profile", "solve", "frontier", "compare", "show", "verify", "eject"],
+    ["", "profile", "solve", "frontier", "compare", "show", "gpus", "verify", "eject"],
 )
 def test_help_wakes_nothing_slow(command: str, folder: Path) -> None:
     found = after_command(*command.split(), "--help", folder=folder)
@@ -73,6 +73,10 @@ def test_version_wakes_nothing_slow(folder: Path) -> None:
 @pytest.mark.parametrize("file", ["trace.json.gz", "plan.yaml"])
 def test_show_wakes_nothing_slow(file: str, folder: Path) -> None:
     assert not after_command("show", file, folder=folder) & SLOW
+
+
+def test_gpus_wakes_nothing_slow(folder: Path) -> None:
+    assert not after_command("gpus", "L4", folder=folder) & SLOW
 
 
 def test_solve_wakes_no_torch(folder: Path) -> None:

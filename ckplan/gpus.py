@@ -1,0 +1,181 @@
+"""What cards can do: their memory, and the roofline of an op on them.
+
+The figures are in ``configs/gpus.yaml``, each with its source. The roofline of S.
+Williams, A. Waterman and D. Patterson ("Roofline: an insightful visual performance
+model for multicore architectures", 2009) says how long an op keeps a card busy at
+least: it computes at the peak rate of its type or moves bytes at full bandwidth,
+whichever takes longer. Beside that, the CPU takes its time to launch every op.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from ckplan.errors import CkplanError, did_you_mean
+from ckplan.strict_yaml import Part, compose
+from ckplan.units import parse_bytes
+
+FORMAT_VERSION = 1
+RATES = ("fp32", "tf32", "fp16", "bf16")
+FIGURES = ("memory", "capacity", "context", "bandwidth", "launch_us", "tflops")
+_TOP_KEYS = ("ckplan_gpus", "documents", "gpus")
+_EXAMPLES = {
+    "the table of cards": "ckplan_gpus: 1",
+    "'documents'": "documents: {l4: NVIDIA L4 data sheet}",
+    "'gpus'": "gpus: {L4: {memory: 24GiB}}",
+    "'tflops'": "tflops: {fp32: 30.3}",
+    "'sources'": "sources: {memory: l4}",
+}
+_BRANDS = re.compile(r"nvidia|geforce|tesla|[^a-z0-9]")
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A card by its figures."""
+
+    name: str
+    memory_bytes: int  # on the board
+    capacity_bytes: int  # that CUDA offers
+    context_bytes: int  # that a process takes of it before its first tensor
+    bandwidth: int  # bytes per second
+    launch_seconds: float  # in which the CPU launches one op
+    flop_rates: Mapping[str, float]  # of RATES -> dense FLOP per second; fp32 at least
+    sources: Mapping[str, str]  # of FIGURES -> document
+
+    @property
+    def usable_bytes(self) -> int:
+        """What is left for tensors and for the allocator's gaps between them."""
+        return self.capacity_bytes - self.context_bytes
+
+    def device_seconds(self, flops: int, moved_bytes: int, rate: str) -> float:
+        """The least time in which the card can do an op.
+
+        Args:
+            flops: Floating-point operations.
+            moved_bytes: Read and written.
+            rate: One of ``RATES``; that of fp32 where the card has none of its own.
+        """
+        flop_rate = self.flop_rates.get(rate, self.flop_rates["fp32"])
+        return max(flops / flop_rate, moved_bytes / self.bandwidth)
+
+
+def find(name: str) -> Gpu:
+    """Find a card by name: ``"RTX 4090"``, ``"rtx4090"``, ``"NVIDIA L4"``.
+
+    Raises:
+        CkplanError: No card has that name, or several begin with it.
+    """
+    cards = load()
+    wanted = _plain(name)
+    exact = [card for card in cards.values() if _plain(card.name) == wanted]
+    found = exact or [c for c in cards.values() if _plain(c.name).startswith(wanted)]
+    if len(found) == 1 and wanted:
+        return found[0]
+    several = len(found) > 1 and wanted
+    near = found[0].name if several else did_you_mean(name, cards)
+    raise CkplanError(
+        f"{'more than one card' if several else 'no card'} is called {name!r}",
+        needed="one of "
+        + ", ".join(c.name for c in (found if several else [*cards.values()])),
+        hint=f"--gpu {near!r}"
+        if near
+        else "`ckplan gpus` lists them with their figures",
+    )
+
+
+@cache
+def load() -> dict[str, Gpu]:
+    """Every card of the table that comes with ckplan, by name."""
+    path = _table()
+    return parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def parse(text: str, name: str) -> dict[str, Gpu]:
+    """Read a table of cards.
+
+    Args:
+        text: YAML, as in ``configs/gpus.yaml``.
+        name: What errors call it.
+
+    Raises:
+        PlanError: A key or a figure that should not be there, or is missing; the line
+            is named.
+    """
+    root = compose(text, name, _EXAMPLES, "the table of cards")
+    top = root.record(_TOP_KEYS, required=_TOP_KEYS)
+    if top["ckplan_gpus"].text() != str(FORMAT_VERSION):
+        raise top["ckplan_gpus"].error(
+            f"format {top['ckplan_gpus'].text()!r}",
+            needed=f"ckplan_gpus: {FORMAT_VERSION}",
+            hint="the table of this version of ckplan",
+        )
+    documents = {key: part.text() for key, part in top["documents"].entries().items()}
+    gpus = top["gpus"].entries()
+    return {key: _card(key, part, documents) for key, part in gpus.items()}
+
+
+def _card(name: str, part: Part, documents: Mapping[str, str]) -> Gpu:
+    keys = (*FIGURES, "sources")
+    found = part.record(keys, required=keys)
+    rates = found["tflops"].record(RATES, required=("fp32",))
+    cited = found["sources"].record(FIGURES, required=FIGURES)
+    sizes = [found[key].read(parse_bytes) for key in FIGURES[:4]]
+    memory_bytes, capacity_bytes, context_bytes, bandwidth = sizes
+    if not memory_bytes >= capacity_bytes > context_bytes:
+        raise part.error(
+            f"{name} offers {capacity_bytes} B of {memory_bytes} B",
+            needed="memory of no less than capacity, and capacity of more than context",
+            hint="the units: 24GiB on the board, 23.64GiB that CUDA offers",
+        )
+    return Gpu(
+        name,
+        memory_bytes,
+        capacity_bytes,
+        context_bytes,
+        bandwidth,
+        launch_seconds=_number(found["launch_us"]) / 1e6,
+        flop_rates={rate: _number(value) * 1e12 for rate, value in rates.items()},
+        sources={key: _document(cited[key], documents) for key in FIGURES},
+    )
+
+
+def _number(part: Part) -> float:
+    try:
+        number = float(part.text())
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise part.error(
+            f"{part.what} is {part.text()!r}",
+            needed="a number above zero",
+            hint=f"{part.what.strip(chr(39))}: 82.6",
+        )
+    return number
+
+
+def _document(part: Part, documents: Mapping[str, str]) -> str:
+    key = part.text()
+    if key not in documents:
+        raise part.error(
+            f"the source of {part.what} is {key!r}",
+            needed=f"one of {', '.join(documents)}",
+            hint="name the document under 'documents'",
+        )
+    return documents[key]
+
+
+def _plain(name: str) -> str:
+    return _BRANDS.sub("", name.lower())
+
+
+def _table() -> Path:
+    """Beside this file where ckplan is installed, else in its repository."""
+    beside = Path(__file__).with_name("gpus.yaml")
+    if beside.is_file():
+        return beside
+    return Path(__file__).parent.parent / "configs" / "gpus.yaml"

@@ -1,0 +1,70 @@
+"""The cards that ckplan knows: the report of ``ckplan gpus``."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from rich.console import Group, RenderableType
+
+from ckplan import units
+from ckplan.gpus import RATES, Gpu
+from ckplan.report.tables import add_row, facts, make_table, section
+
+
+def cards_report(cards: Collection[Gpu]) -> RenderableType:
+    """A row a card: what it holds, and what it reaches at best."""
+    table = make_table("", "memory", "usable", "GB/s", *RATES)
+    for card in cards:
+        rates = (card.flop_rates.get(rate) for rate in RATES)
+        add_row(
+            table,
+            card.name,
+            units.format_bytes(card.memory_bytes),
+            units.format_bytes(card.usable_bytes),
+            f"{card.bandwidth / 1e9:.0f}",
+            *("-" if rate is None else f"{rate / 1e12:g}" for rate in rates),
+        )
+    return Group(
+        section("Cards, with dense peak rates in TFLOP/s", table),
+        facts([("sources", "`ckplan gpus NAME` and --json name one for every figure")]),
+    )
+
+
+def card_report(card: Gpu) -> RenderableType:
+    """Every figure of one card and where it is from."""
+    rates = (f"{name} {rate / 1e12:g}" for name, rate in card.flop_rates.items())
+    figures = {
+        "memory": units.format_bytes(card.memory_bytes),
+        "capacity": units.format_bytes(card.capacity_bytes),
+        "context": units.format_bytes(card.context_bytes),
+        "bandwidth": f"{card.bandwidth / 1e9:.0f} GB/s",
+        "launch_us": units.format_seconds(card.launch_seconds),
+        "tflops": f"{', '.join(rates)} TFLOP/s",
+    }
+    names = {"launch_us": "launch", "tflops": "dense peak"}
+    table = make_table("", "", "source", texts=3)
+    for key, value in figures.items():
+        add_row(table, names.get(key, key), value, card.sources[key])
+    usable = units.format_bytes(card.usable_bytes)
+    title = f"{card.name}: {usable} usable, which is capacity less context"
+    return Group(section(title, table))
+
+
+def cards_json(cards: Collection[Gpu]) -> dict[str, Any]:
+    """The same for scripts."""
+    return {"gpus": [_card_json(card) for card in cards]}
+
+
+def _card_json(card: Gpu) -> dict[str, Any]:
+    return {
+        "name": card.name,
+        "memory_bytes": card.memory_bytes,
+        "capacity_bytes": card.capacity_bytes,
+        "context_bytes": card.context_bytes,
+        "usable_bytes": card.usable_bytes,
+        "bytes_per_second": card.bandwidth,
+        "launch_seconds": card.launch_seconds,
+        "flops_per_second": dict(card.flop_rates),
+        "sources": dict(card.sources),
+    }
