@@ -5,7 +5,8 @@
     ckplan.apply(model, plan)
 
 Importing this imports nothing else: every name is fetched when it is first used, and
-torch is woken by ``profile``, ``auto``, ``verify``, ``apply`` and its kin alone.
+torch is woken by ``profile``, ``auto``, ``verify``, ``dry_run``, ``apply`` and its kin
+alone.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from ckplan.solving.solve import frontier
     from ckplan.solving.solve import solve_plan as solve
     from ckplan.tracing.profile import profile
+    from ckplan.verifying.dry_run import dry_run
     from ckplan.verifying.verify import verify
 
     __version__: str
@@ -35,6 +37,7 @@ __all__ = [
     "__version__",
     "apply",
     "auto",
+    "dry_run",
     "frontier",
     "load_graph",
     "load_plan",
@@ -52,6 +55,7 @@ _HOME = {
     "Plan": "ckplan.plan:Plan",
     "apply": "ckplan.applying:apply",
     "auto": "ckplan.auto:auto",
+    "dry_run": "ckplan.verifying.dry_run:dry_run",
     "frontier": "ckplan.solving.solve:frontier",
     "load_graph": "ckplan.graph:load",
     "load_plan": "ckplan.plan:load",

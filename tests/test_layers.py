@@ -26,7 +26,7 @@ FOLDERS = {
     "training": set(),
     "tracing": {"training"},
     "applying": {"training"},
-    "verifying": {"training", "applying"},
+    "verifying": {"training", "tracing", "applying"},
 }
 FRONT = {"cli", "terminal", "__main__", "__init__"}
 FILES = sorted(PACKAGE.rglob("*.py"))

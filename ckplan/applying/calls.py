@@ -17,7 +17,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
+_KINDS = (torch.Tensor, torch.nn.Parameter, FakeTensor)  # no other subclasses
 _PLAIN = (
     bool,
     int,
@@ -91,8 +93,7 @@ def geometry_of(tensor: torch.Tensor) -> Geometry:
         UnknownArgumentError: It is of a kind that does not act as a plain tensor.
     """
     kind = type(tensor)
-    plain = kind is torch.Tensor or kind is torch.nn.Parameter
-    if not plain or tensor.layout != torch.strided or tensor.is_conj():
+    if kind not in _KINDS or tensor.layout != torch.strided or tensor.is_conj():
         raise UnknownArgumentError
     return Geometry(
         tensor.size(),

@@ -12,6 +12,7 @@ from ckplan.errors import VerifyError
 from ckplan.report.tables import add_row, facts, make_table, section
 
 if TYPE_CHECKING:
+    from ckplan.verifying.dry_run import DryRun
     from ckplan.verifying.verify import Verification
 
 _NONE = "n/a"
@@ -27,13 +28,43 @@ def verification_report(found: Verification) -> RenderableType:
         ("buffers", _equal(found.buffers_equal)),
         ("random state", _equal(found.random_state_equal)),
         *(("differs", name) for name in found.different),
-        ("regions", f"{found.regions_ran} ran, {len(found.regions_idle)} never did"),
-        *(("never ran", call) for call in found.regions_idle),
+        *_regions(found),
         *(("note", note) for note in found.notes),
     ]
     return Group(
         section("Predicted and measured", _numbers(found)),
         section("Planned against unplanned", facts(said)),
+    )
+
+
+def dry_run_report(found: DryRun) -> RenderableType:
+    """Predicted beside dry run, and what the dry run does not show."""
+    table = make_table("", "predicted", "dry run")
+    peaks = (found.predicted_peak_bytes, found.dry_run_peak_bytes)
+    unplanned = (
+        found.unplanned_predicted_peak_bytes,
+        found.unplanned_dry_run_peak_bytes,
+    )
+    add_row(table, "peak", *map(_size, peaks))
+    add_row(table, "peak unplanned", *map(_size, unplanned))
+    said = [
+        ("budget", _size(found.budget_bytes)),
+        ("fits", "yes" if found.fits else "no"),
+        *_regions(found),
+        *(("note", note) for note in found.notes),
+    ]
+    return Group(
+        section("Predicted and dry run, without values", table, "", facts(said))
+    )
+
+
+def too_large(found: DryRun) -> VerifyError:
+    """Why a dry run has not passed."""
+    peak, budget = map(_size, (found.dry_run_peak_bytes, found.budget_bytes))
+    return VerifyError(
+        f"the planned step exceeds its budget: peak of the dry run {peak}",
+        needed=f"at most {budget}",
+        hint="ckplan solve with a smaller --budget, or with --reserve",
     )
 
 
@@ -68,6 +99,11 @@ def _numbers(found: Verification) -> Table:
     overheads = (found.predicted_overhead, found.overhead)
     add_row(table, "overhead", *map(_percent, overheads), "")
     return table
+
+
+def _regions(found: Verification | DryRun) -> list[tuple[str, str]]:
+    ran = f"{found.regions_ran} ran, {len(found.regions_idle)} never did"
+    return [("regions", ran), *(("never ran", call) for call in found.regions_idle)]
 
 
 def _size(num_bytes: int | None) -> str:

@@ -73,6 +73,9 @@ class TrainingStep:
     workload: Workload
     optimizer: torch.optim.Optimizer | None
     training: Training = AS_IT_SAYS
+    entering: Callable[[str], object] | None = (
+        None  # told each phase of ``curve.PHASES``
+    )
 
     def forward(self) -> tuple[Any, torch.Tensor, str]:
         """Run the model and its loss.
@@ -93,11 +96,17 @@ class TrainingStep:
 
     def accumulate(self) -> torch.Tensor:
         """Forward and backward of one batch; returns the loss, detached."""
+        self._enter("forward")
         output, loss, _ = self.forward()
+        self._enter("backward")
         loss.backward()
         value = loss.detach()
         del output, loss
         return value
+
+    def _enter(self, phase: str) -> None:
+        if self.entering is not None:
+            self.entering(phase)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self.training.amp is None:
@@ -113,6 +122,7 @@ class TrainingStep:
 
     def update(self) -> None:
         """Let the optimizer take its step."""
+        self._enter("optimizer")
         if self.optimizer is not None:
             self.optimizer.step()
 

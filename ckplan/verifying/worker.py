@@ -89,10 +89,10 @@ class Worker:
             return _explain(error, self._job)
 
     def _first_steps(self) -> FirstSteps:
-        _seed(self._job.seed)
+        seed_everything(self._job.seed)
         workload = on_device(self._job.spec.build(), torch.device("cpu"))
         model = workload.model
-        _put(self._job.plan, model)
+        put(self._job.plan, model)
         step = self._step = make_step(workload, self._job.training)
 
         first: dict[Result, str] = {}
@@ -107,7 +107,7 @@ class Worker:
         digests.update(_gradients(step, 2))  # there until the next zero_grad
         digests.update(_buffers(step, 2))
         digests[Result(2, "random state")] = _random_state()
-        runs = _runs(self._job.plan, model)
+        runs = runs_of(self._job.plan, model)
         return FirstSteps(digests, held_bytes + log.peak_bytes, runs)
 
     def _seconds(self) -> float:
@@ -142,16 +142,20 @@ def digest(tensor: torch.Tensor | None) -> str:
 
 
 def state_bytes(step: TrainingStep) -> int:
-    """Bytes that live from one step to the next, each storage once.
+    """Bytes of ``held_between_steps``, each storage once."""
+    storages = [tensor.untyped_storage() for tensor in held_between_steps(step)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def held_between_steps(step: TrainingStep) -> list[torch.Tensor]:
+    """Tensors that live from one step to the next.
 
     Parameters, buffers, tensors that modules hold as plain attributes, the optimizer's
     state and the batch.
     """
     modules = [vars(module) for module in step.workload.model.modules()]
     optimizer = [] if step.optimizer is None else list(step.optimizer.state.values())
-    held = tensors_of([modules, optimizer, step.workload.batch])
-    storages = [tensor.untyped_storage() for tensor in held]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    return tensors_of([modules, optimizer, step.workload.batch])
 
 
 def _gradients(step: TrainingStep, number: int) -> dict[Result, str]:
@@ -166,7 +170,7 @@ def _buffers(step: TrainingStep, number: int) -> dict[Result, str]:
     return {Result(number, "buffer", name): digest(value) for name, value in named}
 
 
-def _seed(seed: int) -> None:
+def seed_everything(seed: int) -> None:
     """Make every global generator of random numbers start from here."""
     torch.manual_seed(seed)
     random.seed(seed)
@@ -178,14 +182,16 @@ def _random_state() -> str:
     return digest(torch.get_rng_state()) + hashlib.sha256(others).hexdigest()
 
 
-def _put(plan: Plan | None, model: torch.nn.Module) -> None:
+def put(plan: Plan | None, model: torch.nn.Module) -> None:
+    """Put a plan on a model, if there is one."""
     if plan is not None:
         from ckplan.applying import apply
 
         apply(model, plan)
 
 
-def _runs(plan: Plan | None, model: torch.nn.Module) -> tuple[tuple[str, int], ...]:
+def runs_of(plan: Plan | None, model: torch.nn.Module) -> tuple[tuple[str, int], ...]:
+    """The regions of a plan, and how often each ran."""
     if plan is None:
         return ()
     from ckplan.applying import status

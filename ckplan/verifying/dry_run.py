@@ -1,0 +1,191 @@
+"""A dry run: the applied model takes its steps on tensors without bytes.
+
+No hardware and no memory are needed, so it works for models larger than the machine.
+It is a second opinion on ``simulate``: the same forward, backward and optimizer run as
+in earnest, regions and all, and every storage is followed from birth to death.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ckplan.curve import Curve
+from ckplan.errors import CkplanError, VerifyError
+from ckplan.tracing.calibrate import calibrate
+from ckplan.tracing.fake import fake_tensors
+from ckplan.training.step import AS_IT_SAYS, Training, make_step
+from ckplan.training.workload import Workload, WorkloadSpec
+from ckplan.verifying.meter import Meter, MeterLog
+from ckplan.verifying.worker import held_between_steps, put, runs_of, seed_everything
+
+if TYPE_CHECKING:
+    from ckplan.plan import Plan
+    from ckplan.tracing.calibrate import Progress
+
+NOTE_WORKSPACE = (
+    "workspaces of kernels, which tensors without bytes do not show: each distinct op "
+    "measured alone on this machine"
+)
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What steps on tensors without bytes would have held, without a plan and with."""
+
+    predicted_peak_bytes: int | None
+    dry_run_peak_bytes: int
+    unplanned_predicted_peak_bytes: int | None
+    unplanned_dry_run_peak_bytes: int
+    budget_bytes: int | None
+    fits: bool
+    regions_ran: int
+    regions_idle: tuple[str, ...]  # regions of the plan that never ran
+    notes: tuple[str, ...]
+    curves: dict[str, Curve]  # of the dry run, unplanned and planned
+
+    @property
+    def passed(self) -> bool:
+        """Whether the peak is within the budget."""
+        return self.fits
+
+    def as_json(self) -> dict[str, Any]:
+        """The same as plain values, for ``--json``."""
+        plain = asdict(replace(self, curves={}))
+        del plain["curves"]
+        timeline = {name: curve.as_json() for name, curve in self.curves.items()}
+        return {"passed": self.passed, **plain, "timeline": timeline}
+
+
+@dataclass(frozen=True, slots=True)
+class _Steps:
+    """What the first two steps did."""
+
+    log: MeterLog
+    runs: tuple[tuple[str, int], ...]  # regions of the plan, and how often each ran
+
+
+def dry_run(
+    spec: WorkloadSpec,
+    plan: Plan | None,
+    *,
+    optimizer: str | None = None,
+    amp: str | None = None,
+    accumulate: int = 1,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> DryRun:
+    """Take two steps without a plan and two with it, on tensors without bytes.
+
+    Args:
+        spec: Where the workload comes from.
+        plan: What to verify; None compares the workload with itself.
+        optimizer: As for ``verify``, like all that follow.
+        amp: ``bf16`` or ``fp16``: forward and loss run under autocast.
+        accumulate: Backwards before the optimizer takes a step.
+        seed: Of every random number.
+        progress: Told how far the work has come.
+
+    Returns:
+        What was found. A peak over the budget is no exception.
+
+    Raises:
+        CkplanError: The workload or the plan cannot be used, or a step fails without
+            values.
+    """
+    training = Training(optimizer, amp, accumulate)
+    return dry_run_workload(spec.load(), plan, training, seed=seed, progress=progress)
+
+
+def dry_run_workload(
+    make: Callable[[], Workload],
+    plan: Plan | None,
+    training: Training = AS_IT_SAYS,
+    *,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> DryRun:
+    """The same for anything that makes a workload; called twice."""
+    tell = progress or (lambda what, done, total: None)
+    tell("dry run without the plan", 0, 2)
+    unplanned = _steps(make, None, training, seed)
+    tell("dry run with the plan", 1, 2)
+    planned = _steps(make, plan, training, seed)
+    ops = [*unplanned.log.ops, *planned.log.ops]
+    costs = calibrate(ops, torch.device("cpu"), progress)
+    notes = [NOTE_WORKSPACE]
+    if missing := sum(not cost.measured for cost in costs):
+        notes.append(f"workspaces of {missing} ops could not be measured: taken as 0")
+    first = len(unplanned.log.ops)
+    curves = {
+        "unplanned": unplanned.log.curve(costs[:first]),
+        "planned": planned.log.curve(costs[first:]),
+    }
+    return _judge(plan, curves, planned.runs, tuple(notes))
+
+
+def _judge(
+    plan: Plan | None,
+    curves: dict[str, Curve],
+    runs: tuple[tuple[str, int], ...],
+    notes: tuple[str, ...],
+) -> DryRun:
+    predicted = plan.predicted if plan else None
+    budget_bytes = plan.budget_bytes if plan else None
+    peak_bytes = curves["planned"].peak_bytes
+    idle = tuple(call for call, times in runs if times == 0)
+    return DryRun(
+        predicted_peak_bytes=predicted.peak_bytes if predicted else None,
+        dry_run_peak_bytes=peak_bytes,
+        unplanned_predicted_peak_bytes=(
+            predicted.unplanned_peak_bytes if predicted else None
+        ),
+        unplanned_dry_run_peak_bytes=curves["unplanned"].peak_bytes,
+        budget_bytes=budget_bytes,
+        fits=budget_bytes is None or peak_bytes <= budget_bytes,
+        regions_ran=len(runs) - len(idle),
+        regions_idle=idle,
+        notes=notes,
+        curves=curves,
+    )
+
+
+def _steps(
+    make: Callable[[], Workload], plan: Plan | None, training: Training, seed: int
+) -> _Steps:
+    """Take two steps, the second one in phases.
+
+    Raises:
+        CkplanError: They fail.
+    """
+    seed_everything(seed)
+    meter = Meter()
+    try:
+        with fake_tensors(), meter.watching():
+            return _Steps(meter.log, _two_steps(make, plan, training, meter))
+    except CkplanError:
+        raise
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [""]
+        raise VerifyError(
+            f"the dry run failed: {type(error).__name__}: {lines[0]}",
+            needed="a workload that trains on tensors without values",
+            hint="ckplan verify without --fake, on a machine that it fits",
+        ) from error
+
+
+def _two_steps(
+    make: Callable[[], Workload], plan: Plan | None, training: Training, meter: Meter
+) -> tuple[tuple[str, int], ...]:
+    workload = make()
+    put(plan, workload.model)
+    step = make_step(workload, training)
+    step.run()
+    step.zero_grad()
+    meter.know(held_between_steps(step))
+    step = replace(step, entering=meter.begin)
+    step.run()
+    return runs_of(plan, workload.model)

@@ -1,0 +1,238 @@
+"""Follow storages from birth to death, whoever holds them: the meter of a dry run.
+
+It knows nothing of graphs, plans or programs: a storage is born when an op returns it
+and dead when the last reference to it is gone, autograd's and a region's alike. What a
+kernel allocates beyond that, which fake tensors do not show, is added afterwards from
+measurements of every distinct op alone.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ckplan.curve import Curve
+from ckplan.tracing.calibrate import Cost
+from ckplan.tracing.recorder import RawOp, TensorMeta
+
+NOT_AN_OP = -1
+
+
+class Birth(NamedTuple):
+    """Storages that appeared together."""
+
+    op: int  # index among the distinct ops, or NOT_AN_OP
+    storages: tuple[int, ...]
+    adds_to: int = -1  # the gradient that it may have been added to in place
+
+
+class Death(NamedTuple):
+    """A storage that nobody holds any more."""
+
+    storage: int
+
+
+class Phase(NamedTuple):
+    """A part of the measured step begins."""
+
+    name: str
+
+
+@dataclass
+class MeterLog:
+    """What a meter saw, in order."""
+
+    events: list[Birth | Death | Phase] = field(default_factory=list)
+    bytes: list[int] = field(default_factory=list)  # of every storage
+    ops: list[RawOp] = field(default_factory=list)  # distinct ones
+
+    def curve(self, costs: Sequence[Cost]) -> Curve:
+        """Live bytes from the first phase on.
+
+        Args:
+            costs: Of each of ``ops``: what its kernel needs beside its outputs.
+        """
+        levels = _Levels(self, costs)
+        for event in self._as_the_engine_does():
+            levels.add(event)
+        return Curve(tuple(levels.points), (*levels.starts[-3:], levels.seconds))
+
+    def _as_the_engine_does(self) -> Iterator[Birth | Death | Phase]:
+        """Gradients that meet are added in place where nobody else holds the first.
+
+        So the engine does on a plain run; under a dispatch mode it never does.
+        """
+        births = [i for i, e in enumerate(self.events) if isinstance(e, Birth)]
+        until = dict(pairwise([*births, len(self.events)]))
+        same: set[int] = set()  # deaths that are none
+        for place, event in enumerate(self.events):
+            if isinstance(event, Birth) and event.adds_to >= 0:
+                death = Death(event.adds_to)
+                sizes = {self.bytes[s] for s in (*event.storages, event.adds_to)}
+                if death in self.events[place : until[place]] and len(sizes) == 1:
+                    same.add(event.adds_to)
+                    continue
+            if not (isinstance(event, Death) and event.storage in same):
+                yield event
+
+
+class _Levels:
+    """Adds up live bytes, and remembers them once the first phase began."""
+
+    def __init__(self, log: MeterLog, costs: Sequence[Cost]) -> None:
+        self.points: list[tuple[float, int]] = []
+        self.starts: list[float] = []
+        self.seconds = 0.0
+        self._bytes = list(log.bytes)
+        self._costs = costs
+        self._level = 0
+
+    def add(self, event: Birth | Death | Phase) -> None:
+        """Take the next event into account."""
+        if isinstance(event, Phase):
+            self._begin(event)
+        elif isinstance(event, Death):
+            self._level -= self._bytes[event.storage]
+            self._note(self._level)
+        else:
+            self._be_born(event)
+
+    def _begin(self, phase: Phase) -> None:
+        del phase
+        self.starts.append(self.seconds)
+        self._note(self._level)
+
+    def _be_born(self, birth: Birth) -> None:
+        cost = self._costs[birth.op] if birth.op != NOT_AN_OP else None
+        made = sum(self._bytes[storage] for storage in birth.storages)
+        if cost is not None and birth.storages:
+            hidden = max(0, cost.held_bytes - made)  # lives with the first output
+            self._bytes[birth.storages[0]] += hidden
+            made += hidden
+        self._note(self._level + max(made, cost.peak_bytes if cost else 0))
+        self._level += made
+        if self.starts and cost is not None:
+            self.seconds += cost.seconds
+        self._note(self._level)
+
+    def _note(self, level: int) -> None:
+        if self.starts:
+            self.points.append((self.seconds, level))
+
+
+class Meter(TorchDispatchMode):
+    """Logs births and deaths of storages while it is active."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log = MeterLog()
+        self._numbers: dict[int, int] = {}  # address of a live storage -> its number
+        self._distinct: dict[str, int] = {}
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Everything that must be active: random states come from no op."""
+        real = torch.get_rng_state
+
+        def watched() -> torch.Tensor:
+            state = real()
+            self.know([state])
+            return state
+
+        with mock.patch.object(torch, "get_rng_state", watched), self:
+            yield
+
+    def know(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Log tensors that no op returned."""
+        storages = self._new(tensors)
+        if storages:
+            self.log.events.append(Birth(NOT_AN_OP, storages))
+
+    def begin(self, phase: str) -> None:
+        """A part of the step that is to be measured begins."""
+        self.log.events.append(Phase(phase))
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        adds_to = self._adds_to(func, args)
+        out = func(*args, **kwargs)
+        returned = [x for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor)]
+        storages = self._new(returned)
+        if storages or func._schema.is_mutable:
+            op = self._number_op(func, args, kwargs)
+            self.log.events.append(Birth(op, storages, adds_to))
+        return out
+
+    def _new(self, tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
+        """Number storages that were not seen before."""
+        found = []
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._numbers:
+                number = len(self.log.bytes)
+                found.append(number)
+                self._numbers[storage._cdata] = number
+                self.log.bytes.append(storage.nbytes())
+                end = weakref.finalize(storage, self._died, storage._cdata, number)
+                end.atexit = False
+        return tuple(found)
+
+    def _died(self, address: int, number: int) -> None:
+        self._numbers.pop(address, None)
+        self.log.events.append(Death(number))
+
+    def _adds_to(self, func: Any, args: tuple[Any, ...]) -> int:
+        """The first of two gradients that meet between two nodes of backward."""
+        if func is not torch.ops.aten.add.Tensor or not _between_nodes():
+            return -1
+        first = args[0]
+        dense = first.numel() * first.element_size() == first.untyped_storage().nbytes()
+        return self._numbers.get(first.untyped_storage()._cdata, -1) if dense else -1
+
+    def _number_op(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> int:
+        flat, spec = pytree.tree_flatten((args, kwargs))
+        described = tuple(_describe(leaf) for leaf in flat)
+        key = f"{func}{described}"
+        if key not in self._distinct:
+            self._distinct[key] = len(self.log.ops)
+            self.log.ops.append(_raw_op(func, described, spec))
+        return self._distinct[key]
+
+
+def _between_nodes() -> bool:
+    running = torch._C._current_graph_task_id() != -1
+    return running and torch._C._current_autograd_node() is None
+
+
+def _describe(leaf: object) -> object:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    return TensorMeta(tuple(leaf.shape), tuple(leaf.stride()), leaf.dtype)
+
+
+def _raw_op(func: Any, described: tuple[Any, ...], spec: pytree.TreeSpec) -> RawOp:
+    """What ``calibrate`` needs to know of an op."""
+    tensors = [leaf for leaf in described if isinstance(leaf, TensorMeta)]
+    moved_bytes = sum(_num_bytes(meta) for meta in tensors)
+    return RawOp(func, -1, (), (), (), described, spec, (), 0, moved_bytes, False)
+
+
+def _num_bytes(meta: TensorMeta) -> int:
+    return torch.Size(meta.shape).numel() * meta.dtype.itemsize
