@@ -151,6 +151,14 @@ def profile(
     amp: _AmpOption = None,
     accumulate: _Accumulate = 1,
     device: Annotated[str, typer.Option(help="Where the step is to run.")] = "cpu",
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="A card of `ckplan gpus`: its roofline in place of measured seconds, "
+            "its memory as the budget of solve.",
+        ),
+    ] = None,
     output: Annotated[
         Path | None,
         typer.Option("-o", help="The trace to write.  [default: traces/NAME.json.gz]"),
@@ -175,6 +183,7 @@ def profile(
             spec,
             training=_training(optimizer, amp, accumulate),
             device=device,
+            gpu=gpu,
             progress=progress,
         )
     graphs.save(graph, path, force=force)

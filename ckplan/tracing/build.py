@@ -9,6 +9,7 @@ from typing import Any
 from ckplan.encodings import encoded_bytes, form_of, is_dense
 from ckplan.graph import (
     BEFORE_STEP,
+    MEASURED,
     OUTSIDE_CALLS,
     Call,
     Encoding,
@@ -49,6 +50,7 @@ def build_graph(
     fingerprint: Mapping[str, Any],
     options: Mapping[str, str],
     notes: Sequence[str],
+    cost_source: str = MEASURED,
 ) -> Graph:
     """Assemble the graph of a recorded step."""
     _name_activations(recording)
@@ -67,6 +69,7 @@ def build_graph(
         fingerprint=fingerprint,
         options=options,
         notes=tuple(notes),
+        costs=cost_source,
         ops=ops,
         storages=tuple(_storage(recording, old) for old in keep),
         saved=tuple(
@@ -178,6 +181,7 @@ def _op(
         moved_bytes=raw.moved_bytes,
         seconds=round(cost.seconds, 9),
         random=is_random(name),
+        launch_seconds=round(cost.launch_seconds, 9),
     )
 
 

@@ -46,6 +46,7 @@ class Cost:
     peak_bytes: int  # allocated at once, outputs included
     held_bytes: int  # still allocated when it has returned, outputs included
     measured: bool
+    launch_seconds: float = 0.0  # beside them, where a CPU launches for a device
 
 
 def calibrate(

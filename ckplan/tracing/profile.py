@@ -8,7 +8,7 @@ the step is run again on real ones, and the graph says so.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -17,11 +17,19 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 
 from ckplan.errors import CkplanError, WorkloadError
-from ckplan.graph import Graph
+from ckplan.gpus import Gpu, find
+from ckplan.graph import MEASURED, Graph
 from ckplan.tracing.build import build_graph, smaller_forms
-from ckplan.tracing.calibrate import Progress, calibrate, calibrate_encodings
+from ckplan.tracing.calibrate import (
+    CodingCost,
+    Cost,
+    Progress,
+    calibrate,
+    calibrate_encodings,
+)
 from ckplan.tracing.fake import KnownValues, fake_tensors
-from ckplan.tracing.recorder import Recording, StepRecorder
+from ckplan.tracing.recorder import RawOp, Recording, StepRecorder, TensorMeta
+from ckplan.tracing.roofline import roofline, roofline_codings
 from ckplan.training.fingerprint import fingerprint
 from ckplan.training.step import AS_IT_SAYS, Training, TrainingStep, make_step
 from ckplan.training.workload import (
@@ -34,6 +42,9 @@ from ckplan.training.workload import (
 
 NOTE_FAKE = "traced under fake tensors"
 NOTE_SECONDS = "seconds and workspaces: each distinct op measured alone on this machine"
+
+NOTE_ROOFLINE = "seconds: the least that the card needs; workspaces are not counted"
+NOTE_CPU_BYTES = "bytes: as on a CPU, where kernels keep other tensors than on a card"
 
 _Scope: TypeAlias = tuple[FakeTensorMode, KnownValues]
 _Build: TypeAlias = Callable[[_Scope | None], Workload]
@@ -52,6 +63,7 @@ def profile_workload(
     *,
     training: Training = AS_IT_SAYS,
     device: str = "cpu",
+    gpu: str | None = None,
     progress: Progress | None = None,
 ) -> Graph:
     """Profile what a file offers.
@@ -60,18 +72,21 @@ def profile_workload(
         spec: Where the workload comes from.
         training: How it is trained.
         device: Where the step is to run.
+        gpu: A card of ``ckplan gpus``, whose roofline stands in for measured seconds.
         progress: Told how far the work has come.
 
     Raises:
+        CkplanError: There is no such card.
         WorkloadError: The workload cannot be built or trained.
     """
+    card = find(gpu) if gpu is not None else None
     make = spec.load()  # imports happen outside of fake tensors
 
     def build(scope: _Scope | None) -> Workload:
         del scope
         return make()
 
-    return _profile(build, training, device, progress)
+    return _profile(build, training, device, card, progress)
 
 
 def profile(
@@ -82,6 +97,7 @@ def profile(
     optimizer: str | None = None,
     amp: str | None = None,
     accumulate: int = 1,
+    gpu: str | None = None,
     progress: Progress | None = None,
 ) -> Graph:
     """Profile one training step of a model, leaving the model as it is.
@@ -95,14 +111,17 @@ def profile(
             ``adafactor`` or ``none``.
         amp: ``bf16`` or ``fp16``: forward and loss run under autocast.
         accumulate: Backwards before the optimizer takes a step; the last is profiled.
+        gpu: A card of ``ckplan gpus``, whose roofline stands in for measured seconds.
         progress: Told how far the work has come.
 
     Returns:
         The recorded step.
 
     Raises:
+        CkplanError: There is no such card.
         WorkloadError: The model cannot be trained on this batch.
     """
+    card = find(gpu) if gpu is not None else None
     workload = as_workload((model, batch, loss), "the call of profile()")
     device = next((p.device.type for p in model.parameters()), "cpu")
 
@@ -117,7 +136,8 @@ def profile(
             known.learn_all(_values_of(model, batch), _values_of(*real))
         return Workload(model, batch, workload.loss)
 
-    return _profile(build, Training(optimizer, amp, accumulate), device, progress)
+    training = Training(optimizer, amp, accumulate)
+    return _profile(build, training, device, card, progress)
 
 
 def _values_of(model: nn.Module, batch: Any) -> list[torch.Tensor]:
@@ -128,28 +148,50 @@ def _profile(
     build: _Build,
     training: Training,
     device: str,
+    gpu: Gpu | None,
     progress: Progress | None,
 ) -> Graph:
     target = torch.device(device)
     tell = progress or (lambda what, done, total: None)
     tell("tracing", 0, 0)
     traced = _trace_anyhow(build, training, target)
-    costs = calibrate(traced.recording.ops, target, progress)
-    forms = ((form, meta) for _, _, form, meta in smaller_forms(traced.recording))
-    codings = calibrate_encodings(forms, target)
-    notes = [*traced.notes, NOTE_SECONDS]
-    if not all(cost.measured for cost in costs):
-        some = sum(not cost.measured for cost in costs)
-        notes.append(f"seconds of {some} ops scaled from the others, not measured")
+    costs, notes = _costs(traced.recording.ops, target, gpu, progress)
+    options = training.as_options()
     return build_graph(
         traced.recording,
         costs,
-        codings,
+        _coding_costs(traced.recording, target, gpu),
         model=traced.model,
         fingerprint=traced.fingerprint,
-        options=training.as_options(),
-        notes=notes,
+        options=options if gpu is None else {**options, "gpu": gpu.name},
+        notes=[*traced.notes, *notes],
+        cost_source=MEASURED if gpu is None else f"roofline {gpu.name}",
     )
+
+
+def _costs(
+    ops: Sequence[RawOp],
+    device: torch.device,
+    gpu: Gpu | None,
+    progress: Progress | None,
+) -> tuple[list[Cost], list[str]]:
+    """What every op costs, and what a reader must know of that."""
+    if gpu is not None:
+        bytes_of = [NOTE_CPU_BYTES] if device.type == "cpu" else []
+        return roofline(ops, gpu), [NOTE_ROOFLINE, *bytes_of]
+    costs, notes = calibrate(ops, device, progress), [NOTE_SECONDS]
+    if not all(cost.measured for cost in costs):
+        some = sum(not cost.measured for cost in costs)
+        notes.append(f"seconds of {some} ops scaled from the others, not measured")
+    return costs, notes
+
+
+def _coding_costs(
+    recording: Recording, device: torch.device, gpu: Gpu | None
+) -> dict[tuple[str, TensorMeta], CodingCost]:
+    forms = ((form, meta) for _, _, form, meta in smaller_forms(recording))
+    codings = calibrate_encodings(forms, device)
+    return codings if gpu is None else roofline_codings(codings, gpu)
 
 
 def _trace_anyhow(

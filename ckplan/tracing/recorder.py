@@ -10,6 +10,7 @@ accounting stands in for it.
 
 from __future__ import annotations
 
+import math
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
@@ -27,6 +28,18 @@ from torch.utils.flop_counter import flop_registry
 from ckplan.graph import BEFORE_STEP, OUTSIDE_CALLS
 
 STILL_ALIVE = -2
+_aten = torch.ops.aten
+_EMPTY = (_aten.empty, _aten.empty_like, _aten.new_empty, _aten.empty_strided)
+"""What makes bytes and moves none."""
+_FLOPS = {
+    **flop_registry,  # which leaves out the attention of CPUs
+    _aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[
+        _aten._scaled_dot_product_flash_attention
+    ],
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
+        _aten._scaled_dot_product_flash_attention_backward
+    ],
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +49,11 @@ class TensorMeta:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
+
+    @property
+    def numel(self) -> int:
+        """Elements, repeated ones too."""
+        return math.prod(self.shape)
 
 
 @dataclass(slots=True)
@@ -220,9 +238,11 @@ class StepRecorder(TorchDispatchMode):
         known = len(self.recording.storages)
         returned = [x for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor)]
         outputs = self._numbers(returned, "temporary", position)
-        writes = _written(func, args, kwargs, self._number_of)
+        changed = _written(func, args, kwargs)
+        writes = tuple(dict.fromkeys(map(self._number_of, changed)))
         if len(self.recording.storages) > known or writes:
             tensors = [x for x in flat if isinstance(x, torch.Tensor)]
+            tensors += returned or changed  # foreach ops return nothing
             self.recording.ops.append(
                 RawOp(
                     func,
@@ -234,7 +254,7 @@ class StepRecorder(TorchDispatchMode):
                     spec,
                     tuple(map(_describe, returned)),
                     _flops(func, args, kwargs, out),
-                    sum(t.numel() * t.element_size() for t in (*tensors, *returned)),
+                    0 if func.overloadpacket in _EMPTY else _num_bytes(tensors),
                     self._phase == "backward" and not self._in_node,
                 )
             )
@@ -424,29 +444,30 @@ def _describe(tensor: torch.Tensor) -> TensorMeta:
     return TensorMeta(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
 
 
+def _num_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
 def _is_dense(tensor: torch.Tensor) -> bool:
     return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
 
 
 def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    formula = flop_registry.get(func.overloadpacket)
+    formula = _FLOPS.get(func.overloadpacket)
     return int(formula(*args, **kwargs, out_val=out)) if formula else 0
 
 
 def _written(
-    func: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    number_of: Callable[[torch.Tensor], int],
-) -> tuple[int, ...]:
-    """Storages that the op's schema says it changes."""
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[torch.Tensor]:
+    """Tensors that the op's schema says it changes."""
     if not func._schema.is_mutable:
-        return ()
-    written: list[int] = []
+        return []
+    written: list[torch.Tensor] = []
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         value = args[position] if position < len(args) else kwargs.get(argument.name)
         leaves = pytree.tree_leaves(value)
-        written += [number_of(x) for x in leaves if isinstance(x, torch.Tensor)]
-    return tuple(dict.fromkeys(written))
+        written += [x for x in leaves if isinstance(x, torch.Tensor)]
+    return written

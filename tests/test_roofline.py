@@ -1,0 +1,125 @@
+"""Profiles with a card in place of a clock: every second follows from the figures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+from typer.testing import CliRunner
+
+import ckplan
+from ckplan import gpus
+from ckplan.cli import app
+from ckplan.errors import CkplanError
+from ckplan.graph import Graph, Op
+from ckplan.tracing.profile import profile_workload
+from ckplan.training.workload import WorkloadSpec
+
+T4, A100 = gpus.find("T4"), gpus.find("A100 80GB")
+
+
+def op_named(graph: Graph, name: str) -> Op:
+    return next(op for op in graph.ops if op.name == name)
+
+
+def profiled(model: nn.Module, x: torch.Tensor, gpu: gpus.Gpu, **how: Any) -> Graph:
+    return ckplan.profile(model, x, gpu=gpu.name, **how)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rate"),
+    [(torch.float32, 8.1e12), (torch.float16, 65e12), (torch.bfloat16, 8.1e12)],
+)
+def test_a_large_matmul_computes_at_the_rate_of_its_type(
+    dtype: torch.dtype, rate: float
+) -> None:
+    model = nn.Linear(1024, 2048, bias=False, dtype=dtype)
+    found = op_named(profiled(model, torch.ones(512, 1024, dtype=dtype), T4), "mm")
+    assert found.flops == 2 * 512 * 1024 * 2048
+    assert found.seconds == pytest.approx(found.flops / rate, abs=1e-9)
+    assert found.launch_seconds == T4.launch_seconds
+
+
+def test_a_pointwise_op_moves_its_bytes_and_counts_no_flops() -> None:
+    model = nn.Sequential(nn.Linear(16, 1 << 10), nn.Tanh())
+    found = op_named(profiled(model, torch.ones(1 << 10, 16), A100), "tanh")
+    assert (found.flops, found.moved_bytes) == (0, 8 << 20)
+    assert found.seconds == pytest.approx((8 << 20) / 2039e9, abs=1e-9)
+
+
+def test_tensor_cores_take_fp32_of_convolutions_but_not_of_matmuls() -> None:
+    conv = op_named(
+        profiled(nn.Conv2d(64, 64, 3), torch.ones(4, 64, 64, 64), A100), "convolution"
+    )
+    assert conv.seconds == pytest.approx(conv.flops / 156e12, abs=1e-9)
+    linear = nn.Linear(2048, 2048, bias=False)
+    matmul = op_named(profiled(linear, torch.ones(2048, 2048), A100), "mm")
+    assert matmul.seconds == pytest.approx(matmul.flops / 19.5e12, abs=1e-9)
+
+
+FOREACH = """
+import torch
+def build():
+    model = torch.nn.Linear(256, 256)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)
+    return {"model": model, "batch": torch.ones(4, 256), "optimizer": optimizer}
+"""
+
+
+def test_an_optimizer_that_returns_nothing_reads_and_writes(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(FOREACH)
+    spec = WorkloadSpec(str(tmp_path / "model.py"))
+    graph = profile_workload(spec, gpu="T4")
+    update = op_named(graph, "_foreach_add_")
+    assert update.moved_bytes == 3 * 4 * (
+        256 * 256 + 256
+    )  # gradients; parameters twice
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return scaled_dot_product_attention(x * self.scale, x, x)
+
+
+def test_attention_on_a_cpu_has_flops_in_both_directions() -> None:
+    graph = profiled(Attention(), torch.ones(2, 3, 32, 16), T4)
+    one_matmul = 2 * 2 * 3 * 32 * 32 * 16
+    attention = [op.flops for op in graph.ops if "attention" in op.name]
+    assert attention == [2 * one_matmul, 5 * one_matmul]  # the scores are made again
+
+
+def test_small_ops_take_as_long_as_launching_them() -> None:
+    graph = profiled(nn.Linear(8, 8), torch.ones(2, 8), A100)
+    assert graph.step_seconds == pytest.approx(len(graph.ops) * A100.launch_seconds)
+    assert sum(op.seconds for op in graph.ops) < graph.step_seconds / 10
+
+
+def test_the_file_and_the_screen_say_where_seconds_come_from(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(
+        "import torch\ndef build():\n"
+        "    return torch.nn.Linear(8, 8), torch.ones(2, 8)\n"
+    )
+    trace = str(tmp_path / "trace.json")
+    argv = ["profile", f"{tmp_path}/model.py", "--gpu", "rtx 4090", "-o", trace]
+    shown = CliRunner().invoke(app, argv).stdout
+    assert "costs    roofline RTX 4090" in shown
+    found = json.loads(CliRunner().invoke(app, ["show", trace, "--json"]).stdout)
+    assert found["costs"] == "roofline RTX 4090"
+    graph = ckplan.load_graph(Path(trace))
+    assert graph.options["gpu"] == "RTX 4090"
+    assert any("as on a CPU" in note for note in graph.notes)
+    assert ckplan.profile(nn.Linear(8, 8), torch.ones(2, 8)).costs == "measured"
+
+
+def test_a_card_that_nobody_knows_is_refused_before_any_work() -> None:
+    with pytest.raises(CkplanError, match="no card is called 'RTX 1'"):
+        ckplan.profile(nn.Linear(8, 8), "no batch at all", gpu="RTX 1")
