@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from errno import ENOSPC
 from typing import Any
 
 import typer
@@ -13,7 +14,6 @@ from typer.core import TyperCommand, TyperGroup
 from ckplan.errors import CkplanError
 
 TRACEBACK = "--traceback"
-INTERRUPTED = 130  # 128 + SIGINT, as shells count
 BROKEN_PIPE = 141  # 128 + SIGPIPE
 
 
@@ -60,9 +60,6 @@ def _explain(error: BaseException, with_traceback: bool) -> int:
         return BROKEN_PIPE
     if with_traceback:
         traceback.print_exception(error)
-    if isinstance(error, KeyboardInterrupt):
-        say("interrupted")
-        return INTERRUPTED
     if not isinstance(error, CkplanError):
         error = _unexpected(error)
     say(str(error))
@@ -75,6 +72,24 @@ def _unexpected(error: BaseException) -> CkplanError:
             f"cannot use the workload: it called sys.exit({error.code!r})",
             needed="a file that can be imported",
             hint="put what runs it under `if __name__ == '__main__':`",
+        )
+    if isinstance(error, KeyboardInterrupt):
+        return CkplanError(
+            "interrupted",
+            needed="time to finish; files are written whole or not at all",
+            hint="the same command again",
+        )
+    if isinstance(error, OSError) and error.errno == ENOSPC:
+        return CkplanError(
+            f"cannot write all of the output: {str(error.strerror).lower()}",
+            needed="space where the output goes, or for temporary files",
+            hint="free some, or redirect the output to another disk",
+        )
+    if isinstance(error, MemoryError):
+        return CkplanError(
+            "ran out of memory",
+            needed="more memory than this machine has left",
+            hint="close other programs, or plan for a smaller model or batch",
         )
     said = str(error).strip() or "no message"
     return CkplanError(

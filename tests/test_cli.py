@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 import os
@@ -9,13 +10,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
+import torch
 from test_report import verification
 
 import ckplan
-from ckplan import cli, terminal
+from ckplan import cli
 from ckplan.training.step import OPTIMIZERS
 from ckplan.verifying import verify as verifying
 
@@ -50,9 +52,71 @@ def frozen():
 
 def quits():
     sys.exit("usage: model.py DATA")
+"""
 
-def interrupted():
-    raise KeyboardInterrupt
+BAD_STEPS = """
+import os
+import signal
+import torch
+from torch import nn
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ValueError("no gradient")
+
+class Stuck(torch.optim.SGD):
+    def step(self, closure=None):
+        raise ZeroDivisionError("no step")
+
+@torch.library.custom_op("ckplan_test::opaque", mutates_args=())
+def opaque(x: torch.Tensor) -> torch.Tensor:
+    return x * 1
+
+opaque.register_autograd(lambda ctx, grad: grad)
+
+class Net(nn.Module):
+    def __init__(self, do):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.do = do
+        self.count = 0
+
+    def forward(self, x):
+        self.count += 1
+        return self.do(self, self.inner(x))
+
+def second(net, x):
+    return x if net.count < 2 else [][x.dim()]
+
+def interrupt(net, x):
+    os.kill(os.getpid(), signal.SIGINT)
+    return x
+
+def asking(net, x):
+    return x if x.sum().item() < 1e30 else -x
+
+def too_much(net, x):
+    return opaque(x) + torch.ones(2**60)
+
+def net(do, batch=None):
+    return lambda: (Net(do), torch.randn(4, 8) if batch is None else batch)
+
+def optimizer():
+    model = nn.Linear(8, 8)
+    own = Stuck(model.parameters(), lr=1.0)
+    return {"model": model, "batch": torch.randn(4, 8), "optimizer": own}
+
+in_backward = net(lambda net, x: Fails.apply(x))
+in_second = net(second)
+interrupted = net(interrupt)
+is_nan = net(asking, torch.full((4, 8), float("nan")))
+is_opaque = net(lambda net, x: opaque(x))
+is_too_much = net(too_much)
 """
 
 
@@ -356,6 +420,23 @@ BAD_INPUT = [
     ("verify model.py nope.yaml", "cannot read the plan 'nope.yaml': no such file"),
     ("verify model.py odd.yaml", "odd.yaml, line 2: unknown key 'colour'"),
     ("verify nope.py plan.yaml", "cannot read the workload: nope.py is not there"),
+    (
+        "profile bad.py:in_backward",
+        "the first step raised ValueError in backward: no gradient",
+    ),
+    (
+        "verify bad.py:in_backward plan.yaml",
+        "the unplanned step raised ValueError in backward: no gradient",
+    ),
+    (
+        "profile bad.py:optimizer",
+        "the first step raised ZeroDivisionError in the optimizer: no step",
+    ),
+    ("profile bad.py:in_second", "the second step raised IndexError in forward: list"),
+    ("profile bad.py:is_nan", "the loss of the first step is nan"),
+    ("verify bad.py:is_nan plan.yaml", "the loss of step 1 is nan"),
+    ("profile bad.py:is_too_much", "the step does not fit in memory"),
+    ("profile bad.py:interrupted", "interrupted"),
 ]
 
 
@@ -372,6 +453,7 @@ def test_bad_input_ends_with_one_and_three_lines(
         "odd.yaml": PLAN.replace("\n", "\ncolour: red\n", 1),
         "cut.json": json.dumps(content)[:1000],
         "plan.yaml": PLAN,
+        "bad.py": BAD_STEPS,
     }.items():
         (folder / name).write_text(text)
     (folder / "cut.json.gz").write_bytes(trace.read_bytes()[:1000])
@@ -490,11 +572,72 @@ def test_bug_says_so_without_a_traceback(
     ]
 
 
-def test_interrupt_is_one_line(run: Run) -> None:
-    ended = run("profile", "model.py:interrupted")
-    assert ended.code == terminal.INTERRUPTED == 130
-    assert ended.err.splitlines()[-1] == "interrupted"
-    assert "Traceback" not in ended.err
+def test_an_op_without_a_fake_kernel_is_named_with_what_to_do(
+    run: Run, folder: Path
+) -> None:
+    (folder / "bad.py").write_text(BAD_STEPS)
+    ended = run("profile", "bad.py:is_opaque", "--json")
+    (note,) = (n for n in json.loads(ended.out)["notes"] if "real tensors" in n)
+    assert "the op ckplan_test::opaque has no fake kernel" in note
+    assert "torch.library.register_fake" in note
+
+
+def test_a_kernel_that_gets_no_memory_is_named(
+    run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(size: Any, *args: object, **options: object) -> None:
+        del size, args, options
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(torch, "empty_strided", full)
+    before = snapshot(folder)
+    ended = run("profile", "model.py")
+    error = ended.err[ended.err.index("error: ") :].splitlines()
+    assert (ended.code, ended.out, len(error)) == (1, "", 3)
+    assert error[0].startswith("error: cannot measure aten.")
+    assert "can't allocate memory" in error[0]
+    assert snapshot(folder) == before
+
+
+@pytest.mark.parametrize(
+    ("ending", "message"),
+    [
+        (KeyboardInterrupt(), "interrupted"),
+        (OSError(errno.ENOSPC, "No space left on device"), "cannot write 'traces/mode"),
+    ],
+)
+def test_an_end_while_writing_leaves_no_half_written_file(
+    ending: BaseException,
+    message: str,
+    run: Run,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fsync(file: int) -> None:
+        raise ending
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    before = snapshot(folder)
+    ended = run("profile", "model.py")
+    error = ended.err[ended.err.index("error: ") :].splitlines()
+    assert (ended.code, ended.out, len(error)) == (1, "", 3)
+    assert error[0].startswith(f"error: {message}")
+    assert snapshot(folder) == before
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
+def test_output_onto_a_full_disk_is_no_bug(trace: Path) -> None:
+    ended = subprocess.run(
+        ["/bin/bash", "-c", f"'{sys.executable}' -m ckplan show {trace} > /dev/full"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines()[0] == (
+        "error: cannot write all of the output: no space left on device"
+    )
 
 
 def test_reader_that_has_had_enough_is_no_error(trace: Path) -> None:

@@ -301,8 +301,8 @@ def test_an_unplanned_step_that_is_killed_leaves_nothing_to_compare_with(target:
 @pytest.mark.parametrize(
     ("planned", "action", "kind", "what"),
     [
-        (False, "fail", WorkloadError, "the unplanned step raised ValueError: no such"),
-        (True, "fail", VerifyError, "the planned step raised ValueError: no such luck"),
+        (False, "fail", WorkloadError, "the unplanned step raised ValueError in fo"),
+        (True, "fail", VerifyError, "the planned step raised ValueError in forw"),
         (True, "ask for too much", OutOfMemoryError, "the planned step ran out of mem"),
         (False, "ask for too much", OutOfMemoryError, "the unplanned step ran out of "),
     ],

@@ -21,8 +21,10 @@ from torch.profiler import record_function
 from torch.utils import _pytree as pytree
 
 from ckplan.encodings import decode, encode
+from ckplan.errors import WorkloadError
 from ckplan.tracing.recorder import RawOp, TensorMeta
 from ckplan.training.allocator import AllocatorLog, log_allocations
+from ckplan.training.failures import first_line, is_out_of_memory
 
 LARGEST_BYTES = 1 << 30
 _MOST_ENCODED = 1 << 24  # elements; encodings of more are scaled
@@ -120,14 +122,16 @@ def _measure(jobs: Mapping[str, _Job], progress: Progress) -> dict[str, Cost]:
         for number, (key, job) in enumerate(jobs.items()):
             progress("measuring ops", number, len(jobs))
             mark = f"{_MARK}{number}"
-            run = job()
             try:
+                run = job()
                 with record_function(mark):
                     start = time.perf_counter()
                     out = run()
                     first = time.perf_counter() - start
                 del out
-            except (RuntimeError, IndexError, TypeError, ValueError):
+            except (RuntimeError, IndexError, TypeError, ValueError, MemoryError) as e:
+                if is_out_of_memory(e):
+                    raise _too_large(key, e) from e
                 continue  # made-up content is not good enough for it
             marks[key] = mark
             seconds[key] = first if first > _LONG_SECONDS else _time(run)
@@ -142,6 +146,14 @@ def _measure(jobs: Mapping[str, _Job], progress: Progress) -> dict[str, Cost]:
         )
         for key in seconds
     }
+
+
+def _too_large(key: str, error: BaseException) -> WorkloadError:
+    return WorkloadError(
+        f"cannot measure {key.partition('(')[0]}: no memory ({first_line(error)})",
+        needed="memory for the largest op of the step alone",
+        hint="close other programs, or make the batch smaller",
+    )
 
 
 def _runner(op: RawOp, device: torch.device) -> Callable[[], object]:

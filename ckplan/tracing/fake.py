@@ -8,6 +8,7 @@ beside the fake ones and answers from them.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,7 +16,13 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
@@ -93,6 +100,24 @@ class KnownValues(TorchDispatchMode):
             real = self._real.get(tensor)
             if real is not None:
                 self._stale[real.untyped_storage()] = True
+
+
+def why_not_fake(error: BaseException) -> str:
+    """What of a model cannot be done on fake tensors, and what would help."""
+    op = getattr(error, "func", None)
+    if isinstance(error, DataDependentOutputException):
+        return "the model asks for the value of a tensor (.item(), if, numpy)"
+    if isinstance(error, DynamicOutputShapeException):
+        return f"what shape {op} returns depends on values"
+    without = re.search(r"fake impl registered for <CustomOpDef\((.*?)\)>", str(error))
+    if isinstance(error, UnsupportedOperatorException) or without:
+        name = without.group(1) if without else op
+        return (
+            f"the op {name} has no fake kernel; to trace without memory, give it one "
+            "with torch.library.register_fake"
+        )
+    line = next(iter(str(error).strip().splitlines()), "")
+    return f"fake ones failed ({type(error).__name__}: {line})"
 
 
 def _is_small_integer(tensor: torch.Tensor) -> bool:

@@ -8,7 +8,8 @@ the step is run again on real ones, and the graph says so.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -27,9 +28,16 @@ from ckplan.tracing.calibrate import (
     calibrate,
     calibrate_encodings,
 )
-from ckplan.tracing.fake import KnownValues, fake_tensors
+from ckplan.tracing.fake import KnownValues, fake_tensors, why_not_fake
 from ckplan.tracing.recorder import RawOp, Recording, StepRecorder, TensorMeta
 from ckplan.tracing.roofline import roofline, roofline_codings
+from ckplan.training.failures import (
+    check_finite,
+    described,
+    first_line,
+    is_out_of_memory,
+    place_of,
+)
 from ckplan.training.fingerprint import fingerprint
 from ckplan.training.step import AS_IT_SAYS, Training, TrainingStep, make_step
 from ckplan.training.workload import (
@@ -204,20 +212,14 @@ def _trace_anyhow(
         with fake_tensors() as scope:
             traced = _trace(build, training, device, scope)
     except Exception as error:
-        if _is_final(error):
-            raise
+        if isinstance(error, CkplanError) and error.__cause__ is None:
+            raise  # real tensors would fail in the same way
+        why = why_not_fake(error.__cause__ or error)
         traced = _trace_real(build, training, device)
-        reason = (str(error).strip().splitlines() or [""])[0]
-        why = f"{type(error).__name__}: {reason}"
-        traced.notes.append(f"traced on real tensors, as fake ones failed ({why})")
+        traced.notes.append(f"traced on real tensors: {why}")
         return traced
     traced.notes.append(NOTE_FAKE)
     return traced
-
-
-def _is_final(error: Exception) -> bool:
-    """Whether real tensors would fail in the same way."""
-    return isinstance(error, CkplanError) and error.__cause__ is None
 
 
 def _trace_real(
@@ -227,15 +229,14 @@ def _trace_real(
 ) -> _Traced:
     try:
         return _trace(build, training, device, None)
-    except CkplanError:
-        raise
     except Exception as error:
-        lines = str(error).strip().splitlines() or [""]
-        raise WorkloadError(
-            f"the training step raised {type(error).__name__}: {lines[0]}",
-            needed="a model that trains on its batch",
-            hint="run one step of it without ckplan; --traceback shows where",
-        ) from error
+        if is_out_of_memory(error):
+            raise WorkloadError(
+                f"the step does not fit in memory ({first_line(error)})",
+                needed="memory for a step on real tensors, as fake ones failed",
+                hint="close other programs, or make the batch smaller",
+            ) from error
+        raise
 
 
 def _trace(
@@ -247,13 +248,17 @@ def _trace(
     """Record the second step: the steady state, in which optimizer state exists."""
     workload = on_device(build(scope), device)
     step = make_step(workload, training)
-    step.run()
-    step.zero_grad()
-    for _ in range(training.accumulate - 1):
-        step.accumulate()
-    recorder = StepRecorder(workload.model, fake=scope is not None)
-    _know_before(recorder, step)
-    notes = _record(recorder, step)
+    with _told("the first step"):
+        loss = step.run()
+        if scope is None:
+            check_finite(loss, "the first step")
+    with _told("the second step"):
+        step.zero_grad()
+        for _ in range(training.accumulate - 1):
+            step.accumulate()
+        recorder = StepRecorder(workload.model, fake=scope is not None)
+        _know_before(recorder, step)
+        notes = _record(recorder, step)
     return _Traced(
         recorder.recording,
         type(workload.model).__name__,
@@ -262,11 +267,26 @@ def _trace(
     )
 
 
+@contextmanager
+def _told(title: str) -> Iterator[None]:
+    """Say of an exception of the workload in which step and phase it was."""
+    try:
+        yield
+    except CkplanError:
+        raise
+    except Exception as error:
+        raise WorkloadError(
+            f"{title} {described(error)}",
+            needed="a model that takes two steps on its batch, one after the other",
+            hint=place_of(error),
+        ) from error
+
+
 def _record(recorder: StepRecorder, step: TrainingStep) -> list[str]:
     with recorder.watching():
         output, loss, rule = step.forward()
         recorder.begin_backward(loss)
-        loss.backward()
+        step.backward(loss)
         del output, loss
         recorder.begin_update()
         parameters = step.workload.model.parameters()

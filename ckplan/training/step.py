@@ -99,10 +99,14 @@ class TrainingStep:
         self._enter("forward")
         output, loss, _ = self.forward()
         self._enter("backward")
-        loss.backward()
+        self.backward(loss)
         value = loss.detach()
         del output, loss
         return value
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Run backward; gradients are added to those that are there."""
+        loss.backward()
 
     def _enter(self, phase: str) -> None:
         if self.entering is not None:

@@ -12,10 +12,7 @@ import os
 import pickle
 import random
 import time
-import traceback
-from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 import numpy
@@ -23,6 +20,13 @@ import torch
 
 from ckplan.errors import CkplanError, VerifyError, WorkloadError
 from ckplan.training.allocator import log_allocations
+from ckplan.training.failures import (
+    check_finite,
+    described,
+    first_line,
+    is_out_of_memory,
+    place_of,
+)
 from ckplan.training.step import Training, TrainingStep, make_step
 from ckplan.training.workload import WorkloadSpec, on_device, tensors_of
 
@@ -31,7 +35,6 @@ if TYPE_CHECKING:
 
 FIRST_STEPS = "first steps"
 TIMED_STEP = "timed step"
-_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "bad_alloc")
 
 
 class OutOfMemoryError(VerifyError):
@@ -96,19 +99,25 @@ class Worker:
         step = self._step = make_step(workload, self._job.training)
 
         first: dict[Result, str] = {}
-        loss = digest(step.run(between=lambda: first.update(_gradients(step, 1))))
-        digests = {Result(1, "loss"): loss, **first, **_buffers(step, 1)}
+        value = step.run(between=lambda: first.update(_gradients(step, 1)))
+        self._check(value, "step 1")
+        digests = {Result(1, "loss"): digest(value), **first, **_buffers(step, 1)}
 
         step.zero_grad()
         held_bytes = state_bytes(step)
         with log_allocations() as log:
             value = step.run()
+        self._check(value, "step 2")
         digests[Result(2, "loss")] = digest(value)
         digests.update(_gradients(step, 2))  # there until the next zero_grad
         digests.update(_buffers(step, 2))
         digests[Result(2, "random state")] = _random_state()
         runs = runs_of(self._job.plan, model)
         return FirstSteps(digests, held_bytes + log.peak_bytes, runs)
+
+    def _check(self, loss: torch.Tensor, title: str) -> None:
+        if self._job.plan is None:  # with a plan it is a difference
+            check_finite(loss, title)
 
     def _seconds(self) -> float:
         assert self._step is not None, "internal error: timed before the first steps"
@@ -201,16 +210,16 @@ def runs_of(plan: Plan | None, model: torch.nn.Module) -> tuple[tuple[str, int],
 
 def _explain(error: BaseException, job: Job) -> CkplanError:
     """What a user can do about an exception of the workload or of the plan on it."""
-    if any(_is_out_of_memory(cause) for cause in _causes(error)):
-        return out_of_memory(job, f"ran out of memory ({_first_line(error)})")
+    if is_out_of_memory(error):
+        return out_of_memory(job, f"ran out of memory ({first_line(error)})")
     if isinstance(error, CkplanError):
         return error
-    what = f"{job.title} raised {type(error).__name__}: {_first_line(error)}"
+    what = f"{job.title} {described(error)}"
     if job.plan is None:
         needed = "a workload whose training step runs"
-        return WorkloadError(what, needed=needed, hint=_place(error))
+        return WorkloadError(what, needed=needed, hint=place_of(error))
     needed = "a planned step that runs wherever the unplanned one does"
-    return VerifyError(what, needed=needed, hint=_place(error))
+    return VerifyError(what, needed=needed, hint=place_of(error))
 
 
 def out_of_memory(job: Job, found: str) -> OutOfMemoryError:
@@ -220,34 +229,6 @@ def out_of_memory(job: Job, found: str) -> OutOfMemoryError:
         needed="memory for the peak of the step and for a process around it",
         hint="close other programs, make the batch smaller, or plan for a lower budget",
     )
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    if isinstance(error, RuntimeError):
-        return any(sign in str(error).lower() for sign in _OUT_OF_MEMORY)
-    return isinstance(error, MemoryError)
-
-
-def _causes(error: BaseException) -> Iterable[BaseException]:
-    cause: BaseException | None = error
-    while cause is not None:
-        yield cause
-        cause = cause.__cause__
-
-
-def _first_line(error: BaseException) -> str:
-    what = error.what if isinstance(error, CkplanError) else str(error)
-    return next(iter(what.strip().splitlines()), type(error).__name__)
-
-
-def _place(error: BaseException) -> str:
-    """The innermost line that is neither torch's nor ours."""
-    ours = tuple(str(Path(file).parent) for file in (torch.__file__, __file__))
-    frames = traceback.extract_tb(error.__traceback__)
-    theirs = [frame for frame in frames if not frame.filename.startswith(ours)]
-    if not theirs:
-        return "run a training step of the workload alone in Python"
-    return f"look at {theirs[-1].filename}, line {theirs[-1].lineno}"
 
 
 def _take_standard_streams() -> tuple[BinaryIO, BinaryIO]:

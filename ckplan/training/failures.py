@@ -1,0 +1,72 @@
+"""What an exception of a workload says to its user: what, in which phase, and where."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from ckplan.errors import CkplanError, WorkloadError
+from ckplan.training import step
+
+_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "bad_alloc")
+_PHASES = {"forward": "forward", "backward": "backward", "update": "the optimizer"}
+"""Methods of a ``TrainingStep`` -> what people call them."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception, or what caused it, is a want of memory."""
+    return any(map(_is_want_of_memory, _causes(error)))
+
+
+def first_line(error: BaseException) -> str:
+    """What an exception says, or its type if it says nothing."""
+    what = error.what if isinstance(error, CkplanError) else str(error)
+    return next(iter(what.strip().splitlines()), type(error).__name__)
+
+
+def described(error: BaseException) -> str:
+    """``raised ValueError in backward: no such luck``."""
+    frames = traceback.extract_tb(error.__traceback__)
+    phases = [_PHASES.get(f.name) for f in frames if f.filename == step.__file__]
+    phase = next((f" in {found}" for found in reversed(phases) if found), "")
+    return f"raised {type(error).__name__}{phase}: {first_line(error)}"
+
+
+def place_of(error: BaseException) -> str:
+    """A hint: the innermost line that is neither torch's nor ours."""
+    ours = str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<"
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [frame for frame in frames if not frame.filename.startswith(ours)]
+    if not theirs:
+        return "run a training step of the workload alone in Python"
+    return f"look at {theirs[-1].filename}, line {theirs[-1].lineno}"
+
+
+def check_finite(loss: torch.Tensor, title: str) -> None:
+    """Refuse a step in which nothing is a number.
+
+    Raises:
+        WorkloadError: The loss is NaN or infinite.
+    """
+    if not bool(torch.isfinite(loss)):
+        raise WorkloadError(
+            f"the loss of {title} is {loss.item()}",
+            needed="a finite loss: NaN equals NaN, whatever went wrong before it",
+            hint="look at the batch, the learning rate and --amp",
+        )
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__
+
+
+def _is_want_of_memory(error: BaseException) -> bool:
+    if isinstance(error, RuntimeError):
+        return any(sign in str(error).lower() for sign in _OUT_OF_MEMORY)
+    return isinstance(error, MemoryError)
