@@ -108,7 +108,19 @@ _Trace = Annotated[
     Path | None,
     typer.Argument(help="From `ckplan profile`.  [default: newest of traces/]"),
 ]
-_WISHES = "--budget, --max-overhead, --min-memory or --knee"
+_Card = Annotated[
+    str | None,
+    typer.Option(
+        "--gpu",
+        metavar="NAME",
+        help="In place of a budget: what a card of `ckplan gpus` leaves to tensors.",
+    ),
+]
+_Reserve = Annotated[
+    str,
+    typer.Option(metavar="SIZE", help="Taken off the budget first, for others."),
+]
+_WISHES = "--budget, --gpu, --max-overhead, --min-memory or --knee"
 _Force = Annotated[bool, typer.Option("--force", help="Overwrite a file that exists.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 
@@ -202,6 +214,7 @@ def solve(
             help="Limit on the whole peak: 12GB, 12GiB, or 80% of the unplanned peak.",
         ),
     ] = None,
+    gpu: _Card = None,
     max_overhead: Annotated[
         str | None,
         typer.Option(
@@ -215,10 +228,7 @@ def solve(
         bool,
         typer.Option("--knee", help="In place of a budget: before memory gets dear."),
     ] = False,
-    reserve: Annotated[
-        str,
-        typer.Option(metavar="SIZE", help="Taken off the budget first, for others."),
-    ] = "0",
+    reserve: _Reserve = "0",
     method: Annotated[
         Method,
         typer.Option(help="milp: a tighter bound, exact for small graphs."),
@@ -234,8 +244,9 @@ def solve(
 ) -> None:
     """Write the plan that fits a budget and costs the least time."""
     goals = [name for name, on in (("min-memory", min_memory), ("knee", knee)) if on]
-    if (budget is not None) + (max_overhead is not None) + len(goals) != 1:
-        raise typer.BadParameter(f"exactly one is needed: {_WISHES}")
+    given = [wish for wish in (budget, gpu, max_overhead, *goals) if wish is not None]
+    if len(given) > 1:
+        raise typer.BadParameter(f"only one is possible: {_WISHES}")
     _check_output(output, force)
     from ckplan import graph as graphs
     from ckplan import plan as plans
@@ -245,13 +256,19 @@ def solve(
     from ckplan.units import parse_bytes, parse_percent
 
     fraction = None if max_overhead is None else parse_percent(max_overhead)
-    wish = solving.Wish(budget, fraction, *goals)
     if method is Method.MILP:
         from ckplan.solving.milp import check_solver
 
         check_solver()
     reserve_bytes = parse_bytes(reserve)
     graph = graphs.load(trace or _newest_trace())
+    if not given and "gpu" not in graph.options:
+        raise typer.BadParameter(f"one is needed: {_WISHES}")
+    card = gpu if given else graph.options["gpu"]
+    if card is not None:
+        _say_usable(card)
+    goal = goals[0] if goals else None
+    wish = solving.Wish(budget, fraction, goal, gpu=card)
     with ProgressLine(sys.stderr) as progress:
         progress("solving", 0, 0)
         planner = solving.Planner(graph)
@@ -278,6 +295,7 @@ def frontier(
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw it as PNG or SVG.")
     ] = None,
+    reserve: _Reserve = "0",
     force: _Force = False,
     as_json: _Json = False,
 ) -> None:
@@ -292,7 +310,9 @@ def frontier(
     from ckplan.report.progress import ProgressLine
     from ckplan.solving.practices import everything
     from ckplan.solving.solve import Planner
+    from ckplan.units import parse_bytes
 
+    reserve_bytes = parse_bytes(reserve)
     if plot is not None:
         _check_output(plot, force)
         check_plot(plot)
@@ -308,9 +328,9 @@ def frontier(
         save_plot(plot, graph.model, found, others, force=force)
         say(f"wrote {plot}")
     _print(
-        frontier_json(graph.model, found, others)
+        frontier_json(graph.model, found, others, reserve_bytes)
         if as_json
-        else frontier_report(graph.model, found)
+        else frontier_report(graph.model, found, reserve_bytes)
     )
 
 
@@ -319,27 +339,37 @@ def compare(
     trace: _Trace = None,
     *,
     budget: Annotated[
-        str,
-        typer.Option(metavar="SIZE", help="As for solve; 80% of the unplanned peak."),
-    ] = "80%",
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="As for solve.  [default: 80% of the unplanned peak]",
+        ),
+    ] = None,
+    gpu: _Card = None,
+    reserve: _Reserve = "0",
     as_json: _Json = False,
 ) -> None:
     """Show what people do beside the plan, under one budget."""
+    if budget is not None and gpu is not None:
+        raise typer.BadParameter("only one is possible: --budget or --gpu")
     from ckplan import graph as graphs
     from ckplan.report.plans import as_baseline, comparison_json, comparison_report
     from ckplan.report.progress import ProgressLine
     from ckplan.solving.practices import everything
-    from ckplan.solving.solve import Planner
-    from ckplan.units import parse_budget
+    from ckplan.solving.solve import Planner, budget_bytes_of
+    from ckplan.units import parse_bytes
 
+    reserve_bytes = parse_bytes(reserve)
+    if gpu is not None:
+        budget = str(_say_usable(gpu))
     graph = graphs.load(trace or _newest_trace())
     with ProgressLine(sys.stderr) as progress:
         progress("solving", 0, 0)
         planner = Planner(graph)
-        budget_bytes = parse_budget(budget, planner.unplanned.peak_bytes)
+        budget_bytes = budget_bytes_of(planner, budget or "80%", reserve_bytes)
         plan = planner.nearest(budget_bytes)
         found = (*everything(planner, budget_bytes), as_baseline(plan, budget_bytes))
-    of = graph.model, budget_bytes, found
+    of = graph.model, budget_bytes, reserve_bytes, found
     _print(comparison_json(*of) if as_json else comparison_report(*of))
 
 
@@ -524,6 +554,17 @@ def _check_device(name: str) -> None:
             needed=" or ".join(there),
             hint="--device cpu",
         )
+
+
+def _say_usable(gpu: str) -> int:
+    """Return the bytes of the budget that a card is, and how they come about."""
+    from ckplan.gpus import find
+    from ckplan.units import format_bytes
+
+    card = find(gpu)
+    capacity, context = map(format_bytes, (card.capacity_bytes, card.context_bytes))
+    say(f"budget of {card.name}: {capacity} less {context} for CUDA's context")
+    return card.usable_bytes
 
 
 def _newest_trace() -> Path:

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +19,10 @@ from test_report import verification
 
 import ckplan
 from ckplan import cli
+from ckplan.gpus import find
+from ckplan.graph import save
 from ckplan.training.step import OPTIMIZERS
+from ckplan.units import format_bytes
 from ckplan.verifying import verify as verifying
 
 ROOT = Path(__file__).parent.parent
@@ -255,6 +259,54 @@ def test_solve_takes_the_reserve_off_the_budget(run: Run, trace: Path) -> None:
     assert content["peak_bytes"] == content["unplanned_peak_bytes"]
     assert content["plan"] == "plan.yaml"
     assert ckplan.load_plan("plan.yaml").budget_bytes == 2_000_000
+
+
+def test_solve_takes_the_memory_of_a_card(run: Run, trace: Path) -> None:
+    ended = run("solve", str(trace), "--gpu", "l4", "--reserve", "1GiB", "--json")
+    usable_bytes = find("L4").usable_bytes
+    assert json.loads(ended.out)["budget_bytes"] == usable_bytes
+    assert json.loads(ended.out)["reserve_bytes"] == 2**30
+    assert ckplan.load_plan("plan.yaml").budget_bytes == usable_bytes - 2**30
+    assert "budget of L4: 22.03 GiB less 400.00 MiB" in ended.err
+
+
+def test_solve_takes_the_card_that_a_trace_is_for(run: Run, trace: Path) -> None:
+    graph = ckplan.load_graph(trace)
+    save(replace(graph, options={"gpu": "T4"}), trace, force=True)
+    content = json.loads(run("solve", str(trace), "--json").out)
+    usable_bytes = find("T4").usable_bytes
+    assert content["budget_bytes"] == usable_bytes
+    assert ckplan.solve(ckplan.load_graph(trace)).budget_bytes == usable_bytes
+
+
+def test_python_takes_a_reserve_off_the_memory_of_a_card(trace: Path) -> None:
+    plan = ckplan.solve(ckplan.load_graph(trace), gpu="A100 40GB", reserve="2GiB")
+    assert plan.budget_bytes == find("A100 40GB").usable_bytes - 2 * 2**30
+
+
+def test_frontier_adds_the_reserve_to_what_a_plan_needs(
+    run: Run, large_trace: Path
+) -> None:
+    argv = ("frontier", str(large_trace), "--points", "3", "--reserve", "1GiB")
+    points = json.loads(run(*argv, "--json").out)["points"]
+    assert all(p["budget_bytes"] == p["peak_bytes"] + 2**30 for p in points)
+    text = run(*argv).out.splitlines()
+    assert "with 1.00 GiB in reserve" in text[0]
+    assert text[1].split()[0] == "budget"
+    needed = [" ".join(line.split()[:2]) for line in text[2:]]
+    assert needed == [format_bytes(point["budget_bytes"]) for point in points]
+
+
+def test_compare_takes_the_reserve_off_the_budget(run: Run, large_trace: Path) -> None:
+    argv = ("compare", str(large_trace), "--gpu", "T4", "--reserve", "1GiB")
+    content = json.loads(run(*argv, "--json").out)
+    assert content["budget_bytes"] == find("T4").usable_bytes
+    assert "within 13.41 GiB, with 1.00 GiB in reserve\n" in run(*argv).out
+    peak = content["baselines"][0]["peak_bytes"]
+    tight = ("compare", str(large_trace), "--budget", str(peak), "--reserve", "1")
+    rows = json.loads(run(*tight, "--json").out)["baselines"]
+    assert not rows[0]["fits"]
+    assert rows[-1]["fits"]
 
 
 def test_solve_overwrites_by_force(run: Run, trace: Path, folder: Path) -> None:
@@ -532,8 +584,10 @@ def test_difference_exits_with_four(
     [
         "",
         "nope",
-        "solve",
+        "solve traces/step.json.gz",
         "solve --budget 1GB --knee",
+        "solve --budget 1GB --gpu L4",
+        "compare --budget 1GB --gpu L4",
         "solve --min-memory --knee",
         "frontier --points 1",
         "profile",
@@ -545,7 +599,7 @@ def test_difference_exits_with_four(
         "show plan.yaml --nope",
     ],
 )
-def test_wrong_usage_exits_with_two(command: str, run: Run) -> None:
+def test_wrong_usage_exits_with_two(command: str, run: Run, trace: Path) -> None:
     ended = run(*command.split())
     assert ended.code == 2
     assert "Usage: ckplan" in ended.out + ended.err

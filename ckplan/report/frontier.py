@@ -17,30 +17,45 @@ _FORMATS = (".png", ".svg")
 _GIB = 2**30
 
 
-def frontier_report(model: str, points: Sequence[Point]) -> RenderableType:
-    """One row for every plan of the frontier, the unplanned step last."""
+def frontier_report(
+    model: str, points: Sequence[Point], reserve_bytes: int = 0
+) -> RenderableType:
+    """One row for every plan of the frontier, the unplanned step last.
+
+    With a reserve, the budget that a plan needs stands beside its peak.
+    """
     unplanned_bytes = points[-1].peak_bytes
-    table = make_table("peak", "of unplanned", "overhead", "bound", "regions", texts=0)
+    columns = ("peak", "of unplanned", "overhead", "bound", "regions")
+    table = make_table(*(["budget"] if reserve_bytes else []), *columns, texts=0)
     for point in points:
+        budget = units.format_bytes(point.peak_bytes + reserve_bytes)
         add_row(
             table,
+            *([budget] if reserve_bytes else []),
             units.format_bytes(point.peak_bytes),
             share(point.peak_bytes, unplanned_bytes),
             units.format_percent(point.overhead, sign=True),
             units.format_percent(point.bound_overhead, sign=True),
             str(len(point.regions)),
         )
-    return Group(section(f"Frontier of {model}", table))
+    reserve = f", with {units.format_bytes(reserve_bytes)} in reserve"
+    title = f"Frontier of {model}{reserve if reserve_bytes else ''}"
+    return Group(section(title, table))
 
 
 def frontier_json(
-    model: str, points: Sequence[Point], others: Sequence[Baseline]
+    model: str,
+    points: Sequence[Point],
+    others: Sequence[Baseline],
+    reserve_bytes: int = 0,
 ) -> dict[str, Any]:
     """The same for scripts, with the baselines."""
     return {
         "model": model,
+        "reserve_bytes": reserve_bytes,
         "points": [
             {
+                "budget_bytes": point.peak_bytes + reserve_bytes,
                 "peak_bytes": point.peak_bytes,
                 "overhead": point.overhead,
                 "bound_overhead": point.bound_overhead,

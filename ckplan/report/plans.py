@@ -152,20 +152,23 @@ def _exactly(exact: Exact | None) -> list[tuple[str, str]]:
 
 
 def comparison_report(
-    model: str, budget_bytes: int, found: Sequence[Baseline]
+    model: str, budget_bytes: int, reserve_bytes: int, found: Sequence[Baseline]
 ) -> RenderableType:
-    """What people do, and the plan, under one budget."""
+    """What people do, and the plan, under one budget from which a reserve is off."""
     title = f"Ways to train {model} within {_size(budget_bytes)}"
+    if reserve_bytes:
+        title += f", with {_size(reserve_bytes)} in reserve"
     return Group(section(title, _baselines(found)))
 
 
 def comparison_json(
-    model: str, budget_bytes: int, found: Sequence[Baseline]
+    model: str, budget_bytes: int, reserve_bytes: int, found: Sequence[Baseline]
 ) -> dict[str, Any]:
-    """The same for scripts."""
+    """The same for scripts; ``budget_bytes`` is the whole budget, reserve included."""
     return {
         "model": model,
-        "budget_bytes": budget_bytes,
+        "budget_bytes": budget_bytes + reserve_bytes,
+        "reserve_bytes": reserve_bytes,
         "baselines": [_baseline_json(baseline) for baseline in found],
     }
 

@@ -10,7 +10,7 @@ from itertools import chain as concatenate
 from itertools import islice
 from typing import TypeAlias
 
-from ckplan import units
+from ckplan import gpus, units
 from ckplan.errors import CkplanError, InfeasibleError, PlanError
 from ckplan.graph import Graph
 from ckplan.plan import Plan, Prediction, plan_fingerprint
@@ -239,6 +239,8 @@ def solve_plan(
     graph: Graph,
     budget: str | int | None = None,
     *,
+    gpu: str | None = None,
+    reserve: str | int = 0,
     max_overhead: float | None = None,
     goal: str | None = None,
     method: str = "chain",
@@ -250,6 +252,9 @@ def solve_plan(
         graph: The recorded step.
         budget: As people write it: ``"12GiB"``, ``"80%"`` of the unplanned peak, or
             bytes. The cheapest plan within it is found.
+        gpu: A card of ``ckplan gpus``: what it leaves to tensors is the budget. If
+            nothing is said, the card that the graph was profiled for.
+        reserve: Taken off the budget first, for what is not in the graph.
         max_overhead: A fraction of the step: the least memory that costs no more.
         goal: ``"min-memory"`` or ``"knee"``, the plan after which memory gets dear.
         method: ``"chain"``, or ``"milp"`` for a tighter bound by integer programming
@@ -257,7 +262,8 @@ def solve_plan(
         time_limit: Seconds that ``"milp"`` may take.
 
     Raises:
-        CkplanError: None of the three is given or more than one, or one is unreadable.
+        CkplanError: None or more than one is given of a budget, a card, a largest
+            overhead and a goal, or one is unreadable.
         InfeasibleError: No plan found fits; the floor and its owner are named.
     """
     if method not in METHODS:
@@ -266,8 +272,11 @@ def solve_plan(
             needed=f"one of {', '.join(METHODS)}",
             hint="ckplan.solve(graph, budget='12GiB')",
         )
+    if budget is None and max_overhead is None and goal is None:
+        gpu = gpu or graph.options.get("gpu")
+    wish = Wish(budget, max_overhead, goal, gpu)
     planner = Planner(graph)
-    solution = find(planner, Wish(budget, max_overhead, goal))
+    solution = find(planner, wish, units.parse_bytes(reserve))
     if method == "milp":
         solution = with_exact(planner, solution, time_limit)
     return to_plan(graph, solution)
@@ -280,14 +289,15 @@ class Wish:
     budget: str | int | None = None
     max_overhead: float | None = None
     goal: str | None = None
+    gpu: str | None = None  # its usable memory is the budget
 
     def __post_init__(self) -> None:
         """Refuse none and more than one."""
-        given = [self.budget, self.max_overhead, self.goal]
+        given = [self.budget, self.max_overhead, self.goal, self.gpu]
         if sum(wish is not None for wish in given) != 1 or self.goal not in GOALS:
             raise CkplanError(
                 "cannot tell what the plan is to reach",
-                needed="exactly one of a budget, a largest overhead and a goal "
+                needed="exactly one of a budget, a card, a largest overhead and a goal "
                 f"({' or '.join(filter(None, GOALS))})",
                 hint="ckplan.solve(graph, budget='12GiB')",
             )
@@ -307,9 +317,9 @@ def with_exact(
 
 def find(planner: Planner, wish: Wish, reserve_bytes: int = 0) -> Solution:
     """Find what is wished for; a budget is first reduced by a reserve."""
-    if wish.budget is not None:
-        whole_bytes = units.parse_budget(wish.budget, planner.unplanned.peak_bytes)
-        return planner.solve(_without_reserve(whole_bytes, reserve_bytes))
+    budget = wish.budget if wish.gpu is None else gpus.find(wish.gpu).usable_bytes
+    if budget is not None:
+        return planner.solve(budget_bytes_of(planner, budget, reserve_bytes))
     if wish.max_overhead is not None:
         return planner.least_memory(wish.max_overhead)
     if wish.goal == "knee":
@@ -317,11 +327,17 @@ def find(planner: Planner, wish: Wish, reserve_bytes: int = 0) -> Solution:
     return planner.solve(planner.floor.peak_bytes)
 
 
-def _without_reserve(budget_bytes: int, reserve_bytes: int) -> int:
+def budget_bytes_of(planner: Planner, budget: str | int, reserve_bytes: int) -> int:
+    """A budget as people write it, less a reserve.
+
+    Raises:
+        CkplanError: It is unreadable, or all of it is reserved.
+    """
+    budget_bytes = units.parse_budget(budget, planner.unplanned.peak_bytes)
     if reserve_bytes >= budget_bytes:
-        budget, reserve = map(units.format_bytes, (budget_bytes, reserve_bytes))
+        whole, reserve = map(units.format_bytes, (budget_bytes, reserve_bytes))
         raise CkplanError(
-            f"cannot plan for the budget {budget}: all of it is reserved ({reserve})",
+            f"cannot plan for the budget {whole}: all of it is reserved ({reserve})",
             needed="a reserve that is smaller than the budget",
             hint="a larger --budget, or a smaller --reserve",
         )
