@@ -237,6 +237,15 @@ class Graph:
             call = self.calls[call].parent
         return call == region
 
+    def is_inside(self, call: int, first: int, last: int | None = None) -> bool:
+        """Whether ``call`` is, or runs inside, a call or one of a run of siblings."""
+        parent, stop = self.calls[first].parent, first if last is None else last
+        while call > stop or self.calls[call].parent != parent:
+            call = self.calls[call].parent
+            if call == OUTSIDE_CALLS:
+                return False
+        return first <= call
+
     def signature(self, index: int, last: int | None = None) -> str:
         """Equal for calls that do the same: same ops, sizes and saved tensors.
 

@@ -47,7 +47,7 @@ class PlannedRegion:
 
     Raises:
         PlanError: ``by`` is none of ``WAYS``, an encoding none of ``ENCODINGS``, or a
-            module that runs again saves or encodes ops, or is a run of calls.
+            module that runs again saves or encodes ops, is a run of calls or is nested.
     """
 
     calls: str  # a pattern of names.py; every call that it means is a region
@@ -58,6 +58,7 @@ class PlannedRegion:
     # `save` and in `encode`.
     where: tuple[str, ...] = field(default=(), compare=False, repr=False)
     run: tuple[str, str] | None = None  # first and last of sibling calls, one region
+    inner: tuple[PlannedRegion, ...] = ()  # regions while this one is recomputed
 
     def __post_init__(self) -> None:
         """Refuse what cannot be done."""
@@ -77,6 +78,11 @@ class PlannedRegion:
                 needed="by: program, or calls in place of run",
                 hint="by: program, which rebuilds op by op what is not saved",
             )
+        if self.inner and self.by != "program":
+            raise _not_nested(f"{self.title!r}, which runs again as a whole,")
+        for one in self.inner:
+            if one.by != "program" or one.encode:
+                raise one.located(_not_nested(repr(one.title)))
 
     @property
     def title(self) -> str:
@@ -122,8 +128,9 @@ class Plan:
 
 _FINGERPRINT_KEYS = ("torch", "device", "batch", "parameters")
 _PREDICTION_KEYS = tuple(field.name for field in fields(Prediction))
-_REGION_KEYS = ("calls", "run", "by", "save", "encode")
-_LATER_REGION_KEYS = ("regions", "offload")
+_REGION_KEYS = ("calls", "run", "by", "save", "encode", "regions")
+_LATER_REGION_KEYS = ("offload",)
+_MOST_LEVELS = 16  # of regions inside regions
 _EXAMPLES = {  # of what may stand where
     "the plan": "`ckplan solve` writes one",
     "a region": "calls: transformer.h.[0..7]",
@@ -231,6 +238,8 @@ def _region_content(region: PlannedRegion) -> dict[str, object]:
         content["save"] = [str(op) for op in region.save]
     if region.encode:
         content["encode"] = {str(op): name for op, name in region.encode}
+    if region.inner:
+        content["regions"] = [_region_content(one) for one in region.inner]
     return content
 
 
@@ -322,7 +331,7 @@ def _bound(part: Part) -> dict[str, float]:
     return {key: entry.read(_fraction) for key, entry in part.record(BOUNDS).items()}
 
 
-def _region(part: Part) -> PlannedRegion:
+def _region(part: Part, level: int = 1) -> PlannedRegion:
     entries = part.record(_REGION_KEYS, later=_LATER_REGION_KEYS)
     part.locate(_calls_or_run, entries)
     place = entries.get("calls") or entries["run"]
@@ -337,7 +346,15 @@ def _region(part: Part) -> PlannedRegion:
     )
     where = tuple(named.where for named in (place, *ops, *coded.values()))
     calls = "" if run else place.text()
-    return part.locate(PlannedRegion, calls, by, save, encode, where, run)
+    inside = entries["regions"].items("a region") if "regions" in entries else []
+    if inside and level == _MOST_LEVELS:
+        raise PlanError(
+            f"{inside[0].where}: regions lie inside regions too deeply",
+            needed=f"at most {_MOST_LEVELS} levels",
+            hint="leave the innermost regions out",
+        )
+    inner = tuple(_region(one, level + 1) for one in inside)
+    return part.locate(PlannedRegion, calls, by, save, encode, where, run, inner)
 
 
 def _calls_or_run(entries: Mapping[str, Part]) -> None:
@@ -371,6 +388,14 @@ _READERS: dict[str, Callable[[Part], Any]] = {
     "bound": _bound,
     "regions": lambda part: tuple(map(_region, part.items("a region"))),
 }
+
+
+def _not_nested(what: str) -> PlanError:
+    return PlanError(
+        f"cannot nest {what} in this way",
+        needed="by: program for both regions, and no encode for the inner one",
+        hint="encode in the outermost region: what is small stays for all of them",
+    )
 
 
 def _version(text: str) -> None:

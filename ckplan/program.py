@@ -7,14 +7,22 @@ once, so what an op has read is always well defined.
 ``Rebuild`` decides what runs and what is let go, step by step. The simulator and the
 engine both drive it, one counting bytes and one running kernels, so that what was
 predicted is what happens.
+
+Regions nest. While the outer one is rebuilt, an inner one hands on what others need and
+keeps only what it needs to rebuild itself: its holds, which are wanted of the outer one
+like any value. So a step inside ``d`` inner regions may run ``1 + d`` times.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from weakref import proxy
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 EXTERNAL = -1
 """Maker of a value that the region was given: an input, a parameter, a constant."""
@@ -88,48 +96,110 @@ class Flow:
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """A region inside another one."""
+
+    start: int  # first step
+    stop: int  # the step after its last one
+    kept: frozenset[int]  # values that stay when the region around it is rebuilt
+    outer: int = 0  # the part around it, counted from 1; 0 for the whole region
+
+
+@dataclass(frozen=True, slots=True)
 class Program:
     """What rebuilding the dropped values of a region takes."""
 
     flow: Flow
     steps: frozenset[int]  # run again, each once
-    uses: dict[int, int]  # value -> reads by steps and by backward
-    holds: frozenset[int]  # values the region itself keeps for its steps
+    uses: dict[int, int]  # value -> reads by steps, by backward and by inner regions
+    holds: frozenset[int]  # kept by the region itself, or by the one around it
     decodes: frozenset[int]  # values that come back from their encoded form
     lost: frozenset[int]  # external values that steps need and forward overwrote
+    wanted: frozenset[int] = frozenset()  # by backward
+    outer: int = 0  # as in Part
+    inner: tuple[Program, ...] = ()  # one for every part, in their order
 
     def given(self, value: int) -> bool:
         """Whether the value is held rather than rebuilt."""
         return value in self.holds
 
+    def runs(self) -> Counter[int]:
+        """How often every step runs again, in inner regions, too."""
+        found = Counter(self.steps)
+        for part in self.inner:
+            found.update(part.steps)
+        return found
+
 
 def compile_program(
     flow: Flow,
-    dropped: Iterable[int],
+    dropped: Iterable[tuple[int, int]],
     kept: Collection[int],
     encoded: Collection[int] = (),
+    parts: Sequence[Part] = (),
 ) -> Program:
-    """Find the steps that rebuild ``dropped`` values.
+    """Find the steps that rebuild dropped values.
 
     Args:
         flow: The region's forward, complete.
-        dropped: One value for every saved tensor that is not kept.
+        dropped: For every saved tensor that is not kept its value, and the innermost
+            part in which it was saved, counted from 1; 0 outside of all parts.
         kept: Values that stay from forward on, as far as nothing overwrites them.
         encoded: Values of which an encoded form stays, whatever overwrites them.
+        parts: Regions inside, outer ones before those inside them.
     """
-    wanted = list(dropped)
+    current = frozenset(value for value in kept if flow.is_current(value))
+    whole = Part(0, len(flow.inputs), current)
+    there = [current]  # for every part, what needs no rebuilding in it
+    for part in parts:
+        there.append(there[part.outer] | part.kept | {*encoded})
+    wanted: list[list[int]] = [[] for _ in there]  # by backward
+    handed_on: list[list[int]] = [[] for _ in there]  # what inner parts hold
+    for value, number in dropped:
+        wanted[number].append(value)
+    inner: list[Program] = []
+    for number in range(len(parts), 0, -1):
+        part = parts[number - 1]
+        mine, passed_on = _divide(flow, part, there[number], wanted[number])
+        wanted[part.outer] += passed_on
+        program = _compile(flow, part, mine, handed_on[number], there[number], ())
+        handed_on[part.outer] += program.holds
+        inner.append(program)
+    program = _compile(flow, whole, wanted[0], handed_on[0], current, encoded)
+    lost = {value for value in program.holds if not flow.is_current(value)}
+    return replace(program, lost=frozenset(lost), inner=tuple(reversed(inner)))
+
+
+def _divide(
+    flow: Flow, part: Part, there: Collection[int], values: Iterable[int]
+) -> tuple[list[int], list[int]]:
+    """What a part makes and lets go, and what the region around it has for it."""
+    mine: list[int] = []
+    passed_on: list[int] = []
+    for value in values:
+        inside = part.start <= flow.maker_of[value] < part.stop
+        (mine if inside and value not in there else passed_on).append(value)
+    return mine, passed_on
+
+
+def _compile(
+    flow: Flow,
+    part: Part,
+    dropped: Sequence[int],
+    handed_on: Sequence[int],
+    there: Collection[int],
+    encoded: Collection[int],
+) -> Program:
+    wanted = [*dropped, *handed_on]
     uses = Counter(wanted)
     steps: set[int] = set()
     holds: set[int] = set()
     decodes: set[int] = set()
-    lost: set[int] = set()
     while wanted:
         value = wanted.pop()
         maker = flow.maker_of[value]
-        if maker == EXTERNAL or (value in kept and flow.is_current(value)):
+        if value in there or not part.start <= maker < part.stop:
             holds.add(value)
-            if not flow.is_current(value):
-                lost.add(value)
         elif value in encoded:
             decodes.add(value)
         elif maker not in steps:
@@ -142,7 +212,9 @@ def compile_program(
         dict(uses),
         frozenset(holds),
         frozenset(decodes),
-        frozenset(lost),
+        frozenset(),
+        frozenset(dropped),
+        part.outer,
     )
 
 
@@ -158,30 +230,71 @@ class AbstractMachine(Protocol):
     def decode(self, value: int) -> None:
         """Make a value from its encoded form, which goes."""
 
+    def fetch(self, value: int) -> None:
+        """Take a value from the machine of the region around this one."""
+
     def free(self, value: int) -> None:
         """Let a value go."""
 
+    def within(self) -> Self:
+        """A machine for a region inside this one."""
+        ...
 
-class Rebuild:
+
+MachineT = TypeVar("MachineT", bound=AbstractMachine)
+
+
+class Rebuild(Generic[MachineT]):
     """One execution of a program in one backward pass."""
 
-    __slots__ = ("_left", "_machine", "_present", "_program")
+    __slots__ = (
+        "__weakref__",
+        "_inner",
+        "_left",
+        "_outer",
+        "_present",
+        "_program",
+        "machine",
+    )
 
-    def __init__(self, program: Program, machine: AbstractMachine) -> None:
+    def __init__(
+        self,
+        program: Program,
+        machine: MachineT,
+        outer: Rebuild[MachineT] | None = None,
+    ) -> None:
+        self.machine = machine
         self._program = program
-        self._machine = machine
         self._left = dict(program.uses)
-        self._present = set(program.holds)
+        self._present = set() if outer else set(program.holds)
+        self._outer = outer and proxy(outer)  # no cycles: they would outlive a step
+        self._inner: list[Rebuild[MachineT]] = []
+        for part in program.inner:
+            around = self._inner[part.outer - 1] if part.outer else self
+            self._inner.append(Rebuild(part, around.machine.within(), around))
+
+    def level(self, value: int, part: int) -> Rebuild[MachineT]:
+        """The region that rebuilds a dropped value which was saved in a part."""
+        found = self._inner[part - 1] if part else self
+        while value not in found._program.wanted and found._outer is not None:
+            found = found._outer
+        return found
 
     def want(self, value: int) -> None:
         """Make a value present, running again what it needs, in forward's order."""
         if value in self._present:
             return
-        for step, decoded in self._missing(value):
+        fetched, missing = self._missing(value)
+        for held in fetched:
+            assert self._outer is not None, "the outermost region has what it holds"
+            self._outer.want(held)
+            self.machine.fetch(held)
+            self._present.add(held)
+        for step, decoded in missing:
             if decoded is None:
                 self._run(step)
             else:
-                self._machine.decode(decoded)
+                self.machine.decode(decoded)
                 self._present.add(decoded)
 
     def release(self, value: int) -> None:
@@ -189,31 +302,37 @@ class Rebuild:
         self._left[value] -= 1
         if self._left[value] == 0:
             self._present.discard(value)
-            self._machine.free(value)
+            self.machine.free(value)
+            if self._outer is not None and value in self._program.holds:
+                self._outer.release(value)
 
     def exhausted(self, value: int) -> bool:
         """Whether every use of a value is done."""
         return self._left[value] == 0
 
-    def _missing(self, value: int) -> list[tuple[int, int | None]]:
-        """Steps to run, and values to decode in place of their makers, in order."""
+    def _missing(self, value: int) -> tuple[list[int], list[tuple[int, int | None]]]:
+        """Values to fetch; steps to run, and values to decode instead, in order."""
         flow, decodes = self._program.flow, self._program.decodes
+        fetched: set[int] = set()
         steps: set[int] = set()
         decoded: set[int] = set()
         wanted = [value]
         while wanted:
             value = wanted.pop()
             maker = flow.maker_of[value]
-            if value in self._present or maker in steps:
+            if value in self._present:
                 continue
-            if value in decodes:
+            if value in self._program.holds:
+                fetched.add(value)
+            elif value in decodes:
                 decoded.add(value)
-            else:
+            elif maker not in steps:
                 steps.add(maker)
                 wanted.extend(flow.inputs[maker])
         runs = ((step, None) for step in sorted(steps))
         decodings = ((flow.maker_of[v], v) for v in sorted(decoded))
-        return sorted([*decodings, *runs], key=lambda item: item[0])
+        ordered = sorted([*decodings, *runs], key=lambda item: item[0])
+        return sorted(fetched), ordered
 
     def _run(self, step: int) -> None:
         flow = self._program.flow
@@ -225,9 +344,11 @@ class Rebuild:
         keep = [
             value
             for value in flow.outputs[step]
-            if self._left.get(value, 0) and value not in self._present
+            if self._left.get(value, 0)
+            and value not in self._present
+            and not self._program.given(value)
         ]
-        self._machine.run(step, copies, keep)
+        self.machine.run(step, copies, keep)
         self._present.update(keep)
         for value in flow.inputs[step]:
             self.release(value)

@@ -35,13 +35,45 @@ def resolve(plan: Plan, graph: Graph) -> tuple[Region, ...]:
     index_of = _index_of_calls(graph)
     found: list[tuple[Region, PlannedRegion]] = []
     for planned in plan.regions:
-        for call, last in _units(graph, planned, index_of):
-            save, encode = _find_outputs(graph, call, last, planned)
-            region = Region(call, planned.by, save, last, encode)
-            found.append((region, planned))
-    found.sort(key=lambda pair: pair[0].call)
-    _check_disjoint(graph, found)
-    return tuple(region for region, _ in found)
+        found += _regions(graph, planned, index_of)
+    return _apart(graph, found)
+
+
+def _regions(
+    graph: Graph, planned: PlannedRegion, index_of: Mapping[Call, int]
+) -> Iterator[tuple[Region, PlannedRegion]]:
+    """What one entry of a plan means, with what lies inside of each."""
+    inside = [pair for one in planned.inner for pair in _regions(graph, one, index_of)]
+    taken: set[Region] = set()
+    for call, last in _units(graph, planned, index_of):
+        save, encode = _find_outputs(graph, call, last, planned)
+        mine = [
+            (inner, one)
+            for inner, one in inside
+            if (inner.call, inner.last) != (call, last)
+            and graph.is_inside(inner.call, call, last)
+            and graph.is_inside(inner.last or inner.call, call, last)
+        ]
+        taken.update(inner for inner, _ in mine)
+        inner = _apart(graph, mine)
+        yield Region(call, planned.by, save, last, encode, inner), planned
+    for inner_region, one in inside:
+        if inner_region not in taken:
+            error = PlanError(
+                f"{graph.calls[inner_region.call]} is not inside {planned.title!r}",
+                needed="calls that run inside the region around them",
+                hint="move it to the regions of the plan",
+            )
+            raise one.located(error)
+
+
+def _apart(
+    graph: Graph, found: Iterable[tuple[Region, PlannedRegion]]
+) -> tuple[Region, ...]:
+    """Regions in the order of their calls, none of which overlaps another."""
+    pairs = sorted(found, key=lambda pair: pair[0].call)
+    _check_disjoint(graph, pairs)
+    return tuple(region for region, _ in pairs)
 
 
 def describe(graph: Graph, regions: Iterable[Region]) -> tuple[PlannedRegion, ...]:
@@ -58,7 +90,7 @@ def describe(graph: Graph, regions: Iterable[Region]) -> tuple[PlannedRegion, ..
         PlanError: No pattern can name a call.
     """
     calls = list(_index_of_calls(graph))
-    alike: dict[Hashable, list[Call]] = {}
+    alike: dict[Hashable, list[Region]] = {}
     planned: list[PlannedRegion] = []
     runs: list[PlannedRegion] = []
     for region in sorted(regions, key=lambda region: region.call):
@@ -66,19 +98,49 @@ def describe(graph: Graph, regions: Iterable[Region]) -> tuple[PlannedRegion, ..
         encode = tuple(_name_encodings(graph, region))
         if region.last is not None:
             first, last = (_name_call(graph, c) for c in (region.call, region.last))
-            one = PlannedRegion("", region.by, save, encode, run=(first, last))
+            inner = describe(graph, region.inner)
+            one = PlannedRegion("", region.by, save, encode, (), (first, last), inner)
             runs.append(one)
             continue
-        like = (region.by, frozenset(save), frozenset(encode))
+        like = (region.by, frozenset(save), frozenset(encode), _shape(graph, region))
         if like not in alike:
             planned.append(PlannedRegion("", region.by, save, encode))
-        alike.setdefault(like, []).append(calls[region.call])
-    folded = tuple(
-        replace(one, calls=pattern)
+        alike.setdefault(like, []).append(region)
+    folded = (
+        replace(one, calls=pattern, inner=_inner_of(graph, pattern, chosen))
         for one, chosen in zip(planned, alike.values(), strict=True)
-        for pattern in fold_calls(chosen, calls)
+        for pattern in fold_calls([calls[region.call] for region in chosen], calls)
     )
     return (*folded, *runs)
+
+
+def _shape(graph: Graph, region: Region) -> Hashable:
+    """What regions inside do, the same for regions that do the same."""
+    start = graph.calls[region.call].start
+    return tuple(
+        (
+            graph.calls[one.call].start - start,
+            graph.calls[one.call if one.last is None else one.last].stop - start,
+            graph.relative_path(one.call, region.call),
+            frozenset(_name_outputs(graph, one, one.save)),
+            _shape(graph, one),
+        )
+        for one in region.inner
+    )
+
+
+def _inner_of(
+    graph: Graph, pattern: str, alike: Sequence[Region]
+) -> tuple[PlannedRegion, ...]:
+    """The regions inside those regions that a pattern names."""
+    named = set(expand_calls(pattern, _index_of_calls(graph)))
+    inner = (
+        one
+        for region in alike
+        if (graph.calls[region.call].fqn, graph.calls[region.call].number) in named
+        for one in region.inner
+    )
+    return describe(graph, inner)
 
 
 def name_ops(graph: Graph, call: int, last: int | None = None) -> list[OpName]:

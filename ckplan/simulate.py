@@ -21,8 +21,8 @@ from heapq import heappop, heappush
 from itertools import accumulate, pairwise
 
 from ckplan.errors import PlanError
-from ckplan.graph import BEFORE_STEP, KINDS, Encoding, Graph, Saved
-from ckplan.program import Flow, Program, Rebuild, compile_program
+from ckplan.graph import BEFORE_STEP, KINDS, Call, Encoding, Graph, Saved
+from ckplan.program import Flow, Part, Program, Rebuild, compile_program
 
 PROGRAM, RERUN = "program", "rerun"
 RANDOM_STATE_BYTES = 5056
@@ -38,6 +38,8 @@ class Region:
     save: frozenset[tuple[int, int]] = frozenset()  # (op, output) kept
     last: int | None = None  # last of a run of sibling calls that begins at `call`
     encode: frozenset[tuple[int, int]] = frozenset()  # kept in a smaller form
+    # Regions inside: what they save stays only when this one is rebuilt.
+    inner: tuple[Region, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +201,7 @@ class Simulator:
     def run(self, regions: Iterable[Region] = ()) -> Timeline:
         """Replay the step under regions of which none lies inside another."""
         regions = sorted(regions, key=lambda region: region.call)
-        self._check_disjoint(regions)
+        check_apart(self.graph, regions)
         effects = tuple(self.effect(region) for region in regions)
         moved = self._moved_stops(effects)
         excess = Counter[int]()
@@ -275,19 +277,6 @@ class Simulator:
         start = 0 if found.maker == BEFORE_STEP else 2 * found.maker + 1
         return start, max(start, min(2 * found.last + 1, self._end))
 
-    def _check_disjoint(self, regions: Sequence[Region]) -> None:
-        calls = self.graph.calls
-        for first, second in pairwise(regions):
-            last = first.call if first.last is None else first.last
-            inside = self.graph.within(second.call, first.call)
-            if inside or calls[second.call].start < calls[last].stop:
-                raise PlanError(
-                    f"regions overlap: {calls[second.call]} is inside "
-                    f"{calls[first.call]}",
-                    needed="regions of which none lies inside another",
-                    hint="remove one of the two",
-                )
-
 
 class RegionView:
     """The forward of one call as values, and its saved tensors."""
@@ -359,8 +348,45 @@ class RegionView:
             for op, output in sorted(region.encode)
         }
 
-    def program(self, region: Region) -> tuple[Program, set[int]]:
-        """The region's program and the indices of the saved tensors it rebuilds."""
+    def parts(self, region: Region) -> tuple[list[Part], dict[int, int]]:
+        """The regions inside, as a program knows them; of saved tensors, their part.
+
+        Raises:
+            PlanError: One is not inside, overlaps another, or cannot be nested.
+        """
+        parts: list[Part] = []
+        part_of: dict[int, int] = {}
+        stack = [(one, region, 0) for one in _in_order(region)]
+        while stack:
+            one, around, outer = stack.pop()
+            self._check_nested(one, around)
+            last = one.call if one.last is None else one.last
+            kept = frozenset(self.kept_values(one))
+            start, stop = self.graph.calls[one.call].start, self.graph.calls[last].stop
+            parts.append(Part(start - self.start, stop - self.start, kept, outer))
+            number = len(parts)
+            part_of.update(dict.fromkeys(self.graph.saved_in(one.call, last), number))
+            stack += ((inner, one, number) for inner in _in_order(one))
+        return parts, part_of
+
+    def _check_nested(self, one: Region, around: Region) -> None:
+        graph = self.graph
+        if one.by != PROGRAM or around.by != PROGRAM or one.encode:
+            raise PlanError(
+                f"cannot nest {graph.calls[one.call]} in {graph.calls[around.call]}",
+                needed="by: program for both, and no encode for the inner one",
+                hint="encode in the outer region, or take the inner one out",
+            )
+        last = one.call if one.last is None else one.last
+        same = (one.call, one.last) == (around.call, around.last)
+        inside = graph.is_inside(one.call, around.call, around.last)
+        if same or not inside or not graph.is_inside(last, around.call, around.last):
+            call, outer = graph.calls[one.call], graph.calls[around.call]
+            raise _overlap(call, outer, "is to be inside, and is not inside,")
+        check_apart(graph, around.inner)
+
+    def program(self, region: Region) -> tuple[Program, dict[int, int]]:
+        """The region's program; the saved tensors that it rebuilds, with their part."""
         kept = self.kept_values(region)
         current = self.flow.is_current
         dropped = [
@@ -368,10 +394,11 @@ class RegionView:
             for index, _, value in self.packed
             if not (value in kept and current(value))
         ]
-        values = [value for _, value in dropped]
+        parts, part_of = self.parts(region)
+        wanted = [(value, part_of.get(index, 0)) for index, value in dropped]
         encoded = self.encoded_values(region)
-        program = compile_program(self.flow, values, kept, encoded)
-        indices = {index for index, _ in dropped}
+        program = compile_program(self.flow, wanted, kept, encoded, parts)
+        indices = {index: part_of.get(index, 0) for index, _ in dropped}
         stop = max((s.wanted for i, s, _ in self.packed if i in indices), default=-1)
         storage_of = self.flow.storage_of
         late = {
@@ -387,22 +414,26 @@ def _program_effect(view: RegionView, region: Region) -> Effect:
     if program.lost:
         lost = {view.flow.storage_of[value] for value in program.lost}
         raise _not_rebuildable(view, lost)
-    effect = Effect(dropped=dropped)
+    effect = Effect(dropped={*dropped})
     held = (view.flow.storage_of[value] for value in program.holds)
     for storage in (*view.external(), *held):
         effect.hold(storage, 2 * view.stop - 1)
-    tally = _Tally(view, program, effect, view.encoded_values(region))
-    rebuild = Rebuild(program, tally)
-    events = [(s.wanted, s, v) for i, s, v in view.packed if i in dropped]
-    for wanted, saved, value in sorted(events, key=lambda event: event[0]):
-        if wanted >= 0:
-            tally.at(2 * wanted)
-            rebuild.want(value)
-            tally.unpack(value, 2 * saved.done + 1)
-            rebuild.release(value)
-    tally.close(max((2 * s.done + 1 for _, s, _ in events), default=0))
+    ledger = _Ledger(view, program, effect, view.encoded_values(region))
+    rebuild = Rebuild(program, _Tally(ledger, program.holds))
+    events = [(s, v, dropped[i]) for i, s, v in view.packed if i in dropped]
+    for saved, value, part in sorted(events, key=lambda event: event[0].wanted):
+        if saved.wanted >= 0:
+            ledger.enter(2 * saved.wanted)
+            level = rebuild.level(value, part)
+            level.want(value)
+            level.machine.unpack(value, 2 * saved.done + 1)
+            level.release(value)
+    ledger.enter(max((2 * s.done + 1 for s, _, _ in events), default=0))
+    rebuild.machine.close()
+    ledger.close()
+    again = set(effect.steps)
     for op in range(view.start, view.stop):
-        if view.graph.ops[op].random and op not in effect.steps:
+        if view.graph.ops[op].random and op not in again:
             state = Interval(2 * op + 1, 2 * view.stop - 1, RANDOM_STATE_BYTES)
             effect.kept.append(state)
     _count_seconds(view.graph, effect)
@@ -414,8 +445,8 @@ def _count_seconds(graph: Graph, effect: Effect) -> None:
     effect.other_seconds += sum(graph.other_seconds[op] for op in effect.steps)
 
 
-class _Tally:
-    """A machine that counts bytes instead of running kernels."""
+class _Ledger:
+    """What a rebuild does to the step: bytes in place of kernels."""
 
     def __init__(
         self,
@@ -424,15 +455,13 @@ class _Tally:
         effect: Effect,
         encodings: Mapping[int, Encoding],
     ) -> None:
+        self.flow = program.flow
+        self.effect = effect
+        self.moment = 0
         self._view = view
-        self._flow = program.flow
-        self._holds = set(program.holds)
-        self._effect = effect
-        self._born: dict[int, tuple[int, int]] = {}  # value -> (half moment, bytes)
-        self._unpacked: dict[int, int] = {}  # value -> half moment: backward's last
+        self._runs = program.runs()  # still to come
         self._leaving: list[tuple[int, int]] = []  # (half moment, bytes), a heap
         self._bytes = 0
-        self._moment = 0
         self._encoded: dict[int, Encoding] = {}
         for value, encoding in encodings.items():
             self._encode(encoding)
@@ -441,91 +470,129 @@ class _Tally:
             else:  # nobody will want it: gone when forward is over
                 self._keep(encoding.op, 2 * view.stop - 1, encoding.bytes)
 
-    def at(self, moment: int) -> None:
+    def enter(self, moment: int) -> None:
         """Enter the gap in which steps now run."""
-        self._moment = moment
+        self.moment = moment
         while self._leaving and self._leaving[0][0] < moment:
             self._bytes -= heappop(self._leaving)[1]
+
+    def allocate(self, value: int) -> tuple[int, int]:
+        """Make room for a value: since which half moment it lives, and its bytes."""
+        size = self._view.graph.storages[self.flow.storage_of[value]].bytes
+        self._bytes += size
+        return self.moment, size
+
+    def let_go(self, born: tuple[int, int], stop: int) -> None:
+        """A value lives until a half moment, now or later."""
+        start, size = born
+        self.effect.rebuilt.append(Interval(start, stop, size))
+        if stop > self.moment:
+            heappush(self._leaving, (stop, size))
+        else:
+            self._bytes -= size
+
+    def note(self, step: int) -> int:
+        """A step runs; returns the workspace that it needs."""
+        number = self._view.start + step
+        op = self._view.graph.ops[number]
+        self.effect.steps.append(number)
+        self._runs[step] -= 1
+        if op.random and not self._runs[step]:
+            self._keep(number, self.moment, RANDOM_STATE_BYTES)
+        return op.workspace_bytes
+
+    def decode(self, value: int) -> int:
+        """An encoded form goes; returns the workspace of decoding it."""
+        encoding = self._encoded.pop(value)
+        self._keep(encoding.op, self.moment, encoding.bytes)
+        self.effect.seconds += encoding.decode_seconds
+        return encoding.decode_workspace_bytes
+
+    def spike(self, workspace_bytes: int) -> None:
+        """What is alive while a step runs."""
+        spikes, most_bytes = self.effect.spikes, self._bytes + workspace_bytes
+        spikes[self.moment] = max(spikes.get(self.moment, 0), most_bytes)
+
+    def close(self) -> None:
+        """What was never decoded, or run again, goes."""
+        for encoding in self._encoded.values():
+            self._keep(encoding.op, self.moment, encoding.bytes)
+
+    def _encode(self, encoding: Encoding) -> None:
+        """Right after its op, while what the op read is still there."""
+        op = self._view.graph.ops[encoding.op]
+        beyond = encoding.encode_workspace_bytes - op.workspace_bytes
+        moment, most = 2 * encoding.op + 1, self.effect.encoding
+        most[moment] = max(most.get(moment, 0), beyond)
+        self.effect.seconds += encoding.encode_seconds
+
+    def _keep(self, op: int, stop: int, num_bytes: int) -> None:
+        """Count what the region keeps from a forward op on."""
+        self.effect.kept.append(Interval(2 * op + 1, stop, num_bytes))
+
+
+class _Tally:
+    """A machine that counts the bytes of one region."""
+
+    def __init__(self, ledger: _Ledger, holds: Collection[int]) -> None:
+        self._ledger = ledger
+        self._holds = set(holds)  # since forward
+        self._born: dict[int, tuple[int, int]] = {}  # value -> (half moment, bytes)
+        self._unpacked: dict[int, int] = {}  # value -> half moment: backward's last
+        self._inner: list[_Tally] = []
+
+    def within(self) -> _Tally:
+        self._inner.append(_Tally(self._ledger, ()))
+        return self._inner[-1]
 
     def unpack(self, value: int, until: int) -> None:
         """Hand a value to backward, which holds it whoever else lets it go."""
         self._unpacked[value] = max(self._unpacked.get(value, 0), until)
 
     def run(self, step: int, copies: Collection[int], keep: Collection[int]) -> None:
-        op = self._view.graph.ops[self._view.start + step]
-        self._effect.steps.append(self._view.start + step)
-        if op.random:
-            self._keep(self._view.start + step, self._moment, RANDOM_STATE_BYTES)
-        for old, new in self._flow.overwrites[step].items():
-            if old in copies:
-                self._allocate(new)
+        ledger, flow = self._ledger, self._ledger.flow
+        workspace_bytes = ledger.note(step)
+        made = {
+            new: ledger.allocate(new) if old in copies else self._born.pop(old)
+            for old, new in flow.overwrites[step].items()
+        }
+        for value in flow.outputs[step]:
+            if value not in made:
+                made[value] = ledger.allocate(value)
+        ledger.spike(workspace_bytes)
+        for value, born in made.items():
+            if value in keep:
+                self._born[value] = born
             else:
-                self._born[new] = self._born.pop(old)
-        overwritten = self._flow.overwrites[step].values()
-        for value in self._flow.outputs[step]:
-            if value not in overwritten:
-                self._allocate(value)
-        self._spike(op.workspace_bytes)
-        for value in self._flow.outputs[step]:
-            if value not in keep:
-                self._let_go(value, self._moment)
+                ledger.let_go(born, ledger.moment)
 
     def decode(self, value: int) -> None:
-        encoding = self._encoded.pop(value)
-        self._allocate(value)
-        self._spike(encoding.decode_workspace_bytes)
-        self._keep(encoding.op, self._moment, encoding.bytes)
-        self._effect.seconds += encoding.decode_seconds
+        workspace_bytes = self._ledger.decode(value)
+        self._born[value] = self._ledger.allocate(value)
+        self._ledger.spike(workspace_bytes)
+
+    def fetch(self, value: int) -> None:
+        """It is the outer region's."""
 
     def free(self, value: int) -> None:
-        stop = max(self._moment, self._unpacked.get(value, 0))
+        stop = max(self._ledger.moment, self._unpacked.get(value, 0))
         if value in self._holds:
-            self._effect.hold(self._flow.storage_of[value], stop)
+            self._ledger.effect.hold(self._ledger.flow.storage_of[value], stop)
             self._holds.discard(value)
         elif value in self._born:
-            self._let_go(value, stop)
+            self._ledger.let_go(self._born.pop(value), stop)
 
-    def close(self, moment: int) -> None:
+    def close(self) -> None:
         """The region's state goes: whatever it still holds ends here."""
-        self._moment = moment
+        for inner in self._inner:
+            inner.close()
         for value in (*self._holds, *self._born):
             self.free(value)
-        for encoding in self._encoded.values():
-            self._keep(encoding.op, moment, encoding.bytes)
-
-    def _encode(self, encoding: Encoding) -> None:
-        """Right after its op, while what the op read is still there."""
-        op = self._view.graph.ops[encoding.op]
-        beyond = encoding.encode_workspace_bytes - op.workspace_bytes
-        moment, most = 2 * encoding.op + 1, self._effect.encoding
-        most[moment] = max(most.get(moment, 0), beyond)
-        self._effect.seconds += encoding.encode_seconds
-
-    def _keep(self, op: int, stop: int, num_bytes: int) -> None:
-        """Count what the region keeps from a forward op on."""
-        self._effect.kept.append(Interval(2 * op + 1, stop, num_bytes))
-
-    def _spike(self, workspace_bytes: int) -> None:
-        spikes, most_bytes = self._effect.spikes, self._bytes + workspace_bytes
-        spikes[self._moment] = max(spikes.get(self._moment, 0), most_bytes)
-
-    def _let_go(self, value: int, stop: int) -> None:
-        start, size = self._born.pop(value)
-        self._effect.rebuilt.append(Interval(start, stop, size))
-        if stop > self._moment:
-            heappush(self._leaving, (stop, size))
-        else:
-            self._bytes -= size
-
-    def _allocate(self, value: int) -> None:
-        size = self._view.graph.storages[self._flow.storage_of[value]].bytes
-        self._born[value] = (self._moment, size)
-        self._bytes += size
 
 
 def _rerun_effect(view: RegionView, region: Region) -> Effect:
     """Run the call's ops again, whole, up to the last saved tensor (early stop)."""
-    del region
+    view.parts(region)  # which refuses those inside
     effect = Effect(dropped={index for index, _, _ in view.packed})
     last = max((saved.done for saved in view.saves), default=-1)
     for storage in view.external() if view.saves else ():
@@ -564,6 +631,33 @@ def _run_again(view: RegionView, first: int, effect: Effect) -> None:
         effect.steps.append(moment)
     _count_seconds(graph, effect)
     effect.spikes[2 * first] = most_bytes
+
+
+def check_apart(graph: Graph, regions: Iterable[Region]) -> None:
+    """Refuse regions that share a call.
+
+    Raises:
+        PlanError: Two of them overlap.
+    """
+    calls = graph.calls
+    for first, second in pairwise(sorted(regions, key=lambda region: region.call)):
+        last = first.call if first.last is None else first.last
+        inside = graph.within(second.call, first.call)
+        if inside or calls[second.call].start < calls[last].stop:
+            raise _overlap(calls[second.call], calls[first.call], "is inside")
+
+
+def _in_order(region: Region) -> list[Region]:
+    """The regions inside, the last one first."""
+    return sorted(region.inner, key=lambda one: -one.call)
+
+
+def _overlap(second: Call, first: Call, how: str) -> PlanError:
+    return PlanError(
+        f"regions overlap: {second} {how} {first}",
+        needed="regions apart, or one among the inner regions of the other",
+        hint="remove one of the two",
+    )
 
 
 def _not_rebuildable(view: RegionView, lost: Collection[int]) -> PlanError:

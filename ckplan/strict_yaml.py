@@ -17,7 +17,7 @@ from ckplan.errors import CkplanError, PlanError, did_you_mean
 
 T = TypeVar("T")
 
-_MAX_DEPTH = 16
+_MAX_DEPTH = 64
 
 
 @dataclass(frozen=True, slots=True)

@@ -415,3 +415,33 @@ def random_regions(graph: Graph, rng: Random) -> list[Region]:
             kept, coded = frozenset(save), frozenset(encode)
             found.append(Region(call, by, kept, run, coded - kept))
     return found
+
+
+def nested(graph: Graph, regions: Sequence[Region], rng: Random) -> list[Region]:
+    """Put regions into some of those that rebuild, and into these again."""
+
+    def nest(region: Region, depth: int) -> Region:
+        last = region.call if region.last is None else region.last
+        stop = graph.calls[last].stop
+        at = graph.calls[region.call].start
+        inner: list[Region] = []
+        for call, found in enumerate(graph.calls):
+            inside = graph.is_inside(call, region.call, region.last)
+            free = inside and at <= found.start and found.stop <= stop
+            if (
+                free
+                and (call, None) != (region.call, region.last)
+                and rng.random() < 0.6
+            ):
+                outputs = [
+                    (op, m)
+                    for op in range(found.start, found.stop)
+                    for m in range(len(graph.ops[op].outputs))
+                    if rng.random() < 0.25
+                ]
+                one = Region(call, save=frozenset(outputs))
+                inner.append(nest(one, depth + 1) if depth < 2 else one)
+                at = found.stop
+        return replace(region, inner=tuple(inner))
+
+    return [nest(r, 0) if r.by == PROGRAM else r for r in regions]

@@ -17,6 +17,7 @@ from ckplan.graph import Encoding, Graph
 Span = tuple[int, int]  # first and last of a run of sibling calls; twice the same: one
 Kept = frozenset[tuple[int, int]]  # (op, output)
 Content = tuple[int, int]  # (storage, times written since the region began)
+Nest = Mapping[Span, "tuple[Kept, Nest]"]  # regions inside: what they keep, and theirs
 
 
 class CannotRebuildError(Exception):
@@ -42,6 +43,7 @@ def walk(  # noqa: C901 - one loop over moments, told in order
     reruns: Iterable[Span] = (),
     *,
     encoded: Mapping[Span, Kept] | None = None,
+    inner: Mapping[Span, Nest] | None = None,
     prompt: bool = False,
 ) -> Walk:
     """Walk forward and backward with regions that rebuild and regions that run again.
@@ -51,6 +53,7 @@ def walk(  # noqa: C901 - one loop over moments, told in order
         programs: Regions that rebuild op by op, and the outputs that they keep.
         reruns: Regions that run again as a whole.
         encoded: Outputs that regions which rebuild keep in a smaller form.
+        inner: Regions inside regions that rebuild.
         prompt: Let what a region was given go within the gap in which it is used last,
             as the engine does, not at the end of that gap.
 
@@ -61,8 +64,15 @@ def walk(  # noqa: C901 - one loop over moments, told in order
     seen = Walk()
     regions: list[_Program | _Rerun] = [
         *(
-            _Program(graph, memory, s, kept, (encoded or {}).get(s, frozenset()))
-            for s, kept in (programs or {}).items()
+            _Program(
+                graph,
+                memory,
+                span,
+                kept,
+                (encoded or {}).get(span, frozenset()),
+                (inner or {}).get(span, {}),
+            )
+            for span, kept in (programs or {}).items()
         ),
         *(_Rerun(graph, memory, span) for span in reruns),
     ]
@@ -217,8 +227,16 @@ class _Region:
 class _Program(_Region):
     """Rebuilds what is wanted when it is wanted, each op once."""
 
+    outer: _Program | None = None
+
     def __init__(
-        self, graph: Graph, memory: _Memory, span: Span, kept: Kept, encoded: Kept
+        self,
+        graph: Graph,
+        memory: _Memory,
+        span: Span,
+        kept: Kept,
+        encoded: Kept,
+        inner: Nest,
     ) -> None:
         super().__init__(graph, memory, span)
         self._forms = {(e.op, e.output): e for e in graph.encodings}
@@ -228,6 +246,7 @@ class _Program(_Region):
         self._reads: dict[int, set[Content]] = {}
         self._makes: dict[int, set[Content]] = {}
         self._keeps: dict[int, list[Content]] = {}
+        self.outputs: dict[int, list[Content]] = {}
         self._content: dict[int, Content] = {}  # saved tensor -> what it shows
         for now in (*self.ops(), self.stop):
             for j in self.saves:
@@ -242,7 +261,7 @@ class _Program(_Region):
             made = {s for s in op.outputs if graph.storages[s].maker == now}
             self._makes[now] = {(s, written[s]) for s in made | set(op.writes)}
             self._made_by.update(dict.fromkeys(self._makes[now], now))
-            outputs = [(s, written[s]) for s in op.outputs]
+            outputs = self.outputs[now] = [(s, written[s]) for s in op.outputs]
             self._keeps[now] = [outputs[m] for at, m in sorted(kept) if at == now]
             for at, m in encoded:
                 if at == now:
@@ -255,13 +274,39 @@ class _Program(_Region):
             for j, (s, n) in self._content.items()
             if self.is_inside(s) and (s, n) not in self._kept
         }
-        self._find_uses()
+        self._decoded_now: set[Content] = set()
+        self._level: dict[int, _Program] = {}  # saved tensor -> who rebuilds it
+        self._inner = [_Inner(self, *one) for one in inner.items()]
         self._present: dict[Content, Hashable] = {}  # content -> block
         self._num_blocks = 0
         self._late: list[Content] = []
+        self._find_uses(sorted(self.dropped), set(self._kept), self._level)
+        _, last, _ = self.first_and_last(self.dropped)
+        for storage, number in self._held:
+            if self._final[storage] != number:
+                raise CannotRebuildError(f"storage {storage}, in the region")
+            if self.is_written(storage, self.stop, last):
+                raise CannotRebuildError(f"storage {storage}, after the region")
 
-    def _find_uses(self) -> None:
-        wanted = [self._content[j] for j in sorted(self.dropped)]
+    def _find_uses(
+        self, saves: list[int], there: set[Content], level: dict[int, _Program]
+    ) -> None:
+        """Who rebuilds which of the saves; ``there`` is what this one need not."""
+        level.update(dict.fromkeys(saves, self))
+        below: list[Content] = []
+        for one in self._inner:
+            lost = [
+                j
+                for j in saves
+                if j in one.saves
+                and self._made_by.get(self._content[j]) in one.ops()
+                and self._content[j] not in one._kept
+                and self._content[j] not in self._encodings
+            ]
+            one._find_uses(lost, there | one._kept | {*self._encodings}, level)
+            below += sorted(one._held)
+            saves = [j for j in saves if j not in lost]
+        wanted = [self._content[j] for j in saves] + below
         self._uses = Counter(wanted)
         self._held: set[Content] = set()
         self._decodes: set[Content] = set()
@@ -269,7 +314,7 @@ class _Program(_Region):
 
         def need(content: Content) -> None:
             maker = self._made_by.get(content)
-            if maker is None or content in self._kept:
+            if maker not in self.ops() or content in there:
                 self._held.add(content)
             elif content in self._encodings:
                 self._decodes.add(content)
@@ -281,12 +326,6 @@ class _Program(_Region):
 
         for content in wanted:
             need(content)
-        _, last, _ = self.first_and_last(self.dropped)
-        for storage, number in self._held:
-            if self._final[storage] != number:
-                raise CannotRebuildError(f"storage {storage}, in the region")
-            if self.is_written(storage, self.stop, last):
-                raise CannotRebuildError(f"storage {storage}, after the region")
 
     def encode(self, now: int) -> int:
         workspace = 0
@@ -317,10 +356,15 @@ class _Program(_Region):
             for content in self._encodings.keys() - self._decodes:
                 self._drop_code(content)
         if done == self.first_and_last(self.dropped)[2]:
-            for content in list(self._present):
-                self._release(content)
+            self._end()
             for content in self._decodes:
                 self._drop_code(content)
+
+    def _end(self) -> None:
+        for one in self._inner:
+            one._end()
+        for content in list(self._present):
+            _Program._release(self, content)
 
     def _drop_code(self, content: Content) -> None:
         self.memory.let_go(("coded", self.span, content), "coded")
@@ -328,24 +372,35 @@ class _Program(_Region):
     def rebuild(self, now: int, prompt: bool) -> int:
         """Rebuild what op ``now`` wants; returns the most bytes alive meanwhile."""
         most = 0
-        decoded: list[Content] = []
         for j in sorted(self.dropped):
             if self.graph.saved[j].wanted == now:
-                content = self._content[j]
-                codes, ops = self._missing(content)
-                for op in self.ops():
-                    for code in (c for c in codes if self._made_by[c] == op):
-                        most = max(most, self._decode(code))
-                        decoded.append(code)
-                    if op in ops:
-                        most = max(most, self._run(op, prompt))
-                self.memory.hold(self._present[content], ("saved", j))
-                self._use(content, prompt)
+                level, content = self._level[j], self._content[j]
+                most = max(most, level._provide(content, prompt))
+                self.memory.hold(level._present[content], ("saved", j))
+                level._use(content, prompt)
         for content in self._late:
             self._release(content)
         self._late.clear()
-        for content in decoded:
+        for content in self._decoded_now:
             self._drop_code(content)
+        self._decoded_now.clear()
+        return most
+
+    def _provide(self, content: Content, prompt: bool) -> int:
+        """Make a content present; returns the most bytes alive meanwhile."""
+        most = 0
+        codes, ops, asked = self._missing(content)
+        for other in asked:
+            assert self.outer
+            most = max(most, self.outer._provide(other, prompt))
+            self._present[other] = self.outer._present[other]
+            self.memory.hold(self._present[other], self._holder(other))
+        for op in self.ops():
+            for code in (c for c in codes if self._made_by[c] == op):
+                most = max(most, self._decode(code))
+                self._decoded_now.add(code)
+            if op in ops:
+                most = max(most, self._run(op, prompt))
         return most
 
     def _decode(self, content: Content) -> int:
@@ -357,27 +412,35 @@ class _Program(_Region):
         self.coding_seconds += self._encodings[content].decode_seconds
         return most
 
-    def _missing(self, content: Content) -> tuple[set[Content], set[int]]:
-        """What must be decoded and which ops must run before a content is there."""
+    def _missing(
+        self, content: Content
+    ) -> tuple[set[Content], set[int], list[Content]]:
+        """What to decode, to run and to ask of the outer region, for a content."""
         codes: set[Content] = set()
         ops: set[int] = set()
+        asked: set[Content] = set()
 
         def need(content: Content) -> None:
-            if content in self._present or self._made_by[content] in ops:
+            if content in self._present:
+                return
+            if content in self._held:
+                asked.add(content)
                 return
             if content in self._decodes:
                 codes.add(content)
+                return
+            if self._made_by[content] in ops:
                 return
             ops.add(self._made_by[content])
             for read in self._reads[self._made_by[content]]:
                 need(read)
 
         need(content)
-        return codes, ops
+        return codes, ops, sorted(asked)
 
     def _run(self, op: int, prompt: bool) -> int:
         memory, record = self.memory, self.graph.ops[op]
-        self.again.append(op)
+        self._ran(op)
         made: dict[Content, Hashable] = {}
         for storage in set(record.writes):
             (old,) = (c for c in self._reads[op] if c[0] == storage)
@@ -393,7 +456,8 @@ class _Program(_Region):
             made[content] = self._new_block(content[0])
         most = memory.bytes + record.workspace_bytes
         for content, block in made.items():
-            if self._uses[content] and content not in self._present:
+            known = content in self._present or content in self._held
+            if self._uses[content] and not known:
                 self._present[content] = block
                 memory.hold(block, self._holder(content))
         for content in self._reads[op]:
@@ -410,7 +474,7 @@ class _Program(_Region):
     def _use(self, content: Content, prompt: bool) -> None:
         self._uses[content] -= 1
         if not self._uses[content]:
-            if content in self._held and not prompt:
+            if content in self._held and not prompt and not self.outer:
                 self._late.append(content)
             else:
                 self._release(content)
@@ -418,8 +482,39 @@ class _Program(_Region):
     def _release(self, content: Content) -> None:
         self.memory.let_go(self._present.pop(content), self._holder(content))
 
+    def _ran(self, op: int) -> None:
+        self.again.append(op)
+
     def _holder(self, content: Content) -> Hashable:
         return "region", self.span, content
+
+
+class _Inner(_Program):
+    """A region inside: what it is given, and what it keeps, are the outer one's."""
+
+    def __init__(self, outer: _Program, span: Span, what: tuple[Kept, Nest]) -> None:
+        kept, inner = what
+        _Region.__init__(self, outer.graph, outer.memory, span)
+        self.outer = outer
+        self.outputs = outer.outputs
+        self._reads, self._makes = outer._reads, outer._makes
+        self._made_by, self._content = outer._made_by, outer._content
+        self._kept = {self.outputs[op][m] for op, m in kept}
+        self._encodings = {}
+        self._decoded_now = outer._decoded_now
+        self._inner = [_Inner(self, *one) for one in inner.items()]
+        self._present = {}
+        self._num_blocks = 0
+        self._late = []
+
+    def _release(self, content: Content) -> None:
+        super()._release(content)
+        if content in self._held and self.outer:
+            self.outer._use(content, prompt=False)
+
+    def _ran(self, op: int) -> None:
+        assert self.outer
+        self.outer._ran(op)
 
 
 class _Rerun(_Region):

@@ -245,7 +245,7 @@ def _top(text: str) -> str:
         ("ckplan: !!int 1", 1, "found the tag", "without tags", ""),
         ("!!python/object/apply:exit [3]", 1, "found the tag", "without tags", ""),
         ("ckplan: &x 1\nregions: *x", 2, "found the alias '*x'", "aliases (*x)", ""),
-        ("[" * 99, 1, "more than 16 levels", "YAML", ""),
+        ("[" * 99, 1, "more than 64 levels", "YAML", ""),
         # another version
         ("ckplan: 2\nnew: 1", 1, "is of format '2'", "ckplan: 1", "`ckplan solve`"),
         ("ckplan: 1.0\nregions: []", 1, "is of format '1.0'", "ckplan: 1", ""),
@@ -289,7 +289,16 @@ def _top(text: str) -> str:
             "no encode",
             "",
         ),
-        (_region("regions: []"), 4, "'regions' in a region is not supported", "", ""),
+        (_region("regions: a"), 4, "'regions' is a single", "a list", "[{calls: "),
+        (_region("regions: [{}]"), 4, "it has neither", "calls, where each", ""),
+        (_region("regions: [{calls: a, by: rerun}]"), 3, "cannot nest 'a'", "", ""),
+        (
+            "ckplan: 1\nregions: " + "[{calls: a, regions: " * 17 + "[]" + "}]" * 17,
+            2,
+            "too deeply",
+            "at most 16 levels",
+            "",
+        ),
         (
             "ckplan: 1\nregions: [offload: [a]]",
             2,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckplan.program import EXTERNAL, Flow, Program, Rebuild, compile_program
+from ckplan.program import EXTERNAL, Flow, Part, Program, Rebuild, compile_program
 
 X, A, B, C, D = range(5)
 
@@ -80,10 +81,14 @@ def values(flow: Flow, *storages: int) -> list[int]:
     return [flow.value(storage) for storage in storages]
 
 
+def compiled(flow: Flow, dropped: Iterable[int], kept: Collection[int]) -> Program:
+    return compile_program(flow, [(value, 0) for value in dropped], kept)
+
+
 def test_program_has_the_steps_that_dropped_values_need_and_no_other() -> None:
     flow = flow_of(Step([X], [A]), Step([A], [B]), Step([A], [C]), Step([B, C], [D]))
     x, a, b = values(flow, X, A, B)
-    program = compile_program(flow, [b], kept=())
+    program = compiled(flow, [b], kept=())
     assert program.steps == {0, 1}
     assert program.uses == {b: 1, a: 1, x: 1}
     assert program.holds == {x}
@@ -93,7 +98,7 @@ def test_program_has_the_steps_that_dropped_values_need_and_no_other() -> None:
 def test_program_stops_at_what_is_kept() -> None:
     flow = flow_of(Step([X], [A]), Step([A], [B]), Step([B], [C]))
     a, c = values(flow, A, C)
-    program = compile_program(flow, [c], kept={a})
+    program = compiled(flow, [c], kept={a})
     assert program.steps == {1, 2}
     assert program.holds == {a}
 
@@ -101,7 +106,7 @@ def test_program_stops_at_what_is_kept() -> None:
 def test_a_value_counts_once_for_every_reader_and_every_saved_tensor() -> None:
     flow = flow_of(Step([X], [A]), Step([A, A], [B]), Step([A, B], [C]))
     a, b, c = values(flow, A, B, C)
-    program = compile_program(flow, [a, a, c], kept=())
+    program = compiled(flow, [a, a, c], kept=())
     assert program.uses[a] == 4
     assert program.uses[b] == program.uses[c] == 1
 
@@ -111,7 +116,7 @@ def test_kept_value_that_is_overwritten_is_not_there() -> None:
     flow.add(Step([X], [A]))
     made = flow.value(A)
     flow.add(Step([], [A], writes=[A]))
-    program = compile_program(flow, [flow.value(A)], kept={made})
+    program = compiled(flow, [flow.value(A)], kept={made})
     assert program.steps == {0, 1}
     assert program.lost == set()
 
@@ -121,13 +126,13 @@ def test_external_value_that_is_overwritten_is_lost() -> None:
     given_value = flow.value(X)
     flow.add(Step([X], [A]))
     flow.add(Step([], [X], writes=[X]))
-    assert compile_program(flow, [flow.value(A)], kept=()).lost == {given_value}
-    kept = compile_program(flow, [], kept={flow.value(A)})
+    assert compiled(flow, [flow.value(A)], kept=()).lost == {given_value}
+    kept = compiled(flow, [], kept={flow.value(A)})
     assert kept.lost == kept.steps == set()
 
 
 def test_nothing_dropped_is_an_empty_program() -> None:
-    program = compile_program(flow_of(Step([X], [A])), [], kept=())
+    program = compiled(flow_of(Step([X], [A])), [], kept=())
     assert (program.steps, program.holds, program.uses) == (set(), set(), {})
 
 
@@ -147,12 +152,21 @@ class Log:
     def free(self, value: int) -> None:
         self.freed.append(value)
 
+    def decode(self, value: int) -> None:
+        raise AssertionError(value)
+
+    def fetch(self, value: int) -> None:
+        raise AssertionError(value)
+
+    def within(self) -> Log:
+        raise AssertionError("there are no parts")
+
 
 def test_what_is_wanted_runs_and_what_is_not_waits() -> None:
     flow = flow_of(Step([X], [A]), Step([A], [B]), Step([A], [C]))
     x, a, b, c = values(flow, X, A, B, C)
     log = Log()
-    rebuild = Rebuild(compile_program(flow, [b, c], kept=()), log)
+    rebuild = Rebuild(compiled(flow, [b, c], kept=()), log)
     rebuild.want(c)
     assert log.ran == [(0, [], [a]), (2, [], [c])]
     assert log.freed == [x]
@@ -168,7 +182,7 @@ def test_steps_run_in_the_order_of_forward() -> None:
     flow = flow_of(Step([X], [A]), Step([X], [B]), Step([A, B], [C]))
     log = Log()
     c = flow.value(C)
-    Rebuild(compile_program(flow, [c], kept=()), log).want(c)
+    Rebuild(compiled(flow, [c], kept=()), log).want(c)
     assert [step for step, _, _ in log.ran] == [0, 1, 2]
 
 
@@ -176,7 +190,7 @@ def test_a_value_wanted_twice_is_rebuilt_once() -> None:
     flow = flow_of(Step([X], [A]))
     a = flow.value(A)
     log = Log()
-    rebuild = Rebuild(compile_program(flow, [a, a], kept=()), log)
+    rebuild = Rebuild(compiled(flow, [a, a], kept=()), log)
     for freed in ([], [a]):
         rebuild.want(a)
         rebuild.release(a)
@@ -188,7 +202,7 @@ def test_second_output_that_nobody_wants_is_not_kept() -> None:
     flow = flow_of(Step([X], [A, B]))
     b = flow.value(B)
     log = Log()
-    Rebuild(compile_program(flow, [b], kept=()), log).want(b)
+    Rebuild(compiled(flow, [b], kept=()), log).want(b)
     assert log.ran == [(0, [], [b])]
 
 
@@ -196,7 +210,7 @@ def test_second_output_that_is_held_already_is_not_made_twice() -> None:
     flow = flow_of(Step([X], [A, B]), Step([A], [C]))
     a, b, c = values(flow, A, B, C)
     log = Log()
-    rebuild = Rebuild(compile_program(flow, [b, c], kept={a}), log)
+    rebuild = Rebuild(compiled(flow, [b, c], kept={a}), log)
     rebuild.want(b)
     assert log.ran == [(0, [], [b])]
     rebuild.want(c)
@@ -212,7 +226,7 @@ def test_change_in_place_copies_what_is_still_needed_only() -> None:
     changed, b = values(flow, A, B)
     for wanted, copies in (([changed], []), ([changed, b], [made])):
         log = Log()
-        Rebuild(compile_program(flow, wanted, kept=()), log).want(changed)
+        Rebuild(compiled(flow, wanted, kept=()), log).want(changed)
         assert log.ran == [(0, [], [made]), (2, copies, [changed])]
 
 
@@ -236,13 +250,26 @@ def run_step(number: int, args: Sequence[Term]) -> Term:
 class Cells:
     """A machine that computes terms in cells."""
 
-    program: Program
+    flow: Flow
     steps: list[Step]
     cells: dict[int, Cell]
     ran: list[int] = field(default_factory=list)
+    outer: Cells | None = None
+    inner: list[Cells] = field(default_factory=list)
+
+    def within(self) -> Cells:
+        self.inner.append(Cells(self.flow, self.steps, {}, self.ran, self))
+        return self.inner[-1]
+
+    def fetch(self, value: int) -> None:
+        assert self.outer is not None
+        self.cells[value] = self.outer.cells[value]
+
+    def decode(self, value: int) -> None:
+        raise AssertionError(value)
 
     def run(self, step: int, copies: Collection[int], keep: Collection[int]) -> None:
-        flow = self.program.flow
+        flow = self.flow
         self.ran.append(step)
         present = {value: self.cells[value] for value in flow.inputs[step]}
         for value in copies:
@@ -280,6 +307,31 @@ def random_steps(rng: Random) -> list[Step]:
     return steps
 
 
+def random_parts(rng: Random, flow: Flow) -> list[Part]:
+    """Parts of a flow, some inside others, each of which keeps some of its values."""
+    parts: list[Part] = []
+
+    def divide(start: int, stop: int, outer: int) -> None:
+        while start < stop and len(parts) < 6:
+            end = rng.randint(start + 1, stop)
+            if rng.random() < 0.6 and (start, end) != (0, len(flow.inputs)):
+                made = [v for v, m in enumerate(flow.maker_of) if start <= m < end]
+                kept = frozenset(v for v in made if rng.random() < 0.2)
+                parts.append(Part(start, end, kept, outer))
+                if rng.random() < 0.5:
+                    divide(start, end, len(parts))
+            start = end
+
+    divide(0, len(flow.inputs), 0)
+    return parts
+
+
+def innermost(parts: Sequence[Part], step: int) -> int:
+    """The number of the part that runs a step; 0 if none does."""
+    around = [n for n, p in enumerate(parts, start=1) if p.start <= step < p.stop]
+    return max(around, default=0)
+
+
 @given(rng=st.randoms(use_true_random=False))
 def test_every_value_that_is_rebuilt_is_what_forward_made(rng: Random) -> None:
     check_rebuilding(rng)
@@ -307,24 +359,28 @@ def check_rebuilding(rng: Random) -> None:
         saved = [flow.value(s) for s in step.outputs if rng.random() < 0.5]
         wanted += saved
     kept = {v for v in terms if rng.random() < 0.2}
+    parts = random_parts(rng, flow) if rng.random() < 0.5 else []
     dropped = [
-        v
+        (v, innermost(parts, rng.randrange(flow.maker_of[v], len(steps))))
         for v in wanted
         if flow.maker_of[v] != EXTERNAL and not (v in kept and flow.is_current(v))
     ]
-    program = compile_program(flow, dropped, kept)
+    program = compile_program(flow, dropped, kept, parts=parts)
     if program.lost:
         assert all(not flow.is_current(value) for value in program.lost)
         return
     held = {value: memory[flow.storage_of[value]] for value in program.holds}
-    machine = Cells(program, steps, dict(held))
+    machine = Cells(flow, steps, dict(held))
     rebuild = Rebuild(program, machine)
     rng.shuffle(dropped)
-    for value in dropped:
-        rebuild.want(value)
-        assert terms[value] == machine.cells[value].term
-        rebuild.release(value)
+    for value, part in dropped:
+        level = rebuild.level(value, part)
+        level.want(value)
+        assert terms[value] == level.machine.cells[value].term
+        level.release(value)
     assert machine.cells == {}
-    assert set(machine.ran) == program.steps
-    assert len(machine.ran) == len(program.steps)
+    assert not any(inner.cells for inner in machine.inner)
+    assert Counter(machine.ran) == program.runs()
+    if not parts:
+        assert set(program.runs().values()) <= {1}
     assert all(terms[value] == cell.term for value, cell in held.items())

@@ -14,21 +14,33 @@ from ckplan.graph import BEFORE_STEP
 from ckplan.simulate import PROGRAM, RERUN, Region, simulate
 
 
+def span_of(region: Region) -> oracles.Span:
+    return region.call, region.call if region.last is None else region.last
+
+
+def nest_of(region: Region) -> oracles.Nest:
+    return {span_of(one): (one.save, nest_of(one)) for one in region.inner}
+
+
 def walked(graph: graphs.Graph, regions: list[Region]) -> oracles.Walk:
-    spans = [(r, (r.call, r.call if r.last is None else r.last)) for r in regions]
+    spans = [(region, span_of(region)) for region in regions]
     return oracles.walk(
         graph,
         {span: r.save for r, span in spans if r.by == PROGRAM},
         [span for r, span in spans if r.by == RERUN],
         encoded={span: r.encode for r, span in spans},
+        inner={span: nest_of(r) for r, span in spans},
     )
 
 
+@pytest.mark.parametrize("nest", [False, True], ids=["flat", "nested"])
 @pytest.mark.parametrize("seed", range(400))
-def test_replay_of_a_random_step_equals_the_walk(seed: int) -> None:
+def test_replay_of_a_random_step_equals_the_walk(seed: int, nest: bool) -> None:
     rng = Random(seed)
     graph = graphs.random_step(rng)
     regions = graphs.random_regions(graph, rng)
+    if nest:
+        regions = graphs.nested(graph, regions, rng)
     try:
         expected = walked(graph, regions)
     except oracles.CannotRebuildError:

@@ -1,7 +1,7 @@
 """Put a plan on a model: the exit of the hourglass."""
 
+from ckplan.applying.choices import RegionStatus
 from ckplan.applying.regions import (
-    RegionStatus,
     Status,
     apply,
     planned,

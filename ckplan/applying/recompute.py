@@ -9,17 +9,17 @@ gives another program, never a stale one.
 
 from __future__ import annotations
 
-import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from ckplan.encodings import Encoded, decode
 from ckplan.errors import ApplyError
-from ckplan.program import Program, Rebuild
+from ckplan.program import Flow, Program, Rebuild
 
 _Place: TypeAlias = tuple[torch.device, torch.Generator | None]
 """Whose random state: a generator, or the device's own."""
@@ -72,10 +72,11 @@ class Dropped(NamedTuple):
 
     handle: Handle
     ref: Ref
+    part: int  # the inner region that saved it, counted from 1
 
 
 class Rebuilder:
-    """The machine that ``program.Rebuild`` drives in one backward."""
+    """What one forward of a region leaves behind for its backward."""
 
     def __init__(
         self,
@@ -97,76 +98,85 @@ class Rebuilder:
             states: Of the random generator before every random step that it runs.
         """
         self.name = name
-        self._program = program
-        self._steps = steps
-        self._held = {value: held[value] for value in program.holds}
-        for one in self._held.values():
+        runs = program.runs()
+        self._left = _Leftovers(
+            name,
+            program.flow,
+            steps,
+            {value: held[value] for value in program.holds},
+            {value: encoded[value] for value in program.decodes},
+            {step: states[step] for step in runs.keys() & states.keys()},
+            runs,
+        )
+        for one in self._left.held.values():
             one.version = one.tensor._version
-        self._values = {value: one.tensor for value, one in self._held.items()}
-        self._encoded = {value: encoded[value] for value in program.decodes}
-        self._states = {step: states[step] for step in program.steps & states.keys()}
-        # No cycles: what a step leaves over must go with it, not when gc runs.
-        self._rebuild = Rebuild(program, weakref.proxy(self))
-        self._generators: dict[_Place, torch.Tensor] = {}  # states to put back
+        values = {value: one.tensor for value, one in self._left.held.items()}
+        self._rebuild = Rebuild(program, _Kernels(self._left, values))
 
-    def unpack(self, ref: Ref) -> torch.Tensor:
+    def unpack(self, ref: Ref, part: int) -> torch.Tensor:
         """The dropped tensor again.
+
+        Args:
+            ref: The tensor.
+            part: The inner region that saved it, counted from 1; 0 if none did.
 
         Raises:
             ApplyError: Backward let it go before, or what it is rebuilt from changed.
         """
-        if self._rebuild.exhausted(ref.value):
+        level = self._rebuild.level(ref.value, part)
+        values = level.machine.values
+        if level.exhausted(ref.value):
             raise ApplyError(
                 f"{self.name} is wanted again after backward let it go",
                 needed="one backward per forward",
                 hint="leave this call out of the plan where retain_graph is used",
             )
-        if ref.value not in self._values:
+        if ref.value not in values:
             try:
                 with torch.no_grad(), _no_autocast():
-                    self._rebuild.want(ref.value)
+                    level.want(ref.value)
             finally:
-                self._leave_generators_as_found()
+                self._left.leave_generators_as_found()
         with torch.no_grad():
-            tensor = _view(self._values[ref.value], ref)
-        self._rebuild.release(ref.value)
+            tensor = _view(values[ref.value], ref)
+        level.release(ref.value)
         return tensor
 
-    def run(self, step: int, copies: Collection[int], keep: Collection[int]) -> None:
-        """Run an op again."""
-        op, flow = self._steps[step], self._program.flow
-        present = {v: self._values[v] for v in flow.inputs[step] if v in self._values}
-        for value in flow.inputs[step]:
-            self._check_version(value)
-        for value in copies:
-            present[value] = _copy(present[value])
-        args = [_give(x, present) for x in op.args]
-        kwargs = {key: _give(x, present) for key, x in op.kwargs.items()}
-        state = self._states.pop(step, None)
+
+@dataclass(slots=True)
+class _Leftovers:
+    """What a forward leaves behind, for a region and those inside it."""
+
+    name: str
+    flow: Flow
+    steps: Mapping[int, Step]
+    held: dict[int, Held]
+    encoded: dict[int, Encoded]
+    states: dict[int, torch.Tensor]
+    runs: Counter[int]  # of steps, still to come
+    generators: dict[_Place, torch.Tensor] = field(default_factory=dict)  # as found
+
+    def draw_again(self, step: int) -> None:
+        """Let a random step draw what it drew."""
+        self.runs[step] -= 1
+        state = self.states.get(step)
         if state is not None:
-            place = (op.device, op.generator)
-            if place not in self._generators:
-                self._generators[place] = random_state(*place)
+            place = (self.steps[step].device, self.steps[step].generator)
+            if place not in self.generators:
+                self.generators[place] = random_state(*place)
             _set_random_state(*place, state)
-        out = op.func(*args, **kwargs)
-        for old, new in flow.overwrites[step].items():
-            if new in keep:
-                self._values[new] = present[old]
-        for value, tensor in zip(flow.returned[step], tensors_in(out), strict=True):
-            if value in keep:
-                self._values.setdefault(value, tensor)
+            if not self.runs[step]:
+                del self.states[step]
 
-    def decode(self, value: int) -> None:
-        """Make a value from its encoded form."""
-        self._values[value] = decode(self._encoded.pop(value))
+    def leave_generators_as_found(self) -> None:
+        """Put back the random states from before."""
+        for place, state in self.generators.items():
+            _set_random_state(*place, state)
+        self.generators.clear()
 
-    def free(self, value: int) -> None:
-        """Let a value go."""
-        self._values.pop(value, None)
-        self._held.pop(value, None)
-
-    def _check_version(self, value: int) -> None:
-        held = self._held.get(value)
+    def check_version(self, value: int) -> None:
+        """Refuse to go on from a tensor that is not what it was."""
+        held = self.held.get(value)
         if held is not None and held.tensor._version != held.version:
             shape = tuple(held.tensor.shape)
             raise ApplyError(
@@ -177,10 +187,56 @@ class Rebuilder:
                 hint="update parameters after backward, or leave this call out",
             )
 
-    def _leave_generators_as_found(self) -> None:
-        for place, state in self._generators.items():
-            _set_random_state(*place, state)
-        self._generators.clear()
+
+class _Kernels:
+    """The machine that ``program.Rebuild`` drives, one for every inner region, too."""
+
+    def __init__(
+        self,
+        left: _Leftovers,
+        values: dict[int, torch.Tensor],
+        around: Mapping[int, torch.Tensor] | None = None,
+    ) -> None:
+        self.values = values
+        self._left = left
+        self._around = around  # values of the region around this one
+
+    def within(self) -> _Kernels:
+        return _Kernels(self._left, {}, self.values)
+
+    def run(self, step: int, copies: Collection[int], keep: Collection[int]) -> None:
+        """Run an op again."""
+        op, flow, values = self._left.steps[step], self._left.flow, self.values
+        present = {v: values[v] for v in flow.inputs[step] if v in values}
+        for value in flow.inputs[step]:
+            self._left.check_version(value)
+        for value in copies:
+            present[value] = _copy(present[value])
+        args = [_give(x, present) for x in op.args]
+        kwargs = {key: _give(x, present) for key, x in op.kwargs.items()}
+        self._left.draw_again(step)
+        out = op.func(*args, **kwargs)
+        for old, new in flow.overwrites[step].items():
+            if new in keep:
+                values[new] = present[old]
+        for value, tensor in zip(flow.returned[step], tensors_in(out), strict=True):
+            if value in keep:
+                values.setdefault(value, tensor)
+
+    def decode(self, value: int) -> None:
+        """Make a value from its encoded form."""
+        self.values[value] = decode(self._left.encoded.pop(value))
+
+    def fetch(self, value: int) -> None:
+        """Take a value from the region around."""
+        assert self._around is not None, "the outermost region has what it holds"
+        self.values[value] = self._around[value]
+
+    def free(self, value: int) -> None:
+        """Let a value go."""
+        self.values.pop(value, None)
+        if self._around is None:
+            self._left.held.pop(value, None)
 
 
 def unpack(packed: Kept | Dropped) -> torch.Tensor:
@@ -193,7 +249,7 @@ def unpack(packed: Kept | Dropped) -> torch.Tensor:
                 needed="backward after forward",
                 hint="leave this call out of the plan",
             )
-        return rebuilder.unpack(packed.ref)
+        return rebuilder.unpack(packed.ref, packed.part)
     if packed.tensor._version != packed.version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by "

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -43,7 +43,8 @@ from ckplan.applying.recompute import (
 )
 from ckplan.encodings import BITS, Encoded, encode
 from ckplan.errors import ApplyError
-from ckplan.program import EXTERNAL, Flow, Program, compile_program
+from ckplan.names import relative_path
+from ckplan.program import EXTERNAL, Flow, Part, Program, compile_program
 
 OpKey = tuple[str, str, int]
 """Path of the module below the region, op name, occurrence."""
@@ -80,6 +81,7 @@ class Packed(NamedTuple):
 
     size: torch.Size
     ref: Ref | None  # of a tensor that is dropped
+    part: int = 0  # the inner region that saved it, counted from 1
 
 
 class CallRecord(NamedTuple):
@@ -104,6 +106,7 @@ class Template:
     captures: Mapping[int, Capture]  # of saved tensors, by their number
     value_of: Mapping[int, int]  # storage of a given tensor -> its value
     flow: Flow
+    parts: tuple[Part, ...]
     program: Program
     steps: Mapping[int, Step]
     found: frozenset[OpKey]
@@ -152,20 +155,61 @@ class _Call:
     returned: Sequence[tuple[int, Geometry | None]] = ()  # value, or -1, of each tensor
 
 
+@dataclass(slots=True)
+class _Names:
+    """What a plan calls the ops below a module."""
+
+    top: str  # FQN of the module
+    named: Collection[OpKey]
+    found: set[OpKey] = field(default_factory=set)  # of those named
+    _occurrences: dict[tuple[str, str], int] = field(
+        default_factory=lambda: defaultdict(int)
+    )
+
+    def key(self, fqn: str, name: str) -> OpKey:
+        """The name of the op that runs now, in a module."""
+        place = (relative_path(fqn, self.top), name)
+        key = (*place, self._occurrences[place])
+        self._occurrences[place] += 1
+        if key in self.named:
+            self.found.add(key)
+        return key
+
+
+@dataclass(slots=True)
+class _Inner:
+    """A region inside, as it is written down."""
+
+    start: int  # first step
+    outer: int
+    saves: Saves
+    names: _Names
+    stop: int = -1
+    kept: set[int] = field(default_factory=set)  # values
+
+
 class Recorder(TorchDispatchMode):
     """One forward of a region, seen op by op."""
 
-    def __init__(self, name: str, saves: Saves, encodes: Encodes) -> None:
+    def __init__(self, name: str, top: str, saves: Saves, encodes: Encodes) -> None:
+        """Be ready to watch.
+
+        Args:
+            name: What errors call the region.
+            top: FQN of the module that paths of its ops begin below.
+            saves: Outputs to keep.
+            encodes: Outputs to keep in a smaller form.
+        """
         super().__init__()
         self.name = name
         self.dropped_bytes = 0
-        self.found: set[OpKey] = set()  # saves that named an op
-        self.path: list[str] = [""]  # module paths below the region, innermost last
+        self.path: list[str] = [top]  # FQNs of the modules that run, innermost last
         self.template: Template | None = None
         self._saves = saves
         self._encodes = encodes
-        self._names_ops = bool(saves or encodes)
-        self._occurrences: dict[tuple[str, str], int] = defaultdict(int)
+        self._names = _Names(top, {*saves, *encodes})
+        self._inner: list[_Inner] = []
+        self._open = [0]  # inner regions that run now, counted from 1
         self._flow = Flow()
         self._steps: dict[int, Step] = {}
         self._states: dict[int, torch.Tensor] = {}
@@ -174,7 +218,8 @@ class Recorder(TorchDispatchMode):
         self._inside: set[int] = set()  # storages that the region made
         self._held: dict[int, Held] = {}  # value -> tensor
         self._encoded: dict[int, Encoded] = {}  # value -> its smaller form
-        self._wanted: list[int] = []  # values of dropped saved tensors
+        self._wanted: list[tuple[int, int]] = []  # dropped saved tensors: value, part
+        self._seen: set[int] = set()  # their values
         self._packed: list[Packed] = []
         self._packed_values: list[int] = []
         self._log = _CallLog(self)
@@ -192,6 +237,24 @@ class Recorder(TorchDispatchMode):
         for context in (hooks, self._log, self):
             self._contexts.enter_context(context)
 
+    def begin_inner(self, top: str, saves: Saves) -> None:
+        """A region inside this one begins."""
+        names = _Names(top, saves.keys())
+        start = len(self._flow.inputs)
+        self._inner.append(_Inner(start, self._open[-1], saves, names))
+        self._open.append(len(self._inner))
+
+    def end_inner(self) -> set[OpKey]:
+        """The region that began last ends; returns the saves that named an op."""
+        inner = self._inner[self._open.pop() - 1]
+        inner.stop = len(self._flow.inputs)
+        return inner.names.found
+
+    @property
+    def found(self) -> set[OpKey]:
+        """Saves and encodings that named an op."""
+        return self._names.found
+
     def close(self) -> None:
         """Forward is over: find the program and hold only what it needs.
 
@@ -201,19 +264,25 @@ class Recorder(TorchDispatchMode):
         """
         self._contexts.close()
         flow = self._flow
+        while len(self._open) > 1:
+            self.end_inner()
+        parts = tuple(
+            Part(one.start, one.stop, frozenset(one.kept), one.outer)
+            for one in self._inner
+        )
         kept = [value for value in self._held if flow.maker_of[value] != EXTERNAL]
-        program = compile_program(flow, self._wanted, kept, self._encoded.keys())
+        program = compile_program(flow, self._wanted, kept, self._encoded.keys(), parts)
         if program.lost:
             raise ApplyError(
                 f"cannot rebuild {self.name}: its forward changes an input in place",
                 needed="a region whose inputs are still there in backward",
                 hint="leave this call out of the plan, or name a larger one",
             )
-        steps = {step: self._steps[step] for step in sorted(program.steps)}
+        steps = {step: self._steps[step] for step in sorted(program.runs())}
         self._handle.rebuilder = Rebuilder(
             self.name, program, steps, self._held, self._encoded, self._states
         )
-        self.template = self._make_template(program, steps)
+        self.template = self._make_template(parts, program, steps)
         self._log.close()
         for leftovers in (self._held, self._encoded, self._states, self._steps):
             leftovers.clear()
@@ -256,7 +325,7 @@ class Recorder(TorchDispatchMode):
                 self._states[number] = state
             for value in self._flow.overwrites[number]:
                 self._held.pop(value, None)
-            if self._names_ops:
+            if self._names.named or self._inner:
                 self._save(facts.name, number, returned)
         return out
 
@@ -300,18 +369,17 @@ class Recorder(TorchDispatchMode):
 
     def _save(self, name: str, number: int, returned: list[torch.Tensor]) -> None:
         """Hold or encode the outputs that the plan names."""
-        place = (self.path[-1], name)
-        key = (*place, self._occurrences[place])
-        self._occurrences[place] += 1
+        fqn = self.path[-1]
+        key = self._names.key(fqn, name)
         values = self._flow.returned[number]
-        if key in self._saves:
-            self.found.add(key)
-            outputs = self._saves[key]
-            for position, value in enumerate(values):
-                if outputs is None or position in outputs:
-                    self._held[value] = hold(returned[position])
+        for part in self._open[1:]:
+            inner = self._inner[part - 1]
+            inner.kept.update(_named(values, inner.saves, inner.names.key(fqn, name)))
+        saved = _named(values, self._saves, key)
+        for value, tensor in zip(values, returned, strict=True):
+            if value in saved:
+                self._held[value] = hold(tensor)
         if key in self._encodes:
-            self.found.add(key)
             forms = self._encodes[key]
             for position, value in enumerate(values):
                 form = forms.get(position, forms.get(None))
@@ -325,12 +393,14 @@ class Recorder(TorchDispatchMode):
         if value < 0 or value in self._held:
             self._packed.append(Packed(tensor.size(), None))
             return Kept(tensor, tensor._version)
-        if value not in self._wanted:
+        if value not in self._seen:
             self.dropped_bytes += tensor.untyped_storage().nbytes()
-        self._wanted.append(value)
+        part = self._open[-1]
+        self._seen.add(value)
+        self._wanted.append((value, part))
         ref = _ref(tensor, value)
-        self._packed.append(Packed(ref.size, ref))
-        return Dropped(self._handle, ref)
+        self._packed.append(Packed(ref.size, ref, part))
+        return Dropped(self._handle, ref, part)
 
     @property
     def num_packed(self) -> int:
@@ -340,7 +410,7 @@ class Recorder(TorchDispatchMode):
     # -- the template ----------------------------------------------------------------
 
     def _make_template(
-        self, program: Program, steps: Mapping[int, Step]
+        self, parts: tuple[Part, ...], program: Program, steps: Mapping[int, Step]
     ) -> Template | None:
         """What later forwards can be compared with; None if calls do not tell all."""
         log, flow = self._log, self._flow
@@ -356,7 +426,7 @@ class Recorder(TorchDispatchMode):
             flow.storage_of[value] for value in outside
         ):
             return None
-        program, steps = self._seen_from_calls(program, steps)
+        program, steps = self._seen_from_calls(parts, program, steps)
         captures = self._captures(program)
         random_steps = self._first_draws(program)
         if captures is None or random_steps is None:
@@ -381,6 +451,7 @@ class Recorder(TorchDispatchMode):
             of_packed,
             {flow.storage_of[v]: v for v, m in enumerate(flow.maker_of) if m < 0},
             flow,
+            parts,
             program,
             steps,
             frozenset(self.found),
@@ -388,7 +459,7 @@ class Recorder(TorchDispatchMode):
         )
 
     def _seen_from_calls(
-        self, program: Program, steps: Mapping[int, Step]
+        self, parts: tuple[Part, ...], program: Program, steps: Mapping[int, Step]
     ) -> tuple[Program, Mapping[int, Step]]:
         """The same program, but that what no call shows is rebuilt if it is tiny.
 
@@ -408,10 +479,10 @@ class Recorder(TorchDispatchMode):
         if not unseen or held_bytes > _MOST_UNSEEN_BYTES:
             return program, steps
         kept = [v for v in program.holds - unseen if flow.maker_of[v] != EXTERNAL]
-        other = compile_program(flow, self._wanted, kept, self._encoded.keys())
+        other = compile_program(flow, self._wanted, kept, self._encoded.keys(), parts)
         if other.lost:
             return program, steps
-        return other, {step: self._steps[step] for step in sorted(other.steps)}
+        return other, {step: self._steps[step] for step in sorted(other.runs())}
 
     def _captures(
         self, program: Program
@@ -479,7 +550,7 @@ class Recorder(TorchDispatchMode):
         for step in self._states:
             key = (self._call_of[step], self._steps[step].device)
             first.setdefault(key, step)
-        needed = program.steps & self._states.keys()
+        needed = program.runs().keys() & self._states.keys()
         drawn = {step: key[0] for key, step in first.items()}
         if any(
             step not in drawn or self._steps[step].generator is not None
@@ -549,6 +620,16 @@ class _CallLog(TorchFunctionMode):
             return self._recorder.value_inside(tensor), geometry_of(tensor)
         except UnknownArgumentError:
             return -1, None
+
+
+def _named(values: Sequence[int], saves: Saves, key: OpKey) -> Sequence[int]:
+    """Those among an op's values that a plan saves."""
+    outputs = saves.get(key, frozenset())
+    return (
+        values
+        if outputs is None
+        else [values[at] for at in sorted(outputs) if at < len(values)]
+    )
 
 
 def _fits(small: Encoded, tensor: Geometry | Ref) -> bool:

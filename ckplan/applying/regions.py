@@ -11,7 +11,6 @@ import threading
 import warnings
 from collections.abc import (
     Callable,
-    Collection,
     Hashable,
     Iterable,
     Iterator,
@@ -20,8 +19,6 @@ from collections.abc import (
 )
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -30,18 +27,13 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ckplan.applying.calls import settings
+from ckplan.applying.choices import Choice, RegionStatus, choices_of, is_around
 from ckplan.applying.forwards import GuardedForward, RerunForward, StandIn
-from ckplan.applying.record import OpKey, Recorder, Template
+from ckplan.applying.record import Recorder
 from ckplan.applying.replay import Replay
-from ckplan.errors import ApplyError, PlanError
-from ckplan.names import (
-    Call,
-    call_name,
-    expand_modules,
-    parse_call,
-    relative_path,
-)
-from ckplan.plan import Plan, PlannedRegion, differences, load, plan_fingerprint
+from ckplan.errors import ApplyError
+from ckplan.names import Call
+from ckplan.plan import Plan, differences, load, plan_fingerprint
 from ckplan.simulate import RERUN
 from ckplan.training.fingerprint import (
     batch_shapes,
@@ -51,22 +43,8 @@ from ckplan.training.fingerprint import (
 )
 from ckplan.units import format_bytes
 
-_MOST_TEMPLATES = 8  # of one call: training and evaluation, a few shapes
 _Args: TypeAlias = tuple[Any, ...]
 _Kwargs: TypeAlias = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class RegionStatus:
-    """What one planned call did so far."""
-
-    call: str  # FQN#n, or the FQN where every call is planned
-    by: str
-    runs: int  # forwards that were regions
-    recorded: int  # those that were written down op by op
-    kept: int  # those that began like an earlier one and then kept what differed
-    dropped_bytes: int  # by its last run; 0 for re-runs, which do not count
-    missing: tuple[str, ...]  # saves of the plan that named no op in its last run
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,124 +63,47 @@ class Status:
         )
 
 
-class _Templates(dict[Hashable, "Template | None"]):
-    """What forwards of a region were seen to do; None where they differ each time.
+class _OpenInner(NamedTuple):
+    """A region inside another one, whose forward runs now."""
 
-    A copy of a model begins without.
-    """
-
-    def __reduce__(self) -> tuple[type[_Templates], tuple[()]]:
-        return type(self), ()
+    choice: Choice
+    last: Call  # that ends it
 
 
 @dataclass
-class _Choice:
-    """A planned region of one module, and what it did."""
-
-    fqn: str  # of the call that begins it
-    region: PlannedRegion
-    numbers: frozenset[int] | None  # of calls; None for every call
-    last: Call | None = None  # that ends it, if it is a run of calls
-    top: str = ""  # what paths are below: the FQN of its module, or of a run's parent
-    runs: int = 0
-    recorded: int = 0
-    kept: int = 0
-    dropped_bytes: int = 0
-    missing: tuple[str, ...] = ()
-    templates: _Templates = field(default_factory=_Templates)
-
-    @property
-    def title(self) -> str:
-        """What errors of its ops call it; empty for the model."""
-        return self.fqn if self.last is None else self.region.title
-
-    @property
-    def name(self) -> str:
-        """What status and errors of the plan call it."""
-        if self.last is not None:
-            return self.region.title
-        if self.numbers is None:
-            return self.fqn or "."
-        return ", ".join(call_name(self.fqn, n) for n in sorted(self.numbers))
-
-    def begin(self, name: str, key: Hashable) -> Recorder | Replay:
-        """Watch a forward: call by call if one like it is known, else op by op."""
-        template = self.templates.get(key)
-        if template is None:
-            return Recorder(name, self.saves, self.encodes)
-        return Replay(name, template)
-
-    def end(self, region: Recorder | Replay, key: Hashable) -> None:
-        """Note what one forward of it did."""
-        region.close()
-        self.runs += 1
-        if isinstance(region, Recorder):
-            self.recorded += 1
-            self.dropped_bytes = region.dropped_bytes
-            self._note_missing(region.found)
-            if key not in self.templates:
-                self._learn(key, region.template)
-        elif not region.repeats:
-            self.kept += 1
-            self.templates[key] = None  # they differ: each is written down from now on
-
-    def _learn(self, key: Hashable, template: Template | None) -> None:
-        while len(self.templates) >= _MOST_TEMPLATES:
-            del self.templates[next(iter(self.templates))]
-        self.templates[key] = template
-
-    def _note_missing(self, found: Collection[OpKey]) -> None:
-        named = (*self.region.save, *(op for op, _ in self.region.encode))
-        self.missing = tuple(
-            str(op) for op in named if (op.path, op.name, op.occurrence) not in found
-        )
-
-    def status(self) -> RegionStatus:
-        """For people."""
-        return RegionStatus(
-            self.name,
-            self.region.by,
-            self.runs,
-            self.recorded,
-            self.kept,
-            self.dropped_bytes,
-            self.missing,
-        )
-
-    @cached_property
-    def saves(self) -> dict[OpKey, frozenset[int] | None]:
-        found: dict[OpKey, frozenset[int] | None] = {}
-        for op in self.region.save:
-            key = (op.path, op.name, op.occurrence)
-            outputs = found.get(key, frozenset())
-            if op.output is None or outputs is None:
-                found[key] = None
-            else:
-                found[key] = outputs | {op.output}
-        return found
-
-    @cached_property
-    def encodes(self) -> dict[OpKey, dict[int | None, str]]:
-        found: dict[OpKey, dict[int | None, str]] = {}
-        for op, form in self.region.encode:
-            found.setdefault((op.path, op.name, op.occurrence), {})[op.output] = form
-        return found
-
-
-class _Open(NamedTuple):
+class _Open:
     """A region whose forward runs now."""
 
-    choice: _Choice
+    choice: Choice
     region: Recorder | Replay
     key: Hashable
     session: _Session
     last: Call  # that ends it
     switched_off: list[nn.Module]  # modules that would checkpoint themselves
+    inner: list[_OpenInner] = field(default_factory=list)  # innermost last
+    missing: list[str] = field(default_factory=list)  # saves of theirs
+
+    def begin_inner(self, choices: Sequence[tuple[Choice, Choice]], call: Call) -> None:
+        """Open the regions inside that begin with a call; a replay knows them."""
+        while isinstance(self.region, Recorder):
+            around = self.inner[-1].choice if self.inner else self.choice
+            choice = _chosen((c for outer, c in choices if outer is around), call[1])
+            if choice is None:
+                return
+            self.region.begin_inner(choice.top, choice.saves)
+            self.inner.append(_OpenInner(choice, choice.last or call))
+
+    def end_inner(self, call: Call) -> None:
+        """Close the regions inside that end with a call."""
+        while self.inner and self.inner[-1].last == call:
+            assert isinstance(self.region, Recorder)
+            choice, _ = self.inner.pop()
+            self.missing += choice.missing_of(self.region.end_inner())
 
     def close(self) -> None:
         """Its forward is over."""
         self._switch_on()
-        self.choice.end(self.region, self.key)
+        self.choice.end(self.region, self.key, self.missing)
 
     def abandon(self) -> None:
         """Its forward was interrupted."""
@@ -244,7 +145,7 @@ class _Session:
 
     plan: Plan
     calls: dict[str, int] = field(default_factory=dict)  # FQN -> forwards in this step
-    choices: list[_Choice] = field(default_factory=list)
+    choices: list[Choice] = field(default_factory=list)
     handles: list[RemovableHandle] = field(default_factory=list)
     stand_ins: list[StandIn] = field(default_factory=list)
     larger: bool = False  # a batch was larger than planned, which was said
@@ -280,7 +181,8 @@ class _RegionHooks:
 
     fqn: str
     session: _Session
-    choices: list[_Choice]  # of the regions that begin here
+    choices: list[Choice] = field(default_factory=list)  # of regions that begin here
+    inner: list[tuple[Choice, Choice]] = field(default_factory=list)  # inside others
     switches: list[nn.Module] = field(default_factory=list)  # of transformers, inside
 
     @torch.compiler.disable
@@ -301,6 +203,8 @@ class _RegionHooks:
                     choice, region, key, self.session, choice.last or call, switched_off
                 )
             )
+        if _running.regions:
+            _running.regions[-1].begin_inner(self.inner, call)
 
     @torch.compiler.disable
     def end(
@@ -313,15 +217,17 @@ class _RegionHooks:
         session, call = _running.calls.pop()
         if _running.regions:
             found = _running.regions[-1]
-            if found.session is session and found.last == call:
-                _running.regions.pop().close()
+            if found.session is session:
+                found.end_inner(call)
+                if found.last == call:
+                    _running.regions.pop().close()
 
 
 @dataclass
 class _ParentHooks:
     """A hook around a module that makes the calls of runs: none outlives it."""
 
-    choices: list[_Choice]
+    choices: list[Choice]
 
     @torch.compiler.disable
     def end(
@@ -346,8 +252,7 @@ class _PathHooks:
         del module, args, kwargs
         recorder = _running.recorder
         if recorder is not None:
-            top = _running.regions[-1].choice.top
-            recorder.path.append(relative_path(self.fqn, top))
+            recorder.path.append(self.fqn)
 
     @torch.compiler.disable
     def end(
@@ -360,7 +265,7 @@ class _PathHooks:
             recorder.path.pop()
 
 
-def _chosen(choices: Iterable[_Choice], number: int) -> _Choice | None:
+def _chosen(choices: Iterable[Choice], number: int) -> Choice | None:
     """The choice for a call, if it is a region now."""
     if torch.is_grad_enabled():
         for choice in choices:
@@ -394,19 +299,17 @@ def apply(model: nn.Module, plan: Plan | str | Path) -> nn.Module:
     """
     plan = load(Path(plan)) if isinstance(plan, (str, Path)) else plan
     modules = dict(model.named_modules())
-    choices, runs = _choices(plan, modules), _run_choices(plan, modules)
-    for run in runs:
-        _check_run(run, runs, choices)
+    choices = choices_of(plan.regions, modules)
     _warn_of_differences(plan, model)
     remove(model)
-    whole = [choice for found in choices.values() for choice in found]
-    session = _Session(plan, choices=[*whole, *runs])
-    programs = list(runs)
-    for fqn, found in choices.items():
-        if found[0].region.by == RERUN:
-            _attach_rerun(session, fqn, modules[fqn], found)
-        else:
-            programs += found
+    session = _Session(plan, choices=choices)
+    reruns: dict[str, list[Choice]] = {}
+    for choice in choices:
+        if choice.region.by == RERUN:
+            reruns.setdefault(choice.fqn, []).append(choice)
+    for fqn, found in reruns.items():
+        _attach_rerun(session, fqn, modules[fqn], found)
+    programs = [choice for choice in choices if choice.region.by != RERUN]
     _attach_programs(session, modules, programs)
     session.handles.append(_hook_begin(model, session.begin_step))
     return model
@@ -467,125 +370,22 @@ def _session_of(model: nn.Module) -> _Session | None:
     return None
 
 
-def _choices(plan: Plan, modules: Mapping[str, nn.Module]) -> dict[str, list[_Choice]]:
-    """Planned FQNs, each with its choices, checked against the model."""
-    found: dict[str, list[_Choice]] = {}
-    for region in plan.regions:
-        for fqn, numbers in () if region.run else _expand(region, modules):
-            choice = _Choice(fqn, region, numbers, top=fqn)
-            for other in found.get(fqn, ()):
-                _check_apart(choice, other)
-            found.setdefault(fqn, []).append(choice)
-    for fqn in found:
-        for outer in found:
-            if fqn != outer and (not outer or fqn.startswith(f"{outer}.")):
-                raise _overlap(found[fqn][0], f"{fqn} is inside {outer or '.'}")
-    return found
-
-
-def _run_choices(plan: Plan, modules: Mapping[str, nn.Module]) -> list[_Choice]:
-    """Planned runs, checked against the model."""
-    found: list[_Choice] = []
-    for region in plan.regions:
-        if region.run is None:
-            continue
-        ends: list[Call] = []
-        for name in region.run:
-            fqn, number = parse_call(name)
-            try:
-                expand_modules(fqn or ".", modules)
-            except PlanError as error:
-                raise region.located(error) from None
-            ends.append((fqn, number or 0))
-        (fqn, number), last = ends
-        top = _maker_of(fqn, last[0], modules)
-        if top is None:
-            apart = PlanError(
-                f"cannot make one region of {region.title}",
-                needed="two calls that the same module makes",
-                hint="run: [transformer.h.0, transformer.h.3]",
-            )
-            raise region.located(apart)
-        found.append(_Choice(fqn, region, frozenset({number}), last, top))
-    return found
-
-
-def _maker_of(first: str, last: str, modules: Mapping[str, nn.Module]) -> str | None:
-    """The innermost module around both that has a forward of its own."""
-    if first != last and (_around(first, last) or _around(last, first)):
-        return None
-    parts = zip(first.split("."), last.split("."), strict=False)
-    same = [one for one, other in takewhile(lambda pair: pair[0] == pair[1], parts)]
-    for stop in range(len(same), -1, -1):
-        fqn = ".".join(same[:stop])
-        if fqn not in (first, last) and _has_forward(modules[fqn]):
-            return fqn
-    return None
-
-
-def _has_forward(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward
-
-
-def _check_run(
-    run: _Choice, runs: Iterable[_Choice], choices: Mapping[str, Sequence[_Choice]]
-) -> None:
-    """Refuse what is sure to overlap a run; the rest is for ``resolve``."""
-    assert run.last is not None
-    for fqn, found in choices.items():
-        for end in (run.fqn, run.last[0]):
-            if fqn != end and (_around(fqn, end) or _around(end, fqn)):
-                raise _overlap(run, f"{fqn or '.'} is inside {run.name}, or around it")
-        for choice in found:
-            rerun = choice.region.by == RERUN and fqn in (run.fqn, run.last[0])
-            if rerun or _meets(run, fqn, choice.numbers):
-                raise _overlap(run, f"{choice.name} is in {run.name}, too")
-    for other in runs:
-        if other is not run and _meets(run, other.fqn, other.numbers):
-            raise _overlap(run, f"{other.name} begins in {run.name}")
-
-
-def _meets(run: _Choice, fqn: str, numbers: frozenset[int] | None) -> bool:
-    """Whether calls of a module are the first or last of a run, or between them."""
-    assert run.last is not None
-    (first,) = run.numbers or {0}
-    fqn_last, last = run.last
-    if fqn == run.fqn == fqn_last:
-        return numbers is None or any(first <= number <= last for number in numbers)
-    at = {run.fqn: first, fqn_last: last}.get(fqn)
-    return at is not None and (numbers is None or at in numbers)
-
-
-def _around(outer: str, inner: str) -> bool:
-    return not outer or inner == outer or inner.startswith(f"{outer}.")
-
-
 def _attach_programs(
-    session: _Session, modules: Mapping[str, nn.Module], programs: Sequence[_Choice]
+    session: _Session, modules: Mapping[str, nn.Module], programs: Sequence[Choice]
 ) -> None:
     """Hooks where regions begin and end, around who makes runs, and for paths inside.
 
     Hooks go in front: what is attached later begins earlier, and ends earlier.
     """
-    regions: dict[str, _RegionHooks] = {}
+    regions = _region_hooks(session, modules, programs)
     makers: dict[str, _ParentHooks] = {}
     for choice in programs:
-        ends = (choice.fqn,) if choice.last is None else (choice.fqn, choice.last[0])
-        for fqn in ends:
-            regions.setdefault(fqn, _RegionHooks(fqn, session, []))
-        regions[choice.fqn].choices.append(choice)
-        regions[choice.fqn].switches += (
-            module
-            for name, module in modules.items()
-            if _around(choice.top, name) and hasattr(module, "gradient_checkpointing")
-        )
         if choice.last is not None:
             makers.setdefault(choice.top, _ParentHooks([])).choices.append(choice)
-    inside = _inside(programs, modules)
     add = session.handles.append
     for fqn, hooks in regions.items():
         add(_hook_end(modules[fqn], hooks.end))
-    for fqn in inside:
+    for fqn in _inside(programs, modules):
         add(_hook_begin(modules[fqn], _PathHooks(fqn).begin))
         add(_hook_end(modules[fqn], _PathHooks(fqn).end))
     for fqn, hooks in regions.items():
@@ -596,13 +396,32 @@ def _attach_programs(
         session.stand_in(GuardedForward(modules[fqn], session.interrupted))
 
 
-def _inside(programs: Iterable[_Choice], modules: Iterable[str]) -> set[str]:
+def _region_hooks(
+    session: _Session, modules: Mapping[str, nn.Module], programs: Sequence[Choice]
+) -> dict[str, _RegionHooks]:
+    """The modules at whose calls regions, or regions inside them, begin or end."""
+    inner = [pair for choice in programs for pair in choice.within()]
+    ends = [fqn for c in (*programs, *(one for _, one in inner)) for fqn in c.ends]
+    hooks = {fqn: _RegionHooks(fqn, session) for fqn in ends}
+    for choice in programs:
+        hooks[choice.fqn].choices.append(choice)
+        hooks[choice.fqn].switches += (
+            module
+            for name, module in modules.items()
+            if is_around(choice.top, name) and hasattr(module, "gradient_checkpointing")
+        )
+    for pair in inner:
+        hooks[pair[1].fqn].inner.append(pair)
+    return hooks
+
+
+def _inside(programs: Iterable[Choice], modules: Iterable[str]) -> set[str]:
     """Modules in whose forward a plan may name an op."""
-    tops = {c.top for c in programs if c.region.save or c.region.encode}
+    tops = {choice.top for choice in programs if choice.names_ops}
     return {
         name
         for name in modules
-        if any(name != top and _around(top, name) for top in tops)
+        if any(name != top and is_around(top, name) for top in tops)
     }
 
 
@@ -616,34 +435,8 @@ def _hook_end(module: nn.Module, end: Callable[..., None]) -> RemovableHandle:
     )
 
 
-def _expand(
-    region: PlannedRegion, fqns: Iterable[str]
-) -> tuple[tuple[str, frozenset[int] | None], ...]:
-    try:
-        return expand_modules(region.calls, fqns)
-    except PlanError as error:
-        raise region.located(error) from None
-
-
-def _check_apart(choice: _Choice, other: _Choice) -> None:
-    if choice.region.by != other.region.by:
-        raise _overlap(choice, f"{choice.name} is to be rebuilt in two ways")
-    both = choice.numbers is None or other.numbers is None
-    if both or (choice.numbers or set()) & (other.numbers or set()):
-        raise _overlap(choice, f"{choice.name} is named twice")
-
-
-def _overlap(choice: _Choice, found: str) -> PlanError:
-    error = PlanError(
-        f"regions overlap: {found}",
-        needed="regions of which none lies inside another",
-        hint="remove one of the two",
-    )
-    return choice.region.located(error)
-
-
 def _attach_rerun(
-    session: _Session, fqn: str, module: nn.Module, choices: list[_Choice]
+    session: _Session, fqn: str, module: nn.Module, choices: list[Choice]
 ) -> None:
     session.stand_in(RerunForward(module, _Chooser(session, fqn, choices)))
 
@@ -654,7 +447,7 @@ class _Chooser:
 
     session: _Session
     fqn: str
-    choices: list[_Choice]
+    choices: list[Choice]
 
     def __call__(self) -> bool:
         choice = _chosen(self.choices, self.session.count(self.fqn))

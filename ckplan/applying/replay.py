@@ -54,7 +54,7 @@ class Replay(TorchFunctionMode):
         self._held: dict[int, Held] = {}
         self._encoded: dict[int, Encoded] = {}
         self._states: dict[int, torch.Tensor] = {}
-        self._wanted: list[int] = []
+        self._wanted: list[tuple[int, int]] = []  # value, part
         self._handle = Handle()
         self._contexts = ExitStack()
 
@@ -177,15 +177,17 @@ class Replay(TorchFunctionMode):
         ref = packed[0].ref
         if ref is None:
             return Kept(tensor, tensor._version)
-        self._wanted.append(ref.value)
-        return Dropped(self._handle, ref)
+        part = packed[0].part
+        self._wanted.append((ref.value, part))
+        return Dropped(self._handle, ref, part)
 
     def _shorter_program(self) -> Program:
         """What rebuilds what was dropped before a call differed."""
-        flow = self._template.flow
+        flow, parts = self._template.flow, self._template.parts
         kept = [value for value in self._held if flow.maker_of[value] != EXTERNAL]
-        program = compile_program(flow, self._wanted, kept, self._encoded.keys())
-        known = program.steps <= self._template.steps.keys()
+        encoded = self._encoded.keys()
+        program = compile_program(flow, self._wanted, kept, encoded, parts)
+        known = program.runs().keys() <= self._template.steps.keys()
         if not known or not program.holds <= self._held.keys():
             raise self._changed()
         return program

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -204,16 +204,26 @@ def _baseline_json(baseline: Baseline) -> dict[str, Any]:
 def _regions(plan: Plan, *, in_full: bool = False) -> RenderableType:
     if not plan.regions:
         return facts([("none", "nothing is recomputed")])
-    encodes = any(region.encode for region in plan.regions)
+    levels = list(_levels(plan.regions))
+    encodes = any(region.encode for _, region in levels)
     columns = ["calls", "by", "saves", *(["encodes"] if encodes else [])]
     table = make_table(*columns, texts=len(columns))
-    for region in plan.regions:
+    for level, region in levels:
         cells = [_ops([str(op) for op in region.save], in_full=in_full)]
         if encodes:
             forms = [f"{op}: {form}" for op, form in region.encode]
             cells.append(_ops(forms, in_full=in_full))
-        add_row(table, region.title, region.by, *cells)
+        add_row(table, "  " * level + region.title, region.by, *cells)
     return table
+
+
+def _levels(
+    regions: Iterable[PlannedRegion], level: int = 0
+) -> Iterator[tuple[int, PlannedRegion]]:
+    """Regions, each followed by those inside it, with how deep they lie."""
+    for region in regions:
+        yield level, region
+        yield from _levels(region.inner, level + 1)
 
 
 def _ops(names: list[str], *, in_full: bool) -> str:
@@ -229,6 +239,7 @@ def _region_json(region: PlannedRegion) -> dict[str, Any]:
         "by": region.by,
         "save": [str(op) for op in region.save],
         "encode": {str(op): form for op, form in region.encode},
+        "regions": [_region_json(inner) for inner in region.inner],
     }
 
 

@@ -1,0 +1,319 @@
+"""What a plan chooses for the modules of a model, checked before anything changes."""
+
+from __future__ import annotations
+
+from collections.abc import (
+    Collection,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import takewhile
+
+from torch import nn
+
+from ckplan.applying.record import OpKey, Recorder, Template
+from ckplan.applying.replay import Replay
+from ckplan.errors import PlanError
+from ckplan.names import Call, call_name, expand_modules, parse_call
+from ckplan.plan import PlannedRegion
+from ckplan.simulate import RERUN
+
+_MOST_TEMPLATES = 8  # of one call: training and evaluation, a few shapes
+
+
+@dataclass(frozen=True, slots=True)
+class RegionStatus:
+    """What one planned call did so far."""
+
+    call: str  # FQN#n, or the FQN where every call is planned
+    by: str
+    runs: int  # forwards that were regions
+    recorded: int  # those that were written down op by op
+    kept: int  # those that began like an earlier one and then kept what differed
+    dropped_bytes: int  # by its last run; 0 for re-runs, which do not count
+    missing: tuple[str, ...]  # saves of the plan that named no op in its last run
+
+
+class Templates(dict[Hashable, "Template | None"]):
+    """What forwards of a region were seen to do; None where they differ each time.
+
+    A copy of a model begins without.
+    """
+
+    def __reduce__(self) -> tuple[type[Templates], tuple[()]]:
+        return type(self), ()
+
+
+@dataclass
+class Choice:
+    """A planned region of one module, and what it did."""
+
+    fqn: str  # of the call that begins it
+    region: PlannedRegion
+    numbers: frozenset[int] | None  # of calls; None for every call
+    last: Call | None = None  # that ends it, if it is a run of calls
+    top: str = ""  # what paths are below: the FQN of its module, or of a run's parent
+    runs: int = 0
+    recorded: int = 0
+    kept: int = 0
+    dropped_bytes: int = 0
+    missing: tuple[str, ...] = ()
+    templates: Templates = field(default_factory=Templates)
+    inner: list[Choice] = field(default_factory=list)
+
+    @property
+    def title(self) -> str:
+        """What errors of its ops call it; empty for the model."""
+        return self.fqn if self.last is None else self.region.title
+
+    @property
+    def name(self) -> str:
+        """What status and errors of the plan call it."""
+        if self.last is not None:
+            return self.region.title
+        if self.numbers is None:
+            return self.fqn or "."
+        return ", ".join(call_name(self.fqn, n) for n in sorted(self.numbers))
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """FQNs of the modules with whose calls it begins and ends."""
+        return (self.fqn,) if self.last is None else (self.fqn, self.last[0])
+
+    def begin(self, name: str, key: Hashable) -> Recorder | Replay:
+        """Watch a forward: call by call if one like it is known, else op by op."""
+        template = self.templates.get(key)
+        if template is None:
+            return Recorder(name, self.top, self.saves, self.encodes)
+        return Replay(name, template)
+
+    def end(
+        self, region: Recorder | Replay, key: Hashable, missing: Iterable[str]
+    ) -> None:
+        """Note what one forward of it did, and which saves inside named no op."""
+        region.close()
+        self.runs += 1
+        if isinstance(region, Recorder):
+            self.recorded += 1
+            self.dropped_bytes = region.dropped_bytes
+            self.missing = (*self.missing_of(region.found), *missing)
+            if key not in self.templates:
+                self._learn(key, region.template)
+        elif not region.repeats:
+            self.kept += 1
+            self.templates[key] = None  # they differ: each is written down from now on
+
+    def _learn(self, key: Hashable, template: Template | None) -> None:
+        while len(self.templates) >= _MOST_TEMPLATES:
+            del self.templates[next(iter(self.templates))]
+        self.templates[key] = template
+
+    def missing_of(self, found: Collection[OpKey]) -> Iterator[str]:
+        """Saves and encodings of the plan that named no op."""
+        for op in (*self.region.save, *(op for op, _ in self.region.encode)):
+            if (op.path, op.name, op.occurrence) not in found:
+                yield str(op)
+
+    @property
+    def names_ops(self) -> bool:
+        """Whether it, or a region inside, says which ops it keeps."""
+        named = self.region.save or self.region.encode
+        return bool(named) or any(inner.names_ops for inner in self.inner)
+
+    def within(self) -> Iterator[tuple[Choice, Choice]]:
+        """The regions inside, each behind the one around it."""
+        for inner in self.inner:
+            yield self, inner
+            yield from inner.within()
+
+    def status(self) -> RegionStatus:
+        """For people."""
+        return RegionStatus(
+            self.name,
+            self.region.by,
+            self.runs,
+            self.recorded,
+            self.kept,
+            self.dropped_bytes,
+            self.missing,
+        )
+
+    @cached_property
+    def saves(self) -> dict[OpKey, frozenset[int] | None]:
+        """What to keep, as the recorder takes it."""
+        found: dict[OpKey, frozenset[int] | None] = {}
+        for op in self.region.save:
+            key = (op.path, op.name, op.occurrence)
+            outputs = found.get(key, frozenset())
+            if op.output is None or outputs is None:
+                found[key] = None
+            else:
+                found[key] = outputs | {op.output}
+        return found
+
+    @cached_property
+    def encodes(self) -> dict[OpKey, dict[int | None, str]]:
+        """What to keep in a smaller form, as the recorder takes it."""
+        found: dict[OpKey, dict[int | None, str]] = {}
+        for op, form in self.region.encode:
+            found.setdefault((op.path, op.name, op.occurrence), {})[op.output] = form
+        return found
+
+
+def choices_of(
+    regions: Sequence[PlannedRegion], modules: Mapping[str, nn.Module]
+) -> list[Choice]:
+    """What is planned for which modules, checked against the model."""
+    whole, runs = _whole_choices(regions, modules), _run_choices(regions, modules)
+    for run in runs:
+        _check_run(run, runs, whole)
+    found = [*(choice for same in whole.values() for choice in same), *runs]
+    for region in regions:
+        inner = choices_of(region.inner, modules)
+        for choice in (one for one in found if one.region is region):
+            choice.inner = [one for one in inner if _is_inside(one, choice)]
+        placed = [one for choice in found for one in choice.inner]
+        for one in inner:
+            if not any(one is other for other in placed):
+                apart = PlanError(
+                    f"{one.name} is not inside {region.title!r}",
+                    needed="calls that run inside the region around them",
+                    hint="move it to the regions of the plan",
+                )
+                raise one.region.located(apart)
+    return found
+
+
+def _is_inside(inner: Choice, outer: Choice) -> bool:
+    """Whether one may run inside the other, as far as names tell."""
+    same = inner.last == outer.last and inner.fqn == outer.fqn
+    return not same and all(is_around(outer.top, fqn) for fqn in inner.ends)
+
+
+def _whole_choices(
+    regions: Iterable[PlannedRegion], modules: Mapping[str, nn.Module]
+) -> dict[str, list[Choice]]:
+    """Planned FQNs, each with its choices."""
+    found: dict[str, list[Choice]] = {}
+    for region in regions:
+        for fqn, numbers in () if region.run else _expand(region, modules):
+            choice = Choice(fqn, region, numbers, top=fqn)
+            for other in found.get(fqn, ()):
+                _check_apart(choice, other)
+            found.setdefault(fqn, []).append(choice)
+    for fqn in found:
+        for outer in found:
+            if fqn != outer and (not outer or fqn.startswith(f"{outer}.")):
+                raise _overlap(found[fqn][0], f"{fqn} is inside {outer or '.'}")
+    return found
+
+
+def _run_choices(
+    regions: Iterable[PlannedRegion], modules: Mapping[str, nn.Module]
+) -> list[Choice]:
+    """Planned runs."""
+    found: list[Choice] = []
+    for region in regions:
+        if region.run is None:
+            continue
+        ends: list[Call] = []
+        for name in region.run:
+            fqn, number = parse_call(name)
+            try:
+                expand_modules(fqn or ".", modules)
+            except PlanError as error:
+                raise region.located(error) from None
+            ends.append((fqn, number or 0))
+        (fqn, number), last = ends
+        top = _maker_of(fqn, last[0], modules)
+        if top is None:
+            apart = PlanError(
+                f"cannot make one region of {region.title}",
+                needed="two calls that the same module makes",
+                hint="run: [transformer.h.0, transformer.h.3]",
+            )
+            raise region.located(apart)
+        found.append(Choice(fqn, region, frozenset({number}), last, top))
+    return found
+
+
+def _maker_of(first: str, last: str, modules: Mapping[str, nn.Module]) -> str | None:
+    """The innermost module around both that has a forward of its own."""
+    if first != last and (is_around(first, last) or is_around(last, first)):
+        return None
+    parts = zip(first.split("."), last.split("."), strict=False)
+    same = [one for one, other in takewhile(lambda pair: pair[0] == pair[1], parts)]
+    for stop in range(len(same), -1, -1):
+        fqn = ".".join(same[:stop])
+        if fqn not in (first, last) and _has_forward(modules[fqn]):
+            return fqn
+    return None
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
+
+
+def _check_run(
+    run: Choice, runs: Iterable[Choice], choices: Mapping[str, Sequence[Choice]]
+) -> None:
+    """Refuse what is sure to overlap a run; the rest is for ``resolve``."""
+    assert run.last is not None
+    for fqn, found in choices.items():
+        for end in (run.fqn, run.last[0]):
+            if fqn != end and (is_around(fqn, end) or is_around(end, fqn)):
+                raise _overlap(run, f"{fqn or '.'} is inside {run.name}, or around it")
+        for choice in found:
+            rerun = choice.region.by == RERUN and fqn in (run.fqn, run.last[0])
+            if rerun or _meets(run, fqn, choice.numbers):
+                raise _overlap(run, f"{choice.name} is in {run.name}, too")
+    for other in runs:
+        if other is not run and _meets(run, other.fqn, other.numbers):
+            raise _overlap(run, f"{other.name} begins in {run.name}")
+
+
+def _meets(run: Choice, fqn: str, numbers: frozenset[int] | None) -> bool:
+    """Whether calls of a module are the first or last of a run, or between them."""
+    assert run.last is not None
+    (first,) = run.numbers or {0}
+    fqn_last, last = run.last
+    if fqn == run.fqn == fqn_last:
+        return numbers is None or any(first <= number <= last for number in numbers)
+    at = {run.fqn: first, fqn_last: last}.get(fqn)
+    return at is not None and (numbers is None or at in numbers)
+
+
+def is_around(outer: str, inner: str) -> bool:
+    """Whether a module, by its FQN, is another one or lies around it."""
+    return not outer or inner == outer or inner.startswith(f"{outer}.")
+
+
+def _expand(
+    region: PlannedRegion, fqns: Iterable[str]
+) -> tuple[tuple[str, frozenset[int] | None], ...]:
+    try:
+        return expand_modules(region.calls, fqns)
+    except PlanError as error:
+        raise region.located(error) from None
+
+
+def _check_apart(choice: Choice, other: Choice) -> None:
+    if choice.region.by != other.region.by:
+        raise _overlap(choice, f"{choice.name} is to be rebuilt in two ways")
+    both = choice.numbers is None or other.numbers is None
+    if both or (choice.numbers or set()) & (other.numbers or set()):
+        raise _overlap(choice, f"{choice.name} is named twice")
+
+
+def _overlap(choice: Choice, found: str) -> PlanError:
+    error = PlanError(
+        f"regions overlap: {found}",
+        needed="regions of which none lies inside another",
+        hint="remove one of the two",
+    )
+    return choice.region.located(error)

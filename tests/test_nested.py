@@ -1,0 +1,192 @@
+"""Regions inside regions: bit for bit the same, in the bytes predicted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from random import Random
+
+import graphs
+import pytest
+import torch
+from test_applying import applying_to, build, measured_peak, train
+
+import ckplan
+from ckplan import applying
+from ckplan.errors import PlanError
+from ckplan.names import OpName
+from ckplan.plan import Plan, PlannedRegion, dumps, loads
+from ckplan.resolve import describe, resolve
+from ckplan.simulate import RERUN, Region, Simulator, simulate
+
+ADDMM = OpName.parse("up/addmm")
+PLANS = {
+    "residual": """
+      - calls: .
+        regions:
+          - calls: '[0..2]'
+            save: [up/addmm]
+            regions:
+              - calls: '[0..2].norm'
+    """,
+    "convolution": """
+      - run: [0, 2]
+        save: [0.conv/convolution]
+        regions:
+          - run: [0, 1]
+            regions:
+              - calls: '[0..1]'
+                save: [./add_]
+          - calls: 2
+    """,
+    "attention": """
+      - calls: .
+        regions:
+          - run: [0, 1]
+            regions:
+              - calls: '[0..1]'
+          - calls: 2
+            save: [out/addmm]
+    """,
+    "masked": """
+      - calls: .
+        regions:
+          - calls: '[0..2]'
+            regions:
+              - calls: '[0..2].conv'
+    """,
+    "unrolled": """
+      - calls: .
+        regions:
+          - run: ["cell#0", "cell#1"]
+            regions:
+              - calls: cell#1
+          - calls: cell#[2..3]
+    """,
+    "listed": """
+      - run: [blocks.0, blocks.4]
+        save: [blocks.1.up/addmm]
+        regions:
+          - run: [blocks.0, blocks.1]
+          - run: [blocks.2, blocks.4]
+            regions:
+              - calls: blocks.[2..3]
+    """,
+}
+
+
+def plan_of(name: str) -> Plan:
+    return loads(f"ckplan: 1\nregions:{PLANS[name]}", name)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_nested_regions_are_bitwise_the_same_and_peaks_are_as_predicted(
+    name: str,
+) -> None:
+    workload, plan = build(name), plan_of(name)
+    graph = ckplan.profile(workload.model, workload.batch, loss=workload.loss)
+    regions = resolve(plan, graph)
+    planned = applying_to(build(name), plan)
+    assert all(map(torch.equal, train(build(name), steps=4), train(planned, steps=4)))
+    for region in applying.status(planned.model).regions:
+        assert (region.runs, region.recorded, region.kept) == (4, 1, 0)
+        assert region.missing == ()
+    predicted = simulate(graph, regions).peak_bytes
+    measured = measured_peak(applying_to(build(name), plan))
+    assert predicted == pytest.approx(measured, rel=0.003)
+    again = loads(dumps(Plan(regions=describe(graph, regions))), "again")
+    assert resolve(again, graph) == regions
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_regions_nested_at_random_are_bitwise_the_same(seed: int) -> None:
+    rng = Random(seed)
+    name = rng.choice(["residual", "convolution", "attention", "masked", "listed"])
+    workload = build(name)
+    graph = ckplan.profile(workload.model, workload.batch, loss=workload.loss)
+    (root,) = graphs.nested(graph, [Region(0)], rng)
+    plan = Plan(regions=describe(graph, [root]))
+    planned = applying_to(build(name), plan)
+    assert all(map(torch.equal, train(build(name)), train(planned)))
+    predicted = simulate(graph, [root]).peak_bytes
+    measured = measured_peak(applying_to(build(name), plan))
+    assert predicted == pytest.approx(measured, rel=0.003)
+
+
+def test_nesting_runs_ops_again_and_holds_less() -> None:
+    graph = graphs.chain(8, width_bytes=100, hidden_bytes=1000)
+    blocks = [i for i, call in enumerate(graph.calls) if call.fqn.startswith("h.")]
+    blocks = [i for i in blocks if graph.calls[i].fqn.count(".") == 1]
+    first, last = blocks[0], blocks[-1]
+    flat = Region(first, last=last)
+    halves = tuple(
+        Region(a, last=b, inner=tuple(Region(i) for i in blocks if a <= i <= b))
+        for a, b in ((blocks[0], blocks[3]), (blocks[4], blocks[7]))
+    )
+    nested = Region(first, last=last, inner=halves)
+    simulator = Simulator(graph)
+    runs = [Counter(simulator.effect(r).steps) for r in (flat, nested)]
+    assert set(runs[0].values()) == {1}
+    assert max(runs[1].values()) == 3  # once in each of the regions around it
+    peaks = [simulator.run([r]).peak_bytes for r in (flat, nested)]
+    assert peaks[1] < peaks[0]
+
+
+def test_a_save_inside_that_names_no_op_is_told() -> None:
+    inner = PlannedRegion("blocks.0", save=(OpName.parse("up/nothing"),))
+    plan = Plan(regions=(PlannedRegion(".", inner=(inner,)),))
+    planned = applying_to(build("listed"), plan)
+    train(planned, steps=1)
+    (region,) = applying.status(planned.model).regions
+    assert region.missing == ("up/nothing",)
+
+
+@pytest.mark.parametrize(
+    ("region", "message"),
+    [
+        (PlannedRegion("blocks.0", inner=(PlannedRegion("blocks.1"),)), "not inside"),
+        (PlannedRegion("blocks.0", inner=(PlannedRegion("blocks.0"),)), "not inside"),
+        (PlannedRegion("blocks.0", inner=(PlannedRegion("block.7"),)), "block.7"),
+        (
+            PlannedRegion(
+                ".", inner=(PlannedRegion("blocks.0"), PlannedRegion("blocks.0.up"))
+            ),
+            "overlap",
+        ),
+        (
+            PlannedRegion(
+                ".",
+                inner=(
+                    PlannedRegion("", run=("blocks.0", "blocks.2")),
+                    PlannedRegion("blocks.2"),
+                ),
+            ),
+            "overlap",
+        ),
+    ],
+)
+def test_nesting_that_cannot_be_is_refused_for_graphs_and_models(
+    region: PlannedRegion, message: str
+) -> None:
+    workload, plan = build("listed"), Plan(regions=(region,))
+    graph = ckplan.profile(workload.model, workload.batch, loss=workload.loss)
+    with pytest.raises(PlanError, match=message):
+        resolve(plan, graph)
+    with pytest.raises(PlanError, match=message):
+        applying.apply(workload.model, plan)
+    hooks = (m._forward_hooks or m._forward_pre_hooks for m in workload.model.modules())
+    assert not any(hooks)
+
+
+def test_only_programs_nest() -> None:
+    rerun = PlannedRegion("h.0", "rerun")
+    coded = PlannedRegion("h.0", encode=((ADDMM, "bits"),))
+    for region in (rerun, coded):
+        with pytest.raises(PlanError, match=r"cannot nest 'h\.0'"):
+            PlannedRegion("h", inner=(region,))
+    with pytest.raises(PlanError, match="cannot nest 'h', which runs again"):
+        PlannedRegion("h", "rerun", inner=(PlannedRegion("h.0"),))
+    graph = graphs.chain(2)
+    inner = (Region(1),)
+    for region in (Region(0, RERUN, inner=inner), Region(0, inner=(Region(1, RERUN),))):
+        with pytest.raises(PlanError, match="cannot nest"):
+            simulate(graph, [region])
