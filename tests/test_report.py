@@ -413,3 +413,13 @@ def test_log_of_short_work_is_empty() -> None:
     with ProgressLine(stream, clock=lambda: 5.0) as progress:
         progress("tracing", 0, 0)
     assert stream.getvalue() == ""
+
+
+def test_regions_inside_regions_are_shown_below_the_one_around_them() -> None:
+    inner = PlannedRegion("h.[0..1].mlp", save=(OpName.parse("up/addmm"),))
+    plan = Plan(regions=(PlannedRegion("h.[0..1]", inner=(inner,)),))
+    lines = render(plan_report(plan)).splitlines()
+    outside = next(i for i, line in enumerate(lines) if "h.[0..1] " in line)
+    assert lines[outside + 1].startswith("    h.[0..1].mlp")
+    (region,) = plan_json(plan)["regions"]
+    assert [one["calls"] for one in region["regions"]] == ["h.[0..1].mlp"]

@@ -234,13 +234,15 @@ def _ops(names: list[str], *, in_full: bool) -> str:
 
 def _region_json(region: PlannedRegion) -> dict[str, Any]:
     place = {"run": list(region.run)} if region.run else {"calls": region.calls}
-    return {
+    content: dict[str, Any] = {
         **place,
         "by": region.by,
         "save": [str(op) for op in region.save],
         "encode": {str(op): form for op, form in region.encode},
-        "regions": [_region_json(inner) for inner in region.inner],
     }
+    if region.inner:
+        content["regions"] = [_region_json(inner) for inner in region.inner]
+    return content
 
 
 def _fingerprint_lines(plan: Plan) -> list[str]:
