@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ckplan.graph import load as load_graph
     from ckplan.plan import Plan
     from ckplan.plan import load as load_plan
+    from ckplan.sharding import shard
     from ckplan.solving.solve import frontier
     from ckplan.solving.solve import solve_plan as solve
     from ckplan.tracing.profile import profile
@@ -44,6 +45,7 @@ __all__ = [
     "planned",
     "profile",
     "remove",
+    "shard",
     "solve",
     "status",
     "verify",
@@ -62,6 +64,7 @@ _HOME = {
     "planned": "ckplan.applying:planned",
     "profile": "ckplan.tracing.profile:profile",
     "remove": "ckplan.applying:remove",
+    "shard": "ckplan.sharding:shard",
     "solve": "ckplan.solving.solve:solve_plan",
     "status": "ckplan.applying:status",
     "verify": "ckplan.verifying.verify:verify",

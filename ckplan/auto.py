@@ -22,6 +22,8 @@ def auto(
     optimizer: str | None = None,
     amp: str | None = None,
     accumulate: int = 1,
+    shard: str | None = None,
+    world_size: int = 1,
 ) -> nn.Module:
     """Make the training steps of a model fit a budget, at the least extra time.
 
@@ -35,6 +37,9 @@ def auto(
         optimizer: ``adamw`` by default; see ``profile``.
         amp: ``bf16`` or ``fp16``: forward and loss run under autocast.
         accumulate: Backwards before the optimizer takes a step.
+        shard: Plan for one of several ranks: ``ddp``, ``fsdp2``, ...; see ``profile``.
+            The model is to be wrapped afterwards.
+        world_size: How many ranks there are.
 
     Returns:
         The same model; ``ckplan.status(model).plan`` is its plan.
@@ -50,5 +55,7 @@ def auto(
         optimizer=optimizer,
         amp=amp,
         accumulate=accumulate,
+        shard=shard,
+        world_size=world_size,
     )
     return apply(model, solve_plan(graph, budget))

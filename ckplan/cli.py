@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from ckplan.graph import Graph
+    from ckplan.sharding import Sharding
     from ckplan.training.step import Training
     from ckplan.training.workload import WorkloadSpec
     from ckplan.verifying.dry_run import DryRun
@@ -46,6 +47,16 @@ class Amp(str, Enum):
 
     BF16 = "bf16"
     FP16 = "fp16"
+
+
+class Shard(str, Enum):
+    """What several ranks divide; as ``ckplan.sharding.SCHEMES``."""
+
+    DDP = "ddp"
+    ZERO1 = "zero1"
+    ZERO2 = "zero2"
+    ZERO3 = "zero3"
+    FSDP2 = "fsdp2"
 
 
 class Method(str, Enum):
@@ -103,6 +114,23 @@ _AmpOption = Annotated[
 ]
 _Accumulate = Annotated[
     int, typer.Option(min=1, metavar="N", help="Batches per step of the optimizer.")
+]
+_ShardOption = Annotated[
+    Shard | None,
+    typer.Option("--shard", help="Of the step of one rank among several."),
+]
+_WorldSize = Annotated[
+    int | None,
+    typer.Option("--world-size", min=1, metavar="N", help="With --shard: the ranks."),
+]
+_Units = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--unit",
+        metavar="MODULES",
+        help="With fsdp2 and zero3: what is gathered as one, like h.[0..11]; "
+        "repeatable.  [default: the layers]",
+    ),
 ]
 _Trace = Annotated[
     Path | None,
@@ -171,6 +199,9 @@ def profile(
             "its memory as the budget of solve.",
         ),
     ] = None,
+    shard: _ShardOption = None,
+    world_size: _WorldSize = None,
+    units: _Units = None,
     output: Annotated[
         Path | None,
         typer.Option("-o", help="The trace to write.  [default: traces/NAME.json.gz]"),
@@ -181,6 +212,7 @@ def profile(
     """Trace one training step: its memory, layers and seconds."""
     if output is not None:
         _check_output(output, force)
+    sharding = _sharding(shard, world_size, units)
     from ckplan import graph as graphs
     from ckplan.report.progress import ProgressLine
     from ckplan.tracing.profile import profile_workload
@@ -198,6 +230,7 @@ def profile(
             gpu=gpu,
             progress=progress,
         )
+    graph = _shard(graph, sharding)
     graphs.save(graph, path, force=force)
     _show_trace(graph, path, as_json)
     say(f"wrote {path}")
@@ -236,6 +269,9 @@ def solve(
     time_limit: Annotated[
         float, typer.Option(min=0, metavar="SECONDS", help="That milp may take.")
     ] = 60.0,
+    shard: _ShardOption = None,
+    world_size: _WorldSize = None,
+    units: _Units = None,
     output: Annotated[Path, typer.Option("-o", help="The plan to write.")] = Path(
         "plan.yaml"
     ),
@@ -248,6 +284,7 @@ def solve(
     if len(given) > 1:
         raise typer.BadParameter(f"only one is possible: {_WISHES}")
     _check_output(output, force)
+    sharding = _sharding(shard, world_size, units)
     from ckplan import graph as graphs
     from ckplan import plan as plans
     from ckplan.report.plans import solution_json, solution_report
@@ -261,7 +298,7 @@ def solve(
 
         check_solver()
     reserve_bytes = parse_bytes(reserve)
-    graph = graphs.load(trace or _newest_trace())
+    graph = _shard(graphs.load(trace or _newest_trace()), sharding)
     if not given and "gpu" not in graph.options:
         raise typer.BadParameter(f"one is needed: {_WISHES}")
     card = gpu if given else graph.options["gpu"]
@@ -296,10 +333,14 @@ def frontier(
         Path | None, typer.Option(metavar="FILE", help="Draw it as PNG or SVG.")
     ] = None,
     reserve: _Reserve = "0",
+    shard: _ShardOption = None,
+    world_size: _WorldSize = None,
+    units: _Units = None,
     force: _Force = False,
     as_json: _Json = False,
 ) -> None:
     """Show the whole trade-off between memory and time."""
+    sharding = _sharding(shard, world_size, units)
     from ckplan import graph as graphs
     from ckplan.report.frontier import (
         check_plot,
@@ -316,7 +357,7 @@ def frontier(
     if plot is not None:
         _check_output(plot, force)
         check_plot(plot)
-    graph = graphs.load(trace or _newest_trace())
+    graph = _shard(graphs.load(trace or _newest_trace()), sharding)
     with ProgressLine(sys.stderr) as progress:
         progress("solving", 0, 0)
         planner = Planner(graph)
@@ -347,11 +388,15 @@ def compare(
     ] = None,
     gpu: _Card = None,
     reserve: _Reserve = "0",
+    shard: _ShardOption = None,
+    world_size: _WorldSize = None,
+    units: _Units = None,
     as_json: _Json = False,
 ) -> None:
     """Show what people do beside the plan, under one budget."""
     if budget is not None and gpu is not None:
         raise typer.BadParameter("only one is possible: --budget or --gpu")
+    sharding = _sharding(shard, world_size, units)
     from ckplan import graph as graphs
     from ckplan.report.plans import as_baseline, comparison_json, comparison_report
     from ckplan.report.progress import ProgressLine
@@ -362,7 +407,7 @@ def compare(
     reserve_bytes = parse_bytes(reserve)
     if gpu is not None:
         budget = str(_say_usable(gpu))
-    graph = graphs.load(trace or _newest_trace())
+    graph = _shard(graphs.load(trace or _newest_trace()), sharding)
     with ProgressLine(sys.stderr) as progress:
         progress("solving", 0, 0)
         planner = Planner(graph)
@@ -376,15 +421,19 @@ def compare(
 @app.command(cls=Command)
 def show(
     file: Annotated[Path, typer.Argument(help="A trace or a plan.")],
+    shard: _ShardOption = None,
+    world_size: _WorldSize = None,
+    units: _Units = None,
     as_json: _Json = False,
 ) -> None:
     """Show a trace or a plan."""
+    sharding = _sharding(shard, world_size, units)
     from ckplan import files
 
     if _is_trace(files.read_bytes(file, "trace or plan")):
         from ckplan import graph as graphs
 
-        _show_trace(graphs.load(file), file, as_json)
+        _show_trace(_shard(graphs.load(file), sharding), file, as_json)
     else:
         from ckplan import plan as plans
         from ckplan.report.plans import plan_json, plan_report
@@ -526,6 +575,28 @@ def _training(
     from ckplan.training.step import Training
 
     return Training(optimizer and optimizer.value, amp and amp.value, accumulate)
+
+
+def _sharding(
+    shard: Shard | None, world_size: int | None, units: list[str] | None
+) -> Sharding | None:
+    """What the three options say together."""
+    if (shard is None) != (world_size is None) or (units and shard is None):
+        raise typer.BadParameter("--shard and --world-size go together")
+    if shard is None or world_size is None:
+        return None
+    from ckplan.sharding import Sharding
+
+    return Sharding(shard.value, world_size, tuple(units or ()))
+
+
+def _shard(graph: Graph, sharding: Sharding | None) -> Graph:
+    """Make the step of one rank, if that is asked for."""
+    if sharding is None:
+        return graph
+    from ckplan.sharding import sharded
+
+    return sharded(graph, sharding)
 
 
 def _check_output(path: Path, force: bool) -> None:

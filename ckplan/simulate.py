@@ -27,6 +27,8 @@ from ckplan.program import Flow, Part, Program, Rebuild, compile_program
 PROGRAM, RERUN = "program", "rerun"
 RANDOM_STATE_BYTES = 5056
 """What replaying a random op on CPU keeps: torch's whole generator state."""
+GATHER = "all_gather"
+"""Op that brings in the parameters of a module, to be let go when it is through."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +197,7 @@ class Simulator:
         if region not in self._effects:
             compute = _program_effect if region.by == PROGRAM else _rerun_effect
             view = self.view(region.call, region.last)
+            self._check_parameters(view)
             self._effects[region] = compute(view, region)
         return self._effects[region]
 
@@ -276,6 +279,25 @@ class Simulator:
         found = self.graph.storages[storage]
         start = 0 if found.maker == BEFORE_STEP else 2 * found.maker + 1
         return start, max(start, min(2 * found.last + 1, self._end))
+
+    @cached_property
+    def _gathered(self) -> list[int]:
+        """Calls whose parameters are there for them alone."""
+        found = (op.call for op in self.graph.ops if op.name == GATHER)
+        return [call for call in dict.fromkeys(found) if call >= 0]
+
+    def _check_parameters(self, view: RegionView) -> None:
+        """Parameters that come and go inside a region are not there to rebuild it."""
+        for number in self._gathered:
+            call = self.graph.calls[number]
+            inside = view.start <= call.start and call.stop <= view.stop
+            if inside and number != view.unit[0]:
+                raise PlanError(
+                    f"cannot rebuild {view.name}: the parameters of {call} are there "
+                    "for that call alone",
+                    needed="regions inside of what is gathered as one",
+                    hint="a region for every such call, or --unit for larger ones",
+                )
 
 
 class RegionView:

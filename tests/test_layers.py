@@ -24,7 +24,8 @@ FOLDERS = {
     "integrations": {"applying"},
     "report": {"solving", "verifying"},  # verifying: types only, see below
     "training": set(),
-    "tracing": {"training"},
+    "sharding": set(),
+    "tracing": {"training", "sharding"},
     "applying": {"training"},
     "verifying": {"training", "tracing", "applying"},
 }

@@ -10,7 +10,7 @@ gives another program, never a stale one.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
@@ -215,7 +215,11 @@ class _Kernels:
         args = [_give(x, present) for x in op.args]
         kwargs = {key: _give(x, present) for key, x in op.kwargs.items()}
         self._left.draw_again(step)
-        out = op.func(*args, **kwargs)
+        try:
+            out = op.func(*args, **kwargs)
+        except RuntimeError as error:
+            _check_gathered(self._left.name, present.values(), error)
+            raise
         for old, new in flow.overwrites[step].items():
             if new in keep:
                 values[new] = present[old]
@@ -258,6 +262,20 @@ def unpack(packed: Kept | Dropped) -> torch.Tensor:
             f"expected version {packed.version}"
         )
     return packed.tensor
+
+
+def _check_gathered(
+    name: str, tensors: Iterable[torch.Tensor], error: RuntimeError
+) -> None:
+    """FSDP lets go of a parameter's bytes and keeps the parameter."""
+    for tensor in tensors:
+        if tensor.numel() and not tensor.untyped_storage().nbytes():
+            raise ApplyError(
+                f"cannot rebuild {name}: it reads a parameter of shape "
+                f"{tuple(tensor.shape)} that is not gathered now",
+                needed="regions inside of what is gathered as one",
+                hint="plan with `ckplan solve --shard fsdp2 --world-size N`",
+            ) from error
 
 
 def hold(tensor: torch.Tensor) -> Held:

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from ckplan.errors import CkplanError, WorkloadError
 from ckplan.gpus import Gpu, find
 from ckplan.graph import MEASURED, Graph
+from ckplan.sharding import Sharding, sharded
 from ckplan.tracing.build import build_graph, smaller_forms
 from ckplan.tracing.calibrate import (
     CodingCost,
@@ -106,6 +107,9 @@ def profile(
     amp: str | None = None,
     accumulate: int = 1,
     gpu: str | None = None,
+    shard: str | None = None,
+    world_size: int = 1,
+    units: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> Graph:
     """Profile one training step of a model, leaving the model as it is.
@@ -120,16 +124,21 @@ def profile(
         amp: ``bf16`` or ``fp16``: forward and loss run under autocast.
         accumulate: Backwards before the optimizer takes a step; the last is profiled.
         gpu: A card of ``ckplan gpus``, whose roofline stands in for measured seconds.
+        shard: The step of one of several ranks: ``ddp``, ``zero1``, ``zero2``,
+            ``zero3`` or ``fsdp2``; see ``ckplan.shard``.
+        world_size: How many ranks there are.
+        units: Modules that are gathered as one, if not the layers.
         progress: Told how far the work has come.
 
     Returns:
         The recorded step.
 
     Raises:
-        CkplanError: There is no such card.
+        CkplanError: There is no such card, or it cannot be sharded in this way.
         WorkloadError: The model cannot be trained on this batch.
     """
     card = find(gpu) if gpu is not None else None
+    sharding = Sharding(shard, world_size, tuple(units)) if shard else None
     workload = as_workload((model, batch, loss), "the call of profile()")
     device = next((p.device.type for p in model.parameters()), "cpu")
 
@@ -145,7 +154,8 @@ def profile(
         return Workload(model, batch, workload.loss)
 
     training = Training(optimizer, amp, accumulate)
-    return _profile(build, training, device, card, progress)
+    graph = _profile(build, training, device, card, progress)
+    return sharded(graph, sharding) if sharding else graph
 
 
 def _values_of(model: nn.Module, batch: Any) -> list[torch.Tensor]:
