@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from ckplan.graph import Graph
+    from ckplan.plan import Plan
     from ckplan.sharding import Sharding
     from ckplan.training.step import Training
     from ckplan.training.workload import WorkloadSpec
@@ -342,12 +343,7 @@ def frontier(
     """Show the whole trade-off between memory and time."""
     sharding = _sharding(shard, world_size, units)
     from ckplan import graph as graphs
-    from ckplan.report.frontier import (
-        check_plot,
-        frontier_json,
-        frontier_report,
-        save_plot,
-    )
+    from ckplan.report.frontier import frontier_json, frontier_report, save_plot
     from ckplan.report.progress import ProgressLine
     from ckplan.solving.practices import everything
     from ckplan.solving.solve import Planner
@@ -355,8 +351,7 @@ def frontier(
 
     reserve_bytes = parse_bytes(reserve)
     if plot is not None:
-        _check_output(plot, force)
-        check_plot(plot)
+        _check_picture(plot, force)
     graph = _shard(graphs.load(trace or _newest_trace()), sharding)
     with ProgressLine(sys.stderr) as progress:
         progress("solving", 0, 0)
@@ -475,39 +470,77 @@ def verify(
         bool,
         typer.Option("--fake", help="Memory only, by a dry run: needs no hardware."),
     ] = False,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Predicts the timeline.  [default: traces/NAME.json.gz]"),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw the timeline as PNG or SVG."),
+    ] = None,
+    force: _Force = False,
     as_json: _Json = False,
 ) -> None:
     """Train with a plan and without it, and compare the two."""
     from ckplan import plan as plans
 
     loaded = plans.load(plan)
-    from ckplan.report import verification as report
-    from ckplan.report.progress import ProgressLine
-    from ckplan.verifying.dry_run import dry_run
-    from ckplan.verifying.verify import verify as compare
-
+    if plot is not None:
+        _check_picture(plot, force)
     spec = _workload(target, settings, inputs)
-    # Whatever the workload prints is not the product.
-    with ProgressLine(sys.stderr) as progress, redirect_stdout(sys.stderr):
-        how: dict[str, Any] = {
-            "optimizer": optimizer and optimizer.value,
-            "amp": amp and amp.value,
-            "accumulate": accumulate,
-            "seed": seed,
-            "progress": progress,
-        }
-        if fake:
-            dry = dry_run(spec, loaded, **how)
-        else:
-            full = compare(spec, loaded, steps=steps, **how)
-    if fake:
-        _tell(dry, report.dry_run_report(dry), as_json)
-        error = None if dry.passed else report.too_large(dry)
-    else:
-        _tell(full, report.verification_report(full), as_json)
-        error = None if full.passed else report.failure(full)
+    how: dict[str, Any] = {
+        "optimizer": optimizer and optimizer.value,
+        "amp": amp and amp.value,
+        "accumulate": accumulate,
+        "seed": seed,
+        "trace": _trace_of(spec.name, trace),
+    }
+    found = _dry_run(spec, loaded, how) if fake else _real(spec, loaded, steps, how)
+    shown, error = _judge(found)
+    _print(found.as_json() if as_json else shown)
+    for call in found.regions_idle:
+        say(f"warning: the region {call} never ran")
+    if plot is not None:
+        from ckplan.report.timeline import save_timeline
+
+        name = loaded.model or spec.name
+        save_timeline(plot, name, found.curves, found.budget_bytes, force=force)
+        say(f"wrote {plot}")
     if error is not None:
         raise error
+
+
+def _dry_run(spec: WorkloadSpec, plan: Plan, how: dict[str, Any]) -> DryRun:
+    from ckplan.report.progress import ProgressLine
+    from ckplan.verifying.dry_run import dry_run
+
+    # Whatever the workload prints is not the product.
+    with ProgressLine(sys.stderr) as progress, redirect_stdout(sys.stderr):
+        return dry_run(spec, plan, progress=progress, **how)
+
+
+def _real(
+    spec: WorkloadSpec, plan: Plan, steps: int, how: dict[str, Any]
+) -> Verification:
+    from ckplan.report.progress import ProgressLine
+    from ckplan.verifying.verify import verify
+
+    with ProgressLine(sys.stderr) as progress:
+        return verify(spec, plan, steps=steps, progress=progress, **how)
+
+
+def _judge(
+    found: DryRun | Verification,
+) -> tuple[RenderableType, CkplanError | None]:
+    """The report of a verification, and the error if it has not passed."""
+    from ckplan.report import verification as report
+    from ckplan.verifying.dry_run import DryRun
+
+    if isinstance(found, DryRun):
+        shown, why = report.dry_run_report(found), report.too_large
+        return shown, None if found.passed else why(found)
+    error = None if found.passed else report.failure(found)
+    return report.verification_report(found), error
 
 
 @app.command(cls=Command)
@@ -615,6 +648,13 @@ def _check_output(path: Path, force: bool) -> None:
         )
 
 
+def _check_picture(path: Path, force: bool) -> None:
+    from ckplan.report.plots import check_plot
+
+    _check_output(path, force)
+    check_plot(path)
+
+
 def _check_device(name: str) -> None:
     import torch
 
@@ -652,6 +692,19 @@ def _newest_trace() -> Path:
     return found
 
 
+def _trace_of(name: str, path: Path | None) -> Graph | None:
+    """The trace that was asked for, or a workload's usual one if it can be read."""
+    from ckplan import graph as graphs
+
+    if path is not None:
+        return graphs.load(path)
+    usual = TRACES / f"{name}.json.gz"
+    try:
+        return graphs.load(usual) if usual.is_file() else None
+    except CkplanError:
+        return None  # verifying does without
+
+
 def _is_trace(data: bytes) -> bool:
     """Whether a file is a trace, whole or damaged; anything else may be a plan."""
     gzipped, json_object = data[:2] == b"\x1f\x8b", data[:1] == b"{"
@@ -667,13 +720,6 @@ def _show_trace(graph: Graph, path: Path, as_json: bool) -> None:
 
     step = graph, simulate(graph)
     _print(step_json(*step, str(path)) if as_json else step_report(*step))
-
-
-def _tell(found: DryRun | Verification, shown: RenderableType, as_json: bool) -> None:
-    """Print what a verification found, and warn of regions that did nothing."""
-    _print(found.as_json() if as_json else shown)
-    for call in found.regions_idle:
-        say(f"warning: the region {call} never ran")
 
 
 def _print(product: RenderableType | dict[str, Any]) -> None:

@@ -136,7 +136,7 @@ def test_a_dry_run_over_budget_ends_with_code_4(
     found = json.loads(out)
     assert found["dry_run_peak_bytes"] > found["budget_bytes"] == 1000000
     assert (found["fits"], found["passed"]) == (False, False)
-    curve = found["timeline"]["planned"]
+    curve = found["timeline"]["planned"]["dry_run"]
     assert max(curve["live_bytes"]) == found["dry_run_peak_bytes"]
     assert list(curve["phase_seconds"]) == [*PHASES, "end"]
     code, out, _ = run(*arguments)

@@ -8,12 +8,11 @@ from typing import Any
 
 from rich.console import Group, RenderableType
 
-from ckplan import files, units
-from ckplan.errors import CkplanError
+from ckplan import units
+from ckplan.report.plots import save_figure
 from ckplan.report.tables import add_row, make_table, section, share
 from ckplan.solving.solution import Baseline, Point
 
-_FORMATS = (".png", ".svg")
 _GIB = 2**30
 
 
@@ -74,28 +73,6 @@ def frontier_json(
     }
 
 
-def check_plot(path: Path) -> None:
-    """Say before any work that a picture could not be made after it.
-
-    Raises:
-        CkplanError: It is of another format, or matplotlib is missing.
-    """
-    if path.suffix.lower() not in _FORMATS:
-        raise CkplanError(
-            f"cannot draw '{path}': its format is not known",
-            needed=" or ".join(f"NAME{suffix}" for suffix in _FORMATS),
-            hint=f"--plot {path.with_suffix(_FORMATS[0])}",
-        )
-    try:
-        import matplotlib  # noqa: F401 - only whether it is there
-    except ImportError:
-        raise CkplanError(
-            "cannot draw: matplotlib is not installed",
-            needed="the extra 'plot'",
-            hint="pip install 'ckplan[plot]'",
-        ) from None
-
-
 def save_plot(
     path: Path,
     model: str,
@@ -105,8 +82,6 @@ def save_plot(
     force: bool,
 ) -> None:
     """Draw the frontier as steps, the bound as a line and the baselines as points."""
-    from io import BytesIO
-
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), layout="constrained")
@@ -132,6 +107,4 @@ def save_plot(
     axes.set_title(f"Memory and time of {model}")
     axes.set_ylim(bottom=0)
     axes.legend()
-    content = BytesIO()
-    figure.savefig(content, format=path.suffix.lower().lstrip("."), dpi=150)
-    files.write_bytes(path, content.getvalue(), force=force)
+    save_figure(path, figure, force=force)

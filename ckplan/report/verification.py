@@ -10,6 +10,7 @@ from rich.table import Table
 from ckplan import units
 from ckplan.errors import VerifyError
 from ckplan.report.tables import add_row, facts, make_table, section
+from ckplan.report.timeline import timeline_report
 
 if TYPE_CHECKING:
     from ckplan.verifying.dry_run import DryRun
@@ -33,6 +34,7 @@ def verification_report(found: Verification) -> RenderableType:
     ]
     return Group(
         section("Predicted and measured", _numbers(found)),
+        *([timeline_report(found.curves)] if found.curves else []),
         section("Planned against unplanned", facts(said)),
     )
 
@@ -54,7 +56,9 @@ def dry_run_report(found: DryRun) -> RenderableType:
         *(("note", note) for note in found.notes),
     ]
     return Group(
-        section("Predicted and dry run, without values", table, "", facts(said))
+        section("Predicted and dry run, without values", table),
+        timeline_report(found.curves),
+        facts(said),
     )
 
 

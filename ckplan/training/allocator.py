@@ -24,7 +24,7 @@ class AllocatorLog:
     """Allocations in order of time, and named spans of time."""
 
     events: list[tuple[int, int]] = field(default_factory=list)  # (ns, signed bytes)
-    spans: dict[str, tuple[int, int]] = field(default_factory=dict)  # name -> ns
+    spans: dict[str, tuple[int, int]] = field(default_factory=dict)  # last ones, in ns
 
     @property
     def peak_bytes(self) -> int:
@@ -52,7 +52,9 @@ def log_allocations(marks: str = "") -> Iterator[AllocatorLog]:
             if event.device_type() == _CPU:
                 log.events.append((event.start_ns(), event.nbytes()))
         elif marks and name.startswith(marks):
-            log.spans[name] = (event.start_ns(), event.start_ns() + event.duration_ns())
+            start = event.start_ns()
+            span = start, start + event.duration_ns()
+            log.spans[name] = max(span, log.spans.get(name, span))
     log.events.sort(key=lambda event: event[0])
 
 

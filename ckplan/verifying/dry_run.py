@@ -7,22 +7,25 @@ in earnest, regions and all, and every storage is followed from birth to death.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ckplan.curve import Curve
+from ckplan.curve import PLANNED, UNPLANNED, Curve, Curves, curves_json
 from ckplan.errors import CkplanError, VerifyError
 from ckplan.tracing.calibrate import calibrate
 from ckplan.tracing.fake import fake_tensors
+from ckplan.training.fingerprint import fingerprint
 from ckplan.training.step import AS_IT_SAYS, Training, make_step
 from ckplan.training.workload import Workload, WorkloadSpec
 from ckplan.verifying.meter import Meter, MeterLog
+from ckplan.verifying.predicted import predict, side_by_side
 from ckplan.verifying.worker import held_between_steps, put, runs_of, seed_everything
 
 if TYPE_CHECKING:
+    from ckplan.graph import Graph
     from ckplan.plan import Plan
     from ckplan.tracing.calibrate import Progress
 
@@ -45,7 +48,7 @@ class DryRun:
     regions_ran: int
     regions_idle: tuple[str, ...]  # regions of the plan that never ran
     notes: tuple[str, ...]
-    curves: dict[str, Curve]  # of the dry run, unplanned and planned
+    curves: Curves  # live bytes, predicted and of the dry run
 
     @property
     def passed(self) -> bool:
@@ -56,7 +59,7 @@ class DryRun:
         """The same as plain values, for ``--json``."""
         plain = asdict(replace(self, curves={}))
         del plain["curves"]
-        timeline = {name: curve.as_json() for name, curve in self.curves.items()}
+        timeline = curves_json(self.curves)
         return {"passed": self.passed, **plain, "timeline": timeline}
 
 
@@ -66,6 +69,7 @@ class _Steps:
 
     log: MeterLog
     runs: tuple[tuple[str, int], ...]  # regions of the plan, and how often each ran
+    fingerprint: Mapping[str, Any]
 
 
 def dry_run(
@@ -76,6 +80,7 @@ def dry_run(
     amp: str | None = None,
     accumulate: int = 1,
     seed: int = 0,
+    trace: Graph | None = None,
     progress: Progress | None = None,
 ) -> DryRun:
     """Take two steps without a plan and two with it, on tensors without bytes.
@@ -87,6 +92,7 @@ def dry_run(
         amp: ``bf16`` or ``fp16``: forward and loss run under autocast.
         accumulate: Backwards before the optimizer takes a step.
         seed: Of every random number.
+        trace: Of this workload: what predicts live bytes over the step.
         progress: Told how far the work has come.
 
     Returns:
@@ -97,7 +103,9 @@ def dry_run(
             values.
     """
     training = Training(optimizer, amp, accumulate)
-    return dry_run_workload(spec.load(), plan, training, seed=seed, progress=progress)
+    return dry_run_workload(
+        spec.load(), plan, training, seed=seed, trace=trace, progress=progress
+    )
 
 
 def dry_run_workload(
@@ -106,6 +114,7 @@ def dry_run_workload(
     training: Training = AS_IT_SAYS,
     *,
     seed: int = 0,
+    trace: Graph | None = None,
     progress: Progress | None = None,
 ) -> DryRun:
     """The same for anything that makes a workload; called twice."""
@@ -121,21 +130,23 @@ def dry_run_workload(
         notes.append(f"workspaces of {missing} ops could not be measured: taken as 0")
     first = len(unplanned.log.ops)
     curves = {
-        "unplanned": unplanned.log.curve(costs[:first]),
-        "planned": planned.log.curve(costs[first:]),
+        UNPLANNED: unplanned.log.curve(costs[:first]),
+        PLANNED: planned.log.curve(costs[first:]),
     }
-    return _judge(plan, curves, planned.runs, tuple(notes))
+    predicted, said = predict(trace, plan, training, planned.fingerprint)
+    found = _judge(plan, curves, planned.runs, (*notes, *said))
+    return replace(found, curves=side_by_side(predicted=predicted, dry_run=curves))
 
 
 def _judge(
     plan: Plan | None,
-    curves: dict[str, Curve],
+    curves: Mapping[str, Curve],
     runs: tuple[tuple[str, int], ...],
     notes: tuple[str, ...],
 ) -> DryRun:
     predicted = plan.predicted if plan else None
     budget_bytes = plan.budget_bytes if plan else None
-    peak_bytes = curves["planned"].peak_bytes
+    peak_bytes = curves[PLANNED].peak_bytes
     idle = tuple(call for call, times in runs if times == 0)
     return DryRun(
         predicted_peak_bytes=predicted.peak_bytes if predicted else None,
@@ -143,13 +154,13 @@ def _judge(
         unplanned_predicted_peak_bytes=(
             predicted.unplanned_peak_bytes if predicted else None
         ),
-        unplanned_dry_run_peak_bytes=curves["unplanned"].peak_bytes,
+        unplanned_dry_run_peak_bytes=curves[UNPLANNED].peak_bytes,
         budget_bytes=budget_bytes,
         fits=budget_bytes is None or peak_bytes <= budget_bytes,
         regions_ran=len(runs) - len(idle),
         regions_idle=idle,
         notes=notes,
-        curves=curves,
+        curves={},
     )
 
 
@@ -165,7 +176,7 @@ def _steps(
     meter = Meter()
     try:
         with fake_tensors(), meter.watching():
-            return _Steps(meter.log, _two_steps(make, plan, training, meter))
+            return _two_steps(make, plan, training, meter)
     except CkplanError:
         raise
     except Exception as error:
@@ -179,7 +190,7 @@ def _steps(
 
 def _two_steps(
     make: Callable[[], Workload], plan: Plan | None, training: Training, meter: Meter
-) -> tuple[tuple[str, int], ...]:
+) -> _Steps:
     workload = make()
     put(plan, workload.model)
     step = make_step(workload, training)
@@ -188,4 +199,5 @@ def _two_steps(
     meter.know(held_between_steps(step))
     step = replace(step, entering=meter.begin)
     step.run()
-    return runs_of(plan, workload.model)
+    here = fingerprint(workload, torch.device("cpu"))
+    return _Steps(meter.log, runs_of(plan, workload.model), here)

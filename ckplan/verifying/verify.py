@@ -5,17 +5,20 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
+from ckplan.curve import PLANNED, UNPLANNED, Curves, curves_json
 from ckplan.training.step import Training
 from ckplan.training.workload import WorkloadSpec
 from ckplan.verifying.interleave import StepProcess, interleave, overhead_of
+from ckplan.verifying.predicted import predict, side_by_side
 from ckplan.verifying.worker import FirstSteps, OutOfMemoryError, Result
 
 if TYPE_CHECKING:
+    from ckplan.graph import Graph
     from ckplan.plan import Plan
     from ckplan.tracing.calibrate import Progress
 
@@ -55,6 +58,7 @@ class Verification:
     regions_ran: int
     regions_idle: tuple[str, ...]  # regions of the plan that never ran
     notes: tuple[str, ...] = ()
+    curves: Curves = field(default_factory=dict)  # live bytes, predicted and measured
 
     @property
     def passed(self) -> bool:
@@ -69,7 +73,10 @@ class Verification:
 
     def as_json(self) -> dict[str, Any]:
         """The same as plain values, for ``--json``."""
-        return {"passed": self.passed, **asdict(self)}
+        plain = asdict(replace(self, curves={}))
+        del plain["curves"]
+        timeline = curves_json(self.curves)
+        return {"passed": self.passed, **plain, "timeline": timeline}
 
 
 def verify(
@@ -81,6 +88,7 @@ def verify(
     accumulate: int = 1,
     seed: int = 0,
     steps: int = 5,
+    trace: Graph | None = None,
     progress: Progress | None = None,
 ) -> Verification:
     """Take the same steps without a plan and with it, and compare.
@@ -94,6 +102,7 @@ def verify(
         accumulate: Backwards before the optimizer takes a step.
         seed: Of every random number.
         steps: How many steps of each are timed, in turns; 0 for none.
+        trace: Of this workload: what predicts live bytes over the step.
         progress: Told how far the work has come.
 
     Returns:
@@ -109,9 +118,16 @@ def verify(
         pair = _Pair(spec, plan, training, seed, running)
         unplanned, planned = pair.first_steps(tell)
         unplanned_seconds, seconds = pair.seconds(steps, tell)
-    return _judge(
-        plan, (unplanned, planned), (unplanned_seconds, seconds), tuple(pair.notes)
+    predicted, said = predict(trace, plan, training, planned.fingerprint)
+    found = _judge(
+        plan,
+        (unplanned, planned),
+        (unplanned_seconds, seconds),
+        (*pair.notes, *said),
     )
+    both = ((UNPLANNED, unplanned), (PLANNED, planned))
+    measured = {which: one.curve for which, one in both if one and one.curve}
+    return replace(found, curves=side_by_side(predicted=predicted, measured=measured))
 
 
 def _judge(

@@ -12,14 +12,18 @@ import os
 import pickle
 import random
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import numpy
 import torch
+from torch.profiler import record_function
 
+from ckplan.curve import PHASES, Curve
 from ckplan.errors import CkplanError, VerifyError, WorkloadError
-from ckplan.training.allocator import log_allocations
+from ckplan.training.allocator import AllocatorLog, log_allocations
 from ckplan.training.failures import (
     check_finite,
     described,
@@ -27,6 +31,7 @@ from ckplan.training.failures import (
     is_out_of_memory,
     place_of,
 )
+from ckplan.training.fingerprint import fingerprint
 from ckplan.training.step import Training, TrainingStep, make_step
 from ckplan.training.workload import WorkloadSpec, on_device, tensors_of
 
@@ -35,6 +40,7 @@ if TYPE_CHECKING:
 
 FIRST_STEPS = "first steps"
 TIMED_STEP = "timed step"
+_MARK, _END = "ckplan_phase_", "end"
 
 
 class OutOfMemoryError(VerifyError):
@@ -75,6 +81,8 @@ class FirstSteps:
     digests: dict[Result, str]
     peak_bytes: int  # of step 2: allocated in it, and held when it began
     runs: tuple[tuple[str, int], ...]  # regions of the plan, and how often each ran
+    curve: Curve | None = field(default=None, compare=False)  # live bytes of step 2
+    fingerprint: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Worker:
@@ -105,15 +113,22 @@ class Worker:
 
         step.zero_grad()
         held_bytes = state_bytes(step)
-        with log_allocations() as log:
-            value = step.run()
+        with log_allocations(_MARK) as log:
+            value = replace(step, entering=_mark).run()
+            _mark(_END)
         self._check(value, "step 2")
         digests[Result(2, "loss")] = digest(value)
         digests.update(_gradients(step, 2))  # there until the next zero_grad
         digests.update(_buffers(step, 2))
         digests[Result(2, "random state")] = _random_state()
         runs = runs_of(self._job.plan, model)
-        return FirstSteps(digests, held_bytes + log.peak_bytes, runs)
+        return FirstSteps(
+            digests,
+            held_bytes + log.peak_bytes,
+            runs,
+            _curve(log, held_bytes),
+            fingerprint(workload, torch.device("cpu")),
+        )
 
     def _check(self, loss: torch.Tensor, title: str) -> None:
         if self._job.plan is None:  # with a plan it is a difference
@@ -138,6 +153,21 @@ def main() -> None:
             request = pickle.load(requests)
     except (EOFError, BrokenPipeError):
         return
+
+
+def _mark(name: str) -> None:
+    """Leave a mark in the allocator's log."""
+    with record_function(_MARK + name):
+        pass
+
+
+def _curve(log: AllocatorLog, held_bytes: int) -> Curve:
+    marks = [log.spans[_MARK + name][0] for name in (*PHASES, _END)]
+    levels = accumulate((size for _, size in log.events), initial=held_bytes)
+    times = [when for when, _ in log.events]
+    begin = min(*times, marks[0])
+    points = zip(((t - begin) / 1e9 for t in (begin, *times)), levels, strict=True)
+    return Curve(tuple(points), tuple((mark - begin) / 1e9 for mark in marks))
 
 
 def digest(tensor: torch.Tensor | None) -> str:

@@ -1,0 +1,74 @@
+"""Live bytes over the step, predicted beside seen: the timelines of ``verify``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from ckplan import units
+from ckplan.curve import PHASES, PREDICTED, Curve, Curves
+from ckplan.report.plots import save_figure
+from ckplan.report.tables import make_table, section
+
+_COLUMNS = 16  # of every phase
+_BLOCKS = tuple(map(chr, range(0x2581, 0x2589)))  # from an eighth to a full block
+_LETTERS = tuple(".:-=+*#@")  # where stdout cannot say blocks
+_GIB = 2**30
+
+
+def timeline_report(curves: Curves) -> RenderableType:
+    """A row for every curve, as high as its live bytes are of the highest peak."""
+    most_bytes = max(c.peak_bytes for found in curves.values() for c in found.values())
+    table = make_table("", *PHASES, texts=1 + len(PHASES))
+    for which, found in curves.items():
+        for kind, curve in found.items():
+            name = Text(f"{which}, {kind}")
+            table.add_row(name, *_sparklines(curve, most_bytes))
+    title = f"Live bytes over the step, in eighths of {units.format_bytes(most_bytes)}"
+    return section(title, table)
+
+
+def _sparklines(curve: Curve, most_bytes: int) -> list[Text]:
+    signs = _BLOCKS if _says_blocks() else _LETTERS
+    top = len(signs) - 1
+
+    def sign(level: int) -> str:
+        return signs[max(0, min(top, -(-level * len(signs) // most_bytes) - 1))]
+
+    phases = curve.columns(_COLUMNS)
+    return [Text("".join(map(sign, phase)), no_wrap=True) for phase in phases]
+
+
+def _says_blocks() -> bool:
+    try:
+        "".join(_BLOCKS).encode(sys.stdout.encoding or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
+
+
+def save_timeline(
+    path: Path, model: str, curves: Curves, budget_bytes: int | None, *, force: bool
+) -> None:
+    """Draw unplanned and planned live bytes side by side, phase by phase."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4.5), layout="constrained")
+    panels = figure.subplots(1, len(curves), sharey=True, squeeze=False)[0]
+    for axes, (which, found) in zip(panels, curves.items(), strict=True):
+        for kind, curve in found.items():
+            places, levels = zip(*curve.placed(), strict=True)
+            line = "--" if kind == PREDICTED else "-"
+            height = [level / _GIB for level in levels]
+            axes.plot(places, height, line, drawstyle="steps-post", label=kind)
+        if budget_bytes is not None:
+            axes.axhline(budget_bytes / _GIB, color="gray", linewidth=1, label="budget")
+        axes.set_title(f"{model}, {which}")
+        axes.set_xticks([0.5, 1.5, 2.5], PHASES)
+        axes.set_ylim(bottom=0)
+        axes.legend()
+    panels[0].set_ylabel("live bytes (GiB)")
+    save_figure(path, figure, force=force)
