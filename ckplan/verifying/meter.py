@@ -174,7 +174,7 @@ class Meter(TorchDispatchMode):
         returned = [x for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor)]
         storages = self._new(returned)
         if storages or func._schema.is_mutable:
-            op = self._number_op(func, args, kwargs)
+            op = self._number_op(func, args, kwargs, returned)
             self.log.events.append(Birth(op, storages, adds_to))
         return out
 
@@ -205,14 +205,19 @@ class Meter(TorchDispatchMode):
         return self._numbers.get(first.untyped_storage()._cdata, -1) if dense else -1
 
     def _number_op(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        returned: Iterable[torch.Tensor],
     ) -> int:
         flat, spec = pytree.tree_flatten((args, kwargs))
         described = tuple(_describe(leaf) for leaf in flat)
         key = f"{func}{described}"
         if key not in self._distinct:
             self._distinct[key] = len(self.log.ops)
-            self.log.ops.append(_raw_op(func, described, spec))
+            results = tuple(_describe(tensor) for tensor in returned)
+            self.log.ops.append(_raw_op(func, described, spec, results))
         return self._distinct[key]
 
 
@@ -227,11 +232,16 @@ def _describe(leaf: object) -> object:
     return TensorMeta(tuple(leaf.shape), tuple(leaf.stride()), leaf.dtype)
 
 
-def _raw_op(func: Any, described: tuple[Any, ...], spec: pytree.TreeSpec) -> RawOp:
+def _raw_op(
+    func: Any,
+    described: tuple[Any, ...],
+    spec: pytree.TreeSpec,
+    results: tuple[Any, ...],
+) -> RawOp:
     """What ``calibrate`` needs to know of an op."""
-    tensors = [leaf for leaf in described if isinstance(leaf, TensorMeta)]
-    moved_bytes = sum(_num_bytes(meta) for meta in tensors)
-    return RawOp(func, -1, (), (), (), described, spec, (), 0, moved_bytes, False)
+    leaves = (*described, *results)
+    moved_bytes = sum(_num_bytes(x) for x in leaves if isinstance(x, TensorMeta))
+    return RawOp(func, -1, (), (), (), described, spec, results, 0, moved_bytes, False)
 
 
 def _num_bytes(meta: TensorMeta) -> int:
