@@ -27,7 +27,8 @@ def auto(
 ) -> nn.Module:
     """Make the training steps of a model fit a budget, at the least extra time.
 
-    Takes seconds, once: the step is recorded and solved, nothing is cached.
+    Takes seconds: the step is recorded and solved. Ops that were measured on this
+    machine before are not measured again.
 
     Args:
         model: In the mode it is trained in; rewritten in place.

@@ -203,6 +203,10 @@ def profile(
     shard: _ShardOption = None,
     world_size: _WorldSize = None,
     units: _Units = None,
+    fresh: Annotated[
+        bool,
+        typer.Option("--fresh", help="Measure again what was measured before."),
+    ] = False,
     output: Annotated[
         Path | None,
         typer.Option("-o", help="The trace to write.  [default: traces/NAME.json.gz]"),
@@ -229,6 +233,7 @@ def profile(
             training=_training(optimizer, amp, accumulate),
             device=device,
             gpu=gpu,
+            fresh=fresh,
             progress=progress,
         )
     graph = _shard(graph, sharding)

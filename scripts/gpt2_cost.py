@@ -165,7 +165,7 @@ def main() -> int:
     target = str(ROOT / workload_path("gpt2"))
     spec = WorkloadSpec(target, parse_options(args.settings))
     with ProgressLine(sys.stderr) as progress:
-        graph = profile_workload(spec, progress=progress)
+        graph = profile_workload(spec, fresh=True, progress=progress)
     say("solving")
     variants, notes = choose(graph, args.shares)
     outcomes = measure(spec, variants, args.rounds, args.repeats)

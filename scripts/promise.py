@@ -154,7 +154,9 @@ def measure(workload: str, args: argparse.Namespace, found: Findings) -> None:
     with tempfile.TemporaryDirectory(prefix="ckplan-promise-") as folder:
         trace, plan = f"{folder}/trace.json.gz", f"{folder}/plan.yaml"
         say(f"{workload}: profile")
-        run_ckplan("profile", workload_path(workload), *settings, "-o", trace)
+        run_ckplan(
+            "profile", workload_path(workload), *settings, "--fresh", "-o", trace
+        )
         verify = ("verify", workload_path(workload), plan, *settings)
         for budget_bytes in _budgets(trace, plan, args.shares):
             budget = format_bytes(budget_bytes)

@@ -177,7 +177,7 @@ def _contests(args: argparse.Namespace, folder: str) -> list[Contest]:
             cpu_seconds=1.0,
         ),
         Contest(
-            (*profile, "-o", step, "--force"),
+            (*profile, "-o", step, "--force", "--fresh"),
             _shown(profile),
             1,
             wall_seconds=30.0,

@@ -645,7 +645,7 @@ def test_a_kernel_that_gets_no_memory_is_named(
 
     monkeypatch.setattr(torch, "empty_strided", full)
     before = snapshot(folder)
-    ended = run("profile", "model.py")
+    ended = run("profile", "model.py", "--fresh")
     error = ended.err[ended.err.index("error: ") :].splitlines()
     assert (ended.code, ended.out, len(error)) == (1, "", 3)
     assert error[0].startswith("error: cannot measure aten.")

@@ -19,7 +19,7 @@ from ckplan.errors import VerifyError
 from ckplan.plan import Plan, PlannedRegion
 from ckplan.resolve import resolve
 from ckplan.simulate import simulate
-from ckplan.tracing.calibrate import Cost
+from ckplan.tracing.cost_cache import Cost
 from ckplan.training.step import Training
 from ckplan.training.workload import Workload, WorkloadSpec
 from ckplan.verifying.dry_run import dry_run, dry_run_workload

@@ -18,7 +18,8 @@ from ckplan.graph import (
     Saved,
     Storage,
 )
-from ckplan.tracing.calibrate import CodingCost, Cost
+from ckplan.tracing.calibrate import CodingCost
+from ckplan.tracing.cost_cache import Cost
 from ckplan.tracing.recorder import (
     STILL_ALIVE,
     RawOp,

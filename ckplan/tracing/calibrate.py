@@ -3,12 +3,12 @@
 Ops are alike when name, shapes, strides, dtypes and numbers are. Alone means that it
 never needs the memory of the whole model: the largest op decides. Ops whose tensors are
 larger than ``LARGEST_BYTES``, and those that do not run on made-up content, are not
-measured but scaled from the bandwidth and the rate that the others reached.
+measured but scaled from the bandwidth and the rate that the others reached. What was
+measured before, on this machine, need not be measured again (``cost_cache``).
 """
 
 from __future__ import annotations
 
-import math
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from ckplan.encodings import decode, encode
 from ckplan.errors import WorkloadError
+from ckplan.tracing.cost_cache import Cost, CostCache, lower_quartile
 from ckplan.tracing.recorder import RawOp, TensorMeta
 from ckplan.training.allocator import AllocatorLog, log_allocations
 from ckplan.training.failures import first_line, is_out_of_memory
@@ -40,21 +41,13 @@ Progress = Callable[[str, int, int], None]
 """Called with what is being done, how many are done, and how many there are."""
 
 
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """What one op costs beyond its outputs."""
-
-    seconds: float
-    peak_bytes: int  # allocated at once, outputs included
-    held_bytes: int  # still allocated when it has returned, outputs included
-    measured: bool
-    launch_seconds: float = 0.0  # beside them, where a CPU launches for a device
-
-
 def calibrate(
-    ops: Sequence[RawOp], device: torch.device, progress: Progress | None = None
+    ops: Sequence[RawOp],
+    device: torch.device,
+    progress: Progress | None = None,
+    cache: CostCache | None = None,
 ) -> list[Cost]:
-    """Measure every distinct op.
+    """Measure every distinct op that the cache does not know.
 
     Returns:
         One cost for each of ``ops``, in order.
@@ -66,7 +59,7 @@ def calibrate(
         for key, op in distinct.items()
         if op.moved_bytes <= LARGEST_BYTES
     }
-    costs = _measure(jobs, progress or _silent)
+    costs = _look_up_or_measure(jobs, progress or _silent, cache)
     bandwidth, flop_rate = _rates(distinct, costs)
     for key, op in distinct.items():
         if key not in costs:
@@ -90,28 +83,56 @@ class CodingCost:
 
 
 def calibrate_encodings(
-    wanted: Iterable[tuple[str, TensorMeta]], device: torch.device
+    wanted: Iterable[tuple[str, TensorMeta]],
+    device: torch.device,
+    cache: CostCache | None = None,
 ) -> dict[tuple[str, TensorMeta], CodingCost]:
     """Measure how tensors are brought into a smaller form and back."""
+    sizes = {
+        (form, meta): (form, meta.dtype, min(meta.numel, _MOST_ENCODED))
+        for form, meta in dict.fromkeys(wanted)
+    }
+    jobs: dict[str, _Job] = {
+        f"{way} {size}": partial(job, *size, device)
+        for size in dict.fromkeys(sizes.values())
+        for way, job in (("encode", _encoder), ("decode", _decoder))
+    }
+    costs = _look_up_or_measure(jobs, _silent, cache)
     found: dict[tuple[str, TensorMeta], CodingCost] = {}
-    for form, meta in dict.fromkeys(wanted):
-        length = min(math.prod(meta.shape), _MOST_ENCODED)
-        scale = math.prod(meta.shape) / max(length, 1)
-        tensor = torch.zeros(length, dtype=meta.dtype, device=device)
-        small = encode(form, tensor)
-        assert small is not None, "a tensor of zeros is dense"
-        jobs: dict[str, _Job] = {
-            "encode": partial(partial, encode, form, tensor),
-            "decode": partial(partial, decode, small),
-        }
-        costs = _measure(jobs, _silent)
-        workspaces = (costs[job].peak_bytes - costs[job].held_bytes for job in jobs)
+    for (form, meta), size in sizes.items():
+        scale = meta.numel / max(size[2], 1)
+        there, back = (costs[f"{way} {size}"] for way in ("encode", "decode"))
         found[form, meta] = CodingCost(
-            costs["encode"].seconds * scale,
-            costs["decode"].seconds * scale,
-            *(round(workspace * scale) for workspace in workspaces),
+            there.seconds * scale,
+            back.seconds * scale,
+            round((there.peak_bytes - there.held_bytes) * scale),
+            round((back.peak_bytes - back.held_bytes) * scale),
         )
     return found
+
+
+def _encoder(
+    form: str, dtype: torch.dtype, length: int, device: torch.device
+) -> Callable[[], object]:
+    return partial(encode, form, torch.zeros(length, dtype=dtype, device=device))
+
+
+def _decoder(
+    form: str, dtype: torch.dtype, length: int, device: torch.device
+) -> Callable[[], object]:
+    small = encode(form, torch.zeros(length, dtype=dtype, device=device))
+    assert small is not None, "a tensor of zeros is dense"
+    return partial(decode, small)
+
+
+def _look_up_or_measure(
+    jobs: Mapping[str, _Job], progress: Progress, cache: CostCache | None
+) -> dict[str, Cost]:
+    if cache is None:
+        return _measure(jobs, progress)
+    known = cache.known(jobs)
+    new = {key: job for key, job in jobs.items() if key not in known}
+    return {**known, **cache.learn(_measure(new, progress) if new else {})}
 
 
 def _measure(jobs: Mapping[str, _Job], progress: Progress) -> dict[str, Cost]:
@@ -186,7 +207,7 @@ def _time(run: Callable[[], object]) -> float:
         times.append(stop - start)
         if stop - begin > _PATIENCE_SECONDS:
             break
-    return sorted(times)[(len(times) - 1) // 4]
+    return lower_quartile(times)
 
 
 def _within(log: AllocatorLog, marks: Mapping[str, str]) -> dict[str, AllocatorLog]:

@@ -24,11 +24,11 @@ from ckplan.sharding import Sharding, sharded
 from ckplan.tracing.build import build_graph, smaller_forms
 from ckplan.tracing.calibrate import (
     CodingCost,
-    Cost,
     Progress,
     calibrate,
     calibrate_encodings,
 )
+from ckplan.tracing.cost_cache import Cost, CostCache, cost_cache
 from ckplan.tracing.fake import KnownValues, fake_tensors, why_not_fake
 from ckplan.tracing.recorder import RawOp, Recording, StepRecorder, TensorMeta
 from ckplan.tracing.roofline import roofline, roofline_codings
@@ -73,6 +73,7 @@ def profile_workload(
     training: Training = AS_IT_SAYS,
     device: str = "cpu",
     gpu: str | None = None,
+    fresh: bool = False,
     progress: Progress | None = None,
 ) -> Graph:
     """Profile what a file offers.
@@ -82,6 +83,7 @@ def profile_workload(
         training: How it is trained.
         device: Where the step is to run.
         gpu: A card of ``ckplan gpus``, whose roofline stands in for measured seconds.
+        fresh: Measure ops again that were measured on this machine before.
         progress: Told how far the work has come.
 
     Raises:
@@ -95,7 +97,7 @@ def profile_workload(
         del scope
         return make()
 
-    return _profile(build, training, device, card, progress)
+    return _profile(build, training, device, card, fresh, progress)
 
 
 def profile(
@@ -110,6 +112,7 @@ def profile(
     shard: str | None = None,
     world_size: int = 1,
     units: Sequence[str] = (),
+    fresh: bool = False,
     progress: Progress | None = None,
 ) -> Graph:
     """Profile one training step of a model, leaving the model as it is.
@@ -128,6 +131,7 @@ def profile(
             ``zero3`` or ``fsdp2``; see ``ckplan.shard``.
         world_size: How many ranks there are.
         units: Modules that are gathered as one, if not the layers.
+        fresh: Measure ops again that were measured on this machine before.
         progress: Told how far the work has come.
 
     Returns:
@@ -154,7 +158,7 @@ def profile(
         return Workload(model, batch, workload.loss)
 
     training = Training(optimizer, amp, accumulate)
-    graph = _profile(build, training, device, card, progress)
+    graph = _profile(build, training, device, card, fresh, progress)
     return sharded(graph, sharding) if sharding else graph
 
 
@@ -167,22 +171,25 @@ def _profile(
     training: Training,
     device: str,
     gpu: Gpu | None,
+    fresh: bool,
     progress: Progress | None,
 ) -> Graph:
     target = torch.device(device)
+    cache = cost_cache(target, fresh=fresh)
     tell = progress or (lambda what, done, total: None)
     tell("tracing", 0, 0)
     traced = _trace_anyhow(build, training, target)
-    costs, notes = _costs(traced.recording.ops, target, gpu, progress)
+    costs, notes = _costs(traced.recording.ops, target, gpu, cache, progress)
+    codings = _coding_costs(traced.recording, target, gpu, cache)
     options = training.as_options()
     return build_graph(
         traced.recording,
         costs,
-        _coding_costs(traced.recording, target, gpu),
+        codings,
         model=traced.model,
         fingerprint=traced.fingerprint,
         options=options if gpu is None else {**options, "gpu": gpu.name},
-        notes=[*traced.notes, *notes],
+        notes=[*traced.notes, *notes, *cache.notes],
         cost_source=MEASURED if gpu is None else f"roofline {gpu.name}",
     )
 
@@ -191,13 +198,14 @@ def _costs(
     ops: Sequence[RawOp],
     device: torch.device,
     gpu: Gpu | None,
+    cache: CostCache,
     progress: Progress | None,
 ) -> tuple[list[Cost], list[str]]:
     """What every op costs, and what a reader must know of that."""
     if gpu is not None:
         bytes_of = [NOTE_CPU_BYTES] if device.type == "cpu" else []
         return roofline(ops, gpu), [NOTE_ROOFLINE, *bytes_of]
-    costs, notes = calibrate(ops, device, progress), [NOTE_SECONDS]
+    costs, notes = calibrate(ops, device, progress, cache), [NOTE_SECONDS]
     if not all(cost.measured for cost in costs):
         some = sum(not cost.measured for cost in costs)
         notes.append(f"seconds of {some} ops scaled from the others, not measured")
@@ -205,10 +213,13 @@ def _costs(
 
 
 def _coding_costs(
-    recording: Recording, device: torch.device, gpu: Gpu | None
+    recording: Recording,
+    device: torch.device,
+    gpu: Gpu | None,
+    cache: CostCache,
 ) -> dict[tuple[str, TensorMeta], CodingCost]:
     forms = ((form, meta) for _, _, form, meta in smaller_forms(recording))
-    codings = calibrate_encodings(forms, device)
+    codings = calibrate_encodings(forms, device, cache)
     return codings if gpu is None else roofline_codings(codings, gpu)
 
 

@@ -55,6 +55,11 @@ class TensorMeta:
         """Elements, repeated ones too."""
         return math.prod(self.shape)
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all elements, repeated ones too."""
+        return self.numel * self.dtype.itemsize
+
 
 @dataclass(slots=True)
 class RawOp:

@@ -13,7 +13,8 @@ import torch
 
 from ckplan.encodings import encoded_bytes
 from ckplan.gpus import Gpu
-from ckplan.tracing.calibrate import CodingCost, Cost
+from ckplan.tracing.calibrate import CodingCost
+from ckplan.tracing.cost_cache import Cost
 from ckplan.tracing.recorder import RawOp, TensorMeta
 
 _RATES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -39,8 +40,7 @@ def roofline_codings(
     """What encodings cost on a card: they move both forms, in one op each way."""
 
     def on_card(form: str, meta: TensorMeta, cost: CodingCost) -> CodingCost:
-        count = meta.numel
-        moved_bytes = count * meta.dtype.itemsize + encoded_bytes(form, count)
+        moved_bytes = meta.num_bytes + encoded_bytes(form, meta.numel)
         device = gpu.device_seconds(0, moved_bytes, "fp32")
         seconds = max(device, gpu.launch_seconds)
         return replace(cost, encode_seconds=seconds, decode_seconds=seconds)

@@ -16,6 +16,7 @@ import torch
 from ckplan.curve import PLANNED, UNPLANNED, Curve, Curves, curves_json
 from ckplan.errors import CkplanError, VerifyError
 from ckplan.tracing.calibrate import calibrate
+from ckplan.tracing.cost_cache import cost_cache
 from ckplan.tracing.fake import fake_tensors
 from ckplan.training.fingerprint import fingerprint
 from ckplan.training.step import AS_IT_SAYS, Training, make_step
@@ -124,7 +125,8 @@ def dry_run_workload(
     tell("dry run with the plan", 1, 2)
     planned = _steps(make, plan, training, seed)
     ops = [*unplanned.log.ops, *planned.log.ops]
-    costs = calibrate(ops, torch.device("cpu"), progress)
+    cpu = torch.device("cpu")
+    costs = calibrate(ops, cpu, progress, cost_cache(cpu))
     notes = [NOTE_WORKSPACE]
     if missing := sum(not cost.measured for cost in costs):
         notes.append(f"workspaces of {missing} ops could not be measured: taken as 0")

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckplan.curve import Curve
-from ckplan.tracing.calibrate import Cost
+from ckplan.tracing.cost_cache import Cost
 from ckplan.tracing.recorder import RawOp, TensorMeta
 
 NOT_AN_OP = -1

@@ -1,0 +1,183 @@
+"""Measured costs, kept on disk between profiles.
+
+One file a machine: a device, a version of torch, a number of threads. Every op that
+was measured has its bytes there and the seconds of its last few runs, of which the
+lower quartile counts, as noise only ever adds. Runs go out of date, so that no noisy
+one counts for ever; measuring anew adds a run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ckplan import files
+from ckplan.errors import CkplanError
+
+FORMAT_VERSION = 1
+FOLDER_VARIABLE = "CKPLAN_CACHE"
+MOST_RUNS = 5
+LONGEST_SECONDS = 30 * 24 * 3600.0
+_MOST_ENTRIES = 50_000
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What one op costs beyond its outputs."""
+
+    seconds: float
+    peak_bytes: int  # allocated at once, outputs included
+    held_bytes: int  # still allocated when it has returned, outputs included
+    measured: bool
+    launch_seconds: float = 0.0  # beside them, where a CPU launches for a device
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    peak_bytes: int
+    held_bytes: int
+    runs: tuple[tuple[float, float], ...]  # when, by the clock; seconds; oldest first
+
+    def __post_init__(self) -> None:
+        numbers = (self.peak_bytes, self.held_bytes, *(n for r in self.runs for n in r))
+        if not self.runs or not all(number >= 0 for number in numbers):
+            raise ValueError("a cost below zero, or of no run")
+
+    @property
+    def cost(self) -> Cost:
+        seconds = lower_quartile([seconds for _, seconds in self.runs])
+        return Cost(seconds, self.peak_bytes, self.held_bytes, measured=True)
+
+    def since(self, oldest: float) -> _Entry | None:
+        runs = tuple(run for run in self.runs if run[0] >= oldest)
+        return replace(self, runs=runs) if runs else None
+
+
+@dataclass
+class CostCache:
+    """The costs of one machine: read once, written when there is something new."""
+
+    path: Path
+    fresh: bool = False  # measure anew what is known, too
+    now: float = field(default_factory=time.time)
+    notes: list[str] = field(default_factory=list)  # what went wrong with the file
+    _entries: dict[str, _Entry] | None = None
+
+    def known(self, keys: Collection[str]) -> dict[str, Cost]:
+        """The costs of those ops that need no measuring."""
+        if self.fresh:
+            return {}
+        entries = self._read()
+        found = {key: entries.get(_digest(key)) for key in keys}
+        return {key: entry.cost for key, entry in found.items() if entry is not None}
+
+    def learn(self, costs: Mapping[str, Cost]) -> dict[str, Cost]:
+        """Keep what was just measured; returns it with earlier runs taken in."""
+        if not costs:
+            return {}
+        self._entries = None  # another process may have written since
+        entries, found = self._read(), {}
+        for key, cost in costs.items():
+            run = (self.now, cost.seconds)
+            before = entries.pop(_digest(key), None)
+            runs = (*(before.runs if before else ()), run)[-MOST_RUNS:]
+            entry = _Entry(cost.peak_bytes, cost.held_bytes, runs)
+            entries[_digest(key)], found[key] = entry, entry.cost
+        for digest in [*entries][: max(0, len(entries) - _MOST_ENTRIES)]:
+            del entries[digest]
+        self._write(entries)
+        return found
+
+    def _read(self) -> dict[str, _Entry]:
+        if self._entries is None:
+            self._entries = {}
+            with suppress(FileNotFoundError):
+                try:
+                    self._entries = _parse(self.path.read_bytes())
+                except FileNotFoundError:
+                    raise
+                except (OSError, ValueError, TypeError, KeyError, AttributeError):
+                    self.notes.append(
+                        f"the kept costs in {self.path} could not be read: made anew"
+                    )
+            oldest = self.now - LONGEST_SECONDS
+            young = ((k, entry.since(oldest)) for k, entry in self._entries.items())
+            self._entries = {key: entry for key, entry in young if entry is not None}
+        return self._entries
+
+    def _write(self, entries: Mapping[str, _Entry]) -> None:
+        rows = {k: [e.peak_bytes, e.held_bytes, e.runs] for k, e in entries.items()}
+        content = {"ckplan_costs": FORMAT_VERSION, "costs": rows}
+        text = json.dumps(content, separators=(",", ":"))
+        try:
+            files.write_text(self.path, text, force=True)
+        except CkplanError as error:
+            self.notes.append(f"measured costs are not kept: {error.what}")
+
+
+def cost_cache(device: torch.device, *, fresh: bool = False) -> CostCache:
+    """The costs of a device of this machine, as this process would measure them."""
+    machine = json.dumps(_machine(device), sort_keys=True)
+    name = f"costs-{device.type}-{_digest(machine)[:16]}.json"
+    return CostCache(_folder() / name, fresh)
+
+
+def lower_quartile(seconds: Collection[float]) -> float:
+    """Of several runs, as noise only ever adds."""
+    return sorted(seconds)[(len(seconds) - 1) // 4]
+
+
+def _folder() -> Path:
+    named = os.environ.get(FOLDER_VARIABLE)
+    if named:
+        return Path(named).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "ckplan"
+
+
+def _machine(device: torch.device) -> dict[str, Any]:
+    """All that seconds and workspaces depend on, beside the op."""
+    found: dict[str, Any] = {"torch": torch.__version__, "device": _processor()}
+    if device.type == "cuda":
+        found["device"] = torch.cuda.get_device_name(device)
+        found["cuda"] = torch.version.cuda
+        found["tf32"] = torch.backends.cuda.matmul.allow_tf32
+    else:
+        found["threads"] = torch.get_num_threads()
+        found["capability"] = torch.backends.cpu.get_cpu_capability()
+        found["mkldnn"] = torch.backends.mkldnn.enabled
+    found["deterministic"] = torch.are_deterministic_algorithms_enabled()
+    return found
+
+
+def _processor() -> str:
+    import platform
+
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _parse(data: bytes) -> dict[str, _Entry]:
+    content = json.loads(data)
+    if content["ckplan_costs"] != FORMAT_VERSION:
+        raise ValueError("another format")
+    return {
+        key: _Entry(peak, held, tuple((when, seconds) for when, seconds in runs))
+        for key, (peak, held, runs) in content["costs"].items()
+    }
