@@ -453,11 +453,6 @@ def _program_effect(view: RegionView, region: Region) -> Effect:
     ledger.enter(max((2 * s.done + 1 for s, _, _ in events), default=0))
     rebuild.machine.close()
     ledger.close()
-    again = set(effect.steps)
-    for op in range(view.start, view.stop):
-        if view.graph.ops[op].random and op not in again:
-            state = Interval(2 * op + 1, 2 * view.stop - 1, RANDOM_STATE_BYTES)
-            effect.kept.append(state)
     _count_seconds(view.graph, effect)
     return effect
 
