@@ -22,7 +22,15 @@ from ckplan.units import parse_bytes
 
 FORMAT_VERSION = 1
 RATES = ("fp32", "tf32", "fp16", "bf16")
-FIGURES = ("memory", "capacity", "context", "bandwidth", "launch_us", "tflops")
+FIGURES = (
+    "memory",
+    "capacity",
+    "context",
+    "bandwidth",
+    "launch_us",
+    "capability",
+    "tflops",
+)
 _TOP_KEYS = ("ckplan_gpus", "documents", "gpus")
 _EXAMPLES = {
     "the table of cards": "ckplan_gpus: 1",
@@ -44,6 +52,7 @@ class Gpu:
     context_bytes: int  # that a process takes of it before its first tensor
     bandwidth: int  # bytes per second
     launch_seconds: float  # in which the CPU launches one op
+    capability: tuple[int, int]  # compute capability, major and minor
     flop_rates: Mapping[str, float]  # of RATES -> dense FLOP per second; fp32 at least
     sources: Mapping[str, str]  # of FIGURES -> document
 
@@ -139,6 +148,7 @@ def _card(name: str, part: Part, documents: Mapping[str, str]) -> Gpu:
         context_bytes,
         bandwidth,
         launch_seconds=_number(found["launch_us"]) / 1e6,
+        capability=_capability(found["capability"]),
         flop_rates={rate: _number(value) * 1e12 for rate, value in rates.items()},
         sources={key: _document(cited[key], documents) for key in FIGURES},
     )
@@ -156,6 +166,17 @@ def _number(part: Part) -> float:
             hint=f"{part.what.strip(chr(39))}: 82.6",
         )
     return number
+
+
+def _capability(part: Part) -> tuple[int, int]:
+    found = re.fullmatch(r"(\d+)\.(\d)", part.text())
+    if found is None:
+        raise part.error(
+            f"{part.what} is {part.text()!r}",
+            needed="major and minor number with a point between them",
+            hint="capability: 8.0",
+        )
+    return int(found[1]), int(found[2])
 
 
 def _document(part: Part, documents: Mapping[str, str]) -> str:

@@ -128,6 +128,7 @@ def test_another_name_is_answered_with_those_there_are(
         ("capacity: 11.63GiB", "capacity: 13GiB", "RTX 3060 12GB offers"),
         ("bandwidth: 360GB", "bandwidth: fast", "cannot read the size 'fast'"),
         ("launch_us: 5", "launch_us: -5", "'launch_us' is '-5'"),
+        ("capability: 8.6", "capability: sm86", "'capability' is 'sm86'"),
         ("{fp32: 12.7", "{fp64: 12.7", "unknown key 'fp64'"),
         ("{fp32: 12.7, ", "{", "missing key 'fp32'"),
         ("tflops: rtx3060}", "tflops: hearsay}", "the source of 'tflops' is 'hearsay'"),

@@ -149,13 +149,16 @@ class _Session:
     handles: list[RemovableHandle] = field(default_factory=list)
     stand_ins: list[StandIn] = field(default_factory=list)
     larger: bool = False  # a batch was larger than planned, which was said
+    began: bool = False  # the model ran, on whatever device it is now
 
     @torch.compiler.disable
     def begin_step(self, module: nn.Module, args: _Args, kwargs: _Kwargs) -> None:
         """Hook of the model itself: call numbers begin anew."""
-        del module
         _running.abandon(self)
         self.calls.clear()
+        if not self.began:
+            self.began = True
+            _warn_of_other_device(self.plan, module)
         if not self.larger and torch.is_grad_enabled():
             self.larger = _warn_of_larger_batch(self.plan, args, kwargs)
 
@@ -461,6 +464,19 @@ def _warn_of_differences(plan: Plan, model: nn.Module) -> None:
     for difference in differences(plan.fingerprint, plan_fingerprint(here)):
         warnings.warn(
             f"the plan was made for another model: {difference}", stacklevel=3
+        )
+
+
+def _warn_of_other_device(plan: Plan, model: nn.Module) -> None:
+    """Not before the model runs: many are planned first and moved then."""
+    planned = plan.fingerprint.get("device")
+    here = next((p.device.type for p in model.parameters()), planned)
+    if planned and here != planned:
+        warnings.warn(
+            f"the plan was made for {planned}, and the model runs on {here}: other ops "
+            "run there, so ops that the plan names may be missing (see ckplan.status), "
+            "and its bytes are not these",
+            stacklevel=4,
         )
 
 

@@ -40,9 +40,14 @@ def card_report(card: Gpu) -> RenderableType:
         "context": units.format_bytes(card.context_bytes),
         "bandwidth": f"{card.bandwidth / 1e9:.0f} GB/s",
         "launch_us": units.format_seconds(card.launch_seconds),
+        "capability": "{}.{}".format(*card.capability),
         "tflops": f"{', '.join(rates)} TFLOP/s",
     }
-    names = {"launch_us": "launch", "tflops": "dense peak"}
+    names = {
+        "launch_us": "launch",
+        "capability": "compute capability",
+        "tflops": "dense peak",
+    }
     table = make_table("", "", "source", texts=3)
     for key, value in figures.items():
         add_row(table, names.get(key, key), value, card.sources[key])
@@ -65,6 +70,7 @@ def _card_json(card: Gpu) -> dict[str, Any]:
         "usable_bytes": card.usable_bytes,
         "bytes_per_second": card.bandwidth,
         "launch_seconds": card.launch_seconds,
+        "capability": list(card.capability),
         "flops_per_second": dict(card.flop_rates),
         "sources": dict(card.sources),
     }

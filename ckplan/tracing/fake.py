@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -147,6 +148,9 @@ def fake_tensors() -> Iterator[tuple[FakeTensorMode, KnownValues]]:
         stack.enter_context(
             mock.patch.object(torch.nn.init, "_no_grad_trunc_normal_", _no_draw)
         )
+        # model.half() swaps fake parameters, and refuses to where weak references are;
+        # fake tensors have some of their own, which hold on to what stays the same.
+        stack.enter_context(mock.patch.object(torch.utils, "weakref", _NO_WEAKREFS))
         transformers = sys.modules.get("transformers.utils.import_utils")
         if hasattr(transformers, "is_fake_tensor"):
             stack.enter_context(
@@ -155,6 +159,9 @@ def fake_tensors() -> Iterator[tuple[FakeTensorMode, KnownValues]]:
         stack.enter_context(fake)
         stack.enter_context(known)
         yield fake, known
+
+
+_NO_WEAKREFS = SimpleNamespace(getweakrefs=lambda tensor: [])
 
 
 def _no_draw(tensor: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:

@@ -18,7 +18,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 
 from ckplan.errors import CkplanError, WorkloadError
-from ckplan.gpus import Gpu, find
 from ckplan.graph import MEASURED, Graph
 from ckplan.sharding import Sharding, sharded
 from ckplan.tracing.build import build_graph, smaller_forms
@@ -29,9 +28,12 @@ from ckplan.tracing.calibrate import (
     calibrate_encodings,
 )
 from ckplan.tracing.cost_cache import Cost, CostCache, cost_cache
+from ckplan.tracing.cuda import translated
+from ckplan.tracing.cuda.memory import as_allocated, with_workspaces
 from ckplan.tracing.fake import KnownValues, fake_tensors, why_not_fake
-from ckplan.tracing.recorder import RawOp, Recording, StepRecorder, TensorMeta
+from ckplan.tracing.recorder import Recording, StepRecorder, TensorMeta
 from ckplan.tracing.roofline import roofline, roofline_codings
+from ckplan.tracing.target import Target, find_target
 from ckplan.training.failures import (
     check_finite,
     described,
@@ -40,7 +42,13 @@ from ckplan.training.failures import (
     place_of,
 )
 from ckplan.training.fingerprint import fingerprint
-from ckplan.training.step import AS_IT_SAYS, Training, TrainingStep, make_step
+from ckplan.training.step import (
+    AS_IT_SAYS,
+    Training,
+    TrainingStep,
+    counters,
+    make_step,
+)
 from ckplan.training.workload import (
     Workload,
     WorkloadSpec,
@@ -51,8 +59,11 @@ from ckplan.training.workload import (
 
 NOTE_FAKE = "traced under fake tensors"
 NOTE_SECONDS = "seconds and workspaces: each distinct op measured alone on this machine"
-
 NOTE_ROOFLINE = "seconds: the least that the card needs; workspaces are not counted"
+NOTE_SOME_WORKSPACES = (
+    "seconds: the least that the card needs; bytes: in blocks of 512, with the "
+    "workspaces of cuBLAS, attention and losses, not those of cuDNN"
+)
 NOTE_CPU_BYTES = "bytes: as on a CPU, where kernels keep other tensors than on a card"
 
 _Scope: TypeAlias = tuple[FakeTensorMode, KnownValues]
@@ -81,23 +92,23 @@ def profile_workload(
     Args:
         spec: Where the workload comes from.
         training: How it is trained.
-        device: Where the step is to run.
+        device: Where the step is to run: ``cpu``, or ``cuda``, with a GPU or without.
         gpu: A card of ``ckplan gpus``, whose roofline stands in for measured seconds.
         fresh: Measure ops again that were measured on this machine before.
         progress: Told how far the work has come.
 
     Raises:
-        CkplanError: There is no such card.
+        CkplanError: There is no such card or device.
         WorkloadError: The workload cannot be built or trained.
     """
-    card = find(gpu) if gpu is not None else None
+    target = find_target(device, gpu)
     make = spec.load()  # imports happen outside of fake tensors
 
     def build(scope: _Scope | None) -> Workload:
         del scope
         return make()
 
-    return _profile(build, training, device, card, fresh, progress)
+    return _profile(build, training, target, fresh, progress)
 
 
 def profile(
@@ -108,6 +119,7 @@ def profile(
     optimizer: str | None = None,
     amp: str | None = None,
     accumulate: int = 1,
+    device: str | None = None,
     gpu: str | None = None,
     shard: str | None = None,
     world_size: int = 1,
@@ -126,6 +138,8 @@ def profile(
             ``adafactor`` or ``none``.
         amp: ``bf16`` or ``fp16``: forward and loss run under autocast.
         accumulate: Backwards before the optimizer takes a step; the last is profiled.
+        device: Where the step is to run, by default where the model is; ``cuda`` needs
+            no GPU.
         gpu: A card of ``ckplan gpus``, whose roofline stands in for measured seconds.
         shard: The step of one of several ranks: ``ddp``, ``zero1``, ``zero2``,
             ``zero3`` or ``fsdp2``; see ``ckplan.shard``.
@@ -138,13 +152,13 @@ def profile(
         The recorded step.
 
     Raises:
-        CkplanError: There is no such card, or it cannot be sharded in this way.
+        CkplanError: There is no such card or device, or it cannot be sharded so.
         WorkloadError: The model cannot be trained on this batch.
     """
-    card = find(gpu) if gpu is not None else None
     sharding = Sharding(shard, world_size, tuple(units)) if shard else None
     workload = as_workload((model, batch, loss), "the call of profile()")
-    device = next((p.device.type for p in model.parameters()), "cpu")
+    here = next((p.device.type for p in model.parameters()), "cpu")
+    target = find_target(device or here, gpu)
 
     def build(scope: _Scope | None) -> Workload:
         real = (workload.model, workload.batch)
@@ -158,7 +172,7 @@ def profile(
         return Workload(model, batch, workload.loss)
 
     training = Training(optimizer, amp, accumulate)
-    graph = _profile(build, training, device, card, fresh, progress)
+    graph = _profile(build, training, target, fresh, progress)
     return sharded(graph, sharding) if sharding else graph
 
 
@@ -169,43 +183,42 @@ def _values_of(model: nn.Module, batch: Any) -> list[torch.Tensor]:
 def _profile(
     build: _Build,
     training: Training,
-    device: str,
-    gpu: Gpu | None,
+    target: Target,
     fresh: bool,
     progress: Progress | None,
 ) -> Graph:
-    target = torch.device(device)
-    cache = cost_cache(target, fresh=fresh)
+    cache = cost_cache(target.placed, fresh=fresh)
     tell = progress or (lambda what, done, total: None)
     tell("tracing", 0, 0)
     traced = _trace_anyhow(build, training, target)
-    costs, notes = _costs(traced.recording.ops, target, gpu, cache, progress)
-    codings = _coding_costs(traced.recording, target, gpu, cache)
-    options = training.as_options()
-    return build_graph(
+    costs, notes = _costs(traced.recording, target, cache, progress)
+    options, gpu = training.as_options(), target.gpu
+    graph = build_graph(
         traced.recording,
         costs,
-        codings,
+        _coding_costs(traced.recording, target, cache),
         model=traced.model,
         fingerprint=traced.fingerprint,
         options=options if gpu is None else {**options, "gpu": gpu.name},
         notes=[*traced.notes, *notes, *cache.notes],
         cost_source=MEASURED if gpu is None else f"roofline {gpu.name}",
     )
+    if target.device.type == "cuda":
+        return as_allocated(graph, target.capability)
+    return graph
 
 
 def _costs(
-    ops: Sequence[RawOp],
-    device: torch.device,
-    gpu: Gpu | None,
-    cache: CostCache,
-    progress: Progress | None,
+    recording: Recording, target: Target, cache: CostCache, progress: Progress | None
 ) -> tuple[list[Cost], list[str]]:
     """What every op costs, and what a reader must know of that."""
+    ops, gpu = recording.ops, target.gpu
+    if gpu is not None and not target.is_here:
+        return with_workspaces(recording, roofline(ops, gpu)), [NOTE_SOME_WORKSPACES]
     if gpu is not None:
-        bytes_of = [NOTE_CPU_BYTES] if device.type == "cpu" else []
+        bytes_of = [NOTE_CPU_BYTES] if target.device.type == "cpu" else []
         return roofline(ops, gpu), [NOTE_ROOFLINE, *bytes_of]
-    costs, notes = calibrate(ops, device, progress, cache), [NOTE_SECONDS]
+    costs, notes = calibrate(ops, target.device, progress, cache), [NOTE_SECONDS]
     if not all(cost.measured for cost in costs):
         some = sum(not cost.measured for cost in costs)
         notes.append(f"seconds of {some} ops scaled from the others, not measured")
@@ -213,43 +226,69 @@ def _costs(
 
 
 def _coding_costs(
-    recording: Recording,
-    device: torch.device,
-    gpu: Gpu | None,
-    cache: CostCache,
+    recording: Recording, target: Target, cache: CostCache
 ) -> dict[tuple[str, TensorMeta], CodingCost]:
     forms = ((form, meta) for _, _, form, meta in smaller_forms(recording))
-    codings = calibrate_encodings(forms, device, cache)
-    return codings if gpu is None else roofline_codings(codings, gpu)
+    codings = calibrate_encodings(forms, target.placed, cache)
+    return codings if target.gpu is None else roofline_codings(codings, target.gpu)
 
 
-def _trace_anyhow(
-    build: _Build,
-    training: Training,
-    device: torch.device,
-) -> _Traced:
+def _trace_anyhow(build: _Build, training: Training, target: Target) -> _Traced:
     """Trace under fake tensors, and on real ones where the model needs values."""
+    if not target.is_here:
+        return _trace_translated(build, training, target)
     try:
         with fake_tensors() as scope:
-            traced = _trace(build, training, device, scope)
+            traced = _trace(build, training, target, scope)
     except Exception as error:
-        if isinstance(error, CkplanError) and error.__cause__ is None:
-            raise  # real tensors would fail in the same way
+        if _is_final(error):
+            raise
         why = why_not_fake(error.__cause__ or error)
-        traced = _trace_real(build, training, device)
+        traced = _trace_real(build, training, target)
         traced.notes.append(f"traced on real tensors: {why}")
         return traced
     traced.notes.append(NOTE_FAKE)
     return traced
 
 
+def _trace_translated(build: _Build, training: Training, target: Target) -> _Traced:
+    """Trace what CUDA would do, without it; there are no real tensors to fall back on.
+
+    Raises:
+        WorkloadError: The step cannot be traced on fake tensors.
+    """
+    capability = target.capability
+    try:
+        with fake_tensors() as scope, translated(capability) as words:
+            traced = _trace(build, training, target, scope)
+    except Exception as error:
+        if _is_final(error):
+            raise
+        raise WorkloadError(
+            "cannot tell what CUDA would hold without a GPU: "
+            + why_not_fake(error.__cause__ or error),
+            needed="a step that runs on fake tensors, which have no values",
+            hint="--device cpu, or run this where the GPU is",
+        ) from error
+    assert target.gpu is not None
+    card = "{} (compute capability {}.{})".format(target.gpu.name, *capability)
+    traced.notes.append(f"{NOTE_FAKE}, translated to CUDA on {card}")
+    traced.notes.extend(f"as CUDA does it: {what}" for what in words)
+    return traced
+
+
+def _is_final(error: Exception) -> bool:
+    """Whether real tensors would fail in the same way."""
+    return isinstance(error, CkplanError) and error.__cause__ is None
+
+
 def _trace_real(
     build: _Build,
     training: Training,
-    device: torch.device,
+    target: Target,
 ) -> _Traced:
     try:
-        return _trace(build, training, device, None)
+        return _trace(build, training, target, None)
     except Exception as error:
         if is_out_of_memory(error):
             raise WorkloadError(
@@ -263,11 +302,11 @@ def _trace_real(
 def _trace(
     build: _Build,
     training: Training,
-    device: torch.device,
+    target: Target,
     scope: _Scope | None,
 ) -> _Traced:
     """Record the second step: the steady state, in which optimizer state exists."""
-    workload = on_device(build(scope), device)
+    workload = on_device(build(scope), target.placed)
     step = make_step(workload, training)
     with _told("the first step"):
         loss = step.run()
@@ -279,11 +318,13 @@ def _trace(
             step.accumulate()
         recorder = StepRecorder(workload.model, fake=scope is not None)
         _know_before(recorder, step)
+        if target.device.type == "cuda" and step.optimizer is not None:
+            recorder.leave_out(counters(step.optimizer))
         notes = _record(recorder, step)
     return _Traced(
         recorder.recording,
         type(workload.model).__name__,
-        fingerprint(workload, device),
+        fingerprint(workload, target.device),
         notes,
     )
 

@@ -183,6 +183,11 @@ class StepRecorder(TorchDispatchMode):
                 self._keep.append(storage)
                 self._register(storage, kind, BEFORE_STEP)
 
+    def leave_out(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Count nothing for what is in another memory than the device's."""
+        for tensor in tensors:
+            self.recording.storages[self._number_of(tensor)].bytes = 0
+
     def mark(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
         """Say what storages that the step made are."""
         for tensor in tensors:

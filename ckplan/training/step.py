@@ -226,6 +226,17 @@ def make_step(workload: Workload, training: Training) -> TrainingStep:
     return TrainingStep(workload, _MAKERS[chosen](trained, lr=1e-3), training)
 
 
+def counters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Its counts of steps, which stay on the CPU whatever the parameters are on."""
+    return [
+        optimizer.state[parameter]["step"]
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if not (group.get("capturable") or group.get("fused"))
+        and isinstance(optimizer.state[parameter].get("step"), torch.Tensor)
+    ]
+
+
 _MAKERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
     "adam": torch.optim.Adam,

@@ -1,0 +1,60 @@
+"""What a step would do on CUDA, traced on a machine without a GPU.
+
+A build of torch without CUDA cannot run autograd on fake CUDA tensors, so the step is
+traced on fake CPU tensors and *translated* while it runs, at four levels:
+
+==============  =======================================================================
+``autocast``    CUDA's lists of ops and its cache of casts, at the key of autocast
+``kernels``,    the op that CUDA would call, at the key of autograd, beneath every
+``attention``   composite; torch's own formula for it then saves what CUDA saves
+``outputs``     types and shapes that CUDA's kernels return, below autograd
+``pretend``     what Python code is told: ``torch.cuda.is_available()``, devices
+``memory``      what kernels and the allocator hold beyond tensors
+==============  =======================================================================
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+
+from ckplan.tracing.cuda.attention import Attention
+from ckplan.tracing.cuda.autocast import Autocast
+from ckplan.tracing.cuda.kernels import Kernels
+from ckplan.tracing.cuda.outputs import Outputs
+from ckplan.tracing.cuda.pretend import pretended
+from ckplan.tracing.cuda.words import Capability, Words
+
+
+@contextmanager
+def translated(capability: Capability) -> Iterator[Words]:
+    """A scope in which fake CPU tensors act as if they were on a GPU.
+
+    Args:
+        capability: Compute capability of the GPU: ``(8, 0)`` is an A100.
+
+    Yields:
+        What was translated, in words, as far as the scope has come.
+    """
+    words = Words()
+    autocast = Autocast(words)
+    attention = Attention(capability, words)
+    tables = (
+        ("AutocastCPU", autocast.kernels),
+        ("AutogradCPU", Kernels(words).table | attention.table),
+    )
+    with ExitStack() as stack:
+        library = torch.library.Library("aten", "IMPL")
+        stack.callback(library._destroy)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that kernels are replaced is the purpose
+            for key, table in tables:
+                for name, kernel in table.items():
+                    library.impl(name, kernel, key)
+        stack.enter_context(autocast.switched())
+        stack.enter_context(pretended(capability, words))
+        stack.enter_context(Outputs(words))
+        yield words

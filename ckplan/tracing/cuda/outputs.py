@@ -1,0 +1,148 @@
+"""What CUDA's kernels return, where it differs from CPU's in type or size."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ckplan.tracing.cuda.words import HALVES, Words
+
+_aten = torch.ops.aten
+_STATISTICS = {
+    _aten.native_layer_norm.default: (1, 2),
+    _aten.native_batch_norm.default: (1, 2),
+}
+"""Outputs that CUDA computes in float32 whatever the input is."""
+_GATES = {0: 1, 1: 1, 2: 4, 3: 3}  # of cuDNN's cells: RNN, RNN, LSTM, GRU
+
+
+class Outputs(TorchDispatchMode):
+    """Gives outputs the types that they have on CUDA; to be entered in a fake mode."""
+
+    def __init__(self, words: Words) -> None:
+        super().__init__()
+        self._words = words
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _MADE:
+            return _MADE[func](*args, **kwargs)
+        out = func(*args, **kwargs)
+        if func in _STATISTICS and args[0].dtype in HALVES:
+            self._words.say("norms: statistics in float32")
+            return _retyped(out, _STATISTICS[func])
+        if func is _aten.native_group_norm.default and args[1] is not None:
+            mixed = args[0].dtype in HALVES and args[1].dtype == torch.float32
+            return _retyped(out, (1, 2)) if mixed else out
+        if func is _aten._cudnn_rnn.default:
+            return (*out[:3], _reserve(args), out[4])
+        return out
+
+
+def _retyped(out: tuple[Any, ...], which: tuple[int, ...]) -> tuple[Any, ...]:
+    """Some outputs again, in float32."""
+    return tuple(
+        torch.empty_like(one, dtype=torch.float32) if place in which else one
+        for place, one in enumerate(out)
+    )
+
+
+def _rms_norm(
+    input: torch.Tensor,
+    shape: list[int],
+    weight: torch.Tensor | None,
+    eps: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    del weight, eps
+    rows = [*input.shape[: input.dim() - len(shape)], *(1 for _ in shape)]
+    layout = torch.contiguous_format
+    return (
+        torch.empty_like(input, memory_format=layout),
+        torch.empty(rows, dtype=torch.float32, device=input.device),
+    )
+
+
+def _rms_norm_backward(
+    grad: torch.Tensor,
+    input: torch.Tensor,
+    shape: list[int],
+    rstd: torch.Tensor,
+    weight: torch.Tensor | None,
+    wanted: list[bool],
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    del grad, shape, rstd
+    return _like(input, wanted[0]), _like(weight, wanted[1])
+
+
+def _rnn_backward(
+    input: torch.Tensor,
+    weights: list[torch.Tensor],
+    stride: int,
+    buffer: torch.Tensor,
+    hx: torch.Tensor,
+    cx: torch.Tensor | None,
+    *rest: Any,
+) -> tuple[Any, ...]:
+    del stride, buffer
+    wanted = rest[-1]
+    grads = [_like(weight, wanted[3]) for weight in weights]
+    return _like(input, wanted[0]), _like(hx, wanted[1]), _like(cx, wanted[2]), grads
+
+
+def _gru_cell(
+    gates: torch.Tensor, hidden: torch.Tensor, hx: torch.Tensor, *biases: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    del gates, hidden, biases
+    return torch.empty_like(hx), hx.new_empty([hx.shape[0], 5 * hx.shape[1]])
+
+
+def _gru_cell_backward(
+    grad: torch.Tensor, workspace: torch.Tensor, has_bias: bool
+) -> tuple[torch.Tensor | None, ...]:
+    batch, width = grad.shape
+    gates = [workspace.new_empty([batch, 3 * width]) for _ in range(2)]
+    sums = [workspace.new_empty([3 * width]) if has_bias else None for _ in range(2)]
+    return *gates, torch.empty_like(grad), *sums
+
+
+def _like(given: torch.Tensor | None, wanted: bool) -> torch.Tensor | None:
+    """A gradient, if it is wanted."""
+    if given is None or not wanted:
+        return None
+    return torch.empty_like(given, memory_format=torch.contiguous_format)
+
+
+_MADE: dict[Any, Callable[..., Any]] = {
+    _aten._fused_rms_norm.default: _rms_norm,
+    _aten._fused_rms_norm_backward.default: _rms_norm_backward,
+    _aten._cudnn_rnn_backward.default: _rnn_backward,
+    _aten._thnn_fused_gru_cell.default: _gru_cell,
+    _aten._thnn_fused_gru_cell_backward.default: _gru_cell_backward,
+}
+"""Ops whose shapes torch knows on CUDA alone."""
+
+
+def _reserve(args: tuple[Any, ...]) -> torch.Tensor:
+    """What cuDNN keeps for backward: gates, cell states and outputs of every layer.
+
+    An estimate; cuDNN says the size only when it runs.
+    """
+    input, hx, cell, hidden, layers, dropout = (args[i] for i in (0, 4, 6, 7, 9, 11))
+    directions = hx.shape[0] // layers
+    steps = math.prod(input.shape[:-1])
+    kept = _GATES[cell] + 1 + (cell == 2)
+    elements = layers * directions * steps * hidden * kept
+    if dropout and layers > 1:
+        elements += (layers - 1) * directions * steps * hidden
+    size = elements * input.element_size()
+    return torch.empty(size, dtype=torch.uint8, device=input.device)

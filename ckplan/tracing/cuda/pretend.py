@@ -1,0 +1,124 @@
+"""What Python code is told while it runs as if on a GPU.
+
+Code of the workload itself hears that CUDA is there and that its tensors are on it.
+Libraries hear the truth: they remember such answers, and would go on to load kernels of
+their own that cannot be traced; that they asked is said.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim import optimizer
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from ckplan.tracing.cuda.words import Capability, Words
+
+_OPTIMIZERS: dict[str, Any] = {
+    "_foreach_supported_types": [torch.Tensor, torch.nn.Parameter, FakeTensor],
+    "_get_foreach_kernels_supported_devices": lambda: ["cpu"],
+}
+"""What lets optimizers choose as for CUDA: steps over lists of parameters."""
+_LIBRARIES = ("site-packages", "dist-packages")
+_OURS = str(Path(__file__).parents[2])
+_TORCHS = str(Path(torch.__file__).parent)
+
+
+@contextmanager
+def pretended(capability: Capability, words: Words) -> Iterator[None]:
+    """A scope in which the workload's code believes that it runs on a GPU."""
+    answers: dict[str, object] = {
+        "is_available": True,
+        "device_count": 1,
+        "current_device": 0,
+        "get_device_capability": capability,
+        "is_bf16_supported": capability >= (8, 0),
+        "synchronize": None,
+        "empty_cache": None,
+    }
+    with ExitStack() as stack:
+        for name, answer in answers.items():
+            real = getattr(torch.cuda, name)
+            told = _told(name, real, answer, words)
+            stack.enter_context(mock.patch.object(torch.cuda, name, told))
+        stack.enter_context(mock.patch.object(FakeTensor, "device", _device()))
+        for name, value in _OPTIMIZERS.items():
+            stack.enter_context(mock.patch.object(optimizer, name, value))
+        stack.enter_context(_OnCpu())
+        yield
+
+
+def _told(
+    name: str, real: Callable[..., object], answer: object, words: Words
+) -> Callable[..., object]:
+    def ask(*args: Any, **kwargs: Any) -> object:
+        who = sys._getframe(1).f_code.co_filename
+        if is_workload(who):
+            words.say(f"torch.cuda.{name}(): the workload was told {answer}")
+            return answer
+        if not who.startswith((_TORCHS, _OURS)):
+            library = next(
+                part
+                for at, part in enumerate(Path(who).parts)
+                if at and Path(who).parts[at - 1] in _LIBRARIES
+            )
+            words.say(f"torch.cuda.{name}(): {library} asked and saw no GPU")
+        return real(*args, **kwargs)
+
+    return ask
+
+
+def is_workload(file: str) -> bool:
+    """Whether code is the user's: no library, not torch, not ours."""
+    library = any(f"/{one}/" in file for one in _LIBRARIES)
+    return not (library or file.startswith((_TORCHS, _OURS, "<", sys.base_prefix)))
+
+
+def _device() -> property:
+    real = FakeTensor.device
+    cuda = torch.device("cuda", 0)
+
+    def device(tensor: FakeTensor) -> torch.device:
+        found = real.fget(tensor)
+        asked_by = sys._getframe(1).f_code.co_filename
+        return cuda if found.type == "cpu" and is_workload(asked_by) else found
+
+    return property(device, real.fset)
+
+
+class _OnCpu(TorchFunctionMode):
+    """Puts what is asked for on CUDA where the translation has it: on CPU."""
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func == torch.Tensor.is_cuda.__get__:
+            return is_workload(sys._getframe(1).f_code.co_filename)
+        if "device" in kwargs or func in _TAKING_DEVICES:
+            args, kwargs = pytree.tree_map(_on_cpu, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+_TAKING_DEVICES = {torch.Tensor.to, torch.Tensor.new_tensor}
+
+
+def _on_cpu(leaf: Any) -> Any:
+    text = leaf.type if isinstance(leaf, torch.device) else leaf
+    if isinstance(text, str) and text.partition(":")[0] == "cuda":
+        return torch.device("cpu")
+    return leaf

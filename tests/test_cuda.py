@@ -1,0 +1,638 @@
+"""What CUDA would hold, told without a GPU: closed forms, and torch's own lists."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import json
+import math
+import sys
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils import _pytree as pytree
+from typer.testing import CliRunner
+
+import ckplan
+from ckplan.cli import app
+from ckplan.errors import CkplanError, WorkloadError
+from ckplan.graph import BEFORE_STEP, Graph
+from ckplan.simulate import simulate
+from ckplan.tracing.cuda import translated
+from ckplan.tracing.cuda.autocast import (
+    FLOAT32,
+    FLOAT32_APPENDED,
+    FLOAT32_RESULT,
+    LOWER_PRECISION,
+    REFUSED,
+    WIDEST,
+    registered,
+)
+from ckplan.tracing.cuda.memory import CUBLAS_WORKSPACE_BYTES
+from ckplan.tracing.fake import fake_tensors
+
+ROOT = Path(__file__).parent.parent
+A100, HOPPER, TURING = (8, 0), (9, 0), (7, 5)
+
+
+def block(num_bytes: int) -> int:
+    return -(-num_bytes // 512) * 512
+
+
+def mean_square(output: Any, batch: Any) -> torch.Tensor:
+    del batch
+    return output.float().square().mean()
+
+
+def on_cuda(model: nn.Module, batch: Any, **options: Any) -> Graph:
+    return ckplan.profile(model, batch, loss=mean_square, device="cuda", **options)
+
+
+def forward_names(graph: Graph) -> list[str]:
+    return [op.name for op in graph.ops[: graph.num_forward]]
+
+
+def kept(graph: Graph) -> int:
+    return graph.bytes_by_kind["activation"]
+
+
+# -- closed forms --------------------------------------------------------------------
+
+
+class MegatronLayer(nn.Module):
+    """A layer as Korthikanti et al. count it: attention unfused, dropout thrice."""
+
+    def __init__(self, width: int, heads: int, p: float) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.drop_scores, self.drop1, self.drop2 = (nn.Dropout(p) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.drop1(self.out(self.attend(self.qkv(self.norm1(x)))))
+        return x + self.drop2(self.down(F.gelu(self.up(self.norm2(x)))))
+
+    def attend(self, qkv: torch.Tensor) -> torch.Tensor:
+        length, batch, wide = qkv.shape
+        each = wide // 3 // self.heads
+        parts = qkv.view(length, batch * self.heads, 3 * each).transpose(0, 1)
+        query, key, value = parts.split(each, dim=-1)
+        scores = torch.baddbmm(
+            query.new_empty(batch * self.heads, length, length),
+            query,
+            key.transpose(1, 2),
+            beta=0.0,
+            alpha=1 / math.sqrt(each),
+        )
+        weights = self.drop_scores(torch.softmax(scores, dim=-1))
+        return torch.bmm(weights, value).transpose(0, 1).reshape(length, batch, -1)
+
+
+@pytest.mark.parametrize(
+    ("s", "b", "h", "a"), [(256, 2, 128, 4), (128, 4, 256, 2), (512, 1, 64, 8)]
+)
+def test_a_layer_of_megatron_holds_what_the_paper_says(
+    s: int, b: int, h: int, a: int
+) -> None:
+    # Korthikanti et al., "Reducing activation recomputation in large transformer
+    # models", equation (1): s b h (34 + 5 a s / h) bytes, statistics of norms apart.
+    def held(layers: int) -> int:
+        model = nn.Sequential(*(MegatronLayer(h, a, 0.1) for _ in range(layers)))
+        batch = torch.randn(s, b, h, dtype=torch.float16)
+        return kept(on_cuda(model.half(), batch))
+
+    statistics = 2 * 2 * block(s * b * 4)
+    assert held(3) - held(2) == s * b * h * 34 + 5 * a * s * s * b + statistics
+
+
+class Attention(nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(64, 64) for _ in range(3))
+        self.options = options
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = (self.query(x), self.key(x), self.value(x))
+        heads = (part.unflatten(-1, (4, 16)).transpose(1, 2) for part in parts)
+        out = F.scaled_dot_product_attention(*heads, **self.options)
+        return out.transpose(1, 2).flatten(2)
+
+
+def test_flash_attention_keeps_its_inputs_its_output_and_one_float_a_row() -> None:
+    batch, length, width, heads = 2, 128, 64, 4
+    x = torch.randn(batch, length, width, dtype=torch.float16)
+    graph = on_cuda(Attention(is_causal=True).half(), x)
+    at = forward_names(graph).index("_scaled_dot_product_flash_attention")
+    saved = {
+        s.storage for s in graph.saved if s.at in (at, at + 1) and s.wanted >= 0
+    } - {i for i, s in enumerate(graph.storages) if s.kind == "input"}
+    tensor, rows = batch * length * width * 2, batch * heads * length * 4
+    sizes = sorted(graph.storages[s].bytes for s in saved)
+    assert sizes[-5:] == [rows, *[tensor] * 4]
+    assert all(size == 512 for size in sizes[:-5])  # seed and offset of dropout
+    backward = next(op for op in graph.ops if "flash_attention_backward" in op.name)
+    accumulators = batch * heads * length * 4 * (1 + 32)  # 16 wide are 32 in tiles
+    assert backward.workspace_bytes == accumulators
+
+
+def test_a_mask_of_dropout_is_one_byte_each_and_an_eighth_as_bits() -> None:
+    model = nn.Sequential(nn.Linear(64, 256), nn.Dropout(0.1), nn.Linear(256, 64))
+    graph = on_cuda(model, torch.randn(512, 64))
+    at = forward_names(graph).index("native_dropout")
+    mask = graph.storages[graph.ops[at].outputs[1]]
+    assert mask.bytes == 512 * 256
+    assert graph.encoding_of[at, 1].bytes == 512 * 256 // 8
+
+
+def test_adamw_steps_over_lists_and_makes_one_more_of_every_parameter() -> None:
+    model = nn.Sequential(*(nn.Linear(100, 100) for _ in range(4)))
+    graph = on_cuda(model, torch.randn(8, 100))
+    live = simulate(graph).live_bytes
+    update = live[2 * graph.backward_stop : -1]  # the last moment is after it all
+    roots = sum(block(4 * p.numel()) for p in model.parameters())
+    assert max(update) - min(update) == roots
+    assert "_foreach_sqrt" in {op.name for op in graph.ops[graph.backward_stop :]}
+    states = 2 * roots  # and their counts of steps, which are not on the GPU
+    assert graph.bytes_by_kind["optimizer"] == states
+
+
+def test_everything_is_in_blocks_and_cublas_has_two_workspaces() -> None:
+    graph = on_cuda(nn.Sequential(nn.Linear(7, 9), nn.Linear(9, 3)), torch.randn(5, 7))
+    assert not any(storage.bytes % 512 for storage in graph.storages)
+    assert not any(op.workspace_bytes % 512 for op in graph.ops)
+    last = graph.storages[-1]
+    assert (last.bytes, last.maker) == (2 * CUBLAS_WORKSPACE_BYTES, BEFORE_STEP)
+    assert simulate(graph).live_bytes[-1] >= last.bytes
+    parameters = (7 * 9, 9, 9 * 3, 3)
+    total = sum(block(4 * numel) for numel in parameters)
+    assert graph.bytes_by_kind["parameter"] == total
+
+
+@pytest.mark.parametrize(
+    ("make", "op", "bytes_kept"),
+    [
+        (lambda: nn.RMSNorm(64), "_fused_rms_norm", 512 * 4),
+        (lambda: nn.LayerNorm(64), "native_layer_norm", 2 * 512 * 4),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_statistics_of_norms_are_float32(
+    make: Callable[[], nn.Module], op: str, bytes_kept: int, dtype: torch.dtype
+) -> None:
+    def held(norms: int) -> int:
+        layers = [nn.Linear(64, 64), *(make() for _ in range(norms))]
+        model = nn.Sequential(*layers, nn.Linear(64, 64)).to(dtype)
+        graph = on_cuda(model, torch.randn(512, 64, dtype=dtype))
+        assert forward_names(graph).count(op) == norms
+        return kept(graph)
+
+    assert held(2) - held(1) == 512 * 64 * dtype.itemsize + bytes_kept
+
+
+def test_batch_norm_is_cudnns_but_in_bfloat16() -> None:
+    def names(dtype: torch.dtype) -> list[str]:
+        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)).to(dtype)
+        return forward_names(on_cuda(model, torch.randn(2, 3, 8, 8, dtype=dtype)))
+
+    assert "cudnn_batch_norm" in names(torch.float32)
+    assert "native_batch_norm" in names(torch.bfloat16)
+
+
+class Recurrent(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)[0]
+
+
+@pytest.mark.parametrize(
+    ("inner", "op", "workspace"),
+    [
+        (nn.LSTMCell(32, 32), "_thnn_fused_lstm_cell", 4),
+        (nn.GRUCell(32, 32), "_thnn_fused_gru_cell", 5),
+    ],
+)
+def test_cells_keep_one_workspace(inner: nn.Module, op: str, workspace: int) -> None:
+    graph = on_cuda(Recurrent(inner), torch.randn(64, 32))
+    found = next(one for one in graph.ops if one.name == op)
+    made = [graph.storages[s].bytes for s in found.creates]
+    assert made[-1] == 64 * 32 * workspace * 4
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_nets_are_one_op_of_cudnn_and_say_that_it_is_estimated(
+    kind: Any,
+) -> None:
+    net = kind(16, 32, num_layers=2, bidirectional=True, batch_first=True)
+    graph = on_cuda(Recurrent(net), torch.randn(4, 10, 16))
+    assert forward_names(graph).count("_cudnn_rnn") == 1
+    assert any("estimated" in note for note in graph.notes)
+
+
+# -- which attention -----------------------------------------------------------------
+
+
+FLASH, EFFICIENT, CUDNN, MATH = (
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_safe_softmax",
+)
+HALF, BF16, FULL = torch.float16, torch.bfloat16, torch.float32
+
+
+class Seen(torch.utils._python_dispatch.TorchDispatchMode):
+    """Names of ops, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func.namespace == "aten" and not func.is_view:
+            self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def seen() -> Iterator[Callable[[tuple[int, int]], Any]]:
+    """A scope of the translation that notes which ops run."""
+    from contextlib import ExitStack
+
+    with ExitStack() as stack:
+
+        def enter(capability: tuple[int, int]) -> Seen:
+            stack.enter_context(fake_tensors())
+            stack.enter_context(translated(capability))
+            return stack.enter_context(Seen())
+
+        yield enter
+
+
+@pytest.mark.parametrize(
+    ("card", "dtype", "options", "expected"),
+    [
+        (A100, HALF, {}, FLASH),
+        (A100, BF16, {"is_causal": True}, FLASH),
+        (A100, HALF, {"dropout_p": 0.1}, FLASH),
+        (A100, HALF, {"width": 20}, FLASH),
+        (A100, HALF, {"width": 256}, FLASH),
+        (A100, HALF, {"width": 264}, EFFICIENT),
+        (A100, FULL, {}, EFFICIENT),
+        (A100, FULL, {"is_causal": True}, EFFICIENT),
+        (A100, HALF, {"mask": True}, EFFICIENT),
+        (A100, FULL, {"width": 20}, EFFICIENT),
+        (A100, FULL, {"width": 18}, MATH),
+        (A100, HALF, {"mask": True, "width": 20}, MATH),
+        (A100, HALF, {"is_causal": True, "keys": 32}, EFFICIENT),
+        (A100, torch.float64, {}, MATH),
+        (A100, HALF, {"heads": 2, "enable_gqa": True}, FLASH),
+        (A100, FULL, {"heads": 2, "enable_gqa": True}, MATH),
+        (TURING, HALF, {}, EFFICIENT),
+        (TURING, BF16, {}, MATH),
+        ((8, 6), HALF, {"width": 208}, EFFICIENT),
+        ((8, 6), HALF, {"width": 256}, FLASH),
+        ((8, 6), HALF, {"width": 256, "dropout_p": 0.1}, EFFICIENT),
+        (HOPPER, HALF, {}, CUDNN),
+        (HOPPER, HALF, {"mask": True}, CUDNN),
+        (HOPPER, HALF, {"dropout_p": 0.1}, FLASH),
+        (HOPPER, HALF, {"dropout_p": 0.125}, CUDNN),
+        (HOPPER, HALF, {"width": 136}, FLASH),
+        (HOPPER, FULL, {}, EFFICIENT),
+        ((12, 0), HALF, {}, FLASH),
+    ],
+)
+def test_attention_takes_the_kernel_that_the_card_would(
+    seen: Any,
+    card: tuple[int, int],
+    dtype: torch.dtype,
+    options: dict[str, Any],
+    expected: str,
+) -> None:
+    options = dict(options)
+    width, keys = options.pop("width", 32), options.pop("keys", 64)
+    heads, masked = options.pop("heads", 4), options.pop("mask", False)
+    ops = seen(card)
+    query = torch.randn(2, 4, 64, width, dtype=dtype, requires_grad=True)
+    key, value = (
+        torch.randn(2, heads, keys, width, dtype=dtype, requires_grad=True)
+        for _ in range(2)
+    )
+    mask = torch.ones(64, keys, dtype=torch.bool) if masked else None
+    out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, **options)
+    assert out.shape == query.shape
+    assert [name for name in ops.names if name in (FLASH, EFFICIENT, CUDNN, MATH)] == [
+        expected
+    ]
+
+
+@pytest.mark.parametrize(
+    ("allowed", "expected"),
+    [
+        (SDPBackend.MATH, MATH),
+        (SDPBackend.EFFICIENT_ATTENTION, EFFICIENT),
+        ([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], FLASH),
+    ],
+)
+def test_attention_keeps_to_what_sdpa_kernel_allows(
+    seen: Any, allowed: Any, expected: str
+) -> None:
+    ops = seen(A100)
+    x = torch.randn(2, 4, 64, 32, dtype=HALF, requires_grad=True)
+    with sdpa_kernel(allowed):
+        F.scaled_dot_product_attention(x, x, x)
+    assert expected in ops.names
+
+
+def test_a_mask_of_odd_length_is_padded_and_the_math_path_drops_with_bools(
+    seen: Any,
+) -> None:
+    ops = seen(A100)
+    x = torch.randn(1, 2, 20, 32, requires_grad=True)
+    bias = torch.zeros(20, 20, requires_grad=True)
+    F.scaled_dot_product_attention(x, x, x, attn_mask=bias)
+    assert "constant_pad_nd" in ops.names
+    with sdpa_kernel(SDPBackend.MATH):
+        F.scaled_dot_product_attention(x, x, x, dropout_p=0.1)
+    assert "native_dropout" in ops.names
+    assert not {"bernoulli_", "bernoulli"} & {*ops.names}
+
+
+def test_multihead_attention_of_torch_drops_with_bools() -> None:
+    layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.1, batch_first=True)
+    names = forward_names(on_cuda(layer, torch.randn(2, 16, 64)))
+    assert names.count("native_dropout") == 3
+    assert EFFICIENT in names
+    assert not {"bernoulli_", "bernoulli"} & {*names}
+
+
+# -- autocast ------------------------------------------------------------------------
+
+
+def test_no_op_of_cudas_autocast_is_missing() -> None:
+    lists = (LOWER_PRECISION, FLOAT32, FLOAT32_RESULT, FLOAT32_APPENDED, WIDEST)
+    ours = [name for names in (*lists, REFUSED) for name in names]
+    assert sorted(ours) == sorted(registered("AutocastCUDA"))
+
+
+def torchs_lists(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What torch's own tests of autocast on CUDA go by."""
+    helpers: Any = types.ModuleType("torch.testing._internal.common_utils")
+    helpers.TEST_WITH_ROCM, helpers.TestCase = False, object
+    monkeypatch.setitem(sys.modules, helpers.__name__, helpers)
+    name = "torch.testing._internal.autocast_test_lists"
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    lists = importlib.import_module(name).AutocastTestLists(torch.device("cpu"))
+    monkeypatch.delitem(sys.modules, name)
+    return lists
+
+
+@pytest.mark.filterwarnings("ignore")  # that torch's lists use deprecated calls
+@pytest.mark.parametrize("lower", [HALF, BF16])
+def test_ops_run_in_the_types_that_torchs_tests_of_cuda_expect(
+    monkeypatch: pytest.MonkeyPatch, lower: torch.dtype
+) -> None:
+    with fake_tensors(), translated(A100):
+        lists = torchs_lists(monkeypatch)
+        expected: dict[str, torch.dtype | None] = {
+            "torch_fp16": lower,
+            "nn_fp16": lower,
+            "torch_fp32": FULL,
+            "nn_fp32": FULL,
+            "methods_fp32": FULL,
+            "torch_need_autocast_promote": FULL,
+            "torch_expect_builtin_promote": None,
+        }
+        checked = 0
+        for group, dtype in expected.items():
+            for row in getattr(lists, group):
+                checked += check(row, group, dtype, lower)
+    assert checked > 100
+
+
+def check(row: Any, group: str, dtype: torch.dtype | None, lower: torch.dtype) -> bool:
+    """Run one row of torch's lists: name, arguments, and perhaps more."""
+    name, args, *more = row
+    extra = more[0] if more else None
+    if name.startswith("cudnn_convolution") or name in ("equal", "einsum"):
+        return False  # kernels that are not here, values, a row that torch skips, too
+    kwargs = extra if isinstance(extra, dict) else {}
+    if isinstance(extra, torch.dtype):
+        dtype = extra
+    of = next(o for o in (torch, torch._C._nn, F, torch.Tensor) if hasattr(o, name))
+    if group.startswith("methods"):
+        of = torch.Tensor
+    args = pytree.tree_map_only(
+        torch.Tensor, lambda t: t.to(lower) if t.dtype == HALF else t, args
+    )
+    with torch.autocast("cuda", lower):
+        out = getattr(of, name)(*args, **kwargs)
+    first = pytree.tree_leaves(out)[0]
+    if isinstance(first, torch.Tensor):
+        assert first.dtype == dtype, (group, name, first.dtype)
+    return True
+
+
+def test_autocast_casts_a_weight_once_while_it_lasts(seen: Any) -> None:
+    ops = seen(A100)
+    layer, x = nn.Linear(8, 8, bias=False), torch.randn(4, 8)
+    for _ in range(2):
+        with torch.autocast("cuda"):
+            assert torch.is_autocast_enabled()
+            assert layer(layer(x)).dtype == HALF
+            with torch.autocast("cuda", enabled=False):
+                assert layer(x).dtype == FULL
+            with torch.autocast("cuda", dtype=BF16):
+                assert torch.get_autocast_dtype("cuda") == BF16
+            assert torch.get_autocast_dtype("cuda") == HALF
+    assert not torch.is_autocast_enabled()
+    # In each scope the weight and the input, and the weight no more for the second.
+    assert ops.names.count("_to_copy") == 4
+
+
+def test_binary_cross_entropy_is_refused_as_on_cuda() -> None:
+    class Classifier(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found = self.inner(x).sigmoid()
+            return F.binary_cross_entropy(found, torch.zeros_like(found))
+
+    model, x = Classifier(), torch.randn(8, 4)
+    ckplan.profile(model, x, device="cuda")
+    with pytest.raises(WorkloadError, match="with_logits"):
+        ckplan.profile(model, x, device="cuda", amp="fp16")
+
+
+@pytest.mark.parametrize("amp", ["bf16", "fp16"])
+def test_amp_is_cudas_and_not_cpus(amp: str) -> None:
+    class Joined(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(64, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.softmax(torch.cat([self.inner(x), self.inner(x)], -1), -1)
+
+    graph = on_cuda(Joined(), torch.randn(32, 64), amp=amp)
+    assert any("autocast" in note for note in graph.notes)
+    softmax = next(op for op in graph.ops if op.name == "_softmax")
+    assert graph.storages[softmax.outputs[0]].bytes == 32 * 128 * 4
+    casts = forward_names(graph).count("_to_copy")
+    # Weight and bias once, the input twice; softmax takes fp16 as it is.
+    assert casts == (5 if amp == "bf16" else 4)
+
+
+# -- what Python is told -------------------------------------------------------------
+
+
+SOURCE = """
+import torch
+from torch import nn
+
+class Asking(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(64, 64)
+
+    def forward(self, x):
+        scale = torch.ones(64, device=x.device)
+        if torch.cuda.is_available() and x.is_cuda and x.device.type == "cuda":
+            with torch.autocast("cuda"):
+                return torch.tanh(self.inner(x) * scale.cuda())
+        return self.inner(x)
+
+def build():
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return Asking().to(device), torch.randn(32, 64).to(device)
+"""
+
+
+def test_the_workloads_own_code_believes_in_the_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ckplan.tracing.profile import profile_workload
+    from ckplan.training.workload import WorkloadSpec
+
+    path = tmp_path / "model.py"
+    path.write_text(SOURCE)
+    spec = WorkloadSpec(str(path))
+    graph = profile_workload(spec, device="cuda")
+    assert "tanh" in forward_names(graph)
+    tanh = next(op for op in graph.ops if op.name == "tanh")
+    assert graph.storages[tanh.outputs[0]].bytes == 32 * 64 * 4  # promoted by `scale`
+    assert any("is_available(): the workload was told True" in n for n in graph.notes)
+    assert "tanh" not in forward_names(profile_workload(spec))
+
+
+def test_nothing_of_the_translation_is_left_behind() -> None:
+    def state() -> tuple[Any, ...]:
+        halves = torch.randn(4, 8, dtype=BF16)
+        with torch.autocast("cpu", BF16):
+            types = F.softmax(halves, -1).dtype, torch.cat([halves, halves.float()])
+        return (
+            types[0],
+            types[1].dtype,
+            torch.is_autocast_enabled("cuda"),
+            torch.get_autocast_dtype("cuda"),
+            torch.cuda.is_available,
+            torch.cuda.is_available(),
+        )
+
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.RMSNorm(8))
+    x = torch.randn(4, 8)
+    before, graph = state(), ckplan.profile(model, x)
+    on_cuda(model, x, amp="fp16")
+    after, again = state(), ckplan.profile(model, x)
+    assert before == after
+    assert [op.name for op in again.ops] == [op.name for op in graph.ops]
+    assert [s.bytes for s in again.storages] == [s.bytes for s in graph.storages]
+    assert "bernoulli_" in forward_names(again)
+
+
+def test_what_cannot_be_told_without_a_gpu_says_so() -> None:
+    class Asking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x) if x.sum().item() > 0 else x
+
+    with pytest.raises(WorkloadError, match=r"without a GPU: .* value") as caught:
+        on_cuda(Asking(), torch.randn(4, 8))
+    assert len(str(caught.value).splitlines()) == 3
+    with pytest.raises(CkplanError, match="device 'tpu'"):
+        ckplan.profile(nn.Linear(8, 8), torch.randn(4, 8), device="tpu")
+
+
+def test_a_plan_for_cuda_on_cpu_warns_and_gives_the_right_gradients() -> None:
+    layers = [nn.Linear(64, 256), nn.GELU(), nn.Dropout(0.1), nn.Linear(256, 64)]
+    model = nn.Sequential(*(nn.Sequential(*copy.deepcopy(layers)) for _ in range(6)))
+    x = torch.randn(4096, 64)
+    plan = ckplan.solve(on_cuda(model, x), "60%")
+    saved = [str(op) for region in plan.regions for op in region.save]
+    assert any("native_dropout" in name for name in saved)
+
+    def gradient() -> torch.Tensor:
+        torch.manual_seed(0)
+        model.zero_grad()
+        mean_square(model(x), None).backward()
+        return model[0][0].weight.grad
+
+    expected = gradient()
+    with ckplan.planned(model, plan):
+        with pytest.warns(UserWarning, match="for cuda, and the model runs on cpu"):
+            found = gradient()
+        assert any(region.missing for region in ckplan.status(model).regions)
+    assert torch.equal(expected, found)
+
+
+# -- from the command line -----------------------------------------------------------
+
+
+def test_gpt2_is_planned_for_a_gpu_from_the_command_line(tmp_path: Path) -> None:
+    sizes = {"layers": 2, "width": 128, "heads": 2, "batch": 4, "length": 128}
+    settings = [f"--set={name}={value}" for name, value in sizes.items()]
+    trace, plan = tmp_path / "gpt2.json.gz", tmp_path / "plan.yaml"
+
+    def run(*args: str) -> dict[str, Any]:
+        done = CliRunner().invoke(app, [*args, "--json"])
+        assert done.exit_code == 0, done.output
+        return json.loads(done.stdout)
+
+    target = str(ROOT / "configs" / "workloads" / "gpt2.py")
+    where = ["--device", "cuda", "--gpu", "L4", "--amp", "bf16", "-o", str(trace)]
+    step = run("profile", target, *settings, *where)
+    assert step["notes"] == run("show", str(trace))["notes"]
+    told = " ".join(step["notes"])
+    for word in ("L4", "8.9", "flash kernel", "native_dropout", "CUDA's lists"):
+        assert word in told
+    solved = run("solve", str(trace), "--budget", "85%", "-o", str(plan))
+    assert solved["peak_bytes"] <= 0.85 * solved["unplanned_peak_bytes"]
+    loaded = ckplan.load_plan(plan)
+    assert loaded.fingerprint["device"] == "cuda"
+
+
+def test_another_device_is_refused_in_three_lines(tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(SOURCE)
+    done = CliRunner().invoke(app, ["profile", str(path), "--device", "tpu"])
+    assert done.exit_code == 1
+    lines = done.stderr.strip().splitlines()
+    assert lines[-3].startswith("error: cannot profile on the device 'tpu'")
