@@ -8,6 +8,7 @@ import pickle
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -86,16 +87,53 @@ class Masked(nn.Module):
 
 
 class Unrolled(nn.Module):
-    """One cell that runs four times."""
+    """One cell that runs several times."""
+
+    def __init__(
+        self, kind: Callable[[], nn.Module] = Residual, times: int = 4
+    ) -> None:
+        super().__init__()
+        self.cell, self.times = kind(), times
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(self.times):
+            x = self.cell(x)
+        return x
+
+
+class Recurrent(nn.Module):
+    """A kernel that keeps a workspace if grad mode is on."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.cell = Residual()
+        self.cells = nn.LSTM(64, 64, num_layers=2, dropout=0.1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for _ in range(4):
-            x = self.cell(x)
-        return x
+        return torch.tanh(self.cells(x)[0])
+
+
+class Squashed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(x)
+        ctx.save_for_backward(x, y)
+        return x * y
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        x, y = ctx.saved_tensors
+        return grad * (y + x * (1 - y * y))
+
+
+class OwnFunction(nn.Module):
+    """A function of Python's, whose tensors are saved outside of any call of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(Squashed.apply(self.up(x)))
 
 
 def stack(kind: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
@@ -108,6 +146,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "masked": (stack(Masked), (4, 8, 64, 32)),
     "attention": (stack(Attention), (8, 32, 64)),
     "unrolled": (Unrolled, (256, 64)),
+    "recurrent": (stack(Recurrent), (32, 8, 64)),
+    "function": (stack(OwnFunction), (256, 64)),
 }
 
 

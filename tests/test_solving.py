@@ -139,6 +139,15 @@ def test_one_byte_below_the_floor_nothing_fits_and_the_error_names_the_floor() -
     assert str(floor) in caught.value.needed
 
 
+def test_the_floor_is_a_plan_where_the_chains_other_candidates_do_not_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    graph = graphs.chain(3)
+    floor = budgets(graph, 1)[0]
+    monkeypatch.setattr(Planner, "_cheapest", lambda *_: iter(()))
+    assert Planner(graph).solve(floor).timeline.peak_bytes == floor
+
+
 def test_the_chain_finds_the_best_mix_of_its_menus() -> None:
     graph = graphs.chain(3)
     simulator = Simulator(graph)

@@ -90,6 +90,30 @@ class Checkpointed(nn.Module):
         return checkpoint(self.inner, checkpoint(self.inner, x, use_reentrant=False))
 
 
+class Recurrent(nn.Module):
+    """One kernel for all of it, whose workspace only the kernel knows."""
+
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.cells = kind(32, 64, num_layers=2, dropout=0.1, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.cells(x)[0]
+
+
+class Shared(nn.Module):
+    """A weight whose gradients meet: each is a view of what a matmul made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(256, 256)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(4):
+            x = torch.tanh(self.inner(x))
+        return x
+
+
 def frozen_prefix() -> nn.Module:
     model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(3)), nn.Tanh())
     model[0].requires_grad_(False)
@@ -103,12 +127,24 @@ def frozen_prefix() -> nn.Module:
         (Readers(), torch.randn(512, 128)),
         (OwnFunction(), torch.randn(512, 128)),
         (frozen_prefix(), torch.randn(512, 128)),
+        (Recurrent(nn.LSTM), torch.randn(16, 32, 32)),
+        (Recurrent(nn.GRU), torch.randn(16, 32, 32)),
+        (Shared(), torch.randn(4, 256)),
         (
             nn.Sequential(nn.Conv2d(3, 16, 3), nn.MaxPool2d(2)),
             torch.randn(4, 3, 32, 32),
         ),
     ],
-    ids=["tied", "readers", "function", "frozen", "convolution"],
+    ids=[
+        "tied",
+        "readers",
+        "function",
+        "frozen",
+        "lstm",
+        "gru",
+        "shared",
+        "convolution",
+    ],
 )
 def test_the_predicted_peak_is_the_allocators(
     model: nn.Module, batch: torch.Tensor

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
@@ -43,6 +43,7 @@ class Step(NamedTuple):
     kwargs: dict[str, Any]
     generator: torch.Generator | None
     device: torch.device
+    in_grad_mode: bool  # some kernels ask: LSTMs keep a workspace
 
 
 @dataclass(slots=True)
@@ -133,7 +134,7 @@ class Rebuilder:
             )
         if ref.value not in values:
             try:
-                with torch.no_grad(), _no_autocast():
+                with torch.no_grad(), _below_autograd():
                     level.want(ref.value)
             finally:
                 self._left.leave_generators_as_found()
@@ -215,6 +216,7 @@ class _Kernels:
         args = [_give(x, present) for x in op.args]
         kwargs = {key: _give(x, present) for key, x in op.kwargs.items()}
         self._left.draw_again(step)
+        torch.set_grad_enabled(op.in_grad_mode)
         try:
             out = op.func(*args, **kwargs)
         except RuntimeError as error:
@@ -343,11 +345,13 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
     return bare.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
-def _no_autocast() -> Any:
-    """Recorded ops are what autocast made of the forward; it must not act again."""
-    if not (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")):
-        return nullcontext()
+def _below_autograd() -> ExitStack:
+    """As ops ran when they were recorded: what autograd and autocast made of them.
+
+    Grad mode can be on below autograd, as it was for the kernels of the forward.
+    """
     stack = ExitStack()
+    stack.enter_context(torch._C._AutoDispatchBelowAutograd())
     for device in ("cpu", "cuda"):
         if torch.is_autocast_enabled(device):
             stack.enter_context(torch.autocast(device, enabled=False))

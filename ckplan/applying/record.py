@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
@@ -319,7 +319,8 @@ class Recorder(TorchDispatchMode):
             if facts.batch_norm:
                 refs[_RUNNING_STATISTICS] = None, None  # must not be updated twice
             number = self._flow.add(_Access(reads, writes, outputs))
-            self._steps[number] = Step(func, refs, named, generator, device)
+            grad = torch.is_grad_enabled()
+            self._steps[number] = Step(func, refs, named, generator, device, grad)
             self._call_of.append(self._log.current)
             if state is not None:
                 self._states[number] = state
@@ -388,6 +389,10 @@ class Recorder(TorchDispatchMode):
                     self._encoded[value] = small
 
     def _pack(self, tensor: torch.Tensor) -> Kept | Dropped:
+        with self._log.paused():  # own functions pack outside of any call
+            return self._packed_as(tensor)
+
+    def _packed_as(self, tensor: torch.Tensor) -> Kept | Dropped:
         value = -1 if tensor.is_conj() else self.value_inside(tensor)
         self._packed_values.append(value)
         if value < 0 or value in self._held:
@@ -572,6 +577,7 @@ class _CallLog(TorchFunctionMode):
         self.given: list[tuple[Geometry, StorageWeakRef]] = []
         self.broken = False  # a call cannot be compared with another
         self.current = -1
+        self._is_paused = False
         self._recorder = recorder
         self._slots = Slots(self._meet)
 
@@ -583,7 +589,7 @@ class _CallLog(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if self.broken or asks_only(func):
+        if self.broken or self._is_paused or asks_only(func):
             return func(*args, **kwargs)
         try:
             arguments = self._slots.freeze((args, kwargs))
@@ -604,6 +610,13 @@ class _CallLog(TorchFunctionMode):
         call.returned = [self._describe(tensor) for tensor in tensors_in(out)]
         self.calls.append(call)
         return out
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Calls that the region makes itself are not the forward's."""
+        self._is_paused = True
+        yield
+        self._is_paused = False
 
     def close(self) -> None:
         """The forward is over: what was written down is in the template."""

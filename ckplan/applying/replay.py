@@ -50,6 +50,7 @@ class Replay(TorchFunctionMode):
         self._num_given = 0
         self._num_packed = 0
         self._in_call = False
+        self._packing = False
         self._storages: dict[int, int] = {}  # address -> storage of the template
         self._held: dict[int, Held] = {}
         self._encoded: dict[int, Encoded] = {}
@@ -94,7 +95,7 @@ class Replay(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if not self.repeats or asks_only(func):
+        if not self.repeats or self._packing or asks_only(func):
             return func(*args, **kwargs)
         call = self._expected(func, args, kwargs)
         if call is None:
@@ -164,6 +165,13 @@ class Replay(TorchFunctionMode):
         self._encoded[capture.value] = small
 
     def _pack(self, tensor: torch.Tensor) -> Kept | Dropped:
+        self._packing = True  # own functions pack outside of any call
+        try:
+            return self._packed_as(tensor)
+        finally:
+            self._packing = False
+
+    def _packed_as(self, tensor: torch.Tensor) -> Kept | Dropped:
         packed = self._template.packed[self._num_packed :][:1] if self.repeats else ()
         self._num_packed += 1
         if not packed or packed[0].size != tensor.size():

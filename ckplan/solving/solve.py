@@ -134,13 +134,16 @@ class Planner:
     @cached_property
     def floor(self) -> Floor:
         """The smallest peak of all plans, and what owns it."""
-        smallest = self._smallest(self._searches)
-        if self._runs_pay:
-            found = self._smallest(self._run_searches)
-            smallest = min(smallest, found, key=lambda timeline: timeline.peak_bytes)
+        smallest, _ = self._least
         by_kind = smallest.peak_by_kind
         owner = max(by_kind, key=lambda kind: (by_kind[kind], kind))
         return Floor(smallest.peak_bytes, smallest.peak_at, owner)
+
+    @cached_property
+    def _least(self) -> _Found:
+        """The plan that reaches the floor."""
+        searches = [*self._searches, *(self._run_searches if self._runs_pay else ())]
+        return self._smallest(searches)
 
     def within(self, budget_bytes: int) -> _Found | None:
         """The cheapest plan that fits, as its timeline and its regions."""
@@ -152,18 +155,20 @@ class Planner:
             for chain, tidy in searches
             for plan in self._cheapest(chain, tidy, budget_bytes)
         ]
+        if self._least[0].peak_bytes <= budget_bytes:
+            found.append(self._least)
         return min(found, key=_rank, default=None)
 
     def _search(self, cover: Sequence[Unit]) -> _Search:
         chain = chain_of(self.simulator, self.menus, cover)
         return chain, partial(self.menus.tidy, cover=cover)
 
-    def _smallest(self, searches: Iterable[_Search]) -> Timeline:
-        timelines = [self.unplanned]
+    def _smallest(self, searches: Iterable[_Search]) -> _Found:
+        found: list[_Found] = [(self.unplanned, ())]
         for chain, tidy in searches:
             plan = next(chain.cheapest_first(chain.least_bytes))
-            timelines += (timeline for timeline, _ in self._replays(plan, tidy))
-        return min(timelines, key=lambda timeline: timeline.peak_bytes)
+            found += self._replays(plan, tidy)
+        return min(found, key=lambda plan: plan[0].peak_bytes)
 
     @cached_property
     def _run_covers(self) -> dict[int, list[tuple[Unit, ...]]]:
@@ -184,7 +189,7 @@ class Planner:
         if not covers:
             return False
         root = max(covers) ** 0.5
-        least = self._smallest(self._searches).peak_bytes
+        least = self._smallest(self._searches)[0].peak_bytes
         for cover in covers[min(covers, key=lambda length: abs(length - root))]:
             regions = (Region(call, last=last) for call, last in cover)
             done = [r for r in regions if can_be_done(self.simulator, r)]

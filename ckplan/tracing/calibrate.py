@@ -181,7 +181,12 @@ def _runner(op: RawOp, device: torch.device) -> Callable[[], object]:
     """The op with made-up content: halves in floats, zeros in integers."""
     flat = [_make(leaf, device) for leaf in op.args]
     args, kwargs = pytree.tree_unflatten(flat, op.spec)
-    return lambda: op.func(*args, **kwargs)
+
+    def run() -> object:
+        with torch.set_grad_enabled(op.in_grad_mode):
+            return op.func(*args, **kwargs)
+
+    return run
 
 
 def _make(leaf: Any, device: torch.device) -> Any:
@@ -233,4 +238,4 @@ def _rates(ops: Mapping[str, RawOp], costs: Mapping[str, Cost]) -> tuple[float, 
 
 
 def _key(op: RawOp) -> str:
-    return f"{op.func}{op.args}"
+    return f"{op.func}{op.args}{op.in_grad_mode}"

@@ -35,6 +35,8 @@ _QUESTIONS = (
     torch.ops.aten.is_nonzero.default,
     torch.ops.aten.equal.default,
 )
+_SIZED_BY_KERNEL = (torch.ops.aten.mkldnn_rnn_layer.default,)
+"""Ops of which only the kernel knows how large a workspace backward will want."""
 
 
 class KnownValues(TorchDispatchMode):
@@ -73,6 +75,8 @@ class KnownValues(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:
             return func(*args, **kwargs)
+        if func in _SIZED_BY_KERNEL and args[0].device.type == "cpu":
+            return _sized_by_kernel(func, args)
         if any(isinstance(x, FakeTensor) and x.dtype.is_floating_point for x in args):
             if func._schema.is_mutable:
                 self._forget(_written(func, args))
@@ -130,6 +134,19 @@ def _run_real(func: Any, values: list[Any], spec: pytree.TreeSpec) -> Any:
     with _disable_current_modes():
         args, kwargs = pytree.tree_unflatten(values, spec)
         return func(*args, **kwargs)
+
+
+def _sized_by_kernel(func: Any, args: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
+    """Fake outputs with the sizes that the kernel gives to real ones."""
+    with _disable_current_modes():
+        real = [
+            torch.zeros(x.shape, dtype=x.dtype) if isinstance(x, torch.Tensor) else x
+            for x in args
+        ]
+        outputs = func(*real)
+    return tuple(
+        torch.empty_strided(x.shape, x.stride(), dtype=x.dtype) for x in outputs
+    )
 
 
 def _written(func: Any, args: tuple[Any, ...]) -> Iterator[torch.Tensor]:

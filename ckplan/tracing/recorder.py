@@ -75,7 +75,8 @@ class RawOp:
     returned: tuple[TensorMeta, ...]  # of every tensor returned
     flops: int
     moved_bytes: int
-    accumulates: bool  # ran between two nodes of backward: gradients that meet
+    accumulates: bool  # between two nodes of backward, into a gradient of its own
+    in_grad_mode: bool  # some kernels ask
 
 
 @dataclass(slots=True)
@@ -265,7 +266,10 @@ class StepRecorder(TorchDispatchMode):
                     tuple(map(_describe, returned)),
                     _flops(func, args, kwargs, out),
                     0 if func.overloadpacket in _EMPTY else _num_bytes(tensors),
-                    self._phase == "backward" and not self._in_node,
+                    self._phase == "backward"
+                    and not self._in_node
+                    and not _shares_its_storage(flat),
+                    torch.is_grad_enabled(),
                 )
             )
         return out
@@ -444,6 +448,11 @@ def _nodes(loss: torch.Tensor) -> list[torch.autograd.graph.Node]:
                 found[node] = None
                 stack.append(node)
     return list(found)
+
+
+def _shares_its_storage(leaves: list[object]) -> bool:
+    """Whether the first one is a view, which holds its base."""
+    return any(isinstance(x, torch.Tensor) and x._is_view() for x in leaves[:1])
 
 
 def _meta(leaf: object) -> object:

@@ -201,6 +201,8 @@ class Meter(TorchDispatchMode):
         if func is not torch.ops.aten.add.Tensor or not _between_nodes():
             return -1
         first = args[0]
+        if first._is_view():  # and so its storage has another holder, its base
+            return -1
         dense = first.numel() * first.element_size() == first.untyped_storage().nbytes()
         return self._numbers.get(first.untyped_storage()._cdata, -1) if dense else -1
 
@@ -213,11 +215,12 @@ class Meter(TorchDispatchMode):
     ) -> int:
         flat, spec = pytree.tree_flatten((args, kwargs))
         described = tuple(_describe(leaf) for leaf in flat)
-        key = f"{func}{described}"
+        results = tuple(_describe(tensor) for tensor in returned)
+        op = _raw_op(func, described, spec, results)
+        key = f"{func}{described}{op.in_grad_mode}"
         if key not in self._distinct:
             self._distinct[key] = len(self.log.ops)
-            results = tuple(_describe(tensor) for tensor in returned)
-            self.log.ops.append(_raw_op(func, described, spec, results))
+            self.log.ops.append(op)
         return self._distinct[key]
 
 
@@ -241,7 +244,10 @@ def _raw_op(
     """What ``calibrate`` needs to know of an op."""
     leaves = (*described, *results)
     moved_bytes = sum(_num_bytes(x) for x in leaves if isinstance(x, TensorMeta))
-    return RawOp(func, -1, (), (), (), described, spec, results, 0, moved_bytes, False)
+    grad = torch.is_grad_enabled()
+    return RawOp(
+        func, -1, (), (), (), described, spec, results, 0, moved_bytes, False, grad
+    )
 
 
 def _num_bytes(meta: TensorMeta) -> int:
