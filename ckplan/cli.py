@@ -294,8 +294,10 @@ def solve(
     sharding = _sharding(shard, world_size, units)
     from ckplan import graph as graphs
     from ckplan import plan as plans
+    from ckplan.allocations import reserved_on_card
     from ckplan.report.plans import solution_json, solution_report
     from ckplan.report.progress import ProgressLine
+    from ckplan.report.reserved import reserved_warning
     from ckplan.solving import solve as solving
     from ckplan.units import parse_bytes, parse_percent
 
@@ -324,8 +326,18 @@ def solve(
         say("no plan is needed: the unplanned step fits; the plan is empty")
     plan = solving.to_plan(graph, solution)
     plans.save(plan, output, force=force)
-    found = solution, plan, reserve_bytes
-    _print(solution_json(*found, str(output)) if as_json else solution_report(*found))
+    found, reserved = (
+        (solution, plan, reserve_bytes),
+        reserved_on_card(solution.timeline),
+    )
+    _print(
+        solution_json(*found, str(output), reserved)
+        if as_json
+        else solution_report(*found, reserved)
+    )
+    warning = reserved_warning(reserved, solution.budget_bytes + reserve_bytes)
+    if warning:
+        say(warning)
     say(f"wrote {output}")
 
 
@@ -709,11 +721,17 @@ def _is_trace(data: bytes) -> bool:
 
 
 def _show_trace(graph: Graph, path: Path, as_json: bool) -> None:
+    from ckplan.allocations import reserved_on_card
     from ckplan.report.step import step_json, step_report
     from ckplan.simulate import simulate
 
     step = graph, simulate(graph)
-    _print(step_json(*step, str(path)) if as_json else step_report(*step))
+    reserved = reserved_on_card(step[1])
+    _print(
+        step_json(*step, str(path), reserved)
+        if as_json
+        else step_report(*step, reserved)
+    )
 
 
 def _print(product: RenderableType | dict[str, Any]) -> None:

@@ -18,13 +18,14 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from heapq import heappop, heappush
-from itertools import accumulate, pairwise
+from itertools import accumulate, count, pairwise
 
 from ckplan.errors import PlanError
 from ckplan.graph import BEFORE_STEP, KINDS, Call, Encoding, Graph, Saved
 from ckplan.program import Flow, Part, Program, Rebuild, compile_program
 
 PROGRAM, RERUN = "program", "rerun"
+LATER = -1
 RANDOM_STATE_BYTES = 5056
 """What replaying a random op on CPU keeps: torch's whole generator state."""
 GATHER = "all_gather"
@@ -46,11 +47,17 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """Bytes alive over the half moments ``[start, stop]``."""
+    """Bytes alive over the half moments ``[start, stop]``.
+
+    Within a gap, ticks of the region's replay say what came first. What ends at
+    ``LATER`` outlives all that its last half moment allocates.
+    """
 
     start: int
     stop: int
     bytes: int
+    born: int = 0  # ticks
+    died: int = LATER
 
 
 @dataclass(slots=True)
@@ -60,6 +67,7 @@ class Effect:
     dropped: set[int] = field(default_factory=set)  # indices of saved tensors
     holds: dict[int, int] = field(default_factory=dict)  # storage -> half moment
     rebuilt: list[Interval] = field(default_factory=list)
+    workspaces: list[Interval] = field(default_factory=list)  # of what runs again
     spikes: dict[int, int] = field(default_factory=dict)  # half moment -> most bytes
     kept: list[Interval] = field(default_factory=list)  # random states, encoded forms
     encoding: dict[int, int] = field(default_factory=dict)  # half moment -> workspace
@@ -479,6 +487,7 @@ class _Ledger:
         self._runs = program.runs()  # still to come
         self._leaving: list[tuple[int, int]] = []  # (half moment, bytes), a heap
         self._bytes = 0
+        self._ticks = count()
         self._encoded: dict[int, Encoding] = {}
         for value, encoding in encodings.items():
             self._encode(encoding)
@@ -493,20 +502,21 @@ class _Ledger:
         while self._leaving and self._leaving[0][0] < moment:
             self._bytes -= heappop(self._leaving)[1]
 
-    def allocate(self, value: int) -> tuple[int, int]:
-        """Make room for a value: since which half moment it lives, and its bytes."""
+    def allocate(self, value: int) -> Interval:
+        """Make room for a value, which lives from now on."""
         size = self._view.graph.storages[self.flow.storage_of[value]].bytes
         self._bytes += size
-        return self.moment, size
+        return Interval(self.moment, self.moment, size, next(self._ticks))
 
-    def let_go(self, born: tuple[int, int], stop: int) -> None:
+    def let_go(self, born: Interval, stop: int) -> None:
         """A value lives until a half moment, now or later."""
-        start, size = born
-        self.effect.rebuilt.append(Interval(start, stop, size))
         if stop > self.moment:
-            heappush(self._leaving, (stop, size))
+            heappush(self._leaving, (stop, born.bytes))
+            died = LATER
         else:
-            self._bytes -= size
+            self._bytes -= born.bytes
+            died = next(self._ticks)
+        self.effect.rebuilt.append(replace(born, stop=stop, died=died))
 
     def note(self, step: int) -> int:
         """A step runs; returns the workspace that it needs."""
@@ -529,6 +539,9 @@ class _Ledger:
         """What is alive while a step runs."""
         spikes, most_bytes = self.effect.spikes, self._bytes + workspace_bytes
         spikes[self.moment] = max(spikes.get(self.moment, 0), most_bytes)
+        ticks = next(self._ticks), next(self._ticks)
+        workspace = Interval(self.moment, self.moment, workspace_bytes, *ticks)
+        self.effect.workspaces.append(workspace)
 
     def close(self) -> None:
         """What was never decoded, or run again, goes."""
@@ -554,7 +567,7 @@ class _Tally:
     def __init__(self, ledger: _Ledger, holds: Collection[int]) -> None:
         self._ledger = ledger
         self._holds = set(holds)  # since forward
-        self._born: dict[int, tuple[int, int]] = {}  # value -> (half moment, bytes)
+        self._born: dict[int, Interval] = {}  # values alive, since when
         self._unpacked: dict[int, int] = {}  # value -> half moment: backward's last
         self._inner: list[_Tally] = []
 
@@ -630,24 +643,32 @@ def _run_again(view: RegionView, first: int, effect: Effect) -> None:
     for _, saved, _ in view.packed:
         if saved.done >= first:
             until[saved.storage] = max(until.get(saved.storage, 0), saved.done)
+    gap = 2 * first
     alive = most_bytes = 0
-    dying: dict[int, int] = {}
+    born: dict[int, Interval] = {}  # storages that nobody wants: gone with the gap
+    ticks = count()
     for moment in range(view.start, view.saved_stop):
         op = graph.ops[moment]
         for storage in op.creates:
             size = graph.storages[storage].bytes
             alive += size
+            made = Interval(gap, gap, size, next(ticks))
             if storage in until:
                 stop_at = 2 * until[storage] + 1
-                effect.rebuilt.append(Interval(2 * first, stop_at, size))
+                effect.rebuilt.append(replace(made, stop=stop_at))
             else:
-                end = graph.storages[storage].last
-                dying[end] = dying.get(end, 0) + size
+                born[storage] = made
         most_bytes = max(most_bytes, alive + op.workspace_bytes)
-        alive -= dying.pop(moment, 0)
+        both = next(ticks), next(ticks)
+        effect.workspaces.append(Interval(gap, gap, op.workspace_bytes, *both))
+        for storage in [s for s in born if graph.storages[s].last == moment]:
+            gone = replace(born.pop(storage), died=next(ticks))
+            alive -= gone.bytes
+            effect.rebuilt.append(gone)
         effect.steps.append(moment)
+    effect.rebuilt += born.values()
     _count_seconds(graph, effect)
-    effect.spikes[2 * first] = most_bytes
+    effect.spikes[gap] = most_bytes
 
 
 def check_apart(graph: Graph, regions: Iterable[Region]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ from typer.testing import CliRunner
 
 import ckplan
 from ckplan import gpus
+from ckplan.allocations import reserved_bytes
 from ckplan.cli import app
 from ckplan.errors import CkplanError
-from ckplan.graph import Graph, Op
+from ckplan.graph import Graph, Op, save
+from ckplan.simulate import simulate
 from ckplan.tracing.profile import profile_workload
 from ckplan.training.workload import WorkloadSpec
 
@@ -111,7 +114,7 @@ def test_the_file_and_the_screen_say_where_seconds_come_from(tmp_path: Path) -> 
     trace = str(tmp_path / "trace.json")
     argv = ["profile", f"{tmp_path}/model.py", "--gpu", "rtx 4090", "-o", trace]
     shown = CliRunner().invoke(app, argv).stdout
-    assert "costs    roofline RTX 4090" in shown
+    assert "costs     roofline RTX 4090\n" in shown
     found = json.loads(CliRunner().invoke(app, ["show", trace, "--json"]).stdout)
     assert found["costs"] == "roofline RTX 4090"
     graph = ckplan.load_graph(Path(trace))
@@ -120,6 +123,38 @@ def test_the_file_and_the_screen_say_where_seconds_come_from(tmp_path: Path) -> 
     assert ckplan.profile(nn.Linear(8, 8), torch.ones(2, 8)).costs == "measured"
 
 
-def test_a_card_that_nobody_knows_is_refused_before_any_work() -> None:
+def test_what_is_reserved_stands_beside_the_peak_on_cards_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    layers = [nn.Sequential(nn.Linear(512, 512), nn.Tanh()) for _ in range(6)]
+    graph = ckplan.profile(nn.Sequential(*layers), torch.ones(4096, 512), gpu="T4")
+    save(graph, tmp_path / "card.json")
+    save(replace(graph, options={}), tmp_path / "cpu.json")
+    peak = simulate(graph).peak_bytes
+    keys = ("reserved_peak_bytes", "reserved_peak_bytes_expandable_segments")
+
+    def run(*argv: str) -> Any:
+        return CliRunner().invoke(app, [*argv, "--force"] if "solve" in argv else argv)
+
+    shown = json.loads(run("show", "card.json", "--json").stdout)
+    assert shown["peak_bytes"] == peak
+    assert all(peak <= shown[key] < 1.5 * peak for key in keys)
+    assert shown[keys[0]] == reserved_bytes(simulate(graph))
+    assert "\nreserved  " in run("show", "card.json").stdout
+    none = json.loads(run("show", "cpu.json", "--json").stdout)
+    assert [none[key] for key in keys] == [None, None]
+    assert "reserved" not in run("show", "cpu.json").stdout
+
+    tight = ("solve", "card.json", "--min-memory")
+    found = json.loads(run(*tight, "--json").stdout)
+    assert (
+        found["peak_bytes"] <= found["budget_bytes"] < found[keys[0]] < shown[keys[0]]
+    )
+    assert "warning: PyTorch's allocator would reserve" in run(*tight).stderr
+    assert "warning" not in run("solve", "card.json", "--budget", "300%").stderr
+
+
+def test_a_card_that_nobody_knows_is_refused() -> None:
     with pytest.raises(CkplanError, match="no card is called 'RTX 1'"):
-        ckplan.profile(nn.Linear(8, 8), "no batch at all", gpu="RTX 1")
+        ckplan.profile(nn.Linear(8, 8), torch.ones(2, 8), gpu="RTX 1")

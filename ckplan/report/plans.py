@@ -10,20 +10,28 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from ckplan import units
+from ckplan.allocations import Reserved
 from ckplan.plan import Plan, PlannedRegion
+from ckplan.report.reserved import reserved_facts, reserved_json
 from ckplan.report.tables import add_row, facts, make_table, section
 from ckplan.simulate import Timeline
 from ckplan.solving.solution import Baseline, Exact, Solution
 
 
 def solution_report(
-    solution: Solution, plan: Plan, reserve_bytes: int
+    solution: Solution,
+    plan: Plan,
+    reserve_bytes: int,
+    reserved: Reserved | None = None,
 ) -> RenderableType:
     """Before and after, how good that is, what others reach, and the regions."""
     title = f"Plan for {plan.model} within {_size(solution.budget_bytes)}"
     return Group(
         section(title, _before_and_after(solution)),
-        section("Budget, bound and floor", facts(_judgement(solution, reserve_bytes))),
+        section(
+            "Budget, bound and floor",
+            facts(_judgement(solution, reserve_bytes, reserved)),
+        ),
         section(
             "The same for common practice",
             _baselines([*solution.baselines, _this_plan(solution)]),
@@ -33,7 +41,11 @@ def solution_report(
 
 
 def solution_json(
-    solution: Solution, plan: Plan, reserve_bytes: int, path: str
+    solution: Solution,
+    plan: Plan,
+    reserve_bytes: int,
+    path: str,
+    reserved: Reserved | None = None,
 ) -> dict[str, Any]:
     """The same for scripts; ``budget_bytes`` is the whole budget, reserve included."""
     timeline = solution.timeline
@@ -45,6 +57,7 @@ def solution_json(
         "reserve_bytes": reserve_bytes,
         "peak_bytes": timeline.peak_bytes,
         "peak_at": timeline.peak_at,
+        **reserved_json(reserved),
         "unplanned_peak_bytes": solution.unplanned.peak_bytes,
         "unplanned_peak_at": solution.unplanned.peak_at,
         "floor_bytes": solution.floor.peak_bytes,
@@ -121,7 +134,9 @@ def _before_and_after(solution: Solution) -> Table:
     return table
 
 
-def _judgement(solution: Solution, reserve_bytes: int) -> list[tuple[str, str]]:
+def _judgement(
+    solution: Solution, reserve_bytes: int, reserved: Reserved | None
+) -> list[tuple[str, str]]:
     before, after, floor = solution.unplanned, solution.timeline, solution.floor
     limit = _size(solution.budget_bytes)
     if reserve_bytes:
@@ -131,6 +146,7 @@ def _judgement(solution: Solution, reserve_bytes: int) -> list[tuple[str, str]]:
     return [
         ("budget", limit),
         ("peak", f"during {after.peak_at}; unplanned, during {before.peak_at}"),
+        *reserved_facts(reserved),
         ("bound", f"{bound}: no schedule of these ops within the budget costs less"),
         *_exactly(solution.exact),
         ("gap", f"{units.format_percent(gap(solution))} between bound and plan"),

@@ -8,6 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from ckplan import units
+from ckplan.allocations import Reserved
 from ckplan.graph import BEFORE_STEP, KINDS, OUTSIDE_CALLS, Graph
 from ckplan.report.layers import (
     Cost,
@@ -19,6 +20,7 @@ from ckplan.report.layers import (
     survey,
     total_cost,
 )
+from ckplan.report.reserved import reserved_facts, reserved_json
 from ckplan.report.tables import add_row, facts, make_table, section, share
 from ckplan.simulate import Timeline
 
@@ -34,11 +36,14 @@ _LABELS = {
 }
 
 
-def step_report(graph: Graph, timeline: Timeline) -> RenderableType:
+def step_report(
+    graph: Graph, timeline: Timeline, reserved: Reserved | None = None
+) -> RenderableType:
     """The memory by kind, the layers that own the activations, and the notes."""
     forward = survey(graph)
     said = [
         ("peak", f"{_size(timeline.peak_bytes)} during {timeline.peak_at}"),
+        *reserved_facts(reserved),
         ("forward", units.format_flops((forward.inside + forward.outside).flops)),
         ("step", f"{units.format_seconds(graph.step_seconds)}, recomputing nothing"),
         ("costs", graph.costs),
@@ -52,7 +57,9 @@ def step_report(graph: Graph, timeline: Timeline) -> RenderableType:
     )
 
 
-def step_json(graph: Graph, timeline: Timeline, trace: str) -> dict[str, Any]:
+def step_json(
+    graph: Graph, timeline: Timeline, trace: str, reserved: Reserved | None = None
+) -> dict[str, Any]:
     """The same for scripts; layers are not folded, so ``call`` names one call each.
 
     ``activation_bytes`` is the sum over ``layers``. A layer whose ``part`` is "own
@@ -75,6 +82,7 @@ def step_json(graph: Graph, timeline: Timeline, trace: str) -> dict[str, Any]:
         "temporary_bytes": at_peak["temporary"],
         "peak_bytes": timeline.peak_bytes,
         "peak_at": timeline.peak_at,
+        **reserved_json(reserved),
         "alive_at_peak": {f"{kind}_bytes": at_peak[kind] for kind in KINDS},
         "forward_flops": both.flops,
         "forward_seconds": both.seconds,

@@ -1,0 +1,36 @@
+"""What the allocator of a card reserves: never the same as what is allocated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ckplan import units
+from ckplan.allocations import Reserved
+
+
+def reserved_facts(reserved: Reserved | None) -> list[tuple[str, str]]:
+    """The lines beside an allocated peak; none for a step that runs on no card."""
+    if reserved is None:
+        return []
+    each = units.format_bytes(reserved.bytes)
+    expandable = units.format_bytes(reserved.expandable_bytes)
+    said = f"{each} by PyTorch's allocator, {expandable} with expandable_segments"
+    return [("reserved", said)]
+
+
+def reserved_json(reserved: Reserved | None) -> dict[str, Any]:
+    """The same for scripts; null for a step that runs on no card."""
+    each = (None, None) if reserved is None else reserved
+    keys = ("reserved_peak_bytes", "reserved_peak_bytes_expandable_segments")
+    return dict(zip(keys, each, strict=True))
+
+
+def reserved_warning(reserved: Reserved | None, whole_bytes: int) -> str:
+    """What to do if the allocator reserves more than there is; "" if it does not."""
+    if reserved is None or reserved.bytes <= whole_bytes:
+        return ""
+    more = units.format_bytes(reserved.bytes - whole_bytes)
+    over = f"warning: PyTorch's allocator would reserve {more} more than there is"
+    if reserved.expandable_bytes <= whole_bytes:
+        return f"{over}: set PYTORCH_ALLOC_CONF=expandable_segments:True"
+    return f"{over}: a larger --reserve leaves room for its gaps"

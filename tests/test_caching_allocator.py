@@ -1,0 +1,208 @@
+"""The allocator on numbers: sequences worked by hand, and what always holds."""
+
+from __future__ import annotations
+
+import re
+from itertools import groupby, pairwise
+from pathlib import Path
+from random import Random
+
+import graphs
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckplan import caching_allocator as model
+from ckplan.allocations import events, reserved_bytes
+from ckplan.caching_allocator import Block, CachingAllocator
+from ckplan.errors import PlanError
+from ckplan.simulate import RERUN, Region, Timeline, simulate
+
+KIB, MIB = 2**10, 2**20
+
+
+def after(*requests: int, expandable: bool = False) -> int:
+    """MiB reserved after some requests; -n frees the n-th block asked for."""
+    allocator = CachingAllocator(expandable=expandable)
+    blocks: list[Block] = []
+    for request in requests:
+        if request > 0:
+            blocks.append(allocator.allocate(request))
+        else:
+            allocator.free(blocks[-request - 1])
+    return allocator.reserved_bytes // MIB
+
+
+def test_constants_are_those_of_the_installed_torch() -> None:
+    header = Path(torch.__file__).parent / "include/c10/core/AllocatorConfig.h"
+    if not header.is_file():
+        pytest.skip("this torch comes without its headers")
+    text = header.read_text()
+    found = dict(re.findall(r"constexpr size_t (k\w+) = (\d+);", text))
+    large = re.search(r"large_segment_size_\{(\d+)\}", text)
+    if "kMinBlockSize" not in found or large is None:
+        pytest.skip("this torch has them elsewhere")
+    assert [int(found[k]) for k in ("kMinBlockSize", "kSmallSize", "kSmallBuffer")] == [
+        model.MIN_BLOCK_BYTES,
+        model.SMALL_BYTES,
+        model.SMALL_SEGMENT_BYTES,
+    ]
+    assert int(found["kMinLargeAlloc"]) == model.MIN_OWN_SEGMENT_BYTES
+    assert int(found["kRoundLarge"]) == model.SEGMENT_STEP_BYTES
+    assert int(large.group(1)) == model.LARGE_SEGMENT_BYTES
+
+
+# Every line can be followed with the rules in the module's docstring alone.
+@pytest.mark.parametrize(
+    ("requests", "mib"),
+    [
+        ((1,), 2),  # a small segment for one byte
+        ((MIB, MIB), 2),  # two blocks of 1 MiB fill one
+        ((MIB, MIB, 1), 4),
+        ((MIB + 1,), 20),  # large
+        ((9 * MIB, 9 * MIB), 20),  # the second from what the first left
+        ((9 * MIB, 9 * MIB, 3 * MIB), 40),  # 2 MiB are left: too small
+        ((10 * MIB,), 10),  # a segment of its own
+        ((10 * MIB + 1,), 12),  # rounded up
+        ((21 * MIB, -1, 20 * MIB), 22),  # reused whole: 2 MiB would remain ...
+        ((21 * MIB, -1, 20 * MIB, 2 * MIB - 512), 22),  # ... which is split off
+        ((11 * MIB, -1, 10 * MIB + 512, 1 * MIB + 512), 12),  # from 2 MiB - 512
+        ((11 * MIB, -1, 10 * MIB + 512, 2 * MIB), 12 + 20),  # too much for those
+        ((30 * MIB, 12 * MIB, -1, -2, 11 * MIB, 29 * MIB), 42),  # the smallest fits
+        ((2 * MIB, 2 * MIB, 2 * MIB, -1, -3, 4 * MIB), 20),  # room at the end
+        ((6 * MIB, 6 * MIB, 6 * MIB, -1, -2, 12 * MIB), 20),  # neighbours merge
+        ((6 * MIB, 6 * MIB, 6 * MIB, -1, -3, 12 * MIB), 32),  # these are none
+        ((512 * KIB, 512 * KIB, 512 * KIB, 512 * KIB, -2, -3, MIB), 2),
+        ((512 * KIB, 512 * KIB, 512 * KIB, 512 * KIB, -1, -3, MIB), 4),
+    ],
+)
+def test_reserved_bytes_are_those_worked_out_by_hand(
+    requests: tuple[int, ...], mib: int
+) -> None:
+    assert after(*requests) == mib
+
+
+@pytest.mark.parametrize(
+    ("requests", "mib"),
+    [
+        ((1,), 2),
+        ((MIB + 1,), 20),
+        ((50 * MIB,), 60),  # three pages
+        ((50 * MIB, 10 * MIB), 60),  # the rest of the third
+        ((50 * MIB, 11 * MIB), 80),  # one page more: the end grows, 1 of 21 MiB
+        ((50 * MIB, 11 * MIB, 19 * MIB), 80),
+        ((30 * MIB, -1, 40 * MIB, -2, 41 * MIB), 60),  # nothing is stranded
+        ((8 * MIB, 8 * MIB, -1, 3 * MIB, 4 * MIB), 20),  # a gap before the end
+    ],
+)
+def test_expandable_segments_grow_by_pages(requests: tuple[int, ...], mib: int) -> None:
+    assert after(*requests, expandable=True) == mib
+
+
+def test_a_gap_that_fits_is_taken_before_the_end_that_can_grow() -> None:
+    allocator = CachingAllocator(expandable=True)
+    gap = allocator.allocate(12 * MIB)
+    allocator.allocate(2 * MIB)  # the end has 6 MiB: the smaller one, but it can grow
+    allocator.free(gap)
+    assert allocator.allocate(5 * MIB).address == gap.address
+
+
+def test_a_block_is_given_back_once() -> None:
+    allocator = CachingAllocator()
+    block = allocator.allocate(1)
+    allocator.free(block)
+    with pytest.raises(ValueError, match="free"):
+        allocator.free(block)
+
+
+SIZES = st.one_of(
+    st.integers(1, 3000), st.integers(1, 3 * MIB), st.integers(1, 40 * MIB)
+)
+
+
+@given(
+    st.lists(st.tuples(st.booleans(), SIZES, st.integers(0, 10**6)), max_size=60),
+    st.booleans(),
+)
+def test_blocks_are_apart_and_merge_when_all_are_free(
+    actions: list[tuple[bool, int, int]], expandable: bool
+) -> None:
+    allocator = CachingAllocator(expandable=expandable)
+    live: list[tuple[Block, int]] = []
+    most_asked = 0
+    for gives_back, size, which in actions:
+        if gives_back and live:
+            allocator.free(live.pop(which % len(live))[0])
+        else:
+            live.append((allocator.allocate(size), size))
+        asked = sum(-(-size // 512) * 512 for _, size in live)
+        most_asked = max(most_asked, asked)
+        assert asked <= allocator.allocated_bytes <= allocator.reserved_bytes
+        assert most_asked <= allocator.reserved_bytes
+        spans = sorted((block.address, block.bytes) for block, _ in live)
+        for (low, length), (high, _) in pairwise(spans):
+            assert low + length <= high
+        assert all(block.bytes >= size for block, size in live)
+    for block, _ in live:
+        allocator.free(block)
+    assert allocator.allocated_bytes == 0
+    for pool in (allocator._small, allocator._large):
+        free = [block for _, _, block in pool._free]
+        assert sum(block.bytes for block in free) == pool.reserved_bytes
+        assert all(block.before is block.after is None for block in free)
+        assert not expandable or len(free) <= 1
+
+
+# -- under a timeline ------------------------------------------------------------------
+
+
+def levels(timeline: Timeline) -> list[int]:
+    """Most bytes alive at every half moment, by the events alone."""
+    level, sizes = 0, dict[int, int]()
+    most = [0] * (2 * len(timeline.graph.ops) + 1)
+    by_moment = {
+        moment: list(found)
+        for moment, found in groupby(events(timeline), key=lambda event: event.moment)
+    }
+    for moment in range(len(most)):
+        most[moment] = level
+        for event in by_moment.get(moment, ()):
+            level += event.bytes or -sizes.pop(event.block)
+            if event.bytes:
+                assert event.block not in sizes
+                sizes[event.block] = event.bytes
+            most[moment] = max(most[moment], level)
+    return most
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_events_reach_the_live_bytes_of_the_replay(seed: int) -> None:
+    rng = Random(seed)
+    graph = graphs.random_step(rng)
+    regions = graphs.random_regions(graph, rng)
+    try:
+        timeline = simulate(graph, regions)
+    except PlanError:
+        timeline = simulate(graph)
+    found, live = levels(timeline), timeline.live_bytes
+    assert all(reached <= bytes_ for reached, bytes_ in zip(found, live, strict=True))
+    if not any(region.encode for region in regions):  # one form at a time, not both
+        gaps = {moment for effect in timeline.effects for moment in effect.spikes}
+        several = sum(len(effect.spikes) for effect in timeline.effects) > len(gaps)
+        assert several or found == live
+
+
+@pytest.mark.parametrize("by", ["program", RERUN])
+@pytest.mark.parametrize("expandable", [False, True])
+def test_reserved_is_at_least_the_peak_and_regions_lower_it(
+    by: str, expandable: bool
+) -> None:
+    graph = graphs.chain(6, width_bytes=7 * MIB, hidden_bytes=9 * MIB)
+    blocks = [i for i, call in enumerate(graph.calls) if call.fqn.count(".") == 1]
+    whole = simulate(graph)
+    planned = simulate(graph, [Region(block, by) for block in blocks])
+    for timeline in (whole, planned):
+        assert reserved_bytes(timeline, expandable=expandable) >= timeline.peak_bytes
+    before = reserved_bytes(whole, expandable=expandable)
+    assert reserved_bytes(planned, expandable=expandable) < before
