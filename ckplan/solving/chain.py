@@ -69,6 +69,13 @@ class ChainFrontier:
         for place in range(_last_within(points, budget_bytes), -1, -1):
             yield tuple(self._regions(place))
 
+    def spread(self, count: int) -> Iterator[tuple[Region, ...]]:
+        """At most so many plans from end to end of the frontier, the smallest first."""
+        last = len(self._tables[0]) - 1
+        places = {round(i * last / max(count - 1, 1)) for i in range(count)}
+        for place in sorted(places):
+            yield tuple(self._regions(place))
+
     def _regions(self, place: int) -> Iterator[Region]:
         for link, table in zip(self._links, self._tables, strict=False):
             _, _, option, place = table[place]

@@ -56,13 +56,14 @@ class Menus:
 
     def options(self, unit: Unit) -> list[Option]:
         """Every way to run a unit, cheapest first; keeping everything is the first."""
-        return self._useful(unit, (self._region(unit, k) for k in self._kept(unit)))
+        return self.useful(unit, (self._region(unit, k) for k in self._kept(unit)))
 
     def whole(self, unit: Unit) -> list[Option]:
         """The two ways of everyday practice: keep everything, or run it all again."""
-        return self._useful(unit, [Region(unit[0], RERUN, last=unit[1])])
+        return self.useful(unit, [Region(unit[0], RERUN, last=unit[1])])
 
-    def _useful(self, unit: Unit, regions: Iterable[Region]) -> list[Option]:
+    def useful(self, unit: Unit, regions: Iterable[Region]) -> list[Option]:
+        """Regions on a unit as options, those that free something, cheapest first."""
         view = self._simulator.view(*unit)
         windows = _windows(view)
         keep = Option(None, self._unplanned_need(windows), 0, 0.0)
@@ -92,7 +93,7 @@ class Menus:
         chosen = {(region.call, region.last): region for region in regions}
         alike: dict[str, list[Unit]] = defaultdict(list)
         for unit in cover:
-            alike[self._signature(unit)].append(unit)
+            alike[self.signature(unit)].append(unit)
         tidied: list[Region] = []
         for units in alike.values():
             saves = [self._relative(chosen[u]) for u in units if u in chosen]
@@ -117,14 +118,15 @@ class Menus:
         saved = sum(graph.storages[storage].bytes for storage in storages)
         return saved + sum(graph.encoding_of[place].bytes for place in region.encode)
 
-    def _signature(self, unit: Unit) -> str:
+    def signature(self, unit: Unit) -> str:
+        """Equal for units that do the same."""
         if unit not in self._signatures:
             self._signatures[unit] = self._graph.signature(*unit)
         return self._signatures[unit]
 
     def _kept(self, unit: Unit) -> list[Kept]:
         """The hull of a unit, as ops of that unit."""
-        signature = self._signature(unit)
+        signature = self.signature(unit)
         if signature not in self._hulls:
             view = self._simulator.view(*unit)
             hull = unit_closure(self._graph, view).hull(_most_cuts(view))

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import chain as concatenate
 from itertools import islice
 from typing import TypeAlias
 
@@ -21,6 +20,7 @@ from ckplan.solving.bound import LowerBound
 from ckplan.solving.chain import ChainFrontier
 from ckplan.solving.covers import chain_of, find_covers, run_covers
 from ckplan.solving.menu import Menus, Unit
+from ckplan.solving.nesting import Nesting
 from ckplan.solving.solution import Floor, Point, Solution
 
 _Found: TypeAlias = tuple[Timeline, tuple[Region, ...]]
@@ -29,7 +29,12 @@ _Search: TypeAlias = tuple[ChainFrontier, _Tidy]
 
 _MOST_REPLAYS = 32  # of points that the chain thought would fit
 _HALVINGS = 12  # of a search for a budget
-_WORTH_RUNS = 0.02  # of what can be freed, more with runs than without
+_WORTH_FREED = 0.02  # of what can be freed, that a wider search must free beyond
+_WORTH_PEAK = 0.1  # or of the peak
+_TIMES_ROOT = (
+    2.5  # of how many calls there are: longer runs hold more than shorter ones
+)
+_ROOTS = (4, 3, 2)  # of how many calls there are: lengths of runs with regions inside
 GOALS = (None, "min-memory", "knee")
 METHODS = ("chain", "milp")
 
@@ -142,22 +147,29 @@ class Planner:
     @cached_property
     def _least(self) -> _Found:
         """The plan that reaches the floor."""
-        searches = [*self._searches, *(self._run_searches if self._runs_pay else ())]
-        return self._smallest(searches)
+        return self._smallest(self._all_searches)
 
     def within(self, budget_bytes: int) -> _Found | None:
         """The cheapest plan that fits, as its timeline and its regions."""
         if self.unplanned.peak_bytes <= budget_bytes:
             return self.unplanned, ()
-        searches = [*self._searches, *(self._run_searches if self._runs_pay else ())]
         found = [
             plan
-            for chain, tidy in searches
+            for chain, tidy in self._all_searches
             for plan in self._cheapest(chain, tidy, budget_bytes)
         ]
         if self._least[0].peak_bytes <= budget_bytes:
             found.append(self._least)
         return min(found, key=_rank, default=None)
+
+    @cached_property
+    def _all_searches(self) -> list[_Search]:
+        found = list(self._searches)
+        if self._runs_pay:
+            found += self._run_searches
+        if self._nesting_pays:
+            found += self._nested_searches
+        return found
 
     def _search(self, cover: Sequence[Unit]) -> _Search:
         chain = chain_of(self.simulator, self.menus, cover)
@@ -176,8 +188,13 @@ class Planner:
 
     @cached_property
     def _run_searches(self) -> list[_Search]:
-        covers = concatenate.from_iterable(self._run_covers.values())
-        return [self._search(cover) for cover in covers]
+        longest = _TIMES_ROOT * max(self._run_covers, default=0) ** 0.5
+        return [
+            self._search(cover)
+            for length, covers in self._run_covers.items()
+            for cover in covers
+            if length <= longest
+        ]
 
     @cached_property
     def _runs_pay(self) -> bool:
@@ -185,18 +202,53 @@ class Planner:
 
         Runs of about the root of their number free the most.
         """
+        least = self._smallest(self._searches)[0].peak_bytes
+        regions = (
+            [Region(call, last=last) for call, last in cover]
+            for cover in self._runs_of_about_root(2)
+        )
+        return any(self._frees_more(plan, than_bytes=least) for plan in regions)
+
+    @cached_property
+    def _nesting_pays(self) -> bool:
+        """Whether dropping again inside of runs, while they are rebuilt, frees more."""
+        flat = [*self._searches, *(self._run_searches if self._runs_pay else ())]
+        least = self._smallest(flat)[0].peak_bytes
+        regions = (
+            [self._nesting.simplest(unit) for unit in cover]
+            for cover in self._runs_of_about_root(2)
+        )
+        return any(self._frees_more(plan, than_bytes=least) for plan in regions)
+
+    @cached_property
+    def _nesting(self) -> Nesting:
+        return Nesting(self.simulator, self.menus)
+
+    @cached_property
+    def _nested_searches(self) -> list[_Search]:
+        covers = dict.fromkeys(
+            cover for root in _ROOTS for cover in self._runs_of_about_root(root)
+        )
+        options = self._nesting.options
+        return [
+            (chain_of(self.simulator, self.menus, cover, options), list)
+            for cover in covers
+        ]
+
+    def _runs_of_about_root(self, root: int) -> list[tuple[Unit, ...]]:
+        """Covers by runs of about the n-th root of their number, in calls."""
         covers = self._run_covers
         if not covers:
-            return False
-        root = max(covers) ** 0.5
-        least = self._smallest(self._searches)[0].peak_bytes
-        for cover in covers[min(covers, key=lambda length: abs(length - root))]:
-            regions = (Region(call, last=last) for call, last in cover)
-            done = [r for r in regions if can_be_done(self.simulator, r)]
-            peak = self.simulator.run(done).peak_bytes
-            if least - peak > _WORTH_RUNS * (self.unplanned.peak_bytes - peak):
-                return True
-        return False
+            return []
+        wanted = max(covers) ** (1 / root)
+        return covers[min(covers, key=lambda length: abs(length - wanted))]
+
+    def _frees_more(self, plan: Iterable[Region], than_bytes: int) -> bool:
+        done = [r for r in plan if can_be_done(self.simulator, r)]
+        peak = self.simulator.run(done).peak_bytes
+        freed = self.unplanned.peak_bytes - peak
+        worth = min(_WORTH_FREED * freed, _WORTH_PEAK * than_bytes)
+        return than_bytes - peak > worth
 
     def nearest(self, budget_bytes: int) -> Timeline:
         """The cheapest plan that fits, or the smallest if none does."""

@@ -1,0 +1,168 @@
+"""Options with regions inside: for long chains and large calls, where bursts are big.
+
+A region that keeps nothing holds, while it is rebuilt, all that its backward will want.
+With regions inside, it holds only what these need, and they rebuild the rest in their
+turn: every level costs one more run of the forward, and turns a sum of bytes into about
+a root of it. A. Griewank, A. Walther, "Revolve", 2000, is the uniform case; with a menu
+for every part it is the recurrence of Beaumont et al. ("Optimal checkpointing for
+heterogeneous chains", 2019), its splits taken from a few even ones.
+
+Inside one region the parts make a chain just as the units of a step do, so the same
+recurrence chooses among them (``chain.py``): live bytes are those of the step under the
+region alone, in place of the unplanned step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+from ckplan.errors import PlanError
+from ckplan.simulate import Region, Simulator
+from ckplan.solving.chain import ChainFrontier, Link
+from ckplan.solving.menu import Menus, Option, Unit
+
+_MOST_PARTS = 12  # of a run, each call by itself; longer ones are cut into runs
+_MOST_LEVELS = 4
+_MOST_FLAT = 3  # options without regions inside, of one part
+_MOST_PLANS = 6  # of the inside of one unit
+
+
+class Nesting:
+    """Options with regions inside, for the units of one graph."""
+
+    def __init__(self, simulator: Simulator, menus: Menus) -> None:
+        self._simulator = simulator
+        self._graph = simulator.graph
+        self._menus = menus
+        self._found: dict[str, tuple[Unit, list[Region]]] = {}  # by signature
+
+    def options(self, unit: Unit) -> list[Option]:
+        """The menu of a unit, options with regions inside among them."""
+        flat = [o.region for o in self._menus.options(unit) if o.region is not None]
+        return self._menus.useful(unit, [*flat, *self.regions(unit)])
+
+    def simplest(self, unit: Unit) -> Region:
+        """Keep nothing, and the same for every part of it."""
+        inner = tuple(Region(call, last=last) for call, last in self._parts(unit))
+        own = inner and (inner[0].call, inner[0].last) == unit
+        return Region(unit[0], last=unit[1], inner=() if own else inner)
+
+    def regions(self, unit: Unit, level: int = 1) -> list[Region]:
+        """Regions on a unit with regions inside, those that hold least first."""
+        signature = f"{self._menus.signature(unit)} {level}"
+        if signature not in self._found:
+            self._found[signature] = unit, self._regions(unit, level)
+        like, regions = self._found[signature]
+        return [self._moved(region, like, unit) for region in regions]
+
+    def _regions(self, unit: Unit, level: int) -> list[Region]:
+        parts = self._parts(unit) if level <= _MOST_LEVELS else []
+        whole = Region(unit[0], last=unit[1])
+        try:
+            inside = _Inside(self._simulator, whole, parts)
+        except PlanError:  # it cannot be rebuilt at all
+            return []
+        if len(inside.parts) < 2:
+            return []
+        links = [
+            Link(inside.options(place, self._choices(part, level)), gap)
+            for place, (part, gap) in enumerate(
+                zip(inside.parts, inside.gaps, strict=False)
+            )
+        ]
+        plans = ChainFrontier(links, inside.gaps[-1]).spread(_MOST_PLANS)
+        return [replace(whole, inner=plan) for plan in plans if plan]
+
+    def _choices(self, part: Unit, level: int) -> Iterator[Region]:
+        """What can be done with a part while what is around it is rebuilt."""
+        flat = [option.region for option in self._menus.options(part)]
+        plain = [region for region in flat if region and not region.encode]
+        yield from plain[:: max(1, len(plain) // _MOST_FLAT)]
+        yield Region(part[0], last=part[1])
+        yield from self.regions(part, level + 1)
+
+    def _parts(self, unit: Unit) -> list[Unit]:
+        """The calls of a run, or those that a call makes; many of them in runs."""
+        call, last = unit
+        if last is None:
+            calls = self._graph.children[call]
+        else:
+            siblings = self._graph.children[self._graph.calls[call].parent]
+            calls = [one for one in siblings if call <= one <= last]
+        calls = [one for one in calls if self._graph.saved_in(one)]
+        length = 1
+        while len(calls) > _MOST_PARTS * length:
+            length = -(-len(calls) // _MOST_PARTS) if length == 1 else length + 1
+        runs = (calls[at : at + length] for at in range(0, len(calls), length))
+        return [(run[0], run[-1] if len(run) > 1 else None) for run in runs]
+
+    def _moved(self, region: Region, like: Unit, unit: Unit) -> Region:
+        """The same region on another unit that does the same."""
+        calls = unit[0] - like[0]
+        ops = self._graph.calls[unit[0]].start - self._graph.calls[like[0]].start
+
+        def move(one: Region) -> Region:
+            return replace(
+                one,
+                call=one.call + calls,
+                last=None if one.last is None else one.last + calls,
+                save=frozenset((op + ops, output) for op, output in one.save),
+                inner=tuple(map(move, one.inner)),
+            )
+
+        return move(region) if calls or ops else region
+
+
+class _Inside:
+    """The backward of one region, as a chain of its parts."""
+
+    def __init__(
+        self, simulator: Simulator, whole: Region, parts: Sequence[Unit]
+    ) -> None:
+        self._simulator = simulator
+        self._whole = whole
+        first, last = simulator.view(whole.call, whole.last).backward_window()
+        (self.live,) = simulator.live_within(whole, [(first, last)])
+        self._start = max(first, 0)
+        self._windows: list[tuple[int, int]] = []
+        self.parts: list[Unit] = []
+        for part in parts:
+            window = simulator.view(*part).backward_window()
+            if window[0] >= 0:
+                self.parts.append(part)
+                self._windows.append(window)
+        self.gaps = self._gaps()
+
+    def options(self, place: int, regions: Iterator[Region]) -> list[Option]:
+        """Everything kept, and what each of the regions on a part does instead."""
+        first, last = self._windows[place]
+        between = max(first - 1, self._start)
+        kept = self.live[first - self._start : last - self._start + 1]
+        options = [Option(None, max(kept, default=0), 0, 0.0)]
+        base_seconds = self._simulator.effect(self._whole).seconds
+        for region in dict.fromkeys(regions):
+            nested = replace(self._whole, inner=(region,))
+            with suppress(PlanError):
+                during, before = self._simulator.live_within(
+                    nested, [(first, last), (between, between)]
+                )
+                freed = self.live[between - self._start] - before[0]
+                seconds = self._simulator.effect(nested).seconds - base_seconds
+                options.append(Option(region, max(during), freed, seconds))
+        useful = [o for o in options[1:] if o.freed_bytes > 0]
+        return [options[0], *sorted(useful, key=lambda option: option.seconds)]
+
+    def _gaps(self) -> list[int]:
+        """Most live bytes outside of all parts, by how many parts have dropped."""
+        gaps = [0] * (len(self._windows) + 1)
+        for at, live in enumerate(self.live, start=self._start):
+            if not any(first <= at <= last for first, last in self._windows):
+                dropped = 0
+                for first, _ in self._windows:
+                    if first <= at:
+                        break
+                    dropped += 1
+                gaps[dropped] = max(gaps[dropped], live)
+        return gaps
