@@ -168,14 +168,18 @@ def finish(report: Report, output: Path | None, *, whole: bool) -> int:
     """
     parts = [*report.parts, _verdict(report.broken)]
     print("\n\n".join(parts))
-    month = _now().strftime("%Y%m")
-    usual = ROOT / "scripts" / "results" / f"{report.name}_{HARDWARE}_{month}.md"
-    path = output or (usual if whole else None)
+    path = output or (results_path(report.name, ".md") if whole else None)
     if path is None:
         say("wrote nothing: only a part was measured; -o FILE keeps it")
     else:
         write_page(path, report.title, [report.claim, *parts])
     return 1 if report.broken else 0
+
+
+def results_path(name: str, suffix: str) -> Path:
+    """The usual file of results of this month."""
+    month = _now().strftime("%Y%m")
+    return ROOT / "scripts" / "results" / f"{name}_{HARDWARE}_{month}{suffix}"
 
 
 def write_page(path: Path, title: str, parts: Iterable[str]) -> None:
