@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,14 @@ import pytest
 import torch
 from test_applying import measured_peak
 from torch import nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ckplan
 from ckplan.errors import WorkloadError
 from ckplan.graph import Graph
 from ckplan.simulate import simulate
+from ckplan.tracing.fake import fake_tensors
 from ckplan.tracing.profile import profile_workload
 from ckplan.training.workload import (
     Workload,
@@ -173,6 +177,61 @@ def test_a_profile_leaves_the_model_as_it_was() -> None:
     assert torch.equal(random, torch.get_rng_state())
     assert all(p.grad is None for p in model.parameters())
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+class Layouts(TorchDispatchMode):
+    """Notes how every op lays out what it returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, list[tuple[int, ...]]]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.namespace == "aten" and not func.is_view:
+            leaves = torch.utils._pytree.tree_leaves(out)
+            strides = [x.stride() for x in leaves if isinstance(x, torch.Tensor)]
+            self.seen.append((str(func), strides))
+        return out
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: functional.mse_loss(x, torch.ones(x.shape)),
+        lambda x: functional.smooth_l1_loss(x, torch.ones(x.shape)),
+        lambda x: functional.huber_loss(x, torch.ones(x.shape)),
+        lambda x: functional.logsigmoid(x).square().sum(),
+        lambda x: functional.glu(x).square().sum(),
+        lambda x: (functional.log_softmax(x, -1) * x).sum(),
+        lambda x: (functional.layer_norm(x, x.shape[-1:]) * x).sum(),
+        lambda x: (functional.batch_norm(x, None, None, training=True) * x).sum(),
+    ],
+)
+@pytest.mark.parametrize(
+    "laid_out",
+    [
+        lambda: torch.ones(4, 8, 6, 10).to(memory_format=torch.channels_last),
+        lambda: torch.ones(4, 6, 8).transpose(1, 2),
+        lambda: torch.ones(4, 6, 8, 10).permute(0, 2, 3, 1),
+    ],
+    ids=["channels last", "transposed", "permuted"],
+)
+def test_fake_results_are_laid_out_as_the_kernels_do(
+    function: Callable[[torch.Tensor], torch.Tensor],
+    laid_out: Callable[[], torch.Tensor],
+) -> None:
+    def layouts() -> list[tuple[str, list[tuple[int, ...]]]]:
+        x = laid_out().requires_grad_()
+        with Layouts() as mode:
+            function(x).backward()
+        return mode.seen
+
+    real = layouts()
+    with fake_tensors():
+        assert real == layouts()
 
 
 class Asking(nn.Module):

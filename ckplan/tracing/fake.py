@@ -37,6 +37,22 @@ _QUESTIONS = (
 )
 _SIZED_BY_KERNEL = (torch.ops.aten.mkldnn_rnn_layer.default,)
 """Ops of which only the kernel knows how large a workspace backward will want."""
+_ALWAYS_CONTIGUOUS = (
+    torch.ops.aten._log_softmax_backward_data.default,
+    torch.ops.aten.glu_backward.default,
+    torch.ops.aten.huber_loss_backward.default,
+    torch.ops.aten.log_sigmoid_backward.default,
+    torch.ops.aten.log_sigmoid_forward.default,
+    torch.ops.aten.mse_loss_backward.default,
+    torch.ops.aten.native_layer_norm_backward.default,
+    torch.ops.aten.smooth_l1_loss_backward.default,
+)
+_CHANNELS_LAST = {torch.channels_last: 4, torch.channels_last_3d: 5}  # dimensions
+_SOME_MEMORY_FORMAT = (
+    torch.ops.aten.native_batch_norm.default,
+    torch.ops.aten.native_batch_norm_backward.default,
+)
+"""Always contiguous or channels last. Fake kernels of both follow their inputs."""
 
 
 class KnownValues(TorchDispatchMode):
@@ -80,7 +96,8 @@ class KnownValues(TorchDispatchMode):
         if any(isinstance(x, FakeTensor) and x.dtype.is_floating_point for x in args):
             if func._schema.is_mutable:
                 self._forget(_written(func, args))
-            return func(*args, **kwargs)  # nothing is known of floats
+            out = func(*args, **kwargs)  # nothing is known of floats
+            return _laid_out(func, out)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         values = [self._value(x) if isinstance(x, torch.Tensor) else x for x in leaves]
         known = all(
@@ -147,6 +164,26 @@ def _sized_by_kernel(func: Any, args: tuple[Any, ...]) -> tuple[torch.Tensor, ..
     return tuple(
         torch.empty_strided(x.shape, x.stride(), dtype=x.dtype) for x in outputs
     )
+
+
+def _laid_out(func: Any, out: Any) -> Any:
+    """What an op returned, as its kernel lays it out; layouts decide what runs next."""
+    if func in _ALWAYS_CONTIGUOUS:
+        formats = [torch.contiguous_format]
+    elif func in _SOME_MEMORY_FORMAT:
+        formats = [torch.contiguous_format, *_CHANNELS_LAST]
+    else:
+        return out
+
+    def lay_out(x: torch.Tensor) -> torch.Tensor:
+        fits = any(
+            x.is_contiguous(memory_format=one)
+            for one in formats
+            if x.dim() == _CHANNELS_LAST.get(one, x.dim())
+        )
+        return x if fits else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+    return pytree.tree_map_only(torch.Tensor, lay_out, out)
 
 
 def _written(func: Any, args: tuple[Any, ...]) -> Iterator[torch.Tensor]:
