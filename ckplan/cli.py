@@ -209,6 +209,10 @@ def profile(
         bool,
         typer.Option("--fresh", help="Measure again what was measured before."),
     ] = False,
+    replay: Annotated[
+        bool,
+        typer.Option(help="Run the forward of a small model twice, to compare."),
+    ] = True,
     output: Annotated[
         Path | None,
         typer.Option("-o", help="The trace to write.  [default: traces/NAME.json.gz]"),
@@ -235,6 +239,7 @@ def profile(
             device=device,
             gpu=gpu,
             fresh=fresh,
+            replay=replay,
             progress=progress,
         )
     graph = _shard(graph, sharding)

@@ -29,8 +29,10 @@ from ckplan.names import relative_path
 if TYPE_CHECKING:
     import networkx
 
-FORMAT_VERSION = 3
-_READABLE = (2, FORMAT_VERSION)  # 2: no launch times and no word on costs
+FORMAT_VERSION = 4
+_READABLE = (2, 3, FORMAT_VERSION)
+_WITH_HAZARD_IN_CALL = (2, 3)
+_DEFAULTS: dict[str, Any] = {"costs": "measured", "hazards": []}  # of older formats
 MEASURED = "measured"
 """Where the seconds of a graph come from, unless it says otherwise."""
 KINDS = (
@@ -41,6 +43,14 @@ KINDS = (
     "input",
     "activation",
     "temporary",
+)
+HAZARDS = (
+    "statistics",  # running statistics that a kernel updates
+    "buffer",  # forward changes a tensor that outlives it
+    "random",  # random numbers of no generator that is put back
+    "state",  # forward changes attributes or arguments, or hidden state
+    "shapes",  # shapes depend on values: another batch needs other bytes
+    "chance",  # the same op on the same tensors gives other values
 )
 BEFORE_STEP = -1
 """Maker of a storage that exists when the step begins."""
@@ -121,10 +131,19 @@ class Call:
     start: int  # its ops are [start, stop)
     stop: int
     module: str  # type name
-    hazard: str = ""  # why its ops must not be run twice; "" if they may
 
     def __str__(self) -> str:
         return f"{self.fqn or '.'}#{self.number}"
+
+
+@dataclass(frozen=True, slots=True)
+class Hazard:
+    """Why running a call, or its ops, a second time may give something else."""
+
+    call: int  # the innermost that has it
+    kind: str  # one of HAZARDS
+    reason: str  # for people
+    guarded_by: tuple[str, ...]  # ways to recompute that take care of it
 
 
 @dataclass(frozen=True)
@@ -140,6 +159,7 @@ class Graph:
     num_forward: int
     num_backward: int
     encodings: tuple[Encoding, ...] = ()  # in order of op and output
+    hazards: tuple[Hazard, ...] = ()  # in order of call
     notes: tuple[str, ...] = ()  # what a reader must know: fallbacks, translations
     costs: str = MEASURED  # where the seconds come from: or "roofline RTX 4090"
     options: Mapping[str, str] = field(default_factory=dict)
@@ -261,7 +281,7 @@ class Graph:
             number = seen.setdefault(storage, len(seen))
             return number, found.bytes, inside and found.last - start
 
-        parts: list[object] = [call.module, call.hazard]
+        parts: list[object] = [call.module]
         for op in self.ops[start:stop]:
             where = self.relative_path(op.call, index) if last is None else ""
             ids = [[local(s) for s in group] for group in (op.reads, op.outputs)]
@@ -272,6 +292,10 @@ class Graph:
         parts += [
             (one.op - start, one.output, one.name, one.bytes)
             for one in self.encodings_in(index, last)
+        ]
+        parts += [
+            (max(hazard.call - index, -1), hazard.reason, hazard.guarded_by)
+            for hazard in self.hazards_in(index, last)
         ]
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
@@ -301,6 +325,23 @@ class Graph:
         low = bisect_left(self.encodings, start, key=lambda one: one.op)
         high = bisect_left(self.encodings, stop, key=lambda one: one.op)
         return self.encodings[low:high]
+
+    def hazards_in(self, call: int, last: int | None = None) -> Sequence[Hazard]:
+        """The hazards of a call, or of a run of calls; inner calls included."""
+        stop = self.calls[call if last is None else last].stop
+        after = bisect_left(self.calls, stop, lo=call + 1, key=lambda one: one.start)
+        low = bisect_left(self.hazards, call, key=lambda one: one.call)
+        high = bisect_left(self.hazards, after, key=lambda one: one.call)
+        parent = self.calls[call].parent
+        between = () if last is None else self._hazards_of.get(parent, ())
+        return [*between, *self.hazards[low:high]]
+
+    @cached_property
+    def _hazards_of(self) -> dict[int, list[Hazard]]:
+        found: dict[int, list[Hazard]] = {}
+        for hazard in self.hazards:
+            found.setdefault(hazard.call, []).append(hazard)
+        return found
 
     def to_networkx(self) -> networkx.DiGraph[int]:
         """The ops as a DAG: an edge where one reads what another made or changed."""
@@ -345,6 +386,15 @@ def _check(graph: Graph) -> None:
         if not (known and inside and call.start <= call.stop):
             raise _bad(f"call {index} covers ops [{call.start}, {call.stop})")
     _check_encodings(graph)
+    _check_hazards(graph)
+
+
+def _check_hazards(graph: Graph) -> None:
+    numbers = [hazard.call for hazard in graph.hazards]
+    if not _within(numbers, 0, len(graph.calls)) or numbers != sorted(numbers):
+        raise _bad("a hazard is of a call that is not there")
+    if any(hazard.kind not in HAZARDS for hazard in graph.hazards):
+        raise _bad("a hazard is of an unknown kind")
 
 
 def _check_encodings(graph: Graph) -> None:
@@ -399,6 +449,7 @@ _TOP_KEYS = {
     "storages",
     "saved",
     "encodings",
+    "hazards",
 }
 
 
@@ -433,8 +484,7 @@ def dumps(graph: Graph) -> str:
         "num_backward": graph.num_backward,
         "names": names,
         "calls": [
-            [c.fqn, c.number, c.parent, c.start, c.stop, c.module, c.hazard]
-            for c in graph.calls
+            [c.fqn, c.number, c.parent, c.start, c.stop, c.module] for c in graph.calls
         ],
         "ops": ops,
         "storages": [[s.bytes, s.kind, s.maker, s.last] for s in graph.storages],
@@ -443,6 +493,7 @@ def dumps(graph: Graph) -> str:
             [*row[:-2], round(row[-2], 9), round(row[-1], 9)]
             for row in map(astuple, graph.encodings)
         ],
+        "hazards": [astuple(hazard) for hazard in graph.hazards],
     }
     return json.dumps(content, separators=(",", ":")) + "\n"
 
@@ -462,13 +513,15 @@ def loads(text: str, name: str) -> Graph:
     version = content["ckplan_graph"]
     if version not in _READABLE:
         raise _unreadable(name, f"has format {version!r}")
-    if version == 2:
-        content.setdefault("costs", MEASURED)
+    if version != FORMAT_VERSION:
+        content = _DEFAULTS | content
     unknown, missing = set(content) - _TOP_KEYS, _TOP_KEYS - set(content)
     if unknown or missing:
         word = "unknown" if unknown else "missing"
         raise _unreadable(name, f"has {word} key {min(unknown or missing)!r}")
     try:
+        if version in _WITH_HAZARD_IN_CALL:
+            content["calls"] = [row[:6] for row in content["calls"]]
         return _from_content(content)
     except (TypeError, ValueError, IndexError, KeyError, AttributeError) as error:
         raise _unreadable(name, f"has a malformed record ({error})") from None
@@ -488,6 +541,10 @@ def _from_content(content: dict[str, Any]) -> Graph:
         saved=tuple(Saved(*row) for row in content["saved"]),
         calls=tuple(Call(*row) for row in content["calls"]),
         encodings=tuple(Encoding(*row) for row in content["encodings"]),
+        hazards=tuple(
+            Hazard(call, kind, reason, tuple(guarded_by))
+            for call, kind, reason, guarded_by in content["hazards"]
+        ),
         num_forward=content["num_forward"],
         num_backward=content["num_backward"],
         notes=tuple(content["notes"]),

@@ -10,6 +10,7 @@ from typing import TypeAlias
 
 from ckplan.errors import PlanError
 from ckplan.graph import OUTSIDE_CALLS, Encoding, Graph
+from ckplan.hazards import refuse_hazards
 from ckplan.names import Call, OpCounter, OpName, call_name, expand_calls, fold_calls
 from ckplan.plan import Plan, PlannedRegion
 from ckplan.simulate import Region
@@ -56,7 +57,12 @@ def _regions(
         ]
         taken.update(inner for inner, _ in mine)
         inner = _apart(graph, mine)
-        yield Region(call, planned.by, save, last, encode, inner), planned
+        region = Region(call, planned.by, save, last, encode, inner)
+        try:
+            refuse_hazards(graph, region)
+        except PlanError as refused:
+            raise planned.located(refused) from None
+        yield region, planned
     for inner_region, one in inside:
         if inner_region not in taken:
             error = PlanError(

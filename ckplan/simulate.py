@@ -22,6 +22,7 @@ from itertools import accumulate, count, pairwise
 
 from ckplan.errors import PlanError
 from ckplan.graph import BEFORE_STEP, KINDS, Call, Encoding, Graph, Saved
+from ckplan.hazards import refuse_hazards
 from ckplan.program import Flow, Part, Program, Rebuild, compile_program
 
 PROGRAM, RERUN = "program", "rerun"
@@ -204,6 +205,7 @@ class Simulator:
         """What one region alone changes."""
         if region not in self._effects:
             compute = _program_effect if region.by == PROGRAM else _rerun_effect
+            refuse_hazards(self.graph, region)
             view = self.view(region.call, region.last)
             self._check_parameters(view)
             self._effects[region] = compute(view, region)

@@ -23,6 +23,7 @@ from ckplan.graph import (
     Call,
     Encoding,
     Graph,
+    Hazard,
     Op,
     Saved,
     Storage,
@@ -121,6 +122,7 @@ class Forward:
         self._storages: list[Storage] = []
         self._saved: list[tuple[int, Saved]] = []  # (forward op, what it saves)
         self._calls: list[Call] = []
+        self._hazards: list[Hazard] = []
         self._stack = [OUTSIDE_CALLS]
 
     def given(self, num_bytes: int, kind: str = "input") -> int:
@@ -134,7 +136,9 @@ class Forward:
         """Put a module call around the ops that run inside."""
         index, at = len(self._calls), len(self._ops)
         number = sum(call.fqn == fqn for call in self._calls)
-        call = Call(fqn, number, self._stack[-1], at, at, module, hazard)
+        call = Call(fqn, number, self._stack[-1], at, at, module)
+        if hazard:
+            self._hazards.append(Hazard(index, "chance", hazard, ()))
         self._calls.append(call)
         self._stack.append(index)
         yield
@@ -204,6 +208,7 @@ class Forward:
             calls=tuple(self._calls),
             num_forward=num_forward,
             num_backward=num_backward,
+            hazards=tuple(sorted(self._hazards, key=lambda hazard: hazard.call)),
         )
 
     def _backward(self) -> dict[int, int]:

@@ -631,7 +631,7 @@ def test_an_op_without_a_fake_kernel_is_named_with_what_to_do(
 ) -> None:
     (folder / "bad.py").write_text(BAD_STEPS)
     ended = run("profile", "bad.py:is_opaque", "--json")
-    (note,) = (n for n in json.loads(ended.out)["notes"] if "real tensors" in n)
+    (note,) = (n for n in json.loads(ended.out)["notes"] if "traced on real" in n)
     assert "the op ckplan_test::opaque has no fake kernel" in note
     assert "torch.library.register_fake" in note
 

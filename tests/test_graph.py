@@ -152,7 +152,7 @@ def test_other_json_is_no_trace(text: str) -> None:
 def test_other_versions_are_refused(version: object) -> None:
     with pytest.raises(GraphError, match="has format") as caught:
         loads(changed(put("ckplan_graph", value=version)), "x")
-    assert "format 3" in caught.value.needed
+    assert "format 4" in caught.value.needed
     assert "ckplan profile" in caught.value.hint
 
 
@@ -162,8 +162,23 @@ def test_format_2_is_read_without_launch_times() -> None:
         del content["costs"]
         for row in content["ops"]:
             del row[10:]
+        before_hazards(content)
 
     assert loads(changed(as_before), "x") == GRAPH
+
+
+def test_format_3_is_read_without_hazards() -> None:
+    def as_before(content: dict[str, Any]) -> None:
+        content["ckplan_graph"] = 3
+        before_hazards(content)
+
+    assert loads(changed(as_before), "x") == GRAPH
+
+
+def before_hazards(content: dict[str, Any]) -> None:
+    del content["hazards"]
+    for row in content["calls"]:
+        row.append("writes to a buffer")
 
 
 def test_unknown_key_is_named() -> None:

@@ -45,6 +45,7 @@ from ckplan.encodings import BITS, Encoded, encode
 from ckplan.errors import ApplyError
 from ckplan.names import relative_path
 from ckplan.program import EXTERNAL, Flow, Part, Program, compile_program
+from ckplan.training.shapes import decided_by_values
 
 OpKey = tuple[str, str, int]
 """Path of the module below the region, op name, occurrence."""
@@ -121,6 +122,7 @@ class _Facts(NamedTuple):
     writes: tuple[tuple[int, str], ...]  # arguments changed in place
     random: bool
     batch_norm: bool
+    dynamic: bool  # values may decide how much it returns
 
 
 @cache
@@ -132,7 +134,8 @@ def _facts(func: Any) -> _Facts:
     )
     name = func.overloadpacket.__name__
     random = torch.Tag.nondeterministic_seeded in func.tags
-    return _Facts(name, func.is_view, writes, random, name in _BATCH_NORMS)
+    dynamic = torch.Tag.dynamic_output_shape in func.tags
+    return _Facts(name, func.is_view, writes, random, name in _BATCH_NORMS, dynamic)
 
 
 class _Access(NamedTuple):
@@ -310,6 +313,8 @@ class Recorder(TorchDispatchMode):
         generator = kwargs.get("generator") if facts.random else None
         device = _device_of(args, kwargs)
         state = random_state(device, generator) if facts.random else None
+        if facts.dynamic and decided_by_values(func, tensors_in(args)):
+            self._log.broken = True  # calls do not tell what such an op returns
         out = func(*args, **kwargs)
         returned = tensors_in(out)
         known = len(self._addresses)

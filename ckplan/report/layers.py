@@ -90,7 +90,7 @@ def survey(graph: Graph) -> Forward:
 
 def layer_name(graph: Graph, call: int) -> str:
     """The pattern that means one call: its FQN, numbered if it ran more than once."""
-    return _patterns(graph, [call])[0][0]
+    return patterns(graph, [call])[0][0]
 
 
 def fold_layers(graph: Graph, layers: Iterable[Layer]) -> list[Row]:
@@ -114,14 +114,14 @@ def _likeness(graph: Graph, layer: Layer) -> object:
 
 def _rows(graph: Graph, alike: Sequence[Layer]) -> list[Row]:
     cost_of = {_key(graph, layer.call): layer.cost for layer in alike}
-    found = _patterns(graph, [layer.call for layer in alike])
+    found = patterns(graph, [layer.call for layer in alike])
     return [
         Row(name, alike[0].own_code, len(keys), total_cost(cost_of[k] for k in keys))
         for name, keys in found
     ]
 
 
-def _patterns(
+def patterns(
     graph: Graph, calls: Iterable[int]
 ) -> list[tuple[str, tuple[tuple[str, int], ...]]]:
     """Patterns that together mean some calls, each with the calls it means."""

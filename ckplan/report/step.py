@@ -10,6 +10,7 @@ from rich.table import Table
 from ckplan import units
 from ckplan.allocations import Reserved
 from ckplan.graph import BEFORE_STEP, KINDS, OUTSIDE_CALLS, Graph
+from ckplan.report.hazards import hazard_json, hazards_table
 from ckplan.report.layers import (
     Cost,
     Forward,
@@ -53,6 +54,7 @@ def step_report(
     return Group(
         section(f"Memory of one training step of {graph.model}", memory),
         section("Layers in forward", _layers(graph, forward)),
+        *([section("Hazards", hazards_table(graph))] if graph.hazards else []),
         facts(said),
     )
 
@@ -89,6 +91,7 @@ def step_json(
         "step_seconds": graph.step_seconds,
         "costs": graph.costs,
         "notes": list(graph.notes),
+        "hazards": [hazard_json(graph, hazard) for hazard in graph.hazards],
         "layers": [_layer_json(graph, layer) for layer in forward.layers],
     }
 

@@ -20,6 +20,7 @@ from ckplan.graph import (
 )
 from ckplan.tracing.calibrate import CodingCost
 from ckplan.tracing.cost_cache import Cost
+from ckplan.tracing.hazards import find_hazards
 from ckplan.tracing.recorder import (
     STILL_ALIVE,
     RawOp,
@@ -39,7 +40,6 @@ _RANDOM = (
     "rand",
     "uniform",
 )
-_HIDDEN_WRITES = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
 
 
 def build_graph(
@@ -79,6 +79,7 @@ def build_graph(
         ),
         calls=calls,
         encodings=tuple(_encodings(recording, codings)),
+        hazards=find_hazards(recording, call_number),
         num_forward=recording.num_forward,
         num_backward=recording.num_backward,
     )
@@ -214,19 +215,5 @@ def _calls(recording: Recording) -> tuple[tuple[Call, ...], dict[int, int]]:
             number[index] = parent
             continue
         number[index] = len(calls)
-        hazard = _hazard(recording, recording.ops[raw.start : raw.stop])
-        calls.append(
-            Call(raw.fqn, raw.number, parent, raw.start, raw.stop, raw.module, hazard)
-        )
+        calls.append(Call(raw.fqn, raw.number, parent, raw.start, raw.stop, raw.module))
     return tuple(calls), number
-
-
-def _hazard(recording: Recording, ops: Sequence[RawOp]) -> str:
-    """Why running a call again would change more than its activations."""
-    for op in ops:
-        name = op_name(op.func)
-        if any(recording.storages[s].maker == BEFORE_STEP for s in op.writes):
-            return f"{name} writes to a buffer"
-        if name in _HIDDEN_WRITES:
-            return f"{name} updates running statistics"
-    return ""

@@ -32,8 +32,10 @@ from ckplan.tracing.cuda import translated
 from ckplan.tracing.cuda.memory import as_allocated, with_workspaces
 from ckplan.tracing.fake import KnownValues, fake_tensors, why_not_fake
 from ckplan.tracing.recorder import Recording, StepRecorder, TensorMeta
+from ckplan.tracing.repeat import repeated
 from ckplan.tracing.roofline import roofline, roofline_codings
 from ckplan.tracing.target import Target, find_target
+from ckplan.tracing.watch import states_kept
 from ckplan.training.failures import (
     check_finite,
     described,
@@ -66,6 +68,7 @@ NOTE_SOME_WORKSPACES = (
 )
 NOTE_CPU_BYTES = "bytes: as on a CPU, where kernels keep other tensors than on a card"
 
+
 _Scope: TypeAlias = tuple[FakeTensorMode, KnownValues]
 _Build: TypeAlias = Callable[[_Scope | None], Workload]
 
@@ -85,6 +88,7 @@ def profile_workload(
     device: str = "cpu",
     gpu: str | None = None,
     fresh: bool = False,
+    replay: bool = True,
     progress: Progress | None = None,
 ) -> Graph:
     """Profile what a file offers.
@@ -95,6 +99,7 @@ def profile_workload(
         device: Where the step is to run: ``cpu``, or ``cuda``, with a GPU or without.
         gpu: A card of ``ckplan gpus``, whose roofline stands in for measured seconds.
         fresh: Measure ops again that were measured on this machine before.
+        replay: Run the forward of a small model twice, to find what differs then.
         progress: Told how far the work has come.
 
     Raises:
@@ -108,7 +113,8 @@ def profile_workload(
         del scope
         return make()
 
-    return _profile(build, training, target, fresh, progress)
+    with states_kept():
+        return _profile(build, training, target, fresh, replay, progress)
 
 
 def profile(
@@ -121,6 +127,7 @@ def profile(
     accumulate: int = 1,
     device: str | None = None,
     gpu: str | None = None,
+    replay: bool = True,
     shard: str | None = None,
     world_size: int = 1,
     units: Sequence[str] = (),
@@ -141,6 +148,7 @@ def profile(
         device: Where the step is to run, by default where the model is; ``cuda`` needs
             no GPU.
         gpu: A card of ``ckplan gpus``, whose roofline stands in for measured seconds.
+        replay: Run the forward of a small model twice, to find what differs then.
         shard: The step of one of several ranks: ``ddp``, ``zero1``, ``zero2``,
             ``zero3`` or ``fsdp2``; see ``ckplan.shard``.
         world_size: How many ranks there are.
@@ -172,7 +180,8 @@ def profile(
         return Workload(model, batch, workload.loss)
 
     training = Training(optimizer, amp, accumulate)
-    graph = _profile(build, training, target, fresh, progress)
+    with states_kept():
+        graph = _profile(build, training, target, fresh, replay, progress)
     return sharded(graph, sharding) if sharding else graph
 
 
@@ -185,6 +194,7 @@ def _profile(
     training: Training,
     target: Target,
     fresh: bool,
+    replay: bool,
     progress: Progress | None,
 ) -> Graph:
     cache = cost_cache(target.placed, fresh=fresh)
@@ -204,8 +214,11 @@ def _profile(
         cost_source=MEASURED if gpu is None else f"roofline {gpu.name}",
     )
     if target.device.type == "cuda":
-        return as_allocated(graph, target.capability)
-    return graph
+        graph = as_allocated(graph, target.capability)
+    if not (replay and target.is_here):
+        return graph
+    tell("running forward twice", 0, 0)
+    return repeated(graph, lambda: on_device(build(None), target.placed), training)
 
 
 def _costs(

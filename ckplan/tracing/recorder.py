@@ -24,8 +24,10 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
+from torch.utils.hooks import RemovableHandle
 
 from ckplan.graph import BEFORE_STEP, OUTSIDE_CALLS
+from ckplan.tracing.watch import Watch
 
 STILL_ALIVE = -2
 _aten = torch.ops.aten
@@ -152,6 +154,9 @@ class Recording:
     storages: list[RawStorage] = field(default_factory=list)
     saved: list[RawSaved] = field(default_factory=list)
     calls: list[RawCall] = field(default_factory=list)
+    changes: list[tuple[int, str, str]] = field(default_factory=list)
+    """(call, kind of hazard, reason) of state beside tensors."""
+    num_known: int = 0  # storages that were registered before the step
     num_forward: int = 0
     num_backward: int = 0
 
@@ -163,10 +168,12 @@ class StepRecorder(TorchDispatchMode):
         super().__init__()
         self.recording = Recording()
         self._fake = fake
+        self._modules = list(model.modules())
         self._fqns = {id(module): name for name, module in model.named_modules()}
         self._ids: dict[int, int] = {}  # address of a live storage -> its number
         self._times_called: dict[str, int] = {}
         self._stack: list[int] = []
+        self._watch = Watch()
         self._boundaries: list[tuple[int, int]] = []  # (autograd sequence, call)
         self._phase = "forward"
         self._node_call = OUTSIDE_CALLS
@@ -183,6 +190,7 @@ class StepRecorder(TorchDispatchMode):
             if storage._cdata not in self._ids:
                 self._keep.append(storage)
                 self._register(storage, kind, BEFORE_STEP)
+                self.recording.num_known = len(self.recording.storages)
 
     def leave_out(self, tensors: Iterable[torch.Tensor]) -> None:
         """Count nothing for what is in another memory than the device's."""
@@ -207,7 +215,7 @@ class StepRecorder(TorchDispatchMode):
                 self._leave_call, always_call=True
             ),
         )
-        for hook in hooks:
+        for hook in (*hooks, *self._watch_arguments()):
             stack.callback(hook.remove)
         stack.enter_context(
             torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
@@ -389,6 +397,8 @@ class StepRecorder(TorchDispatchMode):
             return
         number = self._times_called.get(fqn, 0)
         self._times_called[fqn] = number + 1
+        self._look()
+        self._watch.enter(module)
         parent = self._stack[-1] if self._stack else OUTSIDE_CALLS
         self._stack.append(len(self.recording.calls))
         start = len(self.recording.ops)
@@ -400,8 +410,27 @@ class StepRecorder(TorchDispatchMode):
         del args, output
         if id(module) not in self._fqns or self._phase != "forward":
             return
+        self._look()
+        self._watch.leave()
         self.recording.calls[self._stack.pop()].stop = len(self.recording.ops)
         self._mark_boundary()
+
+    def _look(self) -> None:
+        call = self._current_call()
+        self.recording.changes += ((call, *found) for found in self._watch.changes())
+
+    def _watch_arguments(self) -> list[RemovableHandle]:
+        """Hooks of torch that see every module see no keywords."""
+
+        def given(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+            if id(module) in self._fqns and self._phase == "forward":
+                self._watch.arguments(args, kwargs)
+
+        return [
+            module.register_forward_pre_hook(given, prepend=True, with_kwargs=True)
+            for module in self._modules
+            if not isinstance(module, torch.jit.ScriptModule)
+        ]
 
     def _mark_boundary(self) -> None:
         # Nodes made from here on have this sequence number or a later one.

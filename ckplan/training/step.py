@@ -87,7 +87,7 @@ class TrainingStep:
         Raises:
             WorkloadError: The loss is no scalar or needs no gradient.
         """
-        with self._autocast():
+        with self.autocast():
             output = call_model(self.workload)
             loss, rule = loss_of(self.workload, output)
             if self.training.accumulate > 1:
@@ -112,7 +112,8 @@ class TrainingStep:
         if self.entering is not None:
             self.entering(phase)
 
-    def _autocast(self) -> AbstractContextManager[Any]:
+    def autocast(self) -> AbstractContextManager[Any]:
+        """What forward and loss run under."""
         if self.training.amp is None:
             return nullcontext()
         device = next(iter(self.workload.model.parameters())).device.type

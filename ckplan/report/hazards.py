@@ -1,0 +1,45 @@
+"""What makes calls unsafe to recompute, like calls in one row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.table import Table
+
+from ckplan.graph import Graph, Hazard
+from ckplan.report.layers import layer_name, patterns
+from ckplan.report.tables import add_row, make_table
+
+_MOST_PATTERNS = 2
+
+
+def hazards_table(graph: Graph) -> Table:
+    """Rows of calls, what is the matter with them, and what may recompute them."""
+    alike: dict[tuple[str, str, tuple[str, ...]], list[int]] = {}
+    for hazard in graph.hazards:
+        module = graph.calls[hazard.call].module
+        key = (module, hazard.reason, hazard.guarded_by)
+        alike.setdefault(key, []).append(hazard.call)
+    table = make_table("calls", "hazard", "recomputed by", texts=3)
+    for (_, reason, guarded_by), calls in alike.items():
+        ways = " or ".join(guarded_by) or "nothing"
+        add_row(table, _names(graph, calls), reason, ways)
+    return table
+
+
+def hazard_json(graph: Graph, hazard: Hazard) -> dict[str, Any]:
+    """The same for scripts, one call each."""
+    return {
+        "call": layer_name(graph, hazard.call),
+        "module": graph.calls[hazard.call].module,
+        "kind": hazard.kind,
+        "reason": hazard.reason,
+        "guarded_by": list(hazard.guarded_by),
+    }
+
+
+def _names(graph: Graph, calls: list[int]) -> str:
+    found = [name for name, _ in patterns(graph, dict.fromkeys(calls))]
+    if len(found) <= _MOST_PATTERNS:
+        return ", ".join(found)
+    return f"{graph.calls[calls[0]].module}, x{len(calls)}"

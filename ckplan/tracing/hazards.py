@@ -1,0 +1,101 @@
+"""Find in a recorded step why a call, or its ops, must not simply be run again.
+
+Programs run ops again with the random numbers that they had, and no Python: they need
+only care about what changes the tensors that they read, which the simulator sees, and
+about kernels that are not deterministic. Running a module again also runs its Python.
+There the engine puts back torch's random numbers before, and buffers afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+
+from ckplan.graph import BEFORE_STEP, OUTSIDE_CALLS, Hazard
+from ckplan.simulate import PROGRAM, RERUN
+from ckplan.tracing.recorder import (
+    STILL_ALIVE,
+    RawCall,
+    RawOp,
+    Recording,
+    TensorMeta,
+)
+from ckplan.training.shapes import decided_by_values
+
+BOTH, PROGRAMS, NEITHER = (PROGRAM, RERUN), (PROGRAM,), ()
+_BATCH_NORMS = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
+_RUNNING_MEAN, _TRAINING = 3, 5  # arguments of all three
+_REPLACES = ("copy_", "fill_", "zero_")  # whatever the tensor held
+
+
+def find_hazards(
+    recording: Recording, call_number: Mapping[int, int]
+) -> tuple[Hazard, ...]:
+    """The hazards of every call, each once, in order of call.
+
+    Args:
+        recording: The step.
+        call_number: Recorded call -> call of the graph, or ``OUTSIDE_CALLS``.
+    """
+    found: dict[Hazard, None] = {}
+    for call, kind, reason in recording.changes:
+        found[Hazard(call_number[call], kind, reason, PROGRAMS)] = None
+    for index, raw in enumerate(recording.calls):
+        mine = [o for o in recording.ops[raw.start : raw.stop] if o.call == index]
+        for kind, reason, guard in _of_ops(recording, raw, mine):
+            found[Hazard(call_number[index], kind, reason, guard)] = None
+    inside = (hazard for hazard in found if hazard.call != OUTSIDE_CALLS)
+    return tuple(sorted(inside, key=lambda hazard: hazard.call))
+
+
+def _of_ops(
+    recording: Recording, call: RawCall, mine: Sequence[RawOp]
+) -> Iterator[tuple[str, str, tuple[str, ...]]]:
+    """Hazards of the ops that a call's own code runs."""
+    # Batch norms count their batches, too.
+    counts_only = any(map(_updates_statistics, mine))
+    for op in mine:
+        name = str(op.func.overloadpacket.__name__)
+        if _updates_statistics(op):
+            yield "statistics", f"{name} updates running statistics", BOTH
+        if any(isinstance(leaf, torch.Generator) for leaf in op.args):
+            yield "random", f"{name} draws from a generator of its own", PROGRAMS
+        if decided_by_values(op.func, op.args):
+            yield "shapes", f"{name} returns as much as values decide", BOTH
+        for storage in op.writes:
+            raw = recording.storages[storage]
+            if raw.maker != BEFORE_STEP or raw.kind not in ("buffer", "parameter"):
+                continue
+            if raw.kind == "parameter" or storage >= recording.num_known:
+                what = "parameter" if raw.kind == "parameter" else "plain attribute"
+                yield "buffer", f"changes a tensor that is a {what}", PROGRAMS
+            elif _depends(recording, call, storage):
+                yield "buffer", "changes a buffer that its outputs follow", PROGRAMS
+            elif not counts_only:
+                yield "buffer", "changes a buffer", BOTH
+
+
+def _updates_statistics(op: RawOp) -> bool:
+    if op.func.overloadpacket.__name__ not in _BATCH_NORMS:
+        return False
+    return bool(op.args[_TRAINING]) and isinstance(op.args[_RUNNING_MEAN], TensorMeta)
+
+
+def _depends(recording: Recording, call: RawCall, buffer: int) -> bool:
+    """Whether what leaves a call depends on what a buffer held when it began."""
+    storages, tainted = recording.storages, {buffer}
+    for op in recording.ops[call.start : call.stop]:
+        name = op.func.overloadpacket.__name__
+        if name in _REPLACES:
+            (target,) = op.writes
+            others = {*op.reads} - {target}
+            (tainted.add if others & tainted else tainted.discard)(target)
+        elif tainted & {*op.reads}:
+            tainted |= {*op.outputs, *op.writes}
+    made = {s for s in tainted if storages[s].maker != BEFORE_STEP}
+    saved = {one.storage for one in recording.saved}
+    lives_on = (storages[s].last for s in made)
+    return bool(made & saved) or any(
+        last == STILL_ALIVE or last >= call.stop for last in lives_on
+    )

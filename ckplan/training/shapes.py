@@ -1,0 +1,26 @@
+"""Ops that return as much as the values of their inputs decide."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+_MASKS = (torch.bool, torch.uint8)
+
+
+def decided_by_values(func: Any, leaves: Iterable[object]) -> bool:
+    """Whether the shape of what an op returns is not known from those of its inputs.
+
+    Args:
+        func: An overload of an op.
+        leaves: Its arguments, flat; of tensors, what has a ``dtype``. Indexing counts
+            only if it is by a mask.
+    """
+    if torch.Tag.dynamic_output_shape not in func.tags:
+        return False
+    if func.overloadpacket is not torch.ops.aten.index:
+        return True
+    _, *indices = (leaf for leaf in leaves if hasattr(leaf, "dtype"))
+    return any(leaf.dtype in _MASKS for leaf in indices)

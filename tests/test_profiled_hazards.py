@@ -1,0 +1,311 @@
+"""Hazards that a profile finds: each kind by a model that has it, and what follows."""
+
+from __future__ import annotations
+
+import os
+import random
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from test_applying import train
+from torch import nn
+
+import ckplan
+from ckplan.errors import ApplyError, PlanError
+from ckplan.graph import Graph, dumps, loads
+from ckplan.plan import Plan, PlannedRegion
+from ckplan.report.step import step_json, step_report
+from ckplan.report.tables import render
+from ckplan.resolve import resolve
+from ckplan.simulate import simulate
+from ckplan.training.workload import Workload
+
+CALLS_SO_FAR: list[int] = []
+
+
+@torch.library.custom_op("ckplan_test::chance", mutates_args=())
+def chance(x: torch.Tensor) -> torch.Tensor:
+    """A kernel that is not deterministic."""
+    return x + int.from_bytes(os.urandom(4), "big") * 2.0**-34
+
+
+chance.register_fake(torch.empty_like)
+chance.register_autograd(lambda ctx, grad: grad)
+
+
+class Block(nn.Module):
+    """A layer with something else in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+        self.count, self.seen = 0, []
+        self.register_buffer("average", torch.ones(64))
+        self.plain = torch.ones(64)
+        self.generator = torch.Generator()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sin(torch.exp(torch.tanh(self.change(self.linear(x)))))
+
+    def change(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+class Calm(Block):
+    """Dropout is put back by the engine: no hazard."""
+
+    def change(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(x, 0.1)
+
+
+class PythonRandom(Block):
+    def change(self, x: torch.Tensor) -> torch.Tensor:
+        return x * random.random()
+
+
+class NumpyRandom(Block):
+    def change(self, x: torch.Tensor) -> torch.Tensor:
+        return x * float(numpy.random.rand())
+
+
+class OwnGenerator(Block):
+    def change(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rand(64, generator=self.generator)
+
+
+class Counter(Block):
+    def change(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        return x / self.count
+
+
+class Lists(Block):
+    def change(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(1)
+        return x / len(self.seen)
+
+
+class Codebook(Block):
+    """Its output follows the buffer that it moves."""
+
+    def change(self, x: torch.Tensor) -> torch.Tensor:
+        self.average.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return x + self.average
+
+
+class Replaced(Block):
+    def change(self, x: torch.Tensor) -> torch.Tensor:
+        self.average = 0.9 * self.average + 0.1 * x.detach().mean(0)
+        return x + self.average
+
+
+class MovingAverage(Block):
+    """Its output does not."""
+
+    def change(self, x: torch.Tensor) -> torch.Tensor:
+        self.average.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return x
+
+
+class PlainTensor(Block):
+    def change(self, x: torch.Tensor) -> torch.Tensor:
+        self.plain.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return x + self.plain
+
+
+class Norm(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(64)
+
+    def change(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x)
+
+
+class Spectral(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        nn.utils.parametrizations.spectral_norm(self.linear)
+
+
+class Experts(Block):
+    """Rows go where the largest of two columns says."""
+
+    def change(self, x: torch.Tensor) -> torch.Tensor:
+        chosen = (x[:, 0] > x[:, 1]).nonzero().squeeze(-1)
+        return x.index_add(0, chosen, self.linear(x[chosen]))
+
+
+class Cached(Block):
+    """A cache that its parent makes and hands down by keyword."""
+
+    def forward(self, x: torch.Tensor, cache: list[torch.Tensor]) -> torch.Tensor:
+        cache.append(x.detach())
+        return torch.sin(torch.exp(torch.tanh(self.linear(x) + sum(cache))))
+
+
+class GlobalState(Block):
+    def change(self, x: torch.Tensor) -> torch.Tensor:
+        CALLS_SO_FAR.append(1)
+        return x / len(CALLS_SO_FAR)
+
+
+class Chance(Block):
+    def change(self, x: torch.Tensor) -> torch.Tensor:
+        return chance(x)
+
+
+class Three(nn.Module):
+    """Three of a block."""
+
+    def __init__(self, kind: type[Block]) -> None:
+        super().__init__()
+        self.h = nn.ModuleList(kind() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        cache: list[torch.Tensor] = []
+        for block in self.h:
+            x = block(x, cache=cache) if isinstance(block, Cached) else block(x)
+        return x
+
+
+def build(kind: type[Block]) -> Workload:
+    torch.manual_seed(0)
+    random.seed(0)
+    numpy.random.seed(0)
+    CALLS_SO_FAR.clear()
+    return Workload(Three(kind), torch.randn(512, 64), lambda out, _: out.sum())
+
+
+def profiled(kind: type[Block], **options: Any) -> Graph:
+    found = build(kind)
+    return ckplan.profile(found.model, found.batch, loss=found.loss, **options)
+
+
+def kinds_of(graph: Graph) -> set[tuple[str, tuple[str, ...]]]:
+    return {(hazard.kind, hazard.guarded_by) for hazard in graph.hazards}
+
+
+PROGRAM, BOTH = ("program",), ("program", "rerun")
+GUARDED = [
+    (Norm, "statistics", BOTH),
+    (MovingAverage, "buffer", BOTH),
+    (Experts, "shapes", BOTH),
+    (Codebook, "buffer", PROGRAM),
+    (PlainTensor, "buffer", PROGRAM),
+    (Spectral, "buffer", PROGRAM),
+    (Replaced, "state", PROGRAM),
+    (PythonRandom, "random", PROGRAM),
+    (NumpyRandom, "random", PROGRAM),
+    (OwnGenerator, "random", PROGRAM),
+    (Counter, "state", PROGRAM),
+    (Lists, "state", PROGRAM),
+    (Cached, "state", PROGRAM),
+    (GlobalState, "state", PROGRAM),
+    (Chance, "chance", ()),
+]
+
+
+@pytest.mark.parametrize(("kind", "hazard", "guarded_by"), GUARDED)
+def test_each_hazard_is_found_and_said(
+    kind: type[Block], hazard: str, guarded_by: tuple[str, ...]
+) -> None:
+    graph = profiled(kind)
+    assert kinds_of(graph) == {(hazard, guarded_by)}
+    calls = {graph.calls[one.call].fqn.split(".")[1] for one in graph.hazards}
+    assert calls == {"0", "1", "2"}
+    assert loads(dumps(graph), "again").hazards == graph.hazards
+    timeline = simulate(graph)
+    text = render(step_report(graph, timeline))
+    assert "Hazards\n" in text
+    assert max(map(len, text.splitlines())) <= 80
+    first = step_json(graph, timeline, "")["hazards"][0]
+    assert (first["kind"], first["guarded_by"]) == (hazard, [*guarded_by])
+
+
+def test_what_the_engine_puts_back_is_no_hazard() -> None:
+    graph = profiled(Calm)
+    assert graph.hazards == ()
+    assert "Hazards" not in render(step_report(graph, simulate(graph)))
+
+
+@pytest.mark.parametrize(("kind", "hazard", "guarded_by"), GUARDED)
+@pytest.mark.parametrize("by", ["program", "rerun"])
+def test_what_guards_a_hazard_trains_to_the_same_bits_and_what_does_not_is_refused(
+    kind: type[Block], hazard: str, guarded_by: tuple[str, ...], by: str
+) -> None:
+    del hazard
+    plan = Plan(regions=(PlannedRegion("h.[0..2]", by),))
+    graph = profiled(kind)
+    if by not in guarded_by:
+        with pytest.raises(PlanError, match=f"cannot recompute h.0#0 by {by}: h.0"):
+            resolve(plan, graph)
+        return
+    expected = train(build(kind))
+    workload = build(kind)
+    ckplan.apply(workload.model, plan)
+    try:
+        simulate(graph, resolve(plan, graph))
+    except PlanError as refused:  # it would have to rebuild from what it overwrote
+        assert "in place" in refused.what
+        with pytest.raises(ApplyError, match="in place"):
+            train(workload)
+        return
+    assert all(map(torch.equal, expected, train(workload)))
+
+
+@pytest.mark.parametrize("kind", [kind for kind, _, ways in GUARDED if ways])
+def test_what_the_solver_makes_of_a_hazard_trains_to_the_same_bits(
+    kind: type[Block],
+) -> None:
+    plan = ckplan.solve(profiled(kind), goal="min-memory")
+    assert plan.regions
+    expected = train(build(kind))
+    workload = build(kind)
+    ckplan.apply(workload.model, plan)
+    assert all(map(torch.equal, expected, train(workload)))
+
+
+@pytest.mark.parametrize("kind", [kind for kind, _, ways in GUARDED if ways == PROGRAM])
+def test_rerun_of_what_only_programs_guard_is_wrong_indeed(kind: type[Block]) -> None:
+    expected = train(build(kind))
+    workload = build(kind)
+    ckplan.apply(workload.model, Plan(regions=(PlannedRegion("h.[0..2]", "rerun"),)))
+    try:
+        assert not all(map(torch.equal, expected, train(workload)))
+    except RuntimeError as error:  # torch's own check of what was recomputed
+        assert "recomputed" in str(error)
+
+
+def test_the_solver_makes_no_region_of_chance() -> None:
+    calm, risky = profiled(Calm), profiled(Chance)
+    assert ckplan.solve(calm, goal="min-memory").regions
+    assert ckplan.solve(risky, goal="min-memory").regions == ()
+
+
+def test_without_replay_only_what_can_be_seen_is_found() -> None:
+    assert profiled(Chance, replay=False).hazards == ()
+    assert kinds_of(profiled(Counter, replay=False)) == {("state", PROGRAM)}
+
+
+def test_a_large_model_is_not_run_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ckplan.tracing import repeat
+
+    monkeypatch.setattr(repeat, "available_bytes", lambda: 1000)
+    graph = profiled(Chance)
+    assert graph.hazards == ()
+    assert graph.notes[-1].startswith(repeat.NOTE_NOT)
+
+
+def test_a_profile_leaves_random_numbers_alone() -> None:
+    def state() -> list[Any]:
+        keys = numpy.random.get_state()[1].tolist()
+        return [random.getstate(), keys, torch.get_rng_state().tolist()]
+
+    for kind in (PythonRandom, NumpyRandom, Calm):
+        model, batch = Three(kind), torch.randn(128, 64)
+        before = state()
+        ckplan.profile(model, batch)
+        assert state() == before
