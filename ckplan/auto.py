@@ -22,6 +22,8 @@ def auto(
     optimizer: str | None = None,
     amp: str | None = None,
     accumulate: int = 1,
+    clip: float | None = None,
+    scaler: bool = False,
     shard: str | None = None,
     world_size: int = 1,
 ) -> nn.Module:
@@ -38,6 +40,8 @@ def auto(
         optimizer: ``adamw`` by default; see ``profile``.
         amp: ``bf16`` or ``fp16``: forward and loss run under autocast.
         accumulate: Backwards before the optimizer takes a step.
+        clip: Largest norm of all gradients together: ``clip_grad_norm_``.
+        scaler: Whether the loss goes through a gradient scaler.
         shard: Plan for one of several ranks: ``ddp``, ``fsdp2``, ...; see ``profile``.
             The model is to be wrapped afterwards.
         world_size: How many ranks there are.
@@ -56,6 +60,8 @@ def auto(
         optimizer=optimizer,
         amp=amp,
         accumulate=accumulate,
+        clip=clip,
+        scaler=scaler,
         shard=shard,
         world_size=world_size,
     )

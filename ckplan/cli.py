@@ -31,18 +31,6 @@ if TYPE_CHECKING:
 TRACES = Path("traces")
 
 
-class Optimizer(str, Enum):
-    """What updates the parameters; as ``ckplan.training.step.OPTIMIZERS``."""
-
-    ADAMW = "adamw"
-    ADAM = "adam"
-    SGD = "sgd"
-    MOMENTUM = "momentum"
-    ADAFACTOR = "adafactor"
-    NONE = "none"
-    OWN = "own"
-
-
 class Amp(str, Enum):
     """What autocast casts to; as ``ckplan.training.step.AMP``."""
 
@@ -107,14 +95,26 @@ _Inputs = Annotated[
     ),
 ]
 _OptimizerOption = Annotated[
-    Optimizer | None,
-    typer.Option(help="By default the workload's own if it has one, else adamw."),
+    str | None,
+    typer.Option(
+        metavar="NAME[:KERNEL]",
+        help="adamw, adam, sgd, momentum, adafactor, adamw8bit (predicted only), none "
+        "or own; with foreach, fused or single.  [default: own if there is one, else "
+        "adamw, as torch chooses]",
+    ),
 ]
 _AmpOption = Annotated[
     Amp | None, typer.Option(help="Forward and loss under autocast to this type.")
 ]
 _Accumulate = Annotated[
     int, typer.Option(min=1, metavar="N", help="Batches per step of the optimizer.")
+]
+_Clip = Annotated[
+    float | None,
+    typer.Option(metavar="NORM", help="Clip the gradients to this norm."),
+]
+_Scaler = Annotated[
+    bool, typer.Option("--scaler", help="Scale the loss, for --amp fp16.")
 ]
 _ShardOption = Annotated[
     Shard | None,
@@ -191,6 +191,8 @@ def profile(
     optimizer: _OptimizerOption = None,
     amp: _AmpOption = None,
     accumulate: _Accumulate = 1,
+    clip: _Clip = None,
+    scaler: _Scaler = False,
     device: Annotated[
         str, typer.Option(help="Where the step is to run: cpu, or cuda, GPU or not.")
     ] = "cpu",
@@ -235,7 +237,7 @@ def profile(
     with ProgressLine(sys.stderr) as progress, redirect_stdout(sys.stderr):
         graph = profile_workload(
             spec,
-            training=_training(optimizer, amp, accumulate),
+            training=_training(optimizer, amp, accumulate, clip, scaler),
             device=device,
             gpu=gpu,
             fresh=fresh,
@@ -487,6 +489,8 @@ def verify(
     optimizer: _OptimizerOption = None,
     amp: _AmpOption = None,
     accumulate: _Accumulate = 1,
+    clip: _Clip = None,
+    scaler: _Scaler = False,
     steps: Annotated[int, typer.Option(min=0, help="How many steps to time.")] = 5,
     seed: Annotated[int, typer.Option(min=0, help="Of every random number.")] = 0,
     fake: Annotated[
@@ -512,9 +516,11 @@ def verify(
         _check_picture(plot, force)
     spec = _workload(target, settings, inputs)
     how: dict[str, Any] = {
-        "optimizer": optimizer and optimizer.value,
+        "optimizer": optimizer,
         "amp": amp and amp.value,
         "accumulate": accumulate,
+        "clip": clip,
+        "scaler": scaler,
         "seed": seed,
         "trace": _trace_of(spec.name, trace),
     }
@@ -578,6 +584,8 @@ def eject(
     optimizer: _OptimizerOption = None,
     amp: _AmpOption = None,
     accumulate: _Accumulate = 1,
+    clip: _Clip = None,
+    scaler: _Scaler = False,
     output: Annotated[
         Path | None, typer.Option("-o", help="Write the code here.  [default: stdout]")
     ] = None,
@@ -600,7 +608,7 @@ def eject(
 
         spec = _workload(target, settings, inputs)
         with ProgressLine(sys.stderr) as progress, redirect_stdout(sys.stderr):
-            training = _training(optimizer, amp, accumulate)
+            training = _training(optimizer, amp, accumulate, clip, scaler)
             graph = profile_workload(spec, training=training, progress=progress)
     plain = plain_form(graph, loaded)
     if not plain.same:
@@ -626,11 +634,15 @@ def _workload(
 
 
 def _training(
-    optimizer: Optimizer | None, amp: Amp | None, accumulate: int
+    optimizer: str | None,
+    amp: Amp | None,
+    accumulate: int,
+    clip: float | None,
+    scaler: bool,
 ) -> Training:
     from ckplan.training.step import Training
 
-    return Training(optimizer and optimizer.value, amp and amp.value, accumulate)
+    return Training(optimizer, amp and amp.value, accumulate, clip, scaler)
 
 
 def _sharding(

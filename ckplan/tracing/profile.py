@@ -44,13 +44,8 @@ from ckplan.training.failures import (
     place_of,
 )
 from ckplan.training.fingerprint import fingerprint
-from ckplan.training.step import (
-    AS_IT_SAYS,
-    Training,
-    TrainingStep,
-    counters,
-    make_step,
-)
+from ckplan.training.optimizers import counters
+from ckplan.training.step import AS_IT_SAYS, Training, TrainingStep, make_step
 from ckplan.training.workload import (
     Workload,
     WorkloadSpec,
@@ -60,6 +55,7 @@ from ckplan.training.workload import (
 )
 
 NOTE_FAKE = "traced under fake tensors"
+NOTE_PREDICTED = "optimizer: predicted only, as one byte for each of two states"
 NOTE_SECONDS = "seconds and workspaces: each distinct op measured alone on this machine"
 NOTE_ROOFLINE = "seconds: the least that the card needs; workspaces are not counted"
 NOTE_SOME_WORKSPACES = (
@@ -126,6 +122,8 @@ def profile(
     amp: str | None = None,
     accumulate: int = 1,
     device: str | None = None,
+    clip: float | None = None,
+    scaler: bool = False,
     gpu: str | None = None,
     replay: bool = True,
     shard: str | None = None,
@@ -142,11 +140,14 @@ def profile(
         loss: ``loss(output, batch)``; by default ``output.loss``, a scalar output, or
             the sum of the output's floating tensors.
         optimizer: ``adamw`` by default; ``adam``, ``sgd``, ``momentum``,
-            ``adafactor`` or ``none``.
+            ``adafactor``, ``adamw8bit`` or ``none``. With ``:foreach``, ``:fused`` or
+            ``:single`` one of torch's kernels, if not what torch chooses.
         amp: ``bf16`` or ``fp16``: forward and loss run under autocast.
         accumulate: Backwards before the optimizer takes a step; the last is profiled.
         device: Where the step is to run, by default where the model is; ``cuda`` needs
             no GPU.
+        clip: Largest norm of all gradients together: ``clip_grad_norm_``.
+        scaler: Whether the loss goes through a gradient scaler.
         gpu: A card of ``ckplan gpus``, whose roofline stands in for measured seconds.
         replay: Run the forward of a small model twice, to find what differs then.
         shard: The step of one of several ranks: ``ddp``, ``zero1``, ``zero2``,
@@ -179,7 +180,7 @@ def profile(
             known.learn_all(_values_of(model, batch), _values_of(*real))
         return Workload(model, batch, workload.loss)
 
-    training = Training(optimizer, amp, accumulate)
+    training = Training(optimizer, amp, accumulate, clip, scaler)
     with states_kept():
         graph = _profile(build, training, target, fresh, replay, progress)
     return sharded(graph, sharding) if sharding else graph
@@ -320,7 +321,7 @@ def _trace(
 ) -> _Traced:
     """Record the second step: the steady state, in which optimizer state exists."""
     workload = on_device(build(scope), target.placed)
-    step = make_step(workload, training)
+    step = make_step(workload, training, target.device.type)
     with _told("the first step"):
         loss = step.run()
         if scope is None:
@@ -369,7 +370,7 @@ def _record(recorder: StepRecorder, step: TrainingStep) -> list[str]:
         recorder.mark(grads, "gradient")
         del grads
         step.update()
-    return [rule]
+    return [rule, *([NOTE_PREDICTED] if step.training.predicted_only else [])]
 
 
 def _know_before(recorder: StepRecorder, step: TrainingStep) -> None:

@@ -2,7 +2,8 @@
 
 ``zero_grad(set_to_none=True); forward; loss; backward; optimizer.step()``, forward and
 loss under autocast if asked for, and all but the first and the last several times where
-gradients accumulate. The model's output lives until backward ends.
+gradients accumulate. The model's output lives until backward ends. Before the optimizer
+steps, gradients are unscaled and clipped if asked for.
 """
 
 from __future__ import annotations
@@ -16,9 +17,14 @@ from typing import Any
 import torch
 
 from ckplan.errors import WorkloadError
+from ckplan.training.optimizers import (
+    PREDICTED_ONLY,
+    Scaler,
+    check_optimizer,
+    make_optimizer,
+)
 from ckplan.training.workload import Workload, tensors_of
 
-OPTIMIZERS = ("adamw", "adam", "sgd", "momentum", "adafactor", "none", "own")
 AMP = {"bf16": torch.bfloat16, "fp16": torch.float16}
 LOSS_IS_GIVEN = "loss: the workload's loss function"
 LOSS_IS_OUTPUT_LOSS = "loss: output.loss"
@@ -31,12 +37,15 @@ class Training:
     """How a workload is trained, as far as it does not say so itself.
 
     Raises:
-        WorkloadError: ``amp`` is none of ``AMP``, or ``accumulate`` less than one.
+        WorkloadError: ``amp`` is none of ``AMP``, ``accumulate`` less than one,
+            ``clip`` not above zero, or there is no such optimizer.
     """
 
-    optimizer: str | None = None  # one of OPTIMIZERS; by default own, else adamw
+    optimizer: str | None = None  # see optimizers.py; by default own, else adamw
     amp: str | None = None  # forward and loss under autocast, in which type
     accumulate: int = 1  # backwards before the optimizer takes a step
+    clip: float | None = None  # largest norm of all gradients together
+    scaler: bool = False  # the loss is scaled, and gradients unscaled before the step
 
     def __post_init__(self) -> None:
         """Refuse what cannot be done."""
@@ -52,6 +61,19 @@ class Training:
                 needed="one or more",
                 hint="--accumulate 4",
             )
+        if self.clip is not None and not self.clip > 0:
+            raise WorkloadError(
+                f"cannot clip gradients to the norm {self.clip}",
+                needed="a norm above zero",
+                hint="--clip 1.0",
+            )
+        if self.optimizer is not None:
+            check_optimizer(self.optimizer)
+
+    @property
+    def predicted_only(self) -> bool:
+        """Whether its memory is known but it cannot train."""
+        return self.optimizer == PREDICTED_ONLY
 
     def as_options(self) -> dict[str, Any]:
         """What a trace remembers of it."""
@@ -60,6 +82,10 @@ class Training:
             found["amp"] = self.amp
         if self.accumulate > 1:
             found["accumulate"] = self.accumulate
+        if self.clip is not None:
+            found["clip"] = self.clip
+        if self.scaler:
+            found["scaler"] = True
         return found
 
 
@@ -76,13 +102,14 @@ class TrainingStep:
     entering: Callable[[str], object] | None = (
         None  # told each phase of ``curve.PHASES``
     )
+    scaler: Scaler | None = None
 
     def forward(self) -> tuple[Any, torch.Tensor, str]:
         """Run the model and its loss.
 
         Returns:
-            The output, to be held until backward ends, the scalar loss, and which rule
-            chose it.
+            The output, to be held until backward ends, the scalar loss, scaled if
+            asked for, and which rule chose it.
 
         Raises:
             WorkloadError: The loss is no scalar or needs no gradient.
@@ -92,6 +119,8 @@ class TrainingStep:
             loss, rule = loss_of(self.workload, output)
             if self.training.accumulate > 1:
                 loss = loss / self.training.accumulate
+        if self.scaler is not None:
+            loss = self.scaler.scale(loss)
         return output, loss, rule
 
     def accumulate(self) -> torch.Tensor:
@@ -128,8 +157,18 @@ class TrainingStep:
     def update(self) -> None:
         """Let the optimizer take its step."""
         self._enter("optimizer")
-        if self.optimizer is not None:
+        if self.optimizer is None:
+            return
+        if self.training.clip is not None:
+            if self.scaler is not None:
+                self.scaler.unscale_(self.optimizer)
+            parameters = self.workload.model.parameters()
+            torch.nn.utils.clip_grad_norm_(parameters, self.training.clip)
+        if self.scaler is None:
             self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
 
     def run(self, between: Callable[[], None] | None = None) -> torch.Tensor:
         """One whole step; ``between`` runs after backward, with the gradients there."""
@@ -194,25 +233,22 @@ def _pick_loss(workload: Workload, output: Any) -> tuple[Any, str]:
     return functools.reduce(torch.add, (t.sum() for t in floating)), LOSS_IS_SUM
 
 
-def make_step(workload: Workload, training: Training) -> TrainingStep:
+def make_step(
+    workload: Workload, training: Training, device: str | None = None
+) -> TrainingStep:
     """Give a workload its optimizer.
 
     Args:
         workload: On its device, in the mode it is trained in.
         training: How to train it.
+        device: Type of what its tensors stand for, if not where they are.
 
     Raises:
-        WorkloadError: An unknown optimizer, or ``own`` where the workload has none.
+        WorkloadError: ``own`` where the workload has no optimizer.
     """
     chosen = training.optimizer or (
         "own" if workload.optimizer is not None else "adamw"
     )
-    if chosen not in OPTIMIZERS:
-        raise WorkloadError(
-            f"unknown optimizer '{chosen}'",
-            needed="one of " + ", ".join(OPTIMIZERS),
-            hint="--optimizer adamw",
-        )
     if chosen == "own" and workload.optimizer is None:
         raise WorkloadError(
             "the workload has no optimizer of its own",
@@ -221,27 +257,12 @@ def make_step(workload: Workload, training: Training) -> TrainingStep:
         )
     trained = [p for p in workload.model.parameters() if p.requires_grad]
     if chosen == "own":
-        return TrainingStep(workload, workload.optimizer, training)
-    if chosen == "none" or not trained:
-        return TrainingStep(workload, None, training)
-    return TrainingStep(workload, _MAKERS[chosen](trained, lr=1e-3), training)
-
-
-def counters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Its counts of steps, which stay on the CPU whatever the parameters are on."""
-    return [
-        optimizer.state[parameter]["step"]
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if not (group.get("capturable") or group.get("fused"))
-        and isinstance(optimizer.state[parameter].get("step"), torch.Tensor)
-    ]
-
-
-_MAKERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "adamw": torch.optim.AdamW,
-    "adam": torch.optim.Adam,
-    "sgd": torch.optim.SGD,
-    "momentum": functools.partial(torch.optim.SGD, momentum=0.9),
-    "adafactor": torch.optim.Adafactor,
-}
+        optimizer = workload.optimizer
+    elif chosen == "none" or not trained:
+        optimizer = None
+    else:
+        here = trained[0].device.type
+        optimizer = make_optimizer(chosen, trained, device or here)
+    wanted = training.scaler and optimizer is not None
+    scaler = Scaler(trained[0].device.type) if wanted and trained else None
+    return TrainingStep(workload, optimizer, training, scaler=scaler)

@@ -80,6 +80,8 @@ def dry_run(
     optimizer: str | None = None,
     amp: str | None = None,
     accumulate: int = 1,
+    clip: float | None = None,
+    scaler: bool = False,
     seed: int = 0,
     trace: Graph | None = None,
     progress: Progress | None = None,
@@ -92,6 +94,8 @@ def dry_run(
         optimizer: As for ``verify``, like all that follow.
         amp: ``bf16`` or ``fp16``: forward and loss run under autocast.
         accumulate: Backwards before the optimizer takes a step.
+        clip: Largest norm of all gradients together: ``clip_grad_norm_``.
+        scaler: Whether the loss goes through a gradient scaler.
         seed: Of every random number.
         trace: Of this workload: what predicts live bytes over the step.
         progress: Told how far the work has come.
@@ -103,7 +107,7 @@ def dry_run(
         CkplanError: The workload or the plan cannot be used, or a step fails without
             values.
     """
-    training = Training(optimizer, amp, accumulate)
+    training = Training(optimizer, amp, accumulate, clip, scaler)
     return dry_run_workload(
         spec.load(), plan, training, seed=seed, trace=trace, progress=progress
     )

@@ -11,6 +11,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from ckplan.curve import PLANNED, UNPLANNED, Curves, curves_json
+from ckplan.errors import WorkloadError
 from ckplan.training.step import Training
 from ckplan.training.workload import WorkloadSpec
 from ckplan.verifying.interleave import StepProcess, interleave, overhead_of
@@ -86,6 +87,8 @@ def verify(
     optimizer: str | None = None,
     amp: str | None = None,
     accumulate: int = 1,
+    clip: float | None = None,
+    scaler: bool = False,
     seed: int = 0,
     steps: int = 5,
     trace: Graph | None = None,
@@ -100,6 +103,8 @@ def verify(
             or ``own``; by default the workload's own if it has one, else AdamW.
         amp: ``bf16`` or ``fp16``: forward and loss run under autocast.
         accumulate: Backwards before the optimizer takes a step.
+        clip: Largest norm of all gradients together: ``clip_grad_norm_``.
+        scaler: Whether the loss goes through a gradient scaler.
         seed: Of every random number.
         steps: How many steps of each are timed, in turns; 0 for none.
         trace: Of this workload: what predicts live bytes over the step.
@@ -113,7 +118,13 @@ def verify(
         CkplanError: The workload or the plan cannot be used, or a step fails.
     """
     tell = progress or (lambda what, done, total: None)
-    training = Training(optimizer, amp, accumulate)
+    training = Training(optimizer, amp, accumulate, clip, scaler)
+    if training.predicted_only:
+        raise WorkloadError(
+            f"cannot train with '{optimizer}': its memory is only predicted",
+            needed="an optimizer that trains, like the workload's own",
+            hint="--fake, which looks at memory alone",
+        )
     with ExitStack() as running:
         pair = _Pair(spec, plan, training, seed, running)
         unplanned, planned = pair.first_steps(tell)

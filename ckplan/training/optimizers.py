@@ -1,0 +1,134 @@
+"""The optimizers that a workload can be trained with, by name."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ckplan.errors import WorkloadError, did_you_mean
+
+KERNELS = ("foreach", "fused", "single")
+"""How an optimizer goes over the parameters: in lists, in one kernel, one by one."""
+PREDICTED_ONLY = "adamw8bit"
+
+
+class Adam8bit(torch.optim.Optimizer):
+    """The memory of AdamW with two states of one byte per element; it does not train.
+
+    T. Dettmers, M. Lewis, S. Shleifer, L. Zettlemoyer, "8-bit Optimizers via Block-wise
+    Quantization", 2021. Its kernels update in place, need no temporaries and exist for
+    GPUs alone; the scales of its blocks, less than 2 % of the states, are not counted.
+    """
+
+    def __init__(self, params: Iterable[torch.Tensor], lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Allocate the states; move parameters in place, as any update would."""
+        del closure
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                for name in ("exp_avg", "exp_avg_sq"):
+                    if name not in state:
+                        state[name] = torch.zeros_like(parameter, dtype=torch.uint8)
+                parameter.add_(parameter.grad, alpha=-group["lr"])
+
+
+class Scaler(torch.amp.GradScaler):
+    """A gradient scaler that takes the step where fake gradients cannot say no."""
+
+    def _maybe_opt_step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        optimizer_state: dict[str, Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> float | None:
+        found = optimizer_state["found_inf_per_device"].values()
+        if any(isinstance(tensor, FakeTensor) for tensor in found):
+            return optimizer.step(*args, **kwargs)
+        return super()._maybe_opt_step(optimizer, optimizer_state, *args, **kwargs)
+
+
+_MAKERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "adam": torch.optim.Adam,
+    "sgd": torch.optim.SGD,
+    "momentum": functools.partial(torch.optim.SGD, momentum=0.9),
+    "adafactor": torch.optim.Adafactor,
+    PREDICTED_ONLY: Adam8bit,
+}
+_FUSED = ("adamw", "adam", "sgd", "momentum")
+OPTIMIZERS = (*_MAKERS, "none", "own")
+
+
+def check_optimizer(text: str) -> None:
+    """Refuse what is neither a name nor a name with one of its kernels.
+
+    Raises:
+        WorkloadError: There is no such optimizer, or it has no such kernel.
+    """
+    name, colon, kernel = text.partition(":")
+    if name not in OPTIMIZERS:
+        near = did_you_mean(name, OPTIMIZERS)
+        raise WorkloadError(
+            f"unknown optimizer '{text}'",
+            needed="one of " + ", ".join(OPTIMIZERS),
+            hint=f"did you mean '{near}'?" if near else "--optimizer adamw",
+        )
+    known = _kernels_of(name)
+    if colon and kernel not in known:
+        raise WorkloadError(
+            f"the optimizer '{name}' has no kernel '{kernel}'",
+            needed="one of " + ", ".join(known) if known else "its name alone",
+            hint=f"--optimizer {name}",
+        )
+
+
+def _kernels_of(name: str) -> tuple[str, ...]:
+    if name in _FUSED:
+        return KERNELS
+    return ("foreach", "single") if name == "adafactor" else ()
+
+
+def make_optimizer(
+    text: str, parameters: list[torch.nn.Parameter], device: str
+) -> torch.optim.Optimizer:
+    """Make an optimizer of a name that was checked, with a kernel or torch's choice.
+
+    On CUDA torch goes over lists, but neither over fake parameters nor over what
+    stands for those of CUDA, so that choice is made here.
+    """
+    name, _, kernel = text.partition(":")
+    if not kernel and device == "cuda" and _kernels_of(name):
+        kernel = "foreach"
+    options = _SWITCHES[kernel] if kernel else {}
+    if name == "adafactor":
+        options = {key: on for key, on in options.items() if key == "foreach"}
+    return _MAKERS[name](parameters, lr=1e-3, **options)
+
+
+_SWITCHES = {
+    "foreach": {"foreach": True},
+    "fused": {"fused": True},
+    "single": {"foreach": False, "fused": False},
+}
+
+
+def counters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Its counts of steps, which stay on the CPU whatever the parameters are on."""
+    return [
+        optimizer.state[parameter]["step"]
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if not (group.get("capturable") or group.get("fused"))
+        and isinstance(optimizer.state[parameter].get("step"), torch.Tensor)
+    ]
