@@ -144,7 +144,7 @@ def main() -> int:
 def measure(contest: Contest) -> Outcome:
     """Run a command as often as it says."""
     say(contest.shown)
-    used = [_use(contest.argv) for _ in range(contest.repeats)]
+    used = [use(contest.argv) for _ in range(contest.repeats)]
     return Outcome(
         contest,
         Usage(
@@ -187,7 +187,7 @@ def _contests(args: argparse.Namespace, folder: str) -> list[Contest]:
     ]
 
 
-def _use(argv: Sequence[str]) -> Usage:
+def use(argv: Sequence[str]) -> Usage:
     """Run a command in a process of its own."""
     with tempfile.TemporaryFile() as errors:
         start = time.perf_counter()

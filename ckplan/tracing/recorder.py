@@ -368,15 +368,24 @@ class StepRecorder(TorchDispatchMode):
 
     def _blank(self, geometry: _Geometry, content: torch.Tensor | None) -> torch.Tensor:
         """A tensor of the same geometry on a storage of its own."""
+        size, stride, device = geometry.size, geometry.stride, geometry.device
+        spans = ((n - 1) * step for n, step in zip(size, stride, strict=True))
+        length = 1 + sum(spans) if size.numel() else 0
+        whole = length * geometry.dtype.itemsize == geometry.nbytes
         self._paused = True
         try:
-            base = torch.empty(
-                geometry.nbytes, dtype=torch.uint8, device=geometry.device
-            )
             with torch.no_grad():
-                tensor = base.view(geometry.dtype).as_strided(
-                    geometry.size, geometry.stride, geometry.offset
-                )
+                if whole and not geometry.offset:  # one op in place of three
+                    tensor = torch.empty_strided(
+                        size, stride, dtype=geometry.dtype, device=device
+                    )
+                else:
+                    base = torch.empty(
+                        geometry.nbytes, dtype=torch.uint8, device=device
+                    )
+                    tensor = base.view(geometry.dtype).as_strided(
+                        size, stride, geometry.offset
+                    )
                 if content is not None:
                     tensor.copy_(content)
             return tensor

@@ -16,6 +16,8 @@ def build(
     batch: int = 8,
     length: int = 256,
     vocab: int = 32000,
+    inner: int | None = None,
+    dtype: str = "float32",
 ) -> tuple[LlamaForCausalLM, dict[str, torch.Tensor]]:
     """Return the model and one batch of random tokens."""
     config = LlamaConfig(
@@ -23,10 +25,11 @@ def build(
         hidden_size=width,
         num_attention_heads=heads,
         num_key_value_heads=groups,
-        intermediate_size=8 * width // 3,
+        intermediate_size=inner or 8 * width // 3,
         max_position_embeddings=length,
         vocab_size=vocab,
         use_cache=False,
     )
     tokens = torch.randint(vocab, (batch, length))
-    return LlamaForCausalLM(config), {"input_ids": tokens, "labels": tokens}
+    model = LlamaForCausalLM(config).to(getattr(torch, dtype))
+    return model, {"input_ids": tokens, "labels": tokens}
