@@ -491,6 +491,10 @@ def verify(
     accumulate: _Accumulate = 1,
     clip: _Clip = None,
     scaler: _Scaler = False,
+    device: Annotated[
+        str | None,
+        typer.Option(help="cpu or cuda.  [default: what the plan is for]"),
+    ] = None,
     steps: Annotated[int, typer.Option(min=0, help="How many steps to time.")] = 5,
     seed: Annotated[int, typer.Option(min=0, help="Of every random number.")] = 0,
     fake: Annotated[
@@ -521,6 +525,7 @@ def verify(
         "accumulate": accumulate,
         "clip": clip,
         "scaler": scaler,
+        "device": device,
         "seed": seed,
         "trace": _trace_of(spec.name, trace),
     }

@@ -33,6 +33,12 @@ GATHER = "all_gather"
 """Op that brings in the parameters of a module, to be let go when it is through."""
 
 
+def random_state_bytes(graph: Graph) -> int:
+    """What replaying a random op keeps in the memory of the graph's device."""
+    on_cpu = graph.fingerprint.get("device", "cpu") == "cpu"
+    return RANDOM_STATE_BYTES if on_cpu else 0  # a GPU's is small, and on the CPU
+
+
 @dataclass(frozen=True, slots=True)
 class Region:
     """A call whose activations are dropped after forward, but for what it saves."""
@@ -527,7 +533,7 @@ class _Ledger:
         self.effect.steps.append(number)
         self._runs[step] -= 1
         if op.random and not self._runs[step]:
-            self._keep(number, self.moment, RANDOM_STATE_BYTES)
+            self._keep(number, self.moment, random_state_bytes(self._view.graph))
         return op.workspace_bytes
 
     def decode(self, value: int) -> int:

@@ -37,6 +37,7 @@ from ckplan.tracing.cuda.autocast import (
 )
 from ckplan.tracing.cuda.memory import CUBLAS_WORKSPACE_BYTES
 from ckplan.tracing.fake import fake_tensors
+from ckplan.training.workload import Workload
 
 ROOT = Path(__file__).parent.parent
 A100, HOPPER, TURING = (8, 0), (9, 0), (7, 5)
@@ -636,3 +637,40 @@ def test_another_device_is_refused_in_three_lines(tmp_path: Path) -> None:
     assert done.exit_code == 1
     lines = done.stderr.strip().splitlines()
     assert lines[-3].startswith("error: cannot profile on the device 'tpu'")
+
+
+def test_three_ways_agree_on_what_a_plan_for_cuda_holds(tmp_path: Path) -> None:
+    from ckplan.verifying.dry_run import dry_run_workload
+
+    def make() -> Workload:
+        layers = [MegatronLayer(64, 4, 0.1) for _ in range(4)]
+        model = nn.Sequential(nn.Linear(64, 64), *layers)
+        return Workload(model, torch.randn(64, 8, 64), mean_square)
+
+    workload = make()
+    graph = on_cuda(workload.model, workload.batch)
+    plan = ckplan.solve(graph, "75%")
+    found = dry_run_workload(make, plan, trace=graph)
+    assert plan.regions
+    assert found.regions_ran
+    # But for a scalar that dies a moment earlier or later:
+    unplanned = simulate(graph).peak_bytes
+    assert plan.predicted.peak_bytes - found.dry_run_peak_bytes in (0, 512)
+    assert unplanned - found.unplanned_dry_run_peak_bytes in (0, 512)
+
+
+def test_steps_on_a_gpu_need_one(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    (tmp_path / "model.py").write_text(SOURCE)
+    (tmp_path / "plan.yaml").write_text(
+        "ckplan: 1\nfingerprint: {device: cuda}\nregions: []\n"
+    )
+    args = ["verify", str(tmp_path / "model.py"), str(tmp_path / "plan.yaml")]
+    done = CliRunner().invoke(app, args)
+    assert done.exit_code == 1
+    assert "no GPU" in done.stderr
+    assert "--fake" in done.stderr
+    done = CliRunner().invoke(app, [*args, "--fake", "--json"])
+    assert done.exit_code == 0, done.stderr
+    assert json.loads(done.stdout)["dry_run_peak_bytes"] > 2 * CUBLAS_WORKSPACE_BYTES

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import is_fake
 from torch.utils.hooks import RemovableHandle
 
 from ckplan.applying.calls import settings
@@ -470,7 +471,8 @@ def _warn_of_differences(plan: Plan, model: nn.Module) -> None:
 def _warn_of_other_device(plan: Plan, model: nn.Module) -> None:
     """Not before the model runs: many are planned first and moved then."""
     planned = plan.fingerprint.get("device")
-    here = next((p.device.type for p in model.parameters()), planned)
+    first = next(model.parameters(), None)
+    here = planned if first is None or is_fake(first) else first.device.type
     if planned and here != planned:
         warnings.warn(
             f"the plan was made for {planned}, and the model runs on {here}: other ops "

@@ -35,7 +35,7 @@ from typing import Any
 from ckplan.errors import CkplanError
 from ckplan.graph import BEFORE_STEP, Encoding, Graph, Saved
 from ckplan.program import EXTERNAL, Flow
-from ckplan.simulate import RANDOM_STATE_BYTES, Simulator
+from ckplan.simulate import Simulator, random_state_bytes
 from ckplan.solving.bound import all_values
 from ckplan.solving.solution import Exact
 
@@ -163,7 +163,7 @@ class _Model:
                     terms[form] += beyond
         for op in self._ops:
             if self._graph.ops[op].random and moment >= 2 * op + 1:
-                terms[self._var("G", stage, op)] = RANDOM_STATE_BYTES
+                terms[self._var("G", stage, op)] = random_state_bytes(self._graph)
         return terms, fixed
 
     def _only_saved(self, storage: int, moment: int, in_gap: bool) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -33,6 +33,8 @@ _LONG_SECONDS = 0.05  # an op that takes so long is run once
 _PATIENCE_SECONDS = 0.02  # others are repeated for so long
 _MOST_REPEATS = 7
 _MARK = "ckplan_op_"
+_HEAD_START = 1_000_000  # cycles, most of a millisecond
+_LAUNCHES = 200
 
 _Job: TypeAlias = Callable[[], Callable[[], object]]
 """Prepares its input and returns what is to be measured."""
@@ -59,12 +61,15 @@ def calibrate(
         for key, op in distinct.items()
         if op.moved_bytes <= LARGEST_BYTES
     }
-    costs = _look_up_or_measure(jobs, progress or _silent, cache)
+    costs = _look_up_or_measure(jobs, device, progress or _silent, cache)
     bandwidth, flop_rate = _rates(distinct, costs)
     for key, op in distinct.items():
         if key not in costs:
             seconds = max(op.moved_bytes / bandwidth, op.flops / flop_rate)
             costs[key] = Cost(seconds, 0, 0, measured=False)
+    if device.type == "cuda":
+        launch = launch_seconds(device)
+        costs = {k: replace(c, launch_seconds=launch) for k, c in costs.items()}
     return [costs[key] for key in keys]
 
 
@@ -97,7 +102,7 @@ def calibrate_encodings(
         for size in dict.fromkeys(sizes.values())
         for way, job in (("encode", _encoder), ("decode", _decoder))
     }
-    costs = _look_up_or_measure(jobs, _silent, cache)
+    costs = _look_up_or_measure(jobs, device, _silent, cache)
     found: dict[tuple[str, TensorMeta], CodingCost] = {}
     for (form, meta), size in sizes.items():
         scale = meta.numel / max(size[2], 1)
@@ -126,37 +131,43 @@ def _decoder(
 
 
 def _look_up_or_measure(
-    jobs: Mapping[str, _Job], progress: Progress, cache: CostCache | None
+    jobs: Mapping[str, _Job],
+    device: torch.device,
+    progress: Progress,
+    cache: CostCache | None,
 ) -> dict[str, Cost]:
     if cache is None:
-        return _measure(jobs, progress)
+        return _measure(jobs, device, progress)
     known = cache.known(jobs)
     new = {key: job for key, job in jobs.items() if key not in known}
-    return {**known, **cache.learn(_measure(new, progress) if new else {})}
+    return {**known, **cache.learn(_measure(new, device, progress) if new else {})}
 
 
-def _measure(jobs: Mapping[str, _Job], progress: Progress) -> dict[str, Cost]:
+def _measure(
+    jobs: Mapping[str, _Job], device: torch.device, progress: Progress
+) -> dict[str, Cost]:
     seconds: dict[str, float] = {}
     marks: dict[str, str] = {}
-    state = torch.get_rng_state()
-    with torch.no_grad(), log_allocations(_MARK) as log:
+    devices = [device] if device.type == "cuda" else []
+    with (
+        torch.random.fork_rng(devices),
+        torch.no_grad(),
+        log_allocations(_MARK, device) as log,
+    ):
         for number, (key, job) in enumerate(jobs.items()):
             progress("measuring ops", number, len(jobs))
             mark = f"{_MARK}{number}"
             try:
                 run = job()
                 with record_function(mark):
-                    start = time.perf_counter()
-                    out = run()
-                    first = time.perf_counter() - start
+                    first, out = _seconds_of(run, device)
                 del out
             except (RuntimeError, IndexError, TypeError, ValueError, MemoryError) as e:
                 if is_out_of_memory(e):
                     raise _too_large(key, e) from e
                 continue  # made-up content is not good enough for it
             marks[key] = mark
-            seconds[key] = first if first > _LONG_SECONDS else _time(run)
-    torch.set_rng_state(state)
+            seconds[key] = first if first > _LONG_SECONDS else _time(run, device)
     within = _within(log, marks)
     return {
         key: Cost(
@@ -201,18 +212,45 @@ def _make(leaf: Any, device: torch.device) -> Any:
     )
 
 
-def _time(run: Callable[[], object]) -> float:
+def _time(run: Callable[[], object], device: torch.device) -> float:
     """Seconds of one run: the lower quartile of a few, as noise only ever adds."""
     times: list[float] = []
     begin = time.perf_counter()
     while len(times) < _MOST_REPEATS:
-        start = time.perf_counter()
-        run()
-        stop = time.perf_counter()
-        times.append(stop - start)
-        if stop - begin > _PATIENCE_SECONDS:
+        times.append(_seconds_of(run, device)[0])
+        if time.perf_counter() - begin > _PATIENCE_SECONDS:
             break
     return lower_quartile(times)
+
+
+def _seconds_of(
+    run: Callable[[], object], device: torch.device
+) -> tuple[float, object]:
+    """Seconds that the device works, and what comes of it."""
+    if device.type != "cuda":
+        start = time.perf_counter()
+        out = run()
+        return time.perf_counter() - start, out
+    with torch.cuda.device(device):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(_HEAD_START)  # so that the device never waits for launches
+        begin.record()
+        out = run()
+        end.record()
+        end.synchronize()
+    return begin.elapsed_time(end) / 1e3, out
+
+
+def launch_seconds(device: torch.device) -> float:
+    """What the CPU needs to hand one small op to a GPU."""
+    small = torch.zeros(1, device=device)
+    torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    for _ in range(_LAUNCHES):
+        small.add_(1)
+    seconds = (time.perf_counter() - start) / _LAUNCHES
+    torch.cuda.synchronize(device)
+    return seconds
 
 
 def _within(log: AllocatorLog, marks: Mapping[str, str]) -> dict[str, AllocatorLog]:

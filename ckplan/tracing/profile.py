@@ -227,11 +227,10 @@ def _costs(
 ) -> tuple[list[Cost], list[str]]:
     """What every op costs, and what a reader must know of that."""
     ops, gpu = recording.ops, target.gpu
-    if gpu is not None and not target.is_here:
-        return with_workspaces(recording, roofline(ops, gpu)), [NOTE_SOME_WORKSPACES]
+    if gpu is not None and target.device.type == "cuda":
+        return with_workspaces(ops, roofline(ops, gpu)), [NOTE_SOME_WORKSPACES]
     if gpu is not None:
-        bytes_of = [NOTE_CPU_BYTES] if target.device.type == "cpu" else []
-        return roofline(ops, gpu), [NOTE_ROOFLINE, *bytes_of]
+        return roofline(ops, gpu), [NOTE_ROOFLINE, NOTE_CPU_BYTES]
     costs, notes = calibrate(ops, target.device, progress, cache), [NOTE_SECONDS]
     if not all(cost.measured for cost in costs):
         some = sum(not cost.measured for cost in costs)

@@ -1,4 +1,4 @@
-"""What torch's CPU allocator did, from the profiler's own memory events.
+"""What torch's allocator of a device did, from the profiler's own memory events.
 
 Exact to the byte, unlike resident set size. The events carry a time and a signed number
 of bytes; ``kineto_results`` is where the profiler keeps them.
@@ -16,7 +16,11 @@ from itertools import accumulate
 import torch
 from torch.autograd.profiler import profile
 
-_CPU = torch.autograd.DeviceType.CPU
+CPU = torch.device("cpu")
+_KINDS = {
+    "cpu": torch.autograd.DeviceType.CPU,
+    "cuda": torch.autograd.DeviceType.CUDA,
+}
 
 
 @dataclass(slots=True)
@@ -38,8 +42,14 @@ class AllocatorLog:
 
 
 @contextmanager
-def log_allocations(marks: str = "") -> Iterator[AllocatorLog]:
-    """Log allocations; profiler marks that begin with ``marks`` become spans."""
+def log_allocations(
+    marks: str = "", device: torch.device = CPU
+) -> Iterator[AllocatorLog]:
+    """Log allocations; profiler marks that begin with ``marks`` become spans.
+
+    On a GPU these are the caching allocator's, in its blocks of 512 bytes, at the times
+    at which the CPU asked for them.
+    """
     log = AllocatorLog()
     gc.collect()
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it says hello on stderr
@@ -49,7 +59,7 @@ def log_allocations(marks: str = "") -> Iterator[AllocatorLog]:
     for event in profiler.kineto_results.events():
         name = event.name()
         if name == "[memory]":
-            if event.device_type() == _CPU:
+            if event.device_type() == _KINDS[device.type]:
                 log.events.append((event.start_ns(), event.nbytes()))
         elif marks and name.startswith(marks):
             start = event.start_ns()

@@ -7,7 +7,8 @@ in earnest, regions and all, and every storage is followed from birth to death.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +16,17 @@ import torch
 
 from ckplan.curve import PLANNED, UNPLANNED, Curve, Curves, curves_json
 from ckplan.errors import CkplanError, VerifyError
+from ckplan.gpus import find
 from ckplan.tracing.calibrate import calibrate
-from ckplan.tracing.cost_cache import cost_cache
+from ckplan.tracing.cost_cache import Cost, cost_cache
+from ckplan.tracing.cuda import translated
+from ckplan.tracing.cuda.memory import cublas_bytes, in_blocks, with_workspaces
 from ckplan.tracing.fake import fake_tensors
+from ckplan.tracing.recorder import RawOp
+from ckplan.tracing.roofline import roofline
+from ckplan.tracing.target import DEFAULT_GPU, Target, find_target
 from ckplan.training.fingerprint import fingerprint
+from ckplan.training.optimizers import counters
 from ckplan.training.step import AS_IT_SAYS, Training, make_step
 from ckplan.training.workload import Workload, WorkloadSpec
 from ckplan.verifying.meter import Meter, MeterLog
@@ -30,6 +38,10 @@ if TYPE_CHECKING:
     from ckplan.plan import Plan
     from ckplan.tracing.calibrate import Progress
 
+NOTE_CUDA = (
+    "as CUDA does it, in blocks of 512 bytes: workspaces of cuBLAS, attention and "
+    "losses are counted, not those of cuDNN"
+)
 NOTE_WORKSPACE = (
     "workspaces of kernels, which tensors without bytes do not show: each distinct op "
     "measured alone on this machine"
@@ -82,6 +94,7 @@ def dry_run(
     accumulate: int = 1,
     clip: float | None = None,
     scaler: bool = False,
+    device: str | None = None,
     seed: int = 0,
     trace: Graph | None = None,
     progress: Progress | None = None,
@@ -96,6 +109,7 @@ def dry_run(
         accumulate: Backwards before the optimizer takes a step.
         clip: Largest norm of all gradients together: ``clip_grad_norm_``.
         scaler: Whether the loss goes through a gradient scaler.
+        device: ``cpu`` or ``cuda``, GPU or not; by default what the plan is for.
         seed: Of every random number.
         trace: Of this workload: what predicts live bytes over the step.
         progress: Told how far the work has come.
@@ -109,7 +123,13 @@ def dry_run(
     """
     training = Training(optimizer, amp, accumulate, clip, scaler)
     return dry_run_workload(
-        spec.load(), plan, training, seed=seed, trace=trace, progress=progress
+        spec.load(),
+        plan,
+        training,
+        device=device,
+        seed=seed,
+        trace=trace,
+        progress=progress,
     )
 
 
@@ -118,20 +138,20 @@ def dry_run_workload(
     plan: Plan | None,
     training: Training = AS_IT_SAYS,
     *,
+    device: str | None = None,
     seed: int = 0,
     trace: Graph | None = None,
     progress: Progress | None = None,
 ) -> DryRun:
     """The same for anything that makes a workload; called twice."""
     tell = progress or (lambda what, done, total: None)
+    place = _place(device, plan, trace)
     tell("dry run without the plan", 0, 2)
-    unplanned = _steps(make, None, training, seed)
+    unplanned = _steps(make, None, training, seed, place)
     tell("dry run with the plan", 1, 2)
-    planned = _steps(make, plan, training, seed)
+    planned = _steps(make, plan, training, seed, place)
     ops = [*unplanned.log.ops, *planned.log.ops]
-    cpu = torch.device("cpu")
-    costs = calibrate(ops, cpu, progress, cost_cache(cpu))
-    notes = [NOTE_WORKSPACE]
+    costs, notes = _costs(ops, place, progress)
     if missing := sum(not cost.measured for cost in costs):
         notes.append(f"workspaces of {missing} ops could not be measured: taken as 0")
     first = len(unplanned.log.ops)
@@ -142,6 +162,24 @@ def dry_run_workload(
     predicted, said = predict(trace, plan, training, planned.fingerprint)
     found = _judge(plan, curves, planned.runs, (*notes, *said))
     return replace(found, curves=side_by_side(predicted=predicted, dry_run=curves))
+
+
+def _place(device: str | None, plan: Plan | None, trace: Graph | None) -> Target:
+    """Where the steps are as if they were: on CPU, or on the card of the trace."""
+    name = device or (plan.fingerprint.get("device") if plan else None) or "cpu"
+    return find_target(name, trace.options.get("gpu") if trace else None)
+
+
+def _costs(
+    ops: Sequence[RawOp], place: Target, progress: Progress | None
+) -> tuple[list[Cost], list[str]]:
+    """What kernels need beside their outputs, and how that is known."""
+    if place.device.type == "cuda":
+        gpu = place.gpu or find(DEFAULT_GPU)
+        known = [replace(c, measured=True) for c in roofline(ops, gpu)]
+        return with_workspaces(ops, known), [NOTE_CUDA]
+    costs = calibrate(ops, place.device, progress, cost_cache(place.device))
+    return costs, [NOTE_WORKSPACE]
 
 
 def _judge(
@@ -171,7 +209,11 @@ def _judge(
 
 
 def _steps(
-    make: Callable[[], Workload], plan: Plan | None, training: Training, seed: int
+    make: Callable[[], Workload],
+    plan: Plan | None,
+    training: Training,
+    seed: int,
+    place: Target,
 ) -> _Steps:
     """Take two steps, the second one in phases.
 
@@ -180,9 +222,14 @@ def _steps(
     """
     seed_everything(seed)
     meter = Meter()
+    on_cuda = place.device.type == "cuda"
     try:
-        with fake_tensors(), meter.watching():
-            return _two_steps(make, plan, training, meter)
+        with ExitStack() as stack:
+            stack.enter_context(fake_tensors())
+            if on_cuda:
+                stack.enter_context(translated(place.capability))
+            stack.enter_context(meter.watching(random_states=not on_cuda))
+            return _two_steps(make, plan, training, meter, place)
     except CkplanError:
         raise
     except Exception as error:
@@ -195,15 +242,26 @@ def _steps(
 
 
 def _two_steps(
-    make: Callable[[], Workload], plan: Plan | None, training: Training, meter: Meter
+    make: Callable[[], Workload],
+    plan: Plan | None,
+    training: Training,
+    meter: Meter,
+    place: Target,
 ) -> _Steps:
     workload = make()
     put(plan, workload.model)
-    step = make_step(workload, training)
+    step = make_step(workload, training, place.device.type)
     step.run()
     step.zero_grad()
     meter.know(held_between_steps(step))
+    if place.device.type == "cuda":
+        held = torch.empty(2 * cublas_bytes(place.capability), dtype=torch.uint8)
+        meter.know([held])
+        if step.optimizer is not None:
+            meter.leave_out(counters(step.optimizer))
     step = replace(step, entering=meter.begin)
     step.run()
-    here = fingerprint(workload, torch.device("cpu"))
+    if place.device.type == "cuda":
+        meter.log.bytes = [in_blocks(size) for size in meter.log.bytes]
+    here = fingerprint(workload, place.device)
     return _Steps(meter.log, runs_of(plan, workload.model), here)

@@ -52,6 +52,7 @@ class StepProcess:
         plan: Put on the model before its first step, if given.
         training: How it is trained.
         seed: Of every random number, from building the workload on.
+        device: Where it trains.
     """
 
     def __init__(
@@ -60,8 +61,9 @@ class StepProcess:
         plan: Plan | None = None,
         training: Training = AS_IT_SAYS,
         seed: int = 0,
+        device: str = "cpu",
     ) -> None:
-        self._job = Job(spec, plan, training, seed)
+        self._job = Job(spec, plan, training, seed, device)
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:

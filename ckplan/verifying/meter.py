@@ -139,8 +139,16 @@ class Meter(TorchDispatchMode):
         self._distinct: dict[str, int] = {}
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Everything that must be active: random states come from no op."""
+    def watching(self, *, random_states: bool = True) -> Iterator[None]:
+        """Everything that must be active.
+
+        Args:
+            random_states: Count the CPU generator's, too, which come from no op.
+        """
+        if not random_states:
+            with self:
+                yield
+            return
         real = torch.get_rng_state
 
         def watched() -> torch.Tensor:
@@ -156,6 +164,11 @@ class Meter(TorchDispatchMode):
         storages = self._new(tensors)
         if storages:
             self.log.events.append(Birth(NOT_AN_OP, storages))
+
+    def leave_out(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Count nothing for what is in another memory than the device's."""
+        for tensor in tensors:
+            self.log.bytes[self._numbers[tensor.untyped_storage()._cdata]] = 0
 
     def begin(self, phase: str) -> None:
         """A part of the step that is to be measured begins."""

@@ -37,8 +37,9 @@ def predict(
     if trace is None:
         return {}, ()
     other = differences(plan_fingerprint(trace.fingerprint), plan_fingerprint(here))
-    if dict(trace.options) != training.as_options():
-        other = (*other, f"options: {dict(trace.options)}")
+    options = {k: v for k, v in trace.options.items() if k != "gpu"}  # costs, not bytes
+    if options != training.as_options():
+        other = (*other, f"options: {options}")
     if other:
         first = other[0].replace(": plan ", ": trace ")
         return {}, (f"no predicted timeline: the trace differs in {first}",)

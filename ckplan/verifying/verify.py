@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -11,7 +11,8 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from ckplan.curve import PLANNED, UNPLANNED, Curves, curves_json
-from ckplan.errors import WorkloadError
+from ckplan.errors import CkplanError, WorkloadError
+from ckplan.tracing.target import find_target
 from ckplan.training.step import Training
 from ckplan.training.workload import WorkloadSpec
 from ckplan.verifying.interleave import StepProcess, interleave, overhead_of
@@ -89,6 +90,7 @@ def verify(
     accumulate: int = 1,
     clip: float | None = None,
     scaler: bool = False,
+    device: str | None = None,
     seed: int = 0,
     steps: int = 5,
     trace: Graph | None = None,
@@ -105,6 +107,7 @@ def verify(
         accumulate: Backwards before the optimizer takes a step.
         clip: Largest norm of all gradients together: ``clip_grad_norm_``.
         scaler: Whether the loss goes through a gradient scaler.
+        device: Where the steps are taken, by default where the plan is for.
         seed: Of every random number.
         steps: How many steps of each are timed, in turns; 0 for none.
         trace: Of this workload: what predicts live bytes over the step.
@@ -114,6 +117,7 @@ def verify(
         What was found. A difference or a peak over the budget is no exception.
 
     Raises:
+        CkplanError: There is no such device here.
         OutOfMemoryError: The planned step does not fit in memory.
         CkplanError: The workload or the plan cannot be used, or a step fails.
     """
@@ -125,8 +129,12 @@ def verify(
             needed="an optimizer that trains, like the workload's own",
             hint="--fake, which looks at memory alone",
         )
+    here = device_here(device, plan)
     with ExitStack() as running:
-        pair = _Pair(spec, plan, training, seed, running)
+        sides = [
+            partial(StepProcess, spec, p, training, seed, here) for p in (None, plan)
+        ]
+        pair = _Pair(sides, running)
         unplanned, planned = pair.first_steps(tell)
         unplanned_seconds, seconds = pair.seconds(steps, tell)
     predicted, said = predict(trace, plan, training, planned.fingerprint)
@@ -139,6 +147,22 @@ def verify(
     both = ((UNPLANNED, unplanned), (PLANNED, planned))
     measured = {which: one.curve for which, one in both if one and one.curve}
     return replace(found, curves=side_by_side(predicted=predicted, measured=measured))
+
+
+def device_here(device: str | None, plan: Plan | None) -> str:
+    """Where steps are taken: where they are asked for, or where the plan is for.
+
+    Raises:
+        CkplanError: This machine has no such device.
+    """
+    name = device or (plan.fingerprint.get("device") if plan else None) or "cpu"
+    if not find_target(name, None).is_here:
+        raise CkplanError(
+            f"cannot take steps on {name}: this machine has no GPU",
+            needed="the GPU that the plan is for",
+            hint="ckplan verify --fake, which needs none",
+        )
+    return name
 
 
 def _judge(
@@ -216,17 +240,10 @@ class _Pair:
     """An unplanned and a planned process; the latter alone where both are too much."""
 
     def __init__(
-        self,
-        spec: WorkloadSpec,
-        plan: Plan | None,
-        training: Training,
-        seed: int,
-        running: ExitStack,
+        self, sides: Sequence[Callable[[], StepProcess]], running: ExitStack
     ) -> None:
         self.notes: list[str] = []
-        self._sides = [
-            partial(StepProcess, spec, p, training, seed) for p in (None, plan)
-        ]
+        self._sides = sides
         self._unplanned, self._planned = (
             running.enter_context(side()) for side in self._sides
         )

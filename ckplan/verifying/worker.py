@@ -55,6 +55,7 @@ class Job:
     plan: Plan | None
     training: Training
     seed: int
+    device: str = "cpu"
 
     @property
     def title(self) -> str:
@@ -101,7 +102,8 @@ class Worker:
 
     def _first_steps(self) -> FirstSteps:
         seed_everything(self._job.seed)
-        workload = on_device(self._job.spec.build(), torch.device("cpu"))
+        device = torch.device(self._job.device)
+        workload = on_device(self._job.spec.build(), device)
         model = workload.model
         put(self._job.plan, model)
         step = self._step = make_step(workload, self._job.training)
@@ -112,22 +114,23 @@ class Worker:
         digests = {Result(1, "loss"): digest(value), **first, **_buffers(step, 1)}
 
         step.zero_grad()
-        held_bytes = state_bytes(step)
-        with log_allocations(_MARK) as log:
+        held_bytes = _held_bytes(step, device)
+        with log_allocations(_MARK, device) as log:
             value = replace(step, entering=_mark).run()
             _mark(_END)
+        peak_bytes = _peak_bytes(held_bytes, log, device)
         self._check(value, "step 2")
         digests[Result(2, "loss")] = digest(value)
         digests.update(_gradients(step, 2))  # there until the next zero_grad
         digests.update(_buffers(step, 2))
-        digests[Result(2, "random state")] = _random_state()
+        digests[Result(2, "random state")] = _random_state(device)
         runs = runs_of(self._job.plan, model)
         return FirstSteps(
             digests,
-            held_bytes + log.peak_bytes,
+            peak_bytes,
             runs,
             _curve(log, held_bytes),
-            fingerprint(workload, torch.device("cpu")),
+            fingerprint(workload, device),
         )
 
     def _check(self, loss: torch.Tensor, title: str) -> None:
@@ -136,8 +139,11 @@ class Worker:
 
     def _seconds(self) -> float:
         assert self._step is not None, "internal error: timed before the first steps"
+        device = torch.device(self._job.device)
+        _wait_for(device)
         start = time.perf_counter()
         self._step.run()
+        _wait_for(device)
         return time.perf_counter() - start
 
 
@@ -176,8 +182,30 @@ def digest(tensor: torch.Tensor | None) -> str:
         return "none"
     plain = tensor.detach().to_dense().resolve_conj().resolve_neg().contiguous()
     found = hashlib.sha256(f"{plain.dtype}{tuple(plain.shape)}".encode())
-    found.update(plain.view(-1).view(torch.uint8).numpy())
+    found.update(plain.cpu().view(-1).view(torch.uint8).numpy())
     return found.hexdigest()
+
+
+def _wait_for(device: torch.device) -> None:
+    """Let a GPU end what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _held_bytes(step: TrainingStep, device: torch.device) -> int:
+    """Bytes allocated when a step begins; a GPU's peak is counted from here on."""
+    if device.type != "cuda":
+        return state_bytes(step)
+    _wait_for(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return torch.cuda.memory_allocated(device)
+
+
+def _peak_bytes(held_bytes: int, log: AllocatorLog, device: torch.device) -> int:
+    """Most bytes allocated during the step; a GPU's allocator counts them itself."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return held_bytes + log.peak_bytes
 
 
 def state_bytes(step: TrainingStep) -> int:
@@ -216,9 +244,12 @@ def seed_everything(seed: int) -> None:
     numpy.random.seed(seed % 2**32)
 
 
-def _random_state() -> str:
+def _random_state(device: torch.device) -> str:
     others = pickle.dumps((random.getstate(), numpy.random.get_state()))
-    return digest(torch.get_rng_state()) + hashlib.sha256(others).hexdigest()
+    found = digest(torch.get_rng_state()) + hashlib.sha256(others).hexdigest()
+    if device.type == "cuda":
+        found += digest(torch.cuda.get_rng_state(device))
+    return found
 
 
 def put(plan: Plan | None, model: torch.nn.Module) -> None:

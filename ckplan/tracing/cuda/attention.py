@@ -27,10 +27,10 @@ _FLASH, _EFFICIENT, _CUDNN, _MATH = (
     SDPBackend.MATH,
 )
 _NAMES = {
-    _FLASH: "flash",
-    _EFFICIENT: "memory-efficient",
-    _CUDNN: "cuDNN",
-    _MATH: "math (all scores are kept)",
+    _FLASH: "flash kernel",
+    _EFFICIENT: "memory-efficient kernel",
+    _CUDNN: "cuDNN's kernel",
+    _MATH: "math kernel, which keeps all scores",
 }
 _MASK_ALIGNMENT = 8  # elements
 _NEWEST = (12, 1)  # capability that the fused kernels are built for
@@ -104,7 +104,7 @@ class Attention:
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
         )
         backend = choose(asked, self._capability)
-        self._words.say(f"attention: {_NAMES[backend]} kernel")
+        self._words.say(f"attention: {_NAMES[backend]}")
         return _TAKEN[backend](asked)
 
 

@@ -9,13 +9,13 @@ cuDNN's convolutions, which it chooses when it runs, are not known.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from ckplan.graph import BEFORE_STEP, Encoding, Graph, Op, Storage
 from ckplan.tracing.cost_cache import Cost
 from ckplan.tracing.cuda.words import Capability
-from ckplan.tracing.recorder import RawOp, Recording, TensorMeta
+from ckplan.tracing.recorder import RawOp, TensorMeta
 
 BLOCK_BYTES = 512
 """What the caching allocator rounds every request up to (``kMinBlockSize``)."""
@@ -63,20 +63,21 @@ def as_allocated(graph: Graph, capability: Capability) -> Graph:
     )
 
 
-def with_workspaces(recording: Recording, costs: Sequence[Cost]) -> list[Cost]:
+def with_workspaces(ops: Iterable[RawOp], costs: Iterable[Cost]) -> list[Cost]:
     """Costs with the bytes that kernels are known to need.
 
     Args:
-        recording: Whose ops these are.
+        ops: Recorded.
         costs: One for each, of which only the seconds are known.
     """
     found: list[Cost] = []
-    for op, cost in zip(recording.ops, costs, strict=True):
-        fresh = {*op.outputs} - {*op.reads, *op.writes}
-        made = sum(recording.storages[storage].bytes for storage in fresh)
-        held = hidden_bytes(op)
-        peak = made + max(held, workspace_bytes(op))
-        found.append(replace(cost, peak_bytes=peak, held_bytes=made + held))
+    for op, cost in zip(ops, costs, strict=True):
+        peak, held = workspace_bytes(op), hidden_bytes(op)
+        if peak or held:
+            made = sum(map(_size, op.returned))
+            held += made
+            cost = replace(cost, peak_bytes=max(made + peak, held), held_bytes=held)
+        found.append(cost)
     return found
 
 

@@ -1,0 +1,164 @@
+"""What holds on a real GPU: predicted against its allocator, plans, costs, verify.
+
+Every test is marked ``gpu`` and skips by name where there is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_cuda import MegatronLayer, mean_square
+from torch import nn
+
+import ckplan
+from ckplan import gpus
+from ckplan.simulate import simulate
+from ckplan.tracing import target as targets
+from ckplan.training.step import Training, make_step
+from ckplan.training.workload import Workload, WorkloadSpec, on_device
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available(), reason="needs a CUDA device, and there is none"
+    ),
+]
+
+CUDA = torch.device("cuda", 0)
+ROOT = Path(__file__).parent.parent
+
+
+def stack(dtype: torch.dtype = torch.float32) -> Workload:
+    layers = [MegatronLayer(512, 8, 0.1) for _ in range(4)]
+    model = nn.Sequential(nn.Linear(512, 512), *layers).to(dtype)
+    return Workload(model, torch.randn(256, 8, 512, dtype=dtype), mean_square)
+
+
+def convolutions() -> Workload:
+    layers: list[nn.Module] = [nn.Conv2d(3, 64, 3, padding=1)]
+    for _ in range(4):
+        layers += [nn.BatchNorm2d(64), nn.ReLU(), nn.Conv2d(64, 64, 3, padding=1)]
+    return Workload(nn.Sequential(*layers), torch.randn(16, 3, 64, 64), mean_square)
+
+
+def recurrent() -> Workload:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.LSTM(256, 256, num_layers=2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x)[0]
+
+    return Workload(Net(), torch.randn(128, 32, 256), mean_square)
+
+
+def measured_peak(make: Callable[[], Workload], training: Training) -> int:
+    """The allocator's own peak of a second step."""
+    step = make_step(on_device(make(), CUDA), training)
+    step.run()
+    step.zero_grad()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    step.run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated()
+
+
+@pytest.mark.parametrize(
+    ("make", "training"),
+    [
+        (stack, Training("adamw")),
+        (stack, Training("adamw", amp="bf16")),
+        (stack, Training("momentum", amp="fp16")),
+        (lambda: stack(torch.bfloat16), Training("adamw")),
+        (convolutions, Training("adamw")),
+        (recurrent, Training("adamw")),
+    ],
+)
+@pytest.mark.parametrize("translate", [True, False])
+def test_predicted_is_measured_within_one_percent(
+    make: Callable[[], Workload],
+    training: Training,
+    translate: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if translate:  # as if this machine had no GPU, for the card that it has
+        here = torch.cuda.get_device_capability()
+        card = next(c for c in gpus.load().values() if c.capability == here)
+        target = targets.Target(CUDA, card, is_here=False)
+        monkeypatch.setattr(
+            "ckplan.tracing.profile.find_target", lambda device, gpu: target
+        )
+    workload = make()
+    graph = ckplan.profile(
+        workload.model,
+        workload.batch,
+        loss=workload.loss,
+        optimizer=training.optimizer,
+        amp=training.amp,
+        device="cuda",
+    )
+    predicted, measured = simulate(graph).peak_bytes, measured_peak(make, training)
+    print(f"predicted {predicted}, measured {measured}")
+    assert predicted == pytest.approx(measured, rel=0.01)
+
+
+@pytest.mark.filterwarnings("ignore:.*deterministic")
+def test_a_planned_step_keeps_its_word_and_its_bits() -> None:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        workload = stack()
+        graph = ckplan.profile(
+            workload.model, workload.batch, loss=mean_square, device="cuda"
+        )
+        plan = ckplan.solve(graph, "70%")
+        step = make_step(on_device(workload, CUDA), Training("none"))
+
+        def gradients() -> list[torch.Tensor]:
+            torch.manual_seed(0)
+            step.zero_grad()
+            step.accumulate()
+            grads = [p.grad for p in step.workload.model.parameters()]
+            return [*grads, torch.cuda.get_rng_state(CUDA)]
+
+        expected = gradients()
+        with ckplan.planned(workload.model, plan):
+            found = gradients()
+            assert not any(r.missing for r in ckplan.status(workload.model).regions)
+        assert all(map(torch.equal, expected, found))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_costs_are_measured_on_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CKPLAN_CACHE", str(tmp_path))
+    workload = stack()
+    graph = ckplan.profile(workload.model, workload.batch, device="cuda")
+    assert graph.costs == "measured"
+    assert all(op.seconds > 0 for op in graph.ops)
+    assert all(0 < op.launch_seconds < 1e-3 for op in graph.ops)
+    matmuls = [op for op in graph.ops if op.name == "addmm"]
+    small = [op for op in graph.ops if op.name == "native_layer_norm"]
+    assert max(op.seconds for op in matmuls) > min(op.seconds for op in small)
+
+
+def test_verify_takes_its_steps_on_the_gpu(tmp_path: Path) -> None:
+    path = ROOT / "configs" / "workloads" / "mlp.py"
+    spec = WorkloadSpec(str(path), {"layers": 4, "dropout": 0.1})
+    from ckplan.tracing.profile import profile_workload
+
+    plan = ckplan.solve(profile_workload(spec, device="cuda"), "80%")
+    found: Any = ckplan.verify(spec, plan, steps=2)
+    assert found.gradients_equal
+    assert found.random_state_equal
+    assert found.measured_peak_bytes == pytest.approx(
+        found.predicted_peak_bytes, rel=0.01
+    )
+    assert found.fits
