@@ -635,6 +635,10 @@ def _rerun_effect(view: RegionView, region: Region) -> Effect:
     last = max((saved.done for saved in view.saves), default=-1)
     for storage in view.external() if view.saves else ():
         effect.hold(storage, 2 * last + 1)
+    ops = view.graph.ops[view.start : view.stop]
+    if view.saves and any(op.random for op in ops):
+        state = Interval(2 * view.start + 1, 2 * last + 1, RANDOM_STATE_BYTES)
+        effect.kept.append(state)
     wanted = [saved.wanted for saved in view.saves if saved.wanted >= 0]
     if wanted:
         lost = view.changed_inputs(min(wanted))

@@ -39,7 +39,7 @@ def test_simulated_dry_run_and_measured_peaks_are_one(name: str) -> None:
         model = build(name)
         applying.apply(model.model, plan)
         measured = measured_peak(model)
-        assert found.dry_run_peak_bytes == pytest.approx(measured, rel=1e-4)
+        assert found.dry_run_peak_bytes == pytest.approx(measured, rel=1e-4, abs=512)
         assert found.unplanned_dry_run_peak_bytes == pytest.approx(unplanned, rel=1e-4)
         near = 0.01 if plan.regions[0].by == "rerun" else 0.003  # torch keeps more
         predicted = simulate(graph, resolve(plan, graph)).peak_bytes

@@ -7,14 +7,16 @@ copied weights.
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+
+from ckplan.applying.rerun import Rerun
 
 
 class StandIn:
@@ -62,45 +64,47 @@ class GuardedForward(StandIn):
             raise
 
 
+def _has_hooks(module: nn.Module) -> bool:
+    """Whether somebody else than torch or ckplan watches its forward."""
+    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    homes = (getattr(hook, "__module__", "") or "" for hook in hooks)
+    return any(home.partition(".")[0] not in ("torch", "ckplan") for home in homes)
+
+
 class RerunForward(StandIn):
     """Runs a module again in backward through ``torch.utils.checkpoint``."""
 
-    def __init__(self, module: nn.Module, chosen: Callable[[], bool]) -> None:
+    def __init__(self, module: nn.Module, chosen: Callable[[], str | None]) -> None:
         super().__init__(module)
-        self._chosen = chosen
+        self._chosen = chosen  # tells the name of the region that begins, if any
+        self._told = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run forward; under gradients, keep its inputs only."""
-        if not self._chosen():
+        name = self._chosen()
+        if name is None:
             return self.forward(*args, **kwargs)
+        return self._again(name, args, kwargs)
+
+    def _tell_hooks(self, name: str) -> None:
+        """Say once that hooks inside run again, whatever it is that they do."""
+        inside = (m for m in self.module.modules() if m is not self.module)
+        if not self._told and any(map(_has_hooks, inside)):
+            self._told = True
+            warnings.warn(
+                f"{name} has hooks inside, which run again in backward; a region that "
+                "is rebuilt op by op (by: program) runs them once",
+                stacklevel=2,
+            )
+
+    @torch.compiler.disable
+    def _again(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._tell_hooks(name)
+        rerun = Rerun(name, self.module, self.forward, args, kwargs)
         return checkpoint(
-            self.forward,
-            *args,
+            rerun,
+            *rerun.devices,
             use_reentrant=False,
-            context_fn=self._contexts,
-            **kwargs,
+            preserve_rng_state=False,  # done there, for all devices
+            context_fn=rerun.contexts,
         )
-
-    def _contexts(
-        self,
-    ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return nullcontext(), _BuffersKept(self.module)
-
-
-class _BuffersKept:
-    """Leaves buffers as they are: running statistics must not be updated twice.
-
-    A backward of a backward enters it again.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._before: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def __enter__(self) -> None:
-        self._before = [(b, b.detach().clone()) for b in self._module.buffers()]
-
-    def __exit__(self, *_: object) -> None:
-        for buffer, value in self._before:
-            buffer.data.copy_(value)  # .data: what autograd saved stays valid
-        self._before = []

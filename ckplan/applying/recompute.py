@@ -66,6 +66,7 @@ class Kept(NamedTuple):
 
     tensor: torch.Tensor
     version: int
+    name: str  # of the region, for errors
 
 
 class Dropped(NamedTuple):
@@ -257,11 +258,12 @@ def unpack(packed: Kept | Dropped) -> torch.Tensor:
             )
         return rebuilder.unpack(packed.ref, packed.part)
     if packed.tensor._version != packed.version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by "
-            "an inplace operation: a tensor of shape "
-            f"{tuple(packed.tensor.shape)} is at version {packed.tensor._version}; "
-            f"expected version {packed.version}"
+        raise ApplyError(
+            f"{packed.name} kept a tensor of shape {tuple(packed.tensor.shape)} for "
+            f"backward, which was changed in place (version {packed.version} then, "
+            f"{packed.tensor._version} now)",
+            needed="parameters and results that stay as they are until backward",
+            hint="torch refuses this without a plan, too; change a copy",
         )
     return packed.tensor
 

@@ -57,7 +57,8 @@ Encodes = Mapping[OpKey, Mapping[int | None, str]]
 """Outputs to keep in a smaller form, and in which."""
 
 _BATCH_NORMS = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
-_RUNNING_STATISTICS = slice(3, 5)  # arguments of all three
+_RUNNING_STATISTICS = slice(3, 5)  # arguments of all three, as is the next
+_TRAINING = 5
 _SCALINGS = ("div_", "mul_")
 _MOST_UNSEEN_BYTES = 4096  # of values that are rebuilt though the plan keeps them
 
@@ -321,7 +322,7 @@ class Recorder(TorchDispatchMode):
         outputs = [self.number(tensor, inside=True) for tensor in returned]
         writes = self._written(facts, args, kwargs) if facts.writes else []
         if len(self._addresses) > known or writes:
-            if facts.batch_norm:
+            if facts.batch_norm and args[_TRAINING]:
                 refs[_RUNNING_STATISTICS] = None, None  # must not be updated twice
             number = self._flow.add(_Access(reads, writes, outputs))
             grad = torch.is_grad_enabled()
@@ -402,7 +403,7 @@ class Recorder(TorchDispatchMode):
         self._packed_values.append(value)
         if value < 0 or value in self._held:
             self._packed.append(Packed(tensor.size(), None))
-            return Kept(tensor, tensor._version)
+            return Kept(tensor, tensor._version, self.name)
         if value not in self._seen:
             self.dropped_bytes += tensor.untyped_storage().nbytes()
         part = self._open[-1]

@@ -33,7 +33,7 @@ from ckplan.applying.forwards import GuardedForward, RerunForward, StandIn
 from ckplan.applying.record import Recorder
 from ckplan.applying.replay import Replay
 from ckplan.errors import ApplyError
-from ckplan.names import Call
+from ckplan.names import Call, call_name
 from ckplan.plan import Plan, differences, load, plan_fingerprint
 from ckplan.simulate import RERUN
 from ckplan.training.fingerprint import (
@@ -453,11 +453,14 @@ class _Chooser:
     fqn: str
     choices: list[Choice]
 
-    def __call__(self) -> bool:
-        choice = _chosen(self.choices, self.session.count(self.fqn))
-        if choice is not None:
-            choice.runs += 1
-        return choice is not None
+    def __call__(self) -> str | None:
+        """What errors call the region that begins now, if one does."""
+        call = self.fqn, self.session.count(self.fqn)
+        choice = _chosen(self.choices, call[1])
+        if choice is None:
+            return None
+        choice.runs += 1
+        return call_name(*call)
 
 
 def _warn_of_differences(plan: Plan, model: nn.Module) -> None:

@@ -178,13 +178,13 @@ class Replay(TorchFunctionMode):
             if self.repeats and self._in_call:
                 raise self._changed()
             self.repeats = False
-            return Kept(tensor, tensor._version)
+            return Kept(tensor, tensor._version, self.name)
         capture = self._template.captures.get(self._num_packed - 1)
         if capture is not None:
             self._capture(capture, tensor)
         ref = packed[0].ref
         if ref is None:
-            return Kept(tensor, tensor._version)
+            return Kept(tensor, tensor._version, self.name)
         part = packed[0].part
         self._wanted.append((ref.value, part))
         return Dropped(self._handle, ref, part)

@@ -3,7 +3,8 @@
 Programs run ops again with the random numbers that they had, and no Python: they need
 only care about what changes the tensors that they read, which the simulator sees, and
 about kernels that are not deterministic. Running a module again also runs its Python.
-There the engine puts back torch's random numbers before, and buffers afterwards.
+There the engine puts back random numbers, buffers and plain attributes, and compares;
+what changes lists, caches and other objects is left to programs all the same.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from ckplan.tracing.recorder import (
 )
 from ckplan.training.shapes import decided_by_values
 
-BOTH, PROGRAMS, NEITHER = (PROGRAM, RERUN), (PROGRAM,), ()
+BOTH: tuple[str, ...] = (PROGRAM, RERUN)
+PROGRAMS: tuple[str, ...] = (PROGRAM,)
+NEITHER: tuple[str, ...] = ()
 _BATCH_NORMS = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
 _RUNNING_MEAN, _TRAINING = 3, 5  # arguments of all three
 _REPLACES = ("copy_", "fill_", "zero_")  # whatever the tensor held
@@ -40,7 +43,8 @@ def find_hazards(
     """
     found: dict[Hazard, None] = {}
     for call, kind, reason in recording.changes:
-        found[Hazard(call_number[call], kind, reason, PROGRAMS)] = None
+        guard = BOTH if kind == "random" else PROGRAMS
+        found[Hazard(call_number[call], kind, reason, guard)] = None
     for index, raw in enumerate(recording.calls):
         mine = [o for o in recording.ops[raw.start : raw.stop] if o.call == index]
         for kind, reason, guard in _of_ops(recording, raw, mine):
@@ -60,7 +64,7 @@ def _of_ops(
         if _updates_statistics(op):
             yield "statistics", f"{name} updates running statistics", BOTH
         if any(isinstance(leaf, torch.Generator) for leaf in op.args):
-            yield "random", f"{name} draws from a generator of its own", PROGRAMS
+            yield "random", f"{name} draws from a generator of its own", BOTH
         if decided_by_values(op.func, op.args):
             yield "shapes", f"{name} returns as much as values decide", BOTH
         for storage in op.writes:
@@ -68,10 +72,12 @@ def _of_ops(
             if raw.maker != BEFORE_STEP or raw.kind not in ("buffer", "parameter"):
                 continue
             if raw.kind == "parameter" or storage >= recording.num_known:
-                what = "parameter" if raw.kind == "parameter" else "plain attribute"
-                yield "buffer", f"changes a tensor that is a {what}", PROGRAMS
+                parameter = raw.kind == "parameter"
+                what = "parameter" if parameter else "plain attribute"
+                guard = PROGRAMS if parameter else BOTH
+                yield "buffer", f"changes a tensor that is a {what}", guard
             elif _depends(recording, call, storage):
-                yield "buffer", "changes a buffer that its outputs follow", PROGRAMS
+                yield "buffer", "changes a buffer that its outputs follow", BOTH
             elif not counts_only:
                 yield "buffer", "changes a buffer", BOTH
 

@@ -1,0 +1,254 @@
+"""Proves that plans fit: 20 budgets between floor and unplanned peak, measured.
+
+Every workload is small, so that all of this takes minutes: what is shown are bytes,
+which do not depend on who else uses the machine. For each budget the plan is put on the
+workload, which then takes two training steps; the allocator's peak of the second one is
+what is measured. Kept where every measured peak is within its budget, a larger budget
+never gives a smaller measured peak nor a larger predicted overhead, and loss,
+gradients, buffers and random state have the same bits as without the plan.
+
+    python scripts/sweep.py
+    python scripts/sweep.py --only gpt2 --budgets 4
+
+Exit code 1 if any of it does not hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from _measuring import (
+    ROOT,
+    SEED,
+    Report,
+    add_output,
+    finish,
+    format_error,
+    make_parser,
+    make_table,
+    relative_error,
+    run,
+    say,
+    workload_path,
+)
+
+from ckplan.errors import CkplanError
+from ckplan.plan import Plan, PlannedRegion
+from ckplan.solving.solve import Planner, to_plan
+from ckplan.tracing.profile import profile_workload
+from ckplan.training.step import Training
+from ckplan.training.workload import WorkloadSpec, parse_options
+from ckplan.units import format_bytes, format_percent
+from ckplan.verifying.worker import FIRST_STEPS, FirstSteps, Job, Worker
+
+_TEXT = {"layers": 4, "width": 128, "heads": 4, "length": 128, "vocab": 1000}
+_MOST_TRIES = 3  # kernels of torch on CPU are not always deterministic
+
+
+@dataclass(frozen=True)
+class Case:
+    """A small workload, and how it is trained."""
+
+    file: str
+    options: Mapping[str, Any]
+    training: Training = field(default_factory=Training)
+
+
+CASES = {
+    "mlp": Case("mlp", {"layers": 6, "width": 128, "batch": 512}),
+    "gpt2": Case("gpt2", {**_TEXT, "batch": 8}),
+    "gpt2, bf16": Case("gpt2", {**_TEXT, "batch": 8}, Training(amp="bf16")),
+    "gpt2, 3 batches": Case("gpt2", {**_TEXT, "batch": 8}, Training(accumulate=3)),
+    "bert": Case("bert", {**_TEXT, "batch": 8}),
+    "llama": Case("llama", {**_TEXT, "groups": 2, "batch": 8}),
+    "vit": Case(
+        "vit", {"layers": 4, "width": 128, "heads": 4, "batch": 16, "size": 112}
+    ),
+    "resnet50, SGD": Case(
+        "resnet50", {"batch": 8, "size": 96, "classes": 10}, Training("sgd")
+    ),
+    "unet, SGD": Case(
+        "unet", {"layers": 1, "width": 32, "batch": 4, "size": 64}, Training("sgd")
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One budget: what was planned, and what was measured."""
+
+    budget_bytes: int
+    predicted_bytes: int
+    measured_bytes: int
+    different: int  # results that are not the same bits
+    overhead: float
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """All budgets of one workload, the smallest first."""
+
+    name: str
+    floor_bytes: int
+    measured_bytes: int  # unplanned
+    rows: tuple[Row, ...]
+
+    def cells(self) -> list[str]:
+        """The row of the summary."""
+        rows = self.rows
+        return [
+            self.name,
+            format_bytes(self.floor_bytes),
+            format_bytes(self.measured_bytes),
+            f"{len({row.measured_bytes for row in rows})}",
+            f"{sum(row.measured_bytes <= row.budget_bytes for row in rows)} of "
+            f"{len(rows)}",
+            _worst(rows),
+            "**no**" if any(self.disorder()) else "yes",
+            f"{sum(not row.different for row in rows)} of {len(rows)}",
+        ]
+
+    def disorder(self) -> Iterator[str]:
+        """Where more memory gives a smaller peak, or costs more time."""
+        for less, more in pairwise(self.rows):
+            where = f"{self.name} at {format_bytes(more.budget_bytes)}"
+            if more.measured_bytes < less.measured_bytes:
+                yield f"{where}: the measured peak is smaller than with less memory"
+            if more.overhead > less.overhead:
+                yield f"{where}: the predicted overhead is larger than with less memory"
+
+    def broken(self) -> Iterator[str]:
+        """What does not hold."""
+        for row in self.rows:
+            where = f"{self.name} at {format_bytes(row.budget_bytes)}"
+            over_bytes = row.measured_bytes - row.budget_bytes
+            if over_bytes > 0:
+                yield f"{where}: the measured peak is {over_bytes} B over the budget"
+            if row.different:
+                yield f"{where}: {row.different} results differ from the unplanned ones"
+        yield from self.disorder()
+
+
+def main() -> int:
+    """Measure all sweeps, and report."""
+    args = _arguments()
+    chosen = args.only or list(CASES)
+    sweeps = [sweep(name, args.budgets, args.settings) for name in chosen]
+    whole = not (args.only or args.settings)
+    return finish(_report(sweeps), args.output, whole=whole)
+
+
+def sweep(name: str, num_budgets: int, settings: list[str]) -> Sweep:
+    """Profile a workload once, then plan and measure it for every budget."""
+    case = CASES[name]
+    options = {**case.options, **parse_options(settings)}
+    spec = WorkloadSpec(str(ROOT / workload_path(case.file)), options)
+    say(f"{name}: profile")
+    graph = profile_workload(spec, training=case.training)
+    planner = Planner(graph)
+    top, floor = planner.unplanned.peak_bytes, planner.floor.peak_bytes
+    unplanned = _measure(spec, None, case.training)
+    rows: list[Row] = []
+    measured: dict[tuple[PlannedRegion, ...], tuple[int, int]] = {}
+    for number in range(num_budgets):
+        budget_bytes = floor + (top - floor) * (number + 1) // (num_budgets + 1)
+        say(f"{name}: {format_bytes(budget_bytes)}")
+        solution = planner.solve(budget_bytes)
+        plan = Plan(regions=to_plan(graph, solution).regions)
+        if plan.regions not in measured:
+            found = _compare(spec, plan, case.training, unplanned)
+            measured[plan.regions] = found
+        line, seen = solution.timeline, measured[plan.regions]
+        rows.append(Row(budget_bytes, line.peak_bytes, *seen, line.overhead))
+    return Sweep(name, floor, unplanned.peak_bytes, tuple(rows))
+
+
+def _compare(
+    spec: WorkloadSpec, plan: Plan, training: Training, unplanned: FirstSteps
+) -> tuple[int, int]:
+    """The measured peak, and how many results differ from the unplanned ones."""
+    for _ in range(_MOST_TRIES):
+        planned = _measure(spec, plan, training)
+        different = sum(
+            unplanned.digests[key] != planned.digests[key] for key in unplanned.digests
+        )
+        if not different:
+            break
+    return planned.peak_bytes, different
+
+
+def _measure(spec: WorkloadSpec, plan: Plan | None, training: Training) -> FirstSteps:
+    found = Worker(Job(spec, plan, training, SEED)).answer(FIRST_STEPS)
+    if isinstance(found, CkplanError):
+        raise found
+    assert isinstance(found, FirstSteps)
+    return found
+
+
+def _worst(rows: tuple[Row, ...]) -> str:
+    worst = max(
+        rows, key=lambda r: abs(relative_error(r.predicted_bytes, r.measured_bytes))
+    )
+    return format_error(worst.predicted_bytes, worst.measured_bytes)
+
+
+def _report(sweeps: list[Sweep]) -> Report:
+    summary = make_table(
+        (
+            "workload",
+            "floor",
+            "unplanned peak",
+            "different peaks",
+            "within budget",
+            "worst prediction",
+            "monotone",
+            "bits equal",
+        ),
+        [sweep.cells() for sweep in sweeps],
+    )
+    headers = ("workload", "budget", "predicted peak", "measured peak", "overhead")
+    rows = [
+        [
+            sweep.name,
+            *(
+                f"{n:,}"
+                for n in (row.budget_bytes, row.predicted_bytes, row.measured_bytes)
+            ),
+            format_percent(row.overhead, sign=True),
+        ]
+        for sweep in sweeps
+        for row in sweep.rows
+    ]
+    details = make_table(headers, rows)
+    return Report(
+        name="sweep",
+        title="Every budget holds",
+        claim=(__doc__ or "").partition("\n\n    ")[0],
+        parts=[summary, "In bytes; the overhead is predicted.", details],
+        broken=[line for sweep in sweeps for line in sweep.broken()],
+    )
+
+
+def _arguments() -> argparse.Namespace:
+    parser = make_parser(__doc__)
+    add_output(parser)
+    parser.add_argument(
+        "--only",
+        metavar="NAME",
+        action="append",
+        default=[],
+        choices=list(CASES),
+        help=f"sweep this one; repeatable  [default: {', '.join(CASES)}]",
+    )
+    parser.add_argument(
+        "--budgets", metavar="N", type=int, default=20, help="how many  [default: 20]"
+    )
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    run(main)

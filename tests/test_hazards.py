@@ -1,0 +1,592 @@
+"""What recomputation breaks, row by row: guarded here, or refused with the reason.
+
+Every hazard has a test that fails where its guard is taken out; ``unguarded`` does so
+for each, and sees that the training step is then wrong, or an error.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.nn.utils.parametrizations import spectral_norm
+
+from ckplan import applying
+from ckplan.applying import rerun as rerunning
+from ckplan.errors import ApplyError
+from ckplan.plan import Plan, PlannedRegion
+
+WAYS = ("program", "rerun")
+BOTH = pytest.mark.parametrize("by", WAYS)
+
+
+def plan(by: str, *calls: str) -> Plan:
+    return Plan(regions=tuple(PlannedRegion(call, by) for call in calls or ("block",)))
+
+
+class Outer(nn.Module):
+    """A model around one block, so that there is something before and after it."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.first, self.block, self.last = nn.Linear(8, 8), block, nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self.last(self.block(self.first(x), *args, **kwargs))
+
+
+def seeded(step: int) -> None:
+    torch.manual_seed(step)
+    random.seed(step)
+    numpy.random.seed(step)
+
+
+def state_of(model: nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    drawn = [random.random(), float(numpy.random.random())]
+    found = [loss, *grads, *model.buffers(), torch.get_rng_state(), torch.tensor(drawn)]
+    return [tensor.detach().clone() for tensor in found]
+
+
+def step_of(model: nn.Module, step: int, *args: Any, **kwargs: Any) -> Any:
+    model.zero_grad()
+    seeded(step)
+    loss = model(torch.randn(4, 8), *args, **kwargs).square().sum()
+    loss.backward()
+    return state_of(model, loss)
+
+
+def same(make: Callable[[], nn.Module], by: str, steps: int = 3) -> nn.Module:
+    """Train with a region and without: everything must be the same bits."""
+    torch.manual_seed(0)
+    plain = Outer(make())
+    planned = copy.deepcopy(plain)
+    applying.apply(planned, plan(by))
+    for step in range(steps):
+        assert all(map(torch.equal, step_of(plain, step), step_of(planned, step))), step
+    (status,) = applying.status(planned).regions
+    assert status.runs == steps
+    return planned
+
+
+@contextmanager
+def unguarded(where: Any, name: str, value: Any) -> Iterator[None]:
+    """Without the guard the same is wrong, or an error: so the guard is tested."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(where, name, value)
+        failures = (AssertionError, ApplyError, RuntimeError, pytest.fail.Exception)
+        with pytest.raises(failures):
+            yield
+
+
+def nothing(*args: Any, **kwargs: Any) -> None:
+    """What stands in for a guard that is taken out."""
+
+
+# -- buffers -----------------------------------------------------------------------
+
+
+@BOTH
+def test_running_statistics_are_updated_once(by: str) -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU())
+
+    same(make, by)
+    if by == "rerun":
+        with unguarded(rerunning._World, "restore", nothing):
+            same(make, by)
+    else:
+        applying.record._facts.cache_clear()
+        with unguarded(applying.record, "_BATCH_NORMS", ()):
+            same(make, by)
+        applying.record._facts.cache_clear()
+
+
+@BOTH
+def test_spectral_norm_sees_the_vectors_of_its_forward(by: str) -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(spectral_norm(nn.Linear(8, 8)), nn.Tanh())
+
+    if by == "program":  # refused: power iteration overwrites what it begins with
+        with pytest.raises(ApplyError, match="changes an input in place"):
+            same(make, by)
+        return
+    same(make, by)
+    with unguarded(rerunning._World, "restore", nothing):
+        same(make, by)
+
+
+class Codebook(nn.Module):
+    """Reads a buffer, and changes it in a way that autograd does not see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+        self.register_buffer("codes", torch.ones(8))
+        self.register_buffer("usage", torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(self.fc(x * self.codes))
+        with torch.no_grad():
+            self.codes.data.mul_(0.9).add_(y.mean(0), alpha=0.1)
+            self.usage = self.usage + y.abs().mean(0)
+        return y * self.usage
+
+
+@BOTH
+def test_codebooks_and_averages_change_once(by: str) -> None:
+    if by == "program":  # refused: what it is rebuilt from is overwritten
+        with pytest.raises(ApplyError, match="changes an input in place"):
+            same(Codebook, by)
+        return
+    same(Codebook, by)
+    with unguarded(rerunning._World, "restore", nothing):
+        same(Codebook, by)
+    with unguarded(rerunning, "_is_same", lambda *_: True):
+        same(Codebook, by)
+
+
+# -- random numbers ----------------------------------------------------------------
+
+
+class Drawing(nn.Module):
+    """Draws from everywhere: layer drop, noise, dropout, a generator of its own."""
+
+    def __init__(self, *sources: str) -> None:
+        super().__init__()
+        self.fc, self.sources = nn.Linear(8, 8), sources
+        self.generator = torch.Generator().manual_seed(0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if "python" in self.sources:
+            x = (
+                torch.sin(x)
+                if random.random() < 0.5
+                else torch.cos(x) * random.random()
+            )
+        if "numpy" in self.sources:
+            x = torch.exp(x * float(numpy.random.random()))
+        if "torch" in self.sources:
+            x = functional.dropout(torch.tanh(x), 0.5)
+        if "generator" in self.sources:
+            draws = torch.rand(x.shape, generator=self.generator)
+            x = torch.tanh(x * draws)
+        return torch.sigmoid(self.fc(x))
+
+
+@BOTH
+@pytest.mark.parametrize("source", ["python", "numpy", "torch", "generator"])
+def test_random_numbers_are_those_of_the_forward(by: str, source: str) -> None:
+    class Own(Drawing):
+        def __deepcopy__(self, memo: Any) -> Drawing:  # generators cannot be copied
+            other = Own(source)
+            other.fc = copy.deepcopy(self.fc, memo)
+            return other
+
+    same(lambda: Own(source), by, steps=6)
+    if by == "rerun":
+        guards = {
+            "python": (rerunning._Source, "put"),
+            "numpy": (rerunning._NumPy, "put"),
+            "torch": (rerunning._Torch, "put"),
+            "generator": (rerunning._Calls, "_draw"),
+        }
+        with unguarded(*guards[source], nothing):
+            same(lambda: Own(source), by, steps=6)
+
+
+# -- inputs and parameters ---------------------------------------------------------
+
+
+class Taking(nn.Module):
+    """Takes tensors as keywords and in containers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(
+        self, x: torch.Tensor, pair: Any = None, *, scale: torch.Tensor
+    ) -> torch.Tensor:
+        return torch.tanh(self.fc(torch.sin(x + scale) + pair["both"][1]))
+
+
+@BOTH
+@pytest.mark.parametrize("which", ["keyword", "nested", "parameter"])
+def test_a_tensor_changed_before_backward_names_the_region(by: str, which: str) -> None:
+    def run() -> None:
+        model = Outer(Taking())
+        applying.apply(model, plan(by))
+        scale, inner = torch.rand(4, 8), torch.rand(4, 8)
+        out = model(torch.randn(4, 8), {"both": (0, inner)}, scale=scale)
+        weight = model.block.fc.weight
+        changed = {"keyword": scale, "nested": inner, "parameter": weight}[which]
+        with torch.no_grad():
+            changed.mul_(2)
+        with pytest.raises(ApplyError, match=r"block.*was changed in place"):
+            out.sum().backward()
+
+    run()
+    if by == "rerun":
+        with unguarded(rerunning.Rerun, "_check_versions", nothing):
+            run()
+    elif which != "parameter":  # of which autograd itself keeps the version
+        with unguarded(applying.recompute._Leftovers, "check_version", nothing):
+            run()
+
+
+@BOTH
+def test_tensors_as_keywords_and_in_containers_are_those_of_the_forward(
+    by: str,
+) -> None:
+    torch.manual_seed(0)
+    plain = Outer(Taking())
+    planned = copy.deepcopy(plain)
+    applying.apply(planned, plan(by))
+    for step in range(3):
+        seen = []
+        for model in (plain, planned):
+            pair = {"both": [0, torch.full((4, 8), 1.0 + step)]}
+            scale = torch.full((4, 8), 0.5, requires_grad=True)
+            seen.append([*step_of(model, step, pair, scale=scale), scale.grad])
+        assert all(map(torch.equal, *seen))
+
+
+class SavingOutput(nn.Module):
+    """Its output is what autograd saves of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.exp(self.fc(x))
+
+
+@BOTH
+def test_a_saved_output_changed_in_place_is_right_or_an_error(by: str) -> None:
+    torch.manual_seed(0)
+    plain = Outer(SavingOutput())
+    planned = copy.deepcopy(plain)
+    applying.apply(planned, plan(by))
+    x = torch.randn(4, 8)
+    plain.block(x).mul(3).sum().backward()
+    try:
+        planned.block(x).mul_(3).sum().backward()
+    except (ApplyError, RuntimeError) as error:
+        assert "place" in str(error)
+    else:
+        assert torch.equal(plain.block.fc.weight.grad, planned.block.fc.weight.grad)
+
+
+# -- what Python does --------------------------------------------------------------
+
+
+class Counting(nn.Module):
+    """Counts, appends, remembers, and goes by it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.calls, self.seen = nn.Linear(8, 8), 0, []
+        self.times: dict[str, list[int]] = {"forward": []}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.seen.append(float(self.calls))
+        self.times["forward"].append(self.calls)
+        if self.calls % 2:
+            x = torch.exp(x)
+        return torch.tanh(self.fc(x * self.calls)) / sum(self.seen)
+
+
+@BOTH
+def test_lists_and_counters_change_once(by: str) -> None:
+    planned = same(Counting, by, steps=5)
+    assert planned.block.calls == len(planned.block.seen) == 5
+    assert planned.block.times == {"forward": [1, 2, 3, 4, 5]}
+    if by == "rerun":
+        with unguarded(rerunning._World, "restore", nothing):
+            same(Counting, by)
+
+
+NUMBER = [1.0]
+
+
+class Numbered(nn.Module):
+    """A number from elsewhere, which nobody puts back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.fc(torch.exp(x * NUMBER[0])))
+
+
+@BOTH
+def test_a_python_number_that_changes_is_seen(by: str) -> None:
+    def number(step: int) -> None:
+        NUMBER[0] = 1.0 / (step + 1)
+
+    torch.manual_seed(0)
+    plain = Outer(Numbered())
+    planned = copy.deepcopy(plain)
+    applying.apply(planned, plan(by))
+    for step in range(4):
+        number(step)
+        assert all(map(torch.equal, step_of(plain, step), step_of(planned, step)))
+
+    def changed_before_backward() -> None:
+        number(0)
+        loss = planned(torch.randn(4, 8)).sum()
+        number(9)
+        if by == "program":
+            loss.backward()
+            return
+        with pytest.raises(ApplyError, match="block#0 again: its forward does someth"):
+            loss.backward()
+
+    changed_before_backward()
+    if by == "rerun":
+        with unguarded(rerunning._Calls, "_note", nothing):
+            changed_before_backward()
+
+
+class Routed(nn.Module):
+    """Sends each row to an expert, with noise; shapes differ from step to step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(8, 3)
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = self.gate(x)
+        noisy = scores + torch.randn_like(scores)
+        weight, chosen = noisy.softmax(-1).max(-1)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            (rows,) = torch.where(chosen == number)
+            if len(rows):
+                y = functional.gelu(expert(x[rows])) * weight[rows, None]
+                out = out.index_add(0, rows, y)
+        return out
+
+
+@BOTH
+def test_experts_are_chosen_once(by: str) -> None:
+    same(Routed, by, steps=8)
+
+
+class Cache:
+    """Keys of earlier calls, as caches of generation keep them."""
+
+    def __init__(self) -> None:
+        self.keys: torch.Tensor | None = None
+
+    def update(self, keys: torch.Tensor) -> torch.Tensor:
+        keys = keys if self.keys is None else torch.cat([self.keys, keys])
+        self.keys = keys
+        return keys
+
+
+class Cached(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.out = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, cache: Cache) -> torch.Tensor:
+        keys = cache.update(torch.tanh(self.fc(x)))
+        return self.out((x @ keys.T).softmax(-1) @ keys)
+
+
+@BOTH
+def test_a_cache_that_grows_is_right_or_refused(by: str) -> None:
+    torch.manual_seed(0)
+    plain = Outer(Cached())
+    planned = copy.deepcopy(plain)
+    applying.apply(planned, plan(by))
+    caches = Cache(), Cache()
+    expected = step_of(plain, 0, caches[0])
+    if by == "program":
+        assert all(map(torch.equal, expected, step_of(planned, 0, caches[1])))
+        assert torch.equal(caches[0].keys, caches[1].keys)
+    else:
+
+        def grown() -> None:
+            what = "block#0 again: its forward does something"
+            with pytest.raises(ApplyError, match=what):
+                step_of(planned, 0, Cache())
+
+        grown()
+        with unguarded(rerunning._Calls, "_note", nothing):
+            grown()
+
+
+class Catching(nn.Module):
+    """Goes another way if anything fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.failed = nn.Linear(8, 8), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.exp(x)
+        try:
+            y = torch.tanh(self.fc(torch.sin(y)))
+        except Exception:
+            self.failed += 1
+            y = torch.relu(torch.cos(y))
+        return y
+
+
+@BOTH
+def test_an_early_stop_is_not_swallowed(by: str) -> None:
+    planned = same(Catching, by)
+    assert planned.block.failed == 0
+    if by == "rerun":
+        with unguarded(rerunning, "_STOP", ""):
+            same(Catching, by)
+
+
+@BOTH
+def test_hooks_of_modules_inside_run_once_or_are_told(by: str) -> None:
+    model = Outer(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh()))
+    seen: list[str] = []
+    model.block[0].register_forward_hook(lambda *_: seen.append("forward"))
+    model.block[0].register_full_backward_hook(lambda *_: seen.append("backward"))
+    applying.apply(model, plan(by))
+    if by == "program":
+        model(torch.randn(4, 8)).sum().backward()
+        assert seen == ["forward", "backward"]
+    else:
+
+        def told() -> None:
+            with pytest.warns(UserWarning, match="block#0 has hooks inside"):
+                model(torch.randn(4, 8)).sum().backward()
+
+        told()
+        assert seen.count("backward") == 1
+        applying.apply(model, plan(by))
+        with unguarded(applying.forwards, "_has_hooks", nothing):
+            told()
+
+
+# -- modes, copies, backwards ------------------------------------------------------
+
+
+@BOTH
+def test_full_backward_hooks_see_the_same_gradients(by: str) -> None:
+    seen: list[list[torch.Tensor]] = []
+    for planned in (False, True):
+        torch.manual_seed(0)
+        model = Outer(nn.Sequential(nn.Linear(8, 8), nn.GELU()))
+        grads: list[torch.Tensor] = []
+
+        def hook(_: Any, given: Any, made: Any, grads: Any = grads) -> None:
+            grads += [*given, *made]
+
+        model.block.register_full_backward_hook(hook)
+        if planned:
+            applying.apply(model, plan(by))
+        for step in range(3):
+            step_of(model, step)
+        seen.append(grads)
+    assert len(seen[0]) == 6
+    assert all(map(torch.equal, *seen))
+
+
+@BOTH
+@pytest.mark.parametrize("training", [True, False])
+def test_train_and_eval_switched_before_backward(by: str, training: bool) -> None:
+    def run() -> None:
+        seen = []
+        for planned in (False, True):
+            torch.manual_seed(0)
+            parts = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.GELU(), nn.Dropout()
+            model = Outer(nn.Sequential(*parts))
+            if planned:
+                applying.apply(model, plan(by))
+            model.train(training)
+            seeded(1)
+            loss = model(torch.randn(4, 8)).square().sum()
+            model.train(not training)
+            loss.backward()
+            assert model.block.training is not training
+            seen.append(state_of(model, loss))
+        assert all(map(torch.equal, *seen))
+
+    run()
+    if by == "rerun":
+        with unguarded(rerunning._World, "restore", nothing):
+            run()
+
+
+@BOTH
+def test_a_deep_copy_runs_its_own_weights(by: str) -> None:
+    torch.manual_seed(0)
+    model = Outer(nn.Sequential(nn.Linear(8, 8), nn.GELU()))
+    applying.apply(model, plan(by))
+    step_of(model, 0)
+    average = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    fresh = copy.deepcopy(average)
+    applying.remove(fresh)
+    assert all(map(torch.equal, step_of(fresh, 1), step_of(average, 1)))
+
+
+@BOTH
+def test_several_backwards_are_right_or_refused(by: str) -> None:
+    torch.manual_seed(0)
+    plain = Outer(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Dropout()))
+    planned = copy.deepcopy(plain)
+    applying.apply(planned, plan(by))
+    grads = []
+    for model in (plain, planned):
+        seeded(0)
+        loss = model(torch.randn(4, 8)).square().sum()
+        loss.backward(retain_graph=True)
+        if model is planned and by == "program":
+            with pytest.raises(ApplyError, match="wanted again"):
+                loss.backward()
+            return
+        loss.backward()
+        grads.append([p.grad for p in model.parameters()])
+    assert all(map(torch.equal, *grads))
+
+
+@BOTH
+def test_casts_of_autocast_are_the_same(by: str) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return functional.gelu(self.fc(functional.gelu(self.fc(x))))
+
+    torch.manual_seed(0)
+    tied = Tied()
+    plain = nn.Sequential(tied, tied)
+    planned = copy.deepcopy(plain)
+    applying.apply(planned, plan(by, "0"))
+    for step in range(3):
+        seen = []
+        for model in (plain, planned):
+            model.zero_grad()
+            seeded(step)
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(torch.randn(4, 8)).float().square().sum()
+            loss.backward()
+            seen.append(state_of(model, loss))
+        assert all(map(torch.equal, *seen))
