@@ -194,8 +194,12 @@ def profile(
     clip: _Clip = None,
     scaler: _Scaler = False,
     device: Annotated[
-        str, typer.Option(help="Where the step is to run: cpu, or cuda, GPU or not.")
-    ] = "cpu",
+        str | None,
+        typer.Option(
+            help="Where the step is to run: cpu, or cuda, GPU or not.  "
+            "[default: cpu; cuda with --gpu]",
+        ),
+    ] = None,
     gpu: Annotated[
         str | None,
         typer.Option(

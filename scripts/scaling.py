@@ -91,8 +91,7 @@ def main() -> int:
         trace = Path(folder) / "trace.json.gz"
         points = [_depth(layers, args.settings, trace) for layers in args.layers]
         say("Llama-3 70B")
-        argv = ["--device", "cuda", "--gpu", "H100"]
-        large = _profile("llama", llama, argv, trace)
+        large = _profile("llama", llama, ["--gpu", "H100"], trace)
     parts = [
         make_table(HEADERS, [point.cells() for point in points], texts=0),
         make_table(

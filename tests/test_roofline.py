@@ -31,7 +31,7 @@ def op_named(graph: Graph, name: str) -> Op:
 
 
 def profiled(model: nn.Module, x: torch.Tensor, gpu: gpus.Gpu, **how: Any) -> Graph:
-    return ckplan.profile(model, x, gpu=gpu.name, **how)
+    return ckplan.profile(model, x, device="cpu", gpu=gpu.name, **how)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def build():
 def test_an_optimizer_that_returns_nothing_reads_and_writes(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(FOREACH)
     spec = WorkloadSpec(str(tmp_path / "model.py"))
-    graph = profile_workload(spec, gpu="T4")
+    graph = profile_workload(spec, device="cpu", gpu="T4")
     update = op_named(graph, "_foreach_add_")
     assert update.moved_bytes == 3 * 4 * (
         256 * 256 + 256
@@ -113,7 +113,7 @@ def test_the_file_and_the_screen_say_where_seconds_come_from(tmp_path: Path) -> 
     )
     trace = str(tmp_path / "trace.json")
     argv = ["profile", f"{tmp_path}/model.py", "--gpu", "rtx 4090", "-o", trace]
-    shown = CliRunner().invoke(app, argv).stdout
+    shown = CliRunner().invoke(app, [*argv, "--device", "cpu"]).stdout
     assert "costs     roofline RTX 4090\n" in shown
     found = json.loads(CliRunner().invoke(app, ["show", trace, "--json"]).stdout)
     assert found["costs"] == "roofline RTX 4090"
@@ -128,7 +128,7 @@ def test_what_is_reserved_stands_beside_the_peak_on_cards_alone(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     layers = [nn.Sequential(nn.Linear(512, 512), nn.Tanh()) for _ in range(6)]
-    graph = ckplan.profile(nn.Sequential(*layers), torch.ones(4096, 512), gpu="T4")
+    graph = profiled(nn.Sequential(*layers), torch.ones(4096, 512), T4)
     save(graph, tmp_path / "card.json")
     save(replace(graph, options={}), tmp_path / "cpu.json")
     peak = simulate(graph).peak_bytes
@@ -153,6 +153,19 @@ def test_what_is_reserved_stands_beside_the_peak_on_cards_alone(
     )
     assert "warning: PyTorch's allocator would reserve" in run(*tight).stderr
     assert "warning" not in run("solve", "card.json", "--budget", "300%").stderr
+
+
+def test_naming_a_card_means_its_bytes_too(tmp_path: Path) -> None:
+    model, x = nn.Linear(8, 8), torch.ones(2, 8)
+    assert ckplan.profile(model, x, gpu="T4").fingerprint["device"] == "cuda"
+    assert profiled(model, x, T4).fingerprint["device"] == "cpu"
+    (tmp_path / "model.py").write_text(
+        "import torch\ndef build():\n"
+        "    return torch.nn.Linear(8, 8), torch.ones(2, 8)\n"
+    )
+    spec = WorkloadSpec(str(tmp_path / "model.py"))
+    assert profile_workload(spec, gpu="T4").fingerprint["device"] == "cuda"
+    assert profile_workload(spec).fingerprint["device"] == "cpu"
 
 
 def test_a_card_that_nobody_knows_is_refused() -> None:

@@ -81,7 +81,7 @@ def profile_workload(
     spec: WorkloadSpec,
     *,
     training: Training = AS_IT_SAYS,
-    device: str = "cpu",
+    device: str | None = None,
     gpu: str | None = None,
     fresh: bool = False,
     replay: bool = True,
@@ -92,7 +92,8 @@ def profile_workload(
     Args:
         spec: Where the workload comes from.
         training: How it is trained.
-        device: Where the step is to run: ``cpu``, or ``cuda``, with a GPU or without.
+        device: Where the step is to run: ``cpu``, or ``cuda``, with a GPU or without;
+            by default ``cuda`` if a card is named.
         gpu: A card of ``ckplan gpus``, whose roofline stands in for measured seconds.
         fresh: Measure ops again that were measured on this machine before.
         replay: Run the forward of a small model twice, to find what differs then.
@@ -102,7 +103,7 @@ def profile_workload(
         CkplanError: There is no such card or device.
         WorkloadError: The workload cannot be built or trained.
     """
-    target = find_target(device, gpu)
+    target = find_target(device or ("cpu" if gpu is None else "cuda"), gpu)
     make = spec.load()  # imports happen outside of fake tensors
 
     def build(scope: _Scope | None) -> Workload:
@@ -144,7 +145,8 @@ def profile(
             ``:single`` one of torch's kernels, if not what torch chooses.
         amp: ``bf16`` or ``fp16``: forward and loss run under autocast.
         accumulate: Backwards before the optimizer takes a step; the last is profiled.
-        device: Where the step is to run, by default where the model is; ``cuda`` needs
+        device: Where the step is to run, by default where the model is, or on the card
+            that is named; ``cuda`` needs
             no GPU.
         clip: Largest norm of all gradients together: ``clip_grad_norm_``.
         scaler: Whether the loss goes through a gradient scaler.
@@ -167,7 +169,7 @@ def profile(
     sharding = Sharding(shard, world_size, tuple(units)) if shard else None
     workload = as_workload((model, batch, loss), "the call of profile()")
     here = next((p.device.type for p in model.parameters()), "cpu")
-    target = find_target(device or here, gpu)
+    target = find_target(device or (here if gpu is None else "cuda"), gpu)
 
     def build(scope: _Scope | None) -> Workload:
         real = (workload.model, workload.batch)
