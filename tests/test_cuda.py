@@ -166,6 +166,27 @@ def test_adamw_steps_over_lists_and_makes_one_more_of_every_parameter() -> None:
     assert graph.bytes_by_kind["optimizer"] == states
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "op", "states"),
+    [
+        ("sgd", "_foreach_add_", 0),
+        ("momentum", "_foreach_mul_", 1),
+        ("adamw:fused", "_fused_adamw_", 2),
+        ("adafactor", "lerp_", 0),
+    ],
+)
+def test_optimizers_step_as_on_cuda(optimizer: str, op: str, states: int) -> None:
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+    graph = on_cuda(model, torch.randn(8, 64), optimizer=optimizer, clip=1.0)
+    names = [one.name for one in graph.ops[graph.backward_stop :]]
+    assert op in names or f"_foreach_{op}" in names
+    assert "_foreach_norm" in names
+    if optimizer != "adafactor":
+        counts = 2 * 512 if "fused" in optimizer else 0  # there they are on the GPU
+        held = graph.bytes_by_kind["optimizer"]
+        assert held == states * 2 * 64 * 64 * 4 + counts
+
+
 def test_everything_is_in_blocks_and_cublas_has_two_workspaces() -> None:
     graph = on_cuda(nn.Sequential(nn.Linear(7, 9), nn.Linear(9, 3)), torch.randn(5, 7))
     assert not any(storage.bytes % 512 for storage in graph.storages)
@@ -478,6 +499,15 @@ def test_binary_cross_entropy_is_refused_as_on_cuda() -> None:
     ckplan.profile(model, x, device="cuda")
     with pytest.raises(WorkloadError, match="with_logits"):
         ckplan.profile(model, x, device="cuda", amp="fp16")
+
+
+def test_recurrent_nets_run_in_the_types_of_autocast() -> None:
+    net = nn.GRU(16, 16, batch_first=True)
+    graph = on_cuda(Recurrent(net), torch.randn(4, 10, 16), amp="bf16")
+    found = next(op for op in graph.ops if op.name == "_cudnn_rnn")
+    assert graph.storages[found.outputs[0]].bytes == block(4 * 10 * 16 * 2)
+    # The input, the state, four weights and, by the loss, the output:
+    assert forward_names(graph).count("_to_copy") == 7
 
 
 @pytest.mark.parametrize("amp", ["bf16", "fp16"])

@@ -56,5 +56,6 @@ def translated(capability: Capability) -> Iterator[Words]:
                     library.impl(name, kernel, key)
         stack.enter_context(autocast.switched())
         stack.enter_context(pretended(capability, words))
-        stack.enter_context(Outputs(words))
+        outputs = stack.enter_context(Outputs(words))
+        stack.enter_context(outputs.answering())
         yield words

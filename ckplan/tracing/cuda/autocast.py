@@ -103,6 +103,7 @@ class Autocast:
                 for name, policy in policies.items()
                 if name in here
             },
+            "_cudnn_rnn": self._recurrent,
         }
 
     @contextmanager
@@ -156,6 +157,21 @@ class Autocast:
     def _lower_precision(self, name: str, *args: Any, **kwargs: Any) -> Any:
         dtype = torch.get_autocast_dtype("cpu")
         return self._run_in(dtype, overload(name), args, kwargs)
+
+    def _recurrent(
+        self, input: Any, weights: Any, count: int, buffer: Any, *rest: Any
+    ) -> Any:
+        """Weights of cuDNN's nets are cast into one buffer anew, at every call."""
+        del buffer
+        dtype = torch.get_autocast_dtype("cpu")
+
+        def cast(leaf: Any) -> Any:
+            return leaf.to(dtype) if _eligible(leaf) else leaf
+
+        with torch._C._ExcludeDispatchKeyGuard(_KEYS):
+            input, weights, rest = pytree.tree_map(cast, (input, weights, rest))
+            buffer = weights[0].detach()
+            return overload("_cudnn_rnn")(input, weights, count, buffer, *rest)
 
     def _float32(self, name: str, *args: Any, **kwargs: Any) -> Any:
         return self._run_in(torch.float32, overload(name), args, kwargs)

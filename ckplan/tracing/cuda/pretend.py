@@ -7,7 +7,9 @@ their own that cannot be traced; that they asked is said.
 
 from __future__ import annotations
 
+import re
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -18,16 +20,18 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import optimizer
 from torch.overrides import TorchFunctionMode
+from torch.utils import _foreach_utils
 from torch.utils import _pytree as pytree
 
 from ckplan.tracing.cuda.words import Capability, Words
 
-_OPTIMIZERS: dict[str, Any] = {
+_FOREACH: dict[str, Any] = {
     "_foreach_supported_types": [torch.Tensor, torch.nn.Parameter, FakeTensor],
     "_get_foreach_kernels_supported_devices": lambda: ["cpu"],
 }
-"""What lets optimizers choose as for CUDA: steps over lists of parameters."""
+"""What lets optimizers and clipping choose as for CUDA: lists of parameters."""
 _LIBRARIES = ("site-packages", "dist-packages")
+_STANDARD = sysconfig.get_path("stdlib")
 _OURS = str(Path(__file__).parents[2])
 _TORCHS = str(Path(torch.__file__).parent)
 
@@ -50,8 +54,9 @@ def pretended(capability: Capability, words: Words) -> Iterator[None]:
             told = _told(name, real, answer, words)
             stack.enter_context(mock.patch.object(torch.cuda, name, told))
         stack.enter_context(mock.patch.object(FakeTensor, "device", _device()))
-        for name, value in _OPTIMIZERS.items():
-            stack.enter_context(mock.patch.object(optimizer, name, value))
+        for name, value in _FOREACH.items():
+            for module in (optimizer, _foreach_utils):
+                stack.enter_context(mock.patch.object(module, name, value))
         stack.enter_context(_OnCpu())
         yield
 
@@ -65,11 +70,8 @@ def _told(
             words.say(f"torch.cuda.{name}(): the workload was told {answer}")
             return answer
         if not who.startswith((_TORCHS, _OURS)):
-            library = next(
-                part
-                for at, part in enumerate(Path(who).parts)
-                if at and Path(who).parts[at - 1] in _LIBRARIES
-            )
+            *_, library = re.split("|".join(f"/{one}/" for one in _LIBRARIES), who)
+            library = library.partition("/")[0] or who
             words.say(f"torch.cuda.{name}(): {library} asked and saw no GPU")
         return real(*args, **kwargs)
 
@@ -79,7 +81,7 @@ def _told(
 def is_workload(file: str) -> bool:
     """Whether code is the user's: no library, not torch, not ours."""
     library = any(f"/{one}/" in file for one in _LIBRARIES)
-    return not (library or file.startswith((_TORCHS, _OURS, "<", sys.base_prefix)))
+    return not (library or file.startswith((_TORCHS, _OURS, "<", _STANDARD)))
 
 
 def _device() -> property:
