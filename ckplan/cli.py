@@ -48,6 +48,15 @@ class Shard(str, Enum):
     FSDP2 = "fsdp2"
 
 
+class Form(str, Enum):
+    """Whose words a plan is put in; "torch" or one of ``ckplan.elsewhere.TOOLS``."""
+
+    TORCH = "torch"
+    TRANSFORMERS = "transformers"
+    DEEPSPEED = "deepspeed"
+    MEGATRON = "megatron"
+
+
 class Method(str, Enum):
     """How far solving goes; as ``ckplan.solving.solve.METHODS``."""
 
@@ -595,18 +604,21 @@ def eject(
     accumulate: _Accumulate = 1,
     clip: _Clip = None,
     scaler: _Scaler = False,
+    form: Annotated[
+        Form,
+        typer.Option("--as", help="Code, or the nearest setting of another tool."),
+    ] = Form.TORCH,
     output: Annotated[
         Path | None, typer.Option("-o", help="Write the code here.  [default: stdout]")
     ] = None,
     force: _Force = False,
 ) -> None:
-    """Print the nearest plan in plain PyTorch, as code without ckplan."""
+    """Print the nearest plan in plain PyTorch, or in the words of another tool."""
     if output is not None:
         _check_output(output, force)
-    from ckplan import __version__, files
+    from ckplan import files
     from ckplan import graph as graphs
     from ckplan import plan as plans
-    from ckplan.eject import as_code, plain_form
     from ckplan.report.progress import ProgressLine
 
     loaded = plans.load(plan)
@@ -619,16 +631,36 @@ def eject(
         with ProgressLine(sys.stderr) as progress, redirect_stdout(sys.stderr):
             training = _training(optimizer, amp, accumulate, clip, scaler)
             graph = profile_workload(spec, training=training, progress=progress)
-    plain = plain_form(graph, loaded)
+    text = (
+        _plain_code(graph, loaded)
+        if form is Form.TORCH
+        else _setting(graph, loaded, form.value)
+    )
+    if output is None:
+        write(text)
+    else:
+        files.write_text(output, text, force=force)
+        say(f"wrote {output}")
+
+
+def _plain_code(graph: Graph, plan: Plan) -> str:
+    from ckplan import __version__
+    from ckplan.eject import as_code, plain_form
+
+    plain = plain_form(graph, plan)
     if not plain.same:
         say("the plan rebuilds single ops, which has no plain form: printing the")
         say("nearest one, with its own peak and overhead at the top")
-    code = as_code(plain, __version__)
-    if output is None:
-        write(code)
-    else:
-        files.write_text(output, code, force=force)
-        say(f"wrote {output}")
+    return as_code(plain, __version__)
+
+
+def _setting(graph: Graph, plan: Plan, tool: str) -> str:
+    from ckplan.elsewhere import setting_for
+
+    setting = setting_for(graph, plan, tool)
+    for line in setting.about():
+        say(line)
+    return setting.text
 
 
 # -- input -------------------------------------------------------------------------

@@ -72,12 +72,11 @@ class Plain:
     timeline: Timeline  # of the plain plan
     planned: Timeline  # of the plan itself
     same: bool  # it is the plan itself
-    layers: tuple[int, ...]  # that everyday practice would run again
 
     @property
     def fits(self) -> bool:
         """Whether the peak is within the plan's budget, as far as it has one."""
-        return self.timeline.peak_bytes <= _limit(self.plan, self.planned)
+        return self.timeline.peak_bytes <= limit_bytes(self.plan, self.planned)
 
 
 def plain_form(graph: Graph, plan: Plan) -> Plain:
@@ -96,7 +95,7 @@ def plain_form(graph: Graph, plan: Plan) -> Plain:
     planned = simulator.run(regions)
     same = all(region.by == RERUN for region in regions)
     if not same:
-        limit = _limit(plan, planned)
+        limit = limit_bytes(plan, planned)
         candidates = list(_reruns(simulator, menus, limit))
         fitting = [c for c in candidates if c[0].peak_bytes <= limit]
         _, regions = (
@@ -111,11 +110,11 @@ def plain_form(graph: Graph, plan: Plan) -> Plain:
         simulator.run(regions),
         planned,
         same,
-        tuple(find_layers(graph, menus)),
     )
 
 
-def _limit(plan: Plan, planned: Timeline) -> int:
+def limit_bytes(plan: Plan, planned: Timeline) -> int:
+    """What stands in for a plan must fit: its budget, or its peak if it has none."""
     return planned.peak_bytes if plan.budget_bytes is None else plan.budget_bytes
 
 
@@ -182,36 +181,12 @@ def _about(plain: Plain, version: str) -> Iterator[str]:
         yield "The plan it stands for rebuilds single ops, which has no plain form:"
         yield f"its own peak is {_said(plain.planned)}."
     if not plain.fits:
-        limit = format_bytes(_limit(plain.plan, plain.planned))
+        limit = format_bytes(limit_bytes(plain.plan, plain.planned))
         yield ""
         yield f"It does NOT fit {limit}: no set of modules to run again that was found"
         yield "does. This is the one with the smallest peak."
-    settings = list(_settings(plain))
-    if settings:
-        yield ""
-        yield "Elsewhere the same is called:"
-        yield from (f"- {setting}" for setting in settings)
 
 
 def _said(timeline: Timeline) -> str:
     overhead = format_percent(timeline.overhead, sign=True)
     return f"{format_bytes(timeline.peak_bytes)}, overhead {overhead}"
-
-
-def _settings(plain: Plain) -> Iterator[str]:
-    """What other tools call it, where they can say it."""
-    layers = sorted(plain.layers)
-    if not plain.calls or list(plain.calls) != layers[: len(plain.calls)]:
-        return
-    count = len(plain.calls)
-    if count == len(layers):
-        yield "transformers, for its own models: model.gradient_checkpointing_enable()"
-        yield (
-            "Megatron-LM: --recompute-granularity full --recompute-method uniform "
-            "--recompute-num-layers 1"
-        )
-    else:
-        yield (
-            "Megatron-LM: --recompute-granularity full --recompute-method block "
-            f"--recompute-num-layers {count}"
-        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from test_cli import Run, folder, run, trace, traced  # noqa: F401 - fixtures
 
 import ckplan
 from ckplan.eject import as_code, plain_form
+from ckplan.elsewhere import TOOLS, setting_for
+from ckplan.errors import CkplanError
 from ckplan.graph import Graph
 from ckplan.plan import Plan, PlannedRegion, loads
 from ckplan.training.workload import Workload
@@ -57,18 +60,91 @@ def test_a_plan_of_reruns_is_ejected_as_it_is() -> None:
     assert all(map(torch.equal, expected, train(ejected("unrolled", code))))
 
 
-def test_every_layer_has_a_name_elsewhere() -> None:
+REGIONS = {
+    ("transformers", "1"): "[0..2]",
+    ("transformers", "every_n_layers=2"): "[0, 2]",
+    ("megatron", "uniform --recompute-num-layers 1"): "[0..2]",
+    ("megatron", "block --recompute-num-layers 2"): "[0..1]",
+    ("megatron", "block --recompute-num-layers 1"): "0",
+}
+
+
+@pytest.mark.parametrize(("tool", "said"), REGIONS)
+def test_what_a_tool_can_say_is_said_as_it_is(tool: str, said: str) -> None:
     graph = graph_of("residual")
-    every, first = (
-        as_code(
-            plain_form(graph, loads(f"{head}[{{calls: '{calls}', by: rerun}}]", "p")),
-            "0",
+    chosen = REGIONS[tool, said].strip("[]").split(", ")
+    names = [f"'{name}'" if ".." not in name else f"'[{name}]'" for name in chosen]
+    regions = ", ".join(f"{{calls: {name}, by: rerun}}" for name in names)
+    plan = loads(f"ckplan: 1\nregions: [{regions}]\n", "plan")
+    setting = setting_for(graph, plan, tool)
+    assert setting.same
+    assert setting.fits
+    assert said in setting.text or "gradient_checkpointing_enable" in setting.text
+    assert setting.timeline.peak_bytes == setting.planned.peak_bytes
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_the_nearest_setting_fits_or_says_that_it_does_not(tool: str) -> None:
+    graph = graph_of("residual")
+    for budget in ("95%", "85%"):
+        plan = ckplan.solve(graph, budget=budget)
+        setting = setting_for(graph, plan, tool)
+        assert not setting.same
+        assert setting.timeline.overhead >= setting.planned.overhead
+        assert setting.fits == (setting.timeline.peak_bytes <= (plan.budget_bytes or 0))
+        assert setting.fits != any("NOT fit" in line for line in setting.about())
+    unneeded = ckplan.solve(graph, budget="100%")
+    with pytest.raises(CkplanError, match="it recomputes nothing"):
+        setting_for(graph, unneeded, tool)
+    alone = ckplan.profile(torch.nn.Linear(4, 4), torch.ones(2, 4))
+    with pytest.raises(CkplanError, match="has no layers"):
+        setting_for(alone, Plan(regions=(PlannedRegion("."),)), tool)
+
+
+def test_the_section_is_what_deepspeed_reads() -> None:
+    graph = graph_of("residual")
+    plan = Plan(regions=(PlannedRegion("[0..2]", "rerun"),))
+    content = json.loads(setting_for(graph, plan, "deepspeed").text)
+    assert content["activation_checkpointing"]["number_checkpoints"] == 3
+    assert content["pipeline"] == {"activation_checkpoint_interval": 1}
+    config = pytest.importorskip("deepspeed.runtime.activation_checkpointing.config")
+    read = config.DeepSpeedActivationCheckpointingConfig(content)
+    assert {
+        key: getattr(read, key) for key in content["activation_checkpointing"]
+    } == content["activation_checkpointing"]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("step", [1, 2])
+def test_transformers_needs_what_its_setting_says(step: int) -> None:
+    transformers = pytest.importorskip("transformers")
+
+    def make() -> Workload:
+        torch.manual_seed(0)
+        config = transformers.GPT2Config(
+            n_layer=4,
+            n_embd=64,
+            n_head=2,
+            n_positions=64,
+            vocab_size=100,
+            use_cache=False,
+            loss_type="ForCausalLMLoss",
         )
-        for head in ["ckplan: 1\nregions: "]
-        for calls in ("[0..2]", "[0..1]")
-    )
-    assert "gradient_checkpointing_enable()" in every
-    assert "--recompute-method block --recompute-num-layers 2" in first
+        ids = torch.randint(100, (4, 64))
+        batch = {"input_ids": ids, "labels": ids}
+        return Workload(transformers.GPT2LMHeadModel(config).train(), batch)
+
+    workload = make()
+    graph = ckplan.profile(workload.model, workload.batch)
+    calls = [f"transformer.h.{n}" for n in range(0, 4, step)]
+    regions = tuple(PlannedRegion(call, "rerun") for call in calls)
+    setting = setting_for(graph, Plan(regions=regions), "transformers")
+    assert setting.same
+    if step > 1 and not hasattr(workload.model, "activation_checkpointing_enable"):
+        pytest.skip("this version of transformers has one switch for all layers")
+    exec(setting.text, {"model": workload.model})
+    measured = measured_peak(workload)
+    assert setting.timeline.peak_bytes == pytest.approx(measured, rel=0.005)
 
 
 def test_what_does_not_fit_says_so() -> None:
@@ -91,5 +167,10 @@ def test_the_command_prints_or_writes(run: Run, trace: Path) -> None:  # noqa: F
     compile(Path("plain.py").read_text(), "plain.py", "exec")
     again = run("eject", "plan.yaml", str(trace), "-o", "plain.py")
     assert again.err.startswith("error: cannot write 'plain.py': it already exists")
+    Path("one.yaml").write_text("ckplan: 1\nregions: [{calls: .}]\n")
+    flags = run("eject", "one.yaml", str(trace), "--as", "megatron")
+    assert flags.out.startswith("--recompute-granularity full --recompute-method ")
+    assert "predicted: peak" in flags.err
+    assert run("eject", "plan.yaml", str(trace), "--as", "nemo").code == 2
     assert run("eject", "nope.yaml", str(trace)).code == 1
     assert run("eject", "plan.yaml", "nope.json").code == 1

@@ -21,6 +21,7 @@ FOLDERS = {
     "solving": set(),
     "auto": {"tracing", "solving", "applying"},
     "eject": {"solving"},
+    "elsewhere": {"solving", "eject"},
     "integrations": {"applying"},
     "report": {"solving", "verifying"},  # verifying: types only, see below
     "training": set(),

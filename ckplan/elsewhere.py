@@ -1,0 +1,172 @@
+"""What other tools can do in place of a plan, in their own words.
+
+Each of them runs whole layers again, chosen by one or two numbers. All that they can
+say is tried in the simulator; the cheapest that fits the plan's budget is taken, or the
+smallest if none does.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ckplan.eject import limit_bytes
+from ckplan.errors import PlanError
+from ckplan.graph import Graph
+from ckplan.plan import Plan
+from ckplan.resolve import resolve
+from ckplan.simulate import RERUN, Region, Simulator, Timeline
+from ckplan.solving.baselines import find_layers
+from ckplan.solving.menu import Menus
+from ckplan.units import format_bytes, format_percent
+
+_NEEDS = {
+    "transformers": "a model of transformers whose layers are these; numbers beyond 1 "
+    "need transformers 5",
+    "deepspeed": "a PipelineModule of these layers, or a model that calls "
+    "deepspeed.checkpointing.checkpoint for each of them",
+    "megatron": "the same layers in Megatron-LM, in one pipeline stage",
+}
+TOOLS = tuple(_NEEDS)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a tool is told to run layers again, and what that needs."""
+
+    tool: str
+    text: str  # to be copied
+    regions: tuple[Region, ...]
+    timeline: Timeline
+    planned: Timeline  # of the plan that it stands for
+    limit_bytes: int
+    same: bool  # it is the plan itself
+
+    @property
+    def fits(self) -> bool:
+        """Whether its peak is within the plan's budget."""
+        return self.timeline.peak_bytes <= self.limit_bytes
+
+    def about(self) -> Iterator[str]:
+        """What people must know of it."""
+        yield f"predicted: {_said(self.timeline)}"
+        if not self.same:
+            yield f"the plan itself, beyond {self.tool}: {_said(self.planned)}"
+        if not self.fits:
+            limit = format_bytes(self.limit_bytes)
+            yield f"it does NOT fit {limit}: nothing that {self.tool} can say does"
+        yield f"needs {_NEEDS[self.tool]}"
+
+
+def setting_for(graph: Graph, plan: Plan, tool: str) -> Setting:
+    """Find the nearest to a plan that a tool can be told.
+
+    Args:
+        graph: The step of the model.
+        plan: What to do.
+        tool: One of ``TOOLS``.
+
+    Raises:
+        PlanError: The plan is of another model, or the model has no layers that the
+            tool could run again.
+    """
+    simulator = Simulator(graph)
+    regions = tuple(resolve(plan, graph))
+    if not regions:
+        raise PlanError(
+            f"cannot put the plan in the words of {tool}: it recomputes nothing",
+            needed="a plan with regions",
+            hint="a smaller budget: ckplan solve --budget 80%",
+        )
+    planned = simulator.run(regions)
+    layers = find_layers(graph, Menus(simulator))
+    if not layers:
+        raise PlanError(
+            f"cannot put the plan in the words of {tool}: {graph.model} has no layers, "
+            "modules of one type after one another",
+            needed="a model made of layers",
+            hint="--as torch, which takes any set of modules",
+        )
+    limit = limit_bytes(plan, planned)
+    found: list[tuple[str, tuple[Region, ...], Timeline]] = []
+    refused: PlanError | None = None
+    for text, chosen in _CHOICES[tool](layers):
+        try:
+            found.append((text, chosen, simulator.run(chosen)))
+        except PlanError as error:
+            refused = error
+    if not found:
+        assert refused is not None
+        raise refused
+    same = [one for one in found if set(one[1]) == set(regions)]
+    nearest = min(same or found, key=lambda one: _rank(one[2], limit))
+    return Setting(tool, *nearest, planned, limit, bool(same))
+
+
+def _rank(timeline: Timeline, limit: int) -> tuple[bool, float, int]:
+    over = timeline.peak_bytes > limit
+    cost = timeline.peak_bytes if over else timeline.recompute_seconds
+    return over, cost, timeline.peak_bytes
+
+
+def _said(timeline: Timeline) -> str:
+    overhead = format_percent(timeline.overhead, sign=True)
+    return f"peak {format_bytes(timeline.peak_bytes)}, overhead {overhead}"
+
+
+def _each(layers: Sequence[int]) -> tuple[Region, ...]:
+    return tuple(Region(layer, RERUN) for layer in layers)
+
+
+def _chunks(layers: Sequence[int], size: int) -> tuple[Region, ...]:
+    """Runs of so many layers, the last one perhaps shorter."""
+    chunks = (layers[start : start + size] for start in range(0, len(layers), size))
+    return tuple(
+        Region(chunk[0], RERUN, last=chunk[-1] if len(chunk) > 1 else None)
+        for chunk in chunks
+    )
+
+
+def _transformers(layers: Sequence[int]) -> Iterator[tuple[str, tuple[Region, ...]]]:
+    """Every n-th layer, from the first on."""
+    plain = 'model.gradient_checkpointing_enable({"use_reentrant": False})\n'
+    yield plain, _each(layers)
+    for step in range(2, len(layers) + 1):
+        text = f"model.activation_checkpointing_enable(every_n_layers={step})\n"
+        yield text, _each(layers[::step])
+
+
+def _deepspeed(layers: Sequence[int]) -> Iterator[tuple[str, tuple[Region, ...]]]:
+    """Chunks of n layers."""
+    for size in range(1, len(layers) + 1):
+        chosen = _chunks(layers, size)
+        content = {
+            "activation_checkpointing": {
+                "partition_activations": False,
+                "contiguous_memory_optimization": False,
+                "cpu_checkpointing": False,
+                "number_checkpoints": len(chosen),
+                "synchronize_checkpoint_boundary": False,
+                "profile": False,
+            },
+            "pipeline": {"activation_checkpoint_interval": size},
+        }
+        yield json.dumps(content, indent=2) + "\n", chosen
+
+
+def _megatron(layers: Sequence[int]) -> Iterator[tuple[str, tuple[Region, ...]]]:
+    """The first n layers (block), or chunks of n layers (uniform)."""
+    start = "--recompute-granularity full --recompute-method"
+    for size in range(1, len(layers) + 1):
+        number = f"--recompute-num-layers {size}\n"
+        yield f"{start} uniform {number}", _chunks(layers, size)
+        if size < len(layers):
+            yield f"{start} block {number}", _each(layers[:size])
+
+
+_CHOICES = {
+    "transformers": _transformers,
+    "deepspeed": _deepspeed,
+    "megatron": _megatron,
+}
