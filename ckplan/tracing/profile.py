@@ -34,6 +34,7 @@ from ckplan.tracing.fake import KnownValues, fake_tensors, why_not_fake
 from ckplan.tracing.recorder import Recording, StepRecorder, TensorMeta
 from ckplan.tracing.repeat import repeated
 from ckplan.tracing.roofline import roofline, roofline_codings
+from ckplan.tracing.smaller import DoesNotFitError, from_smaller
 from ckplan.tracing.target import Target, find_target
 from ckplan.tracing.watch import states_kept
 from ckplan.training.failures import (
@@ -44,6 +45,7 @@ from ckplan.training.failures import (
     place_of,
 )
 from ckplan.training.fingerprint import fingerprint
+from ckplan.training.memory import available_bytes, limited_memory
 from ckplan.training.optimizers import counters
 from ckplan.training.step import AS_IT_SAYS, Training, TrainingStep, make_step
 from ckplan.training.workload import (
@@ -64,6 +66,7 @@ NOTE_SOME_WORKSPACES = (
 )
 NOTE_CPU_BYTES = "bytes: as on a CPU, where kernels keep other tensors than on a card"
 
+_MOST_OF_MEMORY = 0.9  # of what is available, for a step on real tensors
 
 _Scope: TypeAlias = tuple[FakeTensorMode, KnownValues]
 _Build: TypeAlias = Callable[[_Scope | None], Workload]
@@ -203,7 +206,35 @@ def _profile(
     cache = cost_cache(target.placed, fresh=fresh)
     tell = progress or (lambda what, done, total: None)
     tell("tracing", 0, 0)
-    traced = _trace_anyhow(build, training, target)
+    try:
+        traced, too_large = _trace_anyhow(build, training, target), None
+    except DoesNotFitError as error:
+        too_large = error.alone()  # what failed must not hold memory any more
+    if too_large is None:
+        graph = _as_graph(traced, training, target, cache, progress)
+    else:
+        tell("tracing smaller batches", 0, 0)
+        graph = from_smaller(
+            build,
+            lambda smaller: _trace_real(smaller, training, target, too_large.needed),
+            lambda traced: _as_graph(traced, training, target, cache, progress),
+            lambda workload: fingerprint(workload, target.device)["batch"],
+            too_large,
+        )
+    if not (replay and target.is_here):
+        return graph
+    tell("running forward twice", 0, 0)
+    return repeated(graph, lambda: on_device(build(None), target.placed), training)
+
+
+def _as_graph(
+    traced: _Traced,
+    training: Training,
+    target: Target,
+    cache: CostCache,
+    progress: Progress | None,
+) -> Graph:
+    """Measure what was recorded, and put both together."""
     costs, notes = _costs(traced.recording, target, cache, progress)
     options, gpu = training.as_options(), target.gpu
     graph = build_graph(
@@ -217,11 +248,8 @@ def _profile(
         cost_source=MEASURED if gpu is None else f"roofline {gpu.name}",
     )
     if target.device.type == "cuda":
-        graph = as_allocated(graph, target.capability)
-    if not (replay and target.is_here):
-        return graph
-    tell("running forward twice", 0, 0)
-    return repeated(graph, lambda: on_device(build(None), target.placed), training)
+        return as_allocated(graph, target.capability)
+    return graph
 
 
 def _costs(
@@ -258,10 +286,8 @@ def _trace_anyhow(build: _Build, training: Training, target: Target) -> _Traced:
     except Exception as error:
         if _is_final(error):
             raise
-        why = why_not_fake(error.__cause__ or error)
-        traced = _trace_real(build, training, target)
-        traced.notes.append(f"traced on real tensors: {why}")
-        return traced
+        why = f"traced on real tensors: {why_not_fake(error.__cause__ or error)}"
+        return _trace_real(build, training, target, why)
     traced.notes.append(NOTE_FAKE)
     return traced
 
@@ -297,21 +323,20 @@ def _is_final(error: Exception) -> bool:
     return isinstance(error, CkplanError) and error.__cause__ is None
 
 
-def _trace_real(
-    build: _Build,
-    training: Training,
-    target: Target,
-) -> _Traced:
+def _trace_real(build: _Build, training: Training, target: Target, why: str) -> _Traced:
     try:
-        return _trace(build, training, target, None)
+        with limited_memory(int(_MOST_OF_MEMORY * available_bytes())):
+            traced = _trace(build, training, target, None)
     except Exception as error:
         if is_out_of_memory(error):
-            raise WorkloadError(
+            raise DoesNotFitError(
                 f"the step does not fit in memory ({first_line(error)})",
-                needed="memory for a step on real tensors, as fake ones failed",
+                needed=why,
                 hint="close other programs, or make the batch smaller",
             ) from error
         raise
+    traced.notes.append(why)
+    return traced
 
 
 def _trace(

@@ -1,11 +1,14 @@
-"""How much memory this machine has left."""
+"""How much memory this machine has left, and keeping to it."""
 
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-_MEMINFO = Path("/proc/meminfo")
+_MEMINFO, _STATUS = Path("/proc/meminfo"), Path("/proc/self/status")
 
 
 def available_bytes() -> int:
@@ -22,3 +25,32 @@ def available_bytes() -> int:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):
         return 1 << 62
+
+
+@contextmanager
+def limited_memory(num_bytes: int) -> Iterator[None]:
+    """Let allocations beyond so many more bytes fail, where the system can (Linux).
+
+    Otherwise the system may end the process, or another one, when memory runs out.
+    """
+    now = _data_bytes()
+    if now is None:
+        yield
+        return
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    limits = [one for one in (soft, hard) if one != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_DATA, (min([now + num_bytes, *limits]), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def _data_bytes() -> int | None:
+    """What counts against the limit now; None where that is not known."""
+    if not _STATUS.exists():
+        return None
+    found = re.search(r"VmData:\s*(\d+) kB", _STATUS.read_text())
+    return int(found.group(1)) << 10 if found else None
