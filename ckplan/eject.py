@@ -16,7 +16,8 @@ from ckplan.plan import Plan
 from ckplan.resolve import resolve
 from ckplan.simulate import RERUN, Region, Simulator, Timeline
 from ckplan.solving.baselines import can_be_done, find_layers
-from ckplan.solving.covers import chain_of, find_covers
+from ckplan.solving.chain import regions_of
+from ckplan.solving.covers import chain_of, find_nodes, leaves, tree_frontier
 from ckplan.solving.menu import Menus
 from ckplan.units import format_bytes, format_percent
 
@@ -124,15 +125,17 @@ def _reruns(
     """Sets of calls to run again, as each cover allows them; at least the empty one."""
     yield simulator.run(), ()
     layers = find_layers(simulator.graph, menus)
-    practice = tuple((layer, None) for layer in layers)
-    for cover in filter(None, [practice, *find_covers(simulator.graph, menus)]):
-        chain = chain_of(simulator, menus, cover, menus.whole)
+    nodes = find_nodes(simulator.graph, menus)
+    covers = ([(layer, None) for layer in layers], list(leaves(nodes)))
+    chains = [chain_of(simulator, cover, menus.whole) for cover in covers if cover]
+    for chain in (*chains, tree_frontier(simulator, nodes, menus.whole)):
         for bytes_ in (max(limit, chain.least_bytes), chain.least_bytes):
-            for regions in chain.cheapest_first(bytes_):
+            for regions in map(regions_of, chain.cheapest_first(bytes_)):
                 timeline = simulator.run(regions)
                 yield timeline, regions
                 if timeline.peak_bytes <= limit:
                     break
+    for cover in covers:
         every = [Region(call, RERUN) for call, _ in cover]
         done = tuple(region for region in every if can_be_done(simulator, region))
         yield simulator.run(done), done

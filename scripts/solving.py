@@ -21,7 +21,7 @@ from random import Random
 from _measuring import ROOT, Report, add_output, finish, make_parser, make_table, run
 
 from ckplan.graph import load
-from ckplan.solving.chain import ChainFrontier, Link
+from ckplan.solving.chain import Link, solve_chain
 from ckplan.solving.menu import Option
 from ckplan.solving.solve import Planner
 from ckplan.units import format_bytes, format_seconds
@@ -74,7 +74,7 @@ def chains() -> Iterator[Row]:
     for blocks, options, limit in CHAINS:
         links = [_link(Random(block), options) for block in range(blocks)]
         began = time.process_time()
-        frontier = ChainFrontier(links, 10**9)
+        frontier = solve_chain(links, 10**9)
         assert frontier.least_bytes > 0
         seconds = time.process_time() - began
         yield Row("chain", f"{blocks} blocks x {options}", seconds, limit, _memory())
@@ -86,7 +86,7 @@ def _link(rng: Random, options: int) -> Link:
         freed = rng.randint(1, 10**7)
         need = 10**9 + rng.randint(0, 10**7)
         found.append(Option(None, need, freed, freed * rng.uniform(0.5e-9, 1.5e-9)))
-    return Link(sorted(found, key=lambda option: option.seconds), 10**9)
+    return Link((0, None), sorted(found, key=lambda option: option.seconds), 10**9)
 
 
 def traces() -> Iterator[Row]:

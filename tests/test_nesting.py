@@ -14,6 +14,7 @@ from test_simulate import nest_of, span_of
 from ckplan.plan import Plan, dumps, loads
 from ckplan.resolve import describe, resolve
 from ckplan.simulate import Region
+from ckplan.solving.chain import regions_of
 from ckplan.solving.covers import chain_of
 from ckplan.solving.nesting import Nesting
 from ckplan.solving.solve import Planner
@@ -100,10 +101,10 @@ def test_what_a_chain_with_nesting_thinks_is_what_it_costs() -> None:
     blocks = [c for c in graph.children[0] if graph.saved_in(c)]
     cover = [(blocks[at], blocks[at + 3]) for at in range(0, 12, 4)]
     options = Nesting(planner.simulator, planner.menus).options
-    chain = chain_of(planner.simulator, planner.menus, cover, options)
-    for plan in chain.spread(12):
+    chain = chain_of(planner.simulator, cover, options)
+    for plan in map(regions_of, chain.spread(12)):
         assert planner.simulator.run(plan).peak_bytes <= planner.unplanned.peak_bytes
-    (smallest,) = list(chain.spread(1))
+    smallest = regions_of(next(chain.spread(1)))
     assert planner.simulator.run(smallest).peak_bytes == chain.least_bytes
 
 

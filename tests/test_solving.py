@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
@@ -20,8 +21,8 @@ from ckplan.resolve import resolve
 from ckplan.simulate import RERUN, Region, Simulator
 from ckplan.solving.bound import LowerBound
 from ckplan.solving.closure import Closure
-from ckplan.solving.covers import find_covers
-from ckplan.solving.menu import Menus
+from ckplan.solving.covers import Node, find_nodes, leaves
+from ckplan.solving.menu import Menus, Unit
 from ckplan.solving.mincut import INFINITE, SINK, SOURCE, Network
 from ckplan.solving.practices import everything
 from ckplan.solving.solve import Planner, frontier, solve, solve_plan, to_plan
@@ -148,12 +149,21 @@ def test_the_floor_is_a_plan_where_the_chains_other_candidates_do_not_fit(
     assert Planner(graph).solve(floor).timeline.peak_bytes == floor
 
 
+def covers(nodes: Sequence[Node]) -> Iterator[list[Unit]]:
+    """Every way to divide calls."""
+    ways = [
+        [[node.unit], *(covers(node.parts) if node.parts else ())] for node in nodes
+    ]
+    for mix in product(*ways):
+        yield [unit for way in mix for unit in way]
+
+
 def test_the_chain_finds_the_best_mix_of_its_menus() -> None:
     graph = graphs.chain(3)
     simulator = Simulator(graph)
     menus = Menus(simulator)
     tried = []
-    for cover in find_covers(graph, menus):
+    for cover in covers(find_nodes(graph, menus)):
         options = [[o.region for o in menus.options(unit)] for unit in cover]
         for mix in product(*options):
             chosen = [region for region in mix if region is not None]
@@ -214,7 +224,7 @@ def test_baselines_stand_beside_the_plan_and_cost_no_less() -> None:
 def test_like_calls_get_their_choices_in_order() -> None:
     graph = graphs.chain(6)
     menus = Menus(Simulator(graph))
-    cover = next(c for c in find_covers(graph, menus) if len(c) > 4)
+    cover = list(leaves(find_nodes(graph, menus)))
     like = [u for u in cover if graph.signature(*u) == graph.signature(*cover[3])]
     dropping = [o.region for o in menus.options(like[-1]) if o.region is not None]
     tidied = menus.tidy([dropping[-1]], cover)

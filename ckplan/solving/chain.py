@@ -16,8 +16,9 @@ of what calls ``k < i`` free matters to it:
 F(0) is the whole frontier, in exact bytes. This is the recurrence of Beaumont,
 Eyraud-Dubois, Herrmann, Joly and Shilova ("Optimal checkpointing for heterogeneous
 chains", 2019) with a menu per block, without nested recomputation, and with whole-step
-accounting in place of activations only. Lists longer than ``MOST_POINTS`` are thinned:
-every point left is still a plan, exact in bytes.
+accounting in place of activations only. Where a call can also be divided, F is the
+better of both: of the call as one unit, and of what it makes as several. Lists longer
+than ``MOST_POINTS`` are thinned: every point left is still a plan, exact in bytes.
 """
 
 from __future__ import annotations
@@ -25,79 +26,145 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ckplan.simulate import Region
-from ckplan.solving.menu import Option
+from ckplan.solving.menu import Option, Unit
 
-MOST_POINTS = 256
+MOST_POINTS = 512
 
-_Point = tuple[int, float, int, int]  # bytes, seconds, option, point of F(i + 1)
+_Point = tuple[int, float, int, int]  # bytes, seconds, choice, point of F(i + 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One call of a chain."""
+    """One unit of a chain."""
 
+    unit: Unit
     options: Sequence[Option]
-    gap_bytes: int  # most live bytes between the previous call's moments and its own
+    gap_bytes: int  # most live bytes between the previous unit's moments and its own
+
+
+class Choice(NamedTuple):
+    """What is done with one unit."""
+
+    unit: Unit
+    region: Region | None  # None: everything is kept
 
 
 class ChainFrontier:
-    """The frontier of a chain of calls, and the plan behind each of its points."""
+    """F(i): the frontier of the units from i on, and the plan behind each point."""
 
-    def __init__(self, links: Sequence[Link], top_bytes: int) -> None:
-        """Solve for every budget at once.
+    __slots__ = ("_link", "_points", "_tails")
+
+    def __init__(
+        self,
+        points: list[_Point],
+        link: Link | None = None,
+        tails: Sequence[ChainFrontier] = (),
+    ) -> None:
+        """Made by ``end``, ``before`` and ``either``, one from the other.
 
         Args:
-            links: The calls in the order of their forward.
-            top_bytes: Most live bytes between the last forward and the first backward.
+            points: Those that cost less than all that need less, the smallest first.
+            link: The unit whose options the points choose; else they choose a tail.
+            tails: F(i + 1), or several F(i).
         """
-        self._links = links
-        self._tables: list[list[_Point]] = [[(top_bytes, 0.0, -1, -1)]]
-        for link in reversed(links):
-            self._tables.append(_extend(link, self._tables[-1]))
-        self._tables.reverse()
+        self._points = points
+        self._link = link
+        self._tails = tails
+
+    @classmethod
+    def end(cls, top_bytes: int) -> ChainFrontier:
+        """F(L), with the live bytes between the last forward and the first backward."""
+        return cls([(top_bytes, 0.0, -1, -1)])
+
+    def before(self, link: Link) -> ChainFrontier:
+        """F(i) from F(i + 1)."""
+        points: list[_Point] = []
+        for number, option in enumerate(link.options):
+            least = max(link.gap_bytes, option.need_bytes)
+            freed, seconds = option.freed_bytes, option.seconds
+            points += (
+                (max(least, bytes_ - freed), more + seconds, number, place)
+                for place, (bytes_, more, _, _) in enumerate(self._points)
+            )
+        return ChainFrontier(_best(points), link, [self])
+
+    def above(self, gap_bytes: int) -> ChainFrontier:
+        """The same where more is alive between two units."""
+        points = [
+            (max(gap_bytes, point[0]), point[1], 0, place)
+            for place, point in enumerate(self._points)
+        ]
+        return ChainFrontier(_best(points), None, [self])
+
+    @staticmethod
+    def either(ways: Sequence[ChainFrontier]) -> ChainFrontier:
+        """The better of several ways to run the same."""
+        points = [
+            (bytes_, seconds, number, place)
+            for number, way in enumerate(ways)
+            for place, (bytes_, seconds, _, _) in enumerate(way._points)
+        ]
+        return ChainFrontier(_best(points), None, ways)
 
     @property
     def least_bytes(self) -> int:
         """The smallest budget that any plan of this chain needs."""
-        return self._tables[0][0][0]
+        return self._points[0][0]
 
-    def cheapest_first(self, budget_bytes: int) -> Iterator[tuple[Region, ...]]:
-        """Plans that fit a budget, the cheapest first."""
-        points = self._tables[0]
-        for place in range(_last_within(points, budget_bytes), -1, -1):
-            yield tuple(self._regions(place))
+    def cheapest_first(self, budget_bytes: int) -> Iterator[tuple[Choice, ...]]:
+        """Plans that fit a budget, the cheapest first, a choice for every unit."""
+        for place in range(_last_within(self._points, budget_bytes), -1, -1):
+            yield tuple(self._choices(place))
 
-    def spread(self, count: int) -> Iterator[tuple[Region, ...]]:
+    def smallest_first(self) -> Iterator[tuple[Choice, ...]]:
+        """All plans, those that need the least bytes first."""
+        for place in range(len(self._points)):
+            yield tuple(self._choices(place))
+
+    def spread(self, count: int) -> Iterator[tuple[Choice, ...]]:
         """At most so many plans from end to end of the frontier, the smallest first."""
-        last = len(self._tables[0]) - 1
+        last = len(self._points) - 1
         places = {round(i * last / max(count - 1, 1)) for i in range(count)}
         for place in sorted(places):
-            yield tuple(self._regions(place))
+            yield tuple(self._choices(place))
 
-    def _regions(self, place: int) -> Iterator[Region]:
-        for link, table in zip(self._links, self._tables, strict=False):
-            _, _, option, place = table[place]
-            region = link.options[option].region
-            if region is not None:
-                yield region
+    def _choices(self, place: int) -> Iterator[Choice]:
+        found = self
+        while found._tails:
+            _, _, number, place = found._points[place]
+            if found._link is None:
+                found = found._tails[number]
+            else:
+                yield Choice(found._link.unit, found._link.options[number].region)
+                (found,) = found._tails
+
+
+def solve_chain(links: Sequence[Link], top_bytes: int) -> ChainFrontier:
+    """The frontier of units in the order of their forward.
+
+    Args:
+        links: The units.
+        top_bytes: Most live bytes between the last forward and the first backward.
+    """
+    found = ChainFrontier.end(top_bytes)
+    for link in reversed(links):
+        found = found.before(link)
+    return found
+
+
+def regions_of(plan: Sequence[Choice]) -> tuple[Region, ...]:
+    """The regions of a plan, in the order of their calls."""
+    return tuple(choice.region for choice in plan if choice.region is not None)
 
 
 def _last_within(points: Sequence[_Point], budget_bytes: int) -> int:
     return bisect_right(points, budget_bytes, key=lambda point: point[0]) - 1
 
 
-def _extend(link: Link, tail: Sequence[_Point]) -> list[_Point]:
-    """F(i) from F(i + 1)."""
-    points: list[_Point] = []
-    for number, option in enumerate(link.options):
-        least = max(link.gap_bytes, option.need_bytes)
-        freed, seconds = option.freed_bytes, option.seconds
-        points += (
-            (max(least, bytes_ - freed), more + seconds, number, place)
-            for place, (bytes_, more, _, _) in enumerate(tail)
-        )
+def _best(points: list[_Point]) -> list[_Point]:
     points.sort()
     return _thin(_non_dominated(points))
 

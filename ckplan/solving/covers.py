@@ -1,31 +1,49 @@
 """Which units make a chain: sets of calls of which none lies inside another.
 
-A cover comes from cutting the call tree: a call that holds more than a given share of
-what could be dropped is replaced by its children, as long as they hold most of it.
-Large shares give few regions with cheap insides, small shares many regions with small
-bursts. Where what lies between calls is most of the memory, neighbours among a cover's
-calls are put together to runs, which keep only what enters them.
+Any call may be one unit, or be divided into the calls that it makes, if it holds
+more than a share of what could be dropped and they hold most of it. Large units are
+cheap to rebuild, small ones have small bursts; the recurrence of ``chain.py`` chooses.
+Where what lies between calls is most of the memory, neighbours are put together to
+runs, which keep only what enters them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
 
 from ckplan.graph import OUTSIDE_CALLS, Graph
 from ckplan.simulate import Simulator
-from ckplan.solving.chain import ChainFrontier, Link
+from ckplan.solving.chain import ChainFrontier, Link, solve_chain
 from ckplan.solving.menu import Menus, Option, Unit
 
-SHARES = (1.0, 1 / 8, 1 / 32)
+LEAST_SHARE = 1 / 32
+"""Of what could be dropped: calls that hold less are not divided."""
+
+RUN_SHARES = (1 / 8, 1 / 32)
 LENGTHS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """Of runs, in calls."""
 
+_Options: TypeAlias = Callable[[Unit], Sequence[Option]]
 _CHILDREN_MUST_HOLD = 0.5  # of their parent's droppable bytes
 
 
-def find_covers(graph: Graph, menus: Menus) -> list[tuple[Unit, ...]]:
-    """Distinct covers, from the coarsest to the finest; calls in forward order."""
-    roots = graph.children[OUTSIDE_CALLS]
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A call, and what it is divided into if it is."""
+
+    call: int
+    parts: tuple[Node, ...] = ()
+
+    @property
+    def unit(self) -> Unit:
+        """The call as one unit."""
+        return self.call, None
+
+
+def find_nodes(graph: Graph, menus: Menus) -> tuple[Node, ...]:
+    """The outermost calls that hold something to drop, in forward order."""
     sizes: dict[int, int] = {}
 
     def size(call: int) -> int:
@@ -33,23 +51,54 @@ def find_covers(graph: Graph, menus: Menus) -> list[tuple[Unit, ...]]:
             sizes[call] = menus.droppable_bytes(call)
         return sizes[call]
 
-    total = sum(size(call) for call in roots)
-    found: dict[tuple[Unit, ...], None] = {}
-    for share in SHARES:
-        cover: list[Unit] = []
-        stack = list(reversed(roots))
-        while stack:
-            call = stack.pop()
-            children = graph.children[call]
-            inside = sum(size(child) for child in children)
-            worth = inside >= _CHILDREN_MUST_HOLD * size(call)
-            if size(call) > share * total and children and worth:
-                stack += reversed(children)
-            elif size(call):
-                cover.append((call, None))
-        if cover:
-            found[tuple(cover)] = None
-    return list(found)
+    roots = graph.children[OUTSIDE_CALLS]
+    total = sum(map(size, roots))
+
+    def nodes(calls: Sequence[int]) -> tuple[Node, ...]:
+        return tuple(Node(call, parts(call)) for call in calls if size(call))
+
+    def parts(call: int) -> tuple[Node, ...]:
+        children = graph.children[call]
+        inside = sum(map(size, children))
+        worth = children and inside >= _CHILDREN_MUST_HOLD * size(call)
+        return nodes(children) if worth and size(call) > LEAST_SHARE * total else ()
+
+    return nodes(roots)
+
+
+def leaves(nodes: Sequence[Node]) -> Iterator[Unit]:
+    """The cover by the smallest units."""
+    for node in nodes:
+        yield from leaves(node.parts) if node.parts else (node.unit,)
+
+
+def tree_frontier(
+    simulator: Simulator, nodes: Sequence[Node], options: _Options
+) -> ChainFrontier:
+    """The frontier over all ways to divide calls."""
+    everywhere = [(0, len(simulator.unplanned_bytes) - 1)]
+    return _divided(simulator, nodes, options, everywhere, None)
+
+
+def _divided(
+    simulator: Simulator,
+    nodes: Sequence[Node],
+    options: _Options,
+    windows: Sequence[tuple[int, int]],
+    tail: ChainFrontier | None,
+) -> ChainFrontier:
+    """F before the first node; ``tail`` is F after the last, if there is any."""
+    gaps = _gaps(simulator, [node.unit for node in nodes], windows)
+    found = tail.above(gaps[-1]) if tail else ChainFrontier.end(gaps[-1])
+    for node, gap in zip(reversed(nodes), reversed(gaps[:-1]), strict=True):
+        whole = found.before(Link(node.unit, options(node.unit), gap))
+        if node.parts:
+            view = simulator.view(*node.unit)
+            own = [view.forward_window(), view.backward_window()]
+            parts = _divided(simulator, node.parts, options, own, found)
+            whole = ChainFrontier.either([whole, parts.above(gap)])
+        found = whole
+    return found
 
 
 def run_covers(graph: Graph, menus: Menus) -> dict[int, list[tuple[Unit, ...]]]:
@@ -61,7 +110,7 @@ def run_covers(graph: Graph, menus: Menus) -> dict[int, list[tuple[Unit, ...]]]:
     roots = graph.children[OUTSIDE_CALLS]
     total = sum(menus.droppable_bytes(call) for call in roots)
     found: dict[int, dict[tuple[Unit, ...], None]] = {}
-    for share in SHARES[1:]:
+    for share in RUN_SHARES:
         groups: list[list[int]] = [[]]
         stack = list(reversed(roots))
         while stack:
@@ -92,50 +141,41 @@ def _runs(calls: Sequence[int], length: int) -> Iterator[Unit]:
 
 
 def chain_of(
-    simulator: Simulator,
-    menus: Menus,
-    cover: Sequence[Unit],
-    options: Callable[[Unit], Sequence[Option]] | None = None,
+    simulator: Simulator, cover: Sequence[Unit], options: _Options
 ) -> ChainFrontier:
-    """The frontier over the units of a cover; by default with their whole menus."""
-    gaps = _gaps(simulator, cover)
-    options = options or menus.options
+    """The frontier over the units of a cover."""
+    gaps = _gaps(simulator, cover, [(0, len(simulator.unplanned_bytes) - 1)])
     links = [
-        Link(options(unit), gap) for unit, gap in zip(cover, gaps[:-1], strict=True)
+        Link(unit, options(unit), gap)
+        for unit, gap in zip(cover, gaps[:-1], strict=True)
     ]
-    return ChainFrontier(links, gaps[-1])
+    return solve_chain(links, gaps[-1])
 
 
-def _gaps(simulator: Simulator, cover: Sequence[Unit]) -> list[int]:
-    """Most live bytes where exactly the first ``i`` units have dropped, for every i."""
-    gaps = [0] * (len(cover) + 1)
-    owner = _units_dropped(simulator, cover)
-    inside = _own_moments(simulator, cover)
-    for moment, live in enumerate(simulator.unplanned_bytes):
-        if not inside[moment]:
-            gaps[owner[moment]] = max(gaps[owner[moment]], live)
+def _gaps(
+    simulator: Simulator, units: Sequence[Unit], windows: Sequence[tuple[int, int]]
+) -> list[int]:
+    """Most live bytes in windows of half moments where no unit runs.
+
+    One for every number of units, from the first on, that have dropped there.
+    """
+    gaps = [0] * (len(units) + 1)
+    views = [simulator.view(*unit) for unit in units]
+    for first, last in windows:
+        size = max(last - first + 1, 0)
+        dropped, inside = [0] * size, [False] * size
+        for number, view in enumerate(views, start=1):
+            begun, ended = view.backward_window()
+            own = view.forward_window()
+            for start, stop in (own, (begun, ended)) if begun >= 0 else (own,):
+                for moment in range(max(start, first), min(stop, last) + 1):
+                    inside[moment - first] = True
+            until = begun if begun >= 0 else own[1]
+            for moment in range(max(own[1] + 1, first), min(until, last + 1)):
+                if dropped[moment - first] == number - 1:
+                    dropped[moment - first] = number
+        live = simulator.unplanned_bytes[max(first, 0) : last + 1]
+        for count, is_inside, bytes_ in zip(dropped, inside, live, strict=False):
+            if not is_inside:
+                gaps[count] = max(gaps[count], bytes_)
     return gaps
-
-
-def _units_dropped(simulator: Simulator, cover: Sequence[Unit]) -> list[int]:
-    """For every half moment, how many units from the first on have dropped."""
-    end = len(simulator.unplanned_bytes)
-    dropped = [0] * end
-    for position, unit in enumerate(cover):
-        stop = 2 * simulator.view(*unit).stop
-        first, _ = simulator.view(*unit).backward_window()
-        for moment in range(stop, first if first >= 0 else stop):
-            if dropped[moment] == position:
-                dropped[moment] = position + 1
-    return dropped
-
-
-def _own_moments(simulator: Simulator, cover: Sequence[Unit]) -> list[bool]:
-    inside = [False] * len(simulator.unplanned_bytes)
-    for unit in cover:
-        view = simulator.view(*unit)
-        first, last = view.backward_window()
-        for start, stop in ((2 * view.start, 2 * view.stop - 1), (first, last)):
-            for moment in range(max(start, 0), stop + 1):
-                inside[moment] = True
-    return inside

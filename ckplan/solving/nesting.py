@@ -20,7 +20,7 @@ from dataclasses import replace
 
 from ckplan.errors import PlanError
 from ckplan.simulate import Region, Simulator
-from ckplan.solving.chain import ChainFrontier, Link
+from ckplan.solving.chain import Link, regions_of, solve_chain
 from ckplan.solving.menu import Menus, Option, Unit
 
 _MOST_PARTS = 12  # of a run, each call by itself; longer ones are cut into runs
@@ -67,13 +67,14 @@ class Nesting:
         if len(inside.parts) < 2:
             return []
         links = [
-            Link(inside.options(place, self._choices(part, level)), gap)
+            Link(part, inside.options(place, self._choices(part, level)), gap)
             for place, (part, gap) in enumerate(
                 zip(inside.parts, inside.gaps, strict=False)
             )
         ]
-        plans = ChainFrontier(links, inside.gaps[-1]).spread(_MOST_PLANS)
-        return [replace(whole, inner=plan) for plan in plans if plan]
+        plans = solve_chain(links, inside.gaps[-1]).spread(_MOST_PLANS)
+        insides = filter(None, map(regions_of, plans))
+        return [replace(whole, inner=inner) for inner in insides]
 
     def _choices(self, part: Unit, level: int) -> Iterator[Region]:
         """What can be done with a part while what is around it is rebuilt."""

@@ -27,7 +27,7 @@ from collections.abc import Iterator, Sequence
 from ckplan.graph import OUTSIDE_CALLS, Graph
 from ckplan.simulate import RERUN, Region, Simulator
 from ckplan.solving.baselines import baselines, can_be_done, find_layers
-from ckplan.solving.chain import ChainFrontier
+from ckplan.solving.chain import regions_of
 from ckplan.solving.covers import chain_of
 from ckplan.solving.menu import Menus
 from ckplan.solving.solution import Baseline
@@ -107,11 +107,11 @@ def _rotor(
     simulator: Simulator, menus: Menus, layers: Sequence[int], budget_bytes: int
 ) -> Sequence[Region]:
     units = [(layer, None) for layer in layers]
-    chain: ChainFrontier = chain_of(simulator, menus, units, menus.whole)
-    plans = chain.cheapest_first(max(budget_bytes, chain.least_bytes))
+    chain = chain_of(simulator, units, menus.whole)
+    plans = map(regions_of, chain.cheapest_first(max(budget_bytes, chain.least_bytes)))
     return next(
         (p for p in plans if simulator.run(p).peak_bytes <= budget_bytes),
-        next(chain.cheapest_first(chain.least_bytes)),
+        regions_of(next(chain.cheapest_first(chain.least_bytes))),
     )
 
 

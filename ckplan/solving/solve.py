@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import islice
 from typing import TypeAlias
 
@@ -17,17 +17,17 @@ from ckplan.resolve import describe
 from ckplan.simulate import Region, Simulator, Timeline
 from ckplan.solving.baselines import baselines, can_be_done
 from ckplan.solving.bound import LowerBound
-from ckplan.solving.chain import ChainFrontier
-from ckplan.solving.covers import chain_of, find_covers, run_covers
+from ckplan.solving.chain import ChainFrontier, Choice, regions_of
+from ckplan.solving.covers import chain_of, find_nodes, run_covers, tree_frontier
 from ckplan.solving.menu import Menus, Unit
 from ckplan.solving.nesting import Nesting
 from ckplan.solving.solution import Floor, Point, Solution
 
 _Found: TypeAlias = tuple[Timeline, tuple[Region, ...]]
-_Tidy: TypeAlias = Callable[[tuple[Region, ...]], list[Region]]
-_Search: TypeAlias = tuple[ChainFrontier, _Tidy]
 
-_MOST_REPLAYS = 32  # of points that the chain thought would fit
+_MOST_REPLAYS = 16  # of points that the chain thought would fit
+_SMALLEST_STEP = 2000  # of the budget, where such a plan did not fit
+_FEW_PLANS = 4  # the smallest of a chain, one of which reaches its floor
 _HALVINGS = 12  # of a search for a budget
 _WORTH_FREED = 0.02  # of what can be freed, that a wider search must free beyond
 _WORTH_PEAK = 0.1  # or of the peak
@@ -51,8 +51,8 @@ class Planner:
         self.simulator = Simulator(graph)
         self.menus = Menus(self.simulator)
         self.unplanned = self.simulator.run()
-        self._covers = find_covers(graph, self.menus)
-        self._searches = [self._search(cover) for cover in self._covers]
+        nodes = find_nodes(graph, self.menus)
+        self._tree = tree_frontier(self.simulator, nodes, self.menus.options)
         self._bound = LowerBound(self.simulator)
 
     def solve(self, budget_bytes: int) -> Solution:
@@ -147,7 +147,7 @@ class Planner:
     @cached_property
     def _least(self) -> _Found:
         """The plan that reaches the floor."""
-        return self._smallest(self._all_searches)
+        return self._smallest(self._chains)
 
     def within(self, budget_bytes: int) -> _Found | None:
         """The cheapest plan that fits, as its timeline and its regions."""
@@ -155,31 +155,24 @@ class Planner:
             return self.unplanned, ()
         found = [
             plan
-            for chain, tidy in self._all_searches
-            for plan in self._cheapest(chain, tidy, budget_bytes)
+            for chain in self._chains
+            for plan in self._cheapest(chain, budget_bytes)
         ]
         if self._least[0].peak_bytes <= budget_bytes:
             found.append(self._least)
         return min(found, key=_rank, default=None)
 
     @cached_property
-    def _all_searches(self) -> list[_Search]:
-        found = list(self._searches)
-        if self._runs_pay:
-            found += self._run_searches
-        if self._nesting_pays:
-            found += self._nested_searches
-        return found
+    def _chains(self) -> list[ChainFrontier]:
+        """What is searched: wider spaces only where they free much more."""
+        found = [self._tree, *(self._of_runs if self._runs_pay else ())]
+        return [*found, *(self._of_nests if self._nesting_pays else ())]
 
-    def _search(self, cover: Sequence[Unit]) -> _Search:
-        chain = chain_of(self.simulator, self.menus, cover)
-        return chain, partial(self.menus.tidy, cover=cover)
-
-    def _smallest(self, searches: Iterable[_Search]) -> _Found:
+    def _smallest(self, chains: Iterable[ChainFrontier]) -> _Found:
         found: list[_Found] = [(self.unplanned, ())]
-        for chain, tidy in searches:
-            plan = next(chain.cheapest_first(chain.least_bytes))
-            found += self._replays(plan, tidy)
+        for chain in chains:
+            for plan in islice(chain.smallest_first(), _FEW_PLANS):
+                found += self._replays(plan)
         return min(found, key=lambda plan: plan[0].peak_bytes)
 
     @cached_property
@@ -187,10 +180,10 @@ class Planner:
         return run_covers(self.graph, self.menus)
 
     @cached_property
-    def _run_searches(self) -> list[_Search]:
+    def _of_runs(self) -> list[ChainFrontier]:
         longest = _TIMES_ROOT * max(self._run_covers, default=0) ** 0.5
         return [
-            self._search(cover)
+            chain_of(self.simulator, cover, self.menus.options)
             for length, covers in self._run_covers.items()
             for cover in covers
             if length <= longest
@@ -202,7 +195,7 @@ class Planner:
 
         Runs of about the root of their number free the most.
         """
-        least = self._smallest(self._searches)[0].peak_bytes
+        least = self._smallest([self._tree])[0].peak_bytes
         regions = (
             [Region(call, last=last) for call, last in cover]
             for cover in self._runs_of_about_root(2)
@@ -212,7 +205,7 @@ class Planner:
     @cached_property
     def _nesting_pays(self) -> bool:
         """Whether dropping again inside of runs, while they are rebuilt, frees more."""
-        flat = [*self._searches, *(self._run_searches if self._runs_pay else ())]
+        flat = [self._tree, *(self._of_runs if self._runs_pay else ())]
         least = self._smallest(flat)[0].peak_bytes
         regions = (
             [self._nesting.simplest(unit) for unit in cover]
@@ -225,15 +218,12 @@ class Planner:
         return Nesting(self.simulator, self.menus)
 
     @cached_property
-    def _nested_searches(self) -> list[_Search]:
+    def _of_nests(self) -> list[ChainFrontier]:
         covers = dict.fromkeys(
             cover for root in _ROOTS for cover in self._runs_of_about_root(root)
         )
         options = self._nesting.options
-        return [
-            (chain_of(self.simulator, self.menus, cover, options), list)
-            for cover in covers
-        ]
+        return [chain_of(self.simulator, cover, options) for cover in covers]
 
     def _runs_of_about_root(self, root: int) -> list[tuple[Unit, ...]]:
         """Covers by runs of about the n-th root of their number, in calls."""
@@ -256,22 +246,40 @@ class Planner:
         assert found is not None, "internal error: no plan reaches the floor"
         return found[0]
 
-    def _cheapest(
-        self, chain: ChainFrontier, tidy: _Tidy, budget_bytes: int
-    ) -> Iterator[_Found]:
-        """The cheapest plan of a chain whose replay fits, if one does."""
-        for plan in islice(chain.cheapest_first(budget_bytes), _MOST_REPLAYS):
-            for timeline, regions in self._replays(plan, tidy):
-                if timeline.peak_bytes <= budget_bytes:
-                    yield timeline, regions
-                    return
+    def _cheapest(self, chain: ChainFrontier, budget_bytes: int) -> Iterator[_Found]:
+        """The cheapest plan of a chain whose replay fits, if one does.
 
-    def _replays(self, plan: tuple[Region, ...], tidy: _Tidy) -> Iterator[_Found]:
+        Units that share a tensor free less together than each alone. So where a replay
+        holds too much, plans are tried that the chain thinks need so much less; then
+        those between them and the last one that did not fit.
+        """
+        best: _Found | None = None
+        low, high = chain.least_bytes, budget_bytes  # of what the chain thinks
+        target, step = high, budget_bytes // _SMALLEST_STEP
+        for _ in range(_MOST_REPLAYS):
+            if not low <= target <= high:
+                break
+            plan = next(chain.cheapest_first(target))
+            found = min(self._replays(plan), key=lambda found: found[0].peak_bytes)
+            excess = found[0].peak_bytes - budget_bytes
+            if excess <= 0:
+                best = min(best or found, found, key=_rank)
+                low = target + 1
+            else:
+                high = target - 1
+            target = (low + high) // 2 if best else target - max(excess, step)
+            step *= 2
+        if best is not None:
+            yield best
+
+    def _replays(self, plan: Sequence[Choice]) -> Iterator[_Found]:
         """A plan tidied, and as it is."""
-        tidied = tuple(tidy(plan))
-        with suppress(PlanError):  # a call may have lost an input that one like it has
-            yield self.simulator.run(tidied), tidied
-        yield self.simulator.run(plan), plan
+        regions = regions_of(plan)
+        if not any(region.inner for region in regions):
+            tidied = tuple(self.menus.tidy(regions, [unit for unit, _ in plan]))
+            with suppress(PlanError):  # a call may lack an input that one like it has
+                yield self.simulator.run(tidied), tidied
+        yield self.simulator.run(regions), regions
 
 
 def solve(graph: Graph, budget_bytes: int) -> Solution:
