@@ -8,11 +8,14 @@ however it drops, keeps and rebuilds before and after, as long as it only runs o
 and uses the encodings of the graph. The lower convex hull of the cuts is that optimum
 for every budget at once.
 
-Any moment gives a bound. The one taken is the peak of the unplanned step, or the end of
-forward where that peak is not in backward.
+Any moment gives a bound, and the largest counts. Moments taken are the peak of the
+unplanned step, or the end of forward where that peak is not in backward, and those that
+whoever asks knows to be tight: where the smallest plan has its peak.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 from ckplan.graph import BEFORE_STEP, Graph
 from ckplan.program import EXTERNAL, Flow
@@ -23,14 +26,31 @@ from ckplan.solving.closure import NANOSECOND, Choice, Closure
 class LowerBound:
     """The bound of one graph, for any budget."""
 
-    def __init__(self, simulator: Simulator) -> None:
+    def __init__(self, simulator: Simulator, tight: Iterable[int] = ()) -> None:
+        """Choose the moments.
+
+        Args:
+            simulator: Of the graph.
+            tight: Ops of backward at which much is alive in good plans.
+        """
+        graph = simulator.graph
+        self._at: list[_BoundAt] = []
+        if graph.num_forward and graph.step_seconds:
+            peak = simulator.unplanned_bytes.index(max(simulator.unplanned_bytes)) // 2
+            found = [op for op in (peak, *tight) if graph.phase(op) == "backward"]
+            moments = dict.fromkeys(found or [graph.num_forward - 1])
+            self._at = [_BoundAt(simulator, moment) for moment in moments]
+
+    def overhead(self, budget_bytes: int) -> float:
+        """Least overhead, a fraction of the step, of any schedule under a budget."""
+        return max((one.overhead(budget_bytes) for one in self._at), default=0.0)
+
+
+class _BoundAt:
+    """The bound that one moment gives, during an op."""
+
+    def __init__(self, simulator: Simulator, moment: int) -> None:
         self._graph = graph = simulator.graph
-        self._cuts: list[Choice] = []
-        if not graph.num_forward or not graph.step_seconds:
-            return
-        peak = simulator.unplanned_bytes.index(max(simulator.unplanned_bytes)) // 2
-        in_backward = graph.phase(peak) == "backward"
-        moment = peak if in_backward else graph.num_forward - 1
         sizes = sum(graph.storages[s].bytes for s in _droppable(graph, moment))
         self._fixed_bytes = simulator.unplanned_bytes[2 * moment + 1] - sizes
         self._closure = _closure_at(graph, moment)
@@ -38,9 +58,6 @@ class LowerBound:
         self._cuts = [fast] if small.kept_bytes >= fast.kept_bytes else [fast, small]
 
     def overhead(self, budget_bytes: int) -> float:
-        """Least overhead, a fraction of the step, of any schedule under a budget."""
-        if not self._cuts:
-            return 0.0
         nanoseconds = self._least(budget_bytes - self._fixed_bytes)
         return nanoseconds * NANOSECOND / self._graph.step_seconds
 

@@ -53,7 +53,6 @@ class Planner:
         self.unplanned = self.simulator.run()
         nodes = find_nodes(graph, self.menus)
         self._tree = tree_frontier(self.simulator, nodes, self.menus.options)
-        self._bound = LowerBound(self.simulator)
 
     def solve(self, budget_bytes: int) -> Solution:
         """Find the cheapest plan whose simulated peak is within a budget.
@@ -135,6 +134,10 @@ class Planner:
     def bound(self, budget_bytes: int) -> float:
         """Least overhead of any schedule of the graph's ops under a budget."""
         return self._bound.overhead(budget_bytes)
+
+    @cached_property
+    def _bound(self) -> LowerBound:
+        return LowerBound(self.simulator, [self._least[0].peak_moment // 2])
 
     @cached_property
     def floor(self) -> Floor:
