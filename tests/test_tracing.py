@@ -10,6 +10,7 @@ import pytest
 import torch
 from test_applying import measured_peak
 from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -118,6 +119,27 @@ class Shared(nn.Module):
         return x
 
 
+class Experts(nn.Module):
+    """Every token to one of four matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 64, 96) / 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        stops = torch.arange(1, 5, dtype=torch.int32) * (x.shape[0] // 4)
+        return torch.tanh(torch._grouped_mm(x, self.weight, offs=stops))
+
+
+class Scaled(nn.Module):
+    """Numbers that autograd keeps as tensors."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(20):
+            x = x * 0.9 / 1.1
+        return x
+
+
 def frozen_prefix() -> nn.Module:
     model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(3)), nn.Tanh())
     model[0].requires_grad_(False)
@@ -134,6 +156,8 @@ def frozen_prefix() -> nn.Module:
         (Recurrent(nn.LSTM), torch.randn(16, 32, 32)),
         (Recurrent(nn.GRU), torch.randn(16, 32, 32)),
         (Shared(), torch.randn(4, 256)),
+        (Experts(), torch.randn(512, 64)),
+        (nn.Sequential(nn.Linear(64, 64), Scaled()), torch.randn(4, 64)),
         (
             nn.Sequential(nn.Conv2d(3, 16, 3), nn.MaxPool2d(2)),
             torch.randn(4, 3, 32, 32),
@@ -147,6 +171,8 @@ def frozen_prefix() -> nn.Module:
         "lstm",
         "gru",
         "shared",
+        "experts",
+        "scaled",
         "convolution",
     ],
 )
@@ -252,6 +278,41 @@ def test_a_model_that_asks_for_values_is_traced_on_real_tensors() -> None:
     assert any("traced on real" in note for note in graph.notes)
     measured = measured_peak(Workload(model, batch, mean_square))
     assert simulate(graph).peak_bytes == pytest.approx(measured, rel=0.003)
+
+
+class Constants(nn.Module):
+    """Asks for floats that follow from no data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(64, 64)
+        self.rates = [rate.item() for rate in torch.linspace(0, 0.5, 3)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        full = bool(torch.all(torch.ones(x.shape[0]) == 1))
+        return functional.dropout(self.inner(x), self.rates[1] if full else 0.0)
+
+
+def test_constants_are_known_under_fake_tensors(tmp_path: Path) -> None:
+    graph = ckplan.profile(Constants(), torch.randn(4, 64))
+    assert "traced under fake tensors" in graph.notes
+    assert any(op.name == "bernoulli_" for op in graph.ops)
+    body = "    width = int(torch.linspace(0, 8, 3)[2].item())\n"
+    body += "    return nn.Linear(width, 8), torch.ones(4, 8)\n"
+    target = write(tmp_path, f"def build():\n{body}")
+    assert "traced under fake tensors" in traced(target).notes
+
+
+def test_what_chance_decided_or_a_step_changed_is_not_known() -> None:
+    with fake_tensors():
+        for unknown in (torch.rand(2), torch.empty(2), torch.zeros(2).normal_()):
+            with pytest.raises(DataDependentOutputException):
+                unknown.sum().item()
+        constant = torch.ones(2)
+        assert constant.sum().item() == 2
+        constant.mul_(torch.rand(2))
+        with pytest.raises(DataDependentOutputException):
+            constant.sum().item()
 
 
 class Masked(nn.Module):

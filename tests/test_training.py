@@ -17,6 +17,7 @@ from ckplan.graph import Graph
 from ckplan.simulate import simulate
 from ckplan.training.allocator import peak_bytes_of
 from ckplan.training.optimizers import OPTIMIZERS
+from ckplan.training.randomness import draws
 from ckplan.training.step import Training, make_step
 from ckplan.training.workload import Workload, WorkloadSpec, tensors_of
 
@@ -178,3 +179,13 @@ def test_what_cannot_be_trained_is_said(wrong: dict[str, object], found: str) ->
     workload = build()
     with pytest.raises(WorkloadError, match=found):
         ckplan.profile(workload.model, workload.batch, **wrong)
+
+
+def test_attention_draws_random_numbers_only_if_it_drops() -> None:
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    assert not draws(flash, (None, None, None), {})
+    assert not draws(flash, (None, None, None, 0.0), {})
+    assert draws(flash, (None, None, None, 0.1), {})
+    assert draws(flash, (None, None, None), {"dropout_p": 0.1})
+    assert draws(torch.ops.aten.bernoulli_.float, (None, 0.5), {})
+    assert not draws(torch.ops.aten.add.Tensor, (None, None), {})

@@ -45,6 +45,7 @@ from ckplan.encodings import BITS, Encoded, encode
 from ckplan.errors import ApplyError
 from ckplan.names import relative_path
 from ckplan.program import EXTERNAL, Flow, Part, Program, compile_program
+from ckplan.training.randomness import draws, may_draw
 from ckplan.training.shapes import decided_by_values
 
 OpKey = tuple[str, str, int]
@@ -121,7 +122,7 @@ class _Facts(NamedTuple):
     name: str
     is_view: bool
     writes: tuple[tuple[int, str], ...]  # arguments changed in place
-    random: bool
+    may_draw: bool
     batch_norm: bool
     dynamic: bool  # values may decide how much it returns
 
@@ -134,9 +135,9 @@ def _facts(func: Any) -> _Facts:
         if argument.alias_info is not None and argument.alias_info.is_write
     )
     name = func.overloadpacket.__name__
-    random = torch.Tag.nondeterministic_seeded in func.tags
     dynamic = torch.Tag.dynamic_output_shape in func.tags
-    return _Facts(name, func.is_view, writes, random, name in _BATCH_NORMS, dynamic)
+    batch_norm = name in _BATCH_NORMS
+    return _Facts(name, func.is_view, writes, may_draw(func), batch_norm, dynamic)
 
 
 class _Access(NamedTuple):
@@ -311,9 +312,10 @@ class Recorder(TorchDispatchMode):
         reads: list[int] = []
         refs = [self._take(x, reads) for x in args]
         named = {key: self._take(x, reads) for key, x in kwargs.items()}
-        generator = kwargs.get("generator") if facts.random else None
+        random = facts.may_draw and draws(func, args, kwargs)
+        generator = kwargs.get("generator") if random else None
         device = _device_of(args, kwargs)
-        state = random_state(device, generator) if facts.random else None
+        state = random_state(device, generator) if random else None
         if facts.dynamic and decided_by_values(func, tensors_in(args)):
             self._log.broken = True  # calls do not tell what such an op returns
         out = func(*args, **kwargs)

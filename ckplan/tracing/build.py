@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from ckplan.encodings import encoded_bytes, form_of, is_dense
 from ckplan.graph import (
     BEFORE_STEP,
@@ -28,18 +30,10 @@ from ckplan.tracing.recorder import (
     Recording,
     TensorMeta,
 )
+from ckplan.training.randomness import draws, may_draw
 
-_RANDOM = (
-    "bernoulli",
-    "dropout",
-    "exponential",
-    "geometric",
-    "multinomial",
-    "normal",
-    "poisson",
-    "rand",
-    "uniform",
-)
+_SCALINGS = (torch.ops.aten.mul, torch.ops.aten.div)
+_NUMBER_BYTES = 8
 
 
 def build_graph(
@@ -56,6 +50,8 @@ def build_graph(
     """Assemble the graph of a recorded step."""
     _name_activations(recording)
     _add_hidden_bytes(recording, costs)
+    if fingerprint.get("device") == "cpu":
+        _add_numbers(recording)
     same = _accumulate_in_place(recording)
     keep = [i for i in range(len(recording.storages)) if same[i] == i]
     number = {old: new for new, old in enumerate(keep)}
@@ -118,11 +114,6 @@ def op_name(func: Any) -> str:
     return str(func.overloadpacket.__name__)
 
 
-def is_random(name: str) -> bool:
-    """Whether an op of this name draws random numbers in forward."""
-    return "backward" not in name and any(word in name for word in _RANDOM)
-
-
 def _accumulate_in_place(recording: Recording) -> list[int]:
     """Undo what a dispatch mode changes: the engine adds gradients in place.
 
@@ -143,6 +134,19 @@ def _accumulate_in_place(recording: Recording) -> list[int]:
             old.last, old.kind = new.last, new.kind
             op.writes = (first,)
     return same
+
+
+def _add_numbers(recording: Recording) -> None:
+    """The numbers that tensors are multiplied with, which autograd keeps as tensors.
+
+    It shows them to nobody. On other devices, they are not in the device's memory.
+    """
+    end = recording.num_forward + recording.num_backward - 1
+    for position, op in enumerate(recording.ops[: recording.num_forward]):
+        scales = op.func.overloadpacket in _SCALINGS and op.in_grad_mode
+        if scales and not isinstance(op.args[1], TensorMeta):
+            number = RawStorage(_NUMBER_BYTES, "temporary", position, end)
+            recording.storages.append(number)
 
 
 def _fresh(op: RawOp) -> list[int]:
@@ -182,7 +186,7 @@ def _op(
         flops=raw.flops,
         moved_bytes=raw.moved_bytes,
         seconds=round(cost.seconds, 9),
-        random=is_random(name),
+        random=may_draw(raw.func) and draws(raw.func, *raw.arguments),
         launch_seconds=round(cost.launch_seconds, 9),
     )
 

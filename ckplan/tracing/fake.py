@@ -2,7 +2,8 @@
 
 A fake tensor has a shape and no content, so a model that asks for content raises, or,
 as ``transformers`` does on seeing one, goes another way. Most such questions are about
-small integers: token ids, masks, positions. ``KnownValues`` computes those for real
+small integers, token ids, masks, positions, or about constants, such as a mask of ones
+or how probable it is that a layer is dropped. ``KnownValues`` computes those for real
 beside the fake ones and answers from them.
 """
 
@@ -28,13 +29,23 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
-_LARGEST_BYTES = 1 << 20
+from ckplan.training.randomness import may_draw
+
+_LARGEST_BYTES = 1 << 20  # of integers
+_LARGEST_FLOAT_BYTES = 1 << 16
 _QUESTIONS = (
     torch.ops.aten._local_scalar_dense.default,
     torch.ops.aten.item.default,
     torch.ops.aten.is_nonzero.default,
     torch.ops.aten.equal.default,
 )
+_EMPTY = (
+    torch.ops.aten.empty.memory_format,
+    torch.ops.aten.empty_like.default,
+    torch.ops.aten.empty_strided.default,
+    torch.ops.aten.new_empty.default,
+)
+_GROUPED_MM = torch.ops.aten._grouped_mm.default
 _SIZED_BY_KERNEL = (torch.ops.aten.mkldnn_rnn_layer.default,)
 """Ops of which only the kernel knows how large a workspace backward will want."""
 _ALWAYS_CONTIGUOUS = (
@@ -56,7 +67,7 @@ _SOME_MEMORY_FORMAT = (
 
 
 class KnownValues(TorchDispatchMode):
-    """Keeps real values of small integer tensors; to be entered inside a fake mode."""
+    """Keeps real values of small tensors; to be entered inside a fake mode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,9 +77,9 @@ class KnownValues(TorchDispatchMode):
     def learn_all(
         self, fakes: Iterable[torch.Tensor], reals: Iterable[torch.Tensor]
     ) -> None:
-        """Take real tensors for what fake ones would hold, where they are small."""
+        """Take real integers for what fake ones would hold, where they are small."""
         for fake, real in zip(fakes, reals, strict=True):
-            if _is_small_integer(real):
+            if _is_small(real) and not real.is_floating_point():  # those are data
                 with _disable_current_modes():
                     self._real[fake] = real.detach().clone()
 
@@ -93,11 +104,12 @@ class KnownValues(TorchDispatchMode):
             return func(*args, **kwargs)
         if func in _SIZED_BY_KERNEL and args[0].device.type == "cpu":
             return _sized_by_kernel(func, args)
-        if any(isinstance(x, FakeTensor) and x.dtype.is_floating_point for x in args):
+        if func is _GROUPED_MM and args[0].dtype != torch.bfloat16:
+            return _grouped_mm(*args[:3])
+        if any(self._is_unknown_float(x) for x in args):
             if func._schema.is_mutable:
                 self._forget(_written(func, args))
-            out = func(*args, **kwargs)  # nothing is known of floats
-            return _laid_out(func, out)
+            return _laid_out(func, func(*args, **kwargs))
         leaves, spec = pytree.tree_flatten((args, kwargs))
         values = [self._value(x) if isinstance(x, torch.Tensor) else x for x in leaves]
         known = all(
@@ -106,9 +118,10 @@ class KnownValues(TorchDispatchMode):
         )
         if known and func in _QUESTIONS:
             return _run_real(func, values, spec)
-        out = func(*args, **kwargs)
+        out = _laid_out(func, func(*args, **kwargs))
         outputs = [x for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor)]
-        if known and all(_is_small_integer(x) for x in outputs):
+        known &= not (_is_chance(func) and any(x.is_floating_point() for x in outputs))
+        if known and all(_is_small(x) for x in outputs):
             answer = pytree.tree_leaves(_run_real(func, values, spec))
             real = [x for x in answer if isinstance(x, torch.Tensor)]
             for fake, value in zip(outputs, real, strict=True):
@@ -116,6 +129,10 @@ class KnownValues(TorchDispatchMode):
         else:
             self._forget(_written(func, args))
         return out
+
+    def _is_unknown_float(self, x: object) -> bool:
+        floats = isinstance(x, FakeTensor) and x.dtype.is_floating_point
+        return floats and self._value(x) is None
 
     def _forget(self, written: Iterable[torch.Tensor]) -> None:
         for tensor in written:
@@ -142,9 +159,14 @@ def why_not_fake(error: BaseException) -> str:
     return f"fake ones failed ({type(error).__name__}: {line})"
 
 
-def _is_small_integer(tensor: torch.Tensor) -> bool:
-    small = tensor.untyped_storage().nbytes() <= _LARGEST_BYTES
-    return small and not (tensor.is_floating_point() or tensor.is_complex())
+def _is_small(tensor: torch.Tensor) -> bool:
+    most = _LARGEST_FLOAT_BYTES if tensor.is_floating_point() else _LARGEST_BYTES
+    return tensor.untyped_storage().nbytes() <= most and not tensor.is_complex()
+
+
+def _is_chance(func: Any) -> bool:
+    """Whether what an op returns does not follow from its arguments."""
+    return func in _EMPTY or may_draw(func)
 
 
 def _run_real(func: Any, values: list[Any], spec: pytree.TreeSpec) -> Any:
@@ -164,6 +186,16 @@ def _sized_by_kernel(func: Any, args: tuple[Any, ...]) -> tuple[torch.Tensor, ..
     return tuple(
         torch.empty_strided(x.shape, x.stride(), dtype=x.dtype) for x in outputs
     )
+
+
+def _grouped_mm(
+    a: torch.Tensor, b: torch.Tensor, stops: torch.Tensor | None
+) -> torch.Tensor:
+    """What experts return; the fake kernel of torch refuses all but bfloat16."""
+    shape = [a.shape[-2], b.shape[-1]]
+    if a.dim() == b.dim():
+        shape.insert(0, len(a) if stops is None else len(stops))
+    return torch.empty(shape, dtype=a.dtype, device=a.device)
 
 
 def _laid_out(func: Any, out: Any) -> Any:

@@ -80,6 +80,13 @@ class RawOp:
     accumulates: bool  # between two nodes of backward, into a gradient of its own
     in_grad_mode: bool  # some kernels ask
 
+    @property
+    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Positional ones and keywords, tensors as ``TensorMeta``."""
+        found: tuple[tuple[Any, ...], dict[str, Any]]
+        found = pytree.tree_unflatten(self.args, self.spec)
+        return found
+
 
 @dataclass(slots=True)
 class RawStorage:
