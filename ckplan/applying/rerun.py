@@ -11,10 +11,11 @@ else the second time is an error that names the region, never a wrong gradient.
 
 from __future__ import annotations
 
+import pickle
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -239,14 +240,14 @@ class _NumPy(_Source):
 
     def state(self) -> Any:
         numpy = sys.modules.get("numpy")
-        return None if numpy is None else numpy.random.get_state(legacy=False)
+        return None if numpy is None else numpy.random.get_state()
 
     def put(self, state: Any) -> None:
         if state is not None:
             sys.modules["numpy"].random.set_state(state)
 
     def is_at(self, state: Any) -> bool:
-        return repr(self.state()) == repr(state)
+        return pickle.dumps(self.state()) == pickle.dumps(state)
 
 
 class _Torch(_Source):
@@ -381,17 +382,17 @@ def _detached(leaf: Any) -> Any:
 def _containers(values: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
     """Lists, dicts, sets and deques, each with a copy of what is in it."""
     for value in values:
-        if isinstance(value, (list, set, deque, MutableMapping)):
+        if isinstance(value, (list, set, deque, dict)):
             if len(value) > _MOST_ITEMS:
                 continue
-            items = dict(value) if isinstance(value, MutableMapping) else list(value)
+            items = dict(value) if isinstance(value, dict) else list(value)
             yield value, items
             yield from _containers(items.values() if isinstance(items, dict) else items)
 
 
 def _fill(container: Any, content: Any) -> None:
     """Give a container its content again, if that is another now."""
-    if isinstance(container, MutableMapping):
+    if isinstance(container, dict):
         now: Any = dict(container)
     else:
         now = list(container)

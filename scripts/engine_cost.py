@@ -1,0 +1,332 @@
+"""Proves what the engine itself costs, beside what torch offers for the same.
+
+GPT-2 with 12 layers, 384 wide, a batch of 8 x 256 tokens, dropout and AdamW, on the
+CPU. Every way to take the step trains in a process of its own, one step each in every
+round; ratios are medians over rounds of a step's seconds, divided by those of another
+way in the same round. Half of the activation bytes are to be freed: the budget is the
+unplanned peak less that. Of torch's selective contexts, every policy is put on as few
+layers as its measured peak needs to be within the budget.
+
+    python scripts/engine_cost.py
+    python scripts/engine_cost.py --rounds 3 --set layers=2 --set length=64
+
+Exit code 1 if a re-run region costs more than 2 % of the step over torch's checkpoint
+by hand, a program that rebuilds nothing more than 1 %, the plan is not 10 points
+cheaper than the best policy, or forwards without gradients cost more than 1 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from _measuring import (
+    ROOT,
+    SEED,
+    Report,
+    add_output,
+    finish,
+    make_parser,
+    make_table,
+    run,
+    say,
+    workload_path,
+)
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from ckplan.applying import apply, remove
+from ckplan.graph import Graph
+from ckplan.plan import Plan, PlannedRegion
+from ckplan.report.progress import ProgressLine
+from ckplan.resolve import name_ops
+from ckplan.simulate import simulate
+from ckplan.solving.solve import solve, to_plan
+from ckplan.tracing.profile import profile_workload
+from ckplan.training.workload import WorkloadSpec, parse_options
+from ckplan.units import format_bytes, format_percent
+from ckplan.verifying.interleave import StepProcess, interleave
+
+DROPPED_ROUNDS = 2
+MOST_OF_RERUN, MOST_OF_PROGRAM, MOST_WITHOUT_GRADIENTS = 0.02, 0.01, 0.01
+LEAST_AHEAD = 0.10
+
+aten = torch.ops.aten
+_LINEAR = (aten.mm.default, aten.addmm.default)
+_MATMULS = (*_LINEAR, aten.bmm.default, aten.baddbmm.default)
+_ATTENTION = (
+    aten._softmax.default,
+    aten._safe_softmax.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+)
+POLICIES = {
+    "linear layers": _LINEAR,
+    "matmuls": _MATMULS,
+    "matmuls and attention": (*_MATMULS, *_ATTENTION),
+    "every second matmul": None,
+}
+
+
+# -- workloads by hand, each for a process of its own --------------------------------
+
+
+def by_hand(*, policy: str = "", count: int = -1, **options: Any) -> tuple[Any, Any]:
+    """GPT-2 with the first layers checkpointed, under a policy if one is named."""
+    spec = WorkloadSpec(str(ROOT / workload_path("gpt2")), options)
+    workload = spec.build()
+    layers = workload.model.transformer.h
+    how: dict[str, Any] = {"use_reentrant": False}
+    if policy:
+        how["context_fn"] = partial(_contexts, policy)
+    for layer in layers[: count if count >= 0 else len(layers)]:
+        layer.forward = partial(checkpoint, layer.forward, **how)
+    return workload.model, workload.batch
+
+
+def _contexts(policy: str) -> Any:
+    saved = POLICIES[policy]
+    if saved is not None:
+        return create_selective_checkpoint_contexts(list(saved))
+    seen: dict[bool, int] = defaultdict(int)
+
+    def every_second(ctx: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
+        if func not in _MATMULS:
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        seen[ctx.is_recompute] += 1
+        even = seen[ctx.is_recompute] % 2 == 0
+        save, again = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
+        return save if even else again
+
+    return create_selective_checkpoint_contexts(every_second)
+
+
+# -- ways to take the step -----------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to take the step."""
+
+    name: str
+    spec: WorkloadSpec
+    plan: Plan | None = None
+    predicted: float | None = None  # overhead, of its recomputed ops alone
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What it did."""
+
+    way: Way
+    peak_bytes: int
+    seconds: tuple[float, ...]  # by round
+
+
+def choose(
+    graph: Graph, spec: WorkloadSpec, budget_bytes: int, num_layers: int
+) -> list[Way]:
+    """What does not have to be searched for: unplanned, re-run, kept, and our plan."""
+    layers = f"transformer.h.[0..{num_layers - 1}]"
+    first = next(i for i, c in enumerate(graph.calls) if c.fqn == "transformer.h.0")
+    everything = tuple(name_ops(graph, first))
+    found = solve(graph, budget_bytes)
+    hand = WorkloadSpec(f"{__file__}:by_hand", spec.options)
+    return [
+        Way("unplanned", spec),
+        Way("checkpoint by hand", hand),
+        Way("by: rerun", spec, Plan(regions=(PlannedRegion(layers, "rerun"),))),
+        Way(
+            "program that rebuilds nothing",
+            spec,
+            Plan(regions=(PlannedRegion(layers, save=everything),)),
+            0.0,
+        ),
+        Way("our plan", spec, to_plan(graph, found), found.timeline.overhead),
+    ]
+
+
+def search(spec: WorkloadSpec, budget_bytes: int, num_layers: int) -> Iterator[Way]:
+    """Every policy, on as few layers as fit the budget."""
+    for policy in POLICIES:
+        low, high = 1, num_layers + 1  # one more than all: it does not fit
+        while low < high:
+            count = (low + high) // 2
+            say(f"{policy}: {count} of {num_layers} layers")
+            options = {**spec.options, "policy": policy, "count": count}
+            way = Way(
+                f"{policy} saved, {count} of {num_layers} layers",
+                WorkloadSpec(f"{__file__}:by_hand", options),
+            )
+            if count <= num_layers and _peak(way) <= budget_bytes:
+                high, best = count, way
+            else:
+                low = count + 1
+        if low <= num_layers:
+            yield best
+        else:
+            say(f"{policy}: does not fit")
+
+
+def _peak(way: Way) -> int:
+    with StepProcess(way.spec, way.plan, seed=SEED) as process:
+        return process.first_steps().peak_bytes
+
+
+def measure(ways: Sequence[Way], rounds: int, repeats: int) -> list[Outcome]:
+    """Take steps in every way, in turns, and all of it again in fresh processes."""
+    seconds: list[list[float]] = [[] for _ in ways]
+    for _ in range(repeats):
+        with ExitStack() as running, ProgressLine(sys.stderr) as progress:
+            processes = [
+                running.enter_context(StepProcess(way.spec, way.plan, seed=SEED))
+                for way in ways
+            ]
+            peaks = [process.first_steps().peak_bytes for process in processes]
+            timed = interleave(processes, rounds, progress)
+            for found, new in zip(seconds, timed, strict=True):
+                found += new[DROPPED_ROUNDS:]
+    outcomes = zip(ways, peaks, seconds, strict=True)
+    return [Outcome(way, peak, tuple(taken)) for way, peak, taken in outcomes]
+
+
+def ratio(one: Sequence[float], other: Sequence[float]) -> float:
+    """Median over rounds, less one."""
+    return statistics.median(a / b for a, b in zip(one, other, strict=True)) - 1
+
+
+def without_gradients(spec: WorkloadSpec, plan: Plan, rounds: int) -> dict[str, float]:
+    """What a plan costs where it has nothing to do: one model, the plan on and off."""
+    torch.manual_seed(SEED)
+    workload = spec.build()
+    modes: dict[str, Callable[[], Any]] = {
+        "no_grad": torch.no_grad,
+        "inference_mode": torch.inference_mode,
+    }
+    found = {}
+    for name, mode in modes.items():
+        taken: dict[bool, list[float]] = {False: [], True: []}
+        for number in range(2 * rounds + 2):
+            on = bool((number + number // 2) % 2)
+            (apply(workload.model, plan) if on else remove(workload.model))
+            with mode():
+                start = time.perf_counter()
+                workload.model(**workload.batch)
+                taken[on].append(time.perf_counter() - start)
+        remove(workload.model)
+        found[name] = ratio(taken[True][1:], taken[False][1:])
+    return found
+
+
+# -- reporting -----------------------------------------------------------------------
+
+
+def main() -> int:
+    """Measure and report."""
+    args = _arguments()
+    spec = WorkloadSpec(str(ROOT / workload_path("gpt2")), parse_options(args.settings))
+    with ProgressLine(sys.stderr) as progress:
+        graph = profile_workload(spec, fresh=True, progress=progress)
+    freed_bytes = graph.bytes_by_kind["activation"] // 2
+    budget_bytes = simulate(graph).peak_bytes - freed_bytes
+    layers = {c.fqn for c in graph.calls if re.fullmatch(r"transformer\.h\.\d+", c.fqn)}
+    num_layers = len(layers)
+    ways = choose(graph, spec, budget_bytes, num_layers)
+    ways += search(spec, budget_bytes, num_layers)
+    outcomes = measure(ways, args.rounds, args.repeats)
+    modes = without_gradients(spec, ways[4].plan or Plan(), args.rounds)
+    report = _report(outcomes, modes, budget_bytes, args)
+    return finish(report, args.output, whole=not args.settings)
+
+
+def _report(
+    outcomes: Sequence[Outcome],
+    modes: dict[str, float],
+    budget_bytes: int,
+    args: argparse.Namespace,
+) -> Report:
+    unplanned, hand, rerun, kept, ours, *policies = outcomes  # as chosen
+    rows = [
+        [
+            one.way.name,
+            format_bytes(one.peak_bytes),
+            _percent(ratio(one.seconds, unplanned.seconds)),
+            "" if one.way.predicted is None else _percent(one.way.predicted),
+        ]
+        for one in outcomes
+    ]
+    again = ratio(rerun.seconds, hand.seconds)
+    nothing = ratio(kept.seconds, unplanned.seconds)
+    cost = ratio(ours.seconds, unplanned.seconds)
+    best = min((ratio(p.seconds, unplanned.seconds) for p in policies), default=None)
+    assert ours.way.predicted is not None
+    facts = [
+        ["`by: rerun` over checkpoint by hand, of the step", _percent(again)],
+        ["a program that rebuilds nothing over the unplanned step", _percent(nothing)],
+        ["our plan beyond its ops, as predicted", _percent(cost - ours.way.predicted)],
+        ["our plan", _percent(cost)],
+        ["best policy of selective contexts", (best and _percent(best)) or "none fits"],
+        *([f"forward under {m}, with the plan", _percent(r)] for m, r in modes.items()),
+    ]
+    checks = [
+        (again <= MOST_OF_RERUN, "a re-run region costs more than checkpoint by hand"),
+        (nothing <= MOST_OF_PROGRAM, "a program that rebuilds nothing is not free"),
+        (best is None or best - cost >= LEAST_AHEAD, "the best policy is too near"),
+        (max(modes.values()) <= MOST_WITHOUT_GRADIENTS, "forwards alone are not free"),
+        (ours.peak_bytes <= budget_bytes, "our plan does not fit its budget"),
+    ]
+    headers = ("step", "measured peak", "measured overhead", "predicted, of its ops")
+    note = (
+        f"Budget: {format_bytes(budget_bytes)}. Fresh processes: {args.repeats} times, "
+        f"{args.rounds} rounds in each, the first {DROPPED_ROUNDS} of them dropped."
+    )
+    return Report(
+        name="engine_cost",
+        title="What the engine itself costs",
+        claim=(__doc__ or "").partition("\n\n    ")[0],
+        parts=[make_table(headers, rows), make_table(("what", "cost"), facts), note],
+        broken=[what for holds, what in checks if not holds],
+    )
+
+
+def _percent(overhead: float) -> str:
+    return format_percent(overhead, sign=True)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = make_parser(__doc__)
+    add_output(parser)
+    parser.add_argument(
+        "--rounds",
+        metavar="N",
+        type=int,
+        default=8,
+        help=f"steps of each, the first {DROPPED_ROUNDS} dropped  [default: 8]",
+    )
+    parser.add_argument(
+        "--repeats",
+        metavar="N",
+        type=int,
+        default=3,
+        help="how often all of it, in fresh processes  [default: 3]",
+    )
+    args = parser.parse_args()
+    if args.rounds < DROPPED_ROUNDS + 1:
+        parser.error(f"--rounds: at least {DROPPED_ROUNDS + 1}, not {args.rounds}")
+    return args
+
+
+if __name__ == "__main__":
+    run(main)
