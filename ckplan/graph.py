@@ -415,14 +415,17 @@ def _check_ops(graph: Graph) -> None:
         if op.call not in calls:
             raise _bad(f"op {index} ({op.name}) belongs to call {op.call}")
         costs = (op.workspace_bytes, op.flops, op.moved_bytes)
-        seconds = (op.seconds, op.launch_seconds)
-        if not (_within(costs, 0, _MOST) and all(0 <= s < math.inf for s in seconds)):
+        timed = 0 <= op.seconds < math.inf and 0 <= op.launch_seconds < math.inf
+        if not (timed and _within(costs, 0, _MOST)):
             raise _bad(f"op {index} ({op.name}) has a cost that is no natural number")
 
 
 def _within(numbers: Iterable[int], low: int, high: int) -> bool:
     """Whether all are whole numbers of ``[low, high)``."""
-    return all(type(number) is int and low <= number < high for number in numbers)
+    for number in numbers:  # a loop is twice as fast as a generator, and this is hot
+        if type(number) is not int or not low <= number < high:
+            return False
+    return True
 
 
 def _bad(what: str) -> GraphError:

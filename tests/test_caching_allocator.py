@@ -6,6 +6,7 @@ import re
 from itertools import groupby, pairwise
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import graphs
 import pytest
@@ -152,6 +153,70 @@ def test_blocks_are_apart_and_merge_when_all_are_free(
         assert sum(block.bytes for block in free) == pool.reserved_bytes
         assert all(block.before is block.after is None for block in free)
         assert not expandable or len(free) <= 1
+
+
+class Naive:
+    """The same rules on plain lists of [size, free?], one a segment: no addresses."""
+
+    def __init__(self) -> None:
+        self.segments: dict[bool, list[list[list[Any]]]] = {True: [], False: []}
+
+    def allocate(self, num_bytes: int) -> list[Any]:
+        size = (num_bytes + 511) // 512 * 512
+        small = size <= MIB
+        pool = self.segments[small]
+        fitting = [p for segment in pool for p in segment if p[1] and p[0] >= size]
+        if not fitting:
+            whole = 2 * MIB if small else 20 * MIB
+            if size >= 10 * MIB:
+                whole = (size + 2 * MIB - 1) // (2 * MIB) * 2 * MIB
+            fitting = [[whole, True]]
+            pool.append(fitting[:])
+        chosen = min(fitting, key=lambda piece: piece[0])  # the first of the smallest
+        (segment,) = (s for s in pool if any(piece is chosen for piece in s))
+        rest = chosen[0] - size
+        if rest >= 512 if small else rest > MIB:
+            place = next(i for i, piece in enumerate(segment) if piece is chosen)
+            segment.insert(place + 1, [rest, True])
+            chosen[0] = size
+        chosen[1] = False
+        return chosen
+
+    def free(self, piece: list[Any]) -> None:
+        piece[1] = True
+        for pool in self.segments.values():
+            for segment in pool:
+                merged: list[list[Any]] = []
+                for size, free in segment:
+                    if merged and merged[-1][1] and free:
+                        merged[-1][0] += size
+                    else:
+                        merged.append([size, free])
+                if len(merged) < len(segment):  # the rest keeps its identity
+                    kept = iter([p for p in segment if not p[1]])
+                    segment[:] = [p if p[1] else next(kept) for p in merged]
+
+    @property
+    def reserved_bytes(self) -> int:
+        pieces = (p for pool in self.segments.values() for s in pool for p in s)
+        return sum(piece[0] for piece in pieces)
+
+
+@given(st.lists(st.tuples(st.booleans(), SIZES, st.integers(0, 10**6)), max_size=80))
+def test_reserved_bytes_are_those_of_a_naive_allocator(
+    actions: list[tuple[bool, int, int]],
+) -> None:
+    real, naive = CachingAllocator(), Naive()
+    live: list[tuple[Block, list[Any]]] = []
+    for gives_back, size, which in actions:
+        if gives_back and live:
+            block, piece = live.pop(which % len(live))
+            real.free(block)
+            naive.free(piece)
+        else:
+            live.append((real.allocate(size), naive.allocate(size)))
+            assert live[-1][0].bytes == live[-1][1][0]
+        assert real.reserved_bytes == naive.reserved_bytes
 
 
 # -- under a timeline ------------------------------------------------------------------

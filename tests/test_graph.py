@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +31,8 @@ from ckplan.graph import (
 
 GRAPH = replace(chain(2), encodings=(Encoding(3, 0, "bits", 5, 0, 0, 0.1, 0.1),))
 TEXT = dumps(GRAPH)
+
+TRACES = Path(__file__).parent.parent / "traces"
 
 Content = dict[str, Any]
 
@@ -154,6 +157,15 @@ def test_other_versions_are_refused(version: object) -> None:
         loads(changed(put("ckplan_graph", value=version)), "x")
     assert "format 4" in caught.value.needed
     assert "ckplan profile" in caught.value.hint
+
+
+def test_a_graph_loads_as_quickly_as_20_000_ops_in_half_a_second() -> None:
+    times = []
+    for _ in range(3):
+        start = time.process_time()
+        graph = load(TRACES / "gpt2-xl.json.gz")
+        times.append(time.process_time() - start)
+    assert min(times) / len(graph.ops) < 0.5 / 20_000
 
 
 def test_format_2_is_read_without_launch_times() -> None:
