@@ -630,7 +630,9 @@ def eject(
         spec = _workload(target, settings, inputs)
         with ProgressLine(sys.stderr) as progress, redirect_stdout(sys.stderr):
             training = _training(optimizer, amp, accumulate, clip, scaler)
-            graph = profile_workload(spec, training=training, progress=progress)
+            device = loaded.fingerprint.get("device", "cpu")
+            how = {"training": training, "device": device, "progress": progress}
+            graph = profile_workload(spec, **how)
     text = (
         _plain_code(graph, loaded)
         if form is Form.TORCH

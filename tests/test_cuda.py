@@ -596,6 +596,17 @@ def test_nothing_of_the_translation_is_left_behind() -> None:
     assert "bernoulli_" in forward_names(again)
 
 
+def test_real_tensors_are_left_alone_while_others_are_translated() -> None:
+    x = torch.randn(2, 4, 16, 8, dtype=BF16)
+    layers = [nn.BatchNorm2d(4), nn.Dropout(0.5), nn.LSTM(8, 8), nn.RMSNorm(8)]
+    with translated(A100):
+        assert F.scaled_dot_product_attention(x, x, x).isfinite().all()
+        assert layers[0](x.float()).isfinite().all()
+        assert set(layers[1](torch.ones(64)).unique().tolist()) == {0, 2}
+        assert layers[2](x[0].float())[0].isfinite().all()
+        assert layers[3](x.float()).isfinite().all()
+
+
 def test_what_cannot_be_told_without_a_gpu_says_so() -> None:
     class Asking(nn.Module):
         def __init__(self) -> None:

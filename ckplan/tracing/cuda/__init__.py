@@ -16,22 +16,27 @@ traced on fake CPU tensors and *translated* while it runs, at four levels:
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ckplan.tracing.cuda.attention import Attention
 from ckplan.tracing.cuda.autocast import Autocast
 from ckplan.tracing.cuda.kernels import Kernels
 from ckplan.tracing.cuda.outputs import Outputs
 from ckplan.tracing.cuda.pretend import pretended
-from ckplan.tracing.cuda.words import Capability, Words
+from ckplan.tracing.cuda.words import Capability, Words, overload
 
 
 @contextmanager
 def translated(capability: Capability) -> Iterator[Words]:
     """A scope in which fake CPU tensors act as if they were on a GPU.
+
+    It replaces kernels and functions of torch for the whole process while it lasts.
+    Real tensors go on as before, but for autocast, which has CUDA's lists.
 
     Args:
         capability: Compute capability of the GPU: ``(8, 0)`` is an A100.
@@ -44,7 +49,7 @@ def translated(capability: Capability) -> Iterator[Words]:
     attention = Attention(capability, words)
     tables = (
         ("AutocastCPU", autocast.kernels),
-        ("AutogradCPU", Kernels(words).table | attention.table),
+        ("AutogradCPU", _for_fakes(Kernels(words).table | attention.table)),
     )
     with ExitStack() as stack:
         library = torch.library.Library("aten", "IMPL")
@@ -59,3 +64,18 @@ def translated(capability: Capability) -> Iterator[Words]:
         outputs = stack.enter_context(Outputs(words))
         stack.enter_context(outputs.answering())
         yield words
+
+
+def _for_fakes(table: Mapping[str, Callable[..., Any]]) -> dict[str, Any]:
+    """Kernels that leave real tensors to torch's composites."""
+
+    def guarded(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
+        composite = overload(name).decompose
+
+        def run(first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            chosen = kernel if isinstance(first, FakeTensor) else composite
+            return chosen(first, *args, **kwargs)
+
+        return run
+
+    return {name: guarded(name, kernel) for name, kernel in table.items()}
