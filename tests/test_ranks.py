@@ -14,6 +14,7 @@ from torch import nn
 
 import ckplan
 from ckplan import plan as plans
+from ckplan.errors import CkplanError
 from ckplan.simulate import simulate
 
 ROOT = Path(__file__).parent.parent
@@ -182,3 +183,33 @@ def test_a_run_of_blocks_is_refused_under_fsdp2(tmp_path: Path) -> None:
     plans.save(plan, tmp_path / "run.yaml", force=False)
     with pytest.raises(AssertionError, match="that is not gathered now"):
         ranks(tmp_path, "fsdp2", "1", str(tmp_path / "run.yaml"))
+
+
+def moved(parameter: nn.Parameter) -> torch.Tensor:
+    """The same numbers somewhere inside of a larger buffer."""
+    buffer = torch.full((parameter.numel() + 7,), torch.nan)
+    part = buffer[7:].view(parameter.shape)
+    part.copy_(parameter.data)
+    return part
+
+
+def test_parameters_may_be_gathered_anew_for_backward() -> None:
+    found = []
+    for planned in (False, True):
+        model, batch = build()
+        if planned:
+            plan = plans.loads("ckplan: 1\nregions: [{calls: 'h.[0..3]'}]\n", "plan")
+            ckplan.apply(model, plan)
+        for step in range(3):
+            torch.manual_seed(step)
+            loss = loss_of(model(batch), batch)
+            for parameter in model.h.parameters():
+                parameter.data = moved(parameter)
+            loss.backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+    assert all(map(torch.equal, *found))
+    loss = loss_of(model(batch), batch)
+    for parameter in model.h.parameters():
+        parameter.data = torch.empty(0)
+    with pytest.raises(CkplanError, match="that is not gathered now"):
+        loss.backward()

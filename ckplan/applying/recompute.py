@@ -52,6 +52,8 @@ class Held:
 
     tensor: torch.Tensor
     version: int
+    offset: int  # in its storage, during forward
+    size: torch.Size  # during forward
 
 
 @dataclass(slots=True)
@@ -176,18 +178,28 @@ class _Leftovers:
             _set_random_state(*place, state)
         self.generators.clear()
 
-    def check_version(self, value: int) -> None:
-        """Refuse to go on from a tensor that is not what it was."""
+    def moved(self, value: int) -> int:
+        """By how much a tensor now lies elsewhere in its storage; 0 for most.
+
+        Raises:
+            ApplyError: It is not what it was in forward.
+        """
         held = self.held.get(value)
-        if held is not None and held.tensor._version != held.version:
-            shape = tuple(held.tensor.shape)
+        if held is None:
+            return 0
+        tensor = held.tensor
+        if tensor._version != held.version:
+            shape = tuple(tensor.shape)
             raise ApplyError(
                 f"cannot rebuild {self.name}: a tensor of shape {shape} that it reads "
                 f"was changed in place after its forward (version {held.version} then, "
-                f"{held.tensor._version} now)",
+                f"{tensor._version} now)",
                 needed="parameters and inputs that stay as they are until backward",
                 hint="update parameters after backward, or leave this call out",
             )
+        if tensor.size() != held.size:  # DeepSpeed lets go of a parameter's data
+            raise _not_gathered(self.name, held.size)
+        return tensor.storage_offset() - held.offset
 
 
 class _Kernels:
@@ -210,12 +222,11 @@ class _Kernels:
         """Run an op again."""
         op, flow, values = self._left.steps[step], self._left.flow, self.values
         present = {v: values[v] for v in flow.inputs[step] if v in values}
-        for value in flow.inputs[step]:
-            self._left.check_version(value)
+        moved = {v: by for v in flow.inputs[step] if (by := self._left.moved(v))}
         for value in copies:
             present[value] = _copy(present[value])
-        args = [_give(x, present) for x in op.args]
-        kwargs = {key: _give(x, present) for key, x in op.kwargs.items()}
+        args = [_give(x, present, moved) for x in op.args]
+        kwargs = {key: _give(x, present, moved) for key, x in op.kwargs.items()}
         self._left.draw_again(step)
         torch.set_grad_enabled(op.in_grad_mode)
         try:
@@ -274,19 +285,29 @@ def _check_gathered(
     """FSDP lets go of a parameter's bytes and keeps the parameter."""
     for tensor in tensors:
         if tensor.numel() and not tensor.untyped_storage().nbytes():
-            raise ApplyError(
-                f"cannot rebuild {name}: it reads a parameter of shape "
-                f"{tuple(tensor.shape)} that is not gathered now",
-                needed="regions inside of what is gathered as one",
-                hint="plan with `ckplan solve --shard fsdp2 --world-size N`",
-            ) from error
+            raise _not_gathered(name, tensor.shape) from error
+
+
+def _not_gathered(name: str, shape: torch.Size) -> ApplyError:
+    return ApplyError(
+        f"cannot rebuild {name}: it reads a parameter of shape {tuple(shape)} that is "
+        "not gathered now",
+        needed="regions inside of what is gathered as one",
+        hint="plan with `ckplan solve --shard fsdp2 --world-size N`; with DeepSpeed, "
+        "name the layers to set_z3_leaf_modules",
+    )
 
 
 def hold(tensor: torch.Tensor) -> Held:
-    """Hold a tensor's bytes, not the graph behind it."""
-    if tensor.grad_fn is not None:
+    """Hold a tensor's bytes, not the graph behind it.
+
+    Of a view of a parameter the parameter: whoever gathers it may move its bytes.
+    """
+    if isinstance(tensor._base, torch.nn.Parameter):
+        tensor = tensor._base
+    elif tensor.grad_fn is not None:
         tensor = tensor.detach()
-    return Held(tensor, tensor._version)
+    return Held(tensor, tensor._version, tensor.storage_offset(), tensor.size())
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
@@ -320,12 +341,17 @@ def _set_random_state(
         torch.set_rng_state(state)
 
 
-def _give(argument: Any, present: Mapping[int, torch.Tensor]) -> Any:
+def _give(
+    argument: Any, present: Mapping[int, torch.Tensor], moved: Mapping[int, int]
+) -> Any:
     """An argument as the op takes it."""
     if type(argument) is Ref:
+        if argument.value in moved:
+            offset = argument.offset + moved[argument.value]
+            argument = argument._replace(offset=offset)
         return _view(present[argument.value], argument)
     if type(argument) is list:
-        return [_give(item, present) for item in argument]
+        return [_give(item, present, moved) for item in argument]
     return argument
 
 

@@ -125,6 +125,7 @@ class _Facts(NamedTuple):
     may_draw: bool
     batch_norm: bool
     dynamic: bool  # values may decide how much it returns
+    collective: bool  # its schema is silent on what it changes
 
 
 @cache
@@ -136,8 +137,9 @@ def _facts(func: Any) -> _Facts:
     )
     name = func.overloadpacket.__name__
     dynamic = torch.Tag.dynamic_output_shape in func.tags
-    batch_norm = name in _BATCH_NORMS
-    return _Facts(name, func.is_view, writes, may_draw(func), batch_norm, dynamic)
+    norm, collective = name in _BATCH_NORMS, func.namespace == "c10d"
+    random = may_draw(func)
+    return _Facts(name, func.is_view, writes, random, norm, dynamic, collective)
 
 
 class _Access(NamedTuple):
@@ -323,6 +325,8 @@ class Recorder(TorchDispatchMode):
         known = len(self._addresses)
         outputs = [self.number(tensor, inside=True) for tensor in returned]
         writes = self._written(facts, args, kwargs) if facts.writes else []
+        moved = tensors_in([*args, *kwargs.values()]) if facts.collective else []
+        writes += dict.fromkeys(map(self.number, moved))
         if len(self._addresses) > known or writes:
             if facts.batch_norm and args[_TRAINING]:
                 refs[_RUNNING_STATISTICS] = None, None  # must not be updated twice
@@ -334,6 +338,9 @@ class Recorder(TorchDispatchMode):
                 self._states[number] = state
             for value in self._flow.overwrites[number]:
                 self._held.pop(value, None)
+            for tensor in moved:  # what came from elsewhere stays
+                self._log.broken = True
+                self._held[self._flow.value(self.number(tensor))] = hold(tensor)
             if self._names.named or self._inner:
                 self._save(facts.name, number, returned)
         return out
