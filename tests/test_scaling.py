@@ -1,0 +1,57 @@
+"""What deep models cost: as much for the last layer as for the first."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import ckplan
+from ckplan.graph import dumps
+
+ROOT = Path(__file__).parent.parent
+LLAMA_3_70B = (
+    "layers=80 width=8192 heads=64 groups=8 inner=28672 vocab=128256 batch=1 "
+    "length=4096 dtype=bfloat16"
+)
+
+
+def measured(layers: int) -> tuple[int, int]:
+    """Ops, and bytes of the file before it is packed."""
+    block = [nn.Linear(16, 32), nn.GELU(), nn.Dropout(), nn.Linear(32, 16)]
+    model = nn.Sequential(*(nn.Sequential(*block) for _ in range(layers)))
+    graph = ckplan.profile(model, torch.ones(4, 16), gpu="T4", replay=False)
+    return len(graph.ops), len(dumps(graph))
+
+
+def test_every_layer_adds_as_many_ops_and_bytes() -> None:
+    (ops_4, bytes_4), (ops_8, bytes_8), (ops_16, bytes_16) = map(measured, (4, 8, 16))
+    assert ops_16 - ops_8 == 2 * (ops_8 - ops_4)
+    assert bytes_16 - bytes_8 == pytest.approx(2 * (bytes_8 - bytes_4), rel=0.1)
+
+
+@pytest.mark.slow
+def test_llama_3_70b_is_profiled_in_a_minute_and_two_gib(tmp_path: Path) -> None:
+    settings = [word for one in LLAMA_3_70B.split() for word in ("--set", one)]
+    workload = str(ROOT / "configs" / "workloads" / "llama.py")
+    argv = [sys.executable, "-m", "ckplan", "profile", workload, *settings]
+    process = subprocess.Popen(
+        [*argv, "--gpu", "H100", "-o", str(tmp_path / "trace.json.gz")],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    _, status, used = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0
+    unit = 1 if sys.platform == "darwin" else 1024
+    assert used.ru_maxrss * unit < 2 * 2**30
+    assert used.ru_utime + used.ru_stime < 60
+    graph = ckplan.load_graph(tmp_path / "trace.json.gz")
+    parameter_bytes = graph.bytes_by_kind["parameter"]
+    assert parameter_bytes == pytest.approx(2 * 70.6e9, rel=0.01)
