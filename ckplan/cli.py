@@ -508,6 +508,10 @@ def verify(
         str | None,
         typer.Option(help="cpu or cuda.  [default: what the plan is for]"),
     ] = None,
+    cap: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="On a GPU: as if it had no more memory."),
+    ] = None,
     steps: Annotated[int, typer.Option(min=0, help="How many steps to time.")] = 5,
     seed: Annotated[int, typer.Option(min=0, help="Of every random number.")] = 0,
     fake: Annotated[
@@ -542,7 +546,10 @@ def verify(
         "seed": seed,
         "trace": _trace_of(spec.name, trace),
     }
-    found = _dry_run(spec, loaded, how) if fake else _real(spec, loaded, steps, how)
+    if fake:
+        found: DryRun | Verification = _dry_run(spec, loaded, how)
+    else:
+        found = _real(spec, loaded, steps, cap, how)
     shown, error = _judge(found)
     _print(found.as_json() if as_json else shown)
     for call in found.regions_idle:
@@ -567,13 +574,21 @@ def _dry_run(spec: WorkloadSpec, plan: Plan, how: dict[str, Any]) -> DryRun:
 
 
 def _real(
-    spec: WorkloadSpec, plan: Plan, steps: int, how: dict[str, Any]
+    spec: WorkloadSpec, plan: Plan, steps: int, cap: str | None, how: dict[str, Any]
 ) -> Verification:
     from ckplan.report.progress import ProgressLine
+    from ckplan.units import parse_bytes
     from ckplan.verifying.verify import verify
 
     with ProgressLine(sys.stderr) as progress:
-        return verify(spec, plan, steps=steps, progress=progress, **how)
+        return verify(
+            spec,
+            plan,
+            steps=steps,
+            cap_bytes=None if cap is None else parse_bytes(cap),
+            progress=progress,
+            **how,
+        )
 
 
 def _judge(

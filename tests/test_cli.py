@@ -473,6 +473,7 @@ BAD_INPUT = [
     ("show cut.json", "cannot read the trace: cut.json is not complete JSON"),
     ("show odd.json", "cannot read the trace: odd.json has unknown key 'colour'"),
     ("show odd.yaml", "odd.yaml, line 2: unknown key 'colour'"),
+    ("verify model.py plan.yaml --cap 1GB", "cannot cap the memory of cpu"),
     ("verify model.py nope.yaml", "cannot read the plan 'nope.yaml': no such file"),
     ("verify model.py odd.yaml", "odd.yaml, line 2: unknown key 'colour'"),
     ("verify nope.py plan.yaml", "cannot read the workload: nope.py is not there"),

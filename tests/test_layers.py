@@ -28,7 +28,7 @@ FOLDERS = {
     "sharding": set(),
     "tracing": {"training", "sharding"},
     "applying": {"training"},
-    "verifying": {"training", "tracing", "applying"},
+    "verifying": {"training", "tracing", "solving", "applying"},
 }
 FRONT = {"cli", "terminal", "__main__", "__init__"}
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -4,17 +4,19 @@ import json
 import os
 import subprocess
 import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import graphs
 import pytest
 import torch
 from torch import nn
 
 from ckplan.errors import CkplanError, VerifyError, WorkloadError
-from ckplan.plan import Plan, Prediction
+from ckplan.plan import Plan, PlannedRegion, Prediction
 from ckplan.training.step import Training, make_step
 from ckplan.training.workload import Workload, WorkloadSpec
 from ckplan.verifying import interleave as interleaving
@@ -29,6 +31,7 @@ from ckplan.verifying.worker import (
     OutOfMemoryError,
     Result,
     Worker,
+    cap_memory,
     digest,
     state_bytes,
 )
@@ -510,3 +513,58 @@ def test_a_script_without_a_main_guard_may_verify(tmp_path: Path):
         check=True,
     )
     assert found.stdout == "True\n"
+
+
+def test_an_unplanned_step_that_does_not_fit_is_compared_with_every_layer_run_again(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    def run(planned: str, other: Any) -> Verification:
+        plan = Plan(regions=(PlannedRegion("1"),))
+        scripts = {
+            "unplanned": _Scripted([FULL]),
+            "planned": _Scripted([_first_steps(60, loss=planned), 1.0]),
+            "other": _Scripted([other]),
+        }
+
+        def process(spec: object, choice: Plan | None, *_: object) -> _Scripted:
+            if choice is None:
+                return scripts["unplanned"]
+            if choice is plan:
+                return scripts["planned"]
+            assert choice.regions == (PlannedRegion("h.[0..2]", "rerun"),)
+            return scripts["other"]
+
+        monkeypatch.setattr(verifying, "StepProcess", process)
+        found = verify(MLP, plan, steps=1, trace=graphs.chain(3))
+        assert found.unplanned_measured_peak_bytes is None
+        assert (found.unplanned_step_seconds, found.overhead) == (None, None)
+        assert (found.measured_peak_bytes, found.step_seconds) == (60, 1.0)
+        return found
+
+    same, differs = run("a", _first_steps(loss="a")), run("b", _first_steps(loss="a"))
+    assert (same.loss_equal, same.passed) == (True, True)
+    assert verifying.NOTE_INSTEAD in same.notes
+    assert (differs.loss_equal, differs.passed) == (False, False)
+    neither = run("a", FULL)
+    assert (neither.loss_equal, neither.passed) == (None, True)
+    assert verifying.NOTE_NOT_COMPARED in neither.notes
+
+
+def test_a_cap_is_for_gpus_and_becomes_a_share_of_theirs(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    with pytest.raises(CkplanError, match="cannot cap the memory of cpu") as caught:
+        verify(MLP, None, cap_bytes=1000)
+    assert len(str(caught.value).splitlines()) == 3
+    told: list[tuple[float, torch.device]] = []
+    card = types.SimpleNamespace(total_memory=80 * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    monkeypatch.setattr(
+        torch.cuda,
+        "set_per_process_memory_fraction",
+        lambda share, device: told.append((share, device)),
+    )
+    device = torch.device("cuda", 0)
+    for cap_bytes in (20 * 2**30, 100 * 2**30, None):
+        cap_memory(cap_bytes, device)
+    assert told == [(0.25, device), (1.0, device)]

@@ -53,6 +53,7 @@ class StepProcess:
         training: How it is trained.
         seed: Of every random number, from building the workload on.
         device: Where it trains.
+        cap_bytes: What a GPU's allocator may reserve at most, if anything is given.
     """
 
     def __init__(
@@ -62,8 +63,9 @@ class StepProcess:
         training: Training = AS_IT_SAYS,
         seed: int = 0,
         device: str = "cpu",
+        cap_bytes: int | None = None,
     ) -> None:
-        self._job = Job(spec, plan, training, seed, device)
+        self._job = Job(spec, plan, training, seed, device, cap_bytes)
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:

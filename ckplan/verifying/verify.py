@@ -12,6 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from ckplan.curve import PLANNED, UNPLANNED, Curves, curves_json
 from ckplan.errors import CkplanError, WorkloadError
+from ckplan.plan import Plan
+from ckplan.resolve import describe
+from ckplan.simulate import RERUN, Region, Simulator
+from ckplan.solving.baselines import can_be_done, find_layers
+from ckplan.solving.menu import Menus
 from ckplan.tracing.target import find_target
 from ckplan.training.step import Training
 from ckplan.training.workload import WorkloadSpec
@@ -21,11 +26,14 @@ from ckplan.verifying.worker import FirstSteps, OutOfMemoryError, Result
 
 if TYPE_CHECKING:
     from ckplan.graph import Graph
-    from ckplan.plan import Plan
     from ckplan.tracing.calibrate import Progress
 
 NOTE_NOT_COMPARED = (
     "the unplanned step does not fit in memory: nothing to compare the results with"
+)
+NOTE_INSTEAD = (
+    "the unplanned step does not fit in memory: compared with a step that runs every "
+    "layer again, by the trace's account"
 )
 NOTE_NOT_TOGETHER = (
     "the unplanned and the planned process do not fit in memory together: not timed"
@@ -91,6 +99,7 @@ def verify(
     clip: float | None = None,
     scaler: bool = False,
     device: str | None = None,
+    cap_bytes: int | None = None,
     seed: int = 0,
     steps: int = 5,
     trace: Graph | None = None,
@@ -108,16 +117,18 @@ def verify(
         clip: Largest norm of all gradients together: ``clip_grad_norm_``.
         scaler: Whether the loss goes through a gradient scaler.
         device: Where the steps are taken, by default where the plan is for.
+        cap_bytes: What a GPU may give: as if the card were a smaller one.
         seed: Of every random number.
         steps: How many steps of each are timed, in turns; 0 for none.
-        trace: Of this workload: what predicts live bytes over the step.
+        trace: Of this workload: what predicts live bytes over the step, and knows the
+            layers to run again where the unplanned step does not fit.
         progress: Told how far the work has come.
 
     Returns:
         What was found. A difference or a peak over the budget is no exception.
 
     Raises:
-        CkplanError: There is no such device here.
+        CkplanError: There is no such device here, or a cap on what has none.
         OutOfMemoryError: The planned step does not fit in memory.
         CkplanError: The workload or the plan cannot be used, or a step fails.
     """
@@ -130,23 +141,50 @@ def verify(
             hint="--fake, which looks at memory alone",
         )
     here = device_here(device, plan)
+    _check_cap(cap_bytes, here)
+
+    def start(chosen: Plan | None) -> StepProcess:
+        return StepProcess(spec, chosen, training, seed, here, cap_bytes)
+
+    def instead() -> StepProcess | None:
+        everything = every_layer(trace) if trace is not None else None
+        return None if everything is None else start(everything)
+
     with ExitStack() as running:
-        sides = [
-            partial(StepProcess, spec, p, training, seed, here) for p in (None, plan)
-        ]
-        pair = _Pair(sides, running)
-        unplanned, planned = pair.first_steps(tell)
+        pair = _Pair([partial(start, None), partial(start, plan)], instead, running)
+        reference, planned = pair.first_steps(tell)
         unplanned_seconds, seconds = pair.seconds(steps, tell)
+    unplanned = reference if pair.fits else None
     predicted, said = predict(trace, plan, training, planned.fingerprint)
     found = _judge(
         plan,
         (unplanned, planned),
+        _different(reference, planned),
         (unplanned_seconds, seconds),
         (*pair.notes, *said),
     )
     both = ((UNPLANNED, unplanned), (PLANNED, planned))
     measured = {which: one.curve for which, one in both if one and one.curve}
     return replace(found, curves=side_by_side(predicted=predicted, measured=measured))
+
+
+def _check_cap(cap_bytes: int | None, device: str) -> None:
+    if cap_bytes is not None and not device.startswith("cuda"):
+        raise CkplanError(
+            f"cannot cap the memory of {device}",
+            needed="a GPU, whose allocator can be told how much there is",
+            hint="--device cuda, or no cap: the peak is measured against the budget",
+        )
+
+
+def every_layer(trace: Graph) -> Plan | None:
+    """Everyday practice as a plan: every layer is run again, as far as it can be."""
+    simulator = Simulator(trace)
+    layers = find_layers(trace, Menus(simulator))
+    regions = [Region(layer, RERUN) for layer in layers]
+    possible = [region for region in regions if can_be_done(simulator, region)]
+    described = describe(trace, possible)
+    return Plan(trace.model, regions=described) if described else None
 
 
 def device_here(device: str | None, plan: Plan | None) -> str:
@@ -168,13 +206,13 @@ def device_here(device: str | None, plan: Plan | None) -> str:
 def _judge(
     plan: Plan | None,
     steps: tuple[FirstSteps | None, FirstSteps],
+    different: tuple[Result, ...] | None,
     seconds: tuple[list[float], list[float]],
     notes: tuple[str, ...],
 ) -> Verification:
     """Put together what was predicted and what was seen, unplanned and planned."""
     unplanned, planned = steps
     unplanned_seconds, planned_seconds = seconds
-    different = _different(unplanned, planned)
     predicted = plan.predicted if plan else None
     budget_bytes = plan.budget_bytes if plan else None
     idle = tuple(call for call, runs in planned.runs if runs == 0)
@@ -240,9 +278,15 @@ class _Pair:
     """An unplanned and a planned process; the latter alone where both are too much."""
 
     def __init__(
-        self, sides: Sequence[Callable[[], StepProcess]], running: ExitStack
+        self,
+        sides: Sequence[Callable[[], StepProcess]],
+        instead: Callable[[], StepProcess | None],
+        running: ExitStack,
     ) -> None:
+        """Start both; ``instead`` is what to compare with if the first is too much."""
         self.notes: list[str] = []
+        self.fits = True  # the unplanned step does
+        self._instead = instead
         self._sides = sides
         self._unplanned, self._planned = (
             running.enter_context(side()) for side in self._sides
@@ -256,7 +300,7 @@ class _Pair:
         taken again in fresh processes, so that chance is told from a difference.
         """
         unplanned, planned = self._once(tell)
-        if unplanned is None or unplanned.digests == planned.digests:
+        if unplanned is None or not self.fits or unplanned.digests == planned.digests:
             return unplanned, planned
         seen = [[unplanned], [planned]]
         for side, start in [*enumerate(self._sides)] * _MOST_REPEATS:
@@ -278,7 +322,9 @@ class _Pair:
         try:
             unplanned = self._unplanned.first_steps()
         except OutOfMemoryError:
-            self._separate(NOTE_NOT_COMPARED)
+            self.fits = False
+            unplanned = self._other(tell)
+            self._separate(NOTE_INSTEAD if unplanned else NOTE_NOT_COMPARED)
         tell("stepping with the plan", 1, 2)
         try:
             return unplanned, self._planned.first_steps()
@@ -288,6 +334,19 @@ class _Pair:
         self._separate(NOTE_NOT_TOGETHER)
         self._planned.start()
         return unplanned, self._planned.first_steps()
+
+    def _other(self, tell: Progress) -> FirstSteps | None:
+        """First steps of what stands in for the unplanned one, if that fits."""
+        self._unplanned.close()
+        process = self._instead()
+        if process is None:
+            return None
+        tell("stepping with every layer run again", 0, 2)
+        with process:
+            try:
+                return process.first_steps()
+            except CkplanError:  # it is too much as well, or the trace of another model
+                return None
 
     def seconds(self, steps: int, tell: Progress) -> tuple[list[float], list[float]]:
         """Seconds of unplanned and planned steps, taken in turns."""

@@ -56,6 +56,7 @@ class Job:
     training: Training
     seed: int
     device: str = "cpu"
+    cap_bytes: int | None = None  # as if the device had only so much memory
 
     @property
     def title(self) -> str:
@@ -103,6 +104,7 @@ class Worker:
     def _first_steps(self) -> FirstSteps:
         seed_everything(self._job.seed)
         device = torch.device(self._job.device)
+        cap_memory(self._job.cap_bytes, device)
         workload = on_device(self._job.spec.build(), device)
         model = workload.model
         put(self._job.plan, model)
@@ -159,6 +161,17 @@ def main() -> None:
             request = pickle.load(requests)
     except (EOFError, BrokenPipeError):
         return
+
+
+def cap_memory(cap_bytes: int | None, device: torch.device) -> None:
+    """Let the allocator of a GPU reserve no more than this, if anything is given.
+
+    So a budget is proven on a larger card: what does not fit is out of memory.
+    """
+    if cap_bytes is not None:
+        total_bytes = torch.cuda.get_device_properties(device).total_memory
+        share = min(1.0, cap_bytes / total_bytes)
+        torch.cuda.set_per_process_memory_fraction(share, device)
 
 
 def _mark(name: str) -> None:
