@@ -148,6 +148,16 @@ def test_other_threads_have_other_costs(folder: Path) -> None:
     assert all(path.parent == folder for path in paths)
 
 
+def test_another_precision_of_matmuls_has_other_costs(folder: Path) -> None:
+    usual = cost_cache(CPU).path
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("medium")
+        assert cost_cache(CPU).path != usual
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 def test_costs_are_kept_where_the_user_keeps_such_things(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -147,6 +147,7 @@ def _folder() -> Path:
 def _machine(device: torch.device) -> dict[str, Any]:
     """All that seconds and workspaces depend on, beside the op."""
     found: dict[str, Any] = {"torch": torch.__version__, "device": _processor()}
+    found["matmul"] = torch.get_float32_matmul_precision()
     if device.type == "cuda":
         found["device"] = torch.cuda.get_device_name(device)
         found["cuda"] = torch.version.cuda
