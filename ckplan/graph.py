@@ -50,6 +50,7 @@ HAZARDS = (
     "random",  # random numbers of no generator that is put back
     "state",  # forward changes attributes or arguments, or hidden state
     "shapes",  # shapes depend on values: another batch needs other bytes
+    "backward",  # a backward in the middle of forward, as of a gradient penalty
     "chance",  # the same op on the same tensors gives other values
 )
 BEFORE_STEP = -1

@@ -115,6 +115,7 @@ def optimizer():
 
 in_backward = net(lambda net, x: Fails.apply(x))
 in_second = net(second)
+mismatch = net(lambda net, x: x @ torch.ones(3, 3))
 interrupted = net(interrupt)
 is_nan = net(asking, torch.full((4, 8), float("nan")))
 is_opaque = net(lambda net, x: opaque(x))
@@ -489,6 +490,10 @@ BAD_INPUT = [
         "profile bad.py:optimizer",
         "the first step raised ZeroDivisionError in the optimizer: no step",
     ),
+    (
+        "profile bad.py:mismatch",
+        "the first step raised RuntimeError in forward: mat1 and mat2 shapes cannot",
+    ),
     ("profile bad.py:in_second", "the second step raised IndexError in forward: list"),
     ("profile bad.py:is_nan", "the loss of the first step is nan"),
     ("verify bad.py:is_nan plan.yaml", "the loss of step 1 is nan"),
@@ -520,6 +525,7 @@ def test_bad_input_ends_with_one_and_three_lines(
     assert (ended.code, ended.out) == (1, "")
     assert error[0].startswith(f"error: {message}")
     assert [line[:10] for line in error[1:]] == ["  needed: ", "  try:    "]
+    assert "Traceback" not in ended.err
     assert snapshot(folder) == before
 
 

@@ -20,6 +20,7 @@ from ckplan.report.step import step_json, step_report
 from ckplan.report.tables import render
 from ckplan.resolve import resolve
 from ckplan.simulate import simulate
+from ckplan.tracing.profile import NOTE_FAKE
 from ckplan.training.workload import Workload
 
 CALLS_SO_FAR: list[int] = []
@@ -157,6 +158,16 @@ class Chance(Block):
         return chance(x)
 
 
+class Penalty(Block):
+    """Differentiates itself, and trains on that."""
+
+    def change(self, x: torch.Tensor) -> torch.Tensor:
+        given = x.detach().requires_grad_()
+        total = torch.tanh(self.linear(given)).sum()
+        (slope,) = torch.autograd.grad(total, given, create_graph=True)
+        return x + 0.01 * slope.square()
+
+
 class Three(nn.Module):
     """Three of a block."""
 
@@ -205,6 +216,7 @@ GUARDED = [
     (Cached, "state", PROGRAM),
     (GlobalState, "state", PROGRAM),
     (Chance, "chance", ()),
+    (Penalty, "backward", ()),
 ]
 
 
@@ -214,6 +226,7 @@ def test_each_hazard_is_found_and_said(
 ) -> None:
     graph = profiled(kind)
     assert kinds_of(graph) == {(hazard, guarded_by)}
+    assert (NOTE_FAKE in graph.notes) == (kind is not Experts)
     calls = {graph.calls[one.call].fqn.split(".")[1] for one in graph.hazards}
     assert calls == {"0", "1", "2"}
     assert loads(dumps(graph), "again").hazards == graph.hazards
@@ -283,10 +296,10 @@ def test_rerun_of_what_only_programs_guard_is_never_silently_wrong(
         assert all(map(torch.equal, expected, actual))
 
 
-def test_the_solver_makes_no_region_of_chance() -> None:
-    calm, risky = profiled(Calm), profiled(Chance)
-    assert ckplan.solve(calm, goal="min-memory").regions
-    assert ckplan.solve(risky, goal="min-memory").regions == ()
+@pytest.mark.parametrize("kind", [kind for kind, _, ways in GUARDED if not ways])
+def test_the_solver_makes_no_region_of_what_nothing_guards(kind: type[Block]) -> None:
+    assert ckplan.solve(profiled(Calm), goal="min-memory").regions
+    assert ckplan.solve(profiled(kind), goal="min-memory").regions == ()
 
 
 def test_without_replay_only_what_can_be_seen_is_found() -> None:

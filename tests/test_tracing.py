@@ -315,6 +315,22 @@ def test_what_chance_decided_or_a_step_changed_is_not_known() -> None:
             constant.sum().item()
 
 
+class AskingExpanded(Asking):
+    """Saves a tensor whose elements share their memory, on real tensors."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        row = super().forward(x)[:1].expand(x.shape)
+        return torch.exp(row * x)
+
+
+def test_saved_tensors_that_overlap_are_recorded_on_real_tensors() -> None:
+    model, batch = AskingExpanded(), torch.randn(256, 64)
+    graph = ckplan.profile(model, batch, loss=mean_square)
+    assert any("traced on real" in note for note in graph.notes)
+    measured = measured_peak(Workload(model, batch, mean_square))
+    assert simulate(graph).peak_bytes == pytest.approx(measured, rel=0.003)
+
+
 class Masked(nn.Module):
     """Asks for the value of a small integer tensor, which is known."""
 

@@ -27,6 +27,7 @@ from ckplan.training.shapes import decided_by_values
 BOTH: tuple[str, ...] = (PROGRAM, RERUN)
 PROGRAMS: tuple[str, ...] = (PROGRAM,)
 NEITHER: tuple[str, ...] = ()
+_GUARDS = {"random": BOTH, "backward": NEITHER}  # of changes beside tensors
 _BATCH_NORMS = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
 _RUNNING_MEAN, _TRAINING = 3, 5  # arguments of all three
 _REPLACES = ("copy_", "fill_", "zero_")  # whatever the tensor held
@@ -43,7 +44,7 @@ def find_hazards(
     """
     found: dict[Hazard, None] = {}
     for call, kind, reason in recording.changes:
-        guard = BOTH if kind == "random" else PROGRAMS
+        guard = _GUARDS.get(kind, PROGRAMS)
         found[Hazard(call_number[call], kind, reason, guard)] = None
     for index, raw in enumerate(recording.calls):
         mine = [o for o in recording.ops[raw.start : raw.stop] if o.call == index]

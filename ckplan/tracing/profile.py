@@ -181,7 +181,7 @@ def profile(
         else:
             fake, known = scope
             with FakeCopyMode(fake):
-                model, batch = copy.deepcopy(real)
+                model, batch = copy.deepcopy(real, _generators_of(workload.model))
             known.learn_all(_values_of(model, batch), _values_of(*real))
         return Workload(model, batch, workload.loss)
 
@@ -189,6 +189,13 @@ def profile(
     with states_kept():
         graph = _profile(build, training, target, fresh, replay, progress)
     return sharded(graph, sharding) if sharding else graph
+
+
+def _generators_of(model: nn.Module) -> dict[int, Any]:
+    """What ``deepcopy`` takes for them: their states are real tensors."""
+    held = (value for module in model.modules() for value in vars(module).values())
+    found = (value for value in held if isinstance(value, torch.Generator))
+    return {id(one): one.clone_state() for one in found}
 
 
 def _values_of(model: nn.Module, batch: Any) -> list[torch.Tensor]:

@@ -30,6 +30,7 @@ from ckplan.graph import BEFORE_STEP, OUTSIDE_CALLS
 from ckplan.tracing.watch import Watch
 
 STILL_ALIVE = -2
+_DIFFERENTIATED = "is differentiated before forward is over"
 _aten = torch.ops.aten
 _EMPTY = (_aten.empty, _aten.empty_like, _aten.new_empty, _aten.empty_strided)
 """What makes bytes and moves none."""
@@ -358,6 +359,8 @@ class StepRecorder(TorchDispatchMode):
         saved = self.recording.saved[packed.number]
         if saved.wanted < 0:
             saved.wanted = len(self.recording.ops)
+        if self._phase == "forward":
+            self.recording.changes.append((saved.call, "backward", _DIFFERENTIATED))
         tensor = packed.copy
         if tensor is None:
             tensor = self._blank(packed.geometry, None)
@@ -394,7 +397,8 @@ class StepRecorder(TorchDispatchMode):
                         size, stride, geometry.offset
                     )
                 if content is not None:
-                    tensor.copy_(content)
+                    # Element by element is not possible where they share memory.
+                    tensor.untyped_storage().copy_(content.untyped_storage())
             return tensor
         finally:
             self._paused = False
