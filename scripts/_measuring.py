@@ -38,6 +38,7 @@ GPT2_XL = (
 )
 
 _ORDER = ("mlp", "gpt2", "bert", "llama", "vit", "resnet50", "unet")
+_ZOO = "zoo"
 _PACKAGES = ("torch", "transformers", "diffusers", "ckplan")
 _VERIFICATION_FAILED = 4  # exit code: there is a result, which does not pass
 
@@ -56,11 +57,15 @@ class Report:
 # -- the command line --------------------------------------------------------------
 
 
-def make_parser(description: str | None) -> argparse.ArgumentParser:
-    """A parser with the option that all programs have."""
+def make_parser(
+    description: str | None, *, settings: bool = True
+) -> argparse.ArgumentParser:
+    """A parser with the option that most programs have."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    if not settings:
+        return parser
     parser.add_argument(
         "--set",
         dest="settings",
@@ -102,9 +107,12 @@ def say(text: str) -> None:
 
 
 def workloads(only: Iterable[str] = ()) -> list[str]:
-    """Names of all workloads, or of some, in the order in which results list them."""
+    """Names of all workloads, or of some, in the order in which results list them.
+
+    Those of the zoo are not among them.
+    """
     folder = ROOT / "configs" / "workloads"
-    there = sorted(path.stem for path in folder.glob("[!_]*.py"))
+    there = sorted(path.stem for path in folder.glob("[!_]*.py") if path.stem != _ZOO)
     names = [name for name in (*_ORDER, *there) if name in there]
     chosen = set(only) or set(names)
     for name in chosen - set(names):

@@ -396,6 +396,7 @@ def _record(recorder: StepRecorder, step: TrainingStep) -> list[str]:
         output, loss, rule = step.forward()
         recorder.begin_backward(loss)
         step.backward(loss)
+        value = loss.detach()  # a loop keeps it to show it
         del output, loss
         recorder.begin_update()
         parameters = step.workload.model.parameters()
@@ -403,6 +404,7 @@ def _record(recorder: StepRecorder, step: TrainingStep) -> list[str]:
         recorder.mark(grads, "gradient")
         del grads
         step.update()
+        del value
     return [rule, *([NOTE_PREDICTED] if step.training.predicted_only else [])]
 
 

@@ -1,0 +1,310 @@
+"""Predicted peaks beside measured ones, bitwise results, over workloads of all kinds.
+
+Every workload of configs/workloads, the zoo's included, is profiled, and planned for
+three budgets: a quarter, a half and three quarters of the way from the unplanned peak
+down to the floor. The unplanned step and the planned ones then run, each in a process
+of its own, where the CPU allocator is read. A row is on the line where the predicted
+peak is at most 0.3 % away from the measured one and at most 0.1 % below it, the
+measured peak is within the budget, and loss, gradients, buffers and random state of two
+steps have the same bits as without a plan. Steps that differ are taken again, as in
+``ckplan verify``, to tell chance from a difference.
+
+    python scripts/accuracy.py
+    python scripts/accuracy.py --only lstm --only gru
+
+Rows are kept beside the table, in a file of JSON lines, as soon as they are known; a
+run that was cut goes on from there. ``--fresh`` begins anew. Exit code 1 if a row is
+over the line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import multiprocessing
+import statistics
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from _measuring import (
+    ROOT,
+    SEED,
+    Report,
+    add_output,
+    finish,
+    format_error,
+    make_parser,
+    make_table,
+    relative_error,
+    results_path,
+    run,
+    say,
+    workload_path,
+    workloads,
+)
+
+from ckplan.errors import CkplanError
+from ckplan.plan import Plan
+from ckplan.training.step import Training
+from ckplan.training.workload import WorkloadSpec
+from ckplan.units import format_bytes
+
+ZOO = "configs/workloads/zoo.py"
+UNDER_AUTOCAST = ("mistral", "convnext", "vit")
+MOST_ERROR, MOST_UNDER = 0.003, 0.001
+SHARES = (1 / 4, 1 / 2, 3 / 4)
+MOST_REPEATS = 2
+HEADERS = (
+    "workload",
+    "budget",
+    "predicted peak",
+    "measured peak",
+    "error",
+    "fits",
+    "bits equal",
+    "cause",
+)
+CAUSES: dict[str, str] = {}  # of rows over the line, by workload
+
+
+@dataclass(frozen=True)
+class Row:
+    """One step of a workload: unplanned, or planned for a budget."""
+
+    workload: str
+    budget_bytes: int | None
+    predicted_bytes: int
+    measured_bytes: int
+    different: list[str]  # results that differ from the unplanned step's
+    failed: str = ""
+
+    @property
+    def error(self) -> float:
+        """Of the predicted peak, as a fraction of the measured one."""
+        return relative_error(self.predicted_bytes, self.measured_bytes)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the measured peak is within the budget."""
+        return self.budget_bytes is None or self.measured_bytes <= self.budget_bytes
+
+    @property
+    def is_on_the_line(self) -> bool:
+        """Whether all is as it must be."""
+        if self.failed or self.different or not self.fits:
+            return False
+        return -MOST_UNDER <= self.error <= MOST_ERROR
+
+    def cells(self) -> list[str]:
+        """The row of the table."""
+        budget = (
+            "none" if self.budget_bytes is None else format_bytes(self.budget_bytes)
+        )
+        cause = "" if self.is_on_the_line else CAUSES.get(self.workload, "unknown")
+        if self.failed:
+            return [self.workload, budget, *["n/a"] * 5, self.failed]
+        return [
+            self.workload,
+            budget,
+            format_bytes(self.predicted_bytes),
+            format_bytes(self.measured_bytes),
+            format_error(self.predicted_bytes, self.measured_bytes),
+            "yes" if self.fits else "**no**",
+            "**not " + ", ".join(self.different) + "**" if self.different else "yes",
+            cause,
+        ]
+
+
+def main() -> int:
+    """Measure what is not measured yet, and report."""
+    args = _arguments()
+    rows_path = _rows_path(args.output)
+    rows = {} if args.fresh else _read(rows_path)
+    names = _names(args.only)
+    for name in names:
+        if name in rows and name not in args.only:
+            continue
+        say(f"{name} ({names.index(name) + 1} of {len(names)})")
+        rows[name] = list(_measure(name))
+        _write(rows_path, rows)
+    done = [row for name in _names([]) for row in rows.get(name, ())]
+    whole = all(name in rows for name in _names([]))
+    return finish(_report(done), args.output, whole=whole)
+
+
+def _measure(name: str) -> Iterator[Row]:
+    """All steps of one workload."""
+    spec, training = _spec(name), _training(name)
+    try:
+        peak_bytes, plans = _alone(_plans, spec, training)
+        unplanned = _alone(_first_steps, spec, None, training)
+    except CkplanError as error:
+        yield Row(name, None, 0, 0, [], error.what)
+        return
+    yield Row(name, None, peak_bytes, unplanned.peak_bytes, [])
+    seen = [unplanned]
+    for plan in plans:
+        try:
+            planned, different = _compared(spec, plan, training, seen)
+        except CkplanError as error:
+            yield Row(name, plan.budget_bytes, 0, 0, [], error.what)
+            continue
+        predicted_bytes = plan.predicted.peak_bytes
+        yield Row(
+            name, plan.budget_bytes, predicted_bytes, planned.peak_bytes, different
+        )
+
+
+def _compared(
+    spec: WorkloadSpec, plan: Plan, training: Training, seen: list[Any]
+) -> tuple[Any, list[str]]:
+    """A planned step, and which of its results no unplanned step had."""
+    planned = _alone(_first_steps, spec, plan, training)
+    for _ in range(MOST_REPEATS):
+        if not _different(planned, seen):
+            break
+        seen.append(_alone(_first_steps, spec, None, training))
+        planned = _alone(_first_steps, spec, plan, training)
+    return planned, _different(planned, seen)
+
+
+def _different(planned: Any, seen: Sequence[Any]) -> list[str]:
+    """Kinds of results that differ from the unplanned step that is most alike."""
+
+    def kinds(unplanned: Any) -> list[str]:
+        old, new = unplanned.digests, planned.digests
+        both = {**old, **new}
+        return sorted({key.kind for key in both if old.get(key) != new.get(key)})
+
+    return min(map(kinds, seen), key=len)
+
+
+# -- in processes of their own -----------------------------------------------------
+
+
+def _alone(work: Callable[..., Any], *args: Any) -> Any:
+    """Do something in a new process, forked from one that has imported torch."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["accuracy", "ckplan.verifying.worker", "diffusers"])
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        found = pool.submit(work, *args).result()
+    if isinstance(found, CkplanError):
+        raise found
+    return found
+
+
+def _plans(
+    spec: WorkloadSpec, training: Training
+) -> tuple[int, list[Plan]] | CkplanError:
+    """The predicted unplanned peak, and plans for budgets between it and the floor."""
+    from ckplan.solving.solve import Planner, to_plan
+    from ckplan.tracing.profile import profile_workload
+
+    warnings.simplefilter("ignore")
+    try:
+        graph = profile_workload(spec, training=training)
+        planner = Planner(graph)
+        peak_bytes, floor_bytes = planner.unplanned.peak_bytes, planner.floor.peak_bytes
+        span_bytes = peak_bytes - floor_bytes
+        budgets = [peak_bytes - int(share * span_bytes) for share in SHARES]
+        return peak_bytes, [to_plan(graph, planner.solve(b)) for b in budgets]
+    except CkplanError as error:
+        return error
+
+
+def _first_steps(spec: WorkloadSpec, plan: Plan | None, training: Training) -> Any:
+    from ckplan.verifying.worker import FIRST_STEPS, Job, Worker
+
+    warnings.simplefilter("ignore")
+    return Worker(Job(spec, plan, training, SEED)).answer(FIRST_STEPS)
+
+
+# -- workloads and files -----------------------------------------------------------
+
+
+def _names(only: Sequence[str]) -> list[str]:
+    """All workloads, or some, in order; the zoo's are its public factories."""
+    tree = ast.parse((ROOT / ZOO).read_text())
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    zoo = [f.name for f in functions if f.args.kwonlyargs]
+    there = [*zoo, *(f"{name}-bf16" for name in UNDER_AUTOCAST), *workloads()]
+    for name in set(only) - set(there):
+        raise CkplanError(
+            f"cannot find the workload {name!r}",
+            needed=f"one of {', '.join(there)}",
+            hint=f"look at {ZOO}",
+        )
+    return [name for name in there if name in only or not only]
+
+
+def _spec(name: str) -> WorkloadSpec:
+    plain = name.removesuffix("-bf16")
+    file = workload_path(plain) if plain in workloads() else f"{ZOO}:{plain}"
+    return WorkloadSpec(str(ROOT / file))
+
+
+def _training(name: str) -> Training:
+    return Training(amp="bf16" if name.endswith("-bf16") else None)
+
+
+def _rows_path(output: Path | None) -> Path:
+    suffix = ".jsonl"
+    return output.with_suffix(suffix) if output else results_path("accuracy", suffix)
+
+
+def _read(path: Path) -> dict[str, list[Row]]:
+    rows: dict[str, list[Row]] = {}
+    for line in path.read_text().splitlines() if path.exists() else ():
+        row = Row(**json.loads(line))
+        rows.setdefault(row.workload, []).append(row)
+    return rows
+
+
+def _write(path: Path, rows: dict[str, list[Row]]) -> None:
+    lines = [json.dumps(asdict(row)) for found in rows.values() for row in found]
+    path.write_text("\n".join(lines) + "\n")
+
+
+def _report(rows: Sequence[Row]) -> Report:
+    measured = [row for row in rows if not row.failed]
+    errors = sorted(abs(row.error) for row in measured)
+    names = {row.workload for row in rows}
+    over = [row for row in rows if not row.is_on_the_line]
+    summary = (
+        f"{len(rows)} steps of {len(names)} workloads: {len(rows) - len(over)} on the "
+        f"line. Absolute error: median {statistics.median(errors):.3%}, worst "
+        f"{errors[-1]:.3%}; most under the measured peak: "
+        f"{max(0.0, *(-row.error for row in measured)):.3%}."
+    )
+    return Report(
+        name="accuracy",
+        title="Predicted beside measured, over workloads of all kinds",
+        claim=(__doc__ or "").partition("\n\n    ")[0],
+        parts=[summary, make_table(HEADERS, [row.cells() for row in rows])],
+        broken=[", ".join(row.cells()) for row in over],
+    )
+
+
+def _arguments() -> argparse.Namespace:
+    parser = make_parser(__doc__, settings=False)
+    add_output(parser)
+    parser.add_argument(
+        "--only",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="measure this workload anew; repeatable  [default: all not yet measured]",
+    )
+    parser.add_argument(
+        "--fresh", action="store_true", help="forget the rows of earlier runs"
+    )
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    run(main)
