@@ -29,7 +29,7 @@ _FLASH, _EFFICIENT, _CUDNN, _MATH = (
 _NAMES = {
     _FLASH: "flash kernel",
     _EFFICIENT: "memory-efficient kernel",
-    _CUDNN: "cuDNN's kernel",
+    _CUDNN: "cuDNN's kernel, first on this card if cuDNN is newer than 9.15",
     _MATH: "math kernel, which keeps all scores",
 }
 _MASK_ALIGNMENT = 8  # elements
