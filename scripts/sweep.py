@@ -9,6 +9,7 @@ gradients, buffers and random state have the same bits as without the plan.
 
     python scripts/sweep.py
     python scripts/sweep.py --only gpt2 --budgets 4
+    python scripts/sweep.py --zoo --budgets 3
 
 Exit code 1 if any of it does not hold.
 """
@@ -16,6 +17,7 @@ Exit code 1 if any of it does not hold.
 from __future__ import annotations
 
 import argparse
+import runpy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -56,6 +58,7 @@ class Case:
     file: str
     options: Mapping[str, Any]
     training: Training = field(default_factory=Training)
+    factory: str = "build"
 
 
 CASES = {
@@ -75,6 +78,18 @@ CASES = {
         "unet", {"layers": 1, "width": 32, "batch": 4, "size": 64}, Training("sgd")
     ),
 }
+
+
+def zoo() -> dict[str, Case]:
+    """The models of many families in configs/workloads/zoo.py."""
+    path = ROOT / workload_path("zoo")
+    everything = runpy.run_path(str(path))
+    made = (everything["Made"], everything["MadeWithLoss"])
+    return {
+        name: Case("zoo", {}, factory=name)
+        for name, value in everything.items()
+        if getattr(value, "__annotations__", {}).get("return") in made
+    }
 
 
 @dataclass(frozen=True)
@@ -136,17 +151,25 @@ class Sweep:
 def main() -> int:
     """Measure all sweeps, and report."""
     args = _arguments()
-    chosen = args.only or list(CASES)
-    sweeps = [sweep(name, args.budgets, args.settings) for name in chosen]
+    cases = zoo() if args.zoo else CASES
+    chosen = {name: cases[name] for name in args.only or cases if name in cases}
+    sweeps, failed = [], []
+    for name, case in chosen.items():
+        try:
+            sweeps.append(sweep(name, case, args.budgets, args.settings))
+        except CkplanError as error:
+            failed.append(f"{name}: {error.what}")
+            say(failed[-1])
     whole = not (args.only or args.settings)
-    return finish(_report(sweeps), args.output, whole=whole)
+    name = "sweep_zoo" if args.zoo else "sweep"
+    return finish(_report(name, sweeps, failed), args.output, whole=whole)
 
 
-def sweep(name: str, num_budgets: int, settings: list[str]) -> Sweep:
+def sweep(name: str, case: Case, num_budgets: int, settings: list[str]) -> Sweep:
     """Profile a workload once, then plan and measure it for every budget."""
-    case = CASES[name]
     options = {**case.options, **parse_options(settings)}
-    spec = WorkloadSpec(str(ROOT / workload_path(case.file)), options)
+    path = ROOT / workload_path(case.file)
+    spec = WorkloadSpec(f"{path}:{case.factory}", options)
     say(f"{name}: profile")
     graph = profile_workload(spec, training=case.training)
     planner = Planner(graph)
@@ -164,7 +187,9 @@ def sweep(name: str, num_budgets: int, settings: list[str]) -> Sweep:
             measured[plan.regions] = found
         line, seen = solution.timeline, measured[plan.regions]
         rows.append(Row(budget_bytes, line.peak_bytes, *seen, line.overhead))
-    return Sweep(name, floor, unplanned.peak_bytes, tuple(rows))
+    found = Sweep(name, floor, unplanned.peak_bytes, tuple(rows))
+    say(f"{name}: " + ("; ".join(found.broken()) or "kept"))
+    return found
 
 
 def _compare(
@@ -196,7 +221,7 @@ def _worst(rows: tuple[Row, ...]) -> str:
     return format_error(worst.predicted_bytes, worst.measured_bytes)
 
 
-def _report(sweeps: list[Sweep]) -> Report:
+def _report(name: str, sweeps: list[Sweep], failed: list[str]) -> Report:
     summary = make_table(
         (
             "workload",
@@ -225,11 +250,11 @@ def _report(sweeps: list[Sweep]) -> Report:
     ]
     details = make_table(headers, rows)
     return Report(
-        name="sweep",
+        name=name,
         title="Every budget holds",
         claim=(__doc__ or "").partition("\n\n    ")[0],
         parts=[summary, "In bytes; the overhead is predicted.", details],
-        broken=[line for sweep in sweeps for line in sweep.broken()],
+        broken=[*(line for sweep in sweeps for line in sweep.broken()), *failed],
     )
 
 
@@ -241,8 +266,12 @@ def _arguments() -> argparse.Namespace:
         metavar="NAME",
         action="append",
         default=[],
-        choices=list(CASES),
         help=f"sweep this one; repeatable  [default: {', '.join(CASES)}]",
+    )
+    parser.add_argument(
+        "--zoo",
+        action="store_true",
+        help="sweep configs/workloads/zoo.py",
     )
     parser.add_argument(
         "--budgets", metavar="N", type=int, default=20, help="how many  [default: 20]"
