@@ -700,6 +700,20 @@ def test_three_ways_agree_on_what_a_plan_for_cuda_holds(tmp_path: Path) -> None:
     assert unplanned - found.unplanned_dry_run_peak_bytes in (0, 512)
 
 
+def test_convolutions_alone_take_nothing_for_cublas() -> None:
+    from ckplan.verifying.dry_run import dry_run_workload
+
+    def make() -> Workload:
+        layers = (nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
+        return Workload(nn.Sequential(*layers), torch.randn(4, 3, 16, 16), mean_square)
+
+    workload = make()
+    predicted = simulate(on_cuda(workload.model, workload.batch)).peak_bytes
+    found = dry_run_workload(make, None, device="cuda").unplanned_dry_run_peak_bytes
+    assert predicted < CUBLAS_WORKSPACE_BYTES
+    assert 0 <= predicted - found <= 512
+
+
 def test_steps_on_a_gpu_need_one(tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU here")

@@ -20,7 +20,12 @@ from ckplan.gpus import find
 from ckplan.tracing.calibrate import calibrate
 from ckplan.tracing.cost_cache import Cost, cost_cache
 from ckplan.tracing.cuda import translated
-from ckplan.tracing.cuda.memory import cublas_bytes, in_blocks, with_workspaces
+from ckplan.tracing.cuda.memory import (
+    MULTIPLIES,
+    cublas_bytes,
+    in_blocks,
+    with_workspaces,
+)
 from ckplan.tracing.fake import fake_tensors
 from ckplan.tracing.recorder import RawOp
 from ckplan.tracing.roofline import roofline
@@ -262,6 +267,9 @@ def _two_steps(
     step = replace(step, entering=meter.begin)
     step.run()
     if place.device.type == "cuda":
+        names = {op.func.overloadpacket.__name__ for op in meter.log.ops}
+        if not names & MULTIPLIES:
+            meter.leave_out([held])
         meter.log.bytes = [in_blocks(size) for size in meter.log.bytes]
     here = fingerprint(workload, place.device)
     return _Steps(meter.log, runs_of(plan, workload.model), here)

@@ -22,7 +22,8 @@ BLOCK_BYTES = 512
 CUBLAS_WORKSPACE_BYTES = (2 * 4096 + 8 * 16) << 10
 """Of one handle; torch's own default, ``:4096:2:16:8``."""
 CUBLAS_WORKSPACE_BYTES_SINCE_HOPPER = (8 * 4096) << 10
-_MULTIPLIES = {"mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "addbmm"}
+MULTIPLIES = {"mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "addbmm"}
+"""Ops that go to cuBLAS."""
 _FLOAT_BYTES = 4
 _FLASH_ROWS = 128  # lengths are rounded up to this
 _EFFICIENT_ROWS = 64
@@ -181,8 +182,8 @@ def _round_up(number: int, step: int) -> int:
 
 def _num_threads(graph: Graph) -> int:
     """Threads that multiply matrices: autograd's is another than forward's."""
-    forward = any(op.name in _MULTIPLIES for op in graph.ops[: graph.num_forward])
-    backward = any(op.name in _MULTIPLIES for op in graph.ops[graph.num_forward :])
+    forward = any(op.name in MULTIPLIES for op in graph.ops[: graph.num_forward])
+    backward = any(op.name in MULTIPLIES for op in graph.ops[graph.num_forward :])
     return forward + backward
 
 
