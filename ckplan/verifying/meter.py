@@ -18,7 +18,7 @@ from unittest import mock
 
 import torch
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from ckplan.curve import Curve
 from ckplan.tracing.cost_cache import Cost
@@ -183,6 +183,8 @@ class Meter(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         adds_to = self._adds_to(func, args)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            _draw()
         out = func(*args, **kwargs)
         returned = [x for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor)]
         storages = self._new(returned)
@@ -235,6 +237,12 @@ class Meter(TorchDispatchMode):
             self._distinct[key] = len(self.log.ops)
             self.log.ops.append(op)
         return self._distinct[key]
+
+
+def _draw() -> None:
+    """Move torch's generator on, as fake draws do not: so a region sees that it did."""
+    with _disable_current_modes():
+        torch.rand(1)
 
 
 def _between_nodes() -> bool:
