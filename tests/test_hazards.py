@@ -9,8 +9,8 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeAlias
 
 import numpy
 import pytest
@@ -20,9 +20,13 @@ from torch.nn import functional
 from torch.nn.utils.parametrizations import spectral_norm
 
 from ckplan import applying
+from ckplan.applying import calls, forwards, recompute, record
 from ckplan.applying import rerun as rerunning
+from ckplan.applying.recompute import Kept
 from ckplan.errors import ApplyError
+from ckplan.names import OpName
 from ckplan.plan import Plan, PlannedRegion
+from ckplan.program import Rebuild
 
 WAYS = ("program", "rerun")
 BOTH = pytest.mark.parametrize("by", WAYS)
@@ -91,6 +95,17 @@ def nothing(*args: Any, **kwargs: Any) -> None:
     """What stands in for a guard that is taken out."""
 
 
+Guard: TypeAlias = tuple[Any, str, Any]
+"""Where it is, its name, and what stands in for it."""
+
+_freeze = calls.Slots.freeze
+
+
+def anything(slots: calls.Slots, value: Any) -> None:
+    """Take every argument of a call for the same."""
+    _freeze(slots, value)
+
+
 # -- buffers -----------------------------------------------------------------------
 
 
@@ -104,10 +119,10 @@ def test_running_statistics_are_updated_once(by: str) -> None:
         with unguarded(rerunning._World, "restore", nothing):
             same(make, by)
     else:
-        applying.record._facts.cache_clear()
-        with unguarded(applying.record, "_BATCH_NORMS", ()):
+        record._facts.cache_clear()
+        with unguarded(record, "_BATCH_NORMS", ()):
             same(make, by)
-        applying.record._facts.cache_clear()
+        record._facts.cache_clear()
 
 
 @BOTH
@@ -167,11 +182,8 @@ class Drawing(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if "python" in self.sources:
-            x = (
-                torch.sin(x)
-                if random.random() < 0.5
-                else torch.cos(x) * random.random()
-            )
+            x = torch.exp(x * random.random())
+            x = torch.sin(x) if random.random() < 0.5 else torch.cos(x)
         if "numpy" in self.sources:
             x = torch.exp(x * float(numpy.random.random()))
         if "torch" in self.sources:
@@ -192,15 +204,20 @@ def test_random_numbers_are_those_of_the_forward(by: str, source: str) -> None:
             return other
 
     same(lambda: Own(source), by, steps=6)
-    if by == "rerun":
-        guards = {
-            "python": (rerunning._Source, "put"),
-            "numpy": (rerunning._NumPy, "put"),
-            "torch": (rerunning._Torch, "put"),
-            "generator": (rerunning._Calls, "_draw"),
-        }
-        with unguarded(*guards[source], nothing):
-            same(lambda: Own(source), by, steps=6)
+    program: dict[str, Guard] = {  # numbers are part of calls, states of ops
+        "python": (calls.Slots, "freeze", anything),
+        "numpy": (calls.Slots, "freeze", anything),
+        "torch": (recompute, "_set_random_state", nothing),
+        "generator": (recompute, "_set_random_state", nothing),
+    }
+    rerun: dict[str, Guard] = {
+        "python": (rerunning._Source, "put", nothing),
+        "numpy": (rerunning._NumPy, "put", nothing),
+        "torch": (rerunning._Torch, "put", nothing),
+        "generator": (rerunning._Calls, "_draw", nothing),
+    }
+    with unguarded(*{"program": program, "rerun": rerun}[by][source]):
+        same(lambda: Own(source), by, steps=6)
 
 
 # -- inputs and parameters ---------------------------------------------------------
@@ -239,7 +256,7 @@ def test_a_tensor_changed_before_backward_names_the_region(by: str, which: str) 
         with unguarded(rerunning.Rerun, "_check_versions", nothing):
             run()
     elif which != "parameter":  # of which autograd itself keeps the version
-        with unguarded(applying.recompute._Leftovers, "moved", lambda *_: 0):
+        with unguarded(recompute._Leftovers, "moved", lambda *_: 0):
             run()
 
 
@@ -271,20 +288,36 @@ class SavingOutput(nn.Module):
         return torch.exp(self.fc(x))
 
 
+def unchecked(packed: Any) -> torch.Tensor:
+    """Give autograd what a region kept, whatever became of it."""
+    return packed.tensor if isinstance(packed, Kept) else recompute.unpack(packed)
+
+
 @BOTH
-def test_a_saved_output_changed_in_place_is_right_or_an_error(by: str) -> None:
+def test_a_saved_output_changed_in_place_is_made_again(by: str) -> None:
     torch.manual_seed(0)
     plain = Outer(SavingOutput())
     planned = copy.deepcopy(plain)
     applying.apply(planned, plan(by))
     x = torch.randn(4, 8)
     plain.block(x).mul(3).sum().backward()
-    try:
-        planned.block(x).mul_(3).sum().backward()
-    except (ApplyError, RuntimeError) as error:
-        assert "place" in str(error)
-    else:
-        assert torch.equal(plain.block.fc.weight.grad, planned.block.fc.weight.grad)
+    planned.block(x).mul_(3).sum().backward()
+    assert torch.equal(plain.block.fc.weight.grad, planned.block.fc.weight.grad)
+
+
+def test_a_saved_output_that_a_plan_keeps_and_someone_changes_is_an_error() -> None:
+    keeps = PlannedRegion("block", save=(OpName.parse("./exp"),))
+
+    def run() -> None:
+        model = Outer(SavingOutput())
+        applying.apply(model, Plan(regions=(keeps,)))
+        out = model.block(torch.randn(4, 8)).mul_(3)
+        with pytest.raises(ApplyError, match=r"block kept a tensor.*changed in place"):
+            out.sum().backward()
+
+    run()
+    with unguarded(record, "unpack", unchecked):
+        run()
 
 
 # -- what Python does --------------------------------------------------------------
@@ -336,13 +369,17 @@ def test_a_python_number_that_changes_is_seen(by: str) -> None:
     def number(step: int) -> None:
         NUMBER[0] = 1.0 / (step + 1)
 
-    torch.manual_seed(0)
-    plain = Outer(Numbered())
-    planned = copy.deepcopy(plain)
-    applying.apply(planned, plan(by))
-    for step in range(4):
-        number(step)
-        assert all(map(torch.equal, step_of(plain, step), step_of(planned, step)))
+    def changed_every_step() -> nn.Module:
+        torch.manual_seed(0)
+        plain = Outer(Numbered())
+        planned = copy.deepcopy(plain)
+        applying.apply(planned, plan(by))
+        for step in range(4):
+            number(step)
+            assert all(map(torch.equal, step_of(plain, step), step_of(planned, step)))
+        return planned
+
+    planned = changed_every_step()
 
     def changed_before_backward() -> None:
         number(0)
@@ -358,6 +395,9 @@ def test_a_python_number_that_changes_is_seen(by: str) -> None:
     if by == "rerun":
         with unguarded(rerunning._Calls, "_note", nothing):
             changed_before_backward()
+    else:
+        with unguarded(calls.Slots, "freeze", anything):
+            changed_every_step()
 
 
 class Routed(nn.Module):
@@ -384,6 +424,12 @@ class Routed(nn.Module):
 @BOTH
 def test_experts_are_chosen_once(by: str) -> None:
     same(Routed, by, steps=8)
+    guards: dict[str, Guard] = {
+        "program": (record, "decided_by_values", lambda *_: False),
+        "rerun": (rerunning._Torch, "put", nothing),
+    }
+    with unguarded(*guards[by]):
+        same(Routed, by, steps=8)
 
 
 class Cache:
@@ -476,32 +522,88 @@ def test_hooks_of_modules_inside_run_once_or_are_told(by: str) -> None:
         told()
         assert seen.count("backward") == 1
         applying.apply(model, plan(by))
-        with unguarded(applying.forwards, "_has_hooks", nothing):
+        with unguarded(forwards, "_has_hooks", nothing):
             told()
 
 
 # -- modes, copies, backwards ------------------------------------------------------
 
 
+class Scaled(nn.Module):
+    """What hooks change, its forward reads; its dropout draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.scale = nn.Linear(8, 8), 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = functional.gelu(self.fc(torch.exp(self.scale * x)))
+        return functional.dropout(x, 0.5)
+
+
 @BOTH
-def test_full_backward_hooks_see_the_same_gradients(by: str) -> None:
-    seen: list[list[torch.Tensor]] = []
-    for planned in (False, True):
+def test_hooks_of_backward_run_once_and_change_nothing_that_is_made_again(
+    by: str,
+) -> None:
+    """They run between a forward and what of it runs again."""
+
+    def trained(planned: bool) -> list[torch.Tensor]:
         torch.manual_seed(0)
-        model = Outer(nn.Sequential(nn.Linear(8, 8), nn.GELU()))
-        grads: list[torch.Tensor] = []
+        model = Outer(Scaled())
+        found: list[torch.Tensor] = []
 
-        def hook(_: Any, given: Any, made: Any, grads: Any = grads) -> None:
-            grads += [*given, *made]
+        def before(module: Any, made: Any) -> None:
+            module.scale += 0.5
+            found.extend([*made, torch.rand(2)])
 
-        model.block.register_full_backward_hook(hook)
+        def after(module: Any, given: Any, made: Any) -> None:
+            module.scale *= 0.9
+            found.extend([*given, *made, torch.rand(2)])
+
+        model.block.register_full_backward_pre_hook(before)
+        model.block.register_full_backward_hook(after)
+        if planned:
+            applying.apply(model, plan(by))
+        for step in range(3):
+            found += step_of(model, step)
+            found.append(torch.tensor(model.block.scale))
+        return found
+
+    expected = trained(planned=False)
+
+    def run() -> None:
+        assert all(map(torch.equal, expected, trained(planned=True)))
+
+    run()
+    guards: dict[str, Guard] = {
+        "program": (recompute, "_set_random_state", nothing),
+        "rerun": (rerunning._World, "restore", nothing),
+    }
+    with unguarded(*guards[by]):
+        run()
+
+
+@BOTH
+def test_hooks_of_backward_inside_a_region_run_once(by: str) -> None:
+    def trained(planned: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = Outer(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)))
+        found: list[torch.Tensor] = []
+        for module in model.block:
+            module.register_full_backward_pre_hook(lambda _, made: found.extend(made))
+            module.register_full_backward_hook(
+                lambda _, given, made: found.extend((*given, *made))
+            )
         if planned:
             applying.apply(model, plan(by))
         for step in range(3):
             step_of(model, step)
-        seen.append(grads)
-    assert len(seen[0]) == 6
-    assert all(map(torch.equal, *seen))
+        return found
+
+    expected = trained(planned=False)
+    actual = trained(planned=True)
+    assert len(actual) == len(expected) == 3 * 3 * 3
+    assert all(map(torch.equal, expected, actual))
 
 
 @BOTH
@@ -532,52 +634,73 @@ def test_train_and_eval_switched_before_backward(by: str, training: bool) -> Non
 
 @BOTH
 def test_a_deep_copy_runs_its_own_weights(by: str) -> None:
-    torch.manual_seed(0)
-    model = Outer(nn.Sequential(nn.Linear(8, 8), nn.GELU()))
-    applying.apply(model, plan(by))
-    step_of(model, 0)
-    average = copy.deepcopy(model)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    fresh = copy.deepcopy(average)
-    applying.remove(fresh)
-    assert all(map(torch.equal, step_of(fresh, 1), step_of(average, 1)))
+    def run() -> None:
+        torch.manual_seed(0)
+        plain = Outer(nn.Sequential(nn.Linear(8, 8), nn.GELU()))
+        planned = copy.deepcopy(plain)
+        applying.apply(planned, plan(by))
+        assert all(map(torch.equal, step_of(plain, 0), step_of(planned, 0)))
+        averages = copy.deepcopy(plain), copy.deepcopy(planned)
+        with torch.no_grad():
+            for parameter in planned.parameters():
+                parameter.zero_()
+        assert all(map(torch.equal, *(step_of(model, 1) for model in averages)))
+
+    run()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(forwards.StandIn, "__deepcopy__", nothing, raising=False)
+        with unguarded(forwards.StandIn, "__deepcopy__", lambda one, _: one):
+            run()
 
 
 @BOTH
 def test_several_backwards_are_right_or_refused(by: str) -> None:
+    def run() -> None:
+        torch.manual_seed(0)
+        plain = Outer(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Dropout()))
+        planned = copy.deepcopy(plain)
+        applying.apply(planned, plan(by))
+        grads = []
+        for model in (plain, planned):
+            seeded(0)
+            loss = model(torch.randn(4, 8)).square().sum()
+            loss.backward(retain_graph=True)
+            if model is planned and by == "program":
+                with pytest.raises(ApplyError, match="block is wanted again"):
+                    loss.backward()
+                return
+            loss.backward()
+            grads.append([p.grad for p in model.parameters()])
+        assert all(map(torch.equal, *grads))
+
+    run()
+    guards: dict[str, Guard] = {
+        "program": (Rebuild, "exhausted", lambda *_: False),
+        "rerun": (rerunning._Torch, "put", nothing),
+    }
+    with unguarded(*guards[by]):
+        run()
+
+
+class Island(nn.Module):
+    """Casts its weight where autocast says so, and not in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = functional.gelu(self.fc(x))
+        with torch.autocast("cpu", enabled=False):
+            x = functional.gelu(self.fc(x.float()))
+        return functional.gelu(self.fc(x))
+
+
+def cast_alike(by: str, backward_inside: bool) -> None:
+    """One block twice: the second call finds its weight cast by the first."""
     torch.manual_seed(0)
-    plain = Outer(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Dropout()))
-    planned = copy.deepcopy(plain)
-    applying.apply(planned, plan(by))
-    grads = []
-    for model in (plain, planned):
-        seeded(0)
-        loss = model(torch.randn(4, 8)).square().sum()
-        loss.backward(retain_graph=True)
-        if model is planned and by == "program":
-            with pytest.raises(ApplyError, match="wanted again"):
-                loss.backward()
-            return
-        loss.backward()
-        grads.append([p.grad for p in model.parameters()])
-    assert all(map(torch.equal, *grads))
-
-
-@BOTH
-def test_casts_of_autocast_are_the_same(by: str) -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc = nn.Linear(8, 8)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return functional.gelu(self.fc(functional.gelu(self.fc(x))))
-
-    torch.manual_seed(0)
-    tied = Tied()
-    plain = nn.Sequential(tied, tied)
+    block = Island()
+    plain = nn.Sequential(block, block)
     planned = copy.deepcopy(plain)
     applying.apply(planned, plan(by, "0"))
     for step in range(3):
@@ -587,6 +710,32 @@ def test_casts_of_autocast_are_the_same(by: str) -> None:
             seeded(step)
             with torch.autocast("cpu", torch.bfloat16):
                 loss = model(torch.randn(4, 8)).float().square().sum()
-            loss.backward()
+                if backward_inside:
+                    loss.backward()
+            if not backward_inside:
+                loss.backward()
             seen.append(state_of(model, loss))
         assert all(map(torch.equal, *seen))
+
+
+def only_below_autograd() -> ExitStack:
+    stack = ExitStack()
+    stack.enter_context(torch._C._AutoDispatchBelowAutograd())
+    return stack
+
+
+def without_autocast(**_: str) -> tuple[dict[str, bool], dict[str, bool]]:
+    return {"enabled": False}, {"enabled": False}
+
+
+@BOTH
+@pytest.mark.parametrize("backward_inside", [False, True])
+def test_casts_of_autocast_are_the_same(by: str, backward_inside: bool) -> None:
+    cast_alike(by, backward_inside)
+    if by == "rerun":  # torch's own guard
+        guard = torch.utils.checkpoint, "_get_autocast_kwargs", without_autocast
+        with unguarded(*guard):
+            cast_alike(by, backward_inside)
+    elif backward_inside:
+        with unguarded(recompute, "_below_autograd", only_below_autograd):
+            cast_alike(by, backward_inside)
