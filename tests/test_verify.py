@@ -20,6 +20,7 @@ from ckplan.plan import Plan, PlannedRegion, Prediction
 from ckplan.training.step import Training, make_step
 from ckplan.training.workload import Workload, WorkloadSpec
 from ckplan.verifying import interleave as interleaving
+from ckplan.verifying import pair
 from ckplan.verifying import verify as verifying
 from ckplan.verifying.interleave import StepProcess, interleave, overhead_of
 from ckplan.verifying.verify import Verification, verify
@@ -48,7 +49,9 @@ import os, signal, sys, types
 import torch
 from torch import nn
 
-def do(action):
+def do(action, rows=0):
+    if action.startswith("hold at most "):
+        action = "ask for too much" * (rows > int(action.split()[3]))
     if action == "draw a number":
         torch.rand(1)
     elif action == "be killed":
@@ -71,7 +74,7 @@ class Net(nn.Module):
         self.action = action
 
     def forward(self, x):
-        do(self.action)
+        do(self.action, len(x))
         if self.action == "count twice":
             with torch.no_grad():
                 self.norm(x)
@@ -89,9 +92,9 @@ def status(model):
 sys.modules["ckplan.applying"] = types.ModuleType("ckplan.applying")
 sys.modules["ckplan.applying"].__dict__.update(apply=apply, status=status)
 
-def build(*, when_built="", when_unplanned=""):
+def build(*, when_built="", when_unplanned="", rows=8):
     do(when_built)
-    return Net(when_unplanned), torch.randn(8, 4)
+    return Net(when_unplanned), torch.randn(rows, 4)
 """
 
 
@@ -284,7 +287,7 @@ def test_a_process_that_dies_is_an_error(
 
 
 def test_an_unplanned_step_that_is_killed_leaves_nothing_to_compare_with(target: str):
-    spec = WorkloadSpec(target, {"when_unplanned": "be killed"})
+    spec = WorkloadSpec(target, {"when_unplanned": "be killed", "rows": 2})
     found = verify(spec, Plan(), optimizer="none", steps=1)
     assert found.passed
     assert (
@@ -298,7 +301,7 @@ def test_an_unplanned_step_that_is_killed_leaves_nothing_to_compare_with(target:
         found.overhead,
     ) == (None, None, None)
     assert found.step_seconds and found.measured_peak_bytes
-    assert found.notes == (verifying.NOTE_NOT_COMPARED,)
+    assert found.notes == (pair.NOTE_NOT_COMPARED,)
 
 
 @pytest.mark.parametrize(
@@ -343,7 +346,7 @@ def test_a_planned_step_that_does_not_fit_beside_the_other_runs_alone(
         found.unplanned_step_seconds,
         found.overhead,
     ) == (2.5, None, None)
-    assert found.notes == (verifying.NOTE_NOT_TOGETHER,)
+    assert found.notes == (pair.NOTE_NOT_TOGETHER,)
     assert planned.log == ["start", "start", "close"]
 
 
@@ -366,7 +369,7 @@ def test_memory_that_runs_out_while_timing_costs_only_the_times(
         found.passed,
         found.step_seconds,
         found.notes,
-    ) == (True, None, (verifying.NOTE_NOT_TOGETHER,))
+    ) == (True, None, (pair.NOTE_NOT_TOGETHER,))
 
 
 def test_steps_that_differ_by_chance_are_told_from_those_that_always_do(
@@ -526,7 +529,9 @@ def test_an_unplanned_step_that_does_not_fit_is_compared_with_every_layer_run_ag
             "other": _Scripted([other]),
         }
 
-        def process(spec: object, choice: Plan | None, *_: object) -> _Scripted:
+        def process(spec: object, choice: Plan | None, *how: object) -> _Scripted:
+            if how[-1]:
+                return _Scripted([VerifyError("no rows", needed="rows", hint="more")])
             if choice is None:
                 return scripts["unplanned"]
             if choice is plan:
@@ -543,11 +548,39 @@ def test_an_unplanned_step_that_does_not_fit_is_compared_with_every_layer_run_ag
 
     same, differs = run("a", _first_steps(loss="a")), run("b", _first_steps(loss="a"))
     assert (same.loss_equal, same.passed) == (True, True)
-    assert verifying.NOTE_INSTEAD in same.notes
+    assert pair.NOTE_INSTEAD in same.notes
     assert (differs.loss_equal, differs.passed) == (False, False)
     neither = run("a", FULL)
     assert (neither.loss_equal, neither.passed) == (None, True)
-    assert verifying.NOTE_NOT_COMPARED in neither.notes
+    assert pair.NOTE_NOT_COMPARED in neither.notes
+
+
+def test_an_unplanned_step_that_does_not_fit_is_compared_at_the_largest_half_that_does(
+    target: str,
+):
+    spec = WorkloadSpec(target, {"when_unplanned": "hold at most 3 rows", "rows": 9})
+    found = verify(spec, Plan("", budget_bytes=2**20), optimizer="none", steps=1)
+    assert found.notes == (pair.NOTE_FEWER.format(2, 9),)
+    assert found.passed and found.gradients_equal and found.random_state_equal
+    assert found.unplanned_measured_peak_bytes is None
+    assert found.unplanned_step_seconds is found.overhead is None
+    assert found.step_seconds
+
+
+@pytest.mark.parametrize("fits_at", [1, 2])
+def test_a_difference_at_a_smaller_batch_counts(
+    monkeypatch: pytest.MonkeyPatch, fits_at: int
+):
+    def process(spec: object, choice: Plan | None, *how: Any) -> _Scripted:
+        name = f"{how[-1]}, {choice is None}" if how[-1] else "whole"
+        fits = choice is not None or how[-1] == fits_at
+        return _Scripted([_first_steps(60, loss=name), 1.0] if fits else [FULL])
+
+    monkeypatch.setattr(verifying, "StepProcess", process)
+    found = verify(MLP, Plan(), steps=1)
+    assert (found.loss_equal, found.passed) == (False, False)
+    assert found.different == ("loss, step 1",)
+    assert found.measured_peak_bytes == 60
 
 
 def test_a_cap_is_for_gpus_and_becomes_a_share_of_theirs(

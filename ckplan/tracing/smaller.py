@@ -6,13 +6,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeAlias, TypeVar
 
-import torch
-from torch.utils import _pytree as pytree
-
 from ckplan.errors import WorkloadError
 from ckplan.extrapolate import extrapolate
 from ckplan.graph import Graph
-from ckplan.training.workload import Workload, tensors_of
+from ckplan.training.workload import Workload, first_rows, rows_of
 
 _T = TypeVar("_T")
 _Build: TypeAlias = Callable[[Any], Workload]
@@ -47,13 +44,13 @@ def from_smaller(
         GraphError: The step runs other ops at another batch.
     """
     workload = build(None)
-    rows, shapes = _rows(workload), shapes_of(workload)
+    rows, shapes = rows_of(workload), shapes_of(workload)
     del workload
     many = rows // 2
     while many >= 2:
         few = many // 2
         try:
-            large, small = (trace(_cut(build, rows, n)) for n in (many, few))
+            large, small = (trace(_cut(build, n)) for n in (many, few))
         except DoesNotFitError:
             many = few
             continue
@@ -67,22 +64,6 @@ def from_smaller(
     raise failure
 
 
-def _rows(workload: Workload) -> int:
-    """How many rows a batch has: the first size of its first tensor that has one."""
-    sizes = (t.shape[0] for t in tensors_of(workload.batch) if t.dim())
-    return next(sizes, 0)
-
-
-def _cut(build: _Build, rows: int, wanted: int) -> _Build:
+def _cut(build: _Build, rows: int) -> _Build:
     """What makes the same workload with fewer rows of the batch."""
-
-    def first(leaf: Any) -> Any:
-        is_tensor = isinstance(leaf, torch.Tensor) and leaf.dim()
-        return leaf[:wanted].clone() if is_tensor and leaf.shape[0] == rows else leaf
-
-    def cut(scope: Any) -> Workload:
-        workload = build(scope)
-        batch = pytree.tree_map(first, workload.batch)
-        return replace(workload, batch=batch)
-
-    return cut
+    return lambda scope: first_rows(build(scope), rows)

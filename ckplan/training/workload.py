@@ -14,7 +14,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -175,6 +175,23 @@ def tensors_of(value: object) -> list[torch.Tensor]:
     """The tensors in a nested container, in order."""
     leaves = pytree.tree_leaves(value)
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def rows_of(workload: Workload) -> int:
+    """How many rows a batch has: the first size of its first tensor that has one."""
+    sizes = (t.shape[0] for t in tensors_of(workload.batch) if t.dim())
+    return next(sizes, 0)
+
+
+def first_rows(workload: Workload, rows: int) -> Workload:
+    """The same workload with the first rows of its batch, copied."""
+    whole = rows_of(workload)
+
+    def first(leaf: Any) -> Any:
+        is_tensor = isinstance(leaf, torch.Tensor) and leaf.dim()
+        return leaf[:rows].clone() if is_tensor and leaf.shape[0] == whole else leaf
+
+    return replace(workload, batch=pytree.tree_map(first, workload.batch))
 
 
 def on_device(workload: Workload, device: torch.device) -> Workload:

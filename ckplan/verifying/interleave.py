@@ -54,6 +54,7 @@ class StepProcess:
         seed: Of every random number, from building the workload on.
         device: Where it trains.
         cap_bytes: What a GPU's allocator may reserve at most, if anything is given.
+        halvings: How often its batch is halved.
     """
 
     def __init__(
@@ -64,8 +65,9 @@ class StepProcess:
         seed: int = 0,
         device: str = "cpu",
         cap_bytes: int | None = None,
+        halvings: int = 0,
     ) -> None:
-        self._job = Job(spec, plan, training, seed, device, cap_bytes)
+        self._job = Job(spec, plan, training, seed, device, cap_bytes, halvings)
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from ckplan.curve import PLANNED, UNPLANNED, Curves, curves_json
@@ -20,35 +19,31 @@ from ckplan.solving.menu import Menus
 from ckplan.tracing.target import find_target
 from ckplan.training.step import Training
 from ckplan.training.workload import WorkloadSpec
-from ckplan.verifying.interleave import StepProcess, interleave, overhead_of
+from ckplan.verifying.interleave import StepProcess, overhead_of
+from ckplan.verifying.pair import (
+    Pair,
+    at_fewer_rows,
+    find_different,
+    what_was_compared,
+)
 from ckplan.verifying.predicted import predict, side_by_side
-from ckplan.verifying.worker import FirstSteps, OutOfMemoryError, Result
+from ckplan.verifying.worker import FirstSteps, Result
 
 if TYPE_CHECKING:
     from ckplan.graph import Graph
     from ckplan.tracing.calibrate import Progress
 
-NOTE_NOT_COMPARED = (
-    "the unplanned step does not fit in memory: nothing to compare the results with"
-)
-NOTE_INSTEAD = (
-    "the unplanned step does not fit in memory: compared with a step that runs every "
-    "layer again, by the trace's account"
-)
-NOTE_NOT_TOGETHER = (
-    "the unplanned and the planned process do not fit in memory together: not timed"
-)
 _MOST_NAMES = 10
-_MOST_REPEATS = 2
 
 
 @dataclass(frozen=True)
 class Verification:
     """What planned steps did beside unplanned ones.
 
-    What compares with the unplanned step is None where that one does not fit in memory,
-    what is timed also where no timing was asked for, and what is predicted where the
-    plan predicts nothing.
+    What was measured of the unplanned step is None where that one does not fit in
+    memory, what is timed also where no timing was asked for, and what is predicted
+    where the plan predicts nothing. Where the unplanned step does not fit, the results
+    compared are those at a smaller batch, and of a step that runs every layer again.
     """
 
     gradients_equal: bool | None  # equal means: the same bits, in both steps compared
@@ -143,25 +138,26 @@ def verify(
     here = device_here(device, plan)
     _check_cap(cap_bytes, here)
 
-    def start(chosen: Plan | None) -> StepProcess:
-        return StepProcess(spec, chosen, training, seed, here, cap_bytes)
+    def start(chosen: Plan | None, halvings: int = 0) -> StepProcess:
+        return StepProcess(spec, chosen, training, seed, here, cap_bytes, halvings)
 
     def instead() -> StepProcess | None:
         everything = every_layer(trace) if trace is not None else None
         return None if everything is None else start(everything)
 
     with ExitStack() as running:
-        pair = _Pair([partial(start, None), partial(start, plan)], instead, running)
+        pair = Pair([partial(start, None), partial(start, plan)], instead, running)
         reference, planned = pair.first_steps(tell)
-        unplanned_seconds, seconds = pair.seconds(steps, tell)
+        seconds = pair.seconds(steps, tell)
     unplanned = reference if pair.fits else None
+    fewer = None if pair.fits else at_fewer_rows(start, plan, tell)
     predicted, said = predict(trace, plan, training, planned.fingerprint)
     found = _judge(
         plan,
         (unplanned, planned),
-        _different(reference, planned),
-        (unplanned_seconds, seconds),
-        (*pair.notes, *said),
+        find_different((reference, planned), fewer),
+        seconds,
+        (*pair.notes, *what_was_compared(reference, planned, fewer), *said),
     )
     both = ((UNPLANNED, unplanned), (PLANNED, planned))
     measured = {which: one.curve for which, one in both if one and one.curve}
@@ -241,16 +237,6 @@ def _judge(
     )
 
 
-def _different(
-    unplanned: FirstSteps | None, planned: FirstSteps
-) -> tuple[Result, ...] | None:
-    """Results that differ, in order; None if there is nothing to compare with."""
-    if unplanned is None:
-        return None
-    old, new = unplanned.digests, planned.digests
-    return tuple(key for key in {**old, **new} if old.get(key) != new.get(key))
-
-
 def _equal(kind: str, different: tuple[Result, ...] | None) -> bool | None:
     if different is None:
         return None
@@ -259,108 +245,3 @@ def _equal(kind: str, different: tuple[Result, ...] | None) -> bool | None:
 
 def _median(seconds: Sequence[float]) -> float | None:
     return statistics.median(seconds) if seconds else None
-
-
-def _chance(unplanned: Sequence[FirstSteps], planned: Sequence[FirstSteps]) -> str:
-    """What to say of steps that are equal in some runs only."""
-    runs, kinds = [], []
-    for side in (unplanned, planned):
-        runs.append(len(side))
-        kinds.append(len({repr(sorted(one.digests.items())) for one in side}))
-    return (
-        f"the workload is not deterministic: {runs[0]} runs without the plan gave "
-        f"{kinds[0]} different results and {runs[1]} with it {kinds[1]}; compared are "
-        "two that agree"
-    )
-
-
-class _Pair:
-    """An unplanned and a planned process; the latter alone where both are too much."""
-
-    def __init__(
-        self,
-        sides: Sequence[Callable[[], StepProcess]],
-        instead: Callable[[], StepProcess | None],
-        running: ExitStack,
-    ) -> None:
-        """Start both; ``instead`` is what to compare with if the first is too much."""
-        self.notes: list[str] = []
-        self.fits = True  # the unplanned step does
-        self._instead = instead
-        self._sides = sides
-        self._unplanned, self._planned = (
-            running.enter_context(side()) for side in self._sides
-        )
-        self._together = True
-
-    def first_steps(self, tell: Progress) -> tuple[FirstSteps | None, FirstSteps]:
-        """First steps of both, one after the other; None if they do not fit.
-
-        Kernels of torch on CPU are not always deterministic. Steps that differ are
-        taken again in fresh processes, so that chance is told from a difference.
-        """
-        unplanned, planned = self._once(tell)
-        if unplanned is None or not self.fits or unplanned.digests == planned.digests:
-            return unplanned, planned
-        seen = [[unplanned], [planned]]
-        for side, start in [*enumerate(self._sides)] * _MOST_REPEATS:
-            tell("results differ: stepping again", len(seen[0]) + len(seen[1]) - 2, 4)
-            with start() as process:
-                try:
-                    seen[side].append(process.first_steps())
-                except OutOfMemoryError:
-                    break
-            for without, with_plan in product(*seen):
-                if without.digests == with_plan.digests:
-                    self.notes.append(_chance(*seen))
-                    return without, with_plan
-        return unplanned, planned
-
-    def _once(self, tell: Progress) -> tuple[FirstSteps | None, FirstSteps]:
-        tell("stepping without the plan", 0, 2)
-        unplanned: FirstSteps | None = None
-        try:
-            unplanned = self._unplanned.first_steps()
-        except OutOfMemoryError:
-            self.fits = False
-            unplanned = self._other(tell)
-            self._separate(NOTE_INSTEAD if unplanned else NOTE_NOT_COMPARED)
-        tell("stepping with the plan", 1, 2)
-        try:
-            return unplanned, self._planned.first_steps()
-        except OutOfMemoryError:
-            if not self._together:
-                raise
-        self._separate(NOTE_NOT_TOGETHER)
-        self._planned.start()
-        return unplanned, self._planned.first_steps()
-
-    def _other(self, tell: Progress) -> FirstSteps | None:
-        """First steps of what stands in for the unplanned one, if that fits."""
-        self._unplanned.close()
-        process = self._instead()
-        if process is None:
-            return None
-        tell("stepping with every layer run again", 0, 2)
-        with process:
-            try:
-                return process.first_steps()
-            except CkplanError:  # it is too much as well, or the trace of another model
-                return None
-
-    def seconds(self, steps: int, tell: Progress) -> tuple[list[float], list[float]]:
-        """Seconds of unplanned and planned steps, taken in turns."""
-        if not self._together:
-            return [], interleave([self._planned], steps, tell)[0]
-        pair = [self._unplanned, self._planned]
-        try:
-            unplanned, planned = interleave(pair, steps, tell)
-        except OutOfMemoryError:
-            self._separate(NOTE_NOT_TOGETHER)
-            return [], []
-        return unplanned, planned
-
-    def _separate(self, note: str) -> None:
-        self._unplanned.close()
-        self._together = False
-        self.notes.append(note)

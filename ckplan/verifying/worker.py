@@ -33,7 +33,14 @@ from ckplan.training.failures import (
 )
 from ckplan.training.fingerprint import fingerprint
 from ckplan.training.step import Training, TrainingStep, make_step
-from ckplan.training.workload import WorkloadSpec, on_device, tensors_of
+from ckplan.training.workload import (
+    Workload,
+    WorkloadSpec,
+    first_rows,
+    on_device,
+    rows_of,
+    tensors_of,
+)
 
 if TYPE_CHECKING:
     from ckplan.plan import Plan
@@ -57,6 +64,7 @@ class Job:
     seed: int
     device: str = "cpu"
     cap_bytes: int | None = None  # as if the device had only so much memory
+    halvings: int = 0  # of the batch
 
     @property
     def title(self) -> str:
@@ -85,6 +93,7 @@ class FirstSteps:
     runs: tuple[tuple[str, int], ...]  # regions of the plan, and how often each ran
     curve: Curve | None = field(default=None, compare=False)  # live bytes of step 2
     fingerprint: Mapping[str, Any] = field(default_factory=dict)
+    rows: int = field(default=0, compare=False)  # of the batch
 
 
 class Worker:
@@ -105,7 +114,8 @@ class Worker:
         seed_everything(self._job.seed)
         device = torch.device(self._job.device)
         cap_memory(self._job.cap_bytes, device)
-        workload = on_device(self._job.spec.build(), device)
+        workload = halved(self._job.spec.build(), self._job.halvings)
+        workload = on_device(workload, device)
         model = workload.model
         put(self._job.plan, model)
         step = self._step = make_step(workload, self._job.training)
@@ -133,6 +143,7 @@ class Worker:
             runs,
             _curve(log, held_bytes),
             fingerprint(workload, device),
+            rows_of(workload),
         )
 
     def _check(self, loss: torch.Tensor, title: str) -> None:
@@ -161,6 +172,22 @@ def main() -> None:
             request = pickle.load(requests)
     except (EOFError, BrokenPipeError):
         return
+
+
+def halved(workload: Workload, times: int) -> Workload:
+    """The same workload with the first half of its batch, or a quarter, and so on.
+
+    Raises:
+        WorkloadError: There are not so many rows.
+    """
+    rows = rows_of(workload)
+    if times and rows >> times == 0:
+        raise WorkloadError(
+            f"cannot halve a batch of {rows} rows {times} times",
+            needed="tensors whose first size is that of the batch",
+            hint="a factory with a larger batch",
+        )
+    return first_rows(workload, rows >> times) if times else workload
 
 
 def cap_memory(cap_bytes: int | None, device: torch.device) -> None:
