@@ -95,6 +95,11 @@ def nothing(*args: Any, **kwargs: Any) -> None:
     """What stands in for a guard that is taken out."""
 
 
+def never(_: torch.Tensor) -> int:
+    """How often a tensor was changed, for who does not look."""
+    return 0
+
+
 Guard: TypeAlias = tuple[Any, str, Any]
 """Where it is, its name, and what stands in for it."""
 
@@ -252,12 +257,88 @@ def test_a_tensor_changed_before_backward_names_the_region(by: str, which: str) 
             out.sum().backward()
 
     run()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(record, "version_of", never)
+        where = {"program": recompute, "rerun": rerunning}[by]
+        with unguarded(where, "version_of", never):
+            run()
+
+
+class Reaching(nn.Module):
+    """Uses what is none of its own: a tensor, and a module that another one owns."""
+
+    def __init__(self, table: torch.Tensor, other: nn.Module) -> None:
+        super().__init__()
+        self.fc, self.table, self.other = nn.Linear(8, 8), [table], [other]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.other[0](self.fc(torch.exp(x * self.table[0]))))
+
+
+@BOTH
+@pytest.mark.parametrize("which", ["tensor", "parameter"])
+def test_a_tensor_from_elsewhere_changed_before_backward_names_the_region(
+    by: str, which: str
+) -> None:
+    def run() -> None:
+        table, other = torch.rand(8), nn.Linear(8, 8)
+        model = Outer(Reaching(table, other))
+        applying.apply(model, plan(by))
+        out = model(torch.randn(4, 8))
+        with torch.no_grad():
+            {"tensor": table, "parameter": other.weight}[which].mul_(2)
+        with pytest.raises(ApplyError, match=r"block.*was changed in place"):
+            out.sum().backward()
+
+    run()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(record, "version_of", never)
+        where = {"program": recompute, "rerun": rerunning}[by]
+        with unguarded(where, "version_of", never):
+            run()
+
+
+@BOTH
+def test_statistics_of_a_module_from_elsewhere_are_never_updated_twice(by: str) -> None:
+    def run() -> None:
+        torch.manual_seed(0)
+        plain = Outer(Reaching(torch.ones(8), nn.BatchNorm1d(8)))
+        planned = copy.deepcopy(plain)
+        applying.apply(planned, plan(by))
+        expected = step_of(plain, 0)
+        if by == "program":
+            assert all(map(torch.equal, expected, step_of(planned, 0)))
+        else:
+            with pytest.raises(ApplyError, match=r"block.*was changed in place"):
+                step_of(planned, 0)
+        norms = plain.block.other[0], planned.block.other[0]
+        assert all(map(torch.equal, *(norm.buffers() for norm in norms)))
+
+    run()
     if by == "rerun":
-        with unguarded(rerunning.Rerun, "_check_versions", nothing):
+        with unguarded(rerunning._Calls, "_check_version", nothing):
             run()
-    elif which != "parameter":  # of which autograd itself keeps the version
-        with unguarded(recompute._Leftovers, "moved", lambda *_: 0):
-            run()
+
+
+@BOTH
+def test_tensors_of_inference_come_in_like_others(by: str) -> None:
+    class Adding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor, frozen: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(self.fc(torch.exp(x)) + frozen)
+
+    with torch.inference_mode():
+        frozen = torch.randn(4, 8)
+    torch.manual_seed(0)
+    plain = Outer(Adding())
+    planned = copy.deepcopy(plain)
+    applying.apply(planned, plan(by))
+    for step in range(3):
+        seen = (step_of(model, step, frozen) for model in (plain, planned))
+        assert all(map(torch.equal, *seen))
 
 
 @BOTH

@@ -110,6 +110,11 @@ def geometry_of(tensor: torch.Tensor) -> Geometry:
     )
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor was changed in place; nobody may change one of inference."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def asks_only(func: Any) -> bool:
     """Whether a function tells a fact that a tensor's geometry decides."""
     if getattr(func, "__name__", "") == "__get__":

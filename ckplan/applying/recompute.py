@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
+from ckplan.applying.calls import version_of
 from ckplan.encodings import Encoded, decode
 from ckplan.errors import ApplyError
 from ckplan.program import Flow, Program, Rebuild
@@ -113,7 +114,7 @@ class Rebuilder:
             runs,
         )
         for one in self._left.held.values():
-            one.version = one.tensor._version
+            one.version = version_of(one.tensor)
         values = {value: one.tensor for value, one in self._left.held.items()}
         self._rebuild = Rebuild(program, _Kernels(self._left, values))
 
@@ -188,12 +189,12 @@ class _Leftovers:
         if held is None:
             return 0
         tensor = held.tensor
-        if tensor._version != held.version:
+        if version_of(tensor) != held.version:
             shape = tuple(tensor.shape)
             raise ApplyError(
                 f"cannot rebuild {self.name}: a tensor of shape {shape} that it reads "
                 f"was changed in place after its forward (version {held.version} then, "
-                f"{tensor._version} now)",
+                f"{version_of(tensor)} now)",
                 needed="parameters and inputs that stay as they are until backward",
                 hint="update parameters after backward, or leave this call out",
             )
@@ -268,11 +269,11 @@ def unpack(packed: Kept | Dropped) -> torch.Tensor:
                 hint="leave this call out of the plan",
             )
         return rebuilder.unpack(packed.ref, packed.part)
-    if packed.tensor._version != packed.version:
+    if version_of(packed.tensor) != packed.version:
         raise ApplyError(
             f"{packed.name} kept a tensor of shape {tuple(packed.tensor.shape)} for "
             f"backward, which was changed in place (version {packed.version} then, "
-            f"{packed.tensor._version} now)",
+            f"{version_of(packed.tensor)} now)",
             needed="parameters and results that stay as they are until backward",
             hint="torch refuses this without a plan, too; change a copy",
         )
@@ -307,7 +308,7 @@ def hold(tensor: torch.Tensor) -> Held:
         tensor = tensor._base
     elif tensor.grad_fn is not None:
         tensor = tensor.detach()
-    return Held(tensor, tensor._version, tensor.storage_offset(), tensor.size())
+    return Held(tensor, version_of(tensor), tensor.storage_offset(), tensor.size())
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:

@@ -27,6 +27,7 @@ from ckplan.applying.calls import (
     asks_only,
     geometry_of,
     switches,
+    version_of,
 )
 from ckplan.applying.recompute import (
     Dropped,
@@ -412,7 +413,7 @@ class Recorder(TorchDispatchMode):
         self._packed_values.append(value)
         if value < 0 or value in self._held:
             self._packed.append(Packed(tensor.size(), None))
-            return Kept(tensor, tensor._version, self.name)
+            return Kept(tensor, version_of(tensor), self.name)
         if value not in self._seen:
             self.dropped_bytes += tensor.untyped_storage().nbytes()
         part = self._open[-1]

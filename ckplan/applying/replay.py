@@ -19,6 +19,7 @@ from ckplan.applying.calls import (
     asks_only,
     geometry_of,
     switches,
+    version_of,
 )
 from ckplan.applying.recompute import (
     Dropped,
@@ -178,13 +179,13 @@ class Replay(TorchFunctionMode):
             if self.repeats and self._in_call:
                 raise self._changed()
             self.repeats = False
-            return Kept(tensor, tensor._version, self.name)
+            return Kept(tensor, version_of(tensor), self.name)
         capture = self._template.captures.get(self._num_packed - 1)
         if capture is not None:
             self._capture(capture, tensor)
         ref = packed[0].ref
         if ref is None:
-            return Kept(tensor, tensor._version, self.name)
+            return Kept(tensor, version_of(tensor), self.name)
         part = packed[0].part
         self._wanted.append((ref.value, part))
         return Dropped(self._handle, ref, part)

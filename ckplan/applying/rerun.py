@@ -4,9 +4,10 @@
 else that a forward may depend on or change is put back for the second run and put
 forward after it: buffers, plain attributes of modules and lists, dicts and sets in
 them, the random states of torch, Python, NumPy and of generators.
-What cannot be put back is watched: inputs and parameters by their versions, and the
-calls of torch functions one by one, as replays are. So a module that does something
-else the second time is an error that names the region, never a wrong gradient.
+What cannot be put back is watched: inputs, parameters and tensors from elsewhere by
+their versions, and the calls of torch functions one by one, as replays are. So a module
+that does something else the second time is an error that names the region, never a
+wrong gradient.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from __future__ import annotations
 import pickle
 import random
 import sys
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +33,7 @@ from ckplan.applying.calls import (
     asks_only,
     geometry_of,
     switches,
+    version_of,
 )
 from ckplan.errors import ApplyError
 
@@ -70,7 +73,7 @@ class Rerun:
         named = (module._parameters.values() for module in self._modules)
         parameters = [p for found in named for p in found if p is not None]
         held = [x for x in self._given if isinstance(x, torch.Tensor)]
-        self._versions = [(x, x._version) for x in (*parameters, *held)]
+        self._versions = [(x, version_of(x)) for x in (*parameters, *held)]
         devices = {tensor.device for tensor in (*held, *parameters)}
         self._sources = [*_SOURCES, *_sources_on(devices)]
         self._world = _World.of(self._modules, self._sources)
@@ -108,15 +111,15 @@ class Rerun:
         self._world.restore()
         for generator, state in self.calls.generators:
             generator.set_state(state)
-        return now, _Calls(self.calls)
+        return now, _Calls(self.calls, {id(b) for b, _, _ in self._world.contents})
 
     def _check_versions(self) -> None:
         for tensor, version in self._versions:
-            if tensor._version != version:
+            if version_of(tensor) != version:
                 raise ApplyError(
                     f"cannot run {self.name} again: a tensor of shape "
                     f"{tuple(tensor.shape)} that it reads was changed in place "
-                    f"(version {version} then, {tensor._version} now)",
+                    f"(version {version} then, {version_of(tensor)} now)",
                     needed="parameters and inputs that stay as they are until backward",
                     hint="update parameters after backward, or leave this call out",
                 )
@@ -192,7 +195,7 @@ class _World:
                 buffers.append((module._buffers, dict(module._buffers)))
         named = (*(b for _, b in buffers), *(plain for _, plain in attributes))
         tensors = [t for found in named for t in found.values() if _is_state(t)]
-        contents = [(b, b.detach().clone(), b._version) for b in tensors]
+        contents = [(b, b.detach().clone(), version_of(b)) for b in tensors]
         states = [(source, source.state()) for source in sources]
         return cls(attributes, containers, buffers, contents, states)
 
@@ -296,16 +299,25 @@ def _sources_on(devices: Iterable[torch.device]) -> list[_Source]:
     return [_Cuda(device) for device in devices if device.type == "cuda"]
 
 
+class _DifferentError(RuntimeError):
+    """Stops a run that does something else; its region says so at the end."""
+
+
 class _Calls(TorchFunctionMode):
     """Follows the calls of torch functions, and compares them with earlier ones."""
 
-    def __init__(self, expected: _Calls | None = None) -> None:
+    def __init__(
+        self, expected: _Calls | None = None, put_back: Collection[int] = ()
+    ) -> None:
+        """Begin a run; ``put_back`` has the ids of tensors that are as they were."""
         super().__init__()
         self.generators: list[tuple[torch.Generator, torch.Tensor]] = []
         self.different = ""  # the first call that was another
         self.stopped: type[Exception] | None = None
         self._expected = expected
+        self._put_back = put_back
         self._digests: list[int] = []
+        self._met: list[tuple[weakref.ref[torch.Tensor], int]] = []  # and versions
         self._slots = Slots(self._meet)
 
     def __torch_function__(
@@ -324,6 +336,8 @@ class _Calls(TorchFunctionMode):
         if generator is not None:
             self._draw(generator)
         self._follow(func, args, kwargs)
+        if self.different:
+            raise _DifferentError(self.different)
         try:
             out = func(*args, **kwargs)
         except Exception as error:
@@ -351,7 +365,19 @@ class _Calls(TorchFunctionMode):
             digest = hash(geometry_of(tensor))
         except UnknownArgumentError:
             digest = _NOT_COMPARED
-        self._note(digest, f"a tensor of shape {tuple(tensor.shape)}")
+        what = f"a tensor of shape {tuple(tensor.shape)}"
+        self._note(digest, what)
+        self._check_version(tensor, what)
+
+    def _check_version(self, tensor: torch.Tensor, what: str) -> None:
+        """The same tensor as in the first run must hold the same values."""
+        place, version = len(self._met), version_of(tensor)
+        self._met.append((weakref.ref(tensor), version))
+        if self._expected is None or self.different or id(tensor) in self._put_back:
+            return
+        before = self._expected._met[place : place + 1]
+        if any(one() is tensor and old != version for one, old in before):
+            self.different = f"it reads {what} that was changed in place"
 
     def _note(self, digest: int, what: str) -> None:
         place = len(self._digests)
@@ -420,7 +446,7 @@ def _is_state(value: Any) -> bool:
 
 def _is_same(buffer: torch.Tensor, copy: torch.Tensor, version: int) -> bool:
     """Whether a buffer is as it was; ``.data`` is changed without a new version."""
-    if buffer._version != version:
+    if version_of(buffer) != version:
         return False
     looks = type(buffer) is torch.Tensor and buffer.device.type == "cpu"
     return not looks or torch.equal(buffer, copy)
