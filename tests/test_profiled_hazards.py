@@ -88,6 +88,23 @@ class Lists(Block):
         return x / len(self.seen)
 
 
+class Meter:
+    """Nobody knows how to put it back."""
+
+    def __init__(self) -> None:
+        self.total = 0
+
+
+class Objects(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.meter = Meter()
+
+    def change(self, x: torch.Tensor) -> torch.Tensor:
+        self.meter.total += 1
+        return x / self.meter.total
+
+
 class Codebook(Block):
     """Its output follows the buffer that it moves."""
 
@@ -211,8 +228,9 @@ GUARDED = [
     (PythonRandom, "random", BOTH),
     (NumpyRandom, "random", BOTH),
     (OwnGenerator, "random", BOTH),
-    (Counter, "state", PROGRAM),
-    (Lists, "state", PROGRAM),
+    (Counter, "state", BOTH),
+    (Lists, "state", BOTH),
+    (Objects, "state", PROGRAM),
     (Cached, "state", PROGRAM),
     (GlobalState, "state", PROGRAM),
     (Chance, "chance", ()),
@@ -302,9 +320,39 @@ def test_the_solver_makes_no_region_of_what_nothing_guards(kind: type[Block]) ->
     assert ckplan.solve(profiled(kind), goal="min-memory").regions == ()
 
 
+class Borrowing(nn.Module):
+    """Calls a module that its parent owns."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(64, 64), [norm]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sin(torch.exp(torch.tanh(self.norm[0](self.linear(x)))))
+
+
+class Lending(nn.Module):
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.block = norm, Borrowing(norm)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.block(x)
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d, lambda _: Counter()])
+def test_what_a_module_borrows_is_not_put_back_with_it(norm: Any) -> None:
+    graph = ckplan.profile(Lending(norm(64)), torch.randn(512, 64), replay=False)
+    for calls, by in ((".", "rerun"), ("block", "program")):
+        assert resolve(Plan(regions=(PlannedRegion(calls, by),)), graph)
+    refused = "cannot recompute block#0 by rerun: norm#0"
+    with pytest.raises(PlanError, match=refused):
+        resolve(Plan(regions=(PlannedRegion("block", "rerun"),)), graph)
+
+
 def test_without_replay_only_what_can_be_seen_is_found() -> None:
     assert profiled(Chance, replay=False).hazards == ()
-    assert kinds_of(profiled(Counter, replay=False)) == {("state", PROGRAM)}
+    assert kinds_of(profiled(Counter, replay=False)) == {("state", BOTH)}
 
 
 def test_a_large_model_is_not_run_twice(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,9 @@
 Programs run ops again with the random numbers that they had, and no Python: they need
 only care about what changes the tensors that they read, which the simulator sees, and
 about kernels that are not deterministic. Running a module again also runs its Python.
-There the engine puts back random numbers, buffers and plain attributes, and compares;
-what changes lists, caches and other objects is left to programs all the same.
+There the engine puts back random numbers, buffers, plain attributes and containers of
+plain values, and compares; what changes caches and other objects, or lets tensors take
+each other's place, which would live on, is left to programs all the same.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from ckplan.training.shapes import decided_by_values
 BOTH: tuple[str, ...] = (PROGRAM, RERUN)
 PROGRAMS: tuple[str, ...] = (PROGRAM,)
 NEITHER: tuple[str, ...] = ()
-_GUARDS = {"random": BOTH, "backward": NEITHER}  # of changes beside tensors
+_GUARDS = {"random": BOTH, "plain state": BOTH, "backward": NEITHER}
 _BATCH_NORMS = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
 _RUNNING_MEAN, _TRAINING = 3, 5  # arguments of all three
 _REPLACES = ("copy_", "fill_", "zero_")  # whatever the tensor held
@@ -44,7 +45,7 @@ def find_hazards(
     """
     found: dict[Hazard, None] = {}
     for call, kind, reason in recording.changes:
-        guard = _GUARDS.get(kind, PROGRAMS)
+        guard, kind = _GUARDS.get(kind, PROGRAMS), kind.rpartition(" ")[2]
         found[Hazard(call_number[call], kind, reason, guard)] = None
     for index, raw in enumerate(recording.calls):
         mine = [o for o in recording.ops[raw.start : raw.stop] if o.call == index]

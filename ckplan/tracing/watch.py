@@ -32,6 +32,7 @@ class _Frame:
 
     module: nn.Module
     state: dict[str, Any]
+    plain: set[str]  # names in it of what the engine puts back
     arguments: list[Any] = field(default_factory=list)
     before: list[Any] = field(default_factory=list)
 
@@ -45,7 +46,7 @@ class Watch:
 
     def enter(self, module: nn.Module) -> None:
         """A call begins."""
-        self._frames.append(_Frame(module, _state_of(module)))
+        self._frames.append(_Frame(module, *_state_of(module)))
 
     def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """What the call that began was given; tensors are seen op by op."""
@@ -58,7 +59,10 @@ class Watch:
         self._frames.pop()
 
     def changes(self) -> Iterator[tuple[str, str]]:
-        """Kinds of hazards and what changed since the last look."""
+        """Kinds of hazards and what changed since the last look.
+
+        Plain state is what a module that runs again finds as it was.
+        """
         now = random_states()
         for name, state in now.items():
             if self._random.get(name, state) != state:
@@ -67,11 +71,13 @@ class Watch:
         if not self._frames:
             return
         frame = self._frames[-1]
-        state = _state_of(frame.module)
+        state, plain = _state_of(frame.module)
         for name in {**frame.state, **state}:
             if frame.state.get(name, _MISSING) != state.get(name, _MISSING):
-                yield "state", f"changes its attribute '{name}'"
-        frame.state = state
+                known = name in frame.plain and name in plain
+                kind = "plain state" if known else "state"
+                yield kind, f"changes its attribute '{name}'"
+        frame.state, frame.plain = state, plain
         after = list(map(seen, frame.arguments))
         for argument, old, new in zip(
             frame.arguments, frame.before, after, strict=True
@@ -124,10 +130,24 @@ def _is_container(value: Any) -> bool:
     return not isinstance(value, (torch.Tensor, *_PLAIN, *_OPAQUE))
 
 
-def _state_of(module: nn.Module) -> dict[str, Any]:
-    found = {k: seen(v) for k, v in vars(module).items() if k not in _OF_TORCH}
+def _state_of(module: nn.Module) -> tuple[dict[str, Any], set[str]]:
+    """What can be told of it, and the names of plain values and containers of them."""
+    own = {k: v for k, v in vars(module).items() if k not in _OF_TORCH}
+    found = {name: seen(value) for name, value in own.items()}
     # What is written in place is seen op by op; what is replaced is not.
-    return found | {name: id(value) for name, value in module._buffers.items()}
+    buffers = {name: id(value) for name, value in module._buffers.items()}
+    return found | buffers, {name for name, value in own.items() if _is_plain(value)}
+
+
+def _is_plain(value: Any, depth: int = 0) -> bool:
+    """Whether it is put back where a module runs again, and holds no tensor."""
+    if isinstance(value, _PLAIN):
+        return True
+    if not isinstance(value, (list, set, deque, dict)):
+        return False
+    items = [*value, *value.values()] if isinstance(value, dict) else value
+    small = depth < _DEEPEST and len(items) <= _MOST_ITEMS
+    return small and all(_is_plain(item, depth + 1) for item in items)
 
 
 @contextmanager
