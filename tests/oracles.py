@@ -1,13 +1,12 @@
 """Slow and simple answers to check quick ones by; nothing of the package is called.
 
 ``walk`` replays a step event by event: every block of bytes has a set of holders and is
-gone when the set is empty. ``brute_force`` walks every plan there is. ``find_hull`` and
-``every_choice`` solve the closure problem by trying all subsets.
+gone when the set is empty. ``every_plan.py`` walks every plan there is.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain as concatenate
@@ -30,6 +29,7 @@ class Walk:
 
     live_bytes: list[int] = field(default_factory=list)  # in gaps and ops, by turns
     again: dict[Span, list[int]] = field(default_factory=dict)  # ops run again
+    dropped: set[int] = field(default_factory=set)  # saved tensors
     seconds: float = 0.0  # of the ops run again
 
     @property
@@ -45,6 +45,7 @@ def walk(  # noqa: C901 - one loop over moments, told in order
     encoded: Mapping[Span, Kept] | None = None,
     inner: Mapping[Span, Nest] | None = None,
     prompt: bool = False,
+    memory: Memory | None = None,
 ) -> Walk:
     """Walk forward and backward with regions that rebuild and regions that run again.
 
@@ -56,11 +57,12 @@ def walk(  # noqa: C901 - one loop over moments, told in order
         inner: Regions inside regions that rebuild.
         prompt: Let what a region was given go within the gap in which it is used last,
             as the engine does, not at the end of that gap.
+        memory: One that looks on.
 
     Raises:
         CannotRebuildError: A region has lost what it needs.
     """
-    memory = _Memory()
+    memory = Memory() if memory is None else memory
     seen = Walk()
     regions: list[_Program | _Rerun] = [
         *(
@@ -76,44 +78,48 @@ def walk(  # noqa: C901 - one loop over moments, told in order
         ),
         *(_Rerun(graph, memory, span) for span in reruns),
     ]
-    dropped = {j for region in regions for j in region.dropped}
-    sizes = [storage.bytes for storage in graph.storages]
+    seen.dropped = dropped = {j for region in regions for j in region.dropped}
+    made_by = _grouped(storage.maker for storage in graph.storages)
+    gone_after = _grouped(storage.last for storage in graph.storages)
+    saved_at = _grouped(saved.at for saved in graph.saved)
+    done_after = _grouped(saved.done for saved in graph.saved)
+
+    def make(maker: int) -> None:
+        for s in made_by[maker]:
+            memory.make(s, graph.storages[s].bytes, "step")
 
     def enter(at: int) -> None:
         """Everything that takes hold once ``at`` ops have run."""
-        for j, saved in enumerate(graph.saved):
-            if saved.at == at and j not in dropped:
-                memory.hold(saved.storage, ("saved", j))
+        for j in saved_at[at]:
+            if j not in dropped:
+                memory.hold(graph.saved[j].storage, ("saved", j))
         for region in regions:
             region.hold(at)
 
     def leave(done: int) -> None:
         """Everything that lets go when op ``done`` has run."""
-        for s, storage in enumerate(graph.storages):
-            if storage.last == done:
-                memory.let_go(s, "step")
-        for j, saved in enumerate(graph.saved):
-            if saved.done == done:
-                memory.let_go_all(("saved", j))
+        for s in gone_after[done]:
+            memory.let_go(s, "step")
+        for j in done_after[done]:
+            memory.let_go_all(("saved", j))
         for region in regions:
             region.let_go(done)
 
-    for s, storage in enumerate(graph.storages):
-        if storage.maker < 0:
-            memory.make(s, sizes[s], "step")
+    make(-1)
     enter(0)
     for now, op in enumerate(graph.ops):
+        memory.begin(2 * now)
         most = memory.bytes
         for region in regions:
             most = max(most, region.rebuild(now, prompt))
         seen.live_bytes.append(most)
-        for s, storage in enumerate(graph.storages):
-            if storage.maker == now:
-                memory.make(s, sizes[s], "step")
+        memory.begin(2 * now + 1)
+        make(now)
         workspace = max(op.workspace_bytes, *(r.encode(now) for r in regions), 0)
         seen.live_bytes.append(memory.bytes + workspace)
         enter(now + 1)
         leave(now)
+    memory.begin(2 * len(graph.ops))
     seen.live_bytes.append(memory.bytes)
     seen.again = {region.span: region.again for region in regions}
     ran = concatenate.from_iterable(seen.again.values())
@@ -122,23 +128,38 @@ def walk(  # noqa: C901 - one loop over moments, told in order
     return seen
 
 
-class _Memory:
+def _grouped(keys: Iterable[int]) -> defaultdict[int, list[int]]:
+    """Places by what stands there."""
+    found: defaultdict[int, list[int]] = defaultdict(list)
+    for place, key in enumerate(keys):
+        found[key].append(place)
+    return found
+
+
+class Memory:
     """Blocks, each alive while anybody holds it."""
 
     def __init__(self) -> None:
         self.bytes = 0
         self._size: dict[Hashable, int] = {}
         self._holders: dict[Hashable, set[Hashable]] = {}
+        self._held_by: defaultdict[Hashable, dict[Hashable, None]] = defaultdict(dict)
+
+    def begin(self, moment: int) -> None:
+        """A half moment begins; what went before it is gone."""
 
     def make(self, block: Hashable, num_bytes: int, holder: Hashable) -> None:
         assert block not in self._holders, f"{block} is made twice"
         self._size[block], self._holders[block] = num_bytes, {holder}
+        self._held_by[holder][block] = None
         self.bytes += num_bytes
 
     def hold(self, block: Hashable, holder: Hashable) -> None:
         self._holders[block].add(holder)  # a KeyError: it is gone already
+        self._held_by[holder][block] = None
 
     def let_go(self, block: Hashable, holder: Hashable) -> None:
+        self._held_by[holder].pop(block, None)
         holders = self._holders.get(block, set())
         holders.discard(holder)
         if not holders and block in self._holders:
@@ -146,9 +167,8 @@ class _Memory:
             self.bytes -= self._size.pop(block)
 
     def let_go_all(self, holder: Hashable) -> None:
-        for block in list(self._holders):
-            if holder in self._holders[block]:
-                self.let_go(block, holder)
+        for block in list(self._held_by[holder]):
+            self.let_go(block, holder)
 
     def held_by_others(self, block: Hashable, holder: Hashable) -> bool:
         return bool(self._holders[block] - {holder})
@@ -188,7 +208,7 @@ def saves_of(graph: Graph, span: Span) -> list[int]:
 
 
 class _Region:
-    def __init__(self, graph: Graph, memory: _Memory, span: Span) -> None:
+    def __init__(self, graph: Graph, memory: Memory, span: Span) -> None:
         self.graph, self.memory, self.span = graph, memory, span
         self.start = graph.calls[span[0]].start
         self.stop = graph.calls[span[1]].stop
@@ -232,11 +252,13 @@ class _Program(_Region):
     def __init__(
         self,
         graph: Graph,
-        memory: _Memory,
+        memory: Memory,
         span: Span,
         kept: Kept,
         encoded: Kept,
         inner: Nest,
+        *,
+        strict: bool = True,
     ) -> None:
         super().__init__(graph, memory, span)
         self._forms = {(e.op, e.output): e for e in graph.encodings}
@@ -281,8 +303,8 @@ class _Program(_Region):
         self._num_blocks = 0
         self._late: list[Content] = []
         self._find_uses(sorted(self.dropped), set(self._kept), self._level)
-        _, last, _ = self.first_and_last(self.dropped)
-        for storage, number in self._held:
+        _, last, self._done = self.first_and_last(self.dropped)
+        for storage, number in self._held if strict else ():
             if self._final[storage] != number:
                 raise CannotRebuildError(f"storage {storage}, in the region")
             if self.is_written(storage, self.stop, last):
@@ -355,7 +377,7 @@ class _Program(_Region):
             self.memory.let_go_all(("watch", self.span))
             for content in self._encodings.keys() - self._decodes:
                 self._drop_code(content)
-        if done == self.first_and_last(self.dropped)[2]:
+        if done == self._done:
             self._end()
             for content in self._decodes:
                 self._drop_code(content)
@@ -520,7 +542,7 @@ class _Inner(_Program):
 class _Rerun(_Region):
     """Runs the region again from its start, when the first of its saves is wanted."""
 
-    def __init__(self, graph: Graph, memory: _Memory, span: Span) -> None:
+    def __init__(self, graph: Graph, memory: Memory, span: Span) -> None:
         super().__init__(graph, memory, span)
         self.dropped = {j for j in self.saves if self.is_inside(graph.saved[j].storage)}
         self._first, _, self._done = self.first_and_last(self.saves)
