@@ -90,7 +90,13 @@ def expand_calls(pattern: str, calls: Iterable[Call]) -> tuple[Call, ...]:
     >>> expand_calls("h.[0..1]", [("h.0", 0), ("h.1", 0), ("head", 0)])
     (('h.0', 0), ('h.1', 0))
     """
-    calls = tuple(calls)
+    return _expand(pattern, tuple(calls), _NOT_RUN)
+
+
+def _expand(
+    pattern: str, calls: Sequence[Call], missing: tuple[str, str, str]
+) -> tuple[Call, ...]:
+    """The calls that a pattern means; else an error that words what is missing."""
     numbers_of = defaultdict[str, set[int]](set)
     for fqn, number in calls:
         numbers_of[fqn].add(number)
@@ -99,7 +105,7 @@ def expand_calls(pattern: str, calls: Iterable[Call]) -> tuple[Call, ...]:
     for name in _spell(found[1]):
         fqn = _fqn(name)
         if fqn not in numbers_of:
-            raise _no_module(pattern, name, numbers_of)
+            raise _no_module(pattern, name, numbers_of, missing)
         for number in map(int, _spell(found[2])) if found[2] else numbers_of[fqn]:
             if number not in numbers_of[fqn]:
                 raise _no_call(pattern, fqn, number, numbers_of[fqn])
@@ -127,7 +133,7 @@ def expand_modules(
     """
     found = _parse_calls(pattern)
     numbers = frozenset(map(int, _spell(found[2]))) if found[2] else None
-    calls = expand_calls(found[1], [(fqn, 0) for fqn in fqns])
+    calls = _expand(found[1], [(fqn, 0) for fqn in fqns], _NOT_THERE)
     return tuple((fqn, numbers) for fqn, _ in calls)
 
 
@@ -297,15 +303,33 @@ def _malformed(pattern: str) -> PlanError:
     )
 
 
-def _no_module(pattern: str, name: str, fqns: Iterable[str]) -> PlanError:
+_NOT_RUN = (
+    "no module {} ran",
+    "a module whose forward ran in the profiled step",
+    "`ckplan show TRACE` lists them",
+)
+_NOT_THERE = (
+    "the model has no module {}",
+    "a module of this model, as model.named_modules() lists them",
+    "a plan for this model: ckplan profile, ckplan solve",
+)
+
+
+def _no_module(
+    pattern: str, name: str, fqns: Iterable[str], missing: tuple[str, str, str]
+) -> PlanError:
     names = [fqn or "." for fqn in fqns]
     shape = _NUMBER.sub("", name)
     alike = _fold(near for near in names if _NUMBER.sub("", near) == shape)
-    near = did_you_mean(name, alike or names) or next(iter(alike), None)
+    near = did_you_mean(name, alike) or next(iter(alike), None)
+    if near is None and _RANGE.search(pattern):
+        near = did_you_mean(pattern, _fold(dict.fromkeys(names)))
+    near = near or did_you_mean(name, names)
+    found, needed, hint = missing
     return PlanError(
-        f"cannot find the calls {pattern!r}: no module {name!r} ran",
-        needed="a module whose forward ran in the profiled step",
-        hint=f"did you mean {near!r}?" if near else "`ckplan show TRACE` lists them",
+        f"cannot find the calls {pattern!r}: {found.format(repr(name))}",
+        needed=needed,
+        hint=f"did you mean {near!r}?" if near else hint,
     )
 
 

@@ -82,7 +82,7 @@ class PlannedRegion:
             raise _not_nested(f"{self.title!r}, which runs again as a whole,")
         for one in self.inner:
             if one.by != "program" or one.encode:
-                raise one.located(_not_nested(repr(one.title)))
+                raise _not_nested(repr(one.title))
 
     @property
     def title(self) -> str:

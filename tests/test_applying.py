@@ -392,7 +392,7 @@ def test_an_input_overwritten_in_the_region_is_never_silently_wrong() -> None:
 @pytest.mark.parametrize(
     ("regions", "message"),
     [
-        ((PlannedRegion("3"),), "3"),
+        ((PlannedRegion("3"),), "the model has no module '3'"),
         ((PlannedRegion("[0..1]"), PlannedRegion("0")), "overlap"),
         ((PlannedRegion("."), PlannedRegion("0.up")), "overlap"),
     ],
@@ -419,8 +419,28 @@ def test_other_shapes_than_planned_are_a_warning_that_names_the_field() -> None:
 def test_a_save_that_names_no_op_is_told() -> None:
     region = PlannedRegion("0", save=(OpName.parse("up/mm"), OpName.parse("up/addmm")))
     workload = applying_to(build("residual"), Plan(regions=(region,)))
-    workload.model(workload.batch)
+    said = r"0 runs no op up/mm \(did you mean 'up/addmm'\?\)"
+    with pytest.warns(UserWarning, match=said):
+        workload.model(workload.batch)
     assert applying.status(workload.model).regions[0].missing == ("up/mm",)
+    workload.model(workload.batch)  # said once
+
+
+def test_a_save_that_names_no_output_is_told() -> None:
+    region = PlannedRegion("0", save=(OpName.parse("up/addmm@3"),))
+    workload = applying_to(build("residual"), Plan(regions=(region,)))
+    with pytest.warns(UserWarning, match="0 runs no op up/addmm@3"):
+        workload.model(workload.batch)
+
+
+def test_a_region_that_runs_inside_another_is_told() -> None:
+    run = PlannedRegion("", run=("blocks.0", "blocks.2"))
+    model = Listed()
+    applying.apply(model, Plan(regions=(run, PlannedRegion("blocks.1"))))
+    said = "blocks.1 runs inside blocks.0 to blocks.2, a region already"
+    with pytest.warns(UserWarning, match=said):
+        model(torch.ones(8, 64))
+    assert [r.runs for r in applying.status(model).regions] == [0, 1]
 
 
 def test_an_error_of_a_plan_file_names_the_line(tmp_path: Path) -> None:
@@ -510,6 +530,9 @@ def test_a_run_whose_last_call_never_comes_ends_with_its_parent() -> None:
     models = [Listed(), Listed()]
     models[1].load_state_dict(models[0].state_dict())
     applying.apply(models[1], plan)
+    models[1].fewer = True
+    with pytest.warns(UserWarning, match="is no run: its last call never came"):
+        models[1](torch.ones(8, 64))
     for fewer in (False, True, False, True):
         grads = []
         for model in models:
@@ -529,6 +552,8 @@ def test_a_run_whose_last_call_never_comes_ends_with_its_parent() -> None:
     ("regions", "message"),
     [
         ((PlannedRegion("", run=("blocks.0", "blocks.9")),), "blocks.9"),
+        ((PlannedRegion("", run=("blocks.1", "blocks.1")),), "one region of"),
+        ((PlannedRegion("", run=("blocks.1#2", "blocks.1#0")),), "one region of"),
         ((PlannedRegion("", run=("blocks.0", "blocks.0.up")),), "one region of"),
         (
             (

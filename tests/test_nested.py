@@ -135,7 +135,8 @@ def test_a_save_inside_that_names_no_op_is_told() -> None:
     inner = PlannedRegion("blocks.0", save=(OpName.parse("up/nothing"),))
     plan = Plan(regions=(PlannedRegion(".", inner=(inner,)),))
     planned = applying_to(build("listed"), plan)
-    train(planned, steps=1)
+    with pytest.warns(UserWarning, match=r"\. runs no op up/nothing"):
+        train(planned, steps=1)
     (region,) = applying.status(planned.model).regions
     assert region.missing == ("up/nothing",)
 

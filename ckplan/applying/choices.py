@@ -231,10 +231,10 @@ def _run_choices(
             ends.append((fqn, number or 0))
         (fqn, number), last = ends
         top = _maker_of(fqn, last[0], modules)
-        if top is None:
+        if top is None or (fqn == last[0] and number >= last[1]):
             apart = PlanError(
                 f"cannot make one region of {region.title}",
-                needed="two calls that the same module makes",
+                needed="two calls that the same module makes, the first one first",
                 hint="run: [transformer.h.0, transformer.h.3]",
             )
             raise region.located(apart)

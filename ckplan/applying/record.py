@@ -170,6 +170,7 @@ class _Names:
     top: str  # FQN of the module
     named: Collection[OpKey]
     found: set[OpKey] = field(default_factory=set)  # of those named
+    seen: list[OpKey] = field(default_factory=list)  # all
     _occurrences: dict[tuple[str, str], int] = field(
         default_factory=lambda: defaultdict(int)
     )
@@ -179,6 +180,7 @@ class _Names:
         place = (relative_path(fqn, self.top), name)
         key = (*place, self._occurrences[place])
         self._occurrences[place] += 1
+        self.seen.append(key)
         if key in self.named:
             self.found.add(key)
         return key
@@ -262,6 +264,11 @@ class Recorder(TorchDispatchMode):
     def found(self) -> set[OpKey]:
         """Saves and encodings that named an op."""
         return self._names.found
+
+    @property
+    def seen(self) -> list[OpKey]:
+        """All ops, if any were named."""
+        return self._names.seen
 
     def close(self) -> None:
         """Forward is over: find the program and hold only what it needs.
@@ -393,6 +400,8 @@ class Recorder(TorchDispatchMode):
             inner = self._inner[part - 1]
             inner.kept.update(_named(values, inner.saves, inner.names.key(fqn, name)))
         saved = _named(values, self._saves, key)
+        if any(at >= len(values) for at in self._saves.get(key) or ()):
+            self._names.found.discard(key)  # it has no such output
         for value, tensor in zip(values, returned, strict=True):
             if value in saved:
                 self._held[value] = hold(tensor)

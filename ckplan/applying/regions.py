@@ -24,25 +24,23 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import is_fake
 from torch.utils.hooks import RemovableHandle
 
 from ckplan.applying.calls import settings
 from ckplan.applying.choices import Choice, RegionStatus, choices_of, is_around
 from ckplan.applying.forwards import GuardedForward, RerunForward, StandIn
+from ckplan.applying.notices import (
+    missing_ops,
+    warn_of_differences,
+    warn_of_larger_batch,
+    warn_of_other_device,
+)
 from ckplan.applying.record import Recorder
 from ckplan.applying.replay import Replay
 from ckplan.errors import ApplyError
 from ckplan.names import Call, call_name
-from ckplan.plan import Plan, differences, load, plan_fingerprint
+from ckplan.plan import Plan, load
 from ckplan.simulate import RERUN
-from ckplan.training.fingerprint import (
-    batch_shapes,
-    count_elements,
-    parameter_shapes,
-    torch_version,
-)
-from ckplan.units import format_bytes
 
 _Args: TypeAlias = tuple[Any, ...]
 _Kwargs: TypeAlias = dict[str, Any]
@@ -105,6 +103,8 @@ class _Open:
         """Its forward is over."""
         self._switch_on()
         self.choice.end(self.region, self.key, self.missing)
+        if isinstance(self.region, Recorder) and self.choice.missing:
+            self.session.warn_once("ops", missing_ops(self.choice, self.region))
 
     def abandon(self) -> None:
         """Its forward was interrupted."""
@@ -150,6 +150,7 @@ class _Session:
     handles: list[RemovableHandle] = field(default_factory=list)
     stand_ins: list[StandIn] = field(default_factory=list)
     larger: bool = False  # a batch was larger than planned, which was said
+    warned: set[str] = field(default_factory=set)  # of what else
     began: bool = False  # the model ran, on whatever device it is now
 
     @torch.compiler.disable
@@ -159,14 +160,22 @@ class _Session:
         self.calls.clear()
         if not self.began:
             self.began = True
-            _warn_of_other_device(self.plan, module)
+            if warn_of_other_device(self.plan, module):
+                self.warned.add("ops")  # which are other ones there
         if not self.larger and torch.is_grad_enabled():
-            self.larger = _warn_of_larger_batch(self.plan, args, kwargs)
+            self.larger = warn_of_larger_batch(self.plan, args, kwargs)
 
     def stand_in(self, forward: StandIn) -> None:
         """Put something in the place of a module's forward."""
         self.stand_ins.append(forward)
         forward.module.forward = forward
+
+    def warn_once(self, of: str, what: str) -> None:
+        """Say what of the plan cannot be carried out; of each kind the first."""
+        if of not in self.warned:
+            self.warned.add(of)
+            rest = "results are the same, memory is not; see ckplan.status(model)"
+            warnings.warn(f"{what}: {rest}", stacklevel=4)
 
     def interrupted(self) -> None:
         """A forward ended by what is no ``Exception``."""
@@ -195,7 +204,9 @@ class _RegionHooks:
         call = self.fqn, self.session.count(self.fqn)
         _running.calls.append((self.session, call))
         choice = _chosen(self.choices, call[1])
-        if choice is not None and not _running.regions:
+        if choice is not None and _running.regions:
+            self._warn_inside(choice, _running.regions[-1])
+        elif choice is not None:
             key = _key(module, args, kwargs)
             region = choice.begin(choice.title or type(module).__name__, key)
             switched_off = [m for m in self.switches if m.gradient_checkpointing]
@@ -209,6 +220,11 @@ class _RegionHooks:
             )
         if _running.regions:
             _running.regions[-1].begin_inner(self.inner, call)
+
+    def _warn_inside(self, choice: Choice, around: _Open) -> None:
+        if around.session is self.session:
+            what = f"{choice.name} runs inside {around.choice.name}, a region already"
+            self.session.warn_once("inside", what)
 
     @torch.compiler.disable
     def end(
@@ -238,10 +254,13 @@ class _ParentHooks:
         self, module: nn.Module, args: _Args, kwargs: _Kwargs, output: object
     ) -> None:
         """Close what is open since the last call of its run never came."""
-        del module, args, kwargs, output
+        del module, args, kwargs
         found = _running.regions[-1] if _running.regions else None
         if found is not None and any(found.choice is choice for choice in self.choices):
             _running.regions.pop().close()
+            if output is not None:  # else it raised
+                what = f"{found.choice.name} is no run: its last call never came"
+                found.session.warn_once("run", what)
 
 
 @dataclass
@@ -304,7 +323,7 @@ def apply(model: nn.Module, plan: Plan | str | Path) -> nn.Module:
     plan = load(Path(plan)) if isinstance(plan, (str, Path)) else plan
     modules = dict(model.named_modules())
     choices = choices_of(plan.regions, modules)
-    _warn_of_differences(plan, model)
+    warn_of_differences(plan, model)
     remove(model)
     session = _Session(plan, choices=choices)
     reruns: dict[str, list[Choice]] = {}
@@ -461,41 +480,3 @@ class _Chooser:
             return None
         choice.runs += 1
         return call_name(*call)
-
-
-def _warn_of_differences(plan: Plan, model: nn.Module) -> None:
-    here = {"torch": torch_version(), "parameters": parameter_shapes(model)}
-    for difference in differences(plan.fingerprint, plan_fingerprint(here)):
-        warnings.warn(
-            f"the plan was made for another model: {difference}", stacklevel=3
-        )
-
-
-def _warn_of_other_device(plan: Plan, model: nn.Module) -> None:
-    """Not before the model runs: many are planned first and moved then."""
-    planned = plan.fingerprint.get("device")
-    first = next(model.parameters(), None)
-    here = planned if first is None or is_fake(first) else first.device.type
-    if planned and here != planned:
-        warnings.warn(
-            f"the plan was made for {planned}, and the model runs on {here}: other ops "
-            "run there, so ops that the plan names may be missing (see ckplan.status), "
-            "and its bytes are not these",
-            stacklevel=4,
-        )
-
-
-def _warn_of_larger_batch(plan: Plan, args: _Args, kwargs: _Kwargs) -> bool:
-    """Whether a batch has more elements than the planned one; says so, too."""
-    planned = plan.fingerprint.get("batch", {})
-    for name, here in batch_shapes(args, kwargs).items():
-        before = count_elements(planned.get(name, ""))
-        times = count_elements(here) / before if before else 0.0
-        if times > 1:
-            what = f"{name} is {here}, planned was {planned[name]}"
-            if plan.predicted is not None:
-                most = format_bytes(round(times * plan.predicted.peak_bytes))
-                what += f"; the peak may grow up to {most}"
-            warnings.warn(f"the batch is larger than planned: {what}", stacklevel=4)
-            return True
-    return False
