@@ -20,6 +20,7 @@ from ckplan.plan import Plan, PlannedRegion
 from ckplan.resolve import resolve
 from ckplan.simulate import simulate
 from ckplan.tracing.cost_cache import Cost
+from ckplan.training.allocator import peak_bytes_of
 from ckplan.training.step import Training
 from ckplan.training.workload import Workload, WorkloadSpec
 from ckplan.verifying.dry_run import dry_run, dry_run_workload
@@ -85,6 +86,25 @@ def test_a_meter_counts_what_is_alive_and_nothing_else() -> None:
     assert (view.numel(), state.numel()) == (10, 5056)
     levels = [level for _, level in curve.points]
     assert (levels[0], max(levels[:-2]), levels[-1]) == (100, 1130, 5086)
+
+
+def test_gradients_that_meet_are_added_in_place_as_on_a_plain_run() -> None:
+    def loss_of(x: torch.Tensor) -> torch.Tensor:
+        y = x * 1.0
+        return (y * 2.0 + y * 3.0).sum()
+
+    plain = loss_of(torch.zeros(10**5, requires_grad=True))
+    measured = peak_bytes_of(plain.backward)
+    meter = Meter()
+    with meter.watching():
+        loss = loss_of(torch.zeros(10**5, requires_grad=True))
+        meter.watch_nodes(loss)
+        meter.begin("backward")
+        loss.backward()
+    curve = meter.log.curve([Cost(1.0, 0, 0, measured=False)] * len(meter.log.ops))
+    levels = [level for _, level in curve.points]
+    assert max(levels) - levels[0] == pytest.approx(measured, abs=16)  # scalars
+    assert measured < 3 * 400_000  # what adding out of place would need
 
 
 HUGE = """

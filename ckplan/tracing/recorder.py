@@ -235,7 +235,7 @@ class StepRecorder(TorchDispatchMode):
         """Forward is over; watch every node of the graph below the loss."""
         self._phase = "backward"
         self.recording.num_forward = len(self.recording.ops)
-        for node in _nodes(loss):
+        for node in nodes_below(loss):
             node.register_prehook(self._node_begins(node))
             node.register_hook(self._node_ends)
 
@@ -485,8 +485,8 @@ class StepRecorder(TorchDispatchMode):
         self._keep.clear()
 
 
-def _nodes(loss: torch.Tensor) -> list[torch.autograd.graph.Node]:
-    """All nodes of the graph below a loss."""
+def nodes_below(loss: torch.Tensor) -> list[torch.autograd.graph.Node]:
+    """All nodes of the autograd graph below a loss."""
     if loss.grad_fn is None:
         return []
     found = {loss.grad_fn: None}

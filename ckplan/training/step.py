@@ -103,6 +103,7 @@ class TrainingStep:
         None  # told each phase of ``curve.PHASES``
     )
     scaler: Scaler | None = None
+    before_backward: Callable[[torch.Tensor], object] | None = None  # given the loss
 
     def forward(self) -> tuple[Any, torch.Tensor, str]:
         """Run the model and its loss.
@@ -135,6 +136,8 @@ class TrainingStep:
 
     def backward(self, loss: torch.Tensor) -> None:
         """Run backward; gradients are added to those that are there."""
+        if self.before_backward is not None:
+            self.before_backward(loss)
         loss.backward()
 
     def _enter(self, phase: str) -> None:

@@ -264,7 +264,7 @@ def _two_steps(
         meter.know([held])
         if step.optimizer is not None:
             meter.leave_out(counters(step.optimizer))
-    step = replace(step, entering=meter.begin)
+    step = replace(step, entering=meter.begin, before_backward=meter.watch_nodes)
     step.run()
     if place.device.type == "cuda":
         names = {op.func.overloadpacket.__name__ for op in meter.log.ops}

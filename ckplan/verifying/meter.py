@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from ckplan.curve import Curve
 from ckplan.tracing.cost_cache import Cost
-from ckplan.tracing.recorder import RawOp, TensorMeta
+from ckplan.tracing.recorder import RawOp, TensorMeta, nodes_below
 
 NOT_AN_OP = -1
 
@@ -137,6 +137,7 @@ class Meter(TorchDispatchMode):
         self.log = MeterLog()
         self._numbers: dict[int, int] = {}  # address of a live storage -> its number
         self._distinct: dict[str, int] = {}
+        self._in_node = False
 
     @contextmanager
     def watching(self, *, random_states: bool = True) -> Iterator[None]:
@@ -173,6 +174,20 @@ class Meter(TorchDispatchMode):
     def begin(self, phase: str) -> None:
         """A part of the step that is to be measured begins."""
         self.log.events.append(Phase(phase))
+
+    def watch_nodes(self, loss: torch.Tensor) -> None:
+        """Tell what nodes of backward do from what the engine does between them."""
+        for node in nodes_below(loss):
+            node.register_prehook(self._node_begins)
+            node.register_hook(self._node_ends)
+
+    def _node_begins(self, grads: object) -> None:
+        del grads
+        self._in_node = True
+
+    def _node_ends(self, grad_inputs: object, grad_outputs: object) -> None:
+        del grad_inputs, grad_outputs
+        self._in_node = False
 
     def __torch_dispatch__(
         self,
@@ -213,7 +228,8 @@ class Meter(TorchDispatchMode):
 
     def _adds_to(self, func: Any, args: tuple[Any, ...]) -> int:
         """The first of two gradients that meet between two nodes of backward."""
-        if func is not torch.ops.aten.add.Tensor or not _between_nodes():
+        between_nodes = _is_backward() and not self._in_node
+        if func is not torch.ops.aten.add.Tensor or not between_nodes:
             return -1
         first = args[0]
         if first._is_view():  # and so its storage has another holder, its base
@@ -245,9 +261,8 @@ def _draw() -> None:
         torch.rand(1)
 
 
-def _between_nodes() -> bool:
-    running = torch._C._current_graph_task_id() != -1
-    return running and torch._C._current_autograd_node() is None
+def _is_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 def _describe(leaf: object) -> object:

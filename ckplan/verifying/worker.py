@@ -124,6 +124,7 @@ class Worker:
         value = step.run(between=lambda: first.update(_gradients(step, 1)))
         self._check(value, "step 1")
         digests = {Result(1, "loss"): digest(value), **first, **_buffers(step, 1)}
+        del value  # step 2 begins with nothing of step 1
 
         step.zero_grad()
         held_bytes = _held_bytes(step, device)
