@@ -1,8 +1,8 @@
 """A timeline as what an allocator sees: blocks asked for and given back, in order.
 
 Peaks are those of ``simulate``; this puts its intervals in the order in which a step
-would allocate and free them. Within an op outputs come first, then its workspace, then
-what regions keep; what nobody holds any longer goes at the end of it.
+would allocate and free them. Within an op outputs come first, and what regions keep,
+then its workspace; what nobody holds any longer goes at the end of it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ckplan.caching_allocator import Block, CachingAllocator
 from ckplan.graph import BEFORE_STEP
 from ckplan.simulate import LATER, Interval, Timeline
 
-_OUTPUT, _WORKSPACE, _KEPT, _ENCODING, _GONE = range(5)  # phases of a half moment
+_OUTPUT, _WORKSPACE, _ENCODING, _GONE = range(4)  # phases of a half moment
 
 
 class Reserved(NamedTuple):
@@ -53,16 +53,16 @@ def events(timeline: Timeline) -> list[Event]:
 
 def _intervals(timeline: Timeline) -> Iterator[tuple[int, Interval]]:
     graph = timeline.graph
-    for storage, stop in zip(graph.storages, timeline.stops, strict=True):
+    for number, storage in enumerate(graph.storages):
         start = 0 if storage.maker == BEFORE_STEP else 2 * storage.maker + 1
-        yield _OUTPUT, Interval(start, stop, storage.bytes)
+        stop, died = timeline.stops[number], timeline.gone.get(number, LATER)
+        yield _OUTPUT, Interval(start, stop, storage.bytes, died=died)
     for moment, op in enumerate(graph.ops):
         at = 2 * moment + 1
         yield _WORKSPACE, Interval(at, at, op.workspace_bytes, 0, 1)
     for effect in timeline.effects:
-        yield from ((_OUTPUT, interval) for interval in effect.rebuilt)
+        yield from ((_OUTPUT, interval) for interval in effect.made)
         yield from ((_OUTPUT, interval) for interval in effect.workspaces)
-        yield from ((_KEPT, interval) for interval in effect.kept)
         for at, beyond in effect.encoding.items():
             workspace_bytes = graph.ops[at // 2].workspace_bytes + beyond
             yield _ENCODING, Interval(at, at, workspace_bytes, 0, 1)

@@ -73,10 +73,13 @@ class Effect:
 
     dropped: set[int] = field(default_factory=set)  # indices of saved tensors
     holds: dict[int, int] = field(default_factory=dict)  # storage -> half moment
-    rebuilt: list[Interval] = field(default_factory=list)
+    # What it allocates: what is rebuilt, random states and encoded forms.
+    made: list[Interval] = field(default_factory=list)
     workspaces: list[Interval] = field(default_factory=list)  # of what runs again
-    spikes: dict[int, int] = field(default_factory=dict)  # half moment -> most bytes
-    kept: list[Interval] = field(default_factory=list)  # random states, encoded forms
+    # Of a gap: most bytes alive until something held goes, until the next goes, ...
+    spikes: dict[int, list[int]] = field(default_factory=dict)
+    # Of a gap: held storages that go in its midst, in order, and their ticks.
+    going: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     encoding: dict[int, int] = field(default_factory=dict)  # half moment -> workspace
     seconds: float = 0.0  # on the busier side of the step: device or launching
     other_seconds: float = 0.0  # on the other side
@@ -86,21 +89,42 @@ class Effect:
         """Keep a storage alive at least to a half moment."""
         self.holds[storage] = max(self.holds.get(storage, -1), until)
 
-    def excess(self) -> dict[int, int]:
-        """Most bytes alive at a half moment beyond what the intervals count there."""
+    def let_go(self, storage: int, gap: int, tick: int, alive_bytes: int) -> None:
+        """Hold a storage no longer, in the midst of a gap."""
+        self.hold(storage, gap)
+        self.going.setdefault(gap, []).append((storage, tick))
+        self.spikes.setdefault(gap, [alive_bytes]).append(0)
+
+    def excess(self, gone: Mapping[int, int]) -> dict[int, int]:
+        """Most bytes alive at a half moment beyond what is counted there.
+
+        Args:
+            gone: Storages that nobody holds once this region lets them go, and their
+                bytes, which count in the whole gap.
+        """
         moments = sorted(self.spikes)
         level = [0] * (len(moments) + 1)
-        for interval in self.rebuilt:
+        for interval in self.made:
             level[bisect_left(moments, interval.start)] += interval.bytes
             level[bisect_right(moments, interval.stop)] -= interval.bytes
         counted = zip(moments, accumulate(level), strict=False)
-        spikes = {moment: self.spikes[moment] - sum_ for moment, sum_ in counted}
+        spikes = {at: self.spike(at, gone)[0] - sum_ for at, sum_ in counted}
         return {**self.encoding, **spikes}  # one at odd moments, one at even ones
 
-    def rebuilt_bytes(self, moment: int) -> int:
-        """Bytes of what is rebuilt; in a gap, no more than are alive there at once."""
-        alive = sum(i.bytes for i in self.rebuilt if i.start <= moment <= i.stop)
-        return min(alive, self.spikes.get(moment, alive))
+    def spike(self, gap: int, gone: Mapping[int, int]) -> tuple[int, int]:
+        """Most bytes alive in a gap, what went before counted off; how many went."""
+        found, before, went_bytes = self.spikes.get(gap, (0,))[0], 0, 0
+        for number, (storage, _) in enumerate(self.going.get(gap, ()), 1):
+            went_bytes += gone.get(storage, 0)
+            most = self.spikes[gap][number] - went_bytes
+            if most > found:
+                found, before = most, number
+        return found, before
+
+    def made_bytes(self, moment: int, part: int) -> int:
+        """Bytes of what it made; in a gap, no more than are alive there at once."""
+        alive = sum(i.bytes for i in self.made if i.start <= moment <= i.stop)
+        return min(alive, self.spikes[moment][part] if moment in self.spikes else alive)
 
 
 @dataclass(frozen=True)
@@ -111,6 +135,7 @@ class Timeline:
     live_bytes: list[int]
     effects: tuple[Effect, ...]
     stops: list[int]  # storage -> last half moment it is alive
+    gone: Mapping[int, int]  # those that go in the midst of a gap, and their ticks
 
     @cached_property
     def peak_bytes(self) -> int:
@@ -150,13 +175,18 @@ class Timeline:
 
     @cached_property
     def peak_by_kind(self) -> dict[str, int]:
-        """Bytes alive at the peak by kind; what is rebuilt counts as activation."""
-        moment = self.peak_moment
+        """Bytes alive at the peak by kind; what regions make counts as activation."""
+        moment, storages = self.peak_moment, self.graph.storages
+        gone = {s: storages[s].bytes for s in self.gone}
         total = dict.fromkeys(KINDS, 0)
-        for storage, stop in zip(self.graph.storages, self.stops, strict=True):
+        for storage, stop in zip(storages, self.stops, strict=True):
             if 2 * storage.maker + 1 <= moment <= stop:
                 total[storage.kind] += storage.bytes
-        total["activation"] += sum(e.rebuilt_bytes(moment) for e in self.effects)
+        for effect in self.effects:
+            part = effect.spike(moment, gone)[1]
+            total["activation"] += effect.made_bytes(moment, part)
+            for went, _ in effect.going.get(moment, ())[:part]:
+                total[storages[went].kind] -= gone.get(went, 0)
         total["temporary"] += self.peak_bytes - sum(total.values())
         return total
 
@@ -224,20 +254,24 @@ class Simulator:
         effects = tuple(self.effect(region) for region in regions)
         moved = self._moved_stops(effects)
         excess = Counter[int]()
+        gone = self._gone(effects, moved)
+        sizes = {storage: self.graph.storages[storage].bytes for storage in gone}
         for effect in effects:
-            excess.update(effect.excess())
+            excess.update(effect.excess(sizes))
         changes = self._changes(moved, effects)
         live = self._replay(changes, excess, 0, len(self.unplanned_bytes) - 1)
         stops = [moved.get(s, stop) for s, stop in enumerate(self._stops)]
-        return Timeline(self.graph, live, effects, stops)
+        return Timeline(self.graph, live, effects, stops, gone)
 
     def live_within(
         self, region: Region, windows: Iterable[tuple[int, int]]
     ) -> list[list[int]]:
         """Live bytes under one region, over windows of half moments [first, last]."""
         effects = (self.effect(region),)
-        changes = list(self._changes(self._moved_stops(effects), effects))
-        excess = effects[0].excess()
+        moved = self._moved_stops(effects)
+        changes = list(self._changes(moved, effects))
+        gone = self._gone(effects, moved)
+        excess = effects[0].excess({s: self.graph.storages[s].bytes for s in gone})
         return [self._replay(changes, excess, *window) for window in windows]
 
     def _replay(
@@ -276,6 +310,23 @@ class Simulator:
             stops[storage] = min(until, self._end)
         return stops
 
+    def _gone(
+        self, effects: Iterable[Effect], moved: Mapping[int, int]
+    ) -> dict[int, int]:
+        """Storages that nobody holds once a region lets them go in the midst of a gap.
+
+        With their ticks. Of several regions in one gap it is not known who is last.
+        """
+        found: dict[int, int] = {}
+        several: set[int] = set()
+        for effect in effects:
+            for gap, going in effect.going.items():
+                for storage, tick in going:
+                    if moved[storage] == gap:
+                        several |= {storage} & found.keys()
+                        found[storage] = tick
+        return {storage: found[storage] for storage in found.keys() - several}
+
     def _changes(
         self, moved: Mapping[int, int], effects: Sequence[Effect]
     ) -> Iterator[Interval]:
@@ -287,8 +338,7 @@ class Simulator:
             elif new > old:
                 yield Interval(old + 1, new, size)
         for effect in effects:
-            yield from effect.rebuilt
-            yield from effect.kept
+            yield from effect.made
 
     def _start_and_natural_stop(self, storage: int) -> tuple[int, int]:
         """Half moments that a storage lives for, were it not for saved tensors."""
@@ -464,6 +514,7 @@ def _program_effect(view: RegionView, region: Region) -> Effect:
             ledger.enter(2 * saved.wanted)
             level = rebuild.level(value, part)
             level.want(value)
+            ledger.put_back()
             level.machine.unpack(value, 2 * saved.done + 1)
             level.release(value)
     ledger.enter(max((2 * s.done + 1 for s, _, _ in events), default=0))
@@ -496,13 +547,23 @@ class _Ledger:
         self._leaving: list[tuple[int, int]] = []  # (half moment, bytes), a heap
         self._bytes = 0
         self._ticks = count()
-        self._encoded: dict[int, Encoding] = {}
+        self._state_bytes = random_state_bytes(view.graph)
+        self._as_found: Interval | None = None  # random state that is to be put back
+        self._states = {  # before random steps
+            step: self._begin(self._state_bytes, 2 * (view.start + step) + 1)
+            for step in self._runs
+            if view.graph.ops[view.start + step].random
+        }
+        self._encoded: dict[int, tuple[Encoding, Interval]] = {}
         for value, encoding in encodings.items():
             self._encode(encoding)
+            moment = 2 * encoding.op + 1
             if value in program.decodes:
-                self._encoded[value] = encoding
+                form = self._begin(encoding.bytes, moment)
+                self._encoded[value] = encoding, form
             else:  # nobody will want it: gone when forward is over
-                self._keep(encoding.op, 2 * view.stop - 1, encoding.bytes)
+                form = Interval(moment, 2 * view.stop - 1, encoding.bytes)
+                effect.made.append(form)
 
     def enter(self, moment: int) -> None:
         """Enter the gap in which steps now run."""
@@ -513,18 +574,25 @@ class _Ledger:
     def allocate(self, value: int) -> Interval:
         """Make room for a value, which lives from now on."""
         size = self._view.graph.storages[self.flow.storage_of[value]].bytes
-        self._bytes += size
-        return Interval(self.moment, self.moment, size, next(self._ticks))
+        return self._begin(size, self.moment)
 
     def let_go(self, born: Interval, stop: int) -> None:
         """A value lives until a half moment, now or later."""
-        if stop > self.moment:
+        died = LATER
+        if stop > self.moment or self.moment % 2:
             heappush(self._leaving, (stop, born.bytes))
-            died = LATER
         else:
             self._bytes -= born.bytes
             died = next(self._ticks)
-        self.effect.rebuilt.append(replace(born, stop=stop, died=died))
+        self.effect.made.append(replace(born, stop=stop, died=died))
+
+    def let_go_held(self, value: int, stop: int) -> None:
+        """The same of a value that is held since forward."""
+        storage = self.flow.storage_of[value]
+        if stop > self.moment or self.moment % 2:
+            self.effect.hold(storage, stop)
+        else:
+            self.effect.let_go(storage, stop, next(self._ticks), self._bytes)
 
     def note(self, step: int) -> int:
         """A step runs; returns the workspace that it needs."""
@@ -532,29 +600,46 @@ class _Ledger:
         op = self._view.graph.ops[number]
         self.effect.steps.append(number)
         self._runs[step] -= 1
-        if op.random and not self._runs[step]:
-            self._keep(number, self.moment, random_state_bytes(self._view.graph))
+        if op.random:
+            self._draw_again(step)
         return op.workspace_bytes
 
+    def _draw_again(self, step: int) -> None:
+        if self._as_found is None:
+            self._as_found = self._begin(self._state_bytes, self.moment)
+            self._see(self._bytes)
+        if not self._runs[step]:
+            self.let_go(self._states.pop(step), self.moment)
+
+    def put_back(self) -> None:
+        """The random state is again as it was before steps ran."""
+        if self._as_found is not None:
+            self.let_go(self._as_found, self.moment)
+            self._as_found = None
+
     def decode(self, value: int) -> int:
-        """An encoded form goes; returns the workspace of decoding it."""
-        encoding = self._encoded.pop(value)
-        self._keep(encoding.op, self.moment, encoding.bytes)
+        """Begin to decode; returns the workspace that it needs."""
+        encoding, _ = self._encoded[value]
         self.effect.seconds += encoding.decode_seconds
         return encoding.decode_workspace_bytes
 
+    def decoded(self, value: int) -> None:
+        """The encoded form goes."""
+        _, form = self._encoded.pop(value)
+        self.let_go(form, self.moment)
+
     def spike(self, workspace_bytes: int) -> None:
         """What is alive while a step runs."""
-        spikes, most_bytes = self.effect.spikes, self._bytes + workspace_bytes
-        spikes[self.moment] = max(spikes.get(self.moment, 0), most_bytes)
+        self._see(self._bytes + workspace_bytes)
         ticks = next(self._ticks), next(self._ticks)
         workspace = Interval(self.moment, self.moment, workspace_bytes, *ticks)
         self.effect.workspaces.append(workspace)
 
     def close(self) -> None:
         """What was never decoded, or run again, goes."""
-        for encoding in self._encoded.values():
-            self._keep(encoding.op, self.moment, encoding.bytes)
+        forms = (form for _, form in self._encoded.values())
+        for left in (*forms, *self._states.values()):
+            self.let_go(left, self.moment)
 
     def _encode(self, encoding: Encoding) -> None:
         """Right after its op, while what the op read is still there."""
@@ -564,9 +649,13 @@ class _Ledger:
         most[moment] = max(most.get(moment, 0), beyond)
         self.effect.seconds += encoding.encode_seconds
 
-    def _keep(self, op: int, stop: int, num_bytes: int) -> None:
-        """Count what the region keeps from a forward op on."""
-        self.effect.kept.append(Interval(2 * op + 1, stop, num_bytes))
+    def _see(self, alive_bytes: int) -> None:
+        parts = self.effect.spikes.setdefault(self.moment, [0])
+        parts[-1] = max(parts[-1], alive_bytes)
+
+    def _begin(self, num_bytes: int, moment: int) -> Interval:
+        self._bytes += num_bytes
+        return Interval(moment, moment, num_bytes, next(self._ticks))
 
 
 class _Tally:
@@ -608,6 +697,7 @@ class _Tally:
         workspace_bytes = self._ledger.decode(value)
         self._born[value] = self._ledger.allocate(value)
         self._ledger.spike(workspace_bytes)
+        self._ledger.decoded(value)
 
     def fetch(self, value: int) -> None:
         """It is the outer region's."""
@@ -615,7 +705,7 @@ class _Tally:
     def free(self, value: int) -> None:
         stop = max(self._ledger.moment, self._unpacked.get(value, 0))
         if value in self._holds:
-            self._ledger.effect.hold(self._ledger.flow.storage_of[value], stop)
+            self._ledger.let_go_held(value, stop)
             self._holds.discard(value)
         elif value in self._born:
             self._ledger.let_go(self._born.pop(value), stop)
@@ -637,8 +727,9 @@ def _rerun_effect(view: RegionView, region: Region) -> Effect:
         effect.hold(storage, 2 * last + 1)
     ops = view.graph.ops[view.start : view.stop]
     if view.saves and any(op.random for op in ops):
-        state = Interval(2 * view.start + 1, 2 * last + 1, RANDOM_STATE_BYTES)
-        effect.kept.append(state)
+        size = random_state_bytes(view.graph)
+        state = Interval(2 * view.start + 1, 2 * last + 1, size)
+        effect.made.append(state)
     wanted = [saved.wanted for saved in view.saves if saved.wanted >= 0]
     if wanted:
         lost = view.changed_inputs(min(wanted))
@@ -656,7 +747,7 @@ def _run_again(view: RegionView, first: int, effect: Effect) -> None:
         if saved.done >= first:
             until[saved.storage] = max(until.get(saved.storage, 0), saved.done)
     gap = 2 * first
-    alive = most_bytes = 0
+    alive = most_bytes = sum(one.bytes for one in effect.made)  # the random state
     born: dict[int, Interval] = {}  # storages that nobody wants: gone with the gap
     ticks = count()
     for moment in range(view.start, view.saved_stop):
@@ -667,7 +758,7 @@ def _run_again(view: RegionView, first: int, effect: Effect) -> None:
             made = Interval(gap, gap, size, next(ticks))
             if storage in until:
                 stop_at = 2 * until[storage] + 1
-                effect.rebuilt.append(replace(made, stop=stop_at))
+                effect.made.append(replace(made, stop=stop_at))
             else:
                 born[storage] = made
         most_bytes = max(most_bytes, alive + op.workspace_bytes)
@@ -676,11 +767,11 @@ def _run_again(view: RegionView, first: int, effect: Effect) -> None:
         for storage in [s for s in born if graph.storages[s].last == moment]:
             gone = replace(born.pop(storage), died=next(ticks))
             alive -= gone.bytes
-            effect.rebuilt.append(gone)
+            effect.made.append(gone)
         effect.steps.append(moment)
-    effect.rebuilt += born.values()
+    effect.made += born.values()
     _count_seconds(graph, effect)
-    effect.spikes[gap] = most_bytes
+    effect.spikes[gap] = [most_bytes]
 
 
 def check_apart(graph: Graph, regions: Iterable[Region]) -> None:

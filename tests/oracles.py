@@ -19,6 +19,10 @@ Content = tuple[int, int]  # (storage, times written since the region began)
 Nest = Mapping[Span, "tuple[Kept, Nest]"]  # regions inside: what they keep, and theirs
 
 
+STATE_BYTES = 5056
+"""Of torch's random generator on CPU."""
+
+
 class CannotRebuildError(Exception):
     """What a region would be rebuilt from is overwritten."""
 
@@ -44,7 +48,6 @@ def walk(  # noqa: C901 - one loop over moments, told in order
     *,
     encoded: Mapping[Span, Kept] | None = None,
     inner: Mapping[Span, Nest] | None = None,
-    prompt: bool = False,
     memory: Memory | None = None,
 ) -> Walk:
     """Walk forward and backward with regions that rebuild and regions that run again.
@@ -55,8 +58,6 @@ def walk(  # noqa: C901 - one loop over moments, told in order
         reruns: Regions that run again as a whole.
         encoded: Outputs that regions which rebuild keep in a smaller form.
         inner: Regions inside regions that rebuild.
-        prompt: Let what a region was given go within the gap in which it is used last,
-            as the engine does, not at the end of that gap.
         memory: One that looks on.
 
     Raises:
@@ -111,7 +112,7 @@ def walk(  # noqa: C901 - one loop over moments, told in order
         memory.begin(2 * now)
         most = memory.bytes
         for region in regions:
-            most = max(most, region.rebuild(now, prompt))
+            most = max(most, region.rebuild(now))
         seen.live_bytes.append(most)
         memory.begin(2 * now + 1)
         make(now)
@@ -154,6 +155,10 @@ class Memory:
         self._held_by[holder][block] = None
         self.bytes += num_bytes
 
+    def make_state(self, block: Hashable, graph: Graph) -> None:
+        on_cpu = graph.fingerprint["device"] == "cpu"
+        self.make(block, STATE_BYTES if on_cpu else 0, "random")
+
     def hold(self, block: Hashable, holder: Hashable) -> None:
         self._holders[block].add(holder)  # a KeyError: it is gone already
         self._held_by[holder][block] = None
@@ -165,6 +170,9 @@ class Memory:
         if not holders and block in self._holders:
             del self._holders[block]
             self.bytes -= self._size.pop(block)
+
+    def is_there(self, block: Hashable) -> bool:
+        return block in self._holders
 
     def let_go_all(self, holder: Hashable) -> None:
         for block in list(self._held_by[holder]):
@@ -296,13 +304,12 @@ class _Program(_Region):
             for j, (s, n) in self._content.items()
             if self.is_inside(s) and (s, n) not in self._kept
         }
-        self._decoded_now: set[Content] = set()
         self._level: dict[int, _Program] = {}  # saved tensor -> who rebuilds it
         self._inner = [_Inner(self, *one) for one in inner.items()]
         self._present: dict[Content, Hashable] = {}  # content -> block
         self._num_blocks = 0
-        self._late: list[Content] = []
         self._find_uses(sorted(self.dropped), set(self._kept), self._level)
+        self._runs = self._all_needed()
         _, last, self._done = self.first_and_last(self.dropped)
         for storage, number in self._held if strict else ():
             if self._final[storage] != number:
@@ -332,7 +339,7 @@ class _Program(_Region):
         self._uses = Counter(wanted)
         self._held: set[Content] = set()
         self._decodes: set[Content] = set()
-        needed: set[int] = set()
+        needed = self._needed = set[int]()
 
         def need(content: Content) -> None:
             maker = self._made_by.get(content)
@@ -356,6 +363,8 @@ class _Program(_Region):
                 self.memory.make(("coded", self.span, content), form.bytes, "coded")
                 self.coding_seconds += form.encode_seconds
                 workspace = max(workspace, form.encode_workspace_bytes)
+        if self._runs[now] and self.graph.ops[now].random:
+            self.memory.make_state(("drawn", self.span, now), self.graph)
         return workspace
 
     def hold(self, at: int) -> None:
@@ -381,6 +390,8 @@ class _Program(_Region):
             self._end()
             for content in self._decodes:
                 self._drop_code(content)
+            for op in self._runs:
+                self.memory.let_go(("drawn", self.span, op), "random")
 
     def _end(self) -> None:
         for one in self._inner:
@@ -391,38 +402,32 @@ class _Program(_Region):
     def _drop_code(self, content: Content) -> None:
         self.memory.let_go(("coded", self.span, content), "coded")
 
-    def rebuild(self, now: int, prompt: bool) -> int:
+    def rebuild(self, now: int) -> int:
         """Rebuild what op ``now`` wants; returns the most bytes alive meanwhile."""
         most = 0
         for j in sorted(self.dropped):
             if self.graph.saved[j].wanted == now:
                 level, content = self._level[j], self._content[j]
-                most = max(most, level._provide(content, prompt))
+                most = max(most, level._provide(content))
+                self.memory.let_go(("as found", self.span), "random")
                 self.memory.hold(level._present[content], ("saved", j))
-                level._use(content, prompt)
-        for content in self._late:
-            self._release(content)
-        self._late.clear()
-        for content in self._decoded_now:
-            self._drop_code(content)
-        self._decoded_now.clear()
+                level._use(content)
         return most
 
-    def _provide(self, content: Content, prompt: bool) -> int:
+    def _provide(self, content: Content) -> int:
         """Make a content present; returns the most bytes alive meanwhile."""
         most = 0
         codes, ops, asked = self._missing(content)
         for other in asked:
             assert self.outer
-            most = max(most, self.outer._provide(other, prompt))
+            most = max(most, self.outer._provide(other))
             self._present[other] = self.outer._present[other]
             self.memory.hold(self._present[other], self._holder(other))
         for op in self.ops():
             for code in (c for c in codes if self._made_by[c] == op):
                 most = max(most, self._decode(code))
-                self._decoded_now.add(code)
             if op in ops:
-                most = max(most, self._run(op, prompt))
+                most = max(most, self._run(op))
         return most
 
     def _decode(self, content: Content) -> int:
@@ -431,6 +436,7 @@ class _Program(_Region):
         self.memory.hold(block, self._holder(content))
         most = self.memory.bytes + self._encodings[content].decode_workspace_bytes
         self.memory.let_go_all("running")
+        self._drop_code(content)
         self.coding_seconds += self._encodings[content].decode_seconds
         return most
 
@@ -460,9 +466,9 @@ class _Program(_Region):
         need(content)
         return codes, ops, sorted(asked)
 
-    def _run(self, op: int, prompt: bool) -> int:
+    def _run(self, op: int) -> int:
         memory, record = self.memory, self.graph.ops[op]
-        self._ran(op)
+        drawn_bytes = self._ran(op)
         made: dict[Content, Hashable] = {}
         for storage in set(record.writes):
             (old,) = (c for c in self._reads[op] if c[0] == storage)
@@ -476,14 +482,14 @@ class _Program(_Region):
                 memory.hold(block, "running")
         for content in self._makes[op] - made.keys():
             made[content] = self._new_block(content[0])
-        most = memory.bytes + record.workspace_bytes
+        most = max(drawn_bytes, memory.bytes + record.workspace_bytes)
         for content, block in made.items():
             known = content in self._present or content in self._held
             if self._uses[content] and not known:
                 self._present[content] = block
                 memory.hold(block, self._holder(content))
         for content in self._reads[op]:
-            self._use(content, prompt)
+            self._use(content)
         memory.let_go_all("running")
         return most
 
@@ -493,19 +499,33 @@ class _Program(_Region):
         self.memory.make(block, self.size(storage), "running")
         return block
 
-    def _use(self, content: Content, prompt: bool) -> None:
+    def _use(self, content: Content) -> None:
         self._uses[content] -= 1
         if not self._uses[content]:
-            if content in self._held and not prompt and not self.outer:
-                self._late.append(content)
-            else:
-                self._release(content)
+            self._release(content)
 
     def _release(self, content: Content) -> None:
         self.memory.let_go(self._present.pop(content), self._holder(content))
 
-    def _ran(self, op: int) -> None:
+    def _ran(self, op: int) -> int:
+        """Note that an op runs again; returns the bytes alive while it gets ready."""
         self.again.append(op)
+        if not self.graph.ops[op].random:
+            return 0
+        if not self.memory.is_there(("as found", self.span)):
+            self.memory.make_state(("as found", self.span), self.graph)
+        alive_bytes = self.memory.bytes
+        self._runs[op] -= 1
+        if not self._runs[op]:
+            self.memory.let_go(("drawn", self.span, op), "random")
+        return alive_bytes
+
+    def _all_needed(self) -> Counter[int]:
+        """How often every op will run again, in regions inside, too."""
+        found = Counter(self._needed)
+        for one in self._inner:
+            found += one._all_needed()
+        return found
 
     def _holder(self, content: Content) -> Hashable:
         return "region", self.span, content
@@ -523,20 +543,18 @@ class _Inner(_Program):
         self._made_by, self._content = outer._made_by, outer._content
         self._kept = {self.outputs[op][m] for op, m in kept}
         self._encodings = {}
-        self._decoded_now = outer._decoded_now
         self._inner = [_Inner(self, *one) for one in inner.items()]
         self._present = {}
         self._num_blocks = 0
-        self._late = []
 
     def _release(self, content: Content) -> None:
         super()._release(content)
         if content in self._held and self.outer:
-            self.outer._use(content, prompt=False)
+            self.outer._use(content)
 
-    def _ran(self, op: int) -> None:
+    def _ran(self, op: int) -> int:
         assert self.outer
-        self.outer._ran(op)
+        return self.outer._ran(op)
 
 
 class _Rerun(_Region):
@@ -555,6 +573,12 @@ class _Rerun(_Region):
             if read_again and self.is_written(storage, self.start, self._first):
                 raise CannotRebuildError(f"storage {storage}, to be run again")
 
+    def encode(self, now: int) -> int:
+        ops = self.graph.ops
+        if self.saves and now == self.start and any(ops[i].random for i in self.ops()):
+            self.memory.make_state(("drawn", self.span), self.graph)
+        return 0
+
     def hold(self, at: int) -> None:
         if self.saves and at - 1 in self.ops():
             for storage in self.inputs(at - 1):
@@ -565,9 +589,9 @@ class _Rerun(_Region):
     def let_go(self, done: int) -> None:
         if done == self._done:
             self.memory.let_go_all(("region", self.span))
+            self.memory.let_go(("drawn", self.span), "random")
 
-    def rebuild(self, now: int, prompt: bool) -> int:
-        del prompt
+    def rebuild(self, now: int) -> int:
         most = 0
         if now != self._first:
             return most

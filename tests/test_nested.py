@@ -113,7 +113,7 @@ def test_regions_nested_at_random_are_bitwise_the_same(seed: int) -> None:
 
 
 def test_nesting_runs_ops_again_and_holds_less() -> None:
-    graph = graphs.chain(8, width_bytes=100, hidden_bytes=1000)
+    graph = graphs.chain(8, width_bytes=10**4, hidden_bytes=10**5)
     blocks = [i for i, call in enumerate(graph.calls) if call.fqn.startswith("h.")]
     blocks = [i for i in blocks if graph.calls[i].fqn.count(".") == 1]
     first, last = blocks[0], blocks[-1]

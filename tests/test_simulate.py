@@ -33,11 +33,19 @@ def walked(graph: graphs.Graph, regions: list[Region]) -> oracles.Walk:
     )
 
 
+def drawing(graph: graphs.Graph, rng: Random) -> graphs.Graph:
+    """The same step with ops that draw random numbers, on one device or another."""
+    ops = [replace(op, random=rng.random() < 0.15) for op in graph.ops]
+    device = rng.choice(["cpu", "cpu", "cuda"])
+    fingerprint = {**graph.fingerprint, "device": device}
+    return replace(graph, ops=tuple(ops), fingerprint=fingerprint)
+
+
 @pytest.mark.parametrize("nest", [False, True], ids=["flat", "nested"])
 @pytest.mark.parametrize("seed", range(400))
 def test_replay_of_a_random_step_equals_the_walk(seed: int, nest: bool) -> None:
     rng = Random(seed)
-    graph = graphs.random_step(rng)
+    graph = drawing(graphs.random_step(rng), rng)
     regions = graphs.random_regions(graph, rng)
     if nest:
         regions = graphs.nested(graph, regions, rng)
