@@ -7,8 +7,10 @@ regions are inside, each with at most one value kept. Every option is walked alo
 made, and how many bytes of its own are alive. Plans are sets of options on units that
 do not overlap. Regions meet only in what they hold, so the bytes of a plan are those of
 the step with every storage alive until the last of its holders lets go, and with the
-own bytes of all regions added. ``confirm`` walks a plan as a whole. Nothing of the
-package is called, but by ``compare``, which puts the planner beside.
+own bytes of all regions added. Where a region lets go in the midst of a gap and only
+others decide whether that is the end, the plan is walked instead. ``confirm`` walks a
+plan as a whole. Nothing of the package is called, but by ``compare``, which puts the
+planner beside.
 """
 
 from __future__ import annotations
@@ -63,6 +65,7 @@ class _Effect:
     dropped: numpy.ndarray
     own_bytes: numpy.ndarray
     seconds: float
+    going: Mapping[int, tuple[int, bool]]
 
 
 class _Witness(oracles.Memory):
@@ -72,6 +75,7 @@ class _Witness(oracles.Memory):
         super().__init__()
         self.now = 0
         self.held_until = numpy.full(num_storages, -1)
+        self.going: dict[int, tuple[int, bool]] = {}  # storage -> gap, whether it goes
         self.step_bytes: list[int] = []  # of what is not made again, by half moment
         self._step_bytes = 0
 
@@ -86,10 +90,13 @@ class _Witness(oracles.Memory):
 
     def let_go(self, block: Hashable, holder: Hashable) -> None:
         if isinstance(block, int) and block in self._size:
-            if isinstance(holder, tuple) and holder[0] in ("watch", "region"):
+            by_region = isinstance(holder, tuple) and holder[0] in ("watch", "region")
+            if by_region:
                 self.held_until[block] = max(self.held_until[block], self.now)
             size = self._size[block]
             super().let_go(block, holder)
+            if by_region and self.now % 2 == 0:
+                self.going[block] = self.now, block not in self._size
             if block not in self._size:
                 self._step_bytes -= size
         else:
@@ -159,6 +166,7 @@ class EveryPlan:
         """
         self.graph = graph
         self.ways: list[Way] = []
+        self._going: list[Mapping[int, tuple[int, bool]]] = []  # for every way
         self._choices_of: dict[Span, list[tuple[Kept, Kept]]] = {}
         self._nests_in: dict[Span, list[Mapping[Span, tuple[Kept, Nest]]]] = {}
         storages, saved = graph.storages, graph.saved
@@ -192,6 +200,17 @@ class EveryPlan:
             numpy.subtract.at(change, (rows, ends), size)
         live += change.cumsum(axis=1)[:, :num_moments]
         self.peaks = live.max(axis=1)
+        for plan, chosen in enumerate(self.plans):
+            if self._goes_otherwise(chosen, stops[plan]):
+                self.peaks[plan] = self.walk(self.ways_of(plan)).peak_bytes
+
+    def _goes_otherwise(self, chosen: Iterable[int], stops: numpy.ndarray) -> bool:
+        """Whether others decide if what goes in the midst of a gap ends there."""
+        return any(
+            goes != (stops[storage] == gap)
+            for way in chosen
+            for storage, (gap, goes) in self._going[way].items()
+        )
 
     def _of_call(self, call: int) -> _Plans:
         """All that can be done with a call: nothing, a region, or regions inside."""
@@ -230,6 +249,7 @@ class EveryPlan:
             with suppress(CannotRebuildError):
                 effects.append(self._effect(way))
                 self.ways.append(way)
+                self._going.append(effects[-1].going)
             if len(self.ways) > MOST_OPTIONS:
                 raise TooManyError
         if not effects:
@@ -382,7 +402,8 @@ class EveryPlan:
         dropped[list(seen.dropped)] = True
         if way is not None:
             own -= self._unplanned.own_bytes
-        return _Effect(witness.held_until, dropped, own, seen.seconds)
+        going = witness.going
+        return _Effect(witness.held_until, dropped, own, seen.seconds, going)
 
     def walk(
         self, ways: Sequence[Way], memory: oracles.Memory | None = None
