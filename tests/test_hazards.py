@@ -730,6 +730,7 @@ def test_a_deep_copy_runs_its_own_weights(by: str) -> None:
     run()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(forwards.StandIn, "__deepcopy__", nothing, raising=False)
+        patch.setattr(forwards.StandIn, "begin", nothing)
         with unguarded(forwards.StandIn, "__deepcopy__", lambda one, _: one):
             run()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 import threading
 from collections.abc import Callable
 
@@ -203,6 +204,53 @@ def test_threads_train_replicas_side_by_side(plan: Plan) -> None:
         thread.join()
     for number in range(2):
         assert all(map(torch.equal, expected, found[number]))
+
+
+@PLANS
+def test_replicas_of_data_parallel_run_their_own_weights_in_threads(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = sys.modules["torch.nn.parallel.replicate"]  # made to do without GPUs
+    monkeypatch.setattr(module, "_get_device_index", lambda device, optional: device)
+    monkeypatch.setattr(
+        module,
+        "_broadcast_coalesced_reshape",
+        lambda tensors, devices, detach=False: [
+            [tensor.clone() for tensor in tensors] for _ in devices
+        ],
+    )
+
+    def step_of(workload: Workload) -> list[torch.Tensor | None]:
+        model = workload.model.eval()  # dropout would draw in any order
+        model.zero_grad()
+        replicas = nn.parallel.replicate(model, [0, 1])
+        outputs: dict[int, torch.Tensor] = {}
+
+        def run(number: int) -> None:
+            outputs[number] = replicas[number](workload.batch * (number + 1))
+
+        threads = [threading.Thread(target=run, args=(n,)) for n in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        loss = outputs[0].square().mean() + outputs[1].square().mean()
+        own = [
+            tensor
+            for replica in replicas
+            for part in replica.modules()
+            for tensor in part._former_parameters.values()
+        ]
+        for tensor in own:
+            tensor.retain_grad()
+        loss.backward()
+        return [tensor.grad for tensor in (*own, *model.parameters())]
+
+    plain, with_plan = build("residual"), planned(plan)
+    for _ in range(3):
+        expected, actual = step_of(plain), step_of(with_plan)
+        assert all(map(torch.equal, expected, actual))
+    assert all(region.runs == 6 for region in ckplan.status(with_plan.model).regions)
 
 
 @PLANS

@@ -1,12 +1,14 @@
 """What stands in for a module's ``forward``: an attribute of the instance.
 
 It holds the module, not its bound method, so that a deep copy of the model runs the
-copied weights.
+copied weights. Replicas, as ``nn.DataParallel`` makes them, share it: a hook tells
+whose forward begins.
 """
 
 from __future__ import annotations
 
 import inspect
+import threading
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -19,6 +21,16 @@ from torch.utils.checkpoint import checkpoint
 from ckplan.applying.rerun import Rerun
 
 
+class _Beginning(threading.local):
+    """The modules whose forwards begin now in this thread, by their stand-ins."""
+
+    def __init__(self) -> None:
+        self.modules: dict[int, nn.Module] = {}
+
+
+_beginning = _Beginning()
+
+
 class StandIn:
     """Runs what it stands in for; finds it anew in every copy of the module."""
 
@@ -26,19 +38,28 @@ class StandIn:
         self.module = module
         self.previous = module.__dict__.get("forward")  # somebody else's stand-in
 
-    @property
-    def forward(self) -> Callable[..., Any]:
+    @torch.compiler.disable
+    def begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Hook of the module, or of a replica of it."""
+        if module is not self.module:
+            _beginning.modules[id(self)] = module
+
+    def now(self) -> nn.Module:
+        """Whose forward begins: the module's, unless a replica's hook has just run."""
+        return _beginning.modules.pop(id(self), self.module)
+
+    def forward_of(self, module: nn.Module) -> Callable[..., Any]:
         """What it stands in for."""
-        return self.previous or partial(type(self.module).forward, self.module)
+        return self.previous or partial(type(module).forward, module)
 
     @property
     def __signature__(self) -> inspect.Signature:
         """Trainers look up which arguments a model takes."""
-        return inspect.signature(self.forward)
+        return inspect.signature(self.forward_of(self.module))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run it."""
-        return self.forward(*args, **kwargs)
+        return self.forward_of(self.now())(*args, **kwargs)
 
 
 class GuardedForward(StandIn):
@@ -56,7 +77,7 @@ class GuardedForward(StandIn):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run forward."""
         try:
-            return self.forward(*args, **kwargs)
+            return super().__call__(*args, **kwargs)
         except Exception:
             raise
         except BaseException:
@@ -83,7 +104,7 @@ class RerunForward(StandIn):
         """Run forward; under gradients, keep its inputs only."""
         name = self._chosen()
         if name is None:
-            return self.forward(*args, **kwargs)
+            return super().__call__(*args, **kwargs)
         return self._again(name, args, kwargs)
 
     def _tell_hooks(self, name: str) -> None:
@@ -100,7 +121,8 @@ class RerunForward(StandIn):
     @torch.compiler.disable
     def _again(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._tell_hooks(name)
-        rerun = Rerun(name, self.module, self.forward, args, kwargs)
+        module = self.now()
+        rerun = Rerun(name, module, self.forward_of(module), args, kwargs)
         return checkpoint(
             rerun,
             *rerun.devices,

@@ -123,6 +123,7 @@ class _Running(threading.local):
         # Of modules at which regions begin or end:
         self.calls: list[tuple[_Session, Call]] = []
         self.regions: list[_Open] = []
+        self.numbers: dict[int, dict[str, int]] = {}  # of replicas, by session
 
     def abandon(self, session: _Session) -> None:
         """Forget a forward that never ended: hooks are not called on Ctrl-C."""
@@ -158,6 +159,7 @@ class _Session:
         """Hook of the model itself: call numbers begin anew."""
         _running.abandon(self)
         self.calls.clear()
+        _running.numbers[id(self)] = {}
         if not self.began:
             self.began = True
             if warn_of_other_device(self.plan, module):
@@ -168,6 +170,7 @@ class _Session:
     def stand_in(self, forward: StandIn) -> None:
         """Put something in the place of a module's forward."""
         self.stand_ins.append(forward)
+        self.handles.append(_hook_begin(forward.module, forward.begin))
         forward.module.forward = forward
 
     def warn_once(self, of: str, what: str) -> None:
@@ -182,9 +185,10 @@ class _Session:
         _running.abandon(self)
 
     def count(self, fqn: str) -> int:
-        """The number of the call that begins now."""
-        number = self.calls.get(fqn, 0)
-        self.calls[fqn] = number + 1
+        """The number of the call that begins now, in this thread's forward if any."""
+        calls = _running.numbers.get(id(self), self.calls)
+        number = calls.get(fqn, 0)
+        calls[fqn] = number + 1
         return number
 
 
@@ -343,6 +347,7 @@ def remove(model: nn.Module) -> nn.Module:
     session = _session_of(model)
     if session is not None:
         _running.abandon(session)
+        _running.numbers.pop(id(session), None)
         for handle in session.handles:
             handle.remove()
         for one in session.stand_ins:
