@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckplan import files
+from ckplan.consistency import contradictions
 from ckplan.errors import GraphError
 from ckplan.names import relative_path
 
@@ -388,6 +389,8 @@ def _check(graph: Graph) -> None:
             raise _bad(f"call {index} covers ops [{call.start}, {call.stop})")
     _check_encodings(graph)
     _check_hazards(graph)
+    for what in contradictions(graph):
+        raise _bad(what)
 
 
 def _check_hazards(graph: Graph) -> None:

@@ -27,7 +27,8 @@ _BYTES_PER_UNIT = {
     "GiB": GIB,
     "TiB": 2**40,
 }
-_LIMIT_BYTES = 10**18
+MOST_BYTES = 10**18
+"""More is refused, in graphs and as a budget."""
 _QUANTITY = re.compile(
     r"((?:[0-9]{0,30}\.)?[0-9]{1,30}(?:e[+-]?[0-9]{1,3})?)\s*([a-z]*|%)",
     re.ASCII | re.IGNORECASE,
@@ -154,7 +155,7 @@ def _parse(
     quantity: str | int, bytes_per_unit: Mapping[str, Fraction | int], *, noun: str
 ) -> int:
     """Read a number with one of the units given, rounded down to whole bytes."""
-    if type(quantity) is int and quantity >= 0:
+    if type(quantity) is int and 0 <= quantity <= MOST_BYTES:
         return quantity
     text = str(quantity).strip()
     found = _QUANTITY.fullmatch(text)
@@ -168,7 +169,7 @@ def _parse(
     if scale is None:
         raise _unreadable(text, bytes_per_unit, noun, f"unknown unit {unit!r}", unit)
     size = Fraction(number) * scale
-    if size > _LIMIT_BYTES:
+    if size > MOST_BYTES:
         raise _unreadable(text, bytes_per_unit, noun, "too large")
     return int(size)
 

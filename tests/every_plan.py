@@ -507,7 +507,7 @@ def _ask(
         outcome.missed += 1
         return inf
     timeline, regions = found
-    seen = every.walk([_way(region) for region in regions])
+    seen = every.walk([way_of(region) for region in regions])
     if seen.peak_bytes > budget or seen.peak_bytes != timeline.peak_bytes:
         outcome.wrong.append(f"at {budget} B the walk sees {seen.peak_bytes} B")
     if abs(seen.seconds - timeline.recompute_seconds) > TOLERANCE:
@@ -569,7 +569,7 @@ def scale(graph: Graph, by: int) -> Graph:
     )
 
 
-def _way(region: Region) -> Way:
+def way_of(region: Region) -> Way:
     nest = _nest(region.inner)
     return Way(_span(region), region.save, region.encode, tuple(nest.items()))
 
