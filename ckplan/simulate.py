@@ -51,6 +51,17 @@ class Region:
     # Regions inside: what they save stays only when this one is rebuilt.
     inner: tuple[Region, ...] = ()
 
+    def moved(self, calls: int, ops: int) -> Region:
+        """The same region on another call, so many calls and ops later."""
+        return Region(
+            self.call + calls,
+            self.by,
+            frozenset([(op + ops, output) for op, output in self.save]),
+            None if self.last is None else self.last + calls,
+            frozenset([(op + ops, output) for op, output in self.encode]),
+            tuple([inner.moved(calls, ops) for inner in self.inner]),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Interval:
@@ -339,6 +350,15 @@ class Simulator:
                 yield Interval(old + 1, new, size)
         for effect in effects:
             yield from effect.made
+
+    def ends(self, storage: int) -> list[tuple[int, int]]:
+        """Half moments until which a storage is needed, and by which saved tensor.
+
+        The program itself comes first, as -1.
+        """
+        natural = self._start_and_natural_stop(storage)[1]
+        saved = [(done, index) for index, done in self._saved_of.get(storage, ())]
+        return [(natural, -1), *saved]
 
     def _start_and_natural_stop(self, storage: int) -> tuple[int, int]:
         """Half moments that a storage lives for, were it not for saved tensors."""

@@ -85,10 +85,11 @@ class ChainFrontier:
         for number, option in enumerate(link.options):
             least = max(link.gap_bytes, option.need_bytes)
             freed, seconds = option.freed_bytes, option.seconds
-            points += (
-                (max(least, bytes_ - freed), more + seconds, number, place)
-                for place, (bytes_, more, _, _) in enumerate(self._points)
-            )
+            # Of those that need no more than is needed here anyway, the last is best.
+            first = max(_last_within(self._points, least + freed), 0)
+            for place, (bytes_, more, _, _) in enumerate(self._points[first:], first):
+                needed = bytes_ - freed if bytes_ - freed > least else least
+                points.append((needed, more + seconds, number, place))
         return ChainFrontier(_best(points), link, [self])
 
     def above(self, gap_bytes: int) -> ChainFrontier:

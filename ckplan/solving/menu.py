@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from operator import add, sub
 from typing import NamedTuple, TypeAlias
 
 from ckplan.errors import PlanError
@@ -45,6 +46,15 @@ class Option:
     seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """What a region does to the step around it."""
+
+    more_bytes: list[list[int]]  # by half moment of its forward and of its backward
+    freed_bytes: int  # just before its backward
+    seconds: float
+
+
 class Menus:
     """Menus for the units of one graph."""
 
@@ -53,6 +63,8 @@ class Menus:
         self._graph = simulator.graph
         self._hulls: dict[str, list[Kept]] = {}  # by signature
         self._signatures: dict[Unit, str] = {}
+        self._rhythms: dict[tuple[object, ...], int] = {}
+        self._changes: dict[tuple[int, Region], _Change | None] = {}
 
     def options(self, unit: Unit) -> list[Option]:
         """Every way to run a unit, cheapest first; keeping everything is the first."""
@@ -66,15 +78,17 @@ class Menus:
         """Regions on a unit as options, those that free something, cheapest first."""
         view = self._simulator.view(*unit)
         windows = _windows(view)
-        keep = Option(None, self._unplanned_need(windows), 0, 0.0)
+        keep = Option(None, self._need(windows), 0, 0.0)
         if not view.packed or windows[1][0] < 0:
             return [keep]
+        rhythm = self._rhythm(unit)
         options: list[Option] = []
         for region in regions:
-            with suppress(PlanError):  # a call like this one may have lost an input
-                options.append(self._option(region, windows))
-        useful = [option for option in options if option.freed_bytes > 0]
-        return [keep, *sorted(useful, key=lambda option: option.seconds)]
+            change = self._change(rhythm, region, windows)
+            if change is not None and change.freed_bytes > 0:
+                need = self._need(windows, change.more_bytes)
+                options.append(Option(region, need, change.freed_bytes, change.seconds))
+        return [keep, *sorted(options, key=lambda option: option.seconds)]
 
     def droppable_bytes(self, call: int) -> int:
         """Bytes that a region on the call could drop at most."""
@@ -133,16 +147,76 @@ class Menus:
             self._hulls[signature] = [_kept(view, choice) for choice in hull]
         return self._hulls[signature]
 
-    def _option(self, region: Region, windows: list[tuple[int, int]]) -> Option:
+    def _change(
+        self, rhythm: int, region: Region, windows: Sequence[tuple[int, int]]
+    ) -> _Change | None:
+        """What a region changes; None if it cannot be rebuilt."""
+        start = self._graph.calls[region.call].start
+        key = rhythm, region.moved(-region.call, -start)
+        if key not in self._changes:
+            self._changes[key] = None
+            with suppress(PlanError):  # a call like this one may have lost an input
+                self._changes[key] = self._find_change(region, windows)
+        return self._changes[key]
+
+    def _find_change(
+        self, region: Region, windows: Sequence[tuple[int, int]]
+    ) -> _Change:
         between = windows[1][0] - 1  # the last op before its backward begins
         live = self._simulator.live_within(region, [*windows, (between, between)])
-        need = max(max(window, default=0) for window in live[:-1])
-        freed = self._simulator.unplanned_bytes[between] - live[-1][0]
-        return Option(region, need, freed, self._simulator.effect(region).seconds)
+        unplanned = self._simulator.unplanned_bytes
+        return _Change(
+            [
+                list(map(sub, found, unplanned[first : last + 1]))
+                for (first, last), found in zip(windows, live, strict=False)
+            ],
+            unplanned[between] - live[-1][0],
+            self._simulator.effect(region).seconds,
+        )
 
-    def _unplanned_need(self, windows: list[tuple[int, int]]) -> int:
+    def _need(
+        self,
+        windows: Sequence[tuple[int, int]],
+        more_bytes: Sequence[Sequence[int]] = (),
+    ) -> int:
+        """Most live bytes over windows, with what a region adds to them."""
         live = self._simulator.unplanned_bytes
-        return max(max(live[max(a, 0) : b + 1], default=0) for a, b in windows)
+        own = [live[max(first, 0) : last + 1] for first, last in windows]
+        if more_bytes:
+            own = [list(map(add, *pair)) for pair in zip(own, more_bytes, strict=True)]
+        return max(max(window, default=0) for window in own)
+
+    def _rhythm(self, unit: Unit) -> int:
+        """Equal for units of which like regions change the step in the same way."""
+        graph, view = self._graph, self._simulator.view(*unit)
+        windows = _windows(view)
+        (start, _), (begun, ended) = windows
+        own = {*graph.saved_in(unit[0], unit[1])}
+
+        def place(moment: int) -> int:
+            if moment < 2 * graph.num_forward:
+                return moment - start
+            return min(moment, ended + 1) - begun
+
+        ends = tuple(
+            tuple(
+                (place(moment), saved in own)
+                for moment, saved in self._simulator.ends(storage)
+            )
+            for storage in dict.fromkeys(view.flow.storage_of)
+        )
+        changed = any(
+            graph.is_changed(storage, view.stop, ended // 2 + 1)
+            for storage in view.flow.current
+        )
+        found = (
+            self.signature(unit),
+            unit if changed else None,  # what is overwritten may be needed until then
+            tuple(last - first for first, last in windows),
+            tuple((place(2 * s.wanted), place(2 * s.done)) for _, s, _ in view.packed),
+            ends,
+        )
+        return self._rhythms.setdefault(found, len(self._rhythms))
 
 
 def _most_cuts(view: RegionView) -> int:

@@ -101,19 +101,8 @@ class Nesting:
 
     def _moved(self, region: Region, like: Unit, unit: Unit) -> Region:
         """The same region on another unit that does the same."""
-        calls = unit[0] - like[0]
-        ops = self._graph.calls[unit[0]].start - self._graph.calls[like[0]].start
-
-        def move(one: Region) -> Region:
-            return replace(
-                one,
-                call=one.call + calls,
-                last=None if one.last is None else one.last + calls,
-                save=frozenset((op + ops, output) for op, output in one.save),
-                inner=tuple(map(move, one.inner)),
-            )
-
-        return move(region) if calls or ops else region
+        starts = [self._graph.calls[call].start for call, _ in (like, unit)]
+        return region.moved(unit[0] - like[0], starts[1] - starts[0])
 
 
 class _Inside:

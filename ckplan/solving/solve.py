@@ -263,7 +263,7 @@ class Planner:
             if not low <= target <= high:
                 break
             plan = next(chain.cheapest_first(target))
-            found = min(self._replays(plan), key=lambda found: found[0].peak_bytes)
+            found = self._smaller(plan, budget_bytes)
             excess = found[0].peak_bytes - budget_bytes
             if excess <= 0:
                 best = min(best or found, found, key=_rank)
@@ -274,6 +274,15 @@ class Planner:
             step *= 2
         if best is not None:
             yield best
+
+    def _smaller(self, plan: Sequence[Choice], budget_bytes: int) -> _Found:
+        """The first replay of a plan that fits, or that of the smallest peak."""
+        found: list[_Found] = []
+        for replay in self._replays(plan):
+            found.append(replay)
+            if replay[0].peak_bytes <= budget_bytes:
+                return replay
+        return min(found, key=lambda replay: replay[0].peak_bytes)
 
     def _replays(self, plan: Sequence[Choice]) -> Iterator[_Found]:
         """A plan tidied, and as it is."""
