@@ -422,12 +422,17 @@ class RegionView:
         return 2 * self.start, 2 * self.stop - 1
 
     def backward_window(self) -> tuple[int, int]:
-        """Half moments from the first wanted saved tensor on; (-1, -1) if none is."""
-        wanted = [saved.wanted for _, saved, _ in self.packed if saved.wanted >= 0]
-        if not wanted:
-            return -1, -1
-        last = max(saved.done for _, saved, _ in self.packed)
-        return 2 * min(wanted), 2 * last + 1
+        """Half moments from the first wanted saved tensor on.
+
+        If none is wanted, those at which backward drops what was made inside; (-1, -1)
+        if there is nothing of the kind, either.
+        """
+        spans = [(s.wanted, s.done) for s in self.saves if s.wanted >= 0]
+        if not spans:
+            spans = [(s.done, s.done) for _, s, _ in self.packed]
+        first = min((start for start, _ in spans), default=-1)
+        last = max((stop for _, stop in spans), default=-1)
+        return (2 * first, 2 * last + 1) if spans else (-1, -1)
 
     def external(self) -> set[int]:
         """Storages that the call reads, did not make, and that die during the step."""

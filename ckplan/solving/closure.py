@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ckplan.graph import Encoding
 from ckplan.program import EXTERNAL, Flow
@@ -41,6 +41,17 @@ class Choice:
     encoded: frozenset[int]  # kept in a smaller form
     kept_bytes: int
     nanoseconds: int  # of ops that run again, and of encoding and decoding
+
+    def holding(self, num_bytes: int) -> Choice:
+        """It needs more bytes."""
+        return replace(self, kept_bytes=self.kept_bytes + num_bytes)
+
+    def taking(self, nanoseconds: int) -> Choice:
+        """It takes longer."""
+        return replace(self, nanoseconds=self.nanoseconds + nanoseconds)
+
+
+_NOTHING = Choice(frozenset(), frozenset(), 0, 0)
 
 
 class Closure:
@@ -75,6 +86,7 @@ class Closure:
         self._nodes: dict[tuple[str, int], int] = {}
         self._times: dict[int, int] = {}
         stack = list(dict.fromkeys(wanted))
+        self._wanted = tuple(stack)
         for value in stack:
             self._edge(SOURCE, self._node("value", value), ("fixed", value))
         seen = set(stack)
@@ -156,6 +168,47 @@ class Closure:
                     width = b.kept_bytes - a.kept_bytes
                     heapq.heappush(gaps, (width, 2 * cut + (a is fast), a, b))
         return sorted(found, key=lambda choice: (choice.nanoseconds, choice.kept_bytes))
+
+    def every(self, most: int) -> list[Choice]:
+        """All choices of which no part is idle, fewest seconds first.
+
+        Going back from the last op, every value that is wanted by then is kept, kept in
+        a smaller form, or made again, which makes its maker's inputs wanted.
+
+        Args:
+            most: How many are worth listing; none is returned if there are more.
+        """
+        makers, order = self._flow.maker_of, self._before
+        found: dict[Choice, None] = {}
+        stack = [(frozenset(self._wanted), frozenset[int](), _NOTHING)]
+        while stack and len(found) <= most:
+            wanted, ran, choice = stack.pop()
+            if not wanted:
+                found[choice] = None
+                continue
+            value = max(wanted, key=order)
+            maker, left = makers[value], wanted - {value}
+            if value in self._bytes:
+                held = choice.holding(self._bytes[value])
+                kept = replace(held, kept=choice.kept | {value})
+                stack.append((left, ran, held if maker == EXTERNAL else kept))
+            if value in self._encodings:
+                size, coding = self._encodings[value].bytes, self._coding_time(value)
+                coded = choice.holding(size).taking(coding)
+                encoded = coded.encoded | {value}
+                stack.append((left, ran, replace(coded, encoded=encoded)))
+            if maker in ran:
+                stack.append((left, ran, choice))
+            elif maker != EXTERNAL:
+                needed, again = self._flow.inputs[maker], self._times[maker]
+                rerun = choice.taking(again)
+                stack.append((left.union(needed), ran | {maker}, rerun))
+        if len(found) > most:
+            return []
+        return sorted(found, key=lambda c: (c.nanoseconds, c.kept_bytes))
+
+    def _before(self, value: int) -> tuple[int, int]:
+        return self._flow.maker_of[value], value
 
     def at_slope(self, fast: Choice, small: Choice) -> Choice | None:
         """A vertex below the line through two others, if there is one."""

@@ -9,7 +9,7 @@ runs, which keep only what enters them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -40,6 +40,16 @@ class Node:
     def unit(self) -> Unit:
         """The call as one unit."""
         return self.call, None
+
+
+def all_nodes(graph: Graph) -> tuple[Node, ...]:
+    """The outermost calls with saved tensors, all divided, in forward order."""
+
+    def nodes(calls: Iterable[int]) -> tuple[Node, ...]:
+        found = (call for call in calls if graph.saved_in(call))
+        return tuple(Node(call, nodes(graph.children[call])) for call in found)
+
+    return nodes(graph.children[OUTSIDE_CALLS])
 
 
 def find_nodes(graph: Graph, menus: Menus) -> tuple[Node, ...]:
@@ -73,11 +83,22 @@ def leaves(nodes: Sequence[Node]) -> Iterator[Unit]:
 
 
 def tree_frontier(
-    simulator: Simulator, nodes: Sequence[Node], options: _Options
+    simulator: Simulator,
+    nodes: Sequence[Node],
+    options: _Options,
+    *,
+    runs: bool = False,
 ) -> ChainFrontier:
-    """The frontier over all ways to divide calls."""
+    """The frontier over all ways to divide calls, and to put them together to runs.
+
+    Args:
+        simulator: Of the graph.
+        nodes: The outermost calls.
+        options: The menu of a unit.
+        runs: Whether every run of siblings may be a unit, too.
+    """
     everywhere = [(0, len(simulator.unplanned_bytes) - 1)]
-    return _divided(simulator, nodes, options, everywhere, None)
+    return _divided(simulator, nodes, options, everywhere, None, runs=runs)
 
 
 def _divided(
@@ -86,19 +107,26 @@ def _divided(
     options: _Options,
     windows: Sequence[tuple[int, int]],
     tail: ChainFrontier | None,
+    *,
+    runs: bool,
 ) -> ChainFrontier:
     """F before the first node; ``tail`` is F after the last, if there is any."""
     gaps = _gaps(simulator, [node.unit for node in nodes], windows)
-    found = tail.above(gaps[-1]) if tail else ChainFrontier.end(gaps[-1])
-    for node, gap in zip(reversed(nodes), reversed(gaps[:-1]), strict=True):
-        whole = found.before(Link(node.unit, options(node.unit), gap))
+    after = [tail.above(gaps[-1]) if tail else ChainFrontier.end(gaps[-1])]
+    for place in range(len(nodes) - 1, -1, -1):
+        node, gap = nodes[place], gaps[place]
+        ways = [after[0].before(Link(node.unit, options(node.unit), gap))]
         if node.parts:
             view = simulator.view(*node.unit)
             own = [view.forward_window(), view.backward_window()]
-            parts = _divided(simulator, node.parts, options, own, found)
-            whole = ChainFrontier.either([whole, parts.above(gap)])
-        found = whole
-    return found
+            parts = _divided(simulator, node.parts, options, own, after[0], runs=runs)
+            ways.append(parts.above(gap))
+        for last, found in enumerate(after[1:] if runs else (), place + 1):
+            if are_siblings(simulator.graph, node.call, nodes[last].call):
+                run = (node.call, nodes[last].call)
+                ways.append(found.before(Link(run, options(run), gap)))
+        after.insert(0, ChainFrontier.either(ways))
+    return after[0]
 
 
 def run_covers(graph: Graph, menus: Menus) -> dict[int, list[tuple[Unit, ...]]]:
@@ -119,7 +147,7 @@ def run_covers(graph: Graph, menus: Menus) -> dict[int, list[tuple[Unit, ...]]]:
             if menus.droppable_bytes(call) > share * total and len(children) > 1:
                 stack += reversed(children)
             elif graph.saved_in(call):
-                if groups[-1] and not _siblings(graph, groups[-1][-1], call):
+                if groups[-1] and not are_siblings(graph, groups[-1][-1], call):
                     groups.append([])
                 groups[-1].append(call)
         longest = max(map(len, groups))
@@ -129,7 +157,8 @@ def run_covers(graph: Graph, menus: Menus) -> dict[int, list[tuple[Unit, ...]]]:
     return {length: list(covers) for length, covers in sorted(found.items())}
 
 
-def _siblings(graph: Graph, one: int, other: int) -> bool:
+def are_siblings(graph: Graph, one: int, other: int) -> bool:
+    """Whether a run may begin with one call and end with the other."""
     parent = graph.calls[one].parent
     return parent == graph.calls[other].parent != OUTSIDE_CALLS
 

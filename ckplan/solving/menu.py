@@ -2,7 +2,8 @@
 
 Options are the vertices of the lower convex hull of (bytes kept, seconds run again)
 over all sets of values to keep (``closure.py``), from keeping all that is cheap to
-rebuild nothing, to keeping nothing. Units that do the same share one search.
+rebuild nothing, to keeping nothing; in small steps, all sets. Units that do the same
+share one search.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from ckplan.simulate import RERUN, Region, RegionView, Simulator
 from ckplan.solving.closure import NANOSECOND, Choice, Closure
 
 _FEWEST_CUTS, _MOST_CUTS, _CUTS_TIMES_STEPS = 4, 40, 2500
+_TRIED_TIMES_STEPS = 2500  # sets of values to keep, where they are all tried
 
 Unit: TypeAlias = tuple[int, int | None]
 """What can be a region: a call, and the last one if it is a run of siblings."""
@@ -58,8 +60,15 @@ class _Change:
 class Menus:
     """Menus for the units of one graph."""
 
-    def __init__(self, simulator: Simulator) -> None:
+    def __init__(self, simulator: Simulator, *, small: bool = False) -> None:
+        """Menus that are found as they are asked for.
+
+        Args:
+            simulator: Of the graph.
+            small: Whether few units are there, so that every set can be tried.
+        """
         self._simulator = simulator
+        self._small = small
         self._graph = simulator.graph
         self._hulls: dict[str, list[Kept]] = {}  # by signature
         self._signatures: dict[Unit, str] = {}
@@ -69,6 +78,15 @@ class Menus:
     def options(self, unit: Unit) -> list[Option]:
         """Every way to run a unit, cheapest first; keeping everything is the first."""
         return self.useful(unit, (self._region(unit, k) for k in self._kept(unit)))
+
+    def every(self, unit: Unit, most: int) -> list[Region]:
+        """A region for every set of values to keep; none if there are too many."""
+        view = self._simulator.view(*unit)
+        if not view.packed:
+            return []
+        choices = unit_closure(self._graph, view).every(most)
+        found = dict.fromkeys(_kept(view, choice) for choice in choices)
+        return [self._region(unit, kept) for kept in found]
 
     def whole(self, unit: Unit) -> list[Option]:
         """The two ways of everyday practice: keep everything, or run it all again."""
@@ -88,7 +106,7 @@ class Menus:
             if change is not None and change.freed_bytes > 0:
                 need = self._need(windows, change.more_bytes)
                 options.append(Option(region, need, change.freed_bytes, change.seconds))
-        return [keep, *sorted(options, key=lambda option: option.seconds)]
+        return [keep, *_not_behind(options)]
 
     def droppable_bytes(self, call: int) -> int:
         """Bytes that a region on the call could drop at most."""
@@ -143,8 +161,11 @@ class Menus:
         signature = self.signature(unit)
         if signature not in self._hulls:
             view = self._simulator.view(*unit)
-            hull = unit_closure(self._graph, view).hull(_most_cuts(view))
-            self._hulls[signature] = [_kept(view, choice) for choice in hull]
+            closure, steps = unit_closure(self._graph, view), len(view.flow.inputs)
+            most = _TRIED_TIMES_STEPS // steps if self._small else 0
+            choices = closure.every(most) or closure.hull(_most_cuts(view))
+            found = (_kept(view, choice) for choice in choices)
+            self._hulls[signature] = list(dict.fromkeys(found))
         return self._hulls[signature]
 
     def _change(
@@ -217,6 +238,18 @@ class Menus:
             ends,
         )
         return self._rhythms.setdefault(found, len(self._rhythms))
+
+
+def _not_behind(options: Sequence[Option]) -> list[Option]:
+    """Those than which none is better in everything, the cheapest first."""
+    kept: list[Option] = []
+    for one in sorted(options, key=lambda o: (o.seconds, o.need_bytes, -o.freed_bytes)):
+        if not any(
+            other.need_bytes <= one.need_bytes and other.freed_bytes >= one.freed_bytes
+            for other in kept
+        ):
+            kept.append(one)
+    return kept
 
 
 def _most_cuts(view: RegionView) -> int:

@@ -14,13 +14,13 @@ region alone, in place of the unplanned step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
 from ckplan.errors import PlanError
 from ckplan.simulate import Region, Simulator
-from ckplan.solving.chain import Link, regions_of, solve_chain
+from ckplan.solving.chain import ChainFrontier, Link, regions_of
 from ckplan.solving.menu import Menus, Option, Unit
 
 _MOST_PARTS = 12  # of a run, each call by itself; longer ones are cut into runs
@@ -32,10 +32,19 @@ _MOST_PLANS = 6  # of the inside of one unit
 class Nesting:
     """Options with regions inside, for the units of one graph."""
 
-    def __init__(self, simulator: Simulator, menus: Menus) -> None:
+    def __init__(self, simulator: Simulator, menus: Menus, *, small: bool) -> None:
+        """Options that are found as they are asked for.
+
+        Args:
+            simulator: Of the graph.
+            menus: Of the same.
+            small: Whether the step is: all runs of parts are parts then, and every
+                plan of the inside counts. Of a uniform chain this is Revolve's optimum.
+        """
         self._simulator = simulator
         self._graph = simulator.graph
         self._menus = menus
+        self._small = small
         self._found: dict[str, tuple[Unit, list[Region]]] = {}  # by signature
 
     def options(self, unit: Unit) -> list[Option]:
@@ -51,6 +60,7 @@ class Nesting:
 
     def regions(self, unit: Unit, level: int = 1) -> list[Region]:
         """Regions on a unit with regions inside, those that hold least first."""
+        level = 1 if self._small else level  # their parts are fewer every time
         signature = f"{self._menus.signature(unit)} {level}"
         if signature not in self._found:
             self._found[signature] = unit, self._regions(unit, level)
@@ -66,13 +76,8 @@ class Nesting:
             return []
         if len(inside.parts) < 2:
             return []
-        links = [
-            Link(part, inside.options(place, self._choices(part, level)), gap)
-            for place, (part, gap) in enumerate(
-                zip(inside.parts, inside.gaps, strict=False)
-            )
-        ]
-        plans = solve_chain(links, inside.gaps[-1]).spread(_MOST_PLANS)
+        found = inside.frontier(lambda p: self._choices(p, level), runs=self._small)
+        plans = found.smallest_first() if self._small else found.spread(_MOST_PLANS)
         insides = filter(None, map(regions_of, plans))
         return [replace(whole, inner=inner) for inner in insides]
 
@@ -80,7 +85,8 @@ class Nesting:
         """What can be done with a part while what is around it is rebuilt."""
         flat = [option.region for option in self._menus.options(part)]
         plain = [region for region in flat if region and not region.encode]
-        yield from plain[:: max(1, len(plain) // _MOST_FLAT)]
+        step = 1 if self._small else max(1, len(plain) // _MOST_FLAT)
+        yield from plain[::step]
         yield Region(part[0], last=part[1])
         yield from self.regions(part, level + 1)
 
@@ -116,18 +122,41 @@ class _Inside:
         first, last = simulator.view(whole.call, whole.last).backward_window()
         (self.live,) = simulator.live_within(whole, [(first, last)])
         self._start = max(first, 0)
-        self._windows: list[tuple[int, int]] = []
-        self.parts: list[Unit] = []
-        for part in parts:
-            window = simulator.view(*part).backward_window()
-            if window[0] >= 0:
-                self.parts.append(part)
-                self._windows.append(window)
-        self.gaps = self._gaps()
+        windows = [(part, simulator.view(*part).backward_window()) for part in parts]
+        self._windows = [window for _, window in windows if window[0] >= 0]
+        self.parts = [part for part, window in windows if window[0] >= 0]
 
-    def options(self, place: int, regions: Iterator[Region]) -> list[Option]:
-        """Everything kept, and what each of the regions on a part does instead."""
-        first, last = self._windows[place]
+    def frontier(
+        self, choices: Callable[[Unit], Iterable[Region]], *, runs: bool
+    ) -> ChainFrontier:
+        """The frontier over what can be done with the parts.
+
+        Args:
+            choices: Regions on a part.
+            runs: Whether every run of parts may be a part, too.
+        """
+        gaps = self._gaps()
+        after = [ChainFrontier.end(gaps[-1])]
+        for place in range(len(self.parts) - 1, -1, -1):
+            ways: list[ChainFrontier] = []
+            for last in range(place, len(self.parts) if runs else place + 1):
+                unit = self._run(place, last)
+                if unit != (self._whole.call, self._whole.last):
+                    options = self._options(unit, choices(unit))
+                    link = Link(unit, options, gaps[place])
+                    ways.append(after[last - place].before(link))
+            after.insert(0, ChainFrontier.either(ways))
+        return after[0]
+
+    def _run(self, place: int, last: int) -> Unit:
+        if last == place:
+            return self.parts[place]
+        call, end = self.parts[last]
+        return self.parts[place][0], call if end is None else end
+
+    def _options(self, unit: Unit, regions: Iterable[Region]) -> list[Option]:
+        """Everything kept, and what each of the regions on a unit does instead."""
+        first, last = self._simulator.view(*unit).backward_window()
         between = max(first - 1, self._start)
         kept = self.live[first - self._start : last - self._start + 1]
         options = [Option(None, max(kept, default=0), 0, 0.0)]

@@ -18,7 +18,14 @@ from ckplan.simulate import Region, Simulator, Timeline
 from ckplan.solving.baselines import baselines, can_be_done
 from ckplan.solving.bound import LowerBound
 from ckplan.solving.chain import ChainFrontier, Choice, regions_of
-from ckplan.solving.covers import chain_of, find_nodes, run_covers, tree_frontier
+from ckplan.solving.covers import (
+    all_nodes,
+    chain_of,
+    find_nodes,
+    run_covers,
+    tree_frontier,
+)
+from ckplan.solving.exhaustive import try_all
 from ckplan.solving.menu import Menus, Unit
 from ckplan.solving.nesting import Nesting
 from ckplan.solving.solution import Floor, Point, Solution
@@ -35,6 +42,9 @@ _TIMES_ROOT = (
     2.5  # of how many calls there are: longer runs hold more than shorter ones
 )
 _ROOTS = (4, 3, 2)  # of how many calls there are: lengths of runs with regions inside
+_FEW_OPS = 64
+"""Of a step small enough to try every set of values to keep, every run of calls, and
+regions inside regions everywhere."""
 GOALS = (None, "min-memory", "knee")
 METHODS = ("chain", "milp")
 
@@ -49,10 +59,9 @@ class Planner:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.simulator = Simulator(graph)
-        self.menus = Menus(self.simulator)
+        self._is_small = len(graph.ops) <= _FEW_OPS
+        self.menus = Menus(self.simulator, small=self._is_small)
         self.unplanned = self.simulator.run()
-        nodes = find_nodes(graph, self.menus)
-        self._tree = tree_frontier(self.simulator, nodes, self.menus.options)
 
     def solve(self, budget_bytes: int) -> Solution:
         """Find the cheapest plan whose simulated peak is within a budget.
@@ -150,7 +159,8 @@ class Planner:
     @cached_property
     def _least(self) -> _Found:
         """The plan that reaches the floor."""
-        return self._smallest(self._chains)
+        found = [self._smallest(self._chains), *self._tried]
+        return min(found, key=lambda plan: plan[0].peak_bytes)
 
     def within(self, budget_bytes: int) -> _Found | None:
         """The cheapest plan that fits, as its timeline and its regions."""
@@ -161,13 +171,38 @@ class Planner:
             for chain in self._chains
             for plan in self._cheapest(chain, budget_bytes)
         ]
-        if self._least[0].peak_bytes <= budget_bytes:
-            found.append(self._least)
+        tried = [*self._tried, self._least]
+        found += (one for one in tried if one[0].peak_bytes <= budget_bytes)
         return min(found, key=_rank, default=None)
+
+    @cached_property
+    def _tree(self) -> ChainFrontier:
+        if self._is_small:
+            nodes, options = all_nodes(self.graph), self._nesting.options
+        else:
+            nodes, options = find_nodes(self.graph, self.menus), self.menus.options
+        return tree_frontier(self.simulator, nodes, options, runs=self._is_small)
+
+    @cached_property
+    def _tried(self) -> list[_Found]:
+        """The best plans of all, if the step is so small that all can be tried."""
+        return self._all_nested or self._all(nested=False)
+
+    @cached_property
+    def _all_nested(self) -> list[_Found]:
+        return self._all(nested=True)
+
+    def _all(self, *, nested: bool) -> list[_Found]:
+        if not self._is_small:
+            return []
+        nodes = all_nodes(self.graph)
+        return try_all(self.simulator, self.menus, nodes, nested=nested)
 
     @cached_property
     def _chains(self) -> list[ChainFrontier]:
         """What is searched: wider spaces only where they free much more."""
+        if self._is_small:
+            return [] if self._all_nested else [self._tree]
         found = [self._tree, *(self._of_runs if self._runs_pay else ())]
         return [*found, *(self._of_nests if self._nesting_pays else ())]
 
@@ -218,7 +253,7 @@ class Planner:
 
     @cached_property
     def _nesting(self) -> Nesting:
-        return Nesting(self.simulator, self.menus)
+        return Nesting(self.simulator, self.menus, small=self._is_small)
 
     @cached_property
     def _of_nests(self) -> list[ChainFrontier]:

@@ -1,0 +1,116 @@
+"""Every plan of a step so small that all of them can be replayed.
+
+The recurrence of ``chain.py`` adds up what units free, as if each were alone. In a step
+of a few ops, where two units share most of what there is, that is too coarse, and
+trying everything is quick: every set of values to keep on every call and every run of
+siblings, and regions inside regions where there are few enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import product
+from typing import TypeAlias
+
+from ckplan.errors import PlanError
+from ckplan.simulate import Region, Simulator, Timeline
+from ckplan.solving.covers import Node, are_siblings
+from ckplan.solving.menu import Menus, Unit
+
+MOST_PLANS = 4000
+
+_Plan: TypeAlias = tuple[Region, ...]
+
+
+class _TooManyError(Exception):
+    """There are more plans than it is worth to try."""
+
+
+def try_all(
+    simulator: Simulator, menus: Menus, nodes: Sequence[Node], *, nested: bool
+) -> list[tuple[Timeline, _Plan]]:
+    """Replays of which none needs less and costs less, the smallest first.
+
+    Args:
+        simulator: Of the graph.
+        menus: Of the same.
+        nodes: All its calls.
+        nested: Whether there may be regions inside regions.
+
+    Returns:
+        None of them if there are too many plans.
+    """
+    with suppress(_TooManyError):
+        plans = _Every(simulator, menus, nested=nested).of_siblings(nodes)
+        return _not_behind(simulator, plans)
+    return []
+
+
+def _not_behind(
+    simulator: Simulator, plans: Sequence[_Plan]
+) -> list[tuple[Timeline, _Plan]]:
+    found: list[tuple[Timeline, _Plan]] = []
+    for plan in plans:
+        with suppress(PlanError):
+            found.append((simulator.run(plan), plan))
+    found.sort(key=lambda one: (one[0].peak_bytes, one[0].recompute_seconds))
+    kept: list[tuple[Timeline, _Plan]] = []
+    for timeline, plan in found:
+        if not kept or timeline.recompute_seconds < kept[-1][0].recompute_seconds:
+            kept.append((timeline, plan))
+    return kept
+
+
+class _Every:
+    """All plans for parts of a step."""
+
+    def __init__(self, simulator: Simulator, menus: Menus, *, nested: bool) -> None:
+        self._simulator = simulator
+        self._menus = menus
+        self._nested = nested
+
+    def of_siblings(
+        self, nodes: Sequence[Node], around: Unit | None = None
+    ) -> list[_Plan]:
+        """Plans for siblings, nothing among them.
+
+        Args:
+            nodes: The siblings, in forward order.
+            around: A unit that they make up, and that is to be no region here.
+        """
+        after: list[list[_Plan]] = [[()]]
+        for place in range(len(nodes) - 1, -1, -1):
+            node = nodes[place]
+            mine = self._beside(self.of_siblings(node.parts), after[0])
+            for last in range(place, len(nodes)):
+                together = nodes[place : last + 1]
+                unit = (node.call, None if last == place else nodes[last].call)
+                if unit != around and (
+                    last == place
+                    or are_siblings(self._simulator.graph, node.call, nodes[last].call)
+                ):
+                    regions = [(region,) for region in self._of_unit(unit, together)]
+                    mine += self._beside(regions, after[last - place])
+            after.insert(0, mine)
+        return after[0]
+
+    def _of_unit(self, unit: Unit, nodes: Sequence[Node]) -> Iterator[Region]:
+        flat = self._menus.every(unit, MOST_PLANS)
+        if not flat and self._simulator.view(*unit).packed:
+            raise _TooManyError
+        inside: list[_Plan] = [()]
+        if self._nested:
+            parts = nodes[0].parts if unit[1] is None else nodes
+            plans = self.of_siblings(parts, around=unit)
+            inside = [plan for plan in plans if not any(one.encode for one in plan)]
+        if len(flat) * len(inside) > MOST_PLANS:
+            raise _TooManyError
+        for region, plan in product(flat, inside):
+            yield replace(region, inner=plan)
+
+    def _beside(self, some: Sequence[_Plan], others: Sequence[_Plan]) -> list[_Plan]:
+        if len(some) * len(others) > MOST_PLANS:
+            raise _TooManyError
+        return [one + other for one, other in product(some, others)]
