@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from math import comb
 from random import Random
 
 import graphs
@@ -113,3 +114,55 @@ def test_memory_grows_far_slower_than_depth() -> None:
     """Keeping every boundary grows linearly: four times as many blocks, four times."""
     floors = [Planner(deep(num_blocks)).floor.peak_bytes for num_blocks in (16, 64)]
     assert floors[1] < 1.6 * floors[0]
+
+
+def uniform(length: int) -> graphs.Graph:
+    """Blocks of one op that saves what it reads, and nothing else."""
+    forward = graphs.Forward()
+    x = forward.given(10)
+    with forward.call("", module="Root"):
+        for number in range(length):
+            with forward.call(f"{number}", module="Block"):
+                (x,) = forward.op("f", [x], makes=[10], saves=[x])
+    forward.op("mean", [x], makes=[0])
+    return forward.graph()
+
+
+def steps_of_revolve(length: int, slots: int) -> int:
+    """Forward steps that reversing a chain takes with so many checkpoints.
+
+    The binomial numbers of A. Griewank, A. Walther, "Algorithm 799: Revolve", 2000;
+    the start of the chain is one of the checkpoints.
+    """
+    repeats = 0
+    while comb(slots + repeats, slots) < length:
+        repeats += 1
+    return repeats * length - comb(slots + repeats, slots + 1)
+
+
+@pytest.mark.parametrize(
+    "length",
+    [*range(2, 10), *(pytest.param(n, marks=pytest.mark.slow) for n in range(10, 17))],
+)
+def test_uniform_chains_reach_the_binomial_numbers_at_every_memory_size(
+    length: int,
+) -> None:
+    graph = uniform(length)
+    planner = Planner(graph)
+    least = min(planner.unplanned.peak_bytes, 40)  # x, what two ops make, a gradient
+    assert planner.floor.peak_bytes == least
+    for slots in range(1, length):
+        timeline, _ = planner.within(least + 10 * (slots - 1)) or pytest.fail("no plan")
+        extra = steps_of_revolve(length, slots) - (length - 1)
+        assert timeline.recompute_seconds == extra, slots
+
+
+def test_what_backward_drops_without_a_look_is_dropped_at_once() -> None:
+    graph = uniform(3)
+    saved = list(graph.saved)
+    saved[2] = replace(saved[2], wanted=-1, done=len(graph.ops) - 1)
+    graph = replace(graph, saved=tuple(saved))
+    planner = Planner(graph)
+    assert planner.unplanned.peak_bytes == 50
+    timeline, _ = planner.within(40) or pytest.fail("no plan")
+    assert timeline.recompute_seconds == 0

@@ -32,7 +32,9 @@ _MOST_PLANS = 6  # of the inside of one unit
 class Nesting:
     """Options with regions inside, for the units of one graph."""
 
-    def __init__(self, simulator: Simulator, menus: Menus, *, small: bool) -> None:
+    def __init__(
+        self, simulator: Simulator, menus: Menus, *, small: bool = False
+    ) -> None:
         """Options that are found as they are asked for.
 
         Args:
@@ -100,7 +102,7 @@ class Nesting:
             calls = [one for one in siblings if call <= one <= last]
         calls = [one for one in calls if self._graph.saved_in(one)]
         length = 1
-        while len(calls) > _MOST_PARTS * length:
+        while len(calls) > _MOST_PARTS * length and not self._small:
             length = -(-len(calls) // _MOST_PARTS) if length == 1 else length + 1
         runs = (calls[at : at + length] for at in range(0, len(calls), length))
         return [(run[0], run[-1] if len(run) > 1 else None) for run in runs]
