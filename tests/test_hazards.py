@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.utils.parametrizations import spectral_norm
 
+import ckplan
 from ckplan import applying
 from ckplan.applying import calls, forwards, recompute, record
 from ckplan.applying import rerun as rerunning
@@ -27,6 +28,8 @@ from ckplan.errors import ApplyError
 from ckplan.names import OpName
 from ckplan.plan import Plan, PlannedRegion
 from ckplan.program import Rebuild
+from ckplan.resolve import resolve
+from ckplan.simulate import Simulator
 
 WAYS = ("program", "rerun")
 BOTH = pytest.mark.parametrize("by", WAYS)
@@ -733,6 +736,36 @@ def test_a_deep_copy_runs_its_own_weights(by: str) -> None:
         patch.setattr(forwards.StandIn, "begin", nothing)
         with unguarded(forwards.StandIn, "__deepcopy__", lambda one, _: one):
             run()
+
+
+@BOTH
+def test_a_capture_of_a_cuda_graph_is_an_error_that_says_so(
+    by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    device = torch.device("cuda", 0)
+    with pytest.raises(ApplyError, match="cuda:0 while a CUDA graph is captured"):
+        if by == "program":
+            recompute.random_state(device, None)
+        else:
+            rerunning._Cuda(device).state()
+
+
+def test_what_only_costs_is_never_planned() -> None:
+    """No region in a frozen prefix, or of calls that only look at a tensor."""
+    layers = [nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4)]
+    model = nn.Sequential(*layers, nn.Sequential(nn.Flatten(), nn.Identity()))
+    model[:2].requires_grad_(False)
+    graph = ckplan.profile(model, torch.randn(512, 64), replay=False)
+    simulator = Simulator(graph)
+    frozen = {"0", "0.0", "0.1", "1", "1.0", "1.1"}
+    looking = {"4", "4.0", "4.1"}
+    plans = [ckplan.solve(graph, max_overhead=share) for share in (0.05, 0.2, 0.5)]
+    regions = [region for plan in plans for region in resolve(plan, graph)]
+    assert regions
+    for region in regions:
+        assert graph.calls[region.call].fqn not in frozen | looking
+        assert simulator.effect(region).dropped
 
 
 @BOTH

@@ -327,8 +327,23 @@ def random_state(
     if generator is not None:
         return generator.get_state()
     if device.type == "cuda":
-        return torch.cuda.get_rng_state(device)
+        return cuda_random_state(device)
     return torch.get_rng_state()
+
+
+def cuda_random_state(device: torch.device) -> torch.Tensor:
+    """The state of a GPU's own generator.
+
+    Raises:
+        ApplyError: A CUDA graph is being captured, which cannot keep it.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        raise ApplyError(
+            f"cannot keep the random state of {device} while a CUDA graph is captured",
+            needed="a forward outside of the capture, or one that draws nothing",
+            hint="take the plan off to capture: ckplan.remove(model)",
+        )
+    return torch.cuda.get_rng_state(device)
 
 
 def _set_random_state(

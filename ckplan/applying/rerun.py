@@ -35,6 +35,7 @@ from ckplan.applying.calls import (
     switches,
     version_of,
 )
+from ckplan.applying.recompute import cuda_random_state
 from ckplan.errors import ApplyError
 
 _REGISTRIES = frozenset(vars(nn.Module())) - {"training"}
@@ -273,7 +274,7 @@ class _Cuda(_Torch):
     device: torch.device
 
     def state(self) -> Any:
-        return torch.cuda.get_rng_state(self.device)
+        return cuda_random_state(self.device)
 
     def put(self, state: Any) -> None:
         torch.cuda.set_rng_state(state, self.device)
