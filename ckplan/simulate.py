@@ -443,6 +443,11 @@ class RegionView:
             if not self.inside(storage) and storages[storage].maker != BEFORE_STEP
         }
 
+    def buffers(self) -> list[int]:
+        """Storages of buffers that the call reads or changes."""
+        storages = self.graph.storages
+        return [s for s in self.flow.current if storages[s].kind == "buffer"]
+
     def changed_inputs(self, before: int) -> set[int]:
         """Those among ``external()`` that are not what they were when forward began."""
         graph = self.graph
@@ -750,11 +755,7 @@ def _rerun_effect(view: RegionView, region: Region) -> Effect:
     last = max((saved.done for saved in view.saves), default=-1)
     for storage in view.external() if view.saves else ():
         effect.hold(storage, 2 * last + 1)
-    ops = view.graph.ops[view.start : view.stop]
-    if view.saves and any(op.random for op in ops):
-        size = random_state_bytes(view.graph)
-        state = Interval(2 * view.start + 1, 2 * last + 1, size)
-        effect.made.append(state)
+    effect.made += _world(view, 2 * last + 1)
     wanted = [saved.wanted for saved in view.saves if saved.wanted >= 0]
     if wanted:
         lost = view.changed_inputs(min(wanted))
@@ -762,6 +763,22 @@ def _rerun_effect(view: RegionView, region: Region) -> Effect:
             raise _not_rebuildable(view, lost)
         _run_again(view, min(wanted), effect)
     return effect
+
+
+def _world(view: RegionView, until: int) -> Iterator[Interval]:
+    """Copies of what a forward may change, to be put back before it runs again.
+
+    What it did change is kept until a half moment, else until forward is over.
+    """
+    ops, (_, over) = view.graph.ops[view.start : view.stop], view.forward_window()
+    begin = 2 * view.start + 1
+    drew = any(op.random for op in ops)
+    state_bytes = random_state_bytes(view.graph)
+    yield Interval(begin, max(until, over) if drew else over, state_bytes)
+    for storage in view.buffers():
+        changed = view.graph.is_changed(storage, view.start, view.stop)
+        size = view.graph.storages[storage].bytes
+        yield Interval(begin, max(until, over) if changed else over, size)
 
 
 def _run_again(view: RegionView, first: int, effect: Effect) -> None:
@@ -772,7 +789,12 @@ def _run_again(view: RegionView, first: int, effect: Effect) -> None:
         if saved.done >= first:
             until[saved.storage] = max(until.get(saved.storage, 0), saved.done)
     gap = 2 * first
-    alive = most_bytes = sum(one.bytes for one in effect.made)  # the random state
+    found = random_state_bytes(graph) + sum(
+        graph.storages[storage].bytes for storage in view.buffers()
+    )
+    effect.made.append(Interval(gap, gap, found))  # to be put back afterwards
+    alive = sum(one.bytes for one in effect.made if one.start <= gap <= one.stop)
+    most_bytes = alive
     born: dict[int, Interval] = {}  # storages that nobody wants: gone with the gap
     ticks = count()
     for moment in range(view.start, view.saved_stop):

@@ -566,6 +566,12 @@ class _Rerun(_Region):
         self._first, _, self._done = self.first_and_last(self.saves)
         stop = max((graph.saved[j].at for j in self.saves), default=self.start)
         self._ops = range(self.start, stop)
+        self._buffers = {
+            storage
+            for op in self.ops()
+            for storage in self.inputs(op)
+            if graph.storages[storage].kind == "buffer"
+        }
         for storage in {s for op in self.ops() for s in self.inputs(op)}:
             inside = self.is_inside(storage)
             given = graph.storages[storage].maker < 0
@@ -574,10 +580,22 @@ class _Rerun(_Region):
                 raise CannotRebuildError(f"storage {storage}, to be run again")
 
     def encode(self, now: int) -> int:
-        ops = self.graph.ops
-        if self.saves and now == self.start and any(ops[i].random for i in self.ops()):
-            self.memory.make_state(("drawn", self.span), self.graph)
+        if now == self.start:
+            self._copy_world("before")
         return 0
+
+    def _copy_world(self, when: str) -> None:
+        """The random state, and all buffers in use."""
+        self.memory.make_state((when, self.span), self.graph)
+        for buffer in self._buffers:
+            block = when, self.span, buffer
+            self.memory.make(block, self.size(buffer), "world")
+
+    def _drop_world(self, when: str, *, random: bool, buffers: Iterable[int]) -> None:
+        if random:
+            self.memory.let_go((when, self.span), "random")
+        for buffer in buffers:
+            self.memory.let_go((when, self.span, buffer), "world")
 
     def hold(self, at: int) -> None:
         if self.saves and at - 1 in self.ops():
@@ -589,12 +607,22 @@ class _Rerun(_Region):
     def let_go(self, done: int) -> None:
         if done == self._done:
             self.memory.let_go_all(("region", self.span))
-            self.memory.let_go(("drawn", self.span), "random")
+        if done == self.stop - 1:  # what is as it was need not be put back
+            drew = any(self.graph.ops[op].random for op in self.ops())
+            same = [b for b in self._buffers if not self._changes(b)]
+            self._drop_world("before", random=not drew, buffers=same)
+        if done == max(self._done, self.stop - 1):
+            self._drop_world("before", random=True, buffers=self._buffers)
+
+    def _changes(self, storage: int) -> bool:
+        return self.is_written(storage, self.start, self.stop)
 
     def rebuild(self, now: int) -> int:
         most = 0
         if now != self._first:
             return most
+        self._copy_world("again")
+        most = self.memory.bytes
         running = ("running", self.span)
         for at in self._ops:
             self.again.append(at)
@@ -611,6 +639,7 @@ class _Rerun(_Region):
                 if storage.last == at:
                     self.memory.let_go(("again", self.span, s), running)
         self.memory.let_go_all(running)
+        self._drop_world("again", random=True, buffers=self._buffers)
         return most
 
     def _created(self, op: int) -> list[int]:

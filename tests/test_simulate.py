@@ -34,11 +34,22 @@ def walked(graph: graphs.Graph, regions: list[Region]) -> oracles.Walk:
 
 
 def drawing(graph: graphs.Graph, rng: Random) -> graphs.Graph:
-    """The same step with ops that draw random numbers, on one device or another."""
+    """The same step with ops that draw random numbers, on one device or another.
+
+    Some of what it is given are buffers.
+    """
+    storages = [
+        replace(storage, kind="buffer")
+        if storage.kind == "parameter" and rng.random() < 0.5
+        else storage
+        for storage in graph.storages
+    ]
     ops = [replace(op, random=rng.random() < 0.15) for op in graph.ops]
     device = rng.choice(["cpu", "cpu", "cuda"])
     fingerprint = {**graph.fingerprint, "device": device}
-    return replace(graph, ops=tuple(ops), fingerprint=fingerprint)
+    return replace(
+        graph, ops=tuple(ops), storages=tuple(storages), fingerprint=fingerprint
+    )
 
 
 @pytest.mark.parametrize("nest", [False, True], ids=["flat", "nested"])
