@@ -49,6 +49,36 @@ def test_simulated_dry_run_and_measured_peaks_are_one(name: str) -> None:
         assert measured < unplanned
 
 
+class Deep(nn.Module):
+    """What it was given is wanted by nobody once its first op has run again."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.dropout = dropout
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(4):
+            thrice = torch.cat([x, x, x], dim=1).view(-1, 3, 64)
+            x = nn.functional.dropout(thrice.sum(1).tanh(), self.dropout)
+        return x
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_peaks_in_the_midst_of_a_recomputation_are_predicted(dropout: float) -> None:
+    def build() -> Workload:
+        model = nn.Sequential(nn.Linear(64, 64), Deep(dropout))
+        return Workload(model, torch.randn(1024, 64))
+
+    workload, planned = build(), build()
+    graph = ckplan.profile(workload.model, workload.batch)
+    plan = Plan(regions=(PlannedRegion("1"),))
+    timeline = simulate(graph, resolve(plan, graph))
+    applying.apply(planned.model, plan)
+    measured = measured_peak(planned)
+    assert timeline.peak_at.startswith("recomputation")
+    assert measured <= timeline.peak_bytes <= 1.0005 * measured
+
+
 @pytest.mark.parametrize("training", [Training(amp="bf16"), Training(accumulate=3)])
 def test_every_way_to_train_is_followed(training: Training) -> None:
     workload = build("attention")
