@@ -38,7 +38,6 @@ class StandIn:
         self.module = module
         self.previous = module.__dict__.get("forward")  # somebody else's stand-in
 
-    @torch.compiler.disable
     def begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Hook of the module, or of a replica of it."""
         if module is not self.module:
