@@ -59,7 +59,7 @@ from ckplan.solving.solve import Planner
 from ckplan.units import format_percent
 
 INSTANCES, EXACT = 10_000, 48
-NESTING_SHARE = 0.05  # of the steps: they take the longest
+NESTING_SHARE = 0.04  # of the steps: they take the longest
 LEAST_EQUAL = 1.0  # of the budgets
 WITHIN = 0.01  # of the optimum of the integer program, where it finds it
 SECONDS = 60.0  # of one integer program

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import islice, product
+from itertools import combinations, islice, product
 from math import inf
 from random import Random
 
@@ -33,7 +33,7 @@ from ckplan.simulate import Region
 from ckplan.solving.solve import Planner, to_plan
 
 MOST_OPTIONS = 250
-MOST_NESTS = 4000
+MOST_NESTS = 3000
 MOST_PLANS = 60_000
 SCALE = 1000
 TOLERANCE = 1e-6  # of seconds, which are whole numbers here
@@ -181,6 +181,8 @@ class EveryPlan:
         self._find()
 
     def _find(self) -> None:
+        for unit in self._units():
+            self._choices(unit)  # which says if they are too many, before any walk
         plans = self._nothing()
         for call in self.graph.children[OUTSIDE_CALLS]:
             plans = self._beside(plans, self._of_call(call))
@@ -211,6 +213,11 @@ class EveryPlan:
             for way in chosen
             for storage, (gap, goes) in self._going[way].items()
         )
+
+    def _units(self) -> Iterator[Span]:
+        for call in range(len(self.graph.calls)):
+            yield call, call
+            yield from combinations(self.graph.children[call], 2)
 
     def _of_call(self, call: int) -> _Plans:
         """All that can be done with a call: nothing, a region, or regions inside."""

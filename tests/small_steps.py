@@ -39,11 +39,11 @@ class _Step:
         self._most_bytes = rng.choice((9, 99, 999))
         self._skips = kind in ("skips", "calls in calls", "encodings")
         self._saves = 0.9 if kind == "nesting" else 0.6
-        self._deep = {"calls in calls": 0.7, "nesting": 0.1}.get(kind, 0.0)
+        self._deep = {"calls in calls": 0.7, "nesting": 0.05}.get(kind, 0.0)
         self._lengths = {"calls in calls": (1, 1, 2), "nesting": (1,)}.get(
             kind, (1, 2, 2, 3)
         )
-        self._counts = {"calls in calls": (2, 3), "nesting": (3, 3, 4)}.get(
+        self._counts = {"calls in calls": (2, 3), "nesting": (3, 3, 3, 4)}.get(
             kind, (2, 3, 3, 4)
         )
         self._outputs = (1,) if kind == "nesting" else (1, 1, 1, 2)
