@@ -1,6 +1,6 @@
 """Proves the solver by brute force: every plan of thousands of small steps.
 
-Three tables. "Plans": random small steps of several kinds and every plan of each:
+Four tables. "Plans": random small steps of several kinds and every plan of each:
 regions on calls at any depth and on runs of calls, every set of values kept or encoded,
 for one kind regions inside regions. An oracle that shares no code with the solver steps
 them storage by storage (`tests/every_plan.py`). Beside it stands the planner, at every
@@ -9,7 +9,8 @@ budget at which the best plan changes. "Best": steps at which it is never behind
 the enumeration does not. "None found": some plan fits, and the planner says that none
 does. "Wrong": below the least peak a plan is found, a larger budget costs more, bytes
 times 1000 or the graph read from its file give another plan, or the oracle sees other
-bytes or seconds. "Recurrence": `solve_chain` alone on random menus against every
+bytes or seconds. "Search alone" is what larger steps get: small ones the planner enumerates, too.
+"Recurrence": `solve_chain` alone on random menus against every
 combination. "Exact schedules": the planner against the integer program of
 `--method milp`.
 
@@ -32,6 +33,7 @@ from dataclasses import dataclass, field
 from multiprocessing import Pool
 from multiprocessing.pool import Pool as PoolOfWorkers
 from random import Random
+from typing import TypeAlias
 
 from _measuring import (
     ROOT,
@@ -59,11 +61,14 @@ from ckplan.solving.solve import Planner
 from ckplan.units import format_percent
 
 INSTANCES, EXACT = 10_000, 48
+ALONE = 10  # of so many steps, one is also solved by the search alone
 NESTING_SHARE = 0.04  # of the steps: they take the longest
 LEAST_EQUAL = 1.0  # of the budgets
 WITHIN = 0.01  # of the optimum of the integer program, where it finds it
 SECONDS = 60.0  # of one integer program
-_BATCH = 128
+_BATCH = 32
+
+SolveOne: TypeAlias = Callable[[tuple[str, str]], "Outcome | None"]
 
 
 def main() -> int:
@@ -75,17 +80,16 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     args = parser.parse_args()
-    rows: list[Row] = []
     with Pool(max(args.jobs, 1)) as pool:
-        for kind, count in counts(args.instances).items():
-            rows.append(Row(kind, solve_all(pool, kind, args.seed, count)))
-            say(f"{kind}: best in {rows[-1].num_best} of {count} steps")
-    together = Row("together", [one for row in rows for one in row.outcomes])
+        rows = solve_kinds(pool, _solve_one, args.seed, args.instances)
+        alone = solve_kinds(pool, _search_one, args.seed, args.instances // ALONE)
     chains = (Random(f"{args.seed} {n}") for n in range(args.instances))
     num_chains = sum(map(every_mix.is_best, chains))
     exact = [Exactly(kind, args.seed, args.exact // len(KINDS)) for kind in KINDS]
     parts = [
-        make_table(HEADERS, [row.cells() for row in [*rows, together]]),
+        make_table(HEADERS, [row.cells() for row in rows]),
+        "Search alone, as for larger steps, a tenth of them:",
+        make_table(HEADERS, [row.cells() for row in alone]),
         f"Recurrence: {num_chains} of {args.instances} random chains are solved as well"
         " as by every combination, at every budget.",
         make_table(EXACT_HEADERS, [row.cells() for row in exact]),
@@ -96,7 +100,7 @@ def main() -> int:
         "Plans against brute force",
         (__doc__ or "").partition("\n    python")[0],
         parts,
-        list(broken(together, num_chains, args.instances, exact)),
+        list(broken(rows[-1], alone[-1], num_chains, args.instances, exact)),
     )
     return finish(report, args.output, whole=args.instances >= INSTANCES)
 
@@ -115,13 +119,18 @@ def counts(instances: int) -> dict[str, int]:
 
 
 def broken(
-    together: Row, num_chains: int, instances: int, exact: Sequence[Exactly]
+    together: Row,
+    alone: Row,
+    num_chains: int,
+    instances: int,
+    exact: Sequence[Exactly],
 ) -> Iterator[str]:
     """Where the claim does not hold."""
     if together.share_equal < LEAST_EQUAL:
         behind = 1 - together.share_equal
         yield f"at {format_percent(behind)} of the budgets, the planner is behind"
-    yield from (wrong for one in together.outcomes for wrong in one.wrong)
+    outcomes = [*together.outcomes, *alone.outcomes]
+    yield from (wrong for one in outcomes for wrong in one.wrong)
     if num_chains < instances:
         yield f"{instances - num_chains} random chains are not solved as well as can be"
     beyond = sum(row.num_beyond for row in exact)
@@ -190,7 +199,20 @@ class Row:
         ]
 
 
-def solve_all(pool: PoolOfWorkers, kind: str, seed: int, count: int) -> list[Outcome]:
+def solve_kinds(
+    pool: PoolOfWorkers, solve_one: SolveOne, seed: int, instances: int
+) -> list[Row]:
+    """A row for every kind, and one for all together."""
+    rows: list[Row] = []
+    for kind, count in counts(instances).items():
+        rows.append(Row(kind, solve_all(pool, solve_one, kind, seed, count)))
+        say(f"{kind}: best in {rows[-1].num_best} of {count} steps")
+    return [*rows, Row("together", [one for row in rows for one in row.outcomes])]
+
+
+def solve_all(
+    pool: PoolOfWorkers, solve_one: SolveOne, kind: str, seed: int, count: int
+) -> list[Outcome]:
     """The first so many steps of a kind that are small enough."""
     found: list[Outcome] = []
     for batch in itertools.count():
@@ -198,18 +220,25 @@ def solve_all(pool: PoolOfWorkers, kind: str, seed: int, count: int) -> list[Out
             break
         numbers = range(batch * _BATCH, (batch + 1) * _BATCH)
         seeds = [(kind, f"{seed} {kind} {number}") for number in numbers]
-        found += filter(None, pool.imap(_solve_one, seeds, chunksize=4))
+        found += filter(None, pool.imap(solve_one, seeds, chunksize=4))
     return found[:count]
 
 
-def _solve_one(what: tuple[str, str]) -> Outcome | None:
+def _solve_one(
+    what: tuple[str, str], planner_of: Callable[[Graph], Planner] = Planner
+) -> Outcome | None:
     kind, seed = what
     rng = Random(seed)
     try:
         graph = small_step(rng, kind)
-        return every_plan.compare(graph, rng, nesting=kind == "nesting")
+        nesting = kind == "nesting"
+        return every_plan.compare(graph, rng, nesting=nesting, planner_of=planner_of)
     except every_plan.TooManyError:
         return None
+
+
+def _search_one(what: tuple[str, str]) -> Outcome | None:
+    return _solve_one(what, every_plan.search_alone)
 
 
 # -- exact schedules -------------------------------------------------------------------

@@ -15,12 +15,13 @@ planner beside.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import combinations, islice, product
 from math import inf
 from random import Random
+from unittest.mock import patch
 
 import numpy
 import oracles
@@ -29,7 +30,8 @@ from oracles import CannotRebuildError, Content, Kept, Nest, Span
 from ckplan import graph as graphs
 from ckplan.graph import OUTSIDE_CALLS, Graph
 from ckplan.plan import dumps
-from ckplan.simulate import Region
+from ckplan.simulate import Region, Timeline
+from ckplan.solving import solve
 from ckplan.solving.solve import Planner, to_plan
 
 MOST_OPTIONS = 250
@@ -475,13 +477,26 @@ class Outcome:
         return not self.dearer and not self.missed and not self.wrong
 
 
-def compare(graph: Graph, rng: Random, *, nesting: bool = False) -> Outcome:
+def search_alone(graph: Graph) -> Planner:
+    """A planner that searches as in larger steps, where it cannot try every plan."""
+    with patch.object(solve, "_FEW_OPS", -1):
+        return Planner(graph)
+
+
+def compare(
+    graph: Graph,
+    rng: Random,
+    *,
+    nesting: bool = False,
+    planner_of: Callable[[Graph], Planner] = Planner,
+) -> Outcome:
     """Ask the planner for the budgets at which the best plan changes.
 
     Args:
         graph: A small step.
         rng: Chooses plans to confirm, and the budget at which bytes are scaled.
         nesting: Whether to enumerate regions inside regions.
+        planner_of: Makes the planner of a graph.
 
     Raises:
         TooManyError: It has too many plans.
@@ -490,7 +505,7 @@ def compare(graph: Graph, rng: Random, *, nesting: bool = False) -> Outcome:
     best = every.best()
     for plan in (*best, *(rng.randrange(len(every.plans)) for _ in range(3))):
         every.confirm(plan)
-    planner = Planner(graph)
+    planner = planner_of(graph)
     outcome = Outcome(len(every.plans), nested=every.num_nested(best))
     before = 0.0
     for plan in reversed(best):
@@ -500,7 +515,8 @@ def compare(graph: Graph, rng: Random, *, nesting: bool = False) -> Outcome:
             outcome.wrong.append(f"{budget} B costs less than a larger budget")
         before = max(before, seconds)
     _ask_below(planner, int(every.peaks[best[0]]), outcome)
-    _ask_again(graph, planner, int(every.peaks[rng.choice(best)]), outcome)
+    budget = int(every.peaks[rng.choice(best)])
+    _ask_again(graph, planner_of, planner.within(budget), budget, outcome)
     return outcome
 
 
@@ -542,16 +558,21 @@ def _ask_below(planner: Planner, least_peak: int, outcome: Outcome) -> None:
         outcome.wrong.append(f"the floor is not {floor} B")
 
 
-def _ask_again(graph: Graph, planner: Planner, budget: int, outcome: Outcome) -> None:
+def _ask_again(
+    graph: Graph,
+    planner_of: Callable[[Graph], Planner],
+    found: tuple[Timeline, tuple[Region, ...]] | None,
+    budget: int,
+    outcome: Outcome,
+) -> None:
     """The same of the graph's file, and of the graph with all bytes scaled."""
-    found = planner.within(budget)
     if found is None:
         return
     again = graphs.loads(graphs.dumps(graph), "again")
-    texts = [dumps(to_plan(g, Planner(g).solve(budget))) for g in (graph, again)]
+    texts = [dumps(to_plan(g, planner_of(g).solve(budget))) for g in (graph, again)]
     if texts[0] != texts[1]:
         outcome.wrong.append(f"at {budget} B another plan the second time")
-    scaled = Planner(scale(graph, SCALE)).within(SCALE * budget)
+    scaled = planner_of(scale(graph, SCALE)).within(SCALE * budget)
     if scaled is None or scaled[1] != found[1]:
         outcome.wrong.append(f"at {budget} B another plan if all bytes are scaled")
 
