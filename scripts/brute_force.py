@@ -9,8 +9,8 @@ budget at which the best plan changes. "Best": steps at which it is never behind
 the enumeration does not. "None found": some plan fits, and the planner says that none
 does. "Wrong": below the least peak a plan is found, a larger budget costs more, bytes
 times 1000 or the graph read from its file give another plan, or the oracle sees other
-bytes or seconds. "Search alone" is what larger steps get: small ones the planner enumerates, too.
-"Recurrence": `solve_chain` alone on random menus against every
+bytes or seconds. "Search alone" is what larger steps get: small ones the planner
+enumerates, too. "Recurrence": `solve_chain` alone on random menus against every
 combination. "Exact schedules": the planner against the integer program of
 `--method milp`.
 
