@@ -21,7 +21,7 @@ from ckplan.program import EXTERNAL, Flow
 from ckplan.simulate import RERUN, Region, RegionView, Simulator
 from ckplan.solving.closure import NANOSECOND, Choice, Closure
 
-_FEWEST_CUTS, _MOST_CUTS, _CUTS_TIMES_STEPS = 4, 40, 2500
+_FEWEST_CUTS, _MOST_CUTS, _CUTS_TIMES_STEPS = 1, 40, 2500
 _TRIED_TIMES_STEPS = 2500  # sets of values to keep, where they are all tried
 
 Unit: TypeAlias = tuple[int, int | None]
@@ -162,8 +162,8 @@ class Menus:
         if signature not in self._hulls:
             view = self._simulator.view(*unit)
             closure, steps = unit_closure(self._graph, view), len(view.flow.inputs)
-            most = _TRIED_TIMES_STEPS // steps if self._small else 0
-            choices = closure.every(most) or closure.hull(_most_cuts(view))
+            choices = closure.every(_TRIED_TIMES_STEPS // steps) if self._small else []
+            choices = choices or closure.hull(_most_cuts(view))
             found = (_kept(view, choice) for choice in choices)
             self._hulls[signature] = list(dict.fromkeys(found))
         return self._hulls[signature]
