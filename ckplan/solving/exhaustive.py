@@ -19,7 +19,7 @@ from ckplan.simulate import Region, Simulator, Timeline
 from ckplan.solving.covers import Node, are_siblings
 from ckplan.solving.menu import Menus, Unit
 
-MOST_PLANS = 4000
+_MOST_PLANS, _MOST_NESTED_PLANS = 6000, 300  # the latter share no replays
 
 _Plan: TypeAlias = tuple[Region, ...]
 
@@ -70,6 +70,7 @@ class _Every:
         self._simulator = simulator
         self._menus = menus
         self._nested = nested
+        self._most = _MOST_NESTED_PLANS if nested else _MOST_PLANS
 
     def of_siblings(
         self, nodes: Sequence[Node], around: Unit | None = None
@@ -97,7 +98,7 @@ class _Every:
         return after[0]
 
     def _of_unit(self, unit: Unit, nodes: Sequence[Node]) -> Iterator[Region]:
-        flat = self._menus.every(unit, MOST_PLANS)
+        flat = self._menus.every(unit, self._most)
         if not flat and self._simulator.view(*unit).packed:
             raise _TooManyError
         inside: list[_Plan] = [()]
@@ -105,12 +106,12 @@ class _Every:
             parts = nodes[0].parts if unit[1] is None else nodes
             plans = self.of_siblings(parts, around=unit)
             inside = [plan for plan in plans if not any(one.encode for one in plan)]
-        if len(flat) * len(inside) > MOST_PLANS:
+        if len(flat) * len(inside) > self._most:
             raise _TooManyError
         for region, plan in product(flat, inside):
             yield replace(region, inner=plan)
 
     def _beside(self, some: Sequence[_Plan], others: Sequence[_Plan]) -> list[_Plan]:
-        if len(some) * len(others) > MOST_PLANS:
+        if len(some) * len(others) > self._most:
             raise _TooManyError
         return [one + other for one, other in product(some, others)]
