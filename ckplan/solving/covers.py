@@ -43,11 +43,10 @@ class Node:
 
 
 def all_nodes(graph: Graph) -> tuple[Node, ...]:
-    """The outermost calls with saved tensors, all divided, in forward order."""
+    """The outermost calls, all divided, in forward order: a run may begin with any."""
 
     def nodes(calls: Iterable[int]) -> tuple[Node, ...]:
-        found = (call for call in calls if graph.saved_in(call))
-        return tuple(Node(call, nodes(graph.children[call])) for call in found)
+        return tuple(Node(call, nodes(graph.children[call])) for call in calls)
 
     return nodes(graph.children[OUTSIDE_CALLS])
 
