@@ -51,6 +51,7 @@ class Choice:
         return replace(self, nanoseconds=self.nanoseconds + nanoseconds)
 
 
+_LOOKS = 16  # at what is no choice yet, for each one worth listing
 _NOTHING = Choice(frozenset(), frozenset(), 0, 0)
 
 
@@ -181,7 +182,11 @@ class Closure:
         makers, order = self._flow.maker_of, self._before
         found: dict[Choice, None] = {}
         stack = [(frozenset(self._wanted), frozenset[int](), _NOTHING)]
+        looked_at = 0
         while stack and len(found) <= most:
+            looked_at += 1
+            if looked_at > _LOOKS * most:  # in vain: little of it can be kept
+                return []
             wanted, ran, choice = stack.pop()
             if not wanted:
                 found[choice] = None
