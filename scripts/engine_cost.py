@@ -60,6 +60,7 @@ from ckplan.training.workload import WorkloadSpec, parse_options
 from ckplan.units import format_bytes, format_percent
 from ckplan.verifying.interleave import StepProcess, interleave
 
+FORWARDS = 4  # without gradients, for every round
 DROPPED_ROUNDS = 2
 MOST_OF_RERUN, MOST_OF_PROGRAM, MOST_WITHOUT_GRADIENTS = 0.02, 0.01, 0.01
 LEAST_AHEAD = 0.10
@@ -218,7 +219,7 @@ def without_gradients(spec: WorkloadSpec, plan: Plan, rounds: int) -> dict[str, 
     found = {}
     for name, mode in modes.items():
         taken: dict[bool, list[float]] = {False: [], True: []}
-        for number in range(2 * rounds + 2):
+        for number in range(2 * FORWARDS * rounds + 2):
             on = bool((number + number // 2) % 2)
             (apply(workload.model, plan) if on else remove(workload.model))
             with mode():
