@@ -55,3 +55,8 @@ def test_plans_of_the_search_alone_fit_and_are_what_the_walk_sees(kind: str) -> 
 
 def test_the_recurrence_is_as_good_as_every_combination() -> None:
     assert all(every_mix.is_best(Random(seed)) for seed in range(400))
+
+
+def test_parts_whose_backward_ends_after_that_of_the_region_are_planned() -> None:
+    graph = small_step(Random("0 in place 63"), "in place")
+    assert Planner(graph)._tree.least_bytes > 0

@@ -124,9 +124,9 @@ class _Inside:
         first, last = simulator.view(whole.call, whole.last).backward_window()
         (self.live,) = simulator.live_within(whole, [(first, last)])
         self._start = max(first, 0)
-        windows = [(part, simulator.view(*part).backward_window()) for part in parts]
-        self._windows = [window for _, window in windows if window[0] >= 0]
-        self.parts = [part for part, window in windows if window[0] >= 0]
+        windows = [(part, self._window(part)) for part in parts]
+        self._windows = [window for _, window in windows if window[0] <= window[1]]
+        self.parts = [part for part, window in windows if window[0] <= window[1]]
 
     def frontier(
         self, choices: Callable[[Unit], Iterable[Region]], *, runs: bool
@@ -150,6 +150,11 @@ class _Inside:
             after.insert(0, ChainFrontier.either(ways))
         return after[0]
 
+    def _window(self, unit: Unit) -> tuple[int, int]:
+        """Half moments of a unit's backward that are of the region's, too."""
+        first, last = self._simulator.view(*unit).backward_window()
+        return max(first, self._start), min(last, self._start + len(self.live) - 1)
+
     def _run(self, place: int, last: int) -> Unit:
         if last == place:
             return self.parts[place]
@@ -158,7 +163,7 @@ class _Inside:
 
     def _options(self, unit: Unit, regions: Iterable[Region]) -> list[Option]:
         """Everything kept, and what each of the regions on a unit does instead."""
-        first, last = self._simulator.view(*unit).backward_window()
+        first, last = self._window(unit)
         between = max(first - 1, self._start)
         kept = self.live[first - self._start : last - self._start + 1]
         options = [Option(None, max(kept, default=0), 0, 0.0)]
