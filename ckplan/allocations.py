@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ckplan.caching_allocator import Block, CachingAllocator
+from ckplan.effect import LATER, Interval
 from ckplan.graph import BEFORE_STEP
-from ckplan.simulate import LATER, Interval, Timeline
+from ckplan.simulate import Timeline
 
 _OUTPUT, _WORKSPACE, _ENCODING, _GONE = range(4)  # phases of a half moment
 

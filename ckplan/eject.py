@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 from ckplan.graph import Graph
 from ckplan.plan import Plan
+from ckplan.region import RERUN, Region
 from ckplan.resolve import resolve
-from ckplan.simulate import RERUN, Region, Simulator, Timeline
+from ckplan.simulate import Simulator, Timeline
 from ckplan.solving.baselines import can_be_done, find_layers
 from ckplan.solving.chain import regions_of
 from ckplan.solving.covers import chain_of, find_nodes, leaves, tree_frontier

@@ -15,8 +15,9 @@ from ckplan.eject import limit_bytes
 from ckplan.errors import PlanError
 from ckplan.graph import Graph
 from ckplan.plan import Plan
+from ckplan.region import RERUN, Region
 from ckplan.resolve import resolve
-from ckplan.simulate import RERUN, Region, Simulator, Timeline
+from ckplan.simulate import Simulator, Timeline
 from ckplan.solving.baselines import find_layers
 from ckplan.solving.menu import Menus
 from ckplan.units import format_bytes, format_percent

@@ -8,7 +8,7 @@ from ckplan.errors import PlanError
 
 if TYPE_CHECKING:
     from ckplan.graph import Graph, Hazard
-    from ckplan.simulate import Region
+    from ckplan.region import Region
 
 _RERUN = "rerun"  # as in ``simulate``, which asks here
 _OF_MODULES = ("buffer", "state", "statistics")

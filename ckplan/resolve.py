@@ -13,7 +13,7 @@ from ckplan.graph import OUTSIDE_CALLS, Encoding, Graph
 from ckplan.hazards import refuse_hazards
 from ckplan.names import Call, OpCounter, OpName, call_name, expand_calls, fold_calls
 from ckplan.plan import Plan, PlannedRegion
-from ckplan.simulate import Region
+from ckplan.region import Region
 
 _MAX_LISTED = 5
 _Outputs: TypeAlias = frozenset[tuple[int, int]]

@@ -48,9 +48,10 @@ from _measuring import (
 from ckplan.errors import InfeasibleError
 from ckplan.graph import Graph
 from ckplan.plan import Plan
+from ckplan.region import RERUN, Region
 from ckplan.report.progress import ProgressLine
 from ckplan.resolve import describe
-from ckplan.simulate import RERUN, Region, Simulator, Timeline
+from ckplan.simulate import Simulator, Timeline
 from ckplan.solving.baselines import find_layers
 from ckplan.solving.menu import Menus
 from ckplan.solving.solve import solve, to_plan

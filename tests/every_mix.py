@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from itertools import product
 from random import Random
 
-from ckplan.simulate import Region
+from ckplan.region import Region
 from ckplan.solving.chain import Link, solve_chain
 from ckplan.solving.menu import Option
 

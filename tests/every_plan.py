@@ -30,7 +30,8 @@ from oracles import CannotRebuildError, Content, Kept, Nest, Span
 from ckplan import graph as graphs
 from ckplan.graph import OUTSIDE_CALLS, Graph
 from ckplan.plan import dumps
-from ckplan.simulate import Region, Timeline
+from ckplan.region import Region
+from ckplan.simulate import Timeline
 from ckplan.solving import solve
 from ckplan.solving.solve import Planner, to_plan
 

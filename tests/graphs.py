@@ -28,7 +28,7 @@ from ckplan.graph import (
     Saved,
     Storage,
 )
-from ckplan.simulate import PROGRAM, RERUN, Region
+from ckplan.region import PROGRAM, RERUN, Region
 
 FINGERPRINT = {
     "torch": "2.13.0",

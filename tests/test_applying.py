@@ -20,8 +20,9 @@ from ckplan import applying
 from ckplan.errors import ApplyError, PlanError
 from ckplan.names import OpName
 from ckplan.plan import Plan, PlannedRegion
+from ckplan.region import Region
 from ckplan.resolve import describe, name_ops, resolve
-from ckplan.simulate import Region, simulate
+from ckplan.simulate import simulate
 from ckplan.training.allocator import peak_bytes_of
 from ckplan.training.step import Training, TrainingStep, make_step
 from ckplan.training.workload import Workload, tensors_of

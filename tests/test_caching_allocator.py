@@ -18,7 +18,8 @@ from ckplan import caching_allocator as model
 from ckplan.allocations import events, reserved_bytes
 from ckplan.caching_allocator import Block, CachingAllocator
 from ckplan.errors import PlanError
-from ckplan.simulate import RERUN, Region, Timeline, simulate
+from ckplan.region import RERUN, Region
+from ckplan.simulate import Timeline, simulate
 
 KIB, MIB = 2**10, 2**20
 

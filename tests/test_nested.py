@@ -15,8 +15,9 @@ from ckplan import applying
 from ckplan.errors import PlanError
 from ckplan.names import OpName
 from ckplan.plan import Plan, PlannedRegion, dumps, loads
+from ckplan.region import RERUN, Region
 from ckplan.resolve import describe, resolve
-from ckplan.simulate import RERUN, Region, Simulator, simulate
+from ckplan.simulate import Simulator, simulate
 
 ADDMM = OpName.parse("up/addmm")
 PLANS = {

@@ -13,8 +13,8 @@ import pytest
 from test_simulate import nest_of, span_of
 
 from ckplan.plan import Plan, dumps, loads
+from ckplan.region import Region
 from ckplan.resolve import describe, resolve
-from ckplan.simulate import Region
 from ckplan.solving.chain import regions_of
 from ckplan.solving.covers import chain_of
 from ckplan.solving.nesting import Nesting

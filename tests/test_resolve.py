@@ -9,8 +9,9 @@ from ckplan.errors import PlanError
 from ckplan.graph import Graph
 from ckplan.names import OpName
 from ckplan.plan import Plan, PlannedRegion, dumps, loads
+from ckplan.region import PROGRAM, RERUN, Region
 from ckplan.resolve import describe, name_ops, resolve
-from ckplan.simulate import PROGRAM, RERUN, Region, simulate
+from ckplan.simulate import simulate
 
 BLOCKS = chain(4)
 CELLS = chain(4, block="cell")

@@ -18,9 +18,10 @@ import ckplan
 from ckplan import graph as graph_files
 from ckplan.errors import CkplanError
 from ckplan.graph import BEFORE_STEP, Graph, Storage
+from ckplan.region import Region
 from ckplan.sharding.editing import Insert, insert
 from ckplan.sharding.state import Parameter, flat_shares
-from ckplan.simulate import Region, Timeline, simulate
+from ckplan.simulate import Timeline, simulate
 
 BLOCKS, WEIGHT, HEAD, X = 4, 4800, 2400, 10  # bytes
 RANKS = 8

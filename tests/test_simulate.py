@@ -11,7 +11,8 @@ import pytest
 
 from ckplan.errors import PlanError
 from ckplan.graph import BEFORE_STEP
-from ckplan.simulate import PROGRAM, RERUN, Region, simulate
+from ckplan.region import PROGRAM, RERUN, Region
+from ckplan.simulate import simulate
 
 
 def span_of(region: Region) -> oracles.Span:

@@ -17,8 +17,9 @@ from ckplan.errors import CkplanError, InfeasibleError, PlanError
 from ckplan.graph import Encoding, load
 from ckplan.plan import dumps, loads
 from ckplan.program import Flow
+from ckplan.region import RERUN, Region
 from ckplan.resolve import resolve
-from ckplan.simulate import RERUN, Region, Simulator
+from ckplan.simulate import Simulator
 from ckplan.solving.bound import LowerBound
 from ckplan.solving.closure import Closure
 from ckplan.solving.covers import Node, find_nodes, leaves

@@ -14,10 +14,11 @@ from typer.testing import CliRunner
 from ckplan.cli import app
 from ckplan.curve import PHASES, Curve, curves_json, predicted_curve
 from ckplan.plan import Plan, PlannedRegion
+from ckplan.region import Region
 from ckplan.report import timeline as reporting
 from ckplan.report.tables import render
 from ckplan.report.timeline import timeline_report
-from ckplan.simulate import Region, simulate
+from ckplan.simulate import simulate
 from ckplan.training.step import Training
 from ckplan.training.workload import WorkloadSpec
 from ckplan.verifying.predicted import predict

@@ -21,7 +21,7 @@ from ckplan.applying.replay import Replay
 from ckplan.errors import PlanError
 from ckplan.names import Call, call_name, expand_modules, parse_call
 from ckplan.plan import PlannedRegion
-from ckplan.simulate import RERUN
+from ckplan.region import RERUN
 
 _MOST_TEMPLATES = 8  # of one call: training and evaluation, a few shapes
 

@@ -40,7 +40,7 @@ from ckplan.applying.replay import Replay
 from ckplan.errors import ApplyError
 from ckplan.names import Call, call_name
 from ckplan.plan import Plan, load
-from ckplan.simulate import RERUN
+from ckplan.region import RERUN
 
 _Args: TypeAlias = tuple[Any, ...]
 _Kwargs: TypeAlias = dict[str, Any]

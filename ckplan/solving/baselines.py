@@ -12,7 +12,8 @@ from itertools import accumulate
 
 from ckplan.errors import PlanError
 from ckplan.graph import Graph
-from ckplan.simulate import RERUN, Region, Simulator
+from ckplan.region import RERUN, Region
+from ckplan.simulate import Simulator
 from ckplan.solving.menu import Menus
 from ckplan.solving.solution import Baseline
 

@@ -28,7 +28,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ckplan.simulate import Region
+from ckplan.region import Region
 from ckplan.solving.menu import Option, Unit
 
 MOST_POINTS = 512
@@ -84,12 +84,17 @@ class ChainFrontier:
         points: list[_Point] = []
         for number, option in enumerate(link.options):
             least = max(link.gap_bytes, option.need_bytes)
-            freed, seconds = option.freed_bytes, option.seconds
+            freed, own = option.freed_bytes, option.seconds
             # Of those that need no more than is needed here anyway, the last is best.
             first = max(_last_within(self._points, least + freed), 0)
-            for place, (bytes_, more, _, _) in enumerate(self._points[first:], first):
-                needed = bytes_ - freed if bytes_ - freed > least else least
-                points.append((needed, more + seconds, number, place))
+            bytes_, seconds, _, _ = self._points[first]
+            points.append((max(least, bytes_ - freed), own + seconds, number, first))
+            points += [
+                (bytes_ - freed, own + seconds, number, place)
+                for place, (bytes_, seconds, _, _) in enumerate(
+                    self._points[first + 1 :], first + 1
+                )
+            ]
         return ChainFrontier(_best(points), link, [self])
 
     def above(self, gap_bytes: int) -> ChainFrontier:

@@ -23,7 +23,7 @@ copy -> ran uncuttable and copy -> op (cut: alive, price * b).
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ckplan.graph import Encoding
@@ -79,64 +79,65 @@ class Closure:
             encodings: Values that can be kept in a smaller form.
         """
         self._network = Network()
+        self._costs: list[tuple[int, int] | None] = []  # edge -> bytes, nanoseconds
+        self._nodes: dict[tuple[str, int], int] = {}
         self._flow = flow
-        self._kinds: list[tuple[str, int]] = []  # edge -> (kind, value or step)
         self._bytes = bytes_of
         self._copies = copies
         self._encodings = encodings or {}
-        self._nodes: dict[tuple[str, int], int] = {}
+        self._wanted = tuple(dict.fromkeys(wanted))
         self._times: dict[int, int] = {}
-        stack = list(dict.fromkeys(wanted))
-        self._wanted = tuple(stack)
-        for value in stack:
-            self._edge(SOURCE, self._node("value", value), ("fixed", value))
-        seen = set(stack)
-        while stack:
-            value = stack.pop()
-            node = self._node("value", value)
-            maker = flow.maker_of[value]
-            kind = "keep" if value in bytes_of else "fixed"
-            if maker == EXTERNAL:
-                self._edge(node, SINK, (kind, value))
-                continue
-            if value in self._encodings:
-                coded = self._node("coded", value)
-                self._edge(node, coded, ("encode", value))
-                node = coded
-            new_step = ("step", maker) not in self._nodes
-            step = self._node("step", maker)
-            self._edge(node, step, (kind, value))
-            if new_step:
-                self._times[maker] = nanoseconds(maker)
-                ran = self._node("ran", maker) if self._copied(maker) else step
-                self._edge(ran, SINK, ("run", maker))
-                if ran != step:
-                    self._edge(step, ran, ("fixed", maker))
-                for read in flow.inputs[maker]:
-                    self._edge(step, self._node("value", read), ("fixed", read))
-                    if read not in seen:
-                        seen.add(read)
-                        stack.append(read)
-            if value in copies:
-                self._edge(node, self._node("ran", maker), ("fixed", value))
+        for value, readers in self._add_steps(nanoseconds).items():
+            self._add_value(value, readers)
 
-    def _copied(self, step: int) -> bool:
-        return any(value in self._copies for value in self._flow.outputs[step])
+    def _add_steps(self, nanoseconds: Callable[[int], int]) -> dict[int, list[int]]:
+        """Add what may run again; returns what is read then, and the nodes that do."""
+        flow = self._flow
+        readers = {value: [SOURCE] for value in self._wanted}
+        stack = [flow.maker_of[value] for value in self._wanted]
+        while stack:
+            step = stack.pop()
+            if step == EXTERNAL or step in self._times:
+                continue
+            self._times[step] = nanoseconds(step)
+            node = ran = self._node("step", step)
+            if any(value in self._copies for value in flow.outputs[step]):
+                ran = self._node("ran", step)
+                self._edge(node, ran, None)
+            self._edge(ran, SINK, (0, self._times[step]))
+            for read in flow.inputs[step]:
+                readers.setdefault(read, []).append(node)
+                stack.append(flow.maker_of[read])
+        return readers
+
+    def _add_value(self, value: int, readers: Sequence[int]) -> None:
+        """Add a value; what one node alone reads is on its side of every cut."""
+        if len(readers) == 1:
+            node = self._nodes["value", value] = readers[0]
+        else:
+            node = self._node("value", value)
+            for reader in readers:
+                self._edge(reader, node, None)
+        keep = (self._bytes[value], 0) if value in self._bytes else None
+        maker = self._flow.maker_of[value]
+        if maker == EXTERNAL:
+            self._edge(node, SINK, keep)
+            return
+        if value in self._encodings:
+            coded = self._node("coded", value)
+            cost = self._encodings[value].bytes, self._coding_time(value)
+            self._edge(node, coded, cost)
+            node = coded
+        if value in self._copies:
+            self._edge(node, self._node("ran", maker), None)
+        self._edge(node, self._node("step", maker), keep)
 
     def solve(self, nanoseconds: int, num_bytes: int) -> Choice:
         """The optimum at the price of ``nanoseconds`` per ``num_bytes``."""
-        capacities: list[int] = []
-        for kind, item in self._kinds:
-            if kind == "keep":
-                capacities.append(self._bytes.get(item, 0) * nanoseconds)
-            elif kind == "run":
-                capacities.append(self._times[item] * num_bytes)
-            elif kind == "encode":
-                coded = self._encodings[item]
-                price = coded.bytes * nanoseconds
-                capacities.append(price + self._coding_time(item) * num_bytes)
-            else:
-                capacities.append(INFINITE)
+        capacities = [
+            INFINITE if cost is None else cost[0] * nanoseconds + cost[1] * num_bytes
+            for cost in self._costs
+        ]
         return self._read(self._network.source_side(capacities))
 
     def fastest(self) -> Choice:
@@ -260,6 +261,6 @@ class Closure:
             self._nodes[key] = self._network.add_node()
         return self._nodes[key]
 
-    def _edge(self, tail: int, head: int, kind: tuple[str, int]) -> None:
+    def _edge(self, tail: int, head: int, cost: tuple[int, int] | None) -> None:
         self._network.add_edge(tail, head)
-        self._kinds.append(kind)
+        self._costs.append(cost)

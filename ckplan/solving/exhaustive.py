@@ -15,7 +15,8 @@ from itertools import product
 from typing import TypeAlias
 
 from ckplan.errors import PlanError
-from ckplan.simulate import Region, Simulator, Timeline
+from ckplan.region import Region
+from ckplan.simulate import Simulator, Timeline
 from ckplan.solving.covers import Node, are_siblings
 from ckplan.solving.menu import Menus, Unit
 
@@ -99,7 +100,7 @@ class _Every:
 
     def _of_unit(self, unit: Unit, nodes: Sequence[Node]) -> Iterator[Region]:
         flat = self._menus.every(unit, self._most)
-        if not flat and self._simulator.view(*unit).packed:
+        if not flat and self._simulator.view(*unit).made:
             raise _TooManyError
         inside: list[_Plan] = [()]
         if self._nested:

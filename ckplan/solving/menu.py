@@ -18,7 +18,8 @@ from typing import NamedTuple, TypeAlias
 from ckplan.errors import PlanError
 from ckplan.graph import BEFORE_STEP, Graph
 from ckplan.program import EXTERNAL, Flow
-from ckplan.simulate import RERUN, Region, RegionView, Simulator
+from ckplan.region import RERUN, Region, RegionView
+from ckplan.simulate import Simulator
 from ckplan.solving.closure import NANOSECOND, Choice, Closure
 
 _FEWEST_CUTS, _MOST_CUTS, _CUTS_TIMES_STEPS = 1, 40, 2500
@@ -82,7 +83,7 @@ class Menus:
     def every(self, unit: Unit, most: int) -> list[Region]:
         """A region for every set of values to keep; none if there are too many."""
         view = self._simulator.view(*unit)
-        if not view.packed:
+        if not view.made:
             return []
         choices = unit_closure(self._graph, view).every(most)
         found = dict.fromkeys(_kept(view, choice) for choice in choices)
@@ -97,7 +98,7 @@ class Menus:
         view = self._simulator.view(*unit)
         windows = _windows(view)
         keep = Option(None, self._need(windows), 0, 0.0)
-        if not view.packed or windows[1][0] < 0:
+        if not view.made or windows[1][0] < 0:
             return [keep]
         rhythm = self._rhythm(unit)
         options: list[Option] = []
@@ -114,7 +115,7 @@ class Menus:
         alive = _alive_anyway(self._graph, view)
         return sum(
             self._graph.storages[storage].bytes
-            for storage in {saved.storage for _, saved, _ in view.packed} - alive
+            for storage in {saved.storage for _, saved in view.made} - alive
         )
 
     def tidy(self, regions: Sequence[Region], cover: Sequence[Unit]) -> list[Region]:
@@ -228,13 +229,13 @@ class Menus:
         )
         changed = any(
             graph.is_changed(storage, view.stop, ended // 2 + 1)
-            for storage in view.flow.current
+            for storage in view.storages
         )
         found = (
             self.signature(unit),
             unit if changed else None,  # what is overwritten may be needed until then
             tuple(last - first for first, last in windows),
-            tuple((place(2 * s.wanted), place(2 * s.done)) for _, s, _ in view.packed),
+            tuple((place(2 * s.wanted), place(2 * s.done)) for _, s in view.made),
             ends,
         )
         return self._rhythms.setdefault(found, len(self._rhythms))
@@ -266,8 +267,8 @@ def _windows(view: RegionView) -> list[tuple[int, int]]:
 
 def _alive_anyway(graph: Graph, view: RegionView) -> set[int]:
     """Storages that stay until backward whatever a region on this call does."""
-    mine = {index for index, _, _ in view.packed}
-    storages = {*view.flow.current}
+    mine = {index for index, _ in view.made}
+    storages = view.storages
     alive = {
         saved.storage
         for index, saved in enumerate(graph.saved)

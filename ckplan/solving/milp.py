@@ -34,8 +34,9 @@ from typing import Any
 
 from ckplan.errors import CkplanError
 from ckplan.graph import BEFORE_STEP, Encoding, Graph, Saved
+from ckplan.ledger import random_state_bytes
 from ckplan.program import EXTERNAL, Flow
-from ckplan.simulate import Simulator, random_state_bytes
+from ckplan.simulate import Simulator
 from ckplan.solving.bound import all_values
 from ckplan.solving.solution import Exact
 

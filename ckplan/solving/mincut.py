@@ -52,17 +52,23 @@ class Network:
             self._block(left, level)
 
     def _levels(self, left: list[int]) -> list[int]:
-        """Distance from the source over edges with capacity left; -1 if none."""
+        """Distance from the source over edges with capacity left; -1 if none.
+
+        It stops at the sink: what is as far lies on no shortest path.
+        """
         heads = self._heads
         level = [-1] * len(self._edges)
         level[SOURCE] = 0
         queue = deque((SOURCE,))
         while queue:
             node = queue.popleft()
+            after = level[node] + 1
             for edge in self._edges[node]:
                 head = heads[edge]
-                if left[edge] and level[head] < 0:
-                    level[head] = level[node] + 1
+                if level[head] < 0 and left[edge]:
+                    level[head] = after
+                    if head == SINK:
+                        return level
                     queue.append(head)
         return level
 

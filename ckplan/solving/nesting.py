@@ -19,7 +19,8 @@ from contextlib import suppress
 from dataclasses import replace
 
 from ckplan.errors import PlanError
-from ckplan.simulate import Region, Simulator
+from ckplan.region import Region
+from ckplan.simulate import Simulator
 from ckplan.solving.chain import ChainFrontier, Link, regions_of
 from ckplan.solving.menu import Menus, Option, Unit
 

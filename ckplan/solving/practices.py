@@ -25,7 +25,8 @@ import math
 from collections.abc import Iterator, Sequence
 
 from ckplan.graph import OUTSIDE_CALLS, Graph
-from ckplan.simulate import RERUN, Region, Simulator
+from ckplan.region import RERUN, Region
+from ckplan.simulate import Simulator
 from ckplan.solving.baselines import baselines, can_be_done, find_layers
 from ckplan.solving.chain import regions_of
 from ckplan.solving.covers import chain_of

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ckplan.simulate import Region, Timeline
+from ckplan.region import Region
+from ckplan.simulate import Timeline
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,9 @@ from ckplan import gpus, units
 from ckplan.errors import CkplanError, InfeasibleError, PlanError
 from ckplan.graph import Graph
 from ckplan.plan import Plan, Prediction, plan_fingerprint
+from ckplan.region import Region
 from ckplan.resolve import describe
-from ckplan.simulate import Region, Simulator, Timeline
+from ckplan.simulate import Simulator, Timeline
 from ckplan.solving.baselines import baselines, can_be_done
 from ckplan.solving.bound import LowerBound
 from ckplan.solving.chain import ChainFrontier, Choice, regions_of

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from ckplan.graph import BEFORE_STEP, OUTSIDE_CALLS, Hazard
-from ckplan.simulate import PROGRAM, RERUN
+from ckplan.region import PROGRAM, RERUN
 from ckplan.tracing.recorder import (
     STILL_ALIVE,
     RawCall,

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 from ckplan.curve import PLANNED, UNPLANNED, Curves, curves_json
 from ckplan.errors import CkplanError, WorkloadError
 from ckplan.plan import Plan
+from ckplan.region import RERUN, Region
 from ckplan.resolve import describe
-from ckplan.simulate import RERUN, Region, Simulator
+from ckplan.simulate import Simulator
 from ckplan.solving.baselines import can_be_done, find_layers
 from ckplan.solving.menu import Menus
 from ckplan.tracing.target import find_target

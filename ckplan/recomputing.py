@@ -1,0 +1,146 @@
+"""The two ways to recompute a region, as what they do to the step.
+
+A program runs single ops again, each when backward first wants what it leads to. A
+rerun runs the whole module at once, as ``torch.utils.checkpoint`` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+from itertools import count
+
+from ckplan.effect import Effect, Interval
+from ckplan.errors import PlanError
+from ckplan.graph import Graph
+from ckplan.ledger import Ledger, Tally, random_state_bytes
+from ckplan.program import Rebuild
+from ckplan.region import PROGRAM, Region, RegionView
+
+
+def find_effect(view: RegionView, region: Region) -> Effect:
+    """What a region changes.
+
+    Args:
+        view: Of the calls that it is on.
+        region: What is done with them.
+
+    Raises:
+        PlanError: It cannot be rebuilt, or the regions inside cannot.
+    """
+    found = _program_effect if region.by == PROGRAM else _rerun_effect
+    return found(view, region)
+
+
+def _program_effect(view: RegionView, region: Region) -> Effect:
+    program, dropped = view.program(region)
+    if program.lost:
+        lost = {view.flow.storage_of[value] for value in program.lost}
+        raise _not_rebuildable(view, lost)
+    effect = Effect(dropped={*dropped})
+    held = (view.flow.storage_of[value] for value in program.holds)
+    for storage in (*view.external(), *held):
+        effect.hold(storage, 2 * view.stop - 1)
+    ledger = Ledger(view, program, effect, view.encoded_values(region))
+    rebuild = Rebuild(program, Tally(ledger, program.holds))
+    events = [(s, v, dropped[i]) for i, s, v in view.packed if i in dropped]
+    for saved, value, part in sorted(events, key=lambda event: event[0].wanted):
+        if saved.wanted >= 0:
+            ledger.enter(2 * saved.wanted)
+            level = rebuild.level(value, part)
+            level.want(value)
+            ledger.put_back()
+            level.machine.unpack(value, 2 * saved.done + 1)
+            level.release(value)
+    ledger.enter(max((2 * s.done + 1 for s, _, _ in events), default=0))
+    rebuild.machine.close()
+    ledger.close()
+    _count_seconds(view.graph, effect)
+    return effect
+
+
+def _count_seconds(graph: Graph, effect: Effect) -> None:
+    effect.seconds += sum(graph.busier_seconds[op] for op in effect.steps)
+    effect.other_seconds += sum(graph.other_seconds[op] for op in effect.steps)
+
+
+def _rerun_effect(view: RegionView, region: Region) -> Effect:
+    """Run the call's ops again, whole, up to the last saved tensor (early stop)."""
+    view.parts(region)  # which refuses those inside
+    effect = Effect(dropped={index for index, _ in view.made})
+    last = max((saved.done for saved in view.saves), default=-1)
+    for storage in view.external() if view.saves else ():
+        effect.hold(storage, 2 * last + 1)
+    effect.made += _world(view, 2 * last + 1)
+    wanted = [saved.wanted for saved in view.saves if saved.wanted >= 0]
+    if wanted:
+        lost = view.changed_inputs(min(wanted))
+        if lost:
+            raise _not_rebuildable(view, lost)
+        _run_again(view, min(wanted), effect)
+    return effect
+
+
+def _world(view: RegionView, until: int) -> Iterator[Interval]:
+    """Copies of what a forward may change, to be put back before it runs again.
+
+    What it did change is kept until a half moment, else until forward is over.
+    """
+    ops, (_, over) = view.graph.ops[view.start : view.stop], view.forward_window()
+    begin = 2 * view.start + 1
+    drew = any(op.random for op in ops)
+    state_bytes = random_state_bytes(view.graph)
+    yield Interval(begin, max(until, over) if drew else over, state_bytes)
+    for storage in view.buffers():
+        changed = view.graph.is_changed(storage, view.start, view.stop)
+        size = view.graph.storages[storage].bytes
+        yield Interval(begin, max(until, over) if changed else over, size)
+
+
+def _run_again(view: RegionView, first: int, effect: Effect) -> None:
+    """Run all ops at once, in the gap before op ``first``."""
+    graph = view.graph
+    until: dict[int, int] = {}
+    for _, saved in view.made:
+        if saved.done >= first:
+            until[saved.storage] = max(until.get(saved.storage, 0), saved.done)
+    gap = 2 * first
+    found = random_state_bytes(graph) + sum(
+        graph.storages[storage].bytes for storage in view.buffers()
+    )
+    effect.made.append(Interval(gap, gap, found))  # to be put back afterwards
+    alive = sum(one.bytes for one in effect.made if one.start <= gap <= one.stop)
+    most_bytes = alive
+    born: dict[int, Interval] = {}  # storages that nobody wants: gone with the gap
+    ticks = count()
+    for moment in range(view.start, view.saved_stop):
+        op = graph.ops[moment]
+        for storage in op.creates:
+            size = graph.storages[storage].bytes
+            alive += size
+            made = Interval(gap, gap, size, next(ticks))
+            if storage in until:
+                stop_at = 2 * until[storage] + 1
+                effect.made.append(replace(made, stop=stop_at))
+            else:
+                born[storage] = made
+        most_bytes = max(most_bytes, alive + op.workspace_bytes)
+        both = next(ticks), next(ticks)
+        effect.workspaces.append(Interval(gap, gap, op.workspace_bytes, *both))
+        for storage in [s for s in born if graph.storages[s].last == moment]:
+            gone = replace(born.pop(storage), died=next(ticks))
+            alive -= gone.bytes
+            effect.made.append(gone)
+        effect.steps.append(moment)
+    effect.made += born.values()
+    _count_seconds(graph, effect)
+    effect.spikes[gap] = [most_bytes]
+
+
+def _not_rebuildable(view: RegionView, lost: Collection[int]) -> PlanError:
+    names = sorted({op.name for op in view.graph.ops if {*lost} & {*op.writes}})
+    return PlanError(
+        f"cannot rebuild {view.name}: {', '.join(names)} changes its input in place",
+        needed="regions whose inputs are still there in backward",
+        hint="leave this call out of the plan, or name a smaller one",
+    )

@@ -1,0 +1,231 @@
+"""A region of a plan, and the calls it is on as the simulator sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+
+from ckplan.errors import PlanError
+from ckplan.graph import BEFORE_STEP, Call, Encoding, Graph, Saved
+from ckplan.program import Flow, Part, Program, compile_program
+
+PROGRAM, RERUN = "program", "rerun"
+"""Ways to recompute: single ops, or the whole module again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A call whose activations are dropped after forward, but for what it saves."""
+
+    call: int  # index in Graph.calls
+    by: str = PROGRAM  # or RERUN, which runs the whole module again
+    save: frozenset[tuple[int, int]] = frozenset()  # (op, output) kept
+    last: int | None = None  # last of a run of sibling calls that begins at `call`
+    encode: frozenset[tuple[int, int]] = frozenset()  # kept in a smaller form
+    # Regions inside: what they save stays only when this one is rebuilt.
+    inner: tuple[Region, ...] = ()
+
+    def moved(self, calls: int, ops: int) -> Region:
+        """The same region on another call, so many calls and ops later."""
+        return Region(
+            self.call + calls,
+            self.by,
+            frozenset([(op + ops, output) for op, output in self.save]),
+            None if self.last is None else self.last + calls,
+            frozenset([(op + ops, output) for op, output in self.encode]),
+            tuple([inner.moved(calls, ops) for inner in self.inner]),
+        )
+
+
+class RegionView:
+    """The forward of one call as values, and its saved tensors."""
+
+    def __init__(self, graph: Graph, call: int, last: int) -> None:
+        self.graph = graph
+        self.unit = call, None if last == call else last
+        self.name = str(graph.calls[call])
+        if last != call:
+            self.name += f" to {graph.calls[last]}"
+        self.start = graph.calls[call].start
+        self.stop = graph.calls[last].stop
+        found = graph.saved_in(call, last)
+        self.saves: list[Saved] = [graph.saved[index] for index in found]
+        # Those made inside, with their indices.
+        self.made = [(i, graph.saved[i]) for i in found if self._makes(graph.saved[i])]
+        # Ops before it must run to make all saved tensors again.
+        self.saved_stop = max([self.start, *(saved.at for saved in self.saves)])
+
+    def _makes(self, saved: Saved) -> bool:
+        return self.inside(saved.storage)
+
+    @cached_property
+    def storages(self) -> dict[int, None]:
+        """All that the ops read, change or make, in order."""
+        ops = self.graph.ops[self.start : self.stop]
+        return dict.fromkeys(
+            storage for op in ops for storage in (*op.reads, *op.writes, *op.outputs)
+        )
+
+    @cached_property
+    def flow(self) -> Flow:
+        """The values of its forward."""
+        return self._forward[0]
+
+    @cached_property
+    def packed(self) -> list[tuple[int, Saved, int]]:
+        """The saved tensors made inside: index, description, value."""
+        return self._forward[1]
+
+    @cached_property
+    def _forward(self) -> tuple[Flow, list[tuple[int, Saved, int]]]:
+        flow, packed, at = Flow(), [], self.start
+        for index, saved in self.made:
+            for op in self.graph.ops[at : saved.at]:
+                flow.add(op)
+            at = max(at, saved.at)
+            packed.append((index, saved, flow.value(saved.storage)))
+        for op in self.graph.ops[at : self.stop]:
+            flow.add(op)
+        return flow, packed
+
+    def inside(self, storage: int) -> bool:
+        """Whether the region makes the storage."""
+        return self.start <= self.graph.storages[storage].maker < self.stop
+
+    def forward_window(self) -> tuple[int, int]:
+        """Half moments, first and last, of its forward."""
+        return 2 * self.start, 2 * self.stop - 1
+
+    def backward_window(self) -> tuple[int, int]:
+        """Half moments from the first wanted saved tensor on.
+
+        If none is wanted, those at which backward drops what was made inside; (-1, -1)
+        if there is nothing of the kind, either.
+        """
+        spans = [(s.wanted, s.done) for s in self.saves if s.wanted >= 0]
+        if not spans:
+            spans = [(s.done, s.done) for _, s in self.made]
+        first = min((start for start, _ in spans), default=-1)
+        last = max((stop for _, stop in spans), default=-1)
+        return (2 * first, 2 * last + 1) if spans else (-1, -1)
+
+    def external(self) -> set[int]:
+        """Storages that the call reads, did not make, and that die during the step."""
+        storages = self.graph.storages
+        return {
+            storage
+            for storage in self.storages
+            if not self.inside(storage) and storages[storage].maker != BEFORE_STEP
+        }
+
+    def buffers(self) -> list[int]:
+        """Storages of buffers that the call reads or changes."""
+        storages = self.graph.storages
+        return [s for s in self.storages if storages[s].kind == "buffer"]
+
+    def changed_inputs(self, before: int) -> set[int]:
+        """Those among ``external()`` that are not what they were when forward began."""
+        graph = self.graph
+        return {s for s in self.external() if graph.is_changed(s, self.start, before)}
+
+    def kept_values(self, region: Region) -> set[int]:
+        """The values that a region's saves name."""
+        returned = self.flow.returned
+        return {returned[op - self.start][output] for op, output in region.save}
+
+    def encoded_values(self, region: Region) -> dict[int, Encoding]:
+        """The values that a region keeps in a smaller form."""
+        returned = self.flow.returned
+        return {
+            returned[op - self.start][output]: self.graph.encoding_of[op, output]
+            for op, output in sorted(region.encode)
+        }
+
+    def parts(self, region: Region) -> tuple[list[Part], dict[int, int]]:
+        """The regions inside, as a program knows them; of saved tensors, their part.
+
+        Raises:
+            PlanError: One is not inside, overlaps another, or cannot be nested.
+        """
+        parts: list[Part] = []
+        part_of: dict[int, int] = {}
+        stack = [(one, region, 0) for one in _in_order(region)]
+        while stack:
+            one, around, outer = stack.pop()
+            self._check_nested(one, around)
+            last = one.call if one.last is None else one.last
+            kept = frozenset(self.kept_values(one))
+            start, stop = self.graph.calls[one.call].start, self.graph.calls[last].stop
+            parts.append(Part(start - self.start, stop - self.start, kept, outer))
+            number = len(parts)
+            part_of.update(dict.fromkeys(self.graph.saved_in(one.call, last), number))
+            stack += ((inner, one, number) for inner in _in_order(one))
+        return parts, part_of
+
+    def _check_nested(self, one: Region, around: Region) -> None:
+        graph = self.graph
+        if one.by != PROGRAM or around.by != PROGRAM or one.encode:
+            raise PlanError(
+                f"cannot nest {graph.calls[one.call]} in {graph.calls[around.call]}",
+                needed="by: program for both, and no encode for the inner one",
+                hint="encode in the outer region, or take the inner one out",
+            )
+        last = one.call if one.last is None else one.last
+        same = (one.call, one.last) == (around.call, around.last)
+        inside = graph.is_inside(one.call, around.call, around.last)
+        if same or not inside or not graph.is_inside(last, around.call, around.last):
+            call, outer = graph.calls[one.call], graph.calls[around.call]
+            raise _overlap(call, outer, "is to be inside, and is not inside,")
+        check_apart(graph, around.inner)
+
+    def program(self, region: Region) -> tuple[Program, dict[int, int]]:
+        """The region's program; the saved tensors that it rebuilds, with their part."""
+        kept = self.kept_values(region)
+        current = self.flow.is_current
+        dropped = [
+            (index, value)
+            for index, _, value in self.packed
+            if not (value in kept and current(value))
+        ]
+        parts, part_of = self.parts(region)
+        wanted = [(value, part_of.get(index, 0)) for index, value in dropped]
+        encoded = self.encoded_values(region)
+        program = compile_program(self.flow, wanted, kept, encoded, parts)
+        indices = {index: part_of.get(index, 0) for index, _ in dropped}
+        stop = max((s.wanted for i, s in self.made if i in indices), default=-1)
+        storage_of = self.flow.storage_of
+        late = {
+            value
+            for value in program.holds
+            if self.graph.is_changed(storage_of[value], self.stop, stop)
+        }
+        return replace(program, lost=program.lost | late), indices
+
+
+def check_apart(graph: Graph, regions: Iterable[Region]) -> None:
+    """Refuse regions that share a call.
+
+    Raises:
+        PlanError: Two of them overlap.
+    """
+    calls = graph.calls
+    for first, second in pairwise(sorted(regions, key=lambda region: region.call)):
+        last = first.call if first.last is None else first.last
+        inside = graph.within(second.call, first.call)
+        if inside or calls[second.call].start < calls[last].stop:
+            raise _overlap(calls[second.call], calls[first.call], "is inside")
+
+
+def _in_order(region: Region) -> list[Region]:
+    """The regions inside, the last one first."""
+    return sorted(region.inner, key=lambda one: -one.call)
+
+
+def _overlap(second: Call, first: Call, how: str) -> PlanError:
+    return PlanError(
+        f"regions overlap: {second} {how} {first}",
+        needed="regions apart, or one among the inner regions of the other",
+        hint="remove one of the two",
+    )
