@@ -6,12 +6,12 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import NamedTuple
 
 LATER = -1
 
 
-@dataclass(frozen=True, slots=True)
-class Interval:
+class Interval(NamedTuple):
     """Bytes alive over the half moments ``[start, stop]``.
 
     Within a gap, ticks of the region's replay say what came first. What ends at

@@ -218,6 +218,19 @@ class Graph:
         return inside
 
     @cached_property
+    def creates(self) -> tuple[tuple[int, ...], ...]:
+        """Of every op, ``Op.creates``."""
+        return tuple(op.creates for op in self.ops)
+
+    @cached_property
+    def saved_of(self) -> dict[int, list[int]]:
+        """Storage -> indices of the saved tensors that hold it, in order."""
+        found: dict[int, list[int]] = {}
+        for index, saved in enumerate(self.saved):
+            found.setdefault(saved.storage, []).append(index)
+        return found
+
+    @cached_property
     def _writers(self) -> dict[int, list[int]]:
         """Storage -> ops that change it in place, in order."""
         found: dict[int, list[int]] = {}

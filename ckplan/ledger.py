@@ -7,7 +7,6 @@ engine and here alike. Here every value is an interval of time and a number of b
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 from heapq import heappop, heappush
 from itertools import count
 
@@ -81,7 +80,7 @@ class Ledger:
         else:
             self._bytes -= born.bytes
             died = next(self._ticks)
-        self.effect.made.append(replace(born, stop=stop, died=died))
+        self.effect.made.append(born._replace(stop=stop, died=died))
 
     def let_go_held(self, value: int, stop: int) -> None:
         """The same of a value that is held since forward."""

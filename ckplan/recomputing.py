@@ -7,7 +7,6 @@ rerun runs the whole module at once, as ``torch.utils.checkpoint`` does.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import replace
 from itertools import count
 
 from ckplan.effect import Effect, Interval
@@ -115,20 +114,20 @@ def _run_again(view: RegionView, first: int, effect: Effect) -> None:
     ticks = count()
     for moment in range(view.start, view.saved_stop):
         op = graph.ops[moment]
-        for storage in op.creates:
+        for storage in graph.creates[moment]:
             size = graph.storages[storage].bytes
             alive += size
             made = Interval(gap, gap, size, next(ticks))
             if storage in until:
                 stop_at = 2 * until[storage] + 1
-                effect.made.append(replace(made, stop=stop_at))
+                effect.made.append(made._replace(stop=stop_at))
             else:
                 born[storage] = made
         most_bytes = max(most_bytes, alive + op.workspace_bytes)
         both = next(ticks), next(ticks)
         effect.workspaces.append(Interval(gap, gap, op.workspace_bytes, *both))
         for storage in [s for s in born if graph.storages[s].last == moment]:
-            gone = replace(born.pop(storage), died=next(ticks))
+            gone = born.pop(storage)._replace(died=next(ticks))
             alive -= gone.bytes
             effect.made.append(gone)
         effect.steps.append(moment)

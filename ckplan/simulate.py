@@ -12,11 +12,12 @@ and free, in the order that ``program.Rebuild`` fixes for simulator and engine a
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from operator import add
 
 from ckplan.effect import Effect, Interval
 from ckplan.errors import PlanError
@@ -36,8 +37,15 @@ class Timeline:
     graph: Graph
     live_bytes: list[int]
     effects: tuple[Effect, ...]
-    stops: list[int]  # storage -> last half moment it is alive
+    unplanned_stops: Sequence[int]  # storage -> last half moment it is alive
+    moved_stops: Mapping[int, int]  # of those storages that regions drop or hold
     gone: Mapping[int, int]  # those that go in the midst of a gap, and their ticks
+
+    @cached_property
+    def stops(self) -> list[int]:
+        """The last half moment that each storage is alive."""
+        moved = self.moved_stops
+        return [moved.get(s, stop) for s, stop in enumerate(self.unplanned_stops)]
 
     @cached_property
     def peak_bytes(self) -> int:
@@ -117,9 +125,10 @@ class Simulator:
         self._views: dict[tuple[int, int], RegionView] = {}
         self._effects: dict[Region, Effect] = {}
         self._end = 2 * len(graph.ops)
-        self._saved_of: dict[int, list[tuple[int, int]]] = defaultdict(list)
-        for index, saved in enumerate(graph.saved):
-            self._saved_of[saved.storage].append((index, 2 * saved.done + 1))
+        self._saved_of = {
+            storage: [(index, 2 * graph.saved[index].done + 1) for index in saved]
+            for storage, saved in graph.saved_of.items()
+        }
         self._stops: list[int] = []
         level = [0] * (self._end + 2)
         for storage, found in enumerate(graph.storages):
@@ -161,8 +170,7 @@ class Simulator:
             excess.update(effect.excess(sizes))
         changes = self._changes(moved, effects)
         live = self._replay(changes, excess, 0, len(self.unplanned_bytes) - 1)
-        stops = [moved.get(s, stop) for s, stop in enumerate(self._stops)]
-        return Timeline(self.graph, live, effects, stops, gone)
+        return Timeline(self.graph, live, effects, self._stops, moved, gone)
 
     def live_within(
         self, region: Region, windows: Iterable[tuple[int, int]]
@@ -190,7 +198,7 @@ class Simulator:
                 delta[first - start] += change.bytes
                 delta[last - start + 1] -= change.bytes
         window = self.unplanned_bytes[start : stop + 1]
-        live = [b + d for b, d in zip(window, accumulate(delta), strict=False)]
+        live = list(map(add, window, accumulate(delta)))
         for moment, more_bytes in excess.items():
             if start <= moment <= stop:
                 live[moment - start] += more_bytes
@@ -205,7 +213,7 @@ class Simulator:
                 holds[storage] = max(holds.get(storage, -1), until)
         stops: dict[int, int] = {}
         for storage in {*holds, *(self.graph.saved[i].storage for i in dropped)}:
-            kept = (d for i, d in self._saved_of[storage] if i not in dropped)
+            kept = (d for i, d in self._saved_of.get(storage, ()) if i not in dropped)
             natural = self._start_and_natural_stop(storage)[1]
             until = max(natural, holds.get(storage, -1), *kept)
             stops[storage] = min(until, self._end)

@@ -268,17 +268,12 @@ def _windows(view: RegionView) -> list[tuple[int, int]]:
 def _alive_anyway(graph: Graph, view: RegionView) -> set[int]:
     """Storages that stay until backward whatever a region on this call does."""
     mine = {index for index, _ in view.made}
-    storages = view.storages
-    alive = {
-        saved.storage
-        for index, saved in enumerate(graph.saved)
-        if index not in mine and saved.storage in storages
-    }
-    return alive | {
+    return {
         storage
-        for storage in storages
+        for storage in view.storages
         if graph.storages[storage].maker == BEFORE_STEP
         or graph.storages[storage].last >= graph.num_forward
+        or not mine.issuperset(graph.saved_of.get(storage, ()))
     }
 
 
