@@ -63,6 +63,7 @@ class Planner:
         self._is_small = len(graph.ops) <= _FEW_OPS
         self.menus = Menus(self.simulator, small=self._is_small)
         self.unplanned = self.simulator.run()
+        self._reached: dict[ChainFrontier, _Found] = {}  # the smallest of each
 
     def solve(self, budget_bytes: int) -> Solution:
         """Find the cheapest plan whose simulated peak is within a budget.
@@ -208,11 +209,15 @@ class Planner:
         return [*found, *(self._of_nests if self._nesting_pays else ())]
 
     def _smallest(self, chains: Iterable[ChainFrontier]) -> _Found:
-        found: list[_Found] = [(self.unplanned, ())]
-        for chain in chains:
-            for plan in islice(chain.smallest_first(), _FEW_PLANS):
-                found += self._replays(plan)
+        found = [(self.unplanned, ()), *map(self._smallest_of, chains)]
         return min(found, key=lambda plan: plan[0].peak_bytes)
+
+    def _smallest_of(self, chain: ChainFrontier) -> _Found:
+        if chain not in self._reached:
+            plans = islice(chain.smallest_first(), _FEW_PLANS)
+            replays = [one for plan in plans for one in self._replays(plan)]
+            self._reached[chain] = min(replays, key=lambda plan: plan[0].peak_bytes)
+        return self._reached[chain]
 
     @cached_property
     def _run_covers(self) -> dict[int, list[tuple[Unit, ...]]]:
