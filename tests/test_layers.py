@@ -30,7 +30,7 @@ FOLDERS = {
     "applying": {"training"},
     "verifying": {"training", "tracing", "solving", "applying"},
 }
-FRONT = {"cli", "terminal", "__main__", "__init__"}
+FRONT = {"cli", "__main__", "__init__"}
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 

@@ -6,12 +6,15 @@ import os
 import sys
 import traceback
 from errno import ENOSPC
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from ckplan.errors import CkplanError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 TRACEBACK = "--traceback"
 BROKEN_PIPE = 141  # 128 + SIGPIPE
@@ -45,6 +48,18 @@ def write(text: str) -> None:
     """Write the product."""
     sys.stdout.write(text)
     sys.stdout.flush()
+
+
+def show_product(product: RenderableType | dict[str, Any]) -> None:
+    """Write a report as a person reads it, or a dict as JSON."""
+    if isinstance(product, dict):
+        import json
+
+        write(json.dumps(product, indent=2) + "\n")
+    else:
+        from ckplan.report.tables import render
+
+        write(render(product))
 
 
 def say(text: str) -> None:

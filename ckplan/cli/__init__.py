@@ -1,0 +1,61 @@
+"""The command line: parse, call, print.
+
+What a command needs is imported inside it, so that ``ckplan --help`` answers at once
+and ``show`` and ``solve`` wake no torch. How commands end stands in ``terminal.py``.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ckplan.cli.looking import gpus, profile, show
+from ckplan.cli.planning import compare, frontier, solve
+from ckplan.cli.proving import eject, verify
+from ckplan.cli.terminal import TRACEBACK, Command, Commands, write
+
+app = typer.Typer(
+    cls=Commands,
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for command in (profile, solve, frontier, compare, show, gpus, verify, eject):
+    app.command(cls=Command)(command)
+
+
+def main() -> None:
+    """Run the command line: the entry point of the program ``ckplan``."""
+    app(prog_name="ckplan")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from ckplan import __version__
+
+        write(f"ckplan {__version__}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def _ckplan(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", is_eager=True, callback=_version, help="Show the version."
+        ),
+    ] = False,
+    traceback: Annotated[
+        bool, typer.Option(TRACEBACK, help="With an error, show where it came from.")
+    ] = False,
+) -> None:
+    """Plan activation checkpointing: the fastest training step that fits in memory.
+
+    Profile a model once, solve for a budget, apply the plan in Python with
+    ckplan.apply(model, "plan.yaml"), and verify that it keeps its word.
+
+    Exit codes: 0 done, 1 bad input, 2 usage, 3 no plan fits, 4 verification failed.
+    """

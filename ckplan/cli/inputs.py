@@ -1,0 +1,133 @@
+"""From what the command line says to what the rest of ckplan takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from ckplan.cli.options import Amp, Shard
+from ckplan.cli.terminal import say
+from ckplan.errors import CkplanError
+
+if TYPE_CHECKING:
+    from ckplan.graph import Graph
+    from ckplan.sharding import Sharding
+    from ckplan.training.step import Training
+    from ckplan.training.workload import WorkloadSpec
+
+TRACES = Path("traces")
+
+
+def workload(
+    target: str, settings: list[str] | None, inputs: list[str] | None
+) -> WorkloadSpec:
+    """What is to be trained."""
+    from ckplan.training.workload import WorkloadSpec, parse_options
+
+    return WorkloadSpec(target, parse_options(settings or ()), tuple(inputs or ()))
+
+
+def training_of(
+    optimizer: str | None,
+    amp: Amp | None,
+    accumulate: int,
+    clip: float | None,
+    scaler: bool,
+) -> Training:
+    """How it is to be trained."""
+    from ckplan.training.step import Training
+
+    return Training(optimizer, amp and amp.value, accumulate, clip, scaler)
+
+
+def sharding_of(
+    shard: Shard | None, world_size: int | None, units: list[str] | None
+) -> Sharding | None:
+    """What the three options say together."""
+    if (shard is None) != (world_size is None) or (units and shard is None):
+        raise typer.BadParameter("--shard and --world-size go together")
+    if shard is None or world_size is None:
+        return None
+    from ckplan.sharding import Sharding
+
+    return Sharding(shard.value, world_size, tuple(units or ()))
+
+
+def of_rank(graph: Graph, sharding: Sharding | None) -> Graph:
+    """Make the step of one rank, if that is asked for."""
+    if sharding is None:
+        return graph
+    from ckplan.sharding import sharded
+
+    return sharded(graph, sharding)
+
+
+def check_output(path: Path, force: bool) -> None:
+    """Say before any work that a file could not be written after it."""
+    if path.is_dir():
+        raise CkplanError(
+            f"cannot write '{path}': it is a folder",
+            needed="the name of a file",
+            hint=f"-o {path / 'NAME'}",
+        )
+    if path.is_file() and not force:
+        raise CkplanError(
+            f"cannot write '{path}': it already exists",
+            needed="a new file, or leave to overwrite this one",
+            hint="--force to overwrite it, or another name with -o",
+        )
+
+
+def check_picture(path: Path, force: bool) -> None:
+    """The same of a plot."""
+    from ckplan.report.plots import check_plot
+
+    check_output(path, force)
+    check_plot(path)
+
+
+def say_usable(gpu: str) -> int:
+    """Return the bytes of the budget that a card is, and how they come about."""
+    from ckplan.gpus import find
+    from ckplan.units import format_bytes
+
+    card = find(gpu)
+    capacity, context = map(format_bytes, (card.capacity_bytes, card.context_bytes))
+    say(f"budget of {card.name}: {capacity} less {context} for CUDA's context")
+    return card.usable_bytes
+
+
+def newest_trace() -> Path:
+    """The trace that was written last, if none was named."""
+    from ckplan import files
+
+    found = files.newest(TRACES, "*.json*")
+    if found is None:
+        raise CkplanError(
+            f"cannot find a trace: there is none in {TRACES}/",
+            needed="a trace that `ckplan profile` wrote",
+            hint="ckplan profile model.py, or name the trace",
+        )
+    say(f"reading {found}")
+    return found
+
+
+def trace_of(name: str, path: Path | None) -> Graph | None:
+    """The trace that was asked for, or a workload's usual one if it can be read."""
+    from ckplan import graph as graphs
+
+    if path is not None:
+        return graphs.load(path)
+    usual = TRACES / f"{name}.json.gz"
+    try:
+        return graphs.load(usual) if usual.is_file() else None
+    except CkplanError:
+        return None  # verifying does without
+
+
+def is_trace(data: bytes) -> bool:
+    """Whether a file is a trace, whole or damaged; anything else may be a plan."""
+    gzipped, json_object = data[:2] == b"\x1f\x8b", data[:1] == b"{"
+    return gzipped or (json_object and b"ckplan_graph" in data[:1000])

@@ -1,0 +1,163 @@
+"""Commands that look: at a step, a file, the cards."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ckplan.cli.inputs import (
+    TRACES,
+    check_output,
+    is_trace,
+    of_rank,
+    sharding_of,
+    training_of,
+    workload,
+)
+from ckplan.cli.options import (
+    Accumulate,
+    AmpOption,
+    Clip,
+    Force,
+    Inputs,
+    Json,
+    OptimizerOption,
+    Scaler,
+    Settings,
+    ShardOption,
+    Target,
+    Units,
+    WorldSize,
+)
+from ckplan.cli.terminal import say, show_product
+
+if TYPE_CHECKING:
+    from ckplan.graph import Graph
+
+
+def profile(
+    target: Target,
+    settings: Settings = None,
+    inputs: Inputs = None,
+    optimizer: OptimizerOption = None,
+    amp: AmpOption = None,
+    accumulate: Accumulate = 1,
+    clip: Clip = None,
+    scaler: Scaler = False,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            help="Where the step is to run: cpu, or cuda, GPU or not.  "
+            "[default: cpu; cuda with --gpu]",
+        ),
+    ] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="A card of `ckplan gpus`: its roofline in place of measured seconds, "
+            "its memory as the budget of solve.",
+        ),
+    ] = None,
+    shard: ShardOption = None,
+    world_size: WorldSize = None,
+    units: Units = None,
+    fresh: Annotated[
+        bool,
+        typer.Option("--fresh", help="Measure again what was measured before."),
+    ] = False,
+    replay: Annotated[
+        bool,
+        typer.Option(help="Run the forward of a small model twice, to compare."),
+    ] = True,
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", help="The trace to write.  [default: traces/NAME.json.gz]"),
+    ] = None,
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """Trace one training step: its memory, layers and seconds."""
+    if output is not None:
+        check_output(output, force)
+    sharding = sharding_of(shard, world_size, units)
+    from ckplan import graph as graphs
+    from ckplan.report.progress import ProgressLine
+    from ckplan.tracing.profile import profile_workload
+
+    spec = workload(target, settings, inputs)
+    path = output or TRACES / f"{spec.name}.json.gz"
+    check_output(path, force)
+    # Whatever the workload prints is not the product.
+    with ProgressLine(sys.stderr) as progress, redirect_stdout(sys.stderr):
+        graph = profile_workload(
+            spec,
+            training=training_of(optimizer, amp, accumulate, clip, scaler),
+            device=device,
+            gpu=gpu,
+            fresh=fresh,
+            replay=replay,
+            progress=progress,
+        )
+    graph = of_rank(graph, sharding)
+    graphs.save(graph, path, force=force)
+    _show_trace(graph, path, as_json)
+    say(f"wrote {path}")
+
+
+def show(
+    file: Annotated[Path, typer.Argument(help="A trace or a plan.")],
+    shard: ShardOption = None,
+    world_size: WorldSize = None,
+    units: Units = None,
+    as_json: Json = False,
+) -> None:
+    """Show a trace or a plan."""
+    sharding = sharding_of(shard, world_size, units)
+    from ckplan import files
+
+    if is_trace(files.read_bytes(file, "trace or plan")):
+        from ckplan import graph as graphs
+
+        _show_trace(of_rank(graphs.load(file), sharding), file, as_json)
+    else:
+        from ckplan import plan as plans
+        from ckplan.report.plans import plan_json, plan_report
+
+        plan = plans.load(file)
+        show_product(plan_json(plan) if as_json else plan_report(plan))
+
+
+def _show_trace(graph: Graph, path: Path, as_json: bool) -> None:
+    from ckplan.allocations import reserved_on_card
+    from ckplan.report.step import step_json, step_report
+    from ckplan.simulate import simulate
+
+    step = graph, simulate(graph)
+    reserved = reserved_on_card(step[1])
+    show_product(
+        step_json(*step, str(path), reserved)
+        if as_json
+        else step_report(*step, reserved)
+    )
+
+
+def gpus(
+    name: Annotated[
+        str | None, typer.Argument(help="One card, with the source of every figure.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """List the cards that --gpu knows."""
+    from ckplan import gpus as table
+    from ckplan.report.gpus import card_report, cards_json, cards_report
+
+    cards = [*table.load().values()] if name is None else [table.find(name)]
+    if as_json:
+        show_product(cards_json(cards))
+    else:
+        show_product(cards_report(cards) if name is None else card_report(cards[0]))

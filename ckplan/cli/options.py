@@ -1,0 +1,124 @@
+"""Arguments and options that several commands share."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+class Amp(str, Enum):
+    """What autocast casts to; as ``ckplan.training.step.AMP``."""
+
+    BF16 = "bf16"
+    FP16 = "fp16"
+
+
+class Shard(str, Enum):
+    """What several ranks divide; as ``ckplan.sharding.SCHEMES``."""
+
+    DDP = "ddp"
+    ZERO1 = "zero1"
+    ZERO2 = "zero2"
+    ZERO3 = "zero3"
+    FSDP2 = "fsdp2"
+
+
+class Form(str, Enum):
+    """Whose words a plan is put in; "torch" or one of ``ckplan.elsewhere.TOOLS``."""
+
+    TORCH = "torch"
+    TRANSFORMERS = "transformers"
+    DEEPSPEED = "deepspeed"
+    MEGATRON = "megatron"
+
+
+class Method(str, Enum):
+    """How far solving goes; as ``ckplan.solving.solve.METHODS``."""
+
+    CHAIN = "chain"
+    MILP = "milp"
+
+
+Target = Annotated[
+    str,
+    typer.Argument(
+        metavar="TARGET",
+        help="model.py, model.py:factory or package.module:factory. The factory, by "
+        "default build(), returns (model, batch), (model, batch, loss_fn) or a dict.",
+    ),
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="NAME=VALUE", help="An option of the factory; repeatable."
+    ),
+]
+Inputs = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--input",
+        metavar="SHAPE:DTYPE",
+        help="For a model without a factory: 8x3x224x224:float32; repeatable.",
+    ),
+]
+OptimizerOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME[:KERNEL]",
+        help="adamw, adam, sgd, momentum, adafactor, adamw8bit (predicted only), none "
+        "or own; with foreach, fused or single.  [default: own if there is one, else "
+        "adamw, as torch chooses]",
+    ),
+]
+AmpOption = Annotated[
+    Amp | None, typer.Option(help="Forward and loss under autocast to this type.")
+]
+Accumulate = Annotated[
+    int, typer.Option(min=1, metavar="N", help="Batches per step of the optimizer.")
+]
+Clip = Annotated[
+    float | None,
+    typer.Option(metavar="NORM", help="Clip the gradients to this norm."),
+]
+Scaler = Annotated[
+    bool, typer.Option("--scaler", help="Scale the loss, for --amp fp16.")
+]
+ShardOption = Annotated[
+    Shard | None,
+    typer.Option("--shard", help="Of the step of one rank among several."),
+]
+WorldSize = Annotated[
+    int | None,
+    typer.Option("--world-size", min=1, metavar="N", help="With --shard: the ranks."),
+]
+Units = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--unit",
+        metavar="MODULES",
+        help="With fsdp2 and zero3: what is gathered as one, like h.[0..11]; "
+        "repeatable.  [default: the layers]",
+    ),
+]
+Trace = Annotated[
+    Path | None,
+    typer.Argument(help="From `ckplan profile`.  [default: newest of traces/]"),
+]
+Card = Annotated[
+    str | None,
+    typer.Option(
+        "--gpu",
+        metavar="NAME",
+        help="In place of a budget: what a card of `ckplan gpus` leaves to tensors.",
+    ),
+]
+Reserve = Annotated[
+    str,
+    typer.Option(metavar="SIZE", help="Taken off the budget first, for others."),
+]
+WISHES = "--budget, --gpu, --max-overhead, --min-memory or --knee"
+Force = Annotated[bool, typer.Option("--force", help="Overwrite a file that exists.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]

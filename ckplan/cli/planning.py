@@ -1,0 +1,216 @@
+"""Commands that plan, from a trace alone."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ckplan.cli.inputs import (
+    check_output,
+    check_picture,
+    newest_trace,
+    of_rank,
+    say_usable,
+    sharding_of,
+)
+from ckplan.cli.options import (
+    WISHES,
+    Card,
+    Force,
+    Json,
+    Method,
+    Reserve,
+    ShardOption,
+    Trace,
+    Units,
+    WorldSize,
+)
+from ckplan.cli.terminal import say, show_product
+
+
+def solve(
+    trace: Trace = None,
+    *,
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Limit on the whole peak: 12GB, 12GiB, or 80% of the unplanned peak.",
+        ),
+    ] = None,
+    gpu: Card = None,
+    max_overhead: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PERCENT", help="In place of a budget: least memory at 5% or less."
+        ),
+    ] = None,
+    min_memory: Annotated[
+        bool, typer.Option("--min-memory", help="In place of a budget: least memory.")
+    ] = False,
+    knee: Annotated[
+        bool,
+        typer.Option("--knee", help="In place of a budget: before memory gets dear."),
+    ] = False,
+    reserve: Reserve = "0",
+    method: Annotated[
+        Method,
+        typer.Option(help="milp: a tighter bound, exact for small graphs."),
+    ] = Method.CHAIN,
+    time_limit: Annotated[
+        float, typer.Option(min=0, metavar="SECONDS", help="That milp may take.")
+    ] = 60.0,
+    shard: ShardOption = None,
+    world_size: WorldSize = None,
+    units: Units = None,
+    output: Annotated[Path, typer.Option("-o", help="The plan to write.")] = Path(
+        "plan.yaml"
+    ),
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """Write the plan that fits a budget and costs the least time."""
+    goals = [name for name, on in (("min-memory", min_memory), ("knee", knee)) if on]
+    given = [wish for wish in (budget, gpu, max_overhead, *goals) if wish is not None]
+    if len(given) > 1:
+        raise typer.BadParameter(f"only one is possible: {WISHES}")
+    check_output(output, force)
+    sharding = sharding_of(shard, world_size, units)
+    from ckplan import graph as graphs
+    from ckplan import plan as plans
+    from ckplan.allocations import reserved_on_card
+    from ckplan.report.plans import solution_json, solution_report
+    from ckplan.report.progress import ProgressLine
+    from ckplan.report.reserved import reserved_warning
+    from ckplan.solving import solve as solving
+    from ckplan.units import parse_bytes, parse_percent
+
+    fraction = None if max_overhead is None else parse_percent(max_overhead)
+    if method is Method.MILP:
+        from ckplan.solving.milp import check_solver
+
+        check_solver()
+    reserve_bytes = parse_bytes(reserve)
+    graph = of_rank(graphs.load(trace or newest_trace()), sharding)
+    if not given and "gpu" not in graph.options:
+        raise typer.BadParameter(f"one is needed: {WISHES}")
+    card = gpu if given else graph.options["gpu"]
+    if card is not None:
+        say_usable(card)
+    goal = goals[0] if goals else None
+    wish = solving.Wish(budget, fraction, goal, gpu=card)
+    with ProgressLine(sys.stderr) as progress:
+        progress("solving", 0, 0)
+        planner = solving.Planner(graph)
+        solution = solving.find(planner, wish, reserve_bytes)
+        if method is Method.MILP:
+            progress("solving exactly", 0, 0)
+            solution = solving.with_exact(planner, solution, time_limit)
+    if not solution.regions:
+        say("no plan is needed: the unplanned step fits; the plan is empty")
+    plan = solving.to_plan(graph, solution)
+    plans.save(plan, output, force=force)
+    found, reserved = (
+        (solution, plan, reserve_bytes),
+        reserved_on_card(solution.timeline),
+    )
+    show_product(
+        solution_json(*found, str(output), reserved)
+        if as_json
+        else solution_report(*found, reserved)
+    )
+    warning = reserved_warning(reserved, solution.budget_bytes + reserve_bytes)
+    if warning:
+        say(warning)
+    say(f"wrote {output}")
+
+
+def frontier(
+    trace: Trace = None,
+    *,
+    points: Annotated[
+        int, typer.Option(min=2, max=500, help="How many budgets to try.")
+    ] = 24,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw it as PNG or SVG.")
+    ] = None,
+    reserve: Reserve = "0",
+    shard: ShardOption = None,
+    world_size: WorldSize = None,
+    units: Units = None,
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """Show the whole trade-off between memory and time."""
+    sharding = sharding_of(shard, world_size, units)
+    from ckplan import graph as graphs
+    from ckplan.report.frontier import frontier_json, frontier_report, save_plot
+    from ckplan.report.progress import ProgressLine
+    from ckplan.solving.practices import everything
+    from ckplan.solving.solve import Planner
+    from ckplan.units import parse_bytes
+
+    reserve_bytes = parse_bytes(reserve)
+    if plot is not None:
+        check_picture(plot, force)
+    graph = of_rank(graphs.load(trace or newest_trace()), sharding)
+    with ProgressLine(sys.stderr) as progress:
+        progress("solving", 0, 0)
+        planner = Planner(graph)
+        found = planner.frontier(points)
+        wanted = as_json or plot is not None
+        budget_bytes = planner.unplanned.peak_bytes
+        others = everything(planner, budget_bytes) if wanted else ()
+    if plot is not None:
+        save_plot(plot, graph.model, found, others, force=force)
+        say(f"wrote {plot}")
+    show_product(
+        frontier_json(graph.model, found, others, reserve_bytes)
+        if as_json
+        else frontier_report(graph.model, found, reserve_bytes)
+    )
+
+
+def compare(
+    trace: Trace = None,
+    *,
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="As for solve.  [default: 80% of the unplanned peak]",
+        ),
+    ] = None,
+    gpu: Card = None,
+    reserve: Reserve = "0",
+    shard: ShardOption = None,
+    world_size: WorldSize = None,
+    units: Units = None,
+    as_json: Json = False,
+) -> None:
+    """Show what people do beside the plan, under one budget."""
+    if budget is not None and gpu is not None:
+        raise typer.BadParameter("only one is possible: --budget or --gpu")
+    sharding = sharding_of(shard, world_size, units)
+    from ckplan import graph as graphs
+    from ckplan.report.plans import as_baseline, comparison_json, comparison_report
+    from ckplan.report.progress import ProgressLine
+    from ckplan.solving.practices import everything
+    from ckplan.solving.solve import Planner, budget_bytes_of
+    from ckplan.units import parse_bytes
+
+    reserve_bytes = parse_bytes(reserve)
+    if gpu is not None:
+        budget = str(say_usable(gpu))
+    graph = of_rank(graphs.load(trace or newest_trace()), sharding)
+    with ProgressLine(sys.stderr) as progress:
+        progress("solving", 0, 0)
+        planner = Planner(graph)
+        budget_bytes = budget_bytes_of(planner, budget or "80%", reserve_bytes)
+        plan = planner.nearest(budget_bytes)
+        found = (*everything(planner, budget_bytes), as_baseline(plan, budget_bytes))
+    of = graph.model, budget_bytes, reserve_bytes, found
+    show_product(comparison_json(*of) if as_json else comparison_report(*of))

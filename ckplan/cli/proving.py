@@ -1,0 +1,227 @@
+"""Commands that put a plan to work: verify it, say it in plain PyTorch."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ckplan.cli.inputs import (
+    check_output,
+    check_picture,
+    trace_of,
+    training_of,
+    workload,
+)
+from ckplan.cli.options import (
+    Accumulate,
+    AmpOption,
+    Clip,
+    Force,
+    Form,
+    Inputs,
+    Json,
+    OptimizerOption,
+    Scaler,
+    Settings,
+    Target,
+)
+from ckplan.cli.terminal import say, show_product, write
+from ckplan.errors import CkplanError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from ckplan.graph import Graph
+    from ckplan.plan import Plan
+    from ckplan.training.workload import WorkloadSpec
+    from ckplan.verifying.dry_run import DryRun
+    from ckplan.verifying.verify import Verification
+
+
+def verify(
+    target: Target,
+    plan: Annotated[Path, typer.Argument(help="From `ckplan solve`, or by hand.")],
+    settings: Settings = None,
+    inputs: Inputs = None,
+    optimizer: OptimizerOption = None,
+    amp: AmpOption = None,
+    accumulate: Accumulate = 1,
+    clip: Clip = None,
+    scaler: Scaler = False,
+    device: Annotated[
+        str | None,
+        typer.Option(help="cpu or cuda.  [default: what the plan is for]"),
+    ] = None,
+    cap: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="On a GPU: as if it had no more memory."),
+    ] = None,
+    steps: Annotated[int, typer.Option(min=0, help="How many steps to time.")] = 5,
+    seed: Annotated[int, typer.Option(min=0, help="Of every random number.")] = 0,
+    fake: Annotated[
+        bool,
+        typer.Option("--fake", help="Memory only, by a dry run: needs no hardware."),
+    ] = False,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Predicts the timeline.  [default: traces/NAME.json.gz]"),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw the timeline as PNG or SVG."),
+    ] = None,
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """Train with a plan and without it, and compare the two."""
+    from ckplan import plan as plans
+
+    loaded = plans.load(plan)
+    if plot is not None:
+        check_picture(plot, force)
+    spec = workload(target, settings, inputs)
+    how: dict[str, Any] = {
+        "optimizer": optimizer,
+        "amp": amp and amp.value,
+        "accumulate": accumulate,
+        "clip": clip,
+        "scaler": scaler,
+        "device": device,
+        "seed": seed,
+        "trace": trace_of(spec.name, trace),
+    }
+    if fake:
+        found: DryRun | Verification = _dry_run(spec, loaded, how)
+    else:
+        found = _real(spec, loaded, steps, cap, how)
+    shown, error = _judge(found)
+    show_product(found.as_json() if as_json else shown)
+    for call in found.regions_idle:
+        say(f"warning: the region {call} never ran")
+    if plot is not None:
+        from ckplan.report.timeline import save_timeline
+
+        name = loaded.model or spec.name
+        save_timeline(plot, name, found.curves, found.budget_bytes, force=force)
+        say(f"wrote {plot}")
+    if error is not None:
+        raise error
+
+
+def _dry_run(spec: WorkloadSpec, plan: Plan, how: dict[str, Any]) -> DryRun:
+    from ckplan.report.progress import ProgressLine
+    from ckplan.verifying.dry_run import dry_run
+
+    # Whatever the workload prints is not the product.
+    with ProgressLine(sys.stderr) as progress, redirect_stdout(sys.stderr):
+        return dry_run(spec, plan, progress=progress, **how)
+
+
+def _real(
+    spec: WorkloadSpec, plan: Plan, steps: int, cap: str | None, how: dict[str, Any]
+) -> Verification:
+    from ckplan.report.progress import ProgressLine
+    from ckplan.units import parse_bytes
+    from ckplan.verifying.verify import verify
+
+    with ProgressLine(sys.stderr) as progress:
+        return verify(
+            spec,
+            plan,
+            steps=steps,
+            cap_bytes=None if cap is None else parse_bytes(cap),
+            progress=progress,
+            **how,
+        )
+
+
+def _judge(
+    found: DryRun | Verification,
+) -> tuple[RenderableType, CkplanError | None]:
+    """The report of a verification, and the error if it has not passed."""
+    from ckplan.report import verification as report
+    from ckplan.verifying.dry_run import DryRun
+
+    if isinstance(found, DryRun):
+        shown, why = report.dry_run_report(found), report.too_large
+        return shown, None if found.passed else why(found)
+    error = None if found.passed else report.failure(found)
+    return report.verification_report(found), error
+
+
+def eject(
+    plan: Annotated[Path, typer.Argument(help="From `ckplan solve`, or by hand.")],
+    target: Annotated[
+        str,
+        typer.Argument(metavar="TARGET", help="As for profile, or the model's trace."),
+    ],
+    settings: Settings = None,
+    inputs: Inputs = None,
+    optimizer: OptimizerOption = None,
+    amp: AmpOption = None,
+    accumulate: Accumulate = 1,
+    clip: Clip = None,
+    scaler: Scaler = False,
+    form: Annotated[
+        Form,
+        typer.Option("--as", help="Code, or the nearest setting of another tool."),
+    ] = Form.TORCH,
+    output: Annotated[
+        Path | None, typer.Option("-o", help="Write the code here.  [default: stdout]")
+    ] = None,
+    force: Force = False,
+) -> None:
+    """Print the nearest plan in plain PyTorch, or in the words of another tool."""
+    if output is not None:
+        check_output(output, force)
+    from ckplan import files
+    from ckplan import graph as graphs
+    from ckplan import plan as plans
+    from ckplan.report.progress import ProgressLine
+
+    loaded = plans.load(plan)
+    if target.endswith((".json", ".json.gz")):
+        graph = graphs.load(Path(target))
+    else:
+        from ckplan.tracing.profile import profile_workload
+
+        spec = workload(target, settings, inputs)
+        with ProgressLine(sys.stderr) as progress, redirect_stdout(sys.stderr):
+            training = training_of(optimizer, amp, accumulate, clip, scaler)
+            device = loaded.fingerprint.get("device", "cpu")
+            how = {"training": training, "device": device, "progress": progress}
+            graph = profile_workload(spec, **how)
+    text = (
+        _plain_code(graph, loaded)
+        if form is Form.TORCH
+        else _setting(graph, loaded, form.value)
+    )
+    if output is None:
+        write(text)
+    else:
+        files.write_text(output, text, force=force)
+        say(f"wrote {output}")
+
+
+def _plain_code(graph: Graph, plan: Plan) -> str:
+    from ckplan import __version__
+    from ckplan.eject import as_code, plain_form
+
+    plain = plain_form(graph, plan)
+    if not plain.same:
+        say("the plan rebuilds single ops, which has no plain form: printing the")
+        say("nearest one, with its own peak and overhead at the top")
+    return as_code(plain, __version__)
+
+
+def _setting(graph: Graph, plan: Plan, tool: str) -> str:
+    from ckplan.elsewhere import setting_for
+
+    setting = setting_for(graph, plan, tool)
+    for line in setting.about():
+        say(line)
+    return setting.text
