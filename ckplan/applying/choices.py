@@ -16,8 +16,9 @@ from itertools import takewhile
 
 from torch import nn
 
-from ckplan.applying.record import OpKey, Recorder, Template
+from ckplan.applying.record import OpKey, Recorder
 from ckplan.applying.replay import Replay
+from ckplan.applying.template import Template
 from ckplan.errors import PlanError
 from ckplan.names import Call, call_name, expand_modules, parse_call
 from ckplan.plan import PlannedRegion

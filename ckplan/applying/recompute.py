@@ -10,7 +10,7 @@ gives another program, never a stale one.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
@@ -39,7 +39,7 @@ class Ref(NamedTuple):
 class Step(NamedTuple):
     """An op that ran."""
 
-    func: Callable[..., Any]
+    func: Any  # an OpOverload
     args: list[Any]  # tensors as Ref, also inside lists
     kwargs: dict[str, Any]
     generator: torch.Generator | None

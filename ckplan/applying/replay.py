@@ -32,7 +32,7 @@ from ckplan.applying.recompute import (
     tensors_in,
     unpack,
 )
-from ckplan.applying.record import CallRecord, Capture, Template
+from ckplan.applying.template import CallRecord, Capture, Template
 from ckplan.encodings import Encoded, encode
 from ckplan.errors import ApplyError
 from ckplan.program import EXTERNAL, Program, compile_program

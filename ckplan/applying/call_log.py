@@ -1,0 +1,106 @@
+"""The calls of torch functions that a forward makes, written down."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+
+from ckplan.applying.calls import (
+    Geometry,
+    Slots,
+    UnknownArgumentError,
+    asks_only,
+    geometry_of,
+    switches,
+)
+from ckplan.applying.recompute import (
+    tensors_in,
+)
+
+if TYPE_CHECKING:
+    from ckplan.applying.record import Recorder
+
+
+@dataclass(slots=True)
+class Call:
+    """A call as it is written down."""
+
+    func: Callable[..., Any]
+    arguments: Any
+    switches: tuple[bool, ...]
+    packed_before: int
+    packed_after: int = 0
+    returned: Sequence[tuple[int, Geometry | None]] = ()  # value, or -1, of each tensor
+
+
+class CallLog(TorchFunctionMode):
+    """Writes down the functions that a forward calls."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.calls: list[Call] = []
+        self.given: list[tuple[Geometry, StorageWeakRef]] = []
+        self.broken = False  # a call cannot be compared with another
+        self.current = -1
+        self._is_paused = False
+        self._recorder = recorder
+        self._slots = Slots(self._meet)
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.broken or self._is_paused or asks_only(func):
+            return func(*args, **kwargs)
+        try:
+            arguments = self._slots.freeze((args, kwargs))
+        except UnknownArgumentError:
+            self.broken = True
+            return func(*args, **kwargs)
+        call = Call(func, arguments, switches(), self._recorder.num_packed)
+        self.current = len(self.calls)
+        try:
+            out = func(*args, **kwargs)
+        except BaseException:
+            self.broken = True
+            raise
+        finally:
+            self.current = -1
+        self._slots.returned(out)
+        call.packed_after = self._recorder.num_packed
+        call.returned = [self._describe(tensor) for tensor in tensors_in(out)]
+        self.calls.append(call)
+        return out
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Calls that the region makes itself are not the forward's."""
+        self._is_paused = True
+        yield
+        self._is_paused = False
+
+    def close(self) -> None:
+        """The forward is over: what was written down is in the template."""
+        self._slots.close()
+        del self._recorder
+
+    def _meet(self, tensor: torch.Tensor) -> None:
+        self.given.append(
+            (geometry_of(tensor), StorageWeakRef(tensor.untyped_storage()))
+        )
+
+    def _describe(self, tensor: torch.Tensor) -> tuple[int, Geometry | None]:
+        try:
+            return self._recorder.value_inside(tensor), geometry_of(tensor)
+        except UnknownArgumentError:
+            return -1, None

@@ -1,0 +1,247 @@
+"""A forward written down, for forwards that make the same calls to be compared with.
+
+It is made of what a recorder saw op by op, if the calls alone will tell as much.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from ckplan.applying.calls import Geometry
+from ckplan.applying.recompute import Ref, Step
+from ckplan.encodings import BITS, Encoded
+from ckplan.program import EXTERNAL, Flow, Part, Program, compile_program
+
+if TYPE_CHECKING:
+    from ckplan.applying.record import OpKey, Recorder
+
+_SCALINGS = ("div_", "mul_")
+_MOST_UNSEEN_BYTES = 4096  # of values that are rebuilt though the plan keeps them
+
+
+class Capture(NamedTuple):
+    """A tensor that the region keeps when a call returned it or autograd saved it."""
+
+    place: int  # number of the tensor among those returned, or of the saved tensor
+    value: int
+    form: str | None  # to be encoded, or to be held as it is
+
+
+class Given(NamedTuple):
+    """A tensor from elsewhere that a call of the region takes."""
+
+    geometry: Geometry
+    storage: int  # equal for those that share one
+
+
+class Packed(NamedTuple):
+    """What autograd saved."""
+
+    size: torch.Size
+    ref: Ref | None  # of a tensor that is dropped
+    part: int = 0  # the inner region that saved it, counted from 1
+
+
+class CallRecord(NamedTuple):
+    """One call of a torch function."""
+
+    func: Callable[..., Any]
+    arguments: Any  # frozen
+    switches: tuple[bool, ...]
+    random_steps: tuple[int, ...]  # that draw first in it
+    captures: tuple[Capture, ...]
+    packed_before: int  # how many tensors autograd had saved
+    packed_after: int
+
+
+@dataclass(frozen=True)
+class Template:
+    """A forward written down, for forwards that make the same calls."""
+
+    calls: tuple[CallRecord, ...]
+    given: tuple[Given, ...]
+    packed: tuple[Packed, ...]
+    captures: Mapping[int, Capture]  # of saved tensors, by their number
+    value_of: Mapping[int, int]  # storage of a given tensor -> its value
+    flow: Flow
+    parts: tuple[Part, ...]
+    program: Program
+    steps: Mapping[int, Step]
+    found: frozenset[OpKey]
+    dropped_bytes: int
+
+
+def make_template(
+    seen: Recorder, parts: tuple[Part, ...], program: Program, steps: Mapping[int, Step]
+) -> Template | None:
+    """What later forwards can be compared with; None if calls do not tell all."""
+    log, flow = seen.log, seen.flow
+    if log.broken or -1 in seen.call_of:
+        return None
+    given = [
+        Given(geometry, seen.numbers.get(storage.cdata, -1 - place))
+        for place, (geometry, storage) in enumerate(log.given)
+    ]
+    there = {one.storage for one in given}
+    outside = [v for v in program.holds if flow.maker_of[v] == EXTERNAL]
+    if any(one.storage in seen.inside for one in given) or not there.issuperset(
+        flow.storage_of[value] for value in outside
+    ):
+        return None
+    program, steps = _seen_from_calls(seen, parts, program, steps)
+    captures = _captures(seen, program)
+    random_steps = _first_draws(seen, program)
+    if captures is None or random_steps is None:
+        return None
+    of_calls, of_packed = captures
+    calls = tuple(
+        CallRecord(
+            call.func,
+            call.arguments,
+            call.switches,
+            tuple(random_steps.get(number, ())),
+            tuple(of_calls.get(number, ())),
+            call.packed_before,
+            call.packed_after,
+        )
+        for number, call in enumerate(log.calls)
+    )
+    return Template(
+        calls,
+        tuple(given),
+        tuple(seen.packed),
+        of_packed,
+        {flow.storage_of[v]: v for v, m in enumerate(flow.maker_of) if m < 0},
+        flow,
+        parts,
+        program,
+        steps,
+        frozenset(seen.found),
+        seen.dropped_bytes,
+    )
+
+
+def _seen_from_calls(
+    seen: Recorder, parts: tuple[Part, ...], program: Program, steps: Mapping[int, Step]
+) -> tuple[Program, Mapping[int, Step]]:
+    """The same program, but that what no call shows is rebuilt if it is tiny.
+
+    Such are the scalars that ops make for each other inside of one torch function.
+    """
+    flow = seen.flow
+    unseen = {
+        value
+        for value in program.holds
+        if flow.maker_of[value] != EXTERNAL
+        and _where_returned(seen, value, None) is None
+        and _where_packed(seen, value, None) is None
+    }
+    held_bytes = sum(
+        seen.held[value].tensor.untyped_storage().nbytes() for value in unseen
+    )
+    if not unseen or held_bytes > _MOST_UNSEEN_BYTES:
+        return program, steps
+    kept = [v for v in program.holds - unseen if flow.maker_of[v] != EXTERNAL]
+    other = compile_program(flow, seen.wanted, kept, seen.encoded.keys(), parts)
+    if other.lost:
+        return program, steps
+    return other, {step: seen.steps[step] for step in sorted(other.runs())}
+
+
+def _captures(
+    seen: Recorder, program: Program
+) -> tuple[dict[int, list[Capture]], dict[int, Capture]] | None:
+    """Where a later forward sees what it must hold: returned, or saved."""
+    flow = seen.flow
+    wanted: list[tuple[int, int, str | None]] = [
+        (value, value, None)
+        for value in program.holds
+        if flow.maker_of[value] != EXTERNAL
+    ]
+    wanted += [
+        (value, same, seen.encoded[value].form)
+        for value in program.decodes
+        for same in (_scaled(seen, value),)
+    ]
+    of_calls: dict[int, list[Capture]] = defaultdict(list)
+    of_packed: dict[int, Capture] = {}
+    for value, same, form in wanted:
+        shape = seen.encoded[value] if form else None
+        place = _where_returned(seen, same, shape)
+        if place is not None:
+            of_calls[place[0]].append(Capture(place[1], value, form))
+            continue
+        packed = _where_packed(seen, same, shape)
+        if packed is None or packed in of_packed:
+            return None
+        of_packed[packed] = Capture(packed, value, form)
+    return of_calls, of_packed
+
+
+def _scaled(seen: Recorder, value: int) -> int:
+    """What a draw of zeros and ones became by scaling: the same bits."""
+    flow, same = seen.flow, value
+    while seen.encoded[value].form == BITS and not flow.is_current(same):
+        step = next(s for s, old in enumerate(flow.overwrites) if same in old)
+        func, args, *_ = seen.steps[step]
+        if func.overloadpacket.__name__ not in _SCALINGS or not _is_factor(args[1]):
+            break
+        same = flow.overwrites[step][same]
+    return same
+
+
+def _where_returned(
+    seen: Recorder, value: int, small: Encoded | None
+) -> tuple[int, int] | None:
+    for number, call in enumerate(seen.log.calls):
+        for place, (returned, geometry) in enumerate(call.returned):
+            fits = geometry and (small is None or _fits(small, geometry))
+            if returned == value and fits:
+                return number, place
+    return None
+
+
+def _where_packed(seen: Recorder, value: int, small: Encoded | None) -> int | None:
+    for place, (packed, entry) in enumerate(
+        zip(seen.packed_values, seen.packed, strict=True)
+    ):
+        if packed == value:
+            ref = entry.ref
+            if small is None or (ref is not None and _fits(small, ref)):
+                return place
+    return None
+
+
+def _first_draws(seen: Recorder, program: Program) -> dict[int, list[int]] | None:
+    """The steps before which a call's random state is theirs; by call."""
+    first: dict[tuple[int, torch.device], int] = {}
+    for step in seen.states:
+        key = (seen.call_of[step], seen.steps[step].device)
+        first.setdefault(key, step)
+    needed = program.runs().keys() & seen.states.keys()
+    drawn = {step: key[0] for key, step in first.items()}
+    if any(
+        step not in drawn or seen.steps[step].generator is not None for step in needed
+    ):
+        return None
+    found: dict[int, list[int]] = defaultdict(list)
+    for step in sorted(needed):
+        found[drawn[step]].append(step)
+    return found
+
+
+def _fits(small: Encoded, tensor: Geometry | Ref) -> bool:
+    """Whether a tensor has the geometry of what was encoded."""
+    same = tensor.size == small.size and tensor.stride == small.stride
+    return same and tensor.dtype == small.dtype and tensor.offset == 0
+
+
+def _is_factor(number: object) -> bool:
+    """Whether scaling by it keeps zeros and what is not zero apart."""
+    return isinstance(number, (int, float)) and math.isfinite(number) and number != 0
