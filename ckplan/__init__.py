@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from ckplan.auto import auto
     from ckplan.errors import CkplanError
     from ckplan.graph import Graph
-    from ckplan.graph import load as load_graph
     from ckplan.plan import Plan
     from ckplan.plan import load as load_plan
     from ckplan.sharding import shard
     from ckplan.solving.solve import frontier
     from ckplan.solving.solve import solve_plan as solve
+    from ckplan.trace_file import load as load_graph
     from ckplan.tracing.profile import profile
     from ckplan.verifying.dry_run import dry_run
     from ckplan.verifying.verify import verify
@@ -59,7 +59,7 @@ _HOME = {
     "auto": "ckplan.auto:auto",
     "dry_run": "ckplan.verifying.dry_run:dry_run",
     "frontier": "ckplan.solving.solve:frontier",
-    "load_graph": "ckplan.graph:load",
+    "load_graph": "ckplan.trace_file:load",
     "load_plan": "ckplan.plan:load",
     "planned": "ckplan.applying:planned",
     "profile": "ckplan.tracing.profile:profile",

@@ -4,25 +4,19 @@ A ``Graph`` is a recorded step: ops in execution order, the storages they read a
 make, what autograd saves, and the module calls that ran the ops. Time is counted in
 ops: *moment* ``t`` is while op ``t`` runs. Views are no ops; a view is its storage.
 
-The file is JSON (gzipped when the name ends in ``.gz``), loads without torch and
-is never executed.
+Its file is read and written by ``trace_file.py``.
 """
 
 from __future__ import annotations
 
-import gzip
 import hashlib
-import json
 import math
-import zlib
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckplan import files
 from ckplan.consistency import contradictions
 from ckplan.errors import GraphError
 from ckplan.names import relative_path
@@ -31,9 +25,6 @@ if TYPE_CHECKING:
     import networkx
 
 FORMAT_VERSION = 4
-_READABLE = (2, 3, FORMAT_VERSION)
-_WITH_HAZARD_IN_CALL = (2, 3)
-_DEFAULTS: dict[str, Any] = {"costs": "measured", "hazards": []}  # of older formats
 MEASURED = "measured"
 """Where the seconds of a graph come from, unless it says otherwise."""
 KINDS = (
@@ -54,6 +45,8 @@ HAZARDS = (
     "backward",  # a backward in the middle of forward, as of a gradient penalty
     "chance",  # the same op on the same tensors gives other values
 )
+_MOST = 1 << 63  # of bytes
+
 BEFORE_STEP = -1
 """Maker of a storage that exists when the step begins."""
 OUTSIDE_CALLS = -1
@@ -451,159 +444,3 @@ def _bad(what: str) -> GraphError:
         needed=f"a graph file of format {FORMAT_VERSION} as `ckplan profile` writes it",
         hint="run `ckplan profile` again",
     )
-
-
-_MOST = 1 << 63
-_TOP_KEYS = {
-    "ckplan_graph",
-    "model",
-    "fingerprint",
-    "options",
-    "notes",
-    "costs",
-    "num_forward",
-    "num_backward",
-    "names",
-    "calls",
-    "ops",
-    "storages",
-    "saved",
-    "encodings",
-    "hazards",
-}
-
-
-def dumps(graph: Graph) -> str:
-    """The graph as JSON text, the same text for the same graph."""
-    names = sorted({op.name for op in graph.ops})
-    number = {name: i for i, name in enumerate(names)}
-    ops = [
-        [
-            number[op.name],
-            op.call,
-            op.reads,
-            op.writes,
-            op.outputs,
-            op.workspace_bytes,
-            op.flops,
-            op.moved_bytes,
-            round(op.seconds, 9),
-            int(op.random),
-            round(op.launch_seconds, 9),
-        ]
-        for op in graph.ops
-    ]
-    content = {
-        "ckplan_graph": FORMAT_VERSION,
-        "model": graph.model,
-        "fingerprint": dict(graph.fingerprint),
-        "options": dict(graph.options),
-        "notes": graph.notes,
-        "costs": graph.costs,
-        "num_forward": graph.num_forward,
-        "num_backward": graph.num_backward,
-        "names": names,
-        "calls": [
-            [c.fqn, c.number, c.parent, c.start, c.stop, c.module] for c in graph.calls
-        ],
-        "ops": ops,
-        "storages": [[s.bytes, s.kind, s.maker, s.last] for s in graph.storages],
-        "saved": [[s.storage, s.call, s.at, s.wanted, s.done] for s in graph.saved],
-        "encodings": [
-            [*row[:-2], round(row[-2], 9), round(row[-1], 9)]
-            for row in map(astuple, graph.encodings)
-        ],
-        "hazards": [astuple(hazard) for hazard in graph.hazards],
-    }
-    return json.dumps(content, separators=(",", ":")) + "\n"
-
-
-def loads(text: str, name: str) -> Graph:
-    """Read what ``dumps`` wrote; ``name`` is what errors call it.
-
-    Raises:
-        GraphError: Not JSON, an unknown version or key, or a value out of range.
-    """
-    try:
-        content = json.loads(text)
-    except ValueError as error:
-        raise _unreadable(name, f"is not complete JSON ({error})") from None
-    if not isinstance(content, dict) or "ckplan_graph" not in content:
-        raise _unreadable(name, "is no ckplan trace")
-    version = content["ckplan_graph"]
-    if version not in _READABLE:
-        raise _unreadable(name, f"has format {version!r}")
-    if version != FORMAT_VERSION:
-        content = _DEFAULTS | content
-    unknown, missing = set(content) - _TOP_KEYS, _TOP_KEYS - set(content)
-    if unknown or missing:
-        word = "unknown" if unknown else "missing"
-        raise _unreadable(name, f"has {word} key {min(unknown or missing)!r}")
-    try:
-        if version in _WITH_HAZARD_IN_CALL:
-            content["calls"] = [row[:6] for row in content["calls"]]
-        return _from_content(content)
-    except (TypeError, ValueError, IndexError, KeyError, AttributeError) as error:
-        raise _unreadable(name, f"has a malformed record ({error})") from None
-
-
-def _from_content(content: dict[str, Any]) -> Graph:
-    names = dict(enumerate(content["names"]))
-    ops = tuple(
-        Op(names[n], c, tuple(r), tuple(w), tuple(o), ws, fl, mv, s, bool(rnd), *launch)
-        for n, c, r, w, o, ws, fl, mv, s, rnd, *launch in content["ops"]
-    )
-    return Graph(
-        model=str(content["model"]),
-        fingerprint=dict(content["fingerprint"]),
-        ops=ops,
-        storages=tuple(Storage(*row) for row in content["storages"]),
-        saved=tuple(Saved(*row) for row in content["saved"]),
-        calls=tuple(Call(*row) for row in content["calls"]),
-        encodings=tuple(Encoding(*row) for row in content["encodings"]),
-        hazards=tuple(
-            Hazard(call, kind, reason, tuple(guarded_by))
-            for call, kind, reason, guarded_by in content["hazards"]
-        ),
-        num_forward=content["num_forward"],
-        num_backward=content["num_backward"],
-        notes=tuple(content["notes"]),
-        costs=str(content["costs"]),
-        options=dict(content["options"]),
-    )
-
-
-def _unreadable(name: str, found: str) -> GraphError:
-    return GraphError(
-        f"cannot read the trace: {name} {found}",
-        needed=f"a graph file of format {FORMAT_VERSION} as `ckplan profile` writes it",
-        hint="run `ckplan profile model.py` again, with this version of ckplan",
-    )
-
-
-def save(graph: Graph, path: Path, *, force: bool = False) -> None:
-    """Write a graph file, whole or not at all; gzipped if the name ends in ``.gz``."""
-    content = dumps(graph).encode()
-    if path.suffix == ".gz":
-        content = gzip.compress(content, compresslevel=6, mtime=0)
-    files.write_bytes(path, content, force=force)
-
-
-def load(path: Path) -> Graph:
-    """Read a graph file, gzipped or not.
-
-    Raises:
-        CkplanError: The file is missing.
-        GraphError: The file is cut, of another version or not a graph.
-    """
-    content = files.read_bytes(path, "trace")
-    if content[:2] == b"\x1f\x8b":
-        try:
-            content = gzip.decompress(content)
-        except (OSError, EOFError, zlib.error) as error:
-            raise _unreadable(str(path), f"is cut or damaged ({error})") from None
-    try:
-        text = content.decode()
-    except UnicodeDecodeError:
-        raise _unreadable(str(path), "is not text") from None
-    return loads(text, str(path))

@@ -32,10 +32,10 @@ from _measuring import (
     say,
 )
 
-from ckplan.graph import load
 from ckplan.solving.practices import everything
 from ckplan.solving.solution import Baseline
 from ckplan.solving.solve import Planner
+from ckplan.trace_file import load
 from ckplan.units import format_bytes, format_percent, format_seconds
 
 BUDGETS = 20

@@ -37,7 +37,7 @@ from _measuring import (
 )
 from speed import Usage, use
 
-from ckplan import graph as graphs
+from ckplan import trace_file
 from ckplan.units import GIB, MIB, format_bytes, format_seconds
 
 LAYERS = (8, 16, 32, 64, 128)
@@ -148,7 +148,7 @@ def _profile(
     times = []
     for _ in range(5):
         start = time.process_time()
-        graph = graphs.load(trace)
+        graph = trace_file.load(trace)
         times.append(time.process_time() - start)
     size, seconds = trace.stat().st_size, statistics.median(times)
     return Point(layers, len(graph.ops), used, size, seconds)

@@ -27,7 +27,7 @@ import numpy
 import oracles
 from oracles import CannotRebuildError, Content, Kept, Nest, Span
 
-from ckplan import graph as graphs
+from ckplan import trace_file
 from ckplan.graph import OUTSIDE_CALLS, Graph
 from ckplan.plan import dumps
 from ckplan.region import Region
@@ -571,7 +571,7 @@ def _ask_again(
     """The same of the graph's file, and of the graph with all bytes scaled."""
     if found is None:
         return
-    again = graphs.loads(graphs.dumps(graph), "again")
+    again = trace_file.loads(trace_file.dumps(graph), "again")
     texts = [dumps(to_plan(g, planner_of(g).solve(budget))) for g in (graph, again)]
     if texts[0] != texts[1]:
         outcome.wrong.append(f"at {budget} B another plan the second time")

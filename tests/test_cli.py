@@ -19,7 +19,7 @@ from test_report import verification
 import ckplan
 from ckplan import cli
 from ckplan.gpus import find
-from ckplan.graph import save
+from ckplan.trace_file import save
 from ckplan.units import format_bytes
 from ckplan.verifying import verify as verifying
 

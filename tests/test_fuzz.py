@@ -22,13 +22,14 @@ from small_steps import KINDS, small_step
 from test_cli import Run, folder, run  # noqa: F401 - fixtures
 
 from ckplan.errors import CkplanError, GraphError, InfeasibleError, UnitError
-from ckplan.graph import Graph, dumps, loads
+from ckplan.graph import Graph
 from ckplan.plan import dumps as plan_text
 from ckplan.plan import loads as read_plan
 from ckplan.resolve import resolve
 from ckplan.simulate import simulate
 from ckplan.solving.milp import solve_exactly
 from ckplan.solving.solve import Planner, solve_plan
+from ckplan.trace_file import dumps, loads
 
 EXAMPLES = 25
 NO_SHRINKING = (Phase.explicit, Phase.reuse, Phase.generate)  # of what a seed is

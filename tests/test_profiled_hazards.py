@@ -14,12 +14,13 @@ from torch import nn
 
 import ckplan
 from ckplan.errors import ApplyError, PlanError
-from ckplan.graph import Graph, dumps, loads
+from ckplan.graph import Graph
 from ckplan.plan import Plan, PlannedRegion
 from ckplan.report.step import step_json, step_report
 from ckplan.report.tables import render
 from ckplan.resolve import resolve
 from ckplan.simulate import simulate
+from ckplan.trace_file import dumps, loads
 from ckplan.tracing.profile import NOTE_FAKE
 from ckplan.training.workload import Workload
 

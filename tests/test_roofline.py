@@ -18,8 +18,9 @@ from ckplan import gpus
 from ckplan.allocations import reserved_bytes
 from ckplan.cli import app
 from ckplan.errors import CkplanError
-from ckplan.graph import Graph, Op, save
+from ckplan.graph import Graph, Op
 from ckplan.simulate import simulate
+from ckplan.trace_file import save
 from ckplan.tracing.profile import profile_workload
 from ckplan.training.workload import WorkloadSpec
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import ckplan
-from ckplan.graph import dumps
+from ckplan.trace_file import dumps
 
 ROOT = Path(__file__).parent.parent
 LLAMA_3_70B = (

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from test_cli import Run, folder, run, trace, traced  # noqa: F401 - fixtures
 
 import ckplan
-from ckplan import graph as graph_files
+from ckplan import trace_file
 from ckplan.errors import CkplanError
 from ckplan.graph import BEFORE_STEP, Graph, Storage
 from ckplan.region import Region
@@ -208,6 +208,6 @@ def test_the_command_line_shards(run: Run, trace: Path) -> None:  # noqa: F811
     assert run("compare", str(trace), *ways).code == 0
     assert run("show", str(trace), "--shard", "ddp").code == 2
     assert run("profile", "model.py", "-o", "rank.json", *ways).code == 0
-    assert graph_files.load(Path("rank.json")).options["world_size"] == 4
+    assert trace_file.load(Path("rank.json")).options["world_size"] == 4
     again = run("show", "rank.json", *ways)
     assert again.err.startswith("error: cannot shard the trace: it is that of one rank")

@@ -14,7 +14,7 @@ import networkx
 import pytest
 
 from ckplan.errors import CkplanError, InfeasibleError, PlanError
-from ckplan.graph import Encoding, load
+from ckplan.graph import Encoding
 from ckplan.plan import dumps, loads
 from ckplan.program import Flow
 from ckplan.region import RERUN, Region
@@ -27,6 +27,7 @@ from ckplan.solving.menu import Menus, Unit
 from ckplan.solving.mincut import INFINITE, SINK, SOURCE, Network
 from ckplan.solving.practices import everything
 from ckplan.solving.solve import Planner, frontier, solve, solve_plan, to_plan
+from ckplan.trace_file import load
 
 TRACES = Path(__file__).parent.parent / "traces"
 

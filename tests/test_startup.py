@@ -10,7 +10,7 @@ import pytest
 from torch import nn, randn
 
 import ckplan
-from ckplan import graph
+from ckplan import trace_file
 
 ROOT = Path(__file__).parent.parent
 SLOW = {"torch", "numpy", "networkx", "transformers"}
@@ -21,7 +21,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("startup")
     layers = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)]
     found = ckplan.profile(nn.Sequential(*layers), randn(4, 8))
-    graph.save(found, folder / "trace.json.gz")
+    trace_file.save(found, folder / "trace.json.gz")
     (folder / "plan.yaml").write_text("ckplan: 1\nregions:\n  - calls: '0'\n")
     return folder
 

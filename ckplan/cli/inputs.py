@@ -116,13 +116,13 @@ def newest_trace() -> Path:
 
 def trace_of(name: str, path: Path | None) -> Graph | None:
     """The trace that was asked for, or a workload's usual one if it can be read."""
-    from ckplan import graph as graphs
+    from ckplan import trace_file
 
     if path is not None:
-        return graphs.load(path)
+        return trace_file.load(path)
     usual = TRACES / f"{name}.json.gz"
     try:
-        return graphs.load(usual) if usual.is_file() else None
+        return trace_file.load(usual) if usual.is_file() else None
     except CkplanError:
         return None  # verifying does without
 

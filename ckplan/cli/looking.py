@@ -85,7 +85,7 @@ def profile(
     if output is not None:
         check_output(output, force)
     sharding = sharding_of(shard, world_size, units)
-    from ckplan import graph as graphs
+    from ckplan import trace_file
     from ckplan.report.progress import ProgressLine
     from ckplan.tracing.profile import profile_workload
 
@@ -104,7 +104,7 @@ def profile(
             progress=progress,
         )
     graph = of_rank(graph, sharding)
-    graphs.save(graph, path, force=force)
+    trace_file.save(graph, path, force=force)
     _show_trace(graph, path, as_json)
     say(f"wrote {path}")
 
@@ -121,9 +121,9 @@ def show(
     from ckplan import files
 
     if is_trace(files.read_bytes(file, "trace or plan")):
-        from ckplan import graph as graphs
+        from ckplan import trace_file
 
-        _show_trace(of_rank(graphs.load(file), sharding), file, as_json)
+        _show_trace(of_rank(trace_file.load(file), sharding), file, as_json)
     else:
         from ckplan import plan as plans
         from ckplan.report.plans import plan_json, plan_report

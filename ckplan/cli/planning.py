@@ -79,8 +79,8 @@ def solve(
         raise typer.BadParameter(f"only one is possible: {WISHES}")
     check_output(output, force)
     sharding = sharding_of(shard, world_size, units)
-    from ckplan import graph as graphs
     from ckplan import plan as plans
+    from ckplan import trace_file
     from ckplan.allocations import reserved_on_card
     from ckplan.report.plans import solution_json, solution_report
     from ckplan.report.progress import ProgressLine
@@ -94,7 +94,7 @@ def solve(
 
         check_solver()
     reserve_bytes = parse_bytes(reserve)
-    graph = of_rank(graphs.load(trace or newest_trace()), sharding)
+    graph = of_rank(trace_file.load(trace or newest_trace()), sharding)
     if not given and "gpu" not in graph.options:
         raise typer.BadParameter(f"one is needed: {WISHES}")
     card = gpu if given else graph.options["gpu"]
@@ -146,7 +146,7 @@ def frontier(
 ) -> None:
     """Show the whole trade-off between memory and time."""
     sharding = sharding_of(shard, world_size, units)
-    from ckplan import graph as graphs
+    from ckplan import trace_file
     from ckplan.report.frontier import frontier_json, frontier_report, save_plot
     from ckplan.report.progress import ProgressLine
     from ckplan.solving.practices import everything
@@ -156,7 +156,7 @@ def frontier(
     reserve_bytes = parse_bytes(reserve)
     if plot is not None:
         check_picture(plot, force)
-    graph = of_rank(graphs.load(trace or newest_trace()), sharding)
+    graph = of_rank(trace_file.load(trace or newest_trace()), sharding)
     with ProgressLine(sys.stderr) as progress:
         progress("solving", 0, 0)
         planner = Planner(graph)
@@ -195,7 +195,7 @@ def compare(
     if budget is not None and gpu is not None:
         raise typer.BadParameter("only one is possible: --budget or --gpu")
     sharding = sharding_of(shard, world_size, units)
-    from ckplan import graph as graphs
+    from ckplan import trace_file
     from ckplan.report.plans import as_baseline, comparison_json, comparison_report
     from ckplan.report.progress import ProgressLine
     from ckplan.solving.practices import everything
@@ -205,7 +205,7 @@ def compare(
     reserve_bytes = parse_bytes(reserve)
     if gpu is not None:
         budget = str(say_usable(gpu))
-    graph = of_rank(graphs.load(trace or newest_trace()), sharding)
+    graph = of_rank(trace_file.load(trace or newest_trace()), sharding)
     with ProgressLine(sys.stderr) as progress:
         progress("solving", 0, 0)
         planner = Planner(graph)

@@ -178,14 +178,13 @@ def eject(
     """Print the nearest plan in plain PyTorch, or in the words of another tool."""
     if output is not None:
         check_output(output, force)
-    from ckplan import files
-    from ckplan import graph as graphs
+    from ckplan import files, trace_file
     from ckplan import plan as plans
     from ckplan.report.progress import ProgressLine
 
     loaded = plans.load(plan)
     if target.endswith((".json", ".json.gz")):
-        graph = graphs.load(Path(target))
+        graph = trace_file.load(Path(target))
     else:
         from ckplan.tracing.profile import profile_workload
 
