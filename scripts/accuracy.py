@@ -202,7 +202,8 @@ def _plans(
     spec: WorkloadSpec, training: Training
 ) -> tuple[int, list[Plan]] | CkplanError:
     """The predicted unplanned peak, and plans for budgets between it and the floor."""
-    from ckplan.solving.solve import Planner, to_plan
+    from ckplan.solving.planner import Planner
+    from ckplan.solving.solve import to_plan
     from ckplan.tracing.profile import profile_workload
 
     warnings.simplefilter("ignore")

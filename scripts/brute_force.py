@@ -57,7 +57,7 @@ from small_steps import KINDS, small_step
 from ckplan.graph import Graph
 from ckplan.simulate import Simulator
 from ckplan.solving.milp import solve_exactly
-from ckplan.solving.solve import Planner
+from ckplan.solving.planner import Planner
 from ckplan.units import format_percent
 
 INSTANCES, EXACT = 10_000, 48

@@ -31,8 +31,8 @@ from _measuring import (
 
 from ckplan.graph import Graph
 from ckplan.simulate import Timeline
+from ckplan.solving.planner import Planner
 from ckplan.solving.practices import practices
-from ckplan.solving.solve import Planner
 from ckplan.tracing.profile import profile_workload
 from ckplan.training.workload import WorkloadSpec, parse_options
 from ckplan.units import format_bytes, format_percent, format_seconds

@@ -32,9 +32,9 @@ from _measuring import (
     say,
 )
 
+from ckplan.solving.planner import Planner
 from ckplan.solving.practices import everything
 from ckplan.solving.solution import Baseline
-from ckplan.solving.solve import Planner
 from ckplan.trace_file import load
 from ckplan.units import format_bytes, format_percent, format_seconds
 

@@ -43,7 +43,8 @@ from two_ranks import Trained, train_two
 
 from ckplan import plan as plans
 from ckplan.sharding import shard
-from ckplan.solving.solve import Planner, to_plan
+from ckplan.solving.planner import Planner
+from ckplan.solving.solve import to_plan
 from ckplan.tracing.profile import profile_workload
 from ckplan.training.workload import WorkloadSpec
 from ckplan.units import format_bytes

@@ -22,7 +22,7 @@ from _measuring import ROOT, Report, add_output, finish, make_parser, make_table
 
 from ckplan.solving.chain import Link, solve_chain
 from ckplan.solving.menu import Option
-from ckplan.solving.solve import Planner
+from ckplan.solving.planner import Planner
 from ckplan.trace_file import load
 from ckplan.units import format_bytes, format_seconds
 

@@ -47,7 +47,8 @@ from _measuring import (
 
 from ckplan.errors import CkplanError
 from ckplan.plan import Plan, PlannedRegion
-from ckplan.solving.solve import Planner, to_plan
+from ckplan.solving.planner import Planner
+from ckplan.solving.solve import to_plan
 from ckplan.tracing.profile import profile_workload
 from ckplan.training.step import Training
 from ckplan.training.workload import WorkloadSpec, parse_options

@@ -32,8 +32,9 @@ from ckplan.graph import OUTSIDE_CALLS, Graph
 from ckplan.plan import dumps
 from ckplan.region import Region
 from ckplan.simulate import Timeline
-from ckplan.solving import solve
-from ckplan.solving.solve import Planner, to_plan
+from ckplan.solving import planner
+from ckplan.solving.planner import Planner
+from ckplan.solving.solve import to_plan
 
 MOST_OPTIONS = 250
 MOST_NESTS = 3000
@@ -481,7 +482,7 @@ class Outcome:
 
 def search_alone(graph: Graph) -> Planner:
     """A planner that searches as in larger steps, where it cannot try every plan."""
-    with patch.object(solve, "_FEW_OPS", -1):
+    with patch.object(planner, "_FEW_OPS", -1):
         return Planner(graph)
 
 

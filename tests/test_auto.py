@@ -13,7 +13,7 @@ import ckplan
 from ckplan import applying
 from ckplan.errors import ApplyError, InfeasibleError
 from ckplan.plan import Plan, PlannedRegion
-from ckplan.solving.solve import Planner
+from ckplan.solving.planner import Planner
 from ckplan.training.workload import Workload
 
 

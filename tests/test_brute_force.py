@@ -11,7 +11,7 @@ from every_plan import Outcome, TooManyError, compare, search_alone
 from small_steps import KINDS, small_step
 
 from ckplan.graph import Graph
-from ckplan.solving.solve import Planner
+from ckplan.solving.planner import Planner
 
 STEPS, FEWER = 9, {"nesting": 3}
 LEAST_EQUAL = 1.0  # of the budgets; see the table in scripts/results

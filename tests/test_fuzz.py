@@ -28,7 +28,8 @@ from ckplan.plan import loads as read_plan
 from ckplan.resolve import resolve
 from ckplan.simulate import simulate
 from ckplan.solving.milp import solve_exactly
-from ckplan.solving.solve import Planner, solve_plan
+from ckplan.solving.planner import Planner
+from ckplan.solving.solve import solve_plan
 from ckplan.trace_file import dumps, loads
 
 EXAMPLES = 25

@@ -12,7 +12,8 @@ from ckplan.errors import CkplanError, PlanError
 from ckplan.simulate import Simulator
 from ckplan.solving.bound import LowerBound
 from ckplan.solving.milp import solve_exactly
-from ckplan.solving.solve import Planner, Wish, find, with_exact
+from ckplan.solving.planner import Planner
+from ckplan.solving.solve import Wish, find, with_exact
 
 SECONDS = 60.0
 

@@ -18,7 +18,7 @@ from ckplan.resolve import describe, resolve
 from ckplan.solving.chain import regions_of
 from ckplan.solving.covers import chain_of
 from ckplan.solving.nesting import Nesting
-from ckplan.solving.solve import Planner
+from ckplan.solving.planner import Planner
 
 MEGABYTE = 10**6
 

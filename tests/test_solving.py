@@ -25,8 +25,9 @@ from ckplan.solving.closure import Closure
 from ckplan.solving.covers import Node, find_nodes, leaves
 from ckplan.solving.menu import Menus, Unit
 from ckplan.solving.mincut import INFINITE, SINK, SOURCE, Network
+from ckplan.solving.planner import Planner
 from ckplan.solving.practices import everything
-from ckplan.solving.solve import Planner, frontier, solve, solve_plan, to_plan
+from ckplan.solving.solve import frontier, solve, solve_plan, to_plan
 from ckplan.trace_file import load
 
 TRACES = Path(__file__).parent.parent / "traces"
@@ -163,7 +164,7 @@ def covers(nodes: Sequence[Node]) -> Iterator[list[Unit]]:
 def test_the_chain_finds_the_best_mix_of_its_menus(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("ckplan.solving.solve._FEW_OPS", 0)
+    monkeypatch.setattr("ckplan.solving.planner._FEW_OPS", 0)
     graph = graphs.chain(3)
     simulator = Simulator(graph)
     menus = Menus(simulator)

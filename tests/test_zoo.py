@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from ckplan.solving.solve import Planner, to_plan
+from ckplan.solving.planner import Planner
+from ckplan.solving.solve import to_plan
 from ckplan.tracing.profile import profile_workload
 from ckplan.training.step import Training
 from ckplan.training.workload import WorkloadSpec

@@ -86,6 +86,7 @@ def solve(
     from ckplan.report.progress import ProgressLine
     from ckplan.report.reserved import reserved_warning
     from ckplan.solving import solve as solving
+    from ckplan.solving.planner import Planner
     from ckplan.units import parse_bytes, parse_percent
 
     fraction = None if max_overhead is None else parse_percent(max_overhead)
@@ -104,7 +105,7 @@ def solve(
     wish = solving.Wish(budget, fraction, goal, gpu=card)
     with ProgressLine(sys.stderr) as progress:
         progress("solving", 0, 0)
-        planner = solving.Planner(graph)
+        planner = Planner(graph)
         solution = solving.find(planner, wish, reserve_bytes)
         if method is Method.MILP:
             progress("solving exactly", 0, 0)
@@ -149,8 +150,8 @@ def frontier(
     from ckplan import trace_file
     from ckplan.report.frontier import frontier_json, frontier_report, save_plot
     from ckplan.report.progress import ProgressLine
+    from ckplan.solving.planner import Planner
     from ckplan.solving.practices import everything
-    from ckplan.solving.solve import Planner
     from ckplan.units import parse_bytes
 
     reserve_bytes = parse_bytes(reserve)
@@ -198,8 +199,9 @@ def compare(
     from ckplan import trace_file
     from ckplan.report.plans import as_baseline, comparison_json, comparison_report
     from ckplan.report.progress import ProgressLine
+    from ckplan.solving.planner import Planner
     from ckplan.solving.practices import everything
-    from ckplan.solving.solve import Planner, budget_bytes_of
+    from ckplan.solving.solve import budget_bytes_of
     from ckplan.units import parse_bytes
 
     reserve_bytes = parse_bytes(reserve)

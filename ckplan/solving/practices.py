@@ -31,8 +31,8 @@ from ckplan.solving.baselines import baselines, can_be_done, find_layers
 from ckplan.solving.chain import regions_of
 from ckplan.solving.covers import chain_of
 from ckplan.solving.menu import Menus
+from ckplan.solving.planner import Planner
 from ckplan.solving.solution import Baseline
-from ckplan.solving.solve import Planner
 
 _PRODUCTS = ("addmm", "mm", "bmm", "baddbmm", "linear", "matmul")
 _CONVOLUTIONS = ("convolution", "conv", "mkldnn_convolution", "cudnn_convolution")

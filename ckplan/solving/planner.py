@@ -1,0 +1,352 @@
+"""Plans of one graph: searched for once, asked for with any budget."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from functools import cached_property
+from itertools import islice
+from typing import TypeAlias
+
+from ckplan import units
+from ckplan.errors import InfeasibleError, PlanError
+from ckplan.graph import Graph
+from ckplan.region import Region
+from ckplan.simulate import Simulator, Timeline
+from ckplan.solving.baselines import baselines, can_be_done
+from ckplan.solving.bound import LowerBound
+from ckplan.solving.chain import ChainFrontier, Choice, regions_of
+from ckplan.solving.covers import (
+    all_nodes,
+    chain_of,
+    find_nodes,
+    run_covers,
+    tree_frontier,
+)
+from ckplan.solving.exhaustive import try_all
+from ckplan.solving.menu import Menus, Unit
+from ckplan.solving.nesting import Nesting
+from ckplan.solving.solution import Floor, Point, Solution
+
+_Found: TypeAlias = tuple[Timeline, tuple[Region, ...]]
+
+_MOST_REPLAYS = 16  # of points that the chain thought would fit
+_SMALLEST_STEP = 2000  # of the budget, where such a plan did not fit
+_FEW_PLANS = 4  # the smallest of a chain, one of which reaches its floor
+_HALVINGS = 12  # of a search for a budget
+_WORTH_FREED = 0.02  # of what can be freed, that a wider search must free beyond
+_WORTH_PEAK = 0.1  # or of the peak
+_TIMES_ROOT = (
+    2.5  # of how many calls there are: longer runs hold more than shorter ones
+)
+_ROOTS = (4, 3, 2)  # of how many calls there are: lengths of runs with regions inside
+_FEW_OPS = 64
+"""Of a step small enough to try every set of values to keep, every run of calls, and
+regions inside regions everywhere."""
+
+
+class Planner:
+    """The plans of one graph: searched for once, asked for with any budget.
+
+    Every plan considered is replayed in exact bytes before it is accepted, so no plan
+    leaves here whose simulated peak exceeds the budget.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.simulator = Simulator(graph)
+        self._is_small = len(graph.ops) <= _FEW_OPS
+        self.menus = Menus(self.simulator, small=self._is_small)
+        self.unplanned = self.simulator.run()
+        self._reached: dict[ChainFrontier, _Found] = {}  # the smallest of each
+
+    def solve(self, budget_bytes: int) -> Solution:
+        """Find the cheapest plan whose simulated peak is within a budget.
+
+        Raises:
+            InfeasibleError: No plan found fits; the floor and its owner are named.
+        """
+        found = self.within(budget_bytes)
+        if found is None:
+            raise _nothing_fits(self.graph, budget_bytes, self.floor)
+        timeline, regions = found
+        return Solution(
+            budget_bytes=budget_bytes,
+            regions=regions,
+            timeline=timeline,
+            unplanned=self.unplanned,
+            floor=self.floor,
+            bound_overhead=self.bound(budget_bytes),
+            baselines=baselines(self.simulator, self.menus, budget_bytes),
+        )
+
+    def least_memory(self, max_overhead: float) -> Solution:
+        """Find the smallest peak that costs no more than a fraction of the step."""
+        low, high = self.floor.peak_bytes, self.unplanned.peak_bytes
+        best: _Found = (self.unplanned, ())
+        for _ in range(_HALVINGS):
+            if low >= high:
+                break
+            middle = (low + high) // 2
+            found = self.within(middle)
+            if found is not None and found[0].overhead <= max_overhead:
+                best, high = found, min(middle, found[0].peak_bytes)
+            else:
+                low = middle + 1
+        return self.solve(best[0].peak_bytes)
+
+    def knee(self) -> Solution:
+        """Find the plan after which memory gets dear.
+
+        On the frontier, both axes scaled to [0, 1], it is the point farthest below the
+        line between the two ends: V. Satopaa, J. Albrecht, D. Irwin, B. Raghavan,
+        "Finding a Kneedle in a Haystack", 2011.
+        """
+        points = self.frontier()
+        first, last = points[0], points[-1]
+        width = max(last.peak_bytes - first.peak_bytes, 1)
+        height = max(first.overhead - last.overhead, 1e-12)
+
+        def below(point: Point) -> float:
+            saved = (last.peak_bytes - point.peak_bytes) / width
+            return saved - (point.overhead - last.overhead) / height
+
+        return self.solve(max(points, key=below).peak_bytes)
+
+    def frontier(self, count: int = 24) -> tuple[Point, ...]:
+        """Non-dominated plans, the smallest first, the unplanned step the last.
+
+        Args:
+            count: Budgets tried, evenly from the floor to the unplanned peak.
+        """
+        low, high = self.floor.peak_bytes, self.unplanned.peak_bytes
+        points: dict[int, Point] = {}
+        for place in range(count):
+            budget_bytes = low + (high - low) * place // max(count - 1, 1)
+            found = self.within(budget_bytes)
+            if found is not None:
+                timeline, regions = found
+                peak_bytes = timeline.peak_bytes
+                bound = self.bound(peak_bytes)
+                points[peak_bytes] = Point(
+                    peak_bytes, timeline.overhead, bound, regions
+                )
+        kept: list[Point] = []
+        for point in sorted(points.values(), key=lambda p: (p.peak_bytes, p.overhead)):
+            if not kept or point.overhead < kept[-1].overhead:
+                kept.append(point)
+        return tuple(kept)
+
+    def bound(self, budget_bytes: int) -> float:
+        """Least overhead of any schedule of the graph's ops under a budget."""
+        return self._bound.overhead(budget_bytes)
+
+    @cached_property
+    def _bound(self) -> LowerBound:
+        return LowerBound(self.simulator, [self._least[0].peak_moment // 2])
+
+    @cached_property
+    def floor(self) -> Floor:
+        """The smallest peak of all plans, and what owns it."""
+        smallest, _ = self._least
+        by_kind = smallest.peak_by_kind
+        owner = max(by_kind, key=lambda kind: (by_kind[kind], kind))
+        return Floor(smallest.peak_bytes, smallest.peak_at, owner)
+
+    @cached_property
+    def _least(self) -> _Found:
+        """The plan that reaches the floor."""
+        found = [self._smallest(self._chains), *self._tried]
+        return min(found, key=lambda plan: plan[0].peak_bytes)
+
+    def within(self, budget_bytes: int) -> _Found | None:
+        """The cheapest plan that fits, as its timeline and its regions."""
+        if self.unplanned.peak_bytes <= budget_bytes:
+            return self.unplanned, ()
+        found = [
+            plan
+            for chain in self._chains
+            for plan in self._cheapest(chain, budget_bytes)
+        ]
+        tried = [*self._tried, self._least]
+        found += (one for one in tried if one[0].peak_bytes <= budget_bytes)
+        return min(found, key=_rank, default=None)
+
+    @cached_property
+    def _tree(self) -> ChainFrontier:
+        if self._is_small:
+            nodes, options = all_nodes(self.graph), self._nesting.options
+        else:
+            nodes, options = find_nodes(self.graph, self.menus), self.menus.options
+        return tree_frontier(self.simulator, nodes, options, runs=self._is_small)
+
+    @cached_property
+    def _tried(self) -> list[_Found]:
+        """The best plans of all, if the step is so small that all can be tried."""
+        return self._all_nested or self._all(nested=False)
+
+    @cached_property
+    def _all_nested(self) -> list[_Found]:
+        return self._all(nested=True)
+
+    def _all(self, *, nested: bool) -> list[_Found]:
+        if not self._is_small:
+            return []
+        nodes = all_nodes(self.graph)
+        return try_all(self.simulator, self.menus, nodes, nested=nested)
+
+    @cached_property
+    def _chains(self) -> list[ChainFrontier]:
+        """What is searched: wider spaces only where they free much more."""
+        if self._is_small:
+            return [] if self._all_nested else [self._tree]
+        found = [self._tree, *(self._of_runs if self._runs_pay else ())]
+        return [*found, *(self._of_nests if self._nesting_pays else ())]
+
+    def _smallest(self, chains: Iterable[ChainFrontier]) -> _Found:
+        found = [(self.unplanned, ()), *map(self._smallest_of, chains)]
+        return min(found, key=lambda plan: plan[0].peak_bytes)
+
+    def _smallest_of(self, chain: ChainFrontier) -> _Found:
+        if chain not in self._reached:
+            plans = islice(chain.smallest_first(), _FEW_PLANS)
+            replays = [one for plan in plans for one in self._replays(plan)]
+            self._reached[chain] = min(replays, key=lambda plan: plan[0].peak_bytes)
+        return self._reached[chain]
+
+    @cached_property
+    def _run_covers(self) -> dict[int, list[tuple[Unit, ...]]]:
+        return run_covers(self.graph, self.menus)
+
+    @cached_property
+    def _of_runs(self) -> list[ChainFrontier]:
+        longest = _TIMES_ROOT * max(self._run_covers, default=0) ** 0.5
+        return [
+            chain_of(self.simulator, cover, self.menus.options)
+            for length, covers in self._run_covers.items()
+            for cover in covers
+            if length <= longest
+        ]
+
+    @cached_property
+    def _runs_pay(self) -> bool:
+        """Whether dropping what lies between calls, too, frees much more.
+
+        Runs of about the root of their number free the most.
+        """
+        least = self._smallest([self._tree])[0].peak_bytes
+        regions = (
+            [Region(call, last=last) for call, last in cover]
+            for cover in self._runs_of_about_root(2)
+        )
+        return any(self._frees_more(plan, than_bytes=least) for plan in regions)
+
+    @cached_property
+    def _nesting_pays(self) -> bool:
+        """Whether dropping again inside of runs, while they are rebuilt, frees more."""
+        flat = [self._tree, *(self._of_runs if self._runs_pay else ())]
+        least = self._smallest(flat)[0].peak_bytes
+        regions = (
+            [self._nesting.simplest(unit) for unit in cover]
+            for cover in self._runs_of_about_root(2)
+        )
+        return any(self._frees_more(plan, than_bytes=least) for plan in regions)
+
+    @cached_property
+    def _nesting(self) -> Nesting:
+        return Nesting(self.simulator, self.menus, small=self._is_small)
+
+    @cached_property
+    def _of_nests(self) -> list[ChainFrontier]:
+        covers = dict.fromkeys(
+            cover for root in _ROOTS for cover in self._runs_of_about_root(root)
+        )
+        options = self._nesting.options
+        return [chain_of(self.simulator, cover, options) for cover in covers]
+
+    def _runs_of_about_root(self, root: int) -> list[tuple[Unit, ...]]:
+        """Covers by runs of about the n-th root of their number, in calls."""
+        covers = self._run_covers
+        if not covers:
+            return []
+        wanted = max(covers) ** (1 / root)
+        return covers[min(covers, key=lambda length: abs(length - wanted))]
+
+    def _frees_more(self, plan: Iterable[Region], than_bytes: int) -> bool:
+        done = [r for r in plan if can_be_done(self.simulator, r)]
+        peak = self.simulator.run(done).peak_bytes
+        freed = self.unplanned.peak_bytes - peak
+        worth = min(_WORTH_FREED * freed, _WORTH_PEAK * than_bytes)
+        return than_bytes - peak > worth
+
+    def nearest(self, budget_bytes: int) -> Timeline:
+        """The cheapest plan that fits, or the smallest if none does."""
+        found = self.within(max(budget_bytes, self.floor.peak_bytes))
+        assert found is not None, "internal error: no plan reaches the floor"
+        return found[0]
+
+    def _cheapest(self, chain: ChainFrontier, budget_bytes: int) -> Iterator[_Found]:
+        """The cheapest plan of a chain whose replay fits, if one does.
+
+        Units that share a tensor free less together than each alone. So where a replay
+        holds too much, plans are tried that the chain thinks need so much less; then
+        those between them and the last one that did not fit.
+        """
+        best: _Found | None = None
+        low, high = chain.least_bytes, budget_bytes  # of what the chain thinks
+        target, step = high, budget_bytes // _SMALLEST_STEP
+        for _ in range(_MOST_REPLAYS):
+            if not low <= target <= high:
+                break
+            plan = next(chain.cheapest_first(target))
+            found = self._smaller(plan, budget_bytes)
+            excess = found[0].peak_bytes - budget_bytes
+            if excess <= 0:
+                best = min(best or found, found, key=_rank)
+                low = target + 1
+            else:
+                high = target - 1
+            target = (low + high) // 2 if best else target - max(excess, step)
+            step *= 2
+        if best is not None:
+            yield best
+
+    def _smaller(self, plan: Sequence[Choice], budget_bytes: int) -> _Found:
+        """The first replay of a plan that fits, or that of the smallest peak."""
+        found: list[_Found] = []
+        for replay in self._replays(plan):
+            found.append(replay)
+            if replay[0].peak_bytes <= budget_bytes:
+                return replay
+        return min(found, key=lambda replay: replay[0].peak_bytes)
+
+    def _replays(self, plan: Sequence[Choice]) -> Iterator[_Found]:
+        """A plan tidied, and as it is."""
+        regions = regions_of(plan)
+        if not any(region.inner for region in regions):
+            tidied = tuple(self.menus.tidy(regions, [unit for unit, _ in plan]))
+            with suppress(PlanError):  # a call may lack an input that one like it has
+                yield self.simulator.run(tidied), tidied
+        yield self.simulator.run(regions), regions
+
+
+def _rank(found: _Found) -> tuple[float, int]:
+    return found[0].recompute_seconds, found[0].peak_bytes
+
+
+def _nothing_fits(graph: Graph, budget_bytes: int, floor: Floor) -> InfeasibleError:
+    budget, least = map(units.format_bytes, (budget_bytes, floor.peak_bytes))
+    return InfeasibleError(
+        f"no plan fits {budget}: the floor of {graph.model} is {least}",
+        needed=f"at least {floor.peak_bytes} bytes; most of the floor is of kind "
+        f"'{floor.owner}', in {floor.peak_at}",
+        hint=_remedy(floor.owner),
+    )
+
+
+def _remedy(owner: str) -> str:
+    if owner == "optimizer":
+        return "an optimizer with less state: ckplan profile --optimizer sgd"
+    if owner in ("parameter", "gradient", "buffer"):
+        return "a smaller model, or parameters in 16 bits: no plan can drop them"
+    return "a smaller batch: ckplan profile model.py --set batch=..."
