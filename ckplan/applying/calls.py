@@ -20,16 +20,18 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 _KINDS = (torch.Tensor, torch.nn.Parameter, FakeTensor)  # no other subclasses
-_PLAIN = (
-    bool,
-    int,
-    str,
-    type(None),
-    type(...),
-    torch.dtype,
-    torch.device,
-    torch.layout,
-    torch.memory_format,
+_PLAIN = frozenset(
+    {
+        bool,
+        int,
+        str,
+        type(None),
+        type(...),
+        torch.dtype,
+        torch.device,
+        torch.layout,
+        torch.memory_format,
+    }
 )
 _SEQUENCES = (tuple, list, torch.Size)
 _FACTS = frozenset(
@@ -168,13 +170,18 @@ class Slots:
         Raises:
             UnknownArgumentError: It is of no kind that can.
         """
-        if isinstance(value, torch.Tensor):
-            return torch.Tensor, self._number(value)
         kind = type(value)
         if kind in _PLAIN:
             return kind, value
+        if isinstance(value, torch.Tensor):
+            return torch.Tensor, self._number(value)
         if kind in _SEQUENCES:
-            return kind, tuple([self.freeze(item) for item in value])
+            return kind, tuple(
+                [
+                    (type(item), item) if type(item) in _PLAIN else self.freeze(item)
+                    for item in value
+                ]
+            )
         if kind is float:
             return kind, value.hex()
         if kind is dict:
