@@ -167,6 +167,13 @@ def test_a_changed_file_is_refused_or_planned_right(rng: Random) -> None:
     check(graph)
 
 
+def test_what_is_wanted_while_forward_runs_is_not_dropped() -> None:
+    rng = Random(5017)
+    content = json.loads(dumps(small_step(rng, rng.choice(KINDS))))
+    content["saved"][1][3] = 0  # as a gradient penalty does
+    check(loads(json.dumps(content), "changed"))
+
+
 def change(content: dict[str, Any], rng: Random) -> None:
     """Change one thing in a graph file: a row, a number in it, or what is no row."""
     key = rng.choice([key for key in content if key != "ckplan_graph"])

@@ -98,8 +98,8 @@ class Menus:
         view = self._simulator.view(*unit)
         windows = _windows(view)
         keep = Option(None, self._need(windows), 0, 0.0)
-        if not view.made or windows[1][0] < 0:
-            return [keep]
+        if not view.made or windows[1][0] <= windows[0][1]:
+            return [keep]  # nothing is dropped before backward wants it
         rhythm = self._rhythm(unit)
         options: list[Option] = []
         for region in regions:
