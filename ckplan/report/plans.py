@@ -150,8 +150,11 @@ def _judgement(
         ("bound", f"{bound}: no schedule of these ops within the budget costs less"),
         *_exactly(solution.exact),
         ("gap", f"{units.format_percent(gap(solution))} between bound and plan"),
-        ("floor", f"{_size(floor.peak_bytes)} during {floor.peak_at}; no plan found"),
-        ("", f"needs less, and most of it is of kind {floor.owner}"),
+        (
+            "floor",
+            f"{_size(floor.peak_bytes)} during {floor.peak_at}; no plan found needs "
+            f"less, and most of it is of kind {floor.owner}",
+        ),
     ]
 
 
