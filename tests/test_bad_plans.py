@@ -73,6 +73,8 @@ MODEL = [  # regions, what is said, what to try
     ("calls: 0.h.0, by: replay", "cannot recompute by 'replay'", "by: program"),
     ("calls: 0.h.0, sav: [attn/addmm]", "unknown key 'sav'", "'save'?"),
     ("calls: 0.h.0, save: [addmm]", "cannot read the op 'addmm'", "mlp.c_fc/addmm"),
+    ("calls: 0.h.0, save: [mlp.0/addmmm]", "has no op 'addmmm'", "'addmm'?"),
+    ("calls: 0.h.0, encode: {mlp.0/bernouli_: bits}", "no op 'bernouli_'", "'bern"),
     ("calls: 0.h.0, encode: {mlp.0/addmm: zip}", "cannot encode as 'zip'", "bits"),
     ("calls: 0.h.0, regions: [{calls: 0.h.1}]", "0.h.1 is not inside", "move it"),
     (

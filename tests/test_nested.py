@@ -133,13 +133,13 @@ def test_nesting_runs_ops_again_and_holds_less() -> None:
 
 
 def test_a_save_inside_that_names_no_op_is_told() -> None:
-    inner = PlannedRegion("blocks.0", save=(OpName.parse("up/nothing"),))
+    inner = PlannedRegion("blocks.0", save=(OpName.parse("up/cos"),))
     plan = Plan(regions=(PlannedRegion(".", inner=(inner,)),))
     planned = applying_to(build("listed"), plan)
-    with pytest.warns(UserWarning, match=r"\. runs no op up/nothing"):
+    with pytest.warns(UserWarning, match=r"\. runs no op up/cos"):
         train(planned, steps=1)
     (region,) = applying.status(planned.model).regions
-    assert region.missing == ("up/nothing",)
+    assert region.missing == ("up/cos",)
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import takewhile
 
+import torch
 from torch import nn
 
 from ckplan.applying.record import OpKey, Recorder
 from ckplan.applying.replay import Replay
 from ckplan.applying.template import Template
-from ckplan.errors import PlanError
+from ckplan.errors import PlanError, did_you_mean
 from ckplan.names import Call, call_name, expand_modules, parse_call
 from ckplan.plan import PlannedRegion
 from ckplan.region import RERUN
@@ -171,6 +172,8 @@ def choices_of(
 ) -> list[Choice]:
     """What is planned for which modules, checked against the model."""
     whole, runs = _whole_choices(regions, modules), _run_choices(regions, modules)
+    for region in regions:
+        _check_ops(region)
     for run in runs:
         _check_run(run, runs, whole)
     found = [*(choice for same in whole.values() for choice in same), *runs]
@@ -188,6 +191,31 @@ def choices_of(
                 )
                 raise one.region.located(apart)
     return found
+
+
+def _check_ops(region: PlannedRegion) -> None:
+    """Refuse ops that torch has not, in any library; which ones run is seen later."""
+    named = [*region.save, *(op for op, _ in region.encode)]
+    known = {_base(name) for name in _all_op_names()} if named else set()
+    for place, op in enumerate(named, start=1):
+        if _base(op.name) not in known:
+            near = did_you_mean(op.name, sorted(known))
+            error = PlanError(
+                f"torch {torch.__version__} has no op {op.name!r}",
+                needed="ops of this torch, or of a library that is imported by now",
+                hint=f"did you mean {near!r}?" if near else "profile and solve again",
+            )
+            raise region.located(error, place)
+
+
+def _all_op_names() -> list[str]:
+    return torch._C._dispatch_get_all_op_names()
+
+
+def _base(name: str) -> str:
+    """``addmm`` of ``aten::addmm.out``; ``op`` of ``mylib.op``."""
+    library, colons, rest = name.partition("::")
+    return rest.partition(".")[0] if colons else library.rpartition(".")[2]
 
 
 def _is_inside(inner: Choice, outer: Choice) -> bool:
