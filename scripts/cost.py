@@ -60,7 +60,7 @@ from ckplan.tracing.profile import profile_workload
 from ckplan.training.workload import WorkloadSpec, parse_options
 from ckplan.units import format_bytes, format_percent, format_seconds
 from ckplan.verifying.interleave import StepProcess, interleave
-from ckplan.verifying.worker import FirstSteps
+from ckplan.verifying.worker import FirstSteps, Result
 
 HEADERS = (
     "step",
@@ -302,6 +302,8 @@ def _measure_together(
         first, timed = _measure_once(spec, variants, rounds)
         for found, taken in zip(seconds, timed, strict=True):
             found += taken[DROPPED_ROUNDS:]
+    for variant, steps in zip(variants, first, strict=True):
+        _say_what_differs(variant, steps.digests, first[0].digests)
     return [
         Outcome(
             variant,
@@ -312,6 +314,15 @@ def _measure_together(
         )
         for variant, found, taken in zip(variants, first, seconds, strict=True)
     ]
+
+
+def _say_what_differs(
+    variant: Variant, digests: Mapping[Result, str], unplanned: Mapping[Result, str]
+) -> None:
+    other = [what for what in digests if digests[what] != unplanned.get(what)]
+    if other:
+        some = "; ".join(map(str, other[:5]))
+        say(f"{variant.name}: {len(other)} of {len(digests)} differ: {some}")
 
 
 def _measure_once(
