@@ -53,12 +53,10 @@ class RegionView:
         found = graph.saved_in(call, last)
         self.saves: list[Saved] = [graph.saved[index] for index in found]
         # Those made inside, with their indices.
-        self.made = [(i, graph.saved[i]) for i in found if self._makes(graph.saved[i])]
+        numbered = zip(found, self.saves, strict=True)
+        self.made = [(i, saved) for i, saved in numbered if self.inside(saved.storage)]
         # Ops before it must run to make all saved tensors again.
         self.saved_stop = max([self.start, *(saved.at for saved in self.saves)])
-
-    def _makes(self, saved: Saved) -> bool:
-        return self.inside(saved.storage)
 
     @cached_property
     def storages(self) -> dict[int, None]:

@@ -175,11 +175,11 @@ def _compared(
 
 def _different(planned: Any, seen: Sequence[Any]) -> list[str]:
     """Kinds of results that differ from the unplanned step that is most alike."""
+    from ckplan.verifying.pair import find_different
 
     def kinds(unplanned: Any) -> list[str]:
-        old, new = unplanned.digests, planned.digests
-        both = {**old, **new}
-        return sorted({key.kind for key in both if old.get(key) != new.get(key)})
+        different = find_different((unplanned, planned)) or ()
+        return sorted({result.kind for result in different})
 
     return min(map(kinds, seen), key=len)
 

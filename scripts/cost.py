@@ -60,7 +60,8 @@ from ckplan.tracing.profile import profile_workload
 from ckplan.training.workload import WorkloadSpec, parse_options
 from ckplan.units import format_bytes, format_percent, format_seconds
 from ckplan.verifying.interleave import StepProcess, interleave
-from ckplan.verifying.worker import FirstSteps, Result
+from ckplan.verifying.pair import find_different
+from ckplan.verifying.worker import FirstSteps
 
 HEADERS = (
     "step",
@@ -302,27 +303,23 @@ def _measure_together(
         first, timed = _measure_once(spec, variants, rounds)
         for found, taken in zip(seconds, timed, strict=True):
             found += taken[DROPPED_ROUNDS:]
-    for variant, steps in zip(variants, first, strict=True):
-        _say_what_differs(variant, steps.digests, first[0].digests)
+    different = [find_different((first[0], steps)) or () for steps in first]
+    for variant, results in zip(variants, different, strict=True):
+        if results:
+            some = "; ".join(map(str, results[:5]))
+            say(f"{variant.name}: {len(results)} results differ: {some}")
     return [
         Outcome(
             variant,
             found.peak_bytes,
-            found.digests == first[0].digests,
+            not results,
             statistics.median(taken),
             tuple(map(_overhead, taken, seconds[0])),
         )
-        for variant, found, taken in zip(variants, first, seconds, strict=True)
+        for variant, found, results, taken in zip(
+            variants, first, different, seconds, strict=True
+        )
     ]
-
-
-def _say_what_differs(
-    variant: Variant, digests: Mapping[Result, str], unplanned: Mapping[Result, str]
-) -> None:
-    other = [what for what in digests if digests[what] != unplanned.get(what)]
-    if other:
-        some = "; ".join(map(str, other[:5]))
-        say(f"{variant.name}: {len(other)} of {len(digests)} differ: {some}")
 
 
 def _measure_once(

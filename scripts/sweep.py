@@ -53,6 +53,7 @@ from ckplan.tracing.profile import profile_workload
 from ckplan.training.step import Training
 from ckplan.training.workload import WorkloadSpec, parse_options
 from ckplan.units import format_bytes, format_percent
+from ckplan.verifying.pair import find_different
 from ckplan.verifying.worker import FIRST_STEPS, FirstSteps, Job, Worker
 
 _TEXT = {"layers": 4, "width": 128, "heads": 4, "length": 128, "vocab": 1000}
@@ -247,9 +248,7 @@ def _compare(
     """The measured peak, and how many results differ from the unplanned ones."""
     for _ in range(_MOST_TRIES):
         planned = _measure(spec, plan, training)
-        different = sum(
-            unplanned.digests[key] != planned.digests[key] for key in unplanned.digests
-        )
+        different = len(find_different((unplanned, planned)) or ())
         if not different:
             break
     return planned.peak_bytes, different

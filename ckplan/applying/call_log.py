@@ -19,9 +19,7 @@ from ckplan.applying.calls import (
     geometry_of,
     switches,
 )
-from ckplan.applying.recompute import (
-    tensors_in,
-)
+from ckplan.applying.recompute import tensors_in
 
 if TYPE_CHECKING:
     from ckplan.applying.record import Recorder

@@ -176,12 +176,7 @@ class Slots:
         if isinstance(value, torch.Tensor):
             return torch.Tensor, self._number(value)
         if kind in _SEQUENCES:
-            return kind, tuple(
-                [
-                    (type(item), item) if type(item) in _PLAIN else self.freeze(item)
-                    for item in value
-                ]
-            )
+            return kind, tuple([self.freeze(item) for item in value])
         if kind is float:
             return kind, value.hex()
         if kind is dict:

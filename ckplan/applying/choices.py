@@ -172,8 +172,7 @@ def choices_of(
 ) -> list[Choice]:
     """What is planned for which modules, checked against the model."""
     whole, runs = _whole_choices(regions, modules), _run_choices(regions, modules)
-    for region in regions:
-        _check_ops(region)
+    _check_ops(regions)
     for run in runs:
         _check_run(run, runs, whole)
     found = [*(choice for same in whole.values() for choice in same), *runs]
@@ -193,29 +192,28 @@ def choices_of(
     return found
 
 
-def _check_ops(region: PlannedRegion) -> None:
+def _check_ops(regions: Iterable[PlannedRegion]) -> None:
     """Refuse ops that torch has not, in any library; which ones run is seen later."""
-    named = [*region.save, *(op for op, _ in region.encode)]
-    known = {_base(name) for name in _all_op_names()} if named else set()
-    for place, op in enumerate(named, start=1):
-        if _base(op.name) not in known:
-            near = did_you_mean(op.name, sorted(known))
+    named = [
+        (region, place, op.name)
+        for region in regions
+        for place, op in enumerate(
+            (*region.save, *(op for op, _ in region.encode)), start=1
+        )
+    ]
+    if not named:
+        return
+    full_names = torch._C._dispatch_get_all_op_names()  # as aten::addmm.out
+    known = {name.partition("::")[2].partition(".")[0] for name in full_names}
+    for region, place, name in named:
+        if name.rpartition(".")[2] not in known:  # it may begin with its library
+            near = did_you_mean(name, sorted(known))
             error = PlanError(
-                f"torch {torch.__version__} has no op {op.name!r}",
+                f"torch {torch.__version__} has no op {name!r}",
                 needed="ops of this torch, or of a library that is imported by now",
                 hint=f"did you mean {near!r}?" if near else "profile and solve again",
             )
             raise region.located(error, place)
-
-
-def _all_op_names() -> list[str]:
-    return torch._C._dispatch_get_all_op_names()
-
-
-def _base(name: str) -> str:
-    """``addmm`` of ``aten::addmm.out``; ``op`` of ``mylib.op``."""
-    library, colons, rest = name.partition("::")
-    return rest.partition(".")[0] if colons else library.rpartition(".")[2]
 
 
 def _is_inside(inner: Choice, outer: Choice) -> bool:

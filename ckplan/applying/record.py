@@ -19,9 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckplan.applying.call_log import CallLog
-from ckplan.applying.calls import (
-    version_of,
-)
+from ckplan.applying.calls import version_of
 from ckplan.applying.recompute import (
     Dropped,
     Handle,

@@ -64,6 +64,13 @@ def of_rank(graph: Graph, sharding: Sharding | None) -> Graph:
     return sharded(graph, sharding)
 
 
+def load_step(trace: Path | None, sharding: Sharding | None) -> Graph:
+    """The trace that was named, or the newest one, as the step of one rank."""
+    from ckplan import trace_file
+
+    return of_rank(trace_file.load(trace or newest_trace()), sharding)
+
+
 def check_output(path: Path, force: bool) -> None:
     """Say before any work that a file could not be written after it."""
     if path.is_dir():

@@ -13,6 +13,7 @@ from ckplan.cli.inputs import (
     TRACES,
     check_output,
     is_trace,
+    load_step,
     of_rank,
     sharding_of,
     training_of,
@@ -121,9 +122,7 @@ def show(
     from ckplan import files
 
     if is_trace(files.read_bytes(file, "trace or plan")):
-        from ckplan import trace_file
-
-        _show_trace(of_rank(trace_file.load(file), sharding), file, as_json)
+        _show_trace(load_step(file, sharding), file, as_json)
     else:
         from ckplan import plan as plans
         from ckplan.report.plans import plan_json, plan_report

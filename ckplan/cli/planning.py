@@ -11,8 +11,7 @@ import typer
 from ckplan.cli.inputs import (
     check_output,
     check_picture,
-    newest_trace,
-    of_rank,
+    load_step,
     say_usable,
     sharding_of,
 )
@@ -80,7 +79,6 @@ def solve(
     check_output(output, force)
     sharding = sharding_of(shard, world_size, units)
     from ckplan import plan as plans
-    from ckplan import trace_file
     from ckplan.allocations import reserved_on_card
     from ckplan.report.plans import solution_json, solution_report
     from ckplan.report.progress import ProgressLine
@@ -95,7 +93,7 @@ def solve(
 
         check_solver()
     reserve_bytes = parse_bytes(reserve)
-    graph = of_rank(trace_file.load(trace or newest_trace()), sharding)
+    graph = load_step(trace, sharding)
     if not given and "gpu" not in graph.options:
         raise typer.BadParameter(f"one is needed: {WISHES}")
     card = gpu if given else graph.options["gpu"]
@@ -147,7 +145,6 @@ def frontier(
 ) -> None:
     """Show the whole trade-off between memory and time."""
     sharding = sharding_of(shard, world_size, units)
-    from ckplan import trace_file
     from ckplan.report.frontier import frontier_json, frontier_report, save_plot
     from ckplan.report.progress import ProgressLine
     from ckplan.solving.planner import Planner
@@ -157,7 +154,7 @@ def frontier(
     reserve_bytes = parse_bytes(reserve)
     if plot is not None:
         check_picture(plot, force)
-    graph = of_rank(trace_file.load(trace or newest_trace()), sharding)
+    graph = load_step(trace, sharding)
     with ProgressLine(sys.stderr) as progress:
         progress("solving", 0, 0)
         planner = Planner(graph)
@@ -196,7 +193,6 @@ def compare(
     if budget is not None and gpu is not None:
         raise typer.BadParameter("only one is possible: --budget or --gpu")
     sharding = sharding_of(shard, world_size, units)
-    from ckplan import trace_file
     from ckplan.report.plans import as_baseline, comparison_json, comparison_report
     from ckplan.report.progress import ProgressLine
     from ckplan.solving.planner import Planner
@@ -207,7 +203,7 @@ def compare(
     reserve_bytes = parse_bytes(reserve)
     if gpu is not None:
         budget = str(say_usable(gpu))
-    graph = of_rank(trace_file.load(trace or newest_trace()), sharding)
+    graph = load_step(trace, sharding)
     with ProgressLine(sys.stderr) as progress:
         progress("solving", 0, 0)
         planner = Planner(graph)

@@ -157,7 +157,7 @@ class Planner:
     def _least(self) -> _Found:
         """The plan that reaches the floor."""
         found = [self._smallest(self._chains), *self._tried]
-        return min(found, key=lambda plan: plan[0].peak_bytes)
+        return min(found, key=_peak)
 
     def within(self, budget_bytes: int) -> _Found | None:
         """The cheapest plan that fits, as its timeline and its regions."""
@@ -205,13 +205,13 @@ class Planner:
 
     def _smallest(self, chains: Iterable[ChainFrontier]) -> _Found:
         found = [(self.unplanned, ()), *map(self._smallest_of, chains)]
-        return min(found, key=lambda plan: plan[0].peak_bytes)
+        return min(found, key=_peak)
 
     def _smallest_of(self, chain: ChainFrontier) -> _Found:
         if chain not in self._reached:
             plans = islice(chain.smallest_first(), _FEW_PLANS)
             replays = [one for plan in plans for one in self._replays(plan)]
-            self._reached[chain] = min(replays, key=lambda plan: plan[0].peak_bytes)
+            self._reached[chain] = min(replays, key=_peak)
         return self._reached[chain]
 
     @cached_property
@@ -318,7 +318,7 @@ class Planner:
             found.append(replay)
             if replay[0].peak_bytes <= budget_bytes:
                 return replay
-        return min(found, key=lambda replay: replay[0].peak_bytes)
+        return min(found, key=_peak)
 
     def _replays(self, plan: Sequence[Choice]) -> Iterator[_Found]:
         """A plan tidied, and as it is."""
@@ -328,6 +328,10 @@ class Planner:
             with suppress(PlanError):  # a call may lack an input that one like it has
                 yield self.simulator.run(tidied), tidied
         yield self.simulator.run(regions), regions
+
+
+def _peak(found: _Found) -> int:
+    return found[0].peak_bytes
 
 
 def _rank(found: _Found) -> tuple[float, int]:
