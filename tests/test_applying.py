@@ -545,8 +545,8 @@ def test_a_run_whose_last_call_never_comes_ends_with_its_parent() -> None:
         assert all(map(torch.equal, *grads))
     with pytest.raises(RuntimeError):
         models[1](torch.ones(8, 5))
-    assert not applying.regions._running.regions
-    assert not applying.regions._running.calls
+    assert not applying.hooks.running.regions
+    assert not applying.hooks.running.calls
 
 
 @pytest.mark.parametrize(

@@ -36,8 +36,8 @@ def as_good_as_new(workload: Workload) -> bool:
     fresh = build("residual")
     workload.model.load_state_dict(fresh.model.state_dict())
     workload.model.zero_grad()
-    assert not applying.regions._running.regions
-    assert not applying.regions._running.calls
+    assert not applying.hooks.running.regions
+    assert not applying.hooks.running.calls
     return all(map(torch.equal, train(fresh), train(workload)))
 
 
@@ -109,8 +109,8 @@ def test_an_interrupt_that_a_forward_outlives() -> None:
     Failing.armed, Failing.in_forward = KeyboardInterrupt, True
     model(torch.randn(8, 64)).sum().backward()
     hook.remove()
-    assert not applying.regions._running.regions
-    assert not applying.regions._running.calls
+    assert not applying.hooks.running.regions
+    assert not applying.hooks.running.calls
     model(torch.randn(8, 64)).sum().backward()
     assert [r.runs for r in ckplan.status(model).regions] == [2, 1, 1, 2]
 

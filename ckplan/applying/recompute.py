@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from ckplan.applying.calls import version_of
+from ckplan.applying.random_state import random_state, set_random_state
 from ckplan.encodings import Encoded, decode
 from ckplan.errors import ApplyError
 from ckplan.program import Flow, Program, Rebuild
@@ -169,14 +170,14 @@ class _Leftovers:
             place = (self.steps[step].device, self.steps[step].generator)
             if place not in self.generators:
                 self.generators[place] = random_state(*place)
-            _set_random_state(*place, state)
+            set_random_state(*place, state)
             if not self.runs[step]:
                 del self.states[step]
 
     def leave_generators_as_found(self) -> None:
         """Put back the random states from before."""
         for place, state in self.generators.items():
-            _set_random_state(*place, state)
+            set_random_state(*place, state)
         self.generators.clear()
 
     def moved(self, value: int) -> int:
@@ -318,43 +319,6 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     if isinstance(value, (list, tuple)):
         return [tensor for item in value for tensor in tensors_in(item)]
     return []
-
-
-def random_state(
-    device: torch.device, generator: torch.Generator | None
-) -> torch.Tensor:
-    """The state of a generator, or of a device's own."""
-    if generator is not None:
-        return generator.get_state()
-    if device.type == "cuda":
-        return cuda_random_state(device)
-    return torch.get_rng_state()
-
-
-def cuda_random_state(device: torch.device) -> torch.Tensor:
-    """The state of a GPU's own generator.
-
-    Raises:
-        ApplyError: A CUDA graph is being captured, which cannot keep it.
-    """
-    if torch.cuda.is_current_stream_capturing():
-        raise ApplyError(
-            f"cannot keep the random state of {device} while a CUDA graph is captured",
-            needed="a forward outside of the capture, or one that draws nothing",
-            hint="take the plan off to capture: ckplan.remove(model)",
-        )
-    return torch.cuda.get_rng_state(device)
-
-
-def _set_random_state(
-    device: torch.device, generator: torch.Generator | None, state: torch.Tensor
-) -> None:
-    if generator is not None:
-        generator.set_state(state)
-    elif device.type == "cuda":
-        torch.cuda.set_rng_state(state, device)
-    else:
-        torch.set_rng_state(state)
 
 
 def _give(

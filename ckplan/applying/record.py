@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckplan.applying.call_log import CallLog
 from ckplan.applying.calls import version_of
+from ckplan.applying.random_state import random_state
 from ckplan.applying.recompute import (
     Dropped,
     Handle,
@@ -29,7 +30,6 @@ from ckplan.applying.recompute import (
     Ref,
     Step,
     hold,
-    random_state,
     tensors_in,
     unpack,
 )

@@ -21,6 +21,7 @@ from ckplan.applying.calls import (
     switches,
     version_of,
 )
+from ckplan.applying.random_state import random_state
 from ckplan.applying.recompute import (
     Dropped,
     Handle,
@@ -28,7 +29,6 @@ from ckplan.applying.recompute import (
     Kept,
     Rebuilder,
     hold,
-    random_state,
     tensors_in,
     unpack,
 )

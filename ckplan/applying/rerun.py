@@ -12,14 +12,9 @@ wrong gradient.
 
 from __future__ import annotations
 
-import pickle
-import random
-import sys
 import weakref
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,12 +30,10 @@ from ckplan.applying.calls import (
     switches,
     version_of,
 )
-from ckplan.applying.recompute import cuda_random_state
+from ckplan.applying.world import World, source_of, sources_on
 from ckplan.errors import ApplyError
 
-_REGISTRIES = frozenset(vars(nn.Module())) - {"training"}
 _STOP = "_StopRecomputationError"  # torch has all that it wanted
-_MOST_ITEMS = 10_000  # larger containers are taken for data, which forwards only read
 _NOT_COMPARED = 0
 _NOT_FOLLOWED = (torch.Tensor.detach, torch._C._set_grad_enabled)  # torch's own doing
 
@@ -76,8 +69,8 @@ class Rerun:
         held = [x for x in self._given if isinstance(x, torch.Tensor)]
         self._versions = [(x, version_of(x)) for x in (*parameters, *held)]
         devices = {tensor.device for tensor in (*held, *parameters)}
-        self._sources = [*_SOURCES, *_sources_on(devices)]
-        self._world = _World.of(self._modules, self._sources)
+        self._sources = sources_on(devices)
+        self._world = World.of(self._modules, self._sources)
         self.calls = _Calls()
         self.devices = [torch.empty(0, device=device) for device in devices]
 
@@ -100,15 +93,15 @@ class Rerun:
         self.calls.close()
         self._versions += self._world.settle()
 
-    def begin_again(self) -> tuple[_World, _Calls]:
+    def begin_again(self) -> tuple[World, _Calls]:
         """Put everything back.
 
         Raises:
             ApplyError: A tensor that it reads was changed in place.
         """
         self._check_versions()
-        generators = [_Generator(g) for g, _ in self.calls.generators]
-        now = _World.of(self._modules, [*self._sources, *generators])
+        generators = [source_of(g) for g, _ in self.calls.generators]
+        now = World.of(self._modules, [*self._sources, *generators])
         self._world.restore()
         for generator, state in self.calls.generators:
             generator.set_state(state)
@@ -154,7 +147,7 @@ class _Again(AbstractContextManager[None]):
 
     def __init__(self, rerun: Rerun) -> None:
         self._rerun = rerun
-        self._open: list[tuple[_World, _Calls]] = []
+        self._open: list[tuple[World, _Calls]] = []
 
     def __enter__(self) -> None:
         now, calls = self._rerun.begin_again()
@@ -170,134 +163,6 @@ class _Again(AbstractContextManager[None]):
             raise self._rerun.changed(calls.different) from None
         if calls.stopped is not None:
             raise calls.stopped from None  # the forward may have caught it
-
-
-@dataclass
-class _World:
-    """What a forward may read and change beside its inputs, at one moment."""
-
-    attributes: list[tuple[dict[str, Any], dict[str, Any]]]
-    containers: list[tuple[Any, Any]]
-    buffers: list[tuple[dict[str, Any], dict[str, Any]]]
-    contents: list[tuple[torch.Tensor, torch.Tensor, int]]
-    random: list[tuple[_Source, Any]]
-
-    @classmethod
-    def of(cls, modules: Iterable[nn.Module], sources: Iterable[_Source]) -> _World:
-        """What there is now."""
-        attributes, buffers = [], []
-        containers: list[tuple[Any, Any]] = []
-        for module in modules:
-            everything = vars(module)
-            plain = {k: v for k, v in everything.items() if k not in _REGISTRIES}
-            attributes.append((everything, plain))
-            containers += _containers(plain.values())
-            if module._buffers:
-                buffers.append((module._buffers, dict(module._buffers)))
-        named = (*(b for _, b in buffers), *(plain for _, plain in attributes))
-        tensors = [t for found in named for t in found.values() if _is_state(t)]
-        contents = [(b, b.detach().clone(), version_of(b)) for b in tensors]
-        states = [(source, source.state()) for source in sources]
-        return cls(attributes, containers, buffers, contents, states)
-
-    def settle(self) -> list[tuple[torch.Tensor, int]]:
-        """Let go of what is as it was; returns buffers of which that is true."""
-        same = [(b, v) for b, copy, v in self.contents if _is_same(b, copy, v)]
-        unchanged = {id(buffer) for buffer, _ in same}
-        self.contents = [one for one in self.contents if id(one[0]) not in unchanged]
-        self.random = [one for one in self.random if not one[0].is_at(one[1])]
-        return same
-
-    def restore(self) -> None:
-        """Make everything what it was."""
-        for everything, plain in self.attributes:
-            for key in everything.keys() - plain.keys() - _REGISTRIES:
-                del everything[key]
-            everything.update(plain)
-        for container, content in self.containers:
-            _fill(container, content)
-        for named, before in self.buffers:
-            named.clear()
-            named.update(before)
-        for buffer, copy, _ in self.contents:
-            buffer.data.copy_(copy)  # .data: what autograd saved stays valid
-        for source, state in self.random:
-            source.put(state)
-
-
-class _Source:
-    """Where random numbers come from: here, Python's own generator."""
-
-    def state(self) -> Any:
-        return random.getstate()
-
-    def put(self, state: Any) -> None:
-        random.setstate(state)
-
-    def is_at(self, state: Any) -> bool:
-        """Whether nothing was drawn since."""
-        return bool(self.state() == state)
-
-
-class _NumPy(_Source):
-    """NumPy's global one, where somebody has imported it."""
-
-    def state(self) -> Any:
-        numpy = sys.modules.get("numpy")
-        return None if numpy is None else numpy.random.get_state()
-
-    def put(self, state: Any) -> None:
-        if state is not None:
-            sys.modules["numpy"].random.set_state(state)
-
-    def is_at(self, state: Any) -> bool:
-        return pickle.dumps(self.state()) == pickle.dumps(state)
-
-
-class _Torch(_Source):
-    """Torch's own, of the CPU."""
-
-    def state(self) -> Any:
-        return torch.get_rng_state()
-
-    def put(self, state: Any) -> None:
-        torch.set_rng_state(state)
-
-    def is_at(self, state: Any) -> bool:
-        return torch.equal(self.state(), state)
-
-
-@dataclass(frozen=True)
-class _Cuda(_Torch):
-    """Torch's own, of a device."""
-
-    device: torch.device
-
-    def state(self) -> Any:
-        return cuda_random_state(self.device)
-
-    def put(self, state: Any) -> None:
-        torch.cuda.set_rng_state(state, self.device)
-
-
-@dataclass(frozen=True)
-class _Generator(_Torch):
-    """One that the forward was given or made."""
-
-    generator: torch.Generator
-
-    def state(self) -> Any:
-        return self.generator.get_state()
-
-    def put(self, state: Any) -> None:
-        self.generator.set_state(state)
-
-
-_SOURCES = (_Source(), _NumPy(), _Torch())
-
-
-def _sources_on(devices: Iterable[torch.device]) -> list[_Source]:
-    return [_Cuda(device) for device in devices if device.type == "cuda"]
 
 
 class _DifferentError(RuntimeError):
@@ -404,50 +269,3 @@ def _detached(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
         return leaf.detach().requires_grad_(leaf.requires_grad)
     return leaf
-
-
-def _containers(values: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
-    """Lists, dicts, sets and deques, each with a copy of what is in it."""
-    for value in values:
-        if isinstance(value, (list, set, deque, dict)):
-            if len(value) > _MOST_ITEMS:
-                continue
-            items = dict(value) if isinstance(value, dict) else list(value)
-            yield value, items
-            yield from _containers(items.values() if isinstance(items, dict) else items)
-
-
-def _fill(container: Any, content: Any) -> None:
-    """Give a container its content again, if that is another now."""
-    if isinstance(container, dict):
-        now: Any = dict(container)
-    else:
-        now = list(container)
-    if len(now) == len(content) and all(map(_is, _flat(now), _flat(content))):
-        return
-    container.clear()
-    if isinstance(container, (list, deque)):
-        container.extend(content)
-    else:
-        container.update(content)
-
-
-def _flat(content: Any) -> list[Any]:
-    return [*content, *content.values()] if isinstance(content, dict) else content
-
-
-def _is(one: object, other: object) -> bool:
-    return one is other
-
-
-def _is_state(value: Any) -> bool:
-    """Whether it is a buffer, or a plain attribute that acts as one."""
-    return isinstance(value, torch.Tensor) and not value.requires_grad
-
-
-def _is_same(buffer: torch.Tensor, copy: torch.Tensor, version: int) -> bool:
-    """Whether a buffer is as it was; ``.data`` is changed without a new version."""
-    if version_of(buffer) != version:
-        return False
-    looks = type(buffer) is torch.Tensor and buffer.device.type == "cpu"
-    return not looks or torch.equal(buffer, copy)

@@ -23,7 +23,7 @@ from ckplan.graph import (
 from ckplan.tracing.calibrate import CodingCost
 from ckplan.tracing.cost_cache import Cost
 from ckplan.tracing.hazards import find_hazards
-from ckplan.tracing.recorder import (
+from ckplan.tracing.recording import (
     STILL_ALIVE,
     RawOp,
     RawStorage,

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from ckplan.encodings import decode, encode
 from ckplan.errors import WorkloadError
 from ckplan.tracing.cost_cache import Cost, CostCache, lower_quartile
-from ckplan.tracing.recorder import RawOp, TensorMeta
+from ckplan.tracing.recording import RawOp, TensorMeta
 from ckplan.training.allocator import AllocatorLog, log_allocations
 from ckplan.training.failures import first_line, is_out_of_memory
 

@@ -16,7 +16,7 @@ import torch
 
 from ckplan.graph import BEFORE_STEP, OUTSIDE_CALLS, Hazard
 from ckplan.region import PROGRAM, RERUN
-from ckplan.tracing.recorder import (
+from ckplan.tracing.recording import (
     STILL_ALIVE,
     RawCall,
     RawOp,

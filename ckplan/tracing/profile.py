@@ -31,7 +31,8 @@ from ckplan.tracing.cost_cache import Cost, CostCache, cost_cache
 from ckplan.tracing.cuda import translated
 from ckplan.tracing.cuda.memory import as_allocated, with_workspaces
 from ckplan.tracing.fake import KnownValues, fake_tensors, why_not_fake
-from ckplan.tracing.recorder import Recording, StepRecorder, TensorMeta
+from ckplan.tracing.recorder import StepRecorder
+from ckplan.tracing.recording import Recording, TensorMeta
 from ckplan.tracing.repeat import repeated
 from ckplan.tracing.roofline import roofline, roofline_codings
 from ckplan.tracing.smaller import DoesNotFitError, from_smaller

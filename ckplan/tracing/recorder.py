@@ -10,12 +10,10 @@ accounting stands in for it.
 
 from __future__ import annotations
 
-import math
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
@@ -23,150 +21,25 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
 from ckplan.graph import BEFORE_STEP, OUTSIDE_CALLS
+from ckplan.tracing.recording import (
+    RawCall,
+    RawOp,
+    RawSaved,
+    RawStorage,
+    Recording,
+    describe,
+    flops_of,
+    meta,
+    moved_bytes,
+    written_by,
+)
+from ckplan.tracing.stand_in import Geometry, Packed
 from ckplan.tracing.watch import Watch
 
-STILL_ALIVE = -2
 _DIFFERENTIATED = "is differentiated before forward is over"
-_aten = torch.ops.aten
-_EMPTY = (_aten.empty, _aten.empty_like, _aten.new_empty, _aten.empty_strided)
-"""What makes bytes and moves none."""
-_FLOPS = {
-    **flop_registry,  # which leaves out the attention of CPUs
-    _aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[
-        _aten._scaled_dot_product_flash_attention
-    ],
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
-        _aten._scaled_dot_product_flash_attention_backward
-    ],
-}
-
-
-@dataclass(frozen=True, slots=True)
-class TensorMeta:
-    """All that a kernel's cost depends on."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def numel(self) -> int:
-        """Elements, repeated ones too."""
-        return math.prod(self.shape)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all elements, repeated ones too."""
-        return self.numel * self.dtype.itemsize
-
-
-@dataclass(slots=True)
-class RawOp:
-    """An op as it ran, with what is needed to run it again alone."""
-
-    func: Any
-    call: int
-    reads: tuple[int, ...]
-    writes: tuple[int, ...]
-    outputs: tuple[int, ...]
-    args: tuple[Any, ...]  # flat, tensors as TensorMeta
-    spec: pytree.TreeSpec
-    returned: tuple[TensorMeta, ...]  # of every tensor returned
-    flops: int
-    moved_bytes: int
-    accumulates: bool  # between two nodes of backward, into a gradient of its own
-    in_grad_mode: bool  # some kernels ask
-
-    @property
-    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Positional ones and keywords, tensors as ``TensorMeta``."""
-        found: tuple[tuple[Any, ...], dict[str, Any]]
-        found = pytree.tree_unflatten(self.args, self.spec)
-        return found
-
-
-@dataclass(slots=True)
-class RawStorage:
-    """A storage and when it died."""
-
-    bytes: int
-    kind: str
-    maker: int
-    last: int = STILL_ALIVE
-    dense: bool = True  # made as a tensor without gaps or overlaps
-
-
-@dataclass(slots=True)
-class RawSaved:
-    """A tensor that went through the saved-tensor hooks."""
-
-    storage: int
-    call: int
-    at: int
-    wanted: int = -1
-    done: int = -1
-
-
-@dataclass(slots=True)
-class RawCall:
-    """A module call that began and perhaps ended."""
-
-    fqn: str
-    number: int
-    parent: int
-    start: int
-    module: str
-    stop: int = -1
-
-
-@dataclass(slots=True)
-class _Geometry:
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
-    device: torch.device
-    nbytes: int
-
-
-class _Packed:
-    """Stands in for a saved tensor; its end is autograd's letting go."""
-
-    __slots__ = ("__weakref__", "copy", "geometry", "number", "recorder")
-
-    def __init__(
-        self,
-        recorder: StepRecorder,
-        number: int,
-        geometry: _Geometry,
-        copy: torch.Tensor | None,
-    ) -> None:
-        self.recorder = recorder
-        self.number = number
-        self.geometry = geometry
-        self.copy = copy
-
-    def __del__(self) -> None:
-        self.recorder.released(self.number)
-
-
-@dataclass
-class Recording:
-    """Everything seen in one step."""
-
-    ops: list[RawOp] = field(default_factory=list)
-    storages: list[RawStorage] = field(default_factory=list)
-    saved: list[RawSaved] = field(default_factory=list)
-    calls: list[RawCall] = field(default_factory=list)
-    changes: list[tuple[int, str, str]] = field(default_factory=list)
-    """(call, kind of hazard, reason) of state beside tensors."""
-    num_known: int = 0  # storages that were registered before the step
-    num_forward: int = 0
-    num_backward: int = 0
 
 
 class StepRecorder(TorchDispatchMode):
@@ -217,11 +90,10 @@ class StepRecorder(TorchDispatchMode):
     def watching(self) -> AbstractContextManager[object]:
         """Everything that must be active during the step."""
         stack = ExitStack()
+        module = nn.modules.module
         hooks = (
-            nn.modules.module.register_module_forward_pre_hook(self._enter_call),
-            nn.modules.module.register_module_forward_hook(
-                self._leave_call, always_call=True
-            ),
+            module.register_module_forward_pre_hook(self._enter_call),
+            module.register_module_forward_hook(self._leave_call, always_call=True),
         )
         for hook in (*hooks, *self._watch_arguments()):
             stack.callback(hook.remove)
@@ -242,9 +114,8 @@ class StepRecorder(TorchDispatchMode):
     def begin_update(self) -> None:
         """Backward is over; what follows is the optimizer."""
         self._phase = "optimizer"
-        self.recording.num_backward = (
-            len(self.recording.ops) - self.recording.num_forward
-        )
+        recording = self.recording
+        recording.num_backward = len(recording.ops) - recording.num_forward
 
     # -- ops -------------------------------------------------------------------------
 
@@ -265,7 +136,7 @@ class StepRecorder(TorchDispatchMode):
         known = len(self.recording.storages)
         returned = [x for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor)]
         outputs = self._numbers(returned, "temporary", position)
-        changed = _written(func, args, kwargs)
+        changed = written_by(func, args, kwargs)
         writes = tuple(dict.fromkeys(map(self._number_of, changed)))
         if len(self.recording.storages) > known or writes:
             tensors = [x for x in flat if isinstance(x, torch.Tensor)]
@@ -277,11 +148,11 @@ class StepRecorder(TorchDispatchMode):
                     tuple(dict.fromkeys(reads)),
                     writes,
                     tuple(outputs),
-                    tuple(_meta(x) for x in flat),
+                    tuple(map(meta, flat)),
                     spec,
-                    tuple(map(_describe, returned)),
-                    _flops(func, args, kwargs, out),
-                    0 if func.overloadpacket in _EMPTY else _num_bytes(tensors),
+                    tuple(map(describe, returned)),
+                    flops_of(func, args, kwargs, out),
+                    moved_bytes(func, tensors),
                     self._phase == "backward"
                     and not self._in_node
                     and not _shares_its_storage(flat),
@@ -341,19 +212,12 @@ class StepRecorder(TorchDispatchMode):
             return tensor
         packed = RawSaved(number, self._current_call(), len(self.recording.ops))
         self.recording.saved.append(packed)
-        geometry = _Geometry(
-            tensor.size(),
-            tensor.stride(),
-            tensor.storage_offset(),
-            tensor.dtype,
-            tensor.device,
-            storage.nbytes(),
-        )
+        geometry = Geometry.of(tensor)
         copy = None if self._fake else self._blank(geometry, tensor)
-        return _Packed(self, len(self.recording.saved) - 1, geometry, copy)
+        return Packed(self.released, len(self.recording.saved) - 1, geometry, copy)
 
     def _unpack(self, packed: object) -> torch.Tensor:
-        if not isinstance(packed, _Packed):
+        if not isinstance(packed, Packed):
             assert isinstance(packed, torch.Tensor)
             return packed
         saved = self.recording.saved[packed.number]
@@ -376,30 +240,10 @@ class StepRecorder(TorchDispatchMode):
             self._alias(storage, saved.storage, gone)
         return tensor
 
-    def _blank(self, geometry: _Geometry, content: torch.Tensor | None) -> torch.Tensor:
-        """A tensor of the same geometry on a storage of its own."""
-        size, stride, device = geometry.size, geometry.stride, geometry.device
-        spans = ((n - 1) * step for n, step in zip(size, stride, strict=True))
-        length = 1 + sum(spans) if size.numel() else 0
-        whole = length * geometry.dtype.itemsize == geometry.nbytes
+    def _blank(self, geometry: Geometry, content: torch.Tensor | None) -> torch.Tensor:
         self._paused = True
         try:
-            with torch.no_grad():
-                if whole and not geometry.offset:  # one op in place of three
-                    tensor = torch.empty_strided(
-                        size, stride, dtype=geometry.dtype, device=device
-                    )
-                else:
-                    base = torch.empty(
-                        geometry.nbytes, dtype=torch.uint8, device=device
-                    )
-                    tensor = base.view(geometry.dtype).as_strided(
-                        size, stride, geometry.offset
-                    )
-                if content is not None:
-                    # Element by element is not possible where they share memory.
-                    tensor.untyped_storage().copy_(content.untyped_storage())
-            return tensor
+            return geometry.blank(content)
         finally:
             self._paused = False
 
@@ -499,43 +343,10 @@ def nodes_below(loss: torch.Tensor) -> list[torch.autograd.graph.Node]:
     return list(found)
 
 
-def _shares_its_storage(leaves: list[object]) -> bool:
-    """Whether the first one is a view, which holds its base."""
-    return any(isinstance(x, torch.Tensor) and x._is_view() for x in leaves[:1])
-
-
-def _meta(leaf: object) -> object:
-    return _describe(leaf) if isinstance(leaf, torch.Tensor) else leaf
-
-
-def _describe(tensor: torch.Tensor) -> TensorMeta:
-    return TensorMeta(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
-
-
-def _num_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
 def _is_dense(tensor: torch.Tensor) -> bool:
     return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
 
 
-def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    formula = _FLOPS.get(func.overloadpacket)
-    return int(formula(*args, **kwargs, out_val=out)) if formula else 0
-
-
-def _written(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> list[torch.Tensor]:
-    """Tensors that the op's schema says it changes."""
-    if not func._schema.is_mutable:
-        return []
-    written: list[torch.Tensor] = []
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = args[position] if position < len(args) else kwargs.get(argument.name)
-        leaves = pytree.tree_leaves(value)
-        written += [x for x in leaves if isinstance(x, torch.Tensor)]
-    return written
+def _shares_its_storage(leaves: list[object]) -> bool:
+    """Whether the first one is a view, which holds its base."""
+    return any(isinstance(x, torch.Tensor) and x._is_view() for x in leaves[:1])

@@ -15,7 +15,7 @@ from ckplan.encodings import encoded_bytes
 from ckplan.gpus import Gpu
 from ckplan.tracing.calibrate import CodingCost
 from ckplan.tracing.cost_cache import Cost
-from ckplan.tracing.recorder import RawOp, TensorMeta
+from ckplan.tracing.recording import RawOp, TensorMeta
 
 _RATES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 

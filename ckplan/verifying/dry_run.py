@@ -27,7 +27,7 @@ from ckplan.tracing.cuda.memory import (
     with_workspaces,
 )
 from ckplan.tracing.fake import fake_tensors
-from ckplan.tracing.recorder import RawOp
+from ckplan.tracing.recording import RawOp
 from ckplan.tracing.roofline import roofline
 from ckplan.tracing.target import DEFAULT_GPU, Target, find_target
 from ckplan.training.fingerprint import fingerprint

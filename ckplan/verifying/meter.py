@@ -22,7 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from ckplan.curve import Curve
 from ckplan.tracing.cost_cache import Cost
-from ckplan.tracing.recorder import RawOp, TensorMeta, nodes_below
+from ckplan.tracing.recorder import nodes_below
+from ckplan.tracing.recording import RawOp, TensorMeta
 
 NOT_AN_OP = -1
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 from ckplan.graph import BEFORE_STEP, Encoding, Graph, Op, Storage
 from ckplan.tracing.cost_cache import Cost
 from ckplan.tracing.cuda.words import Capability
-from ckplan.tracing.recorder import RawOp, TensorMeta
+from ckplan.tracing.recording import RawOp, TensorMeta
 
 BLOCK_BYTES = 512
 """What the caching allocator rounds every request up to (``kMinBlockSize``)."""

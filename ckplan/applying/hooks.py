@@ -1,0 +1,304 @@
+"""Hooks around the calls of a model: where regions open and close while it runs."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ckplan.applying.calls import settings
+from ckplan.applying.choices import Choice
+from ckplan.applying.forwards import StandIn
+from ckplan.applying.notices import (
+    missing_ops,
+    warn_of_larger_batch,
+    warn_of_other_device,
+)
+from ckplan.applying.record import Recorder
+from ckplan.applying.replay import Replay
+from ckplan.names import Call, call_name
+from ckplan.plan import Plan
+
+_Args: TypeAlias = tuple[Any, ...]
+_Kwargs: TypeAlias = dict[str, Any]
+
+
+class _OpenInner(NamedTuple):
+    """A region inside another one, whose forward runs now."""
+
+    choice: Choice
+    last: Call  # that ends it
+
+
+@dataclass
+class _Open:
+    """A region whose forward runs now."""
+
+    choice: Choice
+    region: Recorder | Replay
+    key: Hashable
+    session: Session
+    last: Call  # that ends it
+    switched_off: list[nn.Module]  # modules that would checkpoint themselves
+    inner: list[_OpenInner] = field(default_factory=list)  # innermost last
+    missing: list[str] = field(default_factory=list)  # saves of theirs
+
+    def begin_inner(self, choices: Sequence[tuple[Choice, Choice]], call: Call) -> None:
+        """Open the regions inside that begin with a call; a replay knows them."""
+        while isinstance(self.region, Recorder):
+            around = self.inner[-1].choice if self.inner else self.choice
+            choice = _chosen((c for outer, c in choices if outer is around), call[1])
+            if choice is None:
+                return
+            self.region.begin_inner(choice.top, choice.saves)
+            self.inner.append(_OpenInner(choice, choice.last or call))
+
+    def end_inner(self, call: Call) -> None:
+        """Close the regions inside that end with a call."""
+        while self.inner and self.inner[-1].last == call:
+            assert isinstance(self.region, Recorder)
+            choice, _ = self.inner.pop()
+            self.missing += choice.missing_of(self.region.end_inner())
+
+    def close(self) -> None:
+        """Its forward is over."""
+        self._switch_on()
+        self.choice.end(self.region, self.key, self.missing)
+        if isinstance(self.region, Recorder) and self.choice.missing:
+            self.session.warn_once("ops", missing_ops(self.choice, self.region))
+
+    def abandon(self) -> None:
+        """Its forward was interrupted."""
+        self._switch_on()
+        self.region.abandon()
+
+    def _switch_on(self) -> None:
+        for module in self.switched_off:
+            module.gradient_checkpointing = True
+
+
+class _Running(threading.local):
+    """What runs now in this thread, innermost last."""
+
+    def __init__(self) -> None:
+        # Of modules at which regions begin or end:
+        self.calls: list[tuple[Session, Call]] = []
+        self.regions: list[_Open] = []
+        self.numbers: dict[int, dict[str, int]] = {}  # of replicas, by session
+
+    def abandon(self, session: Session) -> None:
+        """Forget a forward that never ended: hooks are not called on Ctrl-C."""
+        self.calls = [call for call in self.calls if call[0] is not session]
+        while any(found.session is session for found in self.regions):
+            self.regions.pop().abandon()
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """Who wants to know whose ops run."""
+        region = self.regions[-1].region if self.regions else None
+        return region if isinstance(region, Recorder) else None
+
+
+running = _Running()
+
+
+@dataclass
+class Session:
+    """All that a plan attached to one model; copied with it."""
+
+    plan: Plan
+    calls: dict[str, int] = field(default_factory=dict)  # FQN -> forwards in this step
+    choices: list[Choice] = field(default_factory=list)
+    handles: list[RemovableHandle] = field(default_factory=list)
+    stand_ins: list[StandIn] = field(default_factory=list)
+    larger: bool = False  # a batch was larger than planned, which was said
+    warned: set[str] = field(default_factory=set)  # of what else
+    began: bool = False  # the model ran, on whatever device it is now
+
+    @torch.compiler.disable
+    def begin_step(self, module: nn.Module, args: _Args, kwargs: _Kwargs) -> None:
+        """Hook of the model itself: call numbers begin anew."""
+        running.abandon(self)
+        self.calls.clear()
+        running.numbers[id(self)] = {}
+        if not self.began:
+            self.began = True
+            if warn_of_other_device(self.plan, module):
+                self.warned.add("ops")  # which are other ones there
+        if not self.larger and torch.is_grad_enabled():
+            self.larger = warn_of_larger_batch(self.plan, args, kwargs)
+
+    def stand_in(self, forward: StandIn) -> None:
+        """Put something in the place of a module's forward."""
+        self.stand_ins.append(forward)
+        self.handles.append(hook_begin(forward.module, forward.begin))
+        forward.module.forward = forward
+
+    def warn_once(self, of: str, what: str) -> None:
+        """Say what of the plan cannot be carried out; of each kind the first."""
+        if of not in self.warned:
+            self.warned.add(of)
+            rest = "results are the same, memory is not; see ckplan.status(model)"
+            warnings.warn(f"{what}: {rest}", stacklevel=4)
+
+    def interrupted(self) -> None:
+        """A forward ended by what is no ``Exception``."""
+        running.abandon(self)
+
+    def count(self, fqn: str) -> int:
+        """The number of the call that begins now, in this thread's forward if any."""
+        calls = running.numbers.get(id(self), self.calls)
+        number = calls.get(fqn, 0)
+        calls[fqn] = number + 1
+        return number
+
+
+@dataclass
+class RegionHooks:
+    """Hooks around a module at whose calls regions begin or end."""
+
+    fqn: str
+    session: Session
+    choices: list[Choice] = field(default_factory=list)  # of regions that begin here
+    inner: list[tuple[Choice, Choice]] = field(default_factory=list)  # inside others
+    switches: list[nn.Module] = field(default_factory=list)  # of transformers, inside
+
+    @torch.compiler.disable
+    def begin(self, module: nn.Module, args: _Args, kwargs: _Kwargs) -> None:
+        """Open a region if one begins with this call."""
+        call = self.fqn, self.session.count(self.fqn)
+        running.calls.append((self.session, call))
+        choice = _chosen(self.choices, call[1])
+        if choice is not None and running.regions:
+            self._warn_inside(choice, running.regions[-1])
+        elif choice is not None:
+            key = _key(module, args, kwargs)
+            region = choice.begin(choice.title or type(module).__name__, key)
+            switched_off = [m for m in self.switches if m.gradient_checkpointing]
+            for switched in switched_off:
+                switched.gradient_checkpointing = False
+            region.open()
+            running.regions.append(
+                _Open(
+                    choice, region, key, self.session, choice.last or call, switched_off
+                )
+            )
+        if running.regions:
+            running.regions[-1].begin_inner(self.inner, call)
+
+    def _warn_inside(self, choice: Choice, around: _Open) -> None:
+        if around.session is self.session:
+            what = f"{choice.name} runs inside {around.choice.name}, a region already"
+            self.session.warn_once("inside", what)
+
+    @torch.compiler.disable
+    def end(
+        self, module: nn.Module, args: _Args, kwargs: _Kwargs, output: object
+    ) -> None:
+        """Close the region that ends with this call; called even if forward raised."""
+        del module, args, kwargs, output
+        if not running.calls:
+            return  # abandoned: something around this call was interrupted and went on
+        session, call = running.calls.pop()
+        if running.regions:
+            found = running.regions[-1]
+            if found.session is session:
+                found.end_inner(call)
+                if found.last == call:
+                    running.regions.pop().close()
+
+
+@dataclass
+class ParentHooks:
+    """A hook around a module that makes the calls of runs: none outlives it."""
+
+    choices: list[Choice]
+
+    @torch.compiler.disable
+    def end(
+        self, module: nn.Module, args: _Args, kwargs: _Kwargs, output: object
+    ) -> None:
+        """Close what is open since the last call of its run never came."""
+        del module, args, kwargs
+        found = running.regions[-1] if running.regions else None
+        if found is not None and any(found.choice is choice for choice in self.choices):
+            running.regions.pop().close()
+            if output is not None:  # else it raised
+                what = f"{found.choice.name} is no run: its last call never came"
+                found.session.warn_once("run", what)
+
+
+@dataclass
+class PathHooks:
+    """Hooks around a module inside a region: they tell whose ops run."""
+
+    fqn: str
+
+    @torch.compiler.disable
+    def begin(self, module: nn.Module, args: _Args, kwargs: _Kwargs) -> None:
+        """Enter the module."""
+        del module, args, kwargs
+        recorder = running.recorder
+        if recorder is not None:
+            recorder.path.append(self.fqn)
+
+    @torch.compiler.disable
+    def end(
+        self, module: nn.Module, args: _Args, kwargs: _Kwargs, output: object
+    ) -> None:
+        """Leave the module."""
+        del module, args, kwargs, output
+        recorder = running.recorder
+        if recorder is not None:
+            recorder.path.pop()
+
+
+def _chosen(choices: Iterable[Choice], number: int) -> Choice | None:
+    """The choice for a call, if it is a region now."""
+    if torch.is_grad_enabled():
+        for choice in choices:
+            if choice.numbers is None or number in choice.numbers:
+                return choice
+    return None
+
+
+def _key(module: nn.Module, args: _Args, kwargs: _Kwargs) -> Hashable:
+    """What forwards that may do the same have in common."""
+    inputs = (x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
+    return module.training, settings(), tuple((x.shape, x.dtype) for x in inputs)
+
+
+@dataclass
+class Chooser:
+    """Tells a re-run module whether this call is a region."""
+
+    session: Session
+    fqn: str
+    choices: list[Choice]
+
+    def __call__(self) -> str | None:
+        """What errors call the region that begins now, if one does."""
+        call = self.fqn, self.session.count(self.fqn)
+        choice = _chosen(self.choices, call[1])
+        if choice is None:
+            return None
+        choice.runs += 1
+        return call_name(*call)
+
+
+def hook_begin(module: nn.Module, begin: Callable[..., None]) -> RemovableHandle:
+    """Call something before a module's forward, first of all."""
+    return module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True)
+
+
+def hook_end(module: nn.Module, end: Callable[..., None]) -> RemovableHandle:
+    """Call something after a module's forward, first of all, even if it raised."""
+    return module.register_forward_hook(
+        end, prepend=True, with_kwargs=True, always_call=True
+    )

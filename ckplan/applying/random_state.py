@@ -1,0 +1,45 @@
+"""The random states of torch: of a generator, or of a device's own."""
+
+from __future__ import annotations
+
+import torch
+
+from ckplan.errors import ApplyError
+
+
+def random_state(
+    device: torch.device, generator: torch.Generator | None
+) -> torch.Tensor:
+    """The state of a generator, or of a device's own."""
+    if generator is not None:
+        return generator.get_state()
+    if device.type == "cuda":
+        return cuda_random_state(device)
+    return torch.get_rng_state()
+
+
+def cuda_random_state(device: torch.device) -> torch.Tensor:
+    """The state of a GPU's own generator.
+
+    Raises:
+        ApplyError: A CUDA graph is being captured, which cannot keep it.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        raise ApplyError(
+            f"cannot keep the random state of {device} while a CUDA graph is captured",
+            needed="a forward outside of the capture, or one that draws nothing",
+            hint="take the plan off to capture: ckplan.remove(model)",
+        )
+    return torch.cuda.get_rng_state(device)
+
+
+def set_random_state(
+    device: torch.device, generator: torch.Generator | None, state: torch.Tensor
+) -> None:
+    """Let a generator, or a device's own, draw what it drew from a state on."""
+    if generator is not None:
+        generator.set_state(state)
+    elif device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)
