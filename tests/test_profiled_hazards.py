@@ -21,7 +21,7 @@ from ckplan.report.tables import render
 from ckplan.resolve import resolve
 from ckplan.simulate import simulate
 from ckplan.trace_file import dumps, loads
-from ckplan.tracing.profile import NOTE_FAKE
+from ckplan.tracing.trace import NOTE_FAKE
 from ckplan.training.workload import Workload
 
 CALLS_SO_FAR: list[int] = []

@@ -8,16 +8,13 @@ the step is run again on real ones, and the graph says so.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeCopyMode
 
-from ckplan.errors import CkplanError, WorkloadError
 from ckplan.graph import MEASURED, Graph
 from ckplan.sharding import Sharding, sharded
 from ckplan.tracing.build import build_graph, smaller_forms
@@ -28,27 +25,16 @@ from ckplan.tracing.calibrate import (
     calibrate_encodings,
 )
 from ckplan.tracing.cost_cache import Cost, CostCache, cost_cache
-from ckplan.tracing.cuda import translated
 from ckplan.tracing.cuda.memory import as_allocated, with_workspaces
-from ckplan.tracing.fake import KnownValues, fake_tensors, why_not_fake
-from ckplan.tracing.recorder import StepRecorder
 from ckplan.tracing.recording import Recording, TensorMeta
 from ckplan.tracing.repeat import repeated
 from ckplan.tracing.roofline import roofline, roofline_codings
 from ckplan.tracing.smaller import DoesNotFitError, from_smaller
 from ckplan.tracing.target import Target, find_target
+from ckplan.tracing.trace import Build, Scope, Traced, trace, trace_real
 from ckplan.tracing.watch import states_kept
-from ckplan.training.failures import (
-    check_finite,
-    described,
-    first_line,
-    is_out_of_memory,
-    place_of,
-)
 from ckplan.training.fingerprint import fingerprint
-from ckplan.training.memory import available_bytes, limited_memory
-from ckplan.training.optimizers import counters
-from ckplan.training.step import AS_IT_SAYS, Training, TrainingStep, make_step
+from ckplan.training.step import AS_IT_SAYS, Training
 from ckplan.training.workload import (
     Workload,
     WorkloadSpec,
@@ -57,8 +43,6 @@ from ckplan.training.workload import (
     tensors_of,
 )
 
-NOTE_FAKE = "traced under fake tensors"
-NOTE_PREDICTED = "optimizer: predicted only, as one byte for each of two states"
 NOTE_SECONDS = "seconds and workspaces: each distinct op measured alone on this machine"
 NOTE_ROOFLINE = "seconds: the least that the card needs; workspaces are not counted"
 NOTE_SOME_WORKSPACES = (
@@ -66,19 +50,6 @@ NOTE_SOME_WORKSPACES = (
     "workspaces of cuBLAS, attention and losses, not those of cuDNN"
 )
 NOTE_CPU_BYTES = "bytes: as on a CPU, where kernels keep other tensors than on a card"
-
-_MOST_OF_MEMORY = 0.9  # of what is available, for a step on real tensors
-
-_Scope: TypeAlias = tuple[FakeTensorMode, KnownValues]
-_Build: TypeAlias = Callable[[_Scope | None], Workload]
-
-
-@dataclass(frozen=True, slots=True)
-class _Traced:
-    recording: Recording
-    model: str
-    fingerprint: dict[str, Any]
-    notes: list[str]
 
 
 def profile_workload(
@@ -110,7 +81,7 @@ def profile_workload(
     target = find_target(device or ("cpu" if gpu is None else "cuda"), gpu)
     make = spec.load()  # imports happen outside of fake tensors
 
-    def build(scope: _Scope | None) -> Workload:
+    def build(scope: Scope | None) -> Workload:
         del scope
         return make()
 
@@ -175,7 +146,7 @@ def profile(
     here = next((p.device.type for p in model.parameters()), "cpu")
     target = find_target(device or (here if gpu is None else "cuda"), gpu)
 
-    def build(scope: _Scope | None) -> Workload:
+    def build(scope: Scope | None) -> Workload:
         real = (workload.model, workload.batch)
         if scope is None:
             model, batch = copy.deepcopy(real)
@@ -204,7 +175,7 @@ def _values_of(model: nn.Module, batch: Any) -> list[torch.Tensor]:
 
 
 def _profile(
-    build: _Build,
+    build: Build,
     training: Training,
     target: Target,
     fresh: bool,
@@ -215,7 +186,7 @@ def _profile(
     tell = progress or (lambda what, done, total: None)
     tell("tracing", 0, 0)
     try:
-        traced, too_large = _trace_anyhow(build, training, target), None
+        traced, too_large = trace(build, training, target), None
     except DoesNotFitError as error:
         too_large = error.alone()  # what failed must not hold memory any more
     if too_large is None:
@@ -224,7 +195,7 @@ def _profile(
         tell("tracing smaller batches", 0, 0)
         graph = from_smaller(
             build,
-            lambda smaller: _trace_real(smaller, training, target, too_large.needed),
+            lambda smaller: trace_real(smaller, training, target, too_large.needed),
             lambda traced: _as_graph(traced, training, target, cache, progress),
             lambda workload: fingerprint(workload, target.device)["batch"],
             too_large,
@@ -236,7 +207,7 @@ def _profile(
 
 
 def _as_graph(
-    traced: _Traced,
+    traced: Traced,
     training: Training,
     target: Target,
     cache: CostCache,
@@ -282,139 +253,3 @@ def _coding_costs(
     forms = ((form, meta) for _, _, form, meta in smaller_forms(recording))
     codings = calibrate_encodings(forms, target.placed, cache)
     return codings if target.gpu is None else roofline_codings(codings, target.gpu)
-
-
-def _trace_anyhow(build: _Build, training: Training, target: Target) -> _Traced:
-    """Trace under fake tensors, and on real ones where the model needs values."""
-    if not target.is_here:
-        return _trace_translated(build, training, target)
-    try:
-        with fake_tensors() as scope:
-            traced = _trace(build, training, target, scope)
-    except Exception as error:
-        if _is_final(error):
-            raise
-        why = f"traced on real tensors: {why_not_fake(error.__cause__ or error)}"
-        return _trace_real(build, training, target, why)
-    traced.notes.append(NOTE_FAKE)
-    return traced
-
-
-def _trace_translated(build: _Build, training: Training, target: Target) -> _Traced:
-    """Trace what CUDA would do, without it; there are no real tensors to fall back on.
-
-    Raises:
-        WorkloadError: The step cannot be traced on fake tensors.
-    """
-    capability = target.capability
-    try:
-        with fake_tensors() as scope, translated(capability) as words:
-            traced = _trace(build, training, target, scope)
-    except Exception as error:
-        if _is_final(error):
-            raise
-        raise WorkloadError(
-            "cannot tell what CUDA would hold without a GPU: "
-            + why_not_fake(error.__cause__ or error),
-            needed="a step that runs on fake tensors, which have no values",
-            hint="--device cpu, or run this where the GPU is",
-        ) from error
-    assert target.gpu is not None
-    card = "{} (compute capability {}.{})".format(target.gpu.name, *capability)
-    traced.notes.append(f"{NOTE_FAKE}, translated to CUDA on {card}")
-    traced.notes.extend(f"as CUDA does it: {what}" for what in words)
-    return traced
-
-
-def _is_final(error: Exception) -> bool:
-    """Whether real tensors would fail in the same way."""
-    return isinstance(error, CkplanError) and error.__cause__ is None
-
-
-def _trace_real(build: _Build, training: Training, target: Target, why: str) -> _Traced:
-    try:
-        with limited_memory(int(_MOST_OF_MEMORY * available_bytes())):
-            traced = _trace(build, training, target, None)
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise DoesNotFitError(
-                f"the step does not fit in memory ({first_line(error)})",
-                needed=why,
-                hint="close other programs, or make the batch smaller",
-            ) from error
-        raise
-    traced.notes.append(why)
-    return traced
-
-
-def _trace(
-    build: _Build,
-    training: Training,
-    target: Target,
-    scope: _Scope | None,
-) -> _Traced:
-    """Record the second step: the steady state, in which optimizer state exists."""
-    workload = on_device(build(scope), target.placed)
-    step = make_step(workload, training, target.device.type)
-    with _told("the first step"):
-        loss = step.run()
-        if scope is None:
-            check_finite(loss, "the first step")
-    with _told("the second step"):
-        step.zero_grad()
-        for _ in range(training.accumulate - 1):
-            step.accumulate()
-        recorder = StepRecorder(workload.model, fake=scope is not None)
-        _know_before(recorder, step)
-        if target.device.type == "cuda" and step.optimizer is not None:
-            recorder.leave_out(counters(step.optimizer))
-        notes = _record(recorder, step)
-    return _Traced(
-        recorder.recording,
-        type(workload.model).__name__,
-        fingerprint(workload, target.device),
-        notes,
-    )
-
-
-@contextmanager
-def _told(title: str) -> Iterator[None]:
-    """Say of an exception of the workload in which step and phase it was."""
-    try:
-        yield
-    except CkplanError:
-        raise
-    except Exception as error:
-        raise WorkloadError(
-            f"{title} {described(error)}",
-            needed="a model that takes two steps on its batch, one after the other",
-            hint=place_of(error),
-        ) from error
-
-
-def _record(recorder: StepRecorder, step: TrainingStep) -> list[str]:
-    with recorder.watching():
-        output, loss, rule = step.forward()
-        recorder.begin_backward(loss)
-        step.backward(loss)
-        value = loss.detach()  # a loop keeps it to show it
-        del output, loss
-        recorder.begin_update()
-        parameters = step.workload.model.parameters()
-        grads = [p.grad for p in parameters if p.grad is not None]
-        recorder.mark(grads, "gradient")
-        del grads
-        step.update()
-        del value
-    return [rule, *([NOTE_PREDICTED] if step.training.predicted_only else [])]
-
-
-def _know_before(recorder: StepRecorder, step: TrainingStep) -> None:
-    model = step.workload.model
-    recorder.know(model.parameters(), "parameter")
-    recorder.know(model.buffers(), "buffer")
-    grads = [p.grad for p in model.parameters() if p.grad is not None]
-    recorder.know(grads, "gradient")
-    if step.optimizer is not None:
-        recorder.know(tensors_of(list(step.optimizer.state.values())), "optimizer")
-    recorder.know(tensors_of(step.workload.batch), "input")
