@@ -6,6 +6,7 @@ rerun runs the whole module at once, as ``torch.utils.checkpoint`` does.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterator
 from itertools import count
 
@@ -111,6 +112,7 @@ def _run_again(view: RegionView, first: int, effect: Effect) -> None:
     alive = sum(one.bytes for one in effect.made if one.start <= gap <= one.stop)
     most_bytes = alive
     born: dict[int, Interval] = {}  # storages that nobody wants: gone with the gap
+    read_last: dict[int, list[int]] = defaultdict(list)  # of those, by op
     ticks = count()
     for moment in range(view.start, view.saved_stop):
         op = graph.ops[moment]
@@ -123,10 +125,11 @@ def _run_again(view: RegionView, first: int, effect: Effect) -> None:
                 effect.made.append(made._replace(stop=stop_at))
             else:
                 born[storage] = made
+                read_last[graph.storages[storage].last].append(storage)
         most_bytes = max(most_bytes, alive + op.workspace_bytes)
         both = next(ticks), next(ticks)
         effect.workspaces.append(Interval(gap, gap, op.workspace_bytes, *both))
-        for storage in [s for s in born if graph.storages[s].last == moment]:
+        for storage in read_last[moment]:
             gone = born.pop(storage)._replace(died=next(ticks))
             alive -= gone.bytes
             effect.made.append(gone)

@@ -18,3 +18,11 @@ def _costs_of_this_session(tmp_path_factory: pytest.TempPathFactory) -> object:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CKPLAN_CACHE", str(tmp_path_factory.mktemp("costs")))
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _first_calls() -> None:
+    """Let no test see what torch computes only the first time."""
+    from ckplan.training.first_calls import make_first_calls
+
+    make_first_calls()

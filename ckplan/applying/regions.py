@@ -30,6 +30,7 @@ from ckplan.applying.notices import warn_of_differences
 from ckplan.errors import ApplyError
 from ckplan.plan import Plan, load
 from ckplan.region import RERUN
+from ckplan.training.first_calls import make_first_calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,7 @@ def apply(model: nn.Module, plan: Plan | str | Path) -> nn.Module:
     choices = choices_of(plan.regions, modules)
     warn_of_differences(plan, model)
     remove(model)
+    make_first_calls()
     session = Session(plan, choices=choices)
     reruns: dict[str, list[Choice]] = {}
     for choice in choices:

@@ -25,6 +25,7 @@ from ckplan.simulate import simulate
 from ckplan.tracing.hazards import NEITHER, PROGRAMS
 from ckplan.tracing.watch import states_kept
 from ckplan.training.failures import first_line
+from ckplan.training.first_calls import make_first_calls
 from ckplan.training.memory import available_bytes
 from ckplan.training.step import Training, TrainingStep, call_model
 from ckplan.training.workload import Workload, tensors_of
@@ -46,6 +47,7 @@ def repeated(graph: Graph, build: Callable[[], Workload], training: Training) ->
     if not _is_small(graph):
         return _noted(graph, NOTE_NOT + "it is too large")
     try:
+        make_first_calls()
         unlike = find_unlike(TrainingStep(build(), None, training))
     except Exception as error:
         return _noted(graph, f"{NOTE_NOT}{type(error).__name__}: {first_line(error)}")

@@ -32,6 +32,7 @@ from ckplan.training.failures import (
     place_of,
 )
 from ckplan.training.fingerprint import fingerprint
+from ckplan.training.first_calls import make_first_calls
 from ckplan.training.step import Training, TrainingStep, make_step
 from ckplan.training.workload import (
     Workload,
@@ -111,6 +112,7 @@ class Worker:
             return _explain(error, self._job)
 
     def _first_steps(self) -> FirstSteps:
+        make_first_calls()
         seed_everything(self._job.seed)
         device = torch.device(self._job.device)
         cap_memory(self._job.cap_bytes, device)

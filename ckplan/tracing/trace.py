@@ -1,0 +1,210 @@
+"""Watch the second step of a workload: the steady state, with optimizer state.
+
+Under fake tensors where that can be, which have shapes and no bytes, so that a model
+larger than the machine can be traced; else on real ones, and the trace says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ckplan.errors import CkplanError, WorkloadError
+from ckplan.tracing.cuda import translated
+from ckplan.tracing.fake import KnownValues, fake_tensors, why_not_fake
+from ckplan.tracing.recorder import StepRecorder
+from ckplan.tracing.recording import Recording
+from ckplan.tracing.smaller import DoesNotFitError
+from ckplan.tracing.target import Target
+from ckplan.training.failures import (
+    check_finite,
+    described,
+    first_line,
+    is_out_of_memory,
+    place_of,
+)
+from ckplan.training.fingerprint import fingerprint
+from ckplan.training.memory import available_bytes, limited_memory
+from ckplan.training.optimizers import counters
+from ckplan.training.step import Training, TrainingStep, make_step
+from ckplan.training.workload import Workload, on_device, tensors_of
+
+NOTE_FAKE = "traced under fake tensors"
+NOTE_PREDICTED = "optimizer: predicted only, as one byte for each of two states"
+
+_MOST_OF_MEMORY = 0.9  # of what is available, for a step on real tensors
+
+Scope: TypeAlias = tuple[FakeTensorMode, KnownValues]
+Build: TypeAlias = Callable[[Scope | None], Workload]
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """A step as it was seen, and whose."""
+
+    recording: Recording
+    model: str
+    fingerprint: dict[str, Any]
+    notes: list[str]
+
+
+def trace(build: Build, training: Training, target: Target) -> Traced:
+    """Trace under fake tensors, and on real ones where the model needs values.
+
+    Args:
+        build: Makes the workload, given what makes tensors fake, if they are to be.
+        training: How it is trained.
+        target: Where the step is to run.
+
+    Raises:
+        DoesNotFitError: It needs real ones, and there is not enough memory.
+        WorkloadError: The model cannot be trained on its batch.
+    """
+    if not target.is_here:
+        return _trace_translated(build, training, target)
+    try:
+        with fake_tensors() as scope:
+            traced = _watch_step(build, training, target, scope)
+    except Exception as error:
+        if _is_final(error):
+            raise
+        why = f"traced on real tensors: {why_not_fake(error.__cause__ or error)}"
+        return trace_real(build, training, target, why)
+    traced.notes.append(NOTE_FAKE)
+    return traced
+
+
+def _trace_translated(build: Build, training: Training, target: Target) -> Traced:
+    """Trace what CUDA would do, without it; there are no real tensors to fall back on.
+
+    Raises:
+        WorkloadError: The step cannot be traced on fake tensors.
+    """
+    capability = target.capability
+    try:
+        with fake_tensors() as scope, translated(capability) as words:
+            traced = _watch_step(build, training, target, scope)
+    except Exception as error:
+        if _is_final(error):
+            raise
+        raise WorkloadError(
+            "cannot tell what CUDA would hold without a GPU: "
+            + why_not_fake(error.__cause__ or error),
+            needed="a step that runs on fake tensors, which have no values",
+            hint="--device cpu, or run this where the GPU is",
+        ) from error
+    assert target.gpu is not None
+    card = "{} (compute capability {}.{})".format(target.gpu.name, *capability)
+    traced.notes.append(f"{NOTE_FAKE}, translated to CUDA on {card}")
+    traced.notes.extend(f"as CUDA does it: {what}" for what in words)
+    return traced
+
+
+def _is_final(error: Exception) -> bool:
+    """Whether real tensors would fail in the same way."""
+    return isinstance(error, CkplanError) and error.__cause__ is None
+
+
+def trace_real(build: Build, training: Training, target: Target, why: str) -> Traced:
+    """Trace on real tensors.
+
+    Args:
+        build: Makes the workload.
+        training: How it is trained.
+        target: Where the step is to run.
+        why: Fake ones will not do.
+
+    Raises:
+        DoesNotFitError: There is not enough memory.
+        WorkloadError: The model cannot be trained on its batch.
+    """
+    try:
+        with limited_memory(int(_MOST_OF_MEMORY * available_bytes())):
+            traced = _watch_step(build, training, target, None)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise DoesNotFitError(
+                f"the step does not fit in memory ({first_line(error)})",
+                needed=why,
+                hint="close other programs, or make the batch smaller",
+            ) from error
+        raise
+    traced.notes.append(why)
+    return traced
+
+
+def _watch_step(
+    build: Build,
+    training: Training,
+    target: Target,
+    scope: Scope | None,
+) -> Traced:
+    """Record the second step: the steady state, in which optimizer state exists."""
+    workload = on_device(build(scope), target.placed)
+    step = make_step(workload, training, target.device.type)
+    with _told("the first step"):
+        loss = step.run()
+        if scope is None:
+            check_finite(loss, "the first step")
+    with _told("the second step"):
+        step.zero_grad()
+        for _ in range(training.accumulate - 1):
+            step.accumulate()
+        recorder = StepRecorder(workload.model, fake=scope is not None)
+        _know_before(recorder, step)
+        if target.device.type == "cuda" and step.optimizer is not None:
+            recorder.leave_out(counters(step.optimizer))
+        notes = _record(recorder, step)
+    return Traced(
+        recorder.recording,
+        type(workload.model).__name__,
+        fingerprint(workload, target.device),
+        notes,
+    )
+
+
+@contextmanager
+def _told(title: str) -> Iterator[None]:
+    """Say of an exception of the workload in which step and phase it was."""
+    try:
+        yield
+    except CkplanError:
+        raise
+    except Exception as error:
+        raise WorkloadError(
+            f"{title} {described(error)}",
+            needed="a model that takes two steps on its batch, one after the other",
+            hint=place_of(error),
+        ) from error
+
+
+def _record(recorder: StepRecorder, step: TrainingStep) -> list[str]:
+    with recorder.watching():
+        output, loss, rule = step.forward()
+        recorder.begin_backward(loss)
+        step.backward(loss)
+        value = loss.detach()  # a loop keeps it to show it
+        del output, loss
+        recorder.begin_update()
+        parameters = step.workload.model.parameters()
+        grads = [p.grad for p in parameters if p.grad is not None]
+        recorder.mark(grads, "gradient")
+        del grads
+        step.update()
+        del value
+    return [rule, *([NOTE_PREDICTED] if step.training.predicted_only else [])]
+
+
+def _know_before(recorder: StepRecorder, step: TrainingStep) -> None:
+    model = step.workload.model
+    recorder.know(model.parameters(), "parameter")
+    recorder.know(model.buffers(), "buffer")
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    recorder.know(grads, "gradient")
+    if step.optimizer is not None:
+        recorder.know(tensors_of(list(step.optimizer.state.values())), "optimizer")
+    recorder.know(tensors_of(step.workload.batch), "input")
