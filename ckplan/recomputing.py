@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator
-from itertools import count
 
 from ckplan.effect import Effect, Interval
 from ckplan.errors import PlanError
@@ -111,30 +110,33 @@ def _run_again(view: RegionView, first: int, effect: Effect) -> None:
     effect.made.append(Interval(gap, gap, found))  # to be put back afterwards
     alive = sum(one.bytes for one in effect.made if one.start <= gap <= one.stop)
     most_bytes = alive
-    born: dict[int, Interval] = {}  # storages that nobody wants: gone with the gap
+    born: dict[int, tuple[int, int]] = {}  # nobody wants it: its bytes and its tick
     read_last: dict[int, list[int]] = defaultdict(list)  # of those, by op
-    ticks = count()
+    tick = 0
     for moment in range(view.start, view.saved_stop):
-        op = graph.ops[moment]
         for storage in graph.creates[moment]:
             size = graph.storages[storage].bytes
             alive += size
-            made = Interval(gap, gap, size, next(ticks))
             if storage in until:
-                stop_at = 2 * until[storage] + 1
-                effect.made.append(made._replace(stop=stop_at))
+                stop = 2 * until[storage] + 1
+                effect.made.append(Interval(gap, stop, size, tick))
             else:
-                born[storage] = made
+                born[storage] = size, tick
                 read_last[graph.storages[storage].last].append(storage)
-        most_bytes = max(most_bytes, alive + op.workspace_bytes)
-        both = next(ticks), next(ticks)
-        effect.workspaces.append(Interval(gap, gap, op.workspace_bytes, *both))
-        for storage in read_last[moment]:
-            gone = born.pop(storage)._replace(died=next(ticks))
-            alive -= gone.bytes
-            effect.made.append(gone)
+            tick += 1
+        workspace_bytes = graph.ops[moment].workspace_bytes
+        if workspace_bytes:
+            workspace = Interval(gap, gap, workspace_bytes, tick, tick + 1)
+            effect.workspaces.append(workspace)
+            tick += 2
+        most_bytes = max(most_bytes, alive + workspace_bytes)
+        for storage in read_last.get(moment, ()):
+            size, since = born.pop(storage)
+            alive -= size
+            effect.made.append(Interval(gap, gap, size, since, tick))
+            tick += 1
         effect.steps.append(moment)
-    effect.made += born.values()
+    effect.made += (Interval(gap, gap, *one) for one in born.values())  # gone with it
     _count_seconds(graph, effect)
     effect.spikes[gap] = [most_bytes]
 

@@ -21,6 +21,9 @@ from ckplan.solving.menu import Menus, Option, Unit
 LEAST_SHARE = 1 / 32
 """Of what could be dropped: calls that hold less are not divided."""
 
+NEARLY_ALL = 0.95
+"""Of what a call holds: where one part holds more, the call is no unit itself."""
+
 RUN_SHARES = (1 / 8, 1 / 32)
 LENGTHS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """Of runs, in calls."""
@@ -35,6 +38,7 @@ class Node:
 
     call: int
     parts: tuple[Node, ...] = ()
+    is_unit: bool = True  # as a whole
 
     @property
     def unit(self) -> Unit:
@@ -64,7 +68,12 @@ def find_nodes(graph: Graph, menus: Menus) -> tuple[Node, ...]:
     total = sum(map(size, roots))
 
     def nodes(calls: Sequence[int]) -> tuple[Node, ...]:
-        return tuple(Node(call, parts(call)) for call in calls if size(call))
+        return tuple(node(call) for call in calls if size(call))
+
+    def node(call: int) -> Node:
+        inside = parts(call)
+        most = max((size(part.call) for part in inside), default=0)
+        return Node(call, inside, most <= NEARLY_ALL * size(call))
 
     def parts(call: int) -> tuple[Node, ...]:
         children = graph.children[call]
@@ -114,9 +123,11 @@ def _divided(
     after = [tail.above(gaps[-1]) if tail else ChainFrontier.end(gaps[-1])]
     for place in range(len(nodes) - 1, -1, -1):
         node, gap = nodes[place], gaps[place]
-        ways = [after[0].before(Link(node.unit, options(node.unit), gap))]
+        view = simulator.view(*node.unit)
+        ways: list[ChainFrontier] = []
+        if node.is_unit:
+            ways.append(after[0].before(Link(node.unit, options(node.unit), gap)))
         if node.parts:
-            view = simulator.view(*node.unit)
             own = [view.forward_window(), view.backward_window()]
             parts = _divided(simulator, node.parts, options, own, after[0], runs=runs)
             ways.append(parts.above(gap))

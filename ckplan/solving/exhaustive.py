@@ -20,7 +20,7 @@ from ckplan.simulate import Simulator, Timeline
 from ckplan.solving.covers import Node, are_siblings
 from ckplan.solving.menu import Menus, Unit
 
-_MOST_PLANS, _MOST_NESTED_PLANS = 6000, 300  # the latter share no replays
+_MOST_PLANS, _MOST_NESTED_PLANS = 6000, 3000  # the latter share no replays
 
 _Plan: TypeAlias = tuple[Region, ...]
 
