@@ -8,7 +8,7 @@ All train in processes of their own, one step each in every round, six and the u
 one at a time. The first two rounds are dropped, and all is repeated in fresh processes,
 since some get slower memory than others; the measured overhead is the median over
 rounds of a step's seconds, divided by those of the unplanned step of the same round,
-and the quartiles are of the same ratios.
+and the quartiles are of the same ratios. "At best" divides the fastest steps of all.
 "Bits equal" compares the losses, gradients, buffers and random states of two steps with
 those of unplanned ones.
 
@@ -84,6 +84,7 @@ HEADERS = (
     "predicted overhead",
     "measured overhead",
     "quartiles",
+    "at best",
 )
 MOST_TOGETHER = 6  # beside the unplanned step
 DROPPED_ROUNDS = 2
@@ -128,6 +129,7 @@ class Outcome:
     equal: bool
     step_seconds: float  # median over rounds
     overheads: tuple[float, ...]  # by round
+    least_overhead: float  # of its fastest step over the fastest unplanned one
 
     @property
     def fits(self) -> bool:
@@ -162,7 +164,7 @@ class Outcome:
             "" if bound is None else _percent(bound),
             format_seconds(self.predicted_seconds),
             format_seconds(self.step_seconds),
-            *(self._costs() if variant.plan else [""] * 3),
+            *(self._costs() if variant.plan else [""] * 4),
         ]
 
     def _costs(self) -> list[str]:
@@ -171,6 +173,7 @@ class Outcome:
             _percent(self.variant.timeline.overhead),
             _percent(self.overhead),
             f"{_percent(low)} to {_percent(high)}",
+            _percent(self.least_overhead),
         ]
 
     def broken(self, limits: Mapping[str, Mapping[float, float]]) -> Iterator[str]:
@@ -327,6 +330,7 @@ def _measure_together(
             not results,
             statistics.median(taken),
             tuple(map(_overhead, taken, seconds[0])),
+            _overhead(min(taken), min(seconds[0])),
         )
         for variant, found, results, taken in zip(
             variants, first, different, seconds, strict=True

@@ -21,7 +21,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 import ckplan
 from ckplan import applying
-from ckplan.applying import calls, forwards, recompute, record
+from ckplan.applying import calls, forwards, recompute, record, world
 from ckplan.applying import rerun as rerunning
 from ckplan.applying.recompute import Kept
 from ckplan.errors import ApplyError
@@ -124,7 +124,7 @@ def test_running_statistics_are_updated_once(by: str) -> None:
 
     same(make, by)
     if by == "rerun":
-        with unguarded(rerunning._World, "restore", nothing):
+        with unguarded(world.World, "restore", nothing):
             same(make, by)
     else:
         record._facts.cache_clear()
@@ -143,7 +143,7 @@ def test_spectral_norm_sees_the_vectors_of_its_forward(by: str) -> None:
             same(make, by)
         return
     same(make, by)
-    with unguarded(rerunning._World, "restore", nothing):
+    with unguarded(world.World, "restore", nothing):
         same(make, by)
 
 
@@ -171,9 +171,9 @@ def test_codebooks_and_averages_change_once(by: str) -> None:
             same(Codebook, by)
         return
     same(Codebook, by)
-    with unguarded(rerunning._World, "restore", nothing):
+    with unguarded(world.World, "restore", nothing):
         same(Codebook, by)
-    with unguarded(rerunning, "_is_same", lambda *_: True):
+    with unguarded(world, "_is_same", lambda *_: True):
         same(Codebook, by)
 
 
@@ -215,13 +215,13 @@ def test_random_numbers_are_those_of_the_forward(by: str, source: str) -> None:
     program: dict[str, Guard] = {  # numbers are part of calls, states of ops
         "python": (calls.Slots, "freeze", anything),
         "numpy": (calls.Slots, "freeze", anything),
-        "torch": (recompute, "_set_random_state", nothing),
-        "generator": (recompute, "_set_random_state", nothing),
+        "torch": (recompute, "set_random_state", nothing),
+        "generator": (recompute, "set_random_state", nothing),
     }
     rerun: dict[str, Guard] = {
-        "python": (rerunning._Source, "put", nothing),
-        "numpy": (rerunning._NumPy, "put", nothing),
-        "torch": (rerunning._Torch, "put", nothing),
+        "python": (world.Source, "put", nothing),
+        "numpy": (world._NumPy, "put", nothing),
+        "torch": (world._Torch, "put", nothing),
         "generator": (rerunning._Calls, "_draw", nothing),
     }
     with unguarded(*{"program": program, "rerun": rerun}[by][source]):
@@ -430,7 +430,7 @@ def test_lists_and_counters_change_once(by: str) -> None:
     assert planned.block.calls == len(planned.block.seen) == 5
     assert planned.block.times == {"forward": [1, 2, 3, 4, 5]}
     if by == "rerun":
-        with unguarded(rerunning._World, "restore", nothing):
+        with unguarded(world.World, "restore", nothing):
             same(Counting, by)
 
 
@@ -510,7 +510,7 @@ def test_experts_are_chosen_once(by: str) -> None:
     same(Routed, by, steps=8)
     guards: dict[str, Guard] = {
         "program": (record, "decided_by_values", lambda *_: False),
-        "rerun": (rerunning._Torch, "put", nothing),
+        "rerun": (world._Torch, "put", nothing),
     }
     with unguarded(*guards[by]):
         same(Routed, by, steps=8)
@@ -660,8 +660,8 @@ def test_hooks_of_backward_run_once_and_change_nothing_that_is_made_again(
 
     run()
     guards: dict[str, Guard] = {
-        "program": (recompute, "_set_random_state", nothing),
-        "rerun": (rerunning._World, "restore", nothing),
+        "program": (recompute, "set_random_state", nothing),
+        "rerun": (world.World, "restore", nothing),
     }
     with unguarded(*guards[by]):
         run()
@@ -712,7 +712,7 @@ def test_train_and_eval_switched_before_backward(by: str, training: bool) -> Non
 
     run()
     if by == "rerun":
-        with unguarded(rerunning._World, "restore", nothing):
+        with unguarded(world.World, "restore", nothing):
             run()
 
 
@@ -748,7 +748,7 @@ def test_a_capture_of_a_cuda_graph_is_an_error_that_says_so(
         if by == "program":
             recompute.random_state(device, None)
         else:
-            rerunning._Cuda(device).state()
+            world._Cuda(device).state()
 
 
 def test_what_only_costs_is_never_planned() -> None:
@@ -791,7 +791,7 @@ def test_several_backwards_are_right_or_refused(by: str) -> None:
     run()
     guards: dict[str, Guard] = {
         "program": (Rebuild, "exhausted", lambda *_: False),
-        "rerun": (rerunning._Torch, "put", nothing),
+        "rerun": (world._Torch, "put", nothing),
     }
     with unguarded(*guards[by]):
         run()

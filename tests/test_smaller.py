@@ -21,7 +21,7 @@ from ckplan.errors import CkplanError, GraphError, WorkloadError
 from ckplan.extrapolate import extrapolate
 from ckplan.graph import Graph
 from ckplan.simulate import simulate
-from ckplan.tracing import profile as profiling
+from ckplan.tracing import trace as tracing
 from ckplan.training.workload import Workload, tensors_of
 
 ROWS = 8192
@@ -101,7 +101,7 @@ class AtMost(TorchDispatchMode):
 def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Room for half of the batch."""
     half = lambda num_bytes: AtMost(ROWS // 2 * 256 * 4)  # noqa: E731
-    monkeypatch.setattr(profiling, "limited_memory", half)
+    monkeypatch.setattr(tracing, "limited_memory", half)
 
 
 @pytest.mark.parametrize("kind", [Branching, Choosing])
@@ -141,7 +141,7 @@ def test_a_step_that_runs_other_ops_at_another_batch_is_not_drawn_on() -> None:
 def test_no_memory_at_all_is_an_error_of_three_lines(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(profiling, "limited_memory", lambda num_bytes: AtMost(100))
+    monkeypatch.setattr(tracing, "limited_memory", lambda num_bytes: AtMost(100))
     with pytest.raises(
         WorkloadError, match="the step does not fit in memory"
     ) as caught:
@@ -225,6 +225,6 @@ def test_a_batch_of_one_row_cannot_be_made_smaller(
     def full(*args: object) -> None:
         raise RuntimeError("can't allocate memory")
 
-    monkeypatch.setattr(profiling, "check_finite", full)
+    monkeypatch.setattr(tracing, "check_finite", full)
     with pytest.raises(CkplanError, match="does not fit in memory"):
         profiled(Branching, 1)
