@@ -21,8 +21,8 @@ from ckplan.solving.menu import Menus, Option, Unit
 LEAST_SHARE = 1 / 32
 """Of what could be dropped: calls that hold less are not divided."""
 
-NEARLY_ALL = 0.95
-"""Of what a call holds: where one part holds more, the call is no unit itself."""
+MANY_OPS, NEARLY_ALL = 1000, 0.95
+"""A call of so many ops, one part of which holds so much of it, is no unit itself."""
 
 RUN_SHARES = (1 / 8, 1 / 32)
 LENGTHS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
@@ -71,9 +71,10 @@ def find_nodes(graph: Graph, menus: Menus) -> tuple[Node, ...]:
         return tuple(node(call) for call in calls if size(call))
 
     def node(call: int) -> Node:
-        inside = parts(call)
+        inside, found = parts(call), graph.calls[call]
         most = max((size(part.call) for part in inside), default=0)
-        return Node(call, inside, most <= NEARLY_ALL * size(call))
+        is_large = found.stop - found.start > MANY_OPS
+        return Node(call, inside, not is_large or most <= NEARLY_ALL * size(call))
 
     def parts(call: int) -> tuple[Node, ...]:
         children = graph.children[call]
