@@ -10,7 +10,6 @@ Its file is read and written by ``trace_file.py``.
 from __future__ import annotations
 
 import hashlib
-import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -46,6 +45,7 @@ HAZARDS = (
     "chance",  # the same op on the same tensors gives other values
 )
 _MOST = 1 << 63  # of bytes
+_MOST_SECONDS = 1e9  # of an op; in nanoseconds, sums of them are exact enough
 
 BEFORE_STEP = -1
 """Maker of a storage that exists when the step begins."""
@@ -412,8 +412,10 @@ def _check_encodings(graph: Graph) -> None:
         known = _within((one.op,), 0, len(graph.ops))
         outputs = graph.ops[one.op].outputs if known else ()
         sizes = (one.bytes, one.encode_workspace_bytes, one.decode_workspace_bytes)
+        seconds = one.encode_seconds, one.decode_seconds
         named = _within((one.output,), 0, len(outputs))
-        if not (named and _within(sizes, 0, _MOST) and 0 <= one.seconds < math.inf):
+        timed = all(0 <= one_way <= _MOST_SECONDS for one_way in seconds)
+        if not (named and timed and _within(sizes, 0, _MOST)):
             raise _bad(f"an encoding of op {one.op} is out of range")
 
 
@@ -425,7 +427,8 @@ def _check_ops(graph: Graph) -> None:
         if op.call not in calls:
             raise _bad(f"op {index} ({op.name}) belongs to call {op.call}")
         costs = (op.workspace_bytes, op.flops, op.moved_bytes)
-        timed = 0 <= op.seconds < math.inf and 0 <= op.launch_seconds < math.inf
+        seconds, launch_seconds = op.seconds, op.launch_seconds
+        timed = 0 <= seconds <= _MOST_SECONDS and 0 <= launch_seconds <= _MOST_SECONDS
         if not (timed and _within(costs, 0, _MOST)):
             raise _bad(f"op {index} ({op.name}) has a cost that is no natural number")
 

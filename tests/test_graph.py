@@ -243,7 +243,9 @@ COSTS = [
 ]
 
 
-@pytest.mark.parametrize("value", [-1, None, "4", [], float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    "value", [-1, None, "4", [], 1e300, float("nan"), float("inf")]
+)
 @pytest.mark.parametrize("path", COSTS, ids=lambda path: ".".join(map(str, path)))
 def test_cost_that_is_no_natural_number_is_refused(
     path: tuple[str | int, ...], value: object
