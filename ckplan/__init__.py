@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ckplan.errors import CkplanError
     from ckplan.graph import Graph
     from ckplan.plan import Plan
-    from ckplan.plan import load as load_plan
+    from ckplan.plan_file import load as load_plan
     from ckplan.sharding import shard
     from ckplan.solving.solve import frontier
     from ckplan.solving.solve import solve_plan as solve
@@ -60,7 +60,7 @@ _HOME = {
     "dry_run": "ckplan.verifying.dry_run:dry_run",
     "frontier": "ckplan.solving.solve:frontier",
     "load_graph": "ckplan.trace_file:load",
-    "load_plan": "ckplan.plan:load",
+    "load_plan": "ckplan.plan_file:load",
     "planned": "ckplan.applying:planned",
     "profile": "ckplan.tracing.profile:profile",
     "remove": "ckplan.applying:remove",

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from ckplan.caching_allocator import Block, CachingAllocator
 from ckplan.effect import LATER, Interval
-from ckplan.graph import BEFORE_STEP
+from ckplan.records import BEFORE_STEP
 from ckplan.simulate import Timeline
 
 _OUTPUT, _WORKSPACE, _ENCODING, _GONE = range(4)  # phases of a half moment

@@ -11,7 +11,8 @@ from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 from ckplan.errors import GraphError
-from ckplan.graph import Encoding, Graph, Op, Storage
+from ckplan.graph import Graph
+from ckplan.records import Encoding, Op, Storage
 
 _T = TypeVar("_T", Op, Storage, Encoding)
 _GROWS = ("bytes", "flops", "seconds")  # last words of the names of what grows

@@ -1,17 +1,16 @@
 """The first waist: what one training step costs, as data.
 
 A ``Graph`` is a recorded step: ops in execution order, the storages they read and
-make, what autograd saves, and the module calls that ran the ops. Time is counted in
-ops: *moment* ``t`` is while op ``t`` runs. Views are no ops; a view is its storage.
-
-Its file is read and written by ``trace_file.py``.
+make, what autograd saves, and the module calls that ran the ops. What it is made of is
+in ``records.py``, what must be true of it in ``consistency.py``, and ``trace_file.py``
+reads and writes it.
 """
 
 from __future__ import annotations
 
 import hashlib
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,16 @@ from typing import TYPE_CHECKING, Any
 from ckplan.consistency import contradictions
 from ckplan.errors import GraphError
 from ckplan.names import relative_path
+from ckplan.records import (
+    KINDS,
+    OUTSIDE_CALLS,
+    Call,
+    Encoding,
+    Hazard,
+    Op,
+    Saved,
+    Storage,
+)
 
 if TYPE_CHECKING:
     import networkx
@@ -26,119 +35,6 @@ if TYPE_CHECKING:
 FORMAT_VERSION = 4
 MEASURED = "measured"
 """Where the seconds of a graph come from, unless it says otherwise."""
-KINDS = (
-    "parameter",
-    "buffer",
-    "gradient",
-    "optimizer",
-    "input",
-    "activation",
-    "temporary",
-)
-HAZARDS = (
-    "statistics",  # running statistics that a kernel updates
-    "buffer",  # forward changes a tensor that outlives it
-    "random",  # random numbers of no generator that is put back
-    "state",  # forward changes attributes or arguments, or hidden state
-    "shapes",  # shapes depend on values: another batch needs other bytes
-    "backward",  # a backward in the middle of forward, as of a gradient penalty
-    "chance",  # the same op on the same tensors gives other values
-)
-_MOST = 1 << 63  # of bytes
-_MOST_SECONDS = 1e9  # of an op; in nanoseconds, sums of them are exact enough
-
-BEFORE_STEP = -1
-"""Maker of a storage that exists when the step begins."""
-OUTSIDE_CALLS = -1
-"""Call of an op that no module call ran: the loss function, the optimizer."""
-
-
-@dataclass(frozen=True, slots=True)
-class Op:
-    """One op that makes or changes bytes."""
-
-    name: str  # "addmm", without namespace and overload
-    call: int  # index of the innermost call, or of the call this is the backward of
-    reads: tuple[int, ...]  # storages
-    writes: tuple[int, ...]  # storages changed in place; they are read too
-    outputs: tuple[int, ...]  # storage of every tensor returned, in order
-    workspace_bytes: int  # allocated inside the kernel and gone when it returns
-    flops: int
-    moved_bytes: int  # read and written, every tensor once
-    seconds: float  # that the device works
-    random: bool
-    launch_seconds: float = 0.0  # that the CPU needs to hand it to a device of its own
-
-    @property
-    def creates(self) -> tuple[int, ...]:
-        """Storages that this op allocates, each once."""
-        old = {*self.reads, *self.writes}
-        return tuple(s for s in dict.fromkeys(self.outputs) if s not in old)
-
-
-@dataclass(frozen=True, slots=True)
-class Storage:
-    """Bytes that live and die together, whatever views them."""
-
-    bytes: int
-    kind: str  # one of KINDS
-    maker: int  # op, or BEFORE_STEP
-    last: int  # last moment that anything but autograd's saved tensors holds it
-
-
-@dataclass(frozen=True, slots=True)
-class Saved:
-    """One tensor that autograd keeps from forward to backward."""
-
-    storage: int
-    call: int  # innermost call when it was saved
-    at: int  # number of ops that had run
-    wanted: int  # backward op before which it is unpacked; -1: never
-    done: int  # last moment that autograd holds it
-
-
-@dataclass(frozen=True, slots=True)
-class Encoding:
-    """A lossless smaller form in which what an op makes can be kept."""
-
-    op: int
-    output: int
-    name: str  # "bits"
-    bytes: int
-    encode_workspace_bytes: int  # beyond the encoded form, while it is made
-    decode_workspace_bytes: int  # beyond both forms, while the tensor is made again
-    encode_seconds: float
-    decode_seconds: float
-
-    @property
-    def seconds(self) -> float:
-        """What keeping the encoded form costs."""
-        return self.encode_seconds + self.decode_seconds
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One execution of a module's forward; ``FQN#number``."""
-
-    fqn: str  # "" is the model itself
-    number: int
-    parent: int  # index of the enclosing call, or OUTSIDE_CALLS
-    start: int  # its ops are [start, stop)
-    stop: int
-    module: str  # type name
-
-    def __str__(self) -> str:
-        return f"{self.fqn or '.'}#{self.number}"
-
-
-@dataclass(frozen=True, slots=True)
-class Hazard:
-    """Why running a call, or its ops, a second time may give something else."""
-
-    call: int  # the innermost that has it
-    kind: str  # one of HAZARDS
-    reason: str  # for people
-    guarded_by: tuple[str, ...]  # ways to recompute that take care of it
 
 
 @dataclass(frozen=True)
@@ -160,7 +56,9 @@ class Graph:
     options: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _check(self)
+        """Refuse what does not hold together."""
+        for what in contradictions(self):
+            raise _bad(what)
 
     @property
     def backward_stop(self) -> int:
@@ -366,79 +264,6 @@ class Graph:
             for storage in (*op.outputs, *op.writes):
                 maker[storage] = index
         return dag
-
-
-def _check(graph: Graph) -> None:
-    """Every index a number in range and every moment in order."""
-    num_ops = len(graph.ops)
-    halves = (graph.num_forward, graph.num_backward)
-    if not _within(halves, 0, num_ops + 1) or sum(halves) > num_ops:
-        raise _bad(f"forward and backward are {halves} of {num_ops} ops")
-    _check_ops(graph)
-    for index, storage in enumerate(graph.storages):
-        if storage.kind not in KINDS:
-            raise _bad(f"storage {index} is of kind {storage.kind!r}")
-        moments = (storage.maker, storage.last)
-        sized = _within((storage.bytes,), 0, _MOST)
-        if not (sized and _within(moments, BEFORE_STEP, num_ops + 1)):
-            raise _bad(f"storage {index} has {storage.bytes} B, maker {storage.maker}")
-    calls = range(OUTSIDE_CALLS, len(graph.calls))
-    for saved in graph.saved:
-        known = _within((saved.storage,), 0, len(graph.storages))
-        when = (saved.at, saved.wanted, saved.done)
-        if not (known and saved.call in calls and _within(when, -1, num_ops + 1)):
-            raise _bad(f"a saved tensor of storage {saved.storage} is out of range")
-    for index, call in enumerate(graph.calls):
-        known = _within((call.parent,), OUTSIDE_CALLS, index)
-        inside = _within((call.start, call.stop), 0, num_ops + 1)
-        if not (known and inside and call.start <= call.stop):
-            raise _bad(f"call {index} covers ops [{call.start}, {call.stop})")
-    _check_encodings(graph)
-    _check_hazards(graph)
-    for what in contradictions(graph):
-        raise _bad(what)
-
-
-def _check_hazards(graph: Graph) -> None:
-    numbers = [hazard.call for hazard in graph.hazards]
-    if not _within(numbers, 0, len(graph.calls)) or numbers != sorted(numbers):
-        raise _bad("a hazard is of a call that is not there")
-    if any(hazard.kind not in HAZARDS for hazard in graph.hazards):
-        raise _bad("a hazard is of an unknown kind")
-
-
-def _check_encodings(graph: Graph) -> None:
-    for one in graph.encodings:
-        known = _within((one.op,), 0, len(graph.ops))
-        outputs = graph.ops[one.op].outputs if known else ()
-        sizes = (one.bytes, one.encode_workspace_bytes, one.decode_workspace_bytes)
-        seconds = one.encode_seconds, one.decode_seconds
-        named = _within((one.output,), 0, len(outputs))
-        timed = all(0 <= one_way <= _MOST_SECONDS for one_way in seconds)
-        if not (named and timed and _within(sizes, 0, _MOST)):
-            raise _bad(f"an encoding of op {one.op} is out of range")
-
-
-def _check_ops(graph: Graph) -> None:
-    num_storages, calls = len(graph.storages), range(OUTSIDE_CALLS, len(graph.calls))
-    for index, op in enumerate(graph.ops):
-        if not _within((*op.reads, *op.writes, *op.outputs), 0, num_storages):
-            raise _bad(f"op {index} ({op.name}) uses a storage that is not there")
-        if op.call not in calls:
-            raise _bad(f"op {index} ({op.name}) belongs to call {op.call}")
-        costs = (op.workspace_bytes, op.flops, op.moved_bytes)
-        seconds, launch_seconds = op.seconds, op.launch_seconds
-        timed = 0 <= seconds <= _MOST_SECONDS and 0 <= launch_seconds <= _MOST_SECONDS
-        if not (timed and _within(costs, 0, _MOST)):
-            raise _bad(f"op {index} ({op.name}) has a cost that is no natural number")
-
-
-def _within(numbers: Iterable[int], low: int, high: int) -> bool:
-    """Whether all are whole numbers of ``[low, high)``."""
-    for number in numbers:  # a loop is twice as fast as a generator, and this is hot
-        if type(number) is not int or not low <= number < high:
-            return False
-    return True
 
 
 def _bad(what: str) -> GraphError:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from ckplan.errors import PlanError
 
 if TYPE_CHECKING:
-    from ckplan.graph import Graph, Hazard
+    from ckplan.graph import Graph
+    from ckplan.records import Hazard
     from ckplan.region import Region
 
 _RERUN = "rerun"  # as in ``simulate``, which asks here

@@ -11,8 +11,9 @@ from heapq import heappop, heappush
 from itertools import count
 
 from ckplan.effect import LATER, Effect, Interval
-from ckplan.graph import Encoding, Graph
+from ckplan.graph import Graph
 from ckplan.program import Program
+from ckplan.records import Encoding
 from ckplan.region import RegionView
 
 RANDOM_STATE_BYTES = 5056

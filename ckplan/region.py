@@ -8,8 +8,9 @@ from functools import cached_property
 from itertools import pairwise
 
 from ckplan.errors import PlanError
-from ckplan.graph import BEFORE_STEP, Call, Encoding, Graph, Saved
+from ckplan.graph import Graph
 from ckplan.program import Flow, Part, Program, compile_program
+from ckplan.records import BEFORE_STEP, Call, Encoding, Saved
 
 PROGRAM, RERUN = "program", "rerun"
 """Ways to recompute: single ops, or the whole module again."""

@@ -9,10 +9,11 @@ from itertools import pairwise
 from typing import TypeAlias
 
 from ckplan.errors import PlanError
-from ckplan.graph import OUTSIDE_CALLS, Encoding, Graph
+from ckplan.graph import Graph
 from ckplan.hazards import refuse_hazards
 from ckplan.names import Call, OpCounter, OpName, call_name, expand_calls, fold_calls
 from ckplan.plan import Plan, PlannedRegion
+from ckplan.records import OUTSIDE_CALLS, Encoding
 from ckplan.region import Region
 
 _MAX_LISTED = 5

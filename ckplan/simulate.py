@@ -21,9 +21,10 @@ from operator import add
 
 from ckplan.effect import Effect, Interval
 from ckplan.errors import PlanError
-from ckplan.graph import BEFORE_STEP, KINDS, Graph
+from ckplan.graph import Graph
 from ckplan.hazards import refuse_hazards
 from ckplan.recomputing import find_effect
+from ckplan.records import BEFORE_STEP, KINDS
 from ckplan.region import Region, RegionView, check_apart
 
 GATHER = "all_gather"

@@ -15,16 +15,8 @@ from typing import Any
 
 from ckplan import files
 from ckplan.errors import GraphError
-from ckplan.graph import (
-    FORMAT_VERSION,
-    Call,
-    Encoding,
-    Graph,
-    Hazard,
-    Op,
-    Saved,
-    Storage,
-)
+from ckplan.graph import FORMAT_VERSION, Graph
+from ckplan.records import Call, Encoding, Hazard, Op, Saved, Storage
 
 _READABLE = (2, 3, FORMAT_VERSION)
 _WITH_HAZARD_IN_CALL = (2, 3)

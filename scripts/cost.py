@@ -35,7 +35,8 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from unittest.mock import patch
 
 from _measuring import (
     MOST_ERROR,
@@ -52,17 +53,10 @@ from _measuring import (
     say,
     workload_path,
 )
+from _variants import OURS, PLAIN, Variant, choose
 
-from ckplan.errors import InfeasibleError
 from ckplan.graph import Graph
-from ckplan.plan import Plan
-from ckplan.region import RERUN, Region
 from ckplan.report.progress import ProgressLine
-from ckplan.resolve import describe
-from ckplan.simulate import Simulator, Timeline
-from ckplan.solving.baselines import find_layers
-from ckplan.solving.menu import Menus
-from ckplan.solving.solve import solve, to_plan
 from ckplan.tracing.cost_cache import FOLDER_VARIABLE
 from ckplan.tracing.profile import profile_workload
 from ckplan.training.workload import WorkloadSpec, parse_options
@@ -91,7 +85,6 @@ HEADERS = (
 PROFILES = 3  # of which the lower quartile of an op's seconds counts
 MOST_TOGETHER = 6  # beside the unplanned step
 DROPPED_ROUNDS = 2
-OURS, PLAIN = "our plan", "our plan, nothing encoded"
 LIMITS = {  # workload -> plan -> share freed -> most overhead
     "gpt2": {
         OURS: {0.5: 0.03, 0.7: 0.08, 0.8: 0.14},
@@ -107,32 +100,14 @@ MOST_OVERHEAD_ERROR = 0.02  # of the unplanned step
 
 
 @dataclass(frozen=True)
-class Variant:
-    """One way to take the step."""
-
-    name: str
-    timeline: Timeline
-    plan: Plan | None = None
-    share: float | None = None  # of the activation bytes, to be freed
-    budget_bytes: int | None = None
-    bound_overhead: float | None = None  # of a plan of ours
-
-    @property
-    def ours(self) -> bool:
-        """Whether ``solve`` made it."""
-        return self.bound_overhead is not None
-
-
-@dataclass(frozen=True)
 class Outcome:
     """What one way to take the step did."""
 
     variant: Variant
     peak_bytes: int
     equal: bool
-    step_seconds: float  # median over rounds
-    overheads: tuple[float, ...]  # by round
-    least_overhead: float  # of its fastest step over the fastest unplanned one
+    seconds: tuple[float, ...]  # of its steps, by round
+    unplanned_seconds: tuple[float, ...]
 
     @property
     def fits(self) -> bool:
@@ -141,9 +116,24 @@ class Outcome:
         return budget_bytes is None or self.peak_bytes <= budget_bytes
 
     @property
+    def step_seconds(self) -> float:
+        """The median over rounds."""
+        return statistics.median(self.seconds)
+
+    @property
+    def overheads(self) -> list[float]:
+        """Of every round."""
+        return list(map(_overhead, self.seconds, self.unplanned_seconds))
+
+    @property
     def overhead(self) -> float:
         """The median over rounds."""
         return statistics.median(self.overheads)
+
+    @property
+    def least_overhead(self) -> float:
+        """Of the fastest step over the fastest unplanned one."""
+        return _overhead(min(self.seconds), min(self.unplanned_seconds))
 
     @property
     def predicted_seconds(self) -> float:
@@ -230,80 +220,14 @@ def main() -> int:
 
 def _profile(spec: WorkloadSpec) -> Graph:
     """Measure the ops now: what was kept of other days is of another speed."""
-    with tempfile.TemporaryDirectory() as folder, ProgressLine(sys.stderr) as progress:
-        os.environ[FOLDER_VARIABLE] = folder
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        patch.dict(os.environ, {FOLDER_VARIABLE: folder}),
+        ProgressLine(sys.stderr) as progress,
+    ):
         for _ in range(PROFILES):
             graph = profile_workload(spec, fresh=True, progress=progress)
-        del os.environ[FOLDER_VARIABLE]
     return graph
-
-
-# -- plans -------------------------------------------------------------------------
-
-
-def choose(
-    graph: Graph, shares: Iterable[float], *, plain: bool
-) -> tuple[list[Variant], list[str]]:
-    """All ways to take the step, the unplanned one first, and what cannot be done."""
-    ours = {OURS: graph}
-    if plain:
-        ours[PLAIN] = replace(graph, encodings=())
-    layers = _Layers(graph)
-    unplanned = Variant("unplanned", layers.simulator.run())
-    variants, notes = [unplanned], []
-    for share in shares:
-        freed_bytes = round(share * graph.bytes_by_kind["activation"])
-        budget_bytes = unplanned.timeline.peak_bytes - freed_bytes
-        for name, of in ours.items():
-            try:
-                variants.append(_ours(name, of, share, budget_bytes))
-            except InfeasibleError as error:
-                notes.append(f"{name} that frees {share:.0%}: {error.what}.")
-        practice = layers.within(share, budget_bytes)
-        if practice is None:
-            notes.append(f"No number of whole layers frees {share:.0%}.")
-        else:
-            variants.append(practice)
-    return [*variants, layers.every()], notes
-
-
-def _ours(name: str, graph: Graph, share: float, budget_bytes: int) -> Variant:
-    found = solve(graph, budget_bytes)
-    return Variant(
-        name,
-        found.timeline,
-        to_plan(graph, found),
-        share,
-        budget_bytes,
-        found.bound_overhead,
-    )
-
-
-class _Layers:
-    """Everyday practice: whole layers are run again, the first ones of the model."""
-
-    def __init__(self, graph: Graph) -> None:
-        self.simulator = Simulator(graph)
-        layers = find_layers(graph, Menus(self.simulator))
-        self._regions = [Region(layer, RERUN) for layer in layers]
-
-    def within(self, share: float, budget_bytes: int) -> Variant | None:
-        """As few layers as a budget needs; None if all are not enough."""
-        for count in range(1, len(self._regions) + 1):
-            timeline = self.simulator.run(self._regions[:count])
-            if timeline.peak_bytes <= budget_bytes:
-                name = f"{count} of {len(self._regions)} layers rerun"
-                return Variant(name, timeline, self._plan(count), share, budget_bytes)
-        return None
-
-    def every(self) -> Variant:
-        """All layers."""
-        timeline = self.simulator.run(self._regions)
-        return Variant("every layer rerun", timeline, self._plan(len(self._regions)))
-
-    def _plan(self, count: int) -> Plan:
-        graph = self.simulator.graph
-        return Plan(graph.model, regions=describe(graph, self._regions[:count]))
 
 
 # -- measuring ---------------------------------------------------------------------
@@ -340,9 +264,8 @@ def _measure_together(
             variant,
             found.peak_bytes,
             not results,
-            statistics.median(taken),
-            tuple(map(_overhead, taken, seconds[0])),
-            _overhead(min(taken), min(seconds[0])),
+            tuple(taken),
+            tuple(seconds[0]),
         )
         for variant, found, results, taken in zip(
             variants, first, different, seconds, strict=True

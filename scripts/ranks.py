@@ -41,7 +41,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from two_ranks import Trained, train_two
 
-from ckplan import plan as plans
+from ckplan import plan_file
 from ckplan.sharding import shard
 from ckplan.solving.planner import Planner
 from ckplan.solving.solve import to_plan
@@ -164,7 +164,7 @@ def measure(name: str, scheme: str) -> list[Row]:
             solution = planner.solve(budget_bytes)
             predicted.append(solution.timeline.peak_bytes)
             files.append(Path(folder) / f"{budget_bytes}.yaml")
-            plans.save(to_plan(planner.graph, solution), files[-1], force=False)
+            plan_file.save(to_plan(planner.graph, solution), files[-1], force=False)
         first, second = train_two(Path(folder), _source(spec, units), scheme, files)
     trained = list(zip(first, second, strict=True))  # unplanned comes last
     order = zip(

@@ -28,8 +28,9 @@ import oracles
 from oracles import CannotRebuildError, Content, Kept, Nest, Span
 
 from ckplan import trace_file
-from ckplan.graph import OUTSIDE_CALLS, Graph
-from ckplan.plan import dumps
+from ckplan.graph import Graph
+from ckplan.plan_file import dumps
+from ckplan.records import OUTSIDE_CALLS
 from ckplan.region import Region
 from ckplan.simulate import Timeline
 from ckplan.solving import planner

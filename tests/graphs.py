@@ -17,12 +17,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from random import Random
 
-from ckplan.graph import (
+from ckplan.graph import Graph
+from ckplan.records import (
     BEFORE_STEP,
     OUTSIDE_CALLS,
     Call,
     Encoding,
-    Graph,
     Hazard,
     Op,
     Saved,

@@ -11,7 +11,8 @@ from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain as concatenate
 
-from ckplan.graph import Encoding, Graph
+from ckplan.graph import Graph
+from ckplan.records import Encoding
 
 Span = tuple[int, int]  # first and last of a run of sibling calls; twice the same: one
 Kept = frozenset[tuple[int, int]]  # (op, output)

@@ -8,7 +8,8 @@ from random import Random
 import graphs
 from graphs import Forward
 
-from ckplan.graph import Encoding, Graph
+from ckplan.graph import Graph
+from ckplan.records import Encoding
 
 KINDS = ("chain", "skips", "calls in calls", "encodings", "in place", "nesting")
 

@@ -11,7 +11,7 @@ from torch import nn
 import ckplan
 from ckplan.errors import PlanError
 from ckplan.graph import Graph
-from ckplan.plan import load
+from ckplan.plan_file import load
 from ckplan.resolve import resolve
 
 

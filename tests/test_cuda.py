@@ -23,7 +23,8 @@ from typer.testing import CliRunner
 import ckplan
 from ckplan.cli import app
 from ckplan.errors import CkplanError, WorkloadError
-from ckplan.graph import BEFORE_STEP, Graph
+from ckplan.graph import Graph
+from ckplan.records import BEFORE_STEP
 from ckplan.simulate import simulate
 from ckplan.tracing.cuda import translated
 from ckplan.tracing.cuda.autocast import (

@@ -15,7 +15,8 @@ from ckplan.eject import as_code, plain_form
 from ckplan.elsewhere import TOOLS, setting_for
 from ckplan.errors import CkplanError
 from ckplan.graph import Graph
-from ckplan.plan import Plan, PlannedRegion, loads
+from ckplan.plan import Plan, PlannedRegion
+from ckplan.plan_file import loads
 from ckplan.training.workload import Workload
 
 

@@ -23,8 +23,8 @@ from test_cli import Run, folder, run  # noqa: F401 - fixtures
 
 from ckplan.errors import CkplanError, GraphError, InfeasibleError, UnitError
 from ckplan.graph import Graph
-from ckplan.plan import dumps as plan_text
-from ckplan.plan import loads as read_plan
+from ckplan.plan_file import dumps as plan_text
+from ckplan.plan_file import loads as read_plan
 from ckplan.resolve import resolve
 from ckplan.simulate import simulate
 from ckplan.solving.milp import solve_exactly

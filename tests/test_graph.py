@@ -18,7 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckplan.errors import CkplanError, GraphError
-from ckplan.graph import KINDS, OUTSIDE_CALLS, Encoding, Graph
+from ckplan.graph import Graph
+from ckplan.records import KINDS, OUTSIDE_CALLS, Encoding
 from ckplan.trace_file import dumps, load, loads, save
 
 GRAPH = replace(chain(2), encodings=(Encoding(3, 0, "bits", 5, 0, 0, 0.1, 0.1),))

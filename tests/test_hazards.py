@@ -748,7 +748,7 @@ def test_a_capture_of_a_cuda_graph_is_an_error_that_says_so(
         if by == "program":
             recompute.random_state(device, None)
         else:
-            world._Cuda(device).state()
+            world.sources_on([device])[-1].state()
 
 
 def test_what_only_costs_is_never_planned() -> None:

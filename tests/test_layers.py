@@ -79,5 +79,6 @@ def test_the_report_wakes_nothing_on_the_torch_side() -> None:
 
 
 def test_plan_and_simulate_know_no_solver() -> None:
-    for name in ("plan.py", "simulate.py", "graph.py", "program.py", "resolve.py"):
+    names = "plan", "plan_file", "simulate", "graph", "program", "resolve"
+    for name in (f"{name}.py" for name in names):
         assert not any("solving" in found for found in imports(PACKAGE / name))

@@ -14,7 +14,8 @@ import ckplan
 from ckplan import applying
 from ckplan.errors import PlanError
 from ckplan.names import OpName
-from ckplan.plan import Plan, PlannedRegion, dumps, loads
+from ckplan.plan import Plan, PlannedRegion
+from ckplan.plan_file import dumps, loads
 from ckplan.region import RERUN, Region
 from ckplan.resolve import describe, resolve
 from ckplan.simulate import Simulator, simulate

@@ -12,7 +12,8 @@ import oracles
 import pytest
 from test_simulate import nest_of, span_of
 
-from ckplan.plan import Plan, dumps, loads
+from ckplan.plan import Plan
+from ckplan.plan_file import dumps, loads
 from ckplan.region import Region
 from ckplan.resolve import describe, resolve
 from ckplan.solving.chain import regions_of

@@ -18,12 +18,9 @@ from ckplan.plan import (
     PlannedRegion,
     Prediction,
     differences,
-    dumps,
-    load,
-    loads,
     plan_fingerprint,
-    save,
 )
+from ckplan.plan_file import dumps, load, loads, save
 
 
 def _ops(*names: str) -> tuple[OpName, ...]:

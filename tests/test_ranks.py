@@ -11,7 +11,7 @@ from torch import nn
 from two_ranks import train_two
 
 import ckplan
-from ckplan import plan as plans
+from ckplan import plan_file
 from ckplan.errors import CkplanError
 from ckplan.simulate import simulate
 from ckplan.training.workload import Workload
@@ -89,7 +89,7 @@ def test_each_rank_needs_what_is_predicted(
         assert plan.predicted is not None
         predicted.append(plan.predicted.peak_bytes)
         files.append(tmp_path / f"{budget}.yaml")
-        plans.save(plan, files[-1], force=False)
+        plan_file.save(plan, files[-1], force=False)
     predicted.append(simulate(graph).peak_bytes)
     first, second = ranks(tmp_path, scheme, accumulate, *files)
     assert first == pytest.approx(predicted, rel=NEAR)
@@ -109,8 +109,8 @@ def profiled(scheme: str, accumulate: int = 1) -> Any:
 
 
 def test_a_run_of_blocks_is_refused_under_fsdp2(tmp_path: Path) -> None:
-    plan = plans.loads("ckplan: 1\nregions: [{run: [h.0, h.1]}]\n", "plan")
-    plans.save(plan, tmp_path / "run.yaml", force=False)
+    plan = plan_file.loads("ckplan: 1\nregions: [{run: [h.0, h.1]}]\n", "plan")
+    plan_file.save(plan, tmp_path / "run.yaml", force=False)
     with pytest.raises(AssertionError, match="that is not gathered now"):
         ranks(tmp_path, "fsdp2", 1, tmp_path / "run.yaml")
 
@@ -128,7 +128,9 @@ def test_parameters_may_be_gathered_anew_for_backward() -> None:
     for planned in (False, True):
         model, batch = build()
         if planned:
-            plan = plans.loads("ckplan: 1\nregions: [{calls: 'h.[0..3]'}]\n", "plan")
+            plan = plan_file.loads(
+                "ckplan: 1\nregions: [{calls: 'h.[0..3]'}]\n", "plan"
+            )
             ckplan.apply(model, plan)
         for step in range(3):
             torch.manual_seed(step)

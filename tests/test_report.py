@@ -11,9 +11,10 @@ from torch import nn
 
 import ckplan
 from ckplan.errors import VerifyError
-from ckplan.graph import BEFORE_STEP, OUTSIDE_CALLS, Call, Graph, Op, Saved, Storage
+from ckplan.graph import Graph
 from ckplan.names import OpName
 from ckplan.plan import Plan, PlannedRegion, Prediction
+from ckplan.records import BEFORE_STEP, OUTSIDE_CALLS, Call, Op, Saved, Storage
 from ckplan.report.layers import fold_layers, survey
 from ckplan.report.plans import plan_json, plan_report, solution_json, solution_report
 from ckplan.report.progress import ProgressLine

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from ckplan.errors import PlanError
 from ckplan.graph import Graph
 from ckplan.names import OpName
-from ckplan.plan import Plan, PlannedRegion, dumps, loads
+from ckplan.plan import Plan, PlannedRegion
+from ckplan.plan_file import dumps, loads
 from ckplan.region import PROGRAM, RERUN, Region
 from ckplan.resolve import describe, name_ops, resolve
 from ckplan.simulate import simulate

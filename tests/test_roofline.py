@@ -18,7 +18,8 @@ from ckplan import gpus
 from ckplan.allocations import reserved_bytes
 from ckplan.cli import app
 from ckplan.errors import CkplanError
-from ckplan.graph import Graph, Op
+from ckplan.graph import Graph
+from ckplan.records import Op
 from ckplan.simulate import simulate
 from ckplan.trace_file import save
 from ckplan.tracing.profile import profile_workload

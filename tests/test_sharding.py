@@ -17,7 +17,8 @@ from test_cli import Run, folder, run, trace, traced  # noqa: F401 - fixtures
 import ckplan
 from ckplan import trace_file
 from ckplan.errors import CkplanError
-from ckplan.graph import BEFORE_STEP, Graph, Storage
+from ckplan.graph import Graph
+from ckplan.records import BEFORE_STEP, Storage
 from ckplan.region import Region
 from ckplan.sharding.editing import Insert, insert
 from ckplan.sharding.state import Parameter, flat_shares

@@ -10,7 +10,7 @@ import oracles
 import pytest
 
 from ckplan.errors import PlanError
-from ckplan.graph import BEFORE_STEP
+from ckplan.records import BEFORE_STEP
 from ckplan.region import PROGRAM, RERUN, Region
 from ckplan.simulate import simulate
 

@@ -14,9 +14,9 @@ import networkx
 import pytest
 
 from ckplan.errors import CkplanError, InfeasibleError, PlanError
-from ckplan.graph import Encoding
-from ckplan.plan import dumps, loads
+from ckplan.plan_file import dumps, loads
 from ckplan.program import Flow
+from ckplan.records import Encoding
 from ckplan.region import RERUN, Region
 from ckplan.resolve import resolve
 from ckplan.simulate import Simulator

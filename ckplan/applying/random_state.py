@@ -14,11 +14,11 @@ def random_state(
     if generator is not None:
         return generator.get_state()
     if device.type == "cuda":
-        return cuda_random_state(device)
+        return _cuda_random_state(device)
     return torch.get_rng_state()
 
 
-def cuda_random_state(device: torch.device) -> torch.Tensor:
+def _cuda_random_state(device: torch.device) -> torch.Tensor:
     """The state of a GPU's own generator.
 
     Raises:

@@ -28,7 +28,8 @@ from ckplan.applying.hooks import (
 )
 from ckplan.applying.notices import warn_of_differences
 from ckplan.errors import ApplyError
-from ckplan.plan import Plan, load
+from ckplan.plan import Plan
+from ckplan.plan_file import load
 from ckplan.region import RERUN
 from ckplan.training.first_calls import make_first_calls
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ckplan.applying.calls import version_of
-from ckplan.applying.random_state import cuda_random_state
+from ckplan.applying.random_state import random_state, set_random_state
 
 _REGISTRIES = frozenset(vars(nn.Module())) - {"training"}
 _MOST_ITEMS = 10_000  # larger containers are taken for data, which forwards only read
@@ -108,56 +108,34 @@ class _NumPy(Source):
         return pickle.dumps(self.state()) == pickle.dumps(state)
 
 
+@dataclass(frozen=True)
 class _Torch(Source):
-    """Torch's own, of the CPU."""
+    """Torch's: a device's own, or one that the forward was given or made."""
+
+    device: torch.device
+    generator: torch.Generator | None = None
 
     def state(self) -> Any:
-        return torch.get_rng_state()
+        return random_state(self.device, self.generator)
 
     def put(self, state: Any) -> None:
-        torch.set_rng_state(state)
+        set_random_state(self.device, self.generator, state)
 
     def is_at(self, state: Any) -> bool:
         return torch.equal(self.state(), state)
 
 
-@dataclass(frozen=True)
-class _Cuda(_Torch):
-    """Torch's own, of a device."""
-
-    device: torch.device
-
-    def state(self) -> Any:
-        return cuda_random_state(self.device)
-
-    def put(self, state: Any) -> None:
-        torch.cuda.set_rng_state(state, self.device)
-
-
-@dataclass(frozen=True)
-class _Generator(_Torch):
-    """One that the forward was given or made."""
-
-    generator: torch.Generator
-
-    def state(self) -> Any:
-        return self.generator.get_state()
-
-    def put(self, state: Any) -> None:
-        self.generator.set_state(state)
-
-
-_EVERYWHERE = (Source(), _NumPy(), _Torch())
+_EVERYWHERE = (Source(), _NumPy(), _Torch(torch.device("cpu")))
 
 
 def source_of(generator: torch.Generator) -> Source:
     """A generator that a forward was given or made."""
-    return _Generator(generator)
+    return _Torch(generator.device, generator)
 
 
 def sources_on(devices: Iterable[torch.device]) -> list[Source]:
     """All that a forward on some devices may draw from, but for its own generators."""
-    cuda = (_Cuda(device) for device in devices if device.type == "cuda")
+    cuda = (_Torch(device) for device in devices if device.type == "cuda")
     return [*_EVERYWHERE, *cuda]
 
 

@@ -124,10 +124,10 @@ def show(
     if is_trace(files.read_bytes(file, "trace or plan")):
         _show_trace(load_step(file, sharding), file, as_json)
     else:
-        from ckplan import plan as plans
+        from ckplan import plan_file
         from ckplan.report.plans import plan_json, plan_report
 
-        plan = plans.load(file)
+        plan = plan_file.load(file)
         show_product(plan_json(plan) if as_json else plan_report(plan))
 
 

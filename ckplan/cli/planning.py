@@ -78,7 +78,7 @@ def solve(
         raise typer.BadParameter(f"only one is possible: {WISHES}")
     check_output(output, force)
     sharding = sharding_of(shard, world_size, units)
-    from ckplan import plan as plans
+    from ckplan import plan_file
     from ckplan.allocations import reserved_on_card
     from ckplan.report.plans import solution_json, solution_report
     from ckplan.report.progress import ProgressLine
@@ -111,7 +111,7 @@ def solve(
     if not solution.regions:
         say("no plan is needed: the unplanned step fits; the plan is empty")
     plan = solving.to_plan(graph, solution)
-    plans.save(plan, output, force=force)
+    plan_file.save(plan, output, force=force)
     found, reserved = (
         (solution, plan, reserve_bytes),
         reserved_on_card(solution.timeline),

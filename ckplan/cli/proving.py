@@ -78,9 +78,9 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Train with a plan and without it, and compare the two."""
-    from ckplan import plan as plans
+    from ckplan import plan_file
 
-    loaded = plans.load(plan)
+    loaded = plan_file.load(plan)
     if plot is not None:
         check_picture(plot, force)
     spec = workload(target, settings, inputs)
@@ -178,11 +178,10 @@ def eject(
     """Print the nearest plan in plain PyTorch, or in the words of another tool."""
     if output is not None:
         check_output(output, force)
-    from ckplan import files, trace_file
-    from ckplan import plan as plans
+    from ckplan import files, plan_file, trace_file
     from ckplan.report.progress import ProgressLine
 
-    loaded = plans.load(plan)
+    loaded = plan_file.load(plan)
     if target.endswith((".json", ".json.gz")):
         graph = trace_file.load(Path(target))
     else:

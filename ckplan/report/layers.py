@@ -12,8 +12,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ckplan.errors import PlanError
-from ckplan.graph import BEFORE_STEP, OUTSIDE_CALLS, Graph
+from ckplan.graph import Graph
 from ckplan.names import call_name, expand_calls, fold_calls
+from ckplan.records import BEFORE_STEP, OUTSIDE_CALLS
 
 LARGE = 0.25
 

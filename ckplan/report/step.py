@@ -9,7 +9,8 @@ from rich.table import Table
 
 from ckplan import units
 from ckplan.allocations import Reserved
-from ckplan.graph import BEFORE_STEP, KINDS, OUTSIDE_CALLS, Graph
+from ckplan.graph import Graph
+from ckplan.records import BEFORE_STEP, KINDS, OUTSIDE_CALLS
 from ckplan.report.hazards import hazard_json, hazards_table
 from ckplan.report.layers import (
     Cost,

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
-from ckplan.graph import Call, Graph, Op, Saved, Storage
+from ckplan.graph import Graph
+from ckplan.records import Call, Op, Saved, Storage
 
 
 @dataclass(slots=True, eq=False)

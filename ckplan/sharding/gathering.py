@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckplan.graph import OUTSIDE_CALLS, Graph
+from ckplan.graph import Graph
+from ckplan.records import OUTSIDE_CALLS
 from ckplan.sharding.editing import Insert, Lasts, Made
 from ckplan.sharding.state import ROOT, State, Unit
 from ckplan.simulate import GATHER

@@ -21,8 +21,9 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from ckplan.errors import CkplanError, GraphError, did_you_mean
-from ckplan.graph import BEFORE_STEP, Graph, Op, Storage
+from ckplan.graph import Graph
 from ckplan.names import fold_calls
+from ckplan.records import BEFORE_STEP, Op, Storage
 from ckplan.sharding.editing import Insert, Lasts, insert
 from ckplan.sharding.gathering import fully_sharded, gathered_flat, reduced_in_buckets
 from ckplan.sharding.state import State, flat_shares, state_of

@@ -11,8 +11,9 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 
 from ckplan.errors import GraphError, PlanError
-from ckplan.graph import BEFORE_STEP, OUTSIDE_CALLS, Graph
+from ckplan.graph import Graph
 from ckplan.names import expand_calls
+from ckplan.records import BEFORE_STEP, OUTSIDE_CALLS
 
 ROOT = ""
 

@@ -17,8 +17,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ckplan.graph import BEFORE_STEP, Graph
+from ckplan.graph import Graph
 from ckplan.program import EXTERNAL, Flow
+from ckplan.records import BEFORE_STEP
 from ckplan.simulate import Simulator
 from ckplan.solving.closure import NANOSECOND, Choice, Closure
 

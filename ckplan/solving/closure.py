@@ -26,8 +26,8 @@ import heapq
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ckplan.graph import Encoding
 from ckplan.program import EXTERNAL, Flow
+from ckplan.records import Encoding
 from ckplan.solving.mincut import INFINITE, SINK, SOURCE, Network
 
 NANOSECOND = 1e-9

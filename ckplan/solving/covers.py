@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from ckplan.graph import OUTSIDE_CALLS, Graph
+from ckplan.graph import Graph
+from ckplan.records import OUTSIDE_CALLS
 from ckplan.simulate import Simulator
 from ckplan.solving.chain import ChainFrontier, Link, solve_chain
 from ckplan.solving.menu import Menus, Option, Unit

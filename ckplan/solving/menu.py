@@ -16,8 +16,9 @@ from operator import add, sub
 from typing import NamedTuple, TypeAlias
 
 from ckplan.errors import PlanError
-from ckplan.graph import BEFORE_STEP, Graph
+from ckplan.graph import Graph
 from ckplan.program import EXTERNAL, Flow
+from ckplan.records import BEFORE_STEP
 from ckplan.region import RERUN, Region, RegionView
 from ckplan.simulate import Simulator
 from ckplan.solving.closure import NANOSECOND, Choice, Closure

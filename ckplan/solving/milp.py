@@ -33,9 +33,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckplan.errors import CkplanError
-from ckplan.graph import BEFORE_STEP, Encoding, Graph, Saved
+from ckplan.graph import Graph
 from ckplan.ledger import random_state_bytes
 from ckplan.program import EXTERNAL, Flow
+from ckplan.records import BEFORE_STEP, Encoding, Saved
 from ckplan.simulate import Simulator
 from ckplan.solving.bound import all_values
 from ckplan.solving.solution import Exact

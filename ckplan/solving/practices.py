@@ -24,7 +24,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from ckplan.graph import OUTSIDE_CALLS, Graph
+from ckplan.graph import Graph
+from ckplan.records import OUTSIDE_CALLS
 from ckplan.region import RERUN, Region
 from ckplan.simulate import Simulator
 from ckplan.solving.baselines import baselines, can_be_done, find_layers

@@ -9,13 +9,12 @@ from typing import Any
 import torch
 
 from ckplan.encodings import encoded_bytes, form_of, is_dense
-from ckplan.graph import (
+from ckplan.graph import MEASURED, Graph
+from ckplan.records import (
     BEFORE_STEP,
-    MEASURED,
     OUTSIDE_CALLS,
     Call,
     Encoding,
-    Graph,
     Op,
     Saved,
     Storage,

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
-from ckplan.graph import BEFORE_STEP, OUTSIDE_CALLS
+from ckplan.records import BEFORE_STEP, OUTSIDE_CALLS
 from ckplan.tracing.recording import (
     RawCall,
     RawOp,

@@ -12,7 +12,8 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from ckplan.graph import BEFORE_STEP, Encoding, Graph, Op, Storage
+from ckplan.graph import Graph
+from ckplan.records import BEFORE_STEP, Encoding, Op, Storage
 from ckplan.tracing.cost_cache import Cost
 from ckplan.tracing.cuda.words import Capability
 from ckplan.tracing.recording import RawOp, TensorMeta
