@@ -109,9 +109,9 @@ Guard: TypeAlias = tuple[Any, str, Any]
 _freeze = calls.Slots.freeze
 
 
-def anything(slots: calls.Slots, value: Any) -> None:
+def anything(slots: calls.Slots, args: Any, kwargs: Any) -> None:
     """Take every argument of a call for the same."""
-    _freeze(slots, value)
+    _freeze(slots, args, kwargs)
 
 
 # -- buffers -----------------------------------------------------------------------

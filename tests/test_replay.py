@@ -15,7 +15,7 @@ from torch.nn import functional
 
 import ckplan
 from ckplan import applying
-from ckplan.applying import RegionStatus
+from ckplan.applying import RegionStatus, calls
 from ckplan.names import OpName
 from ckplan.plan import Plan, PlannedRegion
 from ckplan.resolve import name_ops
@@ -161,6 +161,51 @@ class Scheduled(Block):
         with torch.set_grad_enabled(self.drop.p > 0.4):
             y = torch.exp(self.out(x))
         return super().forward(x + y, scale)
+
+
+ONE, OTHER = torch.ones(1), torch.ones(1)
+CALLS: list[tuple[tuple[object, ...], dict[str, object]]] = [
+    ((), {}),
+    ((1,), {}),
+    ((True,), {}),
+    ((1.0,), {}),
+    ((0.0,), {}),
+    ((-0.0,), {}),
+    ((float("nan"),), {}),
+    ((1, 2), {}),
+    (((1, 2),), {}),
+    (([1, 2],), {}),
+    (([1], 2), {}),
+    (([], 1, 2), {}),
+    ((torch.Size([1, 2]),), {}),
+    ((slice(1, 2),), {}),
+    ((slice(1, 2, 1),), {}),
+    (("a", 1), {}),
+    ((), {"a": 1}),
+    (({"a": 1},), {}),
+    ((), {"a": 1, "b": 1}),
+    ((), {"a": "b", "b": 1}),
+    ((None,), {}),
+    ((...,), {}),
+    ((torch.float32,), {}),
+    ((ONE,), {}),
+    ((OTHER,), {}),
+    ((ONE, ONE), {}),
+    ((ONE, OTHER), {}),
+    (([ONE], OTHER), {}),
+    ((ONE,), {"out": OTHER}),
+]
+
+
+def test_calls_that_differ_are_told_apart_and_others_are_not() -> None:
+    met: list[torch.Tensor] = []
+    slots = calls.Slots(met.append)
+    frozen = [slots.freeze(*call) for call in CALLS]
+    assert [slots.freeze(*call) for call in CALLS] == frozen
+    assert len(set(frozen)) == len(CALLS)
+    assert list(map(id, met)) == [id(ONE), id(OTHER)]
+    with pytest.raises(calls.UnknownArgumentError):
+        slots.freeze((object(),), {})
 
 
 @pytest.mark.parametrize("kind", [Numbered, Branching, Flipping, Scheduled])

@@ -61,7 +61,7 @@ class CallLog(TorchFunctionMode):
         if self.broken or self._is_paused or asks_only(func):
             return func(*args, **kwargs)
         try:
-            arguments = self._slots.freeze((args, kwargs))
+            arguments = self._slots.freeze(args, kwargs)
         except UnknownArgumentError:
             self.broken = True
             return func(*args, **kwargs)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -164,28 +164,44 @@ class Slots:
         self._num_given = 0
         self._num_made = 0
 
-    def freeze(self, value: Any) -> Any:
-        """An argument as it can be compared with that of another forward.
+    def freeze(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """The arguments of a call as they can be compared with those of another.
+
+        Flat, since every call of every forward comes by here: what holds others is
+        its kind and its length, and they follow.
 
         Raises:
-            UnknownArgumentError: It is of no kind that can.
+            UnknownArgumentError: One is of no kind that can be compared.
         """
-        kind = type(value)
-        if kind in _PLAIN:
-            return kind, value
-        if isinstance(value, torch.Tensor):
-            return torch.Tensor, self._number(value)
-        if kind in _SEQUENCES:
-            return kind, tuple([self.freeze(item) for item in value])
-        if kind is float:
-            return kind, value.hex()
-        if kind is dict:
-            return kind, tuple([(key, self.freeze(x)) for key, x in value.items()])
-        if kind is slice:
-            return kind, self.freeze((value.start, value.stop, value.step))
-        if isinstance(value, enum.Enum):
-            return kind, value
-        raise UnknownArgumentError
+        found: list[Any] = [len(args)]
+        self._freeze(args, found)
+        if kwargs:
+            found += kwargs
+            self._freeze(kwargs.values(), found)
+        return tuple(found)
+
+    def _freeze(self, values: Iterable[Any], found: list[Any]) -> None:
+        for value in values:
+            kind = type(value)
+            if kind in _PLAIN:
+                found += kind, value
+            elif kind in _KINDS or isinstance(value, torch.Tensor):
+                found += torch.Tensor, self._number(value)
+            elif kind in _SEQUENCES:
+                found += kind, len(value)
+                self._freeze(value, found)
+            elif kind is float:
+                found += kind, value.hex()
+            elif kind is dict:
+                found += kind, len(value), *value
+                self._freeze(value.values(), found)
+            elif kind is slice:
+                found.append(kind)
+                self._freeze((value.start, value.stop, value.step), found)
+            elif isinstance(value, enum.Enum):
+                found += kind, value
+            else:
+                raise UnknownArgumentError
 
     def returned(self, value: Any) -> None:
         """Number the tensors that a function returned."""

@@ -132,7 +132,7 @@ class Replay(TorchFunctionMode):
         if call.func is not func and call.func != func:
             return None
         try:
-            same = call.arguments == self._slots.freeze((args, kwargs))
+            same = call.arguments == self._slots.freeze(args, kwargs)
         except UnknownArgumentError:
             return None
         fits = self._num_packed == call.packed_before and call.switches == switches()

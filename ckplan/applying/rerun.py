@@ -69,8 +69,7 @@ class Rerun:
         held = [x for x in self._given if isinstance(x, torch.Tensor)]
         self._versions = [(x, version_of(x)) for x in (*parameters, *held)]
         devices = {tensor.device for tensor in (*held, *parameters)}
-        self._sources = sources_on(devices)
-        self._world = World.of(self._modules, self._sources)
+        self._world = World.of(self._modules, sources_on(devices))
         self.calls = _Calls()
         self.devices = [torch.empty(0, device=device) for device in devices]
 
@@ -100,8 +99,9 @@ class Rerun:
             ApplyError: A tensor that it reads was changed in place.
         """
         self._check_versions()
-        generators = [source_of(g) for g, _ in self.calls.generators]
-        now = World.of(self._modules, [*self._sources, *generators])
+        drawn = [source for source, _ in self._world.random]
+        drawn += [source_of(generator) for generator, _ in self.calls.generators]
+        now = World.of(self._modules, drawn)
         self._world.restore()
         for generator, state in self.calls.generators:
             generator.set_state(state)
@@ -198,9 +198,8 @@ class _Calls(TorchFunctionMode):
             raise self.stopped
         if asks_only(func) or func in _NOT_FOLLOWED:
             return func(*args, **kwargs)
-        generator = kwargs.get("generator")
-        if generator is not None:
-            self._draw(generator)
+        if kwargs and kwargs.get("generator") is not None:
+            self._draw(kwargs["generator"])
         self._follow(func, args, kwargs)
         if self.different:
             raise _DifferentError(self.different)
@@ -220,7 +219,7 @@ class _Calls(TorchFunctionMode):
 
     def _follow(self, func: Any, args: Any, kwargs: Any) -> None:
         try:
-            arguments = self._slots.freeze((args, kwargs))
+            arguments = self._slots.freeze(args, kwargs)
             digest = hash((func, arguments, switches()))
         except (UnknownArgumentError, TypeError):
             digest = _NOT_COMPARED

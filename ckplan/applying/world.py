@@ -28,7 +28,7 @@ _MOST_ITEMS = 10_000  # larger containers are taken for data, which forwards onl
 class World:
     """What a forward may read and change beside its inputs, at one moment."""
 
-    attributes: list[tuple[dict[str, Any], dict[str, Any]]]
+    attributes: list[tuple[dict[str, Any], dict[str, Any], int]]  # and how many
     containers: list[tuple[Any, Any]]
     buffers: list[tuple[dict[str, Any], dict[str, Any]]]
     contents: list[tuple[torch.Tensor, torch.Tensor, int]]
@@ -42,11 +42,11 @@ class World:
         for module in modules:
             everything = vars(module)
             plain = {k: v for k, v in everything.items() if k not in _REGISTRIES}
-            attributes.append((everything, plain))
+            attributes.append((everything, plain, len(everything)))
             containers += _containers(plain.values())
             if module._buffers:
                 buffers.append((module._buffers, dict(module._buffers)))
-        named = (*(b for _, b in buffers), *(plain for _, plain in attributes))
+        named = (*(b for _, b in buffers), *(plain for _, plain, _ in attributes))
         tensors = [t for found in named for t in found.values() if _is_state(t)]
         contents = [(b, b.detach().clone(), version_of(b)) for b in tensors]
         states = [(source, source.state()) for source in sources]
@@ -62,10 +62,11 @@ class World:
 
     def restore(self) -> None:
         """Make everything what it was."""
-        for everything, plain in self.attributes:
-            for key in everything.keys() - plain.keys() - _REGISTRIES:
-                del everything[key]
+        for everything, plain, size in self.attributes:
             everything.update(plain)
+            if len(everything) > size:
+                for key in everything.keys() - plain.keys() - _REGISTRIES:
+                    del everything[key]
         for container, content in self.containers:
             _fill(container, content)
         for named, before in self.buffers:
