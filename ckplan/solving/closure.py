@@ -106,7 +106,8 @@ class Closure:
                 self._edge(node, ran, None)
             self._edge(ran, SINK, (0, self._times[step]))
             for read in flow.inputs[step]:
-                readers.setdefault(read, []).append(node)
+                if readers.get(read) != [SOURCE]:  # else it is wanted whoever reads
+                    readers.setdefault(read, []).append(node)
                 stack.append(flow.maker_of[read])
         return readers
 

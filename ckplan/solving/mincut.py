@@ -1,14 +1,17 @@
 """Minimum s-t cut by Dinic's algorithm, on integer capacities of any size.
 
 E. A. Dinic, "Algorithm for solution of a problem of maximum flow in networks with power
-estimation", Soviet Mathematics Doklady 11 (1970). Networks here have hundreds to
-thousands of nodes and are nearly acyclic, so few phases are needed.
+estimation", Soviet Mathematics Doklady 11 (1970). Networks here are nearly acyclic, so
+few phases are needed. What hangs together by nothing but source and sink is cut apart,
+and parts that are alike are cut once: a model of many equal layers costs as much as one
+layer.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 SOURCE, SINK = 0, 1
 INFINITE = -1
@@ -19,21 +22,20 @@ class Network:
     """A directed network whose capacities may be set anew for every cut."""
 
     def __init__(self) -> None:
-        self._heads: list[int] = []  # edge -> node; edge ^ 1 is its reverse
-        self._edges: list[list[int]] = [[], []]  # node -> edges
+        self._edges: list[tuple[int, int]] = []
+        self._num_nodes = 2
+        self._parts: list[_Part] = []  # of all edges, unless one was added since
 
     def add_node(self) -> int:
         """A new node; ``SOURCE`` and ``SINK`` are there already."""
-        self._edges.append([])
-        return len(self._edges) - 1
+        self._num_nodes += 1
+        return self._num_nodes - 1
 
     def add_edge(self, tail: int, head: int) -> int:
         """A new edge; returns its position in the capacities of ``source_side``."""
-        edge = len(self._heads)
-        self._heads += (head, tail)
-        self._edges[tail].append(edge)
-        self._edges[head].append(edge + 1)
-        return edge // 2
+        self._edges.append((tail, head))
+        self._parts = []
+        return len(self._edges) - 1
 
     def source_side(self, capacities: Sequence[int]) -> list[bool]:
         """The smallest source side of a minimum cut, as a flag for every node.
@@ -41,6 +43,84 @@ class Network:
         Args:
             capacities: One for each edge, in order; ``INFINITE`` for no limit.
         """
+        self._parts = self._parts or self._divide()
+        found: dict[tuple[_Shape, tuple[int, ...]], list[bool]] = {}
+        sides = [False] * self._num_nodes
+        sides[SOURCE] = True
+        for part in self._parts:
+            own = tuple([capacities[edge] for edge in part.edges])
+            if (part.shape, own) not in found:
+                found[part.shape, own] = part.shape.source_side(own)
+            local = found[part.shape, own]
+            for node, side in zip(part.nodes, local[SINK + 1 :], strict=True):
+                sides[node] = side
+        return sides
+
+    def _divide(self) -> list[_Part]:
+        """What hangs together without source and sink, in order of the first node."""
+        leader = list(range(self._num_nodes))
+
+        def find(node: int) -> int:
+            while leader[node] != node:
+                leader[node] = node = leader[leader[node]]
+            return node
+
+        for edge in self._edges:
+            if SOURCE not in edge and SINK not in edge:
+                one, other = map(find, edge)
+                leader[max(one, other)] = min(one, other)
+        nodes: dict[int, list[int]] = defaultdict(list)
+        for node in range(SINK + 1, self._num_nodes):
+            nodes[find(node)].append(node)
+        edges: dict[int, list[int]] = defaultdict(list)
+        for number, edge in enumerate(self._edges):
+            inner = max(edge)  # source and sink are the least
+            if inner > SINK:
+                edges[find(inner)].append(number)
+        shapes: dict[tuple[tuple[int, int], ...], _Shape] = {}
+        return [self._part(own, edges[first], shapes) for first, own in nodes.items()]
+
+    def _part(
+        self,
+        nodes: list[int],
+        edges: list[int],
+        shapes: dict[tuple[tuple[int, int], ...], _Shape],
+    ) -> _Part:
+        number = {node: place for place, node in enumerate((SOURCE, SINK, *nodes))}
+        local = tuple(
+            [
+                (number[tail], number[head])
+                for tail, head in (self._edges[edge] for edge in edges)
+            ]
+        )
+        if local not in shapes:
+            shapes[local] = _Shape(len(number), local)
+        return _Part(tuple(nodes), tuple(edges), shapes[local])
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Nodes and edges of a network that reach the others over source and sink only."""
+
+    nodes: tuple[int, ...]
+    edges: tuple[int, ...]
+    shape: _Shape
+
+
+class _Shape:
+    """A network of its own, which parts that are alike have in common."""
+
+    def __init__(self, num_nodes: int, edges: Iterable[tuple[int, int]]) -> None:
+        self._heads: list[int] = []  # edge -> node; edge ^ 1 is its reverse
+        self._edges: list[list[int]] = [[] for _ in range(num_nodes)]  # of a node
+        for tail, head in edges:
+            edge = len(self._heads)
+            self._heads += (head, tail)
+            self._edges[tail].append(edge)
+            self._edges[head].append(edge + 1)
+
+    def source_side(self, capacities: Sequence[int]) -> list[bool]:
+        """As that of a network."""
         infinite = 1 + sum(c for c in capacities if c != INFINITE)
         left: list[int] = []
         for capacity in capacities:
