@@ -31,7 +31,7 @@ from typing import NamedTuple
 from ckplan.region import Region
 from ckplan.solving.menu import Option, Unit
 
-MOST_POINTS = 512
+MOST_POINTS = 256
 
 _Point = tuple[int, float, int, int]  # bytes, seconds, choice, point of F(i + 1)
 
@@ -185,9 +185,22 @@ def _non_dominated(points: Sequence[_Point]) -> list[_Point]:
 
 
 def _thin(points: list[_Point]) -> list[_Point]:
-    """At most ``MOST_POINTS``, evenly by position, first and last among them."""
-    if len(points) <= MOST_POINTS:
-        return points
-    last = len(points) - 1
-    places = {round(i * last / (MOST_POINTS - 1)) for i in range(MOST_POINTS)}
-    return [points[place] for place in sorted(places)]
+    """At most ``MOST_POINTS``, first and last among them.
+
+    Where a point is left out, the budgets from it to the next one pay for the one
+    before it. Those go first of which that is the least, of neighbours one at a time.
+    """
+    while (excess := len(points) - MOST_POINTS) > 0:
+        losses = [
+            (before[1] - point[1]) * (after[0] - point[0])
+            for before, point, after in zip(
+                points, points[1:], points[2:], strict=False
+            )
+        ]
+        most = sorted(losses)[min(excess, len(losses)) - 1]
+        out = {-1}
+        for place, loss in enumerate(losses, 1):
+            if loss <= most and place - 1 not in out and len(out) <= excess:
+                out.add(place)
+        points = [point for place, point in enumerate(points) if place not in out]
+    return points
