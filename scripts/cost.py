@@ -14,10 +14,11 @@ those of unplanned ones.
 
 The C library gives memory back to the system and gets it again, empty, in every step;
 the more a step needs, the more that costs, which no prediction has. `--keep-memory`
-lets all processes keep what they had once.
+lets all processes keep what they had once. Where other machines share the cores, an op
+waits for the slowest of its threads: `--threads 1` profiles and measures with one.
 
     python scripts/cost.py gpt2 --plain
-    python scripts/cost.py gpt2 --keep-memory
+    python scripts/cost.py gpt2 --keep-memory --threads 1
     python scripts/cost.py vit --shares 0.5 --repeats 1 --set layers=4
 
 Exit code 1 if a plan of ours does not fit, computes something else, has a predicted
@@ -38,6 +39,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from unittest.mock import patch
 
+import torch
 from _measuring import (
     MOST_ERROR,
     ROOT,
@@ -199,23 +201,31 @@ class Outcome:
 def main() -> int:
     """Plan, measure and report."""
     args = _arguments()
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+        os.environ["OMP_NUM_THREADS"] = str(args.threads)  # of processes started here
     target = str(ROOT / workload_path(args.workload))
     spec = WorkloadSpec(target, parse_options(args.settings))
     graph = _profile(spec)
     say("solving")
     variants, notes = choose(graph, args.shares, plain=args.plain)
     if args.keep_memory:
-        os.environ.update(KEEP_MEMORY)  # of the processes that are started from here on
+        os.environ.update(KEEP_MEMORY)  # likewise, from here on
     outcomes = measure(spec, variants, args.rounds, args.repeats)
     limits = {} if args.settings else LIMITS.get(args.workload, {})
     report = Report(
-        name=f"cost_{args.workload}" + ("_kept" if args.keep_memory else ""),
+        name=_name(args),
         title=f"What freeing activations of {args.workload} costs",
         claim=(__doc__ or "").partition("\n\n    ")[0],
         parts=[_table(outcomes), _explain(graph, args.rounds, args.repeats), *notes],
         broken=[line for outcome in outcomes for line in outcome.broken(limits)],
     )
     return finish(report, args.output, whole=not args.settings)
+
+
+def _name(args: argparse.Namespace) -> str:
+    name = f"cost_{args.workload}" + ("_kept" if args.keep_memory else "")
+    return name if args.threads is None else f"{name}_{args.threads}_thread"
 
 
 def _profile(spec: WorkloadSpec) -> Graph:
@@ -326,6 +336,13 @@ def _arguments() -> argparse.Namespace:
         "--keep-memory",
         action="store_true",
         help="let no process give memory back to the system",
+    )
+    parser.add_argument(
+        "--threads",
+        metavar="N",
+        type=int,
+        choices=range(1, 1 + (os.cpu_count() or 1)),
+        help="of every process  [default: one for each core]",
     )
     parser.add_argument(
         "--shares",
