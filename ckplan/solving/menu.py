@@ -221,13 +221,11 @@ class Menus:
                 return moment - start
             return min(moment, ended + 1) - begun
 
-        ends = tuple(
-            tuple(
-                (place(moment), saved in own)
-                for moment, saved in self._simulator.ends(storage)
-            )
-            for storage in dict.fromkeys(view.flow.storage_of)
-        )
+        def ends(storage: int) -> tuple[int, ...]:
+            found = self._simulator.ends(storage)
+            last = max(moment for moment, saved in found if saved not in own)
+            return place(last), *(place(at) for at, saved in found if saved in own)
+
         changed = any(
             graph.is_changed(storage, view.stop, ended // 2 + 1)
             for storage in view.storages
@@ -237,7 +235,7 @@ class Menus:
             unit if changed else None,  # what is overwritten may be needed until then
             tuple(last - first for first, last in windows),
             tuple((place(2 * s.wanted), place(2 * s.done)) for _, s in view.made),
-            ends,
+            tuple(map(ends, dict.fromkeys(view.flow.storage_of))),
         )
         return self._rhythms.setdefault(found, len(self._rhythms))
 
