@@ -63,7 +63,7 @@ class CachingAllocator:
 
     def allocate(self, num_bytes: int) -> Block:
         """Give a block of at least so many bytes; one or more."""
-        rounded = _round_up(num_bytes, MIN_BLOCK_BYTES)
+        rounded = in_blocks(num_bytes)
         pool = self._small if rounded <= SMALL_BYTES else self._large
         block = pool.take(rounded)
         self.allocated_bytes += block.bytes
@@ -195,6 +195,15 @@ class _ExpandablePool(_Pool):
         merged = super()._merge(first, second)
         self._last = merged if merged.after is None else self._last
         return merged
+
+
+def in_blocks(num_bytes: int) -> int:
+    """Bytes that the allocator takes for a request.
+
+    >>> in_blocks(0), in_blocks(1), in_blocks(512), in_blocks(513)
+    (0, 512, 512, 1024)
+    """
+    return _round_up(num_bytes, MIN_BLOCK_BYTES)
 
 
 def _round_up(num_bytes: int, step: int) -> int:

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import graphs
 import pytest
+import torch
 from graphs import Forward
 from hypothesis import given
 from hypothesis import strategies as st
 from test_cli import Run, folder, run, trace, traced  # noqa: F401 - fixtures
+from torch import nn
 
 import ckplan
 from ckplan import trace_file
@@ -21,6 +23,7 @@ from ckplan.graph import Graph
 from ckplan.records import BEFORE_STEP, Storage
 from ckplan.region import Region
 from ckplan.sharding.editing import Insert, insert
+from ckplan.sharding.schemes import SCHEMES
 from ckplan.sharding.state import Parameter, flat_shares
 from ckplan.simulate import Timeline, simulate
 
@@ -212,3 +215,29 @@ def test_the_command_line_shards(run: Run, trace: Path) -> None:  # noqa: F811
     assert trace_file.load(Path("rank.json")).options["world_size"] == 4
     again = run("show", "rank.json", *ways)
     assert again.err.startswith("error: cannot shard the trace: it is that of one rank")
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_parameters_smaller_than_a_block_of_a_gpu_are_known(scheme: str) -> None:
+    """There, a head of two labels takes 512 bytes, before and after it is divided."""
+    model = nn.Sequential(nn.Linear(96, 100), nn.GELU(), nn.Linear(100, 2))
+    graph = ckplan.profile(
+        model,
+        torch.randn(8, 96),
+        loss=lambda output, _: output.sum(),
+        device="cuda",
+        optimizer="adamw",
+    )
+
+    def held(one: Graph, kind: str) -> list[int]:
+        found = (s for s in one.storages if s.kind == kind and s.maker == BEFORE_STEP)
+        return sorted(storage.bytes for storage in found if storage.bytes > 512)
+
+    rank = ckplan.shard(graph, scheme, 4)
+    assert not any(storage.bytes % 512 for storage in rank.storages)
+    weights, part = [1024, 38400], [9728]  # others are a block each
+    assert held(graph, "parameter") == weights
+    divided = part if scheme in ("zero3", "fsdp2") else weights
+    assert held(rank, "parameter") == divided
+    divided = weights if scheme == "ddp" else part
+    assert held(rank, "optimizer") == sorted([*divided, *divided])

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 
+from ckplan.caching_allocator import in_blocks
 from ckplan.errors import GraphError, PlanError
 from ckplan.graph import Graph
 from ckplan.names import expand_calls
@@ -64,6 +65,12 @@ class State:
             for storage in self.graph.storages
         )
 
+    @cached_property
+    def is_in_blocks(self) -> bool:
+        """Whether sizes are of blocks of the caching allocator, as on a GPU."""
+        sizes = {storage.bytes for storage in self.graph.storages}
+        return sizes == set(map(in_blocks, sizes))
+
     def row_shares(self, num_ranks: int) -> Callable[[int], int]:
         """Bytes of a parameter, or of state like it -> of rank 0's part of that.
 
@@ -74,6 +81,7 @@ class State:
             wider: dict[int, int] = {}
             for parameter in self.parameters:
                 size = factor * parameter.bytes
+                size = in_blocks(size) if self.is_in_blocks else size
                 part = factor * parameter.share_bytes(num_ranks)
                 wider[size] = max(part, wider.get(size, 0))
             known = wider | known
@@ -176,7 +184,7 @@ def _parameters(graph: Graph) -> tuple[Parameter, ...]:
     for fqn, text in named.items() if isinstance(named, Mapping) else ():
         shape, size = _described(str(text))
         # One that is no more than a view of another has no storage of its own.
-        if len(found) < len(sizes) and sizes[len(found)] == size:
+        if len(found) < len(sizes) and sizes[len(found)] in (size, in_blocks(size)):
             found.append(Parameter(str(fqn), size, shape))
     if len(found) != len(sizes):
         raise GraphError(

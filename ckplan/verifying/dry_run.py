@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ckplan.caching_allocator import in_blocks
 from ckplan.curve import PLANNED, UNPLANNED, Curve, Curves, curves_json
 from ckplan.errors import CkplanError, VerifyError
 from ckplan.gpus import find
@@ -23,7 +24,6 @@ from ckplan.tracing.cuda import translated
 from ckplan.tracing.cuda.memory import (
     MULTIPLIES,
     cublas_bytes,
-    in_blocks,
     with_workspaces,
 )
 from ckplan.tracing.fake import fake_tensors

@@ -12,14 +12,13 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
+from ckplan.caching_allocator import in_blocks
 from ckplan.graph import Graph
 from ckplan.records import BEFORE_STEP, Encoding, Op, Storage
 from ckplan.tracing.cost_cache import Cost
 from ckplan.tracing.cuda.words import Capability
 from ckplan.tracing.recording import RawOp, TensorMeta
 
-BLOCK_BYTES = 512
-"""What the caching allocator rounds every request up to (``kMinBlockSize``)."""
 CUBLAS_WORKSPACE_BYTES = (2 * 4096 + 8 * 16) << 10
 """Of one handle; torch's own default, ``:4096:2:16:8``."""
 CUBLAS_WORKSPACE_BYTES_SINCE_HOPPER = (8 * 4096) << 10
@@ -29,15 +28,6 @@ _FLOAT_BYTES = 4
 _FLASH_ROWS = 128  # lengths are rounded up to this
 _EFFICIENT_ROWS = 64
 _WIDTHS = 32
-
-
-def in_blocks(num_bytes: int) -> int:
-    """Bytes that the allocator takes for a request.
-
-    >>> in_blocks(0), in_blocks(1), in_blocks(512), in_blocks(513)
-    (0, 512, 512, 1024)
-    """
-    return _round_up(num_bytes, BLOCK_BYTES)
 
 
 def cublas_bytes(capability: Capability) -> int:
