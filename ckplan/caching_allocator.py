@@ -22,6 +22,8 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 
+from ckplan.units import round_up
+
 MIN_BLOCK_BYTES = 512
 SMALL_BYTES = 1 << 20  # the largest of the small pool
 SMALL_SEGMENT_BYTES = 2 << 20
@@ -113,7 +115,7 @@ class _Pool:
         elif num_bytes < MIN_OWN_SEGMENT_BYTES:
             size = LARGE_SEGMENT_BYTES
         else:
-            size = _round_up(num_bytes, SEGMENT_STEP_BYTES)
+            size = round_up(num_bytes, SEGMENT_STEP_BYTES)
         return self._grow(size)
 
     def _worth_splitting(self, remaining: int) -> bool:
@@ -175,7 +177,7 @@ class _ExpandablePool(_Pool):
         end = self._last
         page = SMALL_SEGMENT_BYTES if self._small else LARGE_SEGMENT_BYTES
         missing = num_bytes - (end.bytes if end is not None and end.free else 0)
-        block = self._grow(_round_up(missing, page))
+        block = self._grow(round_up(missing, page))
         if end is not None:
             block.before, end.after = end, block
             if end.free:
@@ -203,8 +205,4 @@ def in_blocks(num_bytes: int) -> int:
     >>> in_blocks(0), in_blocks(1), in_blocks(512), in_blocks(513)
     (0, 512, 512, 1024)
     """
-    return _round_up(num_bytes, MIN_BLOCK_BYTES)
-
-
-def _round_up(num_bytes: int, step: int) -> int:
-    return -(-num_bytes // step) * step
+    return round_up(num_bytes, MIN_BLOCK_BYTES)

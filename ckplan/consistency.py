@@ -21,7 +21,14 @@ _MOST_SECONDS = 1e9  # of an op; in nanoseconds, sums of them are exact enough
 
 def contradictions(graph: Graph) -> Iterator[str]:
     """What does not hold together; whoever goes on after the first may fail."""
-    yield from _out_of_range(graph)
+    yield from _bad_phases(graph)
+    yield from _bad_ops(graph)
+    yield from _bad_storages(graph)
+    yield from _bad_saved(graph)
+    yield from _bad_calls(graph)
+    yield from _bad_encodings(graph)
+    yield from _bad_hazards(graph)
+    # Numbers are in range from here on.
     yield from _of_names(graph)
     yield from _of_storages(graph)
     yield from _of_ops(graph)
@@ -33,17 +40,11 @@ def contradictions(graph: Graph) -> Iterator[str]:
 # -- numbers -----------------------------------------------------------------------
 
 
-def _out_of_range(graph: Graph) -> Iterator[str]:
+def _bad_phases(graph: Graph) -> Iterator[str]:
     num_ops = len(graph.ops)
     halves = (graph.num_forward, graph.num_backward)
     if not _within(halves, 0, num_ops + 1) or sum(halves) > num_ops:
         yield f"forward and backward are {halves} of {num_ops} ops"
-    yield from _bad_ops(graph)
-    yield from _bad_storages(graph)
-    yield from _bad_saved(graph)
-    yield from _bad_calls(graph)
-    yield from _bad_encodings(graph)
-    yield from _bad_hazards(graph)
 
 
 def _bad_ops(graph: Graph) -> Iterator[str]:

@@ -195,6 +195,15 @@ def _ambiguous(text: str, number: str, unit: str, noun: str) -> UnitError:
     )
 
 
+def round_up(number: int, step: int) -> int:
+    """Return the next multiple of a step.
+
+    >>> round_up(0, 512), round_up(1, 512), round_up(512, 512)
+    (0, 512, 512)
+    """
+    return -(-number // step) * step
+
+
 def _format_scaled(value: float, scales: Sequence[tuple[float, str]]) -> str:
     """Print three digits in the smallest unit that keeps the number under 1000."""
     for scale, unit in scales:

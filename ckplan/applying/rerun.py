@@ -198,8 +198,9 @@ class _Calls(TorchFunctionMode):
             raise self.stopped
         if asks_only(func) or func in _NOT_FOLLOWED:
             return func(*args, **kwargs)
-        if kwargs and kwargs.get("generator") is not None:
-            self._draw(kwargs["generator"])
+        generator = kwargs.get("generator")
+        if generator is not None:
+            self._draw(generator)
         self._follow(func, args, kwargs)
         if self.different:
             raise _DifferentError(self.different)

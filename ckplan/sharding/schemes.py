@@ -20,7 +20,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
-from ckplan.caching_allocator import in_blocks
 from ckplan.errors import CkplanError, GraphError, did_you_mean
 from ckplan.graph import Graph
 from ckplan.names import fold_calls
@@ -119,21 +118,18 @@ def sharded(graph: Graph, sharding: Sharding) -> Graph:
         )
     state = state_of(graph, sharding.units)
     rank = _SHARD[sharding.scheme](graph, state, sharding)
-    if state.is_in_blocks:
-        rank = replace(rank, storages=tuple(map(_in_blocks, rank.storages)))
     said: dict[str, Any] = {
         "shard": sharding.scheme,
         "world_size": sharding.world_size,
     }
     return replace(
         rank,
+        storages=tuple(
+            replace(one, bytes=state.allocated(one.bytes)) for one in rank.storages
+        ),
         options={**graph.options, **said},
         notes=(*graph.notes, *_notes(sharding, state)),
     )
-
-
-def _in_blocks(storage: Storage) -> Storage:
-    return replace(storage, bytes=in_blocks(storage.bytes))
 
 
 def _notes(sharding: Sharding, state: State) -> list[str]:

@@ -51,6 +51,7 @@ class State:
     parameters: tuple[Parameter, ...]
     units: tuple[Unit, ...]  # the whole model is the last
     ready: Mapping[int, int]  # storage of a new gradient -> last op that changes it
+    allocated: Callable[[int], int]  # bytes of a tensor -> what the graph counts
 
     @property
     def gradients(self) -> list[int]:
@@ -65,12 +66,6 @@ class State:
             for storage in self.graph.storages
         )
 
-    @cached_property
-    def is_in_blocks(self) -> bool:
-        """Whether sizes are of blocks of the caching allocator, as on a GPU."""
-        sizes = {storage.bytes for storage in self.graph.storages}
-        return sizes == set(map(in_blocks, sizes))
-
     def row_shares(self, num_ranks: int) -> Callable[[int], int]:
         """Bytes of a parameter, or of state like it -> of rank 0's part of that.
 
@@ -80,8 +75,7 @@ class State:
         for factor in (1, 2, 4):  # state may be of a wider type
             wider: dict[int, int] = {}
             for parameter in self.parameters:
-                size = factor * parameter.bytes
-                size = in_blocks(size) if self.is_in_blocks else size
+                size = self.allocated(factor * parameter.bytes)
                 part = factor * parameter.share_bytes(num_ranks)
                 wider[size] = max(part, wider.get(size, 0))
             known = wider | known
@@ -105,7 +99,8 @@ def state_of(graph: Graph, patterns: Sequence[str]) -> State:
         GraphError: The trace does not say which parameters there are.
         PlanError: A pattern means no module.
     """
-    parameters = _parameters(graph)
+    allocated = _allocation(graph)
+    parameters = _parameters(graph, allocated)
     fqns = _units(graph, patterns)
     calls: dict[str, list[int]] = defaultdict(list)
     for number, call in enumerate(graph.calls):
@@ -124,7 +119,7 @@ def state_of(graph: Graph, patterns: Sequence[str]) -> State:
         for fqn in owned
         if fqn == ROOT or owned[fqn]
     )
-    return State(graph, parameters, units, ready)
+    return State(graph, parameters, units, ready, allocated)
 
 
 def _owner(fqn: str, units: Mapping[str, object]) -> str:
@@ -172,7 +167,13 @@ def _layers(graph: Graph) -> list[str]:
     ]
 
 
-def _parameters(graph: Graph) -> tuple[Parameter, ...]:
+def _allocation(graph: Graph) -> Callable[[int], int]:
+    """Bytes of a tensor as the graph counts them: on a GPU, in blocks."""
+    sizes = {storage.bytes for storage in graph.storages}
+    return in_blocks if sizes == set(map(in_blocks, sizes)) else int
+
+
+def _parameters(graph: Graph, allocated: Callable[[int], int]) -> tuple[Parameter, ...]:
     """Join the parameters' storages, in order, with the names in the fingerprint."""
     named = graph.fingerprint.get("parameters")
     sizes = [
@@ -184,7 +185,7 @@ def _parameters(graph: Graph) -> tuple[Parameter, ...]:
     for fqn, text in named.items() if isinstance(named, Mapping) else ():
         shape, size = _described(str(text))
         # One that is no more than a view of another has no storage of its own.
-        if len(found) < len(sizes) and sizes[len(found)] in (size, in_blocks(size)):
+        if len(found) < len(sizes) and sizes[len(found)] == allocated(size):
             found.append(Parameter(str(fqn), size, shape))
     if len(found) != len(sizes):
         raise GraphError(

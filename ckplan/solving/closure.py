@@ -92,7 +92,7 @@ class Closure:
 
     def _add_steps(self, nanoseconds: Callable[[int], int]) -> dict[int, list[int]]:
         """Add what may run again; returns what is read then, and the nodes that do."""
-        flow = self._flow
+        flow, wanted = self._flow, {*self._wanted}
         readers = {value: [SOURCE] for value in self._wanted}
         stack = [flow.maker_of[value] for value in self._wanted]
         while stack:
@@ -106,7 +106,7 @@ class Closure:
                 self._edge(node, ran, None)
             self._edge(ran, SINK, (0, self._times[step]))
             for read in flow.inputs[step]:
-                if readers.get(read) != [SOURCE]:  # else it is wanted whoever reads
+                if read not in wanted:  # else it is there whoever reads it
                     readers.setdefault(read, []).append(node)
                 stack.append(flow.maker_of[read])
         return readers

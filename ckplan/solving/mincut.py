@@ -57,7 +57,10 @@ class Network:
         return sides
 
     def _divide(self) -> list[_Part]:
-        """What hangs together without source and sink, in order of the first node."""
+        """What hangs together without source and sink, in order of the first node.
+
+        By hand: networkx is not imported where a plan is to be there at once.
+        """
         leader = list(range(self._num_nodes))
 
         def find(node: int) -> int:

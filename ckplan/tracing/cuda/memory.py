@@ -18,6 +18,7 @@ from ckplan.records import BEFORE_STEP, Encoding, Op, Storage
 from ckplan.tracing.cost_cache import Cost
 from ckplan.tracing.cuda.words import Capability
 from ckplan.tracing.recording import RawOp, TensorMeta
+from ckplan.units import round_up
 
 CUBLAS_WORKSPACE_BYTES = (2 * 4096 + 8 * 16) << 10
 """Of one handle; torch's own default, ``:4096:2:16:8``."""
@@ -97,8 +98,8 @@ def _flash_backward(op: RawOp, tensors: Sequence[TensorMeta]) -> int:
     del op
     query, key = tensors[1], tensors[2]
     batch, heads, length, width = query.shape
-    rows = batch * heads * _round_up(length, _FLASH_ROWS)
-    wide = _round_up(width, _WIDTHS) if width <= 192 else 256
+    rows = batch * heads * round_up(length, _FLASH_ROWS)
+    wide = round_up(width, _WIDTHS) if width <= 192 else 256
     sums = rows * _FLOAT_BYTES
     gradients = rows * wide * _FLOAT_BYTES
     unfolded = 0
@@ -111,9 +112,9 @@ def _efficient_backward(op: RawOp, tensors: Sequence[TensorMeta]) -> int:
     """The same for the memory-efficient kernel, in tiles of 64 rows."""
     del op
     batch, heads, length, width = tensors[1].shape
-    rows = batch * heads * _round_up(length, _EFFICIENT_ROWS)
+    rows = batch * heads * round_up(length, _EFFICIENT_ROWS)
     sums = batch * heads * length * _FLOAT_BYTES
-    return in_blocks(sums) + rows * _round_up(width, _EFFICIENT_ROWS) * _FLOAT_BYTES
+    return in_blocks(sums) + rows * round_up(width, _EFFICIENT_ROWS) * _FLOAT_BYTES
 
 
 def _safe_softmax(op: RawOp, tensors: Sequence[TensorMeta]) -> int:
@@ -165,10 +166,6 @@ def _tensors(op: RawOp) -> list[TensorMeta]:
 
 def _size(meta: TensorMeta) -> int:
     return math.prod(meta.shape) * meta.dtype.itemsize
-
-
-def _round_up(number: int, step: int) -> int:
-    return -(-number // step) * step
 
 
 def _num_threads(graph: Graph) -> int:
