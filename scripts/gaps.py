@@ -32,6 +32,7 @@ from _measuring import (
     say,
 )
 
+from ckplan.solving.bound import gap
 from ckplan.solving.planner import Planner
 from ckplan.solving.practices import everything
 from ckplan.solving.solution import Baseline
@@ -68,7 +69,7 @@ class Plan:
     @property
     def gap(self) -> float:
         """How much cheaper any schedule could make the step."""
-        return (1 + self.overhead) / (1 + self.bound) - 1
+        return gap(self.overhead, self.bound)
 
 
 @dataclass(frozen=True)

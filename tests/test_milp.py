@@ -34,7 +34,10 @@ def test_no_plan_of_a_random_step_beats_the_exact_schedule(seed: int) -> None:
         assert exact.optimal
         assert exact.overhead is not None
         assert exact.overhead <= timeline.overhead + 1e-6
-        assert LowerBound(simulator).overhead(budget) <= exact.overhead + 1e-6
+        backward = range(graph.num_forward, graph.backward_stop)
+        for tight in ((), rng.choices(backward, k=3)):
+            bound = LowerBound(simulator, tight).overhead(budget)
+            assert bound <= exact.overhead + 1e-6
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 3])

@@ -22,9 +22,9 @@ from ckplan.region import RERUN, Region
 from ckplan.resolve import resolve
 from ckplan.simulate import Simulator
 from ckplan.solving import chain
-from ckplan.solving.bound import LowerBound
+from ckplan.solving.bound import LowerBound, gap
 from ckplan.solving.chain import Link
-from ckplan.solving.closure import Closure
+from ckplan.solving.closure import Closure, Demand
 from ckplan.solving.covers import Node, find_nodes, leaves
 from ckplan.solving.menu import Menus, Option, Unit
 from ckplan.solving.mincut import INFINITE, SINK, SOURCE, Network
@@ -126,8 +126,49 @@ def test_the_hull_holds_the_best_closure_at_every_price(seed: int) -> None:
         )
         for v in rng.sample(inside, rng.randint(0, 3))
     }
-    closure = Closure(flow, wanted, sizes, times.__getitem__, encodings=coded)
+    demand = Demand(wanted, sizes)
+    closure = Closure(flow, [demand], times.__getitem__, coded)
     points = list(all_closures(flow, wanted, sizes, times, inside, coded))
+    hull = [(choice.kept_bytes, choice.nanoseconds) for choice in closure.hull(99)]
+    for price in (0.01, 0.2, 0.5, 1.0, 2.0, 7.0, 99.0):
+        best = min(time + price * size for size, time in points)
+        assert best == pytest.approx(min(t + price * b for b, t in hull))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_of_two_moments_what_runs_again_after_both_is_paid_once(seed: int) -> None:
+    rng = Random(seed)
+    flow, times = Flow(), [rng.randint(1, 9) for _ in range(5)]
+    for number in range(5):
+        reads = rng.sample(range(number + 1), min(number + 1, rng.randint(1, 2)))
+        flow.add(Step(reads, [number + 1]))
+    inside = [v for v in range(len(flow.storage_of)) if flow.maker_of[v] >= 0]
+    wanted = rng.sample(inside, 4)
+    demands = []
+    for weight, count in ((rng.randint(1, 3), 4), (rng.randint(1, 3), 2)):
+        sizes = {v: rng.randint(1, 9) if v in inside else 0 for v in [*inside, 0]}
+        demands.append(Demand(wanted[:count], sizes, weight=weight))
+
+    def ways(demand: Demand) -> list[tuple[int, set[int]]]:
+        """Bytes, and the steps that run again, of every set of values to keep."""
+        found = []
+        for chosen in product((False, True), repeat=len(inside)):
+            kept = {v for v, keep in zip(inside, chosen, strict=True) if keep}
+            again, stack = set(), [v for v in demand.wanted if v not in kept]
+            while stack:
+                maker = flow.maker_of[stack.pop()]
+                if maker >= 0 and maker not in again:
+                    again.add(maker)
+                    stack += [v for v in flow.inputs[maker] if v not in kept]
+            found.append((demand.weight * sum(demand.bytes_of[v] for v in kept), again))
+        return found
+
+    points = [
+        (size + other, sum(times[step] for step in first | second))
+        for size, first in ways(demands[0])
+        for other, second in ways(demands[1])
+    ]
+    closure = Closure(flow, demands, times.__getitem__)
     hull = [(choice.kept_bytes, choice.nanoseconds) for choice in closure.hull(99)]
     for price in (0.01, 0.2, 0.5, 1.0, 2.0, 7.0, 99.0):
         best = min(time + price * size for size, time in points)
@@ -207,6 +248,7 @@ def test_the_chain_finds_the_best_mix_of_its_menus(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("ckplan.solving.planner._FEW_OPS", 0)
+    monkeypatch.setattr("ckplan.solving.planner._MOST_GAP", 99.0)
     graph = graphs.chain(3)
     simulator = Simulator(graph)
     menus = Menus(simulator)
@@ -239,6 +281,25 @@ def test_no_plan_of_a_random_step_beats_the_bound(seed: int) -> None:
         bound = LowerBound(simulator).overhead(timeline.peak_bytes)
         highest = LowerBound(simulator, everywhere).overhead(timeline.peak_bytes)
         assert bound <= highest <= timeline.overhead + 1e-9
+
+
+def test_the_average_of_two_moments_may_say_more_than_both() -> None:
+    """What frees enough at the one may not free enough at the other."""
+    planner = Planner(load(TRACES / "unet.json.gz"))
+    bound, budget = planner._bound, 380 * 2**20
+    alone = [moment.overhead(budget) for moment in bound._each]
+    assert len(alone) == 2
+    assert bound.overhead(budget) > 1.1 * max(alone)
+
+
+def test_masks_kept_as_bits_around_regions_that_are_dropped_again() -> None:
+    """Just above the floor of a BERT, no other plan comes as near to the bound."""
+    planner = Planner(load(TRACES / "bert.json.gz"))
+    found = planner.within(904_043_314)
+    assert found is not None
+    timeline, regions = found
+    assert any(region.encode and region.inner for region in regions)
+    assert gap(timeline.overhead, planner.bound(timeline.peak_bytes)) < 0.03
 
 
 def test_scaling_all_bytes_changes_no_decision() -> None:

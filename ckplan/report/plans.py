@@ -15,6 +15,7 @@ from ckplan.plan import Plan, PlannedRegion
 from ckplan.report.reserved import reserved_facts, reserved_json
 from ckplan.report.tables import add_row, facts, make_table, section
 from ckplan.simulate import Timeline
+from ckplan.solving.bound import gap
 from ckplan.solving.solution import Baseline, Exact, Solution
 
 
@@ -65,7 +66,7 @@ def solution_json(
         "floor_owner": solution.floor.owner,
         "overhead": timeline.overhead,
         "bound_overhead": solution.bound_overhead,
-        "gap": gap(solution),
+        "gap": _gap(solution),
         "exact": solution.exact and asdict(solution.exact),
         "recompute_seconds": timeline.recompute_seconds,
         "unplanned_step_seconds": step_seconds,
@@ -117,9 +118,8 @@ def plan_json(plan: Plan) -> dict[str, Any]:
     }
 
 
-def gap(solution: Solution) -> float:
-    """How much shorter the planned step might be at best, as a fraction of that."""
-    return (1 + solution.timeline.overhead) / (1 + solution.bound_overhead) - 1
+def _gap(solution: Solution) -> float:
+    return gap(solution.timeline.overhead, solution.bound_overhead)
 
 
 def _before_and_after(solution: Solution) -> Table:
@@ -149,7 +149,7 @@ def _judgement(
         *reserved_facts(reserved),
         ("bound", f"{bound}: no schedule of these ops within the budget costs less"),
         *_exactly(solution.exact),
-        ("gap", f"{units.format_percent(gap(solution))} between bound and plan"),
+        ("gap", f"{units.format_percent(_gap(solution))} between bound and plan"),
         (
             "floor",
             f"{_size(floor.peak_bytes)} during {floor.peak_at}; no plan found needs "

@@ -10,18 +10,30 @@ for every budget at once.
 
 Any moment gives a bound, and the largest counts. Moments taken are the peak of the
 unplanned step, or the end of forward where that peak is not in backward, and those that
-whoever asks knows to be tight: where the smallest plan has its peak.
+whoever asks knows to be tight: where the smallest plan has its peak. What frees enough
+at one of two moments may not free enough at the other; so their average, in a few
+weights, is taken as a moment, too: what runs again after the later one runs after the
+earlier one, and is paid once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from itertools import combinations
 
 from ckplan.graph import Graph
 from ckplan.program import EXTERNAL, Flow
 from ckplan.records import BEFORE_STEP
 from ckplan.simulate import Simulator
-from ckplan.solving.closure import NANOSECOND, Choice, Closure
+from ckplan.solving.closure import NANOSECOND, Choice, Closure, Demand
+
+_WEIGHTS = ((1, 1), (1, 3), (3, 1))  # of two moments, on average
+
+
+def gap(overhead: float, bound_overhead: float) -> float:
+    """How much longer a planned step may take than the best, as a fraction of that."""
+    return (1 + overhead) / (1 + bound_overhead) - 1
 
 
 class LowerBound:
@@ -35,31 +47,53 @@ class LowerBound:
             tight: Ops of backward at which much is alive in good plans.
         """
         graph = simulator.graph
-        self._at: list[_BoundAt] = []
+        self._simulator = simulator
+        self._moments: list[int] = []
         if graph.num_forward and graph.step_seconds:
             peak = simulator.unplanned_bytes.index(max(simulator.unplanned_bytes)) // 2
             found = [op for op in (peak, *tight) if graph.phase(op) == "backward"]
-            moments = dict.fromkeys(found or [graph.num_forward - 1])
-            self._at = [_BoundAt(simulator, moment) for moment in moments]
+            self._moments = sorted({*found} or [graph.num_forward - 1])
 
     def overhead(self, budget_bytes: int) -> float:
         """Least overhead, a fraction of the step, of any schedule under a budget."""
-        return max((one.overhead(budget_bytes) for one in self._at), default=0.0)
+        alone = [one.overhead(budget_bytes) for one in self._each]
+        if len(alone) < 2 or not min(alone):
+            return max(alone, default=0.0)
+        return max(*alone, *(one.overhead(budget_bytes) for one in self._averages))
+
+    @cached_property
+    def _each(self) -> list[_BoundAt]:
+        return [_BoundAt(self._simulator, [(moment, 1)]) for moment in self._moments]
+
+    @cached_property
+    def _averages(self) -> list[_BoundAt]:
+        return [
+            _BoundAt(self._simulator, list(zip(pair, weights, strict=True)))
+            for pair in combinations(self._moments, 2)
+            for weights in _WEIGHTS
+        ]
 
 
 class _BoundAt:
-    """The bound that one moment gives, during an op."""
+    """The bound that one moment gives, during an op, or several on average."""
 
-    def __init__(self, simulator: Simulator, moment: int) -> None:
+    def __init__(
+        self, simulator: Simulator, moments: Sequence[tuple[int, int]]
+    ) -> None:
+        """The program at some ops, the earliest first, each with its weight."""
         self._graph = graph = simulator.graph
-        sizes = sum(graph.storages[s].bytes for s in _droppable(graph, moment))
-        self._fixed_bytes = simulator.unplanned_bytes[2 * moment + 1] - sizes
-        self._closure = _closure_at(graph, moment)
+        self._weight = sum(weight for _, weight in moments)
+        self._fixed_bytes = 0
+        for moment, weight in moments:
+            sizes = sum(graph.storages[s].bytes for s in _droppable(graph, moment))
+            held = simulator.unplanned_bytes[2 * moment + 1] - sizes
+            self._fixed_bytes += weight * held
+        self._closure = _closure_at(graph, moments)
         fast, small = self._closure.fastest(), self._closure.smallest()
         self._cuts = [fast] if small.kept_bytes >= fast.kept_bytes else [fast, small]
 
     def overhead(self, budget_bytes: int) -> float:
-        nanoseconds = self._least(budget_bytes - self._fixed_bytes)
+        nanoseconds = self._least(self._weight * budget_bytes - self._fixed_bytes)
         return nanoseconds * NANOSECOND / self._graph.step_seconds
 
     def _least(self, allowed_bytes: int) -> float:
@@ -84,18 +118,9 @@ class _BoundAt:
         return _on_line(fast, small, allowed_bytes)
 
 
-def _closure_at(graph: Graph, moment: int) -> Closure:
-    """What backward wants after a moment, and what keeping it then costs."""
-    flow, wanted = _values_wanted_after(graph, moment)
-    alive_for_free = _alive_for_free(graph, moment)
-    copies = {v for v in range(len(flow.storage_of)) if not flow.is_current(v)}
-    bytes_of = {
-        value: 0
-        if storage in alive_for_free and value not in copies
-        else graph.storages[storage].bytes
-        for value, storage in enumerate(flow.storage_of)
-        if value not in copies or flow.maker_of[value] != EXTERNAL
-    }
+def _closure_at(graph: Graph, moments: Sequence[tuple[int, int]]) -> Closure:
+    """What backward wants after some moments, and what keeping it then costs."""
+    flow, values = all_values(graph)
     encodings = {
         flow.returned[one.op][one.output]: one
         for one in graph.encodings
@@ -105,7 +130,27 @@ def _closure_at(graph: Graph, moment: int) -> Closure:
     def nanoseconds(step: int) -> int:
         return round(graph.busier_seconds[step] / NANOSECOND)
 
-    return Closure(flow, wanted, bytes_of, nanoseconds, copies, encodings)
+    demands = [_demand(graph, flow, values, *moment) for moment in moments]
+    return Closure(flow, demands, nanoseconds, encodings)
+
+
+def _demand(
+    graph: Graph, flow: Flow, values: Sequence[int], moment: int, weight: int
+) -> Demand:
+    """What backward wants after a moment, of all values of forward."""
+    pairs = zip(graph.saved, values, strict=True)
+    wanted = dict.fromkeys(v for saved, v in pairs if saved.wanted > moment)
+    alive_for_free = _alive_for_free(graph, moment)
+    copies = {v for v in range(len(flow.storage_of)) if not flow.is_current(v)}
+    bytes_of = {
+        value: 0
+        if storage in alive_for_free and value not in copies
+        else graph.storages[storage].bytes
+        for value, storage in enumerate(flow.storage_of)
+        if value not in copies or flow.maker_of[value] != EXTERNAL
+    }
+    current = [value for value in wanted if flow.is_current(value)]
+    return Demand(current, bytes_of, copies, weight)
 
 
 def _on_line(fast: Choice, small: Choice, kept_bytes: int) -> float:
@@ -126,14 +171,6 @@ def all_values(graph: Graph) -> tuple[Flow, list[int]]:
     for op in graph.ops[at : graph.num_forward]:
         flow.add(op)
     return flow, values
-
-
-def _values_wanted_after(graph: Graph, moment: int) -> tuple[Flow, list[int]]:
-    """All values of forward, and those that backward unpacks after a moment."""
-    flow, values = all_values(graph)
-    pairs = zip(graph.saved, values, strict=True)
-    wanted = dict.fromkeys(v for saved, v in pairs if saved.wanted > moment)
-    return flow, [value for value in wanted if flow.is_current(value)]
 
 
 def _alive_for_free(graph: Graph, moment: int) -> set[int]:

@@ -11,19 +11,24 @@ so the optimum is integral at every price, and the prices sweep out the lower co
 hull of (bytes kept, seconds run again). With whole-forward bytes it is the lower bound
 of ``bound.py``; with those of one call it gives the options of ``menu.py``.
 
+With several moments, every one has such variables of its own, and what runs again after
+a later one runs after the first: z'_o <= z_o. Seconds are those of the first, bytes are
+weighted and added up.
+
 Network: source -> wanted value (uncuttable), value -> coded value (cut: encoded,
 price * s + c), coded value -> its maker (cut: kept, price * b), op -> its inputs
 (uncuttable), op -> sink (cut: run again, t). External values go to the sink directly
 (cut: held, price * b; uncuttable where the forward overwrote them). A copy is a value
 that was overwritten and is alive again, since its maker ran again before; it saves the
 maker's inputs but not its seconds, so op -> sink becomes op -> ran -> sink, with
-copy -> ran uncuttable and copy -> op (cut: alive, price * b).
+copy -> ran uncuttable and copy -> op (cut: alive, price * b). An op of a later moment
+has an uncuttable edge to itself at the first one, in place of that to the sink.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ckplan.program import EXTERNAL, Flow
@@ -34,12 +39,24 @@ NANOSECOND = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
+class Demand:
+    """What has to be there at one moment."""
+
+    wanted: Sequence[int]  # values that backward reads afterwards
+    bytes_of: Mapping[int, int]
+    """What keeping or holding a value costs; 0 for one that lives anyway; values that
+    cannot be kept are left out."""
+    copies: Collection[int] = ()  # of bytes_of, those that live once their maker reran
+    weight: int = 1  # of all bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Choice:
     """A set of values to keep and what it costs."""
 
-    kept: frozenset[int]
-    encoded: frozenset[int]  # kept in a smaller form
-    kept_bytes: int
+    kept: frozenset[int]  # at the first moment
+    encoded: frozenset[int]  # kept there in a smaller form
+    kept_bytes: int  # of all moments, weighted
     nanoseconds: int  # of ops that run again, and of encoding and decoding
 
     def holding(self, num_bytes: int) -> Choice:
@@ -61,77 +78,81 @@ class Closure:
     def __init__(
         self,
         flow: Flow,
-        wanted: Iterable[int],
-        bytes_of: Mapping[int, int],
+        demands: Sequence[Demand],
         nanoseconds: Callable[[int], int],
-        copies: Collection[int] = (),
         encodings: Mapping[int, Encoding] | None = None,
     ) -> None:
         """Build the network.
 
         Args:
             flow: A complete forward.
-            wanted: Values that backward reads.
-            bytes_of: What keeping or holding a value costs; 0 for one that lives
-                anyway; values that cannot be kept are left out.
+            demands: One for every moment, the earliest first: it wants what all others
+                do.
             nanoseconds: What running a step again costs.
-            copies: Values of ``bytes_of`` that live only once their maker ran again.
             encodings: Values that can be kept in a smaller form.
         """
         self._network = Network()
         self._costs: list[tuple[int, int] | None] = []  # edge -> bytes, nanoseconds
-        self._nodes: dict[tuple[str, int], int] = {}
+        self._nodes: dict[tuple[str, int, int], int] = {}  # kind, moment, item
         self._flow = flow
-        self._bytes = bytes_of
-        self._copies = copies
+        self._demands = demands
         self._encodings = encodings or {}
-        self._wanted = tuple(dict.fromkeys(wanted))
         self._times: dict[int, int] = {}
-        for value, readers in self._add_steps(nanoseconds).items():
-            self._add_value(value, readers)
+        for moment in range(len(demands)):
+            for value, readers in self._add_steps(moment, nanoseconds).items():
+                self._add_value(moment, value, readers)
 
-    def _add_steps(self, nanoseconds: Callable[[int], int]) -> dict[int, list[int]]:
+    def _add_steps(
+        self, moment: int, nanoseconds: Callable[[int], int]
+    ) -> dict[int, list[int]]:
         """Add what may run again; returns what is read then, and the nodes that do."""
-        flow, wanted = self._flow, {*self._wanted}
-        readers = {value: [SOURCE] for value in self._wanted}
-        stack = [flow.maker_of[value] for value in self._wanted]
+        flow, demand = self._flow, self._demands[moment]
+        wanted = dict.fromkeys(demand.wanted)
+        readers = {value: [SOURCE] for value in wanted}
+        stack = [flow.maker_of[value] for value in wanted]
         while stack:
             step = stack.pop()
-            if step == EXTERNAL or step in self._times:
+            if step == EXTERNAL or ("step", moment, step) in self._nodes:
                 continue
-            self._times[step] = nanoseconds(step)
-            node = ran = self._node("step", step)
-            if any(value in self._copies for value in flow.outputs[step]):
-                ran = self._node("ran", step)
-                self._edge(node, ran, None)
-            self._edge(ran, SINK, (0, self._times[step]))
+            node = self._node("step", moment, step)
+            if moment:
+                self._edge(node, self._node("step", 0, step), None)
+            else:
+                self._times[step] = nanoseconds(step)
+                ran = node
+                if any(value in demand.copies for value in flow.outputs[step]):
+                    ran = self._node("ran", moment, step)
+                    self._edge(node, ran, None)
+                self._edge(ran, SINK, (0, self._times[step]))
             for read in flow.inputs[step]:
                 if read not in wanted:  # else it is there whoever reads it
                     readers.setdefault(read, []).append(node)
                 stack.append(flow.maker_of[read])
         return readers
 
-    def _add_value(self, value: int, readers: Sequence[int]) -> None:
+    def _add_value(self, moment: int, value: int, readers: Sequence[int]) -> None:
         """Add a value; what one node alone reads is on its side of every cut."""
+        demand = self._demands[moment]
         if len(readers) == 1:
-            node = self._nodes["value", value] = readers[0]
+            node = self._nodes["value", moment, value] = readers[0]
         else:
-            node = self._node("value", value)
+            node = self._node("value", moment, value)
             for reader in readers:
                 self._edge(reader, node, None)
-        keep = (self._bytes[value], 0) if value in self._bytes else None
+        known = value in demand.bytes_of
+        keep = (demand.weight * demand.bytes_of[value], 0) if known else None
         maker = self._flow.maker_of[value]
         if maker == EXTERNAL:
             self._edge(node, SINK, keep)
             return
         if value in self._encodings:
-            coded = self._node("coded", value)
-            cost = self._encodings[value].bytes, self._coding_time(value)
-            self._edge(node, coded, cost)
+            coded = self._node("coded", moment, value)
+            size = demand.weight * self._encodings[value].bytes
+            self._edge(node, coded, (size, 0 if moment else self._coding_time(value)))
             node = coded
-        if value in self._copies:
-            self._edge(node, self._node("ran", maker), None)
-        self._edge(node, self._node("step", maker), keep)
+        if value in demand.copies and not moment:
+            self._edge(node, self._node("ran", moment, maker), None)
+        self._edge(node, self._node("step", moment, maker), keep)
 
     def solve(self, nanoseconds: int, num_bytes: int) -> Choice:
         """The optimum at the price of ``nanoseconds`` per ``num_bytes``."""
@@ -143,13 +164,13 @@ class Closure:
 
     def fastest(self) -> Choice:
         """Fewest seconds run again, then fewest bytes."""
-        coded = sum(one.bytes for one in self._encodings.values())
-        return self.solve(1, 1 + sum(self._bytes.values()) + coded)
+        most = sum(cost[0] for cost in self._costs if cost)
+        return self.solve(1, 1 + most)
 
     def smallest(self) -> Choice:
         """Fewest bytes kept, then fewest seconds."""
-        coding = sum(map(self._coding_time, self._encodings))
-        return self.solve(1 + sum(self._times.values()) + coding, 1)
+        most = sum(cost[1] for cost in self._costs if cost)
+        return self.solve(1 + most, 1)
 
     def hull(self, most_cuts: int) -> list[Choice]:
         """Vertices of the lower convex hull, fewest seconds first.
@@ -173,7 +194,7 @@ class Closure:
         return sorted(found, key=lambda choice: (choice.nanoseconds, choice.kept_bytes))
 
     def every(self, most: int) -> list[Choice]:
-        """All choices of which no part is idle, fewest seconds first.
+        """All choices of which no part is idle, fewest seconds first, at one moment.
 
         Going back from the last op, every value that is wanted by then is kept, kept in
         a smaller form, or made again, which makes its maker's inputs wanted.
@@ -182,8 +203,9 @@ class Closure:
             most: How many are worth listing; none is returned if there are more.
         """
         makers, order = self._flow.maker_of, self._before
+        (demand,) = self._demands
         found: dict[Choice, None] = {}
-        stack = [(frozenset(self._wanted), frozenset[int](), _NOTHING)]
+        stack = [(frozenset(demand.wanted), frozenset[int](), _NOTHING)]
         looked_at = 0
         while stack and len(found) <= most:
             looked_at += 1
@@ -195,8 +217,8 @@ class Closure:
                 continue
             value = max(wanted, key=order)
             maker, left = makers[value], wanted - {value}
-            if value in self._bytes:
-                held = choice.holding(self._bytes[value])
+            if value in demand.bytes_of:
+                held = choice.holding(demand.bytes_of[value])
                 kept = replace(held, kept=choice.kept | {value})
                 stack.append((left, ran, held if maker == EXTERNAL else kept))
             if value in self._encodings:
@@ -231,33 +253,32 @@ class Closure:
     def _read(self, source_side: list[bool]) -> Choice:
         kept: set[int] = set()
         encoded: set[int] = set()
-        kept_bytes = time = 0
-        for (kind, item), node in self._nodes.items():
-            if not source_side[node]:
-                continue
-            if kind in ("step", "ran"):
-                split = kind == "step" and ("ran", item) in self._nodes
-                time += 0 if split else self._times[item]
+        for (kind, moment, item), node in self._nodes.items():
+            if kind != "value" or moment or not source_side[node]:
                 continue
             maker = self._flow.maker_of[item]
-            coded = self._nodes.get(("coded", item)) if kind == "value" else None
-            if maker == EXTERNAL:
-                kept_bytes += self._bytes.get(item, 0)
-            elif coded is not None:
-                if not source_side[coded]:
-                    encoded.add(item)
-                    kept_bytes += self._encodings[item].bytes
-                    time += self._coding_time(item)
-            elif not source_side[self._nodes["step", maker]]:
+            coded = self._nodes.get(("coded", moment, item))
+            if coded is not None and not source_side[coded]:
+                encoded.add(item)
+            elif maker != EXTERNAL and not source_side[self._nodes["step", 0, maker]]:
                 kept.add(item)
-                kept_bytes += self._bytes.get(item, 0)
-        return Choice(frozenset(kept), frozenset(encoded), kept_bytes, time)
+        cut = [
+            cost
+            for cost, (tail, head) in zip(self._costs, self._network.edges, strict=True)
+            if cost and source_side[tail] and not source_side[head]
+        ]
+        return Choice(
+            frozenset(kept),
+            frozenset(encoded),
+            sum(size for size, _ in cut),
+            sum(time for _, time in cut),
+        )
 
     def _coding_time(self, value: int) -> int:
         return round(self._encodings[value].seconds / NANOSECOND)
 
-    def _node(self, kind: str, item: int) -> int:
-        key = (kind, item)
+    def _node(self, kind: str, moment: int, item: int) -> int:
+        key = (kind, moment, item)
         if key not in self._nodes:
             self._nodes[key] = self._network.add_node()
         return self._nodes[key]

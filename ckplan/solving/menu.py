@@ -21,7 +21,7 @@ from ckplan.program import EXTERNAL, Flow
 from ckplan.records import BEFORE_STEP
 from ckplan.region import RERUN, Region, RegionView
 from ckplan.simulate import Simulator
-from ckplan.solving.closure import NANOSECOND, Choice, Closure
+from ckplan.solving.closure import NANOSECOND, Choice, Closure, Demand
 
 _FEWEST_CUTS, _MOST_CUTS, _CUTS_TIMES_STEPS = 1, 40, 2500
 _TRIED_TIMES_STEPS = 2500  # sets of values to keep, where they are all tried
@@ -291,10 +291,9 @@ def unit_closure(graph: Graph, view: RegionView) -> Closure:
     }
     return Closure(
         flow,
-        [value for _, _, value in view.packed],
-        bytes_of,
+        [Demand([value for _, _, value in view.packed], bytes_of)],
         lambda step: round(graph.busier_seconds[view.start + step] / NANOSECOND),
-        encodings=encodings,
+        encodings,
     )
 
 

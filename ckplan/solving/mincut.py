@@ -22,7 +22,7 @@ class Network:
     """A directed network whose capacities may be set anew for every cut."""
 
     def __init__(self) -> None:
-        self._edges: list[tuple[int, int]] = []
+        self.edges: list[tuple[int, int]] = []  # tail, head
         self._num_nodes = 2
         self._parts: list[_Part] = []  # of all edges, unless one was added since
 
@@ -33,9 +33,9 @@ class Network:
 
     def add_edge(self, tail: int, head: int) -> int:
         """A new edge; returns its position in the capacities of ``source_side``."""
-        self._edges.append((tail, head))
+        self.edges.append((tail, head))
         self._parts = []
-        return len(self._edges) - 1
+        return len(self.edges) - 1
 
     def source_side(self, capacities: Sequence[int]) -> list[bool]:
         """The smallest source side of a minimum cut, as a flag for every node.
@@ -68,7 +68,7 @@ class Network:
                 leader[node] = node = leader[leader[node]]
             return node
 
-        for edge in self._edges:
+        for edge in self.edges:
             if SOURCE not in edge and SINK not in edge:
                 one, other = map(find, edge)
                 leader[max(one, other)] = min(one, other)
@@ -76,7 +76,7 @@ class Network:
         for node in range(SINK + 1, self._num_nodes):
             nodes[find(node)].append(node)
         edges: dict[int, list[int]] = defaultdict(list)
-        for number, edge in enumerate(self._edges):
+        for number, edge in enumerate(self.edges):
             inner = max(edge)  # source and sink are the least
             if inner > SINK:
                 edges[find(inner)].append(number)
@@ -93,7 +93,7 @@ class Network:
         local = tuple(
             [
                 (number[tail], number[head])
-                for tail, head in (self._edges[edge] for edge in edges)
+                for tail, head in (self.edges[edge] for edge in edges)
             ]
         )
         if local not in shapes:

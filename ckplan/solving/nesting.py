@@ -10,6 +10,9 @@ heterogeneous chains", 2019), its splits taken from a few even ones.
 Inside one region the parts make a chain just as the units of a step do, so the same
 recurrence chooses among them (``chain.py``): live bytes are those of the step under the
 region alone, in place of the unplanned step.
+
+What an outermost region keeps in a smaller form, masks as bits, stays for all runs of
+it: then they need not draw random numbers again, which takes longer than most ops.
 """
 
 from __future__ import annotations
@@ -19,15 +22,19 @@ from contextlib import suppress
 from dataclasses import replace
 
 from ckplan.errors import PlanError
+from ckplan.records import OUTSIDE_CALLS
 from ckplan.region import Region
 from ckplan.simulate import Simulator
 from ckplan.solving.chain import ChainFrontier, Link, regions_of
+from ckplan.solving.covers import NEARLY_ALL
 from ckplan.solving.menu import Menus, Option, Unit
 
 _MOST_PARTS = 12  # of a run, each call by itself; longer ones are cut into runs
 _MOST_LEVELS = 4
 _MOST_FLAT = 3  # options without regions inside, of one part
 _MOST_PLANS = 6  # of the inside of one unit
+_MANY_PLANS = 24  # of the inside of a large unit that keeps encoded values
+_LARGE = 0.1  # of what could be dropped
 
 
 class Nesting:
@@ -55,6 +62,25 @@ class Nesting:
         flat = [o.region for o in self._menus.options(unit) if o.region is not None]
         return self._menus.useful(unit, [*flat, *self.regions(unit)])
 
+    def encoding(self, unit: Unit) -> list[Option]:
+        """The menu of a unit, and regions that keep what is small when encoded.
+
+        Large units get those only, with regions inside that do not divide further.
+        """
+        options = self._menus.options(unit)
+        flat = [o.region for o in options if o.region is not None]
+        encoding = [region.encode for region in flat if region.encode]
+        if not encoding or not self._is_large(unit):
+            return options
+        whole = Region(unit[0], last=unit[1], encode=encoding[-1])
+        found = self._inside(whole, self._parts(unit), _MOST_LEVELS, _MANY_PLANS)
+        return self._menus.useful(unit, [*flat, *found])
+
+    def _is_large(self, unit: Unit) -> bool:
+        outermost = self._graph.children[OUTSIDE_CALLS]
+        total = sum(map(self._menus.droppable_bytes, outermost))
+        return self._menus.droppable_bytes(unit[0]) >= _LARGE * total
+
     def simplest(self, unit: Unit) -> Region:
         """Keep nothing, and the same for every part of it."""
         inner = tuple(Region(call, last=last) for call, last in self._parts(unit))
@@ -73,6 +99,12 @@ class Nesting:
     def _regions(self, unit: Unit, level: int) -> list[Region]:
         parts = self._parts(unit) if level <= _MOST_LEVELS else []
         whole = Region(unit[0], last=unit[1])
+        return self._inside(whole, parts, level, _MOST_PLANS)
+
+    def _inside(
+        self, whole: Region, parts: Sequence[Unit], level: int, most_plans: int
+    ) -> list[Region]:
+        """A region with others inside of it, those that hold least first."""
         try:
             inside = _Inside(self._simulator, whole, parts)
         except PlanError:  # it cannot be rebuilt at all
@@ -80,7 +112,7 @@ class Nesting:
         if len(inside.parts) < 2:
             return []
         found = inside.frontier(lambda p: self._choices(p, level), runs=self._small)
-        plans = found.smallest_first() if self._small else found.spread(_MOST_PLANS)
+        plans = found.smallest_first() if self._small else found.spread(most_plans)
         insides = filter(None, map(regions_of, plans))
         return [replace(whole, inner=inner) for inner in insides]
 
@@ -97,7 +129,7 @@ class Nesting:
         """The calls of a run, or those that a call makes; many of them in runs."""
         call, last = unit
         if last is None:
-            calls = self._graph.children[call]
+            calls = self._made_by(call)
         else:
             siblings = self._graph.children[self._graph.calls[call].parent]
             calls = [one for one in siblings if call <= one <= last]
@@ -107,6 +139,15 @@ class Nesting:
             length = -(-len(calls) // _MOST_PARTS) if length == 1 else length + 1
         runs = (calls[at : at + length] for at in range(0, len(calls), length))
         return [(run[0], run[-1] if len(run) > 1 else None) for run in runs]
+
+    def _made_by(self, call: int) -> list[int]:
+        """The calls that a call makes, one that is nearly all of it divided itself."""
+        calls: list[int] = []
+        most = NEARLY_ALL * self._menus.droppable_bytes(call)
+        for child in self._graph.children[call]:
+            is_most = self._menus.droppable_bytes(child) >= most
+            calls += (is_most and self._made_by(child)) or [child]
+        return calls
 
     def _moved(self, region: Region, like: Unit, unit: Unit) -> Region:
         """The same region on another unit that does the same."""

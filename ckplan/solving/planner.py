@@ -14,7 +14,7 @@ from ckplan.graph import Graph
 from ckplan.region import Region
 from ckplan.simulate import Simulator, Timeline
 from ckplan.solving.baselines import baselines, can_be_done
-from ckplan.solving.bound import LowerBound
+from ckplan.solving.bound import LowerBound, gap
 from ckplan.solving.chain import ChainFrontier, Choice, regions_of
 from ckplan.solving.covers import (
     all_nodes,
@@ -36,6 +36,7 @@ _FEW_PLANS = 4  # the smallest of a chain, one of which reaches its floor
 _HALVINGS = 12  # of a search for a budget
 _WORTH_FREED = 0.02  # of what can be freed, that a wider search must free beyond
 _WORTH_PEAK = 0.1  # or of the peak
+_MOST_GAP = 0.02  # of the smallest plan, that needs no wider search
 _TIMES_ROOT = (
     2.5  # of how many calls there are: longer runs hold more than shorter ones
 )
@@ -143,7 +144,8 @@ class Planner:
 
     @cached_property
     def _bound(self) -> LowerBound:
-        return LowerBound(self.simulator, [self._least[0].peak_moment // 2])
+        smallest, _ = min([self._smallest(self._plain), *self._tried], key=_peak)
+        return LowerBound(self.simulator, [smallest.peak_moment // 2])
 
     @cached_property
     def floor(self) -> Floor:
@@ -197,11 +199,28 @@ class Planner:
 
     @cached_property
     def _chains(self) -> list[ChainFrontier]:
-        """What is searched: wider spaces only where they free much more."""
+        """What is searched."""
+        return [*self._plain, *([self._encoding] if self._is_far_off else ())]
+
+    @cached_property
+    def _plain(self) -> list[ChainFrontier]:
+        """What is searched in any case: wider spaces only where they free much more."""
         if self._is_small:
             return [] if self._all_nested else [self._tree]
         found = [self._tree, *(self._of_runs if self._runs_pay else ())]
         return [*found, *(self._of_nests if self._nesting_pays else ())]
+
+    @cached_property
+    def _is_far_off(self) -> bool:
+        """Whether the bound leaves room for plans much better than the smallest one."""
+        least, _ = self._smallest(self._plain)
+        bound = self.bound(least.peak_bytes)
+        return not self._is_small and gap(least.overhead, bound) > _MOST_GAP
+
+    @cached_property
+    def _encoding(self) -> ChainFrontier:
+        nodes = find_nodes(self.graph, self.menus)
+        return tree_frontier(self.simulator, nodes, self._nesting.encoding)
 
     def _smallest(self, chains: Iterable[ChainFrontier]) -> _Found:
         found = [(self.unplanned, ()), *map(self._smallest_of, chains)]
