@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
-from math import comb
 from random import Random
 
 import graphs
 import oracles
 import pytest
+from revolve import LEAST, UNIT, extra_steps, uniform
 from test_simulate import nest_of, span_of
 
 from ckplan.plan import Plan
@@ -117,30 +117,6 @@ def test_memory_grows_far_slower_than_depth() -> None:
     assert floors[1] < 1.6 * floors[0]
 
 
-def uniform(length: int) -> graphs.Graph:
-    """Blocks of one op that saves what it reads, and nothing else."""
-    forward = graphs.Forward()
-    x = forward.given(10)
-    with forward.call("", module="Root"):
-        for number in range(length):
-            with forward.call(f"{number}", module="Block"):
-                (x,) = forward.op("f", [x], makes=[10], saves=[x])
-    forward.op("mean", [x], makes=[0])
-    return forward.graph()
-
-
-def steps_of_revolve(length: int, slots: int) -> int:
-    """Forward steps that reversing a chain takes with so many checkpoints.
-
-    The binomial numbers of A. Griewank, A. Walther, "Algorithm 799: Revolve", 2000;
-    the start of the chain is one of the checkpoints.
-    """
-    repeats = 0
-    while comb(slots + repeats, slots) < length:
-        repeats += 1
-    return repeats * length - comb(slots + repeats, slots + 1)
-
-
 @pytest.mark.parametrize(
     "length",
     [*range(2, 10), *(pytest.param(n, marks=pytest.mark.slow) for n in range(10, 17))],
@@ -150,12 +126,10 @@ def test_uniform_chains_reach_the_binomial_numbers_at_every_memory_size(
 ) -> None:
     graph = uniform(length)
     planner = Planner(graph)
-    least = min(planner.unplanned.peak_bytes, 40)  # x, what two ops make, a gradient
-    assert planner.floor.peak_bytes == least
+    assert planner.floor.peak_bytes == LEAST
     for slots in range(1, length):
-        timeline, _ = planner.within(least + 10 * (slots - 1)) or pytest.fail("no plan")
-        extra = steps_of_revolve(length, slots) - (length - 1)
-        assert timeline.recompute_seconds == extra, slots
+        timeline, _ = planner.within(LEAST + UNIT * (slots - 1)) or pytest.fail("none")
+        assert timeline.recompute_seconds == extra_steps(length, slots), slots
 
 
 def test_what_backward_drops_without_a_look_is_dropped_at_once() -> None:

@@ -26,9 +26,6 @@ MANY_OPS, NEARLY_ALL = 1000, 0.95
 """A call of so many ops, one part of which holds so much of it, is no unit itself."""
 
 RUN_SHARES = (1 / 8, 1 / 32)
-LENGTHS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-"""Of runs, in calls."""
-
 _Options: TypeAlias = Callable[[Unit], Sequence[Option]]
 _CHILDREN_MUST_HOLD = 0.5  # of their parent's droppable bytes
 
@@ -163,10 +160,18 @@ def run_covers(graph: Graph, menus: Menus) -> dict[int, list[tuple[Unit, ...]]]:
                     groups.append([])
                 groups[-1].append(call)
         longest = max(map(len, groups))
-        for length in (n for n in LENGTHS if n < longest):
+        for length in _lengths(longest):
             cover = tuple(unit for group in groups for unit in _runs(group, length))
             found.setdefault(length, {})[cover] = None
     return {length: list(covers) for length, covers in sorted(found.items())}
+
+
+def _lengths(longest: int) -> Iterator[int]:
+    """Of runs, in calls: 2, 3, 4, 6, 8, 12, 16, ..."""
+    shorter, longer = 2, 3
+    while shorter < longest:
+        yield shorter
+        shorter, longer = longer, 2 * shorter
 
 
 def are_siblings(graph: Graph, one: int, other: int) -> bool:

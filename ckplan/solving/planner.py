@@ -40,7 +40,9 @@ _MOST_GAP = 0.02  # of the smallest plan, that needs no wider search
 _TIMES_ROOT = (
     2.5  # of how many calls there are: longer runs hold more than shorter ones
 )
-_ROOTS = (4, 3, 2)  # of how many calls there are: lengths of runs with regions inside
+_POWERS = (1 / 4, 1 / 3, 1 / 2, 2 / 3, 4 / 5)
+"""Of how many calls there are: lengths of runs with regions inside. The longer they
+are, the less is kept between them, and the more levels they need."""
 _FEW_OPS = 64
 """Of a step small enough to try every set of values to keep, every run of calls, and
 regions inside regions everywhere."""
@@ -200,7 +202,7 @@ class Planner:
     @cached_property
     def _chains(self) -> list[ChainFrontier]:
         """What is searched."""
-        return [*self._plain, *([self._encoding] if self._is_far_off else ())]
+        return [*self._plain, *([self._encoding] if self._encoding_pays else ())]
 
     @cached_property
     def _plain(self) -> list[ChainFrontier]:
@@ -211,11 +213,12 @@ class Planner:
         return [*found, *(self._of_nests if self._nesting_pays else ())]
 
     @cached_property
-    def _is_far_off(self) -> bool:
-        """Whether the bound leaves room for plans much better than the smallest one."""
+    def _encoding_pays(self) -> bool:
+        """Whether the bound leaves room for better plans, and masks may fill it."""
+        if self._is_small or not self.graph.encodings:
+            return False
         least, _ = self._smallest(self._plain)
-        bound = self.bound(least.peak_bytes)
-        return not self._is_small and gap(least.overhead, bound) > _MOST_GAP
+        return gap(least.overhead, self.bound(least.peak_bytes)) > _MOST_GAP
 
     @cached_property
     def _encoding(self) -> ChainFrontier:
@@ -256,7 +259,7 @@ class Planner:
         least = self._smallest([self._tree])[0].peak_bytes
         regions = (
             [Region(call, last=last) for call, last in cover]
-            for cover in self._runs_of_about_root(2)
+            for cover in self._runs_of_about(1 / 2)
         )
         return any(self._frees_more(plan, than_bytes=least) for plan in regions)
 
@@ -267,7 +270,8 @@ class Planner:
         least = self._smallest(flat)[0].peak_bytes
         regions = (
             [self._nesting.simplest(unit) for unit in cover]
-            for cover in self._runs_of_about_root(2)
+            for power in (1 / 2, 2 / 3)
+            for cover in self._runs_of_about(power)
         )
         return any(self._frees_more(plan, than_bytes=least) for plan in regions)
 
@@ -278,17 +282,17 @@ class Planner:
     @cached_property
     def _of_nests(self) -> list[ChainFrontier]:
         covers = dict.fromkeys(
-            cover for root in _ROOTS for cover in self._runs_of_about_root(root)
+            cover for power in _POWERS for cover in self._runs_of_about(power)
         )
         options = self._nesting.options
         return [chain_of(self.simulator, cover, options) for cover in covers]
 
-    def _runs_of_about_root(self, root: int) -> list[tuple[Unit, ...]]:
-        """Covers by runs of about the n-th root of their number, in calls."""
+    def _runs_of_about(self, power: float) -> list[tuple[Unit, ...]]:
+        """Covers by runs as long as about a power of how many calls there are."""
         covers = self._run_covers
         if not covers:
             return []
-        wanted = max(covers) ** (1 / root)
+        wanted = max(covers) ** power
         return covers[min(covers, key=lambda length: abs(length - wanted))]
 
     def _frees_more(self, plan: Iterable[Region], than_bytes: int) -> bool:
