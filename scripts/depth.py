@@ -226,7 +226,7 @@ def too_large(chains: Sequence[Chain]) -> Iterator[str]:
     """Where memory does not grow as the root, or as the logarithm, of depth."""
     for one in chains:
         if one.one_more > 2 * math.sqrt(one.layers) + 4:
-            yield f"{one.layers} layers: {one.one_more} activations, over twice the root"
+            yield f"{one.layers} layers: {one.one_more} activations, one forward more"
         if one.smallest > 4 * math.log2(one.layers):
             yield f"{one.layers} layers: {one.smallest} activations at least"
 
