@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -168,3 +169,21 @@ def test_costs_are_kept_where_the_user_keeps_such_things(
     monkeypatch.setenv("HOME", str(tmp_path))
     assert cost_cache(CPU).path.parent == tmp_path / ".cache" / "ckplan"
     assert cost_cache(CPU).now == pytest.approx(time.time(), abs=60)
+
+
+@pytest.mark.parametrize(("share", "copies"), [(1, 1), (3, 3), (4096, 32)])
+def test_an_op_never_finds_its_input_in_the_cache(share: int, copies: int) -> None:
+    """So many copies take turns that other bytes pass between two runs of one."""
+    prepared: list[int] = []
+    ran: list[int] = []
+
+    def prepare() -> Callable[[], None]:
+        number = len(prepared)
+        prepared.append(number)
+        return lambda: ran.append(number)
+
+    job = calibrating._Job(prepare, calibrating.COLD_BYTES // share)
+    calibrating._time(job, job.prepare(), CPU)
+    assert len(prepared) == copies
+    assert ran == [turn % copies for turn in range(len(ran))]
+    assert len(ran) == calibrating._MOST_REPEATS

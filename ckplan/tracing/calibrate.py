@@ -1,10 +1,14 @@
 """Run every distinct op once, alone, to learn its seconds and its workspace.
 
 Ops are alike when name, shapes, strides, dtypes and numbers are. Alone means that it
-never needs the memory of the whole model: the largest op decides. Ops whose tensors are
-larger than ``LARGEST_BYTES``, and those that do not run on made-up content, are not
-measured but scaled from the bandwidth and the rate that the others reached. What was
-measured before, on this machine, need not be measured again (``cost_cache``).
+never needs the memory of the whole model: the largest op decides, or ``COLD_BYTES``.
+Ops whose tensors are larger than ``LARGEST_BYTES``, and those that do not run on
+made-up content, are not measured but scaled from the bandwidth and the rate that the
+others reached. What was measured before, on this machine, need not be measured again
+(``cost_cache``).
+
+In a step other tensors pass through the processor's cache between two ops that touch
+the same one. So several copies of an op's input take turns, of ``COLD_BYTES`` together.
 """
 
 from __future__ import annotations
@@ -28,6 +32,8 @@ from ckplan.training.allocator import AllocatorLog, log_allocations
 from ckplan.training.failures import first_line, is_out_of_memory
 
 LARGEST_BYTES = 1 << 30
+COLD_BYTES = 1 << 26
+_MOST_COPIES = 32  # of small inputs: more than are run, to pass through the cache
 _MOST_ENCODED = 1 << 24  # elements; encodings of more are scaled
 _LONG_SECONDS = 0.05  # an op that takes so long is run once
 _PATIENCE_SECONDS = 0.02  # others are repeated for so long
@@ -36,11 +42,19 @@ _MARK = "ckplan_op_"
 _HEAD_START = 1_000_000  # cycles, most of a millisecond
 _LAUNCHES = 200
 
-_Job: TypeAlias = Callable[[], Callable[[], object]]
-"""Prepares its input and returns what is to be measured."""
+_Run: TypeAlias = Callable[[], object]
+"""What is to be measured."""
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how many are done, and how many there are."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """Something to be measured."""
+
+    prepare: Callable[[], _Run]  # with an input of its own
+    moved_bytes: int  # read and written by one run
 
 
 def calibrate(
@@ -57,7 +71,7 @@ def calibrate(
     keys = [_key(op) for op in ops]
     distinct = dict(zip(reversed(keys), reversed(ops), strict=True))
     jobs = {
-        key: partial(_runner, op, device)
+        key: _Job(partial(_runner, op, device), op.moved_bytes)
         for key, op in distinct.items()
         if op.moved_bytes <= LARGEST_BYTES
     }
@@ -98,9 +112,9 @@ def calibrate_encodings(
         for form, meta in dict.fromkeys(wanted)
     }
     jobs: dict[str, _Job] = {
-        f"{way} {size}": partial(job, *size, device)
+        f"{way} {size}": _Job(partial(make, *size, device), size[1].itemsize * size[2])
         for size in dict.fromkeys(sizes.values())
-        for way, job in (("encode", _encoder), ("decode", _decoder))
+        for way, make in (("encode", _encoder), ("decode", _decoder))
     }
     costs = _look_up_or_measure(jobs, device, _silent, cache)
     found: dict[tuple[str, TensorMeta], CodingCost] = {}
@@ -116,15 +130,11 @@ def calibrate_encodings(
     return found
 
 
-def _encoder(
-    form: str, dtype: torch.dtype, length: int, device: torch.device
-) -> Callable[[], object]:
+def _encoder(form: str, dtype: torch.dtype, length: int, device: torch.device) -> _Run:
     return partial(encode, form, torch.zeros(length, dtype=dtype, device=device))
 
 
-def _decoder(
-    form: str, dtype: torch.dtype, length: int, device: torch.device
-) -> Callable[[], object]:
+def _decoder(form: str, dtype: torch.dtype, length: int, device: torch.device) -> _Run:
     small = encode(form, torch.zeros(length, dtype=dtype, device=device))
     assert small is not None, "a tensor of zeros is dense"
     return partial(decode, small)
@@ -158,18 +168,19 @@ def _measure(
             progress("measuring ops", number, len(jobs))
             mark = f"{_MARK}{number}"
             try:
-                run = job()
+                run = job.prepare()
                 if device.type == "cuda":
                     run()  # cuBLAS takes its workspace, and kernels are loaded
                 with record_function(mark):
                     first, out = _seconds_of(run, device)
                 del out
+                taken = first if first > _LONG_SECONDS else _time(job, run, device)
             except (RuntimeError, IndexError, TypeError, ValueError, MemoryError) as e:
                 if is_out_of_memory(e):
                     raise _too_large(key, e) from e
                 continue  # made-up content is not good enough for it
             marks[key] = mark
-            seconds[key] = first if first > _LONG_SECONDS else _time(run, device)
+            seconds[key] = taken
     within = _within(log, marks)
     return {
         key: Cost(
@@ -190,7 +201,7 @@ def _too_large(key: str, error: BaseException) -> WorkloadError:
     )
 
 
-def _runner(op: RawOp, device: torch.device) -> Callable[[], object]:
+def _runner(op: RawOp, device: torch.device) -> _Run:
     """The op with made-up content: halves in floats, zeros in integers."""
     flat = [_make(leaf, device) for leaf in op.args]
     if op.func is torch.ops.aten._grouped_mm.default and flat[2] is not None:
@@ -223,20 +234,24 @@ def _spread(a: torch.Tensor, b: torch.Tensor, stops: torch.Tensor) -> None:
     stops.copy_(groups * tokens // len(stops))
 
 
-def _time(run: Callable[[], object], device: torch.device) -> float:
+def _time(job: _Job, run: _Run, device: torch.device) -> float:
     """Seconds of one run: the lower quartile of a few, as noise only ever adds."""
+    copies = min(COLD_BYTES // max(job.moved_bytes, 1), _MOST_COPIES)
+    runs = [run, *(job.prepare() for _ in range(copies - 1))]
+    outs: list[object] = [None] * len(runs)  # kept for a turn, so that they are cold
     times: list[float] = []
     begin = time.perf_counter()
     while len(times) < _MOST_REPEATS:
-        times.append(_seconds_of(run, device)[0])
+        turn = len(times) % len(runs)
+        outs[turn] = None
+        seconds, outs[turn] = _seconds_of(runs[turn], device)
+        times.append(seconds)
         if time.perf_counter() - begin > _PATIENCE_SECONDS:
             break
     return lower_quartile(times)
 
 
-def _seconds_of(
-    run: Callable[[], object], device: torch.device
-) -> tuple[float, object]:
+def _seconds_of(run: _Run, device: torch.device) -> tuple[float, object]:
     """Seconds that the device works, and what comes of it."""
     if device.type != "cuda":
         start = time.perf_counter()

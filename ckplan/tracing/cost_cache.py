@@ -156,6 +156,7 @@ def _machine(device: torch.device) -> dict[str, Any]:
         found["threads"] = torch.get_num_threads()
         found["capability"] = torch.backends.cpu.get_cpu_capability()
         found["mkldnn"] = torch.backends.mkldnn.enabled
+    found["inputs"] = "cold"  # not so before
     found["deterministic"] = torch.are_deterministic_algorithms_enabled()
     return found
 
