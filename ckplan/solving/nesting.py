@@ -12,7 +12,9 @@ recurrence chooses among them (``chain.py``): live bytes are those of the step u
 region alone, in place of the unplanned step.
 
 What an outermost region keeps in a smaller form, masks as bits, stays for all runs of
-it: then they need not draw random numbers again, which takes longer than most ops.
+it: then they need not draw random numbers again, which takes longer than most ops. And
+a region that keeps the dear part of what it makes may still drop cheap parts again, as
+the norm before a convolution: else they are held while that one runs backward.
 """
 
 from __future__ import annotations
@@ -20,21 +22,29 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import cached_property
+from itertools import groupby
+from typing import TypeAlias
 
 from ckplan.errors import PlanError
 from ckplan.records import OUTSIDE_CALLS
 from ckplan.region import Region
 from ckplan.simulate import Simulator
 from ckplan.solving.chain import ChainFrontier, Link, regions_of
-from ckplan.solving.covers import NEARLY_ALL
+from ckplan.solving.covers import NEARLY_ALL, are_siblings
 from ckplan.solving.menu import Menus, Option, Unit
 
 _MOST_PARTS = 12  # of a run, each call by itself; longer ones are cut into runs
 _MOST_LEVELS = 4
 _MOST_FLAT = 3  # options without regions inside, of one part
 _MOST_PLANS = 6  # of the inside of one unit
-_MANY_PLANS = 24  # of the inside of a large unit that keeps encoded values
-_LARGE = 0.1  # of what could be dropped
+_LARGE, _PLANS_OF_LARGE = 0.1, 24  # share of what could be dropped; plans of the inside
+_FEW_STEPS, _PLANS_OF_FEW = 16, 8  # of a small unit; plans of the inside
+_OUTERMOST_OF_FEW = 3  # sets of values to keep, beside keeping nothing
+_PAIRS = 2  # of parts that small units drop together
+
+
+_Choices: TypeAlias = Callable[[Unit], Iterable[Region]]
 
 
 class Nesting:
@@ -55,31 +65,50 @@ class Nesting:
         self._graph = simulator.graph
         self._menus = menus
         self._small = small
-        self._found: dict[str, tuple[Unit, list[Region]]] = {}  # by signature
+        self._found: dict[tuple[str, int], tuple[Unit, list[Region]]] = {}
 
     def options(self, unit: Unit) -> list[Option]:
         """The menu of a unit, options with regions inside among them."""
         flat = [o.region for o in self._menus.options(unit) if o.region is not None]
         return self._menus.useful(unit, [*flat, *self.regions(unit)])
 
-    def encoding(self, unit: Unit) -> list[Option]:
-        """The menu of a unit, and regions that keep what is small when encoded.
-
-        Large units get those only, with regions inside that do not divide further.
-        """
-        options = self._menus.options(unit)
-        flat = [o.region for o in options if o.region is not None]
-        encoding = [region.encode for region in flat if region.encode]
-        if not encoding or not self._is_large(unit):
-            return options
-        whole = Region(unit[0], last=unit[1], encode=encoding[-1])
-        found = self._inside(whole, self._parts(unit), _MOST_LEVELS, _MANY_PLANS)
+    def wide(self, unit: Unit) -> list[Option]:
+        """The menu of a unit, and regions inside of regions that keep something."""
+        flat = [o.region for o in self._menus.options(unit) if o.region is not None]
+        found = self._shared(
+            unit,
+            0,
+            lambda: [
+                *self._around_encoded(unit, flat),
+                *self._around_pairs(unit, flat),
+            ],
+        )
         return self._menus.useful(unit, [*flat, *found])
 
-    def _is_large(self, unit: Unit) -> bool:
+    def _around_encoded(self, unit: Unit, flat: Sequence[Region]) -> list[Region]:
+        """Regions on a large unit that keep what is small when encoded."""
+        encode = next((one.encode for one in reversed(flat) if one.encode), None)
+        share = self._menus.droppable_bytes(unit[0])
+        if not encode or share < _LARGE * self._droppable_bytes:
+            return []
+        whole = Region(unit[0], last=unit[1], encode=encode)
+        return self._inside(whole, self._plain, 1, _PLANS_OF_LARGE)
+
+    def _around_pairs(self, unit: Unit, flat: Sequence[Region]) -> list[Region]:
+        """Regions on a small unit that drop one or two neighbours again."""
+        if len(self._simulator.view(*unit).flow.inputs) > _FEW_STEPS:
+            return []
+        outermost = [Region(unit[0], last=unit[1]), *flat[-_OUTERMOST_OF_FEW:]]
+        return [
+            one
+            for whole in outermost
+            for one in self._inside(whole, self._nothing, _PAIRS, _PLANS_OF_FEW)
+        ]
+
+    @cached_property
+    def _droppable_bytes(self) -> int:
         outermost = self._graph.children[OUTSIDE_CALLS]
-        total = sum(map(self._menus.droppable_bytes, outermost))
-        return self._menus.droppable_bytes(unit[0]) >= _LARGE * total
+        return sum(map(self._menus.droppable_bytes, outermost))
 
     def simplest(self, unit: Unit) -> Region:
         """Keep nothing, and the same for every part of it."""
@@ -90,40 +119,63 @@ class Nesting:
     def regions(self, unit: Unit, level: int = 1) -> list[Region]:
         """Regions on a unit with regions inside, those that hold least first."""
         level = 1 if self._small else level  # their parts are fewer every time
-        signature = f"{self._menus.signature(unit)} {level}"
-        if signature not in self._found:
-            self._found[signature] = unit, self._regions(unit, level)
-        like, regions = self._found[signature]
+        if level > _MOST_LEVELS:
+            return []
+        return self._shared(unit, level, lambda: self._nested(unit, level))
+
+    def _nested(self, unit: Unit, level: int) -> list[Region]:
+        def choices(part: Unit) -> Iterator[Region]:
+            yield from self._plain(part)
+            yield from self.regions(part, level + 1)
+
+        whole = Region(unit[0], last=unit[1])
+        return self._inside(whole, choices, 1, _MOST_PLANS)
+
+    def _shared(
+        self, unit: Unit, level: int, find: Callable[[], list[Region]]
+    ) -> list[Region]:
+        """Regions on a unit, found once for all that do the same."""
+        key = self._menus.signature(unit), level
+        if key not in self._found:
+            self._found[key] = unit, find()
+        like, regions = self._found[key]
         return [self._moved(region, like, unit) for region in regions]
 
-    def _regions(self, unit: Unit, level: int) -> list[Region]:
-        parts = self._parts(unit) if level <= _MOST_LEVELS else []
-        whole = Region(unit[0], last=unit[1])
-        return self._inside(whole, parts, level, _MOST_PLANS)
-
     def _inside(
-        self, whole: Region, parts: Sequence[Unit], level: int, most_plans: int
+        self, whole: Region, choices: _Choices, longest: int, most_plans: int
     ) -> list[Region]:
-        """A region with others inside of it, those that hold least first."""
+        """A region with others inside of it, those that hold least first.
+
+        Args:
+            whole: Without any inside.
+            choices: What can be done with a part while what is around it is rebuilt.
+            longest: Run of parts that may be one part.
+            most_plans: How many are taken, unless the step is small.
+        """
         try:
-            inside = _Inside(self._simulator, whole, parts)
+            inside = _Inside(
+                self._simulator, whole, self._parts((whole.call, whole.last))
+            )
         except PlanError:  # it cannot be rebuilt at all
             return []
         if len(inside.parts) < 2:
             return []
-        found = inside.frontier(lambda p: self._choices(p, level), runs=self._small)
+        found = inside.frontier(choices, len(inside.parts) if self._small else longest)
         plans = found.smallest_first() if self._small else found.spread(most_plans)
         insides = filter(None, map(regions_of, plans))
         return [replace(whole, inner=inner) for inner in insides]
 
-    def _choices(self, part: Unit, level: int) -> Iterator[Region]:
-        """What can be done with a part while what is around it is rebuilt."""
+    def _plain(self, part: Unit) -> Iterator[Region]:
+        """Regions on a part without others inside."""
         flat = [option.region for option in self._menus.options(part)]
         plain = [region for region in flat if region and not region.encode]
         step = 1 if self._small else max(1, len(plain) // _MOST_FLAT)
         yield from plain[::step]
+        yield from self._nothing(part)
+
+    def _nothing(self, part: Unit) -> Iterator[Region]:
+        """The region on a part that keeps nothing."""
         yield Region(part[0], last=part[1])
-        yield from self.regions(part, level + 1)
 
     def _parts(self, unit: Unit) -> list[Unit]:
         """The calls of a run, or those that a call makes; many of them in runs."""
@@ -137,7 +189,12 @@ class Nesting:
         length = 1
         while len(calls) > _MOST_PARTS * length and not self._small:
             length = -(-len(calls) // _MOST_PARTS) if length == 1 else length + 1
-        runs = (calls[at : at + length] for at in range(0, len(calls), length))
+        families = groupby(calls, lambda one: self._graph.calls[one].parent)
+        runs = (
+            family[at : at + length]
+            for family in (list(own) for _, own in families)
+            for at in range(0, len(family), length)
+        )
         return [(run[0], run[-1] if len(run) > 1 else None) for run in runs]
 
     def _made_by(self, call: int) -> list[int]:
@@ -170,22 +227,20 @@ class _Inside:
         self._windows = [window for _, window in windows if window[0] <= window[1]]
         self.parts = [part for part, window in windows if window[0] <= window[1]]
 
-    def frontier(
-        self, choices: Callable[[Unit], Iterable[Region]], *, runs: bool
-    ) -> ChainFrontier:
+    def frontier(self, choices: _Choices, longest: int) -> ChainFrontier:
         """The frontier over what can be done with the parts.
 
         Args:
             choices: Regions on a part.
-            runs: Whether every run of parts may be a part, too.
+            longest: Run of parts that may be one part.
         """
         gaps = self._gaps()
         after = [ChainFrontier.end(gaps[-1])]
         for place in range(len(self.parts) - 1, -1, -1):
             ways: list[ChainFrontier] = []
-            for last in range(place, len(self.parts) if runs else place + 1):
+            for last in range(place, min(place + longest, len(self.parts))):
                 unit = self._run(place, last)
-                if unit != (self._whole.call, self._whole.last):
+                if unit is not None and unit != (self._whole.call, self._whole.last):
                     options = self._options(unit, choices(unit))
                     link = Link(unit, options, gaps[place])
                     ways.append(after[last - place].before(link))
@@ -197,11 +252,15 @@ class _Inside:
         first, last = self._simulator.view(*unit).backward_window()
         return max(first, self._start), min(last, self._start + len(self.live) - 1)
 
-    def _run(self, place: int, last: int) -> Unit:
+    def _run(self, place: int, last: int) -> Unit | None:
+        """The parts from one to another as one, if they are siblings."""
         if last == place:
             return self.parts[place]
+        first = self.parts[place][0]
         call, end = self.parts[last]
-        return self.parts[place][0], call if end is None else end
+        if not are_siblings(self._simulator.graph, first, call):
+            return None
+        return first, call if end is None else end
 
     def _options(self, unit: Unit, regions: Iterable[Region]) -> list[Option]:
         """Everything kept, and what each of the regions on a unit does instead."""

@@ -202,7 +202,7 @@ class Planner:
     @cached_property
     def _chains(self) -> list[ChainFrontier]:
         """What is searched."""
-        return [*self._plain, *([self._encoding] if self._encoding_pays else ())]
+        return [*self._plain, *([self._wide_tree] if self._may_be_better else ())]
 
     @cached_property
     def _plain(self) -> list[ChainFrontier]:
@@ -213,17 +213,17 @@ class Planner:
         return [*found, *(self._of_nests if self._nesting_pays else ())]
 
     @cached_property
-    def _encoding_pays(self) -> bool:
-        """Whether the bound leaves room for better plans, and masks may fill it."""
-        if self._is_small or not self.graph.encodings:
+    def _may_be_better(self) -> bool:
+        """Whether the bound leaves room for plans much better than the smallest one."""
+        if self._is_small:
             return False
         least, _ = self._smallest(self._plain)
         return gap(least.overhead, self.bound(least.peak_bytes)) > _MOST_GAP
 
     @cached_property
-    def _encoding(self) -> ChainFrontier:
+    def _wide_tree(self) -> ChainFrontier:
         nodes = find_nodes(self.graph, self.menus)
-        return tree_frontier(self.simulator, nodes, self._nesting.encoding)
+        return tree_frontier(self.simulator, nodes, self._nesting.wide)
 
     def _smallest(self, chains: Iterable[ChainFrontier]) -> _Found:
         found = [(self.unplanned, ()), *map(self._smallest_of, chains)]
