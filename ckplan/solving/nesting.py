@@ -166,9 +166,9 @@ class Nesting:
         return [replace(whole, inner=inner) for inner in insides]
 
     def _plain(self, part: Unit) -> Iterator[Region]:
-        """Regions on a part without others inside."""
-        flat = [option.region for option in self._menus.options(part)]
-        plain = [region for region in flat if region and not region.encode]
+        """Regions on a part without others inside; they keep nothing encoded."""
+        flat = [one.region for one in self._menus.options(part) if one.region]
+        plain = list(dict.fromkeys(replace(one, encode=frozenset()) for one in flat))
         step = 1 if self._small else max(1, len(plain) // _MOST_FLAT)
         yield from plain[::step]
         yield from self._nothing(part)
