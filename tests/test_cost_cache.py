@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -187,3 +188,22 @@ def test_an_op_never_finds_its_input_in_the_cache(share: int, copies: int) -> No
     assert len(prepared) == copies
     assert ran == [turn % copies for turn in range(len(ran))]
     assert len(ran) == calibrating._MOST_REPEATS
+
+
+def test_large_inputs_are_not_copied_even_if_nothing_of_them_is_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of ``empty_like``, of which there is one in every dropout."""
+    monkeypatch.setattr(calibrating, "COLD_BYTES", 1 << 16)
+    made: list[tuple[int, ...]] = []
+    make = calibrating._make
+
+    def counting(leaf: Any, device: torch.device) -> Any:
+        if isinstance(leaf, calibrating.TensorMeta):
+            made.append(leaf.shape)
+        return make(leaf, device)
+
+    monkeypatch.setattr(calibrating, "_make", counting)
+    large = torch.ones(128, 256, requires_grad=True)
+    ckplan.profile(nn.Dropout(), large, optimizer="none")
+    assert 0 < made.count((128, 256)) < 32

@@ -54,7 +54,7 @@ class _Job:
     """Something to be measured."""
 
     prepare: Callable[[], _Run]  # with an input of its own
-    moved_bytes: int  # read and written by one run
+    num_bytes: int  # of that input, and of what one run reads and writes
 
 
 def calibrate(
@@ -71,7 +71,7 @@ def calibrate(
     keys = [_key(op) for op in ops]
     distinct = dict(zip(reversed(keys), reversed(ops), strict=True))
     jobs = {
-        key: _Job(partial(_runner, op, device), op.moved_bytes)
+        key: _Job(partial(_runner, op, device), max(op.moved_bytes, _input_bytes(op)))
         for key, op in distinct.items()
         if op.moved_bytes <= LARGEST_BYTES
     }
@@ -215,6 +215,11 @@ def _runner(op: RawOp, device: torch.device) -> _Run:
     return run
 
 
+def _input_bytes(op: RawOp) -> int:
+    """Of what an op does not read, too: the input of ``empty_like``."""
+    return sum(leaf.num_bytes for leaf in op.args if isinstance(leaf, TensorMeta))
+
+
 def _make(leaf: Any, device: torch.device) -> Any:
     if not isinstance(leaf, TensorMeta):
         return leaf
@@ -236,7 +241,7 @@ def _spread(a: torch.Tensor, b: torch.Tensor, stops: torch.Tensor) -> None:
 
 def _time(job: _Job, run: _Run, device: torch.device) -> float:
     """Seconds of one run: the lower quartile of a few, as noise only ever adds."""
-    copies = min(COLD_BYTES // max(job.moved_bytes, 1), _MOST_COPIES)
+    copies = min(COLD_BYTES // max(job.num_bytes, 1), _MOST_COPIES)
     runs = [run, *(job.prepare() for _ in range(copies - 1))]
     outs: list[object] = [None] * len(runs)  # kept for a turn, so that they are cold
     times: list[float] = []
