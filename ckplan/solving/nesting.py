@@ -38,13 +38,13 @@ _MOST_PARTS = 12  # of a run, each call by itself; longer ones are cut into runs
 _MOST_LEVELS = 4
 _MOST_FLAT = 3  # options without regions inside, of one part
 _MOST_PLANS = 6  # of the inside of one unit
-_LARGE, _PLANS_OF_LARGE = 0.1, 24  # share of what could be dropped; plans of the inside
-_FEW_STEPS, _PLANS_OF_FEW = 16, 8  # of a small unit; plans of the inside
-_OUTERMOST_OF_FEW = 3  # sets of values to keep, beside keeping nothing
-_PAIRS = 2  # of parts that small units drop together
-
+_LARGE, _PLANS_OF_LARGE = 0.1, 24  # share of all that could be dropped; of the inside
+_FEW_STEPS, _PLANS_OF_SMALL = 16, 8  # of a small unit; of the inside
+_KEPT_BY_SMALL = 3  # sets of values, beside none
+_PAIR = 2
 
 _Choices: TypeAlias = Callable[[Unit], Iterable[Region]]
+"""Regions on a part of what is rebuilt."""
 
 
 class Nesting:
@@ -73,7 +73,10 @@ class Nesting:
         return self._menus.useful(unit, [*flat, *self.regions(unit)])
 
     def wide(self, unit: Unit) -> list[Option]:
-        """The menu of a unit, and regions inside of regions that keep something."""
+        """The menu of a unit, and regions that keep something around others.
+
+        It takes long to find these, and they pay just above the floor only.
+        """
         flat = [o.region for o in self._menus.options(unit) if o.region is not None]
         found = self._shared(
             unit,
@@ -95,14 +98,14 @@ class Nesting:
         return self._inside(whole, self._plain, 1, _PLANS_OF_LARGE)
 
     def _around_pairs(self, unit: Unit, flat: Sequence[Region]) -> list[Region]:
-        """Regions on a small unit that drop one or two neighbours again."""
+        """Regions on a small unit that drop parts again, two neighbours as one."""
         if len(self._simulator.view(*unit).flow.inputs) > _FEW_STEPS:
             return []
-        outermost = [Region(unit[0], last=unit[1]), *flat[-_OUTERMOST_OF_FEW:]]
+        outermost = [Region(unit[0], last=unit[1]), *flat[-_KEPT_BY_SMALL:]]
         return [
             one
             for whole in outermost
-            for one in self._inside(whole, self._nothing, _PAIRS, _PLANS_OF_FEW)
+            for one in self._inside(whole, self._nothing, _PAIR, _PLANS_OF_SMALL)
         ]
 
     @cached_property
