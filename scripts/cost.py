@@ -36,7 +36,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from unittest.mock import patch
 
 import torch
@@ -59,6 +59,8 @@ from _variants import OURS, PLAIN, Variant, choose
 
 from ckplan.graph import Graph
 from ckplan.report.progress import ProgressLine
+from ckplan.resolve import resolve
+from ckplan.simulate import Simulator
 from ckplan.tracing.cost_cache import FOLDER_VARIABLE
 from ckplan.tracing.profile import profile_workload
 from ckplan.training.workload import WorkloadSpec, parse_options
@@ -84,7 +86,7 @@ HEADERS = (
     "quartiles",
     "at best",
 )
-PROFILES = 3  # of which the lower quartile of an op's seconds counts
+PROFILES = 3  # before the first step
 MOST_TOGETHER = 6  # beside the unplanned step
 DROPPED_ROUNDS = 2
 LIMITS = {  # workload -> plan -> share freed -> most overhead
@@ -110,6 +112,12 @@ class Outcome:
     equal: bool
     seconds: tuple[float, ...]  # of its steps, by round
     unplanned_seconds: tuple[float, ...]
+
+    def predicted_by(self, graph: Graph) -> Outcome:
+        """The same, predicted by other seconds of the ops."""
+        plan, now = self.variant.plan, Simulator(graph)
+        timeline = now.run(resolve(plan, graph) if plan else ())
+        return replace(self, variant=replace(self.variant, timeline=timeline))
 
     @property
     def fits(self) -> bool:
@@ -206,12 +214,19 @@ def main() -> int:
         os.environ["OMP_NUM_THREADS"] = str(args.threads)  # of processes started here
     target = str(ROOT / workload_path(args.workload))
     spec = WorkloadSpec(target, parse_options(args.settings))
-    graph = _profile(spec)
-    say("solving")
-    variants, notes = choose(graph, args.shares, plain=args.plain)
     if args.keep_memory:
-        os.environ.update(KEEP_MEMORY)  # likewise, from here on
-    outcomes = measure(spec, variants, args.rounds, args.repeats)
+        os.environ.update(KEEP_MEMORY)  # likewise
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        patch.dict(os.environ, {FOLDER_VARIABLE: folder}),
+    ):
+        for _ in range(PROFILES):
+            graph = _profile(spec)
+        say("solving")
+        variants, notes = choose(graph, args.shares, plain=args.plain)
+        outcomes = measure(spec, variants, args.rounds, args.repeats)
+        graph = _profile(spec)
+    outcomes = [outcome.predicted_by(graph) for outcome in outcomes]
     limits = {} if args.settings else LIMITS.get(args.workload, {})
     report = Report(
         name=_name(args),
@@ -229,15 +244,13 @@ def _name(args: argparse.Namespace) -> str:
 
 
 def _profile(spec: WorkloadSpec) -> Graph:
-    """Measure the ops now: what was kept of other days is of another speed."""
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        patch.dict(os.environ, {FOLDER_VARIABLE: folder}),
-        ProgressLine(sys.stderr) as progress,
-    ):
-        for _ in range(PROFILES):
-            graph = profile_workload(spec, fresh=True, progress=progress)
-    return graph
+    """Measure the ops once more; of the last five times the median counts.
+
+    The speed of a machine changes with the hour: so before, between and after the steps
+    that are measured, and what was kept of other days does not count.
+    """
+    with ProgressLine(sys.stderr) as progress:
+        return profile_workload(spec, fresh=True, progress=progress)
 
 
 # -- measuring ---------------------------------------------------------------------
@@ -261,6 +274,7 @@ def _measure_together(
     """Take steps in every way, in turns, and all of it again in fresh processes."""
     seconds: list[list[float]] = [[] for _ in variants]
     for _ in range(repeats):
+        _profile(spec)
         first, timed = _measure_once(spec, variants, rounds)
         for found, taken in zip(seconds, timed, strict=True):
             found += taken[DROPPED_ROUNDS:]

@@ -18,6 +18,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from statistics import median_low
 from typing import Any, TypeAlias
 
 import torch
@@ -26,7 +27,7 @@ from torch.utils import _pytree as pytree
 
 from ckplan.encodings import decode, encode
 from ckplan.errors import WorkloadError
-from ckplan.tracing.cost_cache import Cost, CostCache, lower_quartile
+from ckplan.tracing.cost_cache import Cost, CostCache
 from ckplan.tracing.recording import RawOp, TensorMeta
 from ckplan.training.allocator import AllocatorLog, log_allocations
 from ckplan.training.failures import first_line, is_out_of_memory
@@ -240,7 +241,7 @@ def _spread(a: torch.Tensor, b: torch.Tensor, stops: torch.Tensor) -> None:
 
 
 def _time(job: _Job, run: _Run, device: torch.device) -> float:
-    """Seconds of one run: the lower quartile of a few, as noise only ever adds."""
+    """Seconds of one run, the median of a few."""
     copies = min(COLD_BYTES // max(job.num_bytes, 1), _MOST_COPIES)
     runs = [run, *(job.prepare() for _ in range(copies - 1))]
     outs: list[object] = [None] * len(runs)  # kept for a turn, so that they are cold
@@ -253,7 +254,7 @@ def _time(job: _Job, run: _Run, device: torch.device) -> float:
         times.append(seconds)
         if time.perf_counter() - begin > _PATIENCE_SECONDS:
             break
-    return lower_quartile(times)
+    return median_low(times)
 
 
 def _seconds_of(run: _Run, device: torch.device) -> tuple[float, object]:

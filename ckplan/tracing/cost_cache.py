@@ -2,8 +2,8 @@
 
 One file a machine: a device, a version of torch, a number of threads. Every op that
 was measured has its bytes there and the seconds of its last few runs, of which the
-lower quartile counts, as noise only ever adds. Runs go out of date, so that no noisy
-one counts for ever; measuring anew adds a run.
+median counts. Runs go out of date, so that no noisy one counts for ever; measuring anew
+adds a run.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import median_low
 from typing import Any
 
 import torch
@@ -54,7 +55,7 @@ class _Entry:
 
     @property
     def cost(self) -> Cost:
-        seconds = lower_quartile([seconds for _, seconds in self.runs])
+        seconds = median_low(seconds for _, seconds in self.runs)
         return Cost(seconds, self.peak_bytes, self.held_bytes, measured=True)
 
     def since(self, oldest: float) -> _Entry | None:
@@ -129,11 +130,6 @@ def cost_cache(device: torch.device, *, fresh: bool = False) -> CostCache:
     machine = json.dumps(_machine(device), sort_keys=True)
     name = f"costs-{device.type}-{_digest(machine)[:16]}.json"
     return CostCache(_folder() / name, fresh)
-
-
-def lower_quartile(seconds: Collection[float]) -> float:
-    """Of several runs, as noise only ever adds."""
-    return sorted(seconds)[(len(seconds) - 1) // 4]
 
 
 def _folder() -> Path:
