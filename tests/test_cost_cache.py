@@ -173,8 +173,11 @@ def test_costs_are_kept_where_the_user_keeps_such_things(
 
 
 @pytest.mark.parametrize(("share", "copies"), [(1, 1), (3, 3), (4096, 32)])
-def test_an_op_never_finds_its_input_in_the_cache(share: int, copies: int) -> None:
+def test_an_op_never_finds_its_input_in_the_cache(
+    share: int, copies: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """So many copies take turns that other bytes pass between two runs of one."""
+    monkeypatch.setattr(calibrating, "_PATIENCE_SECONDS", 60.0)
     prepared: list[int] = []
     ran: list[int] = []
 

@@ -2,45 +2,34 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from two_ranks import run_two
 
 pytest.importorskip("deepspeed")
 
-ROOT = Path(__file__).parent.parent
-
-RANK = """
-import os, sys
-rank, stage, meet = sys.argv[1:]
-os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", DS_ACCELERATOR="cpu")
-sys.path[:0] = [{tests!r}, {root!r}]
-import torch
-import torch.distributed as dist
-torch.set_num_threads(1)
-dist.init_process_group(
-    "gloo", init_method="file://" + meet, rank=int(rank), world_size=2
-)
+TRAIN = """
+stage, one = sys.argv[2], str(rank)
+os.environ.update(RANK=one, LOCAL_RANK=one, WORLD_SIZE="2", DS_ACCELERATOR="cpu")
 import deepspeed
 import ckplan
 from ckplan.plan import Plan, PlannedRegion
 from test_ranks import build, loss_of
 
 BLOCKS = Plan(regions=(PlannedRegion("h.[0..3]"),))
-CONFIG = {{
+CONFIG = {
     "train_micro_batch_size_per_gpu": 4,
     "zero_allow_untested_optimizer": True,
     "zero_force_ds_cpu_optimizer": False,
-    "zero_optimization": {{
+    "zero_optimization": {
         "stage": int(stage),
         "reduce_bucket_size": 10000,
         "stage3_param_persistence_threshold": 0,
         "stage3_max_live_parameters": 0,
         "stage3_max_reuse_distance": 0,
-    }},
-}}
+    },
+}
 
 def trained(planned):
     model, batch = build()
@@ -48,7 +37,7 @@ def trained(planned):
         ckplan.apply(model, BLOCKS)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=CONFIG)
-    torch.manual_seed(dist.get_rank())
+    torch.manual_seed(rank)
     losses = []
     for _ in range(3):
         loss = loss_of(engine(batch), batch)
@@ -62,24 +51,10 @@ def trained(planned):
         return [*losses, *(p.detach().clone() for p in parameters)]
 
 assert all(map(torch.equal, trained(False), trained(True))), "training differs"
-dist.destroy_process_group()
 """
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_zero_trains_the_same_with_a_plan(stage: int, tmp_path: Path) -> None:
-    script = tmp_path / "rank.py"
-    script.write_text(RANK.format(tests=str(ROOT / "tests"), root=str(ROOT)))
-    processes = [
-        subprocess.Popen(
-            [sys.executable, script, str(rank), str(stage), tmp_path / "meet"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    said = [process.communicate(timeout=240) for process in processes]
-    for process, (out, err) in zip(processes, said, strict=True):
-        assert process.returncode == 0, err[-3000:]
+    for out in run_two(tmp_path, TRAIN, str(stage)):
         assert "[True, True, True, True]" in out

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +12,7 @@ import torch
 import torch._dynamo
 from test_applying import build
 from torch import nn
+from two_ranks import run_two
 
 import ckplan
 from ckplan import applying
@@ -22,7 +20,6 @@ from ckplan.plan import Plan, PlannedRegion
 
 transformers = pytest.importorskip("transformers")
 
-ROOT = Path(__file__).parent.parent
 BLOCKS = Plan(regions=(PlannedRegion("[0..2]"),))
 LAYERS = Plan(regions=(PlannedRegion("transformer.h.[0..1]"),))
 
@@ -292,20 +289,12 @@ def test_compiled_by_torch(backend: str, run: bool) -> None:
 
 
 PARALLEL = """
-import sys
-import torch
-import torch.distributed as dist
 from torch import nn
-sys.path[:0] = [{tests!r}, {root!r}]
 import ckplan
 from test_integrations import LAYERS, gpt2, ids
 
-rank = int(sys.argv[1])
-meet = "file://{file}"
-dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=2)
-
 def wrapped(model):
-    if {sharded}:
+    if sys.argv[2] == "fsdp2":
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
         mesh = init_device_mesh("cpu", (2,))
@@ -321,41 +310,21 @@ for planned in (False, True):
         ckplan.apply(model, LAYERS)
     whole = wrapped(model)
     optimizer = torch.optim.SGD(whole.parameters(), 0.1)
-    torch.manual_seed(dist.get_rank())
+    torch.manual_seed(rank)
     for step in range(3):
         optimizer.zero_grad()
-        whole(**ids(2 + dist.get_rank())).loss.backward()
+        whole(**ids(2 + rank)).loss.backward()
         optimizer.step()
     local = [getattr(p, "to_local", lambda p=p: p)() for p in model.parameters()]
     found.append([p.detach().clone() for p in local])
 assert all(map(torch.equal, *found)), "parameters differ"
 print([region.runs for region in ckplan.status(model).regions])
-dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp2"])
-def test_two_processes(sharded: bool, tmp_path: Path) -> None:
-    code = textwrap.dedent(PARALLEL).format(
-        tests=str(ROOT / "tests"),
-        root=str(ROOT),
-        file=tmp_path / "meet",
-        sharded=sharded,
-    )
-    script = tmp_path / "train.py"
-    script.write_text(code)
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(rank)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    for process in ranks:
-        out, err = process.communicate(timeout=240)
-        assert process.returncode == 0, err[-3000:]
+@pytest.mark.parametrize("scheme", ["ddp", "fsdp2"])
+def test_two_processes(scheme: str, tmp_path: Path) -> None:
+    for out in run_two(tmp_path, PARALLEL, scheme):
         assert out.splitlines()[-1] == "[3, 3]"
 
 

@@ -112,10 +112,7 @@ def test_a_long_frontier_is_thinned_where_that_costs_the_least() -> None:
 @pytest.mark.parametrize("seed", range(40))
 def test_the_hull_holds_the_best_closure_at_every_price(seed: int) -> None:
     rng = Random(seed)
-    flow, times = Flow(), [rng.randint(1, 9) for _ in range(6)]
-    for number in range(6):
-        reads = rng.sample(range(number + 1), min(number + 1, rng.randint(1, 2)))
-        flow.add(Step(reads, [number + 1]))
+    flow, times = random_flow(rng, 6)
     sizes = {value: rng.randint(1, 9) for value in range(len(flow.storage_of))}
     inside = [v for v in sizes if flow.maker_of[v] >= 0]
     for given in set(sizes) - set(inside):
@@ -139,10 +136,7 @@ def test_the_hull_holds_the_best_closure_at_every_price(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(40))
 def test_of_two_moments_what_runs_again_after_both_is_paid_once(seed: int) -> None:
     rng = Random(seed)
-    flow, times = Flow(), [rng.randint(1, 9) for _ in range(5)]
-    for number in range(5):
-        reads = rng.sample(range(number + 1), min(number + 1, rng.randint(1, 2)))
-        flow.add(Step(reads, [number + 1]))
+    flow, times = random_flow(rng, 5)
     inside = [v for v in range(len(flow.storage_of)) if flow.maker_of[v] >= 0]
     wanted = rng.sample(inside, 4)
     demands = []
@@ -155,12 +149,7 @@ def test_of_two_moments_what_runs_again_after_both_is_paid_once(seed: int) -> No
         found = []
         for chosen in product((False, True), repeat=len(inside)):
             kept = {v for v, keep in zip(inside, chosen, strict=True) if keep}
-            again, stack = set(), [v for v in demand.wanted if v not in kept]
-            while stack:
-                maker = flow.maker_of[stack.pop()]
-                if maker >= 0 and maker not in again:
-                    again.add(maker)
-                    stack += [v for v in flow.inputs[maker] if v not in kept]
+            again = run_again(flow, demand.wanted, {*inside} - kept)
             found.append((demand.weight * sum(demand.bytes_of[v] for v in kept), again))
         return found
 
@@ -176,6 +165,27 @@ def test_of_two_moments_what_runs_again_after_both_is_paid_once(seed: int) -> No
         assert best == pytest.approx(min(t + price * b for b, t in hull))
 
 
+def random_flow(rng: Random, num_steps: int) -> tuple[Flow, list[int]]:
+    """Steps that read what was made before, and how long each takes."""
+    flow, times = Flow(), [rng.randint(1, 9) for _ in range(num_steps)]
+    for number in range(num_steps):
+        reads = rng.sample(range(number + 1), min(number + 1, rng.randint(1, 2)))
+        flow.add(Step(reads, [number + 1]))
+    return flow, times
+
+
+def run_again(flow: Flow, wanted: Sequence[int], dropped: set[int]) -> set[int]:
+    """The steps that make what is wanted again."""
+    again: set[int] = set()
+    stack = [v for v in wanted if v in dropped]
+    while stack:
+        maker = flow.maker_of[stack.pop()]
+        if maker not in again:
+            again.add(maker)
+            stack += [v for v in flow.inputs[maker] if v in dropped]
+    return again
+
+
 def all_closures(flow, wanted, sizes, times, inside, coded):
     """(bytes, time) of every set of values to keep, some of them encoded."""
     ways = [
@@ -183,12 +193,7 @@ def all_closures(flow, wanted, sizes, times, inside, coded):
     ]
     for chosen in product(*ways):
         way = dict(zip(inside, chosen, strict=True))
-        again, stack = set(), [v for v in wanted if way.get(v) == "drop"]
-        while stack:
-            maker = flow.maker_of[stack.pop()]
-            if maker >= 0 and maker not in again:
-                again.add(maker)
-                stack += [v for v in flow.inputs[maker] if way.get(v) == "drop"]
+        again = run_again(flow, wanted, {v for v in inside if way[v] == "drop"})
         forms = [coded[v] for v in inside if way[v] == "encode"]
         size = sum(sizes[v] for v in inside if way[v] == "keep")
         time = sum(times[step] for step in again) + sum(f.seconds * 1e9 for f in forms)

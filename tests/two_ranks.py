@@ -1,4 +1,4 @@
-"""Two gloo processes that train a model: what each one's allocator holds at most."""
+"""Two gloo processes that train: what they print, what each one's allocator holds."""
 
 from __future__ import annotations
 
@@ -12,26 +12,35 @@ from typing import NamedTuple
 ROOT = Path(__file__).parent.parent
 
 RANK = """
-import hashlib, json, sys
-from itertools import accumulate
+import os, sys
 import torch
 import torch.distributed as dist
+sys.path[:0] = [{tests!r}, {root!r}]
+rank = int(sys.argv[1])
+torch.set_num_threads(1)
+meet = "file://{meet}"
+dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=2)
+{source}
+dist.destroy_process_group()
+sys.stdout.flush()
+# Gloo's threads may still let go of tensors, and abort where Python is gone before.
+os._exit(0)
+"""
+
+TRAIN = """
+import hashlib, json
+from itertools import accumulate
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.profiler import record_function
-sys.path[:0] = [{tests!r}, {root!r}]
 import ckplan
 from ckplan.training.allocator import log_allocations
 from ckplan.training.step import call_model, loss_of
 from ckplan.training.workload import tensors_of
 from dataclasses import replace
-{source}
 
-rank, scheme, accumulate_steps = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-torch.set_num_threads(1)
-meet = "file://{meet}"
-dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=2)
+scheme, accumulate_steps = sys.argv[2], int(sys.argv[3])
 mesh = init_device_mesh("cpu", (2,))
 
 def wrapped(model):
@@ -63,7 +72,7 @@ def measured(plan):
                 loss, _ = loss_of(workload, call_model(workload))
                 (loss / accumulate_steps).backward()
                 del loss
-            with record_function(f"step{{step}}"):
+            with record_function(f"step{step}"):
                 output = call_model(workload)
                 loss = loss_of(workload, output)[0] / accumulate_steps
                 loss.backward()
@@ -82,7 +91,7 @@ def measured(plan):
     held += [p.grad for p in whole.parameters()] * (accumulate_steps > 1)
     local = [getattr(t, "_local_tensor", t) for t in held]
     storages = [t.untyped_storage() for t in local]
-    held = sum({{s.data_ptr(): s.nbytes() for s in storages}}.values())
+    held = sum({s.data_ptr(): s.nbytes() for s in storages}.values())
     parameters = [getattr(p, "_local_tensor", p) for p in whole.parameters()]
     # Gloo lets go of tensors on threads of its own, where the profiler does not always
     # see it: levels only ever seem too high. DDP copies nothing there.
@@ -90,7 +99,6 @@ def measured(plan):
     return peak, digest_of(parameters)
 
 print(json.dumps([measured(plan) for plan in sys.argv[4:] + [None]]))
-dist.destroy_process_group()
 """
 
 
@@ -99,6 +107,41 @@ class Trained(NamedTuple):
 
     peak_bytes: int
     digest: str  # of its parameters after the steps
+
+
+def run_two(folder: Path, source: str, *options: str) -> list[str]:
+    """Run Python in two processes of one group.
+
+    Args:
+        folder: For files, which are left there.
+        source: Finds ``rank``, ``sys``, ``os``, ``torch``, ``dist``, and ``options``
+            from ``sys.argv[2]`` on.
+        options: Strings.
+
+    Returns:
+        What each rank printed.
+    """
+    script, meet = folder / "rank.py", folder / "meet"
+    places = {"tests": str(ROOT / "tests"), "root": str(ROOT), "meet": meet}
+    script.write_text(RANK.format(source=source, **places))
+    meet.unlink(missing_ok=True)
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(rank), *options],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [process.communicate(timeout=240) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for process, (_, err) in zip(processes, said, strict=True):
+        assert process.returncode == 0, err[-3000:]
+    return [out for out, _ in said]
 
 
 def train_two(
@@ -122,21 +165,6 @@ def train_two(
     Returns:
         By rank.
     """
-    script, meet = folder / "rank.py", folder / f"meet-{scheme}"
-    places = {"tests": str(ROOT / "tests"), "root": str(ROOT), "meet": meet}
-    script.write_text(RANK.format(source=source, **places))
-    options = [scheme, str(accumulate), *map(str, plans)]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(rank), *options],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    said = [process.communicate(timeout=240) for process in processes]
-    for process, (_, err) in zip(processes, said, strict=True):
-        assert process.returncode == 0, err[-3000:]
-    found = (json.loads(out.splitlines()[-1]) for out, _ in said)
+    said = run_two(folder, source + TRAIN, scheme, str(accumulate), *map(str, plans))
+    found = (json.loads(out.splitlines()[-1]) for out in said)
     return [[Trained(*one) for one in rank] for rank in found]

@@ -15,7 +15,6 @@ from ckplan.plan import Plan, PlannedRegion
 from ckplan.report.reserved import reserved_facts, reserved_json
 from ckplan.report.tables import add_row, facts, make_table, section
 from ckplan.simulate import Timeline
-from ckplan.solving.bound import gap
 from ckplan.solving.solution import Baseline, Exact, Solution
 
 
@@ -66,7 +65,7 @@ def solution_json(
         "floor_owner": solution.floor.owner,
         "overhead": timeline.overhead,
         "bound_overhead": solution.bound_overhead,
-        "gap": _gap(solution),
+        "gap": solution.gap,
         "exact": solution.exact and asdict(solution.exact),
         "recompute_seconds": timeline.recompute_seconds,
         "unplanned_step_seconds": step_seconds,
@@ -118,10 +117,6 @@ def plan_json(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _gap(solution: Solution) -> float:
-    return gap(solution.timeline.overhead, solution.bound_overhead)
-
-
 def _before_and_after(solution: Solution) -> Table:
     before, after = solution.unplanned, solution.timeline
     seconds = after.graph.step_seconds
@@ -149,7 +144,7 @@ def _judgement(
         *reserved_facts(reserved),
         ("bound", f"{bound}: no schedule of these ops within the budget costs less"),
         *_exactly(solution.exact),
-        ("gap", f"{units.format_percent(_gap(solution))} between bound and plan"),
+        ("gap", f"{units.format_percent(solution.gap)} between bound and plan"),
         (
             "floor",
             f"{_size(floor.peak_bytes)} during {floor.peak_at}; no plan found needs "

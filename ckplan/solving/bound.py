@@ -19,6 +19,7 @@ earlier one, and is paid once.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations
 
@@ -46,13 +47,13 @@ class LowerBound:
             simulator: Of the graph.
             tight: Ops of backward at which much is alive in good plans.
         """
-        graph = simulator.graph
         self._simulator = simulator
-        self._moments: list[int] = []
+        self._graph = graph = simulator.graph
+        self._ops: list[int] = []
         if graph.num_forward and graph.step_seconds:
             peak = simulator.unplanned_bytes.index(max(simulator.unplanned_bytes)) // 2
             found = [op for op in (peak, *tight) if graph.phase(op) == "backward"]
-            self._moments = sorted({*found} or [graph.num_forward - 1])
+            self._ops = sorted({*found} or [graph.num_forward - 1])
 
     def overhead(self, budget_bytes: int) -> float:
         """Least overhead, a fraction of the step, of any schedule under a budget."""
@@ -63,33 +64,63 @@ class LowerBound:
 
     @cached_property
     def _each(self) -> list[_BoundAt]:
-        return [_BoundAt(self._simulator, [(moment, 1)]) for moment in self._moments]
+        return [self._bound_at([moment], [1]) for moment in self._moments]
 
     @cached_property
     def _averages(self) -> list[_BoundAt]:
         return [
-            _BoundAt(self._simulator, list(zip(pair, weights, strict=True)))
+            self._bound_at(pair, weights)
             for pair in combinations(self._moments, 2)
             for weights in _WEIGHTS
         ]
 
+    @cached_property
+    def _moments(self) -> list[_Moment]:
+        flow, values = self._values
+        return [_moment(self._simulator, flow, values, op) for op in self._ops]
+
+    @cached_property
+    def _values(self) -> tuple[Flow, list[int]]:
+        return all_values(self._graph)
+
+    def _bound_at(self, moments: Sequence[_Moment], weights: Sequence[int]) -> _BoundAt:
+        """The bound of some moments on average, the earliest first."""
+        graph, (flow, _) = self._graph, self._values
+        encodings = {
+            flow.returned[one.op][one.output]: one
+            for one in graph.encodings
+            if one.op < graph.num_forward
+        }
+
+        def nanoseconds(step: int) -> int:
+            return round(graph.busier_seconds[step] / NANOSECOND)
+
+        weighted = list(zip(moments, weights, strict=True))
+        demands = [replace(one.demand, weight=weight) for one, weight in weighted]
+        closure = Closure(flow, demands, nanoseconds, encodings)
+        fixed_bytes = sum(weight * one.fixed_bytes for one, weight in weighted)
+        return _BoundAt(graph, closure, fixed_bytes, sum(weights))
+
+
+@dataclass(frozen=True, slots=True)
+class _Moment:
+    """During an op: what is alive whatever is dropped, and what backward wants."""
+
+    fixed_bytes: int
+    demand: Demand
+
 
 class _BoundAt:
-    """The bound that one moment gives, during an op, or several on average."""
+    """The bound that one moment gives, or several on average."""
 
     def __init__(
-        self, simulator: Simulator, moments: Sequence[tuple[int, int]]
+        self, graph: Graph, closure: Closure, fixed_bytes: int, weight: int
     ) -> None:
-        """The program at some ops, the earliest first, each with its weight."""
-        self._graph = graph = simulator.graph
-        self._weight = sum(weight for _, weight in moments)
-        self._fixed_bytes = 0
-        for moment, weight in moments:
-            sizes = sum(graph.storages[s].bytes for s in _droppable(graph, moment))
-            held = simulator.unplanned_bytes[2 * moment + 1] - sizes
-            self._fixed_bytes += weight * held
-        self._closure = _closure_at(graph, moments)
-        fast, small = self._closure.fastest(), self._closure.smallest()
+        self._graph = graph
+        self._closure = closure
+        self._fixed_bytes = fixed_bytes  # of all moments, weighted
+        self._weight = weight  # of all together
+        fast, small = closure.fastest(), closure.smallest()
         self._cuts = [fast] if small.kept_bytes >= fast.kept_bytes else [fast, small]
 
     def overhead(self, budget_bytes: int) -> float:
@@ -118,29 +149,15 @@ class _BoundAt:
         return _on_line(fast, small, allowed_bytes)
 
 
-def _closure_at(graph: Graph, moments: Sequence[tuple[int, int]]) -> Closure:
-    """What backward wants after some moments, and what keeping it then costs."""
-    flow, values = all_values(graph)
-    encodings = {
-        flow.returned[one.op][one.output]: one
-        for one in graph.encodings
-        if one.op < graph.num_forward
-    }
-
-    def nanoseconds(step: int) -> int:
-        return round(graph.busier_seconds[step] / NANOSECOND)
-
-    demands = [_demand(graph, flow, values, *moment) for moment in moments]
-    return Closure(flow, demands, nanoseconds, encodings)
-
-
-def _demand(
-    graph: Graph, flow: Flow, values: Sequence[int], moment: int, weight: int
-) -> Demand:
-    """What backward wants after a moment, of all values of forward."""
+def _moment(
+    simulator: Simulator, flow: Flow, values: Sequence[int], op: int
+) -> _Moment:
+    """What backward wants after an op, of all values of forward."""
+    graph = simulator.graph
+    droppable = sum(graph.storages[s].bytes for s in _droppable(graph, op))
     pairs = zip(graph.saved, values, strict=True)
-    wanted = dict.fromkeys(v for saved, v in pairs if saved.wanted > moment)
-    alive_for_free = _alive_for_free(graph, moment)
+    wanted = dict.fromkeys(v for saved, v in pairs if saved.wanted > op)
+    alive_for_free = _alive_for_free(graph, op)
     copies = {v for v in range(len(flow.storage_of)) if not flow.is_current(v)}
     bytes_of = {
         value: 0
@@ -150,7 +167,8 @@ def _demand(
         if value not in copies or flow.maker_of[value] != EXTERNAL
     }
     current = [value for value in wanted if flow.is_current(value)]
-    return Demand(current, bytes_of, copies, weight)
+    fixed_bytes = simulator.unplanned_bytes[2 * op + 1] - droppable
+    return _Moment(fixed_bytes, Demand(current, bytes_of, copies))
 
 
 def _on_line(fast: Choice, small: Choice, kept_bytes: int) -> float:

@@ -55,15 +55,7 @@ def all_nodes(graph: Graph) -> tuple[Node, ...]:
 
 def find_nodes(graph: Graph, menus: Menus) -> tuple[Node, ...]:
     """The outermost calls that hold something to drop, in forward order."""
-    sizes: dict[int, int] = {}
-
-    def size(call: int) -> int:
-        if call not in sizes:
-            sizes[call] = menus.droppable_bytes(call)
-        return sizes[call]
-
-    roots = graph.children[OUTSIDE_CALLS]
-    total = sum(map(size, roots))
+    size, total = menus.droppable_bytes, menus.all_droppable_bytes
 
     def nodes(calls: Sequence[int]) -> tuple[Node, ...]:
         return tuple(node(call) for call in calls if size(call))
@@ -80,7 +72,7 @@ def find_nodes(graph: Graph, menus: Menus) -> tuple[Node, ...]:
         worth = children and inside >= _CHILDREN_MUST_HOLD * size(call)
         return nodes(children) if worth and size(call) > LEAST_SHARE * total else ()
 
-    return nodes(roots)
+    return nodes(graph.children[OUTSIDE_CALLS])
 
 
 def leaves(nodes: Sequence[Node]) -> Iterator[Unit]:
@@ -145,7 +137,7 @@ def run_covers(graph: Graph, menus: Menus) -> dict[int, list[tuple[Unit, ...]]]:
     what one hands to the next may be all there is.
     """
     roots = graph.children[OUTSIDE_CALLS]
-    total = sum(menus.droppable_bytes(call) for call in roots)
+    total = menus.all_droppable_bytes
     found: dict[int, dict[tuple[Unit, ...], None]] = {}
     for share in RUN_SHARES:
         groups: list[list[int]] = [[]]

@@ -18,7 +18,7 @@ from typing import NamedTuple, TypeAlias
 from ckplan.errors import PlanError
 from ckplan.graph import Graph
 from ckplan.program import EXTERNAL, Flow
-from ckplan.records import BEFORE_STEP
+from ckplan.records import BEFORE_STEP, OUTSIDE_CALLS
 from ckplan.region import RERUN, Region, RegionView
 from ckplan.simulate import Simulator
 from ckplan.solving.closure import NANOSECOND, Choice, Closure, Demand
@@ -74,6 +74,7 @@ class Menus:
         self._graph = simulator.graph
         self._hulls: dict[str, list[Kept]] = {}  # by signature
         self._signatures: dict[Unit, str] = {}
+        self._droppable: dict[int, int] = {}  # by call
         self._rhythms: dict[tuple[object, ...], int] = {}
         self._changes: dict[tuple[int, Region], _Change | None] = {}
 
@@ -112,12 +113,19 @@ class Menus:
 
     def droppable_bytes(self, call: int) -> int:
         """Bytes that a region on the call could drop at most."""
-        view = self._simulator.view(call)
-        alive = _alive_anyway(self._graph, view)
-        return sum(
-            self._graph.storages[storage].bytes
-            for storage in {saved.storage for _, saved in view.made} - alive
-        )
+        if call not in self._droppable:
+            view = self._simulator.view(call)
+            alive = _alive_anyway(self._graph, view)
+            self._droppable[call] = sum(
+                self._graph.storages[storage].bytes
+                for storage in {saved.storage for _, saved in view.made} - alive
+            )
+        return self._droppable[call]
+
+    @property
+    def all_droppable_bytes(self) -> int:
+        """Those of the outermost calls."""
+        return sum(map(self.droppable_bytes, self._graph.children[OUTSIDE_CALLS]))
 
     def tidy(self, regions: Sequence[Region], cover: Sequence[Unit]) -> list[Region]:
         """The same choices, those that keep least given to the first of like units.

@@ -22,12 +22,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property
 from itertools import groupby
 from typing import TypeAlias
 
 from ckplan.errors import PlanError
-from ckplan.records import OUTSIDE_CALLS
 from ckplan.region import Region
 from ckplan.simulate import Simulator
 from ckplan.solving.chain import ChainFrontier, Link, regions_of
@@ -69,15 +67,14 @@ class Nesting:
 
     def options(self, unit: Unit) -> list[Option]:
         """The menu of a unit, options with regions inside among them."""
-        flat = [o.region for o in self._menus.options(unit) if o.region is not None]
-        return self._menus.useful(unit, [*flat, *self.regions(unit)])
+        return self._menus.useful(unit, [*self._flat(unit), *self.regions(unit)])
 
     def wide(self, unit: Unit) -> list[Option]:
         """The menu of a unit, and regions that keep something around others.
 
         It takes long to find these, and they pay just above the floor only.
         """
-        flat = [o.region for o in self._menus.options(unit) if o.region is not None]
+        flat = self._flat(unit)
         found = self._shared(
             unit,
             0,
@@ -91,8 +88,8 @@ class Nesting:
     def _around_encoded(self, unit: Unit, flat: Sequence[Region]) -> list[Region]:
         """Regions on a large unit that keep what is small when encoded."""
         encode = next((one.encode for one in reversed(flat) if one.encode), None)
-        share = self._menus.droppable_bytes(unit[0])
-        if not encode or share < _LARGE * self._droppable_bytes:
+        least = _LARGE * self._menus.all_droppable_bytes
+        if not encode or self._menus.droppable_bytes(unit[0]) < least:
             return []
         whole = Region(unit[0], last=unit[1], encode=encode)
         return self._inside(whole, self._plain, 1, _PLANS_OF_LARGE)
@@ -108,10 +105,9 @@ class Nesting:
             for one in self._inside(whole, self._nothing, _PAIR, _PLANS_OF_SMALL)
         ]
 
-    @cached_property
-    def _droppable_bytes(self) -> int:
-        outermost = self._graph.children[OUTSIDE_CALLS]
-        return sum(map(self._menus.droppable_bytes, outermost))
+    def _flat(self, unit: Unit) -> list[Region]:
+        """The menu of a unit without keeping everything."""
+        return [one.region for one in self._menus.options(unit) if one.region]
 
     def simplest(self, unit: Unit) -> Region:
         """Keep nothing, and the same for every part of it."""
@@ -170,8 +166,8 @@ class Nesting:
 
     def _plain(self, part: Unit) -> Iterator[Region]:
         """Regions on a part without others inside; they keep nothing encoded."""
-        flat = [one.region for one in self._menus.options(part) if one.region]
-        plain = list(dict.fromkeys(replace(one, encode=frozenset()) for one in flat))
+        flat = (replace(one, encode=frozenset()) for one in self._flat(part))
+        plain = list(dict.fromkeys(flat))
         step = 1 if self._small else max(1, len(plain) // _MOST_FLAT)
         yield from plain[::step]
         yield from self._nothing(part)

@@ -17,6 +17,7 @@ from ckplan.solving.baselines import baselines, can_be_done
 from ckplan.solving.bound import LowerBound, gap
 from ckplan.solving.chain import ChainFrontier, Choice, regions_of
 from ckplan.solving.covers import (
+    Node,
     all_nodes,
     chain_of,
     find_nodes,
@@ -146,7 +147,7 @@ class Planner:
 
     @cached_property
     def _bound(self) -> LowerBound:
-        smallest, _ = min([self._smallest(self._plain), *self._tried], key=_peak)
+        smallest, _ = self._least_of(self._plain)
         return LowerBound(self.simulator, [smallest.peak_moment // 2])
 
     @cached_property
@@ -160,8 +161,10 @@ class Planner:
     @cached_property
     def _least(self) -> _Found:
         """The plan that reaches the floor."""
-        found = [self._smallest(self._chains), *self._tried]
-        return min(found, key=_peak)
+        return self._least_of(self._chains)
+
+    def _least_of(self, chains: Iterable[ChainFrontier]) -> _Found:
+        return min([self._smallest(chains), *self._tried], key=_peak)
 
     def within(self, budget_bytes: int) -> _Found | None:
         """The cheapest plan that fits, as its timeline and its regions."""
@@ -177,12 +180,15 @@ class Planner:
         return min(found, key=_rank, default=None)
 
     @cached_property
-    def _tree(self) -> ChainFrontier:
+    def _nodes(self) -> tuple[Node, ...]:
         if self._is_small:
-            nodes, options = all_nodes(self.graph), self._nesting.options
-        else:
-            nodes, options = find_nodes(self.graph, self.menus), self.menus.options
-        return tree_frontier(self.simulator, nodes, options, runs=self._is_small)
+            return all_nodes(self.graph)
+        return find_nodes(self.graph, self.menus)
+
+    @cached_property
+    def _tree(self) -> ChainFrontier:
+        options = self._nesting.options if self._is_small else self.menus.options
+        return tree_frontier(self.simulator, self._nodes, options, runs=self._is_small)
 
     @cached_property
     def _tried(self) -> list[_Found]:
@@ -196,8 +202,7 @@ class Planner:
     def _all(self, *, nested: bool) -> list[_Found]:
         if not self._is_small:
             return []
-        nodes = all_nodes(self.graph)
-        return try_all(self.simulator, self.menus, nodes, nested=nested)
+        return try_all(self.simulator, self.menus, self._nodes, nested=nested)
 
     @cached_property
     def _chains(self) -> list[ChainFrontier]:
@@ -222,8 +227,7 @@ class Planner:
 
     @cached_property
     def _wide_tree(self) -> ChainFrontier:
-        nodes = find_nodes(self.graph, self.menus)
-        return tree_frontier(self.simulator, nodes, self._nesting.wide)
+        return tree_frontier(self.simulator, self._nodes, self._nesting.wide)
 
     def _smallest(self, chains: Iterable[ChainFrontier]) -> _Found:
         found = [(self.unplanned, ()), *map(self._smallest_of, chains)]

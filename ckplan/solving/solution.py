@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ckplan.region import Region
 from ckplan.simulate import Timeline
+from ckplan.solving.bound import gap
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,3 +59,8 @@ class Solution:
     bound_overhead: float  # no schedule of ops under this budget costs less
     baselines: tuple[Baseline, ...]
     exact: Exact | None = None  # if one was asked for
+
+    @property
+    def gap(self) -> float:
+        """How much longer the planned step may take than the best."""
+        return gap(self.timeline.overhead, self.bound_overhead)

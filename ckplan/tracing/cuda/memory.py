@@ -67,7 +67,7 @@ def with_workspaces(ops: Iterable[RawOp], costs: Iterable[Cost]) -> list[Cost]:
     for op, cost in zip(ops, costs, strict=True):
         peak, held = workspace_bytes(op), hidden_bytes(op)
         if peak or held:
-            made = sum(map(_size, op.returned))
+            made = sum(one.num_bytes for one in op.returned)
             held += made
             cost = replace(cost, peak_bytes=max(made + peak, held), held_bytes=held)
         found.append(cost)
@@ -87,7 +87,7 @@ def hidden_bytes(op: RawOp) -> int:
     """
     name = op.func.overloadpacket.__name__
     reduced = name in _HIDING and op.returned and not op.returned[0].shape
-    return _size(_tensors(op)[0]) if reduced else 0
+    return _tensors(op)[0].num_bytes if reduced else 0
 
 
 # -- one op each ---------------------------------------------------------------------
@@ -136,7 +136,7 @@ def _elements(times: int) -> Callable[[RawOp, Sequence[TensorMeta]], int]:
 
     def needs(op: RawOp, tensors: Sequence[TensorMeta]) -> int:
         reduced = op.returned and op.returned[0].shape != tensors[0].shape
-        return times * _size(tensors[0]) if reduced else 0
+        return times * tensors[0].num_bytes if reduced else 0
 
     return needs
 
@@ -162,10 +162,6 @@ _HIDING = {"mse_loss", "smooth_l1_loss", "soft_margin_loss", "binary_cross_entro
 
 def _tensors(op: RawOp) -> list[TensorMeta]:
     return [leaf for leaf in op.args if isinstance(leaf, TensorMeta)]
-
-
-def _size(meta: TensorMeta) -> int:
-    return math.prod(meta.shape) * meta.dtype.itemsize
 
 
 def _num_threads(graph: Graph) -> int:
