@@ -22,6 +22,7 @@ _MOST_SECONDS = 1e9  # of an op; in nanoseconds, sums of them are exact enough
 def contradictions(graph: Graph) -> Iterator[str]:
     """What does not hold together; whoever goes on after the first may fail."""
     yield from _bad_phases(graph)
+    yield from _bad_engine(graph)
     yield from _bad_ops(graph)
     yield from _bad_storages(graph)
     yield from _bad_saved(graph)
@@ -45,6 +46,11 @@ def _bad_phases(graph: Graph) -> Iterator[str]:
     halves = (graph.num_forward, graph.num_backward)
     if not _within(halves, 0, num_ops + 1) or sum(halves) > num_ops:
         yield f"forward and backward are {halves} of {num_ops} ops"
+
+
+def _bad_engine(graph: Graph) -> Iterator[str]:
+    if not _timed((graph.engine.watch_seconds, graph.engine.rerun_seconds)):
+        yield f"the engine takes {graph.engine}"
 
 
 def _bad_ops(graph: Graph) -> Iterator[str]:

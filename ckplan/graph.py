@@ -23,6 +23,7 @@ from ckplan.records import (
     OUTSIDE_CALLS,
     Call,
     Encoding,
+    EngineCosts,
     Hazard,
     Op,
     Saved,
@@ -32,7 +33,7 @@ from ckplan.records import (
 if TYPE_CHECKING:
     import networkx
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 MEASURED = "measured"
 """Where the seconds of a graph come from, unless it says otherwise."""
 
@@ -53,6 +54,7 @@ class Graph:
     hazards: tuple[Hazard, ...] = ()  # in order of call
     notes: tuple[str, ...] = ()  # what a reader must know: fallbacks, translations
     costs: str = MEASURED  # where the seconds come from: or "roofline RTX 4090"
+    engine: EngineCosts = field(default_factory=EngineCosts)
     options: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -80,6 +82,21 @@ class Graph:
         """What every op takes on the side that waits for the busier one."""
         device, launch = self._sides
         return launch if self.busier_seconds is device else device
+
+    @cached_property
+    def engine_is_busier(self) -> bool:
+        """Whether what the engine takes adds to the busier side of the step.
+
+        A CPU is busy with its own ops, or with launching those of a GPU.
+        """
+        _, launch = self._sides
+        return self.busier_seconds is launch or not any(launch)
+
+    @cached_property
+    def again_seconds(self) -> tuple[float, ...]:
+        """What every op adds to the busier side when it runs again."""
+        more = self.engine.rerun_seconds if self.engine_is_busier else 0.0
+        return tuple(seconds + more for seconds in self.busier_seconds)
 
     @cached_property
     def _sides(self) -> tuple[tuple[float, ...], tuple[float, ...]]:

@@ -11,7 +11,6 @@ from collections.abc import Collection, Iterator
 
 from ckplan.effect import Effect, Interval
 from ckplan.errors import PlanError
-from ckplan.graph import Graph
 from ckplan.ledger import Ledger, Tally, random_state_bytes
 from ckplan.program import Rebuild
 from ckplan.region import PROGRAM, Region, RegionView
@@ -54,13 +53,20 @@ def _program_effect(view: RegionView, region: Region) -> Effect:
     ledger.enter(max((2 * s.done + 1 for s, _, _ in events), default=0))
     rebuild.machine.close()
     ledger.close()
-    _count_seconds(view.graph, effect)
+    _count_seconds(view, effect)
     return effect
 
 
-def _count_seconds(graph: Graph, effect: Effect) -> None:
-    effect.seconds += sum(graph.busier_seconds[op] for op in effect.steps)
+def _count_seconds(view: RegionView, effect: Effect) -> None:
+    graph, engine = view.graph, view.graph.engine
+    effect.seconds += sum(graph.again_seconds[op] for op in effect.steps)
     effect.other_seconds += sum(graph.other_seconds[op] for op in effect.steps)
+    watch_seconds = engine.watch_seconds * len(view.saves)
+    if graph.engine_is_busier:
+        effect.seconds += watch_seconds
+    else:
+        rerun_seconds = engine.rerun_seconds * len(effect.steps)
+        effect.other_seconds += watch_seconds + rerun_seconds
 
 
 def _rerun_effect(view: RegionView, region: Region) -> Effect:
@@ -77,6 +83,7 @@ def _rerun_effect(view: RegionView, region: Region) -> Effect:
         if lost:
             raise _not_rebuildable(view, lost)
         _run_again(view, min(wanted), effect)
+    _count_seconds(view, effect)
     return effect
 
 
@@ -137,7 +144,6 @@ def _run_again(view: RegionView, first: int, effect: Effect) -> None:
             tick += 1
         effect.steps.append(moment)
     effect.made += (Interval(gap, gap, *one) for one in born.values())  # gone with it
-    _count_seconds(graph, effect)
     effect.spikes[gap] = [most_bytes]
 
 

@@ -57,6 +57,14 @@ class Op:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineCosts:
+    """What carrying out a plan takes of the CPU, beside the ops themselves."""
+
+    watch_seconds: float = 0.0  # for every tensor that a region's forward saves
+    rerun_seconds: float = 0.0  # for every op that runs again
+
+
+@dataclass(frozen=True, slots=True)
 class Storage:
     """Bytes that live and die together, whatever views them."""
 

@@ -16,11 +16,15 @@ from typing import Any
 from ckplan import files
 from ckplan.errors import GraphError
 from ckplan.graph import FORMAT_VERSION, Graph
-from ckplan.records import Call, Encoding, Hazard, Op, Saved, Storage
+from ckplan.records import Call, Encoding, EngineCosts, Hazard, Op, Saved, Storage
 
-_READABLE = (2, 3, FORMAT_VERSION)
+_READABLE = (2, 3, 4, FORMAT_VERSION)
 _WITH_HAZARD_IN_CALL = (2, 3)
-_DEFAULTS: dict[str, Any] = {"costs": "measured", "hazards": []}  # of older formats
+_DEFAULTS: dict[str, Any] = {  # of older formats
+    "costs": "measured",
+    "hazards": [],
+    "engine": [0.0, 0.0],
+}
 _TOP_KEYS = {
     "ckplan_graph",
     "model",
@@ -28,6 +32,7 @@ _TOP_KEYS = {
     "options",
     "notes",
     "costs",
+    "engine",
     "num_forward",
     "num_backward",
     "names",
@@ -67,6 +72,7 @@ def dumps(graph: Graph) -> str:
         "options": dict(graph.options),
         "notes": graph.notes,
         "costs": graph.costs,
+        "engine": [round(seconds, 9) for seconds in astuple(graph.engine)],
         "num_forward": graph.num_forward,
         "num_backward": graph.num_backward,
         "names": names,
@@ -136,6 +142,7 @@ def _from_content(content: dict[str, Any]) -> Graph:
         num_backward=content["num_backward"],
         notes=tuple(content["notes"]),
         costs=str(content["costs"]),
+        engine=EngineCosts(*content["engine"]),
         options=dict(content["options"]),
     )
 

@@ -26,7 +26,7 @@ FOLDERS = {
     "report": {"solving", "verifying"},  # verifying: types only, see below
     "training": set(),
     "sharding": set(),
-    "tracing": {"training", "sharding"},
+    "tracing": {"training", "sharding", "applying"},
     "applying": {"training"},
     "verifying": {"training", "tracing", "solving", "applying"},
 }

@@ -22,14 +22,16 @@ price * s + c), coded value -> its maker (cut: kept, price * b), op -> its input
 that was overwritten and is alive again, since its maker ran again before; it saves the
 maker's inputs but not its seconds, so op -> sink becomes op -> ran -> sink, with
 copy -> ran uncuttable and copy -> op (cut: alive, price * b). An op of a later moment
-has an uncuttable edge to itself at the first one, in place of that to the sink.
+has an uncuttable edge to itself at the first one, in place of that to the sink. A fee
+is due where a wanted value is not kept: value -> gone (cut: kept) comes first then, and
+gone -> fee (uncuttable) -> sink (cut: paid).
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ckplan.program import EXTERNAL, Flow
 from ckplan.records import Encoding
@@ -48,6 +50,8 @@ class Demand:
     cannot be kept are left out."""
     copies: Collection[int] = ()  # of bytes_of, those that live once their maker reran
     weight: int = 1  # of all bytes
+    fees_of: Mapping[int, Collection[int]] = field(default_factory=dict)
+    """Fees that are due where a wanted value is not kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +85,7 @@ class Closure:
         demands: Sequence[Demand],
         nanoseconds: Callable[[int], int],
         encodings: Mapping[int, Encoding] | None = None,
+        fees: Mapping[int, int] | None = None,
     ) -> None:
         """Build the network.
 
@@ -90,6 +95,7 @@ class Closure:
                 do.
             nanoseconds: What running a step again costs.
             encodings: Values that can be kept in a smaller form.
+            fees: Nanoseconds that are paid once, for whatever reason they are due.
         """
         self._network = Network()
         self._costs: list[tuple[int, int] | None] = []  # edge -> bytes, nanoseconds
@@ -97,10 +103,14 @@ class Closure:
         self._flow = flow
         self._demands = demands
         self._encodings = encodings or {}
+        self._fees = fees or {}
         self._times: dict[int, int] = {}
         for moment in range(len(demands)):
             for value, readers in self._add_steps(moment, nanoseconds).items():
                 self._add_value(moment, value, readers)
+        for fee, time in self._fees.items():
+            if ("fee", 0, fee) in self._nodes:
+                self._edge(self._nodes["fee", 0, fee], SINK, (0, time))
 
     def _add_steps(
         self, moment: int, nanoseconds: Callable[[int], int]
@@ -145,6 +155,12 @@ class Closure:
         if maker == EXTERNAL:
             self._edge(node, SINK, keep)
             return
+        if value in demand.fees_of:
+            gone = self._node("gone", moment, value)
+            self._edge(node, gone, keep)
+            for fee in demand.fees_of[value]:
+                self._edge(gone, self._node("fee", 0, fee), None)
+            node, keep = gone, None
         if value in self._encodings:
             coded = self._node("coded", moment, value)
             size = demand.weight * self._encodings[value].bytes
@@ -258,7 +274,10 @@ class Closure:
                 continue
             maker = self._flow.maker_of[item]
             coded = self._nodes.get(("coded", moment, item))
-            if coded is not None and not source_side[coded]:
+            gone = self._nodes.get(("gone", moment, item))
+            if gone is not None and not source_side[gone]:
+                kept.add(item)
+            elif coded is not None and not source_side[coded]:
                 encoded.add(item)
             elif maker != EXTERNAL and not source_side[self._nodes["step", 0, maker]]:
                 kept.add(item)

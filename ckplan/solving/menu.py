@@ -300,7 +300,7 @@ def unit_closure(graph: Graph, view: RegionView) -> Closure:
     return Closure(
         flow,
         [Demand([value for _, _, value in view.packed], bytes_of)],
-        lambda step: round(graph.busier_seconds[view.start + step] / NANOSECOND),
+        lambda step: round(graph.again_seconds[view.start + step] / NANOSECOND),
         encodings,
     )
 

@@ -228,7 +228,7 @@ class _Model:
         alive: Mapping[int, float],
     ) -> None:
         found = self._graph.ops[op]
-        again = self._var("R", stage, op, cost=self._graph.busier_seconds[op])
+        again = self._var("R", stage, op, cost=self._graph.again_seconds[op])
         for value in self._flow.inputs[op]:
             if self._flow.maker_of[value] != EXTERNAL:
                 self._row(
@@ -273,7 +273,7 @@ class _Model:
     def _sources(self, stage: int, value: int) -> list[int]:
         """Where a value may come from in a stage."""
         maker = self._flow.maker_of[value]
-        seconds = self._graph.busier_seconds[maker]
+        seconds = self._graph.again_seconds[maker]
         found = [
             self._var("S", stage, value),
             self._var("R", stage, maker, cost=seconds),

@@ -15,6 +15,7 @@ from ckplan.records import (
     OUTSIDE_CALLS,
     Call,
     Encoding,
+    EngineCosts,
     Op,
     Saved,
     Storage,
@@ -44,6 +45,7 @@ def build_graph(
     fingerprint: Mapping[str, Any],
     options: Mapping[str, str],
     notes: Sequence[str],
+    engine: EngineCosts,
     cost_source: str = MEASURED,
 ) -> Graph:
     """Assemble the graph of a recorded step."""
@@ -66,6 +68,7 @@ def build_graph(
         options=options,
         notes=tuple(notes),
         costs=cost_source,
+        engine=engine,
         ops=ops,
         storages=tuple(_storage(recording, old) for old in keep),
         saved=tuple(

@@ -16,6 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeCopyMode
 
 from ckplan.graph import MEASURED, Graph
+from ckplan.records import EngineCosts
 from ckplan.sharding import Sharding, sharded
 from ckplan.tracing.build import build_graph, smaller_forms
 from ckplan.tracing.calibrate import (
@@ -26,6 +27,7 @@ from ckplan.tracing.calibrate import (
 )
 from ckplan.tracing.cost_cache import Cost, CostCache, cost_cache
 from ckplan.tracing.cuda.memory import as_allocated, with_workspaces
+from ckplan.tracing.engine import calibrate_engine
 from ckplan.tracing.recording import Recording, TensorMeta
 from ckplan.tracing.repeat import repeated
 from ckplan.tracing.roofline import roofline, roofline_codings
@@ -225,6 +227,7 @@ def _as_graph(
         options=options if gpu is None else {**options, "gpu": gpu.name},
         notes=[*traced.notes, *notes, *cache.notes],
         cost_source=MEASURED if gpu is None else f"roofline {gpu.name}",
+        engine=_engine_costs(traced.recording, target, cache),
     )
     if target.device.type == "cuda":
         return as_allocated(graph, target.capability)
@@ -245,6 +248,16 @@ def _costs(
         some = sum(not cost.measured for cost in costs)
         notes.append(f"seconds of {some} ops scaled from the others, not measured")
     return costs, notes
+
+
+def _engine_costs(
+    recording: Recording, target: Target, cache: CostCache
+) -> EngineCosts:
+    """What our own part costs; of other machines than this one it is not known."""
+    if target.gpu is not None:
+        return EngineCosts()
+    forward = recording.ops[: recording.num_forward]
+    return calibrate_engine(forward, target.device, cache)
 
 
 def _coding_costs(
