@@ -174,6 +174,14 @@ class Graph:
         """Module path of ``call`` below ``region``; "" for the region itself."""
         return relative_path(self.calls[call].fqn, self.calls[region].fqn)
 
+    def path(self, call: int) -> list[int]:
+        """A call and those around it, the outermost first."""
+        found: list[int] = []
+        while call != OUTSIDE_CALLS:
+            found.append(call)
+            call = self.calls[call].parent
+        return found[::-1]
+
     def within(self, call: int, region: int) -> bool:
         """Whether ``call`` is ``region`` or runs inside it."""
         while call > region:

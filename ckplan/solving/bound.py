@@ -18,17 +18,18 @@ earlier one, and is paid once.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations
 
 from ckplan.graph import Graph
 from ckplan.program import EXTERNAL, Flow
-from ckplan.records import BEFORE_STEP, OUTSIDE_CALLS
+from ckplan.records import BEFORE_STEP
 from ckplan.simulate import Simulator
 from ckplan.solving.closure import NANOSECOND, Choice, Closure, Demand
+from ckplan.solving.fees import Fees
 
 _WEIGHTS = ((1, 1), (1, 3), (3, 1))  # of two moments, on average
 
@@ -50,6 +51,7 @@ class LowerBound:
         """
         self._simulator = simulator
         self._graph = graph = simulator.graph
+        self._fees = Fees(graph)
         self._ops: list[int] = []
         if graph.num_forward and graph.step_seconds:
             peak = simulator.unplanned_bytes.index(max(simulator.unplanned_bytes)) // 2
@@ -78,16 +80,12 @@ class LowerBound:
     @cached_property
     def _moments(self) -> list[_Moment]:
         flow, values = self._values
-        fee_of, _ = self._fees
-        return [_moment(self._simulator, flow, values, fee_of, op) for op in self._ops]
+        fees = self._fees
+        return [_moment(self._simulator, flow, values, fees, op) for op in self._ops]
 
     @cached_property
     def _values(self) -> tuple[Flow, list[int]]:
         return all_values(self._graph)
-
-    @cached_property
-    def _fees(self) -> tuple[dict[int, int], dict[int, int]]:
-        return _find_fees(self._graph)
 
     def _bound_at(self, moments: Sequence[_Moment], weights: Sequence[int]) -> _BoundAt:
         """The bound of some moments on average, the earliest first."""
@@ -103,7 +101,7 @@ class LowerBound:
 
         weighted = list(zip(moments, weights, strict=True))
         demands = [replace(one.demand, weight=weight) for one, weight in weighted]
-        closure = Closure(flow, demands, nanoseconds, encodings, self._fees[1])
+        closure = Closure(flow, demands, nanoseconds, encodings, self._fees.known)
         fixed_bytes = sum(weight * one.fixed_bytes for one, weight in weighted)
         return _BoundAt(graph, closure, fixed_bytes, sum(weights))
 
@@ -155,33 +153,11 @@ class _BoundAt:
         return _on_line(fast, small, allowed_bytes)
 
 
-def _find_fees(graph: Graph) -> tuple[dict[int, int], dict[int, int]]:
-    """What the engine takes at least where a saved tensor is dropped.
-
-    It watches all that a region saves, and a region has a module without modules
-    inside whole; of other modules it may have a part.
-
-    Returns:
-        Saved tensor -> its fee, and fee -> nanoseconds; none where the CPU has time.
-    """
-    watch_nanoseconds = round(graph.engine.watch_seconds / NANOSECOND)
-    if not watch_nanoseconds or not graph.engine_is_busier:
-        return {}, {}
-    first_of: dict[int, int] = {}  # call without calls inside -> its first saved tensor
-    fee_of: dict[int, int] = {}
-    for number, saved in enumerate(graph.saved):
-        if saved.call != OUTSIDE_CALLS:
-            leaf = not graph.children[saved.call]
-            fee_of[number] = first_of.setdefault(saved.call, number) if leaf else number
-    counts = Counter(fee_of.values())
-    return fee_of, {fee: watch_nanoseconds * n for fee, n in counts.items()}
-
-
 def _moment(
     simulator: Simulator,
     flow: Flow,
     values: Sequence[int],
-    fee_of: Mapping[int, int],
+    fees: Fees,
     op: int,
 ) -> _Moment:
     """What backward wants after an op, of all values of forward."""
@@ -201,9 +177,9 @@ def _moment(
     current = [value for value in wanted if flow.is_current(value)]
     fixed_bytes = simulator.unplanned_bytes[2 * op + 1] - droppable
     fees_of: dict[int, set[int]] = defaultdict(set)
-    for number, saved in enumerate(graph.saved):
-        if saved.wanted > op and number in fee_of:
-            fees_of[values[number]].add(fee_of[number])
+    for value, saved in zip(values, graph.saved, strict=True):
+        if saved.wanted > op and (fee := fees.due(saved)) is not None:
+            fees_of[value].add(fee)
     return _Moment(fixed_bytes, Demand(current, bytes_of, copies, fees_of=fees_of))
 
 

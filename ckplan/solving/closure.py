@@ -32,6 +32,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from ckplan.program import EXTERNAL, Flow
 from ckplan.records import Encoding
@@ -52,6 +53,13 @@ class Demand:
     weight: int = 1  # of all bytes
     fees_of: Mapping[int, Collection[int]] = field(default_factory=dict)
     """Fees that are due where a wanted value is not kept."""
+
+
+class Fee(NamedTuple):
+    """What is paid once, for whatever reason it is due."""
+
+    nanoseconds: int
+    others: Sequence[int] = ()  # due with it
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +93,7 @@ class Closure:
         demands: Sequence[Demand],
         nanoseconds: Callable[[int], int],
         encodings: Mapping[int, Encoding] | None = None,
-        fees: Mapping[int, int] | None = None,
+        fees: Sequence[Fee] = (),
     ) -> None:
         """Build the network.
 
@@ -95,7 +103,7 @@ class Closure:
                 do.
             nanoseconds: What running a step again costs.
             encodings: Values that can be kept in a smaller form.
-            fees: Nanoseconds that are paid once, for whatever reason they are due.
+            fees: By their numbers.
         """
         self._network = Network()
         self._costs: list[tuple[int, int] | None] = []  # edge -> bytes, nanoseconds
@@ -103,14 +111,11 @@ class Closure:
         self._flow = flow
         self._demands = demands
         self._encodings = encodings or {}
-        self._fees = fees or {}
+        self._fees = fees
         self._times: dict[int, int] = {}
         for moment in range(len(demands)):
             for value, readers in self._add_steps(moment, nanoseconds).items():
                 self._add_value(moment, value, readers)
-        for fee, time in self._fees.items():
-            if ("fee", 0, fee) in self._nodes:
-                self._edge(self._nodes["fee", 0, fee], SINK, (0, time))
 
     def _add_steps(
         self, moment: int, nanoseconds: Callable[[int], int]
@@ -159,7 +164,7 @@ class Closure:
             gone = self._node("gone", moment, value)
             self._edge(node, gone, keep)
             for fee in demand.fees_of[value]:
-                self._edge(gone, self._node("fee", 0, fee), None)
+                self._edge(gone, self._add_fee(fee), None)
             node, keep = gone, None
         if value in self._encodings:
             coded = self._node("coded", moment, value)
@@ -169,6 +174,17 @@ class Closure:
         if value in demand.copies and not moment:
             self._edge(node, self._node("ran", moment, maker), None)
         self._edge(node, self._node("step", moment, maker), keep)
+
+    def _add_fee(self, number: int) -> int:
+        """Add a fee and those due with it, if they are new; returns its node."""
+        if ("fee", 0, number) in self._nodes:
+            return self._nodes["fee", 0, number]
+        node, fee = self._node("fee", 0, number), self._fees[number]
+        if fee.nanoseconds:
+            self._edge(node, SINK, (0, fee.nanoseconds))
+        for other in fee.others:
+            self._edge(node, self._add_fee(other), None)
+        return node
 
     def solve(self, nanoseconds: int, num_bytes: int) -> Choice:
         """The optimum at the price of ``nanoseconds`` per ``num_bytes``."""
