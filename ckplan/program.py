@@ -119,10 +119,6 @@ class Program:
     outer: int = 0  # as in Part
     inner: tuple[Program, ...] = ()  # one for every part, in their order
 
-    def given(self, value: int) -> bool:
-        """Whether the value is held rather than rebuilt."""
-        return value in self.holds
-
     def runs(self) -> Counter[int]:
         """How often every step runs again, in inner regions, too."""
         found = Counter(self.steps)
@@ -329,24 +325,23 @@ class Rebuild(Generic[MachineT]):
             elif maker not in steps:
                 steps.add(maker)
                 wanted.extend(flow.inputs[maker])
-        runs = ((step, None) for step in sorted(steps))
-        decodings = ((flow.maker_of[v], v) for v in sorted(decoded))
-        ordered = sorted([*decodings, *runs], key=lambda item: item[0])
+        ordered: list[tuple[int, int | None]] = [(step, None) for step in sorted(steps)]
+        if decoded:
+            decodings = [(flow.maker_of[value], value) for value in sorted(decoded)]
+            ordered = sorted([*decodings, *ordered], key=lambda item: item[0])
         return sorted(fetched), ordered
 
     def _run(self, step: int) -> None:
-        flow = self._program.flow
+        flow, holds, left = self._program.flow, self._program.holds, self._left
         copies = [
             value
             for value in flow.overwrites[step]
-            if self._program.given(value) or self._left[value] > 1
+            if value in holds or left[value] > 1
         ]
         keep = [
             value
             for value in flow.outputs[step]
-            if self._left.get(value, 0)
-            and value not in self._present
-            and not self._program.given(value)
+            if left.get(value, 0) and value not in self._present and value not in holds
         ]
         self.machine.run(step, copies, keep)
         self._present.update(keep)

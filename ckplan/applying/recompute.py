@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
@@ -56,6 +56,26 @@ class Held:
     version: int
     offset: int  # in its storage, during forward
     size: torch.Size  # during forward
+
+    def moved(self, region: str) -> int:
+        """By how much it now lies elsewhere in its storage; 0 for most.
+
+        Raises:
+            ApplyError: It is not what it was in forward.
+        """
+        tensor = self.tensor
+        if version_of(tensor) != self.version:
+            shape = tuple(tensor.shape)
+            raise ApplyError(
+                f"cannot rebuild {region}: a tensor of shape {shape} that it reads "
+                f"was changed in place after its forward (version {self.version} then, "
+                f"{version_of(tensor)} now)",
+                needed="parameters and inputs that stay as they are until backward",
+                hint="update parameters after backward, or leave this call out",
+            )
+        if tensor.size() != self.size:  # DeepSpeed lets go of a parameter's data
+            raise _not_gathered(region, self.size)
+        return tensor.storage_offset() - self.offset
 
 
 @dataclass(slots=True)
@@ -137,14 +157,19 @@ class Rebuilder:
                 needed="one backward per forward",
                 hint="leave this call out of the plan where retain_graph is used",
             )
-        if ref.value not in values:
-            try:
-                with torch.no_grad(), _below_autograd():
+        in_grad_mode = torch.is_grad_enabled()  # with create_graph
+        try:
+            if ref.value not in values:
+                with _below_autograd():
                     level.want(ref.value)
-            finally:
-                self._left.leave_generators_as_found()
-        with torch.no_grad():
+            if torch.is_grad_enabled():
+                torch.set_grad_enabled(False)
             tensor = _view(values[ref.value], ref)
+        finally:
+            if torch.is_grad_enabled() != in_grad_mode:
+                torch.set_grad_enabled(in_grad_mode)
+            if self._left.generators:
+                self._left.leave_generators_as_found()
         level.release(ref.value)
         return tensor
 
@@ -180,29 +205,6 @@ class _Leftovers:
             set_random_state(*place, state)
         self.generators.clear()
 
-    def moved(self, value: int) -> int:
-        """By how much a tensor now lies elsewhere in its storage; 0 for most.
-
-        Raises:
-            ApplyError: It is not what it was in forward.
-        """
-        held = self.held.get(value)
-        if held is None:
-            return 0
-        tensor = held.tensor
-        if version_of(tensor) != held.version:
-            shape = tuple(tensor.shape)
-            raise ApplyError(
-                f"cannot rebuild {self.name}: a tensor of shape {shape} that it reads "
-                f"was changed in place after its forward (version {held.version} then, "
-                f"{version_of(tensor)} now)",
-                needed="parameters and inputs that stay as they are until backward",
-                hint="update parameters after backward, or leave this call out",
-            )
-        if tensor.size() != held.size:  # DeepSpeed lets go of a parameter's data
-            raise _not_gathered(self.name, held.size)
-        return tensor.storage_offset() - held.offset
-
 
 class _Kernels:
     """The machine that ``program.Rebuild`` drives, one for every inner region, too."""
@@ -223,14 +225,16 @@ class _Kernels:
     def run(self, step: int, copies: Collection[int], keep: Collection[int]) -> None:
         """Run an op again."""
         op, flow, values = self._left.steps[step], self._left.flow, self.values
-        present = {v: values[v] for v in flow.inputs[step] if v in values}
-        moved = {v: by for v in flow.inputs[step] if (by := self._left.moved(v))}
+        present, moved = self._inputs(step)
         for value in copies:
             present[value] = _copy(present[value])
-        args = [_give(x, present, moved) for x in op.args]
+        args = [
+            _give(x, present, moved) if type(x) in _WITH_TENSORS else x for x in op.args
+        ]
         kwargs = {key: _give(x, present, moved) for key, x in op.kwargs.items()}
         self._left.draw_again(step)
-        torch.set_grad_enabled(op.in_grad_mode)
+        if torch.is_grad_enabled() != op.in_grad_mode:
+            torch.set_grad_enabled(op.in_grad_mode)
         try:
             out = op.func(*args, **kwargs)
         except RuntimeError as error:
@@ -239,9 +243,22 @@ class _Kernels:
         for old, new in flow.overwrites[step].items():
             if new in keep:
                 values[new] = present[old]
-        for value, tensor in zip(flow.returned[step], tensors_in(out), strict=True):
+        returned = [out] if type(out) is torch.Tensor else tensors_in(out)
+        for value, tensor in zip(flow.returned[step], returned, strict=True):
             if value in keep:
                 values.setdefault(value, tensor)
+
+    def _inputs(self, step: int) -> tuple[dict[int, torch.Tensor], dict[int, int]]:
+        """What an op reads, and by how much that lies elsewhere now, where it does."""
+        present: dict[int, torch.Tensor] = {}
+        moved: dict[int, int] = {}
+        values, held = self.values, self._left.held
+        for value in self._left.flow.inputs[step]:
+            if value in values:
+                present[value] = values[value]
+                if value in held and (by := held[value].moved(self._left.name)):
+                    moved[value] = by
+        return present, moved
 
     def decode(self, value: int) -> None:
         """Make a value from its encoded form."""
@@ -321,6 +338,9 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return []
 
 
+_WITH_TENSORS = (Ref, list)  # arguments that may be or have one
+
+
 def _give(
     argument: Any, present: Mapping[int, torch.Tensor], moved: Mapping[int, int]
 ) -> Any:
@@ -353,14 +373,19 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
     return bare.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
-def _below_autograd() -> ExitStack:
+def _below_autograd() -> AbstractContextManager[object]:
     """As ops ran when they were recorded: what autograd and autocast made of them.
 
     Grad mode can be on below autograd, as it was for the kernels of the forward.
     """
+    below: AbstractContextManager[object] = torch._C._AutoDispatchBelowAutograd()
+    casting = [
+        device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)
+    ]
+    if not casting:
+        return below
     stack = ExitStack()
-    stack.enter_context(torch._C._AutoDispatchBelowAutograd())
-    for device in ("cpu", "cuda"):
-        if torch.is_autocast_enabled(device):
-            stack.enter_context(torch.autocast(device, enabled=False))
+    stack.enter_context(below)
+    for device in casting:
+        stack.enter_context(torch.autocast(device, enabled=False))
     return stack

@@ -47,12 +47,14 @@ class Replay(TorchFunctionMode):
         self.repeats = True  # as far as was seen
         self._template = template
         self._slots = Slots(self._meet)
-        self._num_calls = 0
+        self._calls = iter(template.calls)
+        self._next = next(self._calls, None)
         self._num_given = 0
         self._num_packed = 0
         self._in_call = False
         self._packing = False
         self._storages: dict[int, int] = {}  # address -> storage of the template
+        self._met: set[int] = set()  # those storages
         self._held: dict[int, Held] = {}
         self._encoded: dict[int, Encoded] = {}
         self._states: dict[int, torch.Tensor] = {}
@@ -70,8 +72,8 @@ class Replay(TorchFunctionMode):
         """Forward is over: hold only what the program needs."""
         self._contexts.close()
         template = self._template
-        done = (self._num_calls, self._num_packed)
-        self.repeats &= done == (len(template.calls), len(template.packed))
+        self.repeats &= self._next is None
+        self.repeats &= self._num_packed == len(template.packed)
         self._handle.rebuilder = Rebuilder(
             self.name,
             template.program if self.repeats else self._shorter_program(),
@@ -96,10 +98,12 @@ class Replay(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if not self.repeats or self._packing or asks_only(func):
+        if not self.repeats or self._packing:
             return func(*args, **kwargs)
-        call = self._expected(func, args, kwargs)
-        if call is None:
+        call = self._next
+        if (call is None or call.func is not func) and asks_only(func):
+            return func(*args, **kwargs)
+        if call is None or not self._is(call, func, args, kwargs):
             self.repeats = False
             return func(*args, **kwargs)
         for step in call.random_steps:
@@ -119,24 +123,21 @@ class Replay(TorchFunctionMode):
             returned = tensors_in(out)
             for capture in call.captures:
                 self._capture(capture, returned[capture.place])
-        self._num_calls += 1
+        self._next = next(self._calls, None)
         return out
 
-    def _expected(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> CallRecord | None:
-        """The call of the template, if this is the same."""
-        if self._num_calls == len(self._template.calls):
-            return None
-        call = self._template.calls[self._num_calls]
+    def _is(
+        self, call: CallRecord, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> bool:
+        """Whether a call is the one of the template."""
         if call.func is not func and call.func != func:
-            return None
+            return False
         try:
             same = call.arguments == self._slots.freeze(args, kwargs)
         except UnknownArgumentError:
-            return None
-        fits = self._num_packed == call.packed_before and call.switches == switches()
-        return call if same and fits else None
+            return False
+        packed = self._num_packed == call.packed_before
+        return same and packed and call.switches == switches()
 
     def _meet(self, tensor: torch.Tensor) -> None:
         """A tensor from elsewhere must be like the template's, and shared as there."""
@@ -149,11 +150,12 @@ class Replay(TorchFunctionMode):
         if address in self._storages:
             shared = self._storages[address] == storage
         else:
-            shared = storage not in self._storages.values()
+            shared = storage not in self._met
         if not shared:
             raise UnknownArgumentError
         self._num_given += 1
         self._storages[address] = storage
+        self._met.add(storage)
         if value is not None and value not in self._held:
             self._held[value] = hold(tensor)
 
@@ -173,20 +175,19 @@ class Replay(TorchFunctionMode):
             self._packing = False
 
     def _packed_as(self, tensor: torch.Tensor) -> Kept | Dropped:
-        packed = self._template.packed[self._num_packed :][:1] if self.repeats else ()
+        template, number = self._template, self._num_packed
         self._num_packed += 1
-        if not packed or packed[0].size != tensor.size():
+        there = self.repeats and number < len(template.packed)
+        if not there or template.packed[number].size != tensor.size():
             if self.repeats and self._in_call:
                 raise self._changed()
             self.repeats = False
             return Kept(tensor, version_of(tensor), self.name)
-        capture = self._template.captures.get(self._num_packed - 1)
-        if capture is not None:
-            self._capture(capture, tensor)
-        ref = packed[0].ref
+        if number in template.captures:
+            self._capture(template.captures[number], tensor)
+        _, ref, part = template.packed[number]
         if ref is None:
             return Kept(tensor, version_of(tensor), self.name)
-        part = packed[0].part
         self._wanted.append((ref.value, part))
         return Dropped(self._handle, ref, part)
 
