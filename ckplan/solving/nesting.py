@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from typing import TypeAlias
 
@@ -36,9 +37,10 @@ _MOST_PARTS = 12  # of a run, each call by itself; longer ones are cut into runs
 _MOST_LEVELS = 4
 _MOST_FLAT = 3  # options without regions inside, of one part
 _MOST_PLANS = 6  # of the inside of one unit
-_LARGE, _PLANS_OF_LARGE = 0.1, 24  # share of all that could be dropped; of the inside
+_LARGE = 0.1  # share of all that could be dropped
+_FLAT_OF_LARGE, _PLANS_OF_LARGE = 8, 48  # of one part; of the inside
 _FEW_STEPS, _PLANS_OF_SMALL = 16, 8  # of a small unit; of the inside
-_KEPT_BY_SMALL = 3  # sets of values, beside none
+_KEPT_BY_SMALL = 6  # sets of values, beside none
 _PAIR = 2
 
 _Choices: TypeAlias = Callable[[Unit], Iterable[Region]]
@@ -92,7 +94,8 @@ class Nesting:
         if not encode or self._menus.droppable_bytes(unit[0]) < least:
             return []
         whole = Region(unit[0], last=unit[1], encode=encode)
-        return self._inside(whole, self._plain, 1, _PLANS_OF_LARGE)
+        choices = partial(self._plain, most=_FLAT_OF_LARGE)
+        return self._inside(whole, choices, 1, _PLANS_OF_LARGE)
 
     def _around_pairs(self, unit: Unit, flat: Sequence[Region]) -> list[Region]:
         """Regions on a small unit that drop parts again, two neighbours as one."""
@@ -124,7 +127,7 @@ class Nesting:
 
     def _nested(self, unit: Unit, level: int) -> list[Region]:
         def choices(part: Unit) -> Iterator[Region]:
-            yield from self._plain(part)
+            yield from self._plain(part, _MOST_FLAT)
             yield from self.regions(part, level + 1)
 
         whole = Region(unit[0], last=unit[1])
@@ -164,11 +167,11 @@ class Nesting:
         insides = filter(None, map(regions_of, plans))
         return [replace(whole, inner=inner) for inner in insides]
 
-    def _plain(self, part: Unit) -> Iterator[Region]:
+    def _plain(self, part: Unit, most: int) -> Iterator[Region]:
         """Regions on a part without others inside; they keep nothing encoded."""
         flat = (replace(one, encode=frozenset()) for one in self._flat(part))
         plain = list(dict.fromkeys(flat))
-        step = 1 if self._small else max(1, len(plain) // _MOST_FLAT)
+        step = 1 if self._small else max(1, len(plain) // most)
         yield from plain[::step]
         yield from self._nothing(part)
 

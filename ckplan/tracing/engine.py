@@ -15,6 +15,7 @@ from statistics import median
 import torch
 from torch import nn
 
+from ckplan import __version__
 from ckplan.applying import apply
 from ckplan.names import OpName
 from ckplan.plan import Plan, PlannedRegion
@@ -40,7 +41,7 @@ def calibrate_engine(
         cache: Of that device.
     """
     flushed_bytes = _flushed_bytes(ops) if device.type == "cpu" else 0
-    keys = [f"engine {what} {flushed_bytes}" for what in ("watch", "rerun")]
+    keys = [f"engine {__version__} {w} {flushed_bytes}" for w in ("watch", "rerun")]
     known = cache.known(keys)
     if len(known) < len(keys):
         seconds = zip(keys, _measure(flushed_bytes), strict=True)
