@@ -41,6 +41,7 @@ class Effect:
     encoding: dict[int, int] = field(default_factory=dict)  # half moment -> workspace
     seconds: float = 0.0  # on the busier side of the step: device or launching
     other_seconds: float = 0.0  # on the other side
+    engine_seconds: float = 0.0  # of the CPU beside its ops, on whichever side that is
     steps: list[int] = field(default_factory=list)  # ops that run again, in order
 
     def hold(self, storage: int, until: int) -> None:

@@ -59,14 +59,14 @@ def _program_effect(view: RegionView, region: Region) -> Effect:
 
 def _count_seconds(view: RegionView, effect: Effect) -> None:
     graph, engine = view.graph, view.graph.engine
-    effect.seconds += sum(graph.again_seconds[op] for op in effect.steps)
+    effect.seconds += sum(graph.busier_seconds[op] for op in effect.steps)
     effect.other_seconds += sum(graph.other_seconds[op] for op in effect.steps)
-    watch_seconds = engine.watch_seconds * len(view.saves)
+    effect.engine_seconds += engine.watch_seconds * len(view.saves)
+    effect.engine_seconds += engine.rerun_seconds * len(effect.steps)
     if graph.engine_is_busier:
-        effect.seconds += watch_seconds
+        effect.seconds += effect.engine_seconds
     else:
-        rerun_seconds = engine.rerun_seconds * len(effect.steps)
-        effect.other_seconds += watch_seconds + rerun_seconds
+        effect.other_seconds += effect.engine_seconds
 
 
 def _rerun_effect(view: RegionView, region: Region) -> Effect:

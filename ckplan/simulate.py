@@ -79,6 +79,14 @@ class Timeline:
         return max(busier, other - idle)
 
     @property
+    def engine_overhead(self) -> float:
+        """What of the overhead is the engine's own work; 0 where the CPU has time."""
+        if not (self.graph.step_seconds and self.graph.engine_is_busier):
+            return 0.0
+        taken = sum(effect.engine_seconds for effect in self.effects)
+        return taken / self.graph.step_seconds
+
+    @property
     def overhead(self) -> float:
         """Extra seconds as a fraction of the unplanned step."""
         step = self.graph.step_seconds

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from ckplan.errors import CkplanError, GraphError
 from ckplan.graph import Graph
-from ckplan.records import KINDS, OUTSIDE_CALLS, Encoding
+from ckplan.records import KINDS, OUTSIDE_CALLS, Encoding, EngineCosts
 from ckplan.trace_file import dumps, load, loads, save
 
 GRAPH = replace(chain(2), encodings=(Encoding(3, 0, "bits", 5, 0, 0, 0.1, 0.1),))
@@ -148,7 +148,7 @@ def test_other_json_is_no_trace(text: str) -> None:
 def test_other_versions_are_refused(version: object) -> None:
     with pytest.raises(GraphError, match="has format") as caught:
         loads(changed(put("ckplan_graph", value=version)), "x")
-    assert "format 4" in caught.value.needed
+    assert "format 5" in caught.value.needed
     assert "ckplan profile" in caught.value.hint
 
 
@@ -168,6 +168,7 @@ def test_format_2_is_read_without_launch_times() -> None:
         for row in content["ops"]:
             del row[10:]
         before_hazards(content)
+        del content["engine"]
 
     assert loads(changed(as_before), "x") == GRAPH
 
@@ -176,6 +177,15 @@ def test_format_3_is_read_without_hazards() -> None:
     def as_before(content: dict[str, Any]) -> None:
         content["ckplan_graph"] = 3
         before_hazards(content)
+        del content["engine"]
+
+    assert loads(changed(as_before), "x") == GRAPH
+
+
+def test_format_4_is_read_without_costs_of_the_engine() -> None:
+    def as_before(content: dict[str, Any]) -> None:
+        content["ckplan_graph"] = 4
+        del content["engine"]
 
     assert loads(changed(as_before), "x") == GRAPH
 
@@ -241,6 +251,8 @@ COSTS = [
     ("encodings", 0, 3),  # bytes
     ("encodings", 0, 4),  # workspace
     ("encodings", 0, 6),  # seconds
+    ("engine", 0),  # seconds
+    ("engine", 1),
 ]
 
 
@@ -298,6 +310,16 @@ def test_a_step_takes_as_long_as_the_longer_of_device_and_launching(
     assert graph.busier_seconds == (longer,) * len(graph.ops)
     assert set(graph.other_seconds) == {min(launch_seconds, 0.5)}
     assert loads(dumps(graph), "x") == graph
+
+
+def test_what_the_engine_takes_adds_to_ops_that_run_again_where_the_cpu_is_busier() -> (
+    None
+):
+    costs = EngineCosts(watch_seconds=0.01, rerun_seconds=0.125)
+    for launch_seconds, longer in ((0.0, 0.625), (0.25, 0.5), (0.75, 0.875)):
+        graph = replace(launched(launch_seconds), engine=costs)
+        assert set(graph.again_seconds) == {longer}
+        assert loads(dumps(graph), "x") == graph
 
 
 def test_phases_follow_each_other() -> None:

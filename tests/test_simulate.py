@@ -10,7 +10,7 @@ import oracles
 import pytest
 
 from ckplan.errors import PlanError
-from ckplan.records import BEFORE_STEP
+from ckplan.records import BEFORE_STEP, EngineCosts
 from ckplan.region import PROGRAM, RERUN, Region
 from ckplan.simulate import simulate
 
@@ -94,6 +94,35 @@ def test_recomputation_counts_on_the_longer_side_of_the_step(seed: int) -> None:
     )
     longer = max(sum(device), sum(launch)) - max(device[0], launch[0])
     assert simulate(graph, regions).recompute_seconds == pytest.approx(longer)
+
+
+@pytest.mark.parametrize("cpu", ["runs the ops", "is busier", "has time"])
+@pytest.mark.parametrize("seed", range(30))
+def test_the_engine_takes_time_of_the_cpu(seed: int, cpu: str) -> None:
+    rng = Random(seed)
+    graph = graphs.random_step(rng)
+    regions = graphs.random_regions(graph, rng)
+    launch = {"runs the ops": 0.0, "is busier": 10.0, "has time": 1e-9}[cpu]
+    ops = tuple(replace(op, launch_seconds=launch) for op in graph.ops)
+    graph = replace(graph, ops=ops)
+    try:
+        before = simulate(graph, regions)
+    except PlanError:
+        return
+    costs = EngineCosts(watch_seconds=0.25, rerun_seconds=2.0)
+    after = simulate(replace(graph, engine=costs), regions)
+    watched = sum(len(graph.saved_in(*span_of(region))) for region in regions)
+    again = sum(len(effect.steps) for effect in before.effects)
+    more = 0.25 * watched + 2.0 * again
+    if cpu == "has time":  # it launches next to nothing while the device works
+        device = before.recompute_seconds
+        more = max(0.0, more - graph.step_seconds - device)
+        assert after.recompute_seconds == pytest.approx(device + more, abs=1e-6)
+        assert after.engine_overhead == 0.0
+    else:
+        assert after.recompute_seconds == pytest.approx(before.recompute_seconds + more)
+        assert after.engine_overhead == pytest.approx(more / graph.step_seconds)
+    assert after.live_bytes == before.live_bytes
 
 
 def test_without_regions_a_storage_lives_from_its_maker_to_its_last_holder() -> None:

@@ -18,14 +18,14 @@ from ckplan.errors import CkplanError, InfeasibleError, PlanError
 from ckplan.plan import Plan
 from ckplan.plan_file import dumps, loads
 from ckplan.program import Flow
-from ckplan.records import Encoding
+from ckplan.records import Encoding, EngineCosts
 from ckplan.region import RERUN, Region
 from ckplan.resolve import describe, resolve
 from ckplan.simulate import Simulator
 from ckplan.solving import chain
 from ckplan.solving.bound import LowerBound, gap
 from ckplan.solving.chain import Link
-from ckplan.solving.closure import Closure, Demand
+from ckplan.solving.closure import Closure, Demand, Fee
 from ckplan.solving.covers import Node, find_nodes, leaves
 from ckplan.solving.menu import Menus, Option, Unit
 from ckplan.solving.mincut import INFINITE, SINK, SOURCE, Network
@@ -131,6 +131,49 @@ def test_the_hull_holds_the_best_closure_at_every_price(seed: int) -> None:
     for price in (0.01, 0.2, 0.5, 1.0, 2.0, 7.0, 99.0):
         best = min(time + price * size for size, time in points)
         assert best == pytest.approx(min(t + price * b for b, t in hull))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_fees_are_paid_once_for_all_that_is_not_kept(seed: int) -> None:
+    rng = Random(seed)
+    flow, times = random_flow(rng, 5)
+    inside = [v for v in range(len(flow.storage_of)) if flow.maker_of[v] >= 0]
+    sizes = {v: rng.randint(1, 9) if v in inside else 0 for v in [*inside, 0]}
+    wanted = rng.sample(inside, 4)
+    coded = {
+        v: Encoding(0, 0, "bits", rng.randint(0, sizes[v]), 0, 0, 1e-9, 0.0)
+        for v in rng.sample(inside, rng.randint(0, 2))
+    }
+    fees = [Fee(rng.randint(0, 9)), Fee(rng.randint(0, 9))]
+    fees.append(Fee(rng.randint(0, 9), [0]))
+    due = {v: rng.sample(range(3), rng.randint(0, 2)) for v in wanted}
+
+    def paid(dropped: set[int]) -> int:
+        numbers = {fee for v in wanted if v in dropped for fee in due[v]}
+        numbers |= {other for fee in numbers for other in fees[fee].others}
+        return sum(fees[fee].nanoseconds for fee in numbers)
+
+    ways = [
+        ("drop", "keep", "encode") if v in coded else ("drop", "keep") for v in inside
+    ]
+    points = []
+    for chosen in product(*ways):
+        way = dict(zip(inside, chosen, strict=True))
+        again = run_again(flow, wanted, {v for v in inside if way[v] == "drop"})
+        forms = [coded[v] for v in inside if way[v] == "encode"]
+        size = sum(sizes[v] for v in inside if way[v] == "keep")
+        size += sum(form.bytes for form in forms)
+        time = sum(times[step] for step in again) + len(forms)
+        points.append((size, time + paid({v for v in inside if way[v] != "keep"})))
+    demand = Demand(wanted, sizes, fees_of=due)
+    closure = Closure(flow, [demand], times.__getitem__, coded, fees)
+    hull = closure.hull(99)
+    for price in (0.01, 0.2, 0.5, 1.0, 2.0, 7.0, 99.0):
+        best = min(time + price * size for size, time in points)
+        least = min(hull, key=lambda c: c.nanoseconds + price * c.kept_bytes)
+        assert best == pytest.approx(least.nanoseconds + price * least.kept_bytes)
+        kept = sum(sizes[v] for v in least.kept if v in inside)
+        assert kept + sum(coded[v].bytes for v in least.encoded) == least.kept_bytes
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -272,10 +315,14 @@ def test_the_chain_finds_the_best_mix_of_its_menus(
         )
 
 
+@pytest.mark.parametrize("engine", [False, True], ids=["ops", "engine"])
 @pytest.mark.parametrize("seed", range(150))
-def test_no_plan_of_a_random_step_beats_the_bound(seed: int) -> None:
+def test_no_plan_of_a_random_step_beats_the_bound(seed: int, *, engine: bool) -> None:
     rng = Random(seed)
     graph = graphs.random_step(rng)
+    if engine:
+        costs = EngineCosts(rng.choice((0.5, 3.0)), rng.choice((0.0, 2.0)))
+        graph = replace(graph, engine=costs)
     simulator = Simulator(graph)
     everywhere = range(graph.num_forward, graph.backward_stop)
     for _ in range(6):
@@ -287,6 +334,41 @@ def test_no_plan_of_a_random_step_beats_the_bound(seed: int) -> None:
         bound = LowerBound(simulator).overhead(timeline.peak_bytes)
         highest = LowerBound(simulator, everywhere).overhead(timeline.peak_bytes)
         assert bound <= highest <= timeline.overhead + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("dropped", "watched"),
+    [("leaf", 2), ("own", 4), ("first", 6)],
+)
+def test_the_bound_knows_what_is_watched_to_drop_a_tensor(
+    dropped: str, watched: int
+) -> None:
+    """Of a module without modules inside, all; of another, a run around it at least."""
+    forward = graphs.Forward()
+    x = forward.given(0)
+    big = {name: 100 if name == dropped else 0 for name in ("leaf", "own", "first")}
+
+    def leaf(name: str, read: int, size: int) -> int:
+        with forward.call(name):
+            (a,) = forward.op("exp", [read], makes=[size], saves=[read])
+            (b,) = forward.op("log", [a], makes=[0], saves=[a])
+        return b
+
+    with forward.call("", module="Root"):
+        (first,) = forward.op("sin", [x], makes=[big["first"]], saves=[x])
+        a = leaf("a", first, big["leaf"])
+        (own,) = forward.op("sin", [a], makes=[big["own"]])
+        b = leaf("b", own, 0)
+        forward.op("cos", [b], makes=[0], saves=[b])
+    graph = forward.graph()
+    begin = graph.num_forward  # of backward, which wants all of them
+    live_bytes = Simulator(graph).unplanned_bytes[2 * begin + 1]
+    seconds = []
+    for costs in (EngineCosts(), EngineCosts(watch_seconds=1.0)):
+        bound = LowerBound(Simulator(replace(graph, engine=costs)), [begin])
+        assert bound.overhead(10**6) == 0.0
+        seconds.append(bound.overhead(live_bytes - 100) * graph.step_seconds)
+    assert seconds[1] - seconds[0] == pytest.approx(watched)
 
 
 def test_the_average_of_two_moments_may_say_more_than_both() -> None:

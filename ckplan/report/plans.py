@@ -64,6 +64,7 @@ def solution_json(
         "floor_at": solution.floor.peak_at,
         "floor_owner": solution.floor.owner,
         "overhead": timeline.overhead,
+        "engine_overhead": timeline.engine_overhead,
         "bound_overhead": solution.bound_overhead,
         "gap": solution.gap,
         "exact": solution.exact and asdict(solution.exact),
@@ -142,6 +143,7 @@ def _judgement(
         ("budget", limit),
         ("peak", f"during {after.peak_at}; unplanned, during {before.peak_at}"),
         *reserved_facts(reserved),
+        *_engine(after),
         ("bound", f"{bound}: no schedule of these ops within the budget costs less"),
         *_exactly(solution.exact),
         ("gap", f"{units.format_percent(solution.gap)} between bound and plan"),
@@ -151,6 +153,14 @@ def _judgement(
             f"less, and most of it is of kind {floor.owner}",
         ),
     ]
+
+
+def _engine(after: Timeline) -> list[tuple[str, str]]:
+    if not after.engine_overhead:
+        return []
+    percent = units.format_percent(after.engine_overhead, sign=True)
+    why = "for watching forwards and handing out ops; the overhead has it"
+    return [("engine", f"{percent} {why}")]
 
 
 def _exactly(exact: Exact | None) -> list[tuple[str, str]]:
