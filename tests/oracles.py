@@ -127,6 +127,10 @@ def walk(  # noqa: C901 - one loop over moments, told in order
     ran = concatenate.from_iterable(seen.again.values())
     seen.seconds = sum(graph.ops[op].seconds for op in ran)
     seen.seconds += sum(region.coding_seconds for region in regions)
+    if not any(op.launch_seconds for op in graph.ops):  # else the CPU is no device
+        for region in regions:
+            seen.seconds += graph.engine.watch_seconds * len(region.saves)
+            seen.seconds += graph.engine.rerun_seconds * len(region.again)
     return seen
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from random import Random
 
 import every_mix
@@ -11,6 +12,7 @@ from every_plan import Outcome, TooManyError, compare, search_alone
 from small_steps import KINDS, small_step
 
 from ckplan.graph import Graph
+from ckplan.records import EngineCosts
 from ckplan.solving.planner import Planner
 
 STEPS, FEWER = 9, {"nesting": 3}
@@ -19,7 +21,10 @@ LEAST_ALONE = 0.4
 
 
 def outcomes(
-    kind: str, planner_of: Callable[[Graph], Planner] = Planner
+    kind: str,
+    planner_of: Callable[[Graph], Planner] = Planner,
+    *,
+    engine: bool = False,
 ) -> list[Outcome]:
     """The first so many steps that are small enough."""
     found: list[Outcome] = []
@@ -29,6 +34,9 @@ def outcomes(
         number += 1
         try:
             graph = small_step(rng, kind)
+            if engine:
+                costs = EngineCosts(rng.choice((0.5, 3.0)), rng.choice((0.0, 2.0)))
+                graph = replace(graph, engine=costs)
             nesting = kind == "nesting"
             found.append(compare(graph, rng, nesting=nesting, planner_of=planner_of))
         except TooManyError:
@@ -43,9 +51,10 @@ def is_right(found: list[Outcome], least_equal: float) -> None:
     assert any(one.num_budgets > 1 for one in found)
 
 
+@pytest.mark.parametrize("engine", [False, True], ids=["ops", "engine"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_plans_are_the_best_of_every_plan_there_is(kind: str) -> None:
-    is_right(outcomes(kind), LEAST_EQUAL)
+def test_plans_are_the_best_of_every_plan_there_is(kind: str, *, engine: bool) -> None:
+    is_right(outcomes(kind, engine=engine), LEAST_EQUAL)
 
 
 @pytest.mark.parametrize("kind", KINDS)

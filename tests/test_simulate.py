@@ -37,7 +37,7 @@ def walked(graph: graphs.Graph, regions: list[Region]) -> oracles.Walk:
 def drawing(graph: graphs.Graph, rng: Random) -> graphs.Graph:
     """The same step with ops that draw random numbers, on one device or another.
 
-    Some of what it is given are buffers.
+    Some of what it is given are buffers, and the engine takes time of its own.
     """
     storages = [
         replace(storage, kind="buffer")
@@ -49,7 +49,11 @@ def drawing(graph: graphs.Graph, rng: Random) -> graphs.Graph:
     device = rng.choice(["cpu", "cpu", "cuda"])
     fingerprint = {**graph.fingerprint, "device": device}
     return replace(
-        graph, ops=tuple(ops), storages=tuple(storages), fingerprint=fingerprint
+        graph,
+        ops=tuple(ops),
+        storages=tuple(storages),
+        fingerprint=fingerprint,
+        engine=EngineCosts(rng.random(), rng.random()),
     )
 
 
