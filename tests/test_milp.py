@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import graphs
@@ -9,6 +10,7 @@ import pytest
 
 import ckplan
 from ckplan.errors import CkplanError, PlanError
+from ckplan.records import EngineCosts
 from ckplan.simulate import Simulator
 from ckplan.solving.bound import LowerBound
 from ckplan.solving.milp import solve_exactly
@@ -18,10 +20,16 @@ from ckplan.solving.solve import Wish, find, with_exact
 SECONDS = 60.0
 
 
+@pytest.mark.parametrize("engine", [False, True], ids=["ops", "engine"])
 @pytest.mark.parametrize("seed", range(40))
-def test_no_plan_of_a_random_step_beats_the_exact_schedule(seed: int) -> None:
+def test_no_plan_of_a_random_step_beats_the_exact_schedule(
+    seed: int, *, engine: bool
+) -> None:
     rng = Random(seed)
     graph = graphs.random_step(rng)
+    if engine:
+        costs = EngineCosts(rng.choice((0.5, 3.0)), rng.choice((0.0, 2.0)))
+        graph = replace(graph, engine=costs)
     simulator = Simulator(graph)
     for _ in range(2):
         regions = [r for r in graphs.random_regions(graph, rng) if r.by == "program"]
@@ -42,7 +50,7 @@ def test_no_plan_of_a_random_step_beats_the_exact_schedule(seed: int) -> None:
 
 @pytest.mark.parametrize("blocks", [1, 2, 3])
 def test_plans_of_a_chain_are_near_the_exact_schedule(blocks: int) -> None:
-    planner = Planner(graphs.chain(blocks))
+    planner = Planner(replace(graphs.chain(blocks), engine=EngineCosts(0.1, 0.1)))
     low, high = planner.floor.peak_bytes, planner.unplanned.peak_bytes
     for budget in (low, (low + high) // 2, (low + 3 * high) // 4, high):
         solution = with_exact(planner, find(planner, Wish(budget)), SECONDS)

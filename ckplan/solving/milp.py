@@ -10,14 +10,16 @@ an op of backward that unpacks something. Binary variables:
     D[s, v]     it is decoded in stage s
     G[s, o]     the random state that op o began with is there
     F[s, v, o]  v goes right after op o ran in stage s
+    W[f]        fee f is paid: what the engine takes at least (``fees.py``)
 
-    min  sum seconds_o R[s, o] + encode_v E[0, v] + decode_v D[s, v]
+    min  sum seconds_o R[s, o] + encode_v E[0, v] + decode_v D[s, v] + seconds_f W[f]
     s.t. 1 <= S[s, v] + R[s, w] + D[s, v]          v wanted in stage s, w its maker
          R[s, o] <= S[s, v] + R[s, w] + D[s, v]    v read by o
          S[s+1, v] <= S[s, v] + R[s, w] + D[s, v]
          D[s, v] + E[s+1, v] <= E[s, v]
          R[s, o] <= G[s, o],  G[s+1, o] <= G[s, o]
          F[s, v, o] <= R[s, o],  1 - S[s+1, v],  1 - R[s, q] for readers q after o
+         1 <= S[s, v] + W[f],  W[f] <= W[g]        v wanted from s on, f due, g with it
          live bytes <= budget                      at every half moment
 
 Live bytes are what the unplanned step has alive, less what only saved tensors hold, and
@@ -39,6 +41,8 @@ from ckplan.program import EXTERNAL, Flow
 from ckplan.records import BEFORE_STEP, Encoding, Saved
 from ckplan.simulate import Simulator
 from ckplan.solving.bound import all_values
+from ckplan.solving.closure import NANOSECOND
+from ckplan.solving.fees import Fees
 from ckplan.solving.solution import Exact
 
 _UNIT = 1e-9  # of the objective, in seconds
@@ -88,6 +92,8 @@ class _Model:
         self._integer: list[bool] = []
         self._rows: list[tuple[dict[int, float], float]] = []  # sum <= limit
         self._known: dict[tuple[Any, ...], int] = {}
+        self._fees = Fees(self._graph)
+        self._due: list[tuple[int, int, int]] = []  # op, value that it wants, fee
         self._flow, values_of = all_values(self._graph)
         flow = self._flow
         self._wanted: dict[int, set[int]] = defaultdict(set)  # op -> values
@@ -96,6 +102,9 @@ class _Model:
             if saved.wanted >= 0 and flow.maker_of[value] != EXTERNAL:
                 self._wanted[saved.wanted].add(value)
                 self._in_use[value].append((saved.wanted, saved.done))
+                fee = self._fees.due(saved) if flow.is_current(value) else None
+                if fee is not None:
+                    self._due.append((saved.wanted, value, fee))
         self._stages = sorted(self._wanted)
         self._values = _needed(flow, set().union(*self._wanted.values()))
         self._ops = sorted({flow.maker_of[value] for value in self._values})
@@ -199,6 +208,9 @@ class _Model:
             self._row(
                 {self._var("S", stage + 1, value): 1, **dict.fromkeys(sources, -1)}, 0
             )
+        for last, value, fee in self._due:
+            if last >= moment:
+                self._row({self._var("S", stage, value): -1, self._paid(fee): -1}, -1)
         self._decode(stage, level, fixed)
         for op in self._ops:
             self._run(stage, op, wanted, level, fixed, terms)
@@ -282,6 +294,15 @@ class _Model:
         if one is not None:
             found.append(self._var("D", stage, value, cost=one.decode_seconds))
         return found
+
+    def _paid(self, fee: int) -> int:
+        """The variable of a fee, not cheaper than with all that are due with it."""
+        seconds, others = self._fees.known[fee]
+        new = ("W", fee) not in self._known
+        paid = self._var("W", fee, cost=seconds * NANOSECOND)
+        for other in others if new else ():
+            self._row({paid: 1, self._paid(other): -1}, 0)
+        return paid
 
     def _bytes(self, value: int) -> int:
         return self._graph.storages[self._flow.storage_of[value]].bytes
