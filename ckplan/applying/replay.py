@@ -103,7 +103,7 @@ class Replay(TorchFunctionMode):
         call = self._next
         if (call is None or call.func is not func) and asks_only(func):
             return func(*args, **kwargs)
-        if call is None or not self._is(call, func, args, kwargs):
+        if call is None or not self._matches(call, func, args, kwargs):
             self.repeats = False
             return func(*args, **kwargs)
         for step in call.random_steps:
@@ -126,7 +126,7 @@ class Replay(TorchFunctionMode):
         self._next = next(self._calls, None)
         return out
 
-    def _is(
+    def _matches(
         self, call: CallRecord, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> bool:
         """Whether a call is the one of the template."""

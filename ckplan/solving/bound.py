@@ -14,6 +14,9 @@ whoever asks knows to be tight: where the smallest plan has its peak. What frees
 at one of two moments may not free enough at the other; so their average, in a few
 weights, is taken as a moment, too: what runs again after the later one runs after the
 earlier one, and is paid once.
+
+Seconds are those of plans: an op that runs again takes what it takes and what the
+engine does to run it, and where a tensor is dropped the fees of ``fees.py`` are due.
 """
 
 from __future__ import annotations
@@ -178,7 +181,8 @@ def _moment(
     fixed_bytes = simulator.unplanned_bytes[2 * op + 1] - droppable
     fees_of: dict[int, set[int]] = defaultdict(set)
     for value, saved in zip(values, graph.saved, strict=True):
-        if saved.wanted > op and (fee := fees.due(saved)) is not None:
+        fee = fees.due(saved)
+        if saved.wanted > op and flow.is_current(value) and fee is not None:
             fees_of[value].add(fee)
     return _Moment(fixed_bytes, Demand(current, bytes_of, copies, fees_of=fees_of))
 

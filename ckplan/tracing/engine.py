@@ -101,7 +101,9 @@ class _Links(nn.Module):
         super().__init__()
         self.cold = False  # the first forward is written down, and must not see it
         self.flush_seconds = 0.0
-        self._flushed = torch.zeros(flushed_bytes // 4, device="cpu")
+        self._flushed = torch.zeros(
+            flushed_bytes // 4, dtype=torch.float32, device="cpu"
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for _ in range(_NUM_OPS):
