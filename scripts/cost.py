@@ -209,13 +209,13 @@ class Outcome:
 def main() -> int:
     """Plan, measure and report."""
     args = _arguments()
+    if args.keep_memory:
+        _keep_memory()
     if args.threads is not None:
         torch.set_num_threads(args.threads)
         os.environ["OMP_NUM_THREADS"] = str(args.threads)  # of processes started here
     target = str(ROOT / workload_path(args.workload))
     spec = WorkloadSpec(target, parse_options(args.settings))
-    if args.keep_memory:
-        os.environ.update(KEEP_MEMORY)  # likewise
     with (
         tempfile.TemporaryDirectory() as folder,
         patch.dict(os.environ, {FOLDER_VARIABLE: folder}),
@@ -236,6 +236,16 @@ def main() -> int:
         broken=[line for outcome in outcomes for line in outcome.broken(limits)],
     )
     return finish(report, args.output, whole=not args.settings)
+
+
+def _keep_memory() -> None:
+    """Let this process, which measures ops, and those started here keep memory.
+
+    The C library looks when a process begins, so this one begins again.
+    """
+    environment = {**os.environ, **KEEP_MEMORY}
+    if environment != dict(os.environ):
+        os.execve(sys.executable, [sys.executable, *sys.argv], environment)
 
 
 def _name(args: argparse.Namespace) -> str:
