@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from itertools import count
 
 import pytest
@@ -14,7 +15,16 @@ from ckplan.errors import VerifyError
 from ckplan.graph import Graph
 from ckplan.names import OpName
 from ckplan.plan import Plan, PlannedRegion, Prediction
-from ckplan.records import BEFORE_STEP, OUTSIDE_CALLS, Call, Op, Saved, Storage
+from ckplan.records import (
+    BEFORE_STEP,
+    OUTSIDE_CALLS,
+    Call,
+    EngineCosts,
+    Op,
+    Saved,
+    Storage,
+)
+from ckplan.region import Region
 from ckplan.report.layers import fold_layers, survey
 from ckplan.report.plans import plan_json, plan_report, solution_json, solution_report
 from ckplan.report.progress import ProgressLine
@@ -23,6 +33,7 @@ from ckplan.report.tables import render
 from ckplan.report.verification import failure, verification_report
 from ckplan.simulate import simulate
 from ckplan.solving.solution import Baseline, Floor, Solution
+from ckplan.units import format_percent
 from ckplan.verifying.verify import Verification
 
 MIB = 2**20
@@ -276,6 +287,20 @@ def test_solution_json_has_the_keys_that_scripts_use(solution: Solution) -> None
         "fits": False,
     }
     assert content["regions"] == plan_json(PLAN)["regions"]
+
+
+def test_what_the_engine_takes_is_shown_where_it_takes_any(solution: Solution) -> None:
+    graph = chain_graph(("h.0", 3 * MIB), ("h.1", 5 * MIB))
+    costs = EngineCosts(watch_seconds=1e-3, rerun_seconds=1e-4)
+    timeline = simulate(replace(graph, engine=costs), [Region(0)])
+    found = replace(solution, timeline=timeline)
+    took = timeline.engine_overhead
+    assert 0 < took < timeline.overhead
+    text = render(solution_report(found, PLAN, reserve_bytes=0))
+    assert f"engine  {format_percent(took, sign=True)} for watching forwards" in text
+    assert solution_json(found, PLAN, 0, "plan.yaml")["engine_overhead"] == took
+    assert "engine" not in render(solution_report(solution, PLAN, reserve_bytes=0))
+    assert solution_json(solution, PLAN, 0, "plan.yaml")["engine_overhead"] == 0.0
 
 
 def test_plan_is_shown_in_full() -> None:
