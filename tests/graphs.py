@@ -23,6 +23,7 @@ from ckplan.records import (
     OUTSIDE_CALLS,
     Call,
     Encoding,
+    EngineCosts,
     Hazard,
     Op,
     Saved,
@@ -388,6 +389,12 @@ def _disturbed(graph: Graph, rng: Random) -> Graph:
         saved=tuple(map(saved_again, graph.saved)),
         storages=tuple(map(storage_again, graph.storages)),
     )
+
+
+def with_engine(graph: Graph, rng: Random) -> Graph:
+    """The same step, where the engine takes time of its own."""
+    costs = EngineCosts(rng.choice((0.5, 3.0)), rng.choice((0.0, 2.0)))
+    return replace(graph, engine=costs)
 
 
 def random_regions(graph: Graph, rng: Random) -> list[Region]:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from random import Random
 
 import every_mix
 import pytest
 from every_plan import Outcome, TooManyError, compare, search_alone
+from graphs import with_engine
 from small_steps import KINDS, small_step
 
 from ckplan.graph import Graph
-from ckplan.records import EngineCosts
 from ckplan.solving.planner import Planner
 
 STEPS, FEWER = 9, {"nesting": 3}
@@ -35,8 +34,7 @@ def outcomes(
         try:
             graph = small_step(rng, kind)
             if engine:
-                costs = EngineCosts(rng.choice((0.5, 3.0)), rng.choice((0.0, 2.0)))
-                graph = replace(graph, engine=costs)
+                graph = with_engine(graph, rng)
             nesting = kind == "nesting"
             found.append(compare(graph, rng, nesting=nesting, planner_of=planner_of))
         except TooManyError:

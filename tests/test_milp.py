@@ -28,8 +28,7 @@ def test_no_plan_of_a_random_step_beats_the_exact_schedule(
     rng = Random(seed)
     graph = graphs.random_step(rng)
     if engine:
-        costs = EngineCosts(rng.choice((0.5, 3.0)), rng.choice((0.0, 2.0)))
-        graph = replace(graph, engine=costs)
+        graph = graphs.with_engine(graph, rng)
     simulator = Simulator(graph)
     for _ in range(2):
         regions = [r for r in graphs.random_regions(graph, rng) if r.by == "program"]

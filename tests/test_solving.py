@@ -153,18 +153,7 @@ def test_fees_are_paid_once_for_all_that_is_not_kept(seed: int) -> None:
         numbers |= {other for fee in numbers for other in fees[fee].others}
         return sum(fees[fee].nanoseconds for fee in numbers)
 
-    ways = [
-        ("drop", "keep", "encode") if v in coded else ("drop", "keep") for v in inside
-    ]
-    points = []
-    for chosen in product(*ways):
-        way = dict(zip(inside, chosen, strict=True))
-        again = run_again(flow, wanted, {v for v in inside if way[v] == "drop"})
-        forms = [coded[v] for v in inside if way[v] == "encode"]
-        size = sum(sizes[v] for v in inside if way[v] == "keep")
-        size += sum(form.bytes for form in forms)
-        time = sum(times[step] for step in again) + len(forms)
-        points.append((size, time + paid({v for v in inside if way[v] != "keep"})))
+    points = list(all_closures(flow, wanted, sizes, times, inside, coded, paid))
     demand = Demand(wanted, sizes, fees_of=due)
     closure = Closure(flow, [demand], times.__getitem__, coded, fees)
     hull = closure.hull(99)
@@ -229,8 +218,11 @@ def run_again(flow: Flow, wanted: Sequence[int], dropped: set[int]) -> set[int]:
     return again
 
 
-def all_closures(flow, wanted, sizes, times, inside, coded):
-    """(bytes, time) of every set of values to keep, some of them encoded."""
+def all_closures(flow, wanted, sizes, times, inside, coded, paid=lambda dropped: 0):
+    """(bytes, time) of every set of values to keep, some of them encoded.
+
+    What is not kept as it is may have to be paid for.
+    """
     ways = [
         ("drop", "keep", "encode") if v in coded else ("drop", "keep") for v in inside
     ]
@@ -240,6 +232,7 @@ def all_closures(flow, wanted, sizes, times, inside, coded):
         forms = [coded[v] for v in inside if way[v] == "encode"]
         size = sum(sizes[v] for v in inside if way[v] == "keep")
         time = sum(times[step] for step in again) + sum(f.seconds * 1e9 for f in forms)
+        time += paid({v for v in inside if way[v] != "keep"})
         yield size + sum(f.bytes for f in forms), time
 
 
@@ -321,8 +314,7 @@ def test_no_plan_of_a_random_step_beats_the_bound(seed: int, *, engine: bool) ->
     rng = Random(seed)
     graph = graphs.random_step(rng)
     if engine:
-        costs = EngineCosts(rng.choice((0.5, 3.0)), rng.choice((0.0, 2.0)))
-        graph = replace(graph, engine=costs)
+        graph = graphs.with_engine(graph, rng)
     simulator = Simulator(graph)
     everywhere = range(graph.num_forward, graph.backward_stop)
     for _ in range(6):

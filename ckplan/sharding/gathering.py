@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckplan.graph import Graph
-from ckplan.records import OUTSIDE_CALLS
 from ckplan.sharding.editing import Insert, Lasts, Made
 from ckplan.sharding.state import ROOT, State, Unit
 from ckplan.simulate import GATHER
@@ -194,8 +193,6 @@ def backward_spans(graph: Graph) -> dict[int, tuple[int, int]]:
     """Call -> first and last op of its backward, calls inside it included."""
     spans: dict[int, tuple[int, int]] = {}
     for number in range(graph.num_forward, graph.backward_stop):
-        call = graph.ops[number].call
-        while call != OUTSIDE_CALLS:
+        for call in graph.path(graph.ops[number].call):
             spans[call] = spans.get(call, (number, number))[0], number
-            call = graph.calls[call].parent
     return spans

@@ -29,7 +29,7 @@ from itertools import combinations
 
 from ckplan.graph import Graph
 from ckplan.program import EXTERNAL, Flow
-from ckplan.records import BEFORE_STEP
+from ckplan.records import BEFORE_STEP, Encoding
 from ckplan.simulate import Simulator
 from ckplan.solving.closure import NANOSECOND, Choice, Closure, Demand
 from ckplan.solving.fees import Fees
@@ -90,21 +90,21 @@ class LowerBound:
     def _values(self) -> tuple[Flow, list[int]]:
         return all_values(self._graph)
 
+    @cached_property
+    def _encodings(self) -> dict[int, Encoding]:
+        return all_encodings(self._graph, self._values[0])
+
     def _bound_at(self, moments: Sequence[_Moment], weights: Sequence[int]) -> _BoundAt:
         """The bound of some moments on average, the earliest first."""
         graph, (flow, _) = self._graph, self._values
-        encodings = {
-            flow.returned[one.op][one.output]: one
-            for one in graph.encodings
-            if one.op < graph.num_forward
-        }
 
         def nanoseconds(step: int) -> int:
             return round(graph.again_seconds[step] / NANOSECOND)
 
         weighted = list(zip(moments, weights, strict=True))
         demands = [replace(one.demand, weight=weight) for one, weight in weighted]
-        closure = Closure(flow, demands, nanoseconds, encodings, self._fees.known)
+        fees = self._fees.known
+        closure = Closure(flow, demands, nanoseconds, self._encodings, fees)
         fixed_bytes = sum(weight * one.fixed_bytes for one, weight in weighted)
         return _BoundAt(graph, closure, fixed_bytes, sum(weights))
 
@@ -181,9 +181,10 @@ def _moment(
     fixed_bytes = simulator.unplanned_bytes[2 * op + 1] - droppable
     fees_of: dict[int, set[int]] = defaultdict(set)
     for value, saved in zip(values, graph.saved, strict=True):
-        fee = fees.due(saved)
-        if saved.wanted > op and flow.is_current(value) and fee is not None:
-            fees_of[value].add(fee)
+        if saved.wanted > op and flow.is_current(value):
+            fee = fees.due(saved)
+            if fee is not None:
+                fees_of[value].add(fee)
     return _Moment(fixed_bytes, Demand(current, bytes_of, copies, fees_of=fees_of))
 
 
@@ -205,6 +206,15 @@ def all_values(graph: Graph) -> tuple[Flow, list[int]]:
     for op in graph.ops[at : graph.num_forward]:
         flow.add(op)
     return flow, values
+
+
+def all_encodings(graph: Graph, flow: Flow) -> dict[int, Encoding]:
+    """Values of forward that can be kept in a smaller form."""
+    return {
+        flow.returned[one.op][one.output]: one
+        for one in graph.encodings
+        if one.op < graph.num_forward
+    }
 
 
 def _alive_for_free(graph: Graph, moment: int) -> set[int]:

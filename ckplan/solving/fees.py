@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
+from collections.abc import Sequence
 from functools import cached_property
 
 from ckplan.graph import Graph
@@ -69,7 +70,7 @@ class Fees:
         inside, own = self._graph.children[call], self._own[call]
         if not inside:
             return Fee(self._nanoseconds * len(own))
-        return Fee(0, [self._watching(c, c) for c in inside] + [*map(self._one, own)])
+        return self._together(inside, own)
 
     def _run(self, first: int, last: int) -> Fee:
         graph, calls = self._graph, self._graph.calls
@@ -78,7 +79,11 @@ class Fees:
         run = siblings[bisect_left(siblings, first) : bisect_right(siblings, last)]
         start, stop = calls[first].start, calls[last].stop
         own = [s for s in self._own[parent] if start < graph.saved[s].at < stop]
-        return Fee(0, [self._watching(c, c) for c in run] + [*map(self._one, own)])
+        return self._together(run, own)
+
+    def _together(self, calls: Sequence[int], own: Sequence[int]) -> Fee:
+        """For calls, and what the one around them saves itself."""
+        return Fee(0, [*(self._watching(c, c) for c in calls), *map(self._one, own)])
 
     def _one(self, saved: int) -> int:
         """The fee for what a call with calls inside saves itself."""

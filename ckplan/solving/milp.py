@@ -38,9 +38,9 @@ from ckplan.errors import CkplanError
 from ckplan.graph import Graph
 from ckplan.ledger import random_state_bytes
 from ckplan.program import EXTERNAL, Flow
-from ckplan.records import BEFORE_STEP, Encoding, Saved
+from ckplan.records import BEFORE_STEP, Saved
 from ckplan.simulate import Simulator
-from ckplan.solving.bound import all_values
+from ckplan.solving.bound import all_encodings, all_values
 from ckplan.solving.closure import NANOSECOND
 from ckplan.solving.fees import Fees
 from ckplan.solving.solution import Exact
@@ -112,11 +112,7 @@ class _Model:
         for op in self._ops:
             for value in flow.inputs[op]:
                 self._readers[value].append(op)
-        self._encoding: dict[int, Encoding] = {
-            flow.returned[one.op][one.output]: one
-            for one in self._graph.encodings
-            if one.op < self._graph.num_forward
-        }
+        self._encoding = all_encodings(self._graph, flow)
         self._saves: dict[int, list[Saved]] = defaultdict(list)
         for saved in self._graph.saved:
             self._saves[saved.storage].append(saved)
