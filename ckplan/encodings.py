@@ -2,14 +2,13 @@
 
 ===========  ==========================================================================
 ``bits``     what ``bernoulli_`` drew, zeros and ones in any dtype, and every bool
-             tensor: eight elements to a byte
+             tensor: eight elements to a byte, in words of eight bytes
 ``int16``,   indices of max pooling, which lie within one plane of the input
 ``int32``
 ===========  ==========================================================================
 
-Eight bools are one 64-bit word. Multiplied by ``_GATHER`` its top byte is their bits;
-a byte times ``_SPREAD``, masked by ``_PICK``, has bit ``i`` in byte ``i`` only. Little-
-endian machines only, as all are that torch runs on.
+As bits, a tensor is eight planes, one after the other, of which plane ``i`` has bit
+``i`` of every byte: bools shifted by their plane's number and added, 64 bits at a time.
 """
 
 from __future__ import annotations
@@ -21,13 +20,15 @@ from typing import NamedTuple
 import torch
 
 BITS = "bits"
+LAUNCHES = 5
+"""Kernels that take a tensor into a smaller form, or back, at most."""
 _DRAWS = ("bernoulli", "bernoulli_")
 _POOLS = ("max_pool2d_with_indices", "max_pool3d_with_indices")
 _INTEGERS = {"int16": torch.int16, "int32": torch.int32}
 _ITEM_BYTES = {"int16": 2, "int32": 4}
-_GATHER = sum(1 << (56 - 7 * i) for i in range(8))
-_SPREAD = sum(1 << (8 * i) for i in range(8))
-_PICK = sum(1 << (9 * i) for i in range(8)) - (1 << 64)  # as a signed word
+_PLANES = 8
+_WORD, _WORD_BYTES = torch.int64, 8
+_LOWEST = sum(1 << (8 * i) for i in range(_WORD_BYTES))  # bit of every byte
 
 
 class Encoded(NamedTuple):
@@ -65,7 +66,7 @@ def form_of(
 def encoded_bytes(form: str, num_elements: int) -> int:
     """Bytes of the smaller form."""
     if form == BITS:
-        return (num_elements + 7) // 8
+        return _num_words(num_elements) * _WORD_BYTES
     return num_elements * _ITEM_BYTES[form]
 
 
@@ -96,18 +97,29 @@ def decode(encoded: Encoded) -> torch.Tensor:
     form, data, size, stride, dtype = encoded
     out = torch.empty_strided(size, stride, dtype=dtype, device=data.device)
     flat = out.as_strided((out.numel(),), (1,))
-    if form == BITS:
-        words = data.to(torch.int64).mul_(_SPREAD).bitwise_and_(_PICK)
-        torch.ne(words.view(torch.uint8)[: out.numel()], 0, out=flat)
-    else:
-        flat.copy_(data)
+    flat.copy_(_unpack(data)[: len(flat)] if form == BITS else data)
     return out
 
 
+def _num_words(num_elements: int) -> int:
+    """Of one plane, and so of all as bits."""
+    return -(-num_elements // (_PLANES * _WORD_BYTES))
+
+
 def _pack(flat: torch.Tensor) -> torch.Tensor:
-    length = flat.numel()
-    bools = torch.empty(-(-length // 8) * 8, dtype=torch.bool, device=flat.device)
+    length, size = len(flat), (_PLANES, _num_words(len(flat)))
+    planes = torch.empty(size, dtype=_WORD, device=flat.device)
+    bools = planes.view(torch.bool).view(-1)
     bools[length:] = False
     bools[:length].copy_(flat)  # a third of the time that comparing with 0 takes
-    words = bools.view(torch.int64).mul_(_GATHER).bitwise_right_shift_(56)
-    return words.to(torch.uint8)
+    return planes.bitwise_left_shift_(_shifts(flat.device)).sum(0)
+
+
+def _unpack(words: torch.Tensor) -> torch.Tensor:
+    """Zeros and ones, some more than there were at the end."""
+    planes = torch.bitwise_right_shift(words, _shifts(words.device))
+    return planes.bitwise_and_(_LOWEST).view(torch.uint8).view(-1)
+
+
+def _shifts(device: torch.device) -> torch.Tensor:
+    return torch.arange(_PLANES, dtype=_WORD, device=device).view(-1, 1)

@@ -44,14 +44,16 @@ def test_bits_come_back_as_they_were(rng: Random, dtype: torch.dtype) -> None:
     assert held == encoded_bytes(BITS, tensor.numel())
 
 
-@pytest.mark.parametrize("length", [*range(1, 18), 1000])
+@pytest.mark.parametrize("length", [*range(1, 18), 63, 64, 65, 1000, 1024])
 def test_bits_are_those_of_numpy(length: int) -> None:
     torch.manual_seed(length)
     tensor = torch.rand(length) < 0.5
     small = encode(BITS, tensor)
     assert small is not None
-    expected = np.packbits(tensor.numpy(), bitorder="little")
-    assert small.data.numpy().tolist() == expected.tolist()
+    planes = np.zeros((8, 8 * -(-length // 64)), dtype=bool)
+    planes.ravel()[:length] = tensor.numpy()
+    expected = np.packbits(planes, axis=0, bitorder="little")
+    assert small.data.numpy().tobytes() == expected.tobytes()
 
 
 @pytest.mark.parametrize("form", ["int16", "int32"])

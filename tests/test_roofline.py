@@ -11,12 +11,14 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 from typer.testing import CliRunner
 
 import ckplan
 from ckplan import gpus
 from ckplan.allocations import reserved_bytes
 from ckplan.cli import app
+from ckplan.encodings import LAUNCHES, decode, encode
 from ckplan.errors import CkplanError
 from ckplan.graph import Graph
 from ckplan.records import Op
@@ -173,3 +175,34 @@ def test_naming_a_card_means_its_bytes_too(tmp_path: Path) -> None:
 def test_a_card_that_nobody_knows_is_refused() -> None:
     with pytest.raises(CkplanError, match="no card is called 'RTX 1'"):
         ckplan.profile(nn.Linear(8, 8), torch.ones(2, 8), gpu="RTX 1")
+
+
+def test_small_masks_take_as_long_as_launching_what_packs_them() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1), nn.Tanh())
+    graph = profiled(model, torch.ones(2, 8), A100)
+    (one,) = graph.encodings
+    assert one.encode_seconds == one.decode_seconds
+    assert one.encode_seconds == pytest.approx(LAUNCHES * A100.launch_seconds)
+    counter = _Counted()
+    small = encode(one.name, torch.ones(2, 8, dtype=torch.bool))
+    with counter:
+        assert small is not None
+        decode(small)
+    assert 0 < counter.launches <= LAUNCHES
+    with counter:
+        counter.launches = 0
+        encode(one.name, torch.ones(2, 8, dtype=torch.bool))
+    assert 0 < counter.launches <= LAUNCHES + 1  # to make the ones
+
+
+class _Counted(TorchDispatchMode):
+    """Counts ops that run a kernel."""
+
+    launches = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        empty = func.overloadpacket.__name__.startswith(("empty", "detach"))
+        self.launches += not (func.is_view or empty)
+        return func(*args, **(kwargs or {}))

@@ -71,11 +71,11 @@ def calibrate(
     """
     keys = [_key(op) for op in ops]
     distinct = dict(zip(reversed(keys), reversed(ops), strict=True))
-    jobs = {
+    every = {
         key: _Job(partial(_runner, op, device), max(op.moved_bytes, _input_bytes(op)))
         for key, op in distinct.items()
-        if op.moved_bytes <= LARGEST_BYTES
     }
+    jobs = {key: job for key, job in every.items() if job.num_bytes <= LARGEST_BYTES}
     costs = _look_up_or_measure(jobs, device, progress or _silent, cache)
     bandwidth, flop_rate = _rates(distinct, costs)
     for key, op in distinct.items():
@@ -115,13 +115,13 @@ def calibrate_encodings(
     jobs: dict[str, _Job] = {
         f"{way} {size}": _Job(partial(make, *size, device), size[1].itemsize * size[2])
         for size in dict.fromkeys(sizes.values())
-        for way, make in (("encode", _encoder), ("decode", _decoder))
+        for way, make in (("pack", _encoder), ("unpack", _decoder))
     }
     costs = _look_up_or_measure(jobs, device, _silent, cache)
     found: dict[tuple[str, TensorMeta], CodingCost] = {}
     for (form, meta), size in sizes.items():
         scale = meta.numel / max(size[2], 1)
-        there, back = (costs[f"{way} {size}"] for way in ("encode", "decode"))
+        there, back = (costs[f"{way} {size}"] for way in ("pack", "unpack"))
         found[form, meta] = CodingCost(
             there.seconds * scale,
             back.seconds * scale,

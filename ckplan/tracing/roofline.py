@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from ckplan.encodings import encoded_bytes
+from ckplan.encodings import LAUNCHES, encoded_bytes
 from ckplan.gpus import Gpu
 from ckplan.tracing.calibrate import CodingCost
 from ckplan.tracing.cost_cache import Cost
@@ -37,12 +37,12 @@ def roofline(ops: Sequence[RawOp], gpu: Gpu) -> list[Cost]:
 def roofline_codings(
     codings: Mapping[tuple[str, TensorMeta], CodingCost], gpu: Gpu
 ) -> dict[tuple[str, TensorMeta], CodingCost]:
-    """What encodings cost on a card: they move both forms, in one op each way."""
+    """What encodings cost on a card: they move both forms, or wait to be launched."""
 
     def on_card(form: str, meta: TensorMeta, cost: CodingCost) -> CodingCost:
         moved_bytes = meta.num_bytes + encoded_bytes(form, meta.numel)
         device = gpu.device_seconds(0, moved_bytes, "fp32")
-        seconds = max(device, gpu.launch_seconds)
+        seconds = max(device, LAUNCHES * gpu.launch_seconds)
         return replace(cost, encode_seconds=seconds, decode_seconds=seconds)
 
     return {key: on_card(*key, cost) for key, cost in codings.items()}
