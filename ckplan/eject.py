@@ -3,7 +3,7 @@
 ``torch.utils.checkpoint`` can run whole modules again, and that is what is printed. A
 plan whose regions rebuild single ops has no plain form: in its place stands the
 cheapest set of modules to run again that fits the same budget, with a peak and a cost
-of its own.
+of its own. So it does for a plan that runs modules again which only ckplan can.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from ckplan.errors import PlanError
 from ckplan.graph import Graph
+from ckplan.hazards import refuse_in_plain_torch, update_twice
 from ckplan.plan import Plan
 from ckplan.region import RERUN, Region
 from ckplan.resolve import resolve
@@ -19,7 +21,7 @@ from ckplan.simulate import Simulator, Timeline
 from ckplan.solving.baselines import can_be_done, find_layers
 from ckplan.solving.chain import regions_of
 from ckplan.solving.covers import chain_of, find_nodes, leaves, tree_frontier
-from ckplan.solving.menu import Menus
+from ckplan.solving.menu import Menus, Option, Unit
 from ckplan.units import format_bytes, format_percent
 
 _TEMPLATE = '''\
@@ -70,7 +72,7 @@ class Plain:
 
     graph: Graph
     plan: Plan  # what it stands for
-    calls: tuple[int, ...]  # that run again
+    regions: tuple[Region, ...]  # calls that run again
     timeline: Timeline  # of the plain plan
     planned: Timeline  # of the plan itself
     same: bool  # it is the plan itself
@@ -95,7 +97,7 @@ def plain_form(graph: Graph, plan: Plan) -> Plain:
     menus = Menus(simulator)
     regions = resolve(plan, graph)
     planned = simulator.run(regions)
-    same = all(region.by == RERUN for region in regions)
+    same = all(r.by == RERUN and _is_plain(graph, r) for r in regions)
     if not same:
         limit = limit_bytes(plan, planned)
         candidates = list(_reruns(simulator, menus, limit))
@@ -108,7 +110,7 @@ def plain_form(graph: Graph, plan: Plan) -> Plain:
     return Plain(
         graph,
         plan,
-        tuple(region.call for region in regions),
+        tuple(regions),
         simulator.run(regions),
         planned,
         same,
@@ -120,16 +122,31 @@ def limit_bytes(plan: Plan, planned: Timeline) -> int:
     return planned.peak_bytes if plan.budget_bytes is None else plan.budget_bytes
 
 
+def _is_plain(graph: Graph, region: Region) -> bool:
+    """Whether torch alone may run it again."""
+    try:
+        refuse_in_plain_torch(graph, region)
+    except PlanError:
+        return False
+    return True
+
+
 def _reruns(
     simulator: Simulator, menus: Menus, limit: int
 ) -> Iterator[tuple[Timeline, tuple[Region, ...]]]:
     """Sets of calls to run again, as each cover allows them; at least the empty one."""
+
+    def whole(unit: Unit) -> list[Option]:
+        region = Region(unit[0], RERUN, last=unit[1])
+        plain = [region] if _is_plain(simulator.graph, region) else []
+        return menus.useful(unit, plain)
+
     yield simulator.run(), ()
     layers = find_layers(simulator.graph, menus)
     nodes = find_nodes(simulator.graph, menus)
     covers = ([(layer, None) for layer in layers], list(leaves(nodes)))
-    chains = [chain_of(simulator, cover, menus.whole) for cover in covers if cover]
-    for chain in (*chains, tree_frontier(simulator, nodes, menus.whole)):
+    chains = [chain_of(simulator, cover, whole) for cover in covers if cover]
+    for chain in (*chains, tree_frontier(simulator, nodes, whole)):
         for bytes_ in (max(limit, chain.least_bytes), chain.least_bytes):
             for regions in map(regions_of, chain.cheapest_first(bytes_)):
                 timeline = simulator.run(regions)
@@ -138,7 +155,11 @@ def _reruns(
                     break
     for cover in covers:
         every = [Region(call, RERUN) for call, _ in cover]
-        done = tuple(region for region in every if can_be_done(simulator, region))
+        done = tuple(
+            region
+            for region in every
+            if _is_plain(simulator.graph, region) and can_be_done(simulator, region)
+        )
         yield simulator.run(done), done
 
 
@@ -154,7 +175,9 @@ def as_code(plain: Plain, version: str) -> str:
         for name, numbers in _calls_of(plain).items()
     )
     about = "\n".join(_about(plain, version))
-    return _TEMPLATE.format(model=plain.graph.model, about=about, calls=calls)
+    name = plain.graph.model  # a trace may have any text there
+    model = name if name.replace(".", "_").isidentifier() else "a model"
+    return _TEMPLATE.format(model=model, about=about, calls=calls)
 
 
 def _numbers(numbers: Sequence[int] | None) -> str:
@@ -164,7 +187,7 @@ def _numbers(numbers: Sequence[int] | None) -> str:
 def _calls_of(plain: Plain) -> Mapping[str, Sequence[int] | None]:
     """Modules, each with the numbers of its calls; None where that is every call."""
     chosen: dict[str, list[int]] = {}
-    for call in sorted(plain.calls):
+    for call in sorted(region.call for region in plain.regions):
         found = plain.graph.calls[call]
         chosen.setdefault(found.fqn, []).append(found.number)
     times = dict.fromkeys(chosen, 0)
@@ -184,6 +207,10 @@ def _about(plain: Plain, version: str) -> Iterator[str]:
         yield ""
         yield "The plan it stands for rebuilds single ops, which has no plain form:"
         yield f"its own peak is {_said(plain.planned)}."
+    if update_twice(plain.graph, plain.regions):
+        yield ""
+        yield "Running statistics of these modules are updated twice a step: gradients"
+        yield "are the same, what evaluation sees is not."
     if not plain.fits:
         limit = format_bytes(limit_bytes(plain.plan, plain.planned))
         yield ""

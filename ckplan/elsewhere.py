@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from ckplan.eject import limit_bytes
 from ckplan.errors import PlanError
 from ckplan.graph import Graph
+from ckplan.hazards import refuse_in_plain_torch, update_twice
 from ckplan.plan import Plan
 from ckplan.region import RERUN, Region
 from ckplan.resolve import resolve
@@ -43,6 +44,7 @@ class Setting:
     planned: Timeline  # of the plan that it stands for
     limit_bytes: int
     same: bool  # it is the plan itself
+    updates_twice: bool  # running statistics, which no tool puts back
 
     @property
     def fits(self) -> bool:
@@ -57,6 +59,8 @@ class Setting:
         if not self.fits:
             limit = format_bytes(self.limit_bytes)
             yield f"it does NOT fit {limit}: nothing that {self.tool} can say does"
+        if self.updates_twice:
+            yield "running statistics are updated twice a step; gradients are the same"
         yield f"needs {_NEEDS[self.tool]}"
 
 
@@ -94,6 +98,8 @@ def setting_for(graph: Graph, plan: Plan, tool: str) -> Setting:
     refused: PlanError | None = None
     for text, chosen in _CHOICES[tool](layers):
         try:
+            for region in chosen:
+                refuse_in_plain_torch(graph, region)
             found.append((text, chosen, simulator.run(chosen)))
         except PlanError as error:
             refused = error
@@ -102,7 +108,8 @@ def setting_for(graph: Graph, plan: Plan, tool: str) -> Setting:
         raise refused
     same = [one for one in found if set(one[1]) == set(regions)]
     nearest = min(same or found, key=lambda one: _rank(one[2], limit))
-    return Setting(tool, *nearest, planned, limit, bool(same))
+    twice = update_twice(graph, nearest[1])
+    return Setting(tool, *nearest, planned, limit, bool(same), twice)
 
 
 def _rank(timeline: Timeline, limit: int) -> tuple[bool, float, int]:

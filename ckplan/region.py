@@ -125,9 +125,11 @@ class RegionView:
         return [s for s in self.storages if storages[s].kind == "buffer"]
 
     def changed_inputs(self, before: int) -> set[int]:
-        """Those among ``external()`` that are not what they were when forward began."""
+        """Inputs that are not what they were when forward began."""
         graph = self.graph
-        return {s for s in self.external() if graph.is_changed(s, self.start, before)}
+        given = {s for s in self.storages if graph.storages[s].kind == "input"}
+        inputs = self.external() | given
+        return {s for s in inputs if graph.is_changed(s, self.start, before)}
 
     def kept_values(self, region: Region) -> set[int]:
         """The values that a region's saves name."""

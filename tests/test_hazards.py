@@ -10,6 +10,7 @@ import copy
 import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import numpy
@@ -24,12 +25,14 @@ from ckplan import applying
 from ckplan.applying import calls, forwards, recompute, record, world
 from ckplan.applying import rerun as rerunning
 from ckplan.applying.recompute import Kept
-from ckplan.errors import ApplyError
+from ckplan.errors import ApplyError, PlanError
 from ckplan.names import OpName
 from ckplan.plan import Plan, PlannedRegion
 from ckplan.program import Rebuild
+from ckplan.records import EngineCosts
 from ckplan.resolve import resolve
 from ckplan.simulate import Simulator
+from ckplan.solving.planner import Planner
 
 WAYS = ("program", "rerun")
 BOTH = pytest.mark.parametrize("by", WAYS)
@@ -751,6 +754,52 @@ def test_a_capture_of_a_cuda_graph_is_an_error_that_says_so(
             world.sources_on([device])[-1].state()
 
 
+class Centred(nn.Module):
+    """Subtracts a mean that it then moves: no program can subtract it again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+        self.register_buffer("mean", torch.zeros(32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.linear(x)
+        y = torch.tanh(h - self.mean) * torch.sigmoid(h + self.mean)
+        with torch.no_grad():
+            self.mean.lerp_(h.mean(0), 0.1)
+        return x + y
+
+
+def test_what_no_program_can_rebuild_is_run_again() -> None:
+    """Plans for it are found, never behind everyday practice, and none too good."""
+    torch.manual_seed(0)
+    model, batch = nn.Sequential(*[Centred() for _ in range(6)]), torch.randn(512, 32)
+    graph = ckplan.profile(model, batch, optimizer="none", replay=False)
+    timed = [replace(op, seconds=op.moved_bytes * 1e-9) for op in graph.ops]
+    graph = replace(graph, ops=tuple(timed), engine=EngineCosts())
+    planner = Planner(graph)
+    (every_call,) = [timeline for timeline, _ in planner.everyday.plans]
+    assert planner.floor.peak_bytes <= every_call.peak_bytes
+    assert planner.floor.peak_bytes < 0.7 * planner.unplanned.peak_bytes
+    for point in planner.frontier():
+        assert point.overhead >= point.bound_overhead - 1e-9
+        dearer = every_call.peak_bytes > point.peak_bytes
+        assert dearer or point.overhead <= every_call.overhead
+    plan = ckplan.solve(graph, budget="75%")
+    assert {region.by for region in plan.regions} == {"rerun"}
+    planned = copy.deepcopy(model)
+    ckplan.apply(planned, plan)
+    for _ in range(3):
+        found = []
+        for one in (model, planned):
+            one.zero_grad()
+            loss = one(batch).square().sum()
+            loss.backward()
+            found.append(state_of(one, loss)[:-2])
+        assert all(map(torch.equal, *found))
+    assert all(region.runs == 3 for region in ckplan.status(planned).regions)
+
+
 def test_what_only_costs_is_never_planned() -> None:
     """No region in a frozen prefix, or of calls that only look at a tensor."""
     layers = [nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4)]
@@ -855,3 +904,39 @@ def test_casts_of_autocast_are_the_same(by: str, backward_inside: bool) -> None:
     elif backward_inside:
         with unguarded(recompute, "_below_autograd", only_below_autograd):
             cast_alike(by, backward_inside)
+
+
+class Mask(nn.Module):
+    """A buffer whose rows share their bytes, and an attribute that holds itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("mask", torch.ones(1, 8).expand(4, 8))
+        self.config: dict[str, Any] = {"width": 8}
+        self.config["self"] = self.config
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.mask[:1].mul_(0.5)
+        return torch.tanh(self.linear(x) * self.mask.clone())
+
+
+@BOTH
+def test_expanded_buffers_and_attributes_in_a_circle_are_put_back(by: str) -> None:
+    same(Mask, by)
+
+
+def test_a_batch_changed_in_place_is_not_run_again() -> None:
+    class Doubled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(self.linear(x.mul_(2)))
+
+    graph = ckplan.profile(nn.Sequential(Doubled()), torch.ones(4, 8), replay=False)
+    for by in WAYS:
+        with pytest.raises(PlanError, match="changes its input in place"):
+            Simulator(graph).run(resolve(plan(by, "0"), graph))

@@ -18,7 +18,7 @@ from ckplan.errors import CkplanError, InfeasibleError, PlanError
 from ckplan.plan import Plan
 from ckplan.plan_file import dumps, loads
 from ckplan.program import Flow
-from ckplan.records import Encoding, EngineCosts
+from ckplan.records import OUTSIDE_CALLS, Call, Encoding, EngineCosts
 from ckplan.region import RERUN, Region
 from ckplan.resolve import describe, resolve
 from ckplan.simulate import Simulator
@@ -587,3 +587,13 @@ def test_a_larger_budget_never_costs_more_with_runs() -> None:
         assert timeline.peak_bytes <= budget
         assert timeline.overhead <= before + 1e-12
         before = timeline.overhead
+
+
+@pytest.mark.parametrize("num_blocks", [1, 8])
+def test_calls_that_run_no_op_are_no_region(num_blocks: int) -> None:
+    graph = graphs.chain(num_blocks)
+    end = graph.calls[-1].stop
+    idle = Call("idle", 0, OUTSIDE_CALLS, end, end, "Identity")
+    graph = replace(graph, calls=(*graph.calls, idle))
+    least = Planner(graph).floor.peak_bytes
+    assert least == Planner(graphs.chain(num_blocks)).floor.peak_bytes

@@ -7,13 +7,13 @@ type: the blocks of a transformer, the bottlenecks of a ResNet.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 
 from ckplan.errors import PlanError
 from ckplan.graph import Graph
 from ckplan.region import RERUN, Region
-from ckplan.simulate import Simulator
+from ckplan.simulate import Simulator, Timeline
 from ckplan.solving.menu import Menus
 from ckplan.solving.solution import Baseline
 
@@ -52,27 +52,39 @@ def _disjoint(graph: Graph, calls: Iterable[int]) -> list[int]:
     return found
 
 
-def baselines(
-    simulator: Simulator, menus: Menus, budget_bytes: int
-) -> tuple[Baseline, ...]:
-    """None, every call and Chen's Algorithm 3, each with its peak and overhead."""
-    layers = [
-        layer
-        for layer in find_layers(simulator.graph, menus)
-        if can_be_done(simulator, Region(layer, RERUN))
-    ]
-    plans: list[tuple[str, Sequence[Region]]] = [("none", ())]
-    if layers:
-        plans += [
-            ("every call", [Region(layer, RERUN) for layer in layers]),
-            ("chen", chen(simulator, menus, layers, budget_bytes)),
+class Everyday:
+    """What people do whatever the budget is, each replayed once."""
+
+    def __init__(self, simulator: Simulator, menus: Menus) -> None:
+        layers = [
+            layer
+            for layer in find_layers(simulator.graph, menus)
+            if can_be_done(simulator, Region(layer, RERUN))
         ]
-    found = []
-    for name, regions in plans:
-        timeline = simulator.run(regions)
-        fits = timeline.peak_bytes <= budget_bytes
-        found.append(Baseline(name, timeline.peak_bytes, timeline.overhead, fits))
-    return tuple(found)
+        self._unplanned = simulator.run()
+        self._segmented = [
+            simulator.run(plan) for plan in _chen(simulator, menus, layers)
+        ]
+        every_call = tuple(Region(layer, RERUN) for layer in layers)
+        self.plans = [(simulator.run(every_call), every_call)] if layers else []
+        """Those of them that a plan can say."""
+
+    def baselines(self, budget_bytes: int) -> tuple[Baseline, ...]:
+        """None, every call and the best of Chen's, each with its peak and overhead."""
+
+        def rank(found: Timeline) -> tuple[bool, float, int]:
+            over = found.peak_bytes > budget_bytes
+            cost = found.peak_bytes if over else found.overhead
+            return over, cost, found.peak_bytes
+
+        found = [("none", self._unplanned)]
+        for every_call, _ in self.plans:
+            best = min(self._segmented, key=rank, default=self._unplanned)
+            found += ("every call", every_call), ("chen", best)
+        return tuple(
+            Baseline(name, one.peak_bytes, one.overhead, one.peak_bytes <= budget_bytes)
+            for name, one in found
+        )
 
 
 def can_be_done(simulator: Simulator, region: Region) -> bool:
@@ -84,10 +96,10 @@ def can_be_done(simulator: Simulator, region: Region) -> bool:
     return True
 
 
-def chen(
-    simulator: Simulator, menus: Menus, layers: Sequence[int], budget_bytes: int
-) -> list[Region]:
-    """Segments by Algorithm 3 of Chen et al. with a search over its budget.
+def _chen(
+    simulator: Simulator, menus: Menus, layers: Sequence[int]
+) -> Iterator[list[Region]]:
+    """Segments by Algorithm 3 of Chen et al., for its search over a budget ``b``.
 
     T. Chen, B. Xu, C. Zhang, C. Guestrin, "Training Deep Nets with Sublinear Memory
     Cost", 2016: a new segment begins when the activations since the last one exceed
@@ -99,18 +111,13 @@ def chen(
     limits = list(accumulate(sizes))
     for limit in limits[:: max(1, len(limits) // _MOST_LIMITS)]:
         tried[tuple(_segments(simulator.graph, layers, sizes, limit))] = None
-    best: tuple[tuple[bool, float, int], list[Region]] | None = None
     for segments in tried:
-        regions = [Region(first, RERUN, last=last) for first, last in segments[:-1]]
-        if not all(can_be_done(simulator, region) for region in regions):
-            continue
-        timeline = simulator.run(regions)
-        over = timeline.peak_bytes > budget_bytes
-        cost = timeline.peak_bytes if over else timeline.overhead
-        rank = (over, cost, timeline.peak_bytes)
-        if best is None or rank < best[0]:
-            best = (rank, regions)
-    return best[1] if best else []
+        regions = [
+            Region(first, RERUN, last=None if first == last else last)
+            for first, last in segments[:-1]
+        ]
+        if all(can_be_done(simulator, region) for region in regions):
+            yield regions
 
 
 def _segments(

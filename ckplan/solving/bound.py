@@ -28,7 +28,7 @@ from functools import cached_property
 from itertools import combinations
 
 from ckplan.graph import Graph
-from ckplan.program import EXTERNAL, Flow
+from ckplan.program import Flow
 from ckplan.records import BEFORE_STEP, Encoding
 from ckplan.simulate import Simulator
 from ckplan.solving.closure import NANOSECOND, Choice, Closure, Demand
@@ -175,7 +175,6 @@ def _moment(
         if storage in alive_for_free and value not in copies
         else graph.storages[storage].bytes
         for value, storage in enumerate(flow.storage_of)
-        if value not in copies or flow.maker_of[value] != EXTERNAL
     }
     current = [value for value in wanted if flow.is_current(value)]
     fixed_bytes = simulator.unplanned_bytes[2 * op + 1] - droppable

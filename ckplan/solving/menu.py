@@ -19,7 +19,7 @@ from ckplan.errors import PlanError
 from ckplan.graph import Graph
 from ckplan.program import EXTERNAL, Flow
 from ckplan.records import BEFORE_STEP, OUTSIDE_CALLS
-from ckplan.region import RERUN, Region, RegionView
+from ckplan.region import PROGRAM, RERUN, Region, RegionView
 from ckplan.simulate import Simulator
 from ckplan.solving.closure import NANOSECOND, Choice, Closure, Demand
 
@@ -38,6 +38,7 @@ class Kept(NamedTuple):
 
     save: _Outputs
     encode: _Outputs
+    by: str = PROGRAM
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,17 @@ class Menus:
 
     def options(self, unit: Unit) -> list[Option]:
         """Every way to run a unit, cheapest first; keeping everything is the first."""
-        return self.useful(unit, (self._region(unit, k) for k in self._kept(unit)))
+        regions = [self._region(unit, kept) for kept in self._kept(unit)]
+        if unit[1] is None and self._overwrites_buffers(unit[0]):
+            regions.append(Region(unit[0], RERUN))
+        return self.useful(unit, regions)
+
+    def _overwrites_buffers(self, call: int) -> bool:
+        """Whether to run it again, with its buffers put back, saves what programs keep.
+
+        They run no op again that read what is overwritten by then.
+        """
+        return any(one.kind == "buffer" for one in self._graph.hazards_in(call))
 
     def every(self, unit: Unit, most: int) -> list[Region]:
         """A region for every set of values to keep; none if there are too many."""
@@ -140,19 +151,25 @@ class Menus:
         for units in alike.values():
             saves = [self._relative(chosen[u]) for u in units if u in chosen]
             saves.sort(
-                key=lambda kept: (self._kept_bytes(units[0], kept), *map(sorted, kept))
+                key=lambda kept: (
+                    self._kept_bytes(units[0], kept),
+                    kept.by,
+                    sorted(kept.save),
+                    sorted(kept.encode),
+                )
             )
             tidied += map(self._region, units, saves)
         return sorted(tidied, key=lambda region: region.call)
 
     def _relative(self, region: Region) -> Kept:
         start = self._graph.calls[region.call].start
-        return Kept(_shifted(region.save, -start), _shifted(region.encode, -start))
+        save, encode = (_shifted(o, -start) for o in (region.save, region.encode))
+        return Kept(save, encode, region.by)
 
     def _region(self, unit: Unit, kept: Kept) -> Region:
         start = self._graph.calls[unit[0]].start
-        save, encode = (_shifted(outputs, start) for outputs in kept)
-        return Region(unit[0], save=save, last=unit[1], encode=encode)
+        save, encode = (_shifted(o, start) for o in (kept.save, kept.encode))
+        return Region(unit[0], kept.by, save, unit[1], encode)
 
     def _kept_bytes(self, unit: Unit, kept: Kept) -> int:
         region, graph = self._region(unit, kept), self._graph
@@ -171,7 +188,8 @@ class Menus:
         signature = self.signature(unit)
         if signature not in self._hulls:
             view = self._simulator.view(*unit)
-            closure, steps = unit_closure(self._graph, view), len(view.flow.inputs)
+            steps = max(1, len(view.flow.inputs))
+            closure = unit_closure(self._graph, view)
             choices = closure.every(_TRIED_TIMES_STEPS // steps) if self._small else []
             choices = choices or closure.hull(_most_cuts(view))
             found = (_kept(view, choice) for choice in choices)
@@ -262,9 +280,8 @@ def _not_behind(options: Sequence[Option]) -> list[Option]:
 
 def _most_cuts(view: RegionView) -> int:
     """Large units get fewer options, so that the search stays short."""
-    return max(
-        _FEWEST_CUTS, min(_MOST_CUTS, _CUTS_TIMES_STEPS // len(view.flow.inputs))
-    )
+    steps = max(1, len(view.flow.inputs))
+    return max(_FEWEST_CUTS, min(_MOST_CUTS, _CUTS_TIMES_STEPS // steps))
 
 
 def _windows(view: RegionView) -> list[tuple[int, int]]:

@@ -89,7 +89,6 @@ class _Model:
         self._live = simulator.unplanned_bytes
         self._budget = budget_bytes
         self._costs: list[float] = []
-        self._integer: list[bool] = []
         self._rows: list[tuple[dict[int, float], float]] = []  # sum <= limit
         self._known: dict[tuple[Any, ...], int] = {}
         self._fees = Fees(self._graph)

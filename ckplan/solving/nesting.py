@@ -27,7 +27,7 @@ from itertools import groupby
 from typing import TypeAlias
 
 from ckplan.errors import PlanError
-from ckplan.region import Region
+from ckplan.region import PROGRAM, Region
 from ckplan.simulate import Simulator
 from ckplan.solving.chain import ChainFrontier, Link, regions_of
 from ckplan.solving.covers import NEARLY_ALL, are_siblings
@@ -69,7 +69,7 @@ class Nesting:
 
     def options(self, unit: Unit) -> list[Option]:
         """The menu of a unit, options with regions inside among them."""
-        return self._menus.useful(unit, [*self._flat(unit), *self.regions(unit)])
+        return self._menus.useful(unit, [*self._menu(unit), *self.regions(unit)])
 
     def wide(self, unit: Unit) -> list[Option]:
         """The menu of a unit, and regions that keep something around others.
@@ -85,7 +85,7 @@ class Nesting:
                 *self._around_pairs(unit, flat),
             ],
         )
-        return self._menus.useful(unit, [*flat, *found])
+        return self._menus.useful(unit, [*self._menu(unit), *found])
 
     def _around_encoded(self, unit: Unit, flat: Sequence[Region]) -> list[Region]:
         """Regions on a large unit that keep what is small when encoded."""
@@ -108,9 +108,13 @@ class Nesting:
             for one in self._inside(whole, self._nothing, _PAIR, _PLANS_OF_SMALL)
         ]
 
-    def _flat(self, unit: Unit) -> list[Region]:
+    def _menu(self, unit: Unit) -> list[Region]:
         """The menu of a unit without keeping everything."""
         return [one.region for one in self._menus.options(unit) if one.region]
+
+    def _flat(self, unit: Unit) -> list[Region]:
+        """Those of them that others can be inside of, or around."""
+        return [region for region in self._menu(unit) if region.by == PROGRAM]
 
     def simplest(self, unit: Unit) -> Region:
         """Keep nothing, and the same for every part of it."""

@@ -13,7 +13,7 @@ from ckplan.errors import InfeasibleError, PlanError
 from ckplan.graph import Graph
 from ckplan.region import Region
 from ckplan.simulate import Simulator, Timeline
-from ckplan.solving.baselines import baselines, can_be_done
+from ckplan.solving.baselines import Everyday, can_be_done
 from ckplan.solving.bound import LowerBound, gap
 from ckplan.solving.chain import ChainFrontier, Choice, regions_of
 from ckplan.solving.covers import (
@@ -81,7 +81,7 @@ class Planner:
             unplanned=self.unplanned,
             floor=self.floor,
             bound_overhead=self.bound(budget_bytes),
-            baselines=baselines(self.simulator, self.menus, budget_bytes),
+            baselines=self.everyday.baselines(budget_bytes),
         )
 
     def least_memory(self, max_overhead: float) -> Solution:
@@ -164,7 +164,8 @@ class Planner:
         return self._least_of(self._chains)
 
     def _least_of(self, chains: Iterable[ChainFrontier]) -> _Found:
-        return min([self._smallest(chains), *self._tried], key=_peak)
+        tried = [*self._tried, *self.everyday.plans]
+        return min([self._smallest(chains), *tried], key=_peak)
 
     def within(self, budget_bytes: int) -> _Found | None:
         """The cheapest plan that fits, as its timeline and its regions."""
@@ -175,7 +176,7 @@ class Planner:
             for chain in self._chains
             for plan in self._cheapest(chain, budget_bytes)
         ]
-        tried = [*self._tried, self._least]
+        tried = [*self._tried, self._least, *self.everyday.plans]
         found += (one for one in tried if one[0].peak_bytes <= budget_bytes)
         return min(found, key=_rank, default=None)
 
@@ -194,6 +195,11 @@ class Planner:
     def _tried(self) -> list[_Found]:
         """The best plans of all, if the step is so small that all can be tried."""
         return self._all_nested or self._all(nested=False)
+
+    @cached_property
+    def everyday(self) -> Everyday:
+        """What people do, none of which a plan from here is behind."""
+        return Everyday(self.simulator, self.menus)
 
     @cached_property
     def _all_nested(self) -> list[_Found]:

@@ -28,7 +28,7 @@ from ckplan.graph import Graph
 from ckplan.records import OUTSIDE_CALLS
 from ckplan.region import RERUN, Region
 from ckplan.simulate import Simulator
-from ckplan.solving.baselines import baselines, can_be_done, find_layers
+from ckplan.solving.baselines import can_be_done, find_layers
 from ckplan.solving.chain import regions_of
 from ckplan.solving.covers import chain_of
 from ckplan.solving.menu import Menus
@@ -42,8 +42,8 @@ _ATTENTION = "scaled_dot_product"
 
 def everything(planner: Planner, budget_bytes: int) -> tuple[Baseline, ...]:
     """All baselines, those that ``solve`` shows first."""
-    of = planner.simulator, planner.menus, budget_bytes
-    return (*baselines(*of), *practices(*of))
+    others = practices(planner.simulator, planner.menus, budget_bytes)
+    return (*planner.everyday.baselines(budget_bytes), *others)
 
 
 def practices(
