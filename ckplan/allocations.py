@@ -94,7 +94,11 @@ def reserved_bytes(timeline: Timeline, *, expandable: bool = False) -> int:
     step = events(timeline)
     before = [event for event in step if event.moment == 0 and event.bytes]
     during, update = step[len(before) :], 2 * graph.backward_stop
-    state = {s for s, one in enumerate(graph.storages) if one.kind == "optimizer"}
+    state = {
+        number
+        for number, storage in enumerate(graph.storages)
+        if storage.kind == "optimizer" and timeline.stops[number] >= update
+    }
     replay([event for event in before if event.block not in state])
     replay([event for event in during if event.moment < update])
     replay([event for event in before if event.block in state])

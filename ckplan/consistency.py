@@ -54,11 +54,11 @@ def _bad_engine(graph: Graph) -> Iterator[str]:
 
 
 def _bad_ops(graph: Graph) -> Iterator[str]:
-    num_storages, calls = len(graph.storages), range(OUTSIDE_CALLS, len(graph.calls))
+    num_storages, num_calls = len(graph.storages), len(graph.calls)
     for index, op in enumerate(graph.ops):
         if not _within((*op.reads, *op.writes, *op.outputs), 0, num_storages):
             yield f"op {index} ({op.name}) uses a storage that is not there"
-        if op.call not in calls:
+        if not _within((op.call,), OUTSIDE_CALLS, num_calls):
             yield f"op {index} ({op.name}) belongs to call {op.call}"
         costs = (op.workspace_bytes, op.flops, op.moved_bytes)
         timed = _timed((op.seconds, op.launch_seconds))
@@ -77,12 +77,12 @@ def _bad_storages(graph: Graph) -> Iterator[str]:
 
 
 def _bad_saved(graph: Graph) -> Iterator[str]:
-    calls = range(OUTSIDE_CALLS, len(graph.calls))
     for saved in graph.saved:
         known = _within((saved.storage,), 0, len(graph.storages))
         when = (saved.at, saved.wanted, saved.done)
         timed = _within(when, -1, len(graph.ops) + 1)
-        if not (known and saved.call in calls and timed):
+        called = _within((saved.call,), OUTSIDE_CALLS, len(graph.calls))
+        if not (known and called and timed):
             yield f"a saved tensor of storage {saved.storage} is out of range"
 
 
@@ -92,6 +92,8 @@ def _bad_calls(graph: Graph) -> Iterator[str]:
         inside = _within((call.start, call.stop), 0, len(graph.ops) + 1)
         if not (known and inside and call.start <= call.stop):
             yield f"call {index} covers ops [{call.start}, {call.stop})"
+        if not _within((call.number,), 0, _MOST):
+            yield f"call {index} is number {call.number!r} of its module"
 
 
 def _bad_encodings(graph: Graph) -> Iterator[str]:
@@ -132,6 +134,7 @@ def _timed(seconds: tuple[float, float]) -> bool:
 
 def _of_names(graph: Graph) -> Iterator[str]:
     named: list[object] = [graph.model, graph.costs, *graph.notes]
+    named.append(graph.options.get("gpu", ""))
     named += [op.name for op in graph.ops]
     named += [text for call in graph.calls for text in (call.fqn, call.module)]
     named += [one.name for one in graph.encodings]

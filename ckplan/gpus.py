@@ -39,6 +39,7 @@ _EXAMPLES = {
     "'tflops'": "tflops: {fp32: 30.3}",
     "'sources'": "sources: {memory: l4}",
 }
+_SIZE = re.compile(r"\d+gb")
 _BRANDS = re.compile(r"nvidia|geforce|tesla|[^a-z0-9]")
 
 
@@ -77,16 +78,18 @@ def find(name: str) -> Gpu:
     """Find a card by name: ``"RTX 4090"``, ``"rtx4090"``, ``"NVIDIA L4"``.
 
     Raises:
-        CkplanError: No card has that name, or several begin with it.
+        CkplanError: No card has that name, or several do, with other memory.
     """
     cards = load()
     wanted = _plain(name)
-    exact = [card for card in cards.values() if _plain(card.name) == wanted]
-    found = exact or [c for c in cards.values() if _plain(c.name).startswith(wanted)]
+    rest = {name: _plain(name).removeprefix(wanted) for name in cards}
+    exact = [card for name, card in cards.items() if _plain(name) == wanted]
+    found = exact or [c for name, c in cards.items() if _SIZE.fullmatch(rest[name])]
     if len(found) == 1 and wanted:
         return found[0]
     several = len(found) > 1 and wanted
-    near = found[0].name if several else did_you_mean(name, cards)
+    begun = (name for name in cards if wanted and _plain(name).startswith(wanted))
+    near = found[0].name if several else next(begun, did_you_mean(name, cards))
     raise CkplanError(
         f"{'more than one card' if several else 'no card'} is called {name!r}",
         needed="one of "

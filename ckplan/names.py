@@ -30,6 +30,7 @@ _RANGE = re.compile(rf"\[({_N})\.\.({_N})\]")
 _ANY_RANGE = rf"\[{_N}\.\.{_N}\]"
 _CALLS = re.compile(rf"((?:[^][#]|{_ANY_RANGE})+)(?:#({_N}|{_ANY_RANGE}))?")
 _NEARLY_RANGE = re.compile(rf"\[({_N})[^][0-9]+({_N})\]")
+_MOST_CALLS = 1_000_000
 _OP = re.compile(rf"(.+)/([^/#@\s]+)(?:#({_N}))?(?:@({_N}))?")
 
 
@@ -132,9 +133,21 @@ def expand_modules(
     (('cell', frozenset({0, 1})),)
     """
     found = _parse_calls(pattern)
-    numbers = frozenset(map(int, _spell(found[2]))) if found[2] else None
+    numbers = frozenset(map(int, _few(pattern, found[2]))) if found[2] else None
     calls = _expand(found[1], [(fqn, 0) for fqn in fqns], _NOT_THERE)
     return tuple((fqn, numbers) for fqn, _ in calls)
+
+
+def _few(pattern: str, numbers: str) -> Iterator[str]:
+    """Numbers of calls, as many as a module may have."""
+    ends = _RANGE.fullmatch(numbers)
+    if ends and int(ends[2]) - int(ends[1]) >= _MOST_CALLS:
+        raise PlanError(
+            f"cannot read the calls {pattern!r}: they are more than {_MOST_CALLS}",
+            needed="as many calls as one module may have",
+            hint="leave out '#' and what follows to mean every call of a module",
+        )
+    return _spell(numbers)
 
 
 def _parse_calls(pattern: str) -> re.Match[str]:

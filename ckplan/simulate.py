@@ -284,7 +284,7 @@ class Simulator:
         for number in self._gathered:
             call = self.graph.calls[number]
             inside = view.start <= call.start and call.stop <= view.stop
-            if inside and number != view.unit[0]:
+            if inside and view.unit != (number, None):
                 raise PlanError(
                     f"cannot rebuild {view.name}: the parameters of {call} are there "
                     "for that call alone",

@@ -99,7 +99,7 @@ def loads(text: str, name: str) -> Graph:
     """
     try:
         content = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _unreadable(name, f"is not complete JSON ({error})") from None
     if not isinstance(content, dict) or "ckplan_graph" not in content:
         raise _unreadable(name, "is no ckplan trace")
@@ -114,7 +114,10 @@ def loads(text: str, name: str) -> Graph:
         raise _unreadable(name, f"has {word} key {min(unknown or missing)!r}")
     try:
         if version in _WITH_HAZARD_IN_CALL:
-            content["calls"] = [row[:6] for row in content["calls"]]
+            rows = content["calls"]
+            content["calls"] = [row[:6] for row in rows]
+            reasons = ((call, row[6]) for call, row in enumerate(rows))
+            content["hazards"] = [[c, "state", why, []] for c, why in reasons if why]
         return _from_content(content)
     except (TypeError, ValueError, IndexError, KeyError, AttributeError) as error:
         raise _unreadable(name, f"has a malformed record ({error})") from None

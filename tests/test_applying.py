@@ -583,3 +583,36 @@ def test_a_run_that_cannot_be_changes_nothing(
     with pytest.raises(PlanError, match=message):
         applying.apply(model, Plan(regions=regions))
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+@pytest.mark.parametrize("by", ["program", "rerun"])
+def test_what_others_put_on_a_forward_after_a_plan_stays(by: str) -> None:
+    workload = build("residual")
+    block = workload.model.get_submodule("0")
+    ckplan.apply(workload.model, Plan(regions=(PlannedRegion("0", by),)))
+    planned, seen = block.forward, list[int]()
+
+    def around(*args: Any) -> Any:
+        seen.append(1)
+        return planned(*args)
+
+    block.forward = around  # type: ignore[method-assign]
+    ckplan.remove(workload.model)
+    assert all(map(torch.equal, train(workload), train(build("residual"))))
+    assert len(seen) == 3
+    assert block.forward is around
+    ckplan.apply(workload.model, Plan(regions=(PlannedRegion("0", by),)))
+    block.__dict__.pop("forward", None)
+    ckplan.remove(workload.model)
+    assert "forward" not in vars(block)
+
+
+def test_status_tells_what_the_last_run_dropped() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Tanh()))
+    ckplan.apply(model, Plan(regions=(PlannedRegion("0"),)))
+    found = []
+    for batch in (100, 2, 100, 2):
+        model(torch.ones(batch, 4)).sum().backward()
+        (region,) = ckplan.status(model).regions
+        found.append((region.recorded, region.dropped_bytes))
+    assert found == [(1, 3200), (2, 64), (2, 3200), (2, 64)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from itertools import groupby, pairwise
 from pathlib import Path
 from random import Random
@@ -272,3 +273,12 @@ def test_reserved_is_at_least_the_peak_and_regions_lower_it(
         assert reserved_bytes(timeline, expandable=expandable) >= timeline.peak_bytes
     before = reserved_bytes(whole, expandable=expandable)
     assert reserved_bytes(planned, expandable=expandable) < before
+
+
+def test_state_that_goes_before_the_update_is_there_from_the_start() -> None:
+    graph = graphs.chain(2)
+    used = next(s for op in graph.ops[: graph.num_forward] for s in op.reads)
+    storages = list(graph.storages)
+    storages[used] = replace(storages[used], kind="optimizer", last=0)
+    timeline = simulate(replace(graph, storages=tuple(storages)))
+    assert reserved_bytes(timeline) >= timeline.peak_bytes

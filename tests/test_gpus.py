@@ -105,6 +105,7 @@ def test_cards_go_by_the_names_that_people_write(said: str, meant: str) -> None:
     ("said", "needed", "hint"),
     [
         ("A100", "one of A100 40GB, A100 80GB", "--gpu 'A100 40GB'"),
+        ("RTX 4060", "RTX 4060 Ti 16GB", "--gpu 'RTX 4060 Ti 16GB'"),  # another card
         ("RTX 4091", "RTX 4090", "--gpu 'RTX 4090'"),
         ("MI300X", "H200", "ckplan gpus"),
         ("", "H200", "ckplan gpus"),

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from ckplan.errors import CkplanError, GraphError
 from ckplan.graph import Graph
-from ckplan.records import KINDS, OUTSIDE_CALLS, Encoding, EngineCosts
+from ckplan.records import KINDS, OUTSIDE_CALLS, Encoding, EngineCosts, Hazard
 from ckplan.trace_file import dumps, load, loads, save
 
 GRAPH = replace(chain(2), encodings=(Encoding(3, 0, "bits", 5, 0, 0, 0.1, 0.1),))
@@ -173,13 +173,15 @@ def test_format_2_is_read_without_launch_times() -> None:
     assert loads(changed(as_before), "x") == GRAPH
 
 
-def test_format_3_is_read_without_hazards() -> None:
+def test_format_3_says_what_is_unsafe_in_the_call() -> None:
     def as_before(content: dict[str, Any]) -> None:
         content["ckplan_graph"] = 3
         before_hazards(content)
+        content["calls"][0][6] = "writes to a buffer"
         del content["engine"]
 
-    assert loads(changed(as_before), "x") == GRAPH
+    hazard = Hazard(0, "state", "writes to a buffer", ())
+    assert loads(changed(as_before), "x") == replace(GRAPH, hazards=(hazard,))
 
 
 def test_format_4_is_read_without_costs_of_the_engine() -> None:
@@ -193,7 +195,7 @@ def test_format_4_is_read_without_costs_of_the_engine() -> None:
 def before_hazards(content: dict[str, Any]) -> None:
     del content["hazards"]
     for row in content["calls"]:
-        row.append("writes to a buffer")
+        row.append("")
 
 
 def test_unknown_key_is_named() -> None:
@@ -233,6 +235,25 @@ INDICES = [
     ("encodings", 0, 0),  # op
     ("encodings", 0, 1),  # output
 ]
+
+
+NO_INDEX = [("ops", 3, 1), ("saved", 3, 1), ("calls", 3, 1)]
+
+
+@pytest.mark.parametrize("value", [0.0, 1.5, "x", -2, None])
+@pytest.mark.parametrize("path", NO_INDEX, ids=lambda path: ".".join(map(str, path)))
+def test_only_whole_numbers_are_numbers(
+    path: tuple[str | int, ...], value: Any
+) -> None:
+    with pytest.raises(GraphError):
+        loads(changed(put(*path, value=value)), "x")
+
+
+def test_a_card_that_is_no_text_and_json_too_deep_are_refused() -> None:
+    with pytest.raises(GraphError, match="5 is no name"):
+        loads(changed(put("options", value={"gpu": 5})), "x")
+    with pytest.raises(GraphError, match="is not complete JSON"):
+        loads("[" * 10**5, "x")
 
 
 @pytest.mark.parametrize("value", [-2, 10**6])

@@ -9,7 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckplan.errors import PlanError
-from ckplan.names import Call, OpCounter, OpName, call_name, expand_calls, fold_calls
+from ckplan.names import (
+    Call,
+    OpCounter,
+    OpName,
+    call_name,
+    expand_calls,
+    expand_modules,
+    fold_calls,
+)
 
 
 def _each(*fqns: str, times: int = 1) -> list[Call]:
@@ -362,3 +370,8 @@ def test_two_regions_count_on_their_own():
         return [str(ops.name("mlp", "addmm")) for _ in range(2)]
 
     assert names(OpCounter()) == names(OpCounter())
+
+
+def test_more_calls_than_any_module_has_are_refused_at_once() -> None:
+    with pytest.raises(PlanError, match="more than 1000000"):
+        expand_modules("cell#[0..999999999]", ["cell"])

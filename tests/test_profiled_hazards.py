@@ -375,3 +375,14 @@ def test_a_profile_leaves_random_numbers_alone() -> None:
         before = state()
         ckplan.profile(model, batch)
         assert state() == before
+
+
+class Both(Counter):
+    """Something hidden beside dropout, which is no hazard, and memory not filled."""
+
+    def change(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(super().change(x), 0.1)
+
+
+def test_memory_that_nobody_filled_yet_is_no_chance() -> None:
+    assert {kind for kind, _ in kinds_of(profiled(Both))} == {"state"}

@@ -197,6 +197,9 @@ def test_units_can_be_chosen_and_regions_must_be_inside_of_one() -> None:
     for region in (Region(calls[""]), Region(calls["h.0"], last=calls["h.1"])):
         with pytest.raises(CkplanError, match="for that call alone"):
             simulate(graph, [region])
+    graph = ckplan.shard(blocks(), "zero3", 2, units=["h.0"])
+    with pytest.raises(CkplanError, match="for that call alone"):
+        simulate(graph, [Region(calls["h.0"], last=calls["h.1"])])
 
 
 def test_the_command_line_shards(run: Run, trace: Path) -> None:  # noqa: F811

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -436,6 +437,37 @@ def test_options_are_read_as_yaml_scalars() -> None:
     assert parse_input("2x3:int64").dtype == torch.int64
     with pytest.raises(WorkloadError, match="bananas"):
         parse_input("2x3:bananas")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-3", 1e-3),
+        ("-2.5E6", -2.5e6),
+        ("24", 24),
+        ("0.5", 0.5),
+        ("true", True),
+        ("[1, 2]", [1, 2]),
+        ("", ""),
+        ("e-3", "e-3"),
+        ("2024-13-01", "2024-13-01"),  # a day that is not there
+        ("{", "{"),
+    ],
+)
+def test_options_are_what_people_mean(text: str, value: object) -> None:
+    assert parse_options([f"x={text}"]) == {"x": value}
+
+
+def test_a_file_may_change_the_path_and_fail_for_its_own_reasons(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "moves.py").write_text("import sys\nsys.path.clear()\n1 / 0\n")
+    (tmp_path / "needy.py").write_text("import nobody_has_this\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    with pytest.raises(WorkloadError, match="raised ModuleNotFoundError: No module"):
+        WorkloadSpec("needy:build").build()
+    with pytest.raises(WorkloadError, match="raised ZeroDivisionError"):
+        WorkloadSpec(str(tmp_path / "moves.py")).build()
 
 
 @pytest.mark.parametrize(

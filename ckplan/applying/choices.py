@@ -106,7 +106,9 @@ class Choice:
             self.missing = (*self.missing_of(region.found), *missing)
             if key not in self.templates:
                 self._learn(key, region.template)
-        elif not region.repeats:
+        elif region.repeats:
+            self.dropped_bytes = region.template.dropped_bytes
+        else:
             self.kept += 1
             self.templates[key] = None  # they differ: each is written down from now on
 

@@ -37,6 +37,15 @@ class StandIn:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.previous = module.__dict__.get("forward")  # somebody else's stand-in
+        self.taken_off = False
+
+    def take_off(self) -> None:
+        """Give the module its forward back, or only run that where others hold this."""
+        self.taken_off = True
+        if self.module.__dict__.get("forward") is self:
+            del self.module.forward
+            if self.previous is not None:
+                self.module.forward = self.previous
 
     def begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Hook of the module, or of a replica of it."""
@@ -101,7 +110,7 @@ class RerunForward(StandIn):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run forward; under gradients, keep its inputs only."""
-        name = self._chosen()
+        name = None if self.taken_off else self._chosen()
         if name is None:
             return super().__call__(*args, **kwargs)
         return self._again(name, args, kwargs)

@@ -95,9 +95,7 @@ def remove(model: nn.Module) -> nn.Module:
         for handle in session.handles:
             handle.remove()
         for one in session.stand_ins:
-            del one.module.forward
-            if one.previous is not None:
-                one.module.forward = one.previous
+            one.take_off()
     return model
 
 

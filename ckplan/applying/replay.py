@@ -44,8 +44,8 @@ class Replay(TorchFunctionMode):
     def __init__(self, name: str, template: Template) -> None:
         super().__init__()
         self.name = name
+        self.template = template
         self.repeats = True  # as far as was seen
-        self._template = template
         self._slots = Slots(self._meet)
         self._calls = iter(template.calls)
         self._next = next(self._calls, None)
@@ -71,7 +71,7 @@ class Replay(TorchFunctionMode):
     def close(self) -> None:
         """Forward is over: hold only what the program needs."""
         self._contexts.close()
-        template = self._template
+        template = self.template
         self.repeats &= self._next is None
         self.repeats &= self._num_packed == len(template.packed)
         self._handle.rebuilder = Rebuilder(
@@ -107,7 +107,7 @@ class Replay(TorchFunctionMode):
             self.repeats = False
             return func(*args, **kwargs)
         for step in call.random_steps:
-            self._states[step] = random_state(self._template.steps[step].device, None)
+            self._states[step] = random_state(self.template.steps[step].device, None)
         self._in_call = True
         try:
             out = func(*args, **kwargs)
@@ -141,12 +141,12 @@ class Replay(TorchFunctionMode):
 
     def _meet(self, tensor: torch.Tensor) -> None:
         """A tensor from elsewhere must be like the template's, and shared as there."""
-        given = self._template.given
+        given = self.template.given
         place = self._num_given
         if place == len(given) or given[place].geometry != geometry_of(tensor):
             raise UnknownArgumentError
         storage, address = given[place].storage, tensor.untyped_storage()._cdata
-        value = self._template.value_of.get(storage)
+        value = self.template.value_of.get(storage)
         if address in self._storages:
             shared = self._storages[address] == storage
         else:
@@ -175,7 +175,7 @@ class Replay(TorchFunctionMode):
             self._packing = False
 
     def _packed_as(self, tensor: torch.Tensor) -> Kept | Dropped:
-        template, number = self._template, self._num_packed
+        template, number = self.template, self._num_packed
         self._num_packed += 1
         there = self.repeats and number < len(template.packed)
         if not there or template.packed[number].size != tensor.size():
@@ -193,11 +193,11 @@ class Replay(TorchFunctionMode):
 
     def _shorter_program(self) -> Program:
         """What rebuilds what was dropped before a call differed."""
-        flow, parts = self._template.flow, self._template.parts
+        flow, parts = self.template.flow, self.template.parts
         kept = [value for value in self._held if flow.maker_of[value] != EXTERNAL]
         encoded = self._encoded.keys()
         program = compile_program(flow, self._wanted, kept, encoded, parts)
-        known = program.runs().keys() <= self._template.steps.keys()
+        known = program.runs().keys() <= self.template.steps.keys()
         if not known or not program.holds <= self._held.keys():
             raise self._changed()
         return program

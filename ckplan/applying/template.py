@@ -19,7 +19,7 @@ from ckplan.encodings import BITS, Encoded
 from ckplan.program import EXTERNAL, Flow, Part, Program, compile_program
 
 if TYPE_CHECKING:
-    from ckplan.applying.record import OpKey, Recorder
+    from ckplan.applying.record import Recorder
 
 _SCALINGS = ("div_", "mul_")
 _MOST_UNSEEN_BYTES = 4096  # of values that are rebuilt though the plan keeps them
@@ -73,7 +73,6 @@ class Template:
     parts: tuple[Part, ...]
     program: Program
     steps: Mapping[int, Step]
-    found: frozenset[OpKey]
     dropped_bytes: int
 
 
@@ -122,7 +121,6 @@ def make_template(
         parts,
         program,
         steps,
-        frozenset(seen.found),
         seen.dropped_bytes,
     )
 

@@ -48,7 +48,7 @@ class World:
                 buffers.append((module._buffers, dict(module._buffers)))
         named = (*(b for _, b in buffers), *(plain for _, plain, _ in attributes))
         tensors = [t for found in named for t in found.values() if _is_state(t)]
-        contents = [(b, b.detach().clone(), version_of(b)) for b in tensors]
+        contents = [(b, _elements(b).clone(), version_of(b)) for b in tensors]
         states = [(source, source.state()) for source in sources]
         return cls(attributes, containers, buffers, contents, states)
 
@@ -73,7 +73,7 @@ class World:
             named.clear()
             named.update(before)
         for buffer, copy, _ in self.contents:
-            buffer.data.copy_(copy)  # .data: what autograd saved stays valid
+            _elements(buffer).copy_(copy)
         for source, state in self.random:
             source.put(state)
 
@@ -140,15 +140,20 @@ def sources_on(devices: Iterable[torch.device]) -> list[Source]:
     return [*_EVERYWHERE, *cuda]
 
 
-def _containers(values: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
-    """Lists, dicts, sets and deques, each with a copy of what is in it."""
+def _containers(
+    values: Iterable[Any], known: set[int] | None = None
+) -> Iterator[tuple[Any, Any]]:
+    """Lists, dicts, sets and deques, each with a copy of what is in it, each once."""
+    known = set() if known is None else known
     for value in values:
-        if isinstance(value, (list, set, deque, dict)):
+        if isinstance(value, (list, set, deque, dict)) and id(value) not in known:
+            known.add(id(value))
             if len(value) > _MOST_ITEMS:
                 continue
             items = dict(value) if isinstance(value, dict) else list(value)
             yield value, items
-            yield from _containers(items.values() if isinstance(items, dict) else items)
+            inside = items.values() if isinstance(items, dict) else items
+            yield from _containers(inside, known)
 
 
 def _fill(container: Any, content: Any) -> None:
@@ -179,9 +184,21 @@ def _is_state(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and not value.requires_grad
 
 
+def _elements(buffer: torch.Tensor) -> torch.Tensor:
+    """A buffer's elements, each once where it is expanded.
+
+    By ``.data``: what autograd saved stays valid whatever is written there.
+    """
+    bare = buffer.data
+    for dim, (size, stride) in enumerate(zip(bare.shape, bare.stride(), strict=True)):
+        if size > 1 and not stride:
+            bare = bare.narrow(dim, 0, 1)
+    return bare
+
+
 def _is_same(buffer: torch.Tensor, copy: torch.Tensor, version: int) -> bool:
     """Whether a buffer is as it was; ``.data`` is changed without a new version."""
     if version_of(buffer) != version:
         return False
     looks = type(buffer) is torch.Tensor and buffer.device.type == "cpu"
-    return not looks or torch.equal(buffer, copy)
+    return not looks or torch.equal(_elements(buffer), copy)

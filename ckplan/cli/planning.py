@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -28,6 +28,10 @@ from ckplan.cli.options import (
     WorldSize,
 )
 from ckplan.cli.terminal import say, show_product
+
+if TYPE_CHECKING:
+    from ckplan.plan import Plan
+    from ckplan.solving.solution import Solution
 
 
 def solve(
@@ -73,16 +77,13 @@ def solve(
 ) -> None:
     """Write the plan that fits a budget and costs the least time."""
     goals = [name for name, on in (("min-memory", min_memory), ("knee", knee)) if on]
-    given = [wish for wish in (budget, gpu, max_overhead, *goals) if wish is not None]
+    given = [one for one in (budget, gpu, max_overhead, *goals) if one is not None]
     if len(given) > 1:
         raise typer.BadParameter(f"only one is possible: {WISHES}")
     check_output(output, force)
     sharding = sharding_of(shard, world_size, units)
     from ckplan import plan_file
-    from ckplan.allocations import reserved_on_card
-    from ckplan.report.plans import solution_json, solution_report
     from ckplan.report.progress import ProgressLine
-    from ckplan.report.reserved import reserved_warning
     from ckplan.solving import solve as solving
     from ckplan.solving.planner import Planner
     from ckplan.units import parse_bytes, parse_percent
@@ -94,13 +95,12 @@ def solve(
         check_solver()
     reserve_bytes = parse_bytes(reserve)
     graph = load_step(trace, sharding)
-    if not given and "gpu" not in graph.options:
+    card = gpu if given else graph.options.get("gpu")
+    if not given and card is None:
         raise typer.BadParameter(f"one is needed: {WISHES}")
-    card = gpu if given else graph.options["gpu"]
     if card is not None:
         say_usable(card)
-    goal = goals[0] if goals else None
-    wish = solving.Wish(budget, fraction, goal, gpu=card)
+    wish = solving.Wish(budget, fraction, goals[0] if goals else None, gpu=card)
     with ProgressLine(sys.stderr) as progress:
         progress("solving", 0, 0)
         planner = Planner(graph)
@@ -112,10 +112,20 @@ def solve(
         say("no plan is needed: the unplanned step fits; the plan is empty")
     plan = solving.to_plan(graph, solution)
     plan_file.save(plan, output, force=force)
-    found, reserved = (
-        (solution, plan, reserve_bytes),
-        reserved_on_card(solution.timeline),
-    )
+    _show_solution(solution, plan, reserve_bytes, output, as_json=as_json)
+    say(f"wrote {output}")
+
+
+def _show_solution(
+    solution: Solution, plan: Plan, reserve_bytes: int, output: Path, *, as_json: bool
+) -> None:
+    """The report of a plan, and a warning where a card may not have what it needs."""
+    from ckplan.allocations import reserved_on_card
+    from ckplan.report.plans import solution_json, solution_report
+    from ckplan.report.reserved import reserved_warning
+
+    reserved = reserved_on_card(solution.timeline)
+    found = solution, plan, reserve_bytes
     show_product(
         solution_json(*found, str(output), reserved)
         if as_json
@@ -124,7 +134,6 @@ def solve(
     warning = reserved_warning(reserved, solution.budget_bytes + reserve_bytes)
     if warning:
         say(warning)
-    say(f"wrote {output}")
 
 
 def frontier(

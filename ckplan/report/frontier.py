@@ -13,8 +13,6 @@ from ckplan.report.plots import save_figure
 from ckplan.report.tables import add_row, make_table, section, share
 from ckplan.solving.solution import Baseline, Point
 
-_GIB = 2**30
-
 
 def frontier_report(
     model: str, points: Sequence[Point], reserve_bytes: int = 0
@@ -86,18 +84,18 @@ def save_plot(
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
-    peaks = [point.peak_bytes / _GIB for point in points]
+    peaks = [point.peak_bytes / units.GIB for point in points]
     overheads = [100 * point.overhead for point in points]
     bounds = [100 * point.bound_overhead for point in points]
     axes.plot(peaks, overheads, drawstyle="steps-post", marker=".", label="ckplan")
     axes.plot(peaks, bounds, linestyle="--", color="gray", label="lower bound")
     for other in others:
         axes.plot(
-            other.peak_bytes / _GIB, 100 * other.overhead, marker="x", linestyle=""
+            other.peak_bytes / units.GIB, 100 * other.overhead, marker="x", linestyle=""
         )
         axes.annotate(
             other.name,
-            (other.peak_bytes / _GIB, 100 * other.overhead),
+            (other.peak_bytes / units.GIB, 100 * other.overhead),
             fontsize="x-small",
             xytext=(3, 3),
             textcoords="offset points",

@@ -16,7 +16,6 @@ from ckplan.report.tables import make_table, section
 _COLUMNS = 16  # of every phase
 _BLOCKS = tuple(map(chr, range(0x2581, 0x2589)))  # from an eighth to a full block
 _LETTERS = tuple(".:-=+*#@")  # where stdout cannot say blocks
-_GIB = 2**30
 
 
 def timeline_report(curves: Curves) -> RenderableType:
@@ -62,10 +61,12 @@ def save_timeline(
         for kind, curve in found.items():
             places, levels = zip(*curve.placed(), strict=True)
             line = "--" if kind == PREDICTED else "-"
-            height = [level / _GIB for level in levels]
+            height = [level / units.GIB for level in levels]
             axes.plot(places, height, line, drawstyle="steps-post", label=kind)
         if budget_bytes is not None:
-            axes.axhline(budget_bytes / _GIB, color="gray", linewidth=1, label="budget")
+            axes.axhline(
+                budget_bytes / units.GIB, color="gray", linewidth=1, label="budget"
+            )
         axes.set_title(f"{model}, {which}")
         axes.set_xticks([0.5, 1.5, 2.5], PHASES)
         axes.set_ylim(bottom=0)

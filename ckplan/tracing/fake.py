@@ -30,6 +30,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ckplan.training.failures import first_line
 from ckplan.training.randomness import may_draw
 
 _LARGEST_BYTES = 1 << 20  # of integers
@@ -40,7 +41,7 @@ _QUESTIONS = (
     torch.ops.aten.is_nonzero.default,
     torch.ops.aten.equal.default,
 )
-_EMPTY = (
+EMPTY = (
     torch.ops.aten.empty.memory_format,
     torch.ops.aten.empty_like.default,
     torch.ops.aten.empty_strided.default,
@@ -156,8 +157,7 @@ def why_not_fake(error: BaseException) -> str:
             f"the op {name} has no fake kernel; to trace without memory, give it one "
             "with torch.library.register_fake"
         )
-    line = next(iter(str(error).strip().splitlines()), "")
-    return f"fake ones failed ({type(error).__name__}: {line})"
+    return f"fake ones failed ({type(error).__name__}: {first_line(error)})"
 
 
 def _is_small(tensor: torch.Tensor) -> bool:
@@ -167,7 +167,7 @@ def _is_small(tensor: torch.Tensor) -> bool:
 
 def _is_chance(func: Any) -> bool:
     """Whether what an op returns does not follow from its arguments."""
-    return func in _EMPTY or may_draw(func)
+    return func in EMPTY or may_draw(func)
 
 
 def _run_real(func: Any, values: list[Any], spec: pytree.TreeSpec) -> Any:

@@ -23,11 +23,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ckplan.graph import Graph
 from ckplan.records import Hazard
 from ckplan.simulate import simulate
+from ckplan.tracing.fake import EMPTY
 from ckplan.tracing.hazards import NEITHER, PROGRAMS
 from ckplan.tracing.watch import states_kept
 from ckplan.training.failures import first_line
 from ckplan.training.first_calls import make_first_calls
 from ckplan.training.memory import available_bytes
+from ckplan.training.randomness import torch_put_back
 from ckplan.training.step import Training, TrainingStep, call_model
 from ckplan.training.workload import Workload, tensors_of
 
@@ -172,14 +174,14 @@ class _EachTwice(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func.is_view or func.namespace == "prim":
+        if func.is_view or func.namespace == "prim" or func in EMPTY:
             return func(*args, **kwargs)
         trial = args, kwargs
         if func._schema.is_mutable:
             trial = pytree.tree_map(_cloned, trial)
-        state = torch.get_rng_state()
+        restart = torch_put_back()
         first = func(*trial[0], **trial[1])
-        torch.set_rng_state(state)
+        restart()
         out = func(*args, **kwargs)
         changed = ((args, kwargs), trial) if func._schema.is_mutable else ((), ())
         if not _same(tensors_of([out, changed[0]]), tensors_of([first, changed[1]])):
@@ -193,25 +195,25 @@ class _CallsTwice(_Watch):
     def __init__(self, known: set[tuple[str, int]]) -> None:
         super().__init__()
         self._known = known  # to be of chance
-        self._began: list[tuple[Any, torch.Tensor]] = []
+        self._began: list[tuple[Any, Callable[[], None]]] = []
         self._unlike_inside: list[bool] = [False]
 
     def began(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Remember what it was given."""
         del module
         given = copy.deepcopy((args, kwargs))
-        self._began.append((given, torch.get_rng_state()))
+        self._began.append((given, torch_put_back()))
         self._unlike_inside.append(self.stack[-1] in self._known)
 
     def ended(self, module: nn.Module, output: Any) -> None:
         """Run it again, unless something inside was found to be unlike."""
-        (args, kwargs), state = self._began.pop()
+        (args, kwargs), restart = self._began.pop()
         unlike = self._unlike_inside.pop()
         if not unlike:
-            self.active, after = False, torch.get_rng_state()
-            torch.set_rng_state(state)
+            self.active, go_on = False, torch_put_back()
+            restart()
             again = module(*args, **kwargs)
-            torch.set_rng_state(after)
+            go_on()
             self.active = True
             unlike = not _same(tensors_of(output), tensors_of(again))
             if unlike:

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ckplan.training.randomness import torch_put_back
+
 _OF_TORCH = frozenset({*vars(nn.Module()), "forward"})
 _PLAIN = (int, float, complex, str, bytes, bool, type(None))
 _OPAQUE = (type, nn.Module, FunctionType, MethodType, BuiltinFunctionType, ModuleType)
@@ -154,12 +156,12 @@ def _is_plain(value: Any, depth: int = 0) -> bool:
 def states_kept() -> Iterator[Callable[[], None]]:
     """Gives what puts all global generators back, and does so at the end."""
     numpy = sys.modules.get("numpy.random")
-    python, of_torch = random.getstate(), torch.get_rng_state()
+    python, torch_restart = random.getstate(), torch_put_back()
     of_numpy = numpy.get_state() if numpy else None
 
     def restart() -> None:
         random.setstate(python)
-        torch.set_rng_state(of_torch)
+        torch_restart()
         if numpy:
             numpy.set_state(of_numpy)
 

@@ -1,8 +1,8 @@
-"""Which ops draw random numbers."""
+"""Which ops draw random numbers, and where torch's own come from."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -26,6 +26,18 @@ def draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     default = func._schema.arguments[place].default_value
     given = args[place] if place < len(args) else kwargs.get(_PROBABILITY, default)
     return bool(given)
+
+
+def torch_put_back() -> Callable[[], None]:
+    """What lets torch's own generators, those of GPUs too, draw the same again."""
+    of_cpu = torch.get_rng_state()
+    of_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+
+    def put_back() -> None:
+        torch.set_rng_state(of_cpu)
+        torch.cuda.set_rng_state_all(of_gpus)
+
+    return put_back
 
 
 @cache

@@ -14,6 +14,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -28,6 +29,7 @@ from torch.utils import _pytree as pytree
 from ckplan.errors import WorkloadError, did_you_mean
 
 DEFAULT_FACTORY = "build"
+_EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 _CONTRACT = "(model, batch), (model, batch, loss_fn) or a dict with 'model' and 'batch'"
 
 
@@ -119,11 +121,17 @@ def parse_options(settings: Iterable[str]) -> dict[str, Any]:
                 needed="NAME=VALUE",
                 hint="--set layers=24",
             )
-        try:
-            options[name] = yaml.safe_load(value) if value else ""
-        except yaml.YAMLError:
-            options[name] = value
+        options[name] = _option(value)
     return options
+
+
+def _option(text: str) -> Any:
+    """A YAML scalar; ``1e-3``, which YAML takes for a text, is a number, too."""
+    if _EXPONENT.fullmatch(text):
+        return float(text)
+    with suppress(yaml.YAMLError, ValueError):  # of a day that is not there
+        return yaml.safe_load(text) if text else ""
+    return text
 
 
 def parse_input(text: str) -> torch.Tensor:
@@ -234,6 +242,8 @@ def _import(location: str) -> ModuleType:
     try:
         return importlib.import_module(location)
     except ModuleNotFoundError as error:
+        if not f"{location}.".startswith(f"{error.name}."):  # another is missing
+            raise _raised(location, error) from error
         raise WorkloadError(
             f"cannot import the workload: {location} ({error})",
             needed="a path to a Python file, or package.module:factory",
@@ -275,7 +285,8 @@ def _import_file(path: Path) -> ModuleType:
     except Exception as error:
         raise _raised(str(path), error) from error
     finally:
-        sys.path.remove(folder)
+        with suppress(ValueError):  # the file may have changed the path
+            sys.path.remove(folder)
     return module
 
 

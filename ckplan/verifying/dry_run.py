@@ -30,6 +30,7 @@ from ckplan.tracing.fake import fake_tensors
 from ckplan.tracing.recording import RawOp
 from ckplan.tracing.roofline import roofline
 from ckplan.tracing.target import DEFAULT_GPU, Target, find_target
+from ckplan.training.failures import first_line
 from ckplan.training.fingerprint import fingerprint
 from ckplan.training.optimizers import counters
 from ckplan.training.step import AS_IT_SAYS, Training, make_step
@@ -238,9 +239,8 @@ def _steps(
     except CkplanError:
         raise
     except Exception as error:
-        lines = str(error).strip().splitlines() or [""]
         raise VerifyError(
-            f"the dry run failed: {type(error).__name__}: {lines[0]}",
+            f"the dry run failed: {type(error).__name__}: {first_line(error)}",
             needed="a workload that trains on tensors without values",
             hint="ckplan verify without --fake, on a machine that it fits",
         ) from error

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from ckplan.curve import Curve
 from ckplan.tracing.cost_cache import Cost
 from ckplan.tracing.recorder import nodes_below
-from ckplan.tracing.recording import RawOp, TensorMeta
+from ckplan.tracing.recording import RawOp, TensorMeta, describe, meta
 
 NOT_AN_OP = -1
 
@@ -246,8 +246,8 @@ class Meter(TorchDispatchMode):
         returned: Iterable[torch.Tensor],
     ) -> int:
         flat, spec = pytree.tree_flatten((args, kwargs))
-        described = tuple(_describe(leaf) for leaf in flat)
-        results = tuple(_describe(tensor) for tensor in returned)
+        described = tuple(map(meta, flat))
+        results = tuple(map(describe, returned))
         op = _raw_op(func, described, spec, results)
         key = f"{func}{described}{op.in_grad_mode}"
         if key not in self._distinct:
@@ -266,12 +266,6 @@ def _is_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _describe(leaf: object) -> object:
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    return TensorMeta(tuple(leaf.shape), tuple(leaf.stride()), leaf.dtype)
-
-
 def _raw_op(
     func: Any,
     described: tuple[Any, ...],
@@ -280,12 +274,8 @@ def _raw_op(
 ) -> RawOp:
     """What ``calibrate`` needs to know of an op."""
     leaves = (*described, *results)
-    moved_bytes = sum(_num_bytes(x) for x in leaves if isinstance(x, TensorMeta))
+    moved_bytes = sum(x.num_bytes for x in leaves if isinstance(x, TensorMeta))
     grad = torch.is_grad_enabled()
     return RawOp(
         func, -1, (), (), (), described, spec, results, 0, moved_bytes, False, grad
     )
-
-
-def _num_bytes(meta: TensorMeta) -> int:
-    return torch.Size(meta.shape).numel() * meta.dtype.itemsize
