@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -82,3 +83,20 @@ def test_plan_and_simulate_know_no_solver() -> None:
     names = "plan", "plan_file", "simulate", "graph", "program", "resolve"
     for name in (f"{name}.py" for name in names):
         assert not any("solving" in found for found in imports(PACKAGE / name))
+
+
+def test_the_map_has_every_file_and_imports_go_down_its_rows() -> None:
+    table = (PACKAGE / "README.md").read_text().partition("## Folders")[2]
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    row_of = {
+        name.removesuffix(".py").strip("/"): number
+        for number, row in enumerate(rows)
+        for name in re.findall(r"`([a-z_]+(?:\.py|/))`", row)
+    }
+    assert {room(path) for path in FILES} - {"__init__", "__main__"} == {*row_of}
+    for path in PACKAGE.glob("*.py"):
+        mine = row_of.get(path.stem)
+        for name in imports(path) if mine is not None else ():
+            parts = name.split(".")
+            if parts[0] == "ckplan" and len(parts) > 1:
+                assert row_of[parts[1]] <= mine, f"{path.name} imports {name}"
