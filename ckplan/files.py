@@ -100,11 +100,16 @@ def _name_new(temporary: Path, target: Path) -> None:
         except OSError:  # a drive without hard links
             _reserve_and_replace(temporary, target)
     except FileExistsError:
-        raise CkplanError(
-            f"cannot write '{target}': it already exists",
-            needed="a new file, or leave to overwrite this one",
-            hint="--force to overwrite it, or another name with -o",
-        ) from None
+        raise exists(target) from None
+
+
+def exists(path: Path) -> CkplanError:
+    """The error for a file that must not be overwritten."""
+    return CkplanError(
+        f"cannot write '{path}': it already exists",
+        needed="a new file, or leave to overwrite this one",
+        hint="--force to overwrite it, or another name with -o",
+    )
 
 
 def _reserve_and_replace(temporary: Path, target: Path) -> None:

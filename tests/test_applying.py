@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import pickle
 import warnings
@@ -14,10 +15,12 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import ckplan
 from ckplan import applying
-from ckplan.errors import ApplyError, PlanError
+from ckplan.applying import recompute
+from ckplan.errors import ApplyError, PlanError, WorkloadError
 from ckplan.names import OpName
 from ckplan.plan import Plan, PlannedRegion
 from ckplan.region import Region
@@ -616,3 +619,145 @@ def test_status_tells_what_the_last_run_dropped() -> None:
         (region,) = ckplan.status(model).regions
         found.append((region.recorded, region.dropped_bytes))
     assert found == [(1, 3200), (2, 64), (2, 3200), (2, 64)]
+
+
+X = torch.randn(128, 64)
+
+
+class Noisy(nn.Module):
+    """Autograd saves the noise before the op that fills it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(functional.rrelu(self.linear(x), training=True))
+
+
+class Ensemble(nn.Module):
+    """Its tensors are those of ``torch.func``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(torch.func.vmap(self.one)(x))
+
+    def one(self, row: torch.Tensor) -> torch.Tensor:
+        return torch.sin(self.linear(row)) * row
+
+
+class Reentrant(nn.Module):
+    """Its forward runs again in backward, and saves tensors there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.first(x))
+        again: torch.Tensor = checkpoint(self.part, hidden, use_reentrant=True)
+        return x + again
+
+    def part(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.second(functional.dropout(hidden, 0.1)))
+
+
+class Saved(Reentrant):
+    """Torch's own checkpoint keeps a random state each time."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.first(x))
+        again: torch.Tensor = checkpoint(self.part, hidden, use_reentrant=False)
+        return x + again
+
+
+@pytest.mark.parametrize("kind", [Noisy, Ensemble, Reentrant, Saved])
+@pytest.mark.parametrize("planned", [False, True])
+def test_odd_ways_to_save_are_traced_and_planned(
+    kind: type[nn.Module], planned: bool
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), *[kind() for _ in range(3)])
+    workload = Workload(model, torch.randn(128, 64))
+    graph = ckplan.profile(model, workload.batch, optimizer="none", replay=False)
+    expected = train(copy.deepcopy(workload))
+    plan = Plan(regions=(PlannedRegion("[1..3]"),) if planned else ())
+    ckplan.apply(model, plan)
+    assert all(map(torch.equal, expected, train(workload)))
+    assert all(region.runs for region in ckplan.status(model).regions)
+    predicted = simulate(graph, resolve(plan, graph)).peak_bytes
+    step = make_step(workload, Training("none"))
+    step.run()
+    step.zero_grad()
+    state = sum(p.numel() * 4 for p in model.parameters()) + 4 * 128 * 64
+    assert predicted - state == pytest.approx(peak_bytes_of(step.run), rel=0.001)
+
+
+class DeadEnd(nn.Module):
+    """What it makes beside its output, no backward comes by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.linear(x)
+        torch.exp(hidden)
+        return torch.tanh(hidden)
+
+
+def test_what_backward_never_comes_by_goes_with_its_step() -> None:
+    model = nn.Sequential(DeadEnd())
+    region = PlannedRegion("0", save=(OpName("", "exp"),))
+    ckplan.apply(model, Plan(regions=(region,)))
+    known = {id(one) for one in gc.get_objects()}
+    for _ in range(3):
+        model(torch.ones(2, 8)).sum().backward()
+    gc.collect()
+    found = [one for one in gc.get_objects() if id(one) not in known]
+    assert not any(isinstance(one, recompute.Rebuilder) for one in found)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_what_is_compiled_by_torchscript_is_no_region() -> None:
+    inner = torch.jit.trace(nn.Sequential(nn.Linear(64, 64), nn.Tanh()), X)
+    model = nn.Sequential(nn.Sequential(inner, nn.Linear(64, 64)), nn.Linear(64, 64))
+    graph = ckplan.profile(model, X, optimizer="none", replay=False)
+    assert {call.fqn for call in graph.calls} == {"", "0", "0.1", "1"}
+    with pytest.raises(PlanError, match="compiled by TorchScript"):
+        ckplan.apply(model, Plan(regions=(PlannedRegion("0.0"),)))
+    saves = (OpName("1", "addmm"),)
+    ckplan.apply(model, Plan(regions=(PlannedRegion("0", save=saves),)))
+    model(X).sum().backward()
+    (region,) = ckplan.status(model).regions
+    assert (region.runs, region.missing) == (1, ())
+
+
+def test_what_is_no_plan_or_no_model_is_said() -> None:
+    model: Any = nn.Linear(2, 2)
+    nothing: Any = None
+    for pair in ((model, nothing), (nothing, Plan()), (model, 3)):
+        with pytest.raises(ApplyError, match="cannot apply a"):
+            ckplan.apply(*pair)
+
+
+def test_tensors_without_bytes_of_their_own_are_named() -> None:
+    class Sparse(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(64, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(torch.sparse.mm(torch.eye(128).to_sparse(), x))
+
+    model = nn.Sequential(Sparse())
+    with pytest.raises(WorkloadError, match="layout sparse_coo"):
+        ckplan.profile(model, X, optimizer="none", replay=False)
+    ckplan.apply(model, Plan(regions=(PlannedRegion("0"),)))
+    with pytest.raises(ApplyError, match=r"without bytes of their own \(sparse_coo"):
+        model(X)
+    ckplan.apply(model, Plan(regions=(PlannedRegion("0", "rerun"),)))
+    model(X).sum().backward()

@@ -592,7 +592,7 @@ def test_a_larger_budget_never_costs_more_with_runs() -> None:
 @pytest.mark.parametrize("num_blocks", [1, 8])
 def test_calls_that_run_no_op_are_no_region(num_blocks: int) -> None:
     graph = graphs.chain(num_blocks)
-    end = graph.calls[-1].stop
+    end = graph.num_forward
     idle = Call("idle", 0, OUTSIDE_CALLS, end, end, "Identity")
     graph = replace(graph, calls=(*graph.calls, idle))
     least = Planner(graph).floor.peak_bytes

@@ -429,6 +429,23 @@ def test_a_bare_module_needs_only_an_input(tmp_path: Path, source: str) -> None:
         WorkloadSpec(write(tmp_path, source)).build()
 
 
+def test_a_module_can_be_named_and_a_factory_makes_its_own_batch(
+    tmp_path: Path,
+) -> None:
+    source = "from torch import nn\none = nn.Linear(8, 8)\nother = nn.Linear(8, 4)\n"
+    source += "def build(): return one, None\n"
+    path = write(tmp_path, source)
+    found = WorkloadSpec(f"{path}:other", inputs=("4x8:float32",)).build()
+    assert found.model(*found.batch).shape == (4, 4)
+    for name, inputs, message in (
+        ("other", (), "nobody says what .*:other is given"),
+        ("build", ("4x8:float32",), "cannot use --input beside build"),
+        ("nobody", ("4x8:float32",), "has no function"),
+    ):
+        with pytest.raises(WorkloadError, match=message):
+            WorkloadSpec(f"{path}:{name}", inputs=inputs).build()
+
+
 def test_options_are_read_as_yaml_scalars() -> None:
     found = parse_options(["layers=24", "drop=0.1", "name=gpt2", "tied=true"])
     assert found == {"layers": 24, "drop": 0.1, "name": "gpt2", "tied": True}

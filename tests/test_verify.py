@@ -17,6 +17,8 @@ from torch import nn
 
 from ckplan.errors import CkplanError, VerifyError, WorkloadError
 from ckplan.plan import Plan, PlannedRegion, Prediction
+from ckplan.simulate import simulate
+from ckplan.tracing.profile import profile_workload
 from ckplan.training.step import Training, make_step
 from ckplan.training.workload import Workload, WorkloadSpec
 from ckplan.verifying import interleave as interleaving
@@ -601,3 +603,33 @@ def test_a_cap_is_for_gpus_and_becomes_a_share_of_theirs(
     for cap_bytes in (20 * 2**30, 100 * 2**30, None):
         cap_memory(cap_bytes, device)
     assert told == [(0.25, device), (1.0, device)]
+
+
+def test_what_a_model_holds_from_step_to_step_is_counted_once(tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(HOLDING)
+    spec = WorkloadSpec(str(path))
+    graph = profile_workload(spec)
+    found = verify(spec, Plan(), trace=graph)
+    assert found.measured_peak_bytes == simulate(graph).peak_bytes
+
+
+HOLDING = """
+import torch
+from torch import nn
+
+class Holding(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.seen = nn.Linear(64, 64), []
+
+    def forward(self, x):
+        self.seen.clear()
+        for _ in range(4):
+            x = torch.tanh(self.linear(x))
+            self.seen.append(x.detach().clone())
+        return x
+
+def build():
+    return Holding(), torch.randn(512, 64)
+"""

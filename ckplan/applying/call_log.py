@@ -17,6 +17,7 @@ from ckplan.applying.calls import (
     UnknownArgumentError,
     asks_only,
     geometry_of,
+    storage_of,
     switches,
 )
 from ckplan.applying.recompute import tensors_in
@@ -93,9 +94,7 @@ class CallLog(TorchFunctionMode):
         del self._recorder
 
     def _meet(self, tensor: torch.Tensor) -> None:
-        self.given.append(
-            (geometry_of(tensor), StorageWeakRef(tensor.untyped_storage()))
-        )
+        self.given.append((geometry_of(tensor), StorageWeakRef(storage_of(tensor))))
 
     def _describe(self, tensor: torch.Tensor) -> tuple[int, Geometry | None]:
         try:

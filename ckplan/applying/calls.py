@@ -112,6 +112,19 @@ def geometry_of(tensor: torch.Tensor) -> Geometry:
     )
 
 
+def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
+    """The bytes of a tensor.
+
+    Raises:
+        UnknownArgumentError: It has none of its own, as sparse ones, and those that
+            ``torch.func`` wraps.
+    """
+    try:
+        return tensor.untyped_storage()
+    except NotImplementedError:
+        raise UnknownArgumentError from None
+
+
 def version_of(tensor: torch.Tensor) -> int:
     """How often a tensor was changed in place; nobody may change one of inference."""
     return 0 if tensor.is_inference() else tensor._version

@@ -174,6 +174,14 @@ def choices_of(
 ) -> list[Choice]:
     """What is planned for which modules, checked against the model."""
     whole, runs = _whole_choices(regions, modules), _run_choices(regions, modules)
+    for choice in (*(choice for same in whole.values() for choice in same), *runs):
+        if any(isinstance(modules[f], torch.jit.ScriptModule) for f in choice.ends):
+            compiled = PlanError(
+                f"cannot make a region of {choice.name}: it is compiled by TorchScript",
+                needed="modules that run in Python",
+                hint="the call around it, if that is one",
+            )
+            raise choice.region.located(compiled)
     _check_ops(regions)
     for run in runs:
         _check_run(run, runs, whole)

@@ -83,6 +83,8 @@ class Handle:
     """Where saved tensors of a forward find what rebuilds them."""
 
     rebuilder: Rebuilder | None = None
+    # Values that autograd saved before an op filled them -> what they are then.
+    filled: dict[int, int] = field(default_factory=dict)
 
 
 class Kept(NamedTuple):
@@ -155,7 +157,8 @@ class Rebuilder:
             raise ApplyError(
                 f"{self.name} is wanted again after backward let it go",
                 needed="one backward per forward",
-                hint="leave this call out of the plan where retain_graph is used",
+                hint="leave this call out of the plan where retain_graph or "
+                "create_graph is used",
             )
         in_grad_mode = torch.is_grad_enabled()  # with create_graph
         try:
@@ -286,7 +289,10 @@ def unpack(packed: Kept | Dropped) -> torch.Tensor:
                 needed="backward after forward",
                 hint="leave this call out of the plan",
             )
-        return rebuilder.unpack(packed.ref, packed.part)
+        ref, filled = packed.ref, packed.handle.filled
+        if ref.value in filled:
+            ref = ref._replace(value=filled[ref.value])
+        return rebuilder.unpack(ref, packed.part)
     if version_of(packed.tensor) != packed.version:
         raise ApplyError(
             f"{packed.name} kept a tensor of shape {tuple(packed.tensor.shape)} for "
@@ -296,6 +302,16 @@ def unpack(packed: Kept | Dropped) -> torch.Tensor:
             hint="torch refuses this without a plan, too; change a copy",
         )
     return packed.tensor
+
+
+def keep(tensor: torch.Tensor, name: str) -> Kept:
+    """What stays of what autograd saves in a region.
+
+    Not the graph behind it: an op's own output would hold the op that holds it, until
+    backward comes by, which it may never do.
+    """
+    bare = tensor if tensor.grad_fn is None else tensor.detach()
+    return Kept(bare, version_of(bare), name)
 
 
 def _check_gathered(

@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckplan.applying.call_log import CallLog
-from ckplan.applying.calls import version_of
+from ckplan.applying.calls import UnknownArgumentError, storage_of
 from ckplan.applying.random_state import random_state
 from ckplan.applying.recompute import (
     Dropped,
@@ -30,6 +30,7 @@ from ckplan.applying.recompute import (
     Ref,
     Step,
     hold,
+    keep,
     tensors_in,
     unpack,
 )
@@ -158,6 +159,7 @@ class Recorder(TorchDispatchMode):
         self._seen: set[int] = set()  # their values
         self.packed: list[Packed] = []
         self.packed_values: list[int] = []
+        self._fresh = 0  # how many of them there were when the last op began
         self.log = CallLog(self)
         self.call_of: list[int] = []  # step -> call
         self._handle = Handle()
@@ -243,6 +245,7 @@ class Recorder(TorchDispatchMode):
         if facts.is_view:
             return func(*args, **(kwargs or {}))
         kwargs = kwargs or {}
+        fresh, self._fresh = self._fresh, len(self.packed_values)
         reads: list[int] = []
         refs = [self._take(x, reads) for x in args]
         named = {key: self._take(x, reads) for key, x in kwargs.items()}
@@ -268,6 +271,8 @@ class Recorder(TorchDispatchMode):
             self.call_of.append(self.log.current)
             if state is not None:
                 self.states[number] = state
+            if writes and not facts.name.endswith("_"):
+                self._fill(fresh, self.flow.overwrites[number])
             for value in self.flow.overwrites[number]:
                 self.held.pop(value, None)
             for tensor in moved:  # what came from elsewhere stays
@@ -276,6 +281,25 @@ class Recorder(TorchDispatchMode):
             if self._names.named or self._inner:
                 self._save(facts.name, number, returned)
         return out
+
+    def _fill(self, fresh: int, filled: Mapping[int, int]) -> None:
+        """What was saved for an op that fills it, autograd means as it is then.
+
+        Such as the noise of ``rrelu_with_noise``, which is no new version.
+        """
+        for place in range(fresh, len(self.packed_values)):
+            old = self.packed_values[place]
+            if old not in filled:
+                continue
+            new = self._handle.filled[old] = filled[old]
+            self.packed_values[place] = new
+            self._seen.add(new)
+            entry = self.packed[place]
+            if entry.ref is not None:
+                ref = entry.ref._replace(value=new)
+                self.packed[place] = entry._replace(ref=ref)
+                self.wanted.remove((old, entry.part))
+                self.wanted.append((new, entry.part))
 
     def _take(self, argument: Any, reads: list[int]) -> Any:
         """An argument as a step keeps it, its storages added to what the op reads."""
@@ -289,7 +313,15 @@ class Recorder(TorchDispatchMode):
 
     def number(self, tensor: torch.Tensor, *, inside: bool = False) -> int:
         """The number of a tensor's storage; one that came from outside is held."""
-        storage = tensor.untyped_storage()
+        try:
+            storage = storage_of(tensor)
+        except UnknownArgumentError:
+            raise ApplyError(
+                f"cannot rebuild {self.name}: it uses tensors without bytes of their "
+                f"own ({str(tensor.layout).removeprefix('torch.')})",
+                needed="strided tensors",
+                hint="leave this call out of the plan, or run it again (by: rerun)",
+            ) from None
         number = self.numbers.get(storage._cdata)
         if number is None:
             number = len(self._addresses)
@@ -302,8 +334,11 @@ class Recorder(TorchDispatchMode):
         return number
 
     def value_inside(self, tensor: torch.Tensor) -> int:
-        """The value of a tensor that the region made; -1 for one it was given."""
-        number = self.numbers.get(tensor.untyped_storage()._cdata)
+        """The value of a tensor that the region made; -1 for another."""
+        try:
+            number = self.numbers.get(storage_of(tensor)._cdata)
+        except UnknownArgumentError:
+            return -1
         return self.flow.value(number) if number in self.inside else -1
 
     def _written(
@@ -346,7 +381,7 @@ class Recorder(TorchDispatchMode):
         self.packed_values.append(value)
         if value < 0 or value in self.held:
             self.packed.append(Packed(tensor.size(), None))
-            return Kept(tensor, version_of(tensor), self.name)
+            return keep(tensor, self.name)
         if value not in self._seen:
             self.dropped_bytes += tensor.untyped_storage().nbytes()
         part = self._open[-1]

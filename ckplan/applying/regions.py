@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from ckplan.applying.choices import Choice, RegionStatus, choices_of, is_around
@@ -68,6 +69,7 @@ def apply(model: nn.Module, plan: Plan | str | Path) -> nn.Module:
             overlap; the model is left as it was.
     """
     plan = load(Path(plan)) if isinstance(plan, (str, Path)) else plan
+    _check_kinds(model, plan)
     modules = dict(model.named_modules())
     choices = choices_of(plan.regions, modules)
     warn_of_differences(plan, model)
@@ -84,6 +86,15 @@ def apply(model: nn.Module, plan: Plan | str | Path) -> nn.Module:
     _attach_programs(session, modules, programs)
     session.handles.append(hook_begin(model, session.begin_step))
     return model
+
+
+def _check_kinds(model: object, plan: object) -> None:
+    if not (isinstance(model, nn.Module) and isinstance(plan, Plan)):
+        raise ApplyError(
+            f"cannot apply a {type(plan).__name__} to a {type(model).__name__}",
+            needed="a plan, or the path of its file, and a module",
+            hint="ckplan.apply(model, ckplan.solve(graph, budget='12GiB'))",
+        )
 
 
 def remove(model: nn.Module) -> nn.Module:
@@ -185,13 +196,14 @@ def _region_hooks(
     return hooks
 
 
-def _inside(programs: Iterable[Choice], modules: Iterable[str]) -> set[str]:
-    """Modules in whose forward a plan may name an op."""
+def _inside(programs: Iterable[Choice], modules: Mapping[str, nn.Module]) -> set[str]:
+    """Modules in whose forward a plan may name an op; TorchScript's take no hooks."""
     tops = {choice.top for choice in programs if choice.names_ops}
     return {
         name
-        for name in modules
+        for name, module in modules.items()
         if any(name != top and is_around(top, name) for top in tops)
+        and not isinstance(module, torch.jit.ScriptModule)
     }
 
 

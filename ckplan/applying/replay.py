@@ -18,8 +18,8 @@ from ckplan.applying.calls import (
     UnknownArgumentError,
     asks_only,
     geometry_of,
+    storage_of,
     switches,
-    version_of,
 )
 from ckplan.applying.random_state import random_state
 from ckplan.applying.recompute import (
@@ -29,6 +29,7 @@ from ckplan.applying.recompute import (
     Kept,
     Rebuilder,
     hold,
+    keep,
     tensors_in,
     unpack,
 )
@@ -145,7 +146,7 @@ class Replay(TorchFunctionMode):
         place = self._num_given
         if place == len(given) or given[place].geometry != geometry_of(tensor):
             raise UnknownArgumentError
-        storage, address = given[place].storage, tensor.untyped_storage()._cdata
+        storage, address = given[place].storage, storage_of(tensor)._cdata
         value = self.template.value_of.get(storage)
         if address in self._storages:
             shared = self._storages[address] == storage
@@ -182,12 +183,12 @@ class Replay(TorchFunctionMode):
             if self.repeats and self._in_call:
                 raise self._changed()
             self.repeats = False
-            return Kept(tensor, version_of(tensor), self.name)
+            return keep(tensor, self.name)
         if number in template.captures:
             self._capture(template.captures[number], tensor)
         _, ref, part = template.packed[number]
         if ref is None:
-            return Kept(tensor, version_of(tensor), self.name)
+            return keep(tensor, self.name)
         self._wanted.append((ref.value, part))
         return Dropped(self._handle, ref, part)
 

@@ -80,11 +80,9 @@ def check_output(path: Path, force: bool) -> None:
             hint=f"-o {path / 'NAME'}",
         )
     if path.is_file() and not force:
-        raise CkplanError(
-            f"cannot write '{path}': it already exists",
-            needed="a new file, or leave to overwrite this one",
-            hint="--force to overwrite it, or another name with -o",
-        )
+        from ckplan import files
+
+        raise files.exists(path)
 
 
 def check_picture(path: Path, force: bool) -> None:

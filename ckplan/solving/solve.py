@@ -40,7 +40,7 @@ def solve_plan(
     *,
     gpu: str | None = None,
     reserve: str | int = 0,
-    max_overhead: float | None = None,
+    max_overhead: float | str | None = None,
     goal: str | None = None,
     method: str = "chain",
     time_limit: float = 60.0,
@@ -54,7 +54,8 @@ def solve_plan(
         gpu: A card of ``ckplan gpus``: what it leaves to tensors is the budget. If
             nothing is said, the card that the graph was profiled for.
         reserve: Taken off the budget first, for what is not in the graph.
-        max_overhead: A fraction of the step: the least memory that costs no more.
+        max_overhead: ``"5%"`` or a fraction of the step: the least memory that costs
+            no more.
         goal: ``"min-memory"`` or ``"knee"``, the plan after which memory gets dear.
         method: ``"chain"``, or ``"milp"`` for a tighter bound by integer programming
             (small graphs; needs the extra ``milp``).
@@ -73,6 +74,8 @@ def solve_plan(
         )
     if budget is None and max_overhead is None and goal is None:
         gpu = gpu or graph.options.get("gpu")
+    if isinstance(max_overhead, str):
+        max_overhead = units.parse_percent(max_overhead)
     wish = Wish(budget, max_overhead, goal, gpu)
     planner = Planner(graph)
     solution = find(planner, wish, units.parse_bytes(reserve))

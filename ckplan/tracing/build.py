@@ -26,6 +26,7 @@ from ckplan.tracing.hazards import find_hazards
 from ckplan.tracing.recording import (
     STILL_ALIVE,
     RawOp,
+    RawSaved,
     RawStorage,
     Recording,
     TensorMeta,
@@ -49,10 +50,14 @@ def build_graph(
     cost_source: str = MEASURED,
 ) -> Graph:
     """Assemble the graph of a recorded step."""
+    saves = _of_forward(recording)
     _name_activations(recording)
     _add_hidden_bytes(recording, costs)
     if fingerprint.get("device") == "cpu":
         _add_numbers(recording)
+    else:
+        for storage in recording.on_host:
+            recording.storages[storage].bytes = 0
     same = _accumulate_in_place(recording)
     keep = [i for i in range(len(recording.storages)) if same[i] == i]
     number = {old: new for new, old in enumerate(keep)}
@@ -73,7 +78,7 @@ def build_graph(
         storages=tuple(_storage(recording, old) for old in keep),
         saved=tuple(
             Saved(renamed[s.storage], call_number[s.call], s.at, s.wanted, s.done)
-            for s in recording.saved
+            for s in saves
         ),
         calls=calls,
         encodings=tuple(_encodings(recording, codings)),
@@ -191,6 +196,21 @@ def _op(
         random=may_draw(raw.func) and draws(raw.func, *raw.arguments),
         launch_seconds=round(cost.launch_seconds, 9),
     )
+
+
+def _of_forward(recording: Recording) -> list[RawSaved]:
+    """What forward saved, in its order.
+
+    What a backward saves that runs a forward again, as torch's reentrant checkpoint
+    does, lives with its storage.
+    """
+    for saved in recording.saved:
+        if saved.at > recording.num_forward:
+            raw = recording.storages[saved.storage]
+            if raw.last != STILL_ALIVE:
+                raw.last = max(raw.last, saved.done)
+    mine = (one for one in recording.saved if one.at <= recording.num_forward)
+    return sorted(mine, key=lambda one: one.at)
 
 
 def _storage(recording: Recording, number: int) -> Storage:

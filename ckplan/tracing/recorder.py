@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -23,6 +24,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
+from ckplan.errors import WorkloadError
 from ckplan.records import BEFORE_STEP, OUTSIDE_CALLS
 from ckplan.tracing.recording import (
     RawCall,
@@ -50,7 +52,11 @@ class StepRecorder(TorchDispatchMode):
         self.recording = Recording()
         self._fake = fake
         self._modules = list(model.modules())
-        self._fqns = {id(module): name for name, module in model.named_modules()}
+        self._fqns = {
+            id(module): name
+            for name, module in model.named_modules()
+            if not isinstance(module, torch.jit.ScriptModule)  # they take no hooks
+        }
         self._ids: dict[int, int] = {}  # address of a live storage -> its number
         self._times_called: dict[str, int] = {}
         self._stack: list[int] = []
@@ -100,6 +106,7 @@ class StepRecorder(TorchDispatchMode):
         stack.enter_context(
             torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         )
+        stack.enter_context(self._seeing_random_states())
         stack.enter_context(self)
         return stack
 
@@ -138,6 +145,8 @@ class StepRecorder(TorchDispatchMode):
         outputs = self._numbers(returned, "temporary", position)
         changed = written_by(func, args, kwargs)
         writes = tuple(dict.fromkeys(map(self._number_of, changed)))
+        if writes and not func.overloadpacket.__name__.endswith("_"):
+            self._fill(writes, position)
         if len(self.recording.storages) > known or writes:
             tensors = [x for x in flat if isinstance(x, torch.Tensor)]
             tensors += returned or changed  # foreach ops return nothing
@@ -161,6 +170,14 @@ class StepRecorder(TorchDispatchMode):
             )
         return out
 
+    def _fill(self, storages: Sequence[int], position: int) -> None:
+        """What was saved for an op that fills it, autograd means as it is then."""
+        for saved in reversed(self.recording.saved):
+            if saved.at < position:
+                break
+            if saved.storage in storages:
+                saved.at = position + 1
+
     def _current_call(self) -> int:
         if self._phase == "forward":
             return self._stack[-1] if self._stack else OUTSIDE_CALLS
@@ -172,7 +189,7 @@ class StepRecorder(TorchDispatchMode):
         numbers = []
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor):
-                storage = leaf.untyped_storage()
+                storage = _storage_of(leaf)
                 number = self._ids.get(storage._cdata)
                 if number is None:
                     number = self._register(storage, kind, maker)
@@ -189,6 +206,19 @@ class StepRecorder(TorchDispatchMode):
         self.recording.storages.append(RawStorage(storage.nbytes(), kind, maker))
         self._alias(storage, number, self._died)
         return number
+
+    def _seeing_random_states(self) -> AbstractContextManager[object]:
+        """Torch's own checkpoint keeps states of the generator, which no op makes."""
+        real = torch.get_rng_state
+
+        def seen() -> torch.Tensor:
+            state = real()
+            maker = len(self.recording.ops) - 1  # at first BEFORE_STEP
+            number = self._register(state.untyped_storage(), "temporary", maker)
+            self.recording.on_host.append(number)
+            return state
+
+        return mock.patch.object(torch, "get_rng_state", seen)
 
     def _alias(
         self,
@@ -341,6 +371,19 @@ def nodes_below(loss: torch.Tensor) -> list[torch.autograd.graph.Node]:
                 found[node] = None
                 stack.append(node)
     return list(found)
+
+
+def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
+    try:
+        return tensor.untyped_storage()
+    except NotImplementedError:
+        layout = str(tensor.layout).removeprefix("torch.")
+        raise WorkloadError(
+            f"cannot trace the step: it uses tensors of layout {layout}, whose bytes "
+            "are not followed",
+            needed="strided tensors, in gradients, too",
+            hint="sparse=False for embeddings, to_dense() for matrices",
+        ) from None
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

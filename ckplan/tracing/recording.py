@@ -114,6 +114,8 @@ class Recording:
     calls: list[RawCall] = field(default_factory=list)
     changes: list[tuple[int, str, str]] = field(default_factory=list)
     """(call, kind of hazard, reason) of state beside tensors."""
+    on_host: list[int] = field(default_factory=list)
+    """Storages that are in the CPU's memory, whatever the device."""
     num_known: int = 0  # storages that were registered before the step
     num_forward: int = 0
     num_backward: int = 0

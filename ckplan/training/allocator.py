@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -39,6 +40,12 @@ class AllocatorLog:
     def held_bytes(self) -> int:
         """Bytes allocated and not freed."""
         return sum(size for _, size in self.events)
+
+    def split(self, when: int) -> tuple[AllocatorLog, AllocatorLog]:
+        """What was before a time, in ns, and what came after."""
+        place = bisect_left(self.events, when, key=lambda event: event[0])
+        before, after = self.events[:place], self.events[place:]
+        return AllocatorLog(before), AllocatorLog(after, self.spans)
 
 
 @contextmanager

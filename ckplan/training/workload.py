@@ -72,8 +72,19 @@ class WorkloadSpec:
         factory = getattr(module, factory_name or DEFAULT_FACTORY, None)
         if factory is None and factory_name is None:
             return partial(self._from_bare_module, module, location)
+        if isinstance(factory, nn.Module) or (
+            isinstance(factory, type) and issubclass(factory, nn.Module)
+        ):
+            return partial(self._from_module, str(factory_name), factory, location)
         if not callable(factory):
             raise _no_factory(module, location, factory_name or DEFAULT_FACTORY)
+        if self.inputs:
+            raise WorkloadError(
+                f"cannot use --input beside {factory_name or DEFAULT_FACTORY}(), which "
+                "makes the batch",
+                needed="a factory, or a module and --input, not both",
+                hint="leave out --input",
+            )
         _check_options(factory, self.options, self.target)
         name = f"{location}:{factory_name or DEFAULT_FACTORY}"
         return lambda: as_workload(_call(factory, self.options, name), name)
@@ -104,7 +115,17 @@ class WorkloadSpec:
                 + ", or exactly one nn.Module and --input SHAPE:DTYPE",
                 hint="ckplan profile model.py --input 8x3x224x224:float32",
             )
-        name, made = found[0]
+        return self._from_module(*found[0], location)
+
+    def _from_module(
+        self, name: str, made: nn.Module | type[nn.Module], location: str
+    ) -> Workload:
+        if not self.inputs:
+            raise WorkloadError(
+                f"cannot build a workload: nobody says what {location}:{name} is given",
+                needed="--input SHAPE:DTYPE for every argument of its forward",
+                hint="ckplan profile model.py --input 8x3x224x224:float32",
+            )
         if isinstance(made, type):
             made = _call(made, self.options, f"{location}:{name}")
         return Workload(made, tuple(parse_input(text) for text in self.inputs))

@@ -123,16 +123,20 @@ class Worker:
         step = self._step = make_step(workload, self._job.training)
 
         first: dict[Result, str] = {}
-        value = step.run(between=lambda: first.update(_gradients(step, 1)))
-        self._check(value, "step 1")
-        digests = {Result(1, "loss"): digest(value), **first, **_buffers(step, 1)}
-        del value  # step 2 begins with nothing of step 1
+        with log_allocations(_MARK, device) as whole:
+            known_bytes = state_bytes(step)
+            value = step.run(between=lambda: first.update(_gradients(step, 1)))
+            self._check(value, "step 1")
+            digests = {Result(1, "loss"): digest(value), **first, **_buffers(step, 1)}
+            del value  # step 2 begins with what the model holds of step 1, at most
 
-        step.zero_grad()
-        held_bytes = _held_bytes(step, device)
-        with log_allocations(_MARK, device) as log:
+            step.zero_grad()
+            held_bytes = _held_on_gpu(device)
             value = replace(step, entering=_mark).run()
             _mark(_END)
+        before, log = whole.split(whole.spans[_MARK + PHASES[0]][0])
+        if held_bytes is None:
+            held_bytes = known_bytes + before.held_bytes
         peak_bytes = _peak_bytes(held_bytes, log, device)
         self._check(value, "step 2")
         digests[Result(2, "loss")] = digest(value)
@@ -235,10 +239,10 @@ def _wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _held_bytes(step: TrainingStep, device: torch.device) -> int:
+def _held_on_gpu(device: torch.device) -> int | None:
     """Bytes allocated when a step begins; a GPU's peak is counted from here on."""
     if device.type != "cuda":
-        return state_bytes(step)
+        return None
     _wait_for(device)
     torch.cuda.reset_peak_memory_stats(device)
     return torch.cuda.memory_allocated(device)
