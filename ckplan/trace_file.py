@@ -100,6 +100,8 @@ def loads(text: str, name: str) -> Graph:
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
+        if text.lstrip().startswith("ckplan:"):
+            raise _unreadable(name, "is a plan, no trace") from None
         raise _unreadable(name, f"is not complete JSON ({error})") from None
     if not isinstance(content, dict) or "ckplan_graph" not in content:
         raise _unreadable(name, "is no ckplan trace")

@@ -79,10 +79,14 @@ def parse_budget(budget: str | int, unplanned_peak_bytes: int) -> int:
     budget_bytes = _parse(budget, {**_BYTES_PER_UNIT, "%": share}, noun="budget")
     if budget_bytes == 0:
         peak = format_bytes(unplanned_peak_bytes)
+        meant = re.fullmatch(r"0*\.([0-9]+)", str(budget).strip())
+        percent = f"{100 * float(meant[0]):g}%" if meant else ""
         raise UnitError(
             f"cannot plan for the budget {budget!r}: it is 0 bytes",
             needed=f"more than 0 bytes (the unplanned peak is {peak})",
-            hint="`ckplan frontier` lists the peaks that plans reach",
+            hint=f"did you mean '{percent}'?"
+            if percent not in ("", "0%")
+            else "`ckplan frontier` lists the peaks that plans reach",
         )
     return budget_bytes
 

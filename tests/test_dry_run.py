@@ -182,7 +182,8 @@ def test_a_dry_run_over_budget_ends_with_code_4(
     arguments = (*arguments, "--set", "width=1000", "--set", "batch=300")
     code, out, err = run(*arguments, "--json")
     assert code == 4
-    assert "exceeds its budget: peak of the dry run" in err
+    assert "exceeds its budget by " in err
+    assert ": peak of the dry run" in err
     found = json.loads(out)
     assert found["dry_run_peak_bytes"] > found["budget_bytes"] == 1000000
     assert (found["fits"], found["passed"]) == (False, False)

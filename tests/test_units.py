@@ -282,3 +282,13 @@ def test_an_overhead_is_read_as_a_fraction(text: str, fraction: float):
 def test_an_overhead_that_is_no_percentage_is_refused(text: str):
     with pytest.raises(UnitError, match="cannot read the overhead"):
         parse_percent(text)
+
+
+@pytest.mark.parametrize(("said", "meant"), [("0.75", "75%"), (".8", "80%"), ("0", "")])
+def test_a_share_without_its_sign_is_understood_and_not_taken(
+    said: str, meant: str
+) -> None:
+    with pytest.raises(UnitError) as caught:
+        parse_budget(said, 1000)
+    assert caught.value.hint == f"did you mean '{meant}'?" or not meant
+    assert ("frontier" in caught.value.hint) == (not meant)

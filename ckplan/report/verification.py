@@ -64,28 +64,27 @@ def dry_run_report(found: DryRun) -> RenderableType:
 
 def too_large(found: DryRun) -> VerifyError:
     """Why a dry run has not passed."""
-    peak, budget = map(_size, (found.dry_run_peak_bytes, found.budget_bytes))
-    return VerifyError(
-        f"the planned step exceeds its budget: peak of the dry run {peak}",
-        needed=f"at most {budget}",
-        hint="ckplan solve with a smaller --budget, or with --reserve",
-    )
+    return _exceeds("peak of the dry run", found.dry_run_peak_bytes, found.budget_bytes)
 
 
 def failure(found: Verification) -> VerifyError:
     """Why a verification has not passed."""
     if not found.fits:
-        peak, budget = map(_size, (found.measured_peak_bytes, found.budget_bytes))
-        return VerifyError(
-            f"the planned step exceeds its budget: measured peak {peak}",
-            needed=f"at most {budget}",
-            hint="ckplan solve with a smaller --budget, or with --reserve",
-        )
+        return _exceeds("measured peak", found.measured_peak_bytes, found.budget_bytes)
     first = ", ".join(found.different[:3])
     return VerifyError(
         f"the planned step computes something else than the unplanned one: {first}",
         needed="the same bits in loss, gradients, buffers and random state",
         hint="leave these modules out of the plan, and please report it",
+    )
+
+
+def _exceeds(what: str, peak_bytes: int, budget_bytes: int | None) -> VerifyError:
+    beyond = _size(peak_bytes - (budget_bytes or 0))
+    return VerifyError(
+        f"the planned step exceeds its budget by {beyond}: {what} {_size(peak_bytes)}",
+        needed=f"at most {_size(budget_bytes)}",
+        hint="ckplan solve with a smaller --budget, or with --reserve",
     )
 
 

@@ -36,10 +36,16 @@ def described(error: BaseException) -> str:
 
 
 def place_of(error: BaseException) -> str:
-    """A hint: the innermost line that is neither torch's nor ours."""
+    """A hint: the innermost line that is neither torch's, Python's nor ours."""
     ours = str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<"
+    python = str(Path(traceback.__file__).parent)
     frames = traceback.extract_tb(error.__traceback__)
-    theirs = [frame for frame in frames if not frame.filename.startswith(ours)]
+    theirs = [
+        frame
+        for frame in frames
+        if not frame.filename.startswith(ours)
+        and str(Path(frame.filename).parent) != python
+    ]
     if not theirs:
         return "run a training step of the workload alone in Python"
     return f"look at {theirs[-1].filename}, line {theirs[-1].lineno}"
