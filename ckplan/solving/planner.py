@@ -198,7 +198,7 @@ class Planner:
 
     @cached_property
     def everyday(self) -> Everyday:
-        """What people do, none of which a plan from here is behind."""
+        """What people do with whole layers; what a plan can say of it is tried, too."""
         return Everyday(self.simulator, self.menus)
 
     @cached_property
