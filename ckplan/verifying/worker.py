@@ -7,6 +7,7 @@ stderr, and what it reads from stdin is empty. An error is a reply like any othe
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import os
 import pickle
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
 
 FIRST_STEPS = "first steps"
 TIMED_STEP = "timed step"
-_MARK, _END = "ckplan_phase_", "end"
+_MARK, _BEGIN, _END = "ckplan_phase_", "begin", "end"
 
 
 class OutOfMemoryError(VerifyError):
@@ -131,10 +132,12 @@ class Worker:
             del value  # step 2 begins with what the model holds of step 1, at most
 
             step.zero_grad()
+            gc.collect()
             held_bytes = _held_on_gpu(device)
+            _mark(_BEGIN)
             value = replace(step, entering=_mark).run()
             _mark(_END)
-        before, log = whole.split(whole.spans[_MARK + PHASES[0]][0])
+        before, log = whole.split(whole.spans[_MARK + _BEGIN][0])
         if held_bytes is None:
             held_bytes = known_bytes + before.held_bytes
         peak_bytes = _peak_bytes(held_bytes, log, device)
