@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from ckplan.applying.record import Recorder
 
 _SCALINGS = ("div_", "mul_")
-_MOST_UNSEEN_BYTES = 4096  # of values that are rebuilt though the plan keeps them
+_FEW_BYTES, _SMALL_SHARE = 4096, 1000
+"""Of values that are rebuilt though the plan keeps them: so many, or of what is dropped
+one part in so many."""
 
 
 class Capture(NamedTuple):
@@ -128,9 +130,10 @@ def make_template(
 def _seen_from_calls(
     seen: Recorder, parts: tuple[Part, ...], program: Program, steps: Mapping[int, Step]
 ) -> tuple[Program, Mapping[int, Step]]:
-    """The same program, but that what no call shows is rebuilt if it is tiny.
+    """The same program, but that what no call shows is rebuilt if it is small.
 
-    Such are the scalars that ops make for each other inside of one torch function.
+    Such are the scalars and masks that ops make for each other inside of one torch
+    function. Else every forward would be written down op by op.
     """
     flow = seen.flow
     unseen = {
@@ -143,7 +146,8 @@ def _seen_from_calls(
     held_bytes = sum(
         seen.held[value].tensor.untyped_storage().nbytes() for value in unseen
     )
-    if not unseen or held_bytes > _MOST_UNSEEN_BYTES:
+    most_bytes = max(_FEW_BYTES, seen.dropped_bytes // _SMALL_SHARE)
+    if not unseen or held_bytes > most_bytes:
         return program, steps
     kept = [v for v in program.holds - unseen if flow.maker_of[v] != EXTERNAL]
     other = compile_program(flow, seen.wanted, kept, seen.encoded.keys(), parts)
