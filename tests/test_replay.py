@@ -355,3 +355,31 @@ def test_memory_is_as_planned_when_written_down_and_when_repeated() -> None:
         dropped.append([r.dropped_bytes for r in applying.status(model).regions])
     assert dropped[0] == dropped[1] == dropped[2]
     assert all(dropped[0])
+
+
+class Masking(nn.Module):
+    """Attention whose mask no call of torch shows."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        attend = functional.scaled_dot_product_attention
+        return attend(x, x, x, dropout_p=0.1, is_causal=True)
+
+
+@pytest.mark.parametrize(("heads", "recorded"), [(96, 1), (8, 3)])
+def test_small_values_that_no_call_shows_are_made_again(
+    heads: int, recorded: int
+) -> None:
+    plain = nn.Sequential(nn.Linear(8, 8), Masking())
+    planned = copy.deepcopy(plain)
+    region = PlannedRegion("1", save=(OpName("", "tril"),))
+    ckplan.apply(planned, Plan(regions=(region,)))
+    for seed in range(3):
+        found = []
+        for model in (plain, planned):
+            torch.manual_seed(seed)
+            model.zero_grad()
+            model(torch.randn(heads, 96, 8)).sum().backward()
+            found.append([p.grad for p in model.parameters()])
+        assert all(map(torch.equal, *found))
+    (status,) = ckplan.status(planned).regions
+    assert (status.recorded, status.missing) == (recorded, ())
