@@ -174,18 +174,12 @@ def choices_of(
 ) -> list[Choice]:
     """What is planned for which modules, checked against the model."""
     whole, runs = _whole_choices(regions, modules), _run_choices(regions, modules)
-    for choice in (*(choice for same in whole.values() for choice in same), *runs):
-        if any(isinstance(modules[f], torch.jit.ScriptModule) for f in choice.ends):
-            compiled = PlanError(
-                f"cannot make a region of {choice.name}: it is compiled by TorchScript",
-                needed="modules that run in Python",
-                hint="the call around it, if that is one",
-            )
-            raise choice.region.located(compiled)
+    found = [*(choice for same in whole.values() for choice in same), *runs]
+    for choice in found:
+        _check_runs_in_python(choice, modules)
     _check_ops(regions)
     for run in runs:
         _check_run(run, runs, whole)
-    found = [*(choice for same in whole.values() for choice in same), *runs]
     for region in regions:
         inner = choices_of(region.inner, modules)
         for choice in (one for one in found if one.region is region):
@@ -200,6 +194,17 @@ def choices_of(
                 )
                 raise one.region.located(apart)
     return found
+
+
+def _check_runs_in_python(choice: Choice, modules: Mapping[str, nn.Module]) -> None:
+    """Refuse modules that TorchScript compiled: they take no hooks."""
+    if any(isinstance(modules[fqn], torch.jit.ScriptModule) for fqn in choice.ends):
+        compiled = PlanError(
+            f"cannot make a region of {choice.name}: it is compiled by TorchScript",
+            needed="modules that run in Python",
+            hint="the call around it, if that is one",
+        )
+        raise choice.region.located(compiled)
 
 
 def _check_ops(regions: Iterable[PlannedRegion]) -> None:

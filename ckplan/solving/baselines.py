@@ -55,13 +55,13 @@ def _disjoint(graph: Graph, calls: Iterable[int]) -> list[int]:
 class Everyday:
     """What people do whatever the budget is, each replayed once."""
 
-    def __init__(self, simulator: Simulator, menus: Menus) -> None:
+    def __init__(self, simulator: Simulator, menus: Menus, unplanned: Timeline) -> None:
         layers = [
             layer
             for layer in find_layers(simulator.graph, menus)
             if can_be_done(simulator, Region(layer, RERUN))
         ]
-        self._unplanned = simulator.run()
+        self._unplanned = unplanned
         self._segmented = [
             simulator.run(plan) for plan in _chen(simulator, menus, layers)
         ]

@@ -13,13 +13,13 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from operator import add, sub
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from ckplan.errors import PlanError
 from ckplan.graph import Graph
 from ckplan.program import EXTERNAL, Flow
 from ckplan.records import BEFORE_STEP, OUTSIDE_CALLS
-from ckplan.region import PROGRAM, RERUN, Region, RegionView
+from ckplan.region import RERUN, Region, RegionView
 from ckplan.simulate import Simulator
 from ckplan.solving.closure import NANOSECOND, Choice, Closure, Demand
 
@@ -31,14 +31,6 @@ Unit: TypeAlias = tuple[int, int | None]
 
 _Outputs: TypeAlias = frozenset[tuple[int, int]]
 """(op counted from the unit's first, output)"""
-
-
-class Kept(NamedTuple):
-    """What a region keeps, as units that do the same can share it."""
-
-    save: _Outputs
-    encode: _Outputs
-    by: str = PROGRAM
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +65,7 @@ class Menus:
         self._simulator = simulator
         self._small = small
         self._graph = simulator.graph
-        self._hulls: dict[str, list[Kept]] = {}  # by signature
+        self._hulls: dict[str, list[Region]] = {}  # by signature
         self._signatures: dict[Unit, str] = {}
         self._droppable: dict[int, int] = {}  # by call
         self._rhythms: dict[tuple[object, ...], int] = {}
@@ -81,7 +73,7 @@ class Menus:
 
     def options(self, unit: Unit) -> list[Option]:
         """Every way to run a unit, cheapest first; keeping everything is the first."""
-        regions = [self._region(unit, kept) for kept in self._kept(unit)]
+        regions = [self._placed(kept, unit) for kept in self._kept(unit)]
         if unit[1] is None and self._overwrites_buffers(unit[0]):
             regions.append(Region(unit[0], RERUN))
         return self.useful(unit, regions)
@@ -100,7 +92,7 @@ class Menus:
             return []
         choices = unit_closure(self._graph, view).every(most)
         found = dict.fromkeys(_kept(view, choice) for choice in choices)
-        return [self._region(unit, kept) for kept in found]
+        return [self._placed(kept, unit) for kept in found]
 
     def whole(self, unit: Unit) -> list[Option]:
         """The two ways of everyday practice: keep everything, or run it all again."""
@@ -152,27 +144,25 @@ class Menus:
             saves = [self._relative(chosen[u]) for u in units if u in chosen]
             saves.sort(
                 key=lambda kept: (
-                    self._kept_bytes(units[0], kept),
+                    self._kept_bytes(self._placed(kept, units[0])),
                     kept.by,
                     sorted(kept.save),
                     sorted(kept.encode),
                 )
             )
-            tidied += map(self._region, units, saves)
+            tidied += map(self._placed, saves, units)
         return sorted(tidied, key=lambda region: region.call)
 
-    def _relative(self, region: Region) -> Kept:
-        start = self._graph.calls[region.call].start
-        save, encode = (_shifted(o, -start) for o in (region.save, region.encode))
-        return Kept(save, encode, region.by)
+    def _relative(self, region: Region) -> Region:
+        """The region as units that do the same can share it."""
+        return region.moved(-region.call, -self._graph.calls[region.call].start)
 
-    def _region(self, unit: Unit, kept: Kept) -> Region:
-        start = self._graph.calls[unit[0]].start
-        save, encode = (_shifted(o, start) for o in (kept.save, kept.encode))
-        return Region(unit[0], kept.by, save, unit[1], encode)
+    def _placed(self, region: Region, unit: Unit) -> Region:
+        """A region that units which do the same share, on one of them."""
+        return region.moved(unit[0], self._graph.calls[unit[0]].start)
 
-    def _kept_bytes(self, unit: Unit, kept: Kept) -> int:
-        region, graph = self._region(unit, kept), self._graph
+    def _kept_bytes(self, region: Region) -> int:
+        graph = self._graph
         storages = {graph.ops[op].outputs[output] for op, output in region.save}
         saved = sum(graph.storages[storage].bytes for storage in storages)
         return saved + sum(graph.encoding_of[place].bytes for place in region.encode)
@@ -183,13 +173,14 @@ class Menus:
             self._signatures[unit] = self._graph.signature(*unit)
         return self._signatures[unit]
 
-    def _kept(self, unit: Unit) -> list[Kept]:
-        """The hull of a unit, as ops of that unit."""
+    def _kept(self, unit: Unit) -> list[Region]:
+        """The hull of a unit, as units that do the same can share it."""
         signature = self.signature(unit)
         if signature not in self._hulls:
             view = self._simulator.view(*unit)
-            steps = max(1, len(view.flow.inputs))
-            closure = unit_closure(self._graph, view)
+            if not view.made:
+                return []
+            closure, steps = unit_closure(self._graph, view), len(view.flow.inputs)
             choices = closure.every(_TRIED_TIMES_STEPS // steps) if self._small else []
             choices = choices or closure.hull(_most_cuts(view))
             found = (_kept(view, choice) for choice in choices)
@@ -200,8 +191,7 @@ class Menus:
         self, rhythm: int, region: Region, windows: Sequence[tuple[int, int]]
     ) -> _Change | None:
         """What a region changes; None if it cannot be rebuilt."""
-        start = self._graph.calls[region.call].start
-        key = rhythm, region.moved(-region.call, -start)
+        key = rhythm, self._relative(region)
         if key not in self._changes:
             self._changes[key] = None
             with suppress(PlanError):  # a call like this one may have lost an input
@@ -280,8 +270,9 @@ def _not_behind(options: Sequence[Option]) -> list[Option]:
 
 def _most_cuts(view: RegionView) -> int:
     """Large units get fewer options, so that the search stays short."""
-    steps = max(1, len(view.flow.inputs))
-    return max(_FEWEST_CUTS, min(_MOST_CUTS, _CUTS_TIMES_STEPS // steps))
+    return max(
+        _FEWEST_CUTS, min(_MOST_CUTS, _CUTS_TIMES_STEPS // len(view.flow.inputs))
+    )
 
 
 def _windows(view: RegionView) -> list[tuple[int, int]]:
@@ -328,16 +319,17 @@ def _can_be_kept(flow: Flow, value: int) -> bool:
     return maker == EXTERNAL or value in flow.returned[maker]
 
 
-def _kept(view: RegionView, choice: Choice) -> Kept:
-    """Kept values as the outputs that hold them."""
-    flow = view.flow
+def _kept(view: RegionView, choice: Choice) -> Region:
+    """A region that keeps some values, counted from its unit's first call and op."""
+    flow, (first, last) = view.flow, view.unit
 
     def outputs(values: Iterable[int]) -> _Outputs:
         makers = ((flow.maker_of[value], value) for value in values)
         return frozenset((op, flow.returned[op].index(value)) for op, value in makers)
 
-    return Kept(outputs(choice.kept), outputs(choice.encoded))
-
-
-def _shifted(outputs: _Outputs, by: int) -> _Outputs:
-    return frozenset((op + by, output) for op, output in outputs)
+    return Region(
+        0,
+        save=outputs(choice.kept),
+        last=None if last is None else last - first,
+        encode=outputs(choice.encoded),
+    )

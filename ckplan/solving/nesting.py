@@ -76,7 +76,8 @@ class Nesting:
 
         It takes long to find these, and they pay just above the floor only.
         """
-        flat = self._flat(unit)
+        menu = self._menu(unit)
+        flat = _programs(menu)
         found = self._shared(
             unit,
             0,
@@ -85,7 +86,7 @@ class Nesting:
                 *self._around_pairs(unit, flat),
             ],
         )
-        return self._menus.useful(unit, [*self._menu(unit), *found])
+        return self._menus.useful(unit, [*menu, *found])
 
     def _around_encoded(self, unit: Unit, flat: Sequence[Region]) -> list[Region]:
         """Regions on a large unit that keep what is small when encoded."""
@@ -111,10 +112,6 @@ class Nesting:
     def _menu(self, unit: Unit) -> list[Region]:
         """The menu of a unit without keeping everything."""
         return [one.region for one in self._menus.options(unit) if one.region]
-
-    def _flat(self, unit: Unit) -> list[Region]:
-        """Those of them that others can be inside of, or around."""
-        return [region for region in self._menu(unit) if region.by == PROGRAM]
 
     def simplest(self, unit: Unit) -> Region:
         """Keep nothing, and the same for every part of it."""
@@ -173,7 +170,8 @@ class Nesting:
 
     def _plain(self, part: Unit, most: int) -> Iterator[Region]:
         """Regions on a part without others inside; they keep nothing encoded."""
-        flat = (replace(one, encode=frozenset()) for one in self._flat(part))
+        flat = _programs(self._menu(part))
+        flat = [replace(one, encode=frozenset()) for one in flat]
         plain = list(dict.fromkeys(flat))
         step = 1 if self._small else max(1, len(plain) // most)
         yield from plain[::step]
@@ -216,6 +214,11 @@ class Nesting:
         """The same region on another unit that does the same."""
         starts = [self._graph.calls[call].start for call, _ in (like, unit)]
         return region.moved(unit[0] - like[0], starts[1] - starts[0])
+
+
+def _programs(menu: Iterable[Region]) -> list[Region]:
+    """Those of a menu that others can be inside of, or around."""
+    return [region for region in menu if region.by == PROGRAM]
 
 
 class _Inside:

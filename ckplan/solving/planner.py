@@ -199,7 +199,7 @@ class Planner:
     @cached_property
     def everyday(self) -> Everyday:
         """What people do with whole layers; what a plan can say of it is tried, too."""
-        return Everyday(self.simulator, self.menus)
+        return Everyday(self.simulator, self.menus, self.unplanned)
 
     @cached_property
     def _all_nested(self) -> list[_Found]:

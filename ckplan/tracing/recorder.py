@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
@@ -40,6 +39,7 @@ from ckplan.tracing.recording import (
 )
 from ckplan.tracing.stand_in import Geometry, Packed
 from ckplan.tracing.watch import Watch
+from ckplan.training.randomness import seeing_states
 
 _DIFFERENTIATED = "is differentiated before forward is over"
 
@@ -106,7 +106,7 @@ class StepRecorder(TorchDispatchMode):
         stack.enter_context(
             torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         )
-        stack.enter_context(self._seeing_random_states())
+        stack.enter_context(seeing_states(self._know_state))
         stack.enter_context(self)
         return stack
 
@@ -207,18 +207,10 @@ class StepRecorder(TorchDispatchMode):
         self._alias(storage, number, self._died)
         return number
 
-    def _seeing_random_states(self) -> AbstractContextManager[object]:
-        """Torch's own checkpoint keeps states of the generator, which no op makes."""
-        real = torch.get_rng_state
-
-        def seen() -> torch.Tensor:
-            state = real()
-            maker = len(self.recording.ops) - 1  # at first BEFORE_STEP
-            number = self._register(state.untyped_storage(), "temporary", maker)
-            self.recording.on_host.append(number)
-            return state
-
-        return mock.patch.object(torch, "get_rng_state", seen)
+    def _know_state(self, state: torch.Tensor) -> None:
+        maker = len(self.recording.ops) - 1  # at first BEFORE_STEP
+        number = self._register(state.untyped_storage(), "temporary", maker)
+        self.recording.on_host.append(number)
 
     def _alias(
         self,

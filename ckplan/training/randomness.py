@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -38,6 +40,23 @@ def torch_put_back() -> Callable[[], None]:
         torch.cuda.set_rng_state_all(of_gpus)
 
     return put_back
+
+
+def seeing_states(
+    see: Callable[[torch.Tensor], None],
+) -> AbstractContextManager[object]:
+    """Show the CPU generator's states that anybody asks for, which no op makes.
+
+    Torch's own checkpoint keeps one for every call.
+    """
+    real = torch.get_rng_state
+
+    def seen() -> torch.Tensor:
+        state = real()
+        see(state)
+        return state
+
+    return mock.patch.object(torch, "get_rng_state", seen)
 
 
 @cache

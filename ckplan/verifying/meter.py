@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 from torch.utils import _pytree as pytree
@@ -24,6 +23,7 @@ from ckplan.curve import Curve
 from ckplan.tracing.cost_cache import Cost
 from ckplan.tracing.recorder import nodes_below
 from ckplan.tracing.recording import RawOp, TensorMeta, describe, meta
+from ckplan.training.randomness import seeing_states
 
 NOT_AN_OP = -1
 
@@ -151,14 +151,7 @@ class Meter(TorchDispatchMode):
             with self:
                 yield
             return
-        real = torch.get_rng_state
-
-        def watched() -> torch.Tensor:
-            state = real()
-            self.know([state])
-            return state
-
-        with mock.patch.object(torch, "get_rng_state", watched), self:
+        with seeing_states(lambda state: self.know([state])), self:
             yield
 
     def know(self, tensors: Iterable[torch.Tensor]) -> None:
