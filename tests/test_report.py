@@ -356,6 +356,8 @@ def verification(**changes: object) -> Verification:
         "fits": True,
         "regions_ran": 8,
         "regions_idle": (),
+        "regions_kept": (),
+        "other": (),
         **changes,
     }
     return Verification(**values)  # type: ignore[arg-type]

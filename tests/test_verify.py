@@ -15,8 +15,10 @@ import pytest
 import torch
 from torch import nn
 
+import ckplan
 from ckplan.errors import CkplanError, VerifyError, WorkloadError
 from ckplan.plan import Plan, PlannedRegion, Prediction
+from ckplan.report.verification import failure
 from ckplan.simulate import simulate
 from ckplan.tracing.profile import profile_workload
 from ckplan.training.step import Training, make_step
@@ -88,7 +90,7 @@ def apply(model, plan):
 def status(model):
     regions = [("linear#0", 2), ("norm#0", 0)]
     return types.SimpleNamespace(
-        regions=[types.SimpleNamespace(call=c, runs=n) for c, n in regions]
+        regions=[types.SimpleNamespace(call=c, runs=n, kept=0) for c, n in regions]
     )
 
 sys.modules["ckplan.applying"] = types.ModuleType("ckplan.applying")
@@ -633,3 +635,41 @@ class Holding(nn.Module):
 def build():
     return Holding(), torch.randn(512, 64)
 """
+
+
+BY_TURNS = """
+import torch
+from torch import nn
+
+class ByTurns(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.step = nn.Linear(64, 64), 0
+
+    def forward(self, x):
+        self.step += 1
+        x = self.linear(x)
+        return torch.tanh(x).exp() if self.step % 2 else torch.sigmoid(x).cos()
+
+def build(rows=256):
+    return nn.Sequential(*(ByTurns() for _ in range(4))), torch.randn(rows, 64)
+"""
+
+
+def test_what_keeps_a_step_from_its_budget_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "by_turns.py"
+    path.write_text(BY_TURNS)
+    spec = WorkloadSpec(str(path))
+    graph = profile_workload(spec, training=Training("none"))
+    plan = ckplan.solve(graph, budget="75%")
+    found = verify(spec, plan, optimizer="none", steps=0)
+    assert found.gradients_equal
+    assert not found.fits
+    assert (found.regions_kept, found.other) == (("0 to 3",), ())
+    assert "leave out 0 to 3, whose ops differ" in str(failure(found).hint)
+
+    larger = WorkloadSpec(str(path), {"rows": 512})
+    other = verify(larger, plan, optimizer="none", steps=0)
+    assert not other.fits
+    assert other.other == ("batch.0: plan float32[256,64], here float32[512,64]",)
+    assert "profile and solve" in str(failure(other).hint)

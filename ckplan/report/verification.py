@@ -64,13 +64,13 @@ def dry_run_report(found: DryRun) -> RenderableType:
 
 def too_large(found: DryRun) -> VerifyError:
     """Why a dry run has not passed."""
-    return _exceeds("peak of the dry run", found.dry_run_peak_bytes, found.budget_bytes)
+    return _exceeds("peak of the dry run", found.dry_run_peak_bytes, found)
 
 
 def failure(found: Verification) -> VerifyError:
     """Why a verification has not passed."""
     if not found.fits:
-        return _exceeds("measured peak", found.measured_peak_bytes, found.budget_bytes)
+        return _exceeds("measured peak", found.measured_peak_bytes, found)
     first = ", ".join(found.different[:3])
     return VerifyError(
         f"the planned step computes something else than the unplanned one: {first}",
@@ -79,13 +79,23 @@ def failure(found: Verification) -> VerifyError:
     )
 
 
-def _exceeds(what: str, peak_bytes: int, budget_bytes: int | None) -> VerifyError:
-    beyond = _size(peak_bytes - (budget_bytes or 0))
+def _exceeds(what: str, peak_bytes: int, found: Verification | DryRun) -> VerifyError:
+    beyond = _size(peak_bytes - (found.budget_bytes or 0))
     return VerifyError(
         f"the planned step exceeds its budget by {beyond}: {what} {_size(peak_bytes)}",
-        needed=f"at most {_size(budget_bytes)}",
-        hint="ckplan solve with a smaller --budget, or with --reserve",
+        needed=f"at most {_size(found.budget_bytes)}",
+        hint=_remedy(found),
     )
+
+
+def _remedy(found: Verification | DryRun) -> str:
+    """What to do about a step that does not fit."""
+    if found.other:
+        return "ckplan profile and solve for this workload, which is not the plan's"
+    if found.regions_kept:
+        first = found.regions_kept[0]
+        return f"leave out {first}, whose ops differ by step, or --reserve more"
+    return "ckplan solve with a smaller --budget, or with --reserve"
 
 
 def _numbers(found: Verification) -> Table:
@@ -106,7 +116,12 @@ def _numbers(found: Verification) -> Table:
 
 def _regions(found: Verification | DryRun) -> list[tuple[str, str]]:
     ran = f"{found.regions_ran} ran, {len(found.regions_idle)} never did"
-    return [("regions", ran), *(("never ran", call) for call in found.regions_idle)]
+    return [
+        ("regions", ran),
+        *(("never ran", call) for call in found.regions_idle),
+        *(("kept all", call) for call in found.regions_kept),
+        *(("not the plan's", difference) for difference in found.other),
+    ]
 
 
 def _size(num_bytes: int | None) -> str:

@@ -36,10 +36,16 @@ from ckplan.training.optimizers import counters
 from ckplan.training.step import AS_IT_SAYS, Training, make_step
 from ckplan.training.workload import Workload, WorkloadSpec
 from ckplan.verifying.meter import Meter, MeterLog
-from ckplan.verifying.predicted import predict, side_by_side
-from ckplan.verifying.worker import held_between_steps, put, runs_of, seed_everything
+from ckplan.verifying.predicted import other_workload, predict, side_by_side
+from ckplan.verifying.worker import (
+    held_between_steps,
+    put,
+    regions_of,
+    seed_everything,
+)
 
 if TYPE_CHECKING:
+    from ckplan.applying.choices import RegionStatus
     from ckplan.graph import Graph
     from ckplan.plan import Plan
     from ckplan.tracing.calibrate import Progress
@@ -66,6 +72,8 @@ class DryRun:
     fits: bool
     regions_ran: int
     regions_idle: tuple[str, ...]  # regions of the plan that never ran
+    regions_kept: tuple[str, ...]  # that dropped nothing as their ops differed
+    other: tuple[str, ...]  # in what the plan is another workload's
     notes: tuple[str, ...]
     curves: Curves  # live bytes, predicted and of the dry run
 
@@ -87,7 +95,7 @@ class _Steps:
     """What the first two steps did."""
 
     log: MeterLog
-    runs: tuple[tuple[str, int], ...]  # regions of the plan, and how often each ran
+    regions: tuple[RegionStatus, ...]  # of the plan, and what each did
     fingerprint: Mapping[str, Any]
 
 
@@ -166,7 +174,7 @@ def dry_run_workload(
         PLANNED: planned.log.curve(costs[first:]),
     }
     predicted, said = predict(trace, plan, training, planned.fingerprint)
-    found = _judge(plan, curves, planned.runs, (*notes, *said))
+    found = _judge(plan, curves, planned, (*notes, *said))
     return replace(found, curves=side_by_side(predicted=predicted, dry_run=curves))
 
 
@@ -191,13 +199,13 @@ def _costs(
 def _judge(
     plan: Plan | None,
     curves: Mapping[str, Curve],
-    runs: tuple[tuple[str, int], ...],
+    planned: _Steps,
     notes: tuple[str, ...],
 ) -> DryRun:
     predicted = plan.predicted if plan else None
     budget_bytes = plan.budget_bytes if plan else None
     peak_bytes = curves[PLANNED].peak_bytes
-    idle = tuple(call for call, times in runs if times == 0)
+    idle = tuple(r.call for r in planned.regions if not r.runs)
     return DryRun(
         predicted_peak_bytes=predicted.peak_bytes if predicted else None,
         dry_run_peak_bytes=peak_bytes,
@@ -207,8 +215,10 @@ def _judge(
         unplanned_dry_run_peak_bytes=curves[UNPLANNED].peak_bytes,
         budget_bytes=budget_bytes,
         fits=budget_bytes is None or peak_bytes <= budget_bytes,
-        regions_ran=len(runs) - len(idle),
+        regions_ran=len(planned.regions) - len(idle),
         regions_idle=idle,
+        regions_kept=tuple(r.call for r in planned.regions if r.kept),
+        other=other_workload(plan, planned.fingerprint),
         notes=notes,
         curves={},
     )
@@ -272,4 +282,4 @@ def _two_steps(
             meter.leave_out([held])
         meter.log.bytes = [in_blocks(size) for size in meter.log.bytes]
     here = fingerprint(workload, place.device)
-    return _Steps(meter.log, runs_of(plan, workload.model), here)
+    return _Steps(meter.log, regions_of(plan, workload.model), here)

@@ -27,7 +27,7 @@ from ckplan.verifying.pair import (
     find_different,
     what_was_compared,
 )
-from ckplan.verifying.predicted import predict, side_by_side
+from ckplan.verifying.predicted import other_workload, predict, side_by_side
 from ckplan.verifying.worker import FirstSteps, Result
 
 if TYPE_CHECKING:
@@ -63,6 +63,8 @@ class Verification:
     fits: bool
     regions_ran: int
     regions_idle: tuple[str, ...]  # regions of the plan that never ran
+    regions_kept: tuple[str, ...]  # that dropped nothing as their ops differed
+    other: tuple[str, ...]  # in what the plan is another workload's
     notes: tuple[str, ...] = ()
     curves: Curves = field(default_factory=dict)  # live bytes, predicted and measured
 
@@ -212,7 +214,7 @@ def _judge(
     unplanned_seconds, planned_seconds = seconds
     predicted = plan.predicted if plan else None
     budget_bytes = plan.budget_bytes if plan else None
-    idle = tuple(call for call, runs in planned.runs if runs == 0)
+    idle = tuple(r.call for r in planned.regions if not r.runs)
     return Verification(
         gradients_equal=_equal("gradient", different),
         buffers_equal=_equal("buffer", different),
@@ -232,8 +234,10 @@ def _judge(
         ),
         budget_bytes=budget_bytes,
         fits=budget_bytes is None or planned.peak_bytes <= budget_bytes,
-        regions_ran=len(planned.runs) - len(idle),
+        regions_ran=len(planned.regions) - len(idle),
         regions_idle=idle,
+        regions_kept=tuple(r.call for r in planned.regions if r.kept),
+        other=other_workload(plan, planned.fingerprint),
         notes=notes,
     )
 

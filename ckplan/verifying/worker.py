@@ -45,6 +45,7 @@ from ckplan.training.workload import (
 )
 
 if TYPE_CHECKING:
+    from ckplan.applying.choices import RegionStatus
     from ckplan.plan import Plan
 
 FIRST_STEPS = "first steps"
@@ -92,7 +93,7 @@ class FirstSteps:
 
     digests: dict[Result, str]
     peak_bytes: int  # of step 2: allocated in it, and held when it began
-    runs: tuple[tuple[str, int], ...]  # regions of the plan, and how often each ran
+    regions: tuple[RegionStatus, ...]  # of the plan, and what each did
     curve: Curve | None = field(default=None, compare=False)  # live bytes of step 2
     fingerprint: Mapping[str, Any] = field(default_factory=dict)
     rows: int = field(default=0, compare=False)  # of the batch
@@ -146,11 +147,11 @@ class Worker:
         digests.update(_gradients(step, 2))  # there until the next zero_grad
         digests.update(_buffers(step, 2))
         digests[Result(2, "random state")] = _random_state(device)
-        runs = runs_of(self._job.plan, model)
+        regions = regions_of(self._job.plan, model)
         return FirstSteps(
             digests,
             peak_bytes,
-            runs,
+            regions,
             _curve(log, held_bytes),
             fingerprint(workload, device),
             rows_of(workload),
@@ -310,13 +311,13 @@ def put(plan: Plan | None, model: torch.nn.Module) -> None:
         apply(model, plan)
 
 
-def runs_of(plan: Plan | None, model: torch.nn.Module) -> tuple[tuple[str, int], ...]:
-    """The regions of a plan, and how often each ran."""
+def regions_of(plan: Plan | None, model: torch.nn.Module) -> tuple[RegionStatus, ...]:
+    """The regions of a plan, and what each did."""
     if plan is None:
         return ()
     from ckplan.applying import status
 
-    return tuple((region.call, region.runs) for region in status(model).regions)
+    return status(model).regions
 
 
 def _explain(error: BaseException, job: Job) -> CkplanError:
