@@ -208,11 +208,11 @@ class Closure:
         """Vertices of the lower convex hull, fewest seconds first.
 
         Args:
-            most_cuts: Stop after so many, having halved the widest gaps first.
+            most_cuts: Stop after so many, the widest gaps in seconds first.
         """
         fast, small = self.fastest(), self.smallest()
         found = [fast] if small.kept_bytes >= fast.kept_bytes else [fast, small]
-        gaps = [(small.kept_bytes - fast.kept_bytes, 0, fast, small)]
+        gaps = [(0, 0, fast, small)]
         for cut in range(most_cuts):
             if not gaps:
                 break
@@ -221,8 +221,8 @@ class Closure:
             if middle is not None:
                 found.append(middle)
                 for a, b in ((fast, middle), (middle, small)):
-                    width = b.kept_bytes - a.kept_bytes
-                    heapq.heappush(gaps, (width, 2 * cut + (a is fast), a, b))
+                    gain = a.nanoseconds - b.nanoseconds
+                    heapq.heappush(gaps, (gain, 2 * cut + (a is fast), a, b))
         return sorted(found, key=lambda choice: (choice.nanoseconds, choice.kept_bytes))
 
     def every(self, most: int) -> list[Choice]:

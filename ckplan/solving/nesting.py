@@ -11,9 +11,7 @@ Inside one region the parts make a chain just as the units of a step do, so the 
 recurrence chooses among them (``chain.py``): live bytes are those of the step under the
 region alone, in place of the unplanned step.
 
-What an outermost region keeps in a smaller form, masks as bits, stays for all runs of
-it: then they need not draw random numbers again, which takes longer than most ops. And
-a region that keeps the dear part of what it makes may still drop cheap parts again, as
+A region that keeps the dear part of what it makes may still drop cheap parts again, as
 the norm before a convolution: else they are held while that one runs backward.
 """
 
@@ -22,13 +20,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from itertools import groupby
 from typing import TypeAlias
 
 from ckplan.errors import PlanError
 from ckplan.region import PROGRAM, Region
 from ckplan.simulate import Simulator
+from ckplan.solving.between import between
 from ckplan.solving.chain import ChainFrontier, Link, regions_of
 from ckplan.solving.covers import NEARLY_ALL, are_siblings
 from ckplan.solving.menu import Menus, Option, Unit
@@ -37,8 +35,6 @@ _MOST_PARTS = 12  # of a run, each call by itself; longer ones are cut into runs
 _MOST_LEVELS = 4
 _MOST_FLAT = 3  # options without regions inside, of one part
 _MOST_PLANS = 6  # of the inside of one unit
-_LARGE = 0.1  # share of all that could be dropped
-_FLAT_OF_LARGE, _PLANS_OF_LARGE = 8, 48  # of one part; of the inside
 _FEW_STEPS, _PLANS_OF_SMALL = 16, 8  # of a small unit; of the inside
 _KEPT_BY_SMALL = 6  # sets of values, beside none
 _PAIR = 2
@@ -72,31 +68,14 @@ class Nesting:
         return self._menus.useful(unit, [*self._menu(unit), *self.regions(unit)])
 
     def wide(self, unit: Unit) -> list[Option]:
-        """The menu of a unit, and regions that keep something around others.
+        """The menu of a unit, and what pays just above the floor only.
 
-        It takes long to find these, and they pay just above the floor only.
+        That is regions between those of the menu, and around others.
         """
         menu = self._menu(unit)
         flat = _programs(menu)
-        found = self._shared(
-            unit,
-            0,
-            lambda: [
-                *self._around_encoded(unit, flat),
-                *self._around_pairs(unit, flat),
-            ],
-        )
-        return self._menus.useful(unit, [*menu, *found])
-
-    def _around_encoded(self, unit: Unit, flat: Sequence[Region]) -> list[Region]:
-        """Regions on a large unit that keep what is small when encoded."""
-        encode = next((one.encode for one in reversed(flat) if one.encode), None)
-        least = _LARGE * self._menus.all_droppable_bytes
-        if not encode or self._menus.droppable_bytes(unit[0]) < least:
-            return []
-        whole = Region(unit[0], last=unit[1], encode=encode)
-        choices = partial(self._plain, most=_FLAT_OF_LARGE)
-        return self._inside(whole, choices, 1, _PLANS_OF_LARGE)
+        pairs = self._shared(unit, 0, lambda: self._around_pairs(unit, flat))
+        return self._menus.useful(unit, [*menu, *between(flat), *pairs])
 
     def _around_pairs(self, unit: Unit, flat: Sequence[Region]) -> list[Region]:
         """Regions on a small unit that drop parts again, two neighbours as one."""
@@ -128,7 +107,7 @@ class Nesting:
 
     def _nested(self, unit: Unit, level: int) -> list[Region]:
         def choices(part: Unit) -> Iterator[Region]:
-            yield from self._plain(part, _MOST_FLAT)
+            yield from self._plain(part)
             yield from self.regions(part, level + 1)
 
         whole = Region(unit[0], last=unit[1])
@@ -168,12 +147,12 @@ class Nesting:
         insides = filter(None, map(regions_of, plans))
         return [replace(whole, inner=inner) for inner in insides]
 
-    def _plain(self, part: Unit, most: int) -> Iterator[Region]:
+    def _plain(self, part: Unit) -> Iterator[Region]:
         """Regions on a part without others inside; they keep nothing encoded."""
         flat = _programs(self._menu(part))
         flat = [replace(one, encode=frozenset()) for one in flat]
         plain = list(dict.fromkeys(flat))
-        step = 1 if self._small else max(1, len(plain) // most)
+        step = 1 if self._small else max(1, len(plain) // _MOST_FLAT)
         yield from plain[::step]
         yield from self._nothing(part)
 
