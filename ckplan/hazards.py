@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ckplan.records import Hazard
 
 _OF_MODULES = ("buffer", "state", "statistics")
-_RIGHT_ANYWAY = ("shapes", "statistics")  # as far as outputs and gradients go
+_RIGHT_ANYWAY = ("shapes", "statistics", "unseen")  # as far as outputs and gradients go
 
 
 def refuse_hazards(graph: Graph, region: Region) -> None:

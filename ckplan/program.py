@@ -302,10 +302,6 @@ class Rebuild(Generic[MachineT]):
             if self._outer is not None and value in self._program.holds:
                 self._outer.release(value)
 
-    def exhausted(self, value: int) -> bool:
-        """Whether every use of a value is done."""
-        return self._left[value] == 0
-
     def _missing(self, value: int) -> tuple[list[int], list[tuple[int, int | None]]]:
         """Values to fetch; steps to run, and values to decode instead, in order."""
         flow, decodes = self._program.flow, self._program.decodes

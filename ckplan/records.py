@@ -24,6 +24,7 @@ HAZARDS = (
     "state",  # forward changes attributes or arguments, or hidden state
     "shapes",  # shapes depend on values: another batch needs other bytes
     "backward",  # a backward in the middle of forward, as of a gradient penalty
+    "unseen",  # a kernel that no op stands for fills what an op made
     "chance",  # the same op on the same tensors gives other values
 )
 

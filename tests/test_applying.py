@@ -314,14 +314,6 @@ def test_an_exception_in_forward_leaves_the_model_usable() -> None:
     assert all(map(torch.equal, train(build("residual")), train(workload)))
 
 
-def test_a_second_backward_is_refused_in_words() -> None:
-    workload = applying_to(build("residual"), Plan(regions=(PlannedRegion("[0..2]"),)))
-    loss = workload.model(workload.batch).square().mean()
-    loss.backward(retain_graph=True)
-    with pytest.raises(ApplyError, match="wanted again"):
-        loss.backward()
-
-
 def test_a_parameter_changed_before_backward_is_an_error_not_a_wrong_gradient() -> None:
     workload = applying_to(build("residual"), Plan(regions=(PlannedRegion("[0..2]"),)))
     loss = workload.model(workload.batch).square().mean()

@@ -94,7 +94,9 @@ def status(model):
     )
 
 sys.modules["ckplan.applying"] = types.ModuleType("ckplan.applying")
-sys.modules["ckplan.applying"].__dict__.update(apply=apply, status=status)
+sys.modules["ckplan.applying"].__dict__.update(
+    apply=apply, status=status, remove=lambda model: None
+)
 
 def build(*, when_built="", when_unplanned="", rows=8):
     do(when_built)

@@ -17,6 +17,8 @@ from ckplan.applying.calls import (
     UnknownArgumentError,
     asks_only,
     geometry_of,
+    hands_out,
+    reads_sizes,
     storage_of,
     switches,
 )
@@ -45,6 +47,7 @@ class CallLog(TorchFunctionMode):
         super().__init__()
         self.calls: list[Call] = []
         self.given: list[tuple[Geometry, StorageWeakRef]] = []
+        self.read = False  # a call took a number from a tensor
         self.broken = False  # a call cannot be compared with another
         self.current = -1
         self._is_paused = False
@@ -59,7 +62,12 @@ class CallLog(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if hands_out(func) and isinstance(args[0], torch.Tensor):
+            self._recorder.hand_out(args[0])
         if self.broken or self._is_paused or asks_only(func):
+            return func(*args, **kwargs)
+        if reads_sizes(func, args):
+            self.broken = True
             return func(*args, **kwargs)
         try:
             arguments = self._slots.freeze(args, kwargs)
@@ -67,7 +75,7 @@ class CallLog(TorchFunctionMode):
             self.broken = True
             return func(*args, **kwargs)
         call = Call(func, arguments, switches(), self._recorder.num_packed)
-        self.current = len(self.calls)
+        self.current, self.read = len(self.calls), False
         try:
             out = func(*args, **kwargs)
         except BaseException:
@@ -76,6 +84,7 @@ class CallLog(TorchFunctionMode):
         finally:
             self.current = -1
         self._slots.returned(out)
+        self.broken |= self.read and bool(tensors_in(out))
         call.packed_after = self._recorder.num_packed
         call.returned = [self._describe(tensor) for tensor in tensors_in(out)]
         self.calls.append(call)

@@ -69,9 +69,24 @@ _QUESTIONS = frozenset(
         torch.Tensor.is_neg,
         torch.Tensor.untyped_storage,
         torch.ops.prim.device.default,
+        torch.ops.aten.lift_fresh.default,  # of from_numpy: on its way in
         torch.is_floating_point,
         torch.is_complex,
         torch.numel,
+    }
+)
+
+
+_HANDS_OUT = frozenset(("numpy", "__array__", "__dlpack__", "data_ptr"))
+_WITH_SIZES = frozenset(  # in their second argument, of packed sequences for most
+    {
+        "gru",
+        "lstm",
+        "rnn_relu",
+        "rnn_tanh",
+        "tensor_split",
+        "_pack_padded_sequence",
+        "_pad_packed_sequence",
     }
 )
 
@@ -98,8 +113,8 @@ def geometry_of(tensor: torch.Tensor) -> Geometry:
     Raises:
         UnknownArgumentError: It is of a kind that does not act as a plain tensor.
     """
-    kind = type(tensor)
-    if kind not in _KINDS or tensor.layout != torch.strided or tensor.is_conj():
+    kind, lazy = type(tensor), tensor.is_conj() or tensor.is_neg()
+    if kind not in _KINDS or tensor.layout != torch.strided or lazy:
         raise UnknownArgumentError
     return Geometry(
         tensor.size(),
@@ -138,6 +153,19 @@ def asks_only(func: Any) -> bool:
         return func in _QUESTIONS
     except TypeError:
         return False
+
+
+def hands_out(func: Any) -> bool:
+    """Whether a function hands a tensor's bytes to who may write them past torch."""
+    return getattr(func, "__name__", "") in _HANDS_OUT
+
+
+def reads_sizes(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether sizes in a tensor, read past all modes, decide which ops run."""
+    if getattr(func, "__name__", "") not in _WITH_SIZES or len(args) < 2:
+        return False
+    sizes = args[1]
+    return isinstance(sizes, torch.Tensor) and not sizes.is_floating_point()
 
 
 def switches() -> tuple[bool, ...]:

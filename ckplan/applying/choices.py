@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import (
     Collection,
     Hashable,
@@ -25,7 +26,8 @@ from ckplan.names import Call, call_name, expand_modules, parse_call
 from ckplan.plan import PlannedRegion
 from ckplan.region import RERUN
 
-_MOST_TEMPLATES = 8  # of one call: training and evaluation, a few shapes
+_MOST_TEMPLATES = 32  # of one call: batches padded to some lengths
+_MOST_FROZEN = 3  # times that parameters freeze or thaw, before nothing is learned
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +43,37 @@ class RegionStatus:
     missing: tuple[str, ...]  # saves of the plan that named no op in its last run
 
 
-class Templates(dict[Hashable, "Template | None"]):
-    """What forwards of a region were seen to do; None where they differ each time.
+class Templates:
+    """What forwards of a region were seen to do, by what those have in common.
 
     A copy of a model begins without.
     """
 
+    def __init__(self) -> None:
+        self._known: dict[Hashable, Template] = {}  # the one used last is the last
+        self._differed: Counter[Hashable] = Counter()
+
     def __reduce__(self) -> tuple[type[Templates], tuple[()]]:
         return type(self), ()
+
+    def find(self, key: Hashable) -> Template | None:
+        """What a forward may do again."""
+        template = self._known.pop(key, None)
+        if template is not None:
+            self._known[key] = template
+        return template
+
+    def learn(self, key: Hashable, template: Template | None) -> None:
+        """Know what a forward did, unless such forwards differ."""
+        if template is not None and self._differed[key] < _MOST_FROZEN:
+            while len(self._known) >= _MOST_TEMPLATES:
+                del self._known[next(iter(self._known))]
+            self._known[key] = template
+
+    def forget(self, key: Hashable, *, frozen: bool) -> None:
+        """A forward was another one: only parameters that freeze become steady."""
+        self._known.pop(key, None)
+        self._differed[key] += 1 if frozen else _MOST_FROZEN
 
 
 @dataclass
@@ -89,33 +114,40 @@ class Choice:
 
     def begin(self, name: str, key: Hashable) -> Recorder | Replay:
         """Watch a forward: call by call if one like it is known, else op by op."""
-        template = self.templates.get(key)
+        template = self.templates.find(key)
         if template is None:
             return Recorder(name, self.top, self.saves, self.encodes)
         return Replay(name, template)
 
     def end(
-        self, region: Recorder | Replay, key: Hashable, missing: Iterable[str]
+        self,
+        region: Recorder | Replay,
+        key: Hashable,
+        missing: Iterable[str],
+        *,
+        learn: bool,
     ) -> None:
-        """Note what one forward of it did, and which saves inside named no op."""
+        """Note what one forward of it did, and which saves inside named no op.
+
+        Args:
+            region: The forward.
+            key: What it has in common with others that may do the same.
+            missing: Those saves.
+            learn: Whether others may be compared with it: it did not raise.
+        """
         region.close()
         self.runs += 1
         if isinstance(region, Recorder):
             self.recorded += 1
             self.dropped_bytes = region.dropped_bytes
             self.missing = (*self.missing_of(region.found), *missing)
-            if key not in self.templates:
-                self._learn(key, region.template)
+            if learn:
+                self.templates.learn(key, region.template)
         elif region.repeats:
             self.dropped_bytes = region.template.dropped_bytes
-        else:
+        elif learn:
             self.kept += 1
-            self.templates[key] = None  # they differ: each is written down from now on
-
-    def _learn(self, key: Hashable, template: Template | None) -> None:
-        while len(self.templates) >= _MOST_TEMPLATES:
-            del self.templates[next(iter(self.templates))]
-        self.templates[key] = template
+            self.templates.forget(key, frozen=region.frozen)
 
     def missing_of(self, found: Collection[OpKey]) -> Iterator[str]:
         """Saves and encodings of the plan that named no op."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -25,6 +26,7 @@ from ckplan.applying.replay import Replay
 from ckplan.names import Call, call_name
 from ckplan.plan import Plan
 
+_saved_tensors_hooks_are_enabled = torch._C._autograd._saved_tensors_hooks_is_enabled
 _Args: TypeAlias = tuple[Any, ...]
 _Kwargs: TypeAlias = dict[str, Any]
 
@@ -66,10 +68,10 @@ class _Open:
             choice, _ = self.inner.pop()
             self.missing += choice.missing_of(self.region.end_inner())
 
-    def close(self) -> None:
-        """Its forward is over."""
+    def close(self, *, raised: bool) -> None:
+        """Its forward is over, or raised."""
         self._switch_on()
-        self.choice.end(self.region, self.key, self.missing)
+        self.choice.end(self.region, self.key, self.missing, learn=not raised)
         if isinstance(self.region, Recorder) and self.choice.missing:
             self.session.warn_once("ops", missing_ops(self.choice, self.region))
 
@@ -202,16 +204,17 @@ class RegionHooks:
         self, module: nn.Module, args: _Args, kwargs: _Kwargs, output: object
     ) -> None:
         """Close the region that ends with this call; called even if forward raised."""
-        del module, args, kwargs, output
+        del module, args, kwargs
         if not running.calls:
             return  # abandoned: something around this call was interrupted and went on
+        raised = output is None and sys.exc_info()[0] is not None
         session, call = running.calls.pop()
         if running.regions:
             found = running.regions[-1]
             if found.session is session:
                 found.end_inner(call)
                 if found.last == call:
-                    running.regions.pop().close()
+                    running.regions.pop().close(raised=raised)
 
 
 @dataclass
@@ -228,7 +231,7 @@ class ParentHooks:
         del module, args, kwargs
         found = running.regions[-1] if running.regions else None
         if found is not None and any(found.choice is choice for choice in self.choices):
-            running.regions.pop().close()
+            running.regions.pop().close(raised=True)
             if output is not None:  # else it raised
                 what = f"{found.choice.name} is no run: its last call never came"
                 found.session.warn_once("run", what)
@@ -260,8 +263,11 @@ class PathHooks:
 
 
 def _chosen(choices: Iterable[Choice], number: int) -> Choice | None:
-    """The choice for a call, if it is a region now."""
-    if torch.is_grad_enabled():
+    """The choice for a call, if it is a region now.
+
+    Some transforms of ``torch.func`` forbid to see what autograd saves.
+    """
+    if torch.is_grad_enabled() and _saved_tensors_hooks_are_enabled():
         for choice in choices:
             if choice.numbers is None or number in choice.numbers:
                 return choice
@@ -271,7 +277,8 @@ def _chosen(choices: Iterable[Choice], number: int) -> Choice | None:
 def _key(module: nn.Module, args: _Args, kwargs: _Kwargs) -> Hashable:
     """What forwards that may do the same have in common."""
     inputs = (x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
-    return module.training, settings(), tuple((x.shape, x.dtype) for x in inputs)
+    given = tuple((x.shape, x.dtype, x.requires_grad) for x in inputs)
+    return module.training, settings(), given
 
 
 @dataclass

@@ -35,6 +35,8 @@ class Ref(NamedTuple):
     stride: tuple[int, ...]
     offset: int
     dtype: torch.dtype
+    is_conj: bool = False
+    is_neg: bool = False
 
 
 class Step(NamedTuple):
@@ -95,12 +97,14 @@ class Kept(NamedTuple):
     name: str  # of the region, for errors
 
 
-class Dropped(NamedTuple):
+@dataclass(slots=True, eq=False)
+class Dropped:
     """A saved tensor that is rebuilt when it is wanted."""
 
     handle: Handle
     ref: Ref
     part: int  # the inner region that saved it, counted from 1
+    tensor: torch.Tensor | None = None  # once wanted, until its node lets this go
 
 
 class Rebuilder:
@@ -149,17 +153,10 @@ class Rebuilder:
             part: The inner region that saved it, counted from 1; 0 if none did.
 
         Raises:
-            ApplyError: Backward let it go before, or what it is rebuilt from changed.
+            ApplyError: What it is rebuilt from changed.
         """
         level = self._rebuild.level(ref.value, part)
         values = level.machine.values
-        if level.exhausted(ref.value):
-            raise ApplyError(
-                f"{self.name} is wanted again after backward let it go",
-                needed="one backward per forward",
-                hint="leave this call out of the plan where retain_graph or "
-                "create_graph is used",
-            )
         in_grad_mode = torch.is_grad_enabled()  # with create_graph
         try:
             if ref.value not in values:
@@ -282,6 +279,8 @@ class _Kernels:
 def unpack(packed: Kept | Dropped) -> torch.Tensor:
     """Give autograd what it saved."""
     if isinstance(packed, Dropped):
+        if packed.tensor is not None:
+            return packed.tensor
         rebuilder = packed.handle.rebuilder
         if rebuilder is None:
             raise ApplyError(
@@ -292,7 +291,8 @@ def unpack(packed: Kept | Dropped) -> torch.Tensor:
         ref, filled = packed.ref, packed.handle.filled
         if ref.value in filled:
             ref = ref._replace(value=filled[ref.value])
-        return rebuilder.unpack(ref, packed.part)
+        packed.tensor = rebuilder.unpack(ref, packed.part)
+        return packed.tensor
     if version_of(packed.tensor) != packed.version:
         raise ApplyError(
             f"{packed.name} kept a tensor of shape {tuple(packed.tensor.shape)} for "
@@ -373,7 +373,13 @@ def _give(
 
 def _view(tensor: torch.Tensor, ref: Ref) -> torch.Tensor:
     """The view that an op had of a value, from any tensor on its storage."""
-    if tensor.dtype == ref.dtype:
+    view = _strided(tensor, ref)
+    view = view.conj() if ref.is_conj else view
+    return torch._neg_view(view) if ref.is_neg else view
+
+
+def _strided(tensor: torch.Tensor, ref: Ref) -> torch.Tensor:
+    if tensor.dtype == ref.dtype and not (tensor.is_conj() or tensor.is_neg()):
         same = tensor.size() == ref.size and tensor.stride() == ref.stride
         if same and tensor.storage_offset() == ref.offset:
             return tensor

@@ -39,6 +39,7 @@ from ckplan.encodings import Encoded, encode
 from ckplan.errors import ApplyError
 from ckplan.names import relative_path
 from ckplan.program import EXTERNAL, Flow, Part, compile_program
+from ckplan.training.filling import fills, makes_empty
 from ckplan.training.randomness import draws, may_draw
 from ckplan.training.shapes import decided_by_values
 
@@ -65,6 +66,8 @@ class _Facts(NamedTuple):
     may_draw: bool
     batch_norm: bool
     dynamic: bool  # values may decide how much it returns
+    fills: bool  # where it writes, what was there does not matter
+    makes_empty: bool  # for others to fill
     collective: bool  # its schema is silent on what it changes
 
 
@@ -79,7 +82,17 @@ def _facts(func: Any) -> _Facts:
     dynamic = torch.Tag.dynamic_output_shape in func.tags
     norm, collective = name in _BATCH_NORMS, func.namespace == "c10d"
     random = may_draw(func)
-    return _Facts(name, func.is_view, writes, random, norm, dynamic, collective)
+    return _Facts(
+        name,
+        func.is_view,
+        writes,
+        random,
+        norm,
+        dynamic,
+        fills(func),
+        makes_empty(func),
+        collective,
+    )
 
 
 class _Access(NamedTuple):
@@ -154,6 +167,10 @@ class Recorder(TorchDispatchMode):
         self._addresses: list[StorageWeakRef] = []  # keep addresses from being reused
         self.inside: set[int] = set()  # storages that the region made
         self.held: dict[int, Held] = {}  # value -> tensor
+        # Storages that others than ops may write: nobody filled them yet, or their
+        # bytes were handed out, and to that there is no end.
+        self._unfilled: dict[int, torch.Tensor] = {}
+        self._handed_out: set[int] = set()
         self.encoded: dict[int, Encoded] = {}  # value -> its smaller form
         self.wanted: list[tuple[int, int]] = []  # dropped saved tensors: value, part
         self._seen: set[int] = set()  # their values
@@ -213,6 +230,8 @@ class Recorder(TorchDispatchMode):
             Part(one.start, one.stop, frozenset(one.kept), one.outer)
             for one in self._inner
         )
+        for storage, tensor in self._unfilled.items():
+            self.held[flow.value(storage)] = hold(tensor)
         kept = [value for value in self.held if flow.maker_of[value] != EXTERNAL]
         program = compile_program(flow, self.wanted, kept, self.encoded.keys(), parts)
         if program.lost:
@@ -227,6 +246,7 @@ class Recorder(TorchDispatchMode):
         )
         self.template = make_template(self, parts, program, steps)
         self.log.close()
+        self._unfilled.clear()
         for leftovers in (self.held, self.encoded, self.states, self.steps):
             leftovers.clear()
 
@@ -245,6 +265,7 @@ class Recorder(TorchDispatchMode):
         if facts.is_view:
             return func(*args, **(kwargs or {}))
         kwargs = kwargs or {}
+        self._look_at_values(func, facts, args)
         fresh, self._fresh = self._fresh, len(self.packed_values)
         reads: list[int] = []
         refs = [self._take(x, reads) for x in args]
@@ -253,8 +274,6 @@ class Recorder(TorchDispatchMode):
         generator = kwargs.get("generator") if random else None
         device = _device_of(args, kwargs)
         state = random_state(device, generator) if random else None
-        if facts.dynamic and decided_by_values(func, tensors_in(args)):
-            self.log.broken = True  # calls do not tell what such an op returns
         out = func(*args, **kwargs)
         returned = tensors_in(out)
         known = len(self._addresses)
@@ -271,16 +290,36 @@ class Recorder(TorchDispatchMode):
             self.call_of.append(self.log.current)
             if state is not None:
                 self.states[number] = state
-            if writes and not facts.name.endswith("_"):
-                self._fill(fresh, self.flow.overwrites[number])
-            for value in self.flow.overwrites[number]:
-                self.held.pop(value, None)
+            if facts.makes_empty:
+                self._unfilled.update(zip(outputs, returned, strict=True))
+            if writes:
+                self._overwrite(facts, fresh, number, writes)
             for tensor in moved:  # what came from elsewhere stays
                 self.log.broken = True
                 self.held[self.flow.value(self.number(tensor))] = hold(tensor)
             if self._names.named or self._inner:
                 self._save(facts.name, number, returned)
         return out
+
+    def _look_at_values(self, func: Any, facts: _Facts, args: tuple[Any, ...]) -> None:
+        """Calls do not tell what ops return whose shape, or number, values decide."""
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self.log.read = True
+        if facts.dynamic and decided_by_values(func, tensors_in(args)):
+            self.log.broken = True
+
+    def _overwrite(
+        self, facts: _Facts, fresh: int, number: int, writes: Collection[int]
+    ) -> None:
+        """An op wrote values: what they were is there no more."""
+        overwrites = self.flow.overwrites[number]
+        for value in overwrites:
+            self.held.pop(value, None)
+        if facts.fills:
+            for storage in {*writes} - self._handed_out:
+                self._unfilled.pop(storage, None)
+        if not facts.name.endswith("_"):
+            self._fill(fresh, overwrites)
 
     def _fill(self, fresh: int, filled: Mapping[int, int]) -> None:
         """What was saved for an op that fills it, autograd means as it is then.
@@ -333,6 +372,13 @@ class Recorder(TorchDispatchMode):
                 self.held[self.flow.value(number)] = hold(tensor)
         return number
 
+    def hand_out(self, tensor: torch.Tensor) -> None:
+        """Somebody may write a tensor's bytes past torch."""
+        if self.value_inside(tensor) >= 0:
+            number = self.number(tensor)
+            self._handed_out.add(number)
+            self._unfilled[number] = tensor
+
     def value_inside(self, tensor: torch.Tensor) -> int:
         """The value of a tensor that the region made; -1 for another."""
         try:
@@ -377,7 +423,7 @@ class Recorder(TorchDispatchMode):
             return self._packed_as(tensor)
 
     def _packed_as(self, tensor: torch.Tensor) -> Kept | Dropped:
-        value = -1 if tensor.is_conj() else self.value_inside(tensor)
+        value = self.value_inside(tensor)
         self.packed_values.append(value)
         if value < 0 or value in self.held:
             self.packed.append(Packed(tensor.size(), None))
@@ -409,7 +455,8 @@ def _named(values: Sequence[int], saves: Saves, key: OpKey) -> Sequence[int]:
 
 def _ref(tensor: torch.Tensor, value: int) -> Ref:
     offset = tensor.storage_offset()
-    return Ref(value, tensor.size(), tensor.stride(), offset, tensor.dtype)
+    bits = tensor.is_conj(), tensor.is_neg()
+    return Ref(value, tensor.size(), tensor.stride(), offset, tensor.dtype, *bits)
 
 
 def _device_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.device:

@@ -47,12 +47,14 @@ class Replay(TorchFunctionMode):
         self.name = name
         self.template = template
         self.repeats = True  # as far as was seen
+        self.frozen = False  # what differs is that something wants gradients, or not
         self._slots = Slots(self._meet)
         self._calls = iter(template.calls)
         self._next = next(self._calls, None)
         self._num_given = 0
         self._num_packed = 0
         self._in_call = False
+        self._dropped_in_call = False
         self._packing = False
         self._storages: dict[int, int] = {}  # address -> storage of the template
         self._met: set[int] = set()  # those storages
@@ -109,7 +111,7 @@ class Replay(TorchFunctionMode):
             return func(*args, **kwargs)
         for step in call.random_steps:
             self._states[step] = random_state(self.template.steps[step].device, None)
-        self._in_call = True
+        self._in_call, self._dropped_in_call = True, False
         try:
             out = func(*args, **kwargs)
         except BaseException:
@@ -118,7 +120,8 @@ class Replay(TorchFunctionMode):
         finally:
             self._in_call = False
         if self._num_packed != call.packed_after:
-            raise self._changed()
+            self._give_up()
+            return out
         self._slots.returned(out)
         if call.captures:
             returned = tensors_in(out)
@@ -144,7 +147,12 @@ class Replay(TorchFunctionMode):
         """A tensor from elsewhere must be like the template's, and shared as there."""
         given = self.template.given
         place = self._num_given
-        if place == len(given) or given[place].geometry != geometry_of(tensor):
+        if place == len(given):
+            raise UnknownArgumentError
+        before, now = given[place].geometry, geometry_of(tensor)
+        if before != now:
+            grad = before.requires_grad
+            self.frozen = before == now._replace(requires_grad=grad)
             raise UnknownArgumentError
         storage, address = given[place].storage, storage_of(tensor)._cdata
         value = self.template.value_of.get(storage)
@@ -178,10 +186,10 @@ class Replay(TorchFunctionMode):
     def _packed_as(self, tensor: torch.Tensor) -> Kept | Dropped:
         template, number = self.template, self._num_packed
         self._num_packed += 1
-        there = self.repeats and number < len(template.packed)
+        there = self.repeats and number < self._num_expected
         if not there or template.packed[number].size != tensor.size():
             if self.repeats and self._in_call:
-                raise self._changed()
+                self._give_up()
             self.repeats = False
             return keep(tensor, self.name)
         if number in template.captures:
@@ -189,8 +197,26 @@ class Replay(TorchFunctionMode):
         _, ref, part = template.packed[number]
         if ref is None:
             return keep(tensor, self.name)
+        self._dropped_in_call |= self._in_call
         self._wanted.append((ref.value, part))
         return Dropped(self._handle, ref, part)
+
+    @property
+    def _num_expected(self) -> int:
+        """How many tensors autograd had saved by the end of what runs now."""
+        if self._next is None:
+            return len(self.template.packed)
+        return self._next.packed_after if self._in_call else self._next.packed_before
+
+    def _give_up(self) -> None:
+        """The same call saves other tensors: keep them, if none of it was dropped.
+
+        Raises:
+            ApplyError: One was, for the one that the template's call saved then.
+        """
+        if self._dropped_in_call:
+            raise self._changed()
+        self.repeats = False
 
     def _shorter_program(self) -> Program:
         """What rebuilds what was dropped before a call differed."""
@@ -207,6 +233,6 @@ class Replay(TorchFunctionMode):
         return ApplyError(
             f"cannot rebuild {self.name}: the same calls of torch saved other tensors "
             "than in an earlier forward",
-            needed="settings of torch that stay as they are during a forward",
-            hint="apply the plan again after changing them",
+            needed="forwards that torch runs in the same way, op by op",
+            hint="run it again (by: rerun), or leave this call out of the plan",
         )

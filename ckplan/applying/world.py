@@ -1,7 +1,8 @@
 """The world of a forward: what it may read and change beside its inputs.
 
-Buffers, plain attributes of modules and lists, dicts and sets in them, and the random
-states of torch, Python, NumPy and of generators.
+Parameters, as far as others take their place, buffers, plain attributes of modules and
+lists, dicts and sets in them, and the random states of torch, Python, NumPy and of
+generators.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class World:
 
     attributes: list[tuple[dict[str, Any], dict[str, Any], int]]  # and how many
     containers: list[tuple[Any, Any]]
+    parameters: list[tuple[dict[str, Any], dict[str, Any]]]
     buffers: list[tuple[dict[str, Any], dict[str, Any]]]
     contents: list[tuple[torch.Tensor, torch.Tensor, int]]
     random: list[tuple[Source, Any]]
@@ -37,20 +39,22 @@ class World:
     @classmethod
     def of(cls, modules: Iterable[nn.Module], sources: Iterable[Source]) -> World:
         """What there is now."""
-        attributes, buffers = [], []
+        attributes, parameters, buffers = [], [], []
         containers: list[tuple[Any, Any]] = []
         for module in modules:
             everything = vars(module)
             plain = {k: v for k, v in everything.items() if k not in _REGISTRIES}
             attributes.append((everything, plain, len(everything)))
             containers += _containers(plain.values())
+            if module._parameters:
+                parameters.append((module._parameters, dict(module._parameters)))
             if module._buffers:
                 buffers.append((module._buffers, dict(module._buffers)))
         named = (*(b for _, b in buffers), *(plain for _, plain, _ in attributes))
         tensors = [t for found in named for t in found.values() if _is_state(t)]
         contents = [(b, _elements(b).clone(), version_of(b)) for b in tensors]
         states = [(source, source.state()) for source in sources]
-        return cls(attributes, containers, buffers, contents, states)
+        return cls(attributes, containers, parameters, buffers, contents, states)
 
     def settle(self) -> list[tuple[torch.Tensor, int]]:
         """Let go of what is as it was; returns buffers of which that is true."""
@@ -69,6 +73,9 @@ class World:
                     del everything[key]
         for container, content in self.containers:
             _fill(container, content)
+        for named, before in self.parameters:
+            others = {k: v for k, v in before.items() if _is_other(named.get(k), v)}
+            named.update(others)
         for named, before in self.buffers:
             named.clear()
             named.update(before)
@@ -177,6 +184,15 @@ def _flat(content: Any) -> list[Any]:
 
 def _is(one: object, other: object) -> bool:
     return one is other
+
+
+def _is_other(now: Any, before: Any) -> bool:
+    """Whether a parameter took another's place, as ``functional_call`` puts it there.
+
+    What shards a model puts tensors of its own kinds and sizes there, and means it.
+    """
+    both = type(now) is type(before) is nn.Parameter
+    return both and now is not before and now.shape == before.shape
 
 
 def _is_state(value: Any) -> bool:

@@ -23,10 +23,12 @@ from ckplan.tracing.recording import (
     Recording,
     TensorMeta,
 )
+from ckplan.training.filling import fills, makes_empty
 from ckplan.training.shapes import decided_by_values
 
 BOTH: tuple[str, ...] = (PROGRAM, RERUN)
 PROGRAMS: tuple[str, ...] = (PROGRAM,)
+RERUNS: tuple[str, ...] = (RERUN,)
 NEITHER: tuple[str, ...] = ()
 _GUARDS = {"random": BOTH, "plain state": BOTH, "backward": NEITHER}
 _BATCH_NORMS = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
@@ -47,12 +49,32 @@ def find_hazards(
     for call, kind, reason in recording.changes:
         guard, kind = _GUARDS.get(kind, PROGRAMS), kind.rpartition(" ")[2]
         found[Hazard(call_number[call], kind, reason, guard)] = None
+    for call in _of_unseen_kernels(recording):
+        reason = "runs a kernel that no op stands for"
+        found[Hazard(call_number[call], "unseen", reason, RERUNS)] = None
     for index, raw in enumerate(recording.calls):
         mine = [o for o in recording.ops[raw.start : raw.stop] if o.call == index]
         for kind, reason, guard in _of_ops(recording, raw, mine):
             found[Hazard(call_number[index], kind, reason, guard)] = None
     inside = (hazard for hazard in found if hazard.call != OUTSIDE_CALLS)
     return tuple(sorted(inside, key=lambda hazard: hazard.call))
+
+
+def _of_unseen_kernels(recording: Recording) -> Iterator[int]:
+    """Calls that make bytes which are used although no op filled them."""
+    waiting: dict[int, int] = {}  # storage -> call
+    for op in recording.ops:
+        filled = {*op.writes} if fills(op.func) else set()
+        for storage in filled & waiting.keys():
+            del waiting[storage]
+        for storage in waiting.keys() & {*op.reads, *op.writes}:
+            yield waiting.pop(storage)
+        if makes_empty(op.func):
+            some = (s for s in op.outputs if recording.storages[s].bytes)
+            waiting.update(dict.fromkeys(some, op.call))
+    for saved in recording.saved:
+        if saved.storage in waiting:
+            yield waiting.pop(saved.storage)
 
 
 def _of_ops(

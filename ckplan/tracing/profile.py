@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeCopyMode
 
+from ckplan.applying import remove
 from ckplan.graph import MEASURED, Graph
 from ckplan.records import EngineCosts
 from ckplan.sharding import Sharding, sharded
@@ -186,9 +187,16 @@ def _profile(
 ) -> Graph:
     cache = cost_cache(target.placed, fresh=fresh)
     tell = progress or (lambda what, done, total: None)
+
+    def unplanned(scope: Scope | None) -> Workload:
+        workload = build(scope)
+        for module in workload.model.modules():
+            remove(module)
+        return workload
+
     tell("tracing", 0, 0)
     try:
-        traced, too_large = trace(build, training, target), None
+        traced, too_large = trace(unplanned, training, target), None
     except DoesNotFitError as error:
         too_large = error.alone()  # what failed must not hold memory any more
     if too_large is None:
@@ -196,7 +204,7 @@ def _profile(
     else:
         tell("tracing smaller batches", 0, 0)
         graph = from_smaller(
-            build,
+            unplanned,
             lambda smaller: trace_real(smaller, training, target, too_large.needed),
             lambda traced: _as_graph(traced, training, target, cache, progress),
             lambda workload: fingerprint(workload, target.device)["batch"],
@@ -205,7 +213,7 @@ def _profile(
     if not (replay and target.is_here):
         return graph
     tell("running forward twice", 0, 0)
-    return repeated(graph, lambda: on_device(build(None), target.placed), training)
+    return repeated(graph, lambda: on_device(unplanned(None), target.placed), training)
 
 
 def _as_graph(

@@ -12,6 +12,7 @@ import hashlib
 import os
 import pickle
 import random
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -304,7 +305,12 @@ def _random_state(device: torch.device) -> str:
 
 
 def put(plan: Plan | None, model: torch.nn.Module) -> None:
-    """Put a plan on a model, if there is one."""
+    """Put a plan on a model, in place of one that its factory may have put there."""
+    if "ckplan.applying" in sys.modules:
+        from ckplan.applying import remove
+
+        for module in model.modules():
+            remove(module)
     if plan is not None:
         from ckplan.applying import apply
 
