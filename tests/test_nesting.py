@@ -16,6 +16,7 @@ from ckplan.plan import Plan
 from ckplan.plan_file import dumps, loads
 from ckplan.region import Region
 from ckplan.resolve import describe, resolve
+from ckplan.simulate import simulate
 from ckplan.solving.chain import regions_of
 from ckplan.solving.covers import chain_of
 from ckplan.solving.nesting import Nesting
@@ -122,8 +123,9 @@ def test_memory_grows_far_slower_than_depth() -> None:
     [*range(2, 10), *(pytest.param(n, marks=pytest.mark.slow) for n in range(10, 17))],
 )
 def test_uniform_chains_reach_the_binomial_numbers_at_every_memory_size(
-    length: int,
+    length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("ckplan.solving.planner._FEW_CALLS", 16)
     graph = uniform(length)
     planner = Planner(graph)
     assert planner.floor.peak_bytes == LEAST
@@ -141,3 +143,18 @@ def test_what_backward_drops_without_a_look_is_dropped_at_once() -> None:
     assert planner.unplanned.peak_bytes == 50
     timeline, _ = planner.within(40) or pytest.fail("no plan")
     assert timeline.recompute_seconds == 0
+
+
+@pytest.mark.parametrize("length", [8, 13, 24])
+def test_no_even_segments_reach_below_the_floor(length: int) -> None:
+    graph = uniform(length)
+    layers = graph.children[0]
+    segments = [
+        [
+            Region(run[0], last=run[-1] if len(run) > 1 else None)
+            for run in (layers[at : at + size] for at in range(0, len(layers), size))
+        ]
+        for size in (2, 3, 4, 5)
+    ]
+    peaks = [simulate(graph, regions).peak_bytes for regions in segments]
+    assert Planner(graph).floor.peak_bytes <= min(peaks)

@@ -26,6 +26,9 @@ MANY_OPS, NEARLY_ALL = 1000, 0.95
 """A call of so many ops, one part of which holds so much of it, is no unit itself."""
 
 RUN_SHARES = (1 / 8, 1 / 32)
+FEW_OPS = 256
+"""Of a step of which runs of every length are tried."""
+
 _Options: TypeAlias = Callable[[Unit], Sequence[Option]]
 _CHILDREN_MUST_HOLD = 0.5  # of their parent's droppable bytes
 
@@ -152,7 +155,8 @@ def run_covers(graph: Graph, menus: Menus) -> dict[int, list[tuple[Unit, ...]]]:
                     groups.append([])
                 groups[-1].append(call)
         longest = max(map(len, groups))
-        for length in _lengths(longest):
+        few = len(graph.ops) <= FEW_OPS
+        for length in range(2, longest) if few else _lengths(longest):
             cover = tuple(unit for group in groups for unit in _runs(group, length))
             found.setdefault(length, {})[cover] = None
     return {length: list(covers) for length, covers in sorted(found.items())}

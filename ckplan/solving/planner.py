@@ -44,9 +44,9 @@ _TIMES_ROOT = (
 _POWERS = (1 / 4, 1 / 3, 1 / 2, 2 / 3, 4 / 5)
 """Of how many calls there are: lengths of runs with regions inside. The longer they
 are, the less is kept between them, and the more levels they need."""
-_FEW_OPS = 64
+_FEW_OPS, _FEW_CALLS = 64, 12
 """Of a step small enough to try every set of values to keep, every run of calls, and
-regions inside regions everywhere."""
+regions inside regions everywhere; of calls those count that make none themselves."""
 
 
 class Planner:
@@ -59,7 +59,8 @@ class Planner:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.simulator = Simulator(graph)
-        self._is_small = len(graph.ops) <= _FEW_OPS
+        innermost = sum(not graph.children[call] for call in range(len(graph.calls)))
+        self._is_small = len(graph.ops) <= _FEW_OPS and innermost <= _FEW_CALLS
         self.menus = Menus(self.simulator, small=self._is_small)
         self.unplanned = self.simulator.run()
         self._reached: dict[ChainFrontier, _Found] = {}  # the smallest of each
@@ -218,7 +219,7 @@ class Planner:
     @cached_property
     def _plain(self) -> list[ChainFrontier]:
         """What is searched in any case: wider spaces only where they free much more."""
-        if self._is_small:
+        if self._tried:
             return [] if self._all_nested else [self._tree]
         found = [self._tree, *(self._of_runs if self._runs_pay else ())]
         return [*found, *(self._of_nests if self._nesting_pays else ())]
