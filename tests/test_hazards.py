@@ -91,7 +91,13 @@ def unguarded(where: Any, name: str, value: Any) -> Iterator[None]:
     """Without the guard the same is wrong, or an error: so the guard is tested."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(where, name, value)
-        failures = (AssertionError, ApplyError, RuntimeError, pytest.fail.Exception)
+        failures = (
+            AssertionError,
+            ApplyError,
+            RuntimeError,
+            UserWarning,
+            pytest.fail.Exception,
+        )
         with pytest.raises(failures):
             yield
 

@@ -290,3 +290,36 @@ def test_freezing_costs_one_step() -> None:
         model(X).square().sum().backward()
     (region,) = applying.status(model).regions
     assert (region.recorded, region.kept) == (2, 1)
+
+
+class InPlace(torch.autograd.Function):
+    """A kernel that overwrites what it is given, seen by nobody."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+            x.mul_(-3)
+        ctx.mark_dirty(x)
+        ctx.save_for_backward(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return grad * ctx.saved_tensors[0]
+
+
+def test_what_is_rebuilt_otherwise_is_told_in_the_first_step() -> None:
+    model = Outer(lambda s, x: s.second(InPlace.apply(s.first(x).exp())))
+    applying.apply(model, Plan(regions=(PlannedRegion("block"),)))
+    loss = model(X).square().sum()
+    with pytest.warns(UserWarning, match="block was rebuilt otherwise than it ran"):
+        loss.backward()
+
+
+@pytest.mark.filterwarnings("error", "ignore:Complex modules")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_what_is_rebuilt_as_it_was_is_not(dtype: torch.dtype) -> None:
+    model = Outer(lambda s, x: s.second(s.first(x).exp()).exp()).to(dtype)
+    applying.apply(model, Plan(regions=(PlannedRegion("block"),)))
+    for value in (X, X * float("nan"), X * float("inf"), X):
+        model(value.to(dtype)).abs().sum().backward()

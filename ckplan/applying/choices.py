@@ -116,7 +116,8 @@ class Choice:
         """Watch a forward: call by call if one like it is known, else op by op."""
         template = self.templates.find(key)
         if template is None:
-            return Recorder(name, self.top, self.saves, self.encodes)
+            first = not self.recorded
+            return Recorder(name, self.top, self.saves, self.encodes, looks=first)
         return Replay(name, template)
 
     def end(

@@ -9,6 +9,7 @@ gives another program, never a stale one.
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from ckplan.applying.calls import version_of
+from ckplan.applying.likeness import Likeness, is_alike
 from ckplan.applying.random_state import random_state, set_random_state
 from ckplan.encodings import Encoded, decode
 from ckplan.errors import ApplyError
@@ -104,6 +106,7 @@ class Dropped:
     handle: Handle
     ref: Ref
     part: int  # the inner region that saved it, counted from 1
+    like: Likeness | None = None  # what it looked like, in a first forward
     tensor: torch.Tensor | None = None  # once wanted, until its node lets this go
 
 
@@ -144,6 +147,7 @@ class Rebuilder:
             one.version = version_of(one.tensor)
         values = {value: one.tensor for value, one in self._left.held.items()}
         self._rebuild = Rebuild(program, _Kernels(self._left, values))
+        self._warned = False
 
     def unpack(self, ref: Ref, part: int) -> torch.Tensor:
         """The dropped tensor again.
@@ -172,6 +176,17 @@ class Rebuilder:
                 self._left.leave_generators_as_found()
         level.release(ref.value)
         return tensor
+
+    def warn_of(self, tensor: torch.Tensor) -> None:
+        """Say of a rebuilt tensor that it is not what was dropped; once."""
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{self.name} was rebuilt otherwise than it ran: a tensor of shape "
+                f"{tuple(tensor.shape)} is not what its forward saved, so gradients "
+                "may be wrong; see ckplan verify, or run it again (by: rerun)",
+                stacklevel=3,
+            )
 
 
 @dataclass(slots=True)
@@ -291,7 +306,10 @@ def unpack(packed: Kept | Dropped) -> torch.Tensor:
         ref, filled = packed.ref, packed.handle.filled
         if ref.value in filled:
             ref = ref._replace(value=filled[ref.value])
+            packed.like = None  # it was looked at before
         packed.tensor = rebuilder.unpack(ref, packed.part)
+        if packed.like is not None and not is_alike(packed.like, packed.tensor):
+            rebuilder.warn_of(packed.tensor)
         return packed.tensor
     if version_of(packed.tensor) != packed.version:
         raise ApplyError(

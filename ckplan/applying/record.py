@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckplan.applying.call_log import CallLog
 from ckplan.applying.calls import UnknownArgumentError, storage_of
+from ckplan.applying.likeness import likeness
 from ckplan.applying.random_state import random_state
 from ckplan.applying.recompute import (
     Dropped,
@@ -141,7 +142,15 @@ class _Inner:
 class Recorder(TorchDispatchMode):
     """One forward of a region, seen op by op."""
 
-    def __init__(self, name: str, top: str, saves: Saves, encodes: Encodes) -> None:
+    def __init__(
+        self,
+        name: str,
+        top: str,
+        saves: Saves,
+        encodes: Encodes,
+        *,
+        looks: bool = False,
+    ) -> None:
         """Be ready to watch.
 
         Args:
@@ -149,8 +158,10 @@ class Recorder(TorchDispatchMode):
             top: FQN of the module that paths of its ops begin below.
             saves: Outputs to keep.
             encodes: Outputs to keep in a smaller form.
+            looks: Whether what is rebuilt is compared with what was dropped.
         """
         super().__init__()
+        self._looks = looks
         self.name = name
         self.dropped_bytes = 0
         self.path: list[str] = [top]  # FQNs of the modules that run, innermost last
@@ -435,7 +446,8 @@ class Recorder(TorchDispatchMode):
         self.wanted.append((value, part))
         ref = _ref(tensor, value)
         self.packed.append(Packed(ref.size, ref, part))
-        return Dropped(self._handle, ref, part)
+        like = likeness(tensor) if self._looks else None
+        return Dropped(self._handle, ref, part, like)
 
     @property
     def num_packed(self) -> int:

@@ -1,0 +1,54 @@
+"""What a dropped tensor looked like, to be compared with what is made again.
+
+The first forward of every region is looked at, so that a kernel that writes past torch,
+or whatever else no mode shows, is told in the first step. Kernels whose results differ
+in their last bits pass. It is no error: some kernels leave what they pad unwritten.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import torch
+from torch._subclasses.fake_tensor import is_fake
+from torch.utils._python_dispatch import _disable_current_modes
+
+Likeness: TypeAlias = torch.Tensor
+"""Sum, smallest and largest element, in double precision."""
+
+_MOST_NOISE = 0.01  # of the largest element
+_LEAST_ITEM_BYTES = 2  # masks and the like say little
+
+
+def likeness(tensor: torch.Tensor) -> Likeness | None:
+    """Three numbers of a tensor; None where there are none to be had."""
+    if is_fake(tensor) or type(tensor) is not torch.Tensor or not tensor.numel():
+        return None
+    if tensor.dtype.itemsize < _LEAST_ITEM_BYTES or _is_captured(tensor):
+        return None
+    with _disable_current_modes(), torch.no_grad():
+        plain = tensor.detach()
+        if plain.is_complex():
+            plain = torch.view_as_real(plain.resolve_conj())
+        try:
+            numbers = (plain.sum(), *torch.aminmax(plain))
+        except (RuntimeError, NotImplementedError):  # of a dtype without arithmetic
+            return None
+        return torch.stack([number.double() for number in numbers])
+
+
+def _is_captured(tensor: torch.Tensor) -> bool:
+    """Whether ops on it go into a CUDA graph, where no number can be read."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def is_alike(before: Likeness, tensor: torch.Tensor) -> bool:
+    """Whether a tensor is what was there before, but for noise of its kernel."""
+    now = likeness(tensor)
+    if now is None:
+        return True
+    scale = float(before[1:].abs().max())
+    most = torch.full_like(before, _MOST_NOISE * scale)
+    most[0] = _MOST_NOISE * (scale * tensor.numel() ** 0.5 + abs(float(before[0])))
+    near = (now - before).abs() <= most
+    return bool((near | (now == before) | (now.isnan() & before.isnan())).all())
