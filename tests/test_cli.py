@@ -18,6 +18,7 @@ from test_report import verification
 
 import ckplan
 from ckplan import cli
+from ckplan.errors import CkplanError
 from ckplan.gpus import find
 from ckplan.trace_file import save
 from ckplan.units import format_bytes
@@ -284,6 +285,11 @@ def test_python_takes_a_reserve_off_the_memory_of_a_card(trace: Path) -> None:
     assert plan.budget_bytes == find("A100 40GB").usable_bytes - 2 * 2**30
 
 
+def test_python_refuses_a_reserve_without_a_budget(trace: Path) -> None:
+    with pytest.raises(CkplanError, match=r"reserve 2\.00 GiB off: there is no"):
+        ckplan.solve(ckplan.load_graph(trace), goal="min-memory", reserve="2GiB")
+
+
 def test_frontier_adds_the_reserve_to_what_a_plan_needs(
     run: Run, large_trace: Path
 ) -> None:
@@ -464,6 +470,11 @@ BAD_INPUT = [
     ("solve --budget 0", "cannot plan for the budget '0': it is 0 bytes"),
     ("solve --budget 1GB --reserve much", "cannot read the size 'much'"),
     ("solve --budget 1GB --reserve 1GB", "cannot plan for the budget 953.67 MiB: all"),
+    ("solve --knee --reserve 1GB", "cannot take the reserve 953.67 MiB off: there"),
+    (
+        "solve --max-overhead 5% --reserve 1GB",
+        "cannot take the reserve 953.67 MiB off: there",
+    ),
     ("solve --max-overhead much", "cannot read the overhead 'much'"),
     ("solve --max-overhead -5%", "cannot read the overhead '-5%'"),
     ("frontier nope.json", "cannot read the trace 'nope.json': no such file"),

@@ -100,11 +100,12 @@ def solve(
         raise typer.BadParameter(f"one is needed: {WISHES}")
     if card is not None:
         say_usable(card)
-    wish = solving.Wish(budget, fraction, goals[0] if goals else None, gpu=card)
+    goal = goals[0] if goals else None
+    wish = solving.Wish(budget, fraction, goal, card, reserve_bytes)
     with ProgressLine(sys.stderr) as progress:
         progress("solving", 0, 0)
         planner = Planner(graph)
-        solution = solving.find(planner, wish, reserve_bytes)
+        solution = solving.find(planner, wish)
         if method is Method.MILP:
             progress("solving exactly", 0, 0)
             solution = solving.with_exact(planner, solution, time_limit)

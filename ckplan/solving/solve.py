@@ -53,7 +53,7 @@ def solve_plan(
             bytes. The cheapest plan within it is found.
         gpu: A card of ``ckplan gpus``: what it leaves to tensors is the budget. If
             nothing is said, the card that the graph was profiled for.
-        reserve: Taken off the budget first, for what is not in the graph.
+        reserve: Taken off the budget, a card's too, for what is not in the graph.
         max_overhead: ``"5%"`` or a fraction of the step: the least memory that costs
             no more.
         goal: ``"min-memory"`` or ``"knee"``, the plan after which memory gets dear.
@@ -63,7 +63,7 @@ def solve_plan(
 
     Raises:
         CkplanError: None or more than one is given of a budget, a card, a largest
-            overhead and a goal, or one is unreadable.
+            overhead and a goal, one is unreadable, or a reserve has no budget.
         InfeasibleError: No plan found fits; the floor and its owner are named.
     """
     if method not in METHODS:
@@ -76,9 +76,9 @@ def solve_plan(
         gpu = gpu or graph.options.get("gpu")
     if isinstance(max_overhead, str):
         max_overhead = units.parse_percent(max_overhead)
-    wish = Wish(budget, max_overhead, goal, gpu)
+    wish = Wish(budget, max_overhead, goal, gpu, units.parse_bytes(reserve))
     planner = Planner(graph)
-    solution = find(planner, wish, units.parse_bytes(reserve))
+    solution = find(planner, wish)
     if method == "milp":
         solution = with_exact(planner, solution, time_limit)
     return to_plan(graph, solution)
@@ -86,15 +86,16 @@ def solve_plan(
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What a plan is to reach; exactly one is given."""
+    """What a plan is to reach: exactly one of the first four is given."""
 
     budget: str | int | None = None
     max_overhead: float | None = None
     goal: str | None = None
     gpu: str | None = None  # its usable memory is the budget
+    reserve_bytes: int = 0  # taken off the budget first
 
     def __post_init__(self) -> None:
-        """Refuse none and more than one."""
+        """Refuse none and more than one, and a reserve where there is no budget."""
         given = [self.budget, self.max_overhead, self.goal, self.gpu]
         if sum(wish is not None for wish in given) != 1 or self.goal not in GOALS:
             raise CkplanError(
@@ -102,6 +103,13 @@ class Wish:
                 needed="exactly one of a budget, a card, a largest overhead and a goal "
                 f"({' or '.join(filter(None, GOALS))})",
                 hint="ckplan.solve(graph, budget='12GiB')",
+            )
+        if self.reserve_bytes and self.budget is None and self.gpu is None:
+            reserve = units.format_bytes(self.reserve_bytes)
+            raise CkplanError(
+                f"cannot take the reserve {reserve} off: there is no budget",
+                needed="a budget or a card beside it",
+                hint="leave out the reserve, or --budget 12GiB",
             )
 
 
@@ -117,11 +125,11 @@ def with_exact(
     return replace(solution, exact=exact, bound_overhead=bound)
 
 
-def find(planner: Planner, wish: Wish, reserve_bytes: int = 0) -> Solution:
-    """Find what is wished for; a budget is first reduced by a reserve."""
+def find(planner: Planner, wish: Wish) -> Solution:
+    """Find what is wished for."""
     budget = wish.budget if wish.gpu is None else gpus.find(wish.gpu).usable_bytes
     if budget is not None:
-        return planner.solve(budget_bytes_of(planner, budget, reserve_bytes))
+        return planner.solve(budget_bytes_of(planner, budget, wish.reserve_bytes))
     if wish.max_overhead is not None:
         return planner.least_memory(wish.max_overhead)
     if wish.goal == "knee":
