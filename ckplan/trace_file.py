@@ -18,13 +18,6 @@ from ckplan.errors import GraphError
 from ckplan.graph import FORMAT_VERSION, Graph
 from ckplan.records import Call, Encoding, EngineCosts, Hazard, Op, Saved, Storage
 
-_READABLE = (2, 3, 4, FORMAT_VERSION)
-_WITH_HAZARD_IN_CALL = (2, 3)
-_DEFAULTS: dict[str, Any] = {  # of older formats
-    "costs": "measured",
-    "hazards": [],
-    "engine": [0.0, 0.0],
-}
 _TOP_KEYS = {
     "ckplan_graph",
     "model",
@@ -106,20 +99,13 @@ def loads(text: str, name: str) -> Graph:
     if not isinstance(content, dict) or "ckplan_graph" not in content:
         raise _unreadable(name, "is no ckplan trace")
     version = content["ckplan_graph"]
-    if version not in _READABLE:
-        raise _unreadable(name, f"has format {version!r}")
     if version != FORMAT_VERSION:
-        content = _DEFAULTS | content
+        raise _unreadable(name, f"has format {version!r}")
     unknown, missing = set(content) - _TOP_KEYS, _TOP_KEYS - set(content)
     if unknown or missing:
         word = "unknown" if unknown else "missing"
         raise _unreadable(name, f"has {word} key {min(unknown or missing)!r}")
     try:
-        if version in _WITH_HAZARD_IN_CALL:
-            rows = content["calls"]
-            content["calls"] = [row[:6] for row in rows]
-            reasons = ((call, row[6]) for call, row in enumerate(rows))
-            content["hazards"] = [[c, "state", why, []] for c, why in reasons if why]
         return _from_content(content)
     except (TypeError, ValueError, IndexError, KeyError, AttributeError) as error:
         raise _unreadable(name, f"has a malformed record ({error})") from None
@@ -128,8 +114,8 @@ def loads(text: str, name: str) -> Graph:
 def _from_content(content: dict[str, Any]) -> Graph:
     names = dict(enumerate(content["names"]))
     ops = tuple(
-        Op(names[n], c, tuple(r), tuple(w), tuple(o), ws, fl, mv, s, bool(rnd), *launch)
-        for n, c, r, w, o, ws, fl, mv, s, rnd, *launch in content["ops"]
+        Op(names[n], c, tuple(r), tuple(w), tuple(o), ws, fl, mv, s, bool(rnd), launch)
+        for n, c, r, w, o, ws, fl, mv, s, rnd, launch in content["ops"]
     )
     return Graph(
         model=str(content["model"]),
