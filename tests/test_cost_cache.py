@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -108,7 +109,8 @@ def test_a_folder_that_cannot_be_written_costs_a_note_only(tmp_path: Path) -> No
     (tmp_path / "file").write_text("")
     found = cache(tmp_path / "file")
     assert found.learn({"mm": COST}) == {"mm": COST}
-    assert "are not kept" in found.notes[-1]
+    assert found.learn({"mm": COST}) == {"mm": COST}
+    assert [note for note in found.notes if "are not kept" in note] == found.notes[-1:]
 
 
 def test_a_second_profile_measures_nothing(
@@ -169,7 +171,25 @@ def test_costs_are_kept_where_the_user_keeps_such_things(
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert cost_cache(CPU).path.parent == tmp_path / ".cache" / "ckplan"
+    monkeypatch.setenv("CKPLAN_CACHE", "~/costs")
+    assert cost_cache(CPU).path.parent == tmp_path / "costs"
     assert cost_cache(CPU).now == pytest.approx(time.time(), abs=60)
+
+
+@pytest.mark.parametrize("named", ["", "~nobody-at-all/costs"])
+def test_who_has_no_home_keeps_no_costs(
+    named: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unknown(path: str) -> str:
+        return path  # as os.path.expanduser does without HOME and a passwd entry
+
+    monkeypatch.setenv("CKPLAN_CACHE", named)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(os.path, "expanduser", unknown)
+    graph = profiled()
+    assert any(op.seconds for op in graph.ops)
+    assert sum("no home folder was found" in note for note in graph.notes) == 1
+    assert not folder.exists()
 
 
 @pytest.mark.parametrize(("share", "copies"), [(1, 1), (3, 3), (4096, 32)])

@@ -67,7 +67,7 @@ class _Entry:
 class CostCache:
     """The costs of one machine: read once, written when there is something new."""
 
-    path: Path
+    path: Path | None  # None: there is no place for it
     fresh: bool = False  # measure anew what is known, too
     now: float = field(default_factory=time.time)
     notes: list[str] = field(default_factory=list)  # what went wrong with the file
@@ -103,11 +103,12 @@ class CostCache:
             self._entries = {}
             with suppress(FileNotFoundError):
                 try:
-                    self._entries = _parse(self.path.read_bytes())
+                    if self.path is not None:
+                        self._entries = _parse(self.path.read_bytes())
                 except FileNotFoundError:
                     raise
                 except (OSError, ValueError, TypeError, KeyError, AttributeError):
-                    self.notes.append(
+                    self._note(
                         f"the kept costs in {self.path} could not be read: made anew"
                     )
             oldest = self.now - LONGEST_SECONDS
@@ -116,28 +117,43 @@ class CostCache:
         return self._entries
 
     def _write(self, entries: Mapping[str, _Entry]) -> None:
+        if self.path is None:
+            self._note(
+                "measured costs are not kept: no home folder was found; "
+                f"{FOLDER_VARIABLE} may name one"
+            )
+            return
         rows = {k: [e.peak_bytes, e.held_bytes, e.runs] for k, e in entries.items()}
         content = {"ckplan_costs": FORMAT_VERSION, "costs": rows}
         text = json.dumps(content, separators=(",", ":"))
         try:
             files.write_text(self.path, text, force=True)
         except CkplanError as error:
-            self.notes.append(f"measured costs are not kept: {error.what}")
+            self._note(f"measured costs are not kept: {error.what}")
+
+    def _note(self, what: str) -> None:
+        if what not in self.notes:
+            self.notes.append(what)
 
 
 def cost_cache(device: torch.device, *, fresh: bool = False) -> CostCache:
     """The costs of a device of this machine, as this process would measure them."""
     machine = json.dumps(_machine(device), sort_keys=True)
     name = f"costs-{device.type}-{_digest(machine)[:16]}.json"
-    return CostCache(_folder() / name, fresh)
+    folder = _folder()
+    return CostCache(folder and folder / name, fresh)
 
 
-def _folder() -> Path:
+def _folder() -> Path | None:
+    """Where costs are kept; None if that is below a home folder that nobody names."""
     named = os.environ.get(FOLDER_VARIABLE)
-    if named:
-        return Path(named).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "ckplan"
+    try:
+        if named:
+            return Path(named).expanduser()
+        return (Path(base) if base else Path.home() / ".cache") / "ckplan"
+    except RuntimeError:  # so pathlib says it
+        return None
 
 
 def _machine(device: torch.device) -> dict[str, Any]:
