@@ -218,6 +218,9 @@ def test_the_command_line_shards(run: Run, trace: Path) -> None:  # noqa: F811
     assert trace_file.load(Path("rank.json")).options["world_size"] == 4
     again = run("show", "rank.json", *ways)
     assert again.err.startswith("error: cannot shard the trace: it is that of one rank")
+    wrong = run("show", "plan.yaml", *ways)
+    assert (wrong.code, wrong.out) == (2, "")
+    assert "--shard is for traces" in wrong.err
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -123,6 +123,8 @@ def show(
 
     if is_trace(files.read_bytes(file, "trace or plan")):
         _show_trace(load_step(file, sharding), file, as_json)
+    elif sharding is not None:
+        raise typer.BadParameter("--shard is for traces, and this is a plan")
     else:
         from ckplan import plan_file
         from ckplan.report.plans import plan_json, plan_report
