@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from measured import peak_bytes_of
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -26,7 +27,6 @@ from ckplan.plan import Plan, PlannedRegion
 from ckplan.region import Region
 from ckplan.resolve import describe, name_ops, resolve
 from ckplan.simulate import simulate
-from ckplan.training.allocator import peak_bytes_of
 from ckplan.training.step import Training, TrainingStep, make_step
 from ckplan.training.workload import Workload, tensors_of
 
@@ -181,8 +181,7 @@ def measured_peak(workload: Workload) -> int:
     assert step.optimizer is not None
     model, state = workload.model, list(step.optimizer.state.values())
     held = [*model.parameters(), *model.buffers(), *tensors_of([state, workload.batch])]
-    sizes = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held}
-    return sum(sizes.values()) + peak_bytes_of(step.run)
+    return peak_bytes_of(step.run, held)
 
 
 def plans(name: str) -> list[Plan]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from measured import peak_bytes_of
 from test_applying import MODELS, build, measured_peak, plans, run_plans
 from torch import nn
 from typer.testing import CliRunner
@@ -20,7 +21,6 @@ from ckplan.plan import Plan, PlannedRegion
 from ckplan.resolve import resolve
 from ckplan.simulate import simulate
 from ckplan.tracing.cost_cache import Cost
-from ckplan.training.allocator import peak_bytes_of
 from ckplan.training.step import Training
 from ckplan.training.workload import Workload, WorkloadSpec
 from ckplan.verifying.dry_run import dry_run, dry_run_workload

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from measured import peak_bytes_of
 from test_applying import measured_peak, train
 from torch import nn
 from torch.nn import functional
@@ -18,7 +19,6 @@ from ckplan.plan import Plan, PlannedRegion
 from ckplan.resolve import resolve
 from ckplan.simulate import simulate
 from ckplan.tracing.profile import profile_workload
-from ckplan.training.allocator import peak_bytes_of
 from ckplan.training.step import Training, make_step
 from ckplan.training.workload import Workload, WorkloadSpec, tensors_of
 
@@ -294,8 +294,7 @@ def test_optimizers_in_backward_are_recorded_and_planned_exactly(
         step.zero_grad()
         held = [step.workload.batch, *step.workload.model.parameters()]
         held += tensors_of([list(own.state.values()) for own in OPTIMIZERS])
-        sizes = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held}
-        return sum(sizes.values()) + peak_bytes_of(step.run)
+        return peak_bytes_of(step.run, held)
 
     def trained(plan: Plan) -> list[torch.Tensor]:
         step = make_step(applied(make(), plan), none)

@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
+from measured import peak_bytes_of
 from test_applying import Residual, state_of
 from torch import nn
 
@@ -15,7 +16,6 @@ from ckplan import applying
 from ckplan.errors import WorkloadError
 from ckplan.graph import Graph
 from ckplan.simulate import simulate
-from ckplan.training.allocator import peak_bytes_of
 from ckplan.training.optimizers import OPTIMIZERS
 from ckplan.training.randomness import draws
 from ckplan.training.step import Training, make_step
@@ -52,8 +52,7 @@ def measured_peak(workload: Workload, training: Training) -> int:
     step.zero_grad()
     state = [] if step.optimizer is None else list(step.optimizer.state.values())
     held = tensors_of([list(workload.model.parameters()), state, workload.batch])
-    sizes = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held}
-    return sum(sizes.values()) + peak_bytes_of(step.run)
+    return peak_bytes_of(step.run, held)
 
 
 def profiled(workload: Workload, training: Training) -> Graph:

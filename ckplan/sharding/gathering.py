@@ -10,6 +10,7 @@ from ckplan.sharding.state import ROOT, State, Unit
 from ckplan.simulate import GATHER
 
 _REDUCE = "reduce_scatter"
+_BUCKET_BYTES = 25 << 20  # of the gradients that ZeRO reduces at once
 
 
 def fully_sharded(
@@ -158,7 +159,7 @@ def gathered_flat(graph: Graph, state: State, num_ranks: int) -> list[Insert]:
 
 
 def reduced_in_buckets(
-    graph: Graph, state: State, bucket_bytes: int, num_ranks: int, lasts: Lasts
+    graph: Graph, state: State, num_ranks: int, lasts: Lasts
 ) -> list[Insert]:
     """What stages 2 and 3 of ZeRO do with gradients: a full bucket leaves at once."""
     found: list[Insert] = []
@@ -176,7 +177,7 @@ def reduced_in_buckets(
 
     for gradient in state.gradients:
         bucket.append(gradient)
-        if sum(graph.storages[g].bytes for g in bucket) >= bucket_bytes:
+        if sum(graph.storages[g].bytes for g in bucket) >= _BUCKET_BYTES:
             leave(state.ready[gradient] + 1)
     if bucket:
         leave(graph.backward_stop)

@@ -29,9 +29,6 @@ from ckplan.sharding.gathering import fully_sharded, gathered_flat, reduced_in_b
 from ckplan.sharding.state import State, flat_shares, state_of
 
 SCHEMES = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
-BUCKET_BYTES = 25 << 20
-"""Of the gradients that ZeRO reduces at once."""
-
 _GATHERING = ("zero3", "fsdp2")
 _SCALAR_BYTES = 8  # state of no more, a count of steps, is not divided
 _Shares: TypeAlias = Callable[[Sequence[int]], list[int]]
@@ -49,7 +46,6 @@ class Sharding:
     scheme: str  # one of SCHEMES
     world_size: int
     units: tuple[str, ...] = ()
-    bucket_bytes: int = BUCKET_BYTES
 
     def __post_init__(self) -> None:
         """Refuse what cannot be done."""
@@ -81,7 +77,6 @@ def shard(
     world_size: int,
     *,
     units: Sequence[str] = (),
-    bucket_bytes: int = BUCKET_BYTES,
 ) -> Graph:
     """Make the step of one rank out of the step of one process.
 
@@ -92,7 +87,6 @@ def shard(
         units: Modules whose parameters ``fsdp2`` and ``zero3`` gather as one, beside
             the whole model: patterns like ``transformer.h.[0..11]``. By default those
             in numbered lists with others of their type.
-        bucket_bytes: Of gradients that ``zero2`` and ``zero3`` reduce at once.
 
     Returns:
         The step of rank 0, which no other rank exceeds in memory; the scheme is among
@@ -103,8 +97,7 @@ def shard(
         GraphError: The step is sharded already, or does not name its parameters.
         PlanError: A unit is no module of the model.
     """
-    sharding = Sharding(scheme, world_size, tuple(units), bucket_bytes)
-    return sharded(graph, sharding)
+    return sharded(graph, Sharding(scheme, world_size, tuple(units)))
 
 
 def sharded(graph: Graph, sharding: Sharding) -> Graph:
@@ -164,9 +157,7 @@ def _zero(graph: Graph, state: State, sharding: Sharding) -> Graph:
     inserts: list[Insert] = []
     lasts: Lasts = {}
     if stage > 1:
-        inserts += reduced_in_buckets(
-            graph, state, sharding.bucket_bytes, num_ranks, lasts
-        )
+        inserts += reduced_in_buckets(graph, state, num_ranks, lasts)
     if stage > 2:
         inserts += gathered_flat(graph, state, num_ranks)
     rank = _left(insert(graph, inserts, lasts), lasts)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import os
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -73,10 +73,3 @@ def log_allocations(
             span = start, start + event.duration_ns()
             log.spans[name] = max(span, log.spans.get(name, span))
     log.events.sort(key=lambda event: event[0])
-
-
-def peak_bytes_of(run: Callable[[], object]) -> int:
-    """Peak of bytes allocated while ``run`` runs, above the level at its start."""
-    with log_allocations() as log:
-        run()
-    return log.peak_bytes
