@@ -274,6 +274,28 @@ def test_names_types_and_state_stay_and_remove_takes_all_off() -> None:
 
 
 @pytest.mark.parametrize("by", ["program", "rerun"])
+def test_a_plan_on_a_module_inside_is_told_and_taken_off(by: str) -> None:
+    inner = build("residual").model
+    outer = nn.Sequential(nn.Sequential(inner), nn.Linear(64, 64))
+    plan = Plan(regions=(PlannedRegion("[0..2]", by),))
+    ckplan.apply(inner, plan)
+    ckplan.apply(outer, Plan(regions=(PlannedRegion("1", by),)))
+    assert ckplan.status(inner).plan is plan  # both stay
+    assert len(ckplan.status(outer).regions) == 1
+    with ckplan.planned(outer, Plan()):
+        assert ckplan.status(inner).plan is plan
+    ckplan.remove(outer)
+    ckplan.apply(inner, plan)
+    assert ckplan.status(outer).plan is plan
+    assert ckplan.remove(outer) is outer
+    for module in outer.modules():
+        assert not module._forward_hooks and not module._forward_pre_hooks
+        assert "forward" not in module.__dict__
+    with pytest.raises(ApplyError, match="has no plan"):
+        ckplan.status(outer)
+
+
+@pytest.mark.parametrize("by", ["program", "rerun"])
 @pytest.mark.parametrize(
     "copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))]
 )

@@ -73,7 +73,7 @@ def apply(model: nn.Module, plan: Plan | str | Path) -> nn.Module:
     modules = dict(model.named_modules())
     choices = choices_of(plan.regions, modules)
     warn_of_differences(plan, model)
-    remove(model)
+    _take_off(model)
     make_first_calls()
     session = Session(plan, choices=choices)
     reruns: dict[str, list[Choice]] = {}
@@ -98,7 +98,13 @@ def _check_kinds(model: object, plan: object) -> None:
 
 
 def remove(model: nn.Module) -> nn.Module:
-    """Take off what ``apply`` attached; a model without a plan is left as it is."""
+    """Take off what ``apply`` attached to the model or to any module in it."""
+    for module in model.modules():
+        _take_off(module)
+    return model
+
+
+def _take_off(model: nn.Module) -> None:
     session = _session_of(model)
     if session is not None:
         running.abandon(session)
@@ -107,16 +113,18 @@ def remove(model: nn.Module) -> nn.Module:
             handle.remove()
         for one in session.stand_ins:
             one.take_off()
-    return model
 
 
 def status(model: nn.Module) -> Status:
     """What the regions of a model did so far, in the order of the plan.
 
+    If only modules in it have plans, the first of these is meant.
+
     Raises:
-        ApplyError: The model has no plan.
+        ApplyError: Neither the model nor any module in it has a plan.
     """
-    session = _session_of(model)
+    sessions = map(_session_of, model.modules())
+    session = next(filter(None, sessions), None)
     if session is None:
         raise ApplyError(
             f"{type(model).__name__} has no plan",
@@ -138,7 +146,7 @@ def planned(model: nn.Module, plan: Plan | str | Path) -> Iterator[nn.Module]:
     try:
         yield model
     finally:
-        remove(model)
+        _take_off(model)
         if before is not None:
             apply(model, before.plan)
 
