@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
 from test_applying import build, state_of, train
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import ckplan
 from ckplan import applying
@@ -202,6 +206,37 @@ def test_threads_train_replicas_side_by_side(plan: Plan) -> None:
         thread.join()
     for number in range(2):
         assert all(map(torch.equal, expected, found[number]))
+
+
+def test_checkpoints_in_a_thread_of_backward_count_calls_anew_in_every_step() -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Tanh())
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return checkpoint(self.block, x, use_reentrant=True)
+
+    model = ckplan.apply(Checkpointed(), Plan(regions=(PlannedRegion("block#0"),)))
+    with ThreadPoolExecutor(1) as other:  # as the engine has one for each GPU
+        for step in range(3):
+            loss = model(torch.ones(2, 4, requires_grad=True)).sum()
+            other.submit(loss.backward).result()
+            assert ckplan.status(model).regions[0].runs == step + 1
+
+
+def test_models_that_are_gone_leave_no_numbers_of_calls() -> None:
+    numbers = applying.hooks.running.numbers
+    gc.collect()
+    before = len(numbers)
+    for _ in range(3):
+        model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+        ckplan.apply(model, Plan(regions=(PlannedRegion("0"),)))
+        model(torch.ones(1, 2)).sum().backward()
+    assert len(numbers) > before
+    del model
+    gc.collect()
+    assert len(numbers) == before
 
 
 @PLANS

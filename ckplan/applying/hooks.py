@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -92,7 +93,8 @@ class _Running(threading.local):
         # Of modules at which regions begin or end:
         self.calls: list[tuple[Session, Call]] = []
         self.regions: list[_Open] = []
-        self.numbers: dict[int, dict[str, int]] = {}  # of replicas, by session
+        # Of models whose forwards began in this thread: FQN -> calls in this step.
+        self.numbers: WeakKeyDictionary[Session, dict[str, int]] = WeakKeyDictionary()
 
     def abandon(self, session: Session) -> None:
         """Forget a forward that never ended: hooks are not called on Ctrl-C."""
@@ -110,12 +112,14 @@ class _Running(threading.local):
 running = _Running()
 
 
-@dataclass
+@dataclass(eq=False)
 class Session:
     """All that a plan attached to one model; copied with it."""
 
     plan: Plan
-    calls: dict[str, int] = field(default_factory=dict)  # FQN -> forwards in this step
+    # As running.numbers, for threads where no forward of the model began: backward's
+    # on a GPU, where checkpoints run modules again.
+    calls: dict[str, int] = field(default_factory=dict)
     choices: list[Choice] = field(default_factory=list)
     handles: list[RemovableHandle] = field(default_factory=list)
     stand_ins: list[StandIn] = field(default_factory=list)
@@ -128,7 +132,7 @@ class Session:
         """Hook of the model itself: call numbers begin anew."""
         running.abandon(self)
         self.calls.clear()
-        running.numbers[id(self)] = {}
+        running.numbers[self] = {}
         if not self.began:
             self.began = True
             if warn_of_other_device(self.plan, module):
@@ -155,7 +159,7 @@ class Session:
 
     def count(self, fqn: str) -> int:
         """The number of the call that begins now, in this thread's forward if any."""
-        calls = running.numbers.get(id(self), self.calls)
+        calls = running.numbers.get(self, self.calls)
         number = calls.get(fqn, 0)
         calls[fqn] = number + 1
         return number

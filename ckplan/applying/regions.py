@@ -108,7 +108,7 @@ def _take_off(model: nn.Module) -> None:
     session = _session_of(model)
     if session is not None:
         running.abandon(session)
-        running.numbers.pop(id(session), None)
+        running.numbers.pop(session, None)
         for handle in session.handles:
             handle.remove()
         for one in session.stand_ins:
