@@ -34,6 +34,16 @@ def test_auto_fits_the_budget_and_computes_the_same() -> None:
     assert measured_peak(again) <= budget
 
 
+def test_auto_takes_all_that_profile_takes() -> None:
+    how = {"optimizer": "sgd", "gpu": "T4", "shard": "fsdp2", "world_size": 2}
+    workload, twin = build("residual"), build("residual")
+    ckplan.auto(workload.model, workload.batch, "200%", **how, units=["[0..1]"])
+    graph = ckplan.profile(twin.model, twin.batch, **how, units=["[0..1]"])
+    assert ckplan.status(workload.model).plan == ckplan.solve(graph, "200%")
+    with pytest.raises(TypeError, match="'optimiser'"):
+        ckplan.auto(twin.model, twin.batch, "90%", optimiser="sgd")
+
+
 def test_auto_leaves_a_model_alone_that_no_plan_fits() -> None:
     workload = build("residual")
     with pytest.raises(InfeasibleError):
