@@ -18,9 +18,14 @@ from test_report import verification
 
 import ckplan
 from ckplan import cli
+from ckplan.cli.options import Amp, Form, Method, Shard
+from ckplan.elsewhere import TOOLS
 from ckplan.errors import CkplanError
 from ckplan.gpus import find
+from ckplan.sharding import SCHEMES
+from ckplan.solving.solve import METHODS
 from ckplan.trace_file import save
+from ckplan.training.step import AMP
 from ckplan.units import format_bytes
 from ckplan.verifying import verify as verifying
 
@@ -238,6 +243,12 @@ def test_profile_passes_options_to_the_factory(run: Run) -> None:
         f"{block}.{place}" for block in range(2) for place in range(3)
     ]
     assert content["input_bytes"] == 4 * 16 * 4
+
+
+def test_options_offer_all_that_there_is() -> None:
+    known = ((Amp, AMP), (Shard, SCHEMES), (Form, ("torch", *TOOLS)), (Method, METHODS))
+    for offered, there in known:
+        assert [one.value for one in offered] == [*there]
 
 
 def test_solve_takes_the_newest_trace_and_writes_a_plan(run: Run, trace: Path) -> None:
