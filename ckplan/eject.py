@@ -18,7 +18,7 @@ from ckplan.plan import Plan
 from ckplan.region import RERUN, Region
 from ckplan.resolve import resolve
 from ckplan.simulate import Simulator, Timeline
-from ckplan.solving.baselines import can_be_done, find_layers
+from ckplan.solving.baselines import can_be_done, find_layers, rank
 from ckplan.solving.chain import regions_of
 from ckplan.solving.covers import chain_of, find_nodes, leaves, tree_frontier
 from ckplan.solving.menu import Menus, Option, Unit
@@ -100,13 +100,8 @@ def plain_form(graph: Graph, plan: Plan) -> Plain:
     same = all(r.by == RERUN and _is_plain(graph, r) for r in regions)
     if not same:
         limit = limit_bytes(plan, planned)
-        candidates = list(_reruns(simulator, menus, limit))
-        fitting = [c for c in candidates if c[0].peak_bytes <= limit]
-        _, regions = (
-            min(fitting, key=lambda c: (c[0].recompute_seconds, c[0].peak_bytes))
-            if fitting
-            else min(candidates, key=lambda c: c[0].peak_bytes)
-        )
+        candidates = _reruns(simulator, menus, limit)
+        _, regions = min(candidates, key=lambda one: rank(one[0], limit))
     return Plain(
         graph,
         plan,
@@ -202,11 +197,11 @@ def _calls_of(plain: Plain) -> Mapping[str, Sequence[int] | None]:
 
 def _about(plain: Plain, version: str) -> Iterator[str]:
     yield f"Made by `ckplan eject` of ckplan {version}. Predicted for this code:"
-    yield f"peak {_said(plain.timeline)}."
+    yield f"peak {peak_and_overhead(plain.timeline)}."
     if not plain.same:
         yield ""
         yield "The plan it stands for rebuilds single ops, which has no plain form:"
-        yield f"its own peak is {_said(plain.planned)}."
+        yield f"its own peak is {peak_and_overhead(plain.planned)}."
     if update_twice(plain.graph, plain.regions):
         yield ""
         yield "Running statistics of these modules are updated twice a step: gradients"
@@ -218,6 +213,7 @@ def _about(plain: Plain, version: str) -> Iterator[str]:
         yield "does. This is the one with the smallest peak."
 
 
-def _said(timeline: Timeline) -> str:
+def peak_and_overhead(timeline: Timeline) -> str:
+    """Those of a step, as people read them."""
     overhead = format_percent(timeline.overhead, sign=True)
     return f"{format_bytes(timeline.peak_bytes)}, overhead {overhead}"

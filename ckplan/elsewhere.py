@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ckplan.eject import limit_bytes
+from ckplan.eject import limit_bytes, peak_and_overhead
 from ckplan.errors import PlanError
 from ckplan.graph import Graph
 from ckplan.hazards import refuse_in_plain_torch, update_twice
@@ -19,9 +19,9 @@ from ckplan.plan import Plan
 from ckplan.region import RERUN, Region
 from ckplan.resolve import resolve
 from ckplan.simulate import Simulator, Timeline
-from ckplan.solving.baselines import find_layers
+from ckplan.solving.baselines import find_layers, rank
 from ckplan.solving.menu import Menus
-from ckplan.units import format_bytes, format_percent
+from ckplan.units import format_bytes
 
 _NEEDS = {
     "transformers": "a model of transformers whose layers are these; numbers beyond 1 "
@@ -53,9 +53,10 @@ class Setting:
 
     def about(self) -> Iterator[str]:
         """What people must know of it."""
-        yield f"predicted: {_said(self.timeline)}"
+        yield f"predicted: peak {peak_and_overhead(self.timeline)}"
         if not self.same:
-            yield f"the plan itself, beyond {self.tool}: {_said(self.planned)}"
+            planned = peak_and_overhead(self.planned)
+            yield f"the plan itself, beyond {self.tool}: peak {planned}"
         if not self.fits:
             limit = format_bytes(self.limit_bytes)
             yield f"it does NOT fit {limit}: nothing that {self.tool} can say does"
@@ -107,20 +108,9 @@ def setting_for(graph: Graph, plan: Plan, tool: str) -> Setting:
         assert refused is not None
         raise refused
     same = [one for one in found if set(one[1]) == set(regions)]
-    nearest = min(same or found, key=lambda one: _rank(one[2], limit))
+    nearest = min(same or found, key=lambda one: rank(one[2], limit))
     twice = update_twice(graph, nearest[1])
     return Setting(tool, *nearest, planned, limit, bool(same), twice)
-
-
-def _rank(timeline: Timeline, limit: int) -> tuple[bool, float, int]:
-    over = timeline.peak_bytes > limit
-    cost = timeline.peak_bytes if over else timeline.recompute_seconds
-    return over, cost, timeline.peak_bytes
-
-
-def _said(timeline: Timeline) -> str:
-    overhead = format_percent(timeline.overhead, sign=True)
-    return f"peak {format_bytes(timeline.peak_bytes)}, overhead {overhead}"
 
 
 def _each(layers: Sequence[int]) -> tuple[Region, ...]:

@@ -71,20 +71,25 @@ class Everyday:
 
     def baselines(self, budget_bytes: int) -> tuple[Baseline, ...]:
         """None, every call and the best of Chen's, each with its peak and overhead."""
-
-        def rank(found: Timeline) -> tuple[bool, float, int]:
-            over = found.peak_bytes > budget_bytes
-            cost = found.peak_bytes if over else found.overhead
-            return over, cost, found.peak_bytes
-
         found = [("none", self._unplanned)]
         for every_call, _ in self.plans:
-            best = min(self._segmented, key=rank, default=self._unplanned)
+            best = min(
+                self._segmented,
+                key=lambda one: rank(one, budget_bytes),
+                default=self._unplanned,
+            )
             found += ("every call", every_call), ("chen", best)
         return tuple(
             Baseline(name, one.peak_bytes, one.overhead, one.peak_bytes <= budget_bytes)
             for name, one in found
         )
+
+
+def rank(timeline: Timeline, budget_bytes: int) -> tuple[bool, float, int]:
+    """The lower the better: the cheapest that fits, else the smallest."""
+    over = timeline.peak_bytes > budget_bytes
+    cost = timeline.peak_bytes if over else timeline.recompute_seconds
+    return over, cost, timeline.peak_bytes
 
 
 def can_be_done(simulator: Simulator, region: Region) -> bool:

@@ -193,7 +193,7 @@ class StepRecorder(TorchDispatchMode):
                 number = self._ids.get(storage._cdata)
                 if number is None:
                     number = self._register(storage, kind, maker)
-                    if leaf.storage_offset() or not _is_dense(leaf):
+                    if leaf.storage_offset() or not fills_storage(leaf):
                         self.recording.storages[number].dense = False
                 numbers.append(number)
         return numbers
@@ -378,7 +378,8 @@ def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
         ) from None
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
+def fills_storage(tensor: torch.Tensor) -> bool:
+    """Whether its storage has no bytes beside its own."""
     return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
 
 

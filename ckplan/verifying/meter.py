@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from ckplan.curve import Curve
 from ckplan.tracing.cost_cache import Cost
-from ckplan.tracing.recorder import nodes_below
+from ckplan.tracing.recorder import fills_storage, nodes_below
 from ckplan.tracing.recording import RawOp, TensorMeta, describe, meta
 from ckplan.training.randomness import seeing_states
 
@@ -228,8 +228,9 @@ class Meter(TorchDispatchMode):
         first = args[0]
         if first._is_view():  # and so its storage has another holder, its base
             return -1
-        dense = first.numel() * first.element_size() == first.untyped_storage().nbytes()
-        return self._numbers.get(first.untyped_storage()._cdata, -1) if dense else -1
+        if not fills_storage(first):
+            return -1
+        return self._numbers.get(first.untyped_storage()._cdata, -1)
 
     def _number_op(
         self,
