@@ -13,11 +13,12 @@ from typing import Any
 
 from ckplan.errors import PlanError, did_you_mean
 from ckplan.names import OpName
+from ckplan.region import PROGRAM, RERUN
 
-WAYS = ("program", "rerun")
+WAYS = (PROGRAM, RERUN)
 ENCODINGS = ("bits", "int16", "int32")
 BOUNDS = ("any_schedule", "this_plan_space")
-EXAMPLE_BY = "by: program"
+EXAMPLE_BY = f"by: {PROGRAM}"
 EXAMPLE_ENCODE = "encode: {attn.attn_dropout/bernoulli_: bits}"
 
 FINGERPRINT_KEYS = ("torch", "device", "batch", "parameters")
@@ -34,7 +35,7 @@ class PlannedRegion:
     """
 
     calls: str  # a pattern of names.py; every call that it means is a region
-    by: str = "program"  # rebuild op by op, or "rerun": run the module again
+    by: str = PROGRAM  # rebuild op by op, or RERUN: run the module again
     save: tuple[OpName, ...] = ()
     encode: tuple[tuple[OpName, str], ...] = ()  # kept in a smaller form, and which
     # Where the file says so: file and line of `calls` or `run`, then of every op in
@@ -48,23 +49,23 @@ class PlannedRegion:
         check_way(self.by)
         for _, name in self.encode:
             check_encoding(name)
-        if (self.save or self.encode) and self.by != "program":
+        if (self.save or self.encode) and self.by != PROGRAM:
             word = "save" if self.save else "encode"
             raise PlanError(
                 f"cannot {word} ops of {self.title!r}: {word} needs by: program",
                 needed=f"by: program, or no {word}",
                 hint="by: program, which rebuilds op by op what is not saved",
             )
-        if self.run is not None and self.by != "program":
+        if self.run is not None and self.by != PROGRAM:
             raise PlanError(
                 f"cannot run the calls {self.title!r} again: a run needs by: program",
                 needed="by: program, or calls in place of run",
                 hint="by: program, which rebuilds op by op what is not saved",
             )
-        if self.inner and self.by != "program":
+        if self.inner and self.by != PROGRAM:
             raise _not_nested(f"{self.title!r}, which runs again as a whole,")
         for one in self.inner:
-            if one.by != "program" or one.encode:
+            if one.by != PROGRAM or one.encode:
                 raise _not_nested(repr(one.title))
 
     @property

@@ -38,6 +38,7 @@ from ckplan.plan import (
     check_encoding,
     check_way,
 )
+from ckplan.region import PROGRAM
 from ckplan.strict_yaml import Part, compose, not_yaml
 from ckplan.units import parse_bytes
 
@@ -204,7 +205,7 @@ def _region(part: Part, level: int = 1) -> PlannedRegion:
     part.locate(_calls_or_run, entries)
     place = entries.get("calls") or entries["run"]
     run = place.locate(_ends, place) if "run" in entries else None
-    by = entries["by"].read(check_way) if "by" in entries else "program"
+    by = entries["by"].read(check_way) if "by" in entries else PROGRAM
     ops = entries["save"].items("an op") if "save" in entries else []
     save = tuple(op.read(OpName.parse) for op in ops)
     coded = entries["encode"].entries() if "encode" in entries else {}
