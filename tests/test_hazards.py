@@ -136,7 +136,7 @@ def test_running_statistics_are_updated_once(by: str) -> None:
             same(make, by)
     else:
         record._facts.cache_clear()
-        with unguarded(record, "_BATCH_NORMS", ()):
+        with unguarded(record, "BATCH_NORMS", ()):
             same(make, by)
         record._facts.cache_clear()
 

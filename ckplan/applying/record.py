@@ -53,9 +53,9 @@ Saves = Mapping[OpKey, frozenset[int] | None]
 Encodes = Mapping[OpKey, Mapping[int | None, str]]
 """Outputs to keep in a smaller form, and in which."""
 
-_BATCH_NORMS = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
-_RUNNING_STATISTICS = slice(3, 5)  # arguments of all three, as is the next
-_TRAINING = 5
+BATCH_NORMS = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
+RUNNING_STATISTICS = slice(3, 5)  # arguments of all three, as is the next
+TRAINING = 5
 
 
 class _Facts(NamedTuple):
@@ -81,7 +81,7 @@ def _facts(func: Any) -> _Facts:
     )
     name = func.overloadpacket.__name__
     dynamic = torch.Tag.dynamic_output_shape in func.tags
-    norm, collective = name in _BATCH_NORMS, func.namespace == "c10d"
+    norm, collective = name in BATCH_NORMS, func.namespace == "c10d"
     random = may_draw(func)
     return _Facts(
         name,
@@ -293,8 +293,8 @@ class Recorder(TorchDispatchMode):
         moved = tensors_in([*args, *kwargs.values()]) if facts.collective else []
         writes += dict.fromkeys(map(self.number, moved))
         if len(self._addresses) > known or writes:
-            if facts.batch_norm and args[_TRAINING]:
-                refs[_RUNNING_STATISTICS] = None, None  # must not be updated twice
+            if facts.batch_norm and args[TRAINING]:
+                refs[RUNNING_STATISTICS] = None, None  # must not be updated twice
             number = self.flow.add(_Access(reads, writes, outputs))
             grad = torch.is_grad_enabled()
             self.steps[number] = Step(func, refs, named, generator, device, grad)

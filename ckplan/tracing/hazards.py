@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
+from ckplan.applying.record import BATCH_NORMS, RUNNING_STATISTICS, TRAINING
 from ckplan.records import BEFORE_STEP, OUTSIDE_CALLS, Hazard
 from ckplan.region import PROGRAM, RERUN
 from ckplan.tracing.recording import (
@@ -31,8 +32,6 @@ PROGRAMS: tuple[str, ...] = (PROGRAM,)
 RERUNS: tuple[str, ...] = (RERUN,)
 NEITHER: tuple[str, ...] = ()
 _GUARDS = {"random": BOTH, "plain state": BOTH, "backward": NEITHER}
-_BATCH_NORMS = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
-_RUNNING_MEAN, _TRAINING = 3, 5  # arguments of all three
 _REPLACES = ("copy_", "fill_", "zero_")  # whatever the tensor held
 
 
@@ -107,9 +106,10 @@ def _of_ops(
 
 
 def _updates_statistics(op: RawOp) -> bool:
-    if op.func.overloadpacket.__name__ not in _BATCH_NORMS:
+    if op.func.overloadpacket.__name__ not in BATCH_NORMS:
         return False
-    return bool(op.args[_TRAINING]) and isinstance(op.args[_RUNNING_MEAN], TensorMeta)
+    mean, _ = op.args[RUNNING_STATISTICS]
+    return bool(op.args[TRAINING]) and isinstance(mean, TensorMeta)
 
 
 def _depends(recording: Recording, call: RawCall, buffer: int) -> bool:
