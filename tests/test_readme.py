@@ -18,7 +18,7 @@ def rows() -> list[list[str]]:
     """Cells of the table of what plans work in."""
     text = (ROOT / "README.md").read_text()
     section = text.partition("## In a training loop of somebody else")[2]
-    lines = (x for x in section.partition("\n## ")[0].splitlines() if x[:1] == "|")
+    lines = (x for x in section.partition("\n##")[0].splitlines() if x[:1] == "|")
     return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
 
 
