@@ -190,8 +190,7 @@ def _profile(
 
     def unplanned(scope: Scope | None) -> Workload:
         workload = build(scope)
-        for module in workload.model.modules():
-            remove(module)
+        remove(workload.model)
         return workload
 
     tell("tracing", 0, 0)

@@ -309,8 +309,7 @@ def put(plan: Plan | None, model: torch.nn.Module) -> None:
     if "ckplan.applying" in sys.modules:
         from ckplan.applying import remove
 
-        for module in model.modules():
-            remove(module)
+        remove(model)
     if plan is not None:
         from ckplan.applying import apply
 
