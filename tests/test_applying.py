@@ -772,3 +772,25 @@ def test_tensors_without_bytes_of_their_own_are_named() -> None:
         model(X)
     ckplan.apply(model, Plan(regions=(PlannedRegion("0", "rerun"),)))
     model(X).sum().backward()
+
+
+class Recurrent(nn.Module):
+    """Small states, each made from the one before, which no call of torch shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRU(32, 64, num_layers=2, batch_first=True)
+        self.head = nn.Linear(64, 20)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.cell(x)[0]).square().mean()
+
+
+def test_states_of_recurrent_layers_are_kept_as_planned() -> None:
+    workload = Workload(Recurrent(), torch.randn(8, 20, 32))
+    graph = ckplan.profile(workload.model, workload.batch)
+    plan = ckplan.solve(graph, goal="min-memory")
+    assert plan.predicted is not None
+    ckplan.apply(workload.model, plan)
+    peak_bytes = plan.predicted.peak_bytes
+    assert measured_peak(workload) == pytest.approx(peak_bytes, rel=0.003)

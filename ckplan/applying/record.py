@@ -176,6 +176,7 @@ class Recorder(TorchDispatchMode):
         self.states: dict[int, torch.Tensor] = {}
         self.numbers: dict[int, int] = {}  # address of a storage -> its number
         self._addresses: list[StorageWeakRef] = []  # keep addresses from being reused
+        self.num_bytes: list[int] = []  # of each storage
         self.inside: set[int] = set()  # storages that the region made
         self.held: dict[int, Held] = {}  # value -> tensor
         # Storages that others than ops may write: nobody filled them yet, or their
@@ -376,6 +377,7 @@ class Recorder(TorchDispatchMode):
         if number is None:
             number = len(self._addresses)
             self._addresses.append(StorageWeakRef(storage))
+            self.num_bytes.append(storage.nbytes())
             self.numbers[storage._cdata] = number
             if inside:
                 self.inside.add(number)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ckplan.applying.record import Recorder
 
 _SCALINGS = ("div_", "mul_")
-_FEW_BYTES, _SMALL_SHARE = 4096, 1000
+_FEW_BYTES, _SMALL_SHARE = 4096, 250
 """Of values that are rebuilt though the plan keeps them: so many, or of what is dropped
 one part in so many."""
 
@@ -130,10 +130,11 @@ def make_template(
 def _seen_from_calls(
     seen: Recorder, parts: tuple[Part, ...], program: Program, steps: Mapping[int, Step]
 ) -> tuple[Program, Mapping[int, Step]]:
-    """The same program, but that what no call shows is rebuilt if it is small.
+    """The same program, but that what no call shows is rebuilt if that takes little.
 
     Such are the scalars and masks that ops make for each other inside of one torch
-    function. Else every forward would be written down op by op.
+    function, from nothing that the program makes. Else every forward would be written
+    down op by op.
     """
     flow = seen.flow
     unseen = {
@@ -143,17 +144,30 @@ def _seen_from_calls(
         and _where_returned(seen, value, None) is None
         and _where_packed(seen, value, None) is None
     }
-    held_bytes = sum(
-        seen.held[value].tensor.untyped_storage().nbytes() for value in unseen
-    )
-    most_bytes = max(_FEW_BYTES, seen.dropped_bytes // _SMALL_SHARE)
-    if not unseen or held_bytes > most_bytes:
-        return program, steps
     kept = [v for v in program.holds - unseen if flow.maker_of[v] != EXTERNAL]
+    makers = _makers(flow, unseen, {*kept, *seen.encoded})
+    made = {flow.storage_of[value] for step in makers for value in flow.returned[step]}
+    most_bytes = max(_FEW_BYTES, seen.dropped_bytes // _SMALL_SHARE)
+    too_many = sum(seen.num_bytes[storage] for storage in made) > most_bytes
+    if not unseen or too_many or makers & program.runs().keys():
+        return program, steps
     other = compile_program(flow, seen.wanted, kept, seen.encoded.keys(), parts)
     if other.lost:
         return program, steps
     return other, {step: seen.steps[step] for step in sorted(other.runs())}
+
+
+def _makers(flow: Flow, values: Iterable[int], there: Collection[int]) -> set[int]:
+    """The steps that make values from others that are there, or come from outside."""
+    steps: set[int] = set()
+    wanted = [*values]
+    while wanted:
+        value = wanted.pop()
+        step = flow.maker_of[value]
+        if step != EXTERNAL and step not in steps and value not in there:
+            steps.add(step)
+            wanted += flow.inputs[step]
+    return steps
 
 
 def _captures(
