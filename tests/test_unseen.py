@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import ckplan
@@ -323,3 +324,28 @@ def test_what_is_rebuilt_as_it_was_is_not(dtype: torch.dtype) -> None:
     applying.apply(model, Plan(regions=(PlannedRegion("block"),)))
     for value in (X, X * float("nan"), X * float("inf"), X):
         model(value.to(dtype)).abs().sum().backward()
+
+
+def test_settings_that_change_inside_are_seen_there() -> None:
+    """A forward that enters them itself, others in every step."""
+
+    class Settled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.step = nn.Linear(8, 8), 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.step += 1
+            odd = self.step % 2 == 1
+            with torch.autocast("cpu", torch.bfloat16 if odd else torch.float16):
+                y = self.layer(x).exp()
+            h = y.float().view(1, 2, 6, 8)
+            kernel = SDPBackend.MATH if odd else SDPBackend.FLASH_ATTENTION
+            with sdpa_kernel(kernel):
+                return functional.scaled_dot_product_attention(h, h.exp(), h)
+
+    plain = nn.Sequential(Settled())
+    planned = applying.apply(copy.deepcopy(plain), Plan(regions=(PlannedRegion("0"),)))
+    for _ in range(4):
+        expected, found = gradients(plain, (X,)), gradients(planned, (X,))
+        assert all(map(torch.equal, expected, found))

@@ -34,7 +34,7 @@ class Call:
 
     func: Callable[..., Any]
     arguments: Any
-    switches: tuple[bool, ...]
+    switches: tuple[Any, ...]
     packed_before: int
     packed_after: int = 0
     returned: Sequence[tuple[int, Geometry | None]] = ()  # value, or -1, of each tensor
@@ -74,7 +74,7 @@ class CallLog(TorchFunctionMode):
         except UnknownArgumentError:
             self.broken = True
             return func(*args, **kwargs)
-        call = Call(func, arguments, switches(), self._recorder.num_packed)
+        call = Call(func, arguments, switches(func), self._recorder.num_packed)
         self.current, self.read = len(self.calls), False
         try:
             out = func(*args, **kwargs)

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+_ATTENTION = torch.nn.functional.scaled_dot_product_attention
 _KINDS = (torch.Tensor, torch.nn.Parameter, FakeTensor)  # no other subclasses
 _PLAIN = frozenset(
     {
@@ -168,12 +169,24 @@ def reads_sizes(func: Any, args: tuple[Any, ...]) -> bool:
     return isinstance(sizes, torch.Tensor) and not sizes.is_floating_point()
 
 
-def switches() -> tuple[bool, ...]:
+def switches(func: Any) -> tuple[Any, ...]:
     """What changes the ops of a call beside its arguments, and may change inside."""
-    return (
+    found = (
         torch.is_grad_enabled(),
-        torch.is_autocast_enabled("cpu"),
-        torch.is_autocast_enabled("cuda"),
+        torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
+        torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
+    )
+    return found if func is not _ATTENTION else (*found, *_attention_kernels())
+
+
+def _attention_kernels() -> tuple[bool, ...]:
+    """Which of them ``torch.nn.attention.sdpa_kernel`` allows."""
+    cuda = torch.backends.cuda
+    return (
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.math_sdp_enabled(),
+        cuda.cudnn_sdp_enabled(),
     )
 
 
@@ -182,16 +195,11 @@ def settings() -> tuple[Any, ...]:
     backends = torch.backends
     return (
         torch.get_default_dtype(),
-        torch.get_autocast_dtype("cpu"),
-        torch.get_autocast_dtype("cuda"),
         torch.is_autocast_cache_enabled(),
         torch.are_deterministic_algorithms_enabled(),
         backends.mkldnn.enabled,
         backends.cudnn.enabled,
-        backends.cuda.flash_sdp_enabled(),
-        backends.cuda.mem_efficient_sdp_enabled(),
-        backends.cuda.math_sdp_enabled(),
-        backends.cuda.cudnn_sdp_enabled(),
+        *_attention_kernels(),
     )
 
 

@@ -40,7 +40,7 @@ from ckplan.encodings import Encoded, encode
 from ckplan.errors import ApplyError
 from ckplan.names import relative_path
 from ckplan.program import EXTERNAL, Flow, Part, compile_program
-from ckplan.training.filling import fills, makes_empty
+from ckplan.training.filling import adds_to_nothing, fills, makes_empty
 from ckplan.training.randomness import draws, may_draw
 from ckplan.training.shapes import decided_by_values
 
@@ -304,6 +304,8 @@ class Recorder(TorchDispatchMode):
                 self.states[number] = state
             if facts.makes_empty:
                 self._unfilled.update(zip(outputs, returned, strict=True))
+            elif self._unfilled and adds_to_nothing(func, kwargs):
+                self._unfilled.pop(reads[0], None)
             if writes:
                 self._overwrite(facts, fresh, number, writes)
             for tensor in moved:  # what came from elsewhere stays

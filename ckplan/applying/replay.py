@@ -141,7 +141,7 @@ class Replay(TorchFunctionMode):
         except UnknownArgumentError:
             return False
         packed = self._num_packed == call.packed_before
-        return same and packed and call.switches == switches()
+        return same and packed and call.switches == switches(func)
 
     def _meet(self, tensor: torch.Tensor) -> None:
         """A tensor from elsewhere must be like the template's, and shared as there."""

@@ -221,7 +221,7 @@ class _Calls(TorchFunctionMode):
     def _follow(self, func: Any, args: Any, kwargs: Any) -> None:
         try:
             arguments = self._slots.freeze(args, kwargs)
-            digest = hash((func, arguments, switches()))
+            digest = hash((func, arguments, switches(func)))
         except (UnknownArgumentError, TypeError):
             digest = _NOT_COMPARED
         self._note(digest, getattr(func, "__name__", str(func)))

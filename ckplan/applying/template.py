@@ -55,7 +55,7 @@ class CallRecord(NamedTuple):
 
     func: Callable[..., Any]
     arguments: Any  # frozen
-    switches: tuple[bool, ...]
+    switches: tuple[Any, ...]
     random_steps: tuple[int, ...]  # that draw first in it
     captures: tuple[Capture, ...]
     packed_before: int  # how many tensors autograd had saved

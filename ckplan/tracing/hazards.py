@@ -24,7 +24,7 @@ from ckplan.tracing.recording import (
     Recording,
     TensorMeta,
 )
-from ckplan.training.filling import fills, makes_empty
+from ckplan.training.filling import fills, makes_empty, only_shaped
 from ckplan.training.shapes import decided_by_values
 
 BOTH: tuple[str, ...] = (PROGRAM, RERUN)
@@ -66,7 +66,8 @@ def _of_unseen_kernels(recording: Recording) -> Iterator[int]:
         filled = {*op.writes} if fills(op.func) else set()
         for storage in filled & waiting.keys():
             del waiting[storage]
-        for storage in waiting.keys() & {*op.reads, *op.writes}:
+        reads = op.reads[only_shaped(op.func, op.arguments[1]) :] if waiting else ()
+        for storage in waiting.keys() & {*reads, *op.writes}:
             yield waiting.pop(storage)
         if makes_empty(op.func):
             some = (s for s in op.outputs if recording.storages[s].bytes)

@@ -6,6 +6,7 @@ for them. Whoever runs the ops again gets what happens to be there.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from ckplan.training.randomness import may_draw
@@ -26,9 +27,24 @@ _IN_PLACE = frozenset(
 )
 
 
+_WITH_BETA = ("addbmm", "addmm", "addmv", "addr", "baddbmm")
+
+
 def makes_empty(func: Any) -> bool:
     """Whether an op's output waits for somebody to fill it."""
     return str(func.overloadpacket.__name__).startswith(("empty", "new_empty"))
+
+
+def only_shaped(func: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether an op looks at no more of its first tensor than the geometry."""
+    name = str(func.overloadpacket.__name__)
+    like = name.endswith("_like") or name.startswith("new_")
+    return like or adds_to_nothing(func, kwargs)
+
+
+def adds_to_nothing(func: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a product leaves out its summand: Megatron-LM gives an empty one."""
+    return func.overloadpacket.__name__ in _WITH_BETA and kwargs.get("beta", 1) == 0
 
 
 def fills(func: Any) -> bool:
