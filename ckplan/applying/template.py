@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -78,6 +78,41 @@ class Template:
     dropped_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Where a later forward sees values, the first place first."""
+
+    returned: Mapping[int, Sequence[tuple[int, int, Geometry]]]  # call, place in it
+    packed: Mapping[int, Sequence[tuple[int, Ref | None]]]
+
+    @classmethod
+    def of(cls, seen: Recorder) -> _Places:
+        """All of them, found once: a region may be a whole model."""
+        returned = defaultdict(list)
+        for number, call in enumerate(seen.log.calls):
+            for place, (value, geometry) in enumerate(call.returned):
+                if geometry:
+                    returned[value].append((number, place, geometry))
+        packed = defaultdict(list)
+        for place, pair in enumerate(zip(seen.packed_values, seen.packed, strict=True)):
+            packed[pair[0]].append((place, pair[1].ref))
+        return cls(returned, packed)
+
+    def in_call(self, value: int, small: Encoded | None) -> tuple[int, int] | None:
+        """The call that returns it, in the geometry to encode if there is one."""
+        for number, place, geometry in self.returned.get(value, ()):
+            if small is None or _fits(small, geometry):
+                return number, place
+        return None
+
+    def in_packed(self, value: int, small: Encoded | None) -> int | None:
+        """The number of the saved tensor that it is."""
+        for place, ref in self.packed.get(value, ()):
+            if small is None or (ref is not None and _fits(small, ref)):
+                return place
+        return None
+
+
 def make_template(
     seen: Recorder, parts: tuple[Part, ...], program: Program, steps: Mapping[int, Step]
 ) -> Template | None:
@@ -95,8 +130,9 @@ def make_template(
         flow.storage_of[value] for value in outside
     ):
         return None
-    program, steps = _seen_from_calls(seen, parts, program, steps)
-    captures = _captures(seen, program)
+    places = _Places.of(seen)
+    program, steps = _seen_from_calls(seen, places, parts, program, steps)
+    captures = _captures(seen, places, program)
     random_steps = _first_draws(seen, program)
     if captures is None or random_steps is None:
         return None
@@ -128,7 +164,11 @@ def make_template(
 
 
 def _seen_from_calls(
-    seen: Recorder, parts: tuple[Part, ...], program: Program, steps: Mapping[int, Step]
+    seen: Recorder,
+    places: _Places,
+    parts: tuple[Part, ...],
+    program: Program,
+    steps: Mapping[int, Step],
 ) -> tuple[Program, Mapping[int, Step]]:
     """The same program, but that what no call shows is rebuilt if that takes little.
 
@@ -141,8 +181,8 @@ def _seen_from_calls(
         value
         for value in program.holds
         if flow.maker_of[value] != EXTERNAL
-        and _where_returned(seen, value, None) is None
-        and _where_packed(seen, value, None) is None
+        and places.in_call(value, None) is None
+        and places.in_packed(value, None) is None
     }
     kept = [v for v in program.holds - unseen if flow.maker_of[v] != EXTERNAL]
     makers = _makers(flow, unseen, {*kept, *seen.encoded})
@@ -171,7 +211,7 @@ def _makers(flow: Flow, values: Iterable[int], there: Collection[int]) -> set[in
 
 
 def _captures(
-    seen: Recorder, program: Program
+    seen: Recorder, places: _Places, program: Program
 ) -> tuple[dict[int, list[Capture]], dict[int, Capture]] | None:
     """Where a later forward sees what it must hold: returned, or saved."""
     flow = seen.flow
@@ -180,58 +220,36 @@ def _captures(
         for value in program.holds
         if flow.maker_of[value] != EXTERNAL
     ]
+    changed_by = {old: s for s, olds in enumerate(flow.overwrites) for old in olds}
     wanted += [
-        (value, same, seen.encoded[value].form)
+        (value, _scaled(seen, changed_by, value), seen.encoded[value].form)
         for value in program.decodes
-        for same in (_scaled(seen, value),)
     ]
     of_calls: dict[int, list[Capture]] = defaultdict(list)
     of_packed: dict[int, Capture] = {}
     for value, same, form in wanted:
         shape = seen.encoded[value] if form else None
-        place = _where_returned(seen, same, shape)
+        place = places.in_call(same, shape)
         if place is not None:
             of_calls[place[0]].append(Capture(place[1], value, form))
             continue
-        packed = _where_packed(seen, same, shape)
+        packed = places.in_packed(same, shape)
         if packed is None or packed in of_packed:
             return None
         of_packed[packed] = Capture(packed, value, form)
     return of_calls, of_packed
 
 
-def _scaled(seen: Recorder, value: int) -> int:
+def _scaled(seen: Recorder, changed_by: Mapping[int, int], value: int) -> int:
     """What a draw of zeros and ones became by scaling: the same bits."""
     flow, same = seen.flow, value
     while seen.encoded[value].form == BITS and not flow.is_current(same):
-        step = next(s for s, old in enumerate(flow.overwrites) if same in old)
+        step = changed_by[same]
         func, args, *_ = seen.steps[step]
         if func.overloadpacket.__name__ not in _SCALINGS or not _is_factor(args[1]):
             break
         same = flow.overwrites[step][same]
     return same
-
-
-def _where_returned(
-    seen: Recorder, value: int, small: Encoded | None
-) -> tuple[int, int] | None:
-    for number, call in enumerate(seen.log.calls):
-        for place, (returned, geometry) in enumerate(call.returned):
-            fits = geometry and (small is None or _fits(small, geometry))
-            if returned == value and fits:
-                return number, place
-    return None
-
-
-def _where_packed(seen: Recorder, value: int, small: Encoded | None) -> int | None:
-    for place, (packed, entry) in enumerate(
-        zip(seen.packed_values, seen.packed, strict=True)
-    ):
-        if packed == value:
-            ref = entry.ref
-            if small is None or (ref is not None and _fits(small, ref)):
-                return place
-    return None
 
 
 def _first_draws(seen: Recorder, program: Program) -> dict[int, list[int]] | None:
