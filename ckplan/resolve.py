@@ -101,8 +101,9 @@ def describe(graph: Graph, regions: Iterable[Region]) -> tuple[PlannedRegion, ..
     planned: list[PlannedRegion] = []
     runs: list[PlannedRegion] = []
     for region in sorted(regions, key=lambda region: region.call):
-        save = tuple(_name_outputs(graph, region, region.save))
-        encode = tuple(_name_encodings(graph, region))
+        names = _names_in(graph, region)
+        save = tuple(_name_outputs(graph, names, region.save))
+        encode = tuple(_name_encodings(graph, names, region.encode))
         if region.last is not None:
             first, last = (_name_call(graph, c) for c in (region.call, region.last))
             inner = describe(graph, region.inner)
@@ -129,7 +130,7 @@ def _shape(graph: Graph, region: Region) -> Hashable:
             graph.calls[one.call].start - start,
             graph.calls[one.call if one.last is None else one.last].stop - start,
             graph.relative_path(one.call, region.call),
-            frozenset(_name_outputs(graph, one, one.save)),
+            frozenset(_name_outputs(graph, _names_in(graph, one), one.save)),
             _shape(graph, one),
         )
         for one in region.inner
@@ -251,25 +252,33 @@ def _find_outputs(
     return frozenset(save), frozenset(encode)
 
 
+def _names_in(graph: Graph, region: Region) -> Mapping[int, OpName]:
+    """What a region calls its ops, if it names any."""
+    if not (region.save or region.encode):
+        return {}
+    names = name_ops(graph, region.call, region.last)
+    return dict(enumerate(names, graph.calls[region.call].start))
+
+
 def _name_outputs(
-    graph: Graph, region: Region, outputs: Iterable[tuple[int, int]]
+    graph: Graph, names: Mapping[int, OpName], outputs: Iterable[tuple[int, int]]
 ) -> Iterator[OpName]:
     """Yield the names of outputs, in order of execution."""
-    start = graph.calls[region.call].start
-    names = name_ops(graph, region.call, region.last)
     outputs_of: dict[int, list[int]] = {}
     for op, output in sorted(outputs):
         outputs_of.setdefault(op, []).append(output)
     for op, found in outputs_of.items():
         if len(found) == len(graph.ops[op].outputs):
-            yield names[op - start]
+            yield names[op]
         else:
-            yield from (replace(names[op - start], output=m) for m in found)
+            yield from (replace(names[op], output=m) for m in found)
 
 
-def _name_encodings(graph: Graph, region: Region) -> Iterator[tuple[OpName, str]]:
-    for place in sorted(region.encode):
-        (name,) = _name_outputs(graph, region, [place])
+def _name_encodings(
+    graph: Graph, names: Mapping[int, OpName], outputs: Iterable[tuple[int, int]]
+) -> Iterator[tuple[OpName, str]]:
+    for place in sorted(outputs):
+        (name,) = _name_outputs(graph, names, [place])
         yield name, graph.encoding_of[place].name
 
 

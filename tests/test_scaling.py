@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import graphs
 import pytest
 import torch
 from torch import nn
@@ -18,6 +19,8 @@ import ckplan
 from ckplan.applying import record
 from ckplan.names import OpName
 from ckplan.plan import Plan, PlannedRegion
+from ckplan.region import Region
+from ckplan.resolve import describe
 from ckplan.trace_file import dumps
 
 ROOT = Path(__file__).parent.parent
@@ -54,6 +57,27 @@ def least_seconds(run: Callable[[], object]) -> float:
     finally:
         gc.enable()
     return min(found)
+
+
+def growth(task: Callable[[int], Callable[[], object]], layers: int) -> float:
+    """How much longer a task takes on four times the layers: 4 if each costs as much.
+
+    16 if each is compared with all others.
+    """
+    return least_seconds(task(4 * layers)) / least_seconds(task(layers))
+
+
+def naming_masks(layers: int) -> Callable[[], object]:
+    graph = graphs.chain(layers)
+    places = frozenset((one.op, one.output) for one in graph.encodings)
+    return lambda: describe(graph, [Region(0, encode=places)])
+
+
+@pytest.mark.parametrize("task", [naming_masks])
+def test_four_times_the_layers_take_four_times_as_long(
+    task: Callable[[int], Callable[[], object]],
+) -> None:
+    assert growth(task, 100) < 8
 
 
 def test_what_later_forwards_are_compared_with_is_found_once(
