@@ -152,7 +152,7 @@ class RegionView:
         """
         parts: list[Part] = []
         part_of: dict[int, int] = {}
-        stack = [(one, region, 0) for one in _in_order(region)]
+        stack = self._inside_of(region, 0)
         while stack:
             one, around, outer = stack.pop()
             self._check_nested(one, around)
@@ -162,8 +162,16 @@ class RegionView:
             parts.append(Part(start - self.start, stop - self.start, kept, outer))
             number = len(parts)
             part_of.update(dict.fromkeys(self.graph.saved_in(one.call, last), number))
-            stack += ((inner, one, number) for inner in _in_order(one))
+            stack += self._inside_of(one, number)
         return parts, part_of
+
+    def _inside_of(
+        self, around: Region, number: int
+    ) -> list[tuple[Region, Region, int]]:
+        """The regions inside of a numbered one, the last first; all are apart."""
+        check_apart(self.graph, around.inner)
+        inner = sorted(around.inner, key=lambda one: -one.call)
+        return [(one, around, number) for one in inner]
 
     def _check_nested(self, one: Region, around: Region) -> None:
         graph = self.graph
@@ -179,7 +187,6 @@ class RegionView:
         if same or not inside or not graph.is_inside(last, around.call, around.last):
             call, outer = graph.calls[one.call], graph.calls[around.call]
             raise _overlap(call, outer, "is to be inside, and is not inside,")
-        check_apart(graph, around.inner)
 
     def program(self, region: Region) -> tuple[Program, dict[int, int]]:
         """The region's program; the saved tensors that it rebuilds, with their part."""
@@ -217,11 +224,6 @@ def check_apart(graph: Graph, regions: Iterable[Region]) -> None:
         inside = graph.within(second.call, first.call)
         if inside or calls[second.call].start < calls[last].stop:
             raise _overlap(calls[second.call], calls[first.call], "is inside")
-
-
-def _in_order(region: Region) -> list[Region]:
-    """The regions inside, the last one first."""
-    return sorted(region.inner, key=lambda one: -one.call)
 
 
 def _overlap(second: Call, first: Call, how: str) -> PlanError:

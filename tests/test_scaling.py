@@ -21,6 +21,9 @@ from ckplan.names import OpName
 from ckplan.plan import Plan, PlannedRegion
 from ckplan.region import Region
 from ckplan.resolve import describe
+from ckplan.simulate import Simulator
+from ckplan.solving.covers import chain_of
+from ckplan.solving.menu import Menus
 from ckplan.trace_file import dumps
 
 ROOT = Path(__file__).parent.parent
@@ -73,7 +76,24 @@ def naming_masks(layers: int) -> Callable[[], object]:
     return lambda: describe(graph, [Region(0, encode=places)])
 
 
-@pytest.mark.parametrize("task", [naming_masks])
+def comparing_gaps(layers: int) -> Callable[[], object]:
+    graph = graphs.chain(layers)
+    simulator, menus = Simulator(graph), Menus(Simulator(graph))
+    units = [(block, None) for block in graph.children[0]]
+    options = {unit: menus.whole(unit) for unit in units}
+    chain_of(simulator, units, options.__getitem__)  # which looks at each unit once
+    return lambda: chain_of(simulator, units, lambda unit: options[unit][:1])
+
+
+def nesting(layers: int) -> Callable[[], object]:
+    graph = graphs.chain(layers)
+    region = Region(0, inner=tuple(map(Region, graph.children[0])))
+    view = Simulator(graph).view(0)
+    view.parts(region)
+    return lambda: view.parts(region)
+
+
+@pytest.mark.parametrize("task", [naming_masks, comparing_gaps, nesting])
 def test_four_times_the_layers_take_four_times_as_long(
     task: Callable[[int], Callable[[], object]],
 ) -> None:

@@ -9,8 +9,11 @@ runs, which keep only what enters them.
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import TypeAlias
 
 from ckplan.graph import Graph
@@ -201,23 +204,30 @@ def _gaps(
 
     One for every number of units, from the first on, that have dropped there.
     """
-    gaps = [0] * (len(units) + 1)
     views = [simulator.view(*unit) for unit in units]
+    own = [view.forward_window() for view in views]
+    later = [view.backward_window() for view in views]
+    spans = [*own, *(span for span in later if span[0] >= 0)]
+    # Half moments between which all units up to each one have dropped; the later ones
+    # negated, to be in order.
+    since = list(accumulate((stop for _, stop in own), max))
+    ends = [
+        begun if begun >= 0 else stop
+        for (begun, _), (_, stop) in zip(later, own, strict=True)
+    ]
+    until = list(accumulate((-end for end in ends), max))
+    gaps = [0] * (len(units) + 1)
     for first, last in windows:
-        size = max(last - first + 1, 0)
-        dropped, inside = [0] * size, [False] * size
-        for number, view in enumerate(views, start=1):
-            begun, ended = view.backward_window()
-            own = view.forward_window()
-            for start, stop in (own, (begun, ended)) if begun >= 0 else (own,):
-                for moment in range(max(start, first), min(stop, last) + 1):
-                    inside[moment - first] = True
-            until = begun if begun >= 0 else own[1]
-            for moment in range(max(own[1] + 1, first), min(until, last + 1)):
-                if dropped[moment - first] == number - 1:
-                    dropped[moment - first] = number
-        live = simulator.unplanned_bytes[max(first, 0) : last + 1]
-        for count, is_inside, bytes_ in zip(dropped, inside, live, strict=False):
-            if not is_inside:
-                gaps[count] = max(gaps[count], bytes_)
+        edges = Counter({first: 0, last + 1: 0})
+        for start, stop in spans:
+            if start <= last and stop >= first:
+                edges[max(start, first)] += 1
+                edges[min(stop, last) + 1] -= 1
+        running = 0
+        for start, stop in pairwise(sorted(edges)):
+            running += edges[start]
+            if not running:
+                number = min(bisect_left(since, start), bisect_left(until, -start))
+                most = max(simulator.unplanned_bytes[start:stop], default=0)
+                gaps[number] = max(gaps[number], most)
     return gaps
