@@ -1,7 +1,7 @@
 """What other tools can do in place of a plan, in their own words.
 
-Each of them runs whole layers again, chosen by one or two numbers. All that they can
-say is tried in the simulator; the cheapest that fits the plan's budget is taken, or the
+Each of them runs whole layers again, chosen by one or two numbers. What they can say is
+tried in the simulator; the cheapest that fits the plan's budget is taken, or the
 smallest if none does.
 """
 
@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
+from typing import TypeAlias
 
 from ckplan.eject import limit_bytes, peak_and_overhead
 from ckplan.errors import PlanError
@@ -19,7 +21,13 @@ from ckplan.plan import Plan
 from ckplan.region import RERUN, Region
 from ckplan.resolve import resolve
 from ckplan.simulate import Simulator, Timeline
-from ckplan.solving.baselines import find_layers, rank
+from ckplan.solving.baselines import (
+    FEW_LAYERS,
+    find_layers,
+    num_needed,
+    rank,
+    run_lengths,
+)
 from ckplan.solving.menu import Menus
 from ckplan.units import format_bytes
 
@@ -95,9 +103,10 @@ def setting_for(graph: Graph, plan: Plan, tool: str) -> Setting:
             hint="--as torch, which takes any set of modules",
         )
     limit = limit_bytes(plan, planned)
+    wish = _Wish(simulator, layers, regions, limit)
     found: list[tuple[str, tuple[Region, ...], Timeline]] = []
     refused: PlanError | None = None
-    for text, chosen in _CHOICES[tool](layers):
+    for text, chosen in _CHOICES[tool](wish):
         try:
             for region in chosen:
                 refuse_in_plain_torch(graph, region)
@@ -113,6 +122,40 @@ def setting_for(graph: Graph, plan: Plan, tool: str) -> Setting:
     return Setting(tool, *nearest, planned, limit, bool(same), twice)
 
 
+@dataclass(frozen=True, slots=True)
+class _Wish:
+    """What a tool is to do as well as it can."""
+
+    simulator: Simulator
+    layers: Sequence[int]
+    planned: Sequence[Region]
+    limit_bytes: int
+
+    def first(self) -> set[int]:
+        """How many layers to run again, from the first on, but not all of them.
+
+        Of many layers only as many as it takes, and as many as the plan says.
+        """
+        most = len(self.layers) - 1
+        if most < FEW_LAYERS:
+            return {*range(1, most + 1)}
+        able = [*takewhile(self._can_be_done, _each(self.layers[:most]))]
+        least_bytes = self.simulator.run(able).peak_bytes
+        needed = num_needed(self.simulator, able, max(self.limit_bytes, least_bytes))
+        return {max(1, needed), min(len(self.planned), most)}
+
+    def _can_be_done(self, region: Region) -> bool:
+        try:
+            refuse_in_plain_torch(self.simulator.graph, region)
+            self.simulator.effect(region)
+        except PlanError:
+            return False
+        return True
+
+
+_Choices: TypeAlias = Iterator[tuple[str, tuple[Region, ...]]]
+
+
 def _each(layers: Sequence[int]) -> tuple[Region, ...]:
     return tuple(Region(layer, RERUN) for layer in layers)
 
@@ -126,8 +169,9 @@ def _chunks(layers: Sequence[int], size: int) -> tuple[Region, ...]:
     )
 
 
-def _transformers(layers: Sequence[int]) -> Iterator[tuple[str, tuple[Region, ...]]]:
+def _transformers(wish: _Wish) -> _Choices:
     """Every n-th layer, from the first on."""
+    layers = wish.layers
     plain = 'model.gradient_checkpointing_enable({"use_reentrant": False})\n'
     yield plain, _each(layers)
     for step in range(2, len(layers) + 1):
@@ -135,10 +179,10 @@ def _transformers(layers: Sequence[int]) -> Iterator[tuple[str, tuple[Region, ..
         yield text, _each(layers[::step])
 
 
-def _deepspeed(layers: Sequence[int]) -> Iterator[tuple[str, tuple[Region, ...]]]:
+def _deepspeed(wish: _Wish) -> _Choices:
     """Chunks of n layers."""
-    for size in range(1, len(layers) + 1):
-        chosen = _chunks(layers, size)
+    for size in run_lengths(len(wish.layers)):
+        chosen = _chunks(wish.layers, size)
         content = {
             "activation_checkpointing": {
                 "partition_activations": False,
@@ -153,14 +197,16 @@ def _deepspeed(layers: Sequence[int]) -> Iterator[tuple[str, tuple[Region, ...]]
         yield json.dumps(content, indent=2) + "\n", chosen
 
 
-def _megatron(layers: Sequence[int]) -> Iterator[tuple[str, tuple[Region, ...]]]:
+def _megatron(wish: _Wish) -> _Choices:
     """The first n layers (block), or chunks of n layers (uniform)."""
     start = "--recompute-granularity full --recompute-method"
-    for size in range(1, len(layers) + 1):
+    lengths, first = run_lengths(len(wish.layers)), wish.first()
+    for size in sorted({*lengths, *first}):
         number = f"--recompute-num-layers {size}\n"
-        yield f"{start} uniform {number}", _chunks(layers, size)
-        if size < len(layers):
-            yield f"{start} block {number}", _each(layers[:size])
+        if size in lengths:
+            yield f"{start} uniform {number}", _chunks(wish.layers, size)
+        if size in first:
+            yield f"{start} block {number}", _each(wish.layers[:size])
 
 
 _CHOICES = {

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import graphs
@@ -17,13 +18,17 @@ from torch import nn
 
 import ckplan
 from ckplan.applying import record
+from ckplan.elsewhere import setting_for
+from ckplan.graph import Graph
 from ckplan.names import OpName
 from ckplan.plan import Plan, PlannedRegion
 from ckplan.region import Region
 from ckplan.resolve import describe
 from ckplan.simulate import Simulator
+from ckplan.solving.baselines import num_needed, run_lengths
 from ckplan.solving.covers import chain_of
 from ckplan.solving.menu import Menus
+from ckplan.solving.practices import practices
 from ckplan.trace_file import dumps
 
 ROOT = Path(__file__).parent.parent
@@ -128,6 +133,67 @@ def test_what_later_forwards_are_compared_with_is_found_once(
         (status,) = ckplan.status(model).regions
         assert not status.missing
     assert seconds[200] < 8 * seconds[50]
+
+
+def num_replays(monkeypatch: pytest.MonkeyPatch, task: Callable[[], object]) -> int:
+    """How often a task asks the simulator for a whole step."""
+    replays, run = [0], Simulator.run
+
+    def counted(*args: object) -> object:
+        replays[0] += 1
+        return run(*args)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Simulator, "run", counted)
+        task()
+    return replays[0]
+
+
+def telling(tool: str, graph: Graph) -> object:
+    return setting_for(graph, Plan(regions=(PlannedRegion("h.0"),)), tool)
+
+
+def listing_practices(graph: Graph) -> object:
+    simulator = Simulator(graph)
+    budget = simulator.run().peak_bytes * 2 // 3
+    return practices(simulator, Menus(simulator), budget)
+
+
+@pytest.mark.parametrize(
+    "task",
+    [partial(telling, "megatron"), partial(telling, "deepspeed"), listing_practices],
+)
+def test_deep_models_are_not_cut_in_every_way(
+    task: Callable[[Graph], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few, many = (
+        num_replays(monkeypatch, partial(task, graphs.chain(layers)))
+        for layers in (65, 260)
+    )
+    assert many < 3 * few
+
+
+def test_runs_of_many_layers_are_of_every_number_once() -> None:
+    assert run_lengths(64) == list(range(1, 65))
+    assert run_lengths(100)[-4:] == [25, 34, 50, 100]
+    for count in (100, 101, 360):
+        lengths = run_lengths(count)
+        numbers = [-(-count // length) for length in lengths]
+        assert numbers == sorted(set(numbers), reverse=True)
+        assert {*numbers} == {-(-count // length) for length in range(1, count + 1)}
+        assert all(-(-count // (n - 1)) > -(-count // n) for n in lengths if n > 1)
+
+
+@pytest.mark.parametrize(("layers", "width_bytes"), [(12, 100), (80, 10_000)])
+def test_as_few_regions_as_needed_are_found(layers: int, width_bytes: int) -> None:
+    graph = graphs.chain(layers, width_bytes=width_bytes, hidden_bytes=4 * width_bytes)
+    simulator = Simulator(graph)
+    regions = [Region(block, "rerun") for block in graph.children[0]]
+    peaks = [simulator.run(regions[:k]).peak_bytes for k in range(layers + 1)]
+    assert (peaks[0] > peaks[-1]) == (width_bytes > 100)  # else random states are more
+    for budget in (peaks[0] + 1, *peaks, peaks[-1] - 1):
+        expected = next((k for k, p in enumerate(peaks) if p <= budget), layers)
+        assert num_needed(simulator, regions, budget) == expected
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ type: the blocks of a transformer, the bottlenecks of a ResNet.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
@@ -16,6 +17,9 @@ from ckplan.region import RERUN, Region
 from ckplan.simulate import Simulator, Timeline
 from ckplan.solving.menu import Menus
 from ckplan.solving.solution import Baseline
+
+FEW_LAYERS = 64
+"""Whatever can be done with so many is tried; with more of them, a part of it."""
 
 _MOST_LIMITS = 16  # of Chen's search
 _NEARLY_ALL = 0.9  # a finer family is preferred if it holds this share of the largest
@@ -99,6 +103,36 @@ def can_be_done(simulator: Simulator, region: Region) -> bool:
     except PlanError:
         return False
     return True
+
+
+def run_lengths(num_layers: int) -> list[int]:
+    """Lengths of the runs that layers can be cut into, from one layer to all of them.
+
+    Of many layers only the shortest that make as many runs: longer ones mostly need
+    more memory, and each is replayed.
+    """
+    lengths = range(1, num_layers + 1)
+    if num_layers <= FEW_LAYERS:
+        return list(lengths)
+    shortest = {-(-num_layers // length): length for length in reversed(lengths)}
+    return list(reversed(shortest.values()))
+
+
+def num_needed(
+    simulator: Simulator, regions: Sequence[Region], budget_bytes: int
+) -> int:
+    """How many of the first regions it takes to fit; all if even these do not.
+
+    Of many it is taken for granted that each more lowers the peak, or leaves it.
+    """
+
+    def fits(count: int) -> bool:
+        return simulator.run(regions[:count]).peak_bytes <= budget_bytes
+
+    counts = range(len(regions))
+    if len(regions) <= FEW_LAYERS:
+        return next(filter(fits, counts), len(regions))
+    return 0 if fits(0) else bisect_left(counts, True, key=fits)
 
 
 def _chen(

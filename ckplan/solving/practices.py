@@ -2,7 +2,8 @@
 
 ===================  ==================================================================
 ``every n calls``    uniform segments of n layers, each run again as a whole; the last
-                     is kept (Megatron-LM's ``uniform`` method)
+                     is kept (Megatron-LM's ``uniform`` method); of many layers, the
+                     shortest segments of every number of them
 ``sqrt(n) segments`` the same with n the square root of the number of layers
 ``first k calls``    as few of the first layers as the budget needs, each run again
                      (Megatron-LM's ``block`` method)
@@ -28,7 +29,12 @@ from ckplan.graph import Graph
 from ckplan.records import OUTSIDE_CALLS
 from ckplan.region import RERUN, Region
 from ckplan.simulate import Simulator
-from ckplan.solving.baselines import can_be_done, find_layers
+from ckplan.solving.baselines import (
+    can_be_done,
+    find_layers,
+    num_needed,
+    run_lengths,
+)
 from ckplan.solving.chain import regions_of
 from ckplan.solving.covers import chain_of
 from ckplan.solving.menu import Menus
@@ -71,7 +77,7 @@ def _plans(
     if layers:
         root = max(1, math.isqrt(len(layers)))
         yield "sqrt(n) segments", _segments(graph, layers, root)
-        for n in range(2, len(layers)):
+        for n in run_lengths(len(layers))[1:-1]:
             yield f"every {n} calls", _segments(graph, layers, n)
         yield "first k calls", _first(simulator, layers, budget_bytes)
         yield "rotor", _rotor(simulator, menus, layers, budget_bytes)
@@ -99,10 +105,7 @@ def _first(
 ) -> list[Region]:
     regions = [Region(layer, RERUN) for layer in layers]
     regions = [region for region in regions if can_be_done(simulator, region)]
-    for count in range(len(regions) + 1):
-        if simulator.run(regions[:count]).peak_bytes <= budget_bytes:
-            return regions[:count]
-    return regions
+    return regions[: num_needed(simulator, regions, budget_bytes)]
 
 
 def _rotor(
