@@ -107,7 +107,9 @@ def test_tiny_values_inside_a_function_are_rebuilt_rather_than_never_replayed() 
     assert (status.recorded, status.kept, status.missing) == (1, 0, ())
 
 
-@pytest.mark.parametrize("make", [Block, lambda: Flipping()])
+@pytest.mark.parametrize(
+    "make", [Block, lambda: Flipping(), lambda: Constant("number")]
+)
 def test_a_step_leaves_nothing_to_the_garbage_collector(
     make: Callable[[], nn.Module],
 ) -> None:
@@ -133,6 +135,14 @@ class Numbered(Block):
     def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         self.step += 1
         return super().forward(x, scale / self.step)
+
+
+class Growing(Numbered):
+    """A constant that changes every step."""
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        y = torch.exp(self.out(x) * torch.tensor(0.1 * self.step))
+        return super().forward(y, scale)
 
 
 class Branching(Block):
@@ -208,7 +218,7 @@ def test_calls_that_differ_are_told_apart_and_others_are_not() -> None:
         slots.freeze((object(),), {})
 
 
-@pytest.mark.parametrize("kind", [Numbered, Branching, Flipping, Scheduled])
+@pytest.mark.parametrize("kind", [Numbered, Branching, Flipping, Scheduled, Growing])
 def test_a_forward_that_differs_is_kept_then_written_down_each_time(
     kind: type[Block],
 ) -> None:
@@ -315,6 +325,94 @@ class InPlace(Block):
 @pytest.mark.parametrize("kind", [WithFunction, Catching, InPlace])
 def test_unusual_forwards_are_right_step_after_step(kind: type[Block]) -> None:
     trained(kind(), one)
+
+
+def shifted(x: torch.Tensor, index: object) -> torch.Tensor:
+    """With a number written into a copy of it."""
+    copied = x * 1
+    copied[index] = 0.5
+    return copied
+
+
+def hooked(x: torch.Tensor) -> torch.Tensor:
+    x = x * 1
+    x.register_hook(lambda grad: grad * 2) if x.requires_grad else None
+    return x
+
+
+TOLD: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "number": lambda x: x * torch.tensor(0.5),
+    "list": lambda x: x + torch.as_tensor([0.5] * 16).view(1, 16),
+    "of a kind": lambda x: x * x.new_tensor([0.5]),
+    "what the data say": lambda x: x * torch.tensor([x.detach()[0, 0, 0], 0.5])[0],
+    "number filled in": lambda x: shifted(x, 1),
+    "numbers filled in": lambda x: shifted(x, (slice(None), [0, 2])),
+    "filled in by a mask": lambda x: shifted(x, x > 0),
+    "chosen": lambda x: x[:, [0, 2, 1]],
+    "hook": hooked,
+}
+
+
+class Constant(Block):
+    """Makes a tensor of what is none."""
+
+    def __init__(self, told: str) -> None:
+        super().__init__()
+        self.told = told
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        y = torch.exp(TOLD[self.told](self.out(x)))
+        return super().forward(y, scale)
+
+
+@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad:UserWarning")
+@pytest.mark.parametrize("told", TOLD)
+def test_constants_made_in_a_forward_are_its_own(told: str) -> None:
+    status = trained(Constant(told), one)
+    assert (status.recorded, status.kept) == (1, 0)
+
+
+class Chosen(Block):
+    """Writes where the data say, which no argument tells."""
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        first = (x.detach().sum() > 0).long()
+        y = torch.exp(shifted(self.out(x), ([first, first * 0],)))
+        return super().forward(y, scale)
+
+
+def test_indices_that_no_argument_tells_are_written_down_each_time() -> None:
+    status = trained(Chosen(), one)
+    assert (status.recorded, status.kept) == (6, 0)
+
+
+HINT = nn.Parameter(torch.ones(16))
+
+
+class Hinted(Block):
+    """Reads a tensor that a call returns, and that is another one every step."""
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        y = self.out(x)
+        hint = HINT.grad
+        return super().forward(torch.exp(y if hint is None else y * hint), scale)
+
+
+@pytest.mark.parametrize("hints", ["other values", "none", "other strides"])
+def test_what_calls_bring_is_taken_from_each_forward(hints: str) -> None:
+    def batch(step: int) -> tuple[torch.Tensor, ...]:
+        HINT.grad = torch.full((16,), 0.1 * step)
+        if hints == "none" and step == 3:
+            HINT.grad = None
+        if hints == "other strides" and step == 3:
+            HINT.grad = torch.rand(32)[::2]
+        return one(step)
+
+    status = trained(Hinted(), batch)
+    if hints == "other values":
+        assert (status.recorded, status.kept) == (1, 0)
+    else:
+        assert status.kept == 1
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -28,6 +28,14 @@ if TYPE_CHECKING:
     from ckplan.applying.record import Recorder
 
 
+class Returned(NamedTuple):
+    """A tensor that a call returned."""
+
+    value: int = -1  # if the region made it
+    geometry: Geometry | None = None
+    unread: StorageWeakRef | None = None  # its storage, if no op has seen that
+
+
 @dataclass(slots=True)
 class Call:
     """A call as it is written down."""
@@ -37,7 +45,7 @@ class Call:
     switches: tuple[Any, ...]
     packed_before: int
     packed_after: int = 0
-    returned: Sequence[tuple[int, Geometry | None]] = ()  # value, or -1, of each tensor
+    returned: Sequence[Returned] = ()
 
 
 class CallLog(TorchFunctionMode):
@@ -105,8 +113,11 @@ class CallLog(TorchFunctionMode):
     def _meet(self, tensor: torch.Tensor) -> None:
         self.given.append((geometry_of(tensor), StorageWeakRef(storage_of(tensor))))
 
-    def _describe(self, tensor: torch.Tensor) -> tuple[int, Geometry | None]:
+    def _describe(self, tensor: torch.Tensor) -> Returned:
         try:
-            return self._recorder.value_inside(tensor), geometry_of(tensor)
+            geometry, storage = geometry_of(tensor), storage_of(tensor)
         except UnknownArgumentError:
-            return -1, None
+            return Returned()
+        if storage._cdata not in self._recorder.numbers:
+            return Returned(-1, geometry, StorageWeakRef(storage))
+        return Returned(self._recorder.value_inside(tensor), geometry)

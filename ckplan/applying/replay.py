@@ -33,7 +33,7 @@ from ckplan.applying.recompute import (
     tensors_in,
     unpack,
 )
-from ckplan.applying.template import CallRecord, Capture, Template
+from ckplan.applying.template import CallRecord, Capture, Given, Template
 from ckplan.encodings import Encoded, encode
 from ckplan.errors import ApplyError
 from ckplan.program import EXTERNAL, Program, compile_program
@@ -58,7 +58,7 @@ class Replay(TorchFunctionMode):
         self._packing = False
         self._storages: dict[int, int] = {}  # address -> storage of the template
         self._met: set[int] = set()  # those storages
-        self._held: dict[int, Held] = {}
+        self._held: dict[int, Held] = {**template.constants}
         self._encoded: dict[int, Encoded] = {}
         self._states: dict[int, torch.Tensor] = {}
         self._wanted: list[tuple[int, int]] = []  # value, part
@@ -123,8 +123,11 @@ class Replay(TorchFunctionMode):
             self._give_up()
             return out
         self._slots.returned(out)
-        if call.captures:
+        if call.captures or call.brought:
             returned = tensors_in(out)
+            if not self._brings(call, returned):
+                self.repeats = False
+                return out
             for capture in call.captures:
                 self._capture(capture, returned[capture.place])
         self._next = next(self._calls, None)
@@ -143,18 +146,29 @@ class Replay(TorchFunctionMode):
         packed = self._num_packed == call.packed_before
         return same and packed and call.switches == switches(func)
 
+    def _brings(self, call: CallRecord, returned: list[torch.Tensor]) -> bool:
+        """Whether what a call brought from elsewhere is like the template's."""
+        try:
+            for place, given in call.brought:
+                self._meet_as(given, returned[place])
+        except (IndexError, UnknownArgumentError):
+            return False
+        return True
+
     def _meet(self, tensor: torch.Tensor) -> None:
-        """A tensor from elsewhere must be like the template's, and shared as there."""
-        given = self.template.given
-        place = self._num_given
-        if place == len(given):
+        if self._num_given == len(self.template.given):
             raise UnknownArgumentError
-        before, now = given[place].geometry, geometry_of(tensor)
+        self._meet_as(self.template.given[self._num_given], tensor)
+        self._num_given += 1
+
+    def _meet_as(self, given: Given, tensor: torch.Tensor) -> None:
+        """A tensor from elsewhere must be like the template's, and shared as there."""
+        before, now = given.geometry, geometry_of(tensor)
         if before != now:
             grad = before.requires_grad
             self.frozen = before == now._replace(requires_grad=grad)
             raise UnknownArgumentError
-        storage, address = given[place].storage, storage_of(tensor)._cdata
+        storage, address = given.storage, storage_of(tensor)._cdata
         value = self.template.value_of.get(storage)
         if address in self._storages:
             shared = self._storages[address] == storage
@@ -162,7 +176,6 @@ class Replay(TorchFunctionMode):
             shared = storage not in self._met
         if not shared:
             raise UnknownArgumentError
-        self._num_given += 1
         self._storages[address] = storage
         self._met.add(storage)
         if value is not None and value not in self._held:

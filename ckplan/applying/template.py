@@ -14,13 +14,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ckplan.applying.calls import Geometry
-from ckplan.applying.recompute import Ref, Step
+from ckplan.applying.recompute import Held, Ref, Step
 from ckplan.encodings import BITS, Encoded
 from ckplan.program import EXTERNAL, Flow, Part, Program, compile_program
 
 if TYPE_CHECKING:
+    from ckplan.applying.call_log import Call
     from ckplan.applying.record import Recorder
 
+_NUMBERS = (bool, int, float)
 _SCALINGS = ("div_", "mul_")
 _FEW_BYTES, _SMALL_SHARE = 4096, 250
 """Of values that are rebuilt though the plan keeps them: so many, or of what is dropped
@@ -36,7 +38,7 @@ class Capture(NamedTuple):
 
 
 class Given(NamedTuple):
-    """A tensor from elsewhere that a call of the region takes."""
+    """A tensor from elsewhere that a call of the region takes, or brings."""
 
     geometry: Geometry
     storage: int  # equal for those that share one
@@ -58,6 +60,7 @@ class CallRecord(NamedTuple):
     switches: tuple[Any, ...]
     random_steps: tuple[int, ...]  # that draw first in it
     captures: tuple[Capture, ...]
+    brought: tuple[tuple[int, Given], ...]  # constants that it returned, by their place
     packed_before: int  # how many tensors autograd had saved
     packed_after: int
 
@@ -71,6 +74,7 @@ class Template:
     packed: tuple[Packed, ...]
     captures: Mapping[int, Capture]  # of saved tensors, by their number
     value_of: Mapping[int, int]  # storage of a given tensor -> its value
+    constants: Mapping[int, Held]  # values that the arguments of calls tell
     flow: Flow
     parts: tuple[Part, ...]
     program: Program
@@ -90,9 +94,9 @@ class _Places:
         """All of them, found once: a region may be a whole model."""
         returned = defaultdict(list)
         for number, call in enumerate(seen.log.calls):
-            for place, (value, geometry) in enumerate(call.returned):
-                if geometry:
-                    returned[value].append((number, place, geometry))
+            for place, one in enumerate(call.returned):
+                if one.geometry:
+                    returned[one.value].append((number, place, one.geometry))
         packed = defaultdict(list)
         for place, pair in enumerate(zip(seen.packed_values, seen.packed, strict=True)):
             packed[pair[0]].append((place, pair[1].ref))
@@ -125,9 +129,16 @@ def make_template(
         for place, (geometry, storage) in enumerate(log.given)
     ]
     there = {one.storage for one in given}
-    outside = [v for v in program.holds if flow.maker_of[v] == EXTERNAL]
-    if any(one.storage in seen.inside for one in given) or not there.issuperset(
-        flow.storage_of[value] for value in outside
+    if not there.isdisjoint(seen.inside):
+        return None
+    brought = _brought(seen, there)
+    there.update(one.storage for found in brought.values() for _, one in found)
+    constants = _constants(seen, there)
+    if any(
+        flow.maker_of[value] == EXTERNAL
+        and flow.storage_of[value] not in there
+        and value not in constants
+        for value in program.holds
     ):
         return None
     places = _Places.of(seen)
@@ -144,6 +155,7 @@ def make_template(
             call.switches,
             tuple(random_steps.get(number, ())),
             tuple(of_calls.get(number, ())),
+            tuple(brought.get(number, ())),
             call.packed_before,
             call.packed_after,
         )
@@ -155,12 +167,62 @@ def make_template(
         tuple(seen.packed),
         of_packed,
         {flow.storage_of[v]: v for v, m in enumerate(flow.maker_of) if m < 0},
+        constants,
         flow,
         parts,
         program,
         steps,
         seen.dropped_bytes,
     )
+
+
+def _brought(
+    seen: Recorder, there: Collection[int]
+) -> dict[int, list[tuple[int, Given]]]:
+    """Tensors from elsewhere that calls returned before ops read them; by call.
+
+    Such as constants: of each forward its own, since nothing says that they are equal.
+    """
+    found: dict[int, list[tuple[int, Given]]] = defaultdict(list)
+    for number, call in enumerate(seen.log.calls):
+        for place, one in enumerate(call.returned):
+            if one.geometry is None or one.unread is None:
+                continue
+            storage = seen.numbers.get(one.unread.cdata, -1)  # -1: of no use to any op
+            if storage >= 0 and storage not in there and storage not in seen.inside:
+                found[number].append((place, Given(one.geometry, storage)))
+    return found
+
+
+def _constants(seen: Recorder, there: Collection[int]) -> dict[int, Held]:
+    """Values from elsewhere that torch made of the numbers that index a tensor."""
+    flow, found = seen.flow, dict[int, Held]()
+    unknown = {
+        value
+        for value, maker in enumerate(flow.maker_of)
+        if maker == EXTERNAL and flow.storage_of[value] not in there
+    }
+    for step, inputs in enumerate(flow.inputs):
+        for value in unknown.intersection(inputs):
+            unknown.remove(value)
+            held = seen.held.get(value)
+            call = seen.log.calls[seen.call_of[step]]
+            if held is not None and _tells(call, held.tensor):
+                found[value] = held
+    return found
+
+
+def _tells(call: Call, constant: torch.Tensor) -> bool:
+    """Whether the arguments of a call tell all of a tensor that it made of them.
+
+    Those of indexing do: it makes tensors of lists, and of a number to be filled in.
+    """
+    sets = call.func == torch.Tensor.__setitem__
+    if not sets and call.func != torch.Tensor.__getitem__:
+        return False
+    if call.arguments.count(torch.Tensor) == 1:  # the one that is indexed
+        return True
+    return sets and call.arguments[-2] in _NUMBERS and constant.dim() == 0
 
 
 def _seen_from_calls(
