@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ckplan.errors import WorkloadError
 from ckplan.records import BEFORE_STEP, OUTSIDE_CALLS
+from ckplan.tracing.in_place import InPlace
 from ckplan.tracing.recording import (
     RawCall,
     RawOp,
@@ -47,7 +48,7 @@ _DIFFERENTIATED = "is differentiated before forward is over"
 class StepRecorder(TorchDispatchMode):
     """Records ops, storages, saved tensors and calls while it is active."""
 
-    def __init__(self, model: nn.Module, *, fake: bool) -> None:
+    def __init__(self, model: nn.Module, *, fake: bool, on_cuda: bool) -> None:
         super().__init__()
         self.recording = Recording()
         self._fake = fake
@@ -65,6 +66,7 @@ class StepRecorder(TorchDispatchMode):
         self._phase = "forward"
         self._node_call = OUTSIDE_CALLS
         self._in_node = False
+        self._in_place = InPlace(on_cuda=on_cuda)
         self._paused = False
         self._keep: list[object] = []
 
@@ -115,6 +117,7 @@ class StepRecorder(TorchDispatchMode):
         self._phase = "backward"
         self.recording.num_forward = len(self.recording.ops)
         for node in nodes_below(loss):
+            self._in_place.watch(node)
             node.register_prehook(self._node_begins(node))
             node.register_hook(self._node_ends)
 
@@ -136,9 +139,11 @@ class StepRecorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._paused or func.is_view or func.namespace == "prim":
             return func(*args, **kwargs)  # no bytes are made or changed
+        func, args = self._in_place.instead_of(func, args)
         flat, spec = pytree.tree_flatten((args, kwargs))
         reads = self._numbers(flat, "buffer", BEFORE_STEP)
         out = func(*args, **kwargs)
+        self._in_place.note(func, out)
         position = len(self.recording.ops)
         known = len(self.recording.storages)
         returned = [x for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor)]

@@ -154,9 +154,11 @@ def _watch_step(
         step.zero_grad()
         for _ in range(training.accumulate - 1):
             step.accumulate()
-        recorder = StepRecorder(workload.model, fake=scope is not None)
+        on_cuda = target.device.type == "cuda"
+        fake = scope is not None
+        recorder = StepRecorder(workload.model, fake=fake, on_cuda=on_cuda)
         _know_before(recorder, step)
-        if target.device.type == "cuda" and step.optimizer is not None:
+        if on_cuda and step.optimizer is not None:
             recorder.leave_out(counters(step.optimizer))
         notes = _record(recorder, step)
     return Traced(

@@ -237,8 +237,8 @@ def _steps(
         CkplanError: They fail.
     """
     seed_everything(seed)
-    meter = Meter()
     on_cuda = place.device.type == "cuda"
+    meter = Meter(on_cuda=on_cuda)
     try:
         with ExitStack() as stack:
             stack.enter_context(fake_tensors())

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from ckplan.curve import Curve
 from ckplan.tracing.cost_cache import Cost
+from ckplan.tracing.in_place import InPlace
 from ckplan.tracing.recorder import fills_storage, nodes_below
 from ckplan.tracing.recording import RawOp, TensorMeta, describe, meta
 from ckplan.training.randomness import seeing_states
@@ -131,14 +132,19 @@ class _Levels:
 
 
 class Meter(TorchDispatchMode):
-    """Logs births and deaths of storages while it is active."""
+    """Logs births and deaths of storages while it is active.
 
-    def __init__(self) -> None:
+    Args:
+        on_cuda: Whether the step is as on a GPU.
+    """
+
+    def __init__(self, *, on_cuda: bool = False) -> None:
         super().__init__()
         self.log = MeterLog()
         self._numbers: dict[int, int] = {}  # address of a live storage -> its number
         self._distinct: dict[str, int] = {}
         self._in_node = False
+        self._in_place = InPlace(on_cuda=on_cuda)
 
     @contextmanager
     def watching(self, *, random_states: bool = True) -> Iterator[None]:
@@ -172,6 +178,7 @@ class Meter(TorchDispatchMode):
     def watch_nodes(self, loss: torch.Tensor) -> None:
         """Tell what nodes of backward do from what the engine does between them."""
         for node in nodes_below(loss):
+            self._in_place.watch(node)
             node.register_prehook(self._node_begins)
             node.register_hook(self._node_ends)
 
@@ -191,10 +198,12 @@ class Meter(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        func, args = self._in_place.instead_of(func, args)
         adds_to = self._adds_to(func, args)
         if torch.Tag.nondeterministic_seeded in func.tags:
             _draw()
         out = func(*args, **kwargs)
+        self._in_place.note(func, out)
         returned = [x for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor)]
         storages = self._new(returned)
         if storages or func._schema.is_mutable:
