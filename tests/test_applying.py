@@ -460,6 +460,48 @@ def test_a_region_that_runs_inside_another_is_told() -> None:
     assert [r.runs for r in applying.status(model).regions] == [0, 1]
 
 
+class Parts(nn.Module):
+    """Two parts, each worth a region of its own."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(width, width), nn.Tanh())
+        self.second = nn.Sequential(Residual(width), nn.GELU())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(x + self.first(x))
+
+
+def many_calls() -> Workload:
+    torch.manual_seed(0)
+    model, batch = Unrolled(Parts), torch.randn(256, 64)
+    return Workload(model, batch, lambda out, _: out.square().mean())
+
+
+def test_every_plan_for_a_module_of_many_calls_can_be_applied() -> None:
+    """Some calls of it are regions, and parts of others."""
+    workload, expected, mixed = many_calls(), train(many_calls()), 0
+    graph = ckplan.profile(workload.model, workload.batch, loss=workload.loss)
+    for point in ckplan.frontier(graph):
+        plan = ckplan.solve(graph, point.peak_bytes)
+        fqns = {one.calls.partition("#")[0] for one in plan.regions}
+        mixed += "cell" in fqns and len(fqns) > 1
+        assert all(map(torch.equal, expected, train(applying_to(many_calls(), plan))))
+        assert plan.budget_bytes is not None
+        peak_bytes = measured_peak(applying_to(many_calls(), plan))
+        assert peak_bytes <= plan.budget_bytes
+    assert mixed
+
+
+@pytest.mark.parametrize("by", ["program", "rerun"])
+def test_parts_of_calls_that_a_run_leaves_out_can_be_regions(by: str) -> None:
+    run = PlannedRegion("", run=("cell#0", "cell#1"))
+    plan = Plan(regions=(run, PlannedRegion("cell.second#[2..3]", by)))
+    workload = applying_to(many_calls(), plan)
+    assert all(map(torch.equal, train(many_calls()), train(workload)))
+    assert [r.runs for r in applying.status(workload.model).regions] == [6, 3]
+
+
 def test_an_error_of_a_plan_file_names_the_line(tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml"
     path.write_text("ckplan: 1\nregions:\n  - calls: '0'\n  - calls: nowhere\n")

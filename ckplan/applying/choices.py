@@ -273,7 +273,10 @@ def _is_inside(inner: Choice, outer: Choice) -> bool:
 def _whole_choices(
     regions: Iterable[PlannedRegion], modules: Mapping[str, nn.Module]
 ) -> dict[str, list[Choice]]:
-    """Planned FQNs, each with its choices."""
+    """Planned FQNs, each with its choices.
+
+    Which calls of a module lie inside some calls of another is for ``resolve``.
+    """
     found: dict[str, list[Choice]] = {}
     for region in regions:
         for fqn, numbers in () if region.run else _expand(region, modules):
@@ -281,10 +284,11 @@ def _whole_choices(
             for other in found.get(fqn, ()):
                 _check_apart(choice, other)
             found.setdefault(fqn, []).append(choice)
-    for fqn in found:
-        for outer in found:
-            if fqn != outer and (not outer or fqn.startswith(f"{outer}.")):
-                raise _overlap(found[fqn][0], f"{fqn} is inside {outer or '.'}")
+    for fqn, (choice, *_) in found.items():
+        for outer, (around, *_) in found.items():
+            every = around.numbers is None and (choice.numbers is None or not outer)
+            if every and fqn != outer and is_around(outer, fqn):
+                raise _overlap(choice, f"{fqn} is inside {outer or '.'}")
     return found
 
 
@@ -340,7 +344,8 @@ def _check_run(
     """Refuse what is sure to overlap a run; the rest is for ``resolve``."""
     assert run.last is not None
     for fqn, found in choices.items():
-        for end in (run.fqn, run.last[0]):
+        every = any(choice.numbers is None for choice in found)
+        for end in (run.fqn, run.last[0]) if every else ():
             if fqn != end and (is_around(fqn, end) or is_around(end, fqn)):
                 raise _overlap(run, f"{fqn or '.'} is inside {run.name}, or around it")
         for choice in found:
