@@ -236,6 +236,38 @@ def test_random_numbers_are_those_of_the_forward(by: str, source: str) -> None:
         same(lambda: Own(source), by, steps=6)
 
 
+class Holding(nn.Module):
+    """Draws a mask from a generator that it holds, which no call of torch shows."""
+
+    def __init__(self, generator: Any) -> None:
+        super().__init__()
+        self.fc, self.held = nn.Linear(8, 8), generator
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        held = self.held["inside"] if isinstance(self.held, dict) else self.held
+        mask = torch.tensor([held.random() for _ in range(8)]).float()
+        return torch.sigmoid(self.fc(torch.tanh(x) * mask))
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: random.Random(0),
+        lambda: numpy.random.default_rng(0),
+        lambda: numpy.random.RandomState(0),
+        lambda: {"inside": random.Random(0)},
+    ],
+)
+def test_generators_that_modules_hold_are_put_back(
+    by: str, make: Callable[[], Any]
+) -> None:
+    same(lambda: Holding(make()), by)
+    if by == "rerun":
+        with unguarded(world, "source_in", nothing):
+            same(lambda: Holding(make()), by)
+
+
 # -- inputs and parameters ---------------------------------------------------------
 
 

@@ -77,6 +77,15 @@ class OwnGenerator(Block):
         return x * torch.rand(64, generator=self.generator)
 
 
+class NumpyGenerator(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rng = numpy.random.RandomState(0)
+
+    def change(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.from_numpy(self.rng.rand(64)).float()
+
+
 class Counter(Block):
     def change(self, x: torch.Tensor) -> torch.Tensor:
         self.count += 1
@@ -229,6 +238,7 @@ GUARDED = [
     (PythonRandom, "random", BOTH),
     (NumpyRandom, "random", BOTH),
     (OwnGenerator, "random", BOTH),
+    (NumpyGenerator, "state", BOTH),
     (Counter, "state", BOTH),
     (Lists, "state", BOTH),
     (Objects, "state", PROGRAM),

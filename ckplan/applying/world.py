@@ -2,7 +2,7 @@
 
 Parameters, as far as others take their place, buffers, plain attributes of modules and
 lists, dicts and sets in them, and the random states of torch, Python, NumPy and of
-generators.
+generators, those that modules hold included.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import pickle
 import random
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,11 +42,15 @@ class World:
         """What there is now."""
         attributes, parameters, buffers = [], [], []
         containers: list[tuple[Any, Any]] = []
+        held: list[Any] = []
         for module in modules:
             everything = vars(module)
             plain = {k: v for k, v in everything.items() if k not in _REGISTRIES}
             attributes.append((everything, plain, len(everything)))
-            containers += _containers(plain.values())
+            inside = list(_containers(plain.values()))
+            containers += inside
+            for values in (plain, *(content for _, content in inside)):
+                held += values.values() if isinstance(values, dict) else values
             if module._parameters:
                 parameters.append((module._parameters, dict(module._parameters)))
             if module._buffers:
@@ -53,7 +58,8 @@ class World:
         named = (*(b for _, b in buffers), *(plain for _, plain, _ in attributes))
         tensors = [t for found in named for t in found.values() if _is_state(t)]
         contents = [(b, _elements(b).clone(), version_of(b)) for b in tensors]
-        states = [(source, source.state()) for source in sources]
+        owned = (source for value in held if (source := source_in(value)) is not None)
+        states = [(source, source.state()) for source in (*sources, *owned)]
         return cls(attributes, containers, parameters, buffers, contents, states)
 
     def settle(self) -> list[tuple[torch.Tensor, int]]:
@@ -133,12 +139,43 @@ class _Torch(Source):
         return torch.equal(self.state(), state)
 
 
+@dataclass(frozen=True)
+class _Held(Source):
+    """A generator of Python's or NumPy's that a module holds."""
+
+    get: Callable[[], Any]
+    set: Callable[[Any], None]
+
+    def state(self) -> Any:
+        return self.get()
+
+    def put(self, state: Any) -> None:
+        self.set(state)
+
+    def is_at(self, state: Any) -> bool:
+        return pickle.dumps(self.state()) == pickle.dumps(state)
+
+
 _EVERYWHERE = (Source(), _NumPy(), _Torch(torch.device("cpu")))
 
 
 def source_of(generator: torch.Generator) -> Source:
     """A generator that a forward was given or made."""
     return _Torch(generator.device, generator)
+
+
+def source_in(value: Any) -> Source | None:
+    """The generator of Python's or NumPy's that a value is, if it is one."""
+    if isinstance(value, random.Random):
+        system = isinstance(value, random.SystemRandom)  # which has no state
+        return None if system else _Held(value.getstate, value.setstate)
+    numpy = sys.modules.get("numpy.random")
+    if numpy is not None and isinstance(value, numpy.Generator):
+        bits = value.bit_generator
+        return _Held(partial(getattr, bits, "state"), partial(setattr, bits, "state"))
+    if numpy is not None and isinstance(value, numpy.RandomState):
+        return _Held(value.get_state, value.set_state)
+    return None
 
 
 def sources_on(devices: Iterable[torch.device]) -> list[Source]:

@@ -7,6 +7,7 @@ compared by identity and size.
 
 from __future__ import annotations
 
+import pickle
 import random
 import sys
 from collections import deque
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ckplan.applying.world import source_in
 from ckplan.training.randomness import torch_put_back
 
 _OF_TORCH = frozenset({*vars(nn.Module()), "forward"})
@@ -110,10 +112,9 @@ def seen(value: Any, depth: int = 0) -> Any:
         return value
     if depth == _DEEPEST or isinstance(value, _OPAQUE):
         return id(value)
-    if isinstance(value, random.Random):
-        return hash(value.getstate())
-    if hasattr(value, "bit_generator"):  # of NumPy
-        return repr(value.bit_generator.state)
+    source = source_in(value)
+    if source is not None:
+        return pickle.dumps(source.state())
     if isinstance(value, (list, tuple, deque, set, frozenset)):
         return len(value), _items(value, depth)
     if isinstance(value, Mapping):
@@ -143,7 +144,7 @@ def _state_of(module: nn.Module) -> tuple[dict[str, Any], set[str]]:
 
 def _is_plain(value: Any, depth: int = 0) -> bool:
     """Whether it is put back where a module runs again, and holds no tensor."""
-    if isinstance(value, _PLAIN):
+    if isinstance(value, _PLAIN) or source_in(value) is not None:
         return True
     if not isinstance(value, (list, set, deque, dict)):
         return False
