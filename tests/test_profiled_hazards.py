@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 from typing import Any
@@ -13,7 +14,7 @@ from test_applying import train
 from torch import nn
 
 import ckplan
-from ckplan.errors import ApplyError, PlanError
+from ckplan.errors import ApplyError, PlanError, WorkloadError
 from ckplan.graph import Graph
 from ckplan.plan import Plan, PlannedRegion
 from ckplan.report.step import step_json, step_report
@@ -373,6 +374,20 @@ def test_a_large_model_is_not_run_twice(monkeypatch: pytest.MonkeyPatch) -> None
     graph = profiled(Chance)
     assert graph.hazards == ()
     assert graph.notes[-1].startswith(repeat.NOTE_NOT)
+
+
+@pytest.mark.parametrize("worst", [math.nan, math.inf])
+def test_a_loss_that_is_no_number_is_seen_although_the_trace_is_fake(
+    worst: float,
+) -> None:
+    model, batch = Three(Calm), torch.randn(128, 64)
+
+    def loss(out: torch.Tensor, _: Any) -> torch.Tensor:
+        return out.sum() * worst
+
+    with pytest.raises(WorkloadError, match=f"the loss of the first step is .*{worst}"):
+        ckplan.profile(model, batch, loss=loss)
+    assert ckplan.profile(model, batch, loss=loss, replay=False)
 
 
 def test_a_profile_leaves_random_numbers_alone() -> None:

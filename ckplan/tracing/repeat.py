@@ -26,11 +26,11 @@ from ckplan.simulate import simulate
 from ckplan.tracing.fake import EMPTY
 from ckplan.tracing.hazards import NEITHER, PROGRAMS
 from ckplan.tracing.watch import states_kept
-from ckplan.training.failures import first_line
+from ckplan.training.failures import check_finite, first_line
 from ckplan.training.first_calls import make_first_calls
 from ckplan.training.memory import available_bytes
 from ckplan.training.randomness import torch_put_back
-from ckplan.training.step import Training, TrainingStep, call_model
+from ckplan.training.step import Training, TrainingStep, call_model, pick_loss
 from ckplan.training.workload import Workload, tensors_of
 
 NOTE_SAME = "forward run twice on real tensors: every bit the same"
@@ -46,14 +46,19 @@ def repeated(graph: Graph, build: Callable[[], Workload], training: Training) ->
         graph: The recorded step.
         build: Makes its workload, on real tensors.
         training: For its autocast.
+
+    Raises:
+        WorkloadError: The loss is NaN or infinite, which fake tensors do not show.
     """
     if not _is_small(graph):
         return _noted(graph, NOTE_NOT + "it is too large")
     try:
         make_first_calls()
-        unlike = find_unlike(TrainingStep(build(), None, training))
+        unlike, loss = find_unlike(TrainingStep(build(), None, training))
     except Exception as error:
         return _noted(graph, f"{NOTE_NOT}{type(error).__name__}: {first_line(error)}")
+    if loss is not None:
+        check_finite(loss, "the first step")
     number = {(call.fqn, call.number): i for i, call in enumerate(graph.calls)}
     more = [
         Hazard(number[one.fqn, one.number], one.kind, one.reason, one.guarded_by)
@@ -88,29 +93,45 @@ class Unlike(NamedTuple):
     guarded_by: tuple[str, ...]
 
 
-def find_unlike(step: TrainingStep) -> list[Unlike]:
+def find_unlike(step: TrainingStep) -> tuple[list[Unlike], torch.Tensor | None]:
     """What of a forward cannot be repeated; nothing if its outputs are the same.
 
     Args:
         step: On real tensors; only copies of its model and batch run.
+
+    Returns:
+        That, and the loss, if it can be had without gradients.
     """
     with states_kept() as restart, torch.no_grad(), step.autocast():
 
-        def run(watch: _Watch | None = None) -> list[torch.Tensor]:
+        def run(watch: _Watch | None = None) -> tuple[Workload, Any]:
             restart()
             again = _copied(step.workload)
             if watch is None:
-                return tensors_of(call_model(again))
+                return again, call_model(again)
             with watch.on(again.model):
-                return tensors_of(call_model(again))
+                return again, call_model(again)
 
-        if _same(run(), run()):
-            return []
+        workload, output = run()
+        same = _same(tensors_of(output), tensors_of(run()[1]))
+        loss = _loss(workload, output)  # which may change the output
+        if same:
+            return [], loss
         ops = _OpsTwice()
         run(ops)
         calls = _CallsTwice({unlike[:2] for unlike in ops.found})
         run(calls)
-        return [*ops.found, *calls.found]
+        return [*ops.found, *calls.found], loss
+
+
+def _loss(workload: Workload, output: Any) -> torch.Tensor | None:
+    """The loss, unless it is none or wants gradients on its way."""
+    try:
+        loss, _ = pick_loss(workload, output)
+    except Exception:
+        return None
+    is_one = isinstance(loss, torch.Tensor) and loss.numel() == 1
+    return loss if is_one else None
 
 
 class _Watch:

@@ -196,7 +196,7 @@ def call_model(workload: Workload) -> Any:
 
 def loss_of(workload: Workload, output: Any) -> tuple[torch.Tensor, str]:
     """The scalar to differentiate, and which rule chose it."""
-    loss, rule = _pick_loss(workload, output)
+    loss, rule = pick_loss(workload, output)
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         found = (
             f"a tensor of shape {tuple(loss.shape)}"
@@ -217,7 +217,8 @@ def loss_of(workload: Workload, output: Any) -> tuple[torch.Tensor, str]:
     return loss, rule
 
 
-def _pick_loss(workload: Workload, output: Any) -> tuple[Any, str]:
+def pick_loss(workload: Workload, output: Any) -> tuple[Any, str]:
+    """What is taken for the loss, whatever it is, and which rule chose it."""
     if workload.loss is not None:
         return workload.loss(output, workload.batch), LOSS_IS_GIVEN
     own = output.get("loss") if isinstance(output, Mapping) else None
