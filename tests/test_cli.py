@@ -712,6 +712,19 @@ def test_an_end_while_writing_leaves_no_half_written_file(
     assert snapshot(folder) == before
 
 
+def test_an_interrupt_inside_of_exec_ends_with_the_code_of_others(folder: Path) -> None:
+    """Python remembers such a one, and would end by the signal."""
+    interrupts = MODEL + "\ndef interrupted():\n    exec('raise KeyboardInterrupt')\n"
+    (folder / "model.py").write_text(interrupts)
+    command = [sys.executable, "-m", "ckplan", "profile", "model.py:interrupted"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr.splitlines()[-3]) == (
+        1,
+        "error: interrupted",
+    )
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
 def test_output_onto_a_full_disk_is_no_bug(trace: Path) -> None:
     ended = subprocess.run(

@@ -89,6 +89,7 @@ def _unexpected(error: BaseException) -> CkplanError:
             hint="put what runs it under `if __name__ == '__main__':`",
         )
     if isinstance(error, KeyboardInterrupt):
+        exec("")  # else Python may remember it, and end by the signal, not the code
         return CkplanError(
             "interrupted",
             needed="time to finish; files are written whole or not at all",
