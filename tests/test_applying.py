@@ -502,6 +502,44 @@ def test_parts_of_calls_that_a_run_leaves_out_can_be_regions(by: str) -> None:
     assert [r.runs for r in applying.status(workload.model).regions] == [6, 3]
 
 
+@pytest.mark.parametrize("by", ["program", "rerun"])
+def test_a_region_that_never_ran_is_told_once(by: str) -> None:
+    model = Listed()
+    model.spare = Residual()
+    applying.apply(model, Plan(regions=(PlannedRegion("spare", by),)))
+    with torch.no_grad():
+        model(torch.ones(8, 64))
+    model(torch.ones(8, 64))
+    with pytest.warns(UserWarning, match="spare did not run in the first step"):
+        model(torch.ones(8, 64))
+    model(torch.ones(8, 64))  # said once
+
+
+@pytest.mark.parametrize("by", ["program", "rerun"])
+def test_calls_that_are_never_numbered_anew_are_told_once(by: str) -> None:
+    planned = applying_to(
+        build("unrolled"), Plan(regions=(PlannedRegion("cell#[1..3]", by),))
+    )
+    model, batch = planned.model, planned.batch
+    model.forward(batch)
+    with pytest.warns(UserWarning, match=r"cell#4 is beyond all .* never ran"):
+        model.forward(batch)
+    assert applying.status(model).regions[0].runs == 3
+    model(batch)
+    assert applying.status(model).regions[0].runs == 6
+
+
+@pytest.mark.parametrize("by", ["program", "rerun"])
+def test_a_list_of_modules_is_no_region(by: str) -> None:
+    model = Listed()
+    plan = Plan(regions=(PlannedRegion("blocks", by),))
+    with pytest.raises(PlanError, match="ModuleList has no forward") as error:
+        applying.apply(model, plan)
+    assert error.value.hint == "the modules in it: blocks.0, ..."
+    model.blocks.forward = lambda x: x  # type: ignore[method-assign]
+    applying.apply(model, plan)
+
+
 def test_an_error_of_a_plan_file_names_the_line(tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml"
     path.write_text("ckplan: 1\nregions:\n  - calls: '0'\n  - calls: nowhere\n")

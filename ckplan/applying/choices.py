@@ -210,6 +210,7 @@ def choices_of(
     found = [*(choice for same in whole.values() for choice in same), *runs]
     for choice in found:
         _check_runs_in_python(choice, modules)
+        _check_is_called(choice, modules)
     _check_ops(regions)
     for run in runs:
         _check_run(run, runs, whole)
@@ -238,6 +239,23 @@ def _check_runs_in_python(choice: Choice, modules: Mapping[str, nn.Module]) -> N
             hint="the call around it, if that is one",
         )
         raise choice.region.located(compiled)
+
+
+def _check_is_called(choice: Choice, modules: Mapping[str, nn.Module]) -> None:
+    """Refuse lists and other containers, which never run themselves."""
+    for fqn in choice.ends:
+        module = modules[fqn]
+        if not _has_forward(module):
+            inside = next((name for name, _ in module.named_children()), None)
+            never = PlanError(
+                f"cannot make a region of {choice.name}: {type(module).__name__} has "
+                "no forward, so it never runs",
+                needed="modules that are called",
+                hint="the module that calls what is in it"
+                if inside is None
+                else f"the modules in it: {fqn}.{inside}, ...",
+            )
+            raise choice.region.located(never)
 
 
 def _check_ops(regions: Iterable[PlannedRegion]) -> None:
@@ -335,7 +353,7 @@ def _maker_of(first: str, last: str, modules: Mapping[str, nn.Module]) -> str | 
 
 
 def _has_forward(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
 def _check_run(

@@ -18,6 +18,7 @@ from ckplan.applying.calls import settings
 from ckplan.applying.choices import Choice
 from ckplan.applying.forwards import StandIn
 from ckplan.applying.notices import (
+    idle_regions,
     missing_ops,
     warn_of_larger_batch,
     warn_of_other_device,
@@ -126,6 +127,7 @@ class Session:
     larger: bool = False  # a batch was larger than planned, which was said
     warned: set[str] = field(default_factory=set)  # of what else
     began: bool = False  # the model ran, on whatever device it is now
+    ended: bool = False  # and came to the end of a forward under gradients
 
     @torch.compiler.disable
     def begin_step(self, module: nn.Module, args: _Args, kwargs: _Kwargs) -> None:
@@ -137,8 +139,18 @@ class Session:
             self.began = True
             if warn_of_other_device(self.plan, module):
                 self.warned.add("ops")  # which are other ones there
-        if not self.larger and torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
+            return
+        if not self.larger:
             self.larger = warn_of_larger_batch(self.plan, args, kwargs)
+        if self.ended and (idle := idle_regions(self.choices)):
+            self.warn_once("idle", idle)
+
+    @torch.compiler.disable
+    def end_step(self, module: nn.Module, args: _Args, output: object) -> None:
+        """Hook of the model itself: by now its regions have run, if they ever do."""
+        del module, args, output
+        self.ended = self.ended or torch.is_grad_enabled()
 
     def stand_in(self, forward: StandIn) -> None:
         """Put something in the place of a module's forward."""
@@ -153,9 +165,24 @@ class Session:
             rest = "results are the same, memory is not; see ckplan.status(model)"
             warnings.warn(f"{what}: {rest}", stacklevel=4)
 
+    def check_began(self, call: Call, choices: Iterable[Choice]) -> None:
+        """Say when numbers of calls do not begin anew: the model is not called."""
+        if self.began or not torch.is_grad_enabled():
+            return
+        fqn, number = call
+        planned = [n for choice in choices for n in choice.numbers or ()]
+        if planned and number > max(planned):
+            what = (
+                f"{call_name(*call)} is beyond all calls of {fqn} in the plan, and the "
+                "model itself never ran: calls are numbered anew by model(...) alone, "
+                "not by model.forward(...) or another method"
+            )
+            self.warn_once("numbers", what)
+
     def interrupted(self) -> None:
         """A forward ended by what is no ``Exception``."""
         running.abandon(self)
+        self.warned.add("idle")  # regions that began did not run
 
     def count(self, fqn: str) -> int:
         """The number of the call that begins now, in this thread's forward if any."""
@@ -179,6 +206,7 @@ class RegionHooks:
     def begin(self, module: nn.Module, args: _Args, kwargs: _Kwargs) -> None:
         """Open a region if one begins with this call."""
         call = self.fqn, self.session.count(self.fqn)
+        self.session.check_began(call, self.choices)
         running.calls.append((self.session, call))
         choice = _chosen(self.choices, call[1])
         if choice is not None and running.regions:
@@ -296,6 +324,7 @@ class Chooser:
     def __call__(self) -> str | None:
         """What errors call the region that begins now, if one does."""
         call = self.fqn, self.session.count(self.fqn)
+        self.session.check_began(call, self.choices)
         choice = _chosen(self.choices, call[1])
         if choice is None:
             return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -30,6 +31,17 @@ def missing_ops(choice: Choice, region: Recorder) -> str:
     names = ", ".join(choice.missing[:3]) + ", ..." * (len(choice.missing) > 3)
     hint = f" (did you mean {near!r}?)" if near else ""
     return f"{choice.name} runs no op {names}{hint}"
+
+
+IDLE = "did not run in the first step"
+"""What is said of regions whose calls never came."""
+
+
+def idle_regions(choices: Iterable[Choice]) -> str:
+    """Which regions have not run yet; empty if all have."""
+    names = [choice.name for choice in choices if not choice.runs]
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{', '.join(names[:3])}{more} {IDLE}" if names else ""
 
 
 def warn_of_differences(plan: Plan, model: nn.Module) -> None:

@@ -85,6 +85,7 @@ def apply(model: nn.Module, plan: Plan | str | Path) -> nn.Module:
     programs = [choice for choice in choices if choice.region.by != RERUN]
     _attach_programs(session, modules, programs)
     session.handles.append(hook_begin(model, session.begin_step))
+    session.handles.append(model.register_forward_hook(session.end_step))
     return model
 
 

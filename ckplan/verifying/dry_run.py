@@ -7,6 +7,7 @@ in earnest, regions and all, and every storage is followed from birth to death.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ckplan.applying.notices import IDLE
 from ckplan.caching_allocator import in_blocks
 from ckplan.curve import PLANNED, UNPLANNED, Curve, Curves, curves_json
 from ckplan.errors import CkplanError, VerifyError
@@ -244,6 +246,8 @@ def _steps(
             stack.enter_context(fake_tensors())
             if on_cuda:
                 stack.enter_context(translated(place.capability))
+            stack.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", f".*{IDLE}")  # it is reported
             stack.enter_context(meter.watching(random_states=not on_cuda))
             return _two_steps(make, plan, training, meter, place)
     except CkplanError:

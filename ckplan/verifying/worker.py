@@ -14,6 +14,7 @@ import pickle
 import random
 import sys
 import time
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -23,6 +24,7 @@ import numpy
 import torch
 from torch.profiler import record_function
 
+from ckplan.applying.notices import IDLE
 from ckplan.curve import PHASES, Curve
 from ckplan.errors import CkplanError, VerifyError, WorkloadError
 from ckplan.training.allocator import AllocatorLog, log_allocations
@@ -175,6 +177,7 @@ class Worker:
 def main() -> None:
     """Answer until nobody asks any more."""
     requests, replies = _take_standard_streams()
+    warnings.filterwarnings("ignore", f".*{IDLE}")  # it is reported
     try:
         worker = Worker(pickle.load(requests))
         request = FIRST_STEPS
