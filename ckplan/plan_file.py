@@ -159,6 +159,23 @@ def load(path: str | Path) -> Plan:
     return loads(text, str(path))
 
 
+def as_plan(plan: object) -> Plan | None:
+    """A plan, or one that is read from the path of its file; None stays None.
+
+    Raises:
+        CkplanError: It is neither, or the file cannot be read.
+    """
+    if isinstance(plan, (str, Path)):
+        return load(plan)
+    if plan is None or isinstance(plan, Plan):
+        return plan
+    raise PlanError(
+        f"cannot take a {type(plan).__name__} for a plan",
+        needed="a plan, or the path of its file",
+        hint="ckplan.solve(graph, budget='12GiB')",
+    )
+
+
 def loads(text: str, name: str) -> Plan:
     """Read what ``dumps`` or a person wrote; ``name`` is what errors call it.
 

@@ -502,6 +502,12 @@ def test_parts_of_calls_that_a_run_leaves_out_can_be_regions(by: str) -> None:
     assert [r.runs for r in applying.status(workload.model).regions] == [6, 3]
 
 
+@pytest.mark.parametrize("what", [applying.remove, applying.status])
+def test_what_is_no_module_has_no_plan(what: Callable[[Any], object]) -> None:
+    with pytest.raises(ApplyError, match="cannot find the plan of a NoneType"):
+        what(None)
+
+
 @pytest.mark.parametrize("by", ["program", "rerun"])
 def test_a_region_that_never_ran_is_told_once(by: str) -> None:
     model = Listed()

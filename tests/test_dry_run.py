@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ import ckplan
 from ckplan import applying
 from ckplan.cli import app
 from ckplan.curve import PHASES
-from ckplan.errors import VerifyError
+from ckplan.errors import PlanError, VerifyError, WorkloadError
 from ckplan.plan import Plan, PlannedRegion
 from ckplan.resolve import resolve
 from ckplan.simulate import simulate
@@ -166,6 +167,19 @@ def test_a_model_of_terabytes_is_followed_on_any_machine(huge: WorkloadSpec) -> 
     unplanned = found.unplanned_dry_run_peak_bytes
     assert 5 * hidden_bytes < unplanned < 5.01 * hidden_bytes
     assert found.fits
+
+
+@pytest.mark.parametrize("check", [ckplan.verify, ckplan.dry_run])
+def test_a_target_and_a_path_are_enough(check: Any, tmp_path: Path) -> None:
+    path, plan = tmp_path / "small.py", tmp_path / "plan.yaml"
+    path.write_text(HUGE.replace("400_000", "40"))
+    plan.write_text("ckplan: 1\nregions:\n  - calls: '[0..2]'\n")
+    assert check(f"{path}:build", plan).regions_ran == 3
+    assert check(str(path), str(plan)).regions_ran == 3
+    with pytest.raises(WorkloadError, match="build a workload from a Linear"):
+        check(nn.Linear(8, 8), plan)
+    with pytest.raises(PlanError, match="take a dict for a plan"):
+        check(str(path), {"regions": []})
 
 
 def run(*argv: str) -> tuple[int, str, str]:

@@ -153,6 +153,12 @@ def planned(model: nn.Module, plan: Plan | str | Path) -> Iterator[nn.Module]:
 
 
 def _session_of(model: nn.Module) -> Session | None:
+    if not isinstance(model, nn.Module):
+        raise ApplyError(
+            f"cannot find the plan of a {type(model).__name__}",
+            needed="the module that ckplan.apply was called on",
+            hint="ckplan.status(model)",
+        )
     for hook in model._forward_pre_hooks.values():
         owner = getattr(hook, "__self__", None)
         if isinstance(owner, Session):

@@ -70,12 +70,18 @@ _FUSED = ("adamw", "adam", "sgd", "momentum")
 OPTIMIZERS = (*_MAKERS, "none", "own")
 
 
-def check_optimizer(text: str) -> None:
+def check_optimizer(text: object) -> None:
     """Refuse what is neither a name nor a name with one of its kernels.
 
     Raises:
         WorkloadError: There is no such optimizer, or it has no such kernel.
     """
+    if not isinstance(text, str):
+        raise WorkloadError(
+            f"cannot train with a {type(text).__name__}: optimizers are named here",
+            needed="one of " + ", ".join(OPTIMIZERS),
+            hint="a file whose build() returns a dict with the key 'optimizer'",
+        )
     name, colon, kernel = text.partition(":")
     if name not in OPTIMIZERS:
         near = did_you_mean(name, OPTIMIZERS)

@@ -131,6 +131,23 @@ class WorkloadSpec:
         return Workload(made, tuple(parse_input(text) for text in self.inputs))
 
 
+def as_spec(target: object) -> WorkloadSpec:
+    """What a caller says of a workload: a ``WorkloadSpec``, or its target alone.
+
+    Raises:
+        WorkloadError: It is neither, like a model, which no fresh process could build.
+    """
+    if isinstance(target, WorkloadSpec):
+        return target
+    if isinstance(target, (str, Path)):
+        return WorkloadSpec(str(target))
+    raise WorkloadError(
+        f"cannot build a workload from a {type(target).__name__}",
+        needed="'model.py', 'model.py:factory' or a WorkloadSpec",
+        hint="a function build() in a file, that returns " + _CONTRACT,
+    )
+
+
 def parse_options(settings: Iterable[str]) -> dict[str, Any]:
     """``["layers=24", "name=gpt2"]`` as keyword options, values as YAML scalars."""
     options: dict[str, Any] = {}

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,7 @@ from ckplan.caching_allocator import in_blocks
 from ckplan.curve import PLANNED, UNPLANNED, Curve, Curves, curves_json
 from ckplan.errors import CkplanError, VerifyError
 from ckplan.gpus import find
+from ckplan.plan_file import as_plan
 from ckplan.tracing.calibrate import calibrate
 from ckplan.tracing.cost_cache import Cost, cost_cache
 from ckplan.tracing.cuda import translated
@@ -36,7 +38,7 @@ from ckplan.training.failures import first_line
 from ckplan.training.fingerprint import fingerprint
 from ckplan.training.optimizers import counters
 from ckplan.training.step import AS_IT_SAYS, Training, make_step
-from ckplan.training.workload import Workload, WorkloadSpec
+from ckplan.training.workload import Workload, WorkloadSpec, as_spec
 from ckplan.verifying.meter import Meter, MeterLog
 from ckplan.verifying.predicted import other_workload, predict, side_by_side
 from ckplan.verifying.worker import (
@@ -102,8 +104,8 @@ class _Steps:
 
 
 def dry_run(
-    spec: WorkloadSpec,
-    plan: Plan | None,
+    spec: WorkloadSpec | str | Path,
+    plan: Plan | str | Path | None,
     *,
     optimizer: str | None = None,
     amp: str | None = None,
@@ -118,8 +120,9 @@ def dry_run(
     """Take two steps without a plan and two with it, on tensors without bytes.
 
     Args:
-        spec: Where the workload comes from.
-        plan: What to verify; None compares the workload with itself.
+        spec: Where the workload comes from, or ``"model.py:factory"`` alone.
+        plan: What to verify, or the path of its file; None compares the workload with
+            itself.
         optimizer: As for ``verify``, like all that follow.
         amp: ``bf16`` or ``fp16``: forward and loss run under autocast.
         accumulate: Backwards before the optimizer takes a step.
@@ -139,8 +142,8 @@ def dry_run(
     """
     training = Training(optimizer, amp, accumulate, clip, scaler)
     return dry_run_workload(
-        spec.load(),
-        plan,
+        as_spec(spec).load(),
+        as_plan(plan),
         training,
         device=device,
         seed=seed,

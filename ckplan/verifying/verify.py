@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckplan.curve import PLANNED, UNPLANNED, Curves, curves_json
 from ckplan.errors import CkplanError, WorkloadError
 from ckplan.plan import Plan
+from ckplan.plan_file import as_plan
 from ckplan.region import RERUN, Region
 from ckplan.resolve import describe
 from ckplan.simulate import Simulator
@@ -19,7 +21,7 @@ from ckplan.solving.baselines import can_be_done, find_layers
 from ckplan.solving.menu import Menus
 from ckplan.tracing.target import find_target
 from ckplan.training.step import Training
-from ckplan.training.workload import WorkloadSpec
+from ckplan.training.workload import WorkloadSpec, as_spec
 from ckplan.verifying.interleave import StepProcess, overhead_of
 from ckplan.verifying.pair import (
     Pair,
@@ -88,8 +90,8 @@ class Verification:
 
 
 def verify(
-    spec: WorkloadSpec,
-    plan: Plan | None,
+    spec: WorkloadSpec | str | Path,
+    plan: Plan | str | Path | None,
     *,
     optimizer: str | None = None,
     amp: str | None = None,
@@ -106,8 +108,10 @@ def verify(
     """Take the same steps without a plan and with it, and compare.
 
     Args:
-        spec: Where the workload comes from; each process builds its own.
-        plan: What to verify; None compares the workload with itself.
+        spec: Where the workload comes from, or ``"model.py:factory"`` alone; each
+            process builds its own.
+        plan: What to verify, or the path of its file; None compares the workload with
+            itself.
         optimizer: ``adamw``, ``adam``, ``sgd``, ``momentum``, ``adafactor``, ``none``
             or ``own``; by default the workload's own if it has one, else AdamW.
         amp: ``bf16`` or ``fp16``: forward and loss run under autocast.
@@ -130,6 +134,7 @@ def verify(
         OutOfMemoryError: The planned step does not fit in memory.
         CkplanError: The workload or the plan cannot be used, or a step fails.
     """
+    spec, plan = as_spec(spec), as_plan(plan)
     tell = progress or (lambda what, done, total: None)
     training = Training(optimizer, amp, accumulate, clip, scaler)
     if training.predicted_only:
