@@ -9,6 +9,7 @@ import pickle
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -500,6 +501,18 @@ def test_parts_of_calls_that_a_run_leaves_out_can_be_regions(by: str) -> None:
     workload = applying_to(many_calls(), plan)
     assert all(map(torch.equal, train(many_calls()), train(workload)))
     assert [r.runs for r in applying.status(workload.model).regions] == [6, 3]
+
+
+@pytest.mark.parametrize("by", ["program", "rerun"])
+def test_a_stand_in_may_be_bound_to_its_module(by: str) -> None:
+    """Trainers that take their own wrappers off put back what lay below as a method."""
+    plan = Plan(regions=(PlannedRegion("0", by),))
+    workload = applying_to(build("residual"), plan)
+    block = workload.model.get_submodule("0")
+    block.forward = MethodType(block.forward, block)  # type: ignore[method-assign]
+    assert all(map(torch.equal, train(build("residual")), train(workload)))
+    again = copy.deepcopy(workload)
+    assert all(map(torch.equal, train(workload), train(again)))
 
 
 @pytest.mark.parametrize("what", [applying.remove, applying.status])

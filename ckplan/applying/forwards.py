@@ -67,7 +67,16 @@ class StandIn:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run it."""
-        return self.forward_of(self.now())(*args, **kwargs)
+        module, args = self.whose(args)
+        return self.forward_of(module)(*args, **kwargs)
+
+    def whose(self, args: tuple[Any, ...]) -> tuple[nn.Module, tuple[Any, ...]]:
+        """The module, and its arguments; trainers may have bound this to it."""
+        now, bound = self.now(), args[0] if args else None
+        if not isinstance(bound, nn.Module):
+            return now, args
+        own = getattr(vars(bound).get("forward"), "__func__", None) is self
+        return (bound, args[1:]) if own or bound is self.module else (now, args)
 
 
 class GuardedForward(StandIn):
@@ -129,7 +138,7 @@ class RerunForward(StandIn):
     @torch.compiler.disable
     def _again(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._tell_hooks(name)
-        module = self.now()
+        module, args = self.whose(args)
         rerun = Rerun(name, module, self.forward_of(module), args, kwargs)
         return checkpoint(
             rerun,
