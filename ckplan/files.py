@@ -131,7 +131,7 @@ def _cannot_write(path: Path, num_bytes: int, error: OSError) -> CkplanError:
     return CkplanError(
         what,
         needed=f"a folder that may be written to, with {format_bytes(num_bytes)} free",
-        hint="another path with -o",
+        hint="another path",
     )
 
 

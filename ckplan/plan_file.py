@@ -221,7 +221,7 @@ def _region(part: Part, level: int = 1) -> PlannedRegion:
     entries = part.record(_REGION_KEYS, later=_LATER_REGION_KEYS)
     part.locate(_calls_or_run, entries)
     place = entries.get("calls") or entries["run"]
-    run = place.locate(_ends, place) if "run" in entries else None
+    run = _ends(place) if "run" in entries else None
     by = entries["by"].read(check_way) if "by" in entries else PROGRAM
     ops = entries["save"].items("an op") if "save" in entries else []
     save = tuple(op.read(OpName.parse) for op in ops)
@@ -254,16 +254,16 @@ def _calls_or_run(entries: Mapping[str, Part]) -> None:
 
 
 def _ends(part: Part) -> tuple[str, str]:
-    names = [item.text() for item in part.items("a call")]
-    if len(names) != 2:
-        raise PlanError(
-            f"cannot read the run: it has {len(names)} calls",
+    items = part.items("a call")
+    if len(items) != 2:
+        raise part.error(
+            f"cannot read the run: it has {len(items)} calls",
             needed="two: the first and the last",
             hint=_EXAMPLES["'run'"],
         )
-    for name in names:
-        parse_call(name)
-    return names[0], names[1]
+    for item in items:
+        item.read(parse_call)
+    return items[0].text(), items[1].text()
 
 
 _READERS: dict[str, Callable[[Part], Any]] = {

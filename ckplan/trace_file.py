@@ -106,6 +106,8 @@ def loads(text: str, name: str) -> Graph:
         word = "unknown" if unknown else "missing"
         raise _unreadable(name, f"has {word} key {min(unknown or missing)!r}")
     try:
+        if not isinstance(content["model"], str):
+            raise TypeError("the model has no name")
         return _from_content(content)
     except (TypeError, ValueError, IndexError, KeyError, AttributeError) as error:
         raise _unreadable(name, f"has a malformed record ({error})") from None

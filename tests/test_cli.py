@@ -712,6 +712,55 @@ def test_an_end_while_writing_leaves_no_half_written_file(
     assert snapshot(folder) == before
 
 
+def test_what_a_workload_raises_is_never_a_bare_traceback(
+    run: Run, folder: Path
+) -> None:
+    odd = "\nclass Odd(BaseException):\n    pass\n\ndef odd():\n    raise Odd('no')\n"
+    (folder / "model.py").write_text(MODEL + odd)
+    ended = run("profile", "model.py:odd")
+    assert ended.code == 1
+    assert "error: cannot use the workload: it raised Odd: no\n" in ended.err
+
+
+def test_a_file_of_a_package_is_told_its_name(run: Run, folder: Path) -> None:
+    (folder / "pkg").mkdir()
+    (folder / "pkg" / "net.py").write_text("from . import other\n")
+    ended = run("profile", "pkg/net.py")
+    assert ended.code == 1
+    assert ended.err.splitlines()[-1] == "  try:    ckplan profile pkg.net:build"
+
+
+def test_a_place_in_a_plan_is_named_once(run: Run, folder: Path) -> None:
+    (folder / "plan.yaml").write_text("ckplan: 1\nregions:\n  - run: blocks.0\n")
+    ended = run("show", "plan.yaml")
+    said = "error: plan.yaml, line 3: 'run' is a single value"
+    assert ended.err.splitlines()[0] == said
+
+
+def test_a_closed_output_is_no_bug(trace: Path) -> None:
+    ended = subprocess.run(
+        ["/bin/bash", "-c", f"'{sys.executable}' -m ckplan show {trace} >&-"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines()[0] == (
+        "error: cannot write the output: the standard output is closed"
+    )
+
+
+def test_a_trace_without_a_name_is_no_trace(
+    run: Run, folder: Path, trace: Path
+) -> None:
+    content = json.loads(gzip.decompress(trace.read_bytes()))
+    nameless = json.dumps({**content, "model": None})
+    (folder / "nameless.json").write_text(nameless)
+    ended = run("show", "nameless.json")
+    assert ended.code == 1
+    assert "the model has no name" in ended.err
+
+
 def test_an_interrupt_inside_of_exec_ends_with_the_code_of_others(folder: Path) -> None:
     """Python remembers such a one, and would end by the signal."""
     interrupts = MODEL + "\ndef interrupted():\n    exec('raise KeyboardInterrupt')\n"

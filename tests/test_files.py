@@ -114,7 +114,7 @@ def test_a_full_disk_is_a_three_line_error_and_leaves_nothing(
     expected = (
         f"error: cannot write '{path}': no space left on device\n"
         "  needed: a folder that may be written to, with 2.00 KiB free\n"
-        "  try:    another path with -o"
+        "  try:    another path"
     )
     assert expected == str(caught.value)
     assert _everything_in(tmp_path) == []

@@ -39,13 +39,19 @@ class Command(TyperCommand):
             return super().invoke(ctx)
         except (typer.Exit, typer.Abort, typer.BadParameter):
             raise
-        except (Exception, KeyboardInterrupt, SystemExit) as error:
+        except BaseException as error:
             with_traceback = ctx.parent is not None and ctx.parent.params["traceback"]
             raise typer.Exit(_explain(error, with_traceback)) from None
 
 
 def write(text: str) -> None:
     """Write the product."""
+    if sys.stdout is None:  # as `>&-` closes it
+        raise CkplanError(
+            "cannot write the output: the standard output is closed",
+            needed="an open standard output",
+            hint="redirect it to /dev/null, if nobody wants it",
+        )
     sys.stdout.write(text)
     sys.stdout.flush()
 
@@ -85,8 +91,8 @@ def _unexpected(error: BaseException) -> CkplanError:
     if isinstance(error, SystemExit):
         return CkplanError(
             f"cannot use the workload: it called sys.exit({error.code!r})",
-            needed="a file that can be imported",
-            hint="put what runs it under `if __name__ == '__main__':`",
+            needed="a file that can be imported, and a model that runs to its end",
+            hint="put what runs the file under `if __name__ == '__main__':`",
         )
     if isinstance(error, KeyboardInterrupt):
         exec("")  # else Python may remember it, and end by the signal, not the code
@@ -108,6 +114,12 @@ def _unexpected(error: BaseException) -> CkplanError:
             hint="close other programs, or plan for a smaller model or batch",
         )
     said = str(error).strip() or "no message"
+    if not isinstance(error, Exception):
+        return CkplanError(
+            f"cannot use the workload: it raised {type(error).__name__}: {said}",
+            needed="a model that runs to its end",
+            hint=f"the same command with {TRACEBACK} shows where",
+        )
     return CkplanError(
         f"ckplan failed: {type(error).__name__}: {said}",
         needed="nothing of you: this is a bug in ckplan",

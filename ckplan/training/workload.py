@@ -321,6 +321,13 @@ def _import_file(path: Path) -> ModuleType:
             hint=f"python -m py_compile {path}",
         ) from None
     except Exception as error:
+        if "no known parent package" in str(error) and not path.is_absolute():
+            dotted = ".".join(path.with_suffix("").parts)
+            raise WorkloadError(
+                f"cannot import the workload: {path} is part of a package ({error})",
+                needed="a file of its own, or package.module:factory",
+                hint=f"ckplan profile {dotted}:{DEFAULT_FACTORY}",
+            ) from None
         raise _raised(str(path), error) from error
     finally:
         with suppress(ValueError):  # the file may have changed the path
