@@ -607,3 +607,22 @@ def test_calls_that_run_no_op_are_no_region(num_blocks: int) -> None:
     graph = replace(graph, calls=(*graph.calls, idle))
     least = Planner(graph).floor.peak_bytes
     assert least == Planner(graphs.chain(num_blocks)).floor.peak_bytes
+
+
+def test_the_file_of_a_step_is_solved_as_the_step_is() -> None:
+    path = TRACES / "mlp.json.gz"
+    assert solve_plan(str(path), "80%") == solve_plan(load(path), "80%")
+
+
+@pytest.mark.parametrize(
+    ("wish", "found"),
+    [
+        ({"goal": "minmem"}, "unknown goal 'minmem'"),
+        ({"max_overhead": -1}, "costs at most -1"),
+        ({"max_overhead": float("nan")}, "costs at most nan"),
+        ({"budget": "80%", "goal": "knee"}, "cannot tell what the plan is to reach"),
+    ],
+)
+def test_wishes_that_mean_nothing_are_named(wish: Any, found: str) -> None:
+    with pytest.raises(CkplanError, match=found):
+        solve_plan(graphs.chain(2), **wish)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
+from pathlib import Path
 
-from ckplan import gpus, units
+from ckplan import gpus, trace_file, units
 from ckplan.errors import CkplanError
 from ckplan.graph import Graph
 from ckplan.plan import Plan, Prediction, plan_fingerprint
@@ -35,7 +37,7 @@ def frontier(graph: Graph, count: int = 24) -> tuple[Point, ...]:
 
 
 def solve_plan(
-    graph: Graph,
+    graph: Graph | str | Path,
     budget: str | int | None = None,
     *,
     gpu: str | None = None,
@@ -48,7 +50,7 @@ def solve_plan(
     """Find a plan; say either what memory there is or what else is wanted.
 
     Args:
-        graph: The recorded step.
+        graph: The recorded step, or the path of its file.
         budget: As people write it: ``"12GiB"``, ``"80%"`` of the unplanned peak, or
             bytes. The cheapest plan within it is found.
         gpu: A card of ``ckplan gpus``: what it leaves to tensors is the budget. If
@@ -66,6 +68,8 @@ def solve_plan(
             overhead and a goal, one is unreadable, or a reserve has no budget.
         InfeasibleError: No plan found fits; the floor and its owner are named.
     """
+    if isinstance(graph, (str, Path)):
+        graph = trace_file.load(Path(graph))
     if method not in METHODS:
         raise CkplanError(
             f"unknown method {method!r}",
@@ -96,8 +100,20 @@ class Wish:
 
     def __post_init__(self) -> None:
         """Refuse none and more than one, and a reserve where there is no budget."""
+        if self.goal not in GOALS:
+            raise CkplanError(
+                f"unknown goal {self.goal!r}",
+                needed=" or ".join(filter(None, GOALS)),
+                hint="ckplan.solve(graph, goal='min-memory')",
+            )
+        if self.max_overhead is not None and not 0 <= self.max_overhead < math.inf:
+            raise CkplanError(
+                f"cannot find a plan that costs at most {self.max_overhead}",
+                needed="a fraction of the step, 0 or more",
+                hint="ckplan.solve(graph, max_overhead=0.05)",
+            )
         given = [self.budget, self.max_overhead, self.goal, self.gpu]
-        if sum(wish is not None for wish in given) != 1 or self.goal not in GOALS:
+        if sum(wish is not None for wish in given) != 1:
             raise CkplanError(
                 "cannot tell what the plan is to reach",
                 needed="exactly one of a budget, a card, a largest overhead and a goal "

@@ -12,7 +12,6 @@ import hashlib
 import os
 import pickle
 import random
-import sys
 import time
 import warnings
 from collections.abc import Mapping
@@ -309,13 +308,10 @@ def _random_state(device: torch.device) -> str:
 
 def put(plan: Plan | None, model: torch.nn.Module) -> None:
     """Put a plan on a model, in place of one that its factory may have put there."""
-    if "ckplan.applying" in sys.modules:
-        from ckplan.applying import remove
+    from ckplan.applying import apply, remove
 
-        remove(model)
+    remove(model)
     if plan is not None:
-        from ckplan.applying import apply
-
         apply(model, plan)
 
 
