@@ -99,8 +99,12 @@ def _check_kinds(model: object, plan: object) -> None:
 
 
 def remove(model: nn.Module) -> nn.Module:
-    """Take off what ``apply`` attached to the model or to any module in it."""
-    for module in model.modules():
+    """Take off what ``apply`` attached to the model or to any module in it.
+
+    Raises:
+        ApplyError: It is no model.
+    """
+    for module in _modules_of(model):
         _take_off(module)
     return model
 
@@ -122,9 +126,9 @@ def status(model: nn.Module) -> Status:
     If only modules in it have plans, the first of these is meant.
 
     Raises:
-        ApplyError: Neither the model nor any module in it has a plan.
+        ApplyError: It is no model, or neither it nor any module in it has a plan.
     """
-    sessions = map(_session_of, model.modules())
+    sessions = map(_session_of, _modules_of(model))
     session = next(filter(None, sessions), None)
     if session is None:
         raise ApplyError(
@@ -152,13 +156,17 @@ def planned(model: nn.Module, plan: Plan | str | Path) -> Iterator[nn.Module]:
             apply(model, before.plan)
 
 
-def _session_of(model: nn.Module) -> Session | None:
+def _modules_of(model: object) -> Iterator[nn.Module]:
     if not isinstance(model, nn.Module):
         raise ApplyError(
             f"cannot find the plan of a {type(model).__name__}",
             needed="the module that ckplan.apply was called on",
             hint="ckplan.status(model)",
         )
+    return model.modules()
+
+
+def _session_of(model: nn.Module) -> Session | None:
     for hook in model._forward_pre_hooks.values():
         owner = getattr(hook, "__self__", None)
         if isinstance(owner, Session):
