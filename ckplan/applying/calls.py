@@ -196,6 +196,8 @@ def settings() -> tuple[Any, ...]:
     backends = torch.backends
     return (
         torch.get_default_dtype(),
+        torch.get_autocast_dtype("cpu"),
+        torch.get_autocast_dtype("cuda"),
         torch.is_autocast_cache_enabled(),
         torch.are_deterministic_algorithms_enabled(),
         backends.mkldnn.enabled,

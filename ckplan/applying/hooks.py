@@ -70,10 +70,10 @@ class _Open:
             choice, _ = self.inner.pop()
             self.missing += choice.missing_of(self.region.end_inner())
 
-    def close(self, *, raised: bool) -> None:
-        """Its forward is over, or raised."""
+    def close(self, *, learn: bool) -> None:
+        """Its forward is over; learn from one that ended as others will."""
         self._switch_on()
-        self.choice.end(self.region, self.key, self.missing, learn=not raised)
+        self.choice.end(self.region, self.key, self.missing, learn=learn)
         if isinstance(self.region, Recorder) and self.choice.missing:
             self.session.warn_once("ops", missing_ops(self.choice, self.region))
 
@@ -246,7 +246,7 @@ class RegionHooks:
             if found.session is session:
                 found.end_inner(call)
                 if found.last == call:
-                    running.regions.pop().close(raised=raised)
+                    running.regions.pop().close(learn=not raised)
 
 
 @dataclass
@@ -263,7 +263,7 @@ class ParentHooks:
         del module, args, kwargs
         found = running.regions[-1] if running.regions else None
         if found is not None and any(found.choice is choice for choice in self.choices):
-            running.regions.pop().close(raised=True)
+            running.regions.pop().close(learn=False)
             if output is not None:  # else it raised
                 what = f"{found.choice.name} is no run: its last call never came"
                 found.session.warn_once("run", what)

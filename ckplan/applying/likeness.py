@@ -32,7 +32,7 @@ def likeness(tensor: torch.Tensor) -> Likeness | None:
             plain = torch.view_as_real(plain.resolve_conj())
         try:
             numbers = (plain.sum(), *torch.aminmax(plain))
-        except (RuntimeError, NotImplementedError):  # of a dtype without arithmetic
+        except RuntimeError:  # of a dtype without arithmetic
             return None
         return torch.stack([number.double() for number in numbers])
 
