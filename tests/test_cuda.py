@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import importlib
 import json
 import math
@@ -512,7 +513,9 @@ def test_recurrent_nets_run_in_the_types_of_autocast() -> None:
 
 
 @pytest.mark.parametrize("amp", ["bf16", "fp16"])
-def test_amp_is_cudas_and_not_cpus(amp: str) -> None:
+def test_amp_is_cudas_and_not_cpus(amp: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
+
     class Joined(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -649,7 +652,10 @@ def test_a_plan_for_cuda_on_cpu_warns_and_gives_the_right_gradients() -> None:
 # -- from the command line -----------------------------------------------------------
 
 
-def test_gpt2_is_planned_for_a_gpu_from_the_command_line(tmp_path: Path) -> None:
+def test_gpt2_is_planned_for_a_gpu_from_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
     sizes = {"layers": 2, "width": 128, "heads": 2, "batch": 4, "length": 128}
     settings = [f"--set={name}={value}" for name, value in sizes.items()]
     trace, plan = tmp_path / "gpt2.json.gz", tmp_path / "plan.yaml"
@@ -699,6 +705,114 @@ def test_three_ways_agree_on_what_a_plan_for_cuda_holds(tmp_path: Path) -> None:
     unplanned = simulate(graph).peak_bytes
     assert plan.predicted.peak_bytes - found.dry_run_peak_bytes in (0, 512)
     assert unplanned - found.unplanned_dry_run_peak_bytes in (0, 512)
+
+
+# -- the other way: fake CUDA tensors, where torch has CUDA built in -----------------
+
+built = pytest.mark.skipif(
+    not torch.backends.cuda.is_built() or torch.cuda.is_available(),
+    reason="needs a build of torch with CUDA, and no GPU",
+)
+
+
+class Convolutions(nn.Module):
+    """Layouts, norms and attention as in diffusion models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 16, 3)
+        self.norm, self.group = nn.BatchNorm2d(16), nn.GroupNorm(4, 16)
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.drop = nn.Dropout(0.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.silu(self.norm(self.up(x)))
+        rows = x.flatten(2).transpose(1, 2)
+        found = self.attention(rows, rows, rows, need_weights=False)[0]
+        x = found.transpose(1, 2).reshape_as(x)
+        return self.drop(self.down(F.relu(self.group(x))))
+
+
+def conv_workload() -> Workload:
+    return Workload(Convolutions(), torch.randn(2, 3, 8, 8), mean_square)
+
+
+def megatron_workload() -> Workload:
+    model = nn.Sequential(MegatronLayer(64, 4, 0.1), nn.LayerNorm(64))
+    return Workload(model, torch.randn(32, 4, 64), mean_square)
+
+
+def recurrent_workload(inner: nn.Module) -> Workload:
+    return Workload(Recurrent(inner), torch.randn(12, 4, 32), mean_square)
+
+
+TWO_WAYS: dict[str, Callable[[], Workload]] = {
+    "convolutions": conv_workload,
+    "megatron": megatron_workload,
+    "lstm": lambda: recurrent_workload(nn.LSTM(32, 32, num_layers=2, dropout=0.1)),
+    "gru": lambda: recurrent_workload(nn.GRU(32, 32)),
+    "attention": lambda: Workload(
+        Attention(dropout_p=0.1, is_causal=True), torch.randn(2, 32, 64), mean_square
+    ),
+}
+
+
+@built
+@pytest.mark.parametrize("make", TWO_WAYS.values(), ids=TWO_WAYS)
+@pytest.mark.parametrize("amp", [None, "bf16", "fp16"])
+@pytest.mark.parametrize("gpu", ["A100 40GB", "T4", "H100"])
+def test_fake_cuda_tensors_and_the_translation_agree(
+    make: Callable[[], Workload],
+    amp: str | None,
+    gpu: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    workload = make()
+    ways = []
+    for is_built in (True, False):
+        monkeypatch.setattr(torch.backends.cuda, "is_built", lambda one=is_built: one)
+        ways.append(on_cuda(workload.model, workload.batch, amp=amp, gpu=gpu))
+    dispatched, translated = ways
+    assert any("fake CUDA tensors for" in note for note in dispatched.notes)
+    assert any("translated" in note for note in translated.notes)
+    assert dataclasses.replace(dispatched, notes=translated.notes) == translated
+
+
+@built
+def test_what_fake_cuda_tensors_cannot_do_is_translated_and_said() -> None:
+    class Elsewhere(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) + torch.ones(4)  # on the CPU
+
+    graph = on_cuda(Elsewhere(4, 4), torch.randn(2, 4))
+    (why,) = (note for note in graph.notes if "not traced on fake CUDA" in note)
+    assert "two different devices" in why
+
+
+# -- the rest ------------------------------------------------------------------------
+
+
+def test_dropout_of_nothing_copies_nothing() -> None:
+    # Torch has a composite in Python, for its compiler, that does.
+    for p, train in ((0.0, True), (0.5, False)):
+        model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(p), nn.Linear(8, 8))
+        graph = on_cuda(model.train(train), torch.randn(4, 8))
+        assert "clone" not in forward_names(graph)
+
+
+def test_group_norm_is_contiguous_whatever_its_input_is() -> None:
+    x = torch.randn(2, 8, 4, 4).to(memory_format=torch.channels_last)
+    graph = on_cuda(nn.Sequential(nn.Conv2d(8, 8, 1), nn.GroupNorm(2, 8)), x)
+    assert forward_names(graph)[:3] == ["convolution", "clone", "native_group_norm"]
+
+
+def test_autocast_casts_from_the_last_argument_to_the_first() -> None:
+    # As GCC evaluates arguments, with which torch's wheels are made.
+    graph = on_cuda(nn.Linear(64, 16), torch.randn(32, 64), amp="bf16")
+    casts = [op for op in graph.ops[: graph.num_forward] if op.name == "_to_copy"]
+    made = [graph.storages[op.creates[0]].bytes for op in casts[:3]]
+    bias, weight, x = 16, 16 * 64, 32 * 64
+    assert made == [block(2 * bias), 2 * weight, 2 * x]
 
 
 def test_convolutions_alone_take_nothing_for_cublas() -> None:

@@ -26,6 +26,8 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
+from torch.optim import optimizer
+from torch.utils import _foreach_utils
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
@@ -172,8 +174,14 @@ def _is_chance(func: Any) -> bool:
 
 def _run_real(func: Any, values: list[Any], spec: pytree.TreeSpec) -> Any:
     with _disable_current_modes():
-        args, kwargs = pytree.tree_unflatten(values, spec)
+        args, kwargs = pytree.tree_unflatten(map(_reachable, values), spec)
         return func(*args, **kwargs)
+
+
+def _reachable(value: Any) -> Any:
+    """What is computed for a GPU that is not here is computed on the CPU."""
+    of_gpu = isinstance(value, torch.device) and value.type == "cuda"
+    return torch.device("cpu") if of_gpu and not torch.cuda.is_available() else value
 
 
 def _sized_by_kernel(func: Any, args: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
@@ -248,6 +256,11 @@ def fake_tensors() -> Iterator[tuple[FakeTensorMode, KnownValues]]:
             )
         stack.enter_context(fake)
         stack.enter_context(known)
+        for module in (optimizer, _foreach_utils):  # which go by exact types
+            types = [*module._foreach_supported_types, FakeTensor]
+            stack.enter_context(
+                mock.patch.object(module, "_foreach_supported_types", types)
+            )
         yield fake, known
 
 

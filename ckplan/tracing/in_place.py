@@ -23,7 +23,11 @@ from torch.autograd.graph import Node, _engine_run_backward
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ckplan.tracing.nodes import run_node
+from ckplan.tracing.stepping import is_last_time, watch_node
+
 _aten = torch.ops.aten
+_RUNNING_NODES = (_engine_run_backward.__code__, run_node.__code__)
 _AROUND_MODES = ("torch._dynamo.eval_frame", "torch._compile")
 
 
@@ -74,6 +78,10 @@ EVENLY = frozenset(
 )
 """Nodes that divide a gradient among the elements that have a value."""
 
+ENDING = frozenset(("CudnnBatchNormBackward0", "CudnnRnnBackward0"))
+"""Nodes that copy cuDNN's reserve, unless the engine says that it is to go."""
+
+_ENDING = _formula("", "clone")
 _DIVIDED = _formula("", "isnan logical_and mul")  # on CPU: what is done otherwise
 _DIVIDED_ON_CUDA = _formula("isnan", "logical_and")
 
@@ -87,7 +95,11 @@ class InPlace:
 
     def __init__(self, *, on_cuda: bool = False) -> None:
         divided = _DIVIDED_ON_CUDA if on_cuda else _DIVIDED
-        self._formulas = {**FORMULAS, **dict.fromkeys(EVENLY, divided)}
+        self._formulas = {
+            **FORMULAS,
+            **dict.fromkeys(EVENLY, divided),
+            **dict.fromkeys(ENDING, _ENDING),
+        }
         self._formula: _Formula | None = None
         self._made = WeakIdKeyDictionary()  # tensor of this node -> name of its op
 
@@ -106,8 +118,7 @@ class InPlace:
             self._formula = None
             self._made.clear()
 
-        node.register_prehook(begins)
-        node.register_hook(ends)
+        watch_node(node, begins, ends)
 
     def instead_of(
         self, func: Any, args: tuple[Any, ...]
@@ -116,6 +127,9 @@ class InPlace:
         formula = self._formula
         if formula is None or _name(func) not in formula.writes:
             return func, args
+        if formula is _ENDING:
+            goes = is_last_time() and args[0].dtype == torch.uint8
+            return (_aten.alias.default, args) if goes else (func, args)
         if torch.is_grad_enabled() or not _is_asked_by_engine():
             return func, args
         if formula is _DIVIDED:
@@ -163,4 +177,4 @@ def _is_asked_by_engine() -> bool:
     frame = sys._getframe(2).f_back  # who asks is a mode
     while frame is not None and frame.f_globals.get("__name__") in _AROUND_MODES:
         frame = frame.f_back
-    return frame is None or frame.f_code is _engine_run_backward.__code__
+    return frame is None or frame.f_code in _RUNNING_NODES

@@ -39,6 +39,7 @@ from ckplan.tracing.recording import (
     written_by,
 )
 from ckplan.tracing.stand_in import Geometry, Packed
+from ckplan.tracing.stepping import watch_node
 from ckplan.tracing.watch import Watch
 from ckplan.training.randomness import seeing_states
 
@@ -118,8 +119,7 @@ class StepRecorder(TorchDispatchMode):
         self.recording.num_forward = len(self.recording.ops)
         for node in nodes_below(loss):
             self._in_place.watch(node)
-            node.register_prehook(self._node_begins(node))
-            node.register_hook(self._node_ends)
+            watch_node(node, self._node_begins(node), self._node_ends)
 
     def begin_update(self) -> None:
         """Backward is over; what follows is the optimizer."""

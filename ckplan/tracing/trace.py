@@ -11,10 +11,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ckplan.errors import CkplanError, WorkloadError
-from ckplan.tracing.cuda import translated
+from ckplan.tracing.cuda import dispatched, translated
 from ckplan.tracing.fake import KnownValues, fake_tensors, why_not_fake
 from ckplan.tracing.recorder import StepRecorder
 from ckplan.tracing.recording import Recording
@@ -65,7 +66,7 @@ def trace(build: Build, training: Training, target: Target) -> Traced:
         WorkloadError: The model cannot be trained on its batch.
     """
     if not target.is_here:
-        return _trace_translated(build, training, target)
+        return _trace_elsewhere(build, training, target)
     try:
         with fake_tensors() as scope:
             traced = _watch_step(build, training, target, scope)
@@ -78,15 +79,32 @@ def trace(build: Build, training: Training, target: Target) -> Traced:
     return traced
 
 
-def _trace_translated(build: Build, training: Training, target: Target) -> Traced:
-    """Trace what CUDA would do, without it; there are no real tensors to fall back on.
+def _trace_elsewhere(build: Build, training: Training, target: Target) -> Traced:
+    """Trace what CUDA would do, without a GPU; no real tensors can be fallen back on.
 
     Raises:
         WorkloadError: The step cannot be traced on fake tensors.
     """
-    capability = target.capability
+    if not torch.backends.cuda.is_built():
+        return _trace_translated(build, training, target)
     try:
-        with fake_tensors() as scope, translated(capability) as words:
+        with fake_tensors() as scope, dispatched(target.capability) as words:
+            traced = _watch_step(build, training, target, scope, target.device)
+    except Exception as error:
+        if _is_final(error):
+            raise
+        why = why_not_fake(error.__cause__ or error)
+        traced = _trace_translated(build, training, target)
+        traced.notes.append(f"not traced on fake CUDA tensors: {why}")
+        return traced
+    traced.notes.append(f"traced under fake CUDA tensors for {_card(target)}")
+    traced.notes.extend(f"as CUDA does it: {what}" for what in words)
+    return traced
+
+
+def _trace_translated(build: Build, training: Training, target: Target) -> Traced:
+    try:
+        with fake_tensors() as scope, translated(target.capability) as words:
             traced = _watch_step(build, training, target, scope)
     except Exception as error:
         if _is_final(error):
@@ -97,11 +115,15 @@ def _trace_translated(build: Build, training: Training, target: Target) -> Trace
             needed="a step that runs on fake tensors, which have no values",
             hint="--device cpu, or run this where the GPU is",
         ) from error
-    assert target.gpu is not None
-    card = "{} (compute capability {}.{})".format(target.gpu.name, *capability)
-    traced.notes.append(f"{NOTE_FAKE}, translated to CUDA on {card}")
+    traced.notes.append(f"{NOTE_FAKE}, translated to CUDA on {_card(target)}")
     traced.notes.extend(f"as CUDA does it: {what}" for what in words)
     return traced
+
+
+def _card(target: Target) -> str:
+    assert target.gpu is not None, "internal error: no card to trace for"
+    major, minor = target.capability
+    return f"{target.gpu.name} (compute capability {major}.{minor})"
 
 
 def _is_final(error: Exception) -> bool:
@@ -142,9 +164,10 @@ def _watch_step(
     training: Training,
     target: Target,
     scope: Scope | None,
+    device: torch.device | None = None,
 ) -> Traced:
     """Record the second step: the steady state, in which optimizer state exists."""
-    workload = on_device(build(scope), target.placed)
+    workload = on_device(build(scope), device or target.placed)
     step = make_step(workload, training, target.device.type)
     with _told("the first step"):
         loss = step.run()

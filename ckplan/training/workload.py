@@ -266,10 +266,8 @@ def on_device(workload: Workload, device: torch.device) -> Workload:
     if device.type == "cpu":
         return workload
 
-    def move(leaf: object) -> object:
-        return leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf
-
-    batch = pytree.tree_map(move, workload.batch)
+    moved = {id(leaf): leaf.to(device) for leaf in tensors_of(workload.batch)}
+    batch = pytree.tree_map(lambda leaf: moved.get(id(leaf), leaf), workload.batch)
     model = workload.model.to(device)
     return Workload(model, batch, workload.loss, workload.optimizer)
 

@@ -476,7 +476,7 @@ def _classified(batch: int, size: int, classes: int = 100) -> Any:
 
 def class_loss(output: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
     """Cross entropy with classes that go round."""
-    labels = torch.arange(output.shape[0]) % output.shape[1]
+    labels = torch.arange(output.shape[0], device=output.device) % output.shape[1]
     return functional.cross_entropy(output, labels)
 
 

@@ -1,24 +1,32 @@
 """What a step would do on CUDA, traced on a machine without a GPU.
 
-A build of torch without CUDA cannot run autograd on fake CUDA tensors, so the step is
-traced on fake CPU tensors and *translated* while it runs, at four levels:
+A build of torch with CUDA runs the step on fake CUDA tensors: it dispatches to CUDA's
+ops itself, but for what it would ask the GPU (``dispatched``). A build without cannot
+run autograd on those, so the step is traced on fake CPU tensors and *translated* while
+it runs (``translated``). What is shared and what is not:
 
-==============  =======================================================================
-``autocast``    CUDA's lists of ops and its cache of casts, at the key of autocast
-``kernels``,    the op that CUDA would call, at the key of autograd, beneath every
-``attention``   composite; torch's own formula for it then saves what CUDA saves
-``outputs``     types and shapes that CUDA's kernels return, below autograd
-``pretend``     what Python code is told: ``torch.cuda.is_available()``, devices
-``memory``      what kernels and the allocator hold beyond tensors
-==============  =======================================================================
+==============  ==========  ===========================================================
+``autocast``    translated  CUDA's lists of ops and its cache of casts, at the key of
+                            autocast
+``kernels``     translated  the op that CUDA would call, at the key of autograd, beneath
+                            every composite; torch's own formula for it then saves what
+                            CUDA saves. Recurrent nets: both
+``attention``   both        the kernel that the card would take
+``outputs``     both        types and shapes that CUDA's kernels return, below autograd,
+                            where torch's own fake kernels do not know them
+``pretend``     both        what Python code is told: ``torch.cuda.is_available()``
+``memory``      both        what kernels and the allocator hold beyond tensors
+==============  ==========  ===========================================================
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -27,8 +35,9 @@ from ckplan.tracing.cuda.attention import Attention
 from ckplan.tracing.cuda.autocast import Autocast
 from ckplan.tracing.cuda.kernels import Kernels
 from ckplan.tracing.cuda.outputs import Outputs
-from ckplan.tracing.cuda.pretend import pretended
-from ckplan.tracing.cuda.words import Capability, Words, overload
+from ckplan.tracing.cuda.pretend import answered, autocast_on, on_cpu
+from ckplan.tracing.cuda.words import Capability, Words, composite
+from ckplan.tracing.stepping import stepping
 
 
 @contextmanager
@@ -46,34 +55,76 @@ def translated(capability: Capability) -> Iterator[Words]:
     """
     words = Words()
     autocast = Autocast(words)
-    attention = Attention(capability, words)
-    tables = (
-        ("AutocastCPU", autocast.kernels),
-        ("AutogradCPU", _for_fakes(Kernels(words).table | attention.table)),
-    )
+    kernels = Kernels(words).table | Attention(capability, words).table
     with ExitStack() as stack:
-        library = torch.library.Library("aten", "IMPL")
-        stack.callback(library._destroy)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that kernels are replaced is the purpose
-            for key, table in tables:
-                for name, kernel in table.items():
-                    library.impl(name, kernel, key)
+        stack.enter_context(_registered("AutocastCPU", autocast.kernels))
+        stack.enter_context(_registered("AutogradCPU", _for_fakes(kernels)))
         stack.enter_context(autocast.switched())
-        stack.enter_context(pretended(capability, words))
+        stack.enter_context(answered(capability, words))
+        stack.enter_context(on_cpu())
         outputs = stack.enter_context(Outputs(words))
         stack.enter_context(outputs.answering())
         yield words
+
+
+@contextmanager
+def dispatched(capability: Capability) -> Iterator[Words]:
+    """A scope in which fake CUDA tensors need no GPU, in a build of torch with CUDA.
+
+    Backward is stepped through, since torch's engine asks for the GPU's streams.
+
+    Args:
+        capability: Compute capability of the GPU: ``(8, 0)`` is an A100.
+
+    Yields:
+        What was done in place of torch, in words, as far as the scope has come.
+    """
+    words = Words()
+    kernels = Kernels(words).recurrent | Attention(capability, words).table
+    casts = Autocast(words, "cuda").recurrent
+    with ExitStack() as stack:
+        stack.enter_context(_registered("AutocastCUDA", casts))
+        stack.enter_context(_registered("AutogradCUDA", _for_fakes(kernels)))
+        stack.enter_context(answered(capability, words))
+        stack.enter_context(autocast_on())
+        stack.enter_context(_weights_apart())
+        stack.enter_context(stepping())
+        outputs = stack.enter_context(Outputs(words))
+        stack.enter_context(outputs.answering())
+        yield words
+
+
+def _weights_apart() -> AbstractContextManager[object]:
+    """A scope in which recurrent nets do not ask where their weights lie.
+
+    On a GPU they lie in one buffer, which has as many bytes.
+    """
+    name = "flatten_parameters"
+    return mock.patch.object(torch.nn.RNNBase, name, lambda self: None)
+
+
+@contextmanager
+def _registered(key: str, table: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """A scope in which ops have these kernels."""
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that kernels are replaced is the purpose
+            for name, kernel in table.items():
+                library.impl(name, kernel, key)
+        yield
+    finally:
+        library._destroy()
 
 
 def _for_fakes(table: Mapping[str, Callable[..., Any]]) -> dict[str, Any]:
     """Kernels that leave real tensors to torch's composites."""
 
     def guarded(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
-        composite = overload(name).decompose
+        torchs = partial(composite, name)
 
         def run(first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            chosen = kernel if isinstance(first, FakeTensor) else composite
+            chosen = kernel if isinstance(first, FakeTensor) else torchs
             return chosen(first, *args, **kwargs)
 
         return run

@@ -72,14 +72,22 @@ WIDEST = _names(
 REFUSED = ("binary_cross_entropy",)
 """An error under CUDA's autocast."""
 
-_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | (
+    torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
+)
 
 
 class Autocast:
-    """Kernels for autocast's key on CPU, and the cache of casts behind them."""
+    """Kernels for autocast's key on CPU, and the cache of casts behind them.
 
-    def __init__(self, words: Words) -> None:
+    Args:
+        words: What was translated.
+        device: Whose autocast is asked which type is the lower precision.
+    """
+
+    def __init__(self, words: Words, device: str = "cpu") -> None:
         self._words = words
+        self._device = device
         self._casts: dict[int, tuple[weakref.ref[Any], torch.Tensor]] = {}
 
     @property
@@ -103,8 +111,13 @@ class Autocast:
                 for name, policy in policies.items()
                 if name in here
             },
-            "_cudnn_rnn": self._recurrent,
+            **self.recurrent,
         }
+
+    @property
+    def recurrent(self) -> dict[str, Any]:
+        """What asks the GPU itself in a build of torch with CUDA."""
+        return {"_cudnn_rnn": self._recurrent}
 
     @contextmanager
     def switched(self) -> Iterator[None]:
@@ -155,7 +168,7 @@ class Autocast:
     # -- policies --------------------------------------------------------------------
 
     def _lower_precision(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        dtype = torch.get_autocast_dtype("cpu")
+        dtype = torch.get_autocast_dtype(self._device)
         return self._run_in(dtype, overload(name), args, kwargs)
 
     def _recurrent(
@@ -163,7 +176,7 @@ class Autocast:
     ) -> Any:
         """Weights of cuDNN's nets are cast into one buffer anew, at every call."""
         del buffer
-        dtype = torch.get_autocast_dtype("cpu")
+        dtype = torch.get_autocast_dtype(self._device)
 
         def cast(leaf: Any) -> Any:
             return leaf.to(dtype) if _eligible(leaf) else leaf
@@ -179,15 +192,18 @@ class Autocast:
     def _widest(self, name: str, *args: Any, **kwargs: Any) -> Any:
         found = {t.dtype for t in pytree.tree_leaves((args, kwargs)) if _eligible(t)}
         wide = torch.float32 in found
-        dtype = torch.float32 if wide else torch.get_autocast_dtype("cpu")
+        dtype = torch.float32 if wide else torch.get_autocast_dtype(self._device)
         return self._run_in(dtype, overload(name), args, kwargs)
 
     def _run_in(
         self, dtype: torch.dtype, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         self._words.say("autocast: CUDA's lists of ops and its cache of casts")
+        leaves, spec = pytree.tree_flatten((args, kwargs))
         with torch._C._ExcludeDispatchKeyGuard(_KEYS):
-            args, kwargs = pytree.tree_map(partial(self._cast, dtype), (args, kwargs))
+            # From the last to the first, as torch's C++ is compiled.
+            leaves = [self._cast(dtype, leaf) for leaf in reversed(leaves)][::-1]
+            args, kwargs = pytree.tree_unflatten(leaves, spec)
             return op(*args, **kwargs)
 
     def _cast(self, dtype: torch.dtype, leaf: Any) -> Any:

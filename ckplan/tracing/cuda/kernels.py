@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from ckplan.tracing.cuda.words import Words, overload
+from ckplan.tracing.cuda.words import Words, composite
 
 _Tensor: TypeAlias = torch.Tensor
 _aten = torch.ops.aten
@@ -25,12 +25,7 @@ class Kernels:
 
     def __init__(self, words: Words) -> None:
         self._words = words
-        self.table: dict[str, Any] = {
-            "dropout": self._dropout,
-            "softmax.int": self._softmax,
-            "log_softmax.int": self._log_softmax,
-            "_batch_norm_impl_index": self._batch_norm,
-            "rms_norm": self._rms_norm,
+        self.recurrent: dict[str, Any] = {
             "lstm_cell": self._lstm_cell,
             "gru_cell": self._gru_cell,
             "lstm.input": self._lstm,
@@ -38,10 +33,20 @@ class Kernels:
             "rnn_tanh.input": self._rnn_tanh,
             "rnn_relu.input": self._rnn_relu,
         }
+        """Those that ask the GPU itself in a build of torch with CUDA."""
+        self.table: dict[str, Any] = {
+            "dropout": self._dropout,
+            "softmax.int": self._softmax,
+            "log_softmax.int": self._log_softmax,
+            "_batch_norm_impl_index": self._batch_norm,
+            "group_norm": _group_norm,
+            "rms_norm": self._rms_norm,
+            **self.recurrent,
+        }
 
     def _dropout(self, input: _Tensor, p: float, train: bool) -> _Tensor:
         if not train or not 0 < p < 1 or not input.numel():
-            return overload("dropout").decompose(input, p, train)
+            return composite("dropout", input, p, train)
         self._words.say("dropout: native_dropout, whose mask is bool")
         return _aten.native_dropout(input, p, train)[0]
 
@@ -51,13 +56,13 @@ class Kernels:
         if input.dtype == torch.float16 and dtype == torch.float32:
             self._words.say("softmax of float16 to float32: one kernel, no cast")
             return _aten._softmax(input, dim, True)
-        return overload("softmax.int").decompose(input, dim, dtype)
+        return composite("softmax.int", input, dim, dtype)
 
     def _log_softmax(self, input: _Tensor, dim: int, dtype: Any = None) -> _Tensor:
         if input.dtype == torch.float16 and dtype == torch.float32:
             self._words.say("softmax of float16 to float32: one kernel, no cast")
             return _aten._log_softmax(input, dim, True)
-        return overload("log_softmax.int").decompose(input, dim, dtype)
+        return composite("log_softmax.int", input, dim, dtype)
 
     # -- norms -----------------------------------------------------------------------
 
@@ -75,8 +80,11 @@ class Kernels:
     ) -> tuple[Any, ...]:
         tensors = input, weight, bias, running_mean, running_var
         if not (cudnn_enabled and _is_for_cudnn(*tensors, training, eps)):
-            composite = overload("_batch_norm_impl_index")
-            return composite.decompose(*tensors, training, momentum, eps, cudnn_enabled)
+            rest = training, momentum, eps, cudnn_enabled
+            found: tuple[Any, ...] = composite(
+                "_batch_norm_impl_index", *tensors, *rest
+            )
+            return found
         self._words.say("batch norm: cuDNN's")
         layout = torch.contiguous_format
         if input.is_contiguous(memory_format=torch.channels_last) and input.dim() == 4:
@@ -101,7 +109,7 @@ class Kernels:
         last = input.dim() == 4 and not input.is_contiguous()
         last = last and input.is_contiguous(memory_format=torch.channels_last)
         if mixed or last or input.is_complex():
-            return overload("rms_norm").decompose(input, shape, weight, eps)
+            return composite("rms_norm", input, shape, weight, eps)
         self._words.say("rms norm: one kernel, which keeps its input and 1/rms")
         return _FusedRmsNorm.apply(input, shape, weight, eps)
 
@@ -186,6 +194,12 @@ class Kernels:
         )
         output = found[0].transpose(0, 1) if batch_first else found[0]
         return output, found[1], found[2]
+
+
+def _group_norm(input: _Tensor, *args: Any, **kwargs: Any) -> _Tensor:
+    """Always contiguous; on CPU as its input is."""
+    found: _Tensor = composite("group_norm", input.contiguous(), *args, **kwargs)
+    return found
 
 
 def _is_for_cudnn(

@@ -20,6 +20,7 @@ _aten = torch.ops.aten
 _STATISTICS = {
     _aten.native_layer_norm.default: (1, 2),
     _aten.native_batch_norm.default: (1, 2),
+    _aten.cudnn_batch_norm.default: (1, 2),
 }
 """Outputs that CUDA computes in float32 whatever the input is."""
 _GATES = {0: 1, 1: 1, 2: 4, 3: 3}  # of cuDNN's cells: RNN, RNN, LSTM, GRU
@@ -65,7 +66,7 @@ class Outputs(TorchDispatchMode):
         if func in _MADE:
             return _MADE[func](*args, **kwargs)
         out = func(*args, **kwargs)
-        if func in _STATISTICS and args[0].dtype in HALVES:
+        if func in _STATISTICS and out[_STATISTICS[func][0]].dtype in HALVES:
             self._words.say("norms: statistics in float32")
             return _retyped(out, _STATISTICS[func])
         if func is _aten.native_group_norm.default and args[1] is not None:

@@ -11,7 +11,8 @@ import re
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,26 +26,22 @@ from torch.utils import _pytree as pytree
 
 from ckplan.tracing.cuda.words import Capability, Words
 
-_FOREACH: dict[str, Any] = {
-    "_foreach_supported_types": [torch.Tensor, torch.nn.Parameter, FakeTensor],
-    "_get_foreach_kernels_supported_devices": lambda: ["cpu"],
-}
-"""What lets optimizers and clipping choose as for CUDA: lists of parameters."""
 _LIBRARIES = ("site-packages", "dist-packages")
 _STANDARD = sysconfig.get_path("stdlib")
 _OURS = str(Path(__file__).parents[2])
 _TORCHS = str(Path(torch.__file__).parent)
+_REMEMBERED = ("is_available", "device_count")
 
 
 @contextmanager
-def pretended(capability: Capability, words: Words) -> Iterator[None]:
-    """A scope in which the workload's code believes that it runs on a GPU."""
+def answered(capability: Capability, words: Words) -> Iterator[None]:
+    """A scope in which the workload's code hears that there is a GPU."""
     answers: dict[str, object] = {
         "is_available": True,
         "device_count": 1,
         "current_device": 0,
         "get_device_capability": capability,
-        "is_bf16_supported": capability >= (8, 0),
+        "is_bf16_supported": partial(_computes_bf16, capability),
         "synchronize": None,
         "empty_cache": None,
     }
@@ -53,12 +50,32 @@ def pretended(capability: Capability, words: Words) -> Iterator[None]:
             real = getattr(torch.cuda, name)
             told = _told(name, real, answer, words)
             stack.enter_context(mock.patch.object(torch.cuda, name, told))
+        yield
+
+
+@contextmanager
+def on_cpu() -> Iterator[None]:
+    """A scope in which what is asked for on CUDA is on CPU, and says that it is not."""
+    with ExitStack() as stack:
         stack.enter_context(mock.patch.object(FakeTensor, "device", _device()))
-        for name, value in _FOREACH.items():
-            for module in (optimizer, _foreach_utils):
-                stack.enter_context(mock.patch.object(module, name, value))
+        for module in (optimizer, _foreach_utils):  # lists of parameters, as on CUDA
+            devices = "_get_foreach_kernels_supported_devices"
+            stack.enter_context(mock.patch.object(module, devices, lambda: ["cpu"]))
         stack.enter_context(_OnCpu())
         yield
+
+
+def autocast_on() -> AbstractContextManager[object]:
+    """A scope in which autocast for CUDA does not turn itself off without a GPU."""
+    missing = "amp_definitely_not_available"
+    return mock.patch.object(torch.cuda.amp.common, missing, lambda: False)
+
+
+def _computes_bf16(
+    capability: Capability, device: object = None, including_emulation: bool = True
+) -> bool:
+    """Older cards emulate it, which torch counts."""
+    return including_emulation or capability >= (8, 0)
 
 
 def _told(
@@ -66,9 +83,12 @@ def _told(
 ) -> Callable[..., object]:
     def ask(*args: Any, **kwargs: Any) -> object:
         who = sys._getframe(1).f_code.co_filename
+        told = answer(*args, **kwargs) if callable(answer) else answer
         if is_workload(who):
-            words.say(f"torch.cuda.{name}(): the workload was told {answer}")
-            return answer
+            words.say(f"torch.cuda.{name}(): the workload was told {told}")
+            return told
+        if name not in _REMEMBERED:
+            return told
         if not who.startswith((_TORCHS, _OURS)):
             *_, library = re.split("|".join(f"/{one}/" for one in _LIBRARIES), who)
             library = library.partition("/")[0] or who

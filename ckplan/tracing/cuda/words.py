@@ -27,6 +27,15 @@ class Words:
         return iter(sorted(self._said))
 
 
+def composite(name: str, *args: Any, **kwargs: Any) -> Any:
+    """Run the composite of torch's own that is below autograd's key.
+
+    Torch has others in Python for some ops, meant for its compiler, which copy.
+    """
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    return overload(name)._op_dk(key, *args, **kwargs)
+
+
 def overload(name: str) -> Any:
     """``softmax.int`` as the op of torch; ``mm`` as its default overload."""
     packet, _, kind = name.partition(".")

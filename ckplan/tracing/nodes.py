@@ -1,0 +1,274 @@
+"""One backward: which node's turn it is, what it is given, what becomes of it.
+
+As torch's engine does it (``engine.cpp``, ``input_buffer.cpp``, ``accumulate_grad.h``):
+the latest node of forward first, sums of gradients that meet, and out of place, as
+under any mode. Which references are held, and until when, is part of it: a gradient
+that nobody else holds becomes ``.grad`` of its parameter as it is.
+"""
+
+from __future__ import annotations
+
+import heapq
+import sys
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node
+
+Edge: TypeAlias = tuple[Node, int]  # a node, and which of its gradients
+Hook: TypeAlias = Callable[..., Any]
+_ACCUMULATES = "AccumulateGrad"
+
+
+class OfTensor(NamedTuple):
+    """Hooks on one of the tensors that a node's forward made."""
+
+    output: int
+    hooks: dict[int, Hook]
+
+
+@dataclass
+class Hooks:
+    """What runs beside a node."""
+
+    of_tensors: list[OfTensor] = field(default_factory=list)
+    before: OrderedDict[int, Hook] = field(default_factory=OrderedDict)
+    after: OrderedDict[int, Hook] = field(default_factory=OrderedDict)
+    takes_none: bool = False  # a custom function that asked not to be given zeros
+
+
+class Backward:
+    """One backward.
+
+    Args:
+        roots: Nodes that are given gradients from outside, to be delivered.
+        wanted: What ``inputs`` asks for; all leaves, if nothing.
+        accumulate_grad: Whether that is added to ``.grad``, or handed out.
+        hooks_of: Says what runs beside a node.
+        done: Told of each node that ran.
+    """
+
+    def __init__(
+        self,
+        roots: list[Node],
+        wanted: list[Edge],
+        accumulate_grad: bool,
+        hooks_of: Callable[[Node], Hooks],
+        done: Callable[[Node], None],
+    ) -> None:
+        self.captured: dict[Edge, torch.Tensor | None] = {}
+        self._hooks_of, self._done = hooks_of, done
+        self._waiting = _dependencies(roots)
+        self._needed = _leading_to({node for node, _ in wanted}, self._waiting)
+        self._captures = set() if accumulate_grad else set(wanted)
+        self._grads: dict[Node, list[Any]] = {}
+        self._ready: list[tuple[int, int, Node]] = []
+        self._tickets = count()
+
+    def deliver(self, outs: list[Any], place: int, edge: Edge) -> None:
+        """Add to what a node waits for; it is ready once all of it has come.
+
+        What is added to another gradient stays in ``outs``, as it does in the engine.
+        """
+        node, slot = edge
+        slots = self._grads.setdefault(node, [None] * len(node._input_metadata))
+        if slots[slot] is None:
+            slots[slot], outs[place] = outs[place], None
+        elif outs[place] is not None:
+            slots[slot] = slots[slot] + outs[place]
+        self._waiting[node] -= 1
+        if not self._waiting[node]:
+            turn = (-node._sequence_nr(), next(self._tickets), node)
+            heapq.heappush(self._ready, turn)
+
+    def until_done(self) -> None:
+        """Run nodes, the latest of forward first."""
+        while self._ready:
+            self._visit(heapq.heappop(self._ready)[-1])
+
+    def _visit(self, node: Node) -> None:
+        outs = self._run(node)
+        outs += [None] * (len(node.next_functions) - len(outs))
+        for place, edge in enumerate(node.next_functions):
+            if edge[0] is not None:
+                self.deliver(outs, place, edge)
+
+    def _run(self, node: Node) -> list[torch.Tensor | None]:
+        grads = self._grads.pop(node)
+        hooks = self._hooks_of(node)
+        _call_tensor_hooks(hooks, grads)
+        for slot in range(len(grads)):
+            if (node, slot) in self._captures:
+                self.captured[node, slot] = grads[slot]
+        if node not in self._needed or self._ends_at(node):
+            return []
+        outs = _run_hooked(node, hooks, grads)
+        self._done(node)
+        return outs
+
+    def _ends_at(self, node: Node) -> bool:
+        """Whether all that is wanted of a node is what comes to it."""
+        mine = any(captured is node for captured, _ in self._captures)
+        nexts = (target for target, _ in node.next_functions)
+        return mine and not any(target in self._needed for target in nexts)
+
+
+def _dependencies(roots: list[Node]) -> defaultdict[Node, int]:
+    """How often each node below the roots is delivered to."""
+    waiting: defaultdict[Node, int] = defaultdict(int)
+    for root in roots:
+        waiting[root] += 1
+    stack = list(dict.fromkeys(roots))
+    while stack:
+        for target, _ in stack.pop().next_functions:
+            if target is not None:
+                if target not in waiting:
+                    stack.append(target)
+                waiting[target] += 1
+    return waiting
+
+
+def _leading_to(wanted: set[Node], nodes: defaultdict[Node, int]) -> set[Node]:
+    """Nodes that must run: all, or those on the way to what is wanted."""
+    if not wanted:
+        return set(nodes)
+    above: defaultdict[Node, list[Node]] = defaultdict(list)
+    for node in list(nodes):
+        for target, _ in node.next_functions:
+            if target is not None:
+                above[target].append(node)
+    found, stack = set(wanted), list(wanted)
+    while stack:
+        for node in above[stack.pop()]:
+            if node not in found:
+                found.add(node)
+                stack.append(node)
+    return found
+
+
+def leaf_of(node: Any) -> torch.Tensor | None:
+    """The leaf whose gradient a node accumulates."""
+    leaf: torch.Tensor | None = getattr(node, "variable", None)
+    return leaf if node.name().endswith(_ACCUMULATES) else None
+
+
+def _call_tensor_hooks(hooks: Hooks, grads: list[torch.Tensor | None]) -> None:
+    for output, mine in hooks.of_tensors:
+        for hook in list(mine.values()):
+            grad = grads[output]
+            if grad is not None:
+                found = hook(grad)
+                grads[output] = grad if found is None else found
+
+
+def _run_hooked(
+    node: Node, hooks: Hooks, grads: list[torch.Tensor | None]
+) -> list[torch.Tensor | None]:
+    for hook in list(hooks.before.values()):
+        found = hook(tuple(grads))
+        if found is not None:
+            grads[:] = found if isinstance(found, tuple) else (found,)
+    outs = _fitting(node, _run(node, grads, hooks.takes_none))
+    for hook in list(hooks.after.values()):
+        found = hook(tuple(outs), tuple(grads))
+        if found is not None:
+            outs = list(found) if isinstance(found, tuple) else [found]
+    return outs
+
+
+def _run(
+    node: Node, grads: list[torch.Tensor | None], takes_none: bool
+) -> list[torch.Tensor | None]:
+    if node.name().endswith(_ACCUMULATES):
+        if grads[0] is not None:
+            _accumulate(node, grads)
+        return []
+    if isinstance(node, BackwardCFunction):
+        return _run_custom(node, grads if takes_none else _materialized(node, grads))
+    outs = run_node(node, grads)
+    return list(outs) if isinstance(outs, tuple) else [outs]
+
+
+def run_node(node: Any, grads: list[torch.Tensor | None]) -> Any:
+    """A formula of torch's own; all ops below this frame are its."""
+    return node(*grads)
+
+
+def _materialized(
+    node: Node, grads: list[torch.Tensor | None]
+) -> list[torch.Tensor | None]:
+    """Zeros where no gradient came."""
+    return [
+        torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device)
+        if grad is None
+        else grad
+        for grad, meta in zip(grads, node._input_metadata, strict=True)
+    ]
+
+
+def _run_custom(
+    node: Any, grads: list[torch.Tensor | None]
+) -> list[torch.Tensor | None]:
+    """What ``backward`` of a custom function returns for its tensors."""
+    outs = node.apply(*grads)
+    outs = list(outs) if isinstance(outs, tuple) else [outs]
+    # One for each argument; edges are of tensors alone, and lead somewhere only from
+    # those that want a gradient.
+    wants = zip(outs, node.needs_input_grad, strict=False)
+    wanted = [out for out, wants_it in wants if wants_it]
+    return [wanted.pop(0) if target else None for target, _ in node.next_functions]
+
+
+def _fitting(node: Node, outs: list[Any]) -> list[Any]:
+    """Gradients in the shapes and types of what they are gradients of."""
+    for place, (target, slot) in enumerate(node.next_functions[: len(outs)]):
+        if outs[place] is None or target is None:
+            continue
+        meta = target._input_metadata[slot]
+        # No name for a gradient: it would live on while the next one is cast.
+        if outs[place].shape != torch.Size(meta.shape):
+            outs[place] = outs[place].sum_to_size(meta.shape)
+        if outs[place].dtype != meta.dtype:
+            outs[place] = outs[place].to(meta.dtype)
+    return outs
+
+
+def _accumulate(node: Any, grads: list[Any]) -> None:
+    """Into ``.grad`` of a leaf: taken over where nobody else holds it, else copied."""
+    leaf = node.variable
+    first = leaf.grad is None and not torch.is_grad_enabled()
+    if first and _is_unshared(grads) and _is_laid_out_like(grads[0], leaf):
+        leaf.grad = grads[0]
+        hooks = leaf._post_accumulate_grad_hooks
+        for hook in list(hooks.values()) if hooks else ():
+            hook(leaf)
+    else:
+        node(grads[0])
+
+
+def _is_unshared(grads: list[Any]) -> bool:
+    """Whether the only gradient in a list is held by nothing else."""
+    return _references(grads) == _OF_ITS_LIST and grads[0]._use_count() == 1
+
+
+def _references(held: list[Any]) -> int:
+    return sys.getrefcount(held[0])
+
+
+_OF_ITS_LIST = _references([object()])
+
+
+def _is_laid_out_like(grad: torch.Tensor, leaf: torch.Tensor) -> bool:
+    """Torch's "gradient layout contract"."""
+    reach = 1 + sum(
+        (n - 1) * step for n, step in zip(leaf.shape, leaf.stride(), strict=True)
+    )
+    if reach != leaf.numel():  # a view with gaps, or elements that share memory
+        return grad.is_contiguous()
+    steps = zip(grad.shape, grad.stride(), leaf.stride(), strict=True)
+    return all(one == two for size, one, two in steps if size > 1)

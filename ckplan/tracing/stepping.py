@@ -1,0 +1,256 @@
+"""Run backward node by node from Python, without torch's engine.
+
+The engine refuses fake CUDA tensors on a machine without a GPU: it asks for streams
+before its first node. What it does at a node is done here: hooks, the node's own
+formula, shapes and types of what it returns, sums of gradients that meet, in the order
+of forward turned round (``engine.cpp`` of torch 2.11 to 2.13).
+
+Gradients are bit for bit those of the engine, and so are the lives of tensors. Hooks on
+nodes of torch's own ops cannot be seen from Python and are not run; those on tensors,
+on modules and on custom functions are.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+from weakref import WeakSet
+
+import torch
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.utils import checkpoint
+from torch.utils.hooks import RemovableHandle
+
+from ckplan.tracing.nodes import (
+    Backward,
+    Edge,
+    Hook,
+    Hooks,
+    OfTensor,
+    leaf_of,
+    run_node,
+)
+
+
+class _Held:
+    """What a hook made of a saved tensor, until the node is done with it."""
+
+    __slots__ = ("__weakref__", "packed", "unpack")
+
+    def __init__(self, packed: object, unpack: Hook) -> None:
+        self.packed = packed
+        self.unpack: Hook | None = unpack
+
+    def let_go(self) -> None:
+        self.packed = self.unpack = None
+
+
+def _register(hooks: OrderedDict[int, Hook], hook: Hook) -> RemovableHandle:
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    return handle
+
+
+def watch_node(node: Node, begins: Hook, ends: Hook) -> None:
+    """Call before and after a node runs, whoever runs it."""
+    if _active:
+        hooks = _active[-1].hooks[node]
+        _register(hooks.before, begins)
+        _register(hooks.after, ends)
+    else:
+        node.register_prehook(begins)
+        node.register_hook(ends)
+
+
+def is_last_time() -> bool:
+    """Whether what the running node saved is to go, which only the engine can do."""
+    return bool(_active) and not _active[-1].keeps_graph
+
+
+@contextmanager
+def stepping() -> Iterator[None]:
+    """A scope in which every backward of the process runs here."""
+    here = _Stepping()
+    with ExitStack() as stack:
+
+        def put(owner: Any, name: str, by: Any) -> None:
+            stack.enter_context(mock.patch.object(owner, name, by, create=True))
+
+        for module in (torch.autograd, torch.autograd.graph):
+            put(module, "_engine_run_backward", here.run_backward)
+        hooks = torch._C._autograd
+        put(hooks, "_push_saved_tensors_default_hooks", here.push_saved_tensors_hooks())
+        put(hooks, "_pop_saved_tensors_default_hooks", here.pop_saved_tensors_hooks())
+        put(torch.Tensor, "register_hook", here.register_on_tensor())
+        put(torch.Tensor, "retain_grad", _retain_grad)
+        put(BackwardCFunction, "register_prehook", here.register_on_node("before"))
+        put(BackwardCFunction, "register_hook", here.register_on_node("after"))
+        put(BackwardCFunction, "set_materialize_grads", here.set_materialize_grads())
+        _active.append(here)
+        stack.callback(_active.remove, here)
+        yield
+
+
+def _retain_grad(tensor: torch.Tensor) -> None:
+    def retain(grad: torch.Tensor) -> None:
+        tensor.grad = grad
+
+    if tensor.grad_fn is not None:
+        tensor.register_hook(retain)
+
+
+class _Stepping:
+    """Hooks, and what asks for backward."""
+
+    def __init__(self) -> None:
+        self.hooks: defaultdict[Node, Hooks] = defaultdict(Hooks)
+        self.keeps_graph = False  # in the backward that runs
+        self.saved: defaultdict[int, WeakSet[_Held]] = defaultdict(WeakSet)
+        """By autograd's sequence number of the node."""
+        self.taken_out: list[_Held] = []  # by the node that runs
+        self.pushed: list[list[Hook]] = []
+
+    # -- saved tensors ---------------------------------------------------------------
+
+    def push_saved_tensors_hooks(self) -> Hook:
+        """Hold what is saved, since only the engine can make a node let go of it."""
+        real = torch._C._autograd._push_saved_tensors_default_hooks
+
+        def push(pack: Hook, unpack: Hook) -> None:
+            pushed = [
+                pack,
+                unpack,
+            ]  # nodes hold on to ``hold``, which must not to these
+
+            def hold(tensor: torch.Tensor) -> _Held:
+                pack, unpack = pushed
+                held = _Held(pack(tensor), unpack)
+                # The node that it is saved for is the newest.
+                self.saved[torch.autograd._get_sequence_nr() - 1].add(held)
+                return held
+
+            self.pushed.append(pushed)
+            real(hold, self._take_out)
+
+        return push
+
+    def pop_saved_tensors_hooks(self) -> Hook:
+        """The end of what was pushed."""
+        real = torch._C._autograd._pop_saved_tensors_default_hooks
+
+        def pop() -> None:
+            real()
+            if self.pushed:
+                self.pushed.pop().clear()
+
+        return pop
+
+    def _take_out(self, held: _Held) -> Any:
+        assert held.unpack is not None, "internal error: let go too early"
+        # A node may have saved it under another number, where it writes to a view.
+        # What others than nodes take out, as torch's checkpoint does, they keep.
+        if sys._getframe(1).f_code is run_node.__code__:
+            self.taken_out.append(held)
+        return held.unpack(held.packed)
+
+    # -- hooks -----------------------------------------------------------------------
+
+    def register_on_tensor(self) -> Hook:
+        real = torch.Tensor.register_hook
+
+        def register_hook(tensor: Any, hook: Hook) -> Any:
+            handle = real(tensor, hook)
+            node = tensor.grad_fn
+            if node is not None:  # a leaf is asked for its hooks when its turn comes
+                of_tensors, mine = self.hooks[node].of_tensors, tensor._backward_hooks
+                if not any(one.hooks is mine for one in of_tensors):
+                    of_tensors.append(OfTensor(tensor.output_nr, mine))
+            return handle
+
+        return register_hook
+
+    def register_on_node(self, when: str) -> Hook:
+        def register(node: Any, hook: Hook) -> RemovableHandle:
+            return _register(getattr(self.hooks[node], when), hook)
+
+        return register
+
+    def set_materialize_grads(self) -> Hook:
+        real = BackwardCFunction.set_materialize_grads
+
+        def set_materialize_grads(node: Any, value: bool) -> None:
+            real(node, value)  # which cannot be asked for it
+            self.hooks[node].takes_none = not value
+
+        return set_materialize_grads
+
+    # -- the engine ------------------------------------------------------------------
+
+    def run_backward(
+        self,
+        outputs: Sequence[torch.Tensor | GradientEdge],
+        grads: Sequence[torch.Tensor | None],
+        keep_graph: bool,
+        create_graph: bool,
+        inputs: Sequence[torch.Tensor | GradientEdge],
+        allow_unreachable: bool = False,
+        accumulate_grad: bool = False,
+    ) -> tuple[torch.Tensor | None, ...]:
+        """What ``torch.autograd`` asks of the engine."""
+        roots = [_edge(one) for one in outputs]
+        wanted = [_edge(one) for one in inputs]
+        run = Backward(
+            [node for node, _ in roots],
+            wanted,
+            accumulate_grad,
+            self._hooks_of,
+            self._done,
+        )
+        in_group = checkpoint.GraphExecGroup._get_current_group() is not None
+        group = nullcontext() if in_group else checkpoint.GraphExecGroup()
+        outside, self.keeps_graph = self.keeps_graph, keep_graph
+        try:
+            with torch.set_grad_enabled(create_graph), group:
+                outs = list(grads)
+                for place, root in enumerate(roots):
+                    run.deliver(outs, place, root)
+                run.until_done()
+        finally:
+            self.keeps_graph = outside
+        if accumulate_grad:
+            return ()
+        if not allow_unreachable and len(run.captured) < len(set(wanted)):
+            raise RuntimeError(
+                "One of the differentiated Tensors appears to not have been used in "
+                "the graph. Set allow_unused=True if this is the desired behavior."
+            )
+        return tuple(run.captured.get(edge) for edge in wanted)
+
+    def _hooks_of(self, node: Node) -> Hooks:
+        hooks, leaf = self.hooks.get(node) or Hooks(), leaf_of(node)
+        if leaf is None or not leaf._backward_hooks:
+            return hooks
+        of_leaf = OfTensor(0, leaf._backward_hooks)
+        return replace(hooks, of_tensors=[*hooks.of_tensors, of_leaf])
+
+    def _done(self, node: Node) -> None:
+        if self.keeps_graph:
+            return
+        self.hooks.pop(node, None)
+        for held in (*self.saved.pop(node._sequence_nr(), ()), *self.taken_out):
+            held.let_go()
+        self.taken_out.clear()
+
+
+def _edge(one: torch.Tensor | GradientEdge) -> Edge:
+    edge = one if isinstance(one, GradientEdge) else get_gradient_edge(one)
+    return edge.node, edge.output_nr
+
+
+_active: list[_Stepping] = []

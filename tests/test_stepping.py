@@ -1,0 +1,273 @@
+"""Backward from Python does what torch's engine does: bits, hooks, lives of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from ckplan.tracing.recording import Recording
+from ckplan.tracing.stepping import stepping
+from ckplan.tracing.target import find_target
+from ckplan.tracing.trace import trace
+from ckplan.training.step import Training
+from ckplan.training.workload import Workload
+
+Run = Callable[[nn.Module, torch.Tensor], Any]
+
+
+class Scaled(torch.autograd.Function):
+    """Two outputs; arguments that are no tensors; uses what it saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, k: int, w: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.save_for_backward(x, w)
+        ctx.k = k
+        return x * k * w, x + w
+
+    @staticmethod
+    def backward(ctx: Any, g: Any, h: Any) -> tuple[torch.Tensor | None, ...]:
+        x, w = ctx.saved_tensors
+        return g * ctx.k * w + h, None, (g * ctx.k * x + h).sum(0)
+
+
+class TakesNone(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.set_materialize_grads(False)
+        return x * 2, x * 3
+
+    @staticmethod
+    def backward(ctx: Any, g: Any, h: Any) -> torch.Tensor:
+        return (0 if g is None else 2 * g) + (0 if h is None else 3 * h)
+
+
+class Net(nn.Module):
+    """Gradients that meet, broadcasting, views, custom functions, a tied layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8, bias=False)
+        self.p, self.q = (nn.Parameter(torch.randn(8)) for _ in range(2))
+        self.norm, self.batch_norm = nn.LayerNorm(8), nn.BatchNorm1d(8)
+        self.conv, self.lstm = nn.Conv2d(2, 8, 3), nn.LSTM(8, 8)
+        self.table = nn.Embedding(10, 8)
+        self.ends = self.b
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.a(x) + self.p + self.q
+        u, v = Scaled.apply(y, 2, self.q)
+        z = self.batch_norm(self.norm(F.dropout(F.gelu(self.b(u)), 0.1)))
+        z = z + TakesNone.apply(z)[1]
+        z = self.lstm(z)[0] + v.relu_()
+        images = torch.ones(1, 2, 5, 5).to(memory_format=torch.channels_last)
+        z = z * self.conv(images).mean() + self.table(torch.tensor([1, 2, 3, 3]))
+        return self.ends(z.view(2, 2, 8).transpose(0, 1).reshape(4, 8)) + self.a(z)
+
+
+def mean(model: nn.Module, x: torch.Tensor) -> None:
+    model(x).square().mean().backward()
+
+
+def hooked(model: nn.Module, x: torch.Tensor) -> torch.Tensor | None:
+    y = model(x)
+    y.register_hook(lambda grad: grad * 2)
+    y.register_hook(lambda grad: grad + 1)
+    y.retain_grad()
+    (y * y).sum().backward()
+    return y.grad
+
+
+def penalised(model: nn.Module, x: torch.Tensor) -> None:
+    y = model(x)
+    (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    (y + grad * grad).mean().backward()
+
+
+def twice(model: nn.Module, x: torch.Tensor) -> None:
+    y = model(x)
+    y.sum().backward(retain_graph=True)
+    y.square().sum().backward()
+
+
+def two_losses(model: nn.Module, x: torch.Tensor) -> None:
+    y = model(x)
+    torch.autograd.backward([y.sum(), y.square().mean()])
+
+
+def some_inputs(model: Any, x: torch.Tensor) -> None:
+    model(x).sum().backward(inputs=[model.a.weight, model.p])
+
+
+def asked(model: Any, x: torch.Tensor) -> Any:
+    y = model(x)
+    unused = nn.Parameter(torch.ones(2))
+    wanted = [model.a.weight, x, y, unused]
+    return torch.autograd.grad(y.sum(), wanted, allow_unused=True)
+
+
+def on_leaves(model: Any, x: torch.Tensor) -> None:
+    def doubled(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.mul_(2)
+
+    hooks = (
+        model.p.register_hook(lambda grad: grad * 3),
+        model.a.weight.register_post_accumulate_grad_hook(doubled),
+    )
+    mean(model, x)
+    for hook in hooks:
+        hook.remove()
+
+
+def on_modules(model: Any, x: torch.Tensor) -> None:
+    hooks = (
+        model.a.register_full_backward_hook(lambda module, i, o: (i[0] * 2,)),
+        model.norm.register_full_backward_pre_hook(lambda module, o: (o[0] * 3,)),
+    )
+    mean(model, x)
+    for hook in hooks:
+        hook.remove()
+
+
+def checkpointed(model: nn.Module, x: torch.Tensor) -> None:
+    checkpoint(model, x, use_reentrant=False).square().mean().backward()
+
+
+def checkpointed_the_old_way(model: nn.Module, x: torch.Tensor) -> None:
+    checkpoint(model, x, use_reentrant=True).square().mean().backward()
+
+
+RUNS = (
+    mean,
+    hooked,
+    penalised,
+    twice,
+    two_losses,
+    some_inputs,
+    asked,
+    on_leaves,
+    on_modules,
+    checkpointed,
+    checkpointed_the_old_way,
+)
+
+
+def gradients(run: Run) -> list[torch.Tensor | None]:
+    torch.manual_seed(0)
+    model, found = Net(), []
+    for _ in range(2):  # the second time gradients are added to those of the first
+        x = torch.randn(4, 8, requires_grad=True)
+        made = run(model, x)
+        found += [x.grad, *(made if isinstance(made, tuple) else [made])]
+    return [*found, *(parameter.grad for parameter in model.parameters())]
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_gradients_are_the_engines_bit_for_bit(run: Run) -> None:
+    expected = gradients(run)
+    with stepping():
+        found = gradients(run)
+    assert sum(one is not None for one in expected) >= 2
+    for one, other in zip(expected, found, strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or other is None or torch.equal(one, other)
+
+
+def recorded(make: Callable[[], Workload], training: Training) -> Recording:
+    torch.manual_seed(0)
+    target = find_target("cpu", None)
+    return trace(lambda scope: make(), training, target).recording
+
+
+class Recurrent(nn.Module):
+    """Cells in a loop: gradients meet again and again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.out = nn.GRUCell(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state, outs = torch.zeros_like(x[0]), []
+        for row in x:
+            state = self.cell(row, state)
+            outs.append(self.out(state) * state)
+        return torch.stack(outs)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+        self.first, self.layer = nn.Linear(16, 16), layer
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        out = checkpoint(self.layer, x, use_reentrant=self.use_reentrant)
+        return out + x
+
+
+def transformer() -> Workload:
+    layers = (nn.TransformerEncoderLayer(16, 2, 32, batch_first=True) for _ in range(2))
+    return Workload(nn.Sequential(*layers), torch.randn(2, 8, 16), None)
+
+
+MAKES: dict[str, Callable[[], Workload]] = {
+    "everything": lambda: Workload(Net(), torch.randn(4, 8), None),
+    "transformer": transformer,
+    "recurrent": lambda: Workload(Recurrent(), torch.randn(5, 3, 8), None),
+    "checkpointed": lambda: Workload(Checkpointed(False), torch.randn(2, 8, 16), None),
+    "the old way": lambda: Workload(Checkpointed(True), torch.randn(2, 8, 16), None),
+}
+
+
+TRAININGS = (Training("adamw"), Training("sgd", amp="bf16", accumulate=2, clip=1.0))
+
+
+@pytest.mark.parametrize(
+    ("name", "training"),
+    [
+        (name, training)
+        for name in MAKES
+        for training in TRAININGS
+        # Torch before 2.13 casts a weight into a graph of its own there, so that what
+        # the checkpoint saves is let go with its graph.
+        if not (name == "the old way" and training.amp)
+    ],
+)
+def test_a_step_is_recorded_as_the_engine_runs_it(
+    name: str, training: Training
+) -> None:
+    ways = []
+    for scope in (nullcontext(), stepping()):
+        with scope:
+            ways.append(recorded(MAKES[name], training))
+    engine, stepped = ways
+    assert engine.num_backward > 10
+    for one, other in zip(engine.ops, stepped.ops, strict=True):
+        assert one == other
+    assert engine.storages == stepped.storages
+    assert engine.saved == stepped.saved
+
+
+def test_nothing_is_left_behind() -> None:
+    before = torch.autograd._engine_run_backward, torch.Tensor.register_hook
+    with pytest.raises(ZeroDivisionError), stepping():
+        raise ZeroDivisionError
+    assert (torch.autograd._engine_run_backward, torch.Tensor.register_hook) == before
+    x = torch.ones(2, requires_grad=True)
+    x.exp().sum().backward()
+    assert x.grad is not None
+
+
+def test_what_is_not_used_is_refused_as_by_the_engine() -> None:
+    x, y = (torch.ones(2, requires_grad=True) for _ in range(2))
+    with stepping(), pytest.raises(RuntimeError, match="not have been used"):
+        torch.autograd.grad(x.sum(), [x, y])
