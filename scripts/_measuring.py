@@ -6,6 +6,7 @@ It wakes no torch: in ``speed.py``, the memory of a child counts from its parent
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import os
 import platform
@@ -122,6 +123,21 @@ def workloads(only: Iterable[str] = ()) -> list[str]:
             hint=f"ls {folder}",
         )
     return [name for name in dict.fromkeys(names) if name in chosen]
+
+
+def zoo() -> list[str]:
+    """Names of the zoo's models: its public factories."""
+    tree = ast.parse((ROOT / workload_path(_ZOO)).read_text())
+    functions = (node for node in tree.body if isinstance(node, ast.FunctionDef))
+    return [function.name for function in functions if function.args.kwonlyargs]
+
+
+def location_of(name: str) -> str:
+    """Where a workload is, or a model of the zoo."""
+    plain = name in workloads()
+    return str(
+        ROOT / (workload_path(name) if plain else f"{workload_path(_ZOO)}:{name}")
+    )
 
 
 def workload_path(name: str) -> str:

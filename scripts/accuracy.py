@@ -20,7 +20,6 @@ over the line.
 from __future__ import annotations
 
 import argparse
-import ast
 import json
 import multiprocessing
 import statistics
@@ -32,20 +31,20 @@ from pathlib import Path
 from typing import Any
 
 from _measuring import (
-    ROOT,
     SEED,
     Report,
     add_output,
     finish,
     format_error,
+    location_of,
     make_parser,
     make_table,
     relative_error,
     results_path,
     run,
     say,
-    workload_path,
     workloads,
+    zoo,
 )
 
 from ckplan.errors import CkplanError
@@ -54,7 +53,6 @@ from ckplan.training.step import Training
 from ckplan.training.workload import WorkloadSpec
 from ckplan.units import format_bytes
 
-ZOO = "configs/workloads/zoo.py"
 UNDER_AUTOCAST = ("mistral", "convnext", "vit")
 MOST_ERROR, MOST_UNDER = 0.003, 0.001
 SHARES = (1 / 4, 1 / 2, 3 / 4)
@@ -229,24 +227,19 @@ def _first_steps(spec: WorkloadSpec, plan: Plan | None, training: Training) -> A
 
 
 def _names(only: Sequence[str]) -> list[str]:
-    """All workloads, or some, in order; the zoo's are its public factories."""
-    tree = ast.parse((ROOT / ZOO).read_text())
-    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
-    zoo = [f.name for f in functions if f.args.kwonlyargs]
-    there = [*zoo, *(f"{name}-bf16" for name in UNDER_AUTOCAST), *workloads()]
+    """All workloads, or some, in order: first the zoo's."""
+    there = [*zoo(), *(f"{name}-bf16" for name in UNDER_AUTOCAST), *workloads()]
     for name in set(only) - set(there):
         raise CkplanError(
             f"cannot find the workload {name!r}",
             needed=f"one of {', '.join(there)}",
-            hint=f"look at {ZOO}",
+            hint="ls configs/workloads",
         )
     return [name for name in there if name in only or not only]
 
 
 def _spec(name: str) -> WorkloadSpec:
-    plain = name.removesuffix("-bf16")
-    file = workload_path(plain) if plain in workloads() else f"{ZOO}:{plain}"
-    return WorkloadSpec(str(ROOT / file))
+    return WorkloadSpec(location_of(name.removesuffix("-bf16")))
 
 
 def _training(name: str) -> Training:

@@ -775,7 +775,24 @@ def test_fake_cuda_tensors_and_the_translation_agree(
     dispatched, translated = ways
     assert any("fake CUDA tensors for" in note for note in dispatched.notes)
     assert any("translated" in note for note in translated.notes)
-    assert dataclasses.replace(dispatched, notes=translated.notes) == translated
+    rest = {"notes": translated.notes, "storages": translated.storages}
+    assert dataclasses.replace(dispatched, **rest) == translated
+    # A number on the host, as in ``count += 1``, the translation takes for one on CUDA.
+    for one, other in zip(dispatched.storages, translated.storages, strict=True):
+        assert one == other or one == dataclasses.replace(other, bytes=0)
+
+
+@built
+def test_what_stays_on_the_host_takes_nothing_of_the_card() -> None:
+    class Moved(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            on_host = torch.zeros(1000, 64)
+            return super().forward(x + on_host[0].to(x.device))
+
+    def peak(model: nn.Module) -> int:
+        return simulate(on_cuda(model, torch.randn(8, 64))).peak_bytes
+
+    assert peak(Moved(64, 64)) - peak(nn.Linear(64, 64)) < 8192
 
 
 @built
@@ -786,7 +803,7 @@ def test_what_fake_cuda_tensors_cannot_do_is_translated_and_said() -> None:
 
     graph = on_cuda(Elsewhere(4, 4), torch.randn(2, 4))
     (why,) = (note for note in graph.notes if "not traced on fake CUDA" in note)
-    assert "two different devices" in why
+    assert "cuda:0" in why and "cpu" in why
 
 
 # -- the rest ------------------------------------------------------------------------

@@ -49,8 +49,11 @@ _DIFFERENTIATED = "is differentiated before forward is over"
 class StepRecorder(TorchDispatchMode):
     """Records ops, storages, saved tensors and calls while it is active."""
 
-    def __init__(self, model: nn.Module, *, fake: bool, on_cuda: bool) -> None:
+    def __init__(
+        self, model: nn.Module, placed: torch.device, *, fake: bool, on_cuda: bool
+    ) -> None:
         super().__init__()
+        self._placed = placed.type
         self.recording = Recording()
         self._fake = fake
         self._modules = list(model.modules())
@@ -79,7 +82,7 @@ class StepRecorder(TorchDispatchMode):
             storage = tensor.untyped_storage()
             if storage._cdata not in self._ids:
                 self._keep.append(storage)
-                self._register(storage, kind, BEFORE_STEP)
+                self._register(storage, kind, BEFORE_STEP, self._bytes_of(tensor))
                 self.recording.num_known = len(self.recording.storages)
 
     def leave_out(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -197,7 +200,7 @@ class StepRecorder(TorchDispatchMode):
                 storage = _storage_of(leaf)
                 number = self._ids.get(storage._cdata)
                 if number is None:
-                    number = self._register(storage, kind, maker)
+                    number = self._register(storage, kind, maker, self._bytes_of(leaf))
                     if leaf.storage_offset() or not fills_storage(leaf):
                         self.recording.storages[number].dense = False
                 numbers.append(number)
@@ -206,15 +209,23 @@ class StepRecorder(TorchDispatchMode):
     def _number_of(self, tensor: torch.Tensor) -> int:
         return self._ids[tensor.untyped_storage()._cdata]
 
-    def _register(self, storage: torch.UntypedStorage, kind: str, maker: int) -> int:
+    def _bytes_of(self, tensor: torch.Tensor) -> int:
+        """Of its storage; what is in another memory than the step's takes nothing."""
+        here = tensor.device.type == self._placed
+        return tensor.untyped_storage().nbytes() if here else 0
+
+    def _register(
+        self, storage: torch.UntypedStorage, kind: str, maker: int, num_bytes: int
+    ) -> int:
         number = len(self.recording.storages)
-        self.recording.storages.append(RawStorage(storage.nbytes(), kind, maker))
+        self.recording.storages.append(RawStorage(num_bytes, kind, maker))
         self._alias(storage, number, self._died)
         return number
 
     def _know_state(self, state: torch.Tensor) -> None:
         maker = len(self.recording.ops) - 1  # at first BEFORE_STEP
-        number = self._register(state.untyped_storage(), "temporary", maker)
+        storage = state.untyped_storage()
+        number = self._register(storage, "temporary", maker, storage.nbytes())
         self.recording.on_host.append(number)
 
     def _alias(

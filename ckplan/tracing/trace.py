@@ -167,7 +167,8 @@ def _watch_step(
     device: torch.device | None = None,
 ) -> Traced:
     """Record the second step: the steady state, in which optimizer state exists."""
-    workload = on_device(build(scope), device or target.placed)
+    placed = device or target.placed
+    workload = on_device(build(scope), placed)
     step = make_step(workload, training, target.device.type)
     with _told("the first step"):
         loss = step.run()
@@ -179,7 +180,7 @@ def _watch_step(
             step.accumulate()
         on_cuda = target.device.type == "cuda"
         fake = scope is not None
-        recorder = StepRecorder(workload.model, fake=fake, on_cuda=on_cuda)
+        recorder = StepRecorder(workload.model, placed, fake=fake, on_cuda=on_cuda)
         _know_before(recorder, step)
         if on_cuda and step.optimizer is not None:
             recorder.leave_out(counters(step.optimizer))
