@@ -7,6 +7,7 @@ import dataclasses
 import importlib
 import json
 import math
+import re
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -409,7 +410,12 @@ def test_multihead_attention_of_torch_drops_with_bools() -> None:
 def test_no_op_of_cudas_autocast_is_missing() -> None:
     lists = (LOWER_PRECISION, FLOAT32, FLOAT32_RESULT, FLOAT32_APPENDED, WIDEST)
     ours = [name for names in (*lists, REFUSED) for name in names]
-    assert sorted(ours) == sorted(registered("AutocastCUDA"))
+    torchs = registered("AutocastCUDA") - {"_cudnn_rnn"}  # has a kernel of its own
+    with_names = {name for name in torchs if re.search("[Dd]imname|names", name)}
+    newer = {"rms_norm", "linalg_matrix_sqrth"}  # later than torch 2.11, than 2.13
+    assert len(ours) == len(set(ours))
+    assert torchs - set(ours) == with_names  # up to 2.11; fake tensors have no names
+    assert set(ours) - torchs <= newer
 
 
 def torchs_lists(monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -575,6 +581,7 @@ def test_the_workloads_own_code_believes_in_the_gpu(
     assert "tanh" not in forward_names(profile_workload(spec))
 
 
+@pytest.mark.filterwarnings("ignore:Mismatch dtype")  # of rms_norm, up to torch 2.11
 def test_nothing_of_the_translation_is_left_behind() -> None:
     def state() -> tuple[Any, ...]:
         halves = torch.randn(4, 8, dtype=BF16)

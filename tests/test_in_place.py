@@ -50,6 +50,8 @@ OPS: dict[str, Callable[[torch.Tensor], Any]] = {
         x, pos_weight=torch.ones(32), weight=torch.ones(32)
     ),
     "ClampBackward0": lambda x: x.clamp(2 * x - 1, x / 2 + 1),
+    "ClampMaxBackward1": lambda x: x.clamp_max(x / 2),
+    "ClampMinBackward1": lambda x: x.clamp_min(x / 2),
     "CummaxBackward0": lambda x: x.cummax(1)[0],
     "CumminBackward0": lambda x: x.cummin(1)[0],
     "GatherBackward0": lambda x: x.gather(1, one_place()),
@@ -58,8 +60,10 @@ OPS: dict[str, Callable[[torch.Tensor], Any]] = {
     "KthvalueBackward0": lambda x: x.kthvalue(3, 1)[0],
     "MaskedSelectBackward0": lambda x: x.masked_select(x.detach() > 0),
     "MaxBackward0": lambda x: x.max(1)[0],
+    "MaximumBackward0": lambda x: x.maximum(x / 2),
     "MedianBackward1": lambda x: x.median(1)[0],
     "MinBackward0": lambda x: x.min(1)[0],
+    "MinimumBackward0": lambda x: x.minimum(x / 2),
     "ModeBackward0": lambda x: x.mode(1)[0],
     "NanmedianBackward1": lambda x: x.nanmedian(1)[0],
     "SortBackward0": lambda x: x.sort(1)[0],
@@ -83,13 +87,21 @@ LARGE = (
     "BinaryCrossEntropyBackward0",
     "BinaryCrossEntropyWithLogitsBackward0",
     "ClampBackward0",
+    "ClampMaxBackward1",
+    "ClampMinBackward1",
     "GatherBackward0",
     "IndexBackward0",
     "IndexSelectBackward0",
     "MaxBackward0",
+    "MaximumBackward0",
+    "MinimumBackward0",
     "TakeBackward0",
     "TopkBackward0",
 )
+
+
+OUT_OF_PLACE = ("ClampMaxBackward1", "ClampMinBackward1")
+"""Those that write nothing in place before torch 2.14."""
 
 
 class Through(nn.Module):
@@ -109,8 +121,16 @@ def build(name: str) -> Workload:
     return Workload(model, torch.randn(SHAPE), lambda out, batch: out.abs().mean())
 
 
+def sorts_on_a_plain_run() -> bool:
+    with profile() as profiler:
+        torch.randn(SHAPE).quantile(0.3, 1)
+    return any(event.name == "aten::sort" for event in profiler.function_events)
+
+
 @pytest.mark.parametrize("name", [*LARGE, *MORE])
 def test_peaks_are_those_of_a_plain_run(name: str) -> None:
+    if name == "quantile" and not sorts_on_a_plain_run():
+        pytest.skip("torch 2.14 and later: a quantile is sorted for under modes alone")
     workload, planned = build(name), build(name)
     graph = ckplan.profile(workload.model, workload.batch, loss=workload.loss)
     ckplan.apply(planned.model, PLAN)
@@ -143,6 +163,22 @@ class Seeing(TorchDispatchMode):
         return out
 
 
+def test_a_quantile_is_predicted_as_modes_see_it() -> None:
+    name = "quantile"
+    workload, plain, planned = build(name), build(name), build(name)
+    graph = ckplan.profile(workload.model, workload.batch, loss=workload.loss)
+    ckplan.apply(planned.model, PLAN)
+    assert measured_peak(build(name)) <= simulate(graph).peak_bytes
+    for seed in range(3):
+        x = torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed))
+        for model in (plain.model, planned.model):
+            model.zero_grad()
+            model(x).abs().mean().backward()
+        expected = [parameter.grad for parameter in plain.model.parameters()]
+        actual = [parameter.grad for parameter in planned.model.parameters()]
+        assert all(map(torch.equal, actual, expected))
+
+
 def test_every_formula_is_tried() -> None:
     assert OPS.keys() == FORMULAS.keys()
 
@@ -152,6 +188,8 @@ def test_formulas_do_what_they_do_on_a_plain_run(name: str) -> None:
     x = torch.randn(SHAPE, requires_grad=True)
     loss = OPS[name](x).square().sum()
     below = {node.name() for node in nodes_below(loss)}
+    if any(node.endswith("NotImplemented") for node in below):
+        pytest.skip(f"torch {torch.__version__} has no such formula")
     with profile() as profiler:
         (expected,) = torch.autograd.grad(loss, x)
     loss = OPS[name](x).square().sum()
@@ -163,7 +201,8 @@ def test_formulas_do_what_they_do_on_a_plain_run(name: str) -> None:
     plain = Counter(e.name.removeprefix("aten::") for e in profiler.function_events)
     written = {f"{op}_" for op in FORMULAS[name].writes}
     written = {"_index_put_impl_" if op == "index_put_" else op for op in written}
-    assert any(done[op] for op in written)
+    in_place = torch.__version__ >= (2, 14) or name not in OUT_OF_PLACE
+    assert any(done[op] for op in written) == in_place
     assert all(done[op] <= plain[op] for op in {*written, *FORMULAS[name].writes})
 
 

@@ -415,7 +415,7 @@ def test_what_calls_bring_is_taken_from_each_forward(hints: str) -> None:
         assert status.kept == 1
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated")
 def test_what_no_python_call_shows_is_written_down_each_time() -> None:
     status = trained(Scripted(), one, 4)
     assert (status.recorded, status.kept) == (4, 0)

@@ -9,7 +9,8 @@ and storages, lifetimes and workspaces are those of a plain run.
 Some formulas go another way altogether. That of ``max`` over all elements is followed.
 Those of ``prod`` and ``cumprod`` go by whether a value is zero: under a mode they take
 the way that is right for any, and are recorded so. What ``masked_fill`` by a tensor
-does with its value, and ``linalg.eig``, goes by values, too.
+does with its value, and ``linalg.eig``, goes by values, too. And from torch 2.14 on,
+``quantile`` sorts under a mode alone: the peak of a plain run is lower.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ def _formula(makes: str, writes: str) -> _Formula:
 
 
 _SELECTING = _formula("new_zeros zeros", "scatter")
-_CUMULATIVE = _formula("zeros", "scatter_add")
+_CUMULATIVE = _formula("new_zeros zeros", "scatter_add")
+_SHARING = _formula("where", "masked_fill")
+_CLAMP_SHARES = torch.__version__ >= (2, 14)  # the gradient, where bounds are met
 FORMULAS: Mapping[str, _Formula] = {
     "AminmaxBackward0": _formula("mul", "add"),
     "Atan2Backward0": _formula("reciprocal", "masked_fill"),
@@ -52,7 +55,11 @@ FORMULAS: Mapping[str, _Formula] = {
     "BinaryCrossEntropyWithLogitsBackward0": _formula(
         "add sigmoid log_sigmoid_forward sub mul", "sub mul"
     ),
-    "ClampBackward0": _formula("ge gt lt", "logical_and logical_or"),
+    "ClampBackward0": (
+        _SHARING if _CLAMP_SHARES else _formula("ge gt lt", "logical_and logical_or")
+    ),
+    "ClampMaxBackward1": _SHARING,
+    "ClampMinBackward1": _SHARING,
     "CummaxBackward0": _CUMULATIVE,
     "CumminBackward0": _CUMULATIVE,
     "GatherBackward0": _formula("new_zeros", "scatter_add"),
@@ -61,8 +68,10 @@ FORMULAS: Mapping[str, _Formula] = {
     "KthvalueBackward0": _SELECTING,
     "MaskedSelectBackward0": _formula("zeros_like", "masked_scatter"),
     "MaxBackward0": _SELECTING,
+    "MaximumBackward0": _SHARING,
     "MedianBackward1": _SELECTING,
     "MinBackward0": _SELECTING,
+    "MinimumBackward0": _SHARING,
     "ModeBackward0": _SELECTING,
     "NanmedianBackward1": _SELECTING,
     "SortBackward0": _SELECTING,

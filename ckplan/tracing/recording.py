@@ -141,7 +141,22 @@ def moved_bytes(func: Any, tensors: Iterable[torch.Tensor]) -> int:
 def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     """What torch counts for an op; 0 where it does not."""
     formula = _FLOPS.get(func.overloadpacket)
-    return int(formula(*args, **kwargs, out_val=out)) if formula else 0
+    if formula is None:
+        return 0
+    name = func.overloadpacket.__name__
+    if name.startswith("_scaled_dot_product"):
+        args = _with_all_heads(args, at=1 if name.endswith("backward") else 0)
+    return int(formula(*args, **kwargs, out_val=out))
+
+
+def _with_all_heads(args: tuple[Any, ...], *, at: int) -> tuple[Any, ...]:
+    """The shapes of keys and values if no head of the query shared its own.
+
+    What a kernel computes is the same; not all releases of torch count grouped heads.
+    """
+    query, *others = args[at : at + 3]
+    shapes = [(*x.shape[:1], query.shape[1], *x.shape[2:]) for x in others]
+    return (*args[: at + 1], *shapes, *args[at + 3 :])
 
 
 def written_by(

@@ -40,13 +40,14 @@ FLOAT32 = _names(
     _upsample_nearest_exact2d _upsample_nearest_exact3d acos asin
     binary_cross_entropy_with_logits cdist cosh cosine_embedding_loss
     cosine_similarity dist erfinv exp expm1 frobenius_norm.dim group_norm
-    hinge_embedding_loss huber_loss kl_div l1_loss layer_norm log log10 log1p log2
-    logsumexp margin_ranking_loss mse_loss multi_margin_loss multilabel_margin_loss
-    native_layer_norm nll_loss nll_loss2d nuclear_norm nuclear_norm.dim pdist
-    poisson_nll_loss pow.Scalar pow.Tensor_Scalar pow.Tensor_Tensor reciprocal renorm
-    rms_norm rsqrt sinh smooth_l1_loss soft_margin_loss softplus tan
-    triplet_margin_loss upsample_bicubic2d upsample_bilinear2d upsample_linear1d
-    upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_trilinear3d
+    hinge_embedding_loss huber_loss kl_div l1_loss layer_norm linalg_matrix_sqrth log
+    log10 log1p log2 logsumexp margin_ranking_loss mse_loss multi_margin_loss
+    multilabel_margin_loss native_layer_norm nll_loss nll_loss2d nuclear_norm
+    nuclear_norm.dim pdist poisson_nll_loss pow.Scalar pow.Tensor_Scalar
+    pow.Tensor_Tensor reciprocal renorm rms_norm rsqrt sinh smooth_l1_loss
+    soft_margin_loss softplus tan triplet_margin_loss upsample_bicubic2d
+    upsample_bilinear2d upsample_linear1d upsample_nearest1d upsample_nearest2d
+    upsample_nearest3d upsample_trilinear3d
     """
 )
 """Run in float32."""
