@@ -830,7 +830,7 @@ def test_what_backward_never_comes_by_goes_with_its_step() -> None:
 
 
 @pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning", "ignore:The .grad:UserWarning"
+    "ignore:.*torch.jit.*is deprecated", "ignore:The .grad:UserWarning"
 )
 def test_what_is_compiled_by_torchscript_is_no_region() -> None:
     inner = torch.jit.script(nn.Sequential(nn.Linear(64, 64), nn.Tanh()))
