@@ -10,7 +10,7 @@ Some formulas go another way altogether. That of ``max`` over all elements is fo
 Those of ``prod`` and ``cumprod`` go by whether a value is zero: under a mode they take
 the way that is right for any, and are recorded so. What ``masked_fill`` by a tensor
 does with its value, and ``linalg.eig``, goes by values, too. And from torch 2.14 on,
-``quantile`` sorts under a mode alone: the peak of a plain run is lower.
+``quantile`` and ``nanquantile`` sort under a mode alone: a plain run takes less.
 """
 
 from __future__ import annotations
