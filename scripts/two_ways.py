@@ -16,7 +16,7 @@ if two peaks are more than 0.1 % apart, or a step runs one way alone.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from unittest import mock
 
 import torch
@@ -37,7 +37,6 @@ from _measuring import (
 
 from ckplan.errors import CkplanError
 from ckplan.graph import Graph
-from ckplan.records import Storage
 from ckplan.simulate import simulate
 from ckplan.tracing.profile import profile_workload
 from ckplan.training.step import Training
@@ -66,8 +65,7 @@ class Row:
             why = next(way for way in (one, other) if isinstance(way, str))
             return [self.workload, self.types, "", "", "", "", why]
         peaks = [simulate(graph).peak_bytes for graph in (one, other)]
-        same = replace(one, notes=other.notes, storages=other.storages) == other
-        same &= all(map(_alike, one.storages, other.storages))
+        same = _alike(one, other)
         apart = abs(len(one.ops) - len(other.ops))
         step = "same" if same else f"{apart} ops apart" if apart else "other layouts"
         return [
@@ -147,8 +145,16 @@ def _seen(name: str, types: str, gpu: str, dispatched: bool) -> Graph | str:
     return _why(graph.notes) if fell_back else graph
 
 
-def _alike(one: Storage, other: Storage) -> bool:
-    return one == other or one == replace(other, bytes=0)
+def _alike(one: Graph, other: Graph) -> bool:
+    rest = {field.name for field in fields(Graph)} - {"notes", "storages"}
+    return (
+        all(getattr(one, name) == getattr(other, name) for name in rest)
+        and len(one.storages) == len(other.storages)
+        and all(
+            first in (second, replace(second, bytes=0))
+            for first, second in zip(one.storages, other.storages, strict=True)
+        )
+    )
 
 
 def _why(notes: Sequence[str]) -> str:
