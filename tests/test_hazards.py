@@ -22,7 +22,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 import ckplan
 from ckplan import applying
-from ckplan.applying import calls, forwards, recompute, record, world
+from ckplan.applying import calls, facts, forwards, recompute, record, world
 from ckplan.applying import rerun as rerunning
 from ckplan.applying.recompute import Kept
 from ckplan.errors import ApplyError, PlanError
@@ -135,10 +135,10 @@ def test_running_statistics_are_updated_once(by: str) -> None:
         with unguarded(world.World, "restore", nothing):
             same(make, by)
     else:
-        record._facts.cache_clear()
-        with unguarded(record, "BATCH_NORMS", ()):
+        facts.facts_of.cache_clear()
+        with unguarded(facts, "BATCH_NORMS", ()):
             same(make, by)
-        record._facts.cache_clear()
+        facts.facts_of.cache_clear()
 
 
 @BOTH

@@ -55,6 +55,7 @@ class CallLog(TorchFunctionMode):
         super().__init__()
         self.calls: list[Call] = []
         self.given: list[tuple[Geometry, StorageWeakRef]] = []
+        self.made: list[int] = []  # the values of tensors that calls returned
         self.read = False  # a call took a number from a tensor
         self.broken = False  # a call cannot be compared with another
         self.current = -1
@@ -95,6 +96,9 @@ class CallLog(TorchFunctionMode):
         self.broken |= self.read and bool(tensors_in(out))
         call.packed_after = self._recorder.num_packed
         call.returned = [self._describe(tensor) for tensor in tensors_in(out)]
+        for tensor, one in zip(tensors_in(out), call.returned, strict=True):
+            if self._slots.number_of(tensor) == len(self.made):
+                self.made.append(one.value)
         self.calls.append(call)
         return out
 

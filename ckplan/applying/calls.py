@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -162,6 +162,13 @@ def hands_out(func: Any) -> bool:
     return getattr(func, "__name__", "") in _HANDS_OUT
 
 
+def moves(func: Any) -> bool:
+    """Whether a function gives a tensor the bytes of another."""
+    name = getattr(func, "__name__", "")
+    of = getattr(getattr(func, "__self__", None), "__name__", "")
+    return name == "set_" or (name == "__set__" and of == "data")
+
+
 def reads_sizes(func: Any, args: tuple[Any, ...]) -> bool:
     """Whether sizes in a tensor, read past all modes, decide which ops run."""
     if getattr(func, "__name__", "") not in _WITH_SIZES or len(args) < 2:
@@ -265,6 +272,17 @@ class Slots:
         elif isinstance(value, (list, tuple)):
             for item in value:
                 self.returned(item)
+
+    def number_of(self, tensor: torch.Tensor) -> int:
+        """The number of a tensor that some call took or returned."""
+        return self._known[id(tensor)][0]
+
+    def made(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """The tensors that functions returned, as far as they still live."""
+        for number, found in self._known.values():
+            tensor = found()
+            if number >= 0 and tensor is not None:
+                yield number, tensor
 
     def close(self) -> None:
         """The forward is over: hold nothing, so that no cycle is left to the gc."""

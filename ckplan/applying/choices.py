@@ -12,13 +12,14 @@ from collections.abc import (
     Sequence,
 )
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import takewhile
 
 import torch
 from torch import nn
 
-from ckplan.applying.record import OpKey, Recorder
+from ckplan.applying.naming import OpKey
+from ckplan.applying.record import Recorder
 from ckplan.applying.replay import Replay
 from ckplan.applying.template import Template
 from ckplan.errors import PlanError, did_you_mean
@@ -37,8 +38,8 @@ class RegionStatus:
     call: str  # FQN#n, or the FQN where every call is planned
     by: str
     runs: int  # forwards that were regions
-    recorded: int  # those that were written down op by op
-    kept: int  # those that began like an earlier one and then kept what differed
+    recorded: int  # those written down op by op, if only from where they differed
+    kept: int  # those that differed where that was seen too late, and kept the rest
     dropped_bytes: int  # by its last run; 0 for re-runs, which do not count
     missing: tuple[str, ...]  # saves of the plan that named no op in its last run
 
@@ -115,10 +116,10 @@ class Choice:
     def begin(self, name: str, key: Hashable) -> Recorder | Replay:
         """Watch a forward: call by call if one like it is known, else op by op."""
         template = self.templates.find(key)
+        record = partial(Recorder, name, self.top, self.saves, self.encodes)
         if template is None:
-            first = not self.recorded
-            return Recorder(name, self.top, self.saves, self.encodes, looks=first)
-        return Replay(name, template)
+            return record(looks=not self.recorded)
+        return Replay(name, self.top, template, partial(record, looks=True))
 
     def end(
         self,
@@ -138,16 +139,19 @@ class Choice:
         """
         region.close()
         self.runs += 1
-        if isinstance(region, Recorder):
+        recorder = region.watched
+        if recorder is not None:
             self.recorded += 1
-            self.dropped_bytes = region.dropped_bytes
-            self.missing = (*self.missing_of(region.found), *missing)
+            self.dropped_bytes = recorder.dropped_bytes
+            self.missing = (*self.missing_of(recorder.names.found), *missing)
             if learn:
-                self.templates.learn(key, region.template)
-        elif region.repeats:
+                self.templates.learn(key, recorder.template)
+        if isinstance(region, Recorder):
+            return
+        if region.repeats:
             self.dropped_bytes = region.template.dropped_bytes
         elif learn:
-            self.kept += 1
+            self.kept += region.kept
             self.templates.forget(key, frozen=region.frozen)
 
     def missing_of(self, found: Collection[OpKey]) -> Iterator[str]:

@@ -54,8 +54,8 @@ class _Open:
     missing: list[str] = field(default_factory=list)  # saves of theirs
 
     def begin_inner(self, choices: Sequence[tuple[Choice, Choice]], call: Call) -> None:
-        """Open the regions inside that begin with a call; a replay knows them."""
-        while isinstance(self.region, Recorder):
+        """Open the regions inside that begin with a call."""
+        while choices:
             around = self.inner[-1].choice if self.inner else self.choice
             choice = _chosen((c for outer, c in choices if outer is around), call[1])
             if choice is None:
@@ -66,16 +66,18 @@ class _Open:
     def end_inner(self, call: Call) -> None:
         """Close the regions inside that end with a call."""
         while self.inner and self.inner[-1].last == call:
-            assert isinstance(self.region, Recorder)
             choice, _ = self.inner.pop()
-            self.missing += choice.missing_of(self.region.end_inner())
+            found = self.region.end_inner()
+            if found is not None:  # a replay knows none
+                self.missing += choice.missing_of(found)
 
     def close(self, *, learn: bool) -> None:
         """Its forward is over; learn from one that ended as others will."""
         self._switch_on()
         self.choice.end(self.region, self.key, self.missing, learn=learn)
-        if isinstance(self.region, Recorder) and self.choice.missing:
-            self.session.warn_once("ops", missing_ops(self.choice, self.region))
+        recorder = self.region.watched
+        if recorder is not None and self.choice.missing:
+            self.session.warn_once("ops", missing_ops(self.choice, recorder))
 
     def abandon(self) -> None:
         """Its forward was interrupted."""
@@ -104,10 +106,9 @@ class _Running(threading.local):
             self.regions.pop().abandon()
 
     @property
-    def recorder(self) -> Recorder | None:
-        """Who wants to know whose ops run."""
-        region = self.regions[-1].region if self.regions else None
-        return region if isinstance(region, Recorder) else None
+    def path(self) -> list[str]:
+        """Whose ops run, for the region that runs."""
+        return self.regions[-1].region.path if self.regions else []
 
 
 running = _Running()
@@ -279,9 +280,7 @@ class PathHooks:
     def begin(self, module: nn.Module, args: _Args, kwargs: _Kwargs) -> None:
         """Enter the module."""
         del module, args, kwargs
-        recorder = running.recorder
-        if recorder is not None:
-            recorder.path.append(self.fqn)
+        running.path.append(self.fqn)
 
     @torch.compiler.disable
     def end(
@@ -289,9 +288,8 @@ class PathHooks:
     ) -> None:
         """Leave the module."""
         del module, args, kwargs, output
-        recorder = running.recorder
-        if recorder is not None:
-            recorder.path.pop()
+        if running.regions:
+            running.path.pop()
 
 
 def _chosen(choices: Iterable[Choice], number: int) -> Choice | None:

@@ -26,7 +26,7 @@ from ckplan.units import format_bytes
 def missing_ops(choice: Choice, region: Recorder) -> str:
     """Which ops a plan names that a forward did not run, and what is near."""
     first = choice.missing[0]
-    there = [str(OpName(*key)) for key in region.seen]
+    there = [str(OpName(*key)) for key in region.names.seen]
     near = did_you_mean(first, there)
     names = ", ".join(choice.missing[:3]) + ", ..." * (len(choice.missing) > 3)
     hint = f" (did you mean {near!r}?)" if near else ""

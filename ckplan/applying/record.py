@@ -7,11 +7,8 @@ next forward need only be seen to make the same calls (``replay.py``).
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckplan.applying.call_log import CallLog
 from ckplan.applying.calls import UnknownArgumentError, storage_of
+from ckplan.applying.facts import RUNNING_STATISTICS, TRAINING, Facts, facts_of
 from ckplan.applying.likeness import likeness
+from ckplan.applying.naming import Encodes, Inner, Names, OpKey, Saves
 from ckplan.applying.random_state import random_state
 from ckplan.applying.recompute import (
     Dropped,
@@ -38,62 +37,10 @@ from ckplan.applying.recompute import (
 from ckplan.applying.template import Packed, Template, make_template
 from ckplan.encodings import Encoded, encode
 from ckplan.errors import ApplyError
-from ckplan.names import relative_path
 from ckplan.program import EXTERNAL, Flow, Part, compile_program
-from ckplan.training.filling import adds_to_nothing, fills, makes_empty
-from ckplan.training.randomness import draws, may_draw
+from ckplan.training.filling import adds_to_nothing
+from ckplan.training.randomness import draws
 from ckplan.training.shapes import decided_by_values
-
-OpKey = tuple[str, str, int]
-"""Path of the module below the region, op name, occurrence."""
-
-Saves = Mapping[OpKey, frozenset[int] | None]
-"""Outputs to keep; None for all of them."""
-
-Encodes = Mapping[OpKey, Mapping[int | None, str]]
-"""Outputs to keep in a smaller form, and in which."""
-
-BATCH_NORMS = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
-RUNNING_STATISTICS = slice(3, 5)  # arguments of all three, as is the next
-TRAINING = 5
-
-
-class _Facts(NamedTuple):
-    """What the recorder must know of an op, looked up once."""
-
-    name: str
-    is_view: bool
-    writes: tuple[tuple[int, str], ...]  # arguments changed in place
-    may_draw: bool
-    batch_norm: bool
-    dynamic: bool  # values may decide how much it returns
-    fills: bool  # where it writes, what was there does not matter
-    makes_empty: bool  # for others to fill
-    collective: bool  # its schema is silent on what it changes
-
-
-@cache
-def _facts(func: Any) -> _Facts:
-    writes = tuple(
-        (position, argument.name)
-        for position, argument in enumerate(func._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    )
-    name = func.overloadpacket.__name__
-    dynamic = torch.Tag.dynamic_output_shape in func.tags
-    norm, collective = name in BATCH_NORMS, func.namespace == "c10d"
-    random = may_draw(func)
-    return _Facts(
-        name,
-        func.is_view,
-        writes,
-        random,
-        norm,
-        dynamic,
-        fills(func),
-        makes_empty(func),
-        collective,
-    )
 
 
 class _Access(NamedTuple):
@@ -102,41 +49,6 @@ class _Access(NamedTuple):
     reads: list[int]
     writes: list[int]
     outputs: list[int]
-
-
-@dataclass(slots=True)
-class _Names:
-    """What a plan calls the ops below a module."""
-
-    top: str  # FQN of the module
-    named: Collection[OpKey]
-    found: set[OpKey] = field(default_factory=set)  # of those named
-    seen: list[OpKey] = field(default_factory=list)  # all
-    _occurrences: dict[tuple[str, str], int] = field(
-        default_factory=lambda: defaultdict(int)
-    )
-
-    def key(self, fqn: str, name: str) -> OpKey:
-        """The name of the op that runs now, in a module."""
-        place = (relative_path(fqn, self.top), name)
-        key = (*place, self._occurrences[place])
-        self._occurrences[place] += 1
-        self.seen.append(key)
-        if key in self.named:
-            self.found.add(key)
-        return key
-
-
-@dataclass(slots=True)
-class _Inner:
-    """A region inside, as it is written down."""
-
-    start: int  # first step
-    outer: int
-    saves: Saves
-    names: _Names
-    stop: int = -1
-    kept: set[int] = field(default_factory=set)  # values
 
 
 class Recorder(TorchDispatchMode):
@@ -163,13 +75,14 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self._looks = looks
         self.name = name
+        self.watches = False  # or only says what rebuilds what was dropped before
         self.dropped_bytes = 0
         self.path: list[str] = [top]  # FQNs of the modules that run, innermost last
         self.template: Template | None = None
-        self._saves = saves
         self._encodes = encodes
-        self._names = _Names(top, {*saves, *encodes})
-        self._inner: list[_Inner] = []
+        self.names = Names(top, saves, {*saves, *encodes})
+        self.paths: list[str] = []  # step -> FQN of the module that ran it
+        self.inner: list[Inner] = []
         self._open = [0]  # inner regions that run now, counted from 1
         self.flow = Flow()
         self.steps: dict[int, Step] = {}
@@ -181,8 +94,8 @@ class Recorder(TorchDispatchMode):
         self.held: dict[int, Held] = {}  # value -> tensor
         # Storages that others than ops may write: nobody filled them yet, or their
         # bytes were handed out, and to that there is no end.
-        self._unfilled: dict[int, torch.Tensor] = {}
-        self._handed_out: set[int] = set()
+        self.unfilled: dict[int, torch.Tensor] = {}
+        self.handed_out: set[int] = set()
         self.encoded: dict[int, Encoded] = {}  # value -> its smaller form
         self.wanted: list[tuple[int, int]] = []  # dropped saved tensors: value, part
         self._seen: set[int] = set()  # their values
@@ -191,7 +104,9 @@ class Recorder(TorchDispatchMode):
         self._fresh = 0  # how many of them there were when the last op began
         self.log = CallLog(self)
         self.call_of: list[int] = []  # step -> call
-        self._handle = Handle()
+        self.handle = Handle()
+        # Of a forward that began as a replay: steps of then that cannot run again.
+        self.gone: set[int] = set()
         self._contexts = ExitStack()
 
     @classmethod
@@ -200,32 +115,42 @@ class Recorder(TorchDispatchMode):
 
     def open(self) -> None:
         """Begin to watch."""
-        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, unpack)
+        self.watches = True
+        hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, unpack)
         for context in (hooks, self.log, self):
             self._contexts.enter_context(context)
 
+    @property
+    def watched(self) -> Recorder:
+        """What is written down of a forward: all of it."""
+        return self
+
+    def go_on(self) -> None:
+        """Begin to watch ops where somebody else saw what came before."""
+        self.watches = True
+        self._contexts.enter_context(self)
+
+    def take_wanted(
+        self, wanted: Iterable[tuple[int, int]], num_bytes: Sequence[int]
+    ) -> None:
+        """Rebuild what was dropped before, too."""
+        self.wanted += wanted
+        self._seen.update(value for value, _ in self.wanted)
+        storages = (self.flow.storage_of[value] for value in self._seen)
+        self.dropped_bytes += sum(num_bytes[storage] for storage in storages)
+
     def begin_inner(self, top: str, saves: Saves) -> None:
         """A region inside this one begins."""
-        names = _Names(top, saves.keys())
+        names = Names(top, saves, saves.keys())
         start = len(self.flow.inputs)
-        self._inner.append(_Inner(start, self._open[-1], saves, names))
-        self._open.append(len(self._inner))
+        self.inner.append(Inner(start, self._open[-1], names))
+        self._open.append(len(self.inner))
 
     def end_inner(self) -> set[OpKey]:
         """The region that began last ends; returns the saves that named an op."""
-        inner = self._inner[self._open.pop() - 1]
+        inner = self.inner[self._open.pop() - 1]
         inner.stop = len(self.flow.inputs)
         return inner.names.found
-
-    @property
-    def found(self) -> set[OpKey]:
-        """Saves and encodings that named an op."""
-        return self._names.found
-
-    @property
-    def seen(self) -> list[OpKey]:
-        """All ops, if any were named."""
-        return self._names.seen
 
     def close(self) -> None:
         """Forward is over: find the program and hold only what it needs.
@@ -240,9 +165,9 @@ class Recorder(TorchDispatchMode):
             self.end_inner()
         parts = tuple(
             Part(one.start, one.stop, frozenset(one.kept), one.outer)
-            for one in self._inner
+            for one in self.inner
         )
-        for storage, tensor in self._unfilled.items():
+        for storage, tensor in self.unfilled.items():
             self.held[flow.value(storage)] = hold(tensor)
         kept = [value for value in self.held if flow.maker_of[value] != EXTERNAL]
         program = compile_program(flow, self.wanted, kept, self.encoded.keys(), parts)
@@ -252,14 +177,16 @@ class Recorder(TorchDispatchMode):
                 needed="a region whose inputs are still there in backward",
                 hint="leave this call out of the plan, or name a larger one",
             )
-        steps = {step: self.steps[step] for step in sorted(program.runs())}
-        self._handle.rebuilder = Rebuilder(
-            self.name, program, steps, self.held, self.encoded, self.states
+        if program.runs().keys() & self.gone or not program.holds <= self.held.keys():
+            raise otherwise_saved(self.name)
+        for value in () if self.watches else program.holds:
+            self.held[value].moved(self.name)
+        self.handle.rebuilder = Rebuilder(
+            self.name, program, self.steps, self.held, self.encoded, self.states
         )
-        self.template = make_template(self, parts, program, steps)
+        self.template = make_template(self, parts, program)
         self.log.close()
-        self._unfilled.clear()
-        for leftovers in (self.held, self.encoded, self.states, self.steps):
+        for leftovers in (self.unfilled, self.held, self.encoded, self.states):
             leftovers.clear()
 
     def abandon(self) -> None:
@@ -273,7 +200,7 @@ class Recorder(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        facts = _facts(func)
+        facts = facts_of(func)
         if facts.is_view:
             return func(*args, **(kwargs or {}))
         kwargs = kwargs or {}
@@ -288,34 +215,35 @@ class Recorder(TorchDispatchMode):
         state = random_state(device, generator) if random else None
         out = func(*args, **kwargs)
         returned = tensors_in(out)
-        known = len(self._addresses)
+        known = len(self.num_bytes)
         outputs = [self.number(tensor, inside=True) for tensor in returned]
         writes = self._written(facts, args, kwargs) if facts.writes else []
         moved = tensors_in([*args, *kwargs.values()]) if facts.collective else []
         writes += dict.fromkeys(map(self.number, moved))
-        if len(self._addresses) > known or writes:
+        if len(self.num_bytes) > known or writes:
             if facts.batch_norm and args[TRAINING]:
                 refs[RUNNING_STATISTICS] = None, None  # must not be updated twice
             number = self.flow.add(_Access(reads, writes, outputs))
             grad = torch.is_grad_enabled()
             self.steps[number] = Step(func, refs, named, generator, device, grad)
+            self.paths.append(self.path[-1])
             self.call_of.append(self.log.current)
             if state is not None:
                 self.states[number] = state
             if facts.makes_empty:
-                self._unfilled.update(zip(outputs, returned, strict=True))
-            elif self._unfilled and adds_to_nothing(func, kwargs):
-                self._unfilled.pop(reads[0], None)
+                self.unfilled.update(zip(outputs, returned, strict=True))
+            elif self.unfilled and adds_to_nothing(func, kwargs):
+                self.unfilled.pop(reads[0], None)
             if writes:
                 self._overwrite(facts, fresh, number, writes)
             for tensor in moved:  # what came from elsewhere stays
                 self.log.broken = True
                 self.held[self.flow.value(self.number(tensor))] = hold(tensor)
-            if self._names.named or self._inner:
+            if self.names.named or self.inner:
                 self._save(facts.name, number, returned)
         return out
 
-    def _look_at_values(self, func: Any, facts: _Facts, args: tuple[Any, ...]) -> None:
+    def _look_at_values(self, func: Any, facts: Facts, args: tuple[Any, ...]) -> None:
         """Calls do not tell what ops return whose shape, or number, values decide."""
         if func is torch.ops.aten._local_scalar_dense.default:
             self.log.read = True
@@ -323,15 +251,15 @@ class Recorder(TorchDispatchMode):
             self.log.broken = True
 
     def _overwrite(
-        self, facts: _Facts, fresh: int, number: int, writes: Collection[int]
+        self, facts: Facts, fresh: int, number: int, writes: Collection[int]
     ) -> None:
         """An op wrote values: what they were is there no more."""
         overwrites = self.flow.overwrites[number]
         for value in overwrites:
             self.held.pop(value, None)
         if facts.fills:
-            for storage in {*writes} - self._handed_out:
-                self._unfilled.pop(storage, None)
+            for storage in {*writes} - self.handed_out:
+                self.unfilled.pop(storage, None)
         if not facts.name.endswith("_"):
             self._fill(fresh, overwrites)
 
@@ -344,7 +272,7 @@ class Recorder(TorchDispatchMode):
             old = self.packed_values[place]
             if old not in filled:
                 continue
-            new = self._handle.filled[old] = filled[old]
+            new = self.handle.filled[old] = filled[old]
             self.packed_values[place] = new
             self._seen.add(new)
             entry = self.packed[place]
@@ -377,22 +305,26 @@ class Recorder(TorchDispatchMode):
             ) from None
         number = self.numbers.get(storage._cdata)
         if number is None:
-            number = len(self._addresses)
-            self._addresses.append(StorageWeakRef(storage))
+            number = len(self.num_bytes)
             self.num_bytes.append(storage.nbytes())
-            self.numbers[storage._cdata] = number
+            self.know(storage, number)
             if inside:
                 self.inside.add(number)
             else:
                 self.held[self.flow.value(number)] = hold(tensor)
         return number
 
+    def know(self, storage: torch.UntypedStorage, number: int) -> None:
+        """Know a storage again by its address."""
+        self._addresses.append(StorageWeakRef(storage))
+        self.numbers[storage._cdata] = number
+
     def hand_out(self, tensor: torch.Tensor) -> None:
         """Somebody may write a tensor's bytes past torch."""
         if self.value_inside(tensor) >= 0:
             number = self.number(tensor)
-            self._handed_out.add(number)
-            self._unfilled[number] = tensor
+            self.handed_out.add(number)
+            self.unfilled[number] = tensor
 
     def value_inside(self, tensor: torch.Tensor) -> int:
         """The value of a tensor that the region made; -1 for another."""
@@ -403,7 +335,7 @@ class Recorder(TorchDispatchMode):
         return self.flow.value(number) if number in self.inside else -1
 
     def _written(
-        self, facts: _Facts, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, facts: Facts, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> list[int]:
         changed = (
             args[position] if position < len(args) else kwargs.get(name)
@@ -413,15 +345,12 @@ class Recorder(TorchDispatchMode):
 
     def _save(self, name: str, number: int, returned: list[torch.Tensor]) -> None:
         """Hold or encode the outputs that the plan names."""
-        fqn = self.path[-1]
-        key = self._names.key(fqn, name)
-        values = self.flow.returned[number]
+        place = self.path[-1], name, len(values := self.flow.returned[number])
+        key = self.names.key(*place)
         for part in self._open[1:]:
-            inner = self._inner[part - 1]
-            inner.kept.update(_named(values, inner.saves, inner.names.key(fqn, name)))
-        saved = _named(values, self._saves, key)
-        if any(at >= len(values) for at in self._saves.get(key) or ()):
-            self._names.found.discard(key)  # it has no such output
+            inner = self.inner[part - 1]
+            inner.kept.update(inner.names.kept(inner.names.key(*place), values))
+        saved = self.names.kept(key, values)
         for value, tensor in zip(values, returned, strict=True):
             if value in saved:
                 self.held[value] = hold(tensor)
@@ -433,7 +362,8 @@ class Recorder(TorchDispatchMode):
                 if small is not None:
                     self.encoded[value] = small
 
-    def _pack(self, tensor: torch.Tensor) -> Kept | Dropped:
+    def pack(self, tensor: torch.Tensor) -> Kept | Dropped:
+        """Keep what autograd saves, or drop it."""
         with self.log.paused():  # own functions pack outside of any call
             return self._packed_as(tensor)
 
@@ -451,7 +381,7 @@ class Recorder(TorchDispatchMode):
         ref = _ref(tensor, value)
         self.packed.append(Packed(ref.size, ref, part))
         like = likeness(tensor) if self._looks else None
-        return Dropped(self._handle, ref, part, like)
+        return Dropped(self.handle, ref, part, like)
 
     @property
     def num_packed(self) -> int:
@@ -459,13 +389,13 @@ class Recorder(TorchDispatchMode):
         return len(self.packed)
 
 
-def _named(values: Sequence[int], saves: Saves, key: OpKey) -> Sequence[int]:
-    """Those among an op's values that a plan saves."""
-    outputs = saves.get(key, frozenset())
-    return (
-        values
-        if outputs is None
-        else [values[at] for at in sorted(outputs) if at < len(values)]
+def otherwise_saved(name: str) -> ApplyError:
+    """What autograd saved cannot be told from the calls that led to it."""
+    return ApplyError(
+        f"cannot rebuild {name}: the same calls of torch saved other tensors than in "
+        "an earlier forward",
+        needed="forwards that torch runs in the same way, op by op",
+        hint="run it again (by: rerun), or leave this call out of the plan",
     )
 
 

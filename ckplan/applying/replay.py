@@ -1,12 +1,14 @@
 """Watch a region's forward call by call: it repeats one that was written down.
 
 As long as every call is the one expected, what autograd saves can be dropped as it was
-then, since the same program rebuilds it. From the first call that differs on, all is
-kept: the result is right, only the memory is not what was planned.
+then, since the same program rebuilds it. From the first call that differs on, the rest
+is watched op by op (``resume.py``). Where a call that seemed to be the one expected was
+not, its ops are past: then the rest is kept.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -18,9 +20,11 @@ from ckplan.applying.calls import (
     UnknownArgumentError,
     asks_only,
     geometry_of,
+    moves,
     storage_of,
     switches,
 )
+from ckplan.applying.naming import OpKey, Saves
 from ckplan.applying.random_state import random_state
 from ckplan.applying.recompute import (
     Dropped,
@@ -33,21 +37,36 @@ from ckplan.applying.recompute import (
     tensors_in,
     unpack,
 )
+from ckplan.applying.record import Recorder, otherwise_saved
+from ckplan.applying.resume import Beginning, OpenInner, resume
 from ckplan.applying.template import CallRecord, Capture, Given, Template
 from ckplan.encodings import Encoded, encode
-from ckplan.errors import ApplyError
-from ckplan.program import EXTERNAL, Program, compile_program
 
 
 class Replay(TorchFunctionMode):
     """One forward of a region, compared with a template."""
 
-    def __init__(self, name: str, template: Template) -> None:
+    def __init__(
+        self, name: str, top: str, template: Template, record: Callable[[], Recorder]
+    ) -> None:
+        """Be ready to watch.
+
+        Args:
+            name: What errors call the region.
+            top: FQN of the module that paths of its ops begin below.
+            template: What the forward is compared with.
+            record: Makes what watches the rest of a forward that differs.
+        """
         super().__init__()
         self.name = name
+        self.path: list[str] = [top]  # FQNs of the modules that run, innermost last
         self.template = template
-        self.repeats = True  # as far as was seen
+        self.rest: Recorder | None = None  # from where it differs on
+        self.kept = False  # that rest, as it could not be watched
         self.frozen = False  # what differs is that something wants gradients, or not
+        self._record = record
+        self._inner: list[tuple[CallRecord | None, str, Saves]] = []  # open ones
+        self._num_modes = 0
         self._slots = Slots(self._meet)
         self._calls = iter(template.calls)
         self._next = next(self._calls, None)
@@ -67,31 +86,112 @@ class Replay(TorchFunctionMode):
 
     def open(self) -> None:
         """Begin to watch."""
+        self._num_modes = torch._C._len_torch_dispatch_stack()
         hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, unpack)
         self._contexts.enter_context(hooks)
         self._contexts.enter_context(self)
+
+    def begin_inner(self, top: str, saves: Saves) -> None:
+        """A region inside this one begins."""
+        if self.watched is not None:
+            self.watched.begin_inner(top, saves)
+        else:
+            self._inner.append((self._next, top, saves))
+
+    def end_inner(self) -> set[OpKey] | None:
+        """The region that began last ends; returns the saves that named an op."""
+        if self.watched is not None:
+            return self.watched.end_inner()
+        self._inner.pop()
+        return None
+
+    @property
+    def repeats(self) -> bool:
+        """Whether it does what the template did, as far as was seen."""
+        return self.rest is None
+
+    @property
+    def watched(self) -> Recorder | None:
+        """The rest of a forward that differs, unless that is kept."""
+        return self.rest if self.rest is not None and self.rest.watches else None
 
     def close(self) -> None:
         """Forward is over: hold only what the program needs."""
         self._contexts.close()
         template = self.template
-        self.repeats &= self._next is None
-        self.repeats &= self._num_packed == len(template.packed)
-        self._handle.rebuilder = Rebuilder(
-            self.name,
-            template.program if self.repeats else self._shorter_program(),
-            template.steps,
-            self._held,
-            self._encoded,
-            self._states,
-        )
-        self._slots.close()
-        for tensors in (self._held, self._encoded, self._states):
-            tensors.clear()
+        missing = self._next is not None or self._num_packed < len(template.packed)
+        if self.rest is None and missing:
+            self._part(self._place(self._next))
+        if self.rest is not None:
+            self.rest.close()
+        else:
+            self._handle.rebuilder = Rebuilder(
+                self.name,
+                template.program,
+                template.steps,
+                self._held,
+                self._encoded,
+                self._states,
+            )
+        self._forget()
 
     def abandon(self) -> None:
         """Forward was interrupted: watch no longer."""
         self._contexts.close()
+        if self.rest is not None:
+            self.rest.abandon()
+
+    def _forget(self) -> None:
+        self._slots.close()
+        for tensors in (self._held, self._encoded, self._states):
+            tensors.clear()
+
+    def _place(self, call: CallRecord | None) -> int:
+        """The first step of a call; behind all if none is left."""
+        return len(self.template.steps) if call is None else call.start
+
+    def _part(self, stop: int) -> Recorder:
+        """Say of the rest that it is none of the template's, from a step on."""
+        inner = [OpenInner(self._place(c), top, saves) for c, top, saves in self._inner]
+        rest = self.rest = self._record()
+        begun = Beginning(
+            self.template,
+            stop,
+            self.path,
+            inner,
+            self._slots.made(),
+            self._held,
+            self._encoded,
+            self._states,
+            self._wanted,
+            self._handle,
+        )
+        resume(rest, begun)
+        self._forget()
+        return rest
+
+    def _differ(self) -> None:
+        """The call that begins now is not the template's: watch from here on."""
+        call, packed = self._next, len(self.template.packed)
+        as_expected = self._num_packed == (call.packed_before if call else packed)
+        alone = torch._C._len_torch_dispatch_stack() == self._num_modes
+        moved = any(moves(other.func) for other in self.template.calls)
+        rest = self._part(self._place(call))
+        if as_expected and alone and not moved:
+            rest.go_on()
+        else:
+            self.kept = True
+
+    def _keep(self, stop: int) -> None:
+        """A call was not the template's, and its ops ran: keep the rest.
+
+        Raises:
+            ApplyError: Something of it was dropped, for what the template's call saved.
+        """
+        if self._dropped_in_call:
+            raise otherwise_saved(self.name)
+        self._part(stop)
+        self.kept = True
 
     def __torch_function__(
         self,
@@ -101,37 +201,47 @@ class Replay(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if not self.repeats or self._packing:
+        if self.rest is not None:
+            return self.rest.log.__torch_function__(func, types, args, kwargs)
+        if self._packing:
             return func(*args, **kwargs)
         call = self._next
         if (call is None or call.func is not func) and asks_only(func):
             return func(*args, **kwargs)
         if call is None or not self._matches(call, func, args, kwargs):
-            self.repeats = False
-            return func(*args, **kwargs)
+            self._differ()
+            return self.__torch_function__(func, types, args, kwargs)
         for step in call.random_steps:
             self._states[step] = random_state(self.template.steps[step].device, None)
         self._in_call, self._dropped_in_call = True, False
         try:
             out = func(*args, **kwargs)
         except BaseException:
-            self.repeats = False
+            self._dropped_in_call = False
+            if self.rest is None:
+                self._keep(call.stop)
             raise
         finally:
             self._in_call = False
+        if self.rest is None:
+            self._returned(call, out)
+        return out
+
+    def _returned(self, call: CallRecord, out: Any) -> None:
+        """A call did what the template's did, if what it brought is alike."""
         if self._num_packed != call.packed_after:
-            self._give_up()
-            return out
+            self._keep(call.start)
+            return
         self._slots.returned(out)
+        self._dropped_in_call = False
         if call.captures or call.brought:
             returned = tensors_in(out)
             if not self._brings(call, returned):
-                self.repeats = False
-                return out
+                self._keep(call.stop)
+                return
             for capture in call.captures:
                 self._capture(capture, returned[capture.place])
         self._next = next(self._calls, None)
-        return out
 
     def _matches(
         self, call: CallRecord, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -198,12 +308,12 @@ class Replay(TorchFunctionMode):
 
     def _packed_as(self, tensor: torch.Tensor) -> Kept | Dropped:
         template, number = self.template, self._num_packed
+        if self.rest is not None:
+            return self.rest.pack(tensor) if not self.kept else keep(tensor, self.name)
         self._num_packed += 1
-        there = self.repeats and number < self._num_expected
+        there = number < self._num_expected
         if not there or template.packed[number].size != tensor.size():
-            if self.repeats and self._in_call:
-                self._give_up()
-            self.repeats = False
+            self._keep(self._place(self._next))
             return keep(tensor, self.name)
         if number in template.captures:
             self._capture(template.captures[number], tensor)
@@ -220,32 +330,3 @@ class Replay(TorchFunctionMode):
         if self._next is None:
             return len(self.template.packed)
         return self._next.packed_after if self._in_call else self._next.packed_before
-
-    def _give_up(self) -> None:
-        """The same call saves other tensors: keep them, if none of it was dropped.
-
-        Raises:
-            ApplyError: One was, for the one that the template's call saved then.
-        """
-        if self._dropped_in_call:
-            raise self._changed()
-        self.repeats = False
-
-    def _shorter_program(self) -> Program:
-        """What rebuilds what was dropped before a call differed."""
-        flow, parts = self.template.flow, self.template.parts
-        kept = [value for value in self._held if flow.maker_of[value] != EXTERNAL]
-        encoded = self._encoded.keys()
-        program = compile_program(flow, self._wanted, kept, encoded, parts)
-        known = program.runs().keys() <= self.template.steps.keys()
-        if not known or not program.holds <= self._held.keys():
-            raise self._changed()
-        return program
-
-    def _changed(self) -> ApplyError:
-        return ApplyError(
-            f"cannot rebuild {self.name}: the same calls of torch saved other tensors "
-            "than in an earlier forward",
-            needed="forwards that torch runs in the same way, op by op",
-            hint="run it again (by: rerun), or leave this call out of the plan",
-        )

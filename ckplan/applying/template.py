@@ -6,6 +6,7 @@ It is made of what a recorder saw op by op, if the calls alone will tell as much
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -63,6 +64,8 @@ class CallRecord(NamedTuple):
     brought: tuple[tuple[int, Given], ...]  # constants that it returned, by their place
     packed_before: int  # how many tensors autograd had saved
     packed_after: int
+    start: int  # its first step
+    stop: int  # the step after its last one
 
 
 @dataclass(frozen=True)
@@ -78,8 +81,14 @@ class Template:
     flow: Flow
     parts: tuple[Part, ...]
     program: Program
-    steps: Mapping[int, Step]
+    steps: Mapping[int, Step]  # all
     dropped_bytes: int
+    # For forwards that begin like this one, and go on op by op:
+    num_bytes: Sequence[int]  # of each storage
+    paths: Sequence[str]  # step -> FQN of the module that ran it
+    made: Sequence[int]  # tensors that calls returned: their storages, -1 for another's
+    draws: frozenset[int]  # steps
+    unfilled: frozenset[int]  # storages that others than ops may write
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +127,7 @@ class _Places:
 
 
 def make_template(
-    seen: Recorder, parts: tuple[Part, ...], program: Program, steps: Mapping[int, Step]
+    seen: Recorder, parts: tuple[Part, ...], program: Program
 ) -> Template | None:
     """What later forwards can be compared with; None if calls do not tell all."""
     log, flow = seen.log, seen.flow
@@ -142,7 +151,7 @@ def make_template(
     ):
         return None
     places = _Places.of(seen)
-    program, steps = _seen_from_calls(seen, places, parts, program, steps)
+    program = _seen_from_calls(seen, places, parts, program)
     captures = _captures(seen, places, program)
     random_steps = _first_draws(seen, program)
     if captures is None or random_steps is None:
@@ -158,6 +167,8 @@ def make_template(
             tuple(brought.get(number, ())),
             call.packed_before,
             call.packed_after,
+            bisect_left(seen.call_of, number),
+            bisect_left(seen.call_of, number + 1),
         )
         for number, call in enumerate(log.calls)
     )
@@ -171,8 +182,13 @@ def make_template(
         flow,
         parts,
         program,
-        steps,
+        seen.steps,
         seen.dropped_bytes,
+        seen.num_bytes,
+        seen.paths,
+        [flow.storage_of[value] if value >= 0 else -1 for value in log.made],
+        frozenset(seen.states),
+        frozenset(seen.unfilled),
     )
 
 
@@ -230,8 +246,7 @@ def _seen_from_calls(
     places: _Places,
     parts: tuple[Part, ...],
     program: Program,
-    steps: Mapping[int, Step],
-) -> tuple[Program, Mapping[int, Step]]:
+) -> Program:
     """The same program, but that what no call shows is rebuilt if that takes little.
 
     Such are the scalars and masks that ops make for each other inside of one torch
@@ -252,11 +267,9 @@ def _seen_from_calls(
     most_bytes = max(_FEW_BYTES, seen.dropped_bytes // _SMALL_SHARE)
     too_many = sum(seen.num_bytes[storage] for storage in made) > most_bytes
     if not unseen or too_many or makers & program.runs().keys():
-        return program, steps
+        return program
     other = compile_program(flow, seen.wanted, kept, seen.encoded.keys(), parts)
-    if other.lost:
-        return program, steps
-    return other, {step: seen.steps[step] for step in sorted(other.runs())}
+    return program if other.lost else other
 
 
 def _makers(flow: Flow, values: Iterable[int], there: Collection[int]) -> set[int]:

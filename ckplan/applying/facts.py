@@ -1,0 +1,54 @@
+"""What a recorder must know of an op, looked up once."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+
+from ckplan.training.filling import fills, makes_empty
+from ckplan.training.randomness import may_draw
+
+BATCH_NORMS = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
+RUNNING_STATISTICS = slice(3, 5)  # arguments of all three, as is the next
+TRAINING = 5
+
+
+class Facts(NamedTuple):
+    """Facts of an op that no argument changes."""
+
+    name: str
+    is_view: bool
+    writes: tuple[tuple[int, str], ...]  # arguments changed in place
+    may_draw: bool
+    batch_norm: bool
+    dynamic: bool  # values may decide how much it returns
+    fills: bool  # where it writes, what was there does not matter
+    makes_empty: bool  # for others to fill
+    collective: bool  # its schema is silent on what it changes
+
+
+@cache
+def facts_of(func: Any) -> Facts:
+    """Look them up."""
+    writes = tuple(
+        (position, argument.name)
+        for position, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+    name = func.overloadpacket.__name__
+    dynamic = torch.Tag.dynamic_output_shape in func.tags
+    norm, collective = name in BATCH_NORMS, func.namespace == "c10d"
+    random = may_draw(func)
+    return Facts(
+        name,
+        func.is_view,
+        writes,
+        random,
+        norm,
+        dynamic,
+        fills(func),
+        makes_empty(func),
+        collective,
+    )

@@ -1,0 +1,61 @@
+"""What a plan calls the ops of a region, and which of their values it keeps."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ckplan.names import relative_path
+
+OpKey = tuple[str, str, int]
+"""Path of the module below the region, op name, occurrence."""
+
+Saves = Mapping[OpKey, frozenset[int] | None]
+"""Outputs to keep; None for all of them."""
+
+Encodes = Mapping[OpKey, Mapping[int | None, str]]
+"""Outputs to keep in a smaller form, and in which."""
+
+
+@dataclass(slots=True)
+class Names:
+    """What a plan calls the ops below a module."""
+
+    top: str  # FQN of the module
+    saves: Saves
+    named: Collection[OpKey]  # those of the saves, and others
+    found: set[OpKey] = field(default_factory=set)  # of those named
+    seen: list[OpKey] = field(default_factory=list)  # all
+    _occurrences: dict[tuple[str, str], int] = field(
+        default_factory=lambda: defaultdict(int)
+    )
+
+    def key(self, fqn: str, name: str, num_outputs: int) -> OpKey:
+        """The name of the op that ran last, in a module."""
+        place = (relative_path(fqn, self.top), name)
+        key = (*place, self._occurrences[place])
+        self._occurrences[place] += 1
+        self.seen.append(key)
+        there = all(at < num_outputs for at in self.saves.get(key) or ())
+        if there and key in self.named:
+            self.found.add(key)
+        return key
+
+    def kept(self, key: OpKey, values: Sequence[int]) -> Sequence[int]:
+        """Those among an op's values that the plan keeps."""
+        outputs = self.saves.get(key, frozenset())
+        if outputs is None:
+            return values
+        return [values[at] for at in sorted(outputs) if at < len(values)]
+
+
+@dataclass(slots=True)
+class Inner:
+    """A region inside, as it is written down."""
+
+    start: int  # first step
+    outer: int
+    names: Names
+    stop: int = -1
+    kept: set[int] = field(default_factory=set)  # values

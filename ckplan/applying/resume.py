@@ -1,0 +1,161 @@
+"""Go on op by op in a forward that began as an earlier one, and then differs.
+
+What was seen of the earlier one up to there is what a recorder would have seen of this.
+So the plan's choices hold for the rest as well, and what was dropped before is rebuilt
+in one program with what is dropped from there on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from ckplan.applying.calls import storage_of, version_of
+from ckplan.applying.facts import facts_of
+from ckplan.applying.naming import Inner, Names, Saves
+from ckplan.applying.recompute import Handle, Held, hold
+from ckplan.applying.record import Recorder
+from ckplan.applying.template import Template
+from ckplan.encodings import Encoded
+from ckplan.program import EXTERNAL, Flow
+
+
+class OpenInner(NamedTuple):
+    """A region inside, which runs when a forward begins to differ."""
+
+    start: int  # its first step
+    top: str
+    saves: Saves
+
+
+class Beginning(NamedTuple):
+    """A forward until it differed."""
+
+    template: Template
+    stop: int  # the step after the last one
+    path: list[str]
+    inner: Sequence[OpenInner]  # innermost last
+    made: Iterable[tuple[int, torch.Tensor]]  # tensors that calls returned, by number
+    held: Mapping[int, Held]
+    encoded: Mapping[int, Encoded]
+    states: Mapping[int, torch.Tensor]
+    wanted: Sequence[tuple[int, int]]
+    handle: Handle
+
+
+def resume(recorder: Recorder, begun: Beginning) -> None:
+    """Let a recorder know what it would, had it watched from the beginning."""
+    flow = recorder.flow = _until(begun.template.flow, begun.stop)
+    recorder.handle, recorder.path = begun.handle, begun.path
+    recorder.log.broken = True  # it saw no calls to compare others with
+    recorder.encoded.update(begun.encoded)
+    recorder.states.update(begun.states)
+    recorder.take_wanted(begun.wanted, begun.template.num_bytes)
+    _know_steps(recorder, begun)
+    storages = _know_storages(recorder, begun)
+    for value, one in begun.held.items():
+        if value < len(flow.storage_of) and flow.is_current(value):
+            one.version = version_of(one.tensor)
+            recorder.held[value] = one
+    _hold_what_is_gone(recorder, begun, storages)
+    _name_steps(recorder, begun)
+
+
+def _until(flow: Flow, stop: int) -> Flow:
+    """The values of the first steps."""
+    inputs, outputs = flow.inputs[:stop], flow.outputs[:stop]
+    seen = (value for values in (*inputs, *outputs) for value in values)
+    num_values = 1 + max(seen, default=-1)
+    storage_of = flow.storage_of[:num_values]
+    current = {storage: value for value, storage in enumerate(storage_of)}
+    return Flow(
+        storage_of,
+        flow.maker_of[:num_values],
+        current,
+        inputs,
+        outputs,
+        flow.overwrites[:stop],
+        flow.returned[:stop],
+    )
+
+
+def _know_steps(recorder: Recorder, begun: Beginning) -> None:
+    """The steps, and which of them cannot run again as they did."""
+    template = begun.template
+    recorder.steps.update((step, template.steps[step]) for step in range(begun.stop))
+    recorder.paths += template.paths[: begun.stop]
+    others_wrote = {template.flow.current[storage] for storage in template.unfilled}
+    gone = template.draws - begun.states.keys()
+    gone |= {template.flow.maker_of[value] for value in others_wrote}
+    recorder.gone.update(step for step in gone if step < begun.stop)
+
+
+def _know_storages(recorder: Recorder, begun: Beginning) -> dict[int, torch.Tensor]:
+    """The storages, by their tensors that still live; returns one of these for each."""
+    template, flow = begun.template, recorder.flow
+    made_by = list(zip(flow.storage_of, flow.maker_of, strict=True))
+    given = {storage for storage, maker in made_by if maker == EXTERNAL}
+    recorder.inside.update({storage for storage, _ in made_by} - given)
+    num_storages = 1 + max(flow.storage_of, default=-1)
+    recorder.num_bytes += template.num_bytes[:num_storages]
+    found = {
+        flow.storage_of[value]: one.tensor
+        for value, one in begun.held.items()
+        if value < len(flow.storage_of)
+    }
+    for number, tensor in begun.made:
+        if template.made[number] >= 0:
+            found[template.made[number]] = tensor
+    for storage, tensor in found.items():
+        recorder.know(storage_of(tensor), storage)
+    return found
+
+
+def _hold_what_is_gone(
+    recorder: Recorder, begun: Beginning, storages: Mapping[int, torch.Tensor]
+) -> None:
+    """What the rest of the forward may read, and no step would make again."""
+    template, flow = begun.template, recorder.flow
+    there = _can_be_made(flow, {*recorder.held, *recorder.encoded}, recorder.gone)
+    for storage, tensor in storages.items():
+        value = flow.current[storage]
+        if value not in there:
+            recorder.held[value] = hold(tensor)
+        maker = flow.maker_of[value]
+        empty = maker != EXTERNAL and facts_of(template.steps[maker].func).makes_empty
+        if empty or storage in template.unfilled:
+            recorder.unfilled[storage] = tensor
+    recorder.handed_out.update(template.unfilled.intersection(storages))
+
+
+def _can_be_made(flow: Flow, there: Collection[int], gone: Collection[int]) -> set[int]:
+    found = {*there}
+    for step, inputs in enumerate(flow.inputs):
+        if step not in gone and found.issuperset(inputs):
+            found.update(flow.outputs[step])
+    return found
+
+
+def _name_steps(recorder: Recorder, begun: Beginning) -> None:
+    """The names that the plan gives to ops so far, and the regions inside.
+
+    One that runs now is two from here on: what was seen of it, and the rest.
+    """
+    values = range(len(recorder.flow.storage_of))
+    for part in begun.template.parts:
+        if part.start <= begun.stop:
+            stop, kept = min(part.stop, begun.stop), {*part.kept.intersection(values)}
+            names = Names("", {}, ())
+            recorder.inner.append(Inner(part.start, part.outer, names, stop, kept))
+    _name(recorder, recorder.names, 0)
+    for one in begun.inner:
+        recorder.begin_inner(one.top, one.saves)
+        _name(recorder, recorder.inner[-1].names, one.start)
+
+
+def _name(recorder: Recorder, names: Names, start: int) -> None:
+    for step in range(start, len(recorder.paths)):
+        op = facts_of(recorder.steps[step].func).name
+        names.key(recorder.paths[step], op, len(recorder.flow.returned[step]))
