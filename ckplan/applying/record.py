@@ -83,7 +83,7 @@ class Recorder(TorchDispatchMode):
         self.names = Names(top, saves, {*saves, *encodes})
         self.paths: list[str] = []  # step -> FQN of the module that ran it
         self.inner: list[Inner] = []
-        self._open = [0]  # inner regions that run now, counted from 1
+        self.open_inner = [0]  # inner regions that run now, counted from 1
         self.flow = Flow()
         self.steps: dict[int, Step] = {}
         self.states: dict[int, torch.Tensor] = {}
@@ -143,12 +143,12 @@ class Recorder(TorchDispatchMode):
         """A region inside this one begins."""
         names = Names(top, saves, saves.keys())
         start = len(self.flow.inputs)
-        self.inner.append(Inner(start, self._open[-1], names))
-        self._open.append(len(self.inner))
+        self.inner.append(Inner(start, self.open_inner[-1], names))
+        self.open_inner.append(len(self.inner))
 
     def end_inner(self) -> set[OpKey]:
         """The region that began last ends; returns the saves that named an op."""
-        inner = self.inner[self._open.pop() - 1]
+        inner = self.inner[self.open_inner.pop() - 1]
         inner.stop = len(self.flow.inputs)
         return inner.names.found
 
@@ -161,7 +161,7 @@ class Recorder(TorchDispatchMode):
         """
         self._contexts.close()
         flow = self.flow
-        while len(self._open) > 1:
+        while len(self.open_inner) > 1:
             self.end_inner()
         parts = tuple(
             Part(one.start, one.stop, frozenset(one.kept), one.outer)
@@ -347,7 +347,7 @@ class Recorder(TorchDispatchMode):
         """Hold or encode the outputs that the plan names."""
         place = self.path[-1], name, len(values := self.flow.returned[number])
         key = self.names.key(*place)
-        for part in self._open[1:]:
+        for part in self.open_inner[1:]:
             inner = self.inner[part - 1]
             inner.kept.update(inner.names.kept(inner.names.key(*place), values))
         saved = self.names.kept(key, values)
@@ -375,7 +375,7 @@ class Recorder(TorchDispatchMode):
             return keep(tensor, self.name)
         if value not in self._seen:
             self.dropped_bytes += tensor.untyped_storage().nbytes()
-        part = self._open[-1]
+        part = self.open_inner[-1]
         self._seen.add(value)
         self.wanted.append((value, part))
         ref = _ref(tensor, value)

@@ -19,7 +19,7 @@ from ckplan.applying.recompute import Handle, Held, hold
 from ckplan.applying.record import Recorder
 from ckplan.applying.template import Template
 from ckplan.encodings import Encoded
-from ckplan.program import EXTERNAL, Flow
+from ckplan.program import EXTERNAL, Flow, Part
 
 
 class OpenInner(NamedTuple):
@@ -139,20 +139,33 @@ def _can_be_made(flow: Flow, there: Collection[int], gone: Collection[int]) -> s
 
 
 def _name_steps(recorder: Recorder, begun: Beginning) -> None:
-    """The names that the plan gives to ops so far, and the regions inside.
-
-    One that runs now is two from here on: what was seen of it, and the rest.
-    """
+    """The names that the plan gives to ops so far, and the regions inside."""
     values = range(len(recorder.flow.storage_of))
-    for part in begun.template.parts:
-        if part.start <= begun.stop:
-            stop, kept = min(part.stop, begun.stop), {*part.kept.intersection(values)}
-            names = Names("", {}, ())
-            recorder.inner.append(Inner(part.start, part.outer, names, stop, kept))
+    parts = [part for part in begun.template.parts if part.start <= begun.stop]
+    for part in parts:
+        stop, kept = min(part.stop, begun.stop), {*part.kept.intersection(values)}
+        names = Names("", {}, ())
+        recorder.inner.append(Inner(part.start, part.outer, names, stop, kept))
     _name(recorder, recorder.names, 0)
     for one in begun.inner:
-        recorder.begin_inner(one.top, one.saves)
-        _name(recorder, recorder.inner[-1].names, one.start)
+        _go_on_inside(recorder, one, parts, begun.stop)
+
+
+def _go_on_inside(
+    recorder: Recorder, one: OpenInner, parts: Sequence[Part], stop: int
+) -> None:
+    """A region inside runs: one of the template's, or else what is left is a region."""
+    around = recorder.open_inner[-1]
+    recorder.begin_inner(one.top, one.saves)
+    begun = recorder.inner[-1]
+    _name(recorder, begun.names, one.start)
+    for number, part in enumerate(parts, start=1):
+        same = (part.start, part.outer) == (one.start, around)
+        if same and part.start < stop <= part.stop:
+            recorder.inner.pop()
+            recorder.inner[number - 1].names = begun.names
+            recorder.open_inner[-1] = number
+            return
 
 
 def _name(recorder: Recorder, names: Names, start: int) -> None:
