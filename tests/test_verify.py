@@ -640,8 +640,17 @@ def build():
 
 
 BY_TURNS = """
+from contextlib import nullcontext
+
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+class Watching(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+around = nullcontext
 
 class ByTurns(nn.Module):
     def __init__(self):
@@ -651,16 +660,26 @@ class ByTurns(nn.Module):
     def forward(self, x):
         self.step += 1
         x = self.linear(x)
-        return torch.tanh(x).exp() if self.step % 2 else torch.sigmoid(x).cos()
+        with around():
+            return torch.tanh(x).exp() if self.step % 2 else torch.sigmoid(x).cos()
 
 def build(rows=256):
     return nn.Sequential(*(ByTurns() for _ in range(4))), torch.randn(rows, 64)
 """
 
 
-def test_what_keeps_a_step_from_its_budget_is_named(tmp_path: Path) -> None:
+def test_a_step_whose_ops_differ_keeps_to_its_budget(tmp_path: Path) -> None:
     path = tmp_path / "by_turns.py"
     path.write_text(BY_TURNS)
+    spec = WorkloadSpec(str(path))
+    graph = profile_workload(spec, training=Training("none"))
+    found = verify(spec, ckplan.solve(graph, budget="75%"), optimizer="none", steps=0)
+    assert found.fits and not found.regions_kept
+
+
+def test_what_keeps_a_step_from_its_budget_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "by_turns.py"
+    path.write_text(BY_TURNS.replace("around = nullcontext", "around = Watching"))
     spec = WorkloadSpec(str(path))
     graph = profile_workload(spec, training=Training("none"))
     plan = ckplan.solve(graph, budget="75%")

@@ -201,12 +201,11 @@ class Replay(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if self.rest is not None:
-            return self.rest.log.__torch_function__(func, types, args, kwargs)
-        if self._packing:
-            return func(*args, **kwargs)
-        call = self._next
-        if (call is None or call.func is not func) and asks_only(func):
+        rest, call = self.rest, self._next
+        if rest is not None:
+            return rest.log.__torch_function__(func, types, args, kwargs)
+        asks = (call is None or call.func is not func) and asks_only(func)
+        if asks or self._packing:
             return func(*args, **kwargs)
         if call is None or not self._matches(call, func, args, kwargs):
             self._differ()
@@ -223,25 +222,25 @@ class Replay(TorchFunctionMode):
             raise
         finally:
             self._in_call = False
-        if self.rest is None:
-            self._returned(call, out)
-        return out
-
-    def _returned(self, call: CallRecord, out: Any) -> None:
-        """A call did what the template's did, if what it brought is alike."""
+        if self.rest is not None:
+            return out
         if self._num_packed != call.packed_after:
             self._keep(call.start)
-            return
+            return out
         self._slots.returned(out)
-        self._dropped_in_call = False
-        if call.captures or call.brought:
-            returned = tensors_in(out)
-            if not self._brings(call, returned):
-                self._keep(call.stop)
-                return
-            for capture in call.captures:
-                self._capture(capture, returned[capture.place])
         self._next = next(self._calls, None)
+        if call.captures or call.brought:
+            self._take(call, tensors_in(out))
+        return out
+
+    def _take(self, call: CallRecord, returned: list[torch.Tensor]) -> None:
+        """Hold what a call returned, as far as it is like what the template's did."""
+        if not self._brings(call, returned):
+            self._dropped_in_call = False
+            self._keep(call.stop)
+            return
+        for capture in call.captures:
+            self._capture(capture, returned[capture.place])
 
     def _matches(
         self, call: CallRecord, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -313,6 +312,7 @@ class Replay(TorchFunctionMode):
         self._num_packed += 1
         there = number < self._num_expected
         if not there or template.packed[number].size != tensor.size():
+            self._dropped_in_call &= self._in_call
             self._keep(self._place(self._next))
             return keep(tensor, self.name)
         if number in template.captures:
