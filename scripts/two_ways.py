@@ -62,8 +62,8 @@ class Row:
         """A row of the table."""
         one, other = self.dispatched, self.translated
         if isinstance(one, str) or isinstance(other, str):
-            why = next(way for way in (one, other) if isinstance(way, str))
-            return [self.workload, self.types, "", "", "", "", why]
+            step = "raises in both" if one == other else "one way alone"
+            return [self.workload, self.types, "", "", "", "", step]
         peaks = [simulate(graph).peak_bytes for graph in (one, other)]
         same = _alike(one, other)
         apart = abs(len(one.ops) - len(other.ops))

@@ -824,10 +824,16 @@ def test_dropout_of_nothing_copies_nothing() -> None:
         assert "clone" not in forward_names(graph)
 
 
-def test_group_norm_is_contiguous_whatever_its_input_is() -> None:
+@pytest.mark.parametrize("amp", [None, "bf16"])
+def test_convolutions_keep_channels_last_and_group_norm_does_not(
+    amp: str | None,
+) -> None:
     x = torch.randn(2, 8, 4, 4).to(memory_format=torch.channels_last)
-    graph = on_cuda(nn.Sequential(nn.Conv2d(8, 8, 1), nn.GroupNorm(2, 8)), x)
-    assert forward_names(graph)[:3] == ["convolution", "clone", "native_group_norm"]
+    model = nn.Sequential(nn.Conv2d(8, 8, 3), nn.GroupNorm(2, 8))
+    names = forward_names(on_cuda(model, x, amp=amp))
+    norm = names.index("native_group_norm")
+    assert names[norm - 1] == "clone"
+    assert names.count("clone") == 1
 
 
 def test_autocast_casts_from_the_last_argument_to_the_first() -> None:

@@ -8,10 +8,12 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch._prims_common import suggest_memory_format
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckplan.tracing.cuda.words import HALVES, Words
@@ -23,6 +25,11 @@ _STATISTICS = {
     _aten.cudnn_batch_norm.default: (1, 2),
 }
 """Outputs that CUDA computes in float32 whatever the input is."""
+_CONVOLUTIONS = {
+    _aten.convolution.default: slice(0, 2),
+    _aten.convolution_backward.default: slice(1, 3),
+}
+"""Where input and weight are among the arguments."""
 _GATES = {0: 1, 1: 1, 2: 4, 3: 3}  # of cuDNN's cells: RNN, RNN, LSTM, GRU
 
 
@@ -66,6 +73,8 @@ class Outputs(TorchDispatchMode):
         if func in _MADE:
             return _MADE[func](*args, **kwargs)
         out = func(*args, **kwargs)
+        if func in _CONVOLUTIONS:
+            return _laid_out(out, *args[_CONVOLUTIONS[func]])
         if func in _STATISTICS and out[_STATISTICS[func][0]].dtype in HALVES:
             self._words.say("norms: statistics in float32")
             return _retyped(out, _STATISTICS[func])
@@ -83,6 +92,25 @@ def _retyped(out: tuple[Any, ...], which: tuple[int, ...]) -> tuple[Any, ...]:
         torch.empty_like(one, dtype=torch.float32) if place in which else one
         for place, one in enumerate(out)
     )
+
+
+def _laid_out(out: Any, input: torch.Tensor, weight: torch.Tensor) -> Any:
+    """Layouts as of cuDNN; torch asks the GPU whether that takes bfloat16.
+
+    On a CPU they go by what its processor can do.
+    """
+    formats = {suggest_memory_format(one) for one in (input, weight)}
+    last = formats - {torch.contiguous_format}
+    if input.dtype == torch.float64 or not last:
+        layout = torch.contiguous_format
+    else:
+        (layout,) = last
+
+    def lay_out(one: torch.Tensor) -> torch.Tensor:
+        fits = one.dim() != input.dim() or one.is_contiguous(memory_format=layout)
+        return one if fits else torch.empty_like(one, memory_format=layout)
+
+    return pytree.tree_map_only(torch.Tensor, lay_out, out)
 
 
 def _rms_norm(
