@@ -49,8 +49,8 @@ from _measuring import (
 
 from ckplan.errors import CkplanError
 from ckplan.plan import Plan
+from ckplan.training.loading import WorkloadSpec
 from ckplan.training.step import Training
-from ckplan.training.workload import WorkloadSpec
 from ckplan.units import format_bytes
 
 UNDER_AUTOCAST = ("mistral", "convnext", "vit")

@@ -63,7 +63,7 @@ from ckplan.resolve import resolve
 from ckplan.simulate import Simulator
 from ckplan.tracing.cost_cache import FOLDER_VARIABLE
 from ckplan.tracing.profile import profile_workload
-from ckplan.training.workload import WorkloadSpec, parse_options
+from ckplan.training.loading import WorkloadSpec, parse_options
 from ckplan.units import format_bytes, format_percent, format_seconds
 from ckplan.verifying.interleave import StepProcess, interleave
 from ckplan.verifying.pair import find_different

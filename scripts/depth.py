@@ -45,7 +45,7 @@ from ckplan.simulate import Timeline
 from ckplan.solving.planner import Planner
 from ckplan.solving.practices import practices
 from ckplan.tracing.profile import profile_workload
-from ckplan.training.workload import WorkloadSpec, parse_options
+from ckplan.training.loading import WorkloadSpec, parse_options
 from ckplan.units import format_bytes, format_percent, format_seconds
 
 DEPTHS = (8, 16, 32, 64, 128, 256, 512)

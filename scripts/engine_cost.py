@@ -62,7 +62,7 @@ from ckplan.resolve import name_ops
 from ckplan.simulate import simulate
 from ckplan.solving.solve import solve, to_plan
 from ckplan.tracing.profile import profile_workload
-from ckplan.training.workload import WorkloadSpec, parse_options
+from ckplan.training.loading import WorkloadSpec, parse_options
 from ckplan.units import format_bytes, format_percent
 from ckplan.verifying.interleave import StepProcess, interleave
 

@@ -46,7 +46,7 @@ from ckplan.sharding import shard
 from ckplan.solving.planner import Planner
 from ckplan.solving.solve import to_plan
 from ckplan.tracing.profile import profile_workload
-from ckplan.training.workload import WorkloadSpec
+from ckplan.training.loading import WorkloadSpec
 from ckplan.units import format_bytes
 
 MOST_ERROR = 0.01

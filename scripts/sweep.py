@@ -50,8 +50,8 @@ from ckplan.plan import Plan, PlannedRegion
 from ckplan.solving.planner import Planner
 from ckplan.solving.solve import to_plan
 from ckplan.tracing.profile import profile_workload
+from ckplan.training.loading import WorkloadSpec, parse_options
 from ckplan.training.step import Training
-from ckplan.training.workload import WorkloadSpec, parse_options
 from ckplan.units import format_bytes, format_percent
 from ckplan.verifying.pair import find_different
 from ckplan.verifying.worker import FIRST_STEPS, FirstSteps, Job, Worker

@@ -39,8 +39,8 @@ from ckplan.errors import CkplanError
 from ckplan.graph import Graph
 from ckplan.simulate import simulate
 from ckplan.tracing.profile import profile_workload
+from ckplan.training.loading import WorkloadSpec
 from ckplan.training.step import Training
-from ckplan.training.workload import WorkloadSpec
 from ckplan.units import format_bytes
 
 TYPES = {"fp32": Training(), "bf16": Training(amp="bf16")}

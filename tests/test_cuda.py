@@ -568,7 +568,7 @@ def test_the_workloads_own_code_believes_in_the_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from ckplan.tracing.profile import profile_workload
-    from ckplan.training.workload import WorkloadSpec
+    from ckplan.training.loading import WorkloadSpec
 
     path = tmp_path / "model.py"
     path.write_text(SOURCE)

@@ -22,8 +22,9 @@ from ckplan.plan import Plan, PlannedRegion
 from ckplan.resolve import resolve
 from ckplan.simulate import simulate
 from ckplan.tracing.cost_cache import Cost
+from ckplan.training.loading import WorkloadSpec
 from ckplan.training.step import Training
-from ckplan.training.workload import Workload, WorkloadSpec
+from ckplan.training.workload import Workload
 from ckplan.verifying.dry_run import dry_run, dry_run_workload
 from ckplan.verifying.meter import Meter, Phase
 

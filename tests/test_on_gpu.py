@@ -18,8 +18,9 @@ import ckplan
 from ckplan import gpus
 from ckplan.simulate import simulate
 from ckplan.tracing import target as targets
+from ckplan.training.loading import WorkloadSpec
 from ckplan.training.step import Training, make_step
-from ckplan.training.workload import Workload, WorkloadSpec, on_device
+from ckplan.training.workload import Workload, on_device
 
 pytestmark = [
     pytest.mark.gpu,

@@ -19,8 +19,9 @@ from ckplan.plan import Plan, PlannedRegion
 from ckplan.resolve import resolve
 from ckplan.simulate import simulate
 from ckplan.tracing.profile import profile_workload
+from ckplan.training.loading import WorkloadSpec
 from ckplan.training.step import Training, make_step
-from ckplan.training.workload import Workload, WorkloadSpec, tensors_of
+from ckplan.training.workload import Workload, tensors_of
 
 
 class Layer(nn.Module):

@@ -25,7 +25,7 @@ from ckplan.records import Op
 from ckplan.simulate import simulate
 from ckplan.trace_file import save
 from ckplan.tracing.profile import profile_workload
-from ckplan.training.workload import WorkloadSpec
+from ckplan.training.loading import WorkloadSpec
 
 T4, A100 = gpus.find("T4"), gpus.find("A100 80GB")
 

@@ -19,8 +19,8 @@ from ckplan.report import timeline as reporting
 from ckplan.report.tables import render
 from ckplan.report.timeline import timeline_report
 from ckplan.simulate import simulate
+from ckplan.training.loading import WorkloadSpec
 from ckplan.training.step import Training
-from ckplan.training.workload import WorkloadSpec
 from ckplan.verifying.predicted import predict
 from ckplan.verifying.worker import FIRST_STEPS, FirstSteps, Job, Worker
 

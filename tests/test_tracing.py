@@ -21,12 +21,8 @@ from ckplan.graph import Graph
 from ckplan.simulate import simulate
 from ckplan.tracing.fake import fake_tensors
 from ckplan.tracing.profile import profile_workload
-from ckplan.training.workload import (
-    Workload,
-    WorkloadSpec,
-    parse_input,
-    parse_options,
-)
+from ckplan.training.loading import WorkloadSpec, parse_input, parse_options
+from ckplan.training.workload import Workload
 
 
 def mean_square(output: Any, batch: Any) -> torch.Tensor:

@@ -16,10 +16,11 @@ from ckplan import applying
 from ckplan.errors import WorkloadError
 from ckplan.graph import Graph
 from ckplan.simulate import simulate
+from ckplan.training.loading import WorkloadSpec
 from ckplan.training.optimizers import OPTIMIZERS
 from ckplan.training.randomness import draws
 from ckplan.training.step import Training, make_step
-from ckplan.training.workload import Workload, WorkloadSpec, tensors_of
+from ckplan.training.workload import Workload, tensors_of
 
 WAYS = [
     *(Training(name) for name in OPTIMIZERS if name not in ("own", "adamw8bit")),

@@ -21,8 +21,9 @@ from ckplan.plan import Plan, PlannedRegion, Prediction
 from ckplan.report.verification import failure
 from ckplan.simulate import simulate
 from ckplan.tracing.profile import profile_workload
+from ckplan.training.loading import WorkloadSpec
 from ckplan.training.step import Training, make_step
-from ckplan.training.workload import Workload, WorkloadSpec
+from ckplan.training.workload import Workload
 from ckplan.verifying import interleave as interleaving
 from ckplan.verifying import pair
 from ckplan.verifying import verify as verifying

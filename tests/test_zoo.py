@@ -14,8 +14,8 @@ import pytest
 from ckplan.solving.planner import Planner
 from ckplan.solving.solve import to_plan
 from ckplan.tracing.profile import profile_workload
+from ckplan.training.loading import WorkloadSpec
 from ckplan.training.step import Training
-from ckplan.training.workload import WorkloadSpec
 from ckplan.verifying.worker import FIRST_STEPS, FirstSteps, Job, Worker
 
 ZOO = Path(__file__).parents[1] / "configs" / "workloads" / "zoo.py"

@@ -14,8 +14,8 @@ from ckplan.errors import CkplanError
 if TYPE_CHECKING:
     from ckplan.graph import Graph
     from ckplan.sharding import Sharding
+    from ckplan.training.loading import WorkloadSpec
     from ckplan.training.step import Training
-    from ckplan.training.workload import WorkloadSpec
 
 TRACES = Path("traces")
 
@@ -24,7 +24,7 @@ def workload(
     target: str, settings: list[str] | None, inputs: list[str] | None
 ) -> WorkloadSpec:
     """What is to be trained."""
-    from ckplan.training.workload import WorkloadSpec, parse_options
+    from ckplan.training.loading import WorkloadSpec, parse_options
 
     return WorkloadSpec(target, parse_options(settings or ()), tuple(inputs or ()))
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from ckplan.graph import Graph
     from ckplan.plan import Plan
-    from ckplan.training.workload import WorkloadSpec
+    from ckplan.training.loading import WorkloadSpec
     from ckplan.verifying.dry_run import DryRun
     from ckplan.verifying.verify import Verification
 

@@ -37,14 +37,9 @@ from ckplan.tracing.target import Target, find_target
 from ckplan.tracing.trace import Build, Scope, Traced, trace, trace_real
 from ckplan.tracing.watch import states_kept
 from ckplan.training.fingerprint import fingerprint
+from ckplan.training.loading import WorkloadSpec
 from ckplan.training.step import AS_IT_SAYS, Training
-from ckplan.training.workload import (
-    Workload,
-    WorkloadSpec,
-    as_workload,
-    on_device,
-    tensors_of,
-)
+from ckplan.training.workload import Workload, as_workload, on_device, tensors_of
 
 NOTE_SECONDS = "seconds and workspaces: each distinct op measured alone on this machine"
 NOTE_ROOFLINE = "seconds: the least that the card needs; workspaces are not counted"

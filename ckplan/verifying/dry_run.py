@@ -36,9 +36,10 @@ from ckplan.tracing.roofline import roofline
 from ckplan.tracing.target import DEFAULT_GPU, Target, find_target
 from ckplan.training.failures import first_line
 from ckplan.training.fingerprint import fingerprint
+from ckplan.training.loading import WorkloadSpec, as_spec
 from ckplan.training.optimizers import counters
 from ckplan.training.step import AS_IT_SAYS, Training, make_step
-from ckplan.training.workload import Workload, WorkloadSpec, as_spec
+from ckplan.training.workload import Workload
 from ckplan.verifying.meter import Meter, MeterLog
 from ckplan.verifying.predicted import other_workload, predict, side_by_side
 from ckplan.verifying.worker import (

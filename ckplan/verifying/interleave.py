@@ -13,8 +13,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ckplan.errors import CkplanError, VerifyError
+from ckplan.training.loading import WorkloadSpec
 from ckplan.training.step import AS_IT_SAYS, Training
-from ckplan.training.workload import WorkloadSpec
 from ckplan.verifying.worker import (
     TIMED_STEP,
     FirstSteps,

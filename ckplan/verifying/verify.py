@@ -20,8 +20,8 @@ from ckplan.simulate import Simulator
 from ckplan.solving.baselines import can_be_done, find_layers
 from ckplan.solving.menu import Menus
 from ckplan.tracing.target import find_target
+from ckplan.training.loading import WorkloadSpec, as_spec
 from ckplan.training.step import Training
-from ckplan.training.workload import WorkloadSpec, as_spec
 from ckplan.verifying.interleave import StepProcess, overhead_of
 from ckplan.verifying.pair import (
     Pair,

@@ -36,10 +36,10 @@ from ckplan.training.failures import (
 )
 from ckplan.training.fingerprint import fingerprint
 from ckplan.training.first_calls import make_first_calls
+from ckplan.training.loading import WorkloadSpec
 from ckplan.training.step import Training, TrainingStep, make_step
 from ckplan.training.workload import (
     Workload,
-    WorkloadSpec,
     first_rows,
     on_device,
     rows_of,

@@ -1,0 +1,102 @@
+"""Import the file or module that a user names, and say what is wrong with it."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+from contextlib import suppress
+from pathlib import Path
+from types import ModuleType
+
+from ckplan.errors import WorkloadError, did_you_mean
+from ckplan.training.workload import CONTRACT
+
+
+def import_location(location: str) -> ModuleType:
+    """Import a file by its path, or a module by its dotted name.
+
+    Raises:
+        WorkloadError: It is not there, is no Python, or raises.
+    """
+    if location.endswith(".py") or "/" in location or Path(location).exists():
+        return _import_file(Path(location))
+    try:
+        return importlib.import_module(location)
+    except ModuleNotFoundError as error:
+        if not f"{location}.".startswith(f"{error.name}."):  # another is missing
+            raise raised(location, error) from error
+        raise WorkloadError(
+            f"cannot import the workload: {location} ({error})",
+            needed="a path to a Python file, or package.module:factory",
+            hint="ckplan profile path/to/model.py",
+        ) from None
+    except Exception as error:
+        raise raised(location, error) from error
+
+
+def _import_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        near = did_you_mean(path.name, [p.name for p in path.parent.glob("*.py")])
+        raise WorkloadError(
+            f"cannot read the workload: {path} is not there",
+            needed="a Python file with a function build()",
+            hint=f"did you mean '{near}'?" if near else "check the path",
+        )
+    digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]
+    name = f"ckplan_workload_{path.stem}_{digest}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise WorkloadError(
+            f"cannot read the workload: {path} is no Python file",
+            needed="a Python file with a function build()",
+            hint="give the file a name that ends in .py",
+        )
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    folder = str(path.parent.resolve())
+    sys.path.insert(0, folder)
+    try:
+        spec.loader.exec_module(module)
+    except (SyntaxError, UnicodeDecodeError, ValueError) as error:
+        raise WorkloadError(
+            f"cannot read the workload: {path} is no Python ({error})",
+            needed="a Python file with a function build()",
+            hint=f"python -m py_compile {path}",
+        ) from None
+    except Exception as error:
+        if "no known parent package" in str(error) and not path.is_absolute():
+            dotted = ".".join(path.with_suffix("").parts)
+            raise WorkloadError(
+                f"cannot import the workload: {path} is part of a package ({error})",
+                needed="a file of its own, or package.module:factory",
+                hint=f"ckplan profile {dotted}:build",
+            ) from None
+        raise raised(str(path), error) from error
+    finally:
+        with suppress(ValueError):  # the file may have changed the path
+            sys.path.remove(folder)
+    return module
+
+
+def raised(name: str, error: BaseException) -> WorkloadError:
+    """What to say of an exception of the user's own code."""
+    lines = str(error).strip().splitlines() or [""]
+    return WorkloadError(
+        f"cannot build the workload: {name} raised {type(error).__name__}: {lines[0]}",
+        needed=f"a factory that returns {CONTRACT}",
+        hint=_where(error),
+    )
+
+
+def _where(error: BaseException) -> str:
+    """The innermost line of the traceback that is not ours."""
+    trace = error.__traceback__
+    found = "run the factory alone in Python"
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if "ckplan_workload_" in str(trace.tb_frame.f_globals.get("__name__")):
+            found = f"look at {code.co_filename}, line {trace.tb_lineno}"
+        trace = trace.tb_next
+    return found

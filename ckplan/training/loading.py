@@ -1,0 +1,235 @@
+"""Load what ``model.py`` offers: a model, a batch, and what trains them.
+
+The contract is section "workload" of the README: a factory returns ``(model, batch)``,
+``(model, batch, loss_fn)`` or a mapping with keys ``model``, ``batch``, ``loss`` and
+``optimizer``; a file without a factory may hold one module, with ``--input``.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import yaml
+from torch import nn
+
+from ckplan.errors import WorkloadError, did_you_mean
+from ckplan.training.importing import import_location, raised
+from ckplan.training.workload import CONTRACT, Workload, as_workload
+
+DEFAULT_FACTORY = "build"
+_EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
+
+
+@dataclass(frozen=True)
+class WorkloadSpec:
+    """Where a workload comes from: everything that a fresh process needs to build it.
+
+    ``target`` is ``path/to/model.py``, ``path/to/model.py:factory`` or
+    ``package.module:factory``; ``options`` are passed to the factory; ``inputs`` are
+    ``8x3x224x224:float32`` shapes for a bare module.
+    """
+
+    target: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    inputs: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """A short name for files: the stem of the path or the last module name."""
+        return Path(self._split()[0]).stem.rpartition(".")[2] or "model"
+
+    def load(self) -> Callable[[], Workload]:
+        """Import the target and find what builds the workload.
+
+        Raises:
+            WorkloadError: The target is missing, is no Python, or has no factory.
+        """
+        location, factory_name = self._split()
+        module = import_location(location)
+        factory = getattr(module, factory_name or DEFAULT_FACTORY, None)
+        if factory is None and factory_name is None:
+            return partial(self._from_bare_module, module, location)
+        if isinstance(factory, nn.Module) or (
+            isinstance(factory, type) and issubclass(factory, nn.Module)
+        ):
+            return partial(self._from_module, str(factory_name), factory, location)
+        if not callable(factory):
+            raise _no_factory(module, location, factory_name or DEFAULT_FACTORY)
+        if self.inputs:
+            raise WorkloadError(
+                f"cannot use --input beside {factory_name or DEFAULT_FACTORY}(), which "
+                "makes the batch",
+                needed="a factory, or a module and --input, not both",
+                hint="leave out --input",
+            )
+        _check_options(factory, self.options, self.target)
+        name = f"{location}:{factory_name or DEFAULT_FACTORY}"
+        return lambda: as_workload(_call(factory, self.options, name), name)
+
+    def build(self) -> Workload:
+        """Import the target and make the workload on the default device.
+
+        Raises:
+            WorkloadError: As for ``load``, or the factory raises or returns nonsense.
+        """
+        return self.load()()
+
+    def _split(self) -> tuple[str, str | None]:
+        location, colon, name = self.target.rpartition(":")
+        if colon and re.fullmatch(r"[A-Za-z_]\w*", name):
+            return location, name
+        return self.target, None
+
+    def _from_bare_module(self, module: ModuleType, location: str) -> Workload:
+        found = _own_modules(module)
+        if len(found) != 1 or not self.inputs:
+            what = ", ".join(name for name, _ in found) or "none"
+            raise WorkloadError(
+                f"cannot build a workload: {location} has no factory "
+                f"'{DEFAULT_FACTORY}' (modules found: {what})",
+                needed="a function build() that returns "
+                + CONTRACT
+                + ", or exactly one nn.Module and --input SHAPE:DTYPE",
+                hint="ckplan profile model.py --input 8x3x224x224:float32",
+            )
+        return self._from_module(*found[0], location)
+
+    def _from_module(
+        self, name: str, made: nn.Module | type[nn.Module], location: str
+    ) -> Workload:
+        if not self.inputs:
+            raise WorkloadError(
+                f"cannot build a workload: nobody says what {location}:{name} is given",
+                needed="--input SHAPE:DTYPE for every argument of its forward",
+                hint="ckplan profile model.py --input 8x3x224x224:float32",
+            )
+        if isinstance(made, type):
+            made = _call(made, self.options, f"{location}:{name}")
+        return Workload(made, tuple(parse_input(text) for text in self.inputs))
+
+
+def as_spec(target: object) -> WorkloadSpec:
+    """What a caller says of a workload: a ``WorkloadSpec``, or its target alone.
+
+    Raises:
+        WorkloadError: It is neither, like a model, which no fresh process could build.
+    """
+    if isinstance(target, WorkloadSpec):
+        return target
+    if isinstance(target, (str, Path)):
+        return WorkloadSpec(str(target))
+    raise WorkloadError(
+        f"cannot build a workload from a {type(target).__name__}",
+        needed="'model.py', 'model.py:factory' or a WorkloadSpec",
+        hint="a function build() in a file, that returns " + CONTRACT,
+    )
+
+
+def parse_options(settings: Iterable[str]) -> dict[str, Any]:
+    """``["layers=24", "name=gpt2"]`` as keyword options, values as YAML scalars."""
+    options: dict[str, Any] = {}
+    for setting in settings:
+        name, equals, value = setting.partition("=")
+        if not equals or not name.isidentifier():
+            raise WorkloadError(
+                f"cannot read the option: --set {setting!r}",
+                needed="NAME=VALUE",
+                hint="--set layers=24",
+            )
+        options[name] = _option(value)
+    return options
+
+
+def _option(text: str) -> Any:
+    """A YAML scalar; ``1e-3``, which YAML takes for a text, is a number, too."""
+    if _EXPONENT.fullmatch(text):
+        return float(text)
+    with suppress(yaml.YAMLError, ValueError):  # of a day that is not there
+        return yaml.safe_load(text) if text else ""
+    return text
+
+
+def parse_input(text: str) -> torch.Tensor:
+    """``8x3x224x224:float32`` as a tensor: random floats, or integers of zeros."""
+    shape, _, dtype_name = text.partition(":")
+    dtype = getattr(torch, dtype_name or "float32", None)
+    if not re.fullmatch(r"\d+(x\d+)*", shape) or not isinstance(dtype, torch.dtype):
+        raise WorkloadError(
+            f"cannot read the input: {text!r}",
+            needed="SHAPE:DTYPE, sizes joined by 'x' and a torch dtype",
+            hint="--input 8x3x224x224:float32",
+        )
+    sizes = [int(size) for size in shape.split("x")]
+    if dtype.is_floating_point:
+        return torch.randn(sizes, dtype=dtype)
+    return torch.zeros(sizes, dtype=dtype)
+
+
+def _own_modules(module: ModuleType) -> list[tuple[str, Any]]:
+    """Modules and argument-free module classes that a file itself defines."""
+    found: list[tuple[str, Any]] = [
+        (name, value)
+        for name, value in vars(module).items()
+        if isinstance(value, nn.Module)
+    ]
+    if found:
+        return found
+    return [
+        (name, value)
+        for name, value in vars(module).items()
+        if isinstance(value, type)
+        and issubclass(value, nn.Module)
+        and value.__module__ == module.__name__
+        and _needs_no_arguments(value)
+    ]
+
+
+def _needs_no_arguments(function: Callable[..., object]) -> bool:
+    return all(
+        p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        for p in inspect.signature(function).parameters.values()
+    )
+
+
+def _check_options(
+    factory: Callable[..., object], options: Mapping[str, Any], target: str
+) -> None:
+    parameters = inspect.signature(factory).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return
+    for name in options:
+        if name not in parameters:
+            near = did_you_mean(name, parameters)
+            raise WorkloadError(
+                f"{target}: the factory takes no option '{name}'",
+                needed="one of " + (", ".join(parameters) or "none at all"),
+                hint=f"did you mean '{near}'?" if near else "leave it out",
+            )
+
+
+def _call(
+    factory: Callable[..., object], options: Mapping[str, Any], name: str
+) -> object:
+    try:
+        return factory(**options)
+    except Exception as error:
+        raise raised(name, error) from error
+
+
+def _no_factory(module: ModuleType, location: str, name: str) -> WorkloadError:
+    functions = [n for n, v in vars(module).items() if inspect.isfunction(v)]
+    near = did_you_mean(name, functions)
+    return WorkloadError(
+        f"cannot build the workload: {location} has no function '{name}'",
+        needed="one of " + (", ".join(functions) or "none: the file has no function"),
+        hint=f"did you mean '{near}'?" if near else "name it: model.py:FACTORY",
+    )
