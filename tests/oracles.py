@@ -1,18 +1,20 @@
 """Slow and simple answers to check quick ones by; nothing of the package is called.
 
 ``walk`` replays a step event by event: every block of bytes has a set of holders and is
-gone when the set is empty. ``every_plan.py`` walks every plan there is.
+gone when the set is empty. ``walk_plan`` takes the regions of a plan. ``every_plan.py``
+walks every plan there is.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain as concatenate
 
 from ckplan.graph import Graph
 from ckplan.records import Encoding
+from ckplan.region import PROGRAM, RERUN, Region
 
 Span = tuple[int, int]  # first and last of a run of sibling calls; twice the same: one
 Kept = frozenset[tuple[int, int]]  # (op, output)
@@ -132,6 +134,27 @@ def walk(  # noqa: C901 - one loop over moments, told in order
             seen.seconds += graph.engine.watch_seconds * len(region.saves)
             seen.seconds += graph.engine.rerun_seconds * len(region.again)
     return seen
+
+
+def walk_plan(graph: Graph, regions: Sequence[Region]) -> Walk:
+    """Walk a step under a plan."""
+    programs = {span_of(region): region for region in regions if region.by == PROGRAM}
+    return walk(
+        graph,
+        {span: region.save for span, region in programs.items()},
+        [span_of(region) for region in regions if region.by == RERUN],
+        encoded={span: region.encode for span, region in programs.items()},
+        inner={span: _nest(region.inner) for span, region in programs.items()},
+    )
+
+
+def span_of(region: Region) -> Span:
+    """First and last call of a region."""
+    return region.call, region.call if region.last is None else region.last
+
+
+def _nest(inner: Iterable[Region]) -> Nest:
+    return {span_of(one): (one.save, _nest(one.inner)) for one in inner}
 
 
 def _grouped(keys: Iterable[int]) -> defaultdict[int, list[int]]:

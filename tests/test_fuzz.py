@@ -12,12 +12,12 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import oracles
 import pytest
-from every_plan import scale, way_of
+from every_plan import scale, without_states
 from graphs import Forward, chain
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from oracles import walk_plan
 from small_steps import KINDS, small_step
 from test_cli import Run, folder, run  # noqa: F401 - fixtures
 
@@ -25,6 +25,7 @@ from ckplan.errors import CkplanError, GraphError, InfeasibleError, UnitError
 from ckplan.graph import Graph
 from ckplan.plan_file import dumps as plan_text
 from ckplan.plan_file import loads as read_plan
+from ckplan.region import RERUN
 from ckplan.resolve import resolve
 from ckplan.simulate import simulate
 from ckplan.solving.milp import solve_exactly
@@ -45,7 +46,7 @@ def check(graph: Graph) -> None:
     """Ask for a plan at every budget at which something may go wrong."""
     planner = Planner(graph)
     floor, unplanned = planner.floor.peak_bytes, planner.unplanned.peak_bytes
-    assert floor <= unplanned == walked(graph, ()).peak_bytes
+    assert floor <= unplanned == walk_plan(graph, ()).peak_bytes
     for budget in edges(graph, floor, unplanned):
         try:
             plan = solve_plan(graph, budget)
@@ -55,7 +56,7 @@ def check(graph: Graph) -> None:
             continue
         regions = resolve(read_plan(plan_text(plan), "plan"), graph)
         assert bool(regions) <= (budget < unplanned)
-        seen = walked(graph, regions)
+        seen = walk_plan(graph, regions)
         assert plan.predicted is not None
         assert seen.peak_bytes == plan.predicted.peak_bytes <= budget
         overhead = seen.seconds / (graph.step_seconds or 1)
@@ -70,16 +71,6 @@ def edges(graph: Graph, floor: int, unplanned: int) -> Iterator[int]:
     found = {0, 1, state - 1, state, floor - 1, floor, (floor + unplanned) // 2}
     found |= {unplanned - 1, unplanned, unplanned + 1, 2 * unplanned + 1}
     return (budget for budget in sorted(found) if budget >= 0)
-
-
-def walked(graph: Graph, regions: Any) -> oracles.Walk:
-    ways = [way_of(region) for region in regions]
-    return oracles.walk(
-        graph,
-        {way.span: way.kept for way in ways},
-        encoded={way.span: way.encoded for way in ways},
-        inner={way.span: way.nest() for way in ways},
-    )
 
 
 # -- odd graphs ------------------------------------------------------------------------
@@ -136,7 +127,7 @@ def test_a_step_of_next_to_nothing_is_planned(num_ops: int) -> None:
 @given(rng=RANDOM)
 @settings(max_examples=EXAMPLES // 2, phases=NO_SHRINKING)
 def test_bytes_beyond_all_floats_are_planned_to_the_byte(rng: Random) -> None:
-    graph = small_step(rng, rng.choice(KINDS))
+    graph = without_states(small_step(rng, rng.choice(KINDS)))
     most = max((s.bytes for s in graph.storages), default=0)
     by = HUGE // max(most, 1)
     huge = scale(graph, by)
@@ -149,6 +140,16 @@ def test_bytes_beyond_all_floats_are_planned_to_the_byte(rng: Random) -> None:
     )
     assert found is not None and other is not None
     assert found[1] == other[1]
+
+
+def test_reruns_that_are_planned_are_what_the_walk_sees() -> None:
+    rng = Random(2220)
+    graph = scale(small_step(rng, rng.choice(KINDS)), 10**6)
+    check(graph)
+    planner = Planner(graph)
+    found = planner.within(planner.floor.peak_bytes)
+    assert found is not None
+    assert {region.by for region in found[1]} == {RERUN}
 
 
 # -- graph files that somebody changed -------------------------------------------------

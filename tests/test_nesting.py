@@ -7,10 +7,9 @@ from itertools import pairwise
 from random import Random
 
 import graphs
-import oracles
 import pytest
+from oracles import walk_plan
 from revolve import LEAST, UNIT, extra_steps, uniform
-from test_simulate import nest_of, span_of
 
 from ckplan.plan import Plan
 from ckplan.plan_file import dumps, loads
@@ -36,22 +35,13 @@ def depth(region: Region) -> int:
     return 1 + max(map(depth, region.inner), default=0)
 
 
-def walk(graph: graphs.Graph, regions: tuple[Region, ...]) -> oracles.Walk:
-    return oracles.walk(
-        graph,
-        {span_of(region): region.save for region in regions},
-        encoded={span_of(region): region.encode for region in regions},
-        inner={span_of(region): nest_of(region) for region in regions},
-    )
-
-
 @pytest.mark.parametrize("share", [0.0, 0.05, 0.2, 0.5])
 def test_plans_with_regions_inside_are_what_the_walk_sees(share: float) -> None:
     graph = deep(24)
     planner = Planner(graph)
     floor, most = planner.floor.peak_bytes, planner.unplanned.peak_bytes
     solution = planner.solve(int(floor + share * (most - floor)))
-    seen = walk(graph, solution.regions)
+    seen = walk_plan(graph, solution.regions)
     assert seen.peak_bytes == solution.timeline.peak_bytes <= solution.budget_bytes
     assert seen.seconds == pytest.approx(solution.timeline.recompute_seconds)
     assert solution.bound_overhead <= solution.timeline.overhead + 1e-9
@@ -93,7 +83,7 @@ def test_every_option_with_regions_inside_is_what_the_walk_sees(seed: int) -> No
         for option in nesting.options(unit):
             if option.region is not None:
                 timeline = planner.simulator.run([option.region])
-                seen = walk(graph, (option.region,))
+                seen = walk_plan(graph, (option.region,))
                 assert seen.live_bytes == timeline.live_bytes
                 assert option.seconds == pytest.approx(seen.seconds)
 

@@ -8,30 +8,12 @@ from random import Random
 import graphs
 import oracles
 import pytest
+from oracles import span_of, walk_plan
 
 from ckplan.errors import PlanError
 from ckplan.records import BEFORE_STEP, EngineCosts
-from ckplan.region import PROGRAM, RERUN, Region
+from ckplan.region import RERUN, Region
 from ckplan.simulate import simulate
-
-
-def span_of(region: Region) -> oracles.Span:
-    return region.call, region.call if region.last is None else region.last
-
-
-def nest_of(region: Region) -> oracles.Nest:
-    return {span_of(one): (one.save, nest_of(one)) for one in region.inner}
-
-
-def walked(graph: graphs.Graph, regions: list[Region]) -> oracles.Walk:
-    spans = [(region, span_of(region)) for region in regions]
-    return oracles.walk(
-        graph,
-        {span: r.save for r, span in spans if r.by == PROGRAM},
-        [span for r, span in spans if r.by == RERUN],
-        encoded={span: r.encode for r, span in spans},
-        inner={span: nest_of(r) for r, span in spans},
-    )
 
 
 def drawing(graph: graphs.Graph, rng: Random) -> graphs.Graph:
@@ -66,7 +48,7 @@ def test_replay_of_a_random_step_equals_the_walk(seed: int, nest: bool) -> None:
     if nest:
         regions = graphs.nested(graph, regions, rng)
     try:
-        expected = walked(graph, regions)
+        expected = walk_plan(graph, regions)
     except oracles.CannotRebuildError:
         with pytest.raises(PlanError, match="cannot rebuild"):
             simulate(graph, regions)
@@ -88,9 +70,10 @@ def test_recomputation_counts_on_the_longer_side_of_the_step(seed: int) -> None:
     graph = replace(graph, ops=tuple(ops), encodings=())
     regions = [replace(region, encode=frozenset()) for region in regions]
     try:
-        again = [op for found in walked(graph, regions).again.values() for op in found]
+        walk = walk_plan(graph, regions)
     except oracles.CannotRebuildError:
         return
+    again = [op for found in walk.again.values() for op in found]
     device = sum(op.seconds for op in ops), sum(ops[i].seconds for i in again)
     launch = (
         sum(op.launch_seconds for op in ops),
