@@ -54,12 +54,12 @@ class Effect:
         self.going.setdefault(gap, []).append((storage, tick))
         self.spikes.setdefault(gap, [alive_bytes]).append(0)
 
-    def excess(self, gone: Mapping[int, int]) -> dict[int, int]:
+    def excess(self, gone: Mapping[int, Mapping[int, int]]) -> dict[int, int]:
         """Most bytes alive at a half moment beyond what is counted there.
 
         Args:
-            gone: Storages that nobody holds once this region lets them go, and their
-                bytes, which count in the whole gap.
+            gone: Of a gap: storages that nobody holds once this region lets them go
+                there, and their bytes, which count in the whole gap.
         """
         moments = sorted(self.spikes)
         level = [0] * (len(moments) + 1)
@@ -67,7 +67,9 @@ class Effect:
             level[bisect_left(moments, interval.start)] += interval.bytes
             level[bisect_right(moments, interval.stop)] -= interval.bytes
         counted = zip(moments, accumulate(level), strict=False)
-        spikes = {at: self.spike(at, gone)[0] - sum_ for at, sum_ in counted}
+        spikes = {
+            at: self.spike(at, gone.get(at, {}))[0] - sum_ for at, sum_ in counted
+        }
         return {**self.encoding, **spikes}  # one at odd moments, one at even ones
 
     def spike(self, gap: int, gone: Mapping[int, int]) -> tuple[int, int]:

@@ -12,7 +12,7 @@ and free, in the order that ``program.Rebuild`` fixes for simulator and engine a
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -96,7 +96,8 @@ class Timeline:
     def peak_by_kind(self) -> dict[str, int]:
         """Bytes alive at the peak by kind; what regions make counts as activation."""
         moment, storages = self.peak_moment, self.graph.storages
-        gone = {s: storages[s].bytes for s in self.gone}
+        moved = self.moved_stops
+        gone = {s: storages[s].bytes for s in self.gone if moved[s] == moment}
         total = dict.fromkeys(KINDS, 0)
         for storage, stop in zip(storages, self.stops, strict=True):
             if 2 * storage.maker + 1 <= moment <= stop:
@@ -174,7 +175,7 @@ class Simulator:
         moved = self._moved_stops(effects)
         excess = Counter[int]()
         gone = self._gone(effects, moved)
-        sizes = {storage: self.graph.storages[storage].bytes for storage in gone}
+        sizes = self._gone_bytes(gone, moved)
         for effect in effects:
             excess.update(effect.excess(sizes))
         changes = self._changes(moved, effects)
@@ -189,7 +190,7 @@ class Simulator:
         moved = self._moved_stops(effects)
         changes = list(self._changes(moved, effects))
         gone = self._gone(effects, moved)
-        excess = effects[0].excess({s: self.graph.storages[s].bytes for s in gone})
+        excess = effects[0].excess(self._gone_bytes(gone, moved))
         return [self._replay(changes, excess, *window) for window in windows]
 
     def _replay(
@@ -244,6 +245,15 @@ class Simulator:
                         several |= {storage} & found.keys()
                         found[storage] = tick
         return {storage: found[storage] for storage in found.keys() - several}
+
+    def _gone_bytes(
+        self, gone: Iterable[int], moved: Mapping[int, int]
+    ) -> dict[int, dict[int, int]]:
+        """Of gaps the storages that go there; another region may go on holding them."""
+        found: defaultdict[int, dict[int, int]] = defaultdict(dict)
+        for storage in gone:
+            found[moved[storage]][storage] = self.graph.storages[storage].bytes
+        return found
 
     def _changes(
         self, moved: Mapping[int, int], effects: Sequence[Effect]

@@ -492,7 +492,7 @@ class _Program(_Region):
                 need(read)
 
         need(content)
-        return codes, ops, sorted(asked)
+        return codes, ops, sorted(asked, key=lambda c: (self._made_by.get(c, -1), c))
 
     def _run(self, op: int) -> int:
         memory, record = self.memory, self.graph.ops[op]

@@ -893,3 +893,39 @@ def test_states_of_recurrent_layers_are_kept_as_planned() -> None:
     ckplan.apply(workload.model, plan)
     peak_bytes = plan.predicted.peak_bytes
     assert measured_peak(workload) == pytest.approx(peak_bytes, rel=0.003)
+
+
+class Spread(nn.Module):
+    """Reads something once, makes much of it and saves little."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.times = times
+
+    def forward(self, x: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
+        return x * torch.stack([-shared] * self.times).sum(0).exp().mean()
+
+
+class Shared(nn.Module):
+    """Two modules that read what a third one made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.through = nn.Linear(64, 1024), nn.Linear(64, 64)
+        self.first, self.second = Spread(2), Spread(16)
+        self.head = nn.Linear(64, 2048)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shared = self.up(x)
+        x = self.first(self.through(x), shared)
+        return self.head(self.second(x, shared))
+
+
+def test_what_two_regions_read_stays_until_the_later_one_has_read_it() -> None:
+    workload = Workload(Shared(), torch.randn(32, 64))
+    graph = ckplan.profile(workload.model, workload.batch)
+    plan = Plan(regions=(PlannedRegion("first"), PlannedRegion("second")))
+    timeline = simulate(graph, resolve(plan, graph))
+    assert timeline.peak_at == "recomputation in backward of second"
+    measured = measured_peak(applying_to(workload, plan))
+    assert timeline.peak_bytes == pytest.approx(measured, rel=0.003)

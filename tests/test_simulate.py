@@ -112,6 +112,26 @@ def test_the_engine_takes_time_of_the_cpu(seed: int, cpu: str) -> None:
     assert after.live_bytes == before.live_bytes
 
 
+def test_what_one_region_lets_go_another_may_hold() -> None:
+    forward = graphs.Forward()
+    x, weight = forward.given(1), forward.given(1, "parameter")
+    (shared,) = forward.op("expand", [x, weight], makes=[100])
+    for name in ("first", "second"):
+        with forward.call(name):
+            (read,) = forward.op("neg", [shared], makes=[10])
+            (made,) = forward.op("exp", [read], makes=[10], workspace_bytes=1000)
+            forward.save(made)
+            (x,) = forward.op("add", [made, x], makes=[1])
+    graph = forward.graph()
+    regions = [Region(0), Region(1)]
+    first, second = simulate(graph, regions).effects
+    (let_go,) = second.going.values()
+    assert [storage for storage, _ in let_go] == [shared]
+    assert min(first.going) > min(second.going)
+    seen = walk_plan(graph, regions)
+    assert simulate(graph, regions).live_bytes == seen.live_bytes
+
+
 def test_without_regions_a_storage_lives_from_its_maker_to_its_last_holder() -> None:
     graph = graphs.chain(3)
     live = [0] * (2 * len(graph.ops) + 1)
