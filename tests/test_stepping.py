@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
 from torch import nn
+from torch.autograd import Variable
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -48,6 +50,35 @@ class TakesNone(torch.autograd.Function):
         return (0 if g is None else 2 * g) + (0 if h is None else 3 * h)
 
 
+class Exp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.exp()
+
+    @staticmethod
+    def backward(ctx: Any, g: Any) -> torch.Tensor:
+        return g
+
+
+class Around(torch.autograd.Function):
+    """Makes nodes of others before it saves, and runs them before it asks for that."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            ctx.x = x.detach().requires_grad_()
+            ctx.y = Exp.apply(ctx.x).sin()
+        y = ctx.y.detach() * 2
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, g: Any) -> torch.Tensor:
+        torch.autograd.backward(ctx.y, g)
+        (y,) = ctx.saved_tensors
+        return ctx.x.grad + y
+
+
 class Net(nn.Module):
     """Gradients that meet, broadcasting, views, custom functions, a tied layer."""
 
@@ -82,6 +113,46 @@ def hooked(model: nn.Module, x: torch.Tensor) -> torch.Tensor | None:
     y.retain_grad()
     (y * y).sum().backward()
     return y.grad
+
+
+def retained(model: nn.Module, x: torch.Tensor) -> tuple[Any, ...]:
+    """As it is at last, and copied."""
+    y = model(x)
+    y.retain_grad()
+    y.mul_(3)
+    z, changed, unused = y * 2, y * 5, y * 7
+    for one in (z, unused):
+        one.retain_grad()
+    z.register_hook(lambda grad: grad * 2)
+    loss = z.square().sum() + changed.sum()
+    loss.backward(retain_graph=True)
+    first = z.grad
+    loss.backward(inputs=[z, changed])
+    return y.grad, z.grad, changed.grad, first, unused.grad
+
+
+def watched(model: Any, x: torch.Tensor) -> tuple[Any, ...]:
+    y, seen = model(x), list[Any]()
+    first, other = TakesNone.apply(y)
+    other.register_hook(lambda grad: seen.append(torch.tensor(grad is None)))
+    model.q.register_hook(lambda grad: seen.append(grad))
+    hook: Any = torch.autograd.graph.register_multi_grad_hook
+    hook((x, y, nn.Parameter(x.detach())), seen.extend)
+    hook((x, y), seen.append, mode="any")
+    done = torch.tensor(2.0)
+    later: Any = Variable._execution_engine
+    y.register_hook(lambda grad: later.queue_callback(lambda: seen.append(done)))
+    first.square().sum().backward(retain_graph=True)
+    first.sum().backward(inputs=[model.p])  # past the hooks on the others
+    return tuple(seen)
+
+
+def packed(model: nn.Module, x: torch.Tensor) -> None:
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), lambda x: x):
+        y = model(x)
+        z = checkpoint(model, Around.apply(y), use_reentrant=False)
+    y.sum().backward(retain_graph=True)
+    z.square().sum().backward()
 
 
 def penalised(model: nn.Module, x: torch.Tensor) -> None:
@@ -147,6 +218,9 @@ def checkpointed_the_old_way(model: nn.Module, x: torch.Tensor) -> None:
 RUNS = (
     mean,
     hooked,
+    retained,
+    watched,
+    packed,
     penalised,
     twice,
     two_losses,
@@ -214,6 +288,15 @@ class Checkpointed(nn.Module):
         return out + x
 
 
+class Nesting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(Around.apply(Around.apply(self.first(x)).tanh()))
+
+
 def transformer() -> Workload:
     layers = (nn.TransformerEncoderLayer(16, 2, 32, batch_first=True) for _ in range(2))
     return Workload(nn.Sequential(*layers), torch.randn(2, 8, 16), None)
@@ -224,6 +307,7 @@ MAKES: dict[str, Callable[[], Workload]] = {
     "transformer": transformer,
     "recurrent": lambda: Workload(Recurrent(), torch.randn(5, 3, 8), None),
     "checkpointed": lambda: Workload(Checkpointed(False), torch.randn(2, 8, 16), None),
+    "functions in one": lambda: Workload(Nesting(), torch.randn(4, 8), None),
     "the old way": lambda: Workload(Checkpointed(True), torch.randn(2, 8, 16), None),
 }
 
@@ -257,17 +341,99 @@ def test_a_step_is_recorded_as_the_engine_runs_it(
     assert engine.saved == stepped.saved
 
 
+def test_what_was_saved_goes_with_its_node() -> None:
+    lives: list[ref[torch.Tensor]] = []
+    seen: list[bool] = []
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        lives.append(ref(copy := x.clone()))
+        return copy
+
+    x = torch.randn(8, requires_grad=True)
+    with stepping():
+        y = x * 1
+        y.register_hook(lambda grad: seen.extend(one() is None for one in lives))
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            z = Around.apply(y).exp()
+        z.sum().backward()
+    assert seen == [True] * 3
+
+
+def replaced() -> dict[str, object]:
+    names = ("register_hook", "retain_grad")
+    return {
+        "engine": Variable._execution_engine,
+        "task": torch._C._current_graph_task_id,
+        **{name: getattr(torch.Tensor, name) for name in names},
+    }
+
+
 def test_nothing_is_left_behind() -> None:
-    before = torch.autograd._engine_run_backward, torch.Tensor.register_hook
+    before = replaced()
     with pytest.raises(ZeroDivisionError), stepping():
         raise ZeroDivisionError
-    assert (torch.autograd._engine_run_backward, torch.Tensor.register_hook) == before
+    assert replaced() == before
     x = torch.ones(2, requires_grad=True)
     x.exp().sum().backward()
     assert x.grad is not None
 
 
-def test_what_is_not_used_is_refused_as_by_the_engine() -> None:
+class Wrong(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, returned: object) -> torch.Tensor:
+        ctx.returned = returned
+        return x + 1
+
+    @staticmethod
+    def backward(ctx: Any, g: Any) -> Any:
+        return ctx.returned
+
+
+def again(x: torch.Tensor) -> None:
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        y = x.exp().sum()
+    y.backward()
+    y.backward()
+
+
+def hook_of(found: object) -> Callable[[torch.Tensor], None]:
+    def run(x: torch.Tensor) -> None:
+        y = x * 2
+        y.register_hook(lambda grad: found)
+        y.sum().backward()
+
+    return run
+
+
+def old_checkpoint(x: torch.Tensor) -> None:
+    torch.autograd.grad(checkpoint(torch.exp, x, use_reentrant=True).sum(), x)
+
+
+ERRORS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "again": again,
+    "no graph": lambda x: x.detach().sum().backward(),
+    "old checkpoint": old_checkpoint,
+    "callback": lambda x: Variable._execution_engine.queue_callback(print),  # type: ignore[attr-defined]
+    "too few": lambda x: Wrong.apply(x, x.detach()).sum().backward(),
+    "too many": lambda x: Wrong.apply(x, (x.detach(),) * 3).sum().backward(),
+    "number": lambda x: Wrong.apply(x, (1.0, None)).sum().backward(),
+    "hook, number": hook_of(1.0),
+    "hook, type": hook_of(torch.ones(2).double()),
+    "hook, size": hook_of(torch.ones(3)),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_what_the_engine_refuses_is_refused_in_its_words(name: str) -> None:
+    said = []
+    for scope in (nullcontext(), stepping()):
+        with scope, pytest.raises((RuntimeError, TypeError)) as error:
+            ERRORS[name](torch.ones(2, requires_grad=True))
+        said.append((error.type, str(error.value).splitlines()[0]))
+    assert said[0] == said[1]
+
+
+def test_what_is_not_used_is_refused() -> None:
     x, y = (torch.ones(2, requires_grad=True) for _ in range(2))
     with stepping(), pytest.raises(RuntimeError, match="not have been used"):
         torch.autograd.grad(x.sum(), [x, y])

@@ -39,6 +39,7 @@ class Hooks:
     of_tensors: list[OfTensor] = field(default_factory=list)
     before: OrderedDict[int, Hook] = field(default_factory=OrderedDict)
     after: OrderedDict[int, Hook] = field(default_factory=OrderedDict)
+    retained: list[torch.Tensor] = field(default_factory=list)  # ask for their grad
     takes_none: bool = False  # a custom function that asked not to be given zeros
 
 
@@ -76,6 +77,8 @@ class Backward:
         What is added to another gradient stays in ``outs``, as it does in the engine.
         """
         node, slot = edge
+        if node not in self._needed:
+            return
         slots = self._grads.setdefault(node, [None] * len(node._input_metadata))
         if slots[slot] is None:
             slots[slot], outs[place] = outs[place], None
@@ -91,6 +94,10 @@ class Backward:
         while self._ready:
             self._visit(heapq.heappop(self._ready)[-1])
 
+    def will_run(self, node: Node) -> bool:
+        """Whether it comes by a node."""
+        return node in self._needed
+
     def _visit(self, node: Node) -> None:
         outs = self._run(node)
         outs += [None] * (len(node.next_functions) - len(outs))
@@ -102,10 +109,12 @@ class Backward:
         grads = self._grads.pop(node)
         hooks = self._hooks_of(node)
         _call_tensor_hooks(hooks, grads)
+        for tensor in hooks.retained:
+            _retain(tensor, grads[tensor.output_nr])
         for slot in range(len(grads)):
             if (node, slot) in self._captures:
                 self.captured[node, slot] = grads[slot]
-        if node not in self._needed or self._ends_at(node):
+        if self._ends_at(node):
             return []
         outs = _run_hooked(node, hooks, grads)
         self._done(node)
@@ -160,10 +169,38 @@ def leaf_of(node: Any) -> torch.Tensor | None:
 def _call_tensor_hooks(hooks: Hooks, grads: list[torch.Tensor | None]) -> None:
     for output, mine in hooks.of_tensors:
         for hook in list(mine.values()):
-            grad = grads[output]
-            if grad is not None:
-                found = hook(grad)
-                grads[output] = grad if found is None else found
+            found = hook(grads[output])
+            if found is not None:
+                _check_alike(hook, grads[output], found)
+                grads[output] = found
+
+
+def _check_alike(hook: Hook, grad: Any, found: Any) -> None:
+    name = getattr(hook, "__name__", type(hook).__name__)
+    if not isinstance(found, torch.Tensor):
+        got = type(found).__name__
+        raise TypeError(f"expected Variable, but hook returned '{got}'")
+    if grad is None:
+        raise RuntimeError("can't replace a None gradient with a non-None value")
+    if grad.dtype != found.dtype:
+        was, got = grad.type(), found.type()
+        raise RuntimeError(
+            f"hook '{name}' has changed the type of value (was {was} got {got})"
+        )
+    if grad.shape != found.shape:
+        raise RuntimeError(f"hook '{name}' has changed the size of value")
+
+
+def _retain(tensor: torch.Tensor, grad: torch.Tensor | None) -> None:
+    """Into ``.grad`` of what is no leaf: always a copy."""
+    if grad is None:
+        return
+    if tensor.grad is not None:
+        tensor.grad = tensor.grad + grad
+    elif grad.is_sparse:
+        tensor.grad = grad.clone()
+    else:
+        tensor.grad = grad.clone(memory_format=torch.contiguous_format)
 
 
 def _run_hooked(
@@ -217,11 +254,25 @@ def _run_custom(
     """What ``backward`` of a custom function returns for its tensors."""
     outs = node.apply(*grads)
     outs = list(outs) if isinstance(outs, tuple) else [outs]
+    _check_number(node, outs)
     # One for each argument; edges are of tensors alone, and lead somewhere only from
     # those that want a gradient.
     wants = zip(outs, node.needs_input_grad, strict=False)
     wanted = [out for out, wants_it in wants if wants_it]
     return [wanted.pop(0) if target else None for target, _ in node.next_functions]
+
+
+def _check_number(node: Any, outs: list[Any]) -> None:
+    expected = len(node.needs_input_grad)
+    if len(outs) < expected or any(out is not None for out in outs[expected:]):
+        raise RuntimeError(
+            f"function {node.name()} returned an incorrect number of gradients "
+            f"(expected {expected}, got {len(outs)})"
+        )
+    for out in outs:
+        if not (out is None or isinstance(out, torch.Tensor)):
+            got = type(out).__name__
+            raise RuntimeError(f"expected Variable or None (got {got})")
 
 
 def _fitting(node: Node, outs: list[Any]) -> list[Any]:
@@ -235,6 +286,8 @@ def _fitting(node: Node, outs: list[Any]) -> list[Any]:
             outs[place] = outs[place].sum_to_size(meta.shape)
         if outs[place].dtype != meta.dtype:
             outs[place] = outs[place].to(meta.dtype)
+        if outs[place].device != meta.device and not outs[place].dim():
+            outs[place] = outs[place].to(meta.device)
     return outs
 
 

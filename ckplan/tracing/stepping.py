@@ -14,17 +14,19 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any
 from unittest import mock
-from weakref import WeakSet
+from weakref import ref
 
 import torch
+from torch.autograd import Variable
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
-from torch.utils import checkpoint
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
 from ckplan.tracing.nodes import (
@@ -35,6 +37,14 @@ from ckplan.tracing.nodes import (
     OfTensor,
     leaf_of,
     run_node,
+)
+
+_FREED = (
+    "Trying to backward through the graph a second time (or directly access saved "
+    "tensors after they have already been freed). Saved intermediate values of the "
+    "graph are freed when you call .backward() or autograd.grad(). Specify "
+    "retain_graph=True if you need to backward through the graph a second time or if "
+    "you need to access saved tensors after calling backward."
 )
 
 
@@ -73,6 +83,17 @@ def is_last_time() -> bool:
     return bool(_active) and not _active[-1].keeps_graph
 
 
+@dataclass
+class _Task:
+    """A backward that runs, as others may ask the engine about it."""
+
+    number: int
+    run: Backward
+    keeps_graph: bool
+    takes_checkpoints: bool  # that run backward themselves
+    callbacks: list[Callable[[], object]] = field(default_factory=list)
+
+
 @contextmanager
 def stepping() -> Iterator[None]:
     """A scope in which every backward of the process runs here."""
@@ -82,13 +103,14 @@ def stepping() -> Iterator[None]:
         def put(owner: Any, name: str, by: Any) -> None:
             stack.enter_context(mock.patch.object(owner, name, by, create=True))
 
-        for module in (torch.autograd, torch.autograd.graph):
-            put(module, "_engine_run_backward", here.run_backward)
+        put(Variable, "_execution_engine", here)
+        put(torch._C, "_current_graph_task_id", here.current_task)
+        put(torch._C, "_will_engine_execute_node", here.will_run)
         hooks = torch._C._autograd
         put(hooks, "_push_saved_tensors_default_hooks", here.push_saved_tensors_hooks())
         put(hooks, "_pop_saved_tensors_default_hooks", here.pop_saved_tensors_hooks())
         put(torch.Tensor, "register_hook", here.register_on_tensor())
-        put(torch.Tensor, "retain_grad", _retain_grad)
+        put(torch.Tensor, "retain_grad", here.retain_grad())
         put(BackwardCFunction, "register_prehook", here.register_on_node("before"))
         put(BackwardCFunction, "register_hook", here.register_on_node("after"))
         put(BackwardCFunction, "set_materialize_grads", here.set_materialize_grads())
@@ -97,23 +119,16 @@ def stepping() -> Iterator[None]:
         yield
 
 
-def _retain_grad(tensor: torch.Tensor) -> None:
-    def retain(grad: torch.Tensor) -> None:
-        tensor.grad = grad
-
-    if tensor.grad_fn is not None:
-        tensor.register_hook(retain)
-
-
 class _Stepping:
     """Hooks, and what asks for backward."""
 
     def __init__(self) -> None:
         self.hooks: defaultdict[Node, Hooks] = defaultdict(Hooks)
-        self.keeps_graph = False  # in the backward that runs
-        self.saved: defaultdict[int, WeakSet[_Held]] = defaultdict(WeakSet)
-        """By autograd's sequence number of the node."""
+        self.tasks: list[_Task] = []  # the innermost last
+        self.retained: list[ref[torch.Tensor]] = []
+        self._numbers = count()
         self.taken_out: list[_Held] = []  # by the node that runs
+        self.lets_go = False  # of what is taken out
         self.pushed: list[list[Hook]] = []
 
     # -- saved tensors ---------------------------------------------------------------
@@ -130,10 +145,7 @@ class _Stepping:
 
             def hold(tensor: torch.Tensor) -> _Held:
                 pack, unpack = pushed
-                held = _Held(pack(tensor), unpack)
-                # The node that it is saved for is the newest.
-                self.saved[torch.autograd._get_sequence_nr() - 1].add(held)
-                return held
+                return _Held(pack(tensor), unpack)
 
             self.pushed.append(pushed)
             real(hold, self._take_out)
@@ -152,8 +164,11 @@ class _Stepping:
         return pop
 
     def _take_out(self, held: _Held) -> Any:
-        assert held.unpack is not None, "internal error: let go too early"
-        # A node may have saved it under another number, where it writes to a view.
+        if self.lets_go:
+            held.let_go()
+            return _NOTHING
+        if held.unpack is None:
+            raise RuntimeError(_FREED)
         # What others than nodes take out, as torch's checkpoint does, they keep.
         if sys._getframe(1).f_code is run_node.__code__:
             self.taken_out.append(held)
@@ -174,6 +189,16 @@ class _Stepping:
             return handle
 
         return register_hook
+
+    def retain_grad(self) -> Hook:
+        real = torch.Tensor.retain_grad
+
+        def retain_grad(tensor: torch.Tensor) -> None:
+            if tensor.grad_fn is not None and not tensor.retains_grad:
+                self.retained.append(ref(tensor))
+            real(tensor)
+
+        return retain_grad
 
     def register_on_node(self, when: str) -> Hook:
         def register(node: Any, hook: Hook) -> RemovableHandle:
@@ -203,8 +228,18 @@ class _Stepping:
         accumulate_grad: bool = False,
     ) -> tuple[torch.Tensor | None, ...]:
         """What ``torch.autograd`` asks of the engine."""
-        roots = [_edge(one) for one in outputs]
-        wanted = [_edge(one) for one in inputs]
+        for place, one in enumerate(outputs):
+            if isinstance(one, torch.Tensor) and not one.requires_grad:
+                raise RuntimeError(
+                    f"element {place} of tensors does not require grad and does not "
+                    "have a grad_fn"
+                )
+        if accumulate_grad:
+            for one in inputs:
+                if isinstance(one, torch.Tensor) and not one.is_leaf:
+                    one.retain_grad()
+        roots, wanted = [*map(_edge, outputs)], [*map(_edge, inputs)]
+        self.retained = [one for one in self.retained if one() is not None]
         run = Backward(
             [node for node, _ in roots],
             wanted,
@@ -212,17 +247,19 @@ class _Stepping:
             self._hooks_of,
             self._done,
         )
-        in_group = checkpoint.GraphExecGroup._get_current_group() is not None
-        group = nullcontext() if in_group else checkpoint.GraphExecGroup()
-        outside, self.keeps_graph = self.keeps_graph, keep_graph
+        takes_checkpoints = not wanted and self.is_checkpoint_valid()
+        task = _Task(next(self._numbers), run, keep_graph, takes_checkpoints)
+        self.tasks.append(task)
         try:
-            with torch.set_grad_enabled(create_graph), group:
+            with torch.set_grad_enabled(create_graph):
                 outs = list(grads)
                 for place, root in enumerate(roots):
                     run.deliver(outs, place, root)
                 run.until_done()
+            for callback in task.callbacks:  # which may ask for more of them
+                callback()
         finally:
-            self.keeps_graph = outside
+            self.tasks.remove(task)
         if accumulate_grad:
             return ()
         if not allow_unreachable and len(run.captured) < len(set(wanted)):
@@ -232,20 +269,59 @@ class _Stepping:
             )
         return tuple(run.captured.get(edge) for edge in wanted)
 
+    def queue_callback(self, callback: Callable[[], object]) -> None:
+        """Run something when the backward that runs is over."""
+        if not self.tasks:
+            raise RuntimeError(
+                "Final callbacks can only be installed during backward pass."
+            )
+        self.tasks[-1].callbacks.append(callback)
+
+    def is_checkpoint_valid(self) -> bool:
+        """Whether a checkpoint may run backward itself."""
+        return all(task.takes_checkpoints for task in self.tasks)
+
+    def current_task(self) -> int:
+        """The number of the backward that runs; -1 for none."""
+        return self.tasks[-1].number if self.tasks else -1
+
+    def will_run(self, node: Node) -> bool:
+        """Whether the backward that runs comes by a node."""
+        return self.tasks[-1].run.will_run(node)
+
+    @property
+    def keeps_graph(self) -> bool:
+        """Whether the backward that runs may be asked for once more."""
+        return bool(self.tasks) and self.tasks[-1].keeps_graph
+
     def _hooks_of(self, node: Node) -> Hooks:
         hooks, leaf = self.hooks.get(node) or Hooks(), leaf_of(node)
+        there = [tensor for one in self.retained if (tensor := one()) is not None]
+        retained = [one for one in there if one.grad_fn is node]
+        hooks = replace(hooks, retained=retained) if retained else hooks
         if leaf is None or not leaf._backward_hooks:
             return hooks
         of_leaf = OfTensor(0, leaf._backward_hooks)
         return replace(hooks, of_tensors=[*hooks.of_tensors, of_leaf])
 
     def _done(self, node: Node) -> None:
-        if self.keeps_graph:
-            return
-        self.hooks.pop(node, None)
-        for held in (*self.saved.pop(node._sequence_nr(), ()), *self.taken_out):
-            held.let_go()
+        if not self.keeps_graph:
+            self.hooks.pop(node, None)
+            for held in self.taken_out:
+                held.let_go()
+            if isinstance(node, BackwardCFunction):
+                self._let_go_of_saved(node)
         self.taken_out.clear()
+
+    def _let_go_of_saved(self, node: Any) -> None:
+        """What a custom function did not ask for goes, too."""
+        self.lets_go = True
+        try:
+            # What no hook holds is looked at, and may have been changed in place.
+            with _disable_current_modes(), suppress(RuntimeError):
+                node.saved_tensors  # noqa: B018  (asked for, and so taken out)
+        finally:
+            self.lets_go = False
 
 
 def _edge(one: torch.Tensor | GradientEdge) -> Edge:
@@ -253,4 +329,5 @@ def _edge(one: torch.Tensor | GradientEdge) -> Edge:
     return edge.node, edge.output_nr
 
 
+_NOTHING = torch.empty(0)
 _active: list[_Stepping] = []

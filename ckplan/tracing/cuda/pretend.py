@@ -44,6 +44,12 @@ def answered(capability: Capability, words: Words) -> Iterator[None]:
         "is_bf16_supported": partial(_computes_bf16, capability),
         "synchronize": None,
         "empty_cache": None,
+        "set_device": None,
+        "memory_allocated": 0,
+        "max_memory_allocated": 0,
+        "memory_reserved": 0,
+        "max_memory_reserved": 0,
+        "reset_peak_memory_stats": None,
     }
     with ExitStack() as stack:
         for name, answer in answers.items():
