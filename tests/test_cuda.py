@@ -493,6 +493,18 @@ def test_autocast_casts_a_weight_once_while_it_lasts(seen: Any) -> None:
     assert ops.names.count("_to_copy") == 4
 
 
+def test_a_weight_that_autocast_casts_without_gradients_has_one_afterwards(
+    seen: Any,
+) -> None:
+    seen(A100)
+    layer, x = nn.Linear(8, 8, bias=False), torch.randn(4, 8)
+    with torch.autocast("cuda"):
+        with torch.no_grad():
+            layer(x)
+        layer(x).sum().backward()
+    assert layer.weight.grad is not None
+
+
 def test_binary_cross_entropy_is_refused_as_on_cuda() -> None:
     class Classifier(nn.Module):
         def __init__(self) -> None:

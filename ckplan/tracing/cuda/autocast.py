@@ -223,7 +223,8 @@ class Autocast:
             return leaf.to(dtype)
         found = self._casts.get(id(leaf))
         if found is None or found[0]() is not leaf:
-            found = weakref.ref(leaf), leaf.to(dtype)
+            with torch.enable_grad():  # for who comes next may want a gradient
+                found = weakref.ref(leaf), leaf.to(dtype)
             self._casts[id(leaf)] = found
         return found[1]
 
