@@ -460,3 +460,39 @@ def test_one_of_the_calls_of_a_module_differs() -> None:
             grads.append([p.grad for p in model.parameters()])
         assert same(*grads)
     assert sum(r.kept for r in applying.status(planned).regions) == 0
+
+
+class Compiled(nn.Module):
+    """Calls what torch compiled, in some steps or in all."""
+
+    def __init__(self, steps: Sequence[int]) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.steps, self.step = steps, 0
+        function = torch.compile(lambda t: t.sin() * t.exp(), backend="eager")
+        self.functions = [function]  # no module
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.a(x).tanh()
+        if self.step in self.steps:
+            y = self.functions[0](y)
+        return self.b(y).exp().tanh()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo's own doing
+@pytest.mark.parametrize("steps", [(2,), (0, 1, 3), range(5)])
+def test_what_torch_compiled_runs_uncompiled_inside(steps: Sequence[int]) -> None:
+    def gradients(*, plan: bool) -> list[torch.Tensor | None]:
+        torch.manual_seed(0)
+        model, found = Compiled(steps), []
+        if plan:
+            applying.apply(model, Plan(regions=(PlannedRegion("."),)))
+        for model.step in range(5):
+            model.zero_grad()
+            model(torch.randn(4, 8)).sum().backward()
+            found += [parameter.grad for parameter in model.parameters()]
+        return found
+
+    expected, found = gradients(plan=False), gradients(plan=True)
+    for one, other in zip(expected, found, strict=True):
+        assert one is not None and other is not None and torch.equal(one, other)

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckplan.applying.call_log import CallLog
 from ckplan.applying.calls import UnknownArgumentError, storage_of
+from ckplan.applying.compiled import uncompiled
 from ckplan.applying.facts import RUNNING_STATISTICS, TRAINING, Facts, facts_of
 from ckplan.applying.likeness import likeness
 from ckplan.applying.naming import Encodes, Inner, Names, OpKey, Saves
@@ -117,7 +118,7 @@ class Recorder(TorchDispatchMode):
         """Begin to watch."""
         self.watches = True
         hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, unpack)
-        for context in (hooks, self.log, self):
+        for context in (uncompiled(), hooks, self.log, self):
             self._contexts.enter_context(context)
 
     @property

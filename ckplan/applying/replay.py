@@ -24,6 +24,7 @@ from ckplan.applying.calls import (
     storage_of,
     switches,
 )
+from ckplan.applying.compiled import is_within_compiled, uncompiled
 from ckplan.applying.naming import OpKey, Saves
 from ckplan.applying.random_state import random_state
 from ckplan.applying.recompute import (
@@ -88,6 +89,7 @@ class Replay(TorchFunctionMode):
         """Begin to watch."""
         self._num_modes = torch._C._len_torch_dispatch_stack()
         hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, unpack)
+        self._contexts.enter_context(uncompiled())
         self._contexts.enter_context(hooks)
         self._contexts.enter_context(self)
 
@@ -175,6 +177,7 @@ class Replay(TorchFunctionMode):
         call, packed = self._next, len(self.template.packed)
         as_expected = self._num_packed == (call.packed_before if call else packed)
         alone = torch._C._len_torch_dispatch_stack() == self._num_modes
+        alone &= not is_within_compiled()
         moved = any(moves(other.func) for other in self.template.calls)
         rest = self._part(self._place(call))
         if as_expected and alone and not moved:
