@@ -172,6 +172,8 @@ def _of_ops(graph: Graph) -> Iterator[str]:
             maker = storages[storage].maker
             if maker > index:
                 yield f"op {index} ({op.name}) returns what op {maker} makes"
+            elif maker < index and storage not in (*op.reads, *op.writes):
+                yield f"op {index} ({op.name}) returns what it neither reads nor makes"
 
 
 def _of_calls(graph: Graph) -> Iterator[str]:

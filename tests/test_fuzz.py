@@ -213,6 +213,7 @@ def change_row(row: list[Any], rng: Random) -> None:
     [
         ("ops", 2, 2, [20], "op 2 (gelu) reads what op "),  # a cycle
         ("ops", 2, 4, [20], "op 2 (gelu) returns what op "),
+        ("ops", 2, 4, [0], "op 2 (gelu) returns what it neither reads nor makes"),
         ("storages", 3, 3, -1, "storage 3 is gone before it is made"),
         ("storages", 3, 2, 99, "storage 3 has "),
         ("calls", 2, 4, 99, "call 2 covers ops"),

@@ -483,6 +483,31 @@ def test_a_file_may_change_the_path_and_fail_for_its_own_reasons(
         WorkloadSpec(str(tmp_path / "moves.py")).build()
 
 
+class Remembering(nn.Module):
+    """Calls a kernel that returns one tensor of its own every time."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        table, copy = torch.ops.ckplan_remembering.table(x.detach())
+        return x * copy + table
+
+
+def test_what_a_kernel_returns_though_it_was_not_given_it_is_read() -> None:
+    library = torch.library.Library("ckplan_remembering", "DEF")
+    library.define("table(Tensor x) -> (Tensor, Tensor)")
+    tables: list[torch.Tensor] = []
+
+    def table(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        tables.append(torch.ones_like(x) if not tables else tables[0])
+        return tables[0], x.clone()
+
+    library.impl("table", table, "CPU")
+    model = nn.Sequential(nn.Linear(8, 8), Remembering(), Remembering())
+    graph = ckplan.profile(model, torch.randn(4, 8), replay=False)
+    first, second = (op for op in graph.ops if op.name == "table")
+    assert first.outputs[0] == second.outputs[0]
+    assert first.outputs[0] in second.reads
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [

@@ -151,6 +151,7 @@ class StepRecorder(TorchDispatchMode):
         known = len(self.recording.storages)
         returned = [x for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor)]
         outputs = self._numbers(returned, "temporary", position)
+        reads += (s for s in outputs if s < known)  # also what it was not given
         changed = written_by(func, args, kwargs)
         writes = tuple(dict.fromkeys(map(self._number_of, changed)))
         if writes and not func.overloadpacket.__name__.endswith("_"):
