@@ -496,3 +496,18 @@ def test_what_torch_compiled_runs_uncompiled_inside(steps: Sequence[int]) -> Non
     expected, found = gradients(plan=False), gradients(plan=True)
     for one, other in zip(expected, found, strict=True):
         assert one is not None and other is not None and torch.equal(one, other)
+
+
+def test_torch_compiles_again_once_the_last_region_of_all_threads_is_over() -> None:
+    from torch._dynamo import eval_frame
+
+    from ckplan.applying.compiled import uncompiled
+
+    before = eval_frame._stance.stance
+    one, other = uncompiled(), uncompiled()
+    one.__enter__()
+    other.__enter__()  # as in another thread, which ends later
+    one.__exit__(None, None, None)
+    assert eval_frame._stance.stance == "force_eager"
+    other.__exit__(None, None, None)
+    assert eval_frame._stance.stance == before

@@ -4,18 +4,43 @@ from __future__ import annotations
 
 import sys
 from contextlib import AbstractContextManager, nullcontext
+from threading import Lock
 from types import FrameType
+from typing import Any
 
 import torch
 
 _DYNAMO = "torch._dynamo"
 
 
+class _Uncompiled:
+    """Torch's stance is the process's: the last region of all puts it back."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._open = 0  # regions, of all threads
+        self._stance: Any = None
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._open:
+                self._stance = torch.compiler.set_stance("force_eager")
+            self._open += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._open -= 1
+            if not self._open and self._stance is not None:
+                self._stance.__exit__(None, None, None)
+
+
+_UNCOMPILED = _Uncompiled()
+
+
 def uncompiled() -> AbstractContextManager[object]:
     """A scope in which they run op by op, as the modes of a region must see them."""
-    if _DYNAMO not in sys.modules:  # nothing was compiled
-        return nullcontext()
-    return torch.compiler.set_stance("force_eager")
+    # Where Dynamo was not imported, nothing was compiled.
+    return _UNCOMPILED if _DYNAMO in sys.modules else nullcontext()
 
 
 def is_within_compiled() -> bool:
