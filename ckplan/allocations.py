@@ -7,20 +7,33 @@ then its workspace; what nobody holds any longer goes at the end of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ckplan.caching_allocator import Block, CachingAllocator
 from ckplan.effect import LATER, Interval
+from ckplan.graph import Graph
 from ckplan.records import BEFORE_STEP
 from ckplan.simulate import Timeline
 
 _OUTPUT, _WORKSPACE, _ENCODING, _GONE = range(4)  # phases of a half moment
 
 
-class Reserved(NamedTuple):
-    """What PyTorch's allocator is predicted to reserve on a card."""
+MULTIPLIES = frozenset({"mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "addbmm"})
+"""Ops that go to cuBLAS, which takes a workspace in each thread with its first."""
 
+
+class Replayed(NamedTuple):
+    """What the caching allocator does with a step, once steps repeat."""
+
+    allocated_bytes: int  # most at once, what is left of blocks not split included
+    reserved_bytes: int
+
+
+class Reserved(NamedTuple):
+    """What PyTorch's allocator is predicted to hand out and to reserve on a card."""
+
+    allocated_bytes: int
     bytes: int
     expandable_bytes: int  # with PYTORCH_ALLOC_CONF=expandable_segments:True
 
@@ -70,11 +83,16 @@ def _intervals(timeline: Timeline) -> Iterator[tuple[int, Interval]]:
 
 
 def reserved_bytes(timeline: Timeline, *, expandable: bool = False) -> int:
-    """What PyTorch's CUDA allocator has reserved once steps repeat, if memory abounds.
+    """What PyTorch's CUDA allocator has reserved once steps repeat."""
+    return replayed(timeline, expandable=expandable).reserved_bytes
 
-    Parameters, buffers and inputs come first. The optimizer's state comes with the
-    first update, into the gaps that the first step leaves. What a second step still
-    adds counts, too.
+
+def replayed(timeline: Timeline, *, expandable: bool = False) -> Replayed:
+    """What PyTorch's CUDA allocator does with two steps, if memory abounds.
+
+    Parameters, buffers and inputs come first. A workspace of cuBLAS comes with the
+    first op that needs it, the optimizer's state with the first update, into the gaps
+    that the first step leaves. What a second step still adds counts, too.
 
     Args:
         timeline: The step, planned or not.
@@ -84,31 +102,45 @@ def reserved_bytes(timeline: Timeline, *, expandable: bool = False) -> int:
     allocator = CachingAllocator(expandable=expandable)
     blocks: dict[int, Block] = {}
 
-    def replay(sequence: list[Event]) -> None:
+    def replay(sequence: list[Event]) -> int:
+        most = allocator.allocated_bytes
         for event in sequence:
             if event.bytes:
                 blocks[event.block] = allocator.allocate(event.bytes)
+                most = max(most, allocator.allocated_bytes)
             else:
                 allocator.free(blocks.pop(event.block))
+        return most
 
     step = events(timeline)
     before = [event for event in step if event.moment == 0 and event.bytes]
     during, update = step[len(before) :], 2 * graph.backward_stop
+    late = {event.block: event for event in _of_cublas(before, graph)}
     state = {
         number
         for number, storage in enumerate(graph.storages)
         if storage.kind == "optimizer" and timeline.stops[number] >= update
     }
-    replay([event for event in before if event.block not in state])
-    replay([event for event in during if event.moment < update])
+    replay([event for event in before if event.block not in late.keys() | state])
+    first = [event for event in during if event.moment < update]
+    replay(sorted([*first, *late.values()]))
     replay([event for event in before if event.block in state])
     replay([event for event in during if event.moment >= update])
     exist = {event.block for event in before}
     for block in [block for block in blocks if block not in exist]:
         allocator.free(blocks.pop(block))  # gradients that the next step begins without
     replay([event for event in before if event.block not in blocks])
-    replay(during)
-    return allocator.reserved_bytes
+    return Replayed(replay(during), allocator.reserved_bytes)
+
+
+def _of_cublas(before: Sequence[Event], graph: Graph) -> Iterator[Event]:
+    """Its workspaces, when the first step asks for them: forward's, then backward's."""
+    multiply = [i for i, op in enumerate(graph.ops) if op.name in MULTIPLIES]
+    backward = [i for i in multiply if i >= graph.num_forward]
+    threads = [ops[0] for ops in (multiply, backward) if ops]
+    held = (e for e in before if graph.storages[e.block].kind == "temporary")
+    for event, op in zip(held, dict.fromkeys(threads), strict=False):
+        yield event._replace(moment=2 * op + 1, phase=_OUTPUT - 1)
 
 
 def reserved_on_card(timeline: Timeline) -> Reserved | None:
@@ -117,4 +149,5 @@ def reserved_on_card(timeline: Timeline) -> Reserved | None:
     device = str(graph.fingerprint.get("device", ""))
     if not device.startswith("cuda") and "gpu" not in graph.options:
         return None
-    return Reserved(reserved_bytes(timeline), reserved_bytes(timeline, expandable=True))
+    found = replayed(timeline)
+    return Reserved(*found, replayed(timeline, expandable=True).reserved_bytes)

@@ -29,6 +29,7 @@ FIGURES = (
     "bandwidth",
     "launch_us",
     "capability",
+    "multiprocessors",
     "tflops",
 )
 _TOP_KEYS = ("ckplan_gpus", "documents", "gpus")
@@ -39,6 +40,12 @@ _EXAMPLES = {
     "'tflops'": "tflops: {fp32: 30.3}",
     "'sources'": "sources: {memory: l4}",
 }
+_THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536}
+"""That a multiprocessor holds at once, by capability, where it is not the usual 2048.
+
+NVIDIA, "CUDA C++ Programming Guide", table "Technical Specifications per Compute
+Capability".
+"""
 _SIZE = re.compile(r"\d+gb")
 _BRANDS = re.compile(r"nvidia|geforce|tesla|[^a-z0-9]")
 
@@ -54,6 +61,7 @@ class Gpu:
     bandwidth: int  # bytes per second
     launch_seconds: float  # in which the CPU launches one op
     capability: tuple[int, int]  # compute capability, major and minor
+    multiprocessors: int
     flop_rates: Mapping[str, float]  # of RATES -> dense FLOP per second; fp32 at least
     sources: Mapping[str, str]  # of FIGURES -> document
 
@@ -61,6 +69,11 @@ class Gpu:
     def usable_bytes(self) -> int:
         """What is left for tensors and for the allocator's gaps between them."""
         return self.capacity_bytes - self.context_bytes
+
+    @property
+    def threads(self) -> int:
+        """That one multiprocessor holds at once."""
+        return _THREADS.get(self.capability, 2048)
 
     def device_seconds(self, flops: int, moved_bytes: int, rate: str) -> float:
         """The least time in which the card can do an op.
@@ -152,6 +165,7 @@ def _card(name: str, part: Part, documents: Mapping[str, str]) -> Gpu:
         bandwidth,
         launch_seconds=_number(found["launch_us"]) / 1e6,
         capability=_capability(found["capability"]),
+        multiprocessors=_count(found["multiprocessors"]),
         flop_rates={rate: _number(value) * 1e12 for rate, value in rates.items()},
         sources={key: _document(cited[key], documents) for key in FIGURES},
     )
@@ -169,6 +183,17 @@ def _number(part: Part) -> float:
             hint=f"{part.what.strip(chr(39))}: 82.6",
         )
     return number
+
+
+def _count(part: Part) -> int:
+    text = part.text()
+    if not re.fullmatch("[1-9][0-9]*", text):
+        raise part.error(
+            f"{part.what} is {text!r}",
+            needed="a whole number above zero",
+            hint=f"{part.what.strip(chr(39))}: 108",
+        )
+    return int(text)
 
 
 def _capability(part: Part) -> tuple[int, int]:

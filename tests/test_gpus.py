@@ -53,6 +53,8 @@ MADE_OF = {
     "H200": (16896, 1.980, 6144, 6.25),
 }
 
+SMALL = {"T4", "V100 16GB", "A100 40GB", "A100 80GB"}  # of 64 cores a multiprocessor
+
 
 def test_every_card_that_was_asked_for_is_there() -> None:
     assert list(CARDS) == WANTED
@@ -64,6 +66,7 @@ def test_rate_and_bandwidth_follow_from_what_a_card_is_made_of(name: str) -> Non
     card = CARDS[name]
     assert card.flop_rates["fp32"] == pytest.approx(2e9 * cores * clock, rel=0.01)
     assert card.bandwidth == pytest.approx(1e9 * bits * speed / 8, rel=0.01)
+    assert cores == card.multiprocessors * (64 if name in SMALL else 128)
 
 
 @pytest.mark.parametrize("card", CARDS.values(), ids=lambda card: card.name)

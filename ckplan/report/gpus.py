@@ -41,6 +41,7 @@ def card_report(card: Gpu) -> RenderableType:
         "bandwidth": f"{card.bandwidth / 1e9:.0f} GB/s",
         "launch_us": units.format_seconds(card.launch_seconds),
         "capability": "{}.{}".format(*card.capability),
+        "multiprocessors": str(card.multiprocessors),
         "tflops": f"{', '.join(rates)} TFLOP/s",
     }
     names = {
@@ -71,6 +72,7 @@ def _card_json(card: Gpu) -> dict[str, Any]:
         "bytes_per_second": card.bandwidth,
         "launch_seconds": card.launch_seconds,
         "capability": list(card.capability),
+        "multiprocessors": card.multiprocessors,
         "flops_per_second": dict(card.flop_rates),
         "sources": dict(card.sources),
     }

@@ -9,19 +9,27 @@ from ckplan.allocations import Reserved
 
 
 def reserved_facts(reserved: Reserved | None) -> list[tuple[str, str]]:
-    """The lines beside an allocated peak; none for a step that runs on no card."""
+    """The lines beside a peak of tensors; none for a step that runs on no card."""
     if reserved is None:
         return []
     each = units.format_bytes(reserved.bytes)
     expandable = units.format_bytes(reserved.expandable_bytes)
     said = f"{each} by PyTorch's allocator, {expandable} with expandable_segments"
-    return [("reserved", said)]
+    allocated = units.format_bytes(reserved.allocated_bytes)
+    return [
+        ("allocated", f"{allocated} at most, as torch.cuda.max_memory_allocated says"),
+        ("reserved", said),
+    ]
 
 
 def reserved_json(reserved: Reserved | None) -> dict[str, Any]:
     """The same for scripts; null for a step that runs on no card."""
-    each = (None, None) if reserved is None else reserved
-    keys = ("reserved_peak_bytes", "reserved_peak_bytes_expandable_segments")
+    each = (None, None, None) if reserved is None else reserved
+    keys = (
+        "allocated_peak_bytes",
+        "reserved_peak_bytes",
+        "reserved_peak_bytes_expandable_segments",
+    )
     return dict(zip(keys, each, strict=True))
 
 

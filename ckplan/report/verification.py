@@ -107,6 +107,13 @@ def _numbers(found: Verification) -> Table:
         _size(found.measured_peak_bytes),
         _size(found.unplanned_measured_peak_bytes),
     )
+    of_gpu = (
+        ("allocated", found.allocated_peak_bytes),
+        ("reserved", found.reserved_peak_bytes),
+    )
+    for name, num_bytes in of_gpu:
+        if num_bytes is not None:
+            add_row(table, name, _NONE, _size(num_bytes), "")
     seconds = (found.step_seconds, found.unplanned_step_seconds)
     add_row(table, "step", _NONE, *map(_seconds, seconds))
     overheads = (found.predicted_overhead, found.overhead)

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median_low
@@ -29,7 +30,7 @@ from ckplan.encodings import decode, encode
 from ckplan.errors import WorkloadError
 from ckplan.tracing.cost_cache import Cost, CostCache
 from ckplan.tracing.recording import RawOp, TensorMeta
-from ckplan.training.allocator import AllocatorLog, log_allocations
+from ckplan.training.allocator import AllocatorLog, log_allocations, on_gpu
 from ckplan.training.failures import first_line, is_out_of_memory
 
 LARGEST_BYTES = 1 << 30
@@ -159,6 +160,7 @@ def _measure(
 ) -> dict[str, Cost]:
     seconds: dict[str, float] = {}
     marks: dict[str, str] = {}
+    requested: dict[str, _Requested] = {}
     devices = [device] if device.type == "cuda" else []
     with (
         torch.random.fork_rng(devices),
@@ -172,7 +174,7 @@ def _measure(
                 run = job.prepare()
                 if device.type == "cuda":
                     run()  # cuBLAS takes its workspace, and kernels are loaded
-                with record_function(mark):
+                with record_function(mark), _requested(device) as requested[key]:
                     first, out = _seconds_of(run, device)
                 del out
                 taken = first if first > _LONG_SECONDS else _time(job, run, device)
@@ -182,7 +184,9 @@ def _measure(
                 continue  # made-up content is not good enough for it
             marks[key] = mark
             seconds[key] = taken
-    within = _within(log, marks)
+    within: Mapping[str, AllocatorLog | _Requested] = (
+        requested if device.type == "cuda" else _within(log, marks)
+    )
     return {
         key: Cost(
             seconds[key],
@@ -192,6 +196,28 @@ def _measure(
         )
         for key in seconds
     }
+
+
+@dataclass(slots=True)
+class _Requested:
+    """What an op asked of a GPU's allocator, which may hand out larger blocks."""
+
+    peak_bytes: int = 0
+    held_bytes: int = 0
+
+
+@contextmanager
+def _requested(device: torch.device) -> Iterator[_Requested]:
+    found = _Requested()
+    if device.type != "cuda":
+        yield found
+        return
+    torch.cuda.reset_peak_memory_stats(device)
+    before = on_gpu(device).requested_bytes
+    yield found
+    after = on_gpu(device)
+    found.peak_bytes = after.requested_peak_bytes - before
+    found.held_bytes = after.requested_bytes - before
 
 
 def _too_large(key: str, error: BaseException) -> WorkloadError:

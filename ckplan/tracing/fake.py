@@ -85,7 +85,7 @@ class KnownValues(TorchDispatchMode):
         for fake, real in zip(fakes, reals, strict=True):
             if _is_small(real) and not real.is_floating_point():  # those are data
                 with _disable_current_modes():
-                    self._real[fake] = real.detach().clone()
+                    self._real[fake] = real.detach().to("cpu", copy=True)
 
     def _value(self, tensor: torch.Tensor) -> torch.Tensor | None:
         if not isinstance(tensor, FakeTensor):
@@ -179,9 +179,11 @@ def _run_real(func: Any, values: list[Any], spec: pytree.TreeSpec) -> Any:
 
 
 def _reachable(value: Any) -> Any:
-    """What is computed for a GPU that is not here is computed on the CPU."""
+    """What is known is computed on the CPU, with a GPU at hand, too."""
+    if isinstance(value, torch.Tensor):
+        return value.cpu()
     of_gpu = isinstance(value, torch.device) and value.type == "cuda"
-    return torch.device("cpu") if of_gpu and not torch.cuda.is_available() else value
+    return torch.device("cpu") if of_gpu else value
 
 
 def _sized_by_kernel(func: Any, args: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:

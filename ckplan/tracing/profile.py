@@ -242,7 +242,7 @@ def _costs(
     """What every op costs, and what a reader must know of that."""
     ops, gpu = recording.ops, target.gpu
     if gpu is not None and target.device.type == "cuda":
-        return with_workspaces(ops, roofline(ops, gpu)), [NOTE_SOME_WORKSPACES]
+        return with_workspaces(ops, roofline(ops, gpu), gpu), [NOTE_SOME_WORKSPACES]
     if gpu is not None:
         return roofline(ops, gpu), [NOTE_ROOFLINE, NOTE_CPU_BYTES]
     costs, notes = calibrate(ops, target.device, progress, cache), [NOTE_SECONDS]

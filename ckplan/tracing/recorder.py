@@ -72,6 +72,7 @@ class StepRecorder(TorchDispatchMode):
         self._in_node = False
         self._in_place = InPlace(on_cuda=on_cuda)
         self._paused = False
+        self._over = False
         self._keep: list[object] = []
 
     # -- what exists before the step -------------------------------------------------
@@ -114,7 +115,12 @@ class StepRecorder(TorchDispatchMode):
         )
         stack.enter_context(seeing_states(self._know_state))
         stack.enter_context(self)
+        stack.callback(self._end)
         return stack
+
+    def _end(self) -> None:
+        """What is there now outlives the step, whoever lets it go."""
+        self._over = True
 
     def begin_backward(self, loss: torch.Tensor) -> None:
         """Forward is over; watch every node of the graph below the loss."""
@@ -240,7 +246,8 @@ class StepRecorder(TorchDispatchMode):
 
     def _died(self, address: int, number: int) -> None:
         self._ids.pop(address, None)
-        self.recording.storages[number].last = len(self.recording.ops) - 1
+        if not self._over:
+            self.recording.storages[number].last = len(self.recording.ops) - 1
 
     # -- saved tensors ---------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch.autograd.profiler import profile
@@ -46,6 +47,26 @@ class AllocatorLog:
         place = bisect_left(self.events, when, key=lambda event: event[0])
         before, after = self.events[:place], self.events[place:]
         return AllocatorLog(before), AllocatorLog(after, self.spans)
+
+
+class OnGpu(NamedTuple):
+    """What a GPU's caching allocator did since its peaks were reset."""
+
+    requested_bytes: int  # now
+    requested_peak_bytes: int
+    allocated_peak_bytes: int  # in blocks, which may be larger than what was asked for
+    reserved_peak_bytes: int
+
+
+def on_gpu(device: torch.device) -> OnGpu:
+    """Read the allocator of a GPU."""
+    stats = torch.cuda.memory_stats(device)
+    return OnGpu(
+        stats["requested_bytes.all.current"],
+        stats["requested_bytes.all.peak"],
+        stats["allocated_bytes.all.peak"],
+        stats["reserved_bytes.all.peak"],
+    )
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cmath
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,9 +58,10 @@ def check_finite(loss: torch.Tensor, title: str) -> None:
     Raises:
         WorkloadError: The loss is NaN or infinite.
     """
-    if not bool(torch.isfinite(loss)):
+    value = loss.item()
+    if not cmath.isfinite(value):
         raise WorkloadError(
-            f"the loss of {title} is {loss.item()}",
+            f"the loss of {title} is {value}",
             needed="a finite loss: NaN equals NaN, whatever went wrong before it",
             hint="look at the batch, the learning rate and --amp",
         )

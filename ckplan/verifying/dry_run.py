@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ckplan.allocations import MULTIPLIES
 from ckplan.applying.notices import IDLE
 from ckplan.caching_allocator import in_blocks
 from ckplan.curve import PLANNED, UNPLANNED, Curve, Curves, curves_json
@@ -26,7 +27,6 @@ from ckplan.tracing.calibrate import calibrate
 from ckplan.tracing.cost_cache import Cost, cost_cache
 from ckplan.tracing.cuda import translated
 from ckplan.tracing.cuda.memory import (
-    MULTIPLIES,
     cublas_bytes,
     with_workspaces,
 )
@@ -197,7 +197,7 @@ def _costs(
     if place.device.type == "cuda":
         gpu = place.gpu or find(DEFAULT_GPU)
         known = [replace(c, measured=True) for c in roofline(ops, gpu)]
-        return with_workspaces(ops, known), [NOTE_CUDA]
+        return with_workspaces(ops, known, gpu), [NOTE_CUDA]
     costs = calibrate(ops, place.device, progress, cost_cache(place.device))
     return costs, [NOTE_WORKSPACE]
 

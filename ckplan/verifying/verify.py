@@ -68,6 +68,9 @@ class Verification:
     regions_kept: tuple[str, ...]  # that dropped nothing as their ops differed
     other: tuple[str, ...]  # in what the plan is another workload's
     notes: tuple[str, ...] = ()
+    # Of a GPU's caching allocator: blocks handed out, and what it took for them.
+    allocated_peak_bytes: int | None = None
+    reserved_peak_bytes: int | None = None
     curves: Curves = field(default_factory=dict)  # live bytes, predicted and measured
 
     @property
@@ -220,6 +223,7 @@ def _judge(
     predicted = plan.predicted if plan else None
     budget_bytes = plan.budget_bytes if plan else None
     idle = tuple(r.call for r in planned.regions if not r.runs)
+    gpu = planned.on_gpu
     return Verification(
         gradients_equal=_equal("gradient", different),
         buffers_equal=_equal("buffer", different),
@@ -244,6 +248,8 @@ def _judge(
         regions_kept=tuple(r.call for r in planned.regions if r.kept),
         other=other_workload(plan, planned.fingerprint),
         notes=notes,
+        allocated_peak_bytes=gpu.allocated_peak_bytes if gpu else None,
+        reserved_peak_bytes=gpu.reserved_peak_bytes if gpu else None,
     )
 
 

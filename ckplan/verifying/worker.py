@@ -26,7 +26,7 @@ from torch.profiler import record_function
 from ckplan.applying.notices import IDLE
 from ckplan.curve import PHASES, Curve
 from ckplan.errors import CkplanError, VerifyError, WorkloadError
-from ckplan.training.allocator import AllocatorLog, log_allocations
+from ckplan.training.allocator import AllocatorLog, OnGpu, log_allocations, on_gpu
 from ckplan.training.failures import (
     check_finite,
     described,
@@ -94,11 +94,12 @@ class FirstSteps:
     """What the first two steps computed, and what the second one needed."""
 
     digests: dict[Result, str]
-    peak_bytes: int  # of step 2: allocated in it, and held when it began
+    peak_bytes: int  # of step 2: asked for in it, and held when it began
     regions: tuple[RegionStatus, ...]  # of the plan, and what each did
     curve: Curve | None = field(default=None, compare=False)  # live bytes of step 2
     fingerprint: Mapping[str, Any] = field(default_factory=dict)
     rows: int = field(default=0, compare=False)  # of the batch
+    on_gpu: OnGpu | None = field(default=None, compare=False)  # after step 2
 
 
 class Worker:
@@ -143,7 +144,8 @@ class Worker:
         before, log = whole.split(whole.spans[_MARK + _BEGIN][0])
         if held_bytes is None:
             held_bytes = known_bytes + before.held_bytes
-        peak_bytes = _peak_bytes(held_bytes, log, device)
+        gpu = on_gpu(device) if device.type == "cuda" else None
+        peak_bytes = gpu.requested_peak_bytes if gpu else held_bytes + log.peak_bytes
         self._check(value, "step 2")
         digests[Result(2, "loss")] = digest(value)
         digests.update(_gradients(step, 2))  # there until the next zero_grad
@@ -157,6 +159,7 @@ class Worker:
             _curve(log, held_bytes),
             fingerprint(workload, device),
             rows_of(workload),
+            gpu,
         )
 
     def _check(self, loss: torch.Tensor, title: str) -> None:
@@ -253,13 +256,6 @@ def _held_on_gpu(device: torch.device) -> int | None:
     _wait_for(device)
     torch.cuda.reset_peak_memory_stats(device)
     return torch.cuda.memory_allocated(device)
-
-
-def _peak_bytes(held_bytes: int, log: AllocatorLog, device: torch.device) -> int:
-    """Most bytes allocated during the step; a GPU's allocator counts them itself."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return held_bytes + log.peak_bytes
 
 
 def state_bytes(step: TrainingStep) -> int:

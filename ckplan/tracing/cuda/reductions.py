@@ -1,0 +1,176 @@
+"""What reductions put aside on CUDA, where several blocks of threads share one output.
+
+Each block leaves what it has for the one that comes last, in memory of the caching
+allocator. Follows ``setReduceConfig`` of PyTorch's
+``aten/src/ATen/native/cuda/Reduce.cuh``, and ``TensorIterator`` for the order of
+dimensions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ckplan.caching_allocator import in_blocks
+
+_WARP = 32
+_MOST_THREADS = 512  # of a block
+_VALUES = 16, 256  # at least and at most, for each thread
+_LONG = 128  # from here on several values are loaded at once
+_FARTHEST = (1 << 31) - 1  # offset, in bytes, that one kernel reaches
+_SEMAPHORE_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Processors:
+    """The streaming multiprocessors of a card."""
+
+    number: int
+    threads: int  # that each holds at once
+
+
+class Reduction(NamedTuple):
+    """What is reduced, and how."""
+
+    shape: Sequence[int]
+    stride: Sequence[int]  # in elements
+    dims: Collection[int]  # that are reduced, from 0
+    itemsize: int
+    partial_bytes: int  # of what a thread has for one output
+    out_itemsize: int
+    values_at_once: int = 4  # loaded along a reduced dimension
+
+
+class _Dim(NamedTuple):
+    size: int
+    out: int  # strides, in bytes; 0: reduced
+    into: int
+
+
+def put_aside(reduction: Reduction, processors: Processors) -> int:
+    """Bytes that a reduction allocates beside its output, in blocks.
+
+    >>> rows = Reduction((2048, 1536), (1536, 1), {0}, 4, 4, 4)
+    >>> put_aside(rows, Processors(108, 2048)) - in_blocks(4 * 12)
+    25165824
+    """
+    if not math.prod(reduction.shape):
+        return 0
+    return _put_aside(_iterated(reduction), reduction, processors)
+
+
+def _put_aside(dims: list[_Dim], reduction: Reduction, processors: Processors) -> int:
+    far, split = max(
+        ((dim.size - 1) * stride, -place)
+        for place, dim in enumerate(dims)
+        for stride in (dim.out, dim.into)
+    )
+    ends = (sum((dim.size - 1) * dim[way] for dim in dims) for way in (1, 2))
+    if far and max(ends) + 1 > _FARTHEST:  # one kernel after the other
+        dim = dims[-split]
+        parts = (dim.size // 2, dim.size - dim.size // 2)
+        return max(
+            _put_aside(
+                [*dims[:-split], dim._replace(size=part), *dims[1 - split :]],
+                reduction,
+                processors,
+            )
+            for part in parts
+        )
+    return _of_one_kernel(dims, reduction, processors)
+
+
+def _of_one_kernel(
+    dims: list[_Dim], reduction: Reduction, processors: Processors
+) -> int:
+    reduced = sum(not dim.out for dim in dims)
+    outputs = math.prod(dim.size for dim in dims if dim.out)
+    inputs = math.prod(dim.size for dim in dims if not dim.out)
+    along = reduced == len(dims) or dims[0].into < dims[reduced].into
+    width, height = (inputs, outputs) if along else (outputs, inputs)
+    at_once = 1  # outputs that a thread has
+    if dims[0 if along else reduced].into == reduction.itemsize:
+        if along and reduced == 1 and width >= _LONG:
+            width //= reduction.values_at_once
+        elif not along:
+            at_once = _outputs_at_once(dims, reduced, reduction.itemsize)
+            width //= at_once
+    width, height = _block(width, height, _MOST_THREADS // at_once)
+    lanes = width if along else 1
+    left = -(-inputs // lanes)  # values for each thread
+    if left < min(height * _VALUES[0], _VALUES[1]):
+        return 0
+    left = -(-inputs // (lanes * height))
+    grid = -(-(outputs // at_once) // (1 if along else width))
+    most = processors.number * (processors.threads // (width * height))
+    if left < _VALUES[1] or grid > most:
+        return 0
+    fewest, enough = (-(-left // values) for values in reversed(_VALUES))
+    blocks = max(min(-(-most // grid), enough), fewest)
+    if blocks == 1:
+        return 0
+    partial = reduction.partial_bytes * outputs * blocks
+    if not along:
+        partial *= width * at_once
+    return in_blocks(partial) + in_blocks(_SEMAPHORE_BYTES * grid)
+
+
+def _block(width: int, height: int, threads: int) -> tuple[int, int]:
+    """Threads of a block, in both directions."""
+    widest, highest = (
+        1 << (min(n, threads) or 1).bit_length() - 1 for n in (width, height)
+    )
+    high = min(highest, threads // min(widest, _WARP))
+    return min(widest, threads // high), high
+
+
+def _outputs_at_once(dims: Sequence[_Dim], reduced: int, itemsize: int) -> int:
+    others = [
+        dim.into // itemsize for place, dim in enumerate(dims) if place != reduced
+    ]
+    return math.gcd(4, dims[reduced].size, *others)
+
+
+def _iterated(reduction: Reduction) -> list[_Dim]:
+    """Dimensions in the order of iteration, merged: first those that are reduced."""
+    shape, kept = reduction.shape, 1
+    outs = [0] * len(shape)
+    for place in reversed(range(len(shape))):
+        if place not in reduction.dims:
+            outs[place], kept = kept * reduction.out_itemsize, kept * shape[place]
+    rows = zip(shape, outs, reduction.stride, strict=True)
+    dims = [_Dim(n, out, into * reduction.itemsize) for n, out, into in rows][::-1]
+    for end in range(1, len(dims)):
+        for place in range(end, 0, -1):
+            order = _order(dims[place - 1], dims[place])
+            if order < 0:
+                break
+            if order > 0:
+                dims[place - 1 : place + 1] = dims[place], dims[place - 1]
+    merged = dims[:1]
+    for dim in dims[1:]:
+        last = merged[-1]
+        if last.size == 1:
+            merged[-1] = dim
+        elif dim.size == 1 or (
+            (last.size * last.out, last.size * last.into) == (dim.out, dim.into)
+        ):
+            merged[-1] = last._replace(size=last.size * dim.size)
+        else:
+            merged.append(dim)
+    return merged or [_Dim(1, 0, reduction.itemsize)]
+
+
+def _order(one: _Dim, other: _Dim) -> int:
+    """Above 0 if they are the wrong way round, below 0 if not, 0 if nobody knows."""
+    if (one.out == 0) != (other.out == 0):
+        return 1 if other.out == 0 else -1
+    for mine, its in ((one.out, other.out), (one.into, other.into)):
+        if mine and its:
+            if mine != its:
+                return 1 if mine > its else -1
+            if one.size > other.size:
+                return 1
+    return 0

@@ -1,0 +1,368 @@
+"""What CUDA's kernels need beyond the tensors they return, one op at a time.
+
+As far as torch's source fixes it: copies of what a kernel wants contiguous, what parts
+of a reduction are put aside in, tables of sorted indices. What cuDNN chooses when it
+runs is not known.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from ckplan.caching_allocator import in_blocks
+from ckplan.tracing.cuda.reductions import Processors, Reduction, put_aside
+from ckplan.tracing.recording import RawOp, TensorMeta
+from ckplan.units import round_up
+
+_FLOAT_BYTES = 4
+_INDEX_BYTES = 8
+_FLASH_ROWS = 128  # lengths are rounded up to this
+_EFFICIENT_ROWS = 64
+_WIDTHS = 32
+_FEW_INDICES = 3072  # that gradients of an embedding are added up for without sorting
+_ROWS_PER_THREAD = 10  # of sorted indices, in gradients of an embedding
+_SORTING_TILE = 2560  # indices that a block of threads sorts
+_LOW = (torch.float16, torch.bfloat16)
+
+_Needs = Callable[[RawOp, Sequence[TensorMeta], Processors], int]
+"""An op, its tensors and a card, to bytes."""
+
+
+def workspace_bytes(op: RawOp, processors: Processors) -> int:
+    """What the kernel of an op needs while it runs, beyond what it returns."""
+    needs = _WORKSPACES.get(op.func.overloadpacket.__name__)
+    tensors = [leaf for leaf in op.args if isinstance(leaf, TensorMeta)]
+    return needs(op, tensors, processors) if needs else 0
+
+
+def hidden_bytes(op: RawOp) -> int:
+    """What an op returns in storages larger than the tensors in them.
+
+    A reduced loss keeps the storage that its elements were computed in.
+    """
+    name = op.func.overloadpacket.__name__
+    reduced = name in _HIDING and op.returned and not op.returned[0].shape
+    return op.args[0].num_bytes if reduced else 0
+
+
+# -- reductions ----------------------------------------------------------------------
+
+
+def _reduced(partial: Callable[[torch.dtype], int]) -> _Needs:
+    """A reduction whose threads have so many bytes for each output."""
+
+    def needs(op: RawOp, tensors: Sequence[TensorMeta], processors: Processors) -> int:
+        tensor, out = tensors[0], op.returned[0].dtype
+        copy = 0
+        as_is = out == tensor.dtype or (out == torch.float32 and tensor.dtype in _LOW)
+        if not as_is and op.func.overloadpacket.__name__ in _CONVERTING:
+            copy = in_blocks(tensor.numel * out.itemsize)
+            tensor = TensorMeta(tensor.shape, tensor.stride, out)
+        return copy + _put_aside(tensor, _dims(op, tensor), out, partial, processors)
+
+    return needs
+
+
+def _put_aside(
+    tensor: TensorMeta,
+    dims: Iterable[int],
+    out: torch.dtype,
+    partial: Callable[[torch.dtype], int],
+    processors: Processors,
+) -> int:
+    return put_aside(
+        Reduction(
+            tensor.shape,
+            tensor.stride,
+            frozenset(dims),
+            tensor.dtype.itemsize,
+            partial(tensor.dtype),
+            out.itemsize,
+        ),
+        processors,
+    )
+
+
+def _dims(op: RawOp, tensor: TensorMeta) -> list[int]:
+    """The dimensions that an op reduces; all if it names none."""
+    args, kwargs = op.arguments
+    names = [argument.name for argument in op.func._schema.arguments]
+    if "dim" not in names:
+        return list(range(len(tensor.shape)))
+    place = names.index("dim")
+    dim = args[place] if place < len(args) else kwargs.get("dim")
+    dims = [dim] if isinstance(dim, int) else list(dim or ())
+    return [d % len(tensor.shape) for d in dims if tensor.shape] or list(
+        range(len(tensor.shape))
+    )
+
+
+def _sum(dtype: torch.dtype) -> int:
+    return max(dtype.itemsize, _FLOAT_BYTES)
+
+
+def _extreme(dtype: torch.dtype) -> int:
+    return dtype.itemsize
+
+
+def _with_index(dtype: torch.dtype) -> int:
+    del dtype
+    return 2 * _INDEX_BYTES
+
+
+def _moments(dtype: torch.dtype) -> int:
+    return 32 if dtype == torch.float64 else 16
+
+
+def _truth(dtype: torch.dtype) -> int:
+    del dtype
+    return 1
+
+
+# -- copies --------------------------------------------------------------------------
+
+
+def _copied(*places: int) -> _Needs:
+    """The tensor arguments of these numbers are made contiguous."""
+
+    def needs(op: RawOp, tensors: Sequence[TensorMeta], processors: Processors) -> int:
+        del op, processors
+        return _copies(tensors[place] for place in places if place < len(tensors))
+
+    return needs
+
+
+def _copies(tensors: Iterable[TensorMeta], last: bool = False) -> int:
+    """Bytes of those that are not contiguous, or not with channels last."""
+    return sum(in_blocks(t.num_bytes) for t in tensors if not _lies(t, last))
+
+
+def _lies(tensor: TensorMeta, channels_last: bool = False) -> bool:
+    dims = list(range(len(tensor.shape)))
+    if channels_last:
+        dims = [0, *dims[2:], 1]
+    expected = 1
+    for dim in reversed(dims):
+        if tensor.shape[dim] != 1 and tensor.stride[dim] != expected:
+            return not tensor.numel
+        expected *= tensor.shape[dim]
+    return True
+
+
+def _multiplied(
+    op: RawOp, tensors: Sequence[TensorMeta], processors: Processors
+) -> int:
+    """Copies, since cuBLAS wants rows or columns that lie side by side."""
+    del op, processors
+    return sum(in_blocks(t.num_bytes) for t in tensors[-2:] if not _for_cublas(t))
+
+
+def _for_cublas(tensor: TensorMeta) -> bool:
+    if len(tensor.shape) < 2:
+        return True
+    (rows, columns), (down, along) = tensor.shape[-2:], tensor.stride[-2:]
+    return (along == 1 and down >= max(1, columns)) or (
+        down == 1 and along >= max(1, rows)
+    )
+
+
+def _softmax_backward(
+    op: RawOp, tensors: Sequence[TensorMeta], processors: Processors
+) -> int:
+    """The product of the gradient with the output, and both contiguous."""
+    del op, processors
+    return in_blocks(tensors[1].num_bytes) + _copies(tensors[:2])
+
+
+def _roll(op: RawOp, tensors: Sequence[TensorMeta], processors: Processors) -> int:
+    """One dimension after the other."""
+    del processors
+    shifts = op.arguments[0][1]
+    several = not isinstance(shifts, int) and len(shifts) > 1
+    return in_blocks(tensors[0].num_bytes) if several else _copies(tensors)
+
+
+def _convolution(
+    op: RawOp, tensors: Sequence[TensorMeta], processors: Processors
+) -> int:
+    """Input and weight in one layout."""
+    del op, processors
+    return _copies(tensors[:2], _channels_last(*tensors[:2]))
+
+
+def _convolution_backward(
+    op: RawOp, tensors: Sequence[TensorMeta], processors: Processors
+) -> int:
+    """Copies for the gradient of the input, then for the weight's, then the bias's sum.
+
+    What is not yet made then counts off.
+    """
+    gradient, input_, weight = tensors[:3]
+    last = _channels_last(input_, weight)
+    into, of_weight, of_bias = op.arguments[0][-1]
+    later = in_blocks(weight.num_bytes) if of_weight else 0
+    found = [0]
+    if into:
+        found.append(_copies((gradient, weight), last) - later)
+    if of_weight:
+        found.append(_copies((gradient, input_), last))
+    if of_bias:
+        dims = [0, *range(2, len(gradient.shape))]
+        found.append(_put_aside(gradient, dims, gradient.dtype, _sum, processors))
+    return max(found)
+
+
+def _channels_last(*tensors: TensorMeta) -> bool:
+    return any(
+        len(t.shape) >= 4 and _lies(t, channels_last=True) and not _lies(t)
+        for t in tensors
+    )
+
+
+# -- the rest ------------------------------------------------------------------------
+
+
+def _flash_backward(
+    op: RawOp, tensors: Sequence[TensorMeta], processors: Processors
+) -> int:
+    """Sums of the softmax and gradients of queries in float32; heads unfolded."""
+    del op, processors
+    query, key = tensors[1], tensors[2]
+    batch, heads, length, width = query.shape
+    rows = batch * heads * round_up(length, _FLASH_ROWS)
+    wide = round_up(width, _WIDTHS) if width <= 192 else 256
+    sums = rows * _FLOAT_BYTES
+    gradients = rows * wide * _FLOAT_BYTES
+    unfolded = 0
+    if key.shape[1] != heads:
+        unfolded = 2 * batch * heads * key.shape[2] * width * key.dtype.itemsize
+    return in_blocks(sums) + in_blocks(gradients) + unfolded
+
+
+def _efficient_backward(
+    op: RawOp, tensors: Sequence[TensorMeta], processors: Processors
+) -> int:
+    """Sums of gradient times output, then gradients of queries in tiles of 64 rows."""
+    del op, processors
+    query = tensors[1]
+    batch, heads, length, width = query.shape
+    sums = in_blocks(batch * heads * length * _FLOAT_BYTES)
+    times = 3 if query.dtype in _LOW else 1  # both and their product, in float32
+    product = times * in_blocks(query.numel * _FLOAT_BYTES)
+    tiles = batch * heads * -(-length // _EFFICIENT_ROWS)
+    tile = _EFFICIENT_ROWS * round_up(width, _EFFICIENT_ROWS) + 4
+    return sums + max(sums + product, in_blocks(tiles * tile * _FLOAT_BYTES))
+
+
+def _safe_softmax(
+    op: RawOp, tensors: Sequence[TensorMeta], processors: Processors
+) -> int:
+    """Which scores are -inf, one byte each, and which rows are nothing else."""
+    del op, processors
+    count = tensors[0].numel
+    return in_blocks(count) + count // max(tensors[0].shape[-1], 1)
+
+
+def _embedding_backward(
+    op: RawOp, tensors: Sequence[TensorMeta], processors: Processors
+) -> int:
+    """Sorted indices, and the sums of those that are alike, in parts."""
+    del processors
+    gradient, indices = tensors[:2]
+    copies = _copies(tensors[:2])
+    rows, _, by_frequency = op.arguments[0][2:5]
+    count = indices.numel
+    if count <= _FEW_INDICES and not by_frequency:
+        return copies
+    column = in_blocks(count * _INDEX_BYTES)
+    different = min(count, rows)
+    parts = count // _ROWS_PER_THREAD + different
+    wide = round_up(gradient.shape[-1], _WIDTHS)
+    adding = 3 * column + 2 * in_blocks(different * _INDEX_BYTES)
+    adding += in_blocks(parts * _INDEX_BYTES) + in_blocks(parts * wide * _FLOAT_BYTES)
+    sorting = 3 * column + _sorting(count) - in_blocks(op.returned[0].num_bytes)
+    return copies + column * bool(by_frequency) + max(adding, sorting)
+
+
+def _index_put(op: RawOp, tensors: Sequence[TensorMeta], processors: Processors) -> int:
+    """Sorted indices, where values are added; and the values in their order."""
+    del processors
+    args, kwargs = op.arguments
+    adds = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
+    indices = [one for one in args[1] if one is not None]
+    if not adds or any(one.dtype == torch.bool for one in indices):
+        return 0
+    shape = torch.broadcast_shapes(*(one.shape for one in indices))
+    column = in_blocks(math.prod(shape) * _INDEX_BYTES)
+    return 4 * column + _sorting(math.prod(shape)) + _copies((args[2],))
+
+
+def _sorting(count: int) -> int:
+    """What sorting pairs of integers takes beside both."""
+    if count <= _SORTING_TILE:
+        return in_blocks(1)
+    tables = (1 << 12) + (1 << 10) * (count // _SORTING_TILE)
+    return in_blocks(2 * count * _INDEX_BYTES + tables)
+
+
+def _scattered(op: RawOp, tensors: Sequence[TensorMeta], processors: Processors) -> int:
+    """How many values were taken up to every place."""
+    del op, processors
+    return in_blocks(tensors[1].numel * _INDEX_BYTES)
+
+
+def _elements(times: int) -> _Needs:
+    """So many tensors like the first argument, where a loss is reduced."""
+
+    def needs(op: RawOp, tensors: Sequence[TensorMeta], processors: Processors) -> int:
+        del processors
+        reduced = op.returned and op.returned[0].shape != tensors[0].shape
+        return times * tensors[0].num_bytes if reduced else 0
+
+    return needs
+
+
+def _counted(op: RawOp, tensors: Sequence[TensorMeta], processors: Processors) -> int:
+    """Integers in the type that they are added up in."""
+    del processors
+    same = tensors[0].dtype == op.returned[0].dtype
+    return 0 if same else in_blocks(op.returned[0].num_bytes)
+
+
+_WORKSPACES: dict[str, _Needs] = {
+    **dict.fromkeys(("sum", "nansum", "mean", "prod"), _reduced(_sum)),
+    **dict.fromkeys(("linalg_vector_norm", "norm"), _reduced(_sum)),
+    **dict.fromkeys(("amax", "amin"), _reduced(_extreme)),
+    **dict.fromkeys(("max", "min", "argmax", "argmin"), _reduced(_with_index)),
+    **dict.fromkeys(("var", "var_mean", "std", "std_mean"), _reduced(_moments)),
+    **dict.fromkeys(("any", "all"), _reduced(_truth)),
+    **dict.fromkeys(("_softmax", "_log_softmax", "nll_loss2d_forward"), _copied(0)),
+    "_softmax_backward_data": _softmax_backward,
+    "_log_softmax_backward_data": _copied(0, 1),
+    "native_layer_norm": _copied(0),
+    "native_layer_norm_backward": _copied(0, 1),
+    "embedding": _copied(1),
+    **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm"), _multiplied),
+    **dict.fromkeys(("cumsum", "cumprod"), _counted),
+    "roll": _roll,
+    "convolution": _convolution,
+    "convolution_backward": _convolution_backward,
+    "_scaled_dot_product_flash_attention_backward": _flash_backward,
+    "_scaled_dot_product_efficient_attention_backward": _efficient_backward,
+    "_safe_softmax": _safe_softmax,
+    "embedding_dense_backward": _embedding_backward,
+    **dict.fromkeys(("index_put", "index_put_", "_index_put_impl_"), _index_put),
+    "masked_scatter": _scattered,
+    "mse_loss": _elements(2),
+    "smooth_l1_loss": _elements(2),
+    "huber_loss": _elements(1),
+    "soft_margin_loss": _elements(1),
+    "binary_cross_entropy": _elements(1),
+    "binary_cross_entropy_with_logits": _elements(2),
+    "logsumexp": _elements(1),
+}
+_CONVERTING = ("sum", "nansum", "mean", "prod")
+_HIDING = {"mse_loss", "smooth_l1_loss", "soft_margin_loss", "binary_cross_entropy"}
