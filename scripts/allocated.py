@@ -1,0 +1,286 @@
+"""Proves what PyTorch's CUDA allocator would say, beside what it says on a dummy GPU.
+
+Every workload is profiled for a card, in float32 and under autocast to bfloat16, and
+planned for the middle between its peak and the floor. Two steps then run, unplanned and
+planned, in processes of their own, on a GPU that computes nothing
+(``scripts/_dummy_gpu.py``): dispatch to CUDA's kernels, autograd's streams and the
+caching allocator are torch's own. Predicted stands beside what the allocator says:
+"peak" is what tensors and kernels asked for (``requested_bytes``), "allocated" the
+blocks that it handed out (``torch.cuda.max_memory_allocated``), "reserved" the segments
+that it took from the card (``torch.cuda.max_memory_reserved``).
+
+    python scripts/allocated.py
+    python scripts/allocated.py --only gpt2 --gpu "RTX 4090"
+
+This is no measurement on a GPU: workspaces and reserves of cuDNN are nothing here, and
+values are not computed, but for small integers, which are followed on the CPU in
+forward so that a model asks what it would be told.
+
+Exit code 1 if a peak is more than 0.3 % away or more than 0.1 % too low, allocated more
+than 1 %, reserved more than 3 % and more than one segment of 20 MiB.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+import torch
+from _dummy_gpu import build, environment, why_not
+from _measuring import (
+    Report,
+    add_output,
+    finish,
+    format_error,
+    location_of,
+    make_parser,
+    make_table,
+    relative_error,
+    run,
+    say,
+    workloads,
+    zoo,
+)
+
+from ckplan import gpus, plan_file
+from ckplan.allocations import replayed
+from ckplan.applying.regions import apply
+from ckplan.errors import CkplanError
+from ckplan.simulate import Timeline
+from ckplan.solving.planner import Planner
+from ckplan.solving.solve import to_plan
+from ckplan.tracing.fake import KnownValues
+from ckplan.tracing.profile import profile_workload
+from ckplan.training.allocator import on_gpu
+from ckplan.training.loading import WorkloadSpec
+from ckplan.training.step import Training, TrainingStep, make_step
+from ckplan.training.workload import on_device, tensors_of
+from ckplan.units import format_bytes
+
+TYPES = {"fp32": Training(), "bf16": Training(amp="bf16")}
+CUDA = torch.device("cuda", 0)
+MOST_APART, MOST_UNDER, MOST_ALLOCATED, MOST_RESERVED = 0.003, 0.001, 0.01, 0.03
+PATIENCE_SECONDS = 600
+SEGMENT_BYTES = 20 << 20  # the allocator takes no less from a card for most blocks
+CAUSES: dict[str, str] = {}
+NOT_HERE = dict.fromkeys(
+    ("lstm", "gru", "policy"),
+    "cuDNN alone knows how recurrent weights lie, and there is none",
+)
+HEADERS = (
+    "workload",
+    "types",
+    "step",
+    "peak",
+    "of the allocator",
+    "error",
+    "allocated",
+    "of the allocator",
+    "error",
+    "reserved",
+    "of the allocator",
+    "error",
+    "cause",
+)
+
+
+class Bytes(NamedTuple):
+    """Of one step."""
+
+    peak: int
+    allocated: int
+    reserved: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """One step of a workload, unplanned or planned."""
+
+    workload: str
+    types: str
+    step: str
+    predicted: Bytes
+    found: Bytes | str  # or why there is nothing
+
+    @property
+    def name(self) -> str:
+        return f"{self.workload}, {self.types}, {self.step}"
+
+    def cells(self) -> list[str]:
+        """A row of the table."""
+        start = [self.workload, self.types, self.step]
+        if isinstance(self.found, str):
+            why = NOT_HERE.get(self.workload, self.found)
+            return [*start, format_bytes(self.predicted.peak), *[""] * 8, why]
+        pairs = zip(self.predicted, self.found, strict=True)
+        numbers = [
+            cell
+            for ours, its in pairs
+            for cell in (format_bytes(ours), format_bytes(its), format_error(ours, its))
+        ]
+        cause = CAUSES.get(self.workload, "") if any(self.broken()) else ""
+        return [*start, *numbers, cause]
+
+    def broken(self) -> Iterator[str]:
+        """Where the claim does not hold."""
+        if isinstance(self.found, str):
+            if self.workload not in NOT_HERE:
+                yield f"{self.name}: {self.found}"
+            return
+        pairs = zip(self.predicted, self.found, strict=True)
+        peak, allocated, reserved = (relative_error(*pair) for pair in pairs)
+        if not -MOST_UNDER <= peak <= MOST_APART:
+            yield f"{self.name}: the peak is {peak:+.2%} away"
+        if abs(allocated) > MOST_ALLOCATED:
+            yield f"{self.name}: allocated is {allocated:+.2%} away"
+        one_more = abs(self.predicted.reserved - self.found.reserved) > SEGMENT_BYTES
+        if abs(reserved) > MOST_RESERVED and one_more:
+            yield f"{self.name}: reserved is {reserved:+.2%} away"
+
+
+def main() -> int:
+    """Profile, plan and run everything; print the table, write it."""
+    if sys.argv[1:2] == ["--step"]:
+        take_steps(*sys.argv[2:])
+    parser = make_parser(__doc__, settings=False)
+    add_output(parser)
+    parser.add_argument("--only", metavar="NAME", action="append", default=[])
+    parser.add_argument("--gpu", metavar="NAME", default="A100 80GB")
+    args = parser.parse_args()
+    if missing := why_not():
+        raise CkplanError(
+            "cannot have a GPU that computes nothing here",
+            needed=missing.removeprefix("needs "),
+            hint="pip install torch==2.13.0, gcc, and no GPU",
+        )
+    there = [*workloads(), *zoo()]
+    with tempfile.TemporaryDirectory() as folder:
+        library = build(Path(folder))
+        rows = [
+            row
+            for name in there
+            if name in args.only or not args.only
+            for types in TYPES
+            for row in rows_of(name, types, gpus.find(args.gpu), library)
+        ]
+    report = Report(
+        "allocated",
+        "What the CUDA allocator says on a GPU that computes nothing",
+        (__doc__ or "").partition("\n    python")[0],
+        [
+            f"As the card {args.gpu}. No GPU was used.",
+            make_table(HEADERS, [row.cells() for row in rows], texts=3),
+        ],
+        [what for row in rows for what in row.broken()],
+    )
+    return finish(report, args.output, whole=not args.only)
+
+
+def rows_of(name: str, types: str, gpu: gpus.Gpu, library: Path) -> Iterator[Row]:
+    """Both steps of one workload."""
+    say(f"{name}, {types}")
+    torch.manual_seed(0)
+    try:
+        graph = profile_workload(
+            WorkloadSpec(location_of(name)),
+            training=TYPES[types],
+            device="cuda",
+            gpu=gpu.name,
+        )
+    except CkplanError as error:
+        yield Row(name, types, "unplanned", Bytes(0, 0, 0), error.what)
+        return
+    planner = Planner(graph)
+    middle = (planner.unplanned.peak_bytes + planner.floor.peak_bytes) // 2
+    solution = planner.solve(middle)
+    path = library.parent / "plan.yaml"
+    plan_file.save(to_plan(graph, solution), path, force=True)
+    for step, timeline, plan in (
+        ("unplanned", solution.unplanned, ""),
+        ("planned", solution.timeline, str(path)),
+    ):
+        done = subprocess.run(
+            [sys.executable, __file__, "--step", name, types, plan],
+            env=environment(library, gpu),
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_SECONDS,
+            check=False,
+        )
+        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        found = Bytes(*json.loads(done.stdout)) if not done.returncode else last
+        yield Row(name, types, step, predicted(timeline), found)
+
+
+def predicted(timeline: Timeline) -> Bytes:
+    """What is said without a GPU."""
+    return Bytes(timeline.peak_bytes, *replayed(timeline))
+
+
+def take_steps(name: str, types: str, plan: str) -> NoReturn:
+    """Take steps on the GPU that is there, and say what its allocator did."""
+    warnings.simplefilter("ignore")
+    spec = WorkloadSpec(location_of(name))
+    torch.manual_seed(0)
+    workload = spec.build()
+    known = [*workload.model.buffers(), *tensors_of(workload.batch)]
+    values = [tensor.clone() for tensor in known]
+    workload = on_device(workload, CUDA)
+    known = [*workload.model.buffers(), *tensors_of(workload.batch)]
+    if plan:
+        apply(workload.model, plan_file.load(Path(plan)))
+    follow = FollowedValues()
+    follow.learn_all(known, values)
+    step = make_step(workload, TYPES[types])
+    for _ in range(2):
+        torch.cuda.reset_peak_memory_stats(CUDA)
+        one_step(step, follow)
+        step.zero_grad()
+    found = on_gpu(CUDA)
+    print(
+        json.dumps(
+            [
+                found.requested_peak_bytes,
+                found.allocated_peak_bytes,
+                found.reserved_peak_bytes,
+            ]
+        ),
+        flush=True,
+    )
+    os._exit(0)  # such a GPU is no good at shutting down
+
+
+def one_step(step: TrainingStep, follow: KnownValues) -> None:
+    """Forward with what small integers are worth; backward and update as they are."""
+    with follow:
+        output, loss, _ = step.forward()
+    step.backward(loss)
+    del output, loss
+    step.update()
+
+
+class FollowedValues(KnownValues):
+    """Of tensors on a GPU that computes nothing."""
+
+    def _value(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        if not tensor.is_cuda:
+            return tensor
+        real = self._real.get(tensor)
+        known = real is not None and real.untyped_storage() not in self._stale
+        return real if known else None
+
+    def _is_unknown_float(self, x: object) -> bool:
+        floats = isinstance(x, torch.Tensor) and x.is_floating_point()
+        return floats and self._value(x) is None
+
+
+if __name__ == "__main__":
+    run(main)
