@@ -51,6 +51,11 @@ class Ledger:
             for step in self._runs
             if view.graph.ops[view.start + step].random
         }
+        self._copies = {  # of running statistics, before norms
+            value: self._begin(self._bytes_of(value), 2 * (view.start + step) + 1)
+            for value, step in view.statistics.items()
+            if value in program.holds
+        }
         self._encoded: dict[int, tuple[Encoding, Interval]] = {}
         for value, encoding in encodings.items():
             self._encode(encoding)
@@ -70,8 +75,7 @@ class Ledger:
 
     def allocate(self, value: int) -> Interval:
         """Make room for a value, which lives from now on."""
-        size = self._view.graph.storages[self.flow.storage_of[value]].bytes
-        return self._begin(size, self.moment)
+        return self._begin(self._bytes_of(value), self.moment)
 
     def let_go(self, born: Interval, stop: int) -> None:
         """A value lives until a half moment, now or later."""
@@ -85,6 +89,8 @@ class Ledger:
 
     def let_go_held(self, value: int, stop: int) -> None:
         """The same of a value that is held since forward."""
+        if value in self._copies:
+            self.let_go(self._copies.pop(value), stop)
         storage = self.flow.storage_of[value]
         if stop > self.moment or self.moment % 2:
             self.effect.hold(storage, stop)
@@ -149,6 +155,9 @@ class Ledger:
     def _see(self, alive_bytes: int) -> None:
         parts = self.effect.spikes.setdefault(self.moment, [0])
         parts[-1] = max(parts[-1], alive_bytes)
+
+    def _bytes_of(self, value: int) -> int:
+        return self._view.graph.storages[self.flow.storage_of[value]].bytes
 
     def _begin(self, num_bytes: int, moment: int) -> Interval:
         self._bytes += num_bytes

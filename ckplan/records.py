@@ -28,6 +28,10 @@ HAZARDS = (
     "chance",  # the same op on the same tensors gives other values
 )
 
+BATCH_NORMS = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
+"""Ops that normalize by statistics of the batch, and move running ones past all notice
+of torch; or by the running ones, and then they return empty ones of the batch."""
+
 BEFORE_STEP = -1
 """Maker of a storage that exists when the step begins."""
 OUTSIDE_CALLS = -1

@@ -9,8 +9,8 @@ from itertools import pairwise
 
 from ckplan.errors import PlanError
 from ckplan.graph import Graph
-from ckplan.program import Flow, Part, Program, compile_program
-from ckplan.records import BEFORE_STEP, Call, Encoding, Saved
+from ckplan.program import EXTERNAL, Flow, Part, Program, compile_program
+from ckplan.records import BATCH_NORMS, BEFORE_STEP, Call, Encoding, Saved
 
 PROGRAM, RERUN = "program", "rerun"
 """Ways to recompute: single ops, or the whole module again."""
@@ -88,6 +88,22 @@ class RegionView:
         for op in self.graph.ops[at : self.stop]:
             flow.add(op)
         return flow, packed
+
+    @cached_property
+    def statistics(self) -> dict[int, int]:
+        """Running statistics that norms go by -> the first step that does.
+
+        A copy is held to rebuild from: norms that train move them, and nobody is told.
+        """
+        flow, graph = self.flow, self.graph
+        found: dict[int, int] = {}
+        for step, op in enumerate(graph.ops[self.start : self.stop]):
+            if op.name in BATCH_NORMS and not graph.storages[op.outputs[1]].bytes:
+                for value in flow.inputs[step]:
+                    running = flow.storage_of[value] in op.reads[-2:]
+                    if running and flow.maker_of[value] == EXTERNAL:
+                        found.setdefault(value, step)
+        return found
 
     def inside(self, storage: int) -> bool:
         """Whether the region makes the storage."""

@@ -306,6 +306,7 @@ class _Program(_Region):
         self._keeps: dict[int, list[Content]] = {}
         self.outputs: dict[int, list[Content]] = {}
         self._content: dict[int, Content] = {}  # saved tensor -> what it shows
+        self._running: dict[Content, int] = {}  # statistics -> first norm that needs it
         for now in (*self.ops(), self.stop):
             for j in self.saves:
                 if graph.saved[j].at == now:
@@ -315,6 +316,7 @@ class _Program(_Region):
                 break
             op = graph.ops[now]
             self._reads[now] = {(s, written[s]) for s in self.inputs(now)}
+            self._note_running(now, [(s, written[s]) for s in op.reads[-2:]])
             written.update(set(op.writes))
             made = {s for s in op.outputs if graph.storages[s].maker == now}
             self._makes[now] = {(s, written[s]) for s in made | set(op.writes)}
@@ -384,6 +386,13 @@ class _Program(_Region):
         for content in wanted:
             need(content)
 
+    def _note_running(self, now: int, read: list[Content]) -> None:
+        op = self.graph.ops[now]
+        if op.name == "native_batch_norm" and self.size(op.outputs[1]) == 0:
+            for content in read:
+                if content not in self._made_by:
+                    self._running.setdefault(content, now)
+
     def encode(self, now: int) -> int:
         workspace = 0
         for content, form in self._encodings.items():
@@ -393,6 +402,10 @@ class _Program(_Region):
                 workspace = max(workspace, form.encode_workspace_bytes)
         if self._runs[now] and self.graph.ops[now].random:
             self.memory.make_state(("drawn", self.span, now), self.graph)
+        for content, norm in self._running.items():
+            if norm == now and content in self._held:
+                copy = "copied", self.span, content
+                self.memory.make(copy, self.size(content[0]), "copied")
         return workspace
 
     def hold(self, at: int) -> None:
@@ -534,6 +547,7 @@ class _Program(_Region):
 
     def _release(self, content: Content) -> None:
         self.memory.let_go(self._present.pop(content), self._holder(content))
+        self.memory.let_go(("copied", self.span, content), "copied")
 
     def _ran(self, op: int) -> int:
         """Note that an op runs again; returns the bytes alive while it gets ready."""

@@ -75,6 +75,7 @@ KINDS: dict[str, Callable[[Any, torch.Tensor, torch.Tensor, float], torch.Tensor
     "linear": lambda s, x, y, n: s.first(x),
     "other linear": lambda s, x, y, n: s.second(x),
     "norm": lambda s, x, y, n: s.norm(x),
+    "steady norm": lambda s, x, y, n: functional.batch_norm(x, s.shift, s.spread),
     "gelu": lambda s, x, y, n: functional.gelu(x),
     "scale": lambda s, x, y, n: x * n,
     "product": lambda s, x, y, n: torch.tanh(x) * torch.sigmoid(y),
@@ -108,6 +109,8 @@ class Block(nn.Module):
         self.norm, self.drop = nn.LayerNorm(WIDTH), nn.Dropout(0.2, inplace=True)
         self.register_buffer("count", torch.zeros(()))
         self.register_buffer("mean", torch.ones(WIDTH))
+        self.register_buffer("shift", torch.zeros(WIDTH))
+        self.register_buffer("spread", torch.ones(WIDTH))
         self.script: Sequence[Op] = ()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -168,6 +171,11 @@ PLANS: dict[str, tuple[PlannedRegion, ...]] = {
 }
 
 
+def move(block: Any, x: torch.Tensor) -> None:
+    """Train on something else: statistics move, and torch does not notice."""
+    functional.batch_norm(x.detach(), block.shift, block.spread, training=True)
+
+
 def step(model: nn.Sequential, told: Sequence[Sequence[Op]], seed: int) -> list[Any]:
     """Gradients, buffers and random state after a step."""
     for block, one in zip(model, told, strict=True):
@@ -175,7 +183,10 @@ def step(model: nn.Sequential, told: Sequence[Sequence[Op]], seed: int) -> list[
     torch.manual_seed(seed)
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
     model.zero_grad()
-    (model(x * 1) * torch.linspace(0, 1, WIDTH)).sum().backward()
+    loss = (model(x * 1) * torch.linspace(0, 1, WIDTH)).sum()
+    for block in model:
+        move(block, x)
+    loss.backward()
     grads = [x.grad, *(p.grad for p in model.parameters())]
     return [*grads, *model.buffers(), torch.get_rng_state()]
 
@@ -337,7 +348,10 @@ def trained(
         for model in (plain, planned):
             torch.manual_seed(number)
             model.zero_grad()
-            (model(torch.randn(ROWS, WIDTH), number) ** 2).sum().backward()
+            x = torch.randn(ROWS, WIDTH)
+            loss = (model(x, number) ** 2).sum()
+            move(model, x)
+            loss.backward()
             found.append([*(p.grad for p in model.parameters()), torch.get_rng_state()])
         assert same(*found), number
     (status,) = applying.status(planned).regions
@@ -356,6 +370,17 @@ def test_saves_are_named_on_from_where_a_forward_differs() -> None:
     with pytest.warns(UserWarning, match=r"runs no op \./tanh#3"):
         status = trained(body, save=(*saves, OpName("", "tanh", 3)))
     assert status.missing == ("./tanh#3",)
+
+
+def test_statistics_that_move_before_backward_are_those_of_the_forward() -> None:
+    def body(s: Any, x: torch.Tensor, number: int) -> torch.Tensor:
+        for _ in range(2):
+            x = torch.sin(functional.batch_norm(s.first(x), s.shift, s.spread))
+            x = x if number < 2 else torch.exp(x)
+        return s.second(x)
+
+    status = trained(body)
+    assert (status.recorded, status.kept) == (3, 0)
 
 
 def test_what_random_ops_made_and_no_state_makes_again_is_held() -> None:

@@ -18,6 +18,7 @@ from ckplan import applying
 from ckplan.cli import app
 from ckplan.curve import PHASES
 from ckplan.errors import PlanError, VerifyError, WorkloadError
+from ckplan.names import OpName
 from ckplan.plan import Plan, PlannedRegion
 from ckplan.resolve import resolve
 from ckplan.simulate import simulate
@@ -49,6 +50,57 @@ def test_simulated_dry_run_and_measured_peaks_are_one(name: str) -> None:
         assert predicted == pytest.approx(measured, rel=near)
         assert simulate(graph).peak_bytes == pytest.approx(unplanned, rel=near)
         assert measured < unplanned
+
+
+class Overwriting(nn.Module):
+    """Overwrites what is wanted later: so a copy of it is made when it runs again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        gate = torch.sigmoid(x.t() + 1).t()
+        return self.second(x.relu_()) + gate
+
+
+class Steady(nn.Sequential):
+    """Norms that go by running statistics, of which copies are held."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        norms = (nn.BatchNorm1d(4096).eval() for _ in range(2))
+        super().__init__(next(norms), nn.Tanh(), next(norms), nn.Sigmoid())
+
+
+REGIONS = {
+    "layers": (PlannedRegion("[1..3]"),),
+    "whole": (PlannedRegion("."),),
+    "keeping": (PlannedRegion("[1..3]", save=(OpName("1", "tanh"),)),),
+    "nested": (PlannedRegion(".", inner=(PlannedRegion("[1..3]"),)),),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "where"), [(Overwriting, "layers"), *((Steady, one) for one in REGIONS)]
+)
+def test_copies_that_regions_make_are_counted(kind: Any, where: str) -> None:
+    rows, width = (4096, 64) if kind is Overwriting else (8, 4096)
+
+    def build() -> Workload:
+        torch.manual_seed(0)
+        layers = [kind() for _ in range(3)]
+        model = nn.Sequential(nn.Linear(4, width), *layers, nn.Linear(width, 4))
+        return Workload(model, torch.randn(rows, 4))
+
+    plan = Plan(regions=REGIONS[where])
+    workload, planned = build(), build()
+    graph = ckplan.profile(workload.model, workload.batch)
+    applying.apply(planned.model, plan)
+    measured = measured_peak(planned)
+    assert simulate(graph, resolve(plan, graph)).peak_bytes == measured
+    training = Training("adamw")
+    assert dry_run_workload(build, plan, training).dry_run_peak_bytes == measured
 
 
 class Deep(nn.Module):

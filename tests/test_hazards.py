@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, TypeAlias
@@ -22,7 +22,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 import ckplan
 from ckplan import applying
-from ckplan.applying import calls, facts, forwards, recompute, record, world
+from ckplan.applying import calls, facts, forwards, recompute, record, replay, world
 from ckplan.applying import rerun as rerunning
 from ckplan.applying.recompute import Kept
 from ckplan.errors import ApplyError, PlanError
@@ -139,6 +139,101 @@ def test_running_statistics_are_updated_once(by: str) -> None:
         with unguarded(facts, "BATCH_NORMS", ()):
             same(make, by)
         facts.facts_of.cache_clear()
+
+
+class Own(nn.Module):
+    """A batch norm that counts no batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("spread", torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.batch_norm(x, self.mean, self.spread, training=self.training)
+
+
+class Averaged(nn.Module):
+    """Goes by a buffer, and changes it by ``.data``, if it is to learn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.mean.data.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+            return x
+        return torch.sin(x) * self.mean
+
+
+NORMS: dict[str, Callable[[], nn.Module]] = {
+    "batch norm": lambda: nn.BatchNorm1d(8),
+    "synchronized": lambda: nn.SyncBatchNorm(8),
+    "own": Own,
+}
+
+
+def moved_before_backward(kind: Callable[[], nn.Module], by: str, *modes: bool) -> None:
+    """Several forwards, and then their backwards: the same bits as without a region."""
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), kind(), nn.Tanh())
+    plain = Outer(block)
+    planned = copy.deepcopy(plain)
+    applying.apply(planned, plan(by))
+    for step in range(3):
+        found = []
+        for model in (plain, planned):
+            model.zero_grad()
+            seeded(step)
+            losses = []
+            for mode in modes:
+                model.train(mode)
+                losses.append(model(torch.randn(4, 8)).square().sum())
+            for loss in losses:
+                loss.backward()
+            found.append(state_of(model, losses[-1]))
+        assert all(map(torch.equal, *found)), step
+
+
+@pytest.mark.parametrize("kind", NORMS)
+@pytest.mark.parametrize("modes", [(False, True), (True, False, True, False, True)])
+def test_a_norm_that_trains_before_backward_of_one_that_did_not(
+    kind: str, modes: Sequence[bool]
+) -> None:
+    moved_before_backward(NORMS[kind], "program", *modes)
+    for where in (record, replay):
+        with unguarded(where, "hold_copy", recompute.hold):
+            moved_before_backward(NORMS[kind], "program", *modes)
+
+
+@pytest.mark.parametrize("kind", [*NORMS.values(), Averaged])
+def test_what_moves_before_backward_is_not_run_again(
+    kind: Callable[[], nn.Module],
+) -> None:
+    def refused() -> None:
+        with pytest.raises(ApplyError, match=r"block.*was changed in place"):
+            moved_before_backward(kind, "rerun", False, True)
+
+    refused()
+    if kind in (Own, Averaged):
+        with unguarded(rerunning, "is_same", lambda *_: True):
+            refused()
+
+
+def test_a_norm_that_trains_after_it_did_not_in_one_region_is_refused() -> None:
+    class Twice(Own):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = functional.batch_norm(x, self.mean, self.spread)
+            return functional.batch_norm(x.sin(), self.mean, self.spread, training=True)
+
+    def run() -> None:
+        with pytest.raises(ApplyError, match="changes an input in place"):
+            moved_before_backward(Twice, "program", True)
+
+    run()
+    with unguarded(record, "TRAINING", slice(0, 0)):
+        run()
 
 
 @BOTH

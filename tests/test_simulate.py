@@ -19,15 +19,24 @@ from ckplan.simulate import simulate
 def drawing(graph: graphs.Graph, rng: Random) -> graphs.Graph:
     """The same step with ops that draw random numbers, on one device or another.
 
-    Some of what it is given are buffers, and the engine takes time of its own.
+    Some of what it is given are buffers, some ops are norms that go by statistics that
+    they are given, and the engine takes time of its own.
     """
+    norms = [
+        index
+        for index, op in enumerate(graph.ops[: graph.num_forward])
+        if len(op.outputs) > 1 and len(op.reads) > 1 and rng.random() < 0.8
+    ]
+    empty = {graph.ops[index].outputs[1] for index in norms}
     storages = [
         replace(storage, kind="buffer")
         if storage.kind == "parameter" and rng.random() < 0.5
-        else storage
-        for storage in graph.storages
+        else replace(storage, bytes=0 if number in empty else storage.bytes)
+        for number, storage in enumerate(graph.storages)
     ]
     ops = [replace(op, random=rng.random() < 0.15) for op in graph.ops]
+    for index in norms:
+        ops[index] = replace(ops[index], name="native_batch_norm")
     device = rng.choice(["cpu", "cpu", "cuda"])
     fingerprint = {**graph.fingerprint, "device": device}
     return replace(

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ckplan.records import BATCH_NORMS
 from ckplan.training.filling import fills, makes_empty
 from ckplan.training.randomness import may_draw
 
-BATCH_NORMS = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
 RUNNING_STATISTICS = slice(3, 5)  # arguments of all three, as is the next
 TRAINING = 5
 

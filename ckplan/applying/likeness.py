@@ -42,6 +42,12 @@ def _is_captured(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
+def is_same(before: Likeness, tensor: torch.Tensor) -> bool:
+    """Whether a tensor is what was there before, as far as three numbers tell."""
+    now = likeness(tensor)
+    return now is None or torch.allclose(before, now, rtol=0, atol=0, equal_nan=True)
+
+
 def is_alike(before: Likeness, tensor: torch.Tensor) -> bool:
     """Whether a tensor is what was there before, but for noise of its kernel."""
     now = likeness(tensor)

@@ -363,6 +363,11 @@ def hold(tensor: torch.Tensor) -> Held:
     return Held(tensor, version_of(tensor), tensor.storage_offset(), tensor.size())
 
 
+def hold_copy(tensor: torch.Tensor) -> Held:
+    """Hold what a tensor shows now: others write it, and nobody is told."""
+    return hold(_copy(tensor))
+
+
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """The tensors that an op takes or returns in one place: one, several or none."""
     if isinstance(value, torch.Tensor):
@@ -407,10 +412,19 @@ def _strided(tensor: torch.Tensor, ref: Ref) -> torch.Tensor:
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same geometry on a copy of the whole storage."""
+    """A tensor of the same geometry on a copy of the whole storage.
+
+    Made by an op, so that those who watch ops see it made.
+    """
+    storage = tensor.untyped_storage()
+    plain = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+    if plain and tensor.nbytes == storage.nbytes():
+        return tensor.detach().clone()
+    every_byte = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    every_byte.set_(storage, 0, (storage.nbytes(),), (1,))
     bare = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    storage = tensor.untyped_storage().clone()
-    return bare.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+    place = tensor.storage_offset(), tensor.size(), tensor.stride()
+    return bare.set_(every_byte.clone().untyped_storage(), *place)
 
 
 def _below_autograd() -> AbstractContextManager[object]:

@@ -31,6 +31,7 @@ from ckplan.applying.recompute import (
     Ref,
     Step,
     hold,
+    hold_copy,
     keep,
     tensors_in,
     unpack,
@@ -93,6 +94,7 @@ class Recorder(TorchDispatchMode):
         self.num_bytes: list[int] = []  # of each storage
         self.inside: set[int] = set()  # storages that the region made
         self.held: dict[int, Held] = {}  # value -> tensor
+        self.statistics: dict[int, int] = {}  # running ones -> step that goes by them
         # Storages that others than ops may write: nobody filled them yet, or their
         # bytes were handed out, and to that there is no end.
         self.unfilled: dict[int, torch.Tensor] = {}
@@ -222,8 +224,8 @@ class Recorder(TorchDispatchMode):
         moved = tensors_in([*args, *kwargs.values()]) if facts.collective else []
         writes += dict.fromkeys(map(self.number, moved))
         if len(self.num_bytes) > known or writes:
-            if facts.batch_norm and args[TRAINING]:
-                refs[RUNNING_STATISTICS] = None, None  # must not be updated twice
+            if facts.batch_norm:
+                writes += self._meet_norm(args, refs)
             number = self.flow.add(_Access(reads, writes, outputs))
             grad = torch.is_grad_enabled()
             self.steps[number] = Step(func, refs, named, generator, device, grad)
@@ -243,6 +245,26 @@ class Recorder(TorchDispatchMode):
             if self.names.named or self.inner:
                 self._save(facts.name, number, returned)
         return out
+
+    def _meet_norm(self, args: tuple[Any, ...], refs: list[Any]) -> list[int]:
+        """Hold the running statistics that a norm goes by as they are.
+
+        Returns:
+            The storages of those that it moves although an earlier one went by them.
+        """
+        running = tensors_in(args[RUNNING_STATISTICS])
+        numbers = [self.number(tensor) for tensor in running]
+        values = [self.flow.value(number) for number in numbers]
+        if args[TRAINING]:
+            refs[RUNNING_STATISTICS] = None, None  # must not be updated twice
+            pairs = zip(numbers, values, strict=True)
+            return [number for number, value in pairs if value in self.statistics]
+        for value, tensor in zip(values, running, strict=True):
+            known = value in self.statistics or self.flow.maker_of[value] != EXTERNAL
+            if not known:
+                self.statistics[value] = len(self.flow.inputs)
+                self.held[value] = hold_copy(tensor)
+        return []
 
     def _look_at_values(self, func: Any, facts: Facts, args: tuple[Any, ...]) -> None:
         """Calls do not tell what ops return whose shape, or number, values decide."""

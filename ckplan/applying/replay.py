@@ -34,6 +34,7 @@ from ckplan.applying.recompute import (
     Kept,
     Rebuilder,
     hold,
+    hold_copy,
     keep,
     tensors_in,
     unpack,
@@ -213,8 +214,7 @@ class Replay(TorchFunctionMode):
         if call is None or not self._matches(call, func, args, kwargs):
             self._differ()
             return self.__torch_function__(func, types, args, kwargs)
-        for step in call.random_steps:
-            self._states[step] = random_state(self.template.steps[step].device, None)
+        self._hold_before(call)
         self._in_call, self._dropped_in_call = True, False
         try:
             out = func(*args, **kwargs)
@@ -235,6 +235,13 @@ class Replay(TorchFunctionMode):
         if call.captures or call.brought:
             self._take(call, tensors_in(out))
         return out
+
+    def _hold_before(self, call: CallRecord) -> None:
+        """Hold what a call will change, and no op tells."""
+        for step in call.random_steps:
+            self._states[step] = random_state(self.template.steps[step].device, None)
+        for value in call.statistics:
+            self._held[value] = hold_copy(self._held[value].tensor)
 
     def _take(self, call: CallRecord, returned: list[torch.Tensor]) -> None:
         """Hold what a call returned, as far as it is like what the template's did."""

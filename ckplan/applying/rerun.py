@@ -30,6 +30,7 @@ from ckplan.applying.calls import (
     switches,
     version_of,
 )
+from ckplan.applying.likeness import Likeness, is_same
 from ckplan.applying.world import World, source_of, sources_on
 from ckplan.errors import ApplyError
 
@@ -67,7 +68,9 @@ class Rerun:
         named = (module._parameters.values() for module in self._modules)
         parameters = [p for found in named for p in found if p is not None]
         held = [x for x in self._given if isinstance(x, torch.Tensor)]
-        self._versions = [(x, version_of(x)) for x in (*parameters, *held)]
+        self._seen: list[tuple[torch.Tensor, int, Likeness | None]] = [
+            (x, version_of(x), None) for x in (*parameters, *held)
+        ]
         devices = {tensor.device for tensor in (*held, *parameters)}
         self._world = World.of(self._modules, sources_on(devices))
         self.calls = _Calls()
@@ -90,7 +93,7 @@ class Rerun:
     def end(self) -> None:
         """The forward is over: hold only what it changed."""
         self.calls.close()
-        self._versions += self._world.settle()
+        self._seen += self._world.settle()
 
     def begin_again(self) -> tuple[World, _Calls]:
         """Put everything back.
@@ -98,7 +101,7 @@ class Rerun:
         Raises:
             ApplyError: A tensor that it reads was changed in place.
         """
-        self._check_versions()
+        self._check_unchanged()
         drawn = [source for source, _ in self._world.random]
         drawn += [source_of(generator) for generator, _ in self.calls.generators]
         now = World.of(self._modules, drawn)
@@ -107,13 +110,15 @@ class Rerun:
             generator.set_state(state)
         return now, _Calls(self.calls, {id(b) for b, _, _ in self._world.contents})
 
-    def _check_versions(self) -> None:
-        for tensor, version in self._versions:
-            if version_of(tensor) != version:
+    def _check_unchanged(self) -> None:
+        for tensor, version, like in self._seen:
+            now = version_of(tensor)
+            if now != version or (like is not None and not is_same(like, tensor)):
+                how = f"version {version} then, {now} now"
                 raise ApplyError(
                     f"cannot run {self.name} again: a tensor of shape "
                     f"{tuple(tensor.shape)} that it reads was changed in place "
-                    f"(version {version} then, {version_of(tensor)} now)",
+                    f"({how if now != version else 'by a norm, or past its version'})",
                     needed="parameters and inputs that stay as they are until backward",
                     hint="update parameters after backward, or leave this call out",
                 )

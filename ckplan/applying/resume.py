@@ -15,7 +15,7 @@ import torch
 from ckplan.applying.calls import storage_of, version_of
 from ckplan.applying.facts import facts_of
 from ckplan.applying.naming import Inner, Names, Saves
-from ckplan.applying.recompute import Handle, Held, hold
+from ckplan.applying.recompute import Handle, Held, hold, hold_copy
 from ckplan.applying.record import Recorder
 from ckplan.applying.template import Template
 from ckplan.encodings import Encoded
@@ -58,7 +58,8 @@ def resume(recorder: Recorder, begun: Beginning) -> None:
     for value, one in begun.held.items():
         if value < len(flow.storage_of) and flow.is_current(value):
             one.version = version_of(one.tensor)
-            recorder.held[value] = one
+            moves = value in recorder.statistics
+            recorder.held[value] = hold_copy(one.tensor) if moves else one
     _hold_what_is_gone(recorder, begun, storages)
     _name_steps(recorder, begun)
 
@@ -86,6 +87,8 @@ def _know_steps(recorder: Recorder, begun: Beginning) -> None:
     template = begun.template
     recorder.steps.update((step, template.steps[step]) for step in range(begun.stop))
     recorder.paths += template.paths[: begun.stop]
+    normed = template.statistics.items()
+    recorder.statistics.update((v, step) for v, step in normed if step < begun.stop)
     others_wrote = {template.flow.current[storage] for storage in template.unfilled}
     gone = template.draws - begun.states.keys()
     gone |= {template.flow.maker_of[value] for value in others_wrote}

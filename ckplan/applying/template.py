@@ -60,6 +60,7 @@ class CallRecord(NamedTuple):
     arguments: Any  # frozen
     switches: tuple[Any, ...]
     random_steps: tuple[int, ...]  # that draw first in it
+    statistics: tuple[int, ...]  # running ones that its norm goes by: copies are held
     captures: tuple[Capture, ...]
     brought: tuple[tuple[int, Given], ...]  # constants that it returned, by their place
     packed_before: int  # how many tensors autograd had saved
@@ -88,6 +89,7 @@ class Template:
     paths: Sequence[str]  # step -> FQN of the module that ran it
     made: Sequence[int]  # tensors that calls returned: their storages, -1 for another's
     draws: frozenset[int]  # steps
+    statistics: Mapping[int, int]  # running ones -> step that goes by them
     unfilled: frozenset[int]  # storages that others than ops may write
 
 
@@ -154,6 +156,10 @@ def make_template(
     program = _seen_from_calls(seen, places, parts, program)
     captures = _captures(seen, places, program)
     random_steps = _first_draws(seen, program)
+    statistics = defaultdict[int, list[int]](list)
+    for value, step in seen.statistics.items():
+        if value in program.holds:
+            statistics[seen.call_of[step]].append(value)
     if captures is None or random_steps is None:
         return None
     of_calls, of_packed = captures
@@ -163,6 +169,7 @@ def make_template(
             call.arguments,
             call.switches,
             tuple(random_steps.get(number, ())),
+            tuple(statistics.get(number, ())),
             tuple(of_calls.get(number, ())),
             tuple(brought.get(number, ())),
             call.packed_before,
@@ -188,6 +195,7 @@ def make_template(
         seen.paths,
         [flow.storage_of[value] if value >= 0 else -1 for value in log.made],
         frozenset(seen.states),
+        seen.statistics,
         frozenset(seen.unfilled),
     )
 

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from ckplan.applying.calls import version_of
+from ckplan.applying.likeness import Likeness, likeness
 from ckplan.applying.random_state import random_state, set_random_state
 
 _REGISTRIES = frozenset(vars(nn.Module())) - {"training"}
@@ -62,10 +63,18 @@ class World:
         states = [(source, source.state()) for source in (*sources, *owned)]
         return cls(attributes, containers, parameters, buffers, contents, states)
 
-    def settle(self) -> list[tuple[torch.Tensor, int]]:
-        """Let go of what is as it was; returns buffers of which that is true."""
-        same = [(b, v) for b, copy, v in self.contents if _is_same(b, copy, v)]
-        unchanged = {id(buffer) for buffer, _ in same}
+    def settle(self) -> list[tuple[torch.Tensor, int, Likeness | None]]:
+        """Let go of what is as it was.
+
+        Returns:
+            Buffers of which that is true, their versions and what they look like.
+        """
+        same = [
+            (b, version, likeness(b) if b.device.type == "cpu" else None)
+            for b, copy, version in self.contents
+            if _is_same(b, copy, version)
+        ]
+        unchanged = {id(buffer) for buffer, *_ in same}
         self.contents = [one for one in self.contents if id(one[0]) not in unchanged]
         self.random = [one for one in self.random if not one[0].is_at(one[1])]
         return same

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from ckplan.applying.facts import BATCH_NORMS, RUNNING_STATISTICS, TRAINING
-from ckplan.records import BEFORE_STEP, OUTSIDE_CALLS, Hazard
+from ckplan.applying.facts import RUNNING_STATISTICS, TRAINING
+from ckplan.records import BATCH_NORMS, BEFORE_STEP, OUTSIDE_CALLS, Hazard
 from ckplan.region import PROGRAM, RERUN
 from ckplan.tracing.recording import (
     STILL_ALIVE,
