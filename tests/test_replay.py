@@ -7,6 +7,7 @@ import gc
 import random
 from collections.abc import Callable
 from functools import cache
+from itertools import pairwise
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch.nn import functional
 
 import ckplan
 from ckplan import applying
-from ckplan.applying import RegionStatus, calls
+from ckplan.applying import RegionStatus, calls, record
 from ckplan.names import OpName
 from ckplan.plan import Plan, PlannedRegion
 from ckplan.resolve import name_ops
@@ -219,12 +220,40 @@ def test_calls_that_differ_are_told_apart_and_others_are_not() -> None:
 
 
 @pytest.mark.parametrize("kind", [Numbered, Branching, Flipping, Scheduled, Growing])
-def test_a_forward_that_differs_is_written_down_from_there_on_then_each_time(
+def test_a_forward_that_differs_is_written_down_from_there_on(
     kind: type[Block],
 ) -> None:
     status = trained(kind(), one, 20)
     assert status.kept == 0
     assert status.recorded > 1
+
+
+def test_a_number_that_changes_for_good_costs_two_steps() -> None:
+    def batch(step: int) -> tuple[torch.Tensor, ...]:
+        return (*one(step), 1.0 + step // 10)  # type: ignore[return-value]
+
+    status = trained(Block(), batch, 60)
+    assert (status.recorded, status.kept) == (1 + 5 * 2, 0)
+
+
+def test_forwards_that_vary_are_written_down_from_where_they_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[object] = []
+    facts_of = record.facts_of
+    monkeypatch.setattr(record, "facts_of", lambda f: seen.append(f) or facts_of(f))
+
+    def batch(step: int) -> tuple[torch.Tensor, ...]:
+        numbers.append(len(seen))
+        return (*one(step), 1.0 + step % 2 * step)  # type: ignore[return-value]
+
+    numbers: list[int] = []
+    status = trained(Block(), batch, 12)
+    assert (status.recorded, status.kept) == (6 + 3, 0)
+    ops = [after - before for before, after in pairwise(numbers[1::2])]
+    first, varied = ops[0], ops[7::2]
+    assert all(0 < number < first / 4 for number in varied)
+    assert not any(ops[6::2])
 
 
 def test_shapes_that_come_back_are_known() -> None:

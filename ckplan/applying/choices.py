@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import (
     Collection,
     Hashable,
@@ -18,17 +17,14 @@ from itertools import takewhile
 import torch
 from torch import nn
 
+from ckplan.applying.known import Templates
 from ckplan.applying.naming import OpKey
 from ckplan.applying.record import Recorder
 from ckplan.applying.replay import Replay
-from ckplan.applying.template import Template
 from ckplan.errors import PlanError, did_you_mean
 from ckplan.names import Call, call_name, expand_modules, parse_call
 from ckplan.plan import PlannedRegion
 from ckplan.region import RERUN
-
-_MOST_TEMPLATES = 32  # of one call: batches padded to some lengths
-_MOST_FROZEN = 3  # times that parameters freeze or thaw, before nothing is learned
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,39 +38,6 @@ class RegionStatus:
     kept: int  # those that differed where that was seen too late, and kept the rest
     dropped_bytes: int  # by its last run; 0 for re-runs, which do not count
     missing: tuple[str, ...]  # saves of the plan that named no op in its last run
-
-
-class Templates:
-    """What forwards of a region were seen to do, by what those have in common.
-
-    A copy of a model begins without.
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[Hashable, Template] = {}  # the one used last is the last
-        self._differed: Counter[Hashable] = Counter()
-
-    def __reduce__(self) -> tuple[type[Templates], tuple[()]]:
-        return type(self), ()
-
-    def find(self, key: Hashable) -> Template | None:
-        """What a forward may do again."""
-        template = self._known.pop(key, None)
-        if template is not None:
-            self._known[key] = template
-        return template
-
-    def learn(self, key: Hashable, template: Template | None) -> None:
-        """Know what a forward did, unless such forwards differ."""
-        if template is not None and self._differed[key] < _MOST_FROZEN:
-            while len(self._known) >= _MOST_TEMPLATES:
-                del self._known[next(iter(self._known))]
-            self._known[key] = template
-
-    def forget(self, key: Hashable, *, frozen: bool) -> None:
-        """A forward was another one: only parameters that freeze become steady."""
-        self._known.pop(key, None)
-        self._differed[key] += 1 if frozen else _MOST_FROZEN
 
 
 @dataclass
@@ -118,8 +81,11 @@ class Choice:
         template = self.templates.find(key)
         record = partial(Recorder, name, self.top, self.saves, self.encodes)
         if template is None:
-            return record(looks=not self.recorded)
-        return Replay(name, self.top, template, partial(record, looks=True))
+            recorder = record(looks=not self.recorded)
+            recorder.log.broken = not self.templates.can_learn(key)
+            return recorder
+        looks = self.templates.are_steady(key)
+        return Replay(name, self.top, template, partial(record, looks=looks))
 
     def end(
         self,
@@ -150,9 +116,10 @@ class Choice:
             return
         if region.repeats:
             self.dropped_bytes = region.template.dropped_bytes
+            self.templates.repeat(key)
         elif learn:
             self.kept += region.kept
-            self.templates.forget(key, frozen=region.frozen)
+            self.templates.differ(key, late=region.kept)
 
     def missing_of(self, found: Collection[OpKey]) -> Iterator[str]:
         """Saves and encodings of the plan that named no op."""

@@ -65,7 +65,6 @@ class Replay(TorchFunctionMode):
         self.template = template
         self.rest: Recorder | None = None  # from where it differs on
         self.kept = False  # that rest, as it could not be watched
-        self.frozen = False  # what differs is that something wants gradients, or not
         self._record = record
         self._inner: list[tuple[CallRecord | None, str, Saves]] = []  # open ones
         self._num_modes = 0
@@ -284,8 +283,6 @@ class Replay(TorchFunctionMode):
         """A tensor from elsewhere must be like the template's, and shared as there."""
         before, now = given.geometry, geometry_of(tensor)
         if before != now:
-            grad = before.requires_grad
-            self.frozen = before == now._replace(requires_grad=grad)
             raise UnknownArgumentError
         storage, address = given.storage, storage_of(tensor)._cdata
         value = self.template.value_of.get(storage)
