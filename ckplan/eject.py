@@ -117,8 +117,12 @@ def limit_bytes(plan: Plan, planned: Timeline) -> int:
     return planned.peak_bytes if plan.budget_bytes is None else plan.budget_bytes
 
 
+def can_be_plain(simulator: Simulator, region: Region) -> bool:
+    """Whether torch alone may run a region again, and can."""
+    return _is_plain(simulator.graph, region) and can_be_done(simulator, region)
+
+
 def _is_plain(graph: Graph, region: Region) -> bool:
-    """Whether torch alone may run it again."""
     try:
         refuse_in_plain_torch(graph, region)
     except PlanError:
@@ -150,11 +154,7 @@ def _reruns(
                     break
     for cover in covers:
         every = [Region(call, RERUN) for call, _ in cover]
-        done = tuple(
-            region
-            for region in every
-            if _is_plain(simulator.graph, region) and can_be_done(simulator, region)
-        )
+        done = tuple(region for region in every if can_be_plain(simulator, region))
         yield simulator.run(done), done
 
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 from typing import TypeAlias
 
-from ckplan.eject import limit_bytes, peak_and_overhead
+from ckplan.eject import can_be_plain, limit_bytes, peak_and_overhead
 from ckplan.errors import PlanError
 from ckplan.graph import Graph
 from ckplan.hazards import refuse_in_plain_torch, update_twice
@@ -139,18 +140,11 @@ class _Wish:
         most = len(self.layers) - 1
         if most < FEW_LAYERS:
             return {*range(1, most + 1)}
-        able = [*takewhile(self._can_be_done, _each(self.layers[:most]))]
+        can_be_done = partial(can_be_plain, self.simulator)
+        able = [*takewhile(can_be_done, _each(self.layers[:most]))]
         least_bytes = self.simulator.run(able).peak_bytes
         needed = num_needed(self.simulator, able, max(self.limit_bytes, least_bytes))
         return {max(1, needed), min(len(self.planned), most)}
-
-    def _can_be_done(self, region: Region) -> bool:
-        try:
-            refuse_in_plain_torch(self.simulator.graph, region)
-            self.simulator.effect(region)
-        except PlanError:
-            return False
-        return True
 
 
 _Choices: TypeAlias = Iterator[tuple[str, tuple[Region, ...]]]

@@ -14,6 +14,7 @@ from ckplan.report.timeline import timeline_report
 
 if TYPE_CHECKING:
     from ckplan.verifying.dry_run import DryRun
+    from ckplan.verifying.outcome import AbstractOutcome
     from ckplan.verifying.verify import Verification
 
 _NONE = "n/a"
@@ -79,7 +80,7 @@ def failure(found: Verification) -> VerifyError:
     )
 
 
-def _exceeds(what: str, peak_bytes: int, found: Verification | DryRun) -> VerifyError:
+def _exceeds(what: str, peak_bytes: int, found: AbstractOutcome) -> VerifyError:
     beyond = _size(peak_bytes - (found.budget_bytes or 0))
     return VerifyError(
         f"the planned step exceeds its budget by {beyond}: {what} {_size(peak_bytes)}",
@@ -88,7 +89,7 @@ def _exceeds(what: str, peak_bytes: int, found: Verification | DryRun) -> Verify
     )
 
 
-def _remedy(found: Verification | DryRun) -> str:
+def _remedy(found: AbstractOutcome) -> str:
     """What to do about a step that does not fit."""
     if found.other:
         return "ckplan profile and solve for this workload, which is not the plan's"
@@ -121,7 +122,7 @@ def _numbers(found: Verification) -> Table:
     return table
 
 
-def _regions(found: Verification | DryRun) -> list[tuple[str, str]]:
+def _regions(found: AbstractOutcome) -> list[tuple[str, str]]:
     ran = f"{found.regions_ran} ran, {len(found.regions_idle)} never did"
     return [
         ("regions", ran),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ import torch
 from ckplan.allocations import MULTIPLIES
 from ckplan.applying.notices import IDLE
 from ckplan.caching_allocator import in_blocks
-from ckplan.curve import PLANNED, UNPLANNED, Curve, Curves, curves_json
+from ckplan.curve import PLANNED, UNPLANNED, Curve
 from ckplan.errors import CkplanError, VerifyError
 from ckplan.gpus import find
 from ckplan.plan_file import as_plan
@@ -41,7 +41,8 @@ from ckplan.training.optimizers import counters
 from ckplan.training.step import AS_IT_SAYS, Training, make_step
 from ckplan.training.workload import Workload
 from ckplan.verifying.meter import Meter, MeterLog
-from ckplan.verifying.predicted import other_workload, predict, side_by_side
+from ckplan.verifying.outcome import AbstractOutcome, of_plan
+from ckplan.verifying.predicted import predict, side_by_side
 from ckplan.verifying.worker import (
     held_between_steps,
     put,
@@ -65,34 +66,18 @@ NOTE_WORKSPACE = (
 )
 
 
-@dataclass(frozen=True)
-class DryRun:
+@dataclass(frozen=True, kw_only=True)
+class DryRun(AbstractOutcome):
     """What steps on tensors without bytes would have held, without a plan and with."""
 
-    predicted_peak_bytes: int | None
     dry_run_peak_bytes: int
     unplanned_predicted_peak_bytes: int | None
     unplanned_dry_run_peak_bytes: int
-    budget_bytes: int | None
-    fits: bool
-    regions_ran: int
-    regions_idle: tuple[str, ...]  # regions of the plan that never ran
-    regions_kept: tuple[str, ...]  # that dropped nothing as their ops differed
-    other: tuple[str, ...]  # in what the plan is another workload's
-    notes: tuple[str, ...]
-    curves: Curves  # live bytes, predicted and of the dry run
 
     @property
     def passed(self) -> bool:
         """Whether the peak is within the budget."""
         return self.fits
-
-    def as_json(self) -> dict[str, Any]:
-        """The same as plain values, for ``--json``."""
-        plain = asdict(replace(self, curves={}))
-        del plain["curves"]
-        timeline = curves_json(self.curves)
-        return {"passed": self.passed, **plain, "timeline": timeline}
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,24 +194,15 @@ def _judge(
     notes: tuple[str, ...],
 ) -> DryRun:
     predicted = plan.predicted if plan else None
-    budget_bytes = plan.budget_bytes if plan else None
     peak_bytes = curves[PLANNED].peak_bytes
-    idle = tuple(r.call for r in planned.regions if not r.runs)
     return DryRun(
-        predicted_peak_bytes=predicted.peak_bytes if predicted else None,
+        **of_plan(plan, peak_bytes, planned.regions, planned.fingerprint),
         dry_run_peak_bytes=peak_bytes,
         unplanned_predicted_peak_bytes=(
             predicted.unplanned_peak_bytes if predicted else None
         ),
         unplanned_dry_run_peak_bytes=curves[UNPLANNED].peak_bytes,
-        budget_bytes=budget_bytes,
-        fits=budget_bytes is None or peak_bytes <= budget_bytes,
-        regions_ran=len(planned.regions) - len(idle),
-        regions_idle=idle,
-        regions_kept=tuple(r.call for r in planned.regions if r.kept),
-        other=other_workload(plan, planned.fingerprint),
         notes=notes,
-        curves={},
     )
 
 

@@ -55,11 +55,6 @@ def predict(
     }, ()
 
 
-def other_workload(plan: Plan | None, here: Mapping[str, Any]) -> tuple[str, ...]:
-    """In what the workload with this fingerprint is not the plan's."""
-    return () if plan is None else differences(plan.fingerprint, plan_fingerprint(here))
-
-
 def side_by_side(**kinds: Mapping[str, Curve]) -> dict[str, dict[str, Curve]]:
     """Curves by kind as curves by step: unplanned, then planned."""
     found: dict[str, dict[str, Curve]] = {}

@@ -5,12 +5,12 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ckplan.curve import PLANNED, UNPLANNED, Curves, curves_json
+from ckplan.curve import PLANNED, UNPLANNED
 from ckplan.errors import CkplanError, WorkloadError
 from ckplan.plan import Plan
 from ckplan.plan_file import as_plan
@@ -23,13 +23,14 @@ from ckplan.tracing.target import find_target
 from ckplan.training.loading import WorkloadSpec, as_spec
 from ckplan.training.step import Training
 from ckplan.verifying.interleave import StepProcess, overhead_of
+from ckplan.verifying.outcome import AbstractOutcome, of_plan
 from ckplan.verifying.pair import (
     Pair,
     at_fewer_rows,
     find_different,
     what_was_compared,
 )
-from ckplan.verifying.predicted import other_workload, predict, side_by_side
+from ckplan.verifying.predicted import predict, side_by_side
 from ckplan.verifying.worker import FirstSteps, Result
 
 if TYPE_CHECKING:
@@ -39,8 +40,8 @@ if TYPE_CHECKING:
 _MOST_NAMES = 10
 
 
-@dataclass(frozen=True)
-class Verification:
+@dataclass(frozen=True, kw_only=True)
+class Verification(AbstractOutcome):
     """What planned steps did beside unplanned ones.
 
     What was measured of the unplanned step is None where that one does not fit in
@@ -54,24 +55,15 @@ class Verification:
     loss_equal: bool | None
     random_state_equal: bool | None  # after the steps compared
     different: tuple[str, ...]  # the first results that differ
-    predicted_peak_bytes: int | None
     measured_peak_bytes: int
     unplanned_measured_peak_bytes: int | None
     predicted_overhead: float | None
     step_seconds: float | None
     unplanned_step_seconds: float | None
     overhead: float | None
-    budget_bytes: int | None
-    fits: bool
-    regions_ran: int
-    regions_idle: tuple[str, ...]  # regions of the plan that never ran
-    regions_kept: tuple[str, ...]  # that dropped nothing as their ops differed
-    other: tuple[str, ...]  # in what the plan is another workload's
-    notes: tuple[str, ...] = ()
     # Of a GPU's caching allocator: blocks handed out, and what it took for them.
     allocated_peak_bytes: int | None = None
     reserved_peak_bytes: int | None = None
-    curves: Curves = field(default_factory=dict)  # live bytes, predicted and measured
 
     @property
     def passed(self) -> bool:
@@ -83,13 +75,6 @@ class Verification:
             self.random_state_equal,
         )
         return self.fits and False not in equal
-
-    def as_json(self) -> dict[str, Any]:
-        """The same as plain values, for ``--json``."""
-        plain = asdict(replace(self, curves={}))
-        del plain["curves"]
-        timeline = curves_json(self.curves)
-        return {"passed": self.passed, **plain, "timeline": timeline}
 
 
 def verify(
@@ -221,16 +206,14 @@ def _judge(
     unplanned, planned = steps
     unplanned_seconds, planned_seconds = seconds
     predicted = plan.predicted if plan else None
-    budget_bytes = plan.budget_bytes if plan else None
-    idle = tuple(r.call for r in planned.regions if not r.runs)
     gpu = planned.on_gpu
     return Verification(
+        **of_plan(plan, planned.peak_bytes, planned.regions, planned.fingerprint),
         gradients_equal=_equal("gradient", different),
         buffers_equal=_equal("buffer", different),
         loss_equal=_equal("loss", different),
         random_state_equal=_equal("random state", different),
         different=tuple(map(str, (different or ())[:_MOST_NAMES])),
-        predicted_peak_bytes=predicted.peak_bytes if predicted else None,
         measured_peak_bytes=planned.peak_bytes,
         unplanned_measured_peak_bytes=unplanned.peak_bytes if unplanned else None,
         predicted_overhead=predicted.overhead if predicted else None,
@@ -241,12 +224,6 @@ def _judge(
             if unplanned_seconds
             else None
         ),
-        budget_bytes=budget_bytes,
-        fits=budget_bytes is None or planned.peak_bytes <= budget_bytes,
-        regions_ran=len(planned.regions) - len(idle),
-        regions_idle=idle,
-        regions_kept=tuple(r.call for r in planned.regions if r.kept),
-        other=other_workload(plan, planned.fingerprint),
         notes=notes,
         allocated_peak_bytes=gpu.allocated_peak_bytes if gpu else None,
         reserved_peak_bytes=gpu.reserved_peak_bytes if gpu else None,
