@@ -22,9 +22,19 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 import ckplan
 from ckplan import applying
-from ckplan.applying import calls, facts, forwards, recompute, record, replay, world
+from ckplan.applying import (
+    calls,
+    facts,
+    forwards,
+    held,
+    recompute,
+    record,
+    replay,
+    saved,
+    world,
+)
 from ckplan.applying import rerun as rerunning
-from ckplan.applying.recompute import Kept
+from ckplan.applying.saved import Kept
 from ckplan.errors import ApplyError, PlanError
 from ckplan.names import OpName
 from ckplan.plan import Plan, PlannedRegion
@@ -90,7 +100,8 @@ def same(make: Callable[[], nn.Module], by: str, steps: int = 3) -> nn.Module:
 def unguarded(where: Any, name: str, value: Any) -> Iterator[None]:
     """Without the guard the same is wrong, or an error: so the guard is tested."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(where, name, value)
+        for one in where if isinstance(where, tuple) else (where,):
+            patch.setattr(one, name, value)
         failures = (
             AssertionError,
             ApplyError,
@@ -203,7 +214,7 @@ def test_a_norm_that_trains_before_backward_of_one_that_did_not(
 ) -> None:
     moved_before_backward(NORMS[kind], "program", *modes)
     for where in (record, replay):
-        with unguarded(where, "hold_copy", recompute.hold):
+        with unguarded(where, "hold_copy", held.hold):
             moved_before_backward(NORMS[kind], "program", *modes)
 
 
@@ -395,7 +406,7 @@ def test_a_tensor_changed_before_backward_names_the_region(by: str, which: str) 
             out.sum().backward()
 
     run()
-    where = {"program": recompute, "rerun": rerunning}[by]
+    where = {"program": (held, saved), "rerun": rerunning}[by]
     with unguarded(where, "version_of", never):
         run()
 
@@ -427,7 +438,7 @@ def test_a_tensor_from_elsewhere_changed_before_backward_names_the_region(
             out.sum().backward()
 
     run()
-    where = {"program": recompute, "rerun": rerunning}[by]
+    where = {"program": (held, saved), "rerun": rerunning}[by]
     with unguarded(where, "version_of", never):
         run()
 
@@ -505,7 +516,7 @@ class SavingOutput(nn.Module):
 
 def unchecked(packed: Any) -> torch.Tensor:
     """Give autograd what a region kept, whatever became of it."""
-    return packed.tensor if isinstance(packed, Kept) else recompute.unpack(packed)
+    return packed.tensor if isinstance(packed, Kept) else saved.unpack(packed)
 
 
 @BOTH

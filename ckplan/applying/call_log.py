@@ -22,7 +22,7 @@ from ckplan.applying.calls import (
     storage_of,
     switches,
 )
-from ckplan.applying.recompute import tensors_in
+from ckplan.applying.held import tensors_in
 
 if TYPE_CHECKING:
     from ckplan.applying.record import Recorder

@@ -19,23 +19,12 @@ from ckplan.applying.call_log import CallLog
 from ckplan.applying.calls import UnknownArgumentError, storage_of
 from ckplan.applying.compiled import uncompiled
 from ckplan.applying.facts import RUNNING_STATISTICS, TRAINING, Facts, facts_of
+from ckplan.applying.held import Held, Ref, hold, hold_copy, tensors_in
 from ckplan.applying.likeness import likeness
 from ckplan.applying.naming import Encodes, Inner, Names, OpKey, Saves
 from ckplan.applying.random_state import random_state
-from ckplan.applying.recompute import (
-    Dropped,
-    Handle,
-    Held,
-    Kept,
-    Rebuilder,
-    Ref,
-    Step,
-    hold,
-    hold_copy,
-    keep,
-    tensors_in,
-    unpack,
-)
+from ckplan.applying.recompute import Rebuilder, Step
+from ckplan.applying.saved import Dropped, Handle, Kept, keep, unpack
 from ckplan.applying.template import Packed, Template, make_template
 from ckplan.encodings import Encoded, encode
 from ckplan.errors import ApplyError

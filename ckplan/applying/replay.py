@@ -25,22 +25,13 @@ from ckplan.applying.calls import (
     switches,
 )
 from ckplan.applying.compiled import is_within_compiled, uncompiled
+from ckplan.applying.held import Held, hold, hold_copy, tensors_in
 from ckplan.applying.naming import OpKey, Saves
 from ckplan.applying.random_state import random_state
-from ckplan.applying.recompute import (
-    Dropped,
-    Handle,
-    Held,
-    Kept,
-    Rebuilder,
-    hold,
-    hold_copy,
-    keep,
-    tensors_in,
-    unpack,
-)
+from ckplan.applying.recompute import Rebuilder
 from ckplan.applying.record import Recorder, otherwise_saved
 from ckplan.applying.resume import Beginning, OpenInner, resume
+from ckplan.applying.saved import Dropped, Handle, Kept, keep, unpack
 from ckplan.applying.template import CallRecord, Capture, Given, Template
 from ckplan.encodings import Encoded, encode
 

@@ -12,11 +12,12 @@ from typing import NamedTuple
 
 import torch
 
-from ckplan.applying.calls import storage_of, version_of
+from ckplan.applying.calls import storage_of
 from ckplan.applying.facts import facts_of
+from ckplan.applying.held import Held, hold, hold_copy
 from ckplan.applying.naming import Inner, Names, Saves
-from ckplan.applying.recompute import Handle, Held, hold, hold_copy
 from ckplan.applying.record import Recorder
+from ckplan.applying.saved import Handle
 from ckplan.applying.template import Template
 from ckplan.encodings import Encoded
 from ckplan.program import EXTERNAL, Flow, Part
@@ -57,7 +58,7 @@ def resume(recorder: Recorder, begun: Beginning) -> None:
     storages = _know_storages(recorder, begun)
     for value, one in begun.held.items():
         if value < len(flow.storage_of) and flow.is_current(value):
-            one.version = version_of(one.tensor)
+            one.settle()
             moves = value in recorder.statistics
             recorder.held[value] = hold_copy(one.tensor) if moves else one
     _hold_what_is_gone(recorder, begun, storages)

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ckplan.applying.calls import Geometry
-from ckplan.applying.recompute import Held, Ref, Step
+from ckplan.applying.held import Held, Ref
+from ckplan.applying.recompute import Step
 from ckplan.encodings import BITS, Encoded
 from ckplan.program import EXTERNAL, Flow, Part, Program, compile_program
 
