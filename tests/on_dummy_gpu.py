@@ -1,0 +1,118 @@
+"""Run where there is a GPU that computes nothing: ours beside torch's own allocator.
+
+python tests/on_dummy_gpu.py reductions
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ckplan.caching_allocator import Block, CachingAllocator
+from ckplan.tracing.cuda.reductions import Processors, Reduction, put_aside
+from ckplan.training.allocator import on_gpu
+
+CUDA = torch.device("cuda", 0)
+SIZES = (1, 2, 3, 7, 8, 16, 31, 64, 100, 197, 384, 1000, 4096, 50257, 65536)
+MOST = 20_000_000  # elements
+
+OPS: dict[str, tuple[Callable[[Any, list[int]], Any], Callable[[int], int]]] = {
+    "sum": (lambda x, dims: x.sum(dims), lambda size: max(size, 4)),
+    "mean": (lambda x, dims: x.mean(dims), lambda size: max(size, 4)),
+    "norm": (
+        lambda x, dims: torch.linalg.vector_norm(x, dim=dims),
+        lambda size: max(size, 4),
+    ),
+    "amax": (lambda x, dims: x.amax(dims), lambda size: size),
+    "var": (lambda x, dims: x.var(dims), lambda size: 32 if size == 8 else 16),
+    "max": (lambda x, dims: x.max(dims[0]), lambda size: 16),
+    "argmax": (lambda x, dims: x.argmax(dims[0]), lambda size: 16),
+}
+
+
+def reductions(seed: int = 0, count: int = 400) -> None:
+    """What reductions put aside, of tensors of all kinds."""
+    rng = random.Random(seed)
+    card = torch.cuda.get_device_properties(CUDA)
+    processors = Processors(
+        card.multi_processor_count, card.max_threads_per_multi_processor
+    )
+    aside = 0
+    for _ in range(count):
+        x = some_tensor(rng)
+        name, (run, partial_bytes) = rng.choice([*OPS.items()])
+        dims = rng.sample(range(x.dim()), rng.randint(1, x.dim()))
+        dims = dims[:1] if name in ("max", "argmax") else dims
+        asked, outs = requested(lambda run=run, x=x, dims=dims: run(x, dims))
+        out = outs[0] if isinstance(outs, tuple) else outs
+        size = x.element_size()
+        reduction = Reduction(
+            x.shape,
+            x.stride(),
+            frozenset(dims),
+            size,
+            partial_bytes(size),
+            out.element_size(),
+        )
+        found = put_aside(reduction, processors)
+        assert asked <= found < asked + 1024, (name, reduction, asked, found)
+        aside += found > 0
+    assert aside > count / 20, "hardly any of them put something aside"
+
+
+def some_tensor(rng: random.Random) -> torch.Tensor:
+    """Of any shape and type, its dimensions in any order, sometimes with gaps."""
+    shape = [rng.choice(SIZES) for _ in range(rng.randint(1, 4))]
+    while math.prod(shape) > MOST:
+        shape[rng.randrange(len(shape))] = rng.choice((1, 2, 8))
+    dtype = rng.choice((torch.float32, torch.bfloat16, torch.float16, torch.float64))
+    order = rng.sample(range(len(shape)), len(shape))
+    x = torch.empty([shape[dim] for dim in order], dtype=dtype, device=CUDA)
+    x = x.permute([order.index(dim) for dim in range(len(shape))])
+    if rng.random() < 0.2:
+        x = x[tuple(slice(0, max(1, n // rng.randint(1, 2))) for n in x.shape)]
+    return x
+
+
+def requested(run: Callable[[], Any]) -> tuple[int, Any]:
+    """What a call asked for beside what it returns."""
+    run()
+    torch.cuda.reset_peak_memory_stats(CUDA)
+    out = run()
+    found = on_gpu(CUDA)
+    return found.requested_peak_bytes - found.requested_bytes, out
+
+
+def caching_allocator() -> None:
+    """Ours is told all that torch's own is asked while a model trains."""
+    torch.cuda.memory._record_memory_history(context=None, max_entries=1_000_000)
+    layers = [torch.nn.Linear(700 + 37 * n, 737 + 37 * n) for n in range(12)]
+    model = torch.nn.Sequential(*layers, torch.nn.GELU()).to(CUDA)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for rows in (64, 900, 64, 2000, 1500):
+        model(torch.empty(rows, 700, device=CUDA)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    log = torch.cuda.memory._snapshot()["device_traces"][0]
+    ours = CachingAllocator(expandable="--expandable" in sys.argv)
+    blocks: dict[int, Block] = {}
+    most = 0
+    for event in log:
+        if event["action"] == "alloc":
+            blocks[event["addr"]] = ours.allocate(event["size"])
+            most = max(most, ours.allocated_bytes)
+        elif event["action"] == "free_completed":
+            ours.free(blocks.pop(event["addr"]))
+    found = on_gpu(CUDA)
+    assert len(log) > 500
+    assert ours.reserved_bytes == found.reserved_peak_bytes
+    assert most == found.allocated_peak_bytes
+
+
+if __name__ == "__main__":
+    {"reductions": reductions, "caching_allocator": caching_allocator}[sys.argv[1]]()

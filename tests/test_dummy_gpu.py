@@ -1,0 +1,71 @@
+"""Torch's own CUDA code beside what is said of it, on a GPU that computes nothing.
+
+The whole table is ``scripts/allocated.py``. Skipped by name where torch has no CUDA, or
+where there is a real GPU: that one has tests of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib import util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from ckplan import gpus
+
+ROOT = Path(__file__).parent.parent
+
+
+def _dummy_gpu() -> ModuleType:
+    path = ROOT / "scripts" / "_dummy_gpu.py"
+    spec = util.spec_from_file_location("_dummy_gpu", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+dummy = _dummy_gpu()
+pytestmark = pytest.mark.skipif(bool(dummy.why_not()), reason=dummy.why_not() or "none")
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found: Path = dummy.build(tmp_path_factory.mktemp("gpu"))
+    return found
+
+
+def run(environment: Mapping[str, str], *argv: str) -> None:
+    done = subprocess.run(
+        [sys.executable, *argv],
+        env={**environment, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("card", ["T4", "A100 40GB", "RTX 4090", "H100"])
+def test_reductions_put_aside_what_torch_asks_for(library: Path, card: str) -> None:
+    there = dummy.environment(library, gpus.find(card))
+    run(there, str(ROOT / "tests" / "on_dummy_gpu.py"), "reductions")
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+def test_the_caching_allocator_is_torchs(library: Path, expandable: bool) -> None:
+    there = dict(dummy.environment(library, gpus.find("A100 40GB")))
+    if expandable:
+        there["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    argv = ["caching_allocator", *(["--expandable"] if expandable else [])]
+    run(there, str(ROOT / "tests" / "on_dummy_gpu.py"), *argv)
+
+
+def test_a_step_takes_what_is_predicted_unplanned_and_planned() -> None:
+    run(os.environ, str(ROOT / "scripts" / "allocated.py"), "--only", "mlp")
