@@ -385,6 +385,23 @@ def test_verification_without_an_unplanned_step_says_what_is_missing() -> None:
     assert "the unplanned step does not fit" in text
 
 
+def test_verification_on_a_gpu_shows_what_its_allocator_did() -> None:
+    assert "reserved" not in render(verification_report(verification()))
+    found = verification(
+        predicted_allocated_bytes=17 * MIB,
+        measured_allocated_bytes=18 * MIB,
+        measured_reserved_bytes=22 * MIB,
+    )
+    rows = render(verification_report(found)).splitlines()
+    allocated, reserved = (
+        next(row for row in rows if row.split()[:1] == [name])
+        for name in ("allocated", "reserved")
+    )
+    assert allocated.split()[1:5] == ["17.00", "MiB", "18.00", "MiB"]
+    assert reserved.split()[1:4] == ["n/a", "22.00", "MiB"]
+    assert found.as_json()["measured_reserved_bytes"] == 22 * MIB
+
+
 def test_failure_names_the_budget() -> None:
     error = failure(verification(measured_peak_bytes=17 * MIB, fits=False))
     assert isinstance(error, VerifyError)

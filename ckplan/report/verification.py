@@ -108,13 +108,13 @@ def _numbers(found: Verification) -> Table:
         _size(found.measured_peak_bytes),
         _size(found.unplanned_measured_peak_bytes),
     )
-    of_gpu = (
-        ("allocated", found.allocated_peak_bytes),
-        ("reserved", found.reserved_peak_bytes),
-    )
-    for name, num_bytes in of_gpu:
-        if num_bytes is not None:
-            add_row(table, name, _NONE, _size(num_bytes), "")
+    of_gpu = {
+        "allocated": (found.predicted_allocated_bytes, found.measured_allocated_bytes),
+        "reserved": (found.predicted_reserved_bytes, found.measured_reserved_bytes),
+    }
+    for name, (predicted, measured) in of_gpu.items():
+        if measured is not None:
+            add_row(table, name, _size(predicted), _size(measured), "")
     seconds = (found.step_seconds, found.unplanned_step_seconds)
     add_row(table, "step", _NONE, *map(_seconds, seconds))
     overheads = (found.predicted_overhead, found.overhead)

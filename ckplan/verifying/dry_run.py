@@ -57,8 +57,8 @@ if TYPE_CHECKING:
     from ckplan.tracing.calibrate import Progress
 
 NOTE_CUDA = (
-    "as CUDA does it, in blocks of 512 bytes: workspaces of cuBLAS, attention and "
-    "losses are counted, not those of cuDNN"
+    "as CUDA does it, in blocks of 512 bytes: workspaces of kernels and of cuBLAS are "
+    "counted, not those of cuDNN"
 )
 NOTE_WORKSPACE = (
     "workspaces of kernels, which tensors without bytes do not show: each distinct op "
@@ -164,9 +164,10 @@ def dry_run_workload(
         UNPLANNED: unplanned.log.curve(costs[:first]),
         PLANNED: planned.log.curve(costs[first:]),
     }
-    predicted, said = predict(trace, plan, training, planned.fingerprint)
-    found = _judge(plan, curves, planned, (*notes, *said))
-    return replace(found, curves=side_by_side(predicted=predicted, dry_run=curves))
+    predicted = predict(trace, plan, training, planned.fingerprint)
+    found = _judge(plan, curves, planned, (*notes, *predicted.notes))
+    both = side_by_side(predicted=predicted.curves, dry_run=curves)
+    return replace(found, curves=both)
 
 
 def _place(device: str | None, plan: Plan | None, trace: Graph | None) -> Target:

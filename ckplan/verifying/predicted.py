@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ckplan.allocations import Reserved, reserved_on_card
 from ckplan.curve import PLANNED, UNPLANNED, Curve, predicted_curve
 from ckplan.errors import PlanError
 from ckplan.plan import differences, plan_fingerprint
@@ -17,12 +19,20 @@ if TYPE_CHECKING:
     from ckplan.training.step import Training
 
 
+class Predicted(NamedTuple):
+    """Of the steps; nothing where the trace is of another workload."""
+
+    curves: Mapping[str, Curve] = MappingProxyType({})
+    notes: tuple[str, ...] = ()  # why there is nothing
+    reserved: Reserved | None = None  # of the planned step on a card
+
+
 def predict(
     trace: Graph | None,
     plan: Plan | None,
     training: Training,
     here: Mapping[str, Any],
-) -> tuple[dict[str, Curve], tuple[str, ...]]:
+) -> Predicted:
     """Predict live bytes, unplanned and planned.
 
     Args:
@@ -30,29 +40,28 @@ def predict(
         plan: What was put on it.
         training: How it was trained.
         here: The fingerprint of the workload.
-
-    Returns:
-        The curves, none where the trace is of another workload, and what to say of it.
     """
     if trace is None:
-        return {}, ()
+        return Predicted()
     other = differences(plan_fingerprint(trace.fingerprint), plan_fingerprint(here))
     options = {k: v for k, v in trace.options.items() if k != "gpu"}  # costs, not bytes
     if options != training.as_options():
         other = (*other, f"options: {options}")
     if other:
         first = other[0].replace(": plan ", ": trace ")
-        return {}, (f"no predicted timeline: the trace differs in {first}",)
+        why = f"no predicted timeline: the trace differs in {first}"
+        return Predicted(notes=(why,))
     simulator = Simulator(trace)
     try:
         regions = resolve(plan, trace) if plan is not None else ()
         planned = simulator.run(regions)
     except PlanError as error:
-        return {}, (f"no predicted timeline: {error.what}",)
-    return {
+        return Predicted(notes=(f"no predicted timeline: {error.what}",))
+    curves = {
         UNPLANNED: predicted_curve(simulator.run()),
         PLANNED: predicted_curve(planned),
-    }, ()
+    }
+    return Predicted(curves, reserved=reserved_on_card(planned))
 
 
 def side_by_side(**kinds: Mapping[str, Curve]) -> dict[str, dict[str, Curve]]:

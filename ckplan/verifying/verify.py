@@ -62,8 +62,10 @@ class Verification(AbstractOutcome):
     unplanned_step_seconds: float | None
     overhead: float | None
     # Of a GPU's caching allocator: blocks handed out, and what it took for them.
-    allocated_peak_bytes: int | None = None
-    reserved_peak_bytes: int | None = None
+    predicted_allocated_bytes: int | None = None
+    measured_allocated_bytes: int | None = None
+    predicted_reserved_bytes: int | None = None
+    measured_reserved_bytes: int | None = None
 
     @property
     def passed(self) -> bool:
@@ -147,17 +149,24 @@ def verify(
         seconds = pair.seconds(steps, tell)
     unplanned = reference if pair.fits else None
     fewer = None if pair.fits else at_fewer_rows(start, plan, tell)
-    predicted, said = predict(trace, plan, training, planned.fingerprint)
+    predicted = predict(trace, plan, training, planned.fingerprint)
+    compared = what_was_compared(reference, planned, fewer)
     found = _judge(
         plan,
         (unplanned, planned),
         find_different((reference, planned), fewer),
         seconds,
-        (*pair.notes, *what_was_compared(reference, planned, fewer), *said),
+        (*pair.notes, *compared, *predicted.notes),
     )
     both = ((UNPLANNED, unplanned), (PLANNED, planned))
     measured = {which: one.curve for which, one in both if one and one.curve}
-    return replace(found, curves=side_by_side(predicted=predicted, measured=measured))
+    reserved = predicted.reserved
+    return replace(
+        found,
+        curves=side_by_side(predicted=predicted.curves, measured=measured),
+        predicted_allocated_bytes=reserved and reserved.allocated_bytes,
+        predicted_reserved_bytes=reserved and reserved.bytes,
+    )
 
 
 def _check_cap(cap_bytes: int | None, device: str) -> None:
@@ -225,8 +234,8 @@ def _judge(
             else None
         ),
         notes=notes,
-        allocated_peak_bytes=gpu.allocated_peak_bytes if gpu else None,
-        reserved_peak_bytes=gpu.reserved_peak_bytes if gpu else None,
+        measured_allocated_bytes=gpu.allocated_peak_bytes if gpu else None,
+        measured_reserved_bytes=gpu.reserved_peak_bytes if gpu else None,
     )
 
 

@@ -15,7 +15,9 @@ it runs (``translated``). What is shared and what is not:
 ``outputs``     both        types and shapes that CUDA's kernels return, below autograd,
                             where torch's own fake kernels do not know them
 ``pretend``     both        what Python code is told: ``torch.cuda.is_available()``
-``memory``      both        what kernels and the allocator hold beyond tensors
+``workspaces``  both        what kernels need beyond the tensors they return, with
+                            ``reductions`` for the parts that those put aside
+``memory``      both        the allocator's blocks, cuBLAS's workspaces
 ==============  ==========  ===========================================================
 """
 
