@@ -62,23 +62,19 @@ def put_aside(reduction: Reduction, processors: Processors) -> int:
 
 
 def _put_aside(dims: list[_Dim], reduction: Reduction, processors: Processors) -> int:
-    far, split = max(
-        ((dim.size - 1) * stride, -place)
+    farthest, place = max(
+        ((dim.size - 1) * stride, place)
         for place, dim in enumerate(dims)
         for stride in (dim.out, dim.into)
     )
     ends = (sum((dim.size - 1) * dim[way] for dim in dims) for way in (1, 2))
-    if far and max(ends) + 1 > _FARTHEST:  # one kernel after the other
-        dim = dims[-split]
-        parts = (dim.size // 2, dim.size - dim.size // 2)
-        return max(
-            _put_aside(
-                [*dims[:-split], dim._replace(size=part), *dims[1 - split :]],
-                reduction,
-                processors,
-            )
-            for part in parts
+    if farthest and max(ends) >= _FARTHEST:  # one kernel after the other
+        size = dims[place].size
+        halves = (
+            [*dims[:place], dims[place]._replace(size=half), *dims[place + 1 :]]
+            for half in (size // 2, size - size // 2)
         )
+        return max(_put_aside(half, reduction, processors) for half in halves)
     return _of_one_kernel(dims, reduction, processors)
 
 
