@@ -175,6 +175,7 @@ def test_adamw_steps_over_lists_and_makes_one_more_of_every_parameter() -> None:
         ("sgd", "_foreach_add_", 0),
         ("momentum", "_foreach_mul_", 1),
         ("adamw:fused", "_fused_adamw_", 2),
+        ("sgd:fused", "_fused_sgd_", 0),
         ("adafactor", "lerp_", 0),
     ],
 )
@@ -185,7 +186,8 @@ def test_optimizers_step_as_on_cuda(optimizer: str, op: str, states: int) -> Non
     assert op in names or f"_foreach_{op}" in names
     assert "_foreach_norm" in names
     if optimizer != "adafactor":
-        counts = 2 * 512 if "fused" in optimizer else 0  # there they are on the GPU
+        # Counts of steps, which are there on the GPU.
+        counts = 2 * 512 if optimizer == "adamw:fused" else 0
         held = graph.bytes_by_kind["optimizer"]
         assert held == states * 2 * 64 * 64 * 4 + counts
 
@@ -800,6 +802,34 @@ def test_fake_cuda_tensors_and_the_translation_agree(
     # A number on the host, as in ``count += 1``, the translation takes for one on CUDA.
     for one, other in zip(dispatched.storages, translated.storages, strict=True):
         assert one == other or one == dataclasses.replace(other, bytes=0)
+
+
+@built
+@pytest.mark.parametrize("optimizer", ["sgd:fused", "momentum:fused", "adamw:fused"])
+def test_fused_optimizers_need_no_translation(optimizer: str) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    options = {"optimizer": optimizer, "amp": "fp16", "scaler": True}
+    graph = on_cuda(model, torch.randn(4, 8), **options)
+    assert any("fake CUDA tensors for" in note for note in graph.notes)
+    assert not any("not traced on" in note for note in graph.notes)
+
+
+@built
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_what_neither_way_can_trace_says_why_of_both() -> None:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    class Flexible(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q = super().forward(x).unflatten(-1, (2, 32)).transpose(1, 2)
+            return flex_attention(q, q, q)
+
+    with pytest.raises(WorkloadError) as caught:
+        on_cuda(Flexible(64, 64), torch.randn(2, 32, 64))
+    what, *_ = str(caught.value).splitlines()
+    _, first, second = re.split("on fake CUDA tensors, |; translated from CPU, ", what)
+    assert first == "flex_attention is called with functions, which no mode sees"
+    assert "FlexAttention does not support backward on CPU" in second
 
 
 @built

@@ -312,6 +312,27 @@ def test_what_chance_decided_or_a_step_changed_is_not_known() -> None:
             constant.sum().item()
 
 
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (torch.optim.SGD, {"momentum": 0.9}),
+        (torch.optim.Adagrad, {}),
+        (torch.optim.AdamW, {"lr": torch.tensor(0.1)}),
+    ],
+)
+def test_fused_steps_run_no_kernel_and_nothing_is_known_after_them(
+    kind: Any, options: dict[str, Any]
+) -> None:
+    with fake_tensors():
+        large, known = torch.empty(1 << 40), torch.ones(2)
+        for parameter in (large, known):
+            parameter.grad = torch.ones_like(parameter)
+        assert known.sum().item() == 2
+        kind([large, known], fused=True, **options).step()
+        with pytest.raises(DataDependentOutputException):
+            known.sum().item()
+
+
 class AskingExpanded(Asking):
     """Saves a tensor whose elements share their memory, on real tensors."""
 

@@ -52,6 +52,13 @@ EMPTY = (
 _GROUPED_MM = torch.ops.aten._grouped_mm.default
 _SIZED_BY_KERNEL = (torch.ops.aten.mkldnn_rnn_layer.default,)
 """Ops of which only the kernel knows how large a workspace backward will want."""
+_FUSED = (
+    torch.ops.aten._fused_adagrad_,
+    torch.ops.aten._fused_adam_,
+    torch.ops.aten._fused_adamw_,
+    torch.ops.aten._fused_sgd_,
+)
+"""Steps of optimizers, of which torch has few fake kernels: they make nothing."""
 _ALWAYS_CONTIGUOUS = (
     torch.ops.aten._log_softmax_backward_data.default,
     torch.ops.aten.glu_backward.default,
@@ -108,6 +115,8 @@ class KnownValues(TorchDispatchMode):
             return func(*args, **kwargs)
         if func in _SIZED_BY_KERNEL and args[0].device.type == "cpu":
             return _sized_by_kernel(func, args)
+        if func.overloadpacket in _FUSED:
+            return self._forget(_written(func, args))
         if func is _GROUPED_MM and args[0].dtype != torch.bfloat16:
             return _grouped_mm(*args[:3])
         if any(self._is_unknown_float(x) for x in args):
@@ -152,6 +161,9 @@ def why_not_fake(error: BaseException) -> str:
         return "the model asks for the value of a tensor (.item(), if, numpy)"
     if isinstance(error, DynamicOutputShapeException):
         return f"what shape {op} returns depends on values"
+    higher = re.search(r"rule registered for HigherOrderOperator (\S+)", str(error))
+    if higher:
+        return f"{higher.group(1)} is called with functions, which no mode sees"
     without = re.search(r"fake impl registered for <CustomOpDef\((.*?)\)>", str(error))
     if isinstance(error, UnsupportedOperatorException) or without:
         name = without.group(1) if without else op

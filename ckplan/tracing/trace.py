@@ -94,7 +94,7 @@ def _trace_elsewhere(build: Build, training: Training, target: Target) -> Traced
         if _is_final(error):
             raise
         why = why_not_fake(error.__cause__ or error)
-        traced = _trace_translated(build, training, target)
+        traced = _trace_translated(build, training, target, why)
         traced.notes.append(f"not traced on fake CUDA tensors: {why}")
         return traced
     traced.notes.append(f"traced under fake CUDA tensors for {_card(target)}")
@@ -102,16 +102,31 @@ def _trace_elsewhere(build: Build, training: Training, target: Target) -> Traced
     return traced
 
 
-def _trace_translated(build: Build, training: Training, target: Target) -> Traced:
+def _trace_translated(
+    build: Build, training: Training, target: Target, before: str = ""
+) -> Traced:
+    """Trace on fake CPU tensors what CUDA would do.
+
+    Args:
+        build: Makes the workload.
+        training: How it is trained.
+        target: Where the step is to run.
+        before: Why fake CUDA tensors would not do, if they were tried.
+
+    Raises:
+        WorkloadError: These will not do, either.
+    """
     try:
         with fake_tensors() as scope, translated(target.capability) as words:
             traced = _watch_step(build, training, target, scope)
     except Exception as error:
         if _is_final(error):
             raise
+        why = why_not_fake(error.__cause__ or error)
+        if before not in ("", why):
+            why = f"on fake CUDA tensors, {before}; translated from CPU, {why}"
         raise WorkloadError(
-            "cannot tell what CUDA would hold without a GPU: "
-            + why_not_fake(error.__cause__ or error),
+            f"cannot tell what CUDA would hold without a GPU: {why}",
             needed="a step that runs on fake tensors, which have no values",
             hint="--device cpu, or run this where the GPU is",
         ) from error
