@@ -18,6 +18,7 @@ _LARGEST_CUDNN_BATCH = {True: 880_801, False: 65_535}  # in training, in evaluat
 _SMALLEST_CUDNN_EPSILON = 1e-5
 _CUDNN_ELEMENTS = 2**31 - 1
 _LSTM, _GRU, _TANH, _RELU = 2, 3, 1, 0  # cuDNN's numbers of cells
+_MAKES_CONTIGUOUS = torch.__version__ < (2, 14)  # what group norms take; later, kernels
 
 
 class Kernels:
@@ -39,7 +40,7 @@ class Kernels:
             "softmax.int": self._softmax,
             "log_softmax.int": self._log_softmax,
             "_batch_norm_impl_index": self._batch_norm,
-            "group_norm": _group_norm,
+            **({"group_norm": _group_norm} if _MAKES_CONTIGUOUS else {}),
             "rms_norm": self._rms_norm,
             **self.recurrent,
         }

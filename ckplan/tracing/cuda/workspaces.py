@@ -26,6 +26,7 @@ _FEW_INDICES = 3072  # that gradients of an embedding are added up for without s
 _ROWS_PER_THREAD = 10  # of sorted indices, in gradients of an embedding
 _SORTING_TILE = 2560  # indices that a block of threads sorts
 _LOW = (torch.float16, torch.bfloat16)
+_GROUP_NORM_KEEPS_LAYOUTS = torch.__version__ >= (2, 15)
 
 _Needs = Callable[[RawOp, Sequence[TensorMeta], Processors], int]
 """An op, its tensors and a card, to bytes."""
@@ -150,6 +151,17 @@ def _lies(tensor: TensorMeta, channels_last: bool = False) -> bool:
             return not tensor.numel
         expected *= tensor.shape[dim]
     return True
+
+
+def _group_norm(taken: int) -> _Needs:
+    """So many arguments are laid out as the kernel wants them: as the input is."""
+
+    def needs(op: RawOp, tensors: Sequence[TensorMeta], processors: Processors) -> int:
+        del op, processors
+        last = _GROUP_NORM_KEEPS_LAYOUTS and _channels_last(tensors[taken - 1])
+        return _copies(tensors[:taken], last)
+
+    return needs
 
 
 def _multiplied(
@@ -344,6 +356,8 @@ _WORKSPACES: dict[str, _Needs] = {
     "_log_softmax_backward_data": _copied(0, 1),
     "native_layer_norm": _copied(0),
     "native_layer_norm_backward": _copied(0, 1),
+    "native_group_norm": _group_norm(1),
+    "native_group_norm_backward": _group_norm(2),
     "embedding": _copied(1),
     **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm"), _multiplied),
     **dict.fromkeys(("cumsum", "cumprod"), _counted),
