@@ -187,6 +187,7 @@ def _is_chance(func: Any) -> bool:
 def _run_real(func: Any, values: list[Any], spec: pytree.TreeSpec) -> Any:
     with _disable_current_modes():
         args, kwargs = pytree.tree_unflatten(map(_reachable, values), spec)
+        kwargs.pop("pin_memory", None)  # which a GPU is asked for
         return func(*args, **kwargs)
 
 

@@ -27,6 +27,7 @@ from ckplan.training.failures import (
     first_line,
     is_out_of_memory,
     place_of,
+    wants_gpu,
 )
 from ckplan.training.fingerprint import fingerprint
 from ckplan.training.memory import available_bytes, limited_memory
@@ -88,12 +89,15 @@ def _trace_elsewhere(build: Build, training: Training, target: Target) -> Traced
     if not torch.backends.cuda.is_built():
         return _trace_translated(build, training, target)
     try:
-        with fake_tensors() as scope, dispatched(target.capability) as words:
+        with (
+            fake_tensors() as scope,
+            dispatched(target.capability, target.gpu) as words,
+        ):
             traced = _watch_step(build, training, target, scope, target.device)
     except Exception as error:
         if _is_final(error):
             raise
-        why = why_not_fake(error.__cause__ or error)
+        why = _why_not(error)
         traced = _trace_translated(build, training, target, why)
         traced.notes.append(f"not traced on fake CUDA tensors: {why}")
         return traced
@@ -117,22 +121,50 @@ def _trace_translated(
         WorkloadError: These will not do, either.
     """
     try:
-        with fake_tensors() as scope, translated(target.capability) as words:
+        with (
+            fake_tensors() as scope,
+            translated(target.capability, target.gpu) as words,
+        ):
             traced = _watch_step(build, training, target, scope)
     except Exception as error:
         if _is_final(error):
             raise
-        why = why_not_fake(error.__cause__ or error)
+        why = _why_not(error)
         if before not in ("", why):
             why = f"on fake CUDA tensors, {before}; translated from CPU, {why}"
         raise WorkloadError(
             f"cannot tell what CUDA would hold without a GPU: {why}",
-            needed="a step that runs on fake tensors, which have no values",
-            hint="--device cpu, or run this where the GPU is",
+            needed=_what_can_be_told(error),
+            hint=_instead(error),
         ) from error
     traced.notes.append(f"{NOTE_FAKE}, translated to CUDA on {_card(target)}")
     traced.notes.extend(f"as CUDA does it: {what}" for what in words)
     return traced
+
+
+def _why_not(error: Exception) -> str:
+    """Why a step for CUDA cannot be traced without a GPU."""
+    cause = error.__cause__ or error
+    if wants_gpu(cause):
+        said, *_ = first_line(cause).split(". ")
+        return f"the workload asks the GPU itself ({said})"
+    return why_not_fake(cause)
+
+
+def _what_can_be_told(error: Exception) -> str:
+    if wants_gpu(error.__cause__ or error):
+        return "a step that asks a card for its name, memory, streams and seeds at most"
+    return "a step that runs on fake tensors, which have no values"
+
+
+def _instead(error: Exception) -> str:
+    """What would help where neither way of tracing for CUDA does."""
+    ways = ["--device cpu", "run this where the GPU is"]
+    if not torch.backends.cuda.is_built():
+        ways.insert(0, "a build of torch with CUDA, which needs no GPU here")
+    if isinstance(error, WorkloadError):
+        ways.insert(0, error.hint)
+    return ", or ".join(ways)
 
 
 def _card(target: Target) -> str:

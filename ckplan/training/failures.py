@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import cmath
+import re
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,12 @@ from ckplan.errors import CkplanError, WorkloadError
 from ckplan.training import step
 
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "bad_alloc")
+_NO_GPU = re.compile(
+    "NVIDIA driver|CUDA driver|CUDA error|compiled with CUDA|requires CUDA support"
+    "|dummy base class|without ATen_cuda|without CUDA support|support for cuda devices"
+    "|Cannot access accelerator|support create a new|not installed.*CUDA build"
+    "|is not known without it"
+)
 _PHASES = {"forward": "forward", "backward": "backward", "update": "the optimizer"}
 """Methods of a ``TrainingStep`` -> what people call them."""
 
@@ -20,6 +27,11 @@ _PHASES = {"forward": "forward", "backward": "backward", "update": "the optimize
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an exception, or what caused it, is a want of memory."""
     return any(map(_is_want_of_memory, _causes(error)))
+
+
+def wants_gpu(error: BaseException) -> bool:
+    """Whether an exception says that something of CUDA, or a GPU, is not there."""
+    return bool(_NO_GPU.search(str(error)))
 
 
 def first_line(error: BaseException) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 from ckplan.errors import WorkloadError, did_you_mean
+from ckplan.training.failures import wants_gpu
 from ckplan.training.workload import CONTRACT
 
 
@@ -83,9 +84,12 @@ def _import_file(path: Path) -> ModuleType:
 def raised(name: str, error: BaseException) -> WorkloadError:
     """What to say of an exception of the user's own code."""
     lines = str(error).strip().splitlines() or [""]
+    needed = f"a factory that returns {CONTRACT}"
+    if wants_gpu(error):
+        needed = "a GPU; but for --device cuda none, if only the factory asks for it"
     return WorkloadError(
         f"cannot build the workload: {name} raised {type(error).__name__}: {lines[0]}",
-        needed=f"a factory that returns {CONTRACT}",
+        needed=needed,
         hint=_where(error),
     )
 

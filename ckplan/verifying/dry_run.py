@@ -226,7 +226,7 @@ def _steps(
         with ExitStack() as stack:
             stack.enter_context(fake_tensors())
             if on_cuda:
-                stack.enter_context(translated(place.capability))
+                stack.enter_context(translated(place.capability, place.gpu))
             stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", f".*{IDLE}")  # it is reported
             stack.enter_context(meter.watching(random_states=not on_cuda))

@@ -15,6 +15,7 @@ it runs (``translated``). What is shared and what is not:
 ``outputs``     both        types and shapes that CUDA's kernels return, below autograd,
                             where torch's own fake kernels do not know them
 ``pretend``     both        what Python code is told: ``torch.cuda.is_available()``
+``answers``     both        streams, events, generators and properties that it is given
 ``workspaces``  both        what kernels need beyond the tensors they return, with
                             ``reductions`` for the parts that those put aside
 ``memory``      both        the allocator's blocks, cuBLAS's workspaces
@@ -33,17 +34,18 @@ from unittest import mock
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ckplan.gpus import Gpu
 from ckplan.tracing.cuda.attention import Attention
 from ckplan.tracing.cuda.autocast import Autocast
 from ckplan.tracing.cuda.kernels import Kernels
 from ckplan.tracing.cuda.outputs import Outputs
-from ckplan.tracing.cuda.pretend import answered, autocast_on, on_cpu
+from ckplan.tracing.cuda.pretend import amp_on, answered, on_cpu
 from ckplan.tracing.cuda.words import Capability, Words, composite
 from ckplan.tracing.stepping import stepping
 
 
 @contextmanager
-def translated(capability: Capability) -> Iterator[Words]:
+def translated(capability: Capability, gpu: Gpu | None = None) -> Iterator[Words]:
     """A scope in which fake CPU tensors act as if they were on a GPU.
 
     It replaces kernels and functions of torch for the whole process while it lasts.
@@ -51,6 +53,7 @@ def translated(capability: Capability) -> Iterator[Words]:
 
     Args:
         capability: Compute capability of the GPU: ``(8, 0)`` is an A100.
+        gpu: What else the workload may ask of it.
 
     Yields:
         What was translated, in words, as far as the scope has come.
@@ -62,21 +65,23 @@ def translated(capability: Capability) -> Iterator[Words]:
         stack.enter_context(_registered("AutocastCPU", autocast.kernels))
         stack.enter_context(_registered("AutogradCPU", _for_fakes(kernels)))
         stack.enter_context(autocast.switched())
-        stack.enter_context(answered(capability, words))
-        stack.enter_context(on_cpu())
+        stack.enter_context(answered(capability, words, gpu))
+        stack.enter_context(amp_on())
+        stack.enter_context(on_cpu(words))
         outputs = stack.enter_context(Outputs(words))
         stack.enter_context(outputs.answering())
         yield words
 
 
 @contextmanager
-def dispatched(capability: Capability) -> Iterator[Words]:
+def dispatched(capability: Capability, gpu: Gpu | None = None) -> Iterator[Words]:
     """A scope in which fake CUDA tensors need no GPU, in a build of torch with CUDA.
 
     Backward is stepped through, since torch's engine asks for the GPU's streams.
 
     Args:
         capability: Compute capability of the GPU: ``(8, 0)`` is an A100.
+        gpu: What else the workload may ask of it.
 
     Yields:
         What was done in place of torch, in words, as far as the scope has come.
@@ -87,8 +92,8 @@ def dispatched(capability: Capability) -> Iterator[Words]:
     with ExitStack() as stack:
         stack.enter_context(_registered("AutocastCUDA", casts))
         stack.enter_context(_registered("AutogradCUDA", _for_fakes(kernels)))
-        stack.enter_context(answered(capability, words))
-        stack.enter_context(autocast_on())
+        stack.enter_context(answered(capability, words, gpu))
+        stack.enter_context(amp_on())
         stack.enter_context(_weights_apart())
         stack.enter_context(stepping())
         outputs = stack.enter_context(Outputs(words))

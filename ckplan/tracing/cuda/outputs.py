@@ -15,6 +15,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ckplan.tracing.cuda.words import HALVES, Words
 
@@ -40,6 +41,7 @@ class Outputs(TorchDispatchMode):
         super().__init__()
         self._words = words
         self._updating = False
+        self._pinned = WeakIdKeyDictionary()
 
     @contextmanager
     def answering(self) -> Iterator[None]:
@@ -70,6 +72,10 @@ class Outputs(TorchDispatchMode):
         asks = func is _aten._local_scalar_dense.default
         if asks and self._updating and args[0].is_floating_point():
             return 1.0
+        if func is _aten._pin_memory.default or kwargs.get("pin_memory"):
+            return self._pin(func, args, kwargs)
+        if func is _aten.is_pinned.default:
+            return args[0] in self._pinned
         if func in _MADE:
             return _MADE[func](*args, **kwargs)
         out = func(*args, **kwargs)
@@ -83,6 +89,13 @@ class Outputs(TorchDispatchMode):
             return _retyped(out, (1, 2)) if mixed else out
         if func is _aten._cudnn_rnn.default:
             return (*out[:3], _reserve(args), out[4])
+        return out
+
+    def _pin(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Memory of the host, as any other but for what it says of itself."""
+        pinned = func is _aten._pin_memory.default
+        out = args[0].clone() if pinned else func(*args, **kwargs)
+        self._pinned[out] = True
         return out
 
 

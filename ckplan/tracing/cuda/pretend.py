@@ -12,7 +12,6 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,66 +21,67 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils import _foreach_utils
-from torch.utils import _pytree as pytree
 
+from ckplan.gpus import Gpu
+from ckplan.tracing.cuda.answers import ACCELERATOR, functions, objects
 from ckplan.tracing.cuda.words import Capability, Words
 
 _LIBRARIES = ("site-packages", "dist-packages")
 _STANDARD = sysconfig.get_path("stdlib")
 _OURS = str(Path(__file__).parents[2])
 _TORCHS = str(Path(torch.__file__).parent)
-_REMEMBERED = ("is_available", "device_count")
+_REMEMBERED = ("is_available", "device_count", "is_initialized", "current_accelerator")
+_PLAIN = (bool, int, float, str, tuple, list, torch.device)
 
 
 @contextmanager
-def answered(capability: Capability, words: Words) -> Iterator[None]:
-    """A scope in which the workload's code hears that there is a GPU."""
-    answers: dict[str, object] = {
-        "is_available": True,
-        "device_count": 1,
-        "current_device": 0,
-        "get_device_capability": capability,
-        "is_bf16_supported": partial(_computes_bf16, capability),
-        "synchronize": None,
-        "empty_cache": None,
-        "set_device": None,
-        "memory_allocated": 0,
-        "max_memory_allocated": 0,
-        "memory_reserved": 0,
-        "max_memory_reserved": 0,
-        "reset_peak_memory_stats": None,
-    }
+def answered(
+    capability: Capability, words: Words, gpu: Gpu | None = None
+) -> Iterator[None]:
+    """A scope in which the workload's code hears that there is a GPU.
+
+    Args:
+        capability: Its compute capability.
+        words: Where to say what it was told.
+        gpu: What else is known of it.
+    """
+    owners = (torch.cuda, functions(capability, gpu)), (torch.accelerator, ACCELERATOR)
     with ExitStack() as stack:
-        for name, answer in answers.items():
-            real = getattr(torch.cuda, name)
-            told = _told(name, real, answer, words)
-            stack.enter_context(mock.patch.object(torch.cuda, name, told))
+        stack.callback(torch.set_default_device, _default_device())
+        for owner, answers in owners:
+            for name, answer in answers.items():
+                real = getattr(owner, name, None)
+                if real is not None:
+                    told = _told(f"{owner.__name__}.{name}", real, answer, words)
+                    stack.enter_context(mock.patch.object(owner, name, told))
+        stack.enter_context(objects())
         yield
 
 
 @contextmanager
-def on_cpu() -> Iterator[None]:
+def on_cpu(words: Words) -> Iterator[None]:
     """A scope in which what is asked for on CUDA is on CPU, and says that it is not."""
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(FakeTensor, "device", _device()))
+
+        def put(owner: Any, name: str, by: Any) -> None:
+            stack.enter_context(mock.patch.object(owner, name, by))
+
+        put(FakeTensor, "device", _device())
         for module in (optimizer, _foreach_utils):  # lists of parameters, as on CUDA
             devices = "_get_foreach_kernels_supported_devices"
-            stack.enter_context(mock.patch.object(module, devices, lambda: ["cpu"]))
-        stack.enter_context(_OnCpu())
+            put(module, devices, lambda: ["cpu"])
+        for owner, name in ((torch._C._nn, "_parse_to"), (torch, "set_default_device")):
+            put(owner, name, _first_on_cpu(getattr(owner, name)))
+        if torch.get_default_device().type == "cuda":
+            stack.enter_context(torch.device(_CPU))
+        stack.enter_context(_OnCpu(words))
         yield
 
 
-def autocast_on() -> AbstractContextManager[object]:
-    """A scope in which autocast for CUDA does not turn itself off without a GPU."""
+def amp_on() -> AbstractContextManager[object]:
+    """A scope in which autocast and scalers of CUDA stay on without a GPU."""
     missing = "amp_definitely_not_available"
     return mock.patch.object(torch.cuda.amp.common, missing, lambda: False)
-
-
-def _computes_bf16(
-    capability: Capability, device: object = None, including_emulation: bool = True
-) -> bool:
-    """Older cards emulate it, which torch counts."""
-    return including_emulation or capability >= (8, 0)
 
 
 def _told(
@@ -91,17 +91,29 @@ def _told(
         who = sys._getframe(1).f_code.co_filename
         told = answer(*args, **kwargs) if callable(answer) else answer
         if is_workload(who):
-            words.say(f"torch.cuda.{name}(): the workload was told {told}")
+            if told is not None:
+                words.say(f"{name}(): the workload was told {_shown(told)}")
             return told
-        if name not in _REMEMBERED:
+        if not name.endswith(_REMEMBERED):
             return told
         if not who.startswith((_TORCHS, _OURS)):
             *_, library = re.split("|".join(f"/{one}/" for one in _LIBRARIES), who)
             library = library.partition("/")[0] or who
-            words.say(f"torch.cuda.{name}(): {library} asked and saw no GPU")
+            words.say(f"{name}(): {library} asked and saw no GPU")
         return real(*args, **kwargs)
 
     return ask
+
+
+def _default_device() -> torch.device | None:
+    """What ``torch.set_default_device`` was given, if anything."""
+    context = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    return None if context is None else context.device
+
+
+def _shown(told: object) -> object:
+    """Objects by their types: where they lie says nothing."""
+    return told if isinstance(told, _PLAIN) else f"a {type(told).__name__}"
 
 
 def is_workload(file: str) -> bool:
@@ -122,8 +134,21 @@ def _device() -> property:
     return property(device, real.fset)
 
 
+def _first_on_cpu(real: Callable[..., Any]) -> Callable[..., Any]:
+    """A function whose first argument may be a device."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return real(*map(_on_cpu, args[:1]), *args[1:], **_with_device(kwargs))
+
+    return call
+
+
 class _OnCpu(TorchFunctionMode):
     """Puts what is asked for on CUDA where the translation has it: on CPU."""
+
+    def __init__(self, words: Words) -> None:
+        super().__init__()
+        self._words = words
 
     def __torch_function__(
         self,
@@ -133,20 +158,36 @@ class _OnCpu(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        by_workload = is_workload(sys._getframe(1).f_code.co_filename)
         if func is torch.Tensor.cuda:
             return args[0]
         if func == torch.Tensor.is_cuda.__get__:
-            return is_workload(sys._getframe(1).f_code.co_filename)
-        if "device" in kwargs or func in _TAKING_DEVICES:
-            args, kwargs = pytree.tree_map(_on_cpu, (args, kwargs))
-        return func(*args, **kwargs)
+            return by_workload
+        if func is torch.Tensor.get_device:
+            return 0 if by_workload else -1
+        moved = args[1:2] if func is torch.Tensor.to else ()
+        places = {_type_of(one) for one in (*moved, kwargs.get("device"))}
+        if func is torch.Tensor.cpu or (by_workload and _CPU in places):
+            self._words.say("what goes to the host counts as if it were on the card")
+        args = (*args[:1], *map(_on_cpu, moved), *args[1 + len(moved) :])
+        return func(*args, **_with_device(kwargs))
 
 
-_TAKING_DEVICES = {torch.Tensor.to, torch.Tensor.new_tensor}
+_CPU = "cpu"
 
 
-def _on_cpu(leaf: Any) -> Any:
-    text = leaf.type if isinstance(leaf, torch.device) else leaf
-    if isinstance(text, str) and text.partition(":")[0] == "cuda":
-        return torch.device("cpu")
-    return leaf
+def _with_device(kwargs: dict[str, Any]) -> dict[str, Any]:
+    device = kwargs.get("device")
+    return kwargs if device is None else {**kwargs, "device": _on_cpu(device)}
+
+
+def _on_cpu(device: Any) -> Any:
+    return torch.device(_CPU) if _type_of(device) == "cuda" else device
+
+
+def _type_of(device: Any) -> str | None:
+    """Of what may be a device, its name or its number."""
+    if type(device) is int:
+        return "cuda"
+    name = device.type if isinstance(device, torch.device) else device
+    return name.partition(":")[0] if isinstance(name, str) else None
