@@ -147,6 +147,45 @@ def watched(model: Any, x: torch.Tensor) -> tuple[Any, ...]:
     return tuple(seen)
 
 
+def on_nodes(model: Any, x: torch.Tensor) -> tuple[Any, ...]:
+    y, seen = model(x), list[Any]()
+    z = y.sin()
+    node, leaf = z.grad_fn, torch.autograd.graph.get_gradient_edge(model.p).node
+    node.register_prehook(lambda grads: (grads[0] * 3,))
+    node.register_prehook(lambda grads: seen.extend(grads))
+    node.register_hook(lambda outs, grads: (outs[0] + 1,))
+    leaf.register_prehook(lambda grads: (grads[0] * 2,))
+    leaf.register_hook(lambda outs, grads: seen.extend((*outs, *grads)))
+    removed = node.register_hook(lambda outs, grads: (outs[0] * 9,))
+    removed.remove()
+    z.sum().backward(retain_graph=True)
+    node.register_hook(lambda outs, grads: seen.extend(outs))
+    z.sum().backward()
+    return tuple(seen)
+
+
+def transformed(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def total(x: torch.Tensor) -> torch.Tensor:
+        return (x @ model.a.weight).sin().sum()  # type: ignore[operator, union-attr]
+
+    value, pull = torch.func.vjp(total, x)
+    (grad,) = pull(torch.ones_like(value))
+    hessian = torch.func.hessian(total)(x[0].detach())
+    (hessian.sum() + torch.func.grad(total)(x).square().sum()).backward()
+    rows = torch.autograd.grad(x.sin()[0], x, torch.eye(8), is_grads_batched=True)
+    return grad.detach(), hessian.detach(), *rows
+
+
+def jagged(model: Any, x: torch.Tensor) -> None:
+    rows = torch.nested.nested_tensor_from_jagged(x, torch.tensor([0, 1, 4]))
+    F.layer_norm(model.a(rows), (8,)).values().square().sum().backward()
+
+
+def nested(model: Any, x: torch.Tensor) -> None:
+    rows = torch.nested.as_nested_tensor([x[:1], x[1:]])
+    torch.nested.to_padded_tensor(model.a(rows), 0.0).square().sum().backward()
+
+
 def packed(model: nn.Module, x: torch.Tensor) -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), lambda x: x):
         y = model(x)
@@ -220,6 +259,10 @@ RUNS = (
     hooked,
     retained,
     watched,
+    on_nodes,
+    transformed,
+    jagged,
+    nested,
     packed,
     penalised,
     twice,
@@ -243,6 +286,8 @@ def gradients(run: Run) -> list[torch.Tensor | None]:
     return [*found, *(parameter.grad for parameter in model.parameters())]
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 @pytest.mark.parametrize("run", RUNS)
 def test_gradients_are_the_engines_bit_for_bit(run: Run) -> None:
     expected = gradients(run)
@@ -378,6 +423,30 @@ def test_nothing_is_left_behind() -> None:
     assert x.grad is not None
 
 
+class Saves(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x + 1
+
+    @staticmethod
+    def backward(ctx: Any, g: Any) -> Any:
+        return g * ctx.saved_tensors[0]
+
+
+class Keeps(Saves):
+    """What it needs by itself, which the engine does not know of."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.x = x
+        return x + 1
+
+    @staticmethod
+    def backward(ctx: Any, g: Any) -> Any:
+        return g * ctx.x
+
+
 class Wrong(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, returned: object) -> torch.Tensor:
@@ -396,6 +465,16 @@ def again(x: torch.Tensor) -> None:
     y.backward()
 
 
+def run_again(make: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], None]:
+    def run(x: torch.Tensor) -> None:
+        y = make(x)
+        y.sum().backward()
+        assert x.grad is not None
+        y.sum().backward()
+
+    return run
+
+
 def hook_of(found: object) -> Callable[[torch.Tensor], None]:
     def run(x: torch.Tensor) -> None:
         y = x * 2
@@ -411,6 +490,11 @@ def old_checkpoint(x: torch.Tensor) -> None:
 
 ERRORS: dict[str, Callable[[torch.Tensor], Any]] = {
     "again": again,
+    "again, an output": run_again(torch.exp),
+    "again, a number": run_again(lambda x: x * 2),
+    "again, some of it": run_again(lambda x: (x.detach() * x) + x),
+    "again, a list": run_again(lambda x: torch.linalg.multi_dot([x, x[None].T * x])),
+    "again, a function": run_again(Saves.apply),
     "no graph": lambda x: x.detach().sum().backward(),
     "old checkpoint": old_checkpoint,
     "callback": lambda x: Variable._execution_engine.queue_callback(print),  # type: ignore[attr-defined]
@@ -437,3 +521,18 @@ def test_what_is_not_used_is_refused() -> None:
     x, y = (torch.ones(2, requires_grad=True) for _ in range(2))
     with stepping(), pytest.raises(RuntimeError, match="not have been used"):
         torch.autograd.grad(x.sum(), [x, y])
+
+
+@pytest.mark.parametrize("make", [lambda x: x + x, torch.relu_, Keeps.apply])
+def test_graphs_that_nothing_was_saved_for_may_run_again(make: Any) -> None:
+    found = []
+    for scope in (nullcontext(), stepping()):
+        x = torch.ones(2, requires_grad=True)
+        with scope:
+            try:
+                run_again(make)(x)
+            except RuntimeError as error:
+                found.append(str(error))
+            else:
+                found.append(x.grad)
+    assert str(found[0]) == str(found[1])

@@ -561,3 +561,39 @@ def test_bad_workloads_are_told_in_words(
     with pytest.raises(WorkloadError, match=message) as caught:
         traced(write(tmp_path, source))
     assert len(str(caught.value).splitlines()) == 3
+
+
+class Jagged(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        begins = torch.tensor([0, 1, 4], device=x.device)
+        rows = torch.nested.nested_tensor_from_jagged(x, begins)
+        return super().forward(rows).values()
+
+
+class Nested(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = torch.nested.as_nested_tensor([x[:1], x[1:]])
+        return torch.nested.to_padded_tensor(super().forward(rows), 0.0)
+
+
+class Transformed(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        grads: torch.Tensor = torch.func.grad(lambda x: (x @ self.weight).sin().sum())(
+            x
+        )
+        return grads
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(
+    ("kind", "used"),
+    [(Jagged, "nested tensors"), (Nested, "nested"), (Transformed, "torch.func.grad")],
+)
+def test_what_cannot_be_watched_is_called_by_its_name(
+    kind: type[nn.Linear], used: str, device: str
+) -> None:
+    with pytest.raises(WorkloadError, match=f"uses {used}") as caught:
+        ckplan.profile(kind(4, 4), torch.randn(4, 4), device=device)
+    assert f"look at {__file__}" in str(caught.value)

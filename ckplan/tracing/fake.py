@@ -32,7 +32,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ckplan.training.failures import first_line
+from ckplan.training.failures import first_line, not_followed
 from ckplan.training.randomness import may_draw
 
 _LARGEST_BYTES = 1 << 20  # of integers
@@ -156,6 +156,9 @@ class KnownValues(TorchDispatchMode):
 
 def why_not_fake(error: BaseException) -> str:
     """What of a model cannot be done on fake tensors, and what would help."""
+    used = not_followed(error)
+    if used:
+        return f"the step uses {used}"
     op = getattr(error, "func", None)
     if isinstance(error, DataDependentOutputException):
         return "the model asks for the value of a tensor (.item(), if, numpy)"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 import sys
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, NamedTuple, TypeAlias
@@ -23,6 +23,14 @@ from torch.autograd.graph import Node
 Edge: TypeAlias = tuple[Node, int]  # a node, and which of its gradients
 Hook: TypeAlias = Callable[..., Any]
 _ACCUMULATES = "AccumulateGrad"
+FREED = (
+    "Trying to backward through the graph a second time (or directly access saved "
+    "tensors after they have already been freed). Saved intermediate values of the "
+    "graph are freed when you call .backward() or autograd.grad(). Specify "
+    "retain_graph=True if you need to backward through the graph a second time or if "
+    "you need to access saved tensors after calling backward."
+)
+"""What the engine says of that; in the metadata of nodes that it would have freed."""
 
 
 class OfTensor(NamedTuple):
@@ -37,8 +45,8 @@ class Hooks:
     """What runs beside a node."""
 
     of_tensors: list[OfTensor] = field(default_factory=list)
-    before: OrderedDict[int, Hook] = field(default_factory=OrderedDict)
-    after: OrderedDict[int, Hook] = field(default_factory=OrderedDict)
+    before: dict[int, Hook] = field(default_factory=OrderedDict)
+    after: dict[int, Hook] = field(default_factory=OrderedDict)
     retained: list[torch.Tensor] = field(default_factory=list)  # ask for their grad
     takes_none: bool = False  # a custom function that asked not to be given zeros
 
@@ -132,14 +140,23 @@ def _dependencies(roots: list[Node]) -> defaultdict[Node, int]:
     waiting: defaultdict[Node, int] = defaultdict(int)
     for root in roots:
         waiting[root] += 1
-    stack = list(dict.fromkeys(roots))
-    while stack:
-        for target, _ in stack.pop().next_functions:
+    for node in below(roots):
+        for target, _ in node.next_functions:
             if target is not None:
-                if target not in waiting:
-                    stack.append(target)
                 waiting[target] += 1
     return waiting
+
+
+def below(roots: Sequence[Node]) -> list[Node]:
+    """All nodes of a graph."""
+    found = dict.fromkeys(roots)
+    stack = list(found)
+    while stack:
+        for node, _ in stack.pop().next_functions:
+            if node is not None and node not in found:
+                found[node] = None
+                stack.append(node)
+    return list(found)
 
 
 def _leading_to(wanted: set[Node], nodes: defaultdict[Node, int]) -> set[Node]:
@@ -227,8 +244,17 @@ def _run(
         return []
     if isinstance(node, BackwardCFunction):
         return _run_custom(node, grads if takes_none else _materialized(node, grads))
+    if FREED in node.metadata and _has_saved(node):
+        raise RuntimeError(FREED)
     outs = run_node(node, grads)
     return list(outs) if isinstance(outs, tuple) else [outs]
+
+
+def _has_saved(node: Any) -> bool:
+    """Whether a formula of torch's own takes out what was saved for it."""
+    raw = "_raw"  # those of tensors have two names, one with this
+    names = [name.removeprefix(raw) for name in dir(node) if name.startswith(raw)]
+    return any(getattr(node, name) is not None for name in names)
 
 
 def run_node(node: Any, grads: list[torch.Tensor | None]) -> Any:
@@ -282,6 +308,8 @@ def _fitting(node: Node, outs: list[Any]) -> list[Any]:
             continue
         meta = target._input_metadata[slot]
         # No name for a gradient: it would live on while the next one is cast.
+        if meta.is_nested_tensor:
+            continue  # it has no shape to ask for
         if outs[place].shape != torch.Size(meta.shape):
             outs[place] = outs[place].sum_to_size(meta.shape)
         if outs[place].dtype != meta.dtype:

@@ -26,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from ckplan.errors import WorkloadError
 from ckplan.records import BEFORE_STEP, OUTSIDE_CALLS
 from ckplan.tracing.in_place import InPlace
+from ckplan.tracing.nodes import below
 from ckplan.tracing.recording import (
     RawCall,
     RawOp,
@@ -377,16 +378,7 @@ class StepRecorder(TorchDispatchMode):
 
 def nodes_below(loss: torch.Tensor) -> list[torch.autograd.graph.Node]:
     """All nodes of the autograd graph below a loss."""
-    if loss.grad_fn is None:
-        return []
-    found = {loss.grad_fn: None}
-    stack = [loss.grad_fn]
-    while stack:
-        for node, _ in stack.pop().next_functions:
-            if node is not None and node not in found:
-                found[node] = None
-                stack.append(node)
-    return list(found)
+    return [] if loss.grad_fn is None else below([loss.grad_fn])
 
 
 def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:

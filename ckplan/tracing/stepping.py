@@ -5,9 +5,8 @@ before its first node. What it does at a node is done here: hooks, the node's ow
 formula, shapes and types of what it returns, sums of gradients that meet, in the order
 of forward turned round (``engine.cpp`` of torch 2.11 to 2.13).
 
-Gradients are bit for bit those of the engine, and so are the lives of tensors. Hooks on
-nodes of torch's own ops cannot be seen from Python and are not run; those on tensors,
-on modules and on custom functions are.
+Gradients are bit for bit those of the engine, and so are the lives of tensors but for
+what nodes of torch's own ops save without hooks: that goes with its graph.
 """
 
 from __future__ import annotations
@@ -24,27 +23,21 @@ from weakref import ref
 
 import torch
 from torch.autograd import Variable
-from torch.autograd.function import BackwardCFunction
+from torch.autograd.function import BackwardCFunction, _HookMixin
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
 from ckplan.tracing.nodes import (
+    FREED,
     Backward,
     Edge,
     Hook,
     Hooks,
     OfTensor,
+    below,
     leaf_of,
     run_node,
-)
-
-_FREED = (
-    "Trying to backward through the graph a second time (or directly access saved "
-    "tensors after they have already been freed). Saved intermediate values of the "
-    "graph are freed when you call .backward() or autograd.grad(). Specify "
-    "retain_graph=True if you need to backward through the graph a second time or if "
-    "you need to access saved tensors after calling backward."
 )
 
 
@@ -61,7 +54,7 @@ class _Held:
         self.packed = self.unpack = None
 
 
-def _register(hooks: OrderedDict[int, Hook], hook: Hook) -> RemovableHandle:
+def _register(hooks: dict[int, Hook], hook: Hook) -> RemovableHandle:
     handle = RemovableHandle(hooks)
     hooks[handle.id] = hook
     return handle
@@ -114,6 +107,8 @@ def stepping() -> Iterator[None]:
         put(BackwardCFunction, "register_prehook", here.register_on_node("before"))
         put(BackwardCFunction, "register_hook", here.register_on_node("after"))
         put(BackwardCFunction, "set_materialize_grads", here.set_materialize_grads())
+        put(BackwardCFunction, "saved_tensors", here.saved_tensors())
+        put(_HookMixin, "_register_hook", staticmethod(here.register_on_torchs()))
         _active.append(here)
         stack.callback(_active.remove, here)
         yield
@@ -130,6 +125,8 @@ class _Stepping:
         self.taken_out: list[_Held] = []  # by the node that runs
         self.lets_go = False  # of what is taken out
         self.pushed: list[list[Hook]] = []
+        self.any_on_torchs = False  # hooks on nodes of torch's own
+        self._found: dict[int, Hook] | None = None
 
     # -- saved tensors ---------------------------------------------------------------
 
@@ -168,7 +165,7 @@ class _Stepping:
             held.let_go()
             return _NOTHING
         if held.unpack is None:
-            raise RuntimeError(_FREED)
+            raise RuntimeError(FREED)
         # What others than nodes take out, as torch's checkpoint does, they keep.
         if sys._getframe(1).f_code is run_node.__code__:
             self.taken_out.append(held)
@@ -206,6 +203,36 @@ class _Stepping:
 
         return register
 
+    def register_on_torchs(self) -> Hook:
+        """What a node of torch's own asks for a new hook, with those that it has.
+
+        That is how a node can be asked for them: see ``_hooks_on``.
+        """
+        real = _HookMixin._register_hook
+
+        def register(there: dict[int, Hook] | None, hook: Hook) -> Any:
+            if hook is not _ASK:
+                self.any_on_torchs = True
+                return real(there, hook)
+            self._found = there
+            return OrderedDict() if there is None else there, None
+
+        return register
+
+    def _hooks_on(self, node: Node, register: str) -> dict[int, Hook]:
+        getattr(node, register)(_ASK)
+        return self._found or {}
+
+    def saved_tensors(self) -> property:
+        real = BackwardCFunction.saved_tensors
+
+        def saved_tensors(node: Any) -> Any:
+            if FREED in node.metadata:
+                raise RuntimeError(FREED)
+            return real.__get__(node)
+
+        return property(saved_tensors)
+
     def set_materialize_grads(self) -> Hook:
         real = BackwardCFunction.set_materialize_grads
 
@@ -238,7 +265,8 @@ class _Stepping:
             for one in inputs:
                 if isinstance(one, torch.Tensor) and not one.is_leaf:
                     one.retain_grad()
-        roots, wanted = [*map(_edge, outputs)], [*map(_edge, inputs)]
+        roots = [*map(_edge, outputs)]
+        wanted = [_edge(one, roots) for one in inputs]
         self.retained = [one for one in self.retained if one() is not None]
         run = Backward(
             [node for node, _ in roots],
@@ -299,6 +327,10 @@ class _Stepping:
         there = [tensor for one in self.retained if (tensor := one()) is not None]
         retained = [one for one in there if one.grad_fn is node]
         hooks = replace(hooks, retained=retained) if retained else hooks
+        if self.any_on_torchs and not isinstance(node, BackwardCFunction):
+            before = self._hooks_on(node, "register_prehook") | hooks.before
+            after = self._hooks_on(node, "register_hook") | hooks.after
+            hooks = replace(hooks, before=before, after=after)
         if leaf is None or not leaf._backward_hooks:
             return hooks
         of_leaf = OfTensor(0, leaf._backward_hooks)
@@ -311,6 +343,7 @@ class _Stepping:
                 held.let_go()
             if isinstance(node, BackwardCFunction):
                 self._let_go_of_saved(node)
+            node.metadata[FREED] = True
         self.taken_out.clear()
 
     def _let_go_of_saved(self, node: Any) -> None:
@@ -324,9 +357,24 @@ class _Stepping:
             self.lets_go = False
 
 
-def _edge(one: torch.Tensor | GradientEdge) -> Edge:
-    edge = one if isinstance(one, GradientEdge) else get_gradient_edge(one)
+def _edge(one: torch.Tensor | GradientEdge, roots: Sequence[Edge] = ()) -> Edge:
+    if isinstance(one, GradientEdge):
+        return one.node, one.output_nr
+    edge = None
+    with suppress(AttributeError):  # of what torch.func wrapped while it lasted
+        edge = get_gradient_edge(one)
+    if one.grad_fn is None and (edge is None or leaf_of(edge.node) is not one):
+        # Torch asks a view, which is of what is wrapped.
+        for node in below([root for root, _ in roots]):
+            if leaf_of(node) is one:
+                return node, 0
+    if edge is None:  # nothing leads there
+        edge = get_gradient_edge(torch.empty(0, requires_grad=True))
     return edge.node, edge.output_nr
+
+
+def _ASK(*args: object) -> None:  # noqa: N802
+    """No hook, but what asks for those that are there."""
 
 
 _NOTHING = torch.empty(0)

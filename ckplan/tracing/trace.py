@@ -26,6 +26,7 @@ from ckplan.training.failures import (
     described,
     first_line,
     is_out_of_memory,
+    not_followed,
     place_of,
     wants_gpu,
 )
@@ -248,11 +249,12 @@ def _told(title: str) -> Iterator[None]:
     except CkplanError:
         raise
     except Exception as error:
-        raise WorkloadError(
-            f"{title} {described(error)}",
-            needed="a model that takes two steps on its batch, one after the other",
-            hint=place_of(error),
-        ) from error
+        what, used = f"{title} {described(error)}", not_followed(error)
+        needed = "a model that takes two steps on its batch, one after the other"
+        if used:
+            what = f"cannot trace the step: it uses {used}"
+            needed = "a step of strided tensors and torch.autograd"
+        raise WorkloadError(what, needed=needed, hint=place_of(error)) from error
 
 
 def _record(recorder: StepRecorder, step: TrainingStep) -> list[str]:

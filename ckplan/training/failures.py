@@ -20,6 +20,9 @@ _NO_GPU = re.compile(
     "|Cannot access accelerator|support create a new|not installed.*CUDA build"
     "|is not known without it"
 )
+_NESTED = re.compile("NestedTensorImpl|NestedIntNode|nested_tensor")
+_NESTED_TENSORS = "nested tensors, whose bytes are not followed"
+_TRANSFORMS = "torch.func.grad or the like, which refuse the hooks of whoever watches"
 _PHASES = {"forward": "forward", "backward": "backward", "update": "the optimizer"}
 """Methods of a ``TrainingStep`` -> what people call them."""
 
@@ -32,6 +35,15 @@ def is_out_of_memory(error: BaseException) -> bool:
 def wants_gpu(error: BaseException) -> bool:
     """Whether an exception says that something of CUDA, or a GPU, is not there."""
     return bool(_NO_GPU.search(str(error)))
+
+
+def not_followed(error: BaseException) -> str | None:
+    """What of torch a step uses that cannot be watched, if that made it fail."""
+    if "torch.func" in str(error) and "saved tensor hooks" in str(error):
+        return _TRANSFORMS
+    frames = traceback.extract_tb(error.__traceback__)
+    inside = any("/torch/nested/" in Path(f.filename).as_posix() for f in frames)
+    return _NESTED_TENSORS if inside or _NESTED.search(str(error)) else None
 
 
 def first_line(error: BaseException) -> str:
