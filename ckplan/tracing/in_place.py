@@ -10,7 +10,8 @@ Some formulas go another way altogether. That of ``max`` over all elements is fo
 Those of ``prod`` and ``cumprod`` go by whether a value is zero: under a mode they take
 the way that is right for any, and are recorded so. What ``masked_fill`` by a tensor
 does with its value, and ``linalg.eig``, goes by values, too. And from torch 2.14 on,
-``quantile`` and ``nanquantile`` sort under a mode alone: a plain run takes less.
+``quantile`` and ``nanquantile`` of a CPU sort under a mode alone: a plain run selects
+without an op, takes less, and may send a gradient to another of several equal values.
 """
 
 from __future__ import annotations
