@@ -57,6 +57,8 @@ def _reduced(partial: Callable[[torch.dtype], int]) -> _Needs:
 
     def needs(op: RawOp, tensors: Sequence[TensorMeta], processors: Processors) -> int:
         tensor, out = tensors[0], op.returned[0].dtype
+        if op.returned[0].numel == tensor.numel:
+            return 0  # the larger of two tensors, not of one
         copy = 0
         as_is = out == tensor.dtype or (out == torch.float32 and tensor.dtype in _LOW)
         if not as_is and op.func.overloadpacket.__name__ in _CONVERTING:
@@ -96,9 +98,8 @@ def _dims(op: RawOp, tensor: TensorMeta) -> list[int]:
     place = names.index("dim")
     dim = args[place] if place < len(args) else kwargs.get("dim")
     dims = [dim] if isinstance(dim, int) else list(dim or ())
-    return [d % len(tensor.shape) for d in dims if tensor.shape] or list(
-        range(len(tensor.shape))
-    )
+    rank = len(tensor.shape)
+    return [d % rank for d in dims if rank] or list(range(rank))
 
 
 def _sum(dtype: torch.dtype) -> int:
