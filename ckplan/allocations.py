@@ -19,7 +19,9 @@ from ckplan.simulate import Timeline
 _OUTPUT, _WORKSPACE, _ENCODING, _GONE = range(4)  # phases of a half moment
 
 
-MULTIPLIES = frozenset({"mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "addbmm"})
+MULTIPLIES = frozenset(
+    {"mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "addbmm", "dot", "_grouped_mm"}
+)
 """Ops that go to cuBLAS, which takes a workspace in each thread with its first."""
 
 

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ckplan.allocations import MULTIPLIES
 from ckplan.applying.notices import IDLE
 from ckplan.caching_allocator import in_blocks
 from ckplan.curve import PLANNED, UNPLANNED, Curve
@@ -26,10 +25,8 @@ from ckplan.plan_file import as_plan
 from ckplan.tracing.calibrate import calibrate
 from ckplan.tracing.cost_cache import Cost, cost_cache
 from ckplan.tracing.cuda import translated
-from ckplan.tracing.cuda.memory import (
-    cublas_bytes,
-    with_workspaces,
-)
+from ckplan.tracing.cuda.cublas import kept_bytes
+from ckplan.tracing.cuda.memory import with_workspaces
 from ckplan.tracing.fake import fake_tensors
 from ckplan.tracing.recording import RawOp
 from ckplan.tracing.roofline import roofline
@@ -241,6 +238,11 @@ def _steps(
         ) from error
 
 
+def _kept(place: Target, *names: str) -> list[int]:
+    """What cuBLAS keeps if a step runs such ops."""
+    return kept_bytes(place.capability, names, names)
+
+
 def _two_steps(
     make: Callable[[], Workload],
     plan: Plan | None,
@@ -255,16 +257,15 @@ def _two_steps(
     step.zero_grad()
     meter.know(held_between_steps(step))
     if place.device.type == "cuda":
-        held = torch.empty(2 * cublas_bytes(place.capability), dtype=torch.uint8)
-        meter.know([held])
+        every = [torch.empty(size, dtype=torch.uint8) for size in _kept(place, "addmm")]
+        meter.know(every)
         if step.optimizer is not None:
             meter.leave_out(counters(step.optimizer))
     step = replace(step, entering=meter.begin, before_backward=meter.watch_nodes)
     step.run()
     if place.device.type == "cuda":
         names = {op.func.overloadpacket.__name__ for op in meter.log.ops}
-        if not names & MULTIPLIES:
-            meter.leave_out([held])
+        meter.leave_out(every[len(_kept(place, *names)) :])
         meter.log.bytes = [in_blocks(size) for size in meter.log.bytes]
     here = fingerprint(workload, place.device)
     return _Steps(meter.log, regions_of(plan, workload.model), here)

@@ -1,8 +1,7 @@
 """What CUDA's kernels and allocator hold beyond the tensors themselves.
 
-The caching allocator hands out blocks of 512 bytes. A cuBLAS handle keeps a workspace
-for each thread that multiplies matrices: one for forward, one for backward. What single
-kernels need is in ``workspaces``.
+The caching allocator hands out blocks of 512 bytes. What single kernels need is in
+``workspaces``, what cuBLAS keeps in ``cublas``.
 """
 
 from __future__ import annotations
@@ -10,38 +9,30 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from ckplan.allocations import MULTIPLIES
 from ckplan.caching_allocator import in_blocks
 from ckplan.gpus import Gpu
 from ckplan.graph import Graph
 from ckplan.records import BEFORE_STEP, Encoding, Op, Storage
 from ckplan.tracing.cost_cache import Cost
-from ckplan.tracing.cuda.reductions import Processors
+from ckplan.tracing.cuda.cublas import kept_bytes
 from ckplan.tracing.cuda.words import Capability
 from ckplan.tracing.cuda.workspaces import hidden_bytes, workspace_bytes
 from ckplan.tracing.recording import RawOp, TensorMeta
-
-CUBLAS_WORKSPACE_BYTES = (2 * 4096 + 8 * 16) << 10
-"""Of one handle; torch's own default, ``:4096:2:16:8``."""
-CUBLAS_WORKSPACE_BYTES_SINCE_HOPPER = (8 * 4096) << 10
-
-
-def cublas_bytes(capability: Capability) -> int:
-    """The workspace of one cuBLAS handle on a GPU of this capability."""
-    if capability >= (9, 0):
-        return CUBLAS_WORKSPACE_BYTES_SINCE_HOPPER
-    return CUBLAS_WORKSPACE_BYTES
 
 
 def as_allocated(graph: Graph, capability: Capability) -> Graph:
     """A graph as CUDA's allocator sees it: in blocks, and with cuBLAS's workspaces.
 
-    What cuBLAS holds is a storage for each thread, alive during the whole step.
+    What cuBLAS keeps are storages of their own, alive during the whole step.
     """
     end = len(graph.ops)
     storages = [replace(one, bytes=in_blocks(one.bytes)) for one in graph.storages]
-    held = Storage(cublas_bytes(capability), "temporary", BEFORE_STEP, end)
-    storages += [held] * _num_threads(graph)
+    names = [op.name for op in graph.ops]
+    forward, backward = names[: graph.num_forward], names[graph.num_forward :]
+    storages += [
+        Storage(size, "temporary", BEFORE_STEP, end)
+        for size in kept_bytes(capability, forward, backward)
+    ]
     return replace(
         graph,
         ops=tuple(map(_op_in_blocks, graph.ops)),
@@ -60,10 +51,9 @@ def with_workspaces(
         costs: One for each, of which only the seconds are known.
         gpu: The card that they run on.
     """
-    processors = Processors(gpu.multiprocessors, gpu.threads)
     found: list[Cost] = []
     for op, cost in zip(ops, costs, strict=True):
-        peak, held = workspace_bytes(op, processors), hidden_bytes(op)
+        peak, held = workspace_bytes(op, gpu), hidden_bytes(op)
         if peak or held:
             made = _made_bytes(op)
             held += made
@@ -83,13 +73,6 @@ def _spanned_bytes(tensor: TensorMeta) -> int:
     dims = zip(tensor.shape, tensor.stride, strict=True)
     last = sum((size - 1) * stride for size, stride in dims)
     return (last + 1) * tensor.dtype.itemsize if tensor.numel else 0
-
-
-def _num_threads(graph: Graph) -> int:
-    """Threads that multiply matrices: autograd's is another than forward's."""
-    forward = any(op.name in MULTIPLIES for op in graph.ops[: graph.num_forward])
-    backward = any(op.name in MULTIPLIES for op in graph.ops[graph.num_forward :])
-    return forward + backward
 
 
 def _op_in_blocks(op: Op) -> Op:

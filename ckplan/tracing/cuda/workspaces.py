@@ -12,7 +12,10 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
+from ckplan.allocations import MULTIPLIES
 from ckplan.caching_allocator import in_blocks
+from ckplan.gpus import Gpu
+from ckplan.tracing.cuda.cublas import passing_bytes
 from ckplan.tracing.cuda.reductions import Processors, Reduction, put_aside
 from ckplan.tracing.recording import RawOp, TensorMeta
 from ckplan.units import round_up
@@ -28,15 +31,15 @@ _SORTING_TILE = 2560  # indices that a block of threads sorts
 _LOW = (torch.float16, torch.bfloat16)
 _GROUP_NORM_KEEPS_LAYOUTS = torch.__version__ >= (2, 15)
 
-_Needs = Callable[[RawOp, Sequence[TensorMeta], Processors], int]
+_Needs = Callable[[RawOp, Sequence[TensorMeta], Gpu], int]
 """An op, its tensors and a card, to bytes."""
 
 
-def workspace_bytes(op: RawOp, processors: Processors) -> int:
+def workspace_bytes(op: RawOp, gpu: Gpu) -> int:
     """What the kernel of an op needs while it runs, beyond what it returns."""
     needs = _WORKSPACES.get(op.func.overloadpacket.__name__)
     tensors = [leaf for leaf in op.args if isinstance(leaf, TensorMeta)]
-    return needs(op, tensors, processors) if needs else 0
+    return needs(op, tensors, gpu) if needs else 0
 
 
 def hidden_bytes(op: RawOp) -> int:
@@ -55,7 +58,7 @@ def hidden_bytes(op: RawOp) -> int:
 def _reduced(partial: Callable[[torch.dtype], int]) -> _Needs:
     """A reduction whose threads have so many bytes for each output."""
 
-    def needs(op: RawOp, tensors: Sequence[TensorMeta], processors: Processors) -> int:
+    def needs(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> int:
         tensor, out = tensors[0], op.returned[0].dtype
         if op.returned[0].numel == tensor.numel:
             return 0  # the larger of two tensors, not of one
@@ -64,7 +67,7 @@ def _reduced(partial: Callable[[torch.dtype], int]) -> _Needs:
         if not as_is and op.func.overloadpacket.__name__ in _CONVERTING:
             copy = in_blocks(tensor.numel * out.itemsize)
             tensor = TensorMeta(tensor.shape, tensor.stride, out)
-        return copy + _put_aside(tensor, _dims(op, tensor), out, partial, processors)
+        return copy + _put_aside(tensor, _dims(op, tensor), out, partial, gpu)
 
     return needs
 
@@ -74,7 +77,7 @@ def _put_aside(
     dims: Iterable[int],
     out: torch.dtype,
     partial: Callable[[torch.dtype], int],
-    processors: Processors,
+    gpu: Gpu,
 ) -> int:
     return put_aside(
         Reduction(
@@ -85,7 +88,7 @@ def _put_aside(
             partial(tensor.dtype),
             out.itemsize,
         ),
-        processors,
+        Processors(gpu.multiprocessors, gpu.threads),
     )
 
 
@@ -130,8 +133,8 @@ def _truth(dtype: torch.dtype) -> int:
 def _copied(*places: int) -> _Needs:
     """The tensor arguments of these numbers are made contiguous."""
 
-    def needs(op: RawOp, tensors: Sequence[TensorMeta], processors: Processors) -> int:
-        del op, processors
+    def needs(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> int:
+        del op, gpu
         return _copies(tensors[place] for place in places if place < len(tensors))
 
     return needs
@@ -157,20 +160,19 @@ def _lies(tensor: TensorMeta, channels_last: bool = False) -> bool:
 def _group_norm(taken: int) -> _Needs:
     """So many arguments are laid out as the kernel wants them: as the input is."""
 
-    def needs(op: RawOp, tensors: Sequence[TensorMeta], processors: Processors) -> int:
-        del op, processors
+    def needs(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> int:
+        del op, gpu
         last = _GROUP_NORM_KEEPS_LAYOUTS and _channels_last(tensors[taken - 1])
         return _copies(tensors[:taken], last)
 
     return needs
 
 
-def _multiplied(
-    op: RawOp, tensors: Sequence[TensorMeta], processors: Processors
-) -> int:
-    """Copies, since cuBLAS wants rows or columns that lie side by side."""
-    del op, processors
-    return sum(in_blocks(t.num_bytes) for t in tensors[-2:] if not _for_cublas(t))
+def _multiplied(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> int:
+    """What cuBLAS works in; copies, since it wants rows or columns side by side."""
+    copies = [in_blocks(t.num_bytes) for t in tensors[-2:] if not _for_cublas(t)]
+    name = op.func.overloadpacket.__name__
+    return sum(copies) + passing_bytes(name, tensors, gpu.capability)
 
 
 def _for_cublas(tensor: TensorMeta) -> bool:
@@ -182,33 +184,27 @@ def _for_cublas(tensor: TensorMeta) -> bool:
     )
 
 
-def _softmax_backward(
-    op: RawOp, tensors: Sequence[TensorMeta], processors: Processors
-) -> int:
+def _softmax_backward(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> int:
     """The product of the gradient with the output, and both contiguous."""
-    del op, processors
+    del op, gpu
     return in_blocks(tensors[1].num_bytes) + _copies(tensors[:2])
 
 
-def _roll(op: RawOp, tensors: Sequence[TensorMeta], processors: Processors) -> int:
+def _roll(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> int:
     """One dimension after the other."""
-    del processors
+    del gpu
     shifts = op.arguments[0][1]
     several = not isinstance(shifts, int) and len(shifts) > 1
     return in_blocks(tensors[0].num_bytes) if several else _copies(tensors)
 
 
-def _convolution(
-    op: RawOp, tensors: Sequence[TensorMeta], processors: Processors
-) -> int:
+def _convolution(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> int:
     """Input and weight in one layout."""
-    del op, processors
+    del op, gpu
     return _copies(tensors[:2], _channels_last(*tensors[:2]))
 
 
-def _convolution_backward(
-    op: RawOp, tensors: Sequence[TensorMeta], processors: Processors
-) -> int:
+def _convolution_backward(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> int:
     """Copies for the gradient of the input, then for the weight's, then the bias's sum.
 
     What is not yet made then counts off.
@@ -224,7 +220,7 @@ def _convolution_backward(
         found.append(_copies((gradient, input_), last))
     if of_bias:
         dims = [0, *range(2, len(gradient.shape))]
-        found.append(_put_aside(gradient, dims, gradient.dtype, _sum, processors))
+        found.append(_put_aside(gradient, dims, gradient.dtype, _sum, gpu))
     return max(found)
 
 
@@ -238,11 +234,9 @@ def _channels_last(*tensors: TensorMeta) -> bool:
 # -- the rest ------------------------------------------------------------------------
 
 
-def _flash_backward(
-    op: RawOp, tensors: Sequence[TensorMeta], processors: Processors
-) -> int:
+def _flash_backward(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> int:
     """Sums of the softmax and gradients of queries in float32; heads unfolded."""
-    del op, processors
+    del op, gpu
     query, key = tensors[1], tensors[2]
     batch, heads, length, width = query.shape
     rows = batch * heads * round_up(length, _FLASH_ROWS)
@@ -255,11 +249,9 @@ def _flash_backward(
     return in_blocks(sums) + in_blocks(gradients) + unfolded
 
 
-def _efficient_backward(
-    op: RawOp, tensors: Sequence[TensorMeta], processors: Processors
-) -> int:
+def _efficient_backward(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> int:
     """Sums of gradient times output, then gradients of queries in tiles of 64 rows."""
-    del op, processors
+    del op, gpu
     query = tensors[1]
     batch, heads, length, width = query.shape
     sums = in_blocks(batch * heads * length * _FLOAT_BYTES)
@@ -270,20 +262,16 @@ def _efficient_backward(
     return sums + max(sums + product, in_blocks(tiles * tile * _FLOAT_BYTES))
 
 
-def _safe_softmax(
-    op: RawOp, tensors: Sequence[TensorMeta], processors: Processors
-) -> int:
+def _safe_softmax(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> int:
     """Which scores are -inf, one byte each, and which rows are nothing else."""
-    del op, processors
+    del op, gpu
     count = tensors[0].numel
     return in_blocks(count) + count // max(tensors[0].shape[-1], 1)
 
 
-def _embedding_backward(
-    op: RawOp, tensors: Sequence[TensorMeta], processors: Processors
-) -> int:
+def _embedding_backward(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> int:
     """Sorted indices, and the sums of those that are alike, in parts."""
-    del processors
+    del gpu
     gradient, indices = tensors[:2]
     copies = _copies(tensors[:2])
     rows, _, by_frequency = op.arguments[0][2:5]
@@ -300,9 +288,9 @@ def _embedding_backward(
     return copies + column * bool(by_frequency) + max(adding, sorting)
 
 
-def _index_put(op: RawOp, tensors: Sequence[TensorMeta], processors: Processors) -> int:
+def _index_put(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> int:
     """Sorted indices, where values are added; and the values in their order."""
-    del processors
+    del gpu
     args, kwargs = op.arguments
     adds = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
     indices = [one for one in args[1] if one is not None]
@@ -321,26 +309,26 @@ def _sorting(count: int) -> int:
     return in_blocks(2 * count * _INDEX_BYTES + tables)
 
 
-def _scattered(op: RawOp, tensors: Sequence[TensorMeta], processors: Processors) -> int:
+def _scattered(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> int:
     """How many values were taken up to every place."""
-    del op, processors
+    del op, gpu
     return in_blocks(tensors[1].numel * _INDEX_BYTES)
 
 
 def _elements(times: int) -> _Needs:
     """So many tensors like the first argument, where a loss is reduced."""
 
-    def needs(op: RawOp, tensors: Sequence[TensorMeta], processors: Processors) -> int:
-        del processors
+    def needs(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> int:
+        del gpu
         reduced = op.returned and op.returned[0].shape != tensors[0].shape
         return times * tensors[0].num_bytes if reduced else 0
 
     return needs
 
 
-def _counted(op: RawOp, tensors: Sequence[TensorMeta], processors: Processors) -> int:
+def _counted(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> int:
     """Integers in the type that they are added up in."""
-    del processors
+    del gpu
     same = tensors[0].dtype == op.returned[0].dtype
     return 0 if same else in_blocks(op.returned[0].num_bytes)
 
@@ -360,7 +348,7 @@ _WORKSPACES: dict[str, _Needs] = {
     "native_group_norm": _group_norm(1),
     "native_group_norm_backward": _group_norm(2),
     "embedding": _copied(1),
-    **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm"), _multiplied),
+    **dict.fromkeys(MULTIPLIES, _multiplied),
     **dict.fromkeys(("cumsum", "cumprod"), _counted),
     "roll": _roll,
     "convolution": _convolution,

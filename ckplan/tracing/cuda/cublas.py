@@ -1,0 +1,61 @@
+"""The memory that cuBLAS works in, which torch takes from its caching allocator.
+
+Until torch 2.14 every thread keeps it once it has multiplied: one for forward, one for
+backward. Until 2.12 (seen in 2.11, no more in 2.13), what adds a bias keeps another for
+cuBLASLt. Since 2.15 every multiplication asks for its own and gives it back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+
+from ckplan.allocations import MULTIPLIES
+from ckplan.tracing.cuda.words import Capability
+from ckplan.tracing.recording import TensorMeta
+
+WORKSPACE_BYTES = (2 * 4096 + 8 * 16) << 10
+"""Torch's own default, ``:4096:2:16:8``."""
+WORKSPACE_BYTES_SINCE_HOPPER = (8 * 4096) << 10
+LT_WORKSPACE_BYTES = 1 << 20
+IS_KEPT = torch.__version__ < (2, 15)
+_LT_IS_APART = torch.__version__ < (2, 13)
+_LOW = (torch.float16, torch.bfloat16)
+
+
+def workspace_bytes(capability: Capability) -> int:
+    """What cuBLAS takes on a GPU of this capability."""
+    since_hopper = capability >= (9, 0)
+    return WORKSPACE_BYTES_SINCE_HOPPER if since_hopper else WORKSPACE_BYTES
+
+
+def kept_bytes(
+    capability: Capability, forward: Collection[str], backward: Collection[str]
+) -> list[int]:
+    """What stays from the first multiplication on, once for each that keeps something.
+
+    Args:
+        capability: Of the GPU.
+        forward: Names of the ops that forward's thread runs.
+        backward: Of those that autograd's thread runs.
+    """
+    if not IS_KEPT:
+        return []
+    threads = [names for names in (forward, backward) if MULTIPLIES & {*names}]
+    found = [workspace_bytes(capability)] * len(threads)
+    if _LT_IS_APART and "addmm" in forward:
+        found.append(LT_WORKSPACE_BYTES)
+    return found
+
+
+def passing_bytes(
+    name: str, tensors: Collection[TensorMeta], capability: Capability
+) -> int:
+    """What one multiplication asks for while it runs."""
+    if IS_KEPT:
+        return 0
+    added = next(iter(tensors))
+    wide = all(tensor.shape[-1:] != (1,) for tensor in tensors)
+    of_lt = name == "addmm" and wide and (len(added.shape) == 1 or added.dtype in _LOW)
+    return LT_WORKSPACE_BYTES if of_lt else workspace_bytes(capability)
