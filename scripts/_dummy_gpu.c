@@ -234,6 +234,15 @@ E cuMemAddressReserve(void **out, size_t n, size_t align, void *at, unsigned lon
 }
 E cuMemAddressFree(void *at, size_t n) { munmap(at, n); return 0; }
 E cuMemGetAllocationGranularity(size_t *n, void *p, int o) { *n = 2 << 20; return 0; }
+E cuDriverGetVersion(int *v) { *v = 13020; return 0; }
+/* what Triton asks for */
+E cuLaunchKernelEx(void) { return 0; }
+E cuTensorMapEncodeIm2col(void) { return 0; }
+E cuOccupancyMaxActiveClusters(int *n) { *n = 1; return 0; }
+E cuCtxSetLimit(void) { return 0; }
+E cuCtxGetLimit(size_t *v, int a) { *v = 0; return 0; }
+E cuDeviceGetCount(int *n) { *n = 1; return 0; }
+E cuInit(unsigned f) { return 0; }
 E cuGetErrorString(int e, const char **s) { *s = "not there"; return 0; }
 E cuDeviceGetAttribute(int *v, int a, int d) { return cudaDeviceGetAttribute(v, a, d); }
 E cuDeviceGet(int *d, int n) { *d = 0; return 0; }
@@ -243,7 +252,7 @@ E cuDevicePrimaryCtxGetState(int d, unsigned *f, int *a) { *f = 0; *a = 1; retur
 E cuModuleLoadData(void **m, const void *i) { return made(m); }
 E cuModuleLoadDataEx(void **m, const void *i, unsigned n, void *o, void *v) { return made(m); }
 E cuModuleGetFunction(void **f, void *m, const char *n) { return made(f); }
-E cuFuncGetAttribute(int *v, int a, void *f) { *v = 32; return 0; }
+E cuFuncGetAttribute(int *v, int a, void *f) { *v = a ? 32 : 1024; return 0; }
 E cudaGetDriverEntryPointByVersion(const char *s, void **f, unsigned v, unsigned long long g, int *q) {
   *f = dlsym(RTLD_DEFAULT, s);
   if (!*f) *f = nothing;

@@ -70,7 +70,10 @@ CUDA = torch.device("cuda", 0)
 MOST_APART, MOST_UNDER, MOST_ALLOCATED, MOST_RESERVED = 0.003, 0.001, 0.01, 0.03
 PATIENCE_SECONDS = 600
 SEGMENT_BYTES = 20 << 20  # the allocator takes no less from a card for most blocks
-CAUSES: dict[str, str] = {}
+CAUSES = {
+    "efficientnet": "many small tensors: predicted in blocks, asked for in bytes",
+    "graphs": "raises under autocast, on a CPU, too: scatter of two types",
+}
 NOT_HERE = dict.fromkeys(
     ("lstm", "gru", "policy"),
     "cuDNN alone knows how recurrent weights lie, and there is none",
@@ -118,7 +121,7 @@ class Row:
         """A row of the table."""
         start = [self.workload, self.types, self.step]
         if isinstance(self.found, str):
-            why = NOT_HERE.get(self.workload, self.found)
+            why = NOT_HERE.get(self.workload) or CAUSES.get(self.workload, self.found)
             return [*start, format_bytes(self.predicted.peak), *[""] * 8, why]
         pairs = zip(self.predicted, self.found, strict=True)
         numbers = [
