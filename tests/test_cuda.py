@@ -40,6 +40,7 @@ from ckplan.tracing.cuda.autocast import (
 )
 from ckplan.tracing.cuda.cublas import IS_KEPT, WORKSPACE_BYTES
 from ckplan.tracing.fake import fake_tensors
+from ckplan.tracing.target import Target, find_target
 from ckplan.training.workload import Workload
 
 ROOT = Path(__file__).parent.parent
@@ -713,6 +714,42 @@ def test_another_device_is_refused_in_three_lines(tmp_path: Path) -> None:
     assert done.exit_code == 1
     lines = done.stderr.strip().splitlines()
     assert lines[-3].startswith("error: cannot profile on the device 'tpu'")
+
+
+@pytest.fixture
+def an_h100(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One GPU, as far as it is asked."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+
+
+@pytest.mark.usefixtures("an_h100")
+def test_a_card_is_here_if_the_gpu_that_is_here_has_its_kernels() -> None:
+    assert find_target("cuda", None).is_here
+    assert find_target("cuda:0", "H200").is_here
+    elsewhere = find_target("cuda", "RTX 4090")
+    assert not elsewhere.is_here
+    assert elsewhere.capability == (8, 9)
+    assert find_target("cpu", "RTX 4090").is_here
+
+
+@pytest.mark.usefixtures("an_h100")
+def test_a_gpu_that_is_not_there_is_refused() -> None:
+    with pytest.raises(CkplanError, match="cannot use cuda:1: GPUs of this machine: 1"):
+        find_target("cuda:1", None)
+
+
+def test_a_gpu_that_has_nothing_left_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(*size: int, device: torch.device) -> None:
+        raise torch.OutOfMemoryError(f"CUDA out of memory on {device}")
+
+    monkeypatch.setattr(torch, "empty", full)
+    with pytest.raises(CkplanError, match="cannot use cuda: CUDA out of memory on"):
+        Target(torch.device("cuda"), None, is_here=True).begin()
+    Target(torch.device("cpu"), None, is_here=True).begin()
 
 
 def test_three_ways_agree_on_what_a_plan_for_cuda_holds(tmp_path: Path) -> None:

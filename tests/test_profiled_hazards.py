@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import random
@@ -22,7 +23,9 @@ from ckplan.report.tables import render
 from ckplan.resolve import resolve
 from ckplan.simulate import simulate
 from ckplan.trace_file import dumps, loads
+from ckplan.tracing.repeat import find_unlike
 from ckplan.tracing.trace import NOTE_FAKE
+from ckplan.training.step import Training, make_step
 from ckplan.training.workload import Workload
 
 CALLS_SO_FAR: list[int] = []
@@ -184,6 +187,13 @@ class GlobalState(Block):
 class Chance(Block):
     def change(self, x: torch.Tensor) -> torch.Tensor:
         return chance(x)
+
+
+class Asking(Block):
+    """Asks for a value, so that it is traced on real tensors."""
+
+    def change(self, x: torch.Tensor) -> torch.Tensor:
+        return x if x.sum().item() < 1e30 else -x
 
 
 class Penalty(Block):
@@ -370,10 +380,36 @@ def test_without_replay_only_what_can_be_seen_is_found() -> None:
 def test_a_large_model_is_not_run_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     from ckplan.tracing import repeat
 
-    monkeypatch.setattr(repeat, "available_bytes", lambda: 1000)
+    monkeypatch.setattr(repeat, "left_on", lambda device: 1000)
     graph = profiled(Chance)
     assert graph.hazards == ()
     assert graph.notes[-1].startswith(repeat.NOTE_NOT)
+
+
+def blocks_alive() -> int:
+    return sum(issubclass(type(one), Block) for one in gc.get_objects())
+
+
+@pytest.mark.parametrize("kind", [Calm, Chance, Asking])
+def test_what_was_run_is_let_go(kind: type[Block]) -> None:
+    found = build(kind)
+    gc.collect()
+    before = blocks_alive()
+    ckplan.profile(found.model, found.batch, loss=found.loss)
+    gc.collect()
+    assert blocks_alive() == before
+
+
+def test_what_ran_twice_is_let_go_at_once() -> None:
+    step = make_step(build(Chance), Training())
+    gc.collect()
+    gc.disable()
+    try:
+        before = blocks_alive()
+        assert find_unlike(step)[0]
+        assert blocks_alive() == before
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("worst", [math.nan, math.inf])

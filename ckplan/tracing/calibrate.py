@@ -302,6 +302,7 @@ def _seconds_of(run: _Run, device: torch.device) -> tuple[float, object]:
 def launch_seconds(device: torch.device) -> float:
     """What the CPU needs to hand one small op to a GPU."""
     small = torch.zeros(1, device=device)
+    small.add_(1)  # the first time loads its kernel
     torch.cuda.synchronize(device)
     start = time.perf_counter()
     for _ in range(_LAUNCHES):

@@ -8,7 +8,8 @@ the step is run again on real ones, and the graph says so.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ from ckplan.tracing.trace import Build, Scope, Traced, trace, trace_real
 from ckplan.tracing.watch import states_kept
 from ckplan.training.fingerprint import fingerprint
 from ckplan.training.loading import WorkloadSpec
+from ckplan.training.memory import given_back
 from ckplan.training.step import AS_IT_SAYS, Training
 from ckplan.training.workload import Workload, as_workload, on_device, tensors_of
 
@@ -83,7 +85,7 @@ def profile_workload(
         del scope
         return make()
 
-    with states_kept():
+    with _left_as_it_is(target):
         return _profile(build, training, target, fresh, replay, progress)
 
 
@@ -141,7 +143,7 @@ def profile(
     """
     sharding = Sharding(shard, world_size, tuple(units)) if shard else None
     workload = as_workload((model, batch, loss), "the call of profile()")
-    here = next((p.device.type for p in model.parameters()), "cpu")
+    here = next((str(p.device) for p in model.parameters()), "cpu")
     target = find_target(device or (here if gpu is None else "cuda"), gpu)
 
     def build(scope: Scope | None) -> Workload:
@@ -156,9 +158,17 @@ def profile(
         return Workload(model, batch, workload.loss)
 
     training = Training(optimizer, amp, accumulate, clip, scaler)
-    with states_kept():
+    with _left_as_it_is(target):
         graph = _profile(build, training, target, fresh, replay, progress)
     return sharded(graph, sharding) if sharding else graph
+
+
+@contextmanager
+def _left_as_it_is(target: Target) -> Iterator[None]:
+    """Random states stay as they are, and a GPU has the memory that it had."""
+    target.begin()
+    with states_kept(), given_back(target.placed):
+        yield
 
 
 def _generators_of(model: nn.Module) -> dict[int, Any]:
@@ -207,7 +217,12 @@ def _profile(
     if not (replay and target.is_here):
         return graph
     tell("running forward twice", 0, 0)
-    return repeated(graph, lambda: on_device(unplanned(None), target.placed), training)
+    return repeated(
+        graph,
+        lambda: on_device(unplanned(None), target.placed),
+        training,
+        target.placed,
+    )
 
 
 def _as_graph(

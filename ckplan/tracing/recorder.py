@@ -374,6 +374,7 @@ class StepRecorder(TorchDispatchMode):
     ) -> None:
         super().__exit__(kind, error, trace)
         self._keep.clear()
+        self._modules.clear()  # whose storages, until they die, hold this recorder
 
 
 def nodes_below(loss: torch.Tensor) -> list[torch.autograd.graph.Node]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -26,9 +26,10 @@ from ckplan.simulate import simulate
 from ckplan.tracing.fake import EMPTY
 from ckplan.tracing.hazards import NEITHER, PROGRAMS
 from ckplan.tracing.watch import states_kept
+from ckplan.training.allocator import CPU
 from ckplan.training.failures import check_finite, first_line
 from ckplan.training.first_calls import make_first_calls
-from ckplan.training.memory import available_bytes
+from ckplan.training.memory import left_on
 from ckplan.training.randomness import torch_put_back
 from ckplan.training.step import Training, TrainingStep, call_model, pick_loss
 from ckplan.training.workload import Workload, tensors_of
@@ -39,18 +40,24 @@ NOTE_NOT = "forward was not run twice to compare: "
 _MOST_COPIED_BYTES, _MOST_FLOPS = 1 << 29, 5 * 10**11
 
 
-def repeated(graph: Graph, build: Callable[[], Workload], training: Training) -> Graph:
+def repeated(
+    graph: Graph,
+    build: Callable[[], Workload],
+    training: Training,
+    device: torch.device = CPU,
+) -> Graph:
     """Add the hazards that running forward twice finds, if the model is small.
 
     Args:
         graph: The recorded step.
         build: Makes its workload, on real tensors.
         training: For its autocast.
+        device: Where those are.
 
     Raises:
         WorkloadError: The loss is NaN or infinite, which fake tensors do not show.
     """
-    if not _is_small(graph):
+    if not _is_small(graph, device):
         return _noted(graph, NOTE_NOT + "it is too large")
     try:
         make_first_calls()
@@ -70,12 +77,12 @@ def repeated(graph: Graph, build: Callable[[], Workload], training: Training) ->
     return _noted(graph, NOTE_DIFFERENT if more else NOTE_SAME)
 
 
-def _is_small(graph: Graph) -> bool:
+def _is_small(graph: Graph, device: torch.device) -> bool:
     """Whether its forward can be run on real tensors, and soon."""
     kinds = graph.bytes_by_kind
     copied_bytes = kinds["parameter"] + kinds["buffer"] + kinds["input"]
     flops = sum(op.flops for op in graph.ops[: graph.num_forward])
-    fits = 2 * simulate(graph).peak_bytes <= available_bytes()
+    fits = 2 * simulate(graph).peak_bytes <= left_on(device)
     return fits and copied_bytes <= _MOST_COPIED_BYTES and flops <= _MOST_FLOPS
 
 
@@ -158,10 +165,13 @@ class _Watch:
                 self.ended(module, output)
                 self.stack.pop()
 
-        for module in fqns:
-            module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
-            module.register_forward_hook(leave, with_kwargs=True)
-        yield
+        with ExitStack() as hooks:  # which hold the model that holds them
+            for module in fqns:
+                before = module.register_forward_pre_hook
+                hooks.callback(before(enter, prepend=True, with_kwargs=True).remove)
+                after = module.register_forward_hook
+                hooks.callback(after(leave, with_kwargs=True).remove)
+            yield
 
     active = True
 

@@ -9,6 +9,7 @@ import torch
 from ckplan.errors import CkplanError
 from ckplan.gpus import Gpu, find
 from ckplan.tracing.cuda.words import Capability
+from ckplan.training.failures import first_line
 
 DEFAULT_GPU = "A100 40GB"
 """The card that CUDA means where there is none and none is named."""
@@ -35,9 +36,31 @@ class Target:
         assert self.gpu is not None, "internal error: no card to translate to"
         return self.gpu.capability
 
+    def begin(self) -> None:
+        """Let CUDA begin, where the step is to run on a GPU that is here.
+
+        What that takes of the CPU's memory is not the step's; and only from then on
+        has the GPU a random state, to be put back when all is done.
+
+        Raises:
+            CkplanError: The GPU has nothing to give.
+        """
+        if self.is_here and self.device.type == "cuda":
+            try:
+                torch.empty(1, device=self.device)
+            except RuntimeError as error:
+                raise CkplanError(
+                    f"cannot use {self.device}: {first_line(error)}",
+                    needed="a GPU that has memory left",
+                    hint="close what else runs there, or set CUDA_VISIBLE_DEVICES='' "
+                    "to do without it",
+                ) from error
+
 
 def find_target(device: str, gpu: str | None) -> Target:
     """Check where a step is to run.
+
+    A card whose kernels are others than those of the GPU that is here is not here.
 
     Args:
         device: ``cpu``, ``cuda`` or ``cuda:1``.
@@ -53,6 +76,18 @@ def find_target(device: str, gpu: str | None) -> Target:
             needed="cpu or cuda; cuda needs no GPU",
             hint="--device cpu",
         )
-    is_here = name == "cpu" or torch.cuda.is_available()
-    card = gpu if is_here else gpu or DEFAULT_GPU
-    return Target(torch.device(device), find(card) if card else None, is_here)
+    card = find(gpu) if gpu else None
+    if name == "cpu":
+        return Target(torch.device(device), card, is_here=True)
+    if not torch.cuda.is_available():
+        return Target(torch.device(device), card or find(DEFAULT_GPU), is_here=False)
+    if int(number or 0) >= (count := torch.cuda.device_count()):
+        raise CkplanError(
+            f"cannot use {device}: GPUs of this machine: {count}",
+            needed=f"a number below {count}",
+            hint="--device cuda",
+        )
+    is_like = card is None or card.capability == torch.cuda.get_device_capability(
+        device
+    )
+    return Target(torch.device(device), card, is_like)

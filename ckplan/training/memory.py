@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+import torch
 
 _MEMINFO, _STATUS = Path("/proc/meminfo"), Path("/proc/self/status")
 
@@ -25,6 +28,28 @@ def available_bytes() -> int:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):
         return 1 << 62
+
+
+def left_on(device: torch.device) -> int:
+    """Bytes that tensors on a device may still take, what its allocator keeps too."""
+    if device.type != "cuda":
+        return available_bytes()
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + kept
+
+
+@contextmanager
+def given_back(device: torch.device) -> Iterator[None]:
+    """Let a GPU's allocator keep nothing afterwards that no tensor is in.
+
+    Other processes could not have it, such as those that verify a plan.
+    """
+    try:
+        yield
+    finally:
+        if device.type == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()
 
 
 @contextmanager
