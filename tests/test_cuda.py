@@ -406,6 +406,19 @@ def test_a_mask_of_odd_length_is_padded_and_the_math_path_drops_with_bools(
     assert not {"bernoulli_", "bernoulli"} & {*ops.names}
 
 
+def test_a_mask_of_truths_becomes_what_is_added_in_one_op(seen: Any) -> None:
+    ops = seen(A100)
+    x, mask = torch.randn(1, 2, 16, 32, requires_grad=True), torch.ones(16, 16) > 0
+    before = len(ops.names)
+    F.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+    made = ops.names[before : ops.names.index(EFFICIENT)]
+    assert [name for name in made if name not in ("expand", "detach")] == [
+        "scalar_tensor",
+        "scalar_tensor",
+        "where",
+    ]
+
+
 def test_multihead_attention_of_torch_drops_with_bools() -> None:
     layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.1, batch_first=True)
     names = forward_names(on_cuda(layer, torch.randn(2, 16, 64)))

@@ -163,8 +163,8 @@ def _additive(asked: Asked) -> _Tensor | None:
     mask = asked.mask
     if mask is None or mask.dtype != torch.bool:
         return mask
-    zero = torch.zeros((), dtype=asked.query.dtype, device=mask.device)
-    return torch.where(mask.logical_not(), -math.inf, zero)
+    least = torch.scalar_tensor(-math.inf, dtype=asked.query.dtype, device=mask.device)
+    return torch.where(mask, 0.0, least)
 
 
 def _aligned(mask: _Tensor) -> _Tensor:
