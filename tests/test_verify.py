@@ -596,18 +596,19 @@ def test_a_cap_is_for_gpus_and_becomes_a_share_of_theirs(
     with pytest.raises(CkplanError, match="cannot cap the memory of cpu") as caught:
         verify(MLP, None, cap_bytes=1000)
     assert len(str(caught.value).splitlines()) == 3
-    told: list[tuple[float, torch.device]] = []
+    told: list[tuple[float, int]] = []
     card = types.SimpleNamespace(total_memory=80 * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
     monkeypatch.setattr(
         torch.cuda,
         "set_per_process_memory_fraction",
-        lambda share, device: told.append((share, device)),
+        lambda share, number: told.append((share, number)),
     )
-    device = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
     for cap_bytes in (20 * 2**30, 100 * 2**30, None):
-        cap_memory(cap_bytes, device)
-    assert told == [(0.25, device), (1.0, device)]
+        cap_memory(cap_bytes, torch.device("cuda", 1))
+    cap_memory(20 * 2**30, torch.device("cuda"))
+    assert told == [(0.25, 1), (1.0, 1), (0.25, 2)]  # torch wants a number
 
 
 def test_what_a_model_holds_from_step_to_step_is_counted_once(tmp_path: Path) -> None:

@@ -215,7 +215,8 @@ def cap_memory(cap_bytes: int | None, device: torch.device) -> None:
     if cap_bytes is not None:
         total_bytes = torch.cuda.get_device_properties(device).total_memory
         share = min(1.0, cap_bytes / total_bytes)
-        torch.cuda.set_per_process_memory_fraction(share, device)
+        number = torch.cuda.current_device() if device.index is None else device.index
+        torch.cuda.set_per_process_memory_fraction(share, number)
 
 
 def _mark(name: str) -> None:
