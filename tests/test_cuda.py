@@ -44,7 +44,8 @@ from ckplan.tracing.target import Target, find_target
 from ckplan.training.workload import Workload
 
 ROOT = Path(__file__).parent.parent
-A100, HOPPER, TURING = (8, 0), (9, 0), (7, 5)
+A100, HOPPER, TURING, BLACKWELL = (8, 0), (9, 0), (7, 5), (10, 0)
+SINCE = torch.__version__
 
 
 def block(num_bytes: int) -> int:
@@ -343,9 +344,12 @@ def seen() -> Iterator[Callable[[tuple[int, int]], Any]]:
         ((8, 6), HALF, {"width": 256, "dropout_p": 0.1}, EFFICIENT),
         (HOPPER, HALF, {}, CUDNN),
         (HOPPER, HALF, {"mask": True}, CUDNN),
-        (HOPPER, HALF, {"dropout_p": 0.1}, FLASH),
+        (HOPPER, HALF, {"mask": True, "width": 264}, EFFICIENT),
+        (HOPPER, HALF, {"dropout_p": 0.1}, CUDNN if SINCE < (2, 12) else FLASH),
         (HOPPER, HALF, {"dropout_p": 0.125}, CUDNN),
-        (HOPPER, HALF, {"width": 136}, FLASH),
+        (HOPPER, HALF, {"width": 136}, CUDNN if SINCE < (2, 14) else FLASH),
+        (BLACKWELL, HALF, {}, CUDNN),
+        (BLACKWELL, HALF, {"width": 136}, FLASH),
         (HOPPER, FULL, {}, EFFICIENT),
         ((12, 0), HALF, {}, FLASH),
     ],
@@ -404,6 +408,15 @@ def test_a_mask_of_odd_length_is_padded_and_the_math_path_drops_with_bools(
         F.scaled_dot_product_attention(x, x, x, dropout_p=0.1)
     assert "native_dropout" in ops.names
     assert not {"bernoulli_", "bernoulli"} & {*ops.names}
+
+
+def test_cudnn_has_no_gradient_for_a_mask(seen: Any) -> None:
+    ops = seen(HOPPER)
+    x = torch.randn(1, 2, 16, 32, dtype=HALF, requires_grad=True)
+    bias = torch.zeros(16, 16, dtype=HALF, requires_grad=True)
+    F.scaled_dot_product_attention(x, x, x, attn_mask=bias)
+    F.scaled_dot_product_attention(x, x, x, attn_mask=bias.detach())
+    assert ops.names.count(EFFICIENT) == ops.names.count(CUDNN) == 1
 
 
 def test_a_mask_of_truths_becomes_what_is_added_in_one_op(seen: Any) -> None:

@@ -33,6 +33,8 @@ _NAMES = {
     _MATH: "math kernel, which keeps all scores",
 }
 _MASK_ALIGNMENT = 8  # elements
+_ANY_DROPOUT = torch.__version__ < (2, 12)  # in cuDNN's kernel; later sixteenths
+_WIDE_ON_HOPPER = torch.__version__ < (2, 14)
 _NEWEST = (12, 1)  # capability that the fused kernels are built for
 
 
@@ -239,6 +241,8 @@ def _efficient_fits(asked: Asked, capability: Capability) -> bool:
 
 def _cudnn_fits(asked: Asked, capability: Capability) -> bool:
     widths = [t.shape[-1] for t in asked.tensors]
+    widest = 256 if capability == (9, 0) and _WIDE_ON_HOPPER else 128
+    learned = asked.mask is not None and asked.mask.requires_grad
     single = asked.key.shape[-2] == 1 or (
         asked.dropout > 0 and asked.query.shape[-2] == 1
     )
@@ -247,8 +251,9 @@ def _cudnn_fits(asked: Asked, capability: Capability) -> bool:
         and (8, 0) <= capability <= _NEWEST
         and _is_dense(asked, HALVES)
         and not torch.are_deterministic_algorithms_enabled()
-        and (asked.dropout * 16).is_integer()
-        and not any(width % 8 or width > 128 for width in widths)
+        and (_ANY_DROPOUT or (asked.dropout * 16).is_integer())
+        and not any(width % 8 or width > widest for width in widths)
+        and not learned
         and not single
         and _heads_match(asked, grouped=True)
         and _rows_are_whole(asked, or_single=True)
