@@ -16,6 +16,7 @@ from ckplan import applying
 from ckplan.errors import WorkloadError
 from ckplan.graph import Graph
 from ckplan.simulate import simulate
+from ckplan.training.failures import first_line, is_out_of_memory
 from ckplan.training.loading import WorkloadSpec
 from ckplan.training.optimizers import OPTIMIZERS
 from ckplan.training.randomness import draws
@@ -86,6 +87,22 @@ def test_peaks_are_as_predicted_and_results_the_same(training: Training) -> None
     measured = measured_peak(workload, training)
     assert plan.predicted.peak_bytes == pytest.approx(measured, rel=0.003)
     assert measured <= (plan.budget_bytes or 0)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 1.00 GiB free. "
+        "Of the allocated memory 77.00 GiB is allocated by PyTorch",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "NVML_SUCCESS == r INTERNAL ASSERT FAILED at CUDACachingAllocator.cpp",
+    ],
+)
+def test_a_gpu_wants_memory_in_several_words(text: str) -> None:
+    error = RuntimeError(text)
+    assert is_out_of_memory(error)
+    assert len(first_line(error)) < 80
+    assert not is_out_of_memory(RuntimeError("CUDA error: invalid device ordinal"))
 
 
 def test_a_trace_remembers_how_it_was_trained() -> None:

@@ -6,8 +6,8 @@ larger than the machine can be traced; else on real ones, and the trace says so.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -15,7 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ckplan.errors import CkplanError, WorkloadError
-from ckplan.tracing.cuda import dispatched, translated
+from ckplan.tracing.cuda import dispatched, present, translated
 from ckplan.tracing.fake import KnownValues, fake_tensors, why_not_fake
 from ckplan.tracing.recorder import StepRecorder
 from ckplan.tracing.recording import Recording
@@ -70,7 +70,7 @@ def trace(build: Build, training: Training, target: Target) -> Traced:
     if not target.is_here:
         return _trace_elsewhere(build, training, target)
     try:
-        with fake_tensors() as scope:
+        with fake_tensors() as scope, _kernels_of(target) as words:
             traced = _watch_step(build, training, target, scope)
     except Exception as error:
         if _is_final(error):
@@ -78,7 +78,13 @@ def trace(build: Build, training: Training, target: Target) -> Traced:
         why = f"traced on real tensors: {why_not_fake(error.__cause__ or error)}"
         return trace_real(build, training, target, why)
     traced.notes.append(NOTE_FAKE)
+    traced.notes.extend(f"as CUDA does it: {what}" for what in words)
     return traced
+
+
+def _kernels_of(target: Target) -> AbstractContextManager[Iterable[str]]:
+    """What fake tensors get of the kernels of a device that is here."""
+    return present() if target.device.type == "cuda" else nullcontext(())
 
 
 def _trace_elsewhere(build: Build, training: Training, target: Target) -> Traced:

@@ -13,7 +13,14 @@ import torch
 from ckplan.errors import CkplanError, WorkloadError
 from ckplan.training import step
 
-_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "bad_alloc")
+_OUT_OF_MEMORY = (
+    "out of memory",
+    "can't allocate memory",
+    "bad_alloc",
+    "_status_alloc_failed",  # of cuBLAS and cuDNN
+    "nvml_success == r",  # where CUDA's allocator wants to say what others have
+)
+_DETAILS = " Of the allocated memory"  # with which torch's message goes on
 _NO_GPU = re.compile(
     "NVIDIA driver|CUDA driver|CUDA error|compiled with CUDA|requires CUDA support"
     "|dummy base class|without ATen_cuda|without CUDA support|support for cuda devices"
@@ -49,7 +56,8 @@ def not_followed(error: BaseException) -> str | None:
 def first_line(error: BaseException) -> str:
     """What an exception says, or its type if it says nothing."""
     what = error.what if isinstance(error, CkplanError) else str(error)
-    return next(iter(what.strip().splitlines()), type(error).__name__)
+    line = next(iter(what.strip().splitlines()), type(error).__name__)
+    return line.partition(_DETAILS)[0]
 
 
 def described(error: BaseException) -> str:

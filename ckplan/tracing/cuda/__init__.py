@@ -101,6 +101,28 @@ def dispatched(capability: Capability, gpu: Gpu | None = None) -> Iterator[Words
         yield words
 
 
+@contextmanager
+def present() -> Iterator[Words]:
+    """A scope in which fake tensors on a GPU that is here get what its kernels return.
+
+    Torch knows the card and dispatches to its ops; of some, its fake kernels return
+    other types or sizes than the real ones.
+
+    Yields:
+        What was done in place of torch, in words, as far as the scope has come.
+    """
+    words = Words()
+    with ExitStack() as stack:
+        casts = Autocast(words, "cuda").recurrent
+        stack.enter_context(_registered("AutocastCUDA", casts))
+        recurrent = _for_fakes(Kernels(words).recurrent)
+        stack.enter_context(_registered("AutogradCUDA", recurrent))
+        stack.enter_context(_weights_apart())
+        outputs = stack.enter_context(Outputs(words))
+        stack.enter_context(outputs.answering())
+        yield words
+
+
 def _weights_apart() -> AbstractContextManager[object]:
     """A scope in which recurrent nets do not ask where their weights lie.
 
