@@ -274,7 +274,7 @@ E cublasLtMatmulAlgoGetHeuristic(void *h, void *d, void *a, void *b, void *c, vo
 }
 
 /* ---- cuDNN: one engine for everything, that needs no workspace ---- */
-size_t cudnnGetVersion(void) { return 92000; }
+size_t cudnnGetVersion(void) { return number("DUMMY_GPU_CUDNN", 92000); }
 size_t cudnnGetCudartVersion(void) { return 13000; }
 const char *cudnnGetErrorString(int e) { return e ? "not there" : "no error"; }
 void cudnnGetLastErrorString(char *s, size_t n) { if (n) *s = 0; }
@@ -343,7 +343,7 @@ E nvmlInit_v2(void) { return 0; }
 E nvmlDeviceGetHandleByPciBusId_v2(const char *id, void **h) { return made(h); }
 E nvmlDeviceGetNvLinkRemoteDeviceType(void) { return 3; }
 E nvmlDeviceGetNvLinkRemotePciInfo_v2(void) { return 3; }
-E nvmlDeviceGetComputeRunningProcesses(void) { return 3; }
+E nvmlDeviceGetComputeRunningProcesses(void *h, unsigned *n, void *out) { *n = 0; return 0; }
 E nvmlDeviceGetGpuFabricInfoV(void *h, void *info) { return 0; }  /* state 0: not supported */
 E nvmlSystemGetCudaDriverVersion_v2(int *v) { *v = 13020; return 0; }
 E cudnnGetProperty(int what, int *v) { *v = what == 0 ? 9 : what == 1 ? 20 : 0; return 0; }
