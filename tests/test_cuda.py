@@ -849,6 +849,23 @@ TWO_WAYS: dict[str, Callable[[], Workload]] = {
 
 
 @built
+def test_constants_are_moved_to_the_gpu_unseen_as_where_there_is_one() -> None:
+    class Caching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            none = torch.tensor([], dtype=x.dtype, device=x.device)
+            seen = torch.tensor([2.0]).to(x.device)
+            return torch.cat([none, self.inner(x).flatten()]) * seen
+
+    graph = on_cuda(Caching(), torch.randn(4, 8))
+    assert any("fake CUDA tensors" in note for note in graph.notes)
+    assert forward_names(graph).count("_to_copy") == 1
+
+
+@built
 @pytest.mark.parametrize("make", TWO_WAYS.values(), ids=TWO_WAYS)
 @pytest.mark.parametrize("amp", [None, "bf16", "fp16"])
 @pytest.mark.parametrize("gpu", ["A100 40GB", "T4", "H100"])

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import wraps
 from types import TracebackType
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -45,6 +47,35 @@ from ckplan.tracing.watch import Watch
 from ckplan.training.randomness import seeing_states
 
 _DIFFERENTIATED = "is differentiated before forward is over"
+
+
+_making: list[object] = []  # constants now, by functions that no mode looks into
+
+
+@contextmanager
+def constants_moved_unseen() -> Iterator[None]:
+    """A scope in which nobody sees how ``torch.tensor`` moves what it made to a GPU.
+
+    Without a GPU, torch lets its modes see that. With one it does not, and plans count
+    ops as they are seen there.
+    """
+
+    def unseen(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        @wraps(make)
+        def call(*args: Any, **kwargs: Any) -> torch.Tensor:
+            _making.append(make)
+            try:
+                return make(*args, **kwargs)
+            finally:
+                _making.pop()
+
+        return call
+
+    with ExitStack() as stack:
+        for name in ("tensor", "as_tensor"):
+            patched = mock.patch.object(torch, name, unseen(getattr(torch, name)))
+            stack.enter_context(patched)
+        yield
 
 
 class StepRecorder(TorchDispatchMode):
@@ -149,6 +180,8 @@ class StepRecorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._paused or func.is_view or func.namespace == "prim":
             return func(*args, **kwargs)  # no bytes are made or changed
+        if _making and func is torch.ops.aten._to_copy.default:
+            return func(*args, **kwargs)
         func, args = self._in_place.instead_of(func, args)
         flat, spec = pytree.tree_flatten((args, kwargs))
         reads = self._numbers(flat, "buffer", BEFORE_STEP)

@@ -41,6 +41,7 @@ from ckplan.tracing.cuda.kernels import Kernels
 from ckplan.tracing.cuda.outputs import Outputs
 from ckplan.tracing.cuda.pretend import amp_on, answered, on_cpu
 from ckplan.tracing.cuda.words import Capability, Words, composite
+from ckplan.tracing.recorder import constants_moved_unseen
 from ckplan.tracing.stepping import stepping
 
 
@@ -96,6 +97,7 @@ def dispatched(capability: Capability, gpu: Gpu | None = None) -> Iterator[Words
         stack.enter_context(amp_on())
         stack.enter_context(_weights_apart())
         stack.enter_context(stepping())
+        stack.enter_context(constants_moved_unseen())
         outputs = stack.enter_context(Outputs(words))
         stack.enter_context(outputs.answering())
         yield words
