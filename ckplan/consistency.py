@@ -79,7 +79,7 @@ def _bad_storages(graph: Graph) -> Iterator[str]:
 def _bad_saved(graph: Graph) -> Iterator[str]:
     for saved in graph.saved:
         known = _within((saved.storage,), 0, len(graph.storages))
-        when = (saved.at, saved.wanted, saved.done)
+        when = (saved.at, saved.wanted, saved.done, saved.used)
         timed = _within(when, -1, len(graph.ops) + 1)
         called = _within((saved.call,), OUTSIDE_CALLS, len(graph.calls))
         if not (known and called and timed):
@@ -205,6 +205,8 @@ def _of_saved(graph: Graph) -> Iterator[str]:
             yield f"{name} is wanted by op {saved.wanted}, too early or too late"
         if saved.done < max(saved.wanted, saved.at - 1):
             yield f"{name} is let go by op {saved.done}, too early"
+        if not saved.wanted <= saved.used <= saved.done:
+            yield f"{name} is used by op {saved.used}, too early or too late"
         if saved.call >= 0:
             call = graph.calls[saved.call]
             if not call.start <= saved.at <= call.stop:

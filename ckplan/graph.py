@@ -33,7 +33,7 @@ from ckplan.records import (
 if TYPE_CHECKING:
     import networkx
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 MEASURED = "measured"
 """Where the seconds of a graph come from, unless it says otherwise."""
 

@@ -108,8 +108,8 @@ def _run_again(view: RegionView, first: int, effect: Effect) -> None:
     graph = view.graph
     until: dict[int, int] = {}
     for _, saved in view.made:
-        if saved.done >= first:
-            until[saved.storage] = max(until.get(saved.storage, 0), saved.done)
+        if saved.used >= first:  # torch's checkpoint gives it to the node for good
+            until[saved.storage] = max(until.get(saved.storage, 0), saved.used)
     gap = 2 * first
     found = random_state_bytes(graph) + sum(
         graph.storages[storage].bytes for storage in view.buffers()

@@ -88,6 +88,7 @@ class Saved:
     at: int  # number of ops that had run
     wanted: int  # backward op before which it is unpacked; -1: never
     done: int  # last moment that autograd holds it
+    used: int  # last moment that the node does; the engine may yet cast what it gives
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,7 +74,9 @@ def dumps(graph: Graph) -> str:
         ],
         "ops": ops,
         "storages": [[s.bytes, s.kind, s.maker, s.last] for s in graph.storages],
-        "saved": [[s.storage, s.call, s.at, s.wanted, s.done] for s in graph.saved],
+        "saved": [
+            [s.storage, s.call, s.at, s.wanted, s.done, s.used] for s in graph.saved
+        ],
         "encodings": [
             [*row[:-2], round(row[-2], 9), round(row[-1], 9)]
             for row in map(astuple, graph.encodings)

@@ -1,8 +1,9 @@
 """Proves what PyTorch's CUDA allocator would say, beside what it says on a dummy GPU.
 
 Every workload is profiled for a card, in float32 and under autocast to bfloat16, and
-planned for the middle between its peak and the floor. Two steps then run, unplanned and
-planned, in processes of their own, on a GPU that computes nothing
+planned for the middle between its peak and the floor. Then steps run in processes of
+their own, unplanned, planned and with every layer run again (``by: rerun``), on a GPU
+that computes nothing
 (``scripts/_dummy_gpu.py``): dispatch to CUDA's kernels, autograd's streams and the
 caching allocator are torch's own. Predicted stands beside what the allocator says:
 "peak" is what tensors and kernels asked for (``requested_bytes``), "allocated" the
@@ -28,7 +29,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, NoReturn
@@ -54,9 +55,11 @@ from ckplan import gpus, plan_file
 from ckplan.allocations import replayed
 from ckplan.applying.regions import apply
 from ckplan.errors import CkplanError
+from ckplan.plan import Plan, plan_fingerprint
+from ckplan.region import Region
+from ckplan.resolve import describe
 from ckplan.simulate import Timeline
 from ckplan.solving.planner import Planner
-from ckplan.solving.solve import to_plan
 from ckplan.tracing.fake import KnownValues
 from ckplan.tracing.profile import profile_workload
 from ckplan.training.allocator import on_gpu
@@ -105,7 +108,7 @@ class Bytes(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """One step of a workload, unplanned or planned."""
+    """One step of a workload, unplanned, planned or with every layer run again."""
 
     workload: str
     types: str
@@ -188,7 +191,7 @@ def main() -> int:
 
 
 def rows_of(name: str, types: str, gpu: gpus.Gpu, library: Path) -> Iterator[Row]:
-    """Both steps of one workload."""
+    """The steps of one workload."""
     say(f"{name}, {types}")
     torch.manual_seed(0)
     try:
@@ -203,15 +206,21 @@ def rows_of(name: str, types: str, gpu: gpus.Gpu, library: Path) -> Iterator[Row
         return
     planner = Planner(graph)
     middle = (planner.unplanned.peak_bytes + planner.floor.peak_bytes) // 2
+    steps: list[tuple[str, Timeline, Sequence[Region]]] = [
+        ("unplanned", planner.unplanned, ())
+    ]
     solution = planner.solve(middle)
+    steps.append(("planned", solution.timeline, solution.regions))
+    steps += (("run again", *found) for found in planner.everyday.plans)
     path = library.parent / "plan.yaml"
-    plan_file.save(to_plan(graph, solution), path, force=True)
-    for step, timeline, plan in (
-        ("unplanned", solution.unplanned, ""),
-        ("planned", solution.timeline, str(path)),
-    ):
+    for step, timeline, regions in steps:
+        plan = Plan(
+            fingerprint=plan_fingerprint(graph.fingerprint),
+            regions=describe(graph, regions),
+        )
+        plan_file.save(plan, path, force=True)
         done = subprocess.run(
-            [sys.executable, __file__, "--step", name, types, plan],
+            [sys.executable, __file__, "--step", name, types, str(path)],
             env=environment(library, gpu),
             capture_output=True,
             text=True,
@@ -238,8 +247,7 @@ def take_steps(name: str, types: str, plan: str) -> NoReturn:
     values = [tensor.clone() for tensor in known]
     workload = on_device(workload, CUDA)
     known = [*workload.model.buffers(), *tensors_of(workload.batch)]
-    if plan:
-        apply(workload.model, plan_file.load(Path(plan)))
+    apply(workload.model, plan)
     follow = FollowedValues()
     follow.learn_all(known, values)
     step = make_step(workload, TYPES[types])

@@ -174,7 +174,7 @@ class Forward:
             The storages of its outputs: those written, then those made.
         """
         at, call = len(self._ops), self._stack[-1]
-        self._saved += ((at, Saved(s, call, at, -1, -1)) for s in saves)
+        self._saved += ((at, Saved(s, call, at, -1, -1, -1)) for s in saves)
         made = [self._storage(size, "activation", at) for size in makes]
         outputs = (*writes, *made)
         self._run(name, call, reads, writes, outputs)
@@ -189,7 +189,7 @@ class Forward:
     def save(self, *storages: int) -> None:
         """Let autograd keep storages for the last op, as they are after it."""
         at, call = len(self._ops), self._stack[-1]
-        self._saved += ((at - 1, Saved(s, call, at, -1, -1)) for s in storages)
+        self._saved += ((at - 1, Saved(s, call, at, -1, -1, -1)) for s in storages)
 
     def graph(self, model: str = "Model") -> Graph:
         """Return the whole step; nothing may be added afterwards."""
@@ -203,8 +203,9 @@ class Forward:
             ops=tuple(self._ops),
             storages=self._storages_with_last(num_forward),
             saved=tuple(
-                replace(saved, wanted=done.get(op, -1), done=done.get(op, num_forward))
+                replace(saved, wanted=done.get(op, -1), done=until, used=until)
                 for op, saved in self._saved
+                for until in [done.get(op, num_forward)]
             ),
             calls=tuple(self._calls),
             num_forward=num_forward,
@@ -376,8 +377,11 @@ def _disturbed(graph: Graph, rng: Random) -> Graph:
         changed = any(saved.storage in op.writes for op in later)
         if saved.wanted < 0 or changed or rng.random() < 0.1:
             done = min(graph.num_forward + rng.randint(0, 3), last)
-            return replace(saved, wanted=-1, done=max(done, graph.num_forward))
-        return replace(saved, done=min(saved.wanted + rng.choice((0, 0, 1)), last))
+            done = max(done, graph.num_forward)
+            return replace(saved, wanted=-1, done=done, used=done)
+        used = min(saved.wanted + rng.choice((0, 0, 1)), last)
+        done = min(used + rng.choice((0, 0, 1)), last)
+        return replace(saved, done=done, used=used)
 
     def storage_again(storage: Storage) -> Storage:
         if storage.kind == "activation" and rng.random() < 0.1:

@@ -647,6 +647,9 @@ class _Rerun(_Region):
                     self.memory.hold(storage, ("region", self.span))
 
     def let_go(self, done: int) -> None:
+        for j in self.dropped:
+            if self.graph.saved[j].used == done:
+                self.memory.let_go_all(("again", j))
         if done == self._done:
             self.memory.let_go_all(("region", self.span))
         if done == self.stop - 1:  # what is as it was need not be put back
@@ -675,8 +678,8 @@ class _Rerun(_Region):
             most = max(most, self.memory.bytes + self.graph.ops[at].workspace_bytes)
             for j in self.saves:
                 saved = self.graph.saved[j]
-                if saved.at == at + 1 and j in self.dropped and saved.done >= now:
-                    self.memory.hold(("again", self.span, saved.storage), ("saved", j))
+                if saved.at == at + 1 and j in self.dropped and saved.used >= now:
+                    self.memory.hold(("again", self.span, saved.storage), ("again", j))
             for s, storage in enumerate(self.graph.storages):
                 if storage.last == at:
                     self.memory.let_go(("again", self.span, s), running)

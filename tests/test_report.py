@@ -79,7 +79,7 @@ def chain_graph(*layers: tuple[str, int], own_bytes: int = 0) -> Graph:
             Storage(4, "activation", num_forward - 1, num_forward),
         ),
         saved=tuple(
-            Saved(i + 1, owner, i + 1, backward_of[i], backward_of[i])
+            Saved(i + 1, owner, i + 1, *[backward_of[i]] * 3)
             for i, owner in enumerate(owners)
         ),
         calls=tuple(calls),

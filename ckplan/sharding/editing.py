@@ -100,8 +100,8 @@ class _Edit:
         at = self._moved(saved.at - 1) + 1
         if saved.call >= 0:
             at = max(at, calls[saved.call].start)
-        wanted, done = map(self._moved, (saved.wanted, saved.done))
-        return replace(saved, at=at, wanted=wanted, done=done)
+        wanted, done, used = map(self._moved, (saved.wanted, saved.done, saved.used))
+        return replace(saved, at=at, wanted=wanted, done=done, used=used)
 
     def _storage(self, made: Made) -> Storage:
         maker = self._place[id(made.maker)]

@@ -218,7 +218,7 @@ def all_encodings(graph: Graph, flow: Flow) -> dict[int, Encoding]:
 
 def _alive_for_free(graph: Graph, moment: int) -> set[int]:
     """Storages alive at a moment whatever is dropped: held by the step, or in use."""
-    in_use = {s.storage for s in graph.saved if 0 <= s.wanted <= moment <= s.done}
+    in_use = {s.storage for s in graph.saved if 0 <= s.wanted <= moment <= s.used}
     return in_use | {
         number
         for number, storage in enumerate(graph.storages)

@@ -250,7 +250,10 @@ class Menus:
             self.signature(unit),
             unit if changed else None,  # what is overwritten may be needed until then
             tuple(last - first for first, last in windows),
-            tuple((place(2 * s.wanted), place(2 * s.done)) for _, s in view.made),
+            tuple(
+                (place(2 * s.wanted), place(2 * s.done), place(2 * s.used))
+                for _, s in view.made
+            ),
             tuple(map(ends, dict.fromkeys(view.flow.storage_of))),
         )
         return self._rhythms.setdefault(found, len(self._rhythms))

@@ -77,7 +77,14 @@ def build_graph(
         ops=ops,
         storages=tuple(_storage(recording, old) for old in keep),
         saved=tuple(
-            Saved(renamed[s.storage], call_number[s.call], s.at, s.wanted, s.done)
+            Saved(
+                renamed[s.storage],
+                call_number[s.call],
+                s.at,
+                s.wanted,
+                s.done,
+                s.done if s.wanted < 0 else s.used,
+            )
             for s in saves
         ),
         calls=calls,

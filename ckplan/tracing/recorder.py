@@ -312,6 +312,7 @@ class StepRecorder(TorchDispatchMode):
         def gone(address: int, number: int) -> None:
             del number
             self._ids.pop(address, None)
+            saved.used = max(saved.used, len(self.recording.ops) - 1)
             self.released(packed_number)
 
         packed_number = packed.number

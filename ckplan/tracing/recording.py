@@ -90,6 +90,7 @@ class RawSaved:
     at: int
     wanted: int = -1
     done: int = -1
+    used: int = -1
 
 
 @dataclass(slots=True)
