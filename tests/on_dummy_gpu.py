@@ -10,10 +10,13 @@ import random
 import sys
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 
+import ckplan
 from ckplan.caching_allocator import Block, CachingAllocator
+from ckplan.plan import Plan, PlannedRegion
 from ckplan.tracing.cuda.reductions import Processors, Reduction, put_aside
 from ckplan.training.allocator import on_gpu
 
@@ -114,5 +117,38 @@ def caching_allocator() -> None:
     assert most == found.allocated_peak_bytes
 
 
+class OnTwoStreams(torch.nn.Module):
+    """Computes one half of what it returns beside the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.side = torch.nn.Linear(64, 64), torch.cuda.Stream()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, main = torch.tanh(self.layer(x)), torch.cuda.current_stream()
+        self.side.wait_stream(main)
+        with torch.cuda.stream(self.side):
+            gate = torch.sigmoid(torch.tanh(x))
+        x.record_stream(self.side)
+        main.wait_stream(self.side)
+        gate.record_stream(main)
+        return torch.sin(x) * gate
+
+
+def streams() -> None:
+    """What is rebuilt on one stream waits for what was on the other."""
+    model = torch.nn.Sequential(OnTwoStreams(), torch.nn.Linear(64, 64)).to(CUDA)
+    ckplan.apply(model, Plan(regions=(PlannedRegion("0"),)))
+    for _ in range(3):  # written down, and repeated
+        out = model(torch.empty(8, 64, device=CUDA, requires_grad=True)).sum()
+        with mock.patch.object(torch.cuda.Stream, "wait_stream", autospec=True) as wait:
+            out.backward()
+        side = model[0].side
+        main = torch.cuda.current_stream()
+        waited = [call.args for call in wait.call_args_list]
+        assert (side, main) in waited, waited
+        assert (main, side) in waited, waited
+
+
 if __name__ == "__main__":
-    {"reductions": reductions, "caching_allocator": caching_allocator}[sys.argv[1]]()
+    {f.__name__: f for f in (reductions, caching_allocator, streams)}[sys.argv[1]]()

@@ -67,5 +67,10 @@ def test_the_caching_allocator_is_torchs(library: Path, expandable: bool) -> Non
     run(there, str(ROOT / "tests" / "on_dummy_gpu.py"), *argv)
 
 
+def test_what_is_rebuilt_waits_for_other_streams(library: Path) -> None:
+    there = dummy.environment(library, gpus.find("A100 40GB"))
+    run(there, str(ROOT / "tests" / "on_dummy_gpu.py"), "streams")
+
+
 def test_a_step_takes_what_is_predicted_unplanned_and_planned() -> None:
     run(os.environ, str(ROOT / "scripts" / "allocated.py"), "--only", "mlp")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
@@ -27,6 +27,7 @@ from ckplan.applying.held import (
     view_of,
 )
 from ckplan.applying.random_state import random_state, set_random_state
+from ckplan.applying.streams import in_order
 from ckplan.encodings import Encoded, decode
 from ckplan.program import Flow, Program, Rebuild
 
@@ -82,6 +83,7 @@ class Rebuilder:
             one.settle()
         values = {value: one.tensor for value, one in self._left.held.items()}
         self._rebuild = Rebuild(program, _Kernels(self._left, values))
+        self._order = in_order(values.values())
         self._warned = False
 
     def unpack(self, ref: Ref, part: int) -> torch.Tensor:
@@ -96,6 +98,8 @@ class Rebuilder:
         """
         level = self._rebuild.level(ref.value, part)
         values = level.machine.values
+        if self._order is not None:
+            self._order.follow(self._left.tensors())
         in_grad_mode = torch.is_grad_enabled()  # with create_graph
         try:
             if ref.value not in values:
@@ -136,6 +140,14 @@ class _Leftovers:
     states: dict[int, torch.Tensor]
     runs: Counter[int]  # of steps, still to come
     generators: dict[_Place, torch.Tensor] = field(default_factory=dict)  # as found
+    present: list[dict[int, torch.Tensor]] = field(default_factory=list)  # of machines
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """All that is there now."""
+        for values in self.present:
+            yield from values.values()
+        for encoded in self.encoded.values():
+            yield encoded.data
 
     def draw_again(self, step: int) -> None:
         """Let a random step draw what it drew."""
@@ -166,6 +178,7 @@ class _Kernels:
         around: Mapping[int, torch.Tensor] | None = None,
     ) -> None:
         self.values = values
+        left.present.append(values)
         self._left = left
         self._around = around  # values of the region around this one
 
