@@ -8,21 +8,15 @@ then its workspace; what nobody holds any longer goes at the end of it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 from ckplan.caching_allocator import Block, CachingAllocator
 from ckplan.effect import LATER, Interval
-from ckplan.graph import Graph
-from ckplan.records import BEFORE_STEP
+from ckplan.records import BEFORE_STEP, MULTIPLIES
 from ckplan.simulate import Timeline
 
 _OUTPUT, _WORKSPACE, _ENCODING, _GONE = range(4)  # phases of a half moment
-
-
-MULTIPLIES = frozenset(
-    {"mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "addbmm", "dot", "_grouped_mm"}
-)
-"""Ops that go to cuBLAS, which takes a workspace in each thread with its first."""
 
 
 class Replayed(NamedTuple):
@@ -117,7 +111,7 @@ def replayed(timeline: Timeline, *, expandable: bool = False) -> Replayed:
     step = events(timeline)
     before = [event for event in step if event.moment == 0 and event.bytes]
     during, update = step[len(before) :], 2 * graph.backward_stop
-    late = {event.block: event for event in _of_cublas(before, graph)}
+    late = {event.block: event for event in _of_cublas(before, timeline)}
     state = {
         number
         for number, storage in enumerate(graph.storages)
@@ -135,14 +129,21 @@ def replayed(timeline: Timeline, *, expandable: bool = False) -> Replayed:
     return Replayed(replay(during), allocator.reserved_bytes)
 
 
-def _of_cublas(before: Sequence[Event], graph: Graph) -> Iterator[Event]:
+def _of_cublas(before: Sequence[Event], timeline: Timeline) -> Iterator[Event]:
     """Its workspaces, when the first step asks for them: forward's, then backward's."""
-    multiply = [i for i, op in enumerate(graph.ops) if op.name in MULTIPLIES]
-    backward = [i for i in multiply if i >= graph.num_forward]
-    threads = [ops[0] for ops in (multiply, backward) if ops]
+    graph = timeline.graph
+    multiplies = [op.name in MULTIPLIES for op in graph.ops]
+    moments = [2 * op + 1 for op, does in enumerate(multiplies) if does]
+    backward = [moment for moment in moments if moment > 2 * graph.num_forward]
+    backward += (
+        min(effect.spikes)
+        for effect in timeline.effects
+        if effect.spikes and any(multiplies[step] for step in effect.steps)
+    )
+    threads = [moments[:1], [min(backward)] if backward else []]
     held = (e for e in before if graph.storages[e.block].kind == "temporary")
-    for event, op in zip(held, dict.fromkeys(threads), strict=False):
-        yield event._replace(moment=2 * op + 1, phase=_OUTPUT - 1)
+    for event, moment in zip(held, chain.from_iterable(threads), strict=False):
+        yield event._replace(moment=moment, phase=_OUTPUT - 1)
 
 
 def reserved_on_card(timeline: Timeline) -> Reserved | None:

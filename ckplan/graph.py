@@ -19,6 +19,7 @@ from ckplan.consistency import contradictions
 from ckplan.errors import GraphError
 from ckplan.names import relative_path
 from ckplan.records import (
+    BEFORE_STEP,
     KINDS,
     OUTSIDE_CALLS,
     Call,
@@ -66,6 +67,15 @@ class Graph:
     def backward_stop(self) -> int:
         """First op of the optimizer."""
         return self.num_forward + self.num_backward
+
+    @cached_property
+    def not_taken(self) -> frozenset[int]:
+        """Workspaces that backward's thread keeps if it multiplies, as it does not."""
+        return frozenset(
+            number
+            for number, one in enumerate(self.storages)
+            if one.kind == "temporary" and one.last == BEFORE_STEP
+        )
 
     @cached_property
     def step_seconds(self) -> float:

@@ -13,6 +13,7 @@ from ckplan.effect import Effect, Interval
 from ckplan.errors import PlanError
 from ckplan.ledger import Ledger, Tally, random_state_bytes
 from ckplan.program import Rebuild
+from ckplan.records import MULTIPLIES
 from ckplan.region import PROGRAM, Region, RegionView
 
 
@@ -26,8 +27,12 @@ def find_effect(view: RegionView, region: Region) -> Effect:
     Raises:
         PlanError: It cannot be rebuilt, or the regions inside cannot.
     """
-    found = _program_effect if region.by == PROGRAM else _rerun_effect
-    return found(view, region)
+    effect = (_program_effect if region.by == PROGRAM else _rerun_effect)(view, region)
+    ops = view.graph.ops
+    if view.graph.not_taken and any(ops[s].name in MULTIPLIES for s in effect.steps):
+        for storage in view.graph.not_taken:
+            effect.hold(storage, 2 * len(ops))
+    return effect
 
 
 def _program_effect(view: RegionView, region: Region) -> Effect:

@@ -32,6 +32,11 @@ BATCH_NORMS = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
 """Ops that normalize by statistics of the batch, and move running ones past all notice
 of torch; or by the running ones, and then they return empty ones of the batch."""
 
+MULTIPLIES = frozenset(
+    {"mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "addbmm", "dot", "_grouped_mm"}
+)
+"""Ops that go to cuBLAS, which takes a workspace in each thread with its first."""
+
 BEFORE_STEP = -1
 """Maker of a storage that exists when the step begins."""
 OUTSIDE_CALLS = -1

@@ -281,6 +281,8 @@ class Simulator:
         """Half moments that a storage lives for, were it not for saved tensors."""
         found = self.graph.storages[storage]
         start = 0 if found.maker == BEFORE_STEP else 2 * found.maker + 1
+        if storage in self.graph.not_taken:
+            return start, start - 1
         return start, max(start, min(2 * found.last + 1, self._end))
 
     @cached_property

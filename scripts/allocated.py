@@ -73,8 +73,13 @@ CUDA = torch.device("cuda", 0)
 MOST_APART, MOST_UNDER, MOST_ALLOCATED, MOST_RESERVED = 0.003, 0.001, 0.01, 0.03
 PATIENCE_SECONDS = 600
 SEGMENT_BYTES = 20 << 20  # the allocator takes no less from a card for most blocks
+_SMALL = "many small tensors: predicted in blocks, asked for in bytes"
+_SHARED = "shared weights, which autocast casts anew for each layer that runs again"
 CAUSES = {
-    "efficientnet": "many small tensors: predicted in blocks, asked for in bytes",
+    "albert": _SHARED,
+    "policy": _SHARED,
+    "efficientnet": _SMALL,
+    "inception": _SMALL,
     "graphs": "raises under autocast, on a CPU, too: scatter of two types",
 }
 NOT_HERE = dict.fromkeys(
@@ -274,7 +279,8 @@ def one_step(step: TrainingStep, follow: KnownValues) -> None:
     with follow:
         output, loss, _ = step.forward()
     step.backward(loss)
-    del output, loss
+    loss = loss.detach()
+    del output
     step.update()
 
 

@@ -222,7 +222,8 @@ def _alive_for_free(graph: Graph, moment: int) -> set[int]:
     return in_use | {
         number
         for number, storage in enumerate(graph.storages)
-        if storage.maker == BEFORE_STEP or storage.last >= moment
+        if storage.last >= moment
+        or (storage.maker == BEFORE_STEP and storage.last != BEFORE_STEP)
     }
 
 

@@ -238,11 +238,6 @@ def _steps(
         ) from error
 
 
-def _kept(place: Target, *names: str) -> list[int]:
-    """What cuBLAS keeps if a step runs such ops."""
-    return kept_bytes(place.capability, names, names)
-
-
 def _two_steps(
     make: Callable[[], Workload],
     plan: Plan | None,
@@ -257,15 +252,20 @@ def _two_steps(
     step.zero_grad()
     meter.know(held_between_steps(step))
     if place.device.type == "cuda":
-        every = [torch.empty(size, dtype=torch.uint8) for size in _kept(place, "addmm")]
-        meter.know(every)
+        kept = [
+            torch.empty(size, dtype=torch.uint8)
+            for size in 2 * kept_bytes(place.capability, ["addmm"])
+        ]
+        meter.know(kept)
         if step.optimizer is not None:
             meter.leave_out(counters(step.optimizer))
     step = replace(step, entering=meter.begin, before_backward=meter.watch_nodes)
     step.run()
     if place.device.type == "cuda":
-        names = {op.func.overloadpacket.__name__ for op in meter.log.ops}
-        meter.leave_out(every[len(_kept(place, *names)) :])
+        for phase in ("forward", "backward"):
+            for size in kept_bytes(place.capability, meter.log.names(phase)):
+                kept.pop([one.nbytes for one in kept].index(size))
+        meter.leave_out(kept)
         meter.log.bytes = [in_blocks(size) for size in meter.log.bytes]
     here = fingerprint(workload, place.device)
     return _Steps(meter.log, regions_of(plan, workload.model), here)

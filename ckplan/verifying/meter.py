@@ -57,6 +57,17 @@ class MeterLog:
     bytes: list[int] = field(default_factory=list)  # of every storage
     ops: list[RawOp] = field(default_factory=list)  # distinct ones
 
+    def names(self, phase: str) -> set[str]:
+        """Names of the ops that ran in a part of the measured step."""
+        found: set[str] = set()
+        now = ""
+        for event in self.events:
+            if isinstance(event, Phase):
+                now = event.name
+            elif now == phase and isinstance(event, Birth) and event.op != NOT_AN_OP:
+                found.add(self.ops[event.op].func.overloadpacket.__name__)
+        return found
+
     def curve(self, costs: Sequence[Cost]) -> Curve:
         """Live bytes from the first phase on.
 

@@ -11,7 +11,7 @@ from collections.abc import Collection
 
 import torch
 
-from ckplan.allocations import MULTIPLIES
+from ckplan.records import MULTIPLIES
 from ckplan.tracing.cuda.words import Capability
 from ckplan.tracing.recording import TensorMeta
 
@@ -30,21 +30,17 @@ def workspace_bytes(capability: Capability) -> int:
     return WORKSPACE_BYTES_SINCE_HOPPER if since_hopper else WORKSPACE_BYTES
 
 
-def kept_bytes(
-    capability: Capability, forward: Collection[str], backward: Collection[str]
-) -> list[int]:
-    """What stays from the first multiplication on, once for each that keeps something.
+def kept_bytes(capability: Capability, names: Collection[str]) -> list[int]:
+    """What stays from a thread's first multiplication on, once for each that keeps it.
 
     Args:
         capability: Of the GPU.
-        forward: Names of the ops that forward's thread runs.
-        backward: Of those that autograd's thread runs.
+        names: Of the ops that the thread runs.
     """
-    if not IS_KEPT:
-        return []
-    threads = [names for names in (forward, backward) if MULTIPLIES & {*names}]
-    found = [workspace_bytes(capability)] * len(threads)
-    if _LT_IS_APART and "addmm" in forward:
+    found: list[int] = []
+    if IS_KEPT and MULTIPLIES & {*names}:
+        found.append(workspace_bytes(capability))
+    if _LT_IS_APART and "addmm" in names:
         found.append(LT_WORKSPACE_BYTES)
     return found
 

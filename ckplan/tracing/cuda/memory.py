@@ -6,6 +6,7 @@ The caching allocator hands out blocks of 512 bytes. What single kernels need is
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -23,16 +24,22 @@ from ckplan.tracing.recording import RawOp, TensorMeta
 def as_allocated(graph: Graph, capability: Capability) -> Graph:
     """A graph as CUDA's allocator sees it: in blocks, and with cuBLAS's workspaces.
 
-    What cuBLAS keeps are storages of their own, alive during the whole step.
+    What cuBLAS keeps are storages of their own, alive during the whole step; those that
+    backward's thread takes only if it runs forward's ops again, never.
     """
     end = len(graph.ops)
     storages = [replace(one, bytes=in_blocks(one.bytes)) for one in graph.storages]
     names = [op.name for op in graph.ops]
-    forward, backward = names[: graph.num_forward], names[graph.num_forward :]
-    storages += [
-        Storage(size, "temporary", BEFORE_STEP, end)
-        for size in kept_bytes(capability, forward, backward)
+    kept = [
+        Counter(kept_bytes(capability, thread))
+        for thread in (names[: graph.num_forward], names[graph.num_forward :], names)
     ]
+    forward, backward, again = kept
+    for sizes, last in ((forward + backward, end), (again - backward, BEFORE_STEP)):
+        storages += [
+            Storage(size, "temporary", BEFORE_STEP, last)
+            for size in sorted(sizes.elements(), reverse=True)
+        ]
     return replace(
         graph,
         ops=tuple(map(_op_in_blocks, graph.ops)),

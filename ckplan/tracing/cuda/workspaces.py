@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from ckplan.allocations import MULTIPLIES
 from ckplan.caching_allocator import in_blocks
 from ckplan.gpus import Gpu
+from ckplan.records import MULTIPLIES
 from ckplan.tracing.cuda.cublas import passing_bytes
 from ckplan.tracing.cuda.reductions import Processors, Reduction, put_aside
 from ckplan.tracing.recording import RawOp, TensorMeta
