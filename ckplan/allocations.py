@@ -7,12 +7,13 @@ then its workspace; what nobody holds any longer goes at the end of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
 
 from ckplan.caching_allocator import Block, CachingAllocator
 from ckplan.effect import LATER, Interval
+from ckplan.graph import Graph
 from ckplan.records import BEFORE_STEP, MULTIPLIES
 from ckplan.simulate import Timeline
 
@@ -88,7 +89,8 @@ def replayed(timeline: Timeline, *, expandable: bool = False) -> Replayed:
 
     Parameters, buffers and inputs come first. A workspace of cuBLAS comes with the
     first op that needs it, the optimizer's state with the first update, into the gaps
-    that the first step leaves. What a second step still adds counts, too.
+    that the first step leaves. Where gradients accumulate, the first batch's stay. What
+    a second step still adds counts, too.
 
     Args:
         timeline: The step, planned or not.
@@ -98,12 +100,14 @@ def replayed(timeline: Timeline, *, expandable: bool = False) -> Replayed:
     allocator = CachingAllocator(expandable=expandable)
     blocks: dict[int, Block] = {}
 
-    def replay(sequence: list[Event]) -> int:
+    def replay(sequence: list[Event], stays: Mapping[int, int] | None = None) -> int:
         most = allocator.allocated_bytes
         for event in sequence:
             if event.bytes:
                 blocks[event.block] = allocator.allocate(event.bytes)
                 most = max(most, allocator.allocated_bytes)
+            elif stays and event.block in stays:
+                blocks[stays[event.block]] = blocks.pop(event.block)
             else:
                 allocator.free(blocks.pop(event.block))
         return most
@@ -111,22 +115,41 @@ def replayed(timeline: Timeline, *, expandable: bool = False) -> Replayed:
     step = events(timeline)
     before = [event for event in step if event.moment == 0 and event.bytes]
     during, update = step[len(before) :], 2 * graph.backward_stop
+    batch = [event for event in during if event.moment < update]
     late = {event.block: event for event in _of_cublas(before, timeline)}
     state = {
         number
         for number, storage in enumerate(graph.storages)
         if storage.kind == "optimizer" and timeline.stops[number] >= update
     }
-    replay([event for event in before if event.block not in late.keys() | state])
-    first = [event for event in during if event.moment < update]
-    replay(sorted([*first, *late.values()]))
+    added = _added(graph)
+    later = {*late, *state, *added.values()}
+    replay([event for event in before if event.block not in later])
+    replay(sorted([*batch, *late.values()]), added)
+    if added:
+        replay(batch)
     replay([event for event in before if event.block in state])
     replay([event for event in during if event.moment >= update])
-    exist = {event.block for event in before}
+    exist = {event.block for event in before} - {*added.values()}
     for block in [block for block in blocks if block not in exist]:
         allocator.free(blocks.pop(block))  # gradients that the next step begins without
-    replay([event for event in before if event.block not in blocks])
+    replay([event for event in before if event.block in exist - blocks.keys()])
+    if added:
+        replay(batch, added)
     return Replayed(replay(during), allocator.reserved_bytes)
+
+
+def _added(graph: Graph) -> Mapping[int, int]:
+    """What is added to gradients of earlier batches -> those, as which it began."""
+    found: dict[int, int] = {}
+    for op in graph.ops[graph.num_forward : graph.backward_stop]:
+        for storage in op.writes:
+            one = graph.storages[storage]
+            if one.kind == "gradient" and one.maker == BEFORE_STEP:
+                made = (s for s in op.reads if graph.storages[s].bytes == one.bytes)
+                found.update((s, storage) for s in made if s != storage)
+    first = {storage: made for made, storage in reversed(found.items())}
+    return {made: storage for storage, made in first.items()}
 
 
 def _of_cublas(before: Sequence[Event], timeline: Timeline) -> Iterator[Event]:

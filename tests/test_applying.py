@@ -641,6 +641,62 @@ def test_a_run_beside_regions_of_the_same_module() -> None:
     assert [r.runs for r in applying.status(workload.model).regions] == [6, 3]
 
 
+class WalkedThrough(nn.Module):
+    """Goes through a Sequential, as ResNets of transformers do, and calls another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = (nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(6))
+        self.walked, self.called = nn.Sequential(), nn.Sequential()
+        for number, layer in enumerate(layers):
+            (self.walked if number < 3 else self.called).append(layer)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.walked:
+            x = layer(x) + x
+        return self.called(x)
+
+
+class Stage(nn.Module):
+    def __init__(self, stage: nn.Module) -> None:
+        super().__init__()
+        self.stage = stage
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.stage(x))
+
+
+@pytest.mark.parametrize("around", ["", "stage."])
+def test_paths_in_a_run_are_below_what_calls_it(around: str) -> None:
+    make = WalkedThrough if not around else lambda: Stage(WalkedThrough())
+    model, other = make(), make()
+    other.load_state_dict(model.state_dict())
+    x = torch.randn(4, 8)
+    graph = ckplan.profile(model, x)
+    call = {one.fqn: number for number, one in enumerate(graph.calls)}
+    regions = []
+    for fqn, path in (("walked", "walked.1.0"), ("called", "1.0")):
+        first, last = (call[f"{around}{fqn}.{end}"] for end in (0, 2))
+        kept = graph.calls[call[f"{around}{fqn}.1.0"]].start
+        inner = Region(
+            first, last=call[f"{around}{fqn}.1"], save=frozenset([(kept, 0)])
+        )
+        save = frozenset([(graph.calls[last].start, 0)])
+        regions.append(Region(first, last=last, save=save, inner=(inner,)))
+        (named,) = describe(graph, [inner])
+        assert [op.path for op in named.save] == [path]
+    plan = Plan(regions=describe(graph, regions))
+    assert resolve(plan, graph) == tuple(regions)
+    applying.apply(other, plan)
+    for _ in range(3):
+        for one in (model, other):
+            one.zero_grad()
+            one(x).sum().backward()
+        grads = zip(model.parameters(), other.parameters(), strict=True)
+        assert all(torch.equal(p.grad, q.grad) for p, q in grads)
+    assert [one.missing for one in applying.status(other).regions] == [(), ()]
+
+
 def test_a_run_whose_last_call_never_comes_ends_with_its_parent() -> None:
     plan = Plan(regions=(PlannedRegion("", run=("blocks.0", "blocks.4")),))
     models = [Listed(), Listed()]

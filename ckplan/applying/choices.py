@@ -48,7 +48,8 @@ class Choice:
     region: PlannedRegion
     numbers: frozenset[int] | None  # of calls; None for every call
     last: Call | None = None  # that ends it, if it is a run of calls
-    top: str = ""  # what paths are below: the FQN of its module, or of a run's parent
+    top: str = ""  # what paths are below: the FQN of its module, or of a run's maker
+    makers: tuple[str, ...] = ()  # what may make the calls of a run, innermost first
     runs: int = 0
     recorded: int = 0
     kept: int = 0
@@ -75,6 +76,15 @@ class Choice:
     def ends(self) -> tuple[str, ...]:
         """FQNs of the modules with whose calls it begins and ends."""
         return (self.fqn,) if self.last is None else (self.fqn, self.last[0])
+
+    @property
+    def reach(self) -> str:
+        """FQN of a module that all of it is in."""
+        return self.makers[-1] if self.makers else self.top
+
+    def below(self, running: Collection[str]) -> None:
+        """Begin its paths below the innermost of its makers that runs."""
+        self.top = next((fqn for fqn in self.makers if fqn in running), self.top)
 
     def begin(self, name: str, key: Hashable) -> Recorder | Replay:
         """Watch a forward: call by call if one like it is known, else op by op."""
@@ -256,7 +266,7 @@ def _check_ops(regions: Iterable[PlannedRegion]) -> None:
 def _is_inside(inner: Choice, outer: Choice) -> bool:
     """Whether one may run inside the other, as far as names tell."""
     same = inner.last == outer.last and inner.fqn == outer.fqn
-    return not same and all(is_around(outer.top, fqn) for fqn in inner.ends)
+    return not same and all(is_around(outer.reach, fqn) for fqn in inner.ends)
 
 
 def _whole_choices(
@@ -298,29 +308,36 @@ def _run_choices(
                 raise region.located(error) from None
             ends.append((fqn, number or 0))
         (fqn, number), last = ends
-        top = _maker_of(fqn, last[0], modules)
-        if top is None or (fqn == last[0] and number >= last[1]):
+        makers = tuple(_makers_of(fqn, last[0], modules))
+        if not makers or (fqn == last[0] and number >= last[1]):
             apart = PlanError(
                 f"cannot make one region of {region.title}",
                 needed="two calls that the same module makes, the first one first",
                 hint="run: [transformer.h.0, transformer.h.3]",
             )
             raise region.located(apart)
-        found.append(Choice(fqn, region, frozenset({number}), last, top))
+        found.append(Choice(fqn, region, frozenset({number}), last, makers[0], makers))
     return found
 
 
-def _maker_of(first: str, last: str, modules: Mapping[str, nn.Module]) -> str | None:
-    """The innermost module around both that has a forward of its own."""
+def _makers_of(
+    first: str, last: str, modules: Mapping[str, nn.Module]
+) -> Iterator[str]:
+    """Modules around both that may call them, innermost first.
+
+    Which one does is seen when it runs: a ``Sequential`` may be called, or be a list
+    that somebody goes through.
+    """
     if first != last and (is_around(first, last) or is_around(last, first)):
-        return None
+        return
     parts = zip(first.split("."), last.split("."), strict=False)
     same = [one for one, other in takewhile(lambda pair: pair[0] == pair[1], parts)]
     for stop in range(len(same), -1, -1):
         fqn = ".".join(same[:stop])
         if fqn not in (first, last) and _has_forward(modules[fqn]):
-            return fqn
-    return None
+            yield fqn
+            if type(modules[fqn]).forward is not nn.Sequential.forward:
+                return
 
 
 def _has_forward(module: nn.Module) -> bool:

@@ -60,6 +60,7 @@ class _Open:
             choice = _chosen((c for outer, c in choices if outer is around), call[1])
             if choice is None:
                 return
+            choice.below(running.makers)
             self.region.begin_inner(choice.top, choice.saves)
             self.inner.append(_OpenInner(choice, choice.last or call))
 
@@ -96,14 +97,23 @@ class _Running(threading.local):
         # Of modules at which regions begin or end:
         self.calls: list[tuple[Session, Call]] = []
         self.regions: list[_Open] = []
+        # Modules that may make the calls of runs:
+        self.made_by: list[tuple[Session, str]] = []
         # Of models whose forwards began in this thread: FQN -> calls in this step.
         self.numbers: WeakKeyDictionary[Session, dict[str, int]] = WeakKeyDictionary()
 
     def abandon(self, session: Session) -> None:
         """Forget a forward that never ended: hooks are not called on Ctrl-C."""
         self.calls = [call for call in self.calls if call[0] is not session]
+        self.made_by = [one for one in self.made_by if one[0] is not session]
         while any(found.session is session for found in self.regions):
             self.regions.pop().abandon()
+
+    @property
+    def makers(self) -> set[str]:
+        """FQNs of those of the model that began a call last."""
+        session = self.calls[-1][0]
+        return {fqn for around, fqn in self.made_by if around is session}
 
     @property
     def path(self) -> list[str]:
@@ -213,6 +223,7 @@ class RegionHooks:
         if choice is not None and running.regions:
             self._warn_inside(choice, running.regions[-1])
         elif choice is not None:
+            choice.below(running.makers)
             key = _key(module, args, kwargs)
             region = choice.begin(choice.title or type(module).__name__, key)
             switched_off = [m for m in self.switches if m.gradient_checkpointing]
@@ -252,9 +263,17 @@ class RegionHooks:
 
 @dataclass
 class ParentHooks:
-    """A hook around a module that makes the calls of runs: none outlives it."""
+    """Hooks around a module that may make the calls of runs: none outlives it."""
 
-    choices: list[Choice]
+    fqn: str
+    session: Session
+    choices: list[Choice] = field(default_factory=list)
+
+    @torch.compiler.disable
+    def begin(self, module: nn.Module, args: _Args, kwargs: _Kwargs) -> None:
+        """Runs may begin."""
+        del module, args, kwargs
+        running.made_by.append((self.session, self.fqn))
 
     @torch.compiler.disable
     def end(
@@ -262,6 +281,8 @@ class ParentHooks:
     ) -> None:
         """Close what is open since the last call of its run never came."""
         del module, args, kwargs
+        if (self.session, self.fqn) in running.made_by[-1:]:
+            running.made_by.pop()
         found = running.regions[-1] if running.regions else None
         if found is not None and any(found.choice is choice for choice in self.choices):
             running.regions.pop().close(learn=False)

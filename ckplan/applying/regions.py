@@ -183,9 +183,10 @@ def _attach_programs(
     """
     regions = _region_hooks(session, modules, programs)
     makers: dict[str, ParentHooks] = {}
-    for choice in programs:
-        if choice.last is not None:
-            makers.setdefault(choice.top, ParentHooks([])).choices.append(choice)
+    for choice in (*programs, *(inner for c in programs for _, inner in c.within())):
+        for fqn in choice.makers:
+            maker = makers.setdefault(fqn, ParentHooks(fqn, session))
+            maker.choices.append(choice)
     add = session.handles.append
     for fqn, hooks in regions.items():
         add(hook_end(modules[fqn], hooks.end))
@@ -195,6 +196,7 @@ def _attach_programs(
     for fqn, hooks in regions.items():
         add(hook_begin(modules[fqn], hooks.begin))
     for fqn, maker in makers.items():
+        add(hook_begin(modules[fqn], maker.begin))
         add(hook_end(modules[fqn], maker.end))
     for fqn in {*(c.fqn for c in programs if c.last is None), *makers}:
         session.stand_in(GuardedForward(modules[fqn], session.interrupted))
@@ -212,7 +214,8 @@ def _region_hooks(
         hooks[choice.fqn].switches += (
             module
             for name, module in modules.items()
-            if is_around(choice.top, name) and hasattr(module, "gradient_checkpointing")
+            if is_around(choice.reach, name)
+            and hasattr(module, "gradient_checkpointing")
         )
     for pair in inner:
         hooks[pair[1].fqn].inner.append(pair)
@@ -221,7 +224,7 @@ def _region_hooks(
 
 def _inside(programs: Iterable[Choice], modules: Mapping[str, nn.Module]) -> set[str]:
     """Modules in whose forward a plan may name an op; TorchScript's take no hooks."""
-    tops = {choice.top for choice in programs if choice.names_ops}
+    tops = {choice.reach for choice in programs if choice.names_ops}
     return {
         name
         for name, module in modules.items()
