@@ -246,6 +246,7 @@ E cuInit(unsigned f) { return 0; }
 E cuGetErrorString(int e, const char **s) { *s = "not there"; return 0; }
 E cuDeviceGetAttribute(int *v, int a, int d) { return cudaDeviceGetAttribute(v, a, d); }
 E cuDeviceGet(int *d, int n) { *d = 0; return 0; }
+E cuCtxGetDevice(int *d) { *d = 0; return 0; }
 E cuCtxGetCurrent(void **c) { *c = &fat; return 0; }
 E cuDevicePrimaryCtxRetain(void **c, int d) { *c = &fat; return 0; }
 E cuDevicePrimaryCtxGetState(int d, unsigned *f, int *a) { *f = 0; *a = 1; return 0; }
@@ -346,4 +347,8 @@ E nvmlDeviceGetNvLinkRemotePciInfo_v2(void) { return 3; }
 E nvmlDeviceGetComputeRunningProcesses(void *h, unsigned *n, void *out) { *n = 0; return 0; }
 E nvmlDeviceGetGpuFabricInfoV(void *h, void *info) { return 0; }  /* state 0: not supported */
 E nvmlSystemGetCudaDriverVersion_v2(int *v) { *v = 13020; return 0; }
-E cudnnGetProperty(int what, int *v) { *v = what == 0 ? 9 : what == 1 ? 20 : 0; return 0; }
+E cudnnGetProperty(int what, int *v) { /* 9.20.1 is 92001 */
+  int n = cudnnGetVersion();
+  *v = what == 0 ? n / 10000 : what == 1 ? n / 100 % 100 : n % 100;
+  return 0;
+}

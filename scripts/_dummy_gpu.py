@@ -86,6 +86,7 @@ def environment(library: Path, gpu: Gpu) -> Mapping[str, str]:
         "DUMMY_GPU_PROCESSORS": str(gpu.multiprocessors),
         "DUMMY_GPU_THREADS": str(gpu.threads),
         "DUMMY_GPU_BYTES": str(gpu.capacity_bytes),
+        "DUMMY_GPU_CUDNN": str(torch.backends.cudnn.version()),
     }
 
 

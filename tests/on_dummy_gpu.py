@@ -8,15 +8,18 @@ from __future__ import annotations
 import math
 import random
 import sys
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import torch
+from torch.nn.attention import SDPBackend
 
 import ckplan
 from ckplan.caching_allocator import Block, CachingAllocator
 from ckplan.plan import Plan, PlannedRegion
+from ckplan.tracing.cuda.attention import Asked, choose
 from ckplan.tracing.cuda.reductions import Processors, Reduction, put_aside
 from ckplan.training.allocator import on_gpu
 
@@ -150,5 +153,63 @@ def streams() -> None:
         assert (main, side) in waited, waited
 
 
+def attention(seed: int = 0, count: int = 3000) -> None:
+    """Which kernel torch takes, of arguments of all kinds."""
+    rng = random.Random(seed)
+    taken = Counter[SDPBackend]()
+    capability = torch.cuda.get_device_capability(CUDA)
+    for _ in range(count):
+        asked = some_attention(rng)
+        found = choose(asked, capability)
+        query, key, value, mask, dropout, causal, scale, grouped = asked
+        rest = {"scale": scale, "enable_gqa": grouped}
+        number = torch._fused_sdp_choice(
+            query, key, value, mask, dropout, causal, **rest
+        )
+        shapes = [(*t.shape, t.stride(), t.storage_offset()) for t in asked.tensors]
+        rest |= {"dropout": dropout, "causal": causal, "dtype": query.dtype}
+        assert found == SDPBackend(number), (shapes, rest, mask, SDPBackend(number))
+        taken[found] += 1
+    assert min(taken.values()) > count / 20, taken
+    assert len(taken) > 1
+
+
+def some_attention(rng: random.Random) -> Asked:
+    """Queries, keys and values, now and then of different heads, and a mask."""
+    batch, heads = rng.choice((1, 2, 3)), rng.choice((1, 2, 4))
+    length = rng.choice((1, 2, 33, 64, 128))
+    keys = length if rng.random() < 0.6 else rng.choice((1, 64, 65, 192))
+    width = rng.choice((8, 20, 64, 128, 136, 192, 208, 232, 256, 264))
+    wide = width if rng.random() < 0.8 else rng.choice((33, 64, 128))
+    fewer = rng.choice((1, heads, heads))
+    dtype = rng.choice((torch.float32, torch.float16, torch.bfloat16))
+    needs_grad = rng.random() < 0.6
+
+    def some(*shape: int, fit: bool = False) -> torch.Tensor:
+        kind = "" if fit else rng.choice(("", "", "turned", "shifted", "gaps"))
+        x = torch.empty(math.prod(shape) + 1, dtype=dtype, device=CUDA)
+        x = x[1:] if kind == "shifted" else x[:-1]
+        if kind == "turned":
+            x = x.view(*shape[:-2], shape[-1], shape[-2]).transpose(-2, -1)
+        if kind == "gaps":
+            x = x.new_empty(*shape[:-1], shape[-1] + 8)[..., : shape[-1]]
+        return x.view(shape) if x.dim() == 1 else x
+
+    fit = rng.random() < 0.8
+    query = some(batch, heads, length, width, fit=fit).requires_grad_(needs_grad)
+    key = some(batch, fewer, keys, width, fit=fit)
+    value = some(batch, fewer if rng.random() < 0.9 else 1, keys, wide, fit=fit)
+    mask = None
+    if rng.random() < 0.3:
+        shape = rng.choice(([1, 1], [batch, 1], [batch, heads], [heads], []))
+        mask = some(*shape, rng.choice((1, length)), keys, fit=fit)
+        mask = mask.detach().requires_grad_(rng.random() < 0.2)
+    dropout = rng.choice((0.0, 0.0, 0.1, 0.125))
+    causal = mask is None and rng.random() < 0.3
+    grouped = rng.random() < 0.5
+    return Asked(query, key, value, mask, dropout, causal, None, grouped)
+
+
 if __name__ == "__main__":
-    {f.__name__: f for f in (reductions, caching_allocator, streams)}[sys.argv[1]]()
+    tests = reductions, caching_allocator, attention, streams
+    {test.__name__: test for test in tests}[sys.argv[1]]()

@@ -290,6 +290,8 @@ FLASH, EFFICIENT, CUDNN, MATH = (
     "_safe_softmax",
 )
 HALF, BF16, FULL = torch.float16, torch.bfloat16, torch.float32
+SHARED = MATH if SINCE < (2, 14) else EFFICIENT
+ALIGNED = SINCE >= (2, 13)
 
 
 class Seen(torch.utils._python_dispatch.TorchDispatchMode):
@@ -340,7 +342,14 @@ def seen() -> Iterator[Callable[[tuple[int, int]], Any]]:
         (A100, HALF, {"is_causal": True, "keys": 32}, EFFICIENT),
         (A100, torch.float64, {}, MATH),
         (A100, HALF, {"heads": 2, "enable_gqa": True}, FLASH),
-        (A100, FULL, {"heads": 2, "enable_gqa": True}, MATH),
+        (A100, FULL, {"heads": 2, "enable_gqa": True}, SHARED),
+        (A100, FULL, {"heads": 1}, SHARED),
+        (A100, HALF, {"heads": 1, "mask": True}, SHARED),
+        (A100, FULL, {"rank": 3}, SHARED),
+        (A100, FULL, {"rank": 3, "heads": 2, "enable_gqa": True}, SHARED),
+        (A100, FULL, {"rank": 3, "mask": True}, SHARED),
+        (A100, FULL, {"rank": 2}, MATH),
+        (A100, HALF, {"width": 264, "shifted": True}, MATH if ALIGNED else EFFICIENT),
         (TURING, HALF, {}, EFFICIENT),
         (TURING, BF16, {}, MATH),
         ((8, 6), HALF, {"width": 208}, EFFICIENT),
@@ -354,6 +363,11 @@ def seen() -> Iterator[Callable[[tuple[int, int]], Any]]:
         (HOPPER, HALF, {"width": 136}, CUDNN if SINCE < (2, 14) else FLASH),
         (BLACKWELL, HALF, {}, CUDNN),
         (BLACKWELL, HALF, {"width": 136}, FLASH),
+        (BLACKWELL, HALF, {"width": 256}, FLASH if SINCE < (2, 14) else CUDNN),
+        (BLACKWELL, HALF, {"width": 192, "wide": 128}, CUDNN),
+        (HOPPER, HALF, {"width": 192, "wide": 128}, CUDNN),
+        (HOPPER, HALF, {"width": 256}, CUDNN),
+        (HOPPER, HALF, {"mask": True, "mask_rank": 3}, EFFICIENT),
         (HOPPER, FULL, {}, EFFICIENT),
         ((12, 0), HALF, {}, FLASH),
     ],
@@ -368,15 +382,22 @@ def test_attention_takes_the_kernel_that_the_card_would(
     options = dict(options)
     width, keys = options.pop("width", 32), options.pop("keys", 64)
     heads, masked = options.pop("heads", 4), options.pop("mask", False)
+    wide, rank = options.pop("wide", width), options.pop("rank", 4)
+    shifted, mask_rank = options.pop("shifted", False), options.pop("mask_rank", 2)
     ops = seen(card)
-    query = torch.randn(2, 4, 64, width, dtype=dtype, requires_grad=True)
-    key, value = (
-        torch.randn(2, heads, keys, width, dtype=dtype, requires_grad=True)
-        for _ in range(2)
-    )
-    mask = torch.ones(64, keys, dtype=torch.bool) if masked else None
+
+    def some(*shape: int) -> torch.Tensor:
+        shape = shape[-rank:]
+        x = torch.randn(math.prod(shape) + shifted, dtype=dtype)
+        return x[int(shifted) :].view(shape).requires_grad_()
+
+    query = some(2, 4, 64, width)
+    key, value = some(2, heads, keys, width), some(2, heads, keys, wide)
+    mask = None
+    if masked:
+        mask = torch.ones([1, 1, 64, keys][-mask_rank:], dtype=torch.bool)
     out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, **options)
-    assert out.shape == query.shape
+    assert out.shape == (*query.shape[:-1], wide)
     assert [name for name in ops.names if name in (FLASH, EFFICIENT, CUDNN, MATH)] == [
         expected
     ]
@@ -412,6 +433,66 @@ def test_a_mask_of_odd_length_is_padded_and_the_math_path_drops_with_bools(
         F.scaled_dot_product_attention(x, x, x, dropout_p=0.1)
     assert "native_dropout" in ops.names
     assert not {"bernoulli_", "bernoulli"} & {*ops.names}
+
+
+@pytest.mark.parametrize(
+    ("card", "length", "version", "expected"),
+    [
+        (HOPPER, 64, 91500, FLASH),
+        (HOPPER, 64, 92600, CUDNN),
+        (HOPPER, 64, 92500, FLASH if SINCE >= (2, 15) else CUDNN),
+        (BLACKWELL, 64, 92500, CUDNN),
+        (BLACKWELL, 1, 92500, FLASH if SINCE >= (2, 14) else CUDNN),
+        (BLACKWELL, 1, 92600, CUDNN),
+    ],
+)
+def test_torch_keeps_off_what_a_version_of_cudnn_gets_wrong(
+    seen: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    card: tuple[int, int],
+    length: int,
+    version: int,
+    expected: str,
+) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
+    ops = seen(card)
+    query = torch.randn(2, 4, length, 32, dtype=HALF, requires_grad=True)
+    key = torch.randn(2, 4, 64, 32, dtype=HALF)
+    F.scaled_dot_product_attention(query, key, key)
+    assert expected in ops.names
+
+
+def test_cudnn_stands_back_for_determinism_but_not_for_a_warning(seen: Any) -> None:
+    ops = seen(HOPPER)
+    x = torch.randn(1, 2, 16, 32, dtype=HALF, requires_grad=True)
+    try:
+        for warn_only in (True, False):
+            torch.use_deterministic_algorithms(True, warn_only=warn_only)
+            F.scaled_dot_product_attention(x, x, x)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert [name for name in ops.names if name in (CUDNN, FLASH)] == [CUDNN, FLASH]
+
+
+def test_cudnn_returns_no_sums_where_there_is_no_backward(seen: Any) -> None:
+    ops = seen(HOPPER)
+    x = torch.randn(1, 2, 16, 32, dtype=HALF)
+    found = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        x, x, x, None, False, 0.0, False, False
+    )
+    assert CUDNN in ops.names
+    assert found[1] is None
+
+
+@pytest.mark.skipif(SINCE < (2, 12), reason="torch 2.11 attends to nothing, too")
+def test_attention_to_nothing_is_zeros_with_a_gradient(seen: Any) -> None:
+    ops = seen(A100)
+    x = torch.randn(2, 4, 16, 0, requires_grad=True)
+    value = torch.randn(2, 4, 16, 8)
+    out = F.scaled_dot_product_attention(x, x, value)
+    assert out.shape == value.shape
+    assert out.requires_grad
+    assert not {FLASH, EFFICIENT, CUDNN, MATH} & {*ops.names}
 
 
 def test_cudnn_has_no_gradient_for_a_mask(seen: Any) -> None:

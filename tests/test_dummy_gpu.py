@@ -58,6 +58,12 @@ def test_reductions_put_aside_what_torch_asks_for(library: Path, card: str) -> N
     run(there, str(ROOT / "tests" / "on_dummy_gpu.py"), "reductions")
 
 
+@pytest.mark.parametrize("card", ["T4", "A100 40GB", "RTX 4090", "H100", "B200"])
+def test_attention_takes_the_kernel_that_torch_takes(library: Path, card: str) -> None:
+    there = dummy.environment(library, gpus.find(card))
+    run(there, str(ROOT / "tests" / "on_dummy_gpu.py"), "attention")
+
+
 @pytest.mark.parametrize("expandable", [False, True])
 def test_the_caching_allocator_is_torchs(library: Path, expandable: bool) -> None:
     there = dict(dummy.environment(library, gpus.find("A100 40GB")))

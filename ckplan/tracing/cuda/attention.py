@@ -1,7 +1,7 @@
 """Which kernel CUDA would take for ``scaled_dot_product_attention``, and taking it.
 
-The conditions are those of torch 2.13 (``sdp_utils.cpp``) for dense tensors. What
-``torch.nn.attention.sdpa_kernel`` allows and prefers holds here as it does there.
+The conditions are those of torch (``sdp_utils.cpp``) for dense tensors, 2.11 to 2.15.
+What ``torch.nn.attention.sdpa_kernel`` allows and prefers holds here as it does there.
 """
 
 from __future__ import annotations
@@ -33,8 +33,20 @@ _NAMES = {
     _MATH: "math kernel, which keeps all scores",
 }
 _MASK_ALIGNMENT = 8  # elements
-_ANY_DROPOUT = torch.__version__ < (2, 12)  # in cuDNN's kernel; later sixteenths
-_WIDE_ON_HOPPER = torch.__version__ < (2, 14)
+_VERSION = torch.__version__
+_ANY_DROPOUT = _VERSION < (2, 12)  # in cuDNN's kernel; later sixteenths
+_SKIPS_EMPTY = _VERSION >= (2, 12)  # no kernel where there is nothing to attend to
+_ALIGNED = _VERSION >= (2, 13)  # what the memory-efficient kernel gets, or math does
+_COUNTS_FOR_CUDNN = _VERSION >= (2, 13)  # no more sequences or heads than are launched
+_COUNTS_FOR_FLASH = _VERSION >= (2, 15)
+_WIDE_BY_CUDNN = _VERSION >= (2, 14)  # which widths it takes; earlier by the card
+_FOUR_DIMENSIONS = _VERSION >= (2, 14)  # given to every kernel where there are three
+_SHARES_HEADS = _VERSION >= (2, 14)  # one head of keys is enough, grouped or not
+_LEARNS_MASKS = _VERSION >= (2, 14)  # also where nothing else has a gradient
+_BUNDLED_CUDNN = 92600 if _VERSION >= (2, 15) else 92400 if _WIDE_BY_CUDNN else 92000
+_PREFERRED_CUDNN = 91500  # newer ones are
+_NARROW_CUDNN = 92200  # newer ones take wide heads
+_MOST_LAUNCHED = 65535
 _NEWEST = (12, 1)  # capability that the fused kernels are built for
 
 
@@ -105,9 +117,34 @@ class Attention:
         asked = Asked(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
         )
+        if _FOUR_DIMENSIONS and {tensor.dim() for tensor in asked.tensors} == {3}:
+            return self._take(_in_four_dimensions(asked)).squeeze(0)
+        return self._take(asked)
+
+    def _take(self, asked: Asked) -> _Tensor:
+        if _SKIPS_EMPTY and not all(tensor.numel() for tensor in asked.tensors):
+            return _nothing(asked)
         backend = choose(asked, self._capability)
         self._words.say(f"attention: {_NAMES[backend]}")
         return _TAKEN[backend](asked)
+
+
+def _in_four_dimensions(asked: Asked) -> Asked:
+    """The same as a batch of one."""
+    query, key, value = (tensor.unsqueeze(0) for tensor in asked.tensors)
+    mask = asked.mask
+    while mask is not None and mask.dim() < 4:
+        mask = mask.unsqueeze(0)
+    return asked._replace(query=query, key=key, value=value, mask=mask)
+
+
+def _nothing(asked: Asked) -> _Tensor:
+    """Zeros with a gradient."""
+    query, _, value = asked.tensors
+    shape = [*query.shape[:-1], value.shape[-1]]
+    zeros = torch.zeros(shape, dtype=query.dtype, device=query.device)
+    first, second, third = (tensor.sum() for tensor in asked.tensors)
+    return zeros + (first + second + third) * 0
 
 
 # -- taking one ----------------------------------------------------------------------
@@ -127,10 +164,16 @@ def _efficient(asked: Asked) -> _Tensor:
     mask = _additive(asked)
     if mask is not None:
         mask = _aligned(mask).expand(*asked.query.shape[:-1], asked.key.shape[-2])
-    rest = mask, asked.needs_grad, asked.dropout, asked.causal
+    rest = mask, _keeps_sums(asked), asked.dropout, asked.causal
     return _aten._scaled_dot_product_efficient_attention(
         *asked.tensors, *rest, scale=asked.scale
     )[0]
+
+
+def _keeps_sums(asked: Asked) -> bool:
+    """Whether the memory-efficient kernel returns what backward wants."""
+    learned = _LEARNS_MASKS and asked.mask is not None and asked.mask.requires_grad
+    return asked.needs_grad or (learned and torch.is_grad_enabled())
 
 
 def _cudnn(asked: Asked) -> _Tensor:
@@ -187,9 +230,15 @@ def _order(capability: Capability) -> list[SDPBackend]:
     order = [SDPBackend(number) for number in torch._C._get_sdp_priority_order()]
     untouched = order[:3] == [_FLASH, _EFFICIENT, _MATH]
     unwanted = os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED", "0") not in ("0", "")
-    if untouched and not unwanted and capability[0] in (9, 10):
+    recent = _cudnn_version() > _PREFERRED_CUDNN
+    if untouched and recent and not unwanted and capability[0] in (9, 10):
         return [_CUDNN, *(one for one in order if one != _CUDNN)]
     return order
+
+
+def _cudnn_version() -> int:
+    """Of the one that torch has; without one, of that which it comes with on CUDA."""
+    return torch.backends.cudnn.version() or _BUNDLED_CUDNN
 
 
 def _flash_fits(asked: Asked, capability: Capability) -> bool:
@@ -202,9 +251,10 @@ def _flash_fits(asked: Asked, capability: Capability) -> bool:
         and asked.mask is None
         and {t.shape[-1] for t in asked.tensors} == {width}
         and width <= 256
+        and not (_COUNTS_FOR_FLASH and _is_many(asked.query))
         and _flash_backward_fits(asked, capability)
         and not (asked.causal and len(lengths) > 1)
-        and _heads_match(asked, grouped=True)
+        and _heads_match(asked)
         and _rows_are_whole(asked, or_single=True)
     )
 
@@ -218,46 +268,97 @@ def _flash_backward_fits(asked: Asked, capability: Capability) -> bool:
 
 
 def _efficient_fits(asked: Asked, capability: Capability) -> bool:
-    half = asked.query.dtype in HALVES
-    tensor_cores = capability >= (8, 0) or (capability >= (7, 0) and half)
-    alignment = 4 if capability >= (8, 0) else 1
-    if tensor_cores:
-        alignment = max(alignment, 8 if half else 4)
+    alignment = _efficient_alignment(asked.query.dtype, capability)
     dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.float32)
     if capability >= (8, 0):
         dtypes = (*dtypes, torch.bfloat16)
     width, wide = asked.query.shape[-1], asked.value.shape[-1]
+    apart = not (_ALIGNED and capability >= (8, 0)) or all(
+        not tensor.storage_offset() % alignment for tensor in asked.tensors
+    )
     return (
         switches.mem_efficient_sdp_enabled()
         and (5, 0) <= capability <= _NEWEST
         and _is_dense(asked, dtypes)
         and width == asked.key.shape[-1]
+        and min(width, wide) > 0
         and not width % alignment
         and not wide % alignment
-        and _heads_match(asked, grouped=False)
+        and apart
+        and (_heads_match if _SHARES_HEADS else _heads_are_as_many)(asked)
         and _rows_are_whole(asked, or_single=False)
     )
 
 
+def _efficient_alignment(dtype: torch.dtype, capability: Capability) -> int:
+    """Of widths and of where tensors begin, in elements."""
+    half = dtype in HALVES
+    if capability >= (8, 0) or (capability >= (7, 0) and half):
+        return 8 if half else 4  # tensor cores
+    return 1
+
+
 def _cudnn_fits(asked: Asked, capability: Capability) -> bool:
-    widths = [t.shape[-1] for t in asked.tensors]
-    widest = 256 if capability == (9, 0) and _WIDE_ON_HOPPER else 128
-    learned = asked.mask is not None and asked.mask.requires_grad
-    single = asked.key.shape[-2] == 1 or (
-        asked.dropout > 0 and asked.query.shape[-2] == 1
+    deterministic = (
+        torch.are_deterministic_algorithms_enabled()
+        and not torch.is_deterministic_algorithms_warn_only_enabled()
     )
     return (
         switches.cudnn_sdp_enabled()
         and (8, 0) <= capability <= _NEWEST
         and _is_dense(asked, HALVES)
-        and not torch.are_deterministic_algorithms_enabled()
+        and not deterministic
         and (_ANY_DROPOUT or (asked.dropout * 16).is_integer())
-        and not any(width % 8 or width > widest for width in widths)
-        and not learned
-        and not single
-        and _heads_match(asked, grouped=True)
+        and not (_COUNTS_FOR_CUDNN and _is_many(asked.query))
+        and _cudnn_takes_widths(asked, capability)
+        and _cudnn_takes_lengths(asked, capability)
+        and _cudnn_takes_mask(asked)
+        and _heads_match(asked, apart=True)
         and _rows_are_whole(asked, or_single=True)
     )
+
+
+def _cudnn_takes_widths(asked: Asked, capability: Capability) -> bool:
+    """Up to 128; on cards of data centers some more, not all of them in backward."""
+    both = query, value = asked.query.shape[-1], asked.value.shape[-1]
+    widest = max(both)
+    if query % 8 or value % 8:
+        return False
+    if widest <= 128 or capability not in ((9, 0), (10, 0), (10, 3)):
+        return widest <= 128
+    if not _WIDE_BY_CUDNN:
+        return both == (192, 128) or (capability == (9, 0) and widest <= 256)
+    if _cudnn_version() <= _NARROW_CUDNN:
+        return both == (192, 128)
+    in_backward = both in ((192, 128), (256, 256))
+    return widest <= 256 and (in_backward or not asked.needs_grad)
+
+
+def _cudnn_takes_lengths(asked: Asked, capability: Capability) -> bool:
+    """Not one alone, nor what torch knows that a version of cuDNN gets wrong."""
+    queries, keys = asked.query.shape[-2], asked.key.shape[-2]
+    version = _cudnn_version()
+    if keys == 1 or (queries == 1 and asked.dropout > 0):
+        return False
+    if _VERSION >= (2, 14) and capability[0] == 10 and 91900 <= version <= 92500:
+        return queries != 1
+    if _VERSION >= (2, 15) and capability[0] == 9 and version < 92600:
+        return keys % 128 != 64 or asked.causal or not asked.needs_grad
+    return True
+
+
+def _cudnn_takes_mask(asked: Asked) -> bool:
+    """One without a gradient, of two dimensions or of four that fit as they are."""
+    mask, (batch, heads, length, _) = asked.mask, asked.query.shape
+    if mask is None:
+        return True
+    wanted = (batch, heads, length, asked.key.shape[-2])[-mask.dim() :]
+    fits = all(n in (1, size) for n, size in zip(mask.shape, wanted, strict=True))
+    return mask.dim() in (2, 4) and fits and not mask.requires_grad
+
+
+def _is_many(query: _Tensor) -> bool:
+    return max(query.shape[:2]) > _MOST_LAUNCHED
 
 
 def _is_dense(asked: Asked, dtypes: tuple[torch.dtype, ...]) -> bool:
@@ -267,12 +368,20 @@ def _is_dense(asked: Asked, dtypes: tuple[torch.dtype, ...]) -> bool:
     return same and whole and asked.query.dtype in dtypes
 
 
-def _heads_match(asked: Asked, *, grouped: bool) -> bool:
+def _heads_match(asked: Asked, *, apart: bool = False) -> bool:
+    """As many of each, or fewer of keys and values, perhaps not as many of both."""
+    if _heads_are_as_many(asked):
+        return True
     batches = {t.shape[0] for t in asked.tensors}
     query, key, value = (t.shape[-3] for t in asked.tensors)
-    if asked.grouped and grouped:
-        return len(batches) == 1 and key == value and query % key == 0
-    return len(batches) == 1 and query == key == value
+    shared = asked.grouped or (_SHARES_HEADS and key == value == 1)
+    alike = key == value or (apart and query % value == 0)
+    return len(batches) == 1 and shared and alike and query % key == 0
+
+
+def _heads_are_as_many(asked: Asked) -> bool:
+    batches = {t.shape[0] for t in asked.tensors}
+    return len(batches) == 1 and len({t.shape[-3] for t in asked.tensors}) == 1
 
 
 def _rows_are_whole(asked: Asked, *, or_single: bool) -> bool:

@@ -31,6 +31,7 @@ _CONVOLUTIONS = {
     _aten.convolution_backward.default: slice(1, 3),
 }
 """Where input and weight are among the arguments."""
+_CUDNN_ATTENTION = _aten._scaled_dot_product_cudnn_attention.default
 _GATES = {0: 1, 1: 1, 2: 4, 3: 3}  # of cuDNN's cells: RNN, RNN, LSTM, GRU
 
 
@@ -87,6 +88,8 @@ class Outputs(TorchDispatchMode):
         if func is _aten.native_group_norm.default and args[1] is not None:
             mixed = args[0].dtype in HALVES and args[1].dtype == torch.float32
             return _retyped(out, (1, 2)) if mixed else out
+        if func is _CUDNN_ATTENTION and not args[4]:  # what backward wants
+            return (out[0], None, *out[2:])
         if func is _aten._cudnn_rnn.default:
             return (*out[:3], _reserve(args), out[4])
         return out
