@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -15,17 +16,25 @@ from unittest import mock
 
 import torch
 from torch.nn.attention import SDPBackend
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ckplan
+from ckplan import gpus
 from ckplan.caching_allocator import Block, CachingAllocator
 from ckplan.plan import Plan, PlannedRegion
-from ckplan.tracing.cuda.attention import Asked, choose
+from ckplan.tracing.cuda.attention_choice import Asked, choose
+from ckplan.tracing.cuda.cublas import kept_bytes
 from ckplan.tracing.cuda.reductions import Processors, Reduction, put_aside
+from ckplan.tracing.cuda.workspaces import workspace_bytes
+from ckplan.tracing.recording import RawOp, TensorMeta, describe, meta
 from ckplan.training.allocator import on_gpu
 
 CUDA = torch.device("cuda", 0)
 SIZES = (1, 2, 3, 7, 8, 16, 31, 64, 100, 197, 384, 1000, 4096, 50257, 65536)
 MOST = 20_000_000  # elements
+_REFUSED = "aligned|contiguous|no kernel found|cuDNN Frontend"
 
 OPS: dict[str, tuple[Callable[[Any, list[int]], Any], Callable[[int], int]]] = {
     "sum": (lambda x, dims: x.sum(dims), lambda size: max(size, 4)),
@@ -153,7 +162,7 @@ def streams() -> None:
         assert (main, side) in waited, waited
 
 
-def attention(seed: int = 0, count: int = 3000) -> None:
+def attention(seed: int = 0, count: int = 2000) -> None:
     """Which kernel torch takes, of arguments of all kinds."""
     rng = random.Random(seed)
     taken = Counter[SDPBackend]()
@@ -172,6 +181,77 @@ def attention(seed: int = 0, count: int = 3000) -> None:
         taken[found] += 1
     assert min(taken.values()) > count / 20, taken
     assert len(taken) > 1
+
+
+def attention_workspaces(seed: int = 1, count: int = 500) -> None:
+    """What fused kernels take beside what they return, forward and backward."""
+    rng = random.Random(seed)
+    major, minor = torch.cuda.get_device_capability(CUDA)
+    card = next(one for one in gpus.load().values() if one.capability == (major, minor))
+    asked_for = AskedFor(card)
+    for _ in range(count):
+        asked = some_attention(rng)
+        if choose(asked, card.capability) == SDPBackend.MATH:
+            continue
+        query, key, value, mask, dropout, causal, scale, grouped = asked
+        rest = {"scale": scale, "enable_gqa": grouped}
+        try:
+            with asked_for:
+                out = scaled_dot_product_attention(
+                    query, key, value, mask, dropout, causal, **rest
+                )
+                if out.requires_grad:
+                    out.backward(torch.empty_like(out))
+        except RuntimeError as error:  # chosen by torch, refused by the kernel
+            assert re.search(_REFUSED, str(error)), error
+        query.grad = None
+    for name, found in asked_for.found.items():
+        assert len(found) > 10, name
+        for asked_bytes, said, shapes in found:
+            apart = said - asked_bytes  # in blocks, which are a little larger
+            assert -16 <= apart <= 4096, (name, asked_bytes, said, shapes)
+    assert len(asked_for.found) >= 2
+
+
+class AskedFor(TorchDispatchMode):
+    """Bytes that ops of attention ask for, and what is said of them."""
+
+    def __init__(self, card: gpus.Gpu) -> None:
+        super().__init__()
+        self._card = card
+        self.found: dict[str, list[tuple[int, int, object]]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name = func.overloadpacket.__name__
+        if "attention" not in name:
+            return func(*args, **(kwargs or {}))
+        torch.cuda.reset_peak_memory_stats(CUDA)
+        before = on_gpu(CUDA).requested_bytes
+        out = func(*args, **(kwargs or {}))
+        after = on_gpu(CUDA)
+        flat, spec = pytree.tree_flatten((args, kwargs or {}))
+        flat = tuple(map(meta, flat))
+        outs = [x for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor)]
+        returned = tuple(map(describe, outs))
+        op = RawOp(func, 0, (), (), (), flat, spec, returned, 0, 0, False, False)
+        said = after.requested_bytes - before + workspace_bytes(op, self._card)
+        shapes = [one.shape for one in flat if isinstance(one, TensorMeta)]
+        asked = after.requested_peak_bytes - before
+        self.found.setdefault(name, []).append((asked, said, shapes))
+        return out
+
+
+def cublas() -> None:
+    """What stays of a step in which only multiplications keep something."""
+    layer = torch.nn.Linear(64, 64, device=CUDA)
+    before = on_gpu(CUDA).requested_bytes
+    layer(torch.empty(32, 64, device=CUDA)).sum().backward()
+    layer.zero_grad()
+    capability = torch.cuda.get_device_capability(CUDA)
+    said = kept_bytes(capability, ["addmm"]) + kept_bytes(capability, ["mm"])
+    assert on_gpu(CUDA).requested_bytes - before == sum(said)
 
 
 def some_attention(rng: random.Random) -> Asked:
@@ -211,5 +291,12 @@ def some_attention(rng: random.Random) -> Asked:
 
 
 if __name__ == "__main__":
-    tests = reductions, caching_allocator, attention, streams
+    tests = (
+        reductions,
+        caching_allocator,
+        streams,
+        attention,
+        attention_workspaces,
+        cublas,
+    )
     {test.__name__: test for test in tests}[sys.argv[1]]()

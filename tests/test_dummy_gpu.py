@@ -64,6 +64,18 @@ def test_attention_takes_the_kernel_that_torch_takes(library: Path, card: str) -
     run(there, str(ROOT / "tests" / "on_dummy_gpu.py"), "attention")
 
 
+@pytest.mark.parametrize("card", ["T4", "A100 40GB", "RTX 4090", "H100"])
+def test_attention_asks_for_what_is_said(library: Path, card: str) -> None:
+    there = dummy.environment(library, gpus.find(card))
+    run(there, str(ROOT / "tests" / "on_dummy_gpu.py"), "attention_workspaces")
+
+
+@pytest.mark.parametrize("card", ["A100 40GB", "H100"])
+def test_multiplications_keep_what_is_said(library: Path, card: str) -> None:
+    there = dummy.environment(library, gpus.find(card))
+    run(there, str(ROOT / "tests" / "on_dummy_gpu.py"), "cublas")
+
+
 @pytest.mark.parametrize("expandable", [False, True])
 def test_the_caching_allocator_is_torchs(library: Path, expandable: bool) -> None:
     there = dict(dummy.environment(library, gpus.find("A100 40GB")))

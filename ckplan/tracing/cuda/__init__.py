@@ -11,13 +11,16 @@ it runs (``translated``). What is shared and what is not:
 ``kernels``     translated  the op that CUDA would call, at the key of autograd, beneath
                             every composite; torch's own formula for it then saves what
                             CUDA saves. Recurrent nets: both
-``attention``   both        the kernel that the card would take
+``attention``   both        the kernel that the card would take, which
+                            ``attention_choice`` knows
 ``outputs``     both        types and shapes that CUDA's kernels return, below autograd,
                             where torch's own fake kernels do not know them
 ``pretend``     both        what Python code is told: ``torch.cuda.is_available()``
 ``answers``     both        streams, events, generators and properties that it is given
 ``workspaces``  both        what kernels need beyond the tensors they return, with
-                            ``reductions`` for the parts that those put aside
+                            ``reductions`` for the parts that those put aside,
+                            ``attention_workspaces`` for attention and ``layouts`` for
+                            copies
 ``memory``      both        the allocator's blocks, cuBLAS's workspaces
 ==============  ==========  ===========================================================
 """

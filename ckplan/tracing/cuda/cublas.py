@@ -1,8 +1,9 @@
 """The memory that cuBLAS works in, which torch takes from its caching allocator.
 
 Until torch 2.14 every thread keeps it once it has multiplied: one for forward, one for
-backward. Until 2.12 (seen in 2.11, no more in 2.13), what adds a bias keeps another for
-cuBLASLt. Since 2.15 every multiplication asks for its own and gives it back.
+backward. Before 2.12, what adds a bias keeps another for cuBLASLt. Where backward's
+thread comes to either only by running forward's ops again, a plan decides: see
+``Graph.not_taken``. Since 2.15 every multiplication asks for its own and gives it back.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ WORKSPACE_BYTES = (2 * 4096 + 8 * 16) << 10
 WORKSPACE_BYTES_SINCE_HOPPER = (8 * 4096) << 10
 LT_WORKSPACE_BYTES = 1 << 20
 IS_KEPT = torch.__version__ < (2, 15)
-_LT_IS_APART = torch.__version__ < (2, 13)
+_LT_IS_APART = torch.__version__ < (2, 12)
 _LOW = (torch.float16, torch.bfloat16)
 
 

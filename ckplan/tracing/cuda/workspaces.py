@@ -15,15 +15,15 @@ import torch
 from ckplan.caching_allocator import in_blocks
 from ckplan.gpus import Gpu
 from ckplan.records import MULTIPLIES
+from ckplan.tracing.cuda import attention_workspaces as attention
 from ckplan.tracing.cuda.cublas import passing_bytes
+from ckplan.tracing.cuda.layouts import copied_bytes, lies
 from ckplan.tracing.cuda.reductions import Processors, Reduction, put_aside
 from ckplan.tracing.recording import RawOp, TensorMeta
 from ckplan.units import round_up
 
 _FLOAT_BYTES = 4
 _INDEX_BYTES = 8
-_FLASH_ROWS = 128  # lengths are rounded up to this
-_EFFICIENT_ROWS = 64
 _WIDTHS = 32
 _FEW_INDICES = 3072  # that gradients of an embedding are added up for without sorting
 _ROWS_PER_THREAD = 10  # of sorted indices, in gradients of an embedding
@@ -135,26 +135,9 @@ def _copied(*places: int) -> _Needs:
 
     def needs(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> int:
         del op, gpu
-        return _copies(tensors[place] for place in places if place < len(tensors))
+        return copied_bytes(tensors[place] for place in places if place < len(tensors))
 
     return needs
-
-
-def _copies(tensors: Iterable[TensorMeta], last: bool = False) -> int:
-    """Bytes of those that are not contiguous, or not with channels last."""
-    return sum(in_blocks(t.num_bytes) for t in tensors if not _lies(t, last))
-
-
-def _lies(tensor: TensorMeta, channels_last: bool = False) -> bool:
-    dims = list(range(len(tensor.shape)))
-    if channels_last:
-        dims = [0, *dims[2:], 1]
-    expected = 1
-    for dim in reversed(dims):
-        if tensor.shape[dim] != 1 and tensor.stride[dim] != expected:
-            return not tensor.numel
-        expected *= tensor.shape[dim]
-    return True
 
 
 def _group_norm(taken: int) -> _Needs:
@@ -163,7 +146,7 @@ def _group_norm(taken: int) -> _Needs:
     def needs(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> int:
         del op, gpu
         last = _GROUP_NORM_KEEPS_LAYOUTS and _channels_last(tensors[taken - 1])
-        return _copies(tensors[:taken], last)
+        return copied_bytes(tensors[:taken], last)
 
     return needs
 
@@ -187,7 +170,7 @@ def _for_cublas(tensor: TensorMeta) -> bool:
 def _softmax_backward(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> int:
     """The product of the gradient with the output, and both contiguous."""
     del op, gpu
-    return in_blocks(tensors[1].num_bytes) + _copies(tensors[:2])
+    return in_blocks(tensors[1].num_bytes) + copied_bytes(tensors[:2])
 
 
 def _roll(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> int:
@@ -195,13 +178,13 @@ def _roll(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> int:
     del gpu
     shifts = op.arguments[0][1]
     several = not isinstance(shifts, int) and len(shifts) > 1
-    return in_blocks(tensors[0].num_bytes) if several else _copies(tensors)
+    return in_blocks(tensors[0].num_bytes) if several else copied_bytes(tensors)
 
 
 def _convolution(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> int:
     """Input and weight in one layout."""
     del op, gpu
-    return _copies(tensors[:2], _channels_last(*tensors[:2]))
+    return copied_bytes(tensors[:2], _channels_last(*tensors[:2]))
 
 
 def _convolution_backward(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> int:
@@ -215,9 +198,9 @@ def _convolution_backward(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) ->
     later = in_blocks(weight.num_bytes) if of_weight else 0
     found = [0]
     if into:
-        found.append(_copies((gradient, weight), last) - later)
+        found.append(copied_bytes((gradient, weight), last) - later)
     if of_weight:
-        found.append(_copies((gradient, input_), last))
+        found.append(copied_bytes((gradient, input_), last))
     if of_bias:
         dims = [0, *range(2, len(gradient.shape))]
         found.append(_put_aside(gradient, dims, gradient.dtype, _sum, gpu))
@@ -226,40 +209,12 @@ def _convolution_backward(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) ->
 
 def _channels_last(*tensors: TensorMeta) -> bool:
     return any(
-        len(t.shape) >= 4 and _lies(t, channels_last=True) and not _lies(t)
+        len(t.shape) >= 4 and lies(t, channels_last=True) and not lies(t)
         for t in tensors
     )
 
 
 # -- the rest ------------------------------------------------------------------------
-
-
-def _flash_backward(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> int:
-    """Sums of the softmax and gradients of queries in float32; heads unfolded."""
-    del op, gpu
-    query, key = tensors[1], tensors[2]
-    batch, heads, length, width = query.shape
-    rows = batch * heads * round_up(length, _FLASH_ROWS)
-    wide = round_up(width, _WIDTHS) if width <= 192 else 256
-    sums = rows * _FLOAT_BYTES
-    gradients = rows * wide * _FLOAT_BYTES
-    unfolded = 0
-    if key.shape[1] != heads:
-        unfolded = 2 * batch * heads * key.shape[2] * width * key.dtype.itemsize
-    return in_blocks(sums) + in_blocks(gradients) + unfolded
-
-
-def _efficient_backward(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> int:
-    """Sums of gradient times output, then gradients of queries in tiles of 64 rows."""
-    del op, gpu
-    query = tensors[1]
-    batch, heads, length, width = query.shape
-    sums = in_blocks(batch * heads * length * _FLOAT_BYTES)
-    times = 3 if query.dtype in _LOW else 1  # both and their product, in float32
-    product = times * in_blocks(query.numel * _FLOAT_BYTES)
-    tiles = batch * heads * -(-length // _EFFICIENT_ROWS)
-    tile = _EFFICIENT_ROWS * round_up(width, _EFFICIENT_ROWS) + 4
-    return sums + max(sums + product, in_blocks(tiles * tile * _FLOAT_BYTES))
 
 
 def _safe_softmax(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> int:
@@ -273,7 +228,7 @@ def _embedding_backward(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> i
     """Sorted indices, and the sums of those that are alike, in parts."""
     del gpu
     gradient, indices = tensors[:2]
-    copies = _copies(tensors[:2])
+    copies = copied_bytes(tensors[:2])
     rows, _, by_frequency = op.arguments[0][2:5]
     count = indices.numel
     if count <= _FEW_INDICES and not by_frequency:
@@ -298,7 +253,7 @@ def _index_put(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> int:
         return 0
     shape = torch.broadcast_shapes(*(one.shape for one in indices))
     column = in_blocks(math.prod(shape) * _INDEX_BYTES)
-    return 4 * column + _sorting(math.prod(shape)) + _copies((args[2],))
+    return 4 * column + _sorting(math.prod(shape)) + copied_bytes((args[2],))
 
 
 def _sorting(count: int) -> int:
@@ -353,8 +308,11 @@ _WORKSPACES: dict[str, _Needs] = {
     "roll": _roll,
     "convolution": _convolution,
     "convolution_backward": _convolution_backward,
-    "_scaled_dot_product_flash_attention_backward": _flash_backward,
-    "_scaled_dot_product_efficient_attention_backward": _efficient_backward,
+    "_scaled_dot_product_flash_attention": attention.flash,
+    "_scaled_dot_product_flash_attention_backward": attention.flash_backward,
+    "_scaled_dot_product_cudnn_attention_backward": attention.cudnn_backward,
+    "_scaled_dot_product_efficient_attention": attention.efficient,
+    "_scaled_dot_product_efficient_attention_backward": attention.efficient_backward,
     "_safe_softmax": _safe_softmax,
     "embedding_dense_backward": _embedding_backward,
     **dict.fromkeys(("index_put", "index_put_", "_index_put_impl_"), _index_put),

@@ -1,0 +1,170 @@
+"""What the kernels of attention need beyond the tensors they return.
+
+Exact to the allocator's rounding (``tests/on_dummy_gpu.py``), but for cuDNN's, whose
+kernels say what they need when they run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from ckplan.caching_allocator import in_blocks
+from ckplan.gpus import Gpu
+from ckplan.tracing.cuda.layouts import copied_bytes
+from ckplan.tracing.cuda.words import HALVES
+from ckplan.tracing.recording import RawOp, TensorMeta
+from ckplan.units import round_up
+
+_FLOAT_BYTES = 4
+_FLASH_ROWS = 128  # lengths are rounded up to this
+_MOST_SPLITS = 128
+_WIDEST_IN_REGISTERS = 128
+
+
+def flash(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> int:
+    """Outputs and sums of the parts that keys are split into, if the card would idle.
+
+    As ``num_splits_heuristic`` of FlashAttention has it.
+    """
+    batch, heads, length, width = tensors[0].shape
+    args, kwargs = op.arguments
+    if (args[3] if len(args) > 3 else kwargs.get("dropout_p", 0)) > 0:
+        return 0
+    tile = 256 if width <= 64 else 128 if width <= 128 else 64
+    blocks = -(-tensors[1].shape[2] // tile)
+    tasks = batch * heads * -(-length // 64)
+    splits = _splits(tasks, 2 * gpu.multiprocessors, blocks)
+    if splits == 1:
+        return 0
+    rows = splits * batch * heads * length * _FLOAT_BYTES
+    return in_blocks(rows) + in_blocks(rows * _flash_width(width))
+
+
+def _splits(tasks: int, slots: int, blocks: int) -> int:
+    """The fewest parts that keep nearly as many slots busy as the best number does."""
+    if tasks >= 0.8 * slots:
+        return 1
+    busy: dict[int, float] = {}
+    for parts in range(1, min(_MOST_SPLITS, slots, blocks) + 1):
+        if parts == 1 or -(-blocks // parts) != -(-blocks // (parts - 1)):
+            waves = tasks * parts / slots
+            busy[parts] = waves / math.ceil(waves)
+    best = max(busy.values(), default=0)
+    return next((n for n, share in busy.items() if share >= 0.85 * best), 1)
+
+
+def _flash_width(width: int) -> int:
+    """What heads are rounded up to."""
+    return round_up(width, 32 if width <= 128 else 64)
+
+
+def flash_backward(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> int:
+    """Sums of the softmax and gradients of queries in float32; heads unfolded.
+
+    Output and its gradient are copied if they do not lie as [batch, length, heads].
+    To be deterministic, multiprocessors add up gradients of their own.
+    """
+    del op
+    gradient, query, key, _, out = tensors[:5]
+    batch, heads, length, width = query.shape
+    rows = batch * heads * round_up(length, _FLASH_ROWS)
+    parts = -(-gpu.multiprocessors // (batch * heads)) if _deterministic() else 1
+    sums = rows * _FLOAT_BYTES
+    gradients = parts * rows * _flash_width(width) * _FLOAT_BYTES
+    unfolded = 0
+    if key.shape[1] != heads:
+        unfolded = 2 * batch * heads * key.shape[2] * width * key.dtype.itemsize
+    copies = copied_bytes(_heads_inside(one) for one in (gradient, out))
+    return in_blocks(sums) + in_blocks(gradients) + unfolded + copies
+
+
+def _heads_inside(tensor: TensorMeta) -> TensorMeta:
+    """[batch, heads, length, width] as [batch, length, heads, width]."""
+    shape, stride = tensor.shape, tensor.stride
+    return TensorMeta(
+        (shape[0], shape[2], shape[1], shape[3]),
+        (stride[0], stride[2], stride[1], stride[3]),
+        tensor.dtype,
+    )
+
+
+def cudnn_backward(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> int:
+    """Sums of the softmax and gradients of queries in float32.
+
+    What cuDNN's own frontend asks for; its kernels may need more.
+    """
+    del op, gpu
+    query = tensors[1]
+    rows = math.prod(query.shape[:3])
+    return in_blocks((rows + query.numel) * _FLOAT_BYTES)
+
+
+def efficient(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> int:
+    """Wide outputs are added up in float32."""
+    del gpu
+    query, out = tensors[0], op.returned[0]
+    wide = max(query.shape[-1], out.shape[-1]) > _WIDEST_IN_REGISTERS
+    adds = query.dtype in HALVES and wide
+    return in_blocks(out.numel * _FLOAT_BYTES) if adds else 0
+
+
+class _Tile(NamedTuple):
+    """What a kernel of the memory-efficient backward works on at once."""
+
+    rows: int  # of queries
+    columns: int  # of keys
+    keeps: bool  # gradients of keys and values, in registers
+
+
+def _tile(width: int, half: bool, capability: tuple[int, int], drops: bool) -> _Tile:
+    """As ``cutlassB.h`` lists its kernels: the first that the card can run."""
+    roomy = capability == (8, 0) or capability[0] in (9, 10)  # in shared memory
+    if width <= 64 or not (half or roomy):
+        return _Tile(64, 64, half)
+    if half and width <= 128 and capability >= (8, 0):
+        if width <= 96 and capability in ((8, 6), (8, 9)) and not drops:
+            return _Tile(128, 64, True)
+        return _Tile(128, 128, True) if roomy else _Tile(64, 64, False)
+    return _Tile(128, 64, half and width <= 128)
+
+
+def efficient_backward(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> int:
+    """Sums of gradient times output, then gradients in tiles of float32.
+
+    As ``kernel_backward.h`` and ``attention_backward.cu`` have it.
+    """
+    gradient, query, key, value = tensors[:4]
+    batch, heads, length, width = query.shape
+    keys, wide = key.shape[2], value.shape[-1]
+    half, many = query.dtype in HALVES, batch * heads
+    drops = op.arguments[0][9] > 0
+    tile = _tile(max(width, wide), half, gpu.capability, drops)
+    splits = -(-keys // tile.columns)
+    if _deterministic() or (many >= 256 and keys <= 2 * tile.columns):
+        splits = 1
+    of_keys = 0
+    if half and not tile.keeps:
+        splits = max(min(splits, 200 // many), 1)
+        both = round_up(width, tile.rows) + round_up(wide, tile.rows)
+        of_keys = splits * tile.columns * both
+    tiles = -(-length // tile.rows) * -(-width // tile.columns)
+    of_queries = tiles * (tile.rows * tile.columns + 4)
+    sums = in_blocks(many * length * _FLOAT_BYTES)
+    product = 0 if half else in_blocks(gradient.numel * _FLOAT_BYTES) + sums
+    added = in_blocks(many * (of_keys + of_queries) * _FLOAT_BYTES)
+    found = sums + max(product, added)
+    if key.shape[1] != heads:  # gradients of all heads, beside their sums
+        found += many * keys * (width + wide) * key.dtype.itemsize
+    return copied_bytes((_heads_inside(gradient),)) + found
+
+
+def _deterministic() -> bool:
+    """Whether torch must be, and not only warn."""
+    return (
+        torch.are_deterministic_algorithms_enabled()
+        and not torch.is_deterministic_algorithms_warn_only_enabled()
+    )

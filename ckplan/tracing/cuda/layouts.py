@@ -1,0 +1,26 @@
+"""Whether tensors lie as kernels want them, and what copies of others take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ckplan.caching_allocator import in_blocks
+from ckplan.tracing.recording import TensorMeta
+
+
+def copied_bytes(tensors: Iterable[TensorMeta], last: bool = False) -> int:
+    """Bytes of those that are not contiguous, or not with channels last."""
+    return sum(in_blocks(t.num_bytes) for t in tensors if not lies(t, last))
+
+
+def lies(tensor: TensorMeta, channels_last: bool = False) -> bool:
+    """Whether it is contiguous, or is with channels last."""
+    dims = list(range(len(tensor.shape)))
+    if channels_last:
+        dims = [0, *dims[2:], 1]
+    expected = 1
+    for dim in reversed(dims):
+        if tensor.shape[dim] != 1 and tensor.stride[dim] != expected:
+            return not tensor.numel
+        expected *= tensor.shape[dim]
+    return True
