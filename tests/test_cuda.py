@@ -32,6 +32,7 @@ from ckplan.records import BEFORE_STEP
 from ckplan.resolve import resolve
 from ckplan.simulate import simulate
 from ckplan.tracing.cuda import translated
+from ckplan.tracing.cuda.attention_workspaces import _splits, _tile
 from ckplan.tracing.cuda.autocast import (
     FLOAT32,
     FLOAT32_APPENDED,
@@ -515,6 +516,44 @@ def test_a_mask_of_truths_becomes_what_is_added_in_one_op(seen: Any) -> None:
         "scalar_tensor",
         "where",
     ]
+
+
+@pytest.mark.parametrize(
+    ("tasks", "slots", "blocks", "parts"),
+    [
+        (36, 296, 4, 4),  # asked of torch: 3 x 3 heads, 200 queries, on a B200
+        (200, 216, 8, 1),  # busy enough
+        (12, 216, 1, 1),  # nothing to split
+    ],
+)
+def test_flash_attention_splits_keys_where_the_card_would_idle(
+    tasks: int, slots: int, blocks: int, parts: int
+) -> None:
+    assert parts == _splits(tasks, slots, blocks)
+
+
+@pytest.mark.parametrize(
+    ("width", "half", "card", "drops", "tile"),
+    [
+        (64, True, A100, False, (64, 64, True)),
+        (128, True, A100, False, (128, 128, True)),
+        (128, True, (8, 6), False, (64, 64, False)),
+        (96, True, (8, 9), False, (128, 64, True)),
+        (96, True, (8, 9), True, (64, 64, False)),
+        (128, True, TURING, False, (128, 64, True)),
+        (256, True, (12, 0), False, (128, 64, False)),
+        (128, False, A100, False, (128, 64, False)),
+        (128, False, (12, 0), False, (64, 64, False)),
+    ],
+)
+def test_backward_of_attention_goes_in_tiles_that_fit_the_card(
+    width: int,
+    half: bool,
+    card: tuple[int, int],
+    drops: bool,
+    tile: tuple[int, int, bool],
+) -> None:
+    assert tile == _tile(width, half, card, drops)
 
 
 def test_multihead_attention_of_torch_drops_with_bools() -> None:
