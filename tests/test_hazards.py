@@ -856,6 +856,62 @@ def test_train_and_eval_switched_before_backward(by: str, training: bool) -> Non
 
 
 @BOTH
+def test_weights_frozen_before_backward(by: str) -> None:
+    """As adversarial training does to the discriminator that it is done with."""
+
+    def run() -> None:
+        seen = []
+        for planned in (False, True):
+            torch.manual_seed(0)
+            model = Outer(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)))
+            if planned:
+                applying.apply(model, plan(by))
+            seeded(1)
+            loss = model(torch.randn(4, 8)).square().sum()
+            model.block.requires_grad_(False)
+            loss.backward()
+            assert not any(p.requires_grad for p in model.block.parameters())
+            seen.append(state_of(model, loss))
+        assert all(map(torch.equal, *seen))
+
+    run()
+    if by == "rerun":
+        with unguarded(world.World, "restore", nothing):
+            run()
+
+
+class _Attention(nn.Module):
+    """Asks whether it was given one tensor three times, as torch's own does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.MultiheadAttention(8, 2, dropout=0.1, batch_first=True)
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        assert q is k is v
+        return self.heads(q, k, v)[0]
+
+
+@BOTH
+def test_a_tensor_given_twice_is_one_tensor_again(by: str) -> None:
+    class Itself(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.block = nn.Linear(8, 8), _Attention()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x)
+            return self.block(x, x, v=x)
+
+    torch.manual_seed(0)
+    plain = Itself()
+    planned = copy.deepcopy(plain)
+    applying.apply(planned, plan(by))
+    for step in range(3):
+        assert all(map(torch.equal, step_of(plain, step), step_of(planned, step)))
+
+
+@BOTH
 def test_a_deep_copy_runs_its_own_weights(by: str) -> None:
     def run() -> None:
         torch.manual_seed(0)

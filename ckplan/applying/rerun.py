@@ -13,7 +13,7 @@ wrong gradient.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -63,7 +63,7 @@ class Rerun:
         self._forward = forward
         self._first: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
         leaves, self._spec = pytree.tree_flatten((args, kwargs))
-        self._given = [_detached(leaf) for leaf in leaves]
+        self._given = _detached(leaves)
         self._modules = list(module.modules())
         named = (module._parameters.values() for module in self._modules)
         parameters = [p for found in named for p in found if p is not None]
@@ -269,8 +269,17 @@ class _Calls(TorchFunctionMode):
                     self.different = self.different or "another random generator"
 
 
-def _detached(leaf: Any) -> Any:
-    """An input without the graph behind it: holding that would be a cycle."""
-    if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
-        return leaf.detach().requires_grad_(leaf.requires_grad)
-    return leaf
+def _detached(leaves: Iterable[Any]) -> list[Any]:
+    """Inputs without the graph behind them: holding that would be a cycle.
+
+    What was given twice is one tensor again, as attention asks: ``query is key``.
+    """
+    alone: dict[int, Any] = {}
+    found = []
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+            if id(leaf) not in alone:
+                alone[id(leaf)] = leaf.detach().requires_grad_(leaf.requires_grad)
+            leaf = alone[id(leaf)]
+        found.append(leaf)
+    return found

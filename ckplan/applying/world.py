@@ -1,8 +1,8 @@
 """The world of a forward: what it may read and change beside its inputs.
 
-Parameters, as far as others take their place, buffers, plain attributes of modules and
-lists, dicts and sets in them, and the random states of torch, Python, NumPy and of
-generators, those that modules hold included.
+Parameters, as far as others take their place, and whether they require gradients,
+buffers, plain attributes of modules and lists, dicts and sets in them, and the random
+states of torch, Python, NumPy and of generators, those that modules hold included.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ class World:
     attributes: list[tuple[dict[str, Any], dict[str, Any], int]]  # and how many
     containers: list[tuple[Any, Any]]
     parameters: list[tuple[dict[str, Any], dict[str, Any]]]
+    trained: list[tuple[nn.Parameter, bool]]  # whether they require gradients
     buffers: list[tuple[dict[str, Any], dict[str, Any]]]
     contents: list[tuple[torch.Tensor, torch.Tensor, int]]
     random: list[tuple[Source, Any]]
@@ -56,12 +57,16 @@ class World:
                 parameters.append((module._parameters, dict(module._parameters)))
             if module._buffers:
                 buffers.append((module._buffers, dict(module._buffers)))
+        leaves = (p for _, named in parameters for p in named.values())
+        trained = [(p, p.requires_grad) for p in leaves if _is_leaf(p)]
         named = (*(b for _, b in buffers), *(plain for _, plain, _ in attributes))
         tensors = [t for found in named for t in found.values() if _is_state(t)]
         contents = [(b, _elements(b).clone(), version_of(b)) for b in tensors]
         owned = (source for value in held if (source := source_in(value)) is not None)
         states = [(source, source.state()) for source in (*sources, *owned)]
-        return cls(attributes, containers, parameters, buffers, contents, states)
+        return cls(
+            attributes, containers, parameters, trained, buffers, contents, states
+        )
 
     def settle(self) -> list[tuple[torch.Tensor, int, Likeness | None]]:
         """Let go of what is as it was.
@@ -91,6 +96,9 @@ class World:
         for named, before in self.parameters:
             others = {k: v for k, v in before.items() if _is_other(named.get(k), v)}
             named.update(others)
+        for parameter, requires_grad in self.trained:
+            if parameter.requires_grad != requires_grad:
+                parameter.requires_grad_(requires_grad)
         for named, before in self.buffers:
             named.clear()
             named.update(before)
@@ -239,6 +247,11 @@ def _is_other(now: Any, before: Any) -> bool:
     """
     both = type(now) is type(before) is nn.Parameter
     return both and now is not before and now.shape == before.shape
+
+
+def _is_leaf(value: Any) -> bool:
+    """Whether it may require gradients or not, as its owner likes."""
+    return isinstance(value, nn.Parameter) and value.is_leaf
 
 
 def _is_state(value: Any) -> bool:
