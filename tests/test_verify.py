@@ -37,9 +37,10 @@ from ckplan.verifying.worker import (
     OutOfMemoryError,
     Result,
     Worker,
+    bytes_of,
     cap_memory,
     digest,
-    state_bytes,
+    known_storages,
 )
 
 MLP = WorkloadSpec(
@@ -447,11 +448,11 @@ def test_the_held_bytes_are_each_storage_once():
     step = make_step(Workload(model, torch.randn(8, 4)[:2]), Training("adamw"))
     weights, norm, batch = 4 * (16 + 4 + 4), 4 * (4 + 4), 4 * 8 * 4
     others = 4 * (4 + 4) + 8 + 4 * 10  # running statistics, their count, the table
-    assert weights + norm + others + batch == state_bytes(step)
+    assert weights + norm + others + batch == bytes_of(known_storages(step))
     step.run()
     step.zero_grad()
     adam = 2 * (weights + norm) + 4 * 5  # two moments, and a count per parameter
-    assert weights + norm + others + batch + adam == state_bytes(step)
+    assert weights + norm + others + batch + adam == bytes_of(known_storages(step))
 
 
 def test_the_peak_is_what_the_step_holds_and_allocates(tmp_path: Path):
@@ -639,6 +640,59 @@ class Holding(nn.Module):
 def build():
     return Holding(), torch.randn(512, 64)
 """
+
+
+def test_what_the_first_step_lets_go_is_counted_no_more(tmp_path: Path) -> None:
+    """As torch's older weight norm does with the weight that it begins with."""
+    path = tmp_path / "model.py"
+    path.write_text(HOLDING.replace(", []", ", [torch.zeros(512, 1024)]"))
+    spec = WorkloadSpec(str(path))
+    graph = profile_workload(spec)
+    found = verify(spec, Plan(), trace=graph, steps=0)
+    assert found.measured_peak_bytes == simulate(graph).peak_bytes
+
+
+DRAWN = """
+import random
+
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence
+
+class Drawn(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(8)
+        )
+        self.cell = nn.LSTM(64, 16, batch_first=True)
+
+    def forward(self, x, lengths):
+        for layer in self.layers:
+            if torch.rand(()) < 0.5 and random.random() < 0.9:
+                x = layer(x)
+        packed = pack_padded_sequence(x, lengths, batch_first=True)
+        return self.cell(packed)[0].data.square().mean()
+
+def build():
+    lengths = torch.randint(8, 64, (32,)).sort(descending=True).values
+    return Drawn(), (torch.randn(32, 64, 64), lengths)
+"""
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_step_that_follows_random_numbers_is_the_one_that_was_profiled(
+    tmp_path: Path, seed: int
+) -> None:
+    path = tmp_path / "drawn.py"
+    path.write_text(DRAWN)
+    spec = WorkloadSpec(str(path))
+    graph = profile_workload(spec, seed=seed, replay=False)
+    found = verify(spec, Plan(), seed=seed, steps=0)
+    error = simulate(graph).peak_bytes / found.measured_peak_bytes - 1
+    assert -0.001 <= error <= 0.003
+    other = profile_workload(spec, seed=seed + 2, replay=False)
+    assert len(other.ops) != len(graph.ops)
 
 
 BY_TURNS = """

@@ -96,9 +96,7 @@ class World:
         for named, before in self.parameters:
             others = {k: v for k, v in before.items() if _is_other(named.get(k), v)}
             named.update(others)
-        for parameter, requires_grad in self.trained:
-            if parameter.requires_grad != requires_grad:
-                parameter.requires_grad_(requires_grad)
+        _train(self.trained)
         for named, before in self.buffers:
             named.clear()
             named.update(before)
@@ -252,6 +250,13 @@ def _is_other(now: Any, before: Any) -> bool:
 def _is_leaf(value: Any) -> bool:
     """Whether it may require gradients or not, as its owner likes."""
     return isinstance(value, nn.Parameter) and value.is_leaf
+
+
+def _train(trained: Iterable[tuple[nn.Parameter, bool]]) -> None:
+    """Let parameters require gradients or not."""
+    for parameter, requires_grad in trained:
+        if parameter.requires_grad != requires_grad:
+            parameter.requires_grad_(requires_grad)
 
 
 def _is_state(value: Any) -> bool:

@@ -28,6 +28,7 @@ from ckplan.cli.options import (
     Json,
     OptimizerOption,
     Scaler,
+    Seed,
     Settings,
     ShardOption,
     Target,
@@ -75,6 +76,7 @@ def profile(
         bool,
         typer.Option(help="Run the forward of a small model twice, to compare."),
     ] = True,
+    seed: Seed = 0,
     output: Annotated[
         Path | None,
         typer.Option("-o", help="The trace to write.  [default: traces/NAME.json.gz]"),
@@ -102,6 +104,7 @@ def profile(
             gpu=gpu,
             fresh=fresh,
             replay=replay,
+            seed=seed,
             progress=progress,
         )
     graph = of_rank(graph, sharding)

@@ -86,6 +86,7 @@ Clip = Annotated[
 Scaler = Annotated[
     bool, typer.Option("--scaler", help="Scale the loss, for --amp fp16.")
 ]
+Seed = Annotated[int, typer.Option(min=0, help="Of every random number.")]
 ShardOption = Annotated[
     Shard | None,
     typer.Option("--shard", help="Of the step of one rank among several."),

@@ -26,6 +26,7 @@ from ckplan.cli.options import (
     Json,
     OptimizerOption,
     Scaler,
+    Seed,
     Settings,
     Target,
 )
@@ -61,7 +62,7 @@ def verify(
         typer.Option(metavar="SIZE", help="On a GPU: as if it had no more memory."),
     ] = None,
     steps: Annotated[int, typer.Option(min=0, help="How many steps to time.")] = 5,
-    seed: Annotated[int, typer.Option(min=0, help="Of every random number.")] = 0,
+    seed: Seed = 0,
     fake: Annotated[
         bool,
         typer.Option("--fake", help="Memory only, by a dry run: needs no hardware."),

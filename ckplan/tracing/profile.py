@@ -40,6 +40,7 @@ from ckplan.tracing.watch import states_kept
 from ckplan.training.fingerprint import fingerprint
 from ckplan.training.loading import WorkloadSpec
 from ckplan.training.memory import given_back
+from ckplan.training.randomness import seed_everything
 from ckplan.training.step import AS_IT_SAYS, Training
 from ckplan.training.workload import Workload, as_workload, on_device, tensors_of
 
@@ -60,6 +61,7 @@ def profile_workload(
     gpu: str | None = None,
     fresh: bool = False,
     replay: bool = True,
+    seed: int = 0,
     progress: Progress | None = None,
 ) -> Graph:
     """Profile what a file offers.
@@ -72,6 +74,8 @@ def profile_workload(
         gpu: A card of ``ckplan gpus``, whose roofline stands in for measured seconds.
         fresh: Measure ops again that were measured on this machine before.
         replay: Run the forward of a small model twice, to find what differs then.
+        seed: Of every random number: a step that follows them is the one that
+            ``verify`` takes.
         progress: Told how far the work has come.
 
     Raises:
@@ -83,6 +87,7 @@ def profile_workload(
 
     def build(scope: Scope | None) -> Workload:
         del scope
+        seed_everything(seed)
         return make()
 
     with _left_as_it_is(target):

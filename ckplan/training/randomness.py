@@ -1,16 +1,25 @@
-"""Which ops draw random numbers, and where torch's own come from."""
+"""Where random numbers start from, and which ops draw them."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
 from unittest import mock
 
+import numpy
 import torch
 
 _PROBABILITY = "dropout_p"
+
+
+def seed_everything(seed: int) -> None:
+    """Make every global generator of random numbers start from here."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
 
 
 def may_draw(func: Any) -> bool:

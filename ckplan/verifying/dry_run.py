@@ -35,6 +35,7 @@ from ckplan.training.failures import first_line
 from ckplan.training.fingerprint import fingerprint
 from ckplan.training.loading import WorkloadSpec, as_spec
 from ckplan.training.optimizers import counters
+from ckplan.training.randomness import seed_everything
 from ckplan.training.step import AS_IT_SAYS, Training, make_step
 from ckplan.training.workload import Workload
 from ckplan.verifying.meter import Meter, MeterLog
@@ -44,7 +45,6 @@ from ckplan.verifying.worker import (
     held_between_steps,
     put,
     regions_of,
-    seed_everything,
 )
 
 if TYPE_CHECKING:

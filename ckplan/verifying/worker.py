@@ -14,10 +14,11 @@ import pickle
 import random
 import time
 import warnings
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, TypeAlias
 
 import numpy
 import torch
@@ -37,6 +38,7 @@ from ckplan.training.failures import (
 from ckplan.training.fingerprint import fingerprint
 from ckplan.training.first_calls import make_first_calls
 from ckplan.training.loading import WorkloadSpec
+from ckplan.training.randomness import seed_everything
 from ckplan.training.step import Training, TrainingStep, make_step
 from ckplan.training.workload import (
     Workload,
@@ -52,6 +54,8 @@ if TYPE_CHECKING:
 
 FIRST_STEPS = "first steps"
 TIMED_STEP = "timed step"
+Known: TypeAlias = list[tuple["weakref.ref[torch.UntypedStorage]", int]]
+"""Storages, if they are still there, and their bytes."""
 _MARK, _BEGIN, _END = "ckplan_phase_", "begin", "end"
 
 
@@ -129,7 +133,7 @@ class Worker:
 
         first: dict[Result, str] = {}
         with log_allocations(_MARK, device) as whole:
-            known_bytes = state_bytes(step)
+            known = known_storages(step)
             value = step.run(between=lambda: first.update(_gradients(step, 1)))
             self._check(value, "step 1")
             digests = {Result(1, "loss"): digest(value), **first, **_buffers(step, 1)}
@@ -137,7 +141,7 @@ class Worker:
 
             step.zero_grad()
             gc.collect()
-            held_bytes = _held_on_gpu(device)
+            held_bytes, known_bytes = _held_on_gpu(device), bytes_of(known)
             _mark(_BEGIN)
             value = replace(step, entering=_mark).run()
             _mark(_END)
@@ -259,10 +263,16 @@ def _held_on_gpu(device: torch.device) -> int | None:
     return torch.cuda.memory_allocated(device)
 
 
-def state_bytes(step: TrainingStep) -> int:
-    """Bytes of ``held_between_steps``, each storage once."""
+def known_storages(step: TrainingStep) -> Known:
+    """Those of ``held_between_steps``, each once, and none held."""
     storages = [tensor.untyped_storage() for tensor in held_between_steps(step)]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    distinct = {storage.data_ptr(): storage for storage in storages}.values()
+    return [(weakref.ref(storage), storage.nbytes()) for storage in distinct]
+
+
+def bytes_of(known: Known) -> int:
+    """Bytes of those that are still there: the allocator's log tells of no others."""
+    return sum(size for storage, size in known if storage() is not None)
 
 
 def held_between_steps(step: TrainingStep) -> list[torch.Tensor]:
@@ -286,13 +296,6 @@ def _gradients(step: TrainingStep, number: int) -> dict[Result, str]:
 def _buffers(step: TrainingStep, number: int) -> dict[Result, str]:
     named = step.workload.model.named_buffers()
     return {Result(number, "buffer", name): digest(value) for name, value in named}
-
-
-def seed_everything(seed: int) -> None:
-    """Make every global generator of random numbers start from here."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    numpy.random.seed(seed % 2**32)
 
 
 def _random_state(device: torch.device) -> str:
