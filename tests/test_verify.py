@@ -652,6 +652,70 @@ def test_what_the_first_step_lets_go_is_counted_no_more(tmp_path: Path) -> None:
     assert found.measured_peak_bytes == simulate(graph).peak_bytes
 
 
+FORWARDS = {
+    # Masks that let an eighth through, to be read and to be written.
+    "masks": """
+        mask = torch.arange(len(x)) % 8 == 0
+        y = torch.sin(self.linear(x)[mask])
+        return torch.zeros_like(x).index_put((mask,), y)
+    """,
+    # A function that looks at what it saved, and runs no op on it.
+    "looks": """
+        return torch.tanh(Looks.apply(self.linear(x)))
+    """,
+    "looks last": """
+        return torch.tanh(Looks.apply(self.linear.weight.exp()))
+    """,
+    # Another buffer in the place of one.
+    "replaces": """
+        x = torch.tanh(self.linear(x) + self.state)
+        self.state = self.state * 0.9 + x.detach() * 0.1
+        return x
+    """,
+}
+DOING = """
+import torch
+from torch import nn
+
+class Looks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        y = x.round()
+        ctx.save_for_backward(y)
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (y,) = ctx.saved_tensors
+        return grad.view(y.shape)
+
+class Doing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(256, 256)
+        self.register_buffer("state", torch.zeros(512, 256))
+
+    def forward(self, x):
+        FORWARD
+
+def build():
+    return nn.Sequential(Doing(), Doing()), torch.randn(512, 256)
+"""
+
+
+@pytest.mark.parametrize("what", FORWARDS)
+def test_the_peak_is_the_measured_one_where_a_forward(
+    tmp_path: Path, what: str
+) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(DOING.replace("FORWARD", FORWARDS[what].strip()))
+    spec = WorkloadSpec(str(path))
+    graph = profile_workload(spec, replay=False)
+    with StepProcess(spec) as process:
+        measured_bytes = process.first_steps().peak_bytes
+    assert -0.001 <= simulate(graph).peak_bytes / measured_bytes - 1 <= 0.003
+
+
 DRAWN = """
 import random
 

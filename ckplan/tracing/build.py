@@ -216,7 +216,11 @@ def _of_forward(recording: Recording) -> list[RawSaved]:
             raw = recording.storages[saved.storage]
             if raw.last != STILL_ALIVE:
                 raw.last = max(raw.last, saved.done)
-    mine = (one for one in recording.saved if one.at <= recording.num_forward)
+    mine = [one for one in recording.saved if one.at <= recording.num_forward]
+    for saved in mine:
+        if saved.wanted > saved.used:  # by a node that let it go and ran no op on it
+            saved.wanted = saved.used = max(saved.used, recording.num_forward)
+            saved.done = max(saved.done, saved.used)
     return sorted(mine, key=lambda one: one.at)
 
 

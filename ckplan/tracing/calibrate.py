@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median_low
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.profiler import record_function
@@ -32,6 +32,7 @@ from ckplan.tracing.cost_cache import Cost, CostCache
 from ckplan.tracing.recording import RawOp, TensorMeta
 from ckplan.training.allocator import AllocatorLog, log_allocations, on_gpu
 from ckplan.training.failures import first_line, is_out_of_memory
+from ckplan.training.shapes import MASKS
 
 LARGEST_BYTES = 1 << 30
 COLD_BYTES = 1 << 26
@@ -41,6 +42,11 @@ _LONG_SECONDS = 0.05  # an op that takes so long is run once
 _PATIENCE_SECONDS = 0.02  # others are repeated for so long
 _MOST_REPEATS = 7
 _MARK = "ckplan_op_"
+_WRITE_AT_INDEX = (
+    torch.ops.aten.index_put,
+    torch.ops.aten.index_put_,
+    torch.ops.aten._index_put_impl_,
+)
 _HEAD_START = 1_000_000  # cycles, most of a millisecond
 _LAUNCHES = 200
 
@@ -229,8 +235,18 @@ def _too_large(key: str, error: BaseException) -> WorkloadError:
 
 
 def _runner(op: RawOp, device: torch.device) -> _Run:
-    """The op with made-up content: halves in floats, zeros in integers."""
+    """The op with made-up content: halves in floats, zeros in integers.
+
+    Masks choose as many elements as in the step: outputs are as large, and workspaces.
+    """
     flat = [_make(leaf, device) for leaf in op.args]
+    chosen = _chosen(op)
+    if chosen is not None:
+        mask = torch.zeros_like(
+            flat[chosen.place], memory_format=torch.contiguous_format
+        )
+        mask.view(-1)[: chosen.elements] = 1
+        flat[chosen.place] = mask
     if op.func is torch.ops.aten._grouped_mm.default and flat[2] is not None:
         _spread(*flat[:3])
     args, kwargs = pytree.tree_unflatten(flat, op.spec)
@@ -240,6 +256,32 @@ def _runner(op: RawOp, device: torch.device) -> _Run:
             return op.func(*args, **kwargs)
 
     return run
+
+
+class _Chosen(NamedTuple):
+    """What a mask lets through."""
+
+    place: int  # of the mask in the op's flat arguments
+    elements: int
+
+
+def _chosen(op: RawOp) -> _Chosen | None:
+    """How many elements a mask let through, as far as shapes tell.
+
+    That is for nothing but one mask: ``nonzero``, indexing, and writing at an index.
+    """
+    packet = op.func.overloadpacket
+    if packet is torch.ops.aten.nonzero:
+        return _Chosen(0, op.returned[0].shape[0])
+    if packet is not torch.ops.aten.index and packet not in _WRITE_AT_INDEX:
+        return None
+    (tensor, indices, *values), _ = op.arguments
+    given = [(at, one) for at, one in enumerate(indices, 1) if one is not None]
+    (place, mask), *others = given
+    through = values[0] if values else op.returned[0]
+    if others or mask.dtype not in MASKS or not through.shape:
+        return None  # a number is written to however many there are
+    return _Chosen(place, through.numel * mask.numel // max(tensor.numel, 1))
 
 
 def _input_bytes(op: RawOp) -> int:
@@ -335,4 +377,4 @@ def _rates(ops: Mapping[str, RawOp], costs: Mapping[str, Cost]) -> tuple[float, 
 
 
 def _key(op: RawOp) -> str:
-    return f"{op.func}{op.args}{op.in_grad_mode}"
+    return f"{op.func}{op.args}{op.in_grad_mode}{_chosen(op) or ''}"

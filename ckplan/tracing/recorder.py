@@ -114,7 +114,8 @@ class StepRecorder(TorchDispatchMode):
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if storage._cdata not in self._ids:
-                self._keep.append(storage)
+                if kind != "buffer":  # which a forward may put another one in place of
+                    self._keep.append(storage)
                 self._register(storage, kind, BEFORE_STEP, self._bytes_of(tensor))
                 self.recording.num_known = len(self.recording.storages)
 

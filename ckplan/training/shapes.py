@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-_MASKS = (torch.bool, torch.uint8)
+MASKS = (torch.bool, torch.uint8)
 
 
 def decided_by_values(func: Any, leaves: Iterable[object]) -> bool:
@@ -23,4 +23,4 @@ def decided_by_values(func: Any, leaves: Iterable[object]) -> bool:
     if func.overloadpacket is not torch.ops.aten.index:
         return True
     _, *indices = (leaf for leaf in leaves if hasattr(leaf, "dtype"))
-    return any(leaf.dtype in _MASKS for leaf in indices)
+    return any(leaf.dtype in MASKS for leaf in indices)
