@@ -720,6 +720,21 @@ def test_a_run_whose_last_call_never_comes_ends_with_its_parent() -> None:
     assert not applying.hooks.running.calls
 
 
+def test_calls_of_one_module_are_rebuilt_in_one_way() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = nn.Sequential(nn.Linear(8, 8), nn.GELU())
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.block(self.block(x))
+
+    model, found = Twice(), "cannot rebuild block#0 by rerun and block#1 by program"
+    regions = PlannedRegion("block#0", "rerun"), PlannedRegion("block#1")
+    with pytest.raises(PlanError, match=found):
+        applying.apply(model, Plan(regions=regions))
+
+
 @pytest.mark.parametrize(
     ("regions", "message"),
     [

@@ -542,6 +542,10 @@ def test_what_a_kernel_returns_though_it_was_not_given_it_is_read() -> None:
             "on another device",
         ),
         (
+            "def build():\n    return nn.Linear(8, 8), torch.eye(8).to_sparse()\n",
+            "layout sparse_coo",
+        ),
+        (
             "def build():\n    m = nn.Linear(1, 1).requires_grad_(False)\n"
             "    return m, torch.ones(1, 1)\n",
             "needs no gradient",

@@ -389,11 +389,18 @@ def _expand(
 
 
 def _check_apart(choice: Choice, other: Choice) -> None:
-    if choice.region.by != other.region.by:
-        raise _overlap(choice, f"{choice.name} is to be rebuilt in two ways")
     both = choice.numbers is None or other.numbers is None
     if both or (choice.numbers or set()) & (other.numbers or set()):
         raise _overlap(choice, f"{choice.name} is named twice")
+    way, other_way = choice.region.by, other.region.by
+    if way != other_way:
+        error = PlanError(
+            f"cannot rebuild {other.name} by {other_way} and {choice.name} by {way}: "
+            "one module has both",
+            needed="one way for all planned calls of a module",
+            hint=f"by: {other_way} for {choice.name}, too",
+        )
+        raise choice.region.located(error)
 
 
 def _overlap(choice: Choice, found: str) -> PlanError:

@@ -112,7 +112,7 @@ class StepRecorder(TorchDispatchMode):
     def know(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
         """Register storages that exist when the step begins."""
         for tensor in tensors:
-            storage = tensor.untyped_storage()
+            storage = _storage_of(tensor)
             if storage._cdata not in self._ids:
                 if kind != "buffer":  # which a forward may put another one in place of
                     self._keep.append(storage)

@@ -83,20 +83,21 @@ def on_device(workload: Workload, device: torch.device) -> Workload:
     Raises:
         WorkloadError: A tensor is neither there nor on the default device.
     """
+    here = " or ".join(dict.fromkeys(("cpu", device.type)))
     for tensor in tensors_of(workload.batch):
         if tensor.device.type not in ("cpu", device.type):
             raise WorkloadError(
                 f"the batch is on another device: a tensor of shape "
                 f"{tuple(tensor.shape)} is on {tensor.device}, the model goes to "
                 f"{device}",
-                needed=f"a batch on cpu or {device.type}",
+                needed=f"a batch on {here}",
                 hint="build model and batch on the default device; ckplan moves them",
             )
     for name, parameter in workload.model.named_parameters():
         if parameter.device.type not in ("cpu", device.type):
             raise WorkloadError(
                 f"the model is on another device: '{name}' is on {parameter.device}",
-                needed=f"parameters on cpu or {device.type}",
+                needed=f"parameters on {here}",
                 hint="build model and batch on the default device; ckplan moves them",
             )
 
