@@ -122,7 +122,7 @@ def replayed(timeline: Timeline, *, expandable: bool = False) -> Replayed:
         for number, storage in enumerate(graph.storages)
         if storage.kind == "optimizer" and timeline.stops[number] >= update
     }
-    added = _added(graph)
+    added = added_to_gradients(graph)
     later = {*late, *state, *added.values()}
     replay([event for event in before if event.block not in later])
     replay(sorted([*batch, *late.values()]), added)
@@ -139,7 +139,7 @@ def replayed(timeline: Timeline, *, expandable: bool = False) -> Replayed:
     return Replayed(replay(during), allocator.reserved_bytes)
 
 
-def _added(graph: Graph) -> Mapping[int, int]:
+def added_to_gradients(graph: Graph) -> Mapping[int, int]:
     """What is added to gradients of earlier batches -> those, as which it began."""
     found: dict[int, int] = {}
     for op in graph.ops[graph.num_forward : graph.backward_stop]:

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from typer.testing import CliRunner
 
 import ckplan
-from ckplan.allocations import replayed
+from ckplan.allocations import added_to_gradients, replayed
 from ckplan.cli import app
 from ckplan.errors import CkplanError, WorkloadError
 from ckplan.graph import Graph
@@ -1184,3 +1184,22 @@ def test_steps_on_a_gpu_need_one(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, [*args, "--fake", "--json"])
     assert done.exit_code == 0, done.stderr
     assert json.loads(done.stdout)["dry_run_peak_bytes"] > WORKSPACE_BYTES
+
+
+def test_gradients_that_accumulate_begin_as_the_first_batchs() -> None:
+    model = nn.Sequential(nn.Linear(300, 500), nn.GELU(), nn.Linear(500, 40))
+    graph = ckplan.profile(
+        model, torch.randn(8, 300), device="cuda", optimizer="sgd", accumulate=2
+    )
+    gradients = {
+        number
+        for number, one in enumerate(graph.storages)
+        if (one.kind, one.maker) == ("gradient", BEFORE_STEP)
+    }
+    began_as = added_to_gradients(graph)
+    assert {*began_as.values()} == gradients
+    for made, gradient in began_as.items():
+        assert graph.storages[made].bytes == graph.storages[gradient].bytes
+        assert graph.storages[made].maker >= graph.num_forward
+    held = sum(graph.storages[number].bytes for number in gradients)
+    assert replayed(simulate(graph)).allocated_bytes > held
