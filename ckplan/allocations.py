@@ -141,14 +141,14 @@ def replayed(timeline: Timeline, *, expandable: bool = False) -> Replayed:
 
 def added_to_gradients(graph: Graph) -> Mapping[int, int]:
     """What is added to gradients of earlier batches -> those, as which it began."""
-    found: dict[int, int] = {}
+    first: dict[int, int] = {}  # gradient -> what is added to it first
     for op in graph.ops[graph.num_forward : graph.backward_stop]:
         for storage in op.writes:
             one = graph.storages[storage]
             if one.kind == "gradient" and one.maker == BEFORE_STEP:
-                made = (s for s in op.reads if graph.storages[s].bytes == one.bytes)
-                found.update((s, storage) for s in made if s != storage)
-    first = {storage: made for made, storage in reversed(found.items())}
+                for made in op.reads:
+                    if made != storage and graph.storages[made].bytes == one.bytes:
+                        first.setdefault(storage, made)
     return {made: storage for storage, made in first.items()}
 
 

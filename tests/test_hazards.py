@@ -829,23 +829,28 @@ def test_hooks_of_backward_inside_a_region_run_once(by: str) -> None:
     assert all(map(torch.equal, expected, actual))
 
 
-@BOTH
-@pytest.mark.parametrize("training", [True, False])
-def test_train_and_eval_switched_before_backward(by: str, training: bool) -> None:
+def check_switched_before_backward(
+    by: str,
+    make: Callable[[], Outer],
+    begin: Callable[[Outer], object],
+    switch: Callable[[Outer], object],
+    is_switched: Callable[[Outer], bool],
+) -> None:
+    """Forward, with a plan and without, something switched, then backward."""
+
     def run() -> None:
         seen = []
         for planned in (False, True):
             torch.manual_seed(0)
-            parts = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.GELU(), nn.Dropout()
-            model = Outer(nn.Sequential(*parts))
+            model = make()
             if planned:
                 applying.apply(model, plan(by))
-            model.train(training)
+            begin(model)
             seeded(1)
             loss = model(torch.randn(4, 8)).square().sum()
-            model.train(not training)
+            switch(model)
             loss.backward()
-            assert model.block.training is not training
+            assert is_switched(model)
             seen.append(state_of(model, loss))
         assert all(map(torch.equal, *seen))
 
@@ -853,31 +858,34 @@ def test_train_and_eval_switched_before_backward(by: str, training: bool) -> Non
     if by == "rerun":
         with unguarded(world.World, "restore", nothing):
             run()
+
+
+@BOTH
+@pytest.mark.parametrize("training", [True, False])
+def test_train_and_eval_switched_before_backward(by: str, training: bool) -> None:
+    def make() -> Outer:
+        parts = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.GELU(), nn.Dropout()
+        return Outer(nn.Sequential(*parts))
+
+    check_switched_before_backward(
+        by,
+        make,
+        lambda model: model.train(training),
+        lambda model: model.train(not training),
+        lambda model: model.block.training is not training,
+    )
 
 
 @BOTH
 def test_weights_frozen_before_backward(by: str) -> None:
     """As adversarial training does to the discriminator that it is done with."""
-
-    def run() -> None:
-        seen = []
-        for planned in (False, True):
-            torch.manual_seed(0)
-            model = Outer(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)))
-            if planned:
-                applying.apply(model, plan(by))
-            seeded(1)
-            loss = model(torch.randn(4, 8)).square().sum()
-            model.block.requires_grad_(False)
-            loss.backward()
-            assert not any(p.requires_grad for p in model.block.parameters())
-            seen.append(state_of(model, loss))
-        assert all(map(torch.equal, *seen))
-
-    run()
-    if by == "rerun":
-        with unguarded(world.World, "restore", nothing):
-            run()
+    check_switched_before_backward(
+        by,
+        lambda: Outer(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))),
+        nothing,
+        lambda model: model.block.requires_grad_(False),
+        lambda model: not any(p.requires_grad for p in model.block.parameters()),
+    )
 
 
 class _Attention(nn.Module):

@@ -60,7 +60,7 @@ class _Open:
             choice = _chosen((c for outer, c in choices if outer is around), call[1])
             if choice is None:
                 return
-            choice.below(running.makers)
+            running.place(choice)
             self.region.begin_inner(choice.top, choice.saves)
             self.inner.append(_OpenInner(choice, choice.last or call))
 
@@ -109,11 +109,11 @@ class _Running(threading.local):
         while any(found.session is session for found in self.regions):
             self.regions.pop().abandon()
 
-    @property
-    def makers(self) -> set[str]:
-        """FQNs of those of the model that began a call last."""
-        session = self.calls[-1][0]
-        return {fqn for around, fqn in self.made_by if around is session}
+    def place(self, choice: Choice) -> None:
+        """Let paths of a region that begins be below the module that calls it."""
+        if choice.makers:
+            session = self.calls[-1][0]
+            choice.below({fqn for around, fqn in self.made_by if around is session})
 
     @property
     def path(self) -> list[str]:
@@ -223,7 +223,7 @@ class RegionHooks:
         if choice is not None and running.regions:
             self._warn_inside(choice, running.regions[-1])
         elif choice is not None:
-            choice.below(running.makers)
+            running.place(choice)
             key = _key(module, args, kwargs)
             region = choice.begin(choice.title or type(module).__name__, key)
             switched_off = [m for m in self.switches if m.gradient_checkpointing]

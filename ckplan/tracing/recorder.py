@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
+from ckplan.applying.calls import UnknownArgumentError, storage_of
 from ckplan.errors import WorkloadError
 from ckplan.records import BEFORE_STEP, OUTSIDE_CALLS
 from ckplan.tracing.in_place import InPlace
@@ -419,8 +420,8 @@ def nodes_below(loss: torch.Tensor) -> list[torch.autograd.graph.Node]:
 
 def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
     try:
-        return tensor.untyped_storage()
-    except NotImplementedError:
+        return storage_of(tensor)
+    except UnknownArgumentError:
         layout = str(tensor.layout).removeprefix("torch.")
         raise WorkloadError(
             f"cannot trace the step: it uses tensors of layout {layout}, whose bytes "

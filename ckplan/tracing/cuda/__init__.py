@@ -92,13 +92,10 @@ def dispatched(capability: Capability, gpu: Gpu | None = None) -> Iterator[Words
     """
     words = Words()
     kernels = Kernels(words).recurrent | Attention(capability, words).table
-    casts = Autocast(words, "cuda").recurrent
     with ExitStack() as stack:
-        stack.enter_context(_registered("AutocastCUDA", casts))
-        stack.enter_context(_registered("AutogradCUDA", _for_fakes(kernels)))
+        stack.enter_context(_instead_of_torchs(kernels, words))
         stack.enter_context(answered(capability, words, gpu))
         stack.enter_context(amp_on())
-        stack.enter_context(_weights_apart())
         stack.enter_context(stepping())
         stack.enter_context(constants_moved_unseen())
         outputs = stack.enter_context(Outputs(words))
@@ -118,14 +115,24 @@ def present() -> Iterator[Words]:
     """
     words = Words()
     with ExitStack() as stack:
-        casts = Autocast(words, "cuda").recurrent
-        stack.enter_context(_registered("AutocastCUDA", casts))
-        recurrent = _for_fakes(Kernels(words).recurrent)
-        stack.enter_context(_registered("AutogradCUDA", recurrent))
-        stack.enter_context(_weights_apart())
+        stack.enter_context(_instead_of_torchs(Kernels(words).recurrent, words))
         outputs = stack.enter_context(Outputs(words))
         stack.enter_context(outputs.answering())
         yield words
+
+
+@contextmanager
+def _instead_of_torchs(
+    kernels: Mapping[str, Callable[..., Any]], words: Words
+) -> Iterator[None]:
+    """A scope in which fake CUDA tensors go to kernels of ours, and recurrent nets."""
+    casts = Autocast(words, "cuda").recurrent
+    with (
+        _registered("AutocastCUDA", casts),
+        _registered("AutogradCUDA", _for_fakes(kernels)),
+        _weights_apart(),
+    ):
+        yield
 
 
 def _weights_apart() -> AbstractContextManager[object]:
