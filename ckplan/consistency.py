@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
+from ckplan.names import is_op_name
 from ckplan.records import BEFORE_STEP, HAZARDS, KINDS, OUTSIDE_CALLS
 from ckplan.units import MOST_BYTES
 
@@ -94,6 +95,8 @@ def _bad_calls(graph: Graph) -> Iterator[str]:
             yield f"call {index} covers ops [{call.start}, {call.stop})"
         if not _within((call.number,), 0, _MOST):
             yield f"call {index} is number {call.number!r} of its module"
+        if not _within(call.given, 0, len(graph.storages)):
+            yield f"call {index} is given a storage that is not there"
 
 
 def _bad_encodings(graph: Graph) -> Iterator[str]:
@@ -142,6 +145,9 @@ def _of_names(graph: Graph) -> Iterator[str]:
     for name in named:
         if not isinstance(name, str):
             yield f"{name!r} is no name"
+    for op_name in {op.name for op in graph.ops}:
+        if not is_op_name(op_name):
+            yield f"{op_name!r} is no name of an op"
     seen: set[tuple[str, int]] = set()
     for call in graph.calls:
         if (call.fqn, call.number) in seen:
@@ -188,6 +194,8 @@ def _of_calls(graph: Graph) -> Iterator[str]:
                 yield f"call {call} is not inside {around}"
         if call.stop > graph.num_forward:
             yield f"call {call} ends after forward"
+        if any(graph.storages[s].maker >= call.start for s in call.given):
+            yield f"call {call} is given what is made later"
         begun, ended[call.parent] = call.start, call.stop
 
 

@@ -34,7 +34,7 @@ from ckplan.records import (
 if TYPE_CHECKING:
     import networkx
 
-FORMAT_VERSION = 6
+FORMAT_VERSION = 7
 MEASURED = "measured"
 """Where the seconds of a graph come from, unless it says otherwise."""
 
@@ -76,6 +76,17 @@ class Graph:
             for number, one in enumerate(self.storages)
             if one.kind == "temporary" and one.last == BEFORE_STEP
         )
+
+    @cached_property
+    def casts(self) -> dict[int, int]:
+        """Copies of parameters in another type, as autocast makes -> their op."""
+        return {
+            storage: number
+            for number, op in enumerate(self.ops[: self.num_forward])
+            if op.name == "_to_copy"
+            and all(self.storages[s].kind == "parameter" for s in op.reads)
+            for storage in self.creates[number]
+        }
 
     @cached_property
     def step_seconds(self) -> float:
@@ -216,13 +227,14 @@ class Graph:
         start, stop = call.start, self.calls[index if last is None else last].stop
         seen: dict[int, int] = {}
 
-        def local(storage: int) -> tuple[int, int, int]:
+        def local(storage: int) -> tuple[int, int, int, bool]:
             found = self.storages[storage]
             inside = start <= found.maker < stop
             number = seen.setdefault(storage, len(seen))
-            return number, found.bytes, inside and found.last - start
+            last = inside and found.last - start
+            return number, found.bytes, last, storage in self.casts
 
-        parts: list[object] = [call.module]
+        parts: list[object] = [call.module, [local(s) for s in call.given]]
         for op in self.ops[start:stop]:
             where = self.relative_path(op.call, index) if last is None else ""
             ids = [[local(s) for s in group] for group in (op.reads, op.outputs)]

@@ -31,7 +31,8 @@ _ANY_RANGE = rf"\[{_N}\.\.{_N}\]"
 _CALLS = re.compile(rf"((?:[^][#]|{_ANY_RANGE})+)(?:#({_N}|{_ANY_RANGE}))?")
 _NEARLY_RANGE = re.compile(rf"\[({_N})[^][0-9]+({_N})\]")
 _MOST_CALLS = 1_000_000
-_OP = re.compile(rf"(.+)/([^/#@\s]+)(?:#({_N}))?(?:@({_N}))?")
+_OP_NAME = r"[^/#@\s]+"
+_OP = re.compile(rf"(.+)/({_OP_NAME})(?:#({_N}))?(?:@({_N}))?")
 
 
 def call_name(fqn: str, number: int) -> str:
@@ -232,6 +233,11 @@ class OpName:
         occurrence = f"#{self.occurrence}" if self.occurrence else ""
         output = "" if self.output is None else f"@{self.output}"
         return f"{self.path or '.'}/{self.name}{occurrence}{output}"
+
+
+def is_op_name(text: str) -> bool:
+    """Whether plans can say it of an op."""
+    return re.fullmatch(_OP_NAME, text) is not None
 
 
 class OpCounter:

@@ -7,13 +7,13 @@ rerun runs the whole module at once, as ``torch.utils.checkpoint`` does.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from ckplan.effect import Effect, Interval
 from ckplan.errors import PlanError
 from ckplan.ledger import Ledger, Tally, random_state_bytes
 from ckplan.program import Rebuild
-from ckplan.records import MULTIPLIES
+from ckplan.records import MULTIPLIES, Saved
 from ckplan.region import PROGRAM, Region, RegionView
 
 
@@ -77,9 +77,11 @@ def _count_seconds(view: RegionView, effect: Effect) -> None:
 def _rerun_effect(view: RegionView, region: Region) -> Effect:
     """Run the call's ops again, whole, up to the last saved tensor (early stop)."""
     view.parts(region)  # which refuses those inside
-    effect = Effect(dropped={index for index, _ in view.made})
+    made = [*view.made, *view.cast]
+    effect = Effect(dropped={index for index, _ in made})
     last = max((saved.done for saved in view.saves), default=-1)
-    for storage in view.external() if view.saves else ():
+    given = view.graph.calls[view.unit[0]].given
+    for storage in {*view.external(), *given} - view.casts.keys() if view.saves else ():
         effect.hold(storage, 2 * last + 1)
     effect.made += _world(view, 2 * last + 1)
     wanted = [saved.wanted for saved in view.saves if saved.wanted >= 0]
@@ -87,7 +89,7 @@ def _rerun_effect(view: RegionView, region: Region) -> Effect:
         lost = view.changed_inputs(min(wanted))
         if lost:
             raise _not_rebuildable(view, lost)
-        _run_again(view, min(wanted), effect)
+        _run_again(view, made, min(wanted), effect)
     _count_seconds(view, effect)
     return effect
 
@@ -108,11 +110,23 @@ def _world(view: RegionView, until: int) -> Iterator[Interval]:
         yield Interval(begin, max(until, over) if changed else over, size)
 
 
-def _run_again(view: RegionView, first: int, effect: Effect) -> None:
+def _ops_again(view: RegionView) -> Iterator[int]:
+    """The ops that run: autocast casts parameters when they are first read."""
+    casts = dict(view.casts)
+    for moment in range(view.start, view.saved_stop):
+        for storage in view.graph.ops[moment].reads:
+            if storage in casts:
+                yield casts.pop(storage)
+        yield moment
+
+
+def _run_again(
+    view: RegionView, made: Iterable[tuple[int, Saved]], first: int, effect: Effect
+) -> None:
     """Run all ops at once, in the gap before op ``first``."""
     graph = view.graph
     until: dict[int, int] = {}
-    for _, saved in view.made:
+    for _, saved in made:
         if saved.used >= first:  # torch's checkpoint gives it to the node for good
             until[saved.storage] = max(until.get(saved.storage, 0), saved.used)
     gap = 2 * first
@@ -125,7 +139,7 @@ def _run_again(view: RegionView, first: int, effect: Effect) -> None:
     born: dict[int, tuple[int, int]] = {}  # nobody wants it: its bytes and its tick
     read_last: dict[int, list[int]] = defaultdict(list)  # of those, by op
     tick = 0
-    for moment in range(view.start, view.saved_stop):
+    for moment in _ops_again(view):
         for storage in graph.creates[moment]:
             size = graph.storages[storage].bytes
             alive += size

@@ -125,6 +125,7 @@ class Call:
     start: int  # its ops are [start, stop)
     stop: int
     module: str  # type name
+    given: tuple[int, ...] = ()  # storages of the step that it was given
 
     def __str__(self) -> str:
         return f"{self.fqn or '.'}#{self.number}"

@@ -54,8 +54,10 @@ class RegionView:
         found = graph.saved_in(call, last)
         self.saves: list[Saved] = [graph.saved[index] for index in found]
         # Those made inside, with their indices.
-        numbered = zip(found, self.saves, strict=True)
+        numbered = [*zip(found, self.saves, strict=True)]
         self.made = [(i, saved) for i, saved in numbered if self.inside(saved.storage)]
+        # Those that only a rerun makes again, with theirs.
+        self.cast = [(i, saved) for i, saved in numbered if saved.storage in self.casts]
         # Ops before it must run to make all saved tensors again.
         self.saved_stop = max([self.start, *(saved.at for saved in self.saves)])
 
@@ -134,6 +136,16 @@ class RegionView:
             for storage in self.storages
             if not self.inside(storage) and storages[storage].maker != BEFORE_STEP
         }
+
+    @cached_property
+    def casts(self) -> dict[int, int]:
+        """Casts of parameters that autocast had at hand -> the op that made each.
+
+        In backward it has them no more.
+        """
+        given, casts = self.graph.calls[self.unit[0]].given, self.graph.casts
+        outside = (s for s in self.storages if s in casts and not self.inside(s))
+        return {s: casts[s] for s in outside if s not in given}
 
     def buffers(self) -> list[int]:
         """Storages of buffers that the call reads or changes."""

@@ -70,7 +70,8 @@ def dumps(graph: Graph) -> str:
         "num_backward": graph.num_backward,
         "names": names,
         "calls": [
-            [c.fqn, c.number, c.parent, c.start, c.stop, c.module] for c in graph.calls
+            [c.fqn, c.number, c.parent, c.start, c.stop, c.module, c.given]
+            for c in graph.calls
         ],
         "ops": ops,
         "storages": [[s.bytes, s.kind, s.maker, s.last] for s in graph.storages],
@@ -127,7 +128,10 @@ def _from_content(content: dict[str, Any]) -> Graph:
         ops=ops,
         storages=tuple(Storage(*row) for row in content["storages"]),
         saved=tuple(Saved(*row) for row in content["saved"]),
-        calls=tuple(Call(*row) for row in content["calls"]),
+        calls=tuple(
+            Call(fqn, number, parent, start, stop, module, tuple(given))
+            for fqn, number, parent, start, stop, module, given in content["calls"]
+        ),
         encodings=tuple(Encoding(*row) for row in content["encodings"]),
         hazards=tuple(
             Hazard(call, kind, reason, tuple(guarded_by))

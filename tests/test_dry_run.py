@@ -89,6 +89,71 @@ def test_torchs_checkpoint_lets_go_before_gradients_are_cast() -> None:
     assert predicted == pytest.approx(found.dry_run_peak_bytes, abs=1024)
 
 
+class Unread(nn.Module):
+    """Is given what it does not read, as masks and positions often are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor, *, hints: list[torch.Tensor]) -> torch.Tensor:
+        return (x * self.weight).sin().cos()
+
+
+class Giving(nn.Module):
+    """Gives one of its layers a tensor that nothing else holds for long."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = Unread()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(x, hints=[x + 1])
+
+
+def test_what_a_call_was_given_is_held_to_run_it_again_though_nothing_reads_it() -> (
+    None
+):
+    def workload() -> Workload:
+        return Workload(Giving(), torch.ones(1 << 20))
+
+    graph = ckplan.profile(workload().model, workload().batch)
+    plan = Plan(regions=(PlannedRegion("last", "rerun"),))
+    found = dry_run_workload(workload, plan, Training("adamw"))
+    predicted = simulate(graph, resolve(plan, graph)).peak_bytes
+    assert predicted == pytest.approx(found.dry_run_peak_bytes, abs=1024)
+
+
+class Recurrent(nn.Module):
+    """One layer, called again and again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Sequential(nn.Linear(256, 256), nn.Tanh())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            x = self.layer(x)
+        return x
+
+
+@pytest.mark.parametrize("calls", ["layer", "layer#[1..2]"])
+def test_weights_that_calls_share_are_cast_anew_where_a_call_runs_again(
+    calls: str,
+) -> None:
+    def workload() -> Workload:
+        return Workload(Recurrent(), torch.ones(16, 256))
+
+    training = Training("sgd", amp="bf16")
+    graph = ckplan.profile(
+        workload().model, workload().batch, amp="bf16", optimizer="sgd"
+    )
+    plan = Plan(regions=(PlannedRegion(calls, "rerun"),))
+    found = dry_run_workload(workload, plan, training)
+    predicted = simulate(graph, resolve(plan, graph)).peak_bytes
+    assert predicted == found.dry_run_peak_bytes
+
+
 class Steady(nn.Sequential):
     """Norms that go by running statistics, of which copies are held."""
 

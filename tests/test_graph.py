@@ -145,11 +145,11 @@ def test_other_json_is_no_trace(text: str) -> None:
         loads(text, "x")
 
 
-@pytest.mark.parametrize("version", [0, 1, 5, 7, "6", None, [6]])
+@pytest.mark.parametrize("version", [0, 1, 6, 8, "7", None, [7]])
 def test_other_versions_are_refused(version: object) -> None:
     with pytest.raises(GraphError, match="has format") as caught:
         loads(changed(put("ckplan_graph", value=version)), "x")
-    assert "format 6" in caught.value.needed
+    assert "format 7" in caught.value.needed
     assert "ckplan profile" in caught.value.hint
 
 

@@ -62,7 +62,7 @@ def build_graph(
     keep = [i for i in range(len(recording.storages)) if same[i] == i]
     number = {old: new for new, old in enumerate(keep)}
     renamed = [number[same[i]] for i in range(len(same))]
-    calls, call_number = _calls(recording)
+    calls, call_number = _calls(recording, renamed)
     ops = tuple(
         _op(raw, cost, renamed, call_number, recording.storages)
         for raw, cost in zip(recording.ops, costs, strict=True)
@@ -242,7 +242,9 @@ def _name_activations(recording: Recording) -> None:
             raw.kind = "activation"
 
 
-def _calls(recording: Recording) -> tuple[tuple[Call, ...], dict[int, int]]:
+def _calls(
+    recording: Recording, renamed: Sequence[int]
+) -> tuple[tuple[Call, ...], dict[int, int]]:
     """Calls that ran an op, and where each recorded call went."""
     number = {OUTSIDE_CALLS: OUTSIDE_CALLS}
     calls: list[Call] = []
@@ -252,5 +254,7 @@ def _calls(recording: Recording) -> tuple[tuple[Call, ...], dict[int, int]]:
             number[index] = parent
             continue
         number[index] = len(calls)
-        calls.append(Call(raw.fqn, raw.number, parent, raw.start, raw.stop, raw.module))
+        given = tuple(renamed[storage] for storage in raw.given)
+        span = raw.start, raw.stop
+        calls.append(Call(raw.fqn, raw.number, parent, *span, raw.module, given))
     return tuple(calls), number

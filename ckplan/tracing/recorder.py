@@ -249,6 +249,15 @@ class StepRecorder(TorchDispatchMode):
                 numbers.append(number)
         return numbers
 
+    def _made_so_far(self, leaves: Iterable[object]) -> Iterator[int]:
+        """Storages of those tensors that the step made."""
+        storages = self.recording.storages
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor):
+                number = self._ids.get(_storage_of(leaf)._cdata)
+                if number is not None and storages[number].maker != BEFORE_STEP:
+                    yield number
+
     def _number_of(self, tensor: torch.Tensor) -> int:
         return self._ids[tensor.untyped_storage()._cdata]
 
@@ -372,6 +381,9 @@ class StepRecorder(TorchDispatchMode):
         def given(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             if id(module) in self._fqns and self._phase == "forward":
                 self._watch.arguments(args, kwargs)
+                found = self._made_so_far(pytree.tree_leaves((args, kwargs)))
+                call = self.recording.calls[self._stack[-1]]
+                call.given = tuple(dict.fromkeys(found))
 
         return [
             module.register_forward_pre_hook(given, prepend=True, with_kwargs=True)

@@ -102,6 +102,7 @@ class RawCall:
     parent: int
     start: int
     module: str
+    given: tuple[int, ...] = ()
     stop: int = -1
 
 
