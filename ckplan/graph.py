@@ -86,6 +86,7 @@ class Graph:
             if op.name == "_to_copy"
             and all(self.storages[s].kind == "parameter" for s in op.reads)
             for storage in self.creates[number]
+            if storage not in self._writers
         }
 
     @cached_property

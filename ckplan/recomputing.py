@@ -99,11 +99,9 @@ def _world(view: RegionView, until: int) -> Iterator[Interval]:
 
     What it did change is kept until a half moment, else until forward is over.
     """
-    ops, (_, over) = view.graph.ops[view.start : view.stop], view.forward_window()
-    begin = 2 * view.start + 1
-    drew = any(op.random for op in ops)
+    (_, over), begin = view.forward_window(), 2 * view.start + 1
     state_bytes = random_state_bytes(view.graph)
-    yield Interval(begin, max(until, over) if drew else over, state_bytes)
+    yield Interval(begin, max(until, over) if view.draws else over, state_bytes)
     for storage in view.buffers():
         changed = view.graph.is_changed(storage, view.start, view.stop)
         size = view.graph.storages[storage].bytes
@@ -111,13 +109,17 @@ def _world(view: RegionView, until: int) -> Iterator[Interval]:
 
 
 def _ops_again(view: RegionView) -> Iterator[int]:
-    """The ops that run: autocast casts parameters when they are first read."""
-    casts = dict(view.casts)
-    for moment in range(view.start, view.saved_stop):
-        for storage in view.graph.ops[moment].reads:
-            if storage in casts:
-                yield casts.pop(storage)
+    """The ops that run: autocast casts parameters when they are first read.
+
+    An op may save what it reads, and the run ends before it begins.
+    """
+    casts, ops, stop = dict(view.casts), view.graph.ops, view.saved_stop
+    for moment in range(view.start, stop):
+        yield from (casts.pop(s) for s in ops[moment].reads if s in casts)
         yield moment
+    last = {saved.storage for saved in view.saves if saved.at == stop}
+    if stop < view.stop and not last.isdisjoint(ops[stop].reads):
+        yield from (casts.pop(s) for s in ops[stop].reads if s in casts)
 
 
 def _run_again(
@@ -130,9 +132,8 @@ def _run_again(
         if saved.used >= first:  # torch's checkpoint gives it to the node for good
             until[saved.storage] = max(until.get(saved.storage, 0), saved.used)
     gap = 2 * first
-    found = random_state_bytes(graph) + sum(
-        graph.storages[storage].bytes for storage in view.buffers()
-    )
+    found = random_state_bytes(graph) if view.draws else 0
+    found += sum(graph.storages[storage].bytes for storage in view.buffers())
     effect.made.append(Interval(gap, gap, found))  # to be put back afterwards
     alive = sum(one.bytes for one in effect.made if one.start <= gap <= one.stop)
     most_bytes = alive

@@ -107,6 +107,11 @@ class RegionView:
                         found.setdefault(value, step)
         return found
 
+    @cached_property
+    def draws(self) -> bool:
+        """Whether its forward moves a random generator on."""
+        return any(op.random for op in self.graph.ops[self.start : self.stop])
+
     def inside(self, storage: int) -> bool:
         """Whether the region makes the storage."""
         return self.start <= self.graph.storages[storage].maker < self.stop

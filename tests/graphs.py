@@ -12,7 +12,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from random import Random
@@ -132,12 +132,25 @@ class Forward:
 
     @contextmanager
     def call(
-        self, fqn: str, *, module: str = "Module", hazard: str = ""
+        self,
+        fqn: str,
+        *,
+        module: str = "Module",
+        hazard: str = "",
+        given: Iterable[int] = (),
     ) -> Iterator[None]:
-        """Put a module call around the ops that run inside."""
+        """Put a module call around the ops that run inside.
+
+        Args:
+            fqn: Of the module.
+            module: Its type.
+            hazard: Why it must not run again, if so.
+            given: Storages, of which those count that the step made.
+        """
         index, at = len(self._calls), len(self._ops)
         number = sum(call.fqn == fqn for call in self._calls)
-        call = Call(fqn, number, self._stack[-1], at, at, module)
+        made = tuple(s for s in given if self._storages[s].maker != BEFORE_STEP)
+        call = Call(fqn, number, self._stack[-1], at, at, module, made)
         if hazard:
             self._hazards.append(Hazard(index, "chance", hazard, ()))
         self._calls.append(call)
@@ -295,6 +308,9 @@ class Forward:
                 made_in_forward = self._storages[s].maker < num_forward
                 if moment < num_forward or not made_in_forward:
                     last[s] = moment
+        for call in self._calls:
+            for s in call.given:
+                last[s] = max(last[s], call.start)
         return tuple(
             replace(storage, last=last[i])
             if storage.kind in ("activation", "temporary")
@@ -310,8 +326,9 @@ def random_step(rng: Random, *, num_blocks: int = 3, num_ops: int = 3) -> Graph:
     """Make up a step: blocks, some inside others, with skips, shared inputs and glue.
 
     Ops read anything made before, make up to two storages or change one in place, and
-    save some of both. Some saved tensors are never unpacked, among them all that an op
-    changed afterwards (autograd would refuse those). Some activations outlive forward.
+    save some of both; some cast a weight. Calls are given what they may not read. Some
+    saved tensors are never unpacked, among them all that an op changed afterwards
+    (autograd would refuse those). Some activations outlive forward.
 
     Args:
         rng: Where chance comes from.
@@ -321,12 +338,19 @@ def random_step(rng: Random, *, num_blocks: int = 3, num_ops: int = 3) -> Graph:
     forward = Forward()
     visible = [forward.given(rng.randint(0, 9))]
     weights = [forward.given(rng.randint(1, 4), "parameter")]
+    casts: list[int] = []
+
+    def cast() -> None:
+        casts.extend(forward.op("_to_copy", weights, makes=[rng.randint(1, 4)]))
+        visible.append(casts[-1])
+
+    def given() -> list[int]:
+        return [s for s in visible if rng.random() < 0.2]
 
     def run(name: str) -> None:
-        near = visible[-4:] if rng.random() < 0.8 else visible
-        reads = rng.sample(near, rng.randint(1, min(2, len(near))))
-        if rng.random() < 0.5:
-            reads.append(rng.choice(weights))
+        if rng.random() < 0.1:
+            cast()
+        reads = _some_reads(rng, visible, weights, casts)
         made = [s for s in visible[1:] if s not in reads]
         writes = [rng.choice(made)] if made and rng.random() < 0.2 else []
         makes = [rng.randint(0, 9) for _ in range(rng.randint(not writes, 2))]
@@ -343,11 +367,13 @@ def random_step(rng: Random, *, num_blocks: int = 3, num_ops: int = 3) -> Graph:
         visible.extend(s for s in outputs if s not in visible)
 
     with forward.call("", module="Root"):
+        cast()
         for block in range(rng.randint(1, num_blocks)):
-            with forward.call(f"{block}", module="Block"):
+            with forward.call(f"{block}", module="Block", given=given()):
                 for place in range(rng.randint(1, num_ops)):
                     if rng.random() < 0.3:
-                        with forward.call(f"{block}.{place}", module="Inner"):
+                        name = f"{block}.{place}"
+                        with forward.call(name, module="Inner", given=given()):
                             for _ in range(rng.randint(1, 2)):
                                 run("inner")
                     else:
@@ -357,6 +383,18 @@ def random_step(rng: Random, *, num_blocks: int = 3, num_ops: int = 3) -> Graph:
     forward.op("mean", [visible[-1]], makes=[4])
     graph = _disturbed(forward.graph(), rng)
     return replace(graph, encodings=tuple(_encodings(graph, rng)))
+
+
+def _some_reads(
+    rng: Random, visible: list[int], weights: list[int], casts: list[int]
+) -> list[int]:
+    near = visible[-4:] if rng.random() < 0.8 else visible
+    reads = rng.sample(near, rng.randint(1, min(2, len(near))))
+    if rng.random() < 0.5:
+        reads.append(rng.choice(weights))
+    if casts and rng.random() < 0.3:
+        reads.append(rng.choice(casts))
+    return list(dict.fromkeys(reads))
 
 
 def _encodings(graph: Graph, rng: Random) -> Iterator[Encoding]:

@@ -604,10 +604,20 @@ class _Rerun(_Region):
 
     def __init__(self, graph: Graph, memory: Memory, span: Span) -> None:
         super().__init__(graph, memory, span)
-        self.dropped = {j for j in self.saves if self.is_inside(graph.saved[j].storage)}
+        self._given = {*graph.calls[span[0]].given}
+        read = {s for op in self.ops() for s in self.inputs(op)}
+        casts = {s for s in read - self._given if self._is_cast(s)}
+        self._casts = {s for s in casts if not self.is_inside(s)}
+        self.dropped = {
+            j
+            for j in self.saves
+            for s in [graph.saved[j].storage]
+            if self.is_inside(s) or s in self._casts
+        }
         self._first, _, self._done = self.first_and_last(self.saves)
         stop = max((graph.saved[j].at for j in self.saves), default=self.start)
         self._ops = range(self.start, stop)
+        self._running = "running", span
         self._buffers = {
             storage
             for op in self.ops()
@@ -626,9 +636,23 @@ class _Rerun(_Region):
             self._copy_world("before")
         return 0
 
+    def _is_cast(self, storage: int) -> bool:
+        """Whether it is another type's copy of a weight, as autocast has at hand."""
+        maker = self.graph.storages[storage].maker
+        if maker < 0 or self.graph.ops[maker].name != "_to_copy":
+            return False
+        kinds = {self.graph.storages[s].kind for s in self.inputs(maker)}
+        written = self.is_written(storage, 0, len(self.graph.ops))
+        return kinds == {"parameter"} and not written
+
+    @property
+    def _draws(self) -> bool:
+        return any(self.graph.ops[op].random for op in self.ops())
+
     def _copy_world(self, when: str) -> None:
         """The random state, and all buffers in use."""
-        self.memory.make_state((when, self.span), self.graph)
+        if when == "before" or self._draws:
+            self.memory.make_state((when, self.span), self.graph)
         for buffer in self._buffers:
             block = when, self.span, buffer
             self.memory.make(block, self.size(buffer), "world")
@@ -643,8 +667,12 @@ class _Rerun(_Region):
         if self.saves and at - 1 in self.ops():
             for storage in self.inputs(at - 1):
                 given = self.graph.storages[storage].maker < 0
-                if not given and not self.is_inside(storage):
+                made_again = self.is_inside(storage) or storage in self._casts
+                if not given and not made_again:
                     self.memory.hold(storage, ("region", self.span))
+        if self.saves and at - 1 == self.start:
+            for storage in self._given:
+                self.memory.hold(storage, ("region", self.span))
 
     def let_go(self, done: int) -> None:
         for j in self.dropped:
@@ -653,9 +681,8 @@ class _Rerun(_Region):
         if done == self._done:
             self.memory.let_go_all(("region", self.span))
         if done == self.stop - 1:  # what is as it was need not be put back
-            drew = any(self.graph.ops[op].random for op in self.ops())
             same = [b for b in self._buffers if not self._changes(b)]
-            self._drop_world("before", random=not drew, buffers=same)
+            self._drop_world("before", random=not self._draws, buffers=same)
         if done == max(self._done, self.stop - 1):
             self._drop_world("before", random=True, buffers=self._buffers)
 
@@ -663,28 +690,47 @@ class _Rerun(_Region):
         return self.is_written(storage, self.start, self.stop)
 
     def rebuild(self, now: int) -> int:
-        most = 0
         if now != self._first:
-            return most
+            return 0
         self._copy_world("again")
-        most = self.memory.bytes
-        running = ("running", self.span)
+        most = [self.memory.bytes]
         for at in self._ops:
-            self.again.append(at)
-            for storage in self._created(at):
-                self.memory.make(
-                    ("again", self.span, storage), self.size(storage), running
-                )
-            most = max(most, self.memory.bytes + self.graph.ops[at].workspace_bytes)
-            for j in self.saves:
-                saved = self.graph.saved[j]
-                if saved.at == at + 1 and j in self.dropped and saved.used >= now:
-                    self.memory.hold(("again", self.span, saved.storage), ("again", j))
-            for s, storage in enumerate(self.graph.storages):
-                if storage.last == at:
-                    self.memory.let_go(("again", self.span, s), running)
-        self.memory.let_go_all(running)
+            most += map(self._run, [*self._casts_of(at), at])
+        stop = self._ops.stop
+        saved = {self.graph.saved[j].storage for j in self._saved_at(stop)}
+        if stop < self.stop and saved & {*self.graph.ops[stop].reads}:
+            most += map(self._run, self._casts_of(stop))  # before it would run
+        self.memory.let_go_all(self._running)
         self._drop_world("again", random=True, buffers=self._buffers)
+        return max(most)
+
+    def _casts_of(self, op: int) -> list[int]:
+        """The casts that come before an op, each where it is first read."""
+        reads = [s for s in self.graph.ops[op].reads if s in self._casts]
+        casts = [self.graph.storages[s].maker for s in reads]
+        return [cast for cast in casts if cast not in self.again]
+
+    def _saved_at(self, at: int) -> list[int]:
+        return [j for j in self.saves if self.graph.saved[j].at == at]
+
+    def _run(self, at: int) -> int:
+        """Run an op again; returns the most bytes that there were."""
+        self.again.append(at)
+        for storage in self._created(at):
+            block = "again", self.span, storage
+            self.memory.make(block, self.size(storage), self._running)
+        most = self.memory.bytes + self.graph.ops[at].workspace_bytes
+        inside = at in self.ops()
+        for j in self.dropped:
+            saved = self.graph.saved[j]
+            made = saved.at == at + 1 and saved.storage not in self._casts
+            if not inside:
+                made = saved.storage in self._created(at)
+            if made and saved.used >= self._first:
+                self.memory.hold(("again", self.span, saved.storage), ("again", j))
+        for s, one in enumerate(self.graph.storages):
+            if one.last == at and inside:
+                self.memory.let_go(("again", self.span, s), self._running)
         return most
 
     def _created(self, op: int) -> list[int]:

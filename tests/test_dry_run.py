@@ -154,6 +154,32 @@ def test_weights_that_calls_share_are_cast_anew_where_a_call_runs_again(
     assert predicted == found.dry_run_peak_bytes
 
 
+class Branching(nn.Module):
+    """Multiplies what it is given by several weights, as attention does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ways = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = [way(x) for way in self.ways]
+        return (found[0] * found[1] * found[2]).tanh()
+
+
+def test_what_is_cast_several_times_is_cast_as_often_where_it_runs_again() -> None:
+    def workload() -> Workload:
+        layers = nn.LayerNorm(64), Branching(), Branching()
+        return Workload(nn.Sequential(*layers), torch.ones(4096, 64))
+
+    training = Training("sgd", amp="bf16")
+    model, batch = workload().model, workload().batch
+    graph = ckplan.profile(model, batch, amp="bf16", optimizer="sgd")
+    plan = Plan(regions=(PlannedRegion("[1..2]", "rerun"),))
+    found = dry_run_workload(workload, plan, training)
+    predicted = simulate(graph, resolve(plan, graph)).peak_bytes
+    assert predicted == pytest.approx(found.dry_run_peak_bytes, abs=1024)
+
+
 class Steady(nn.Sequential):
     """Norms that go by running statistics, of which copies are held."""
 

@@ -272,14 +272,15 @@ class _Calls(TorchFunctionMode):
 def _detached(leaves: Iterable[Any]) -> list[Any]:
     """Inputs without the graph behind them: holding that would be a cycle.
 
-    What was given twice is one tensor again, as attention asks: ``query is key``.
+    What was given twice is one tensor again, as attention asks: ``query is key``. What
+    was no leaf is none: autocast keeps its casts of leaves.
     """
     alone: dict[int, Any] = {}
     found = []
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
             if id(leaf) not in alone:
-                alone[id(leaf)] = leaf.detach().requires_grad_(leaf.requires_grad)
+                alone[id(leaf)] = leaf.detach().requires_grad_().view_as(leaf)
             leaf = alone[id(leaf)]
         found.append(leaf)
     return found

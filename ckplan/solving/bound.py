@@ -58,8 +58,9 @@ class LowerBound:
         self._ops: list[int] = []
         if graph.num_forward and graph.step_seconds:
             peak = simulator.unplanned_bytes.index(max(simulator.unplanned_bytes)) // 2
-            found = [op for op in (peak, *tight) if graph.phase(op) == "backward"]
-            self._ops = sorted({*found} or [graph.num_forward - 1])
+            known = [op for op in tight if graph.phase(op) == "backward"]
+            at_peak = graph.phase(peak) == "backward"
+            self._ops = sorted({peak if at_peak else graph.num_forward - 1, *known})
 
     def overhead(self, budget_bytes: int) -> float:
         """Least overhead, a fraction of the step, of any schedule under a budget."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import wraps
 from types import TracebackType
 from typing import Any
@@ -254,9 +254,10 @@ class StepRecorder(TorchDispatchMode):
         storages = self.recording.storages
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor):
-                number = self._ids.get(_storage_of(leaf)._cdata)
-                if number is not None and storages[number].maker != BEFORE_STEP:
-                    yield number
+                with suppress(UnknownArgumentError):  # it is of others that are seen
+                    number = self._ids.get(storage_of(leaf)._cdata)
+                    if number is not None and storages[number].maker != BEFORE_STEP:
+                        yield number
 
     def _number_of(self, tensor: torch.Tensor) -> int:
         return self._ids[tensor.untyped_storage()._cdata]
