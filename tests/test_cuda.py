@@ -10,7 +10,7 @@ import math
 import re
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,14 @@ import ckplan
 from ckplan.allocations import added_to_gradients, replayed
 from ckplan.cli import app
 from ckplan.errors import CkplanError, WorkloadError
+from ckplan.gpus import Gpu
 from ckplan.graph import Graph
 from ckplan.plan import Plan, PlannedRegion
 from ckplan.records import BEFORE_STEP
 from ckplan.resolve import resolve
 from ckplan.simulate import simulate
+from ckplan.tracing.calibrate import arguments
+from ckplan.tracing.cost_cache import Cost
 from ckplan.tracing.cuda import translated
 from ckplan.tracing.cuda.attention_workspaces import _splits, _tile
 from ckplan.tracing.cuda.autocast import (
@@ -44,6 +47,8 @@ from ckplan.tracing.cuda.autocast import (
 )
 from ckplan.tracing.cuda.cublas import IS_KEPT, WORKSPACE_BYTES
 from ckplan.tracing.fake import fake_tensors
+from ckplan.tracing.recording import RawOp
+from ckplan.tracing.roofline import roofline
 from ckplan.tracing.target import Target, find_target
 from ckplan.training.workload import Workload
 
@@ -279,6 +284,25 @@ def test_recurrent_nets_are_one_op_of_cudnn_and_say_that_it_is_estimated(
     graph = on_cuda(Recurrent(net), torch.randn(4, 10, 16))
     assert forward_names(graph).count("_cudnn_rnn") == 1
     assert any("estimated" in note for note in graph.notes)
+
+
+def test_recurrent_nets_are_measured_with_all_weights_in_one_buffer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[RawOp] = []
+
+    def costs(ops: Sequence[RawOp], gpu: Gpu) -> list[Cost]:
+        seen.extend(ops)
+        return roofline(ops, gpu)
+
+    monkeypatch.setattr("ckplan.tracing.profile.roofline", costs)
+    net = nn.LSTM(16, 32, num_layers=2, proj_size=8)
+    on_cuda(Recurrent(net), torch.randn(4, 10, 16))
+    found = [op for op in seen if "_cudnn_rnn" in str(op.func)]
+    assert len(found) == 2  # forward and backward
+    for op in found:
+        args, _ = arguments(op, torch.device("cpu"))
+        assert args[3].numel() == sum(weight.numel() for weight in net.parameters())
 
 
 # -- which attention -----------------------------------------------------------------

@@ -47,6 +47,10 @@ _WRITE_AT_INDEX = (
     torch.ops.aten.index_put_,
     torch.ops.aten._index_put_impl_,
 )
+_RECURRENT = (
+    torch.ops.aten._cudnn_rnn.default,
+    torch.ops.aten._cudnn_rnn_backward.default,
+)
 _HEAD_START = 1_000_000  # cycles, most of a millisecond
 _LAUNCHES = 200
 
@@ -235,7 +239,18 @@ def _too_large(key: str, error: BaseException) -> WorkloadError:
 
 
 def _runner(op: RawOp, device: torch.device) -> _Run:
-    """The op with made-up content: halves in floats, zeros in integers.
+    """The op with made-up content."""
+    args, kwargs = arguments(op, device)
+
+    def run() -> object:
+        with torch.set_grad_enabled(op.in_grad_mode):
+            return op.func(*args, **kwargs)
+
+    return run
+
+
+def arguments(op: RawOp, device: torch.device) -> tuple[list[Any], dict[str, Any]]:
+    """What to run an op on: halves in floats, zeros in integers.
 
     Masks choose as many elements as in the step: outputs are as large, and workspaces.
     """
@@ -249,13 +264,12 @@ def _runner(op: RawOp, device: torch.device) -> _Run:
         flat[chosen.place] = mask
     if op.func is torch.ops.aten._grouped_mm.default and flat[2] is not None:
         _spread(*flat[:3])
-    args, kwargs = pytree.tree_unflatten(flat, op.spec)
-
-    def run() -> object:
-        with torch.set_grad_enabled(op.in_grad_mode):
-            return op.func(*args, **kwargs)
-
-    return run
+    given, kwargs = pytree.tree_unflatten(flat, op.spec)
+    args = [*given]
+    if op.func in _RECURRENT:  # of the buffer that has all weights, traces show one
+        weights, buffer = args[1], args[3]
+        args[3] = buffer.new_zeros(sum(weight.numel() for weight in weights))
+    return args, kwargs
 
 
 class _Chosen(NamedTuple):
