@@ -97,6 +97,8 @@ def _bad_calls(graph: Graph) -> Iterator[str]:
             yield f"call {index} is number {call.number!r} of its module"
         if not _within(call.given, 0, len(graph.storages)):
             yield f"call {index} is given a storage that is not there"
+        if not _within(call.state, 0, len(graph.storages)):
+            yield f"call {index} has state in a storage that is not there"
 
 
 def _bad_encodings(graph: Graph) -> Iterator[str]:
@@ -196,6 +198,8 @@ def _of_calls(graph: Graph) -> Iterator[str]:
             yield f"call {call} ends after forward"
         if any(graph.storages[s].maker >= call.start for s in call.given):
             yield f"call {call} is given what is made later"
+        if any(graph.storages[s].maker >= call.start for s in call.state):
+            yield f"call {call} has state that is made later"
         begun, ended[call.parent] = call.start, call.stop
 
 

@@ -235,7 +235,8 @@ class Graph:
             last = inside and found.last - start
             return number, found.bytes, last, storage in self.casts
 
-        parts: list[object] = [call.module, [local(s) for s in call.given]]
+        parts: list[object] = [call.module]
+        parts += [[local(s) for s in group] for group in (call.given, call.state)]
         for op in self.ops[start:stop]:
             where = self.relative_path(op.call, index) if last is None else ""
             ids = [[local(s) for s in group] for group in (op.reads, op.outputs)]

@@ -102,7 +102,7 @@ def _world(view: RegionView, until: int) -> Iterator[Interval]:
     (_, over), begin = view.forward_window(), 2 * view.start + 1
     state_bytes = random_state_bytes(view.graph)
     yield Interval(begin, max(until, over) if view.draws else over, state_bytes)
-    for storage in view.buffers():
+    for storage in view.graph.calls[view.unit[0]].state:
         changed = view.graph.is_changed(storage, view.start, view.stop)
         size = view.graph.storages[storage].bytes
         yield Interval(begin, max(until, over) if changed else over, size)
@@ -132,8 +132,9 @@ def _run_again(
         if saved.used >= first:  # torch's checkpoint gives it to the node for good
             until[saved.storage] = max(until.get(saved.storage, 0), saved.used)
     gap = 2 * first
-    found = random_state_bytes(graph) if view.draws else 0
-    found += sum(graph.storages[storage].bytes for storage in view.buffers())
+    state = graph.calls[view.unit[0]].state
+    found = sum(graph.storages[storage].bytes for storage in state)
+    found += random_state_bytes(graph) if view.draws else 0
     effect.made.append(Interval(gap, gap, found))  # to be put back afterwards
     alive = sum(one.bytes for one in effect.made if one.start <= gap <= one.stop)
     most_bytes = alive

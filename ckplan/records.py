@@ -126,6 +126,7 @@ class Call:
     stop: int
     module: str  # type name
     given: tuple[int, ...] = ()  # storages of the step that it was given
+    state: tuple[int, ...] = ()  # storages of buffers of its module, and the like
 
     def __str__(self) -> str:
         return f"{self.fqn or '.'}#{self.number}"

@@ -152,11 +152,6 @@ class RegionView:
         outside = (s for s in self.storages if s in casts and not self.inside(s))
         return {s: casts[s] for s in outside if s not in given}
 
-    def buffers(self) -> list[int]:
-        """Storages of buffers that the call reads or changes."""
-        storages = self.graph.storages
-        return [s for s in self.storages if storages[s].kind == "buffer"]
-
     def changed_inputs(self, before: int) -> set[int]:
         """Inputs that are not what they were when forward began."""
         graph = self.graph

@@ -70,7 +70,7 @@ def dumps(graph: Graph) -> str:
         "num_backward": graph.num_backward,
         "names": names,
         "calls": [
-            [c.fqn, c.number, c.parent, c.start, c.stop, c.module, c.given]
+            [c.fqn, c.number, c.parent, c.start, c.stop, c.module, c.given, c.state]
             for c in graph.calls
         ],
         "ops": ops,
@@ -129,8 +129,8 @@ def _from_content(content: dict[str, Any]) -> Graph:
         storages=tuple(Storage(*row) for row in content["storages"]),
         saved=tuple(Saved(*row) for row in content["saved"]),
         calls=tuple(
-            Call(fqn, number, parent, start, stop, module, tuple(given))
-            for fqn, number, parent, start, stop, module, given in content["calls"]
+            Call(fqn, n, parent, start, stop, module, tuple(given), tuple(state))
+            for fqn, n, parent, start, stop, module, given, state in content["calls"]
         ),
         encodings=tuple(Encoding(*row) for row in content["encodings"]),
         hazards=tuple(

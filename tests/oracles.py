@@ -618,12 +618,7 @@ class _Rerun(_Region):
         stop = max((graph.saved[j].at for j in self.saves), default=self.start)
         self._ops = range(self.start, stop)
         self._running = "running", span
-        self._buffers = {
-            storage
-            for op in self.ops()
-            for storage in self.inputs(op)
-            if graph.storages[storage].kind == "buffer"
-        }
+        self._buffers = graph.calls[span[0]].state
         for storage in {s for op in self.ops() for s in self.inputs(op)}:
             inside = self.is_inside(storage)
             given = graph.storages[storage].maker < 0
@@ -650,7 +645,7 @@ class _Rerun(_Region):
         return any(self.graph.ops[op].random for op in self.ops())
 
     def _copy_world(self, when: str) -> None:
-        """The random state, and all buffers in use."""
+        """The random state, if it is drawn from again, and all buffers."""
         if when == "before" or self._draws:
             self.memory.make_state((when, self.span), self.graph)
         for buffer in self._buffers:

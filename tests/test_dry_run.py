@@ -180,6 +180,52 @@ def test_what_is_cast_several_times_is_cast_as_often_where_it_runs_again() -> No
     assert predicted == pytest.approx(found.dry_run_peak_bytes, abs=1024)
 
 
+class Owning(nn.Module):
+    """Has buffers, and what acts as one, that it reads or not."""
+
+    def __init__(self, plain: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+        self.register_buffer("unread", torch.ones(1 << 18))
+        if plain:
+            self.plain = torch.ones(1 << 19)
+
+    def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.layer(x) + table[: len(x)]).sin()
+
+
+class Lending(nn.Module):
+    """Lends its layers a buffer that is not theirs."""
+
+    def __init__(self, plain: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Owning(plain) for _ in range(2))
+        self.register_buffer("table", torch.ones(1 << 16, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x, self.table)
+        return x
+
+
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("calls", ["layers.[0..1]", "layers.1"])
+def test_copies_are_of_the_buffers_of_what_runs_again(calls: str, plain: bool) -> None:
+    def build() -> Workload:
+        torch.manual_seed(0)
+        return Workload(Lending(plain), torch.randn(8192, 64))
+
+    plan = Plan(regions=(PlannedRegion(calls, "rerun"),))
+    workload, planned = build(), build()
+    graph = ckplan.profile(workload.model, workload.batch)
+    applying.apply(planned.model, plan)
+    measured = measured_peak(planned) + (plain and 2 << 21)
+    predicted = simulate(graph, resolve(plan, graph)).peak_bytes
+    assert predicted == pytest.approx(measured, abs=8192)
+    found = dry_run_workload(build, plan, Training("adamw"))
+    assert found.dry_run_peak_bytes == pytest.approx(measured, abs=8192)
+
+
 class Steady(nn.Sequential):
     """Norms that go by running statistics, of which copies are held."""
 

@@ -226,6 +226,8 @@ def change_row(row: list[Any], rng: Random) -> None:
         ("names", 0, None, "a/b", "'a/b' is no name of an op"),
         ("calls", 2, 6, [99], "call 2 is given a storage that is not there"),
         ("calls", 1, 6, [6], "is given what is made later"),
+        ("calls", 2, 7, [99], "call 2 has state in a storage that is not there"),
+        ("calls", 1, 7, [6], "has state that is made later"),
         ("saved", 4, 2, 0, "out of the order of forward"),
         ("saved", 4, 0, 20, "which is not there"),
         ("saved", 4, 3, 0, "too early or too late"),

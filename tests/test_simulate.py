@@ -19,8 +19,9 @@ from ckplan.simulate import simulate
 def drawing(graph: graphs.Graph, rng: Random) -> graphs.Graph:
     """The same step with ops that draw random numbers, on one device or another.
 
-    Some of what it is given are buffers, some ops are norms that go by statistics that
-    they are given, and the engine takes time of its own.
+    Some of what it is given are buffers, of modules that read them or of others, some
+    ops are norms that go by statistics that they are given, and the engine takes time
+    of its own.
     """
     norms = [
         index
@@ -37,12 +38,25 @@ def drawing(graph: graphs.Graph, rng: Random) -> graphs.Graph:
     ops = [replace(op, random=rng.random() < 0.15) for op in graph.ops]
     for index in norms:
         ops[index] = replace(ops[index], name="native_batch_norm")
+    buffers = [s for s, storage in enumerate(storages) if storage.kind == "buffer"]
+    calls = [
+        replace(
+            call,
+            state=tuple(
+                s
+                for s in buffers
+                if graph.is_changed(s, call.start, call.stop) or rng.random() < 0.3
+            ),
+        )
+        for call in graph.calls
+    ]
     device = rng.choice(["cpu", "cpu", "cuda"])
     fingerprint = {**graph.fingerprint, "device": device}
     return replace(
         graph,
         ops=tuple(ops),
         storages=tuple(storages),
+        calls=tuple(calls),
         fingerprint=fingerprint,
         engine=EngineCosts(rng.random(), rng.random()),
     )

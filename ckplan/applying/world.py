@@ -42,6 +42,7 @@ class World:
     @classmethod
     def of(cls, modules: Iterable[nn.Module], sources: Iterable[Source]) -> World:
         """What there is now."""
+        modules = list(modules)
         attributes, parameters, buffers = [], [], []
         containers: list[tuple[Any, Any]] = []
         held: list[Any] = []
@@ -59,8 +60,7 @@ class World:
                 buffers.append((module._buffers, dict(module._buffers)))
         leaves = (p for _, named in parameters for p in named.values())
         trained = [(p, p.requires_grad) for p in leaves if _is_leaf(p)]
-        named = (*(b for _, b in buffers), *(plain for _, plain, _ in attributes))
-        tensors = [t for found in named for t in found.values() if _is_state(t)]
+        tensors = state_of(modules)
         contents = [(b, _elements(b).clone(), version_of(b)) for b in tensors]
         owned = (source for value in held if (source := source_in(value)) is not None)
         states = [(source, source.state()) for source in (*sources, *owned)]
@@ -172,6 +172,13 @@ class _Held(Source):
 
 
 _EVERYWHERE = (Source(), _NumPy(), _Torch(torch.device("cpu")))
+
+
+def state_of(modules: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
+    """Buffers of modules, and plain attributes that act as some: what a copy is of."""
+    for module in modules:
+        plain = (v for k, v in vars(module).items() if k not in _REGISTRIES)
+        yield from filter(_is_state, (*module._buffers.values(), *plain))
 
 
 def source_of(generator: torch.Generator) -> Source:

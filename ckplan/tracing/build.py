@@ -254,7 +254,10 @@ def _calls(
             number[index] = parent
             continue
         number[index] = len(calls)
-        given = tuple(renamed[storage] for storage in raw.given)
+        given, state = (
+            tuple(renamed[storage] for storage in group)
+            for group in (raw.given, raw.state)
+        )
         span = raw.start, raw.stop
-        calls.append(Call(raw.fqn, raw.number, parent, *span, raw.module, given))
+        calls.append(Call(raw.fqn, raw.number, parent, *span, raw.module, given, state))
     return tuple(calls), number

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from ckplan.applying.calls import UnknownArgumentError, storage_of
+from ckplan.applying.world import state_of
 from ckplan.errors import WorkloadError
 from ckplan.records import BEFORE_STEP, OUTSIDE_CALLS
 from ckplan.tracing.in_place import InPlace
@@ -360,7 +361,10 @@ class StepRecorder(TorchDispatchMode):
         self._stack.append(len(self.recording.calls))
         start = len(self.recording.ops)
         kind = type(module).__name__
-        self.recording.calls.append(RawCall(fqn, number, parent, start, kind))
+        state = self._numbers(state_of(module.modules()), "buffer", BEFORE_STEP)
+        self.recording.calls.append(
+            RawCall(fqn, number, parent, start, kind, state=tuple(state))
+        )
         self._mark_boundary()
 
     def _leave_call(self, module: nn.Module, args: object, output: object) -> None:

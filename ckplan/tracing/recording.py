@@ -103,6 +103,7 @@ class RawCall:
     start: int
     module: str
     given: tuple[int, ...] = ()
+    state: tuple[int, ...] = ()
     stop: int = -1
 
 
