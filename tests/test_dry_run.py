@@ -226,6 +226,27 @@ def test_copies_are_of_the_buffers_of_what_runs_again(calls: str, plain: bool) -
     assert found.dry_run_peak_bytes == pytest.approx(measured, abs=8192)
 
 
+class Asking(nn.Sequential):
+    """Lets gradients flow to a view of what it is given, as speech models do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x[:, None]
+        x.requires_grad_()
+        return super().forward(x)
+
+
+def test_a_dry_run_ends_where_a_region_is_given_a_view_that_wants_gradients() -> None:
+    def build() -> Workload:
+        torch.manual_seed(0)
+        return Workload(Asking(nn.Conv1d(1, 8, 3), nn.Tanh()), torch.randn(4, 256))
+
+    plan = Plan(regions=(PlannedRegion("0"), PlannedRegion("1")))
+    planned = build()
+    applying.apply(planned.model, plan)
+    found = dry_run_workload(build, plan, Training("adamw"))
+    assert found.dry_run_peak_bytes == pytest.approx(measured_peak(planned), abs=512)
+
+
 class Steady(nn.Sequential):
     """Norms that go by running statistics, of which copies are held."""
 

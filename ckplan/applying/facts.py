@@ -19,7 +19,7 @@ class Facts(NamedTuple):
     """Facts of an op that no argument changes."""
 
     name: str
-    is_view: bool
+    makes_nothing: bool  # a view, or only asks, perhaps while torch holds a lock
     writes: tuple[tuple[int, str], ...]  # arguments changed in place
     may_draw: bool
     batch_norm: bool
@@ -43,7 +43,7 @@ def facts_of(func: Any) -> Facts:
     random = may_draw(func)
     return Facts(
         name,
-        func.is_view,
+        func.is_view or func.namespace == "prim",
         writes,
         random,
         norm,

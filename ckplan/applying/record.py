@@ -193,7 +193,7 @@ class Recorder(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         facts = facts_of(func)
-        if facts.is_view:
+        if facts.makes_nothing:
             return func(*args, **(kwargs or {}))
         kwargs = kwargs or {}
         self._look_at_values(func, facts, args)
