@@ -280,7 +280,9 @@ def _detached(leaves: Iterable[Any]) -> list[Any]:
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
             if id(leaf) not in alone:
-                alone[id(leaf)] = leaf.detach().requires_grad_().view_as(leaf)
+                bare = leaf.detach().requires_grad_()
+                strided = leaf.layout == torch.strided
+                alone[id(leaf)] = bare.view_as(bare) if strided else bare
             leaf = alone[id(leaf)]
         found.append(leaf)
     return found
