@@ -154,6 +154,26 @@ def test_weights_that_calls_share_are_cast_anew_where_a_call_runs_again(
     assert predicted == found.dry_run_peak_bytes
 
 
+class Attending(nn.Module):
+    """Attends by an op that draws random numbers, but not without dropout."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.scaled_dot_product_attention(x, x, x)
+
+
+def test_a_dry_run_draws_no_numbers_where_attention_has_no_dropout() -> None:
+    def build() -> Workload:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 16), Attending(), Attending())
+        return Workload(model, torch.randn(1, 4, 32, 16))
+
+    graph = ckplan.profile(build().model, build().batch)
+    plan = Plan(regions=(PlannedRegion("[1..2]", "rerun"),))
+    found = dry_run_workload(build, plan, Training("adamw"))
+    predicted = simulate(graph, resolve(plan, graph)).peak_bytes
+    assert predicted == pytest.approx(found.dry_run_peak_bytes, abs=1024)
+
+
 class Branching(nn.Module):
     """Multiplies what it is given by several weights, as attention does."""
 

@@ -24,7 +24,7 @@ from ckplan.tracing.cost_cache import Cost
 from ckplan.tracing.in_place import InPlace
 from ckplan.tracing.recorder import fills_storage, nodes_below
 from ckplan.tracing.recording import RawOp, TensorMeta, describe, meta
-from ckplan.training.randomness import seeing_states
+from ckplan.training.randomness import draws, seeing_states
 
 NOT_AN_OP = -1
 
@@ -211,7 +211,7 @@ class Meter(TorchDispatchMode):
         kwargs = kwargs or {}
         func, args = self._in_place.instead_of(func, args)
         adds_to = self._adds_to(func, args)
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if draws(func, args, kwargs):
             _draw()
         out = func(*args, **kwargs)
         self._in_place.note(func, out)
