@@ -1000,3 +1000,32 @@ def test_what_two_regions_read_stays_until_the_later_one_has_read_it() -> None:
     assert timeline.peak_at == "recomputation in backward of second"
     measured = measured_peak(applying_to(workload, plan))
     assert timeline.peak_bytes == pytest.approx(measured, rel=0.003)
+
+
+class Capturing(nn.Module):
+    """Hooks its layer in its first forward, as models do that collect outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+        self.is_hooked = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.is_hooked:
+            self.layer.register_forward_hook(lambda layer, args, output: output + 1)
+            self.is_hooked = True
+        return self.layer(x).sin()
+
+
+@pytest.mark.parametrize("by", ["program", "rerun"])
+def test_hooks_that_a_first_forward_registers_are_not_registered_twice(by: str) -> None:
+    def build() -> Workload:
+        torch.manual_seed(0)
+        return Workload(nn.Sequential(Capturing(), nn.Tanh()), X)
+
+    planned = build()
+    ckplan.apply(planned.model, Plan(regions=(PlannedRegion("0", by),)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # hooks inside run again
+        found = train(planned)
+    assert all(map(torch.equal, train(build()), found))

@@ -3,7 +3,7 @@
 ``torch.utils.checkpoint`` decides when, and puts autocast back. Around it, everything
 else that a forward may depend on or change is put back for the second run and put
 forward after it: buffers, plain attributes of modules and lists, dicts and sets in
-them, the random states of torch, Python, NumPy and of generators.
+them, hooks, the random states of torch, Python, NumPy and of generators.
 What cannot be put back is watched: inputs, parameters and tensors from elsewhere by
 their versions, and the calls of torch functions one by one, as replays are. So a module
 that does something else the second time is an error that names the region, never a

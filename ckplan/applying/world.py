@@ -1,8 +1,9 @@
 """The world of a forward: what it may read and change beside its inputs.
 
 Parameters, as far as others take their place, and whether they require gradients,
-buffers, plain attributes of modules and lists, dicts and sets in them, and the random
-states of torch, Python, NumPy and of generators, those that modules hold included.
+buffers, plain attributes of modules and lists, dicts and sets in them, hooks around
+forwards, and the random states of torch, Python, NumPy and of generators, those that
+modules hold included.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from ckplan.applying.likeness import Likeness, likeness
 from ckplan.applying.random_state import random_state, set_random_state
 
 _REGISTRIES = frozenset(vars(nn.Module())) - {"training"}
+_HOOKS = [name for name in _REGISTRIES if name.startswith("_forward_")]
 _MOST_ITEMS = 10_000  # larger containers are taken for data, which forwards only read
 
 
@@ -52,6 +54,8 @@ class World:
             attributes.append((everything, plain, len(everything)))
             inside = list(_containers(plain.values()))
             containers += inside
+            hooks = (everything[name] for name in _HOOKS if name in everything)
+            containers += ((registry, dict(registry)) for registry in hooks)
             for values in (plain, *(content for _, content in inside)):
                 held += values.values() if isinstance(values, dict) else values
             if module._parameters:
