@@ -20,6 +20,7 @@ from ckplan.tracing.fake import KnownValues, fake_tensors, why_not_fake
 from ckplan.tracing.recorder import StepRecorder
 from ckplan.tracing.recording import Recording
 from ckplan.tracing.smaller import DoesNotFitError
+from ckplan.tracing.storages import Storages
 from ckplan.tracing.target import Target
 from ckplan.training.failures import (
     check_finite,
@@ -235,9 +236,9 @@ def _watch_step(
         on_cuda = target.device.type == "cuda"
         fake = scope is not None
         recorder = StepRecorder(workload.model, placed, fake=fake, on_cuda=on_cuda)
-        _know_before(recorder, step)
+        _know_before(recorder.storages, step)
         if on_cuda and step.optimizer is not None:
-            recorder.leave_out(counters(step.optimizer))
+            recorder.storages.leave_out(counters(step.optimizer))
         notes = _record(recorder, step)
     return Traced(
         recorder.recording,
@@ -273,19 +274,19 @@ def _record(recorder: StepRecorder, step: TrainingStep) -> list[str]:
         recorder.begin_update()
         parameters = step.workload.model.parameters()
         grads = [p.grad for p in parameters if p.grad is not None]
-        recorder.mark(grads, "gradient")
+        recorder.storages.mark(grads, "gradient")
         del grads
         step.update()
         del value
     return [rule, *([NOTE_PREDICTED] if step.training.predicted_only else [])]
 
 
-def _know_before(recorder: StepRecorder, step: TrainingStep) -> None:
-    model = step.workload.model
-    recorder.know(model.parameters(), "parameter")
-    recorder.know(model.buffers(), "buffer")
+def _know_before(storages: Storages, step: TrainingStep) -> None:
+    model, optimizer = step.workload.model, step.optimizer
+    storages.know(model.parameters(), "parameter")
+    storages.know(model.buffers(), "buffer")
     grads = [p.grad for p in model.parameters() if p.grad is not None]
-    recorder.know(grads, "gradient")
-    if step.optimizer is not None:
-        recorder.know(tensors_of(list(step.optimizer.state.values())), "optimizer")
-    recorder.know(tensors_of(step.workload.batch), "input")
+    storages.know(grads, "gradient")
+    if optimizer is not None:
+        storages.know(tensors_of(list(optimizer.state.values())), "optimizer")
+    storages.know(tensors_of(step.workload.batch), "input")

@@ -22,8 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from ckplan.curve import Curve
 from ckplan.tracing.cost_cache import Cost
 from ckplan.tracing.in_place import InPlace
-from ckplan.tracing.recorder import fills_storage, nodes_below
+from ckplan.tracing.recorder import nodes_below
 from ckplan.tracing.recording import RawOp, TensorMeta, describe, meta
+from ckplan.tracing.storages import fills_storage
 from ckplan.training.randomness import draws, seeing_states
 
 NOT_AN_OP = -1
