@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ckplan.errors import PlanError
+from ckplan.names import is_around
 from ckplan.region import RERUN, Region
 
 if TYPE_CHECKING:
@@ -77,5 +78,4 @@ def _is_guarded(graph: Graph, region: Region, hazard: Hazard) -> bool:
         return True
     if region.last is not None:
         return hazard.kind != "buffer"
-    owner, module = graph.calls[region.call].fqn, graph.calls[hazard.call].fqn
-    return not owner or f"{module}.".startswith(f"{owner}.")
+    return is_around(graph.calls[region.call].fqn, graph.calls[hazard.call].fqn)

@@ -76,6 +76,15 @@ def relative_path(fqn: str, top: str) -> str:
     return fqn.removeprefix(f"{top}.") if top else fqn
 
 
+def is_around(outer: str, inner: str) -> bool:
+    """Return whether a module, by its FQN, is another one or lies around it.
+
+    >>> is_around("h.1", "h.1.mlp"), is_around("", "h.1"), is_around("h.1", "h.10")
+    (True, True, False)
+    """
+    return not outer or f"{inner}.".startswith(f"{outer}.")
+
+
 def expand_calls(pattern: str, calls: Iterable[Call]) -> tuple[Call, ...]:
     """Return the calls that a pattern means.
 

@@ -73,6 +73,11 @@ class PlannedRegion:
         """What people call it: the pattern of its calls, or where a run begins."""
         return self.calls if self.run is None else " to ".join(self.run)
 
+    @property
+    def ops(self) -> tuple[OpName, ...]:
+        """Those that it keeps, as they are and encoded, as ``where`` counts them."""
+        return (*self.save, *(op for op, _ in self.encode))
+
     def located(self, error: PlanError, place: int = 0) -> PlanError:
         """Add where the file says so: 0 is ``calls``, then come the ops, in order."""
         what = ": ".join((*self.where[place : place + 1], error.what))

@@ -284,7 +284,7 @@ class ParentHooks:
         if (self.session, self.fqn) in running.made_by[-1:]:
             running.made_by.pop()
         found = running.regions[-1] if running.regions else None
-        if found is not None and any(found.choice is choice for choice in self.choices):
+        if found is not None and found.choice in self.choices:
             running.regions.pop().close(learn=False)
             if output is not None:  # else it raised
                 what = f"{found.choice.name} is no run: its last call never came"

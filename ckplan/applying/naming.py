@@ -6,10 +6,16 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ckplan.names import relative_path
+from ckplan.names import OpName, relative_path
 
 OpKey = tuple[str, str, int]
 """Path of the module below the region, op name, occurrence."""
+
+
+def key_of(op: OpName) -> OpKey:
+    """What a plan calls an op, whichever of its outputs it means."""
+    return op.path, op.name, op.occurrence
+
 
 Saves = Mapping[OpKey, frozenset[int] | None]
 """Outputs to keep; None for all of them."""

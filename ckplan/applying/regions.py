@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ckplan.applying.choices import Choice, RegionStatus, choices_of, is_around
+from ckplan.applying.choices import Choice, RegionStatus
 from ckplan.applying.forwards import GuardedForward, RerunForward
 from ckplan.applying.hooks import (
     Chooser,
@@ -27,8 +27,10 @@ from ckplan.applying.hooks import (
     hook_end,
     running,
 )
+from ckplan.applying.matching import choices_of
 from ckplan.applying.notices import warn_of_differences
 from ckplan.errors import ApplyError
+from ckplan.names import is_around
 from ckplan.plan import Plan
 from ckplan.plan_file import load
 from ckplan.region import RERUN
