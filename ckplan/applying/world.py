@@ -35,6 +35,7 @@ class World:
 
     attributes: list[tuple[dict[str, Any], dict[str, Any], int]]  # and how many
     containers: list[tuple[Any, Any]]
+    hookless: list[dict[int, Any]]  # where there are no hooks
     parameters: list[tuple[dict[str, Any], dict[str, Any]]]
     trained: list[tuple[nn.Parameter, bool]]  # whether they require gradients
     buffers: list[tuple[dict[str, Any], dict[str, Any]]]
@@ -47,6 +48,7 @@ class World:
         modules = list(modules)
         attributes, parameters, buffers = [], [], []
         containers: list[tuple[Any, Any]] = []
+        hookless: list[dict[int, Any]] = []
         held: list[Any] = []
         for module in modules:
             everything = vars(module)
@@ -54,8 +56,11 @@ class World:
             attributes.append((everything, plain, len(everything)))
             inside = list(_containers(plain.values()))
             containers += inside
-            hooks = (everything[name] for name in _HOOKS if name in everything)
-            containers += ((registry, dict(registry)) for registry in hooks)
+            for name in _HOOKS:
+                if hooks := everything.get(name):
+                    containers.append((hooks, dict(hooks)))
+                elif hooks is not None:
+                    hookless.append(hooks)
             for values in (plain, *(content for _, content in inside)):
                 held += values.values() if isinstance(values, dict) else values
             if module._parameters:
@@ -69,7 +74,14 @@ class World:
         owned = (source for value in held if (source := source_in(value)) is not None)
         states = [(source, source.state()) for source in (*sources, *owned)]
         return cls(
-            attributes, containers, parameters, trained, buffers, contents, states
+            attributes,
+            containers,
+            hookless,
+            parameters,
+            trained,
+            buffers,
+            contents,
+            states,
         )
 
     def settle(self) -> list[tuple[torch.Tensor, int, Likeness | None]]:
@@ -97,6 +109,8 @@ class World:
                     del everything[key]
         for container, content in self.containers:
             _fill(container, content)
+        for hooks in filter(None, self.hookless):
+            hooks.clear()
         for named, before in self.parameters:
             others = {k: v for k, v in before.items() if _is_other(named.get(k), v)}
             named.update(others)
