@@ -59,10 +59,10 @@ PLANS = {
     "unrolled": """
       - calls: .
         regions:
-          - run: ["cell#0", "cell#1"]
+          - run: ["cell#0", "cell#3"]
             regions:
               - calls: cell#1
-          - calls: cell#[2..3]
+              - run: ["cell#2", "cell#3"]
     """,
     "listed": """
       - run: [blocks.0, blocks.4]

@@ -125,5 +125,6 @@ def _place(inner: Choice, region: PlannedRegion, choices: Iterable[Choice]) -> N
 
 
 def _is_inside(inner: Choice, outer: Choice) -> bool:
-    same = inner.last == outer.last and inner.fqn == outer.fqn
+    begins_there = inner.last is None or inner.numbers == outer.numbers
+    same = begins_there and (inner.fqn, inner.last) == (outer.fqn, outer.last)
     return not same and all(is_around(outer.reach, fqn) for fqn in inner.ends)
