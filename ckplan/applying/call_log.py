@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -23,9 +23,8 @@ from ckplan.applying.calls import (
     switches,
 )
 from ckplan.applying.held import tensors_in
-
-if TYPE_CHECKING:
-    from ckplan.applying.record import Recorder
+from ckplan.applying.saved import Packing
+from ckplan.applying.storages import Storages
 
 
 class Returned(NamedTuple):
@@ -51,7 +50,8 @@ class Call:
 class CallLog(TorchFunctionMode):
     """Writes down the functions that a forward calls."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, storages: Storages, packing: Packing) -> None:
+        """Begin a forward: what its ops met so far, and what autograd saved."""
         super().__init__()
         self.calls: list[Call] = []
         self.given: list[tuple[Geometry, StorageWeakRef]] = []
@@ -60,7 +60,8 @@ class CallLog(TorchFunctionMode):
         self.broken = False  # a call cannot be compared with another
         self.current = -1
         self._is_paused = False
-        self._recorder = recorder
+        self._storages = storages
+        self._packing = packing
         self._slots = Slots(self._meet)
 
     def __torch_function__(
@@ -72,7 +73,7 @@ class CallLog(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if hands_out(func) and isinstance(args[0], torch.Tensor):
-            self._recorder.hand_out(args[0])
+            self._storages.hand_out(args[0])
         if self.broken or self._is_paused or asks_only(func):
             return func(*args, **kwargs)
         if reads_sizes(func, args):
@@ -83,7 +84,7 @@ class CallLog(TorchFunctionMode):
         except UnknownArgumentError:
             self.broken = True
             return func(*args, **kwargs)
-        call = Call(func, arguments, switches(func), self._recorder.num_packed)
+        call = Call(func, arguments, switches(func), len(self._packing.packed))
         self.current, self.read = len(self.calls), False
         try:
             out = func(*args, **kwargs)
@@ -94,7 +95,7 @@ class CallLog(TorchFunctionMode):
             self.current = -1
         self._slots.returned(out)
         self.broken |= self.read and bool(tensors_in(out))
-        call.packed_after = self._recorder.num_packed
+        call.packed_after = len(self._packing.packed)
         call.returned = [self._describe(tensor) for tensor in tensors_in(out)]
         for tensor, one in zip(tensors_in(out), call.returned, strict=True):
             if self._slots.number_of(tensor) == len(self.made):
@@ -112,7 +113,6 @@ class CallLog(TorchFunctionMode):
     def close(self) -> None:
         """The forward is over: what was written down is in the template."""
         self._slots.close()
-        del self._recorder
 
     def _meet(self, tensor: torch.Tensor) -> None:
         self.given.append((geometry_of(tensor), StorageWeakRef(storage_of(tensor))))
@@ -122,6 +122,6 @@ class CallLog(TorchFunctionMode):
             geometry, storage = geometry_of(tensor), storage_of(tensor)
         except UnknownArgumentError:
             return Returned()
-        if storage._cdata not in self._recorder.numbers:
+        if storage._cdata not in self._storages.numbers:
             return Returned(-1, geometry, StorageWeakRef(storage))
-        return Returned(self._recorder.value_inside(tensor), geometry)
+        return Returned(self._storages.value_inside(tensor), geometry)

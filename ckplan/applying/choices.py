@@ -105,7 +105,7 @@ class Choice:
         recorder = region.watched
         if recorder is not None:
             self.recorded += 1
-            self.dropped_bytes = recorder.dropped_bytes
+            self.dropped_bytes = recorder.packing.dropped_bytes
             self.missing = (*self.missing_of(recorder.names.found), *missing)
             if learn:
                 self.templates.learn(key, recorder.template)

@@ -84,6 +84,13 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return []
 
 
+def ref_of(tensor: torch.Tensor, value: int) -> Ref:
+    """A tensor as a view of the value of its storage."""
+    offset = tensor.storage_offset()
+    bits = tensor.is_conj(), tensor.is_neg()
+    return Ref(value, tensor.size(), tensor.stride(), offset, tensor.dtype, *bits)
+
+
 def view_of(tensor: torch.Tensor, ref: Ref) -> torch.Tensor:
     """The view that an op had of a value, from any tensor on its storage."""
     view = _strided(tensor, ref)

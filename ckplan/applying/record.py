@@ -7,28 +7,26 @@ next forward need only be seen to make the same calls (``replay.py``).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckplan.applying.call_log import CallLog
-from ckplan.applying.calls import UnknownArgumentError, storage_of
 from ckplan.applying.compiled import uncompiled
 from ckplan.applying.facts import RUNNING_STATISTICS, TRAINING, Facts, facts_of
-from ckplan.applying.held import Held, Ref, hold, hold_copy, tensors_in
-from ckplan.applying.likeness import likeness
+from ckplan.applying.held import hold, hold_copy, ref_of, tensors_in
 from ckplan.applying.naming import Encodes, Inner, Names, OpKey, Saves
 from ckplan.applying.random_state import random_state
 from ckplan.applying.recompute import Rebuilder, Step
-from ckplan.applying.saved import Dropped, Handle, Kept, keep, unpack
-from ckplan.applying.template import Packed, Template, make_template
+from ckplan.applying.saved import Dropped, Kept, Packing, unpack
+from ckplan.applying.storages import Storages
+from ckplan.applying.template import Template, make_template
 from ckplan.encodings import Encoded, encode
 from ckplan.errors import ApplyError
-from ckplan.program import EXTERNAL, Flow, Part, compile_program
+from ckplan.program import EXTERNAL, Part, compile_program
 from ckplan.training.filling import adds_to_nothing
 from ckplan.training.randomness import draws
 from ckplan.training.shapes import decided_by_values
@@ -64,10 +62,8 @@ class Recorder(TorchDispatchMode):
             looks: Whether what is rebuilt is compared with what was dropped.
         """
         super().__init__()
-        self._looks = looks
         self.name = name
         self.watches = False  # or only says what rebuilds what was dropped before
-        self.dropped_bytes = 0
         self.path: list[str] = [top]  # FQNs of the modules that run, innermost last
         self.template: Template | None = None
         self._encodes = encodes
@@ -75,28 +71,14 @@ class Recorder(TorchDispatchMode):
         self.paths: list[str] = []  # step -> FQN of the module that ran it
         self.inner: list[Inner] = []
         self.open_inner = [0]  # inner regions that run now, counted from 1
-        self.flow = Flow()
         self.steps: dict[int, Step] = {}
         self.states: dict[int, torch.Tensor] = {}
-        self.numbers: dict[int, int] = {}  # address of a storage -> its number
-        self._addresses: list[StorageWeakRef] = []  # keep addresses from being reused
-        self.num_bytes: list[int] = []  # of each storage
-        self.inside: set[int] = set()  # storages that the region made
-        self.held: dict[int, Held] = {}  # value -> tensor
         self.statistics: dict[int, int] = {}  # running ones -> step that goes by them
-        # Storages that others than ops may write: nobody filled them yet, or their
-        # bytes were handed out, and to that there is no end.
-        self.unfilled: dict[int, torch.Tensor] = {}
-        self.handed_out: set[int] = set()
         self.encoded: dict[int, Encoded] = {}  # value -> its smaller form
-        self.wanted: list[tuple[int, int]] = []  # dropped saved tensors: value, part
-        self._seen: set[int] = set()  # their values
-        self.packed: list[Packed] = []
-        self.packed_values: list[int] = []
-        self._fresh = 0  # how many of them there were when the last op began
-        self.log = CallLog(self)
+        self.storages = Storages(name)
+        self.packing = Packing(name, self.storages, looks=looks)
+        self.log = CallLog(self.storages, self.packing)
         self.call_of: list[int] = []  # step -> call
-        self.handle = Handle()
         # Of a forward that began as a replay: steps of then that cannot run again.
         self.gone: set[int] = set()
         self._contexts = ExitStack()
@@ -122,26 +104,17 @@ class Recorder(TorchDispatchMode):
         self.watches = True
         self._contexts.enter_context(self)
 
-    def take_wanted(
-        self, wanted: Iterable[tuple[int, int]], num_bytes: Sequence[int]
-    ) -> None:
-        """Rebuild what was dropped before, too."""
-        self.wanted += wanted
-        self._seen.update(value for value, _ in self.wanted)
-        storages = (self.flow.storage_of[value] for value in self._seen)
-        self.dropped_bytes += sum(num_bytes[storage] for storage in storages)
-
     def begin_inner(self, top: str, saves: Saves) -> None:
         """A region inside this one begins."""
         names = Names(top, saves, saves.keys())
-        start = len(self.flow.inputs)
+        start = len(self.storages.flow.inputs)
         self.inner.append(Inner(start, self.open_inner[-1], names))
         self.open_inner.append(len(self.inner))
 
     def end_inner(self) -> set[OpKey]:
         """The region that began last ends; returns the saves that named an op."""
         inner = self.inner[self.open_inner.pop() - 1]
-        inner.stop = len(self.flow.inputs)
+        inner.stop = len(self.storages.flow.inputs)
         return inner.names.found
 
     def close(self) -> None:
@@ -152,33 +125,35 @@ class Recorder(TorchDispatchMode):
             from.
         """
         self._contexts.close()
-        flow = self.flow
+        storages, packing = self.storages, self.packing
+        flow, held = storages.flow, storages.held
         while len(self.open_inner) > 1:
             self.end_inner()
         parts = tuple(
             Part(one.start, one.stop, frozenset(one.kept), one.outer)
             for one in self.inner
         )
-        for storage, tensor in self.unfilled.items():
-            self.held[flow.value(storage)] = hold(tensor)
-        kept = [value for value in self.held if flow.maker_of[value] != EXTERNAL]
-        program = compile_program(flow, self.wanted, kept, self.encoded.keys(), parts)
+        storages.hold_unfilled()
+        kept = [value for value in held if flow.maker_of[value] != EXTERNAL]
+        program = compile_program(
+            flow, packing.wanted, kept, self.encoded.keys(), parts
+        )
         if program.lost:
             raise ApplyError(
                 f"cannot rebuild {self.name}: its forward changes an input in place",
                 needed="a region whose inputs are still there in backward",
                 hint="leave this call out of the plan, or name a larger one",
             )
-        if program.runs().keys() & self.gone or not program.holds <= self.held.keys():
+        if program.runs().keys() & self.gone or not program.holds <= held.keys():
             raise otherwise_saved(self.name)
         for value in () if self.watches else program.holds:
-            self.held[value].moved(self.name)
-        self.handle.rebuilder = Rebuilder(
-            self.name, program, self.steps, self.held, self.encoded, self.states
+            held[value].moved(self.name)
+        packing.handle.rebuilder = Rebuilder(
+            self.name, program, self.steps, held, self.encoded, self.states
         )
         self.template = make_template(self, parts, program)
         self.log.close()
-        for leftovers in (self.unfilled, self.held, self.encoded, self.states):
+        for leftovers in (storages.unfilled, held, self.encoded, self.states):
             leftovers.clear()
 
     def abandon(self) -> None:
@@ -197,7 +172,7 @@ class Recorder(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         kwargs = kwargs or {}
         self._look_at_values(func, facts, args)
-        fresh, self._fresh = self._fresh, len(self.packed_values)
+        storages, fresh = self.storages, self.packing.begin_op()
         reads: list[int] = []
         refs = [self._take(x, reads) for x in args]
         named = {key: self._take(x, reads) for key, x in kwargs.items()}
@@ -207,15 +182,15 @@ class Recorder(TorchDispatchMode):
         state = random_state(device, generator) if random else None
         out = func(*args, **kwargs)
         returned = tensors_in(out)
-        known = len(self.num_bytes)
-        outputs = [self.number(tensor, inside=True) for tensor in returned]
+        known = len(storages.num_bytes)
+        outputs = [storages.number(tensor, inside=True) for tensor in returned]
         writes = self._written(facts, args, kwargs) if facts.writes else []
         moved = tensors_in([*args, *kwargs.values()]) if facts.collective else []
-        writes += dict.fromkeys(map(self.number, moved))
-        if len(self.num_bytes) > known or writes:
+        writes += dict.fromkeys(map(storages.number, moved))
+        if len(storages.num_bytes) > known or writes:
             if facts.batch_norm:
                 writes += self._meet_norm(args, refs)
-            number = self.flow.add(_Access(reads, writes, outputs))
+            number = storages.flow.add(_Access(reads, writes, outputs))
             grad = torch.is_grad_enabled()
             self.steps[number] = Step(func, refs, named, generator, device, grad)
             self.paths.append(self.path[-1])
@@ -223,14 +198,14 @@ class Recorder(TorchDispatchMode):
             if state is not None:
                 self.states[number] = state
             if facts.makes_empty:
-                self.unfilled.update(zip(outputs, returned, strict=True))
-            elif self.unfilled and adds_to_nothing(func, kwargs):
-                self.unfilled.pop(reads[0], None)
+                storages.unfilled.update(zip(outputs, returned, strict=True))
+            elif storages.unfilled and adds_to_nothing(func, kwargs):
+                storages.unfilled.pop(reads[0], None)
             if writes:
                 self._overwrite(facts, fresh, number, writes)
             for tensor in moved:  # what came from elsewhere stays
                 self.log.broken = True
-                self.held[self.flow.value(self.number(tensor))] = hold(tensor)
+                storages.held[storages.value(tensor)] = hold(tensor)
             if self.names.named or self.inner:
                 self._save(facts.name, number, returned)
         return out
@@ -241,18 +216,16 @@ class Recorder(TorchDispatchMode):
         Returns:
             The storages of those that it moves although an earlier one went by them.
         """
-        running = tensors_in(args[RUNNING_STATISTICS])
-        numbers = [self.number(tensor) for tensor in running]
-        values = [self.flow.value(number) for number in numbers]
+        running, flow = tensors_in(args[RUNNING_STATISTICS]), self.storages.flow
+        values = [self.storages.value(tensor) for tensor in running]
         if args[TRAINING]:
             refs[RUNNING_STATISTICS] = None, None  # must not be updated twice
-            pairs = zip(numbers, values, strict=True)
-            return [number for number, value in pairs if value in self.statistics]
+            return [flow.storage_of[v] for v in values if v in self.statistics]
         for value, tensor in zip(values, running, strict=True):
-            known = value in self.statistics or self.flow.maker_of[value] != EXTERNAL
+            known = value in self.statistics or flow.maker_of[value] != EXTERNAL
             if not known:
-                self.statistics[value] = len(self.flow.inputs)
-                self.held[value] = hold_copy(tensor)
+                self.statistics[value] = len(flow.inputs)
+                self.storages.held[value] = hold_copy(tensor)
         return []
 
     def _look_at_values(self, func: Any, facts: Facts, args: tuple[Any, ...]) -> None:
@@ -266,85 +239,23 @@ class Recorder(TorchDispatchMode):
         self, facts: Facts, fresh: int, number: int, writes: Collection[int]
     ) -> None:
         """An op wrote values: what they were is there no more."""
-        overwrites = self.flow.overwrites[number]
+        overwrites = self.storages.flow.overwrites[number]
         for value in overwrites:
-            self.held.pop(value, None)
+            self.storages.held.pop(value, None)
         if facts.fills:
-            for storage in {*writes} - self.handed_out:
-                self.unfilled.pop(storage, None)
+            self.storages.fill(writes)
         if not facts.name.endswith("_"):
-            self._fill(fresh, overwrites)
-
-    def _fill(self, fresh: int, filled: Mapping[int, int]) -> None:
-        """What was saved for an op that fills it, autograd means as it is then.
-
-        Such as the noise of ``rrelu_with_noise``, which is no new version.
-        """
-        for place in range(fresh, len(self.packed_values)):
-            old = self.packed_values[place]
-            if old not in filled:
-                continue
-            new = self.handle.filled[old] = filled[old]
-            self.packed_values[place] = new
-            self._seen.add(new)
-            entry = self.packed[place]
-            if entry.ref is not None:
-                ref = entry.ref._replace(value=new)
-                self.packed[place] = entry._replace(ref=ref)
-                self.wanted.remove((old, entry.part))
-                self.wanted.append((new, entry.part))
+            self.packing.fill(fresh, overwrites)
 
     def _take(self, argument: Any, reads: list[int]) -> Any:
         """An argument as a step keeps it, its storages added to what the op reads."""
         if isinstance(argument, torch.Tensor):
-            number = self.number(argument)
-            reads.append(number)
-            return _ref(argument, self.flow.value(number))
+            value = self.storages.value(argument)
+            reads.append(self.storages.flow.storage_of[value])
+            return ref_of(argument, value)
         if isinstance(argument, (list, tuple)):
             return [self._take(item, reads) for item in argument]
         return argument
-
-    def number(self, tensor: torch.Tensor, *, inside: bool = False) -> int:
-        """The number of a tensor's storage; one that came from outside is held."""
-        try:
-            storage = storage_of(tensor)
-        except UnknownArgumentError:
-            raise ApplyError(
-                f"cannot rebuild {self.name}: it uses tensors without bytes of their "
-                f"own ({str(tensor.layout).removeprefix('torch.')})",
-                needed="strided tensors",
-                hint="leave this call out of the plan, or run it again (by: rerun)",
-            ) from None
-        number = self.numbers.get(storage._cdata)
-        if number is None:
-            number = len(self.num_bytes)
-            self.num_bytes.append(storage.nbytes())
-            self.know(storage, number)
-            if inside:
-                self.inside.add(number)
-            else:
-                self.held[self.flow.value(number)] = hold(tensor)
-        return number
-
-    def know(self, storage: torch.UntypedStorage, number: int) -> None:
-        """Know a storage again by its address."""
-        self._addresses.append(StorageWeakRef(storage))
-        self.numbers[storage._cdata] = number
-
-    def hand_out(self, tensor: torch.Tensor) -> None:
-        """Somebody may write a tensor's bytes past torch."""
-        if self.value_inside(tensor) >= 0:
-            number = self.number(tensor)
-            self.handed_out.add(number)
-            self.unfilled[number] = tensor
-
-    def value_inside(self, tensor: torch.Tensor) -> int:
-        """The value of a tensor that the region made; -1 for another."""
-        try:
-            number = self.numbers.get(storage_of(tensor)._cdata)
-        except UnknownArgumentError:
-            return -1
-        return self.flow.value(number) if number in self.inside else -1
 
     def _written(
         self, facts: Facts, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -353,11 +264,12 @@ class Recorder(TorchDispatchMode):
             args[position] if position < len(args) else kwargs.get(name)
             for position, name in facts.writes
         )
-        return [self.number(t) for value in changed for t in tensors_in(value)]
+        return [self.storages.number(t) for value in changed for t in tensors_in(value)]
 
     def _save(self, name: str, number: int, returned: list[torch.Tensor]) -> None:
         """Hold or encode the outputs that the plan names."""
-        place = self.path[-1], name, len(values := self.flow.returned[number])
+        values = self.storages.flow.returned[number]
+        place = self.path[-1], name, len(values)
         key = self.names.key(*place)
         for part in self.open_inner[1:]:
             inner = self.inner[part - 1]
@@ -365,7 +277,7 @@ class Recorder(TorchDispatchMode):
         saved = self.names.kept(key, values)
         for value, tensor in zip(values, returned, strict=True):
             if value in saved:
-                self.held[value] = hold(tensor)
+                self.storages.held[value] = hold(tensor)
         if key in self._encodes:
             forms = self._encodes[key]
             for position, value in enumerate(values):
@@ -377,28 +289,7 @@ class Recorder(TorchDispatchMode):
     def pack(self, tensor: torch.Tensor) -> Kept | Dropped:
         """Keep what autograd saves, or drop it."""
         with self.log.paused():  # own functions pack outside of any call
-            return self._packed_as(tensor)
-
-    def _packed_as(self, tensor: torch.Tensor) -> Kept | Dropped:
-        value = self.value_inside(tensor)
-        self.packed_values.append(value)
-        if value < 0 or value in self.held:
-            self.packed.append(Packed(tensor.size(), None))
-            return keep(tensor, self.name)
-        if value not in self._seen:
-            self.dropped_bytes += tensor.untyped_storage().nbytes()
-        part = self.open_inner[-1]
-        self._seen.add(value)
-        self.wanted.append((value, part))
-        ref = _ref(tensor, value)
-        self.packed.append(Packed(ref.size, ref, part))
-        like = likeness(tensor) if self._looks else None
-        return Dropped(self.handle, ref, part, like)
-
-    @property
-    def num_packed(self) -> int:
-        """How many tensors autograd saved so far."""
-        return len(self.packed)
+            return self.packing.pack(tensor, self.open_inner[-1])
 
 
 def otherwise_saved(name: str) -> ApplyError:
@@ -409,12 +300,6 @@ def otherwise_saved(name: str) -> ApplyError:
         needed="forwards that torch runs in the same way, op by op",
         hint="run it again (by: rerun), or leave this call out of the plan",
     )
-
-
-def _ref(tensor: torch.Tensor, value: int) -> Ref:
-    offset = tensor.storage_offset()
-    bits = tensor.is_conj(), tensor.is_neg()
-    return Ref(value, tensor.size(), tensor.stride(), offset, tensor.dtype, *bits)
 
 
 def _device_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.device:

@@ -315,11 +315,11 @@ class Replay(TorchFunctionMode):
             return keep(tensor, self.name)
         if number in template.captures:
             self._capture(template.captures[number], tensor)
-        _, ref, part = template.packed[number]
+        _, value, ref, part = template.packed[number]
         if ref is None:
             return keep(tensor, self.name)
         self._dropped_in_call |= self._in_call
-        self._wanted.append((ref.value, part))
+        self._wanted.append((value, part))
         return Dropped(self._handle, ref, part)
 
     @property

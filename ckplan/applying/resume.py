@@ -18,6 +18,7 @@ from ckplan.applying.held import Held, hold, hold_copy
 from ckplan.applying.naming import Inner, Names, Saves
 from ckplan.applying.record import Recorder
 from ckplan.applying.saved import Handle
+from ckplan.applying.storages import Storages
 from ckplan.applying.template import Template
 from ckplan.encodings import Encoded
 from ckplan.program import EXTERNAL, Flow, Part
@@ -48,20 +49,21 @@ class Beginning(NamedTuple):
 
 def resume(recorder: Recorder, begun: Beginning) -> None:
     """Let a recorder know what it would, had it watched from the beginning."""
-    flow = recorder.flow = _until(begun.template.flow, begun.stop)
-    recorder.handle, recorder.path = begun.handle, begun.path
+    storages = recorder.storages
+    flow = storages.flow = _until(begun.template.flow, begun.stop)
+    recorder.path = begun.path
     recorder.log.broken = True  # it saw no calls to compare others with
     recorder.encoded.update(begun.encoded)
     recorder.states.update(begun.states)
-    recorder.take_wanted(begun.wanted, begun.template.num_bytes)
     _know_steps(recorder, begun)
-    storages = _know_storages(recorder, begun)
+    living = _know_storages(storages, begun)
+    recorder.packing.go_on(begun.handle, begun.wanted)
     for value, one in begun.held.items():
         if value < len(flow.storage_of) and flow.is_current(value):
             one.settle()
             moves = value in recorder.statistics
-            recorder.held[value] = hold_copy(one.tensor) if moves else one
-    _hold_what_is_gone(recorder, begun, storages)
+            storages.held[value] = hold_copy(one.tensor) if moves else one
+    _hold_what_is_gone(recorder, begun, living)
     _name_steps(recorder, begun)
 
 
@@ -96,14 +98,14 @@ def _know_steps(recorder: Recorder, begun: Beginning) -> None:
     recorder.gone.update(step for step in gone if step < begun.stop)
 
 
-def _know_storages(recorder: Recorder, begun: Beginning) -> dict[int, torch.Tensor]:
+def _know_storages(storages: Storages, begun: Beginning) -> dict[int, torch.Tensor]:
     """The storages, by their tensors that still live; returns one of these for each."""
-    template, flow = begun.template, recorder.flow
+    template, flow = begun.template, storages.flow
     made_by = list(zip(flow.storage_of, flow.maker_of, strict=True))
     given = {storage for storage, maker in made_by if maker == EXTERNAL}
-    recorder.inside.update({storage for storage, _ in made_by} - given)
+    storages.inside.update({storage for storage, _ in made_by} - given)
     num_storages = 1 + max(flow.storage_of, default=-1)
-    recorder.num_bytes += template.num_bytes[:num_storages]
+    storages.num_bytes += template.num_bytes[:num_storages]
     found = {
         flow.storage_of[value]: one.tensor
         for value, one in begun.held.items()
@@ -113,25 +115,25 @@ def _know_storages(recorder: Recorder, begun: Beginning) -> dict[int, torch.Tens
         if template.made[number] >= 0:
             found[template.made[number]] = tensor
     for storage, tensor in found.items():
-        recorder.know(storage_of(tensor), storage)
+        storages.know(storage_of(tensor), storage)
     return found
 
 
 def _hold_what_is_gone(
-    recorder: Recorder, begun: Beginning, storages: Mapping[int, torch.Tensor]
+    recorder: Recorder, begun: Beginning, living: Mapping[int, torch.Tensor]
 ) -> None:
     """What the rest of the forward may read, and no step would make again."""
-    template, flow = begun.template, recorder.flow
-    there = _can_be_made(flow, {*recorder.held, *recorder.encoded}, recorder.gone)
-    for storage, tensor in storages.items():
+    template, storages, flow = begun.template, recorder.storages, recorder.storages.flow
+    there = _can_be_made(flow, {*storages.held, *recorder.encoded}, recorder.gone)
+    for storage, tensor in living.items():
         value = flow.current[storage]
         if value not in there:
-            recorder.held[value] = hold(tensor)
+            storages.held[value] = hold(tensor)
         maker = flow.maker_of[value]
         empty = maker != EXTERNAL and facts_of(template.steps[maker].func).makes_empty
         if empty or storage in template.unfilled:
-            recorder.unfilled[storage] = tensor
-    recorder.handed_out.update(template.unfilled.intersection(storages))
+            storages.unfilled[storage] = tensor
+    storages.handed_out.update(template.unfilled.intersection(living))
 
 
 def _can_be_made(flow: Flow, there: Collection[int], gone: Collection[int]) -> set[int]:
@@ -144,7 +146,7 @@ def _can_be_made(flow: Flow, there: Collection[int], gone: Collection[int]) -> s
 
 def _name_steps(recorder: Recorder, begun: Beginning) -> None:
     """The names that the plan gives to ops so far, and the regions inside."""
-    values = range(len(recorder.flow.storage_of))
+    values = range(len(recorder.storages.flow.storage_of))
     parts = [part for part in begun.template.parts if part.start <= begun.stop]
     for part in parts:
         stop, kept = min(part.stop, begun.stop), {*part.kept.intersection(values)}
@@ -175,4 +177,5 @@ def _go_on_inside(
 def _name(recorder: Recorder, names: Names, start: int) -> None:
     for step in range(start, len(recorder.paths)):
         op = facts_of(recorder.steps[step].func).name
-        names.key(recorder.paths[step], op, len(recorder.flow.returned[step]))
+        num_outputs = len(recorder.storages.flow.returned[step])
+        names.key(recorder.paths[step], op, num_outputs)

@@ -1,16 +1,18 @@
-"""What autograd keeps in place of a tensor that it saves in a region."""
+"""What autograd saves in a region, and what it keeps in place of that."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
 from ckplan.applying.calls import version_of
-from ckplan.applying.held import Ref
-from ckplan.applying.likeness import Likeness, is_alike
+from ckplan.applying.held import Ref, ref_of
+from ckplan.applying.likeness import Likeness, is_alike, likeness
 from ckplan.applying.recompute import Rebuilder
+from ckplan.applying.storages import Storages
 from ckplan.errors import ApplyError
 
 
@@ -40,6 +42,86 @@ class Dropped:
     part: int  # the inner region that saved it, counted from 1
     like: Likeness | None = None  # what it looked like, in a first forward
     tensor: torch.Tensor | None = None  # once wanted, until its node lets this go
+
+
+class Packed(NamedTuple):
+    """A saved tensor, as it is written down."""
+
+    size: torch.Size
+    value: int  # -1 for a tensor from elsewhere
+    ref: Ref | None = None  # of a tensor that is dropped
+    part: int = 0  # the inner region that saved it, counted from 1
+
+
+class Packing:
+    """What autograd saves of one forward: kept, or dropped to be rebuilt."""
+
+    def __init__(self, region: str, storages: Storages, *, looks: bool) -> None:
+        """Nothing is saved yet.
+
+        Args:
+            region: What errors call it.
+            storages: Of the same forward; what they hold is kept.
+            looks: Whether what is rebuilt is compared with what was dropped.
+        """
+        self.handle = Handle()
+        self.packed: list[Packed] = []
+        self.wanted: list[tuple[int, int]] = []  # dropped saved tensors: value, part
+        self.dropped_bytes = 0
+        self._region = region
+        self._storages = storages
+        self._looks = looks
+        self._seen: set[int] = set()  # values that are wanted
+        self._fresh = 0  # how many were packed when the last op began
+
+    def go_on(self, handle: Handle, wanted: Iterable[tuple[int, int]]) -> None:
+        """Rebuild what was dropped before, too."""
+        self.handle = handle
+        self.wanted += wanted
+        self._seen.update(value for value, _ in self.wanted)
+        num_bytes, storage_of = self._storages.num_bytes, self._storages.flow.storage_of
+        self.dropped_bytes += sum(num_bytes[storage_of[value]] for value in self._seen)
+
+    def begin_op(self) -> int:
+        """An op begins; returns how many were packed when the one before did."""
+        before, self._fresh = self._fresh, len(self.packed)
+        return before
+
+    def pack(self, tensor: torch.Tensor, part: int) -> Kept | Dropped:
+        """Keep what autograd saves, or drop it."""
+        value = self._storages.value_inside(tensor)
+        if value < 0 or value in self._storages.held:
+            self.packed.append(Packed(tensor.size(), value))
+            return keep(tensor, self._region)
+        if value not in self._seen:
+            self.dropped_bytes += tensor.untyped_storage().nbytes()
+        self._seen.add(value)
+        self.wanted.append((value, part))
+        ref = ref_of(tensor, value)
+        self.packed.append(Packed(ref.size, value, ref, part))
+        like = likeness(tensor) if self._looks else None
+        return Dropped(self.handle, ref, part, like)
+
+    def fill(self, since: int, filled: Mapping[int, int]) -> None:
+        """What was saved for an op that fills it, autograd means as it is then.
+
+        Such as the noise of ``rrelu_with_noise``, which is no new version.
+
+        Args:
+            since: How many were packed before the first of those that count.
+            filled: Values, and what they became.
+        """
+        for place in range(since, len(self.packed)):
+            old = self.packed[place]
+            if old.value not in filled:
+                continue
+            new = self.handle.filled[old.value] = filled[old.value]
+            self._seen.add(new)
+            ref = old.ref and old.ref._replace(value=new)
+            self.packed[place] = old._replace(value=new, ref=ref)
+            if ref is not None:
+                self.wanted.remove((old.value, old.part))
+                self.wanted.append((new, old.part))
 
 
 def unpack(packed: Kept | Dropped) -> torch.Tensor:

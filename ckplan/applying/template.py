@@ -17,6 +17,7 @@ import torch
 from ckplan.applying.calls import Geometry
 from ckplan.applying.held import Held, Ref
 from ckplan.applying.recompute import Step
+from ckplan.applying.saved import Packed
 from ckplan.encodings import BITS, Encoded
 from ckplan.program import EXTERNAL, Flow, Part, Program, compile_program
 
@@ -44,14 +45,6 @@ class Given(NamedTuple):
 
     geometry: Geometry
     storage: int  # equal for those that share one
-
-
-class Packed(NamedTuple):
-    """What autograd saved."""
-
-    size: torch.Size
-    ref: Ref | None  # of a tensor that is dropped
-    part: int = 0  # the inner region that saved it, counted from 1
 
 
 class CallRecord(NamedTuple):
@@ -110,8 +103,8 @@ class _Places:
                 if one.geometry:
                     returned[one.value].append((number, place, one.geometry))
         packed = defaultdict(list)
-        for place, pair in enumerate(zip(seen.packed_values, seen.packed, strict=True)):
-            packed[pair[0]].append((place, pair[1].ref))
+        for place, saved in enumerate(seen.packing.packed):
+            packed[saved.value].append((place, saved.ref))
         return cls(returned, packed)
 
     def in_call(self, value: int, small: Encoded | None) -> tuple[int, int] | None:
@@ -133,15 +126,16 @@ def make_template(
     seen: Recorder, parts: tuple[Part, ...], program: Program
 ) -> Template | None:
     """What later forwards can be compared with; None if calls do not tell all."""
-    log, flow = seen.log, seen.flow
+    log, storages, packing = seen.log, seen.storages, seen.packing
+    flow = storages.flow
     if log.broken or -1 in seen.call_of:
         return None
     given = [
-        Given(geometry, seen.numbers.get(storage.cdata, -1 - place))
+        Given(geometry, storages.numbers.get(storage.cdata, -1 - place))
         for place, (geometry, storage) in enumerate(log.given)
     ]
     there = {one.storage for one in given}
-    if not there.isdisjoint(seen.inside):
+    if not there.isdisjoint(storages.inside):
         return None
     brought = _brought(seen, there)
     there.update(one.storage for found in brought.values() for _, one in found)
@@ -183,7 +177,7 @@ def make_template(
     return Template(
         calls,
         tuple(given),
-        tuple(seen.packed),
+        tuple(packing.packed),
         of_packed,
         {flow.storage_of[v]: v for v, m in enumerate(flow.maker_of) if m < 0},
         constants,
@@ -191,13 +185,13 @@ def make_template(
         parts,
         program,
         seen.steps,
-        seen.dropped_bytes,
-        seen.num_bytes,
+        packing.dropped_bytes,
+        storages.num_bytes,
         seen.paths,
         [flow.storage_of[value] if value >= 0 else -1 for value in log.made],
         frozenset(seen.states),
         seen.statistics,
-        frozenset(seen.unfilled),
+        frozenset(storages.unfilled),
     )
 
 
@@ -208,20 +202,21 @@ def _brought(
 
     Such as constants: of each forward its own, since nothing says that they are equal.
     """
+    numbers, inside = seen.storages.numbers, seen.storages.inside
     found: dict[int, list[tuple[int, Given]]] = defaultdict(list)
     for number, call in enumerate(seen.log.calls):
         for place, one in enumerate(call.returned):
             if one.geometry is None or one.unread is None:
                 continue
-            storage = seen.numbers.get(one.unread.cdata, -1)  # -1: of no use to any op
-            if storage >= 0 and storage not in there and storage not in seen.inside:
+            storage = numbers.get(one.unread.cdata, -1)  # -1: of no use to any op
+            if storage >= 0 and storage not in there and storage not in inside:
                 found[number].append((place, Given(one.geometry, storage)))
     return found
 
 
 def _constants(seen: Recorder, there: Collection[int]) -> dict[int, Held]:
     """Values from elsewhere that torch made of the numbers that index a tensor."""
-    flow, found = seen.flow, dict[int, Held]()
+    flow, found = seen.storages.flow, dict[int, Held]()
     unknown = {
         value
         for value, maker in enumerate(flow.maker_of)
@@ -230,7 +225,7 @@ def _constants(seen: Recorder, there: Collection[int]) -> dict[int, Held]:
     for step, inputs in enumerate(flow.inputs):
         for value in unknown.intersection(inputs):
             unknown.remove(value)
-            held = seen.held.get(value)
+            held = seen.storages.held.get(value)
             call = seen.log.calls[seen.call_of[step]]
             if held is not None and _tells(call, held.tensor):
                 found[value] = held
@@ -262,7 +257,7 @@ def _seen_from_calls(
     function, from nothing that the program makes. Else every forward would be written
     down op by op.
     """
-    flow = seen.flow
+    flow, num_bytes = seen.storages.flow, seen.storages.num_bytes
     unseen = {
         value
         for value in program.holds
@@ -273,11 +268,11 @@ def _seen_from_calls(
     kept = [v for v in program.holds - unseen if flow.maker_of[v] != EXTERNAL]
     makers = _makers(flow, unseen, {*kept, *seen.encoded})
     made = {flow.storage_of[value] for step in makers for value in flow.returned[step]}
-    most_bytes = max(_FEW_BYTES, seen.dropped_bytes // _SMALL_SHARE)
-    too_many = sum(seen.num_bytes[storage] for storage in made) > most_bytes
+    most_bytes = max(_FEW_BYTES, seen.packing.dropped_bytes // _SMALL_SHARE)
+    too_many = sum(num_bytes[storage] for storage in made) > most_bytes
     if not unseen or too_many or makers & program.runs().keys():
         return program
-    other = compile_program(flow, seen.wanted, kept, seen.encoded.keys(), parts)
+    other = compile_program(flow, seen.packing.wanted, kept, seen.encoded.keys(), parts)
     return program if other.lost else other
 
 
@@ -298,7 +293,7 @@ def _captures(
     seen: Recorder, places: _Places, program: Program
 ) -> tuple[dict[int, list[Capture]], dict[int, Capture]] | None:
     """Where a later forward sees what it must hold: returned, or saved."""
-    flow = seen.flow
+    flow = seen.storages.flow
     wanted: list[tuple[int, int, str | None]] = [
         (value, value, None)
         for value in program.holds
@@ -326,7 +321,7 @@ def _captures(
 
 def _scaled(seen: Recorder, changed_by: Mapping[int, int], value: int) -> int:
     """What a draw of zeros and ones became by scaling: the same bits."""
-    flow, same = seen.flow, value
+    flow, same = seen.storages.flow, value
     while seen.encoded[value].form == BITS and not flow.is_current(same):
         step = changed_by[same]
         func, args, *_ = seen.steps[step]
