@@ -334,8 +334,8 @@ def test_random_numbers_are_those_of_the_forward(by: str, source: str) -> None:
     }
     rerun: dict[str, Guard] = {
         "python": (world.Source, "put", nothing),
-        "numpy": (world._NumPy, "put", nothing),
-        "torch": (world._Torch, "put", nothing),
+        "numpy": (world.Source, "put", nothing),
+        "torch": (world.Source, "put", nothing),
         "generator": (rerunning._Calls, "_draw", nothing),
     }
     with unguarded(*{"program": program, "rerun": rerun}[by][source]):
@@ -651,7 +651,7 @@ class Routed(nn.Module):
 def test_experts_are_chosen_once(by: str) -> None:
     same(Routed, by, steps=8)
     if by == "rerun":
-        with unguarded(world._Torch, "put", nothing):
+        with unguarded(world.Source, "put", nothing):
             same(Routed, by, steps=8)
 
 
@@ -1037,7 +1037,7 @@ def test_several_backwards_are_right(by: str) -> None:
     run()
     guards: dict[str, Guard] = {
         "program": (recompute._Leftovers, "draw_again", nothing),
-        "rerun": (world._Torch, "put", nothing),
+        "rerun": (world.Source, "put", nothing),
     }
     with unguarded(*guards[by]):
         run()

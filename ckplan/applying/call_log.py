@@ -94,10 +94,11 @@ class CallLog(TorchFunctionMode):
         finally:
             self.current = -1
         self._slots.returned(out)
-        self.broken |= self.read and bool(tensors_in(out))
+        tensors = tensors_in(out)
+        self.broken |= self.read and bool(tensors)
         call.packed_after = len(self._packing.packed)
-        call.returned = [self._describe(tensor) for tensor in tensors_in(out)]
-        for tensor, one in zip(tensors_in(out), call.returned, strict=True):
+        call.returned = [self._describe(tensor) for tensor in tensors]
+        for tensor, one in zip(tensors, call.returned, strict=True):
             if self._slots.number_of(tensor) == len(self.made):
                 self.made.append(one.value)
         self.calls.append(call)

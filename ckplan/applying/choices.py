@@ -136,13 +136,13 @@ class Choice:
     def status(self) -> RegionStatus:
         """For people."""
         return RegionStatus(
-            self.name,
-            self.region.by,
-            self.runs,
-            self.recorded,
-            self.kept,
-            self.dropped_bytes,
-            self.missing,
+            call=self.name,
+            by=self.region.by,
+            runs=self.runs,
+            recorded=self.recorded,
+            kept=self.kept,
+            dropped_bytes=self.dropped_bytes,
+            missing=self.missing,
         )
 
     @cached_property

@@ -38,17 +38,14 @@ def facts_of(func: Any) -> Facts:
         if argument.alias_info is not None and argument.alias_info.is_write
     )
     name = func.overloadpacket.__name__
-    dynamic = torch.Tag.dynamic_output_shape in func.tags
-    norm, collective = name in BATCH_NORMS, func.namespace == "c10d"
-    random = may_draw(func)
     return Facts(
-        name,
-        func.is_view or func.namespace == "prim",
-        writes,
-        random,
-        norm,
-        dynamic,
-        fills(func),
-        makes_empty(func),
-        collective,
+        name=name,
+        makes_nothing=func.is_view or func.namespace == "prim",
+        writes=writes,
+        may_draw=may_draw(func),
+        batch_norm=name in BATCH_NORMS,
+        dynamic=torch.Tag.dynamic_output_shape in func.tags,
+        fills=fills(func),
+        makes_empty=makes_empty(func),
+        collective=func.namespace == "c10d",
     )

@@ -83,7 +83,8 @@ def apply(model: nn.Module, plan: Plan | str | Path) -> nn.Module:
         if choice.region.by == RERUN:
             reruns.setdefault(choice.fqn, []).append(choice)
     for fqn, found in reruns.items():
-        _attach_rerun(session, fqn, modules[fqn], found)
+        chooser = Chooser(session, fqn, found)
+        session.stand_in(RerunForward(modules[fqn], chooser))
     programs = [choice for choice in choices if choice.region.by != RERUN]
     _attach_programs(session, modules, programs)
     session.handles.append(hook_begin(model, session.begin_step))
@@ -233,9 +234,3 @@ def _inside(programs: Iterable[Choice], modules: Mapping[str, nn.Module]) -> set
         if any(name != top and is_around(top, name) for top in tops)
         and not isinstance(module, torch.jit.ScriptModule)
     }
-
-
-def _attach_rerun(
-    session: Session, fqn: str, module: nn.Module, choices: list[Choice]
-) -> None:
-    session.stand_in(RerunForward(module, Chooser(session, fqn, choices)))

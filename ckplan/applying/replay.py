@@ -114,7 +114,7 @@ class Replay(TorchFunctionMode):
         template = self.template
         missing = self._next is not None or self._num_packed < len(template.packed)
         if self.rest is None and missing:
-            self._part(self._place(self._next))
+            self._part_from(self._place(self._next))
         if self.rest is not None:
             self.rest.close()
         else:
@@ -143,21 +143,21 @@ class Replay(TorchFunctionMode):
         """The first step of a call; behind all if none is left."""
         return len(self.template.steps) if call is None else call.start
 
-    def _part(self, stop: int) -> Recorder:
-        """Say of the rest that it is none of the template's, from a step on."""
+    def _part_from(self, stop: int) -> Recorder:
+        """Leave the template: from a step on, the rest is another forward's."""
         inner = [OpenInner(self._place(c), top, saves) for c, top, saves in self._inner]
         rest = self.rest = self._record()
         begun = Beginning(
-            self.template,
-            stop,
-            self.path,
-            inner,
-            self._slots.made(),
-            self._held,
-            self._encoded,
-            self._states,
-            self._wanted,
-            self._handle,
+            template=self.template,
+            stop=stop,
+            path=self.path,
+            inner=inner,
+            made=self._slots.made(),
+            held=self._held,
+            encoded=self._encoded,
+            states=self._states,
+            wanted=self._wanted,
+            handle=self._handle,
         )
         resume(rest, begun)
         self._forget()
@@ -170,7 +170,7 @@ class Replay(TorchFunctionMode):
         alone = torch._C._len_torch_dispatch_stack() == self._num_modes
         alone &= not is_within_compiled()
         moved = any(moves(other.func) for other in self.template.calls)
-        rest = self._part(self._place(call))
+        rest = self._part_from(self._place(call))
         if as_expected and alone and not moved:
             rest.go_on()
         else:
@@ -184,7 +184,7 @@ class Replay(TorchFunctionMode):
         """
         if self._dropped_in_call:
             raise otherwise_saved(self.name)
-        self._part(stop)
+        self._part_from(stop)
         self.kept = True
 
     def __torch_function__(

@@ -151,47 +151,45 @@ def make_template(
     program = _seen_from_calls(seen, places, parts, program)
     captures = _captures(seen, places, program)
     random_steps = _first_draws(seen, program)
-    statistics = defaultdict[int, list[int]](list)
-    for value, step in seen.statistics.items():
-        if value in program.holds:
-            statistics[seen.call_of[step]].append(value)
     if captures is None or random_steps is None:
         return None
     of_calls, of_packed = captures
+    statistics = _statistics(seen, program)
     calls = tuple(
         CallRecord(
-            call.func,
-            call.arguments,
-            call.switches,
-            tuple(random_steps.get(number, ())),
-            tuple(statistics.get(number, ())),
-            tuple(of_calls.get(number, ())),
-            tuple(brought.get(number, ())),
-            call.packed_before,
-            call.packed_after,
-            bisect_left(seen.call_of, number),
-            bisect_left(seen.call_of, number + 1),
+            func=call.func,
+            arguments=call.arguments,
+            switches=call.switches,
+            random_steps=tuple(random_steps.get(number, ())),
+            statistics=tuple(statistics.get(number, ())),
+            captures=tuple(of_calls.get(number, ())),
+            brought=tuple(brought.get(number, ())),
+            packed_before=call.packed_before,
+            packed_after=call.packed_after,
+            start=bisect_left(seen.call_of, number),
+            stop=bisect_left(seen.call_of, number + 1),
         )
         for number, call in enumerate(log.calls)
     )
+    made_by = enumerate(flow.maker_of)
     return Template(
-        calls,
-        tuple(given),
-        tuple(packing.packed),
-        of_packed,
-        {flow.storage_of[v]: v for v, m in enumerate(flow.maker_of) if m < 0},
-        constants,
-        flow,
-        parts,
-        program,
-        seen.steps,
-        packing.dropped_bytes,
-        storages.num_bytes,
-        seen.paths,
-        [flow.storage_of[value] if value >= 0 else -1 for value in log.made],
-        frozenset(seen.states),
-        seen.statistics,
-        frozenset(storages.unfilled),
+        calls=calls,
+        given=tuple(given),
+        packed=tuple(packing.packed),
+        captures=of_packed,
+        value_of={flow.storage_of[v]: v for v, m in made_by if m == EXTERNAL},
+        constants=constants,
+        flow=flow,
+        parts=parts,
+        program=program,
+        steps=seen.steps,
+        dropped_bytes=packing.dropped_bytes,
+        num_bytes=storages.num_bytes,
+        paths=seen.paths,
+        made=[flow.storage_of[value] if value >= 0 else -1 for value in log.made],
+        draws=frozenset(seen.states),
+        statistics=seen.statistics,
+        unfilled=frozenset(storages.unfilled),
     )
 
 
@@ -329,6 +327,15 @@ def _scaled(seen: Recorder, changed_by: Mapping[int, int], value: int) -> int:
             break
         same = flow.overwrites[step][same]
     return same
+
+
+def _statistics(seen: Recorder, program: Program) -> dict[int, list[int]]:
+    """Running statistics that a later forward must copy; by call."""
+    found: dict[int, list[int]] = defaultdict(list)
+    for value, step in seen.statistics.items():
+        if value in program.holds:
+            found[seen.call_of[step]].append(value)
+    return found
 
 
 def _first_draws(seen: Recorder, program: Program) -> dict[int, list[int]] | None:

@@ -124,72 +124,49 @@ class World:
             source.put(state)
 
 
+@dataclass(frozen=True)
 class Source:
-    """Where random numbers come from: here, Python's own generator."""
+    """Where random numbers come from, as what reads its state and what sets that."""
 
-    def state(self) -> Any:
-        """What decides the numbers to come."""
-        return random.getstate()
+    state: Callable[[], Any]
+    set_state: Callable[[Any], None]
 
     def put(self, state: Any) -> None:
-        """Let them be those of a state."""
-        random.setstate(state)
+        """Let the numbers to come be those of a state."""
+        self.set_state(state)
 
     def is_at(self, state: Any) -> bool:
         """Whether nothing was drawn since."""
-        return bool(self.state() == state)
+        now = self.state()
+        if isinstance(now, torch.Tensor):
+            return torch.equal(now, state)
+        return pickle.dumps(now) == pickle.dumps(state)  # NumPy's have arrays in them
 
 
-class _NumPy(Source):
-    """NumPy's global one, where somebody has imported it."""
-
-    def state(self) -> Any:
-        numpy = sys.modules.get("numpy")
-        return None if numpy is None else numpy.random.get_state()
-
-    def put(self, state: Any) -> None:
-        if state is not None:
-            sys.modules["numpy"].random.set_state(state)
-
-    def is_at(self, state: Any) -> bool:
-        return pickle.dumps(self.state()) == pickle.dumps(state)
+def _numpy_state() -> Any:
+    """That of NumPy's global generator, where somebody has imported it."""
+    numpy = sys.modules.get("numpy")
+    return None if numpy is None else numpy.random.get_state()
 
 
-@dataclass(frozen=True)
-class _Torch(Source):
-    """Torch's: a device's own, or one that the forward was given or made."""
-
-    device: torch.device
-    generator: torch.Generator | None = None
-
-    def state(self) -> Any:
-        return random_state(self.device, self.generator)
-
-    def put(self, state: Any) -> None:
-        set_random_state(self.device, self.generator, state)
-
-    def is_at(self, state: Any) -> bool:
-        return torch.equal(self.state(), state)
+def _set_numpy_state(state: Any) -> None:
+    if state is not None:
+        sys.modules["numpy"].random.set_state(state)
 
 
-@dataclass(frozen=True)
-class _Held(Source):
-    """A generator of Python's or NumPy's that a module holds."""
-
-    get: Callable[[], Any]
-    set: Callable[[Any], None]
-
-    def state(self) -> Any:
-        return self.get()
-
-    def put(self, state: Any) -> None:
-        self.set(state)
-
-    def is_at(self, state: Any) -> bool:
-        return pickle.dumps(self.state()) == pickle.dumps(state)
+def _torch_source(
+    device: torch.device, generator: torch.Generator | None = None
+) -> Source:
+    """A generator, or a device's own."""
+    place = device, generator
+    return Source(partial(random_state, *place), partial(set_random_state, *place))
 
 
-_EVERYWHERE = (Source(), _NumPy(), _Torch(torch.device("cpu")))
+_EVERYWHERE = (
+    Source(random.getstate, random.setstate),
+    Source(_numpy_state, _set_numpy_state),
+    _torch_source(torch.device("cpu")),
+)
 
 
 def state_of(modules: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
@@ -201,26 +178,26 @@ def state_of(modules: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
 
 def source_of(generator: torch.Generator) -> Source:
     """A generator that a forward was given or made."""
-    return _Torch(generator.device, generator)
+    return _torch_source(generator.device, generator)
 
 
 def source_in(value: Any) -> Source | None:
     """The generator of Python's or NumPy's that a value is, if it is one."""
     if isinstance(value, random.Random):
         system = isinstance(value, random.SystemRandom)  # which has no state
-        return None if system else _Held(value.getstate, value.setstate)
+        return None if system else Source(value.getstate, value.setstate)
     numpy = sys.modules.get("numpy.random")
     if numpy is not None and isinstance(value, numpy.Generator):
         bits = value.bit_generator
-        return _Held(partial(getattr, bits, "state"), partial(setattr, bits, "state"))
+        return Source(partial(getattr, bits, "state"), partial(setattr, bits, "state"))
     if numpy is not None and isinstance(value, numpy.RandomState):
-        return _Held(value.get_state, value.set_state)
+        return Source(value.get_state, value.set_state)
     return None
 
 
 def sources_on(devices: Iterable[torch.device]) -> list[Source]:
     """All that a forward on some devices may draw from, but for its own generators."""
-    cuda = (_Torch(device) for device in devices if device.type == "cuda")
+    cuda = (_torch_source(device) for device in devices if device.type == "cuda")
     return [*_EVERYWHERE, *cuda]
 
 
