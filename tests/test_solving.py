@@ -274,7 +274,7 @@ def test_the_floor_is_a_plan_where_the_chains_other_candidates_do_not_fit(
 ) -> None:
     graph = graphs.chain(3)
     floor = budgets(graph, 1)[0]
-    monkeypatch.setattr(Planner, "_cheapest", lambda *_: iter(()))
+    monkeypatch.setattr(Planner, "_cheapest", lambda *_: None)
     assert Planner(graph).solve(floor).timeline.peak_bytes == floor
 
 

@@ -37,12 +37,10 @@ def find_layers(graph: Graph, menus: Menus) -> list[int]:
         kind: sum(menus.droppable_bytes(call) for call in _disjoint(graph, calls))
         for kind, calls in families.items()
     }
-    large = [
-        k for k, size in sizes.items() if size >= _NEARLY_ALL * max(sizes.values())
-    ]
-    large = [kind for kind in large if sizes[kind]]
-    if not large:
+    most = max(sizes.values(), default=0)
+    if not most:
         return []
+    large = [kind for kind, size in sizes.items() if size >= _NEARLY_ALL * most]
     finest = max(large, key=lambda kind: (len(families[kind]), sizes[kind], kind))
     return _disjoint(graph, families[finest])
 
@@ -84,8 +82,7 @@ class Everyday:
             )
             found += ("every call", every_call), ("chen", best)
         return tuple(
-            Baseline(name, one.peak_bytes, one.overhead, one.peak_bytes <= budget_bytes)
-            for name, one in found
+            Baseline.of(name, timeline, budget_bytes) for name, timeline in found
         )
 
 

@@ -166,10 +166,9 @@ def _moment(
 ) -> _Moment:
     """What backward wants after an op, of all values of forward."""
     graph = simulator.graph
-    droppable = sum(graph.storages[s].bytes for s in _droppable(graph, op))
-    pairs = zip(graph.saved, values, strict=True)
-    wanted = dict.fromkeys(v for saved, v in pairs if saved.wanted > op)
     alive_for_free = _alive_for_free(graph, op)
+    droppable = _held_late(graph, op) - alive_for_free
+    droppable_bytes = sum(graph.storages[storage].bytes for storage in droppable)
     copies = {v for v in range(len(flow.storage_of)) if not flow.is_current(v)}
     bytes_of = {
         value: 0
@@ -177,15 +176,16 @@ def _moment(
         else graph.storages[storage].bytes
         for value, storage in enumerate(flow.storage_of)
     }
-    current = [value for value in wanted if flow.is_current(value)]
-    fixed_bytes = simulator.unplanned_bytes[2 * op + 1] - droppable
+    wanted: dict[int, None] = {}
     fees_of: dict[int, set[int]] = defaultdict(set)
     for value, saved in zip(values, graph.saved, strict=True):
         if saved.wanted > op and flow.is_current(value):
+            wanted[value] = None
             fee = fees.due(saved)
             if fee is not None:
                 fees_of[value].add(fee)
-    return _Moment(fixed_bytes, Demand(current, bytes_of, copies, fees_of=fees_of))
+    fixed_bytes = simulator.unplanned_bytes[2 * op + 1] - droppable_bytes
+    return _Moment(fixed_bytes, Demand(list(wanted), bytes_of, copies, fees_of=fees_of))
 
 
 def _on_line(fast: Choice, small: Choice, kept_bytes: int) -> float:
@@ -228,11 +228,10 @@ def _alive_for_free(graph: Graph, moment: int) -> set[int]:
     }
 
 
-def _droppable(graph: Graph, moment: int) -> set[int]:
-    """Storages that only saved tensors of later use, or of none, hold at a moment."""
-    held = {
+def _held_late(graph: Graph, moment: int) -> set[int]:
+    """Storages that saved tensors of later use, or of none, hold at a moment."""
+    return {
         s.storage
         for s in graph.saved
         if s.wanted > moment or (s.wanted < 0 and s.done >= moment)
     }
-    return held - _alive_for_free(graph, moment)

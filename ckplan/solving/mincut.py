@@ -31,11 +31,10 @@ class Network:
         self._num_nodes += 1
         return self._num_nodes - 1
 
-    def add_edge(self, tail: int, head: int) -> int:
-        """A new edge; returns its position in the capacities of ``source_side``."""
+    def add_edge(self, tail: int, head: int) -> None:
+        """A new edge, the last one in the capacities of ``source_side``."""
         self.edges.append((tail, head))
         self._parts = []
-        return len(self.edges) - 1
 
     def source_side(self, capacities: Sequence[int]) -> list[bool]:
         """The smallest source side of a minimum cut, as a flag for every node.

@@ -38,9 +38,7 @@ _HALVINGS = 12  # of a search for a budget
 _WORTH_FREED = 0.02  # of what can be freed, that a wider search must free beyond
 _WORTH_PEAK = 0.1  # or of the peak
 _MOST_GAP = 0.02  # of the smallest plan, that needs no wider search
-_TIMES_ROOT = (
-    2.5  # of how many calls there are: longer runs hold more than shorter ones
-)
+_TIMES_ROOT = 2.5  # of how many calls there are: longer runs hold more
 _POWERS = (1 / 4, 1 / 3, 1 / 2, 2 / 3, 4 / 5)
 """Of how many calls there are: lengths of runs with regions inside. The longer they
 are, the less is kept between them, and the more levels they need."""
@@ -172,14 +170,17 @@ class Planner:
         """The cheapest plan that fits, as its timeline and its regions."""
         if self.unplanned.peak_bytes <= budget_bytes:
             return self.unplanned, ()
-        found = [
-            plan
-            for chain in self._chains
-            for plan in self._cheapest(chain, budget_bytes)
-        ]
+        chosen = (self._cheapest(chain, budget_bytes) for chain in self._chains)
+        found = [plan for plan in chosen if plan is not None]
         tried = [*self._tried, self._least, *self.everyday.plans]
         found += (one for one in tried if one[0].peak_bytes <= budget_bytes)
         return min(found, key=_rank, default=None)
+
+    def nearest(self, budget_bytes: int) -> Timeline:
+        """The cheapest plan that fits, or the smallest if none does."""
+        found = self.within(max(budget_bytes, self.floor.peak_bytes))
+        assert found is not None, "internal error: no plan reaches the floor"
+        return found[0]
 
     @cached_property
     def _nodes(self) -> tuple[Node, ...]:
@@ -313,13 +314,7 @@ class Planner:
         worth = min(_WORTH_FREED * freed, _WORTH_PEAK * than_bytes)
         return than_bytes - peak > worth
 
-    def nearest(self, budget_bytes: int) -> Timeline:
-        """The cheapest plan that fits, or the smallest if none does."""
-        found = self.within(max(budget_bytes, self.floor.peak_bytes))
-        assert found is not None, "internal error: no plan reaches the floor"
-        return found[0]
-
-    def _cheapest(self, chain: ChainFrontier, budget_bytes: int) -> Iterator[_Found]:
+    def _cheapest(self, chain: ChainFrontier, budget_bytes: int) -> _Found | None:
         """The cheapest plan of a chain whose replay fits, if one does.
 
         Units that share a tensor free less together than each alone. So where a replay
@@ -342,8 +337,7 @@ class Planner:
                 high = target - 1
             target = (low + high) // 2 if best else target - max(excess, step)
             step *= 2
-        if best is not None:
-            yield best
+        return best
 
     def _smaller(self, plan: Sequence[Choice], budget_bytes: int) -> _Found:
         """The first replay of a plan that fits, or that of the smallest peak."""

@@ -63,9 +63,7 @@ def practices(
         if not done or done in seen:
             continue
         seen.add(done)
-        timeline = simulator.run(done)
-        fits = timeline.peak_bytes <= budget_bytes
-        found.append(Baseline(name, timeline.peak_bytes, timeline.overhead, fits))
+        found.append(Baseline.of(name, simulator.run(done), budget_bytes))
     return tuple(found)
 
 
@@ -144,5 +142,5 @@ def _saving_articulations(graph: Graph, call: int) -> Region:
     dag = graph.to_networkx().subgraph(range(found.start, found.stop))
     points = sorted(networkx.articulation_points(dag.to_undirected()))
     points = [op for op in points if graph.ops[op].outputs]
-    step = max(1, round(len(points) / max(1, math.isqrt(len(points) or 1))))
+    step = max(1, round(len(points) / math.isqrt(len(points) or 1)))
     return Region(call, save=frozenset((op, 0) for op in points[step - 1 :: step]))

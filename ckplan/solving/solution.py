@@ -18,6 +18,12 @@ class Baseline:
     overhead: float
     fits: bool
 
+    @classmethod
+    def of(cls, name: str, timeline: Timeline, budget_bytes: int) -> Baseline:
+        """What a replay says of it."""
+        peak_bytes = timeline.peak_bytes
+        return cls(name, peak_bytes, timeline.overhead, peak_bytes <= budget_bytes)
+
 
 @dataclass(frozen=True, slots=True)
 class Floor:
