@@ -8,6 +8,7 @@ modules hold included.
 
 from __future__ import annotations
 
+import operator
 import pickle
 import random
 import sys
@@ -126,10 +127,11 @@ class World:
 
 @dataclass(frozen=True)
 class Source:
-    """Where random numbers come from, as what reads its state and what sets that."""
+    """Where random numbers come from: what reads its state, sets and compares it."""
 
     state: Callable[[], Any]
     set_state: Callable[[Any], None]
+    are_same: Callable[[Any, Any], bool] = operator.eq
 
     def put(self, state: Any) -> None:
         """Let the numbers to come be those of a state."""
@@ -137,10 +139,12 @@ class Source:
 
     def is_at(self, state: Any) -> bool:
         """Whether nothing was drawn since."""
-        now = self.state()
-        if isinstance(now, torch.Tensor):
-            return torch.equal(now, state)
-        return pickle.dumps(now) == pickle.dumps(state)  # NumPy's have arrays in them
+        return self.are_same(self.state(), state)
+
+
+def _look_same(one: Any, other: Any) -> bool:
+    """Whether states of NumPy's are: they have arrays in them."""
+    return pickle.dumps(one) == pickle.dumps(other)
 
 
 def _numpy_state() -> Any:
@@ -159,12 +163,13 @@ def _torch_source(
 ) -> Source:
     """A generator, or a device's own."""
     place = device, generator
-    return Source(partial(random_state, *place), partial(set_random_state, *place))
+    state, set_state = partial(random_state, *place), partial(set_random_state, *place)
+    return Source(state, set_state, torch.equal)
 
 
 _EVERYWHERE = (
     Source(random.getstate, random.setstate),
-    Source(_numpy_state, _set_numpy_state),
+    Source(_numpy_state, _set_numpy_state, _look_same),
     _torch_source(torch.device("cpu")),
 )
 
@@ -189,9 +194,10 @@ def source_in(value: Any) -> Source | None:
     numpy = sys.modules.get("numpy.random")
     if numpy is not None and isinstance(value, numpy.Generator):
         bits = value.bit_generator
-        return Source(partial(getattr, bits, "state"), partial(setattr, bits, "state"))
+        state = partial(getattr, bits, "state"), partial(setattr, bits, "state")
+        return Source(*state, _look_same)
     if numpy is not None and isinstance(value, numpy.RandomState):
-        return Source(value.get_state, value.set_state)
+        return Source(value.get_state, value.set_state, _look_same)
     return None
 
 
