@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from typer.testing import CliRunner
 
 import ckplan
 from ckplan import applying
+from ckplan.applying.held import copy_of
 from ckplan.cli import app
 from ckplan.curve import PHASES
 from ckplan.errors import PlanError, VerifyError, WorkloadError
@@ -23,6 +25,7 @@ from ckplan.plan import Plan, PlannedRegion
 from ckplan.resolve import resolve
 from ckplan.simulate import simulate
 from ckplan.tracing.cost_cache import Cost
+from ckplan.tracing.fake import fake_tensors
 from ckplan.training.loading import WorkloadSpec
 from ckplan.training.step import Training
 from ckplan.training.workload import Workload
@@ -172,6 +175,42 @@ def test_a_dry_run_draws_no_numbers_where_attention_has_no_dropout() -> None:
     found = dry_run_workload(build, plan, Training("adamw"))
     predicted = simulate(graph, resolve(plan, graph)).peak_bytes
     assert predicted == pytest.approx(found.dry_run_peak_bytes, abs=1024)
+
+
+class Mixing(nn.Module):
+    """Mixes by a Fourier transform, of which it takes the real part: another type."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(torch.fft.fftn(x, dim=(-2, -1)).real).tanh()
+
+
+def test_a_dry_run_lets_go_of_what_is_seen_as_another_type() -> None:
+    def build() -> Workload:
+        layers = [nn.Linear(64, 64), *(Mixing() for _ in range(4))]
+        return Workload(nn.Sequential(*layers), torch.randn(8, 64, 64))
+
+    graph = ckplan.profile(build().model, build().batch)
+    plan = Plan(regions=(PlannedRegion("[1..4]"),))
+    found = dry_run_workload(build, plan, Training("adamw"))
+    predicted = simulate(graph, resolve(plan, graph)).peak_bytes
+    assert predicted == pytest.approx(found.dry_run_peak_bytes, abs=1024)
+    assert not any("could not be measured" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+def test_a_fake_copy_of_what_is_not_contiguous_is_held_by_nobody_else(
+    dtype: torch.dtype,
+) -> None:
+    with fake_tensors():
+        copied = copy_of(torch.ones(4, 8, dtype=dtype).t())
+        assert (copied.shape, copied.stride()) == ((8, 4), (1, 8))
+        storage = weakref.ref(copied.untyped_storage())
+        del copied
+        assert storage() is None
 
 
 class Branching(nn.Module):

@@ -257,6 +257,23 @@ def test_fake_results_are_laid_out_as_the_kernels_do(
         assert real == layouts()
 
 
+def test_weights_of_copied_layers_are_counted_once(tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(
+        "import torch\n"
+        "from torch import nn\n"
+        "def build():\n"
+        "    layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)\n"
+        "    return nn.TransformerEncoder(layer, 2), torch.randn(2, 16, 64)\n"
+    )
+    spec = WorkloadSpec(str(path))
+    graph = profile_workload(spec)
+    assert any("under fake tensors" in note for note in graph.notes)
+    assert not [s for s in graph.storages if s.kind == "buffer"]
+    measured = measured_peak(spec.build())
+    assert simulate(graph).peak_bytes == pytest.approx(measured, rel=0.003)
+
+
 class Asking(nn.Module):
     """Takes the branch that a float says: fake tensors cannot know it."""
 

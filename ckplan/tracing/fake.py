@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import re
 import sys
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
@@ -52,6 +53,10 @@ EMPTY = (
 _GROUPED_MM = torch.ops.aten._grouped_mm.default
 _SIZED_BY_KERNEL = (torch.ops.aten.mkldnn_rnn_layer.default,)
 """Ops of which only the kernel knows how large a workspace backward will want."""
+GIVEN_STORAGES = (
+    torch.ops.aten.set_.source_Storage,
+    torch.ops.aten.set_.source_Storage_storage_offset,
+)
 _FUSED = (
     torch.ops.aten._fused_adagrad_,
     torch.ops.aten._fused_adam_,
@@ -75,6 +80,28 @@ _SOME_MEMORY_FORMAT = (
     torch.ops.aten.native_batch_norm_backward.default,
 )
 """Always contiguous or channels last. Fake kernels of both follow their inputs."""
+
+
+class _Fakes(FakeTensorMode):
+    """Makes fake tensors."""
+
+    def __deepcopy__(self, memo: object) -> _Fakes:
+        """Stay the mode of copied tensors, which would be strangers to it."""
+        del memo
+        return self
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Any = None,
+    ) -> Any:
+        """Keep storages out of torch's cache of fake kernels, which would hold them."""
+        if func not in GIVEN_STORAGES:
+            return super().__torch_dispatch__(func, types, args, kwargs or {})
+        with mock.patch.object(self, "cache_enabled", False):
+            return super().__torch_dispatch__(func, types, args, kwargs or {})
 
 
 class KnownValues(TorchDispatchMode):
@@ -119,7 +146,7 @@ class KnownValues(TorchDispatchMode):
             return self._forget(_written(func, args))
         if func is _GROUPED_MM and args[0].dtype != torch.bfloat16:
             return _grouped_mm(*args[:3])
-        if any(self._is_unknown_float(x) for x in args):
+        if func in GIVEN_STORAGES or any(map(self._is_unknown_float, args)):
             if func._schema.is_mutable:
                 self._forget(_written(func, args))
             return _laid_out(func, func(*args, **kwargs))
@@ -255,7 +282,7 @@ def _written(func: Any, args: tuple[Any, ...]) -> Iterator[torch.Tensor]:
 @contextmanager
 def fake_tensors() -> Iterator[tuple[FakeTensorMode, KnownValues]]:
     """A scope in which everything built is fake and acts as if it were real."""
-    fake, known = FakeTensorMode(allow_non_fake_inputs=True), KnownValues()
+    fake, known = _Fakes(allow_non_fake_inputs=True), KnownValues()
     with ExitStack() as stack:
         # It draws until all values are in range; a fake one never is.
         stack.enter_context(
@@ -267,6 +294,9 @@ def fake_tensors() -> Iterator[tuple[FakeTensorMode, KnownValues]]:
         # What raises there is told in our words, or not told since real tensors work.
         logger = logging.getLogger("torch._subclasses.fake_tensor")
         stack.enter_context(mock.patch.object(logger, "disabled", True))
+        # Copying a fake tensor, torch asks where its bytes are, and warns of that.
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         transformers = sys.modules.get("transformers.utils.import_utils")
         if hasattr(transformers, "is_fake_tensor"):
             stack.enter_context(

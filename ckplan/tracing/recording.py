@@ -125,7 +125,9 @@ class Recording:
 
 
 def meta(leaf: object) -> object:
-    """A tensor without its content; anything else as it is."""
+    """A tensor without its content, no storage; anything else as it is."""
+    if isinstance(leaf, torch.UntypedStorage):
+        return None
     return describe(leaf) if isinstance(leaf, torch.Tensor) else leaf
 
 

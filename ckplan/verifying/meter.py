@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from ckplan.curve import Curve
 from ckplan.tracing.cost_cache import Cost
+from ckplan.tracing.fake import GIVEN_STORAGES
 from ckplan.tracing.in_place import InPlace
 from ckplan.tracing.recorder import nodes_below
 from ckplan.tracing.recording import RawOp, TensorMeta, describe, meta
@@ -218,7 +219,7 @@ class Meter(TorchDispatchMode):
         self._in_place.note(func, out)
         returned = [x for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor)]
         storages = self._new(returned)
-        if storages or func._schema.is_mutable:
+        if storages or (func._schema.is_mutable and func not in GIVEN_STORAGES):
             op = self._number_op(func, args, kwargs, returned)
             self.log.events.append(Birth(op, storages, adds_to))
         return out
