@@ -1029,3 +1029,23 @@ def test_hooks_that_a_first_forward_registers_are_not_registered_twice(by: str) 
         warnings.simplefilter("ignore")  # hooks inside run again
         found = train(planned)
     assert all(map(torch.equal, train(build()), found))
+
+
+class Positioned(nn.Module):
+    """Registers a buffer in its first forward, and has none before."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "shift"):
+            self.register_buffer("shift", torch.linspace(0, 1, x.shape[-1]).sin())
+        return (x + self.shift).sin()
+
+
+@pytest.mark.parametrize("by", ["program", "rerun"])
+def test_a_first_buffer_that_a_forward_registers_is_registered_again(by: str) -> None:
+    def build() -> Workload:
+        torch.manual_seed(0)
+        return Workload(nn.Sequential(nn.Linear(64, 64), Positioned(), nn.Tanh()), X)
+
+    planned = build()
+    ckplan.apply(planned.model, Plan(regions=(PlannedRegion("1", by),)))
+    assert all(map(torch.equal, train(build()), train(planned)))

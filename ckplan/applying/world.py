@@ -66,8 +66,7 @@ class World:
                 held += values.values() if isinstance(values, dict) else values
             if module._parameters:
                 parameters.append((module._parameters, dict(module._parameters)))
-            if module._buffers:
-                buffers.append((module._buffers, dict(module._buffers)))
+            buffers.append((module._buffers, dict(module._buffers)))
         leaves = (p for _, named in parameters for p in named.values())
         trained = [(p, p.requires_grad) for p in leaves if _is_leaf(p)]
         tensors = state_of(modules)
