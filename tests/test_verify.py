@@ -169,8 +169,10 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Verification]:
     def run(
         unplanned: _Scripted, planned: _Scripted, plan: Plan, **options: Any
     ) -> Any:
-        def process(spec: object, choice: Plan | None, *_: object) -> _Scripted:
-            del spec
+        def process(
+            spec: object, choice: Plan | None, *_: object, one_thread: bool
+        ) -> _Scripted:
+            del spec, one_thread
             return unplanned if choice is None else planned
 
         monkeypatch.setattr(verifying, "StepProcess", process)
@@ -393,6 +395,22 @@ def test_steps_that_differ_by_chance_are_told_from_those_that_always_do(
     assert found.notes == ()
 
 
+def test_steps_that_never_agree_are_compared_on_one_thread(
+    scripted: Callable[..., Verification],
+):
+    def differing(letters: str) -> list[_Scripted]:
+        return [
+            _Scripted([_first_steps(loss=one) for one in found])
+            for found in letters.split()
+        ]
+
+    found = scripted(*differing("abcx defx"), Plan(), steps=0)
+    assert (found.passed, found.different) == (True, ())
+    assert "compared are runs on one thread" in found.notes[0]
+    found = scripted(*differing("abcx defy"), Plan(), steps=0)
+    assert (found.passed, found.different) == (False, ("loss, step 1",))
+
+
 def test_overhead_is_the_median_of_ratios(scripted: Callable[..., Verification]):
     unplanned = _Scripted([_first_steps(), 1.0, 10.0, 1.0])
     planned = _Scripted([_first_steps(), 1.5, 11.0, 1.25])
@@ -537,7 +555,10 @@ def test_an_unplanned_step_that_does_not_fit_is_compared_with_every_layer_run_ag
             "other": _Scripted([other]),
         }
 
-        def process(spec: object, choice: Plan | None, *how: object) -> _Scripted:
+        def process(
+            spec: object, choice: Plan | None, *how: object, one_thread: bool
+        ) -> _Scripted:
+            assert not one_thread
             if how[-1]:
                 return _Scripted([VerifyError("no rows", needed="rows", hint="more")])
             if choice is None:
@@ -579,7 +600,10 @@ def test_an_unplanned_step_that_does_not_fit_is_compared_at_the_largest_half_tha
 def test_a_difference_at_a_smaller_batch_counts(
     monkeypatch: pytest.MonkeyPatch, fits_at: int
 ):
-    def process(spec: object, choice: Plan | None, *how: Any) -> _Scripted:
+    def process(
+        spec: object, choice: Plan | None, *how: Any, one_thread: bool
+    ) -> _Scripted:
+        assert not one_thread
         name = f"{how[-1]}, {choice is None}" if how[-1] else "whole"
         fits = choice is not None or how[-1] == fits_at
         return _Scripted([_first_steps(60, loss=name), 1.0] if fits else [FULL])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
 import signal
 import statistics
@@ -55,6 +56,7 @@ class StepProcess:
         device: Where it trains.
         cap_bytes: What a GPU's allocator may reserve at most, if anything is given.
         halvings: How often its batch is halved.
+        one_thread: Whether kernels on CPU run on one thread: no two add to one number.
     """
 
     def __init__(
@@ -66,7 +68,10 @@ class StepProcess:
         device: str = "cpu",
         cap_bytes: int | None = None,
         halvings: int = 0,
+        *,
+        one_thread: bool = False,
     ) -> None:
+        self._threads = {"OMP_NUM_THREADS": "1"} if one_thread else {}
         self._job = Job(spec, plan, training, seed, device, cap_bytes, halvings)
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -77,6 +82,7 @@ class StepProcess:
             [sys.executable, "-c", _bootstrap()],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            env={**os.environ, **self._threads},
             start_new_session=True,  # Ctrl-C is for the parent, which ends this one
         )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING
@@ -43,7 +44,7 @@ class Pair:
 
     def __init__(
         self,
-        sides: Sequence[Callable[[], StepProcess]],
+        sides: Sequence[Callable[..., StepProcess]],
         instead: Callable[[], StepProcess | None],
         running: ExitStack,
     ) -> None:
@@ -61,7 +62,8 @@ class Pair:
         """First steps of both, one after the other; None if they do not fit.
 
         Kernels of torch on CPU are not always deterministic. Steps that differ are
-        taken again in fresh processes, so that chance is told from a difference.
+        taken again in fresh processes, so that chance is told from a difference; if
+        those without the plan never agree, on one thread.
         """
         unplanned, planned = self._once(tell)
         if unplanned is None or not self.fits or unplanned.digests == planned.digests:
@@ -76,9 +78,26 @@ class Pair:
                     break
             for without, with_plan in product(*seen):
                 if without.digests == with_plan.digests:
-                    self.notes.append(_chance(*seen))
+                    self.notes.append(_chance(seen, "two that agree"))
                     return without, with_plan
+        if _kinds(seen[0]) > 1:
+            alone = self._on_one_thread(tell)
+            if alone and alone[0] == alone[1]:
+                self.notes.append(_chance(seen, "runs on one thread"))
+                planned = replace(planned, digests=unplanned.digests)
         return unplanned, planned
+
+    def _on_one_thread(self, tell: Progress) -> list[dict[Result, str]]:
+        """What both compute where no two threads add to the same number."""
+        found = []
+        for side, start in enumerate(self._sides):
+            tell("results differ: stepping on one thread", side, 2)
+            with start(one_thread=True) as process:
+                try:
+                    found.append(process.first_steps().digests)
+                except OutOfMemoryError:
+                    return []
+        return found
 
     def _once(self, tell: Progress) -> tuple[FirstSteps | None, FirstSteps]:
         tell("stepping without the plan", 0, 2)
@@ -183,14 +202,16 @@ def what_was_compared(
         yield NOTE_NOT_COMPARED
 
 
-def _chance(unplanned: Sequence[FirstSteps], planned: Sequence[FirstSteps]) -> str:
+def _chance(seen: Sequence[Sequence[FirstSteps]], compared: str) -> str:
     """What to say of steps that are equal in some runs only."""
-    runs, kinds = [], []
-    for side in (unplanned, planned):
-        runs.append(len(side))
-        kinds.append(len({repr(sorted(one.digests.items())) for one in side}))
+    without, with_plan = seen
     return (
-        f"the workload is not deterministic: {runs[0]} runs without the plan gave "
-        f"{kinds[0]} different results and {runs[1]} with it {kinds[1]}; compared are "
-        "two that agree"
+        f"the workload is not deterministic: {len(without)} runs without the plan "
+        f"gave {_kinds(without)} different results and {len(with_plan)} with it "
+        f"{_kinds(with_plan)}; compared are {compared}"
     )
+
+
+def _kinds(runs: Sequence[FirstSteps]) -> int:
+    """How many different results there are."""
+    return len({repr(sorted(one.digests.items())) for one in runs})

@@ -136,8 +136,11 @@ def verify(
     here = device_here(device, plan)
     _check_cap(cap_bytes, here)
 
-    def start(chosen: Plan | None, halvings: int = 0) -> StepProcess:
-        return StepProcess(spec, chosen, training, seed, here, cap_bytes, halvings)
+    def start(
+        chosen: Plan | None, halvings: int = 0, *, one_thread: bool = False
+    ) -> StepProcess:
+        job = spec, chosen, training, seed, here, cap_bytes, halvings
+        return StepProcess(*job, one_thread=one_thread)
 
     def instead() -> StepProcess | None:
         everything = every_layer(trace) if trace is not None else None
