@@ -1049,3 +1049,14 @@ def test_a_first_buffer_that_a_forward_registers_is_registered_again(by: str) ->
     planned = build()
     ckplan.apply(planned.model, Plan(regions=(PlannedRegion("1", by),)))
     assert all(map(torch.equal, train(build()), train(planned)))
+
+
+def test_a_model_with_lazy_parameters_is_refused_by_name() -> None:
+    plan = Plan(regions=(PlannedRegion("."),))
+    model = nn.Sequential(nn.Linear(64, 64), nn.LazyLinear(64))
+    with pytest.raises(ApplyError, match=r"its parameter '1\.weight' is lazy"):
+        ckplan.apply(model, plan)
+    model(X)
+    ckplan.apply(model, plan)
+    model(X).sum().backward()
+    assert ckplan.status(model).regions[0].runs == 1

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ckplan.applying.choices import Choice, RegionStatus
 from ckplan.applying.forwards import GuardedForward, RerunForward
@@ -69,9 +70,11 @@ def apply(model: nn.Module, plan: Plan | str | Path) -> nn.Module:
     Raises:
         PlanError: The plan names calls that the model does not have, or regions that
             overlap; the model is left as it was.
+        ApplyError: It is no plan, or the model has lazy parameters without a shape.
     """
     plan = load(Path(plan)) if isinstance(plan, (str, Path)) else plan
     _check_kinds(model, plan)
+    _check_not_lazy(model)
     modules = dict(model.named_modules())
     choices = choices_of(plan.regions, modules)
     warn_of_differences(plan, model)
@@ -99,6 +102,17 @@ def _check_kinds(model: object, plan: object) -> None:
             needed="a plan, or the path of its file, and a module",
             hint="ckplan.apply(model, ckplan.solve(graph, budget='12GiB'))",
         )
+
+
+def _check_not_lazy(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            raise ApplyError(
+                f"cannot apply a plan to a {type(model).__name__} that has not run "
+                f"yet: its parameter '{name}' is lazy and has no shape",
+                needed="parameters that are there, as after a first forward",
+                hint="call the model on a batch before, in the workload's factory, too",
+            )
 
 
 def remove(model: nn.Module) -> nn.Module:

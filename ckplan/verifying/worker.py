@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, TypeAlias
 
 import numpy
 import torch
+from torch.nn.parameter import is_lazy
 from torch.profiler import record_function
 
 from ckplan.applying.notices import IDLE
@@ -264,8 +265,12 @@ def _held_on_gpu(device: torch.device) -> int | None:
 
 
 def known_storages(step: TrainingStep) -> Known:
-    """Those of ``held_between_steps``, each once, and none held."""
-    storages = [tensor.untyped_storage() for tensor in held_between_steps(step)]
+    """Those of ``held_between_steps``, each once, and none held.
+
+    Lazy parameters have none before their first forward, which the log tells of.
+    """
+    held = (tensor for tensor in held_between_steps(step) if not is_lazy(tensor))
+    storages = [tensor.untyped_storage() for tensor in held]
     distinct = {storage.data_ptr(): storage for storage in storages}.values()
     return [(weakref.ref(storage), storage.nbytes()) for storage in distinct]
 
