@@ -77,11 +77,11 @@ def _count_seconds(view: RegionView, effect: Effect) -> None:
 def _rerun_effect(view: RegionView, region: Region) -> Effect:
     """Run the call's ops again, whole, up to the last saved tensor (early stop)."""
     view.parts(region)  # which refuses those inside
-    made = [*view.made, *view.cast]
+    made = view.made_by_rerun
     effect = Effect(dropped={index for index, _ in made})
     last = max((saved.done for saved in view.saves), default=-1)
-    given = view.graph.calls[view.unit[0]].given
-    for storage in {*view.external(), *given} - view.casts.keys() if view.saves else ():
+    held = {*view.external(), *view.call.given} - view.casts.keys()
+    for storage in held if view.saves else ():
         effect.hold(storage, 2 * last + 1)
     effect.made += _world(view, 2 * last + 1)
     wanted = [saved.wanted for saved in view.saves if saved.wanted >= 0]
@@ -102,7 +102,7 @@ def _world(view: RegionView, until: int) -> Iterator[Interval]:
     (_, over), begin = view.forward_window(), 2 * view.start + 1
     state_bytes = random_state_bytes(view.graph)
     yield Interval(begin, max(until, over) if view.draws else over, state_bytes)
-    for storage in view.graph.calls[view.unit[0]].state:
+    for storage in view.call.state:
         changed = view.graph.is_changed(storage, view.start, view.stop)
         size = view.graph.storages[storage].bytes
         yield Interval(begin, max(until, over) if changed else over, size)
@@ -132,8 +132,7 @@ def _run_again(
         if saved.used >= first:  # torch's checkpoint gives it to the node for good
             until[saved.storage] = max(until.get(saved.storage, 0), saved.used)
     gap = 2 * first
-    state = graph.calls[view.unit[0]].state
-    found = sum(graph.storages[storage].bytes for storage in state)
+    found = sum(graph.storages[storage].bytes for storage in view.call.state)
     found += random_state_bytes(graph) if view.draws else 0
     effect.made.append(Interval(gap, gap, found))  # to be put back afterwards
     alive = sum(one.bytes for one in effect.made if one.start <= gap <= one.stop)

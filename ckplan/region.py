@@ -54,12 +54,15 @@ class RegionView:
         found = graph.saved_in(call, last)
         self.saves: list[Saved] = [graph.saved[index] for index in found]
         # Those made inside, with their indices.
-        numbered = [*zip(found, self.saves, strict=True)]
-        self.made = [(i, saved) for i, saved in numbered if self.inside(saved.storage)]
-        # Those that only a rerun makes again, with theirs.
-        self.cast = [(i, saved) for i, saved in numbered if saved.storage in self.casts]
+        self._numbered = [*zip(found, self.saves, strict=True)]
+        self.made = [one for one in self._numbered if self.inside(one[1].storage)]
         # Ops before it must run to make all saved tensors again.
         self.saved_stop = max([self.start, *(saved.at for saved in self.saves)])
+
+    @property
+    def call(self) -> Call:
+        """The call, or the first of the run."""
+        return self.graph.calls[self.unit[0]]
 
     @cached_property
     def storages(self) -> dict[int, None]:
@@ -148,9 +151,16 @@ class RegionView:
 
         In backward it has them no more.
         """
-        given, casts = self.graph.calls[self.unit[0]].given, self.graph.casts
+        given, casts = self.call.given, self.graph.casts
         outside = (s for s in self.storages if s in casts and not self.inside(s))
         return {s: casts[s] for s in outside if s not in given}
+
+    @property
+    def made_by_rerun(self) -> list[tuple[int, Saved]]:
+        """The saved tensors that a rerun makes again, with their indices."""
+        return self.made + [
+            one for one in self._numbered if one[1].storage in self.casts
+        ]
 
     def changed_inputs(self, before: int) -> set[int]:
         """Inputs that are not what they were when forward began."""

@@ -163,6 +163,8 @@ def _compared(
     spec: WorkloadSpec, plan: Plan, training: Training, seen: list[Any]
 ) -> tuple[Any, list[str]]:
     """A planned step, and which of its results no unplanned step had."""
+    from ckplan.verifying.pair import num_results
+
     planned = _alone(_first_steps, spec, plan, training)
     for _ in range(MOST_REPEATS):
         if not _different(planned, seen):
@@ -170,8 +172,8 @@ def _compared(
         seen.append(_alone(_first_steps, spec, None, training))
         planned = _alone(_first_steps, spec, plan, training)
     different = _different(planned, seen)
-    if different and len({repr(sorted(one.digests.items())) for one in seen}) > 1:
-        steps = [_alone(_first_steps, spec, p, training, 1) for p in (None, plan)]
+    if different and num_results(seen) > 1:
+        steps = [_alone(_first_steps, spec, p, training, True) for p in (None, plan)]
         different = _different(steps[1], steps[:1])
     return planned, different
 
@@ -222,15 +224,15 @@ def _plans(
 
 
 def _first_steps(
-    spec: WorkloadSpec, plan: Plan | None, training: Training, threads: int = 0
+    spec: WorkloadSpec, plan: Plan | None, training: Training, one_thread: bool = False
 ) -> Any:
     import torch
 
     from ckplan.verifying.worker import FIRST_STEPS, Job, Worker
 
     warnings.simplefilter("ignore")
-    if threads:
-        torch.set_num_threads(threads)
+    if one_thread:
+        torch.set_num_threads(1)
     return Worker(Job(spec, plan, training, SEED)).answer(FIRST_STEPS)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +69,17 @@ class Overwriting(nn.Module):
         return self.second(x.relu_()) + gate
 
 
+def peaks_under_rerun(
+    make: Callable[[], Workload], calls: str, training: Training
+) -> tuple[int, int]:
+    """Predicted and of a dry run, where some calls run again."""
+    workload, plan = make(), Plan(regions=(PlannedRegion(calls, "rerun"),))
+    options = dataclasses.asdict(training)
+    graph = ckplan.profile(workload.model, workload.batch, **options)
+    predicted = simulate(graph, resolve(plan, graph)).peak_bytes
+    return predicted, dry_run_workload(make, plan, training).dry_run_peak_bytes
+
+
 class OfTwoTypes(nn.Module):
     """Multiplies what is of two types: the engine casts a gradient."""
 
@@ -85,11 +98,8 @@ def test_torchs_checkpoint_lets_go_before_gradients_are_cast() -> None:
     def workload() -> Workload:
         return Workload(nn.Sequential(OfTwoTypes(), nn.Tanh()), torch.ones(1 << 20))
 
-    graph = ckplan.profile(workload().model, workload().batch)
-    plan = Plan(regions=(PlannedRegion("0", "rerun"),))
-    found = dry_run_workload(workload, plan, Training("adamw"))
-    predicted = simulate(graph, resolve(plan, graph)).peak_bytes
-    assert predicted == pytest.approx(found.dry_run_peak_bytes, abs=1024)
+    predicted, found = peaks_under_rerun(workload, "0", Training("adamw"))
+    assert predicted == pytest.approx(found, abs=1024)
 
 
 class Unread(nn.Module):
@@ -120,11 +130,8 @@ def test_what_a_call_was_given_is_held_to_run_it_again_though_nothing_reads_it()
     def workload() -> Workload:
         return Workload(Giving(), torch.ones(1 << 20))
 
-    graph = ckplan.profile(workload().model, workload().batch)
-    plan = Plan(regions=(PlannedRegion("last", "rerun"),))
-    found = dry_run_workload(workload, plan, Training("adamw"))
-    predicted = simulate(graph, resolve(plan, graph)).peak_bytes
-    assert predicted == pytest.approx(found.dry_run_peak_bytes, abs=1024)
+    predicted, found = peaks_under_rerun(workload, "last", Training("adamw"))
+    assert predicted == pytest.approx(found, abs=1024)
 
 
 class Recurrent(nn.Module):
@@ -148,13 +155,8 @@ def test_weights_that_calls_share_are_cast_anew_where_a_call_runs_again(
         return Workload(Recurrent(), torch.ones(16, 256))
 
     training = Training("sgd", amp="bf16")
-    graph = ckplan.profile(
-        workload().model, workload().batch, amp="bf16", optimizer="sgd"
-    )
-    plan = Plan(regions=(PlannedRegion(calls, "rerun"),))
-    found = dry_run_workload(workload, plan, training)
-    predicted = simulate(graph, resolve(plan, graph)).peak_bytes
-    assert predicted == found.dry_run_peak_bytes
+    predicted, found = peaks_under_rerun(workload, calls, training)
+    assert predicted == found
 
 
 class Attending(nn.Module):
@@ -170,11 +172,8 @@ def test_a_dry_run_draws_no_numbers_where_attention_has_no_dropout() -> None:
         model = nn.Sequential(nn.Linear(16, 16), Attending(), Attending())
         return Workload(model, torch.randn(1, 4, 32, 16))
 
-    graph = ckplan.profile(build().model, build().batch)
-    plan = Plan(regions=(PlannedRegion("[1..2]", "rerun"),))
-    found = dry_run_workload(build, plan, Training("adamw"))
-    predicted = simulate(graph, resolve(plan, graph)).peak_bytes
-    assert predicted == pytest.approx(found.dry_run_peak_bytes, abs=1024)
+    predicted, found = peaks_under_rerun(build, "[1..2]", Training("adamw"))
+    assert predicted == pytest.approx(found, abs=1024)
 
 
 class Mixing(nn.Module):
@@ -231,12 +230,8 @@ def test_what_is_cast_several_times_is_cast_as_often_where_it_runs_again() -> No
         return Workload(nn.Sequential(*layers), torch.ones(4096, 64))
 
     training = Training("sgd", amp="bf16")
-    model, batch = workload().model, workload().batch
-    graph = ckplan.profile(model, batch, amp="bf16", optimizer="sgd")
-    plan = Plan(regions=(PlannedRegion("[1..2]", "rerun"),))
-    found = dry_run_workload(workload, plan, training)
-    predicted = simulate(graph, resolve(plan, graph)).peak_bytes
-    assert predicted == pytest.approx(found.dry_run_peak_bytes, abs=1024)
+    predicted, found = peaks_under_rerun(workload, "[1..2]", training)
+    assert predicted == pytest.approx(found, abs=1024)
 
 
 class Owning(nn.Module):

@@ -176,8 +176,8 @@ _EVERYWHERE = (
 def state_of(modules: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
     """Buffers of modules, and plain attributes that act as some: what a copy is of."""
     for module in modules:
-        plain = (v for k, v in vars(module).items() if k not in _REGISTRIES)
-        yield from filter(_is_state, (*module._buffers.values(), *plain))
+        attributes = vars(module).values()  # registries are dicts, and no tensors
+        yield from filter(_is_state, (*module._buffers.values(), *attributes))
 
 
 def source_of(generator: torch.Generator) -> Source:

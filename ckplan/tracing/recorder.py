@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ckplan.applying.facts import facts_of
 from ckplan.records import BEFORE_STEP, OUTSIDE_CALLS
 from ckplan.tracing.in_place import InPlace
 from ckplan.tracing.module_calls import ModuleCalls
@@ -128,8 +129,8 @@ class StepRecorder(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if self._paused or func.is_view or func.namespace == "prim":
-            return func(*args, **kwargs)  # no bytes are made or changed
+        if self._paused or facts_of(func).makes_nothing:
+            return func(*args, **kwargs)
         if _making and func is torch.ops.aten._to_copy.default:
             return func(*args, **kwargs)
         func, args = self._in_place.instead_of(func, args)

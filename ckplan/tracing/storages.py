@@ -63,7 +63,7 @@ class Storages:
     def mark(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
         """Say what storages that the step made are."""
         for tensor in tensors:
-            number = self._ids.get(tensor.untyped_storage()._cdata)
+            number = self.find(tensor)
             if number is not None:
                 self._recording.storages[number].kind = kind
 

@@ -80,7 +80,7 @@ class Pair:
                 if without.digests == with_plan.digests:
                     self.notes.append(_chance(seen, "two that agree"))
                     return without, with_plan
-        if _kinds(seen[0]) > 1:
+        if num_results(seen[0]) > 1:
             alone = self._on_one_thread(tell)
             if alone and alone[0] == alone[1]:
                 self.notes.append(_chance(seen, "runs on one thread"))
@@ -207,11 +207,11 @@ def _chance(seen: Sequence[Sequence[FirstSteps]], compared: str) -> str:
     without, with_plan = seen
     return (
         f"the workload is not deterministic: {len(without)} runs without the plan "
-        f"gave {_kinds(without)} different results and {len(with_plan)} with it "
-        f"{_kinds(with_plan)}; compared are {compared}"
+        f"gave {num_results(without)} different results and {len(with_plan)} with it "
+        f"{num_results(with_plan)}; compared are {compared}"
     )
 
 
-def _kinds(runs: Sequence[FirstSteps]) -> int:
+def num_results(runs: Sequence[FirstSteps]) -> int:
     """How many different results there are."""
     return len({repr(sorted(one.digests.items())) for one in runs})
