@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from random import Random
+from typing import Any
 
 import graphs
 import pytest
 import torch
 from test_applying import applying_to, build, measured_peak, train
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ckplan
 from ckplan import applying
@@ -193,3 +197,74 @@ def test_only_programs_nest() -> None:
     for region in (Region(0, RERUN, inner=inner), Region(0, inner=(Region(1, RERUN),))):
         with pytest.raises(PlanError, match="cannot nest"):
             simulate(graph, [region])
+
+
+class TakingTurns(nn.Module):
+    """Layers alike, of which another is the first in every other step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.h = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.GELU())
+            for _ in range(4)
+        )
+        self.turned = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in reversed(self.h) if self.turned else self.h:
+            x = x + layer(x)
+        return x
+
+
+ONE_OF_FOUR = {
+    "save": PlannedRegion(".", save=(OpName.parse("h.0.0/addmm"),)),
+    "inner": PlannedRegion(".", inner=(PlannedRegion("h.0"),)),
+    "save inside": PlannedRegion(
+        ".", inner=(PlannedRegion("h.[0..1]", save=(OpName.parse("0/addmm"),)),)
+    ),
+}
+
+
+class Products(TorchDispatchMode):
+    """Which weights ops multiply by that have a bias: what runs again in backward."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.names = {p.data_ptr(): name for name, p in model.named_parameters()}
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten.addmm.default:
+            self.seen.append(self.names[args[2].data_ptr()])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("region", ONE_OF_FOUR.values(), ids=ONE_OF_FOUR)
+def test_layers_alike_that_take_turns_are_told_apart(region: PlannedRegion) -> None:
+    def run_again(turns: list[bool]) -> list[list[str]]:
+        torch.manual_seed(0)
+        plain = TakingTurns()
+        planned = copy.deepcopy(plain)
+        applying.apply(planned, Plan(regions=(region,)))
+        found = []
+        for turned in turns:
+            grads = []
+            for model in (plain, planned):
+                model.turned = turned
+                model.zero_grad()
+                torch.manual_seed(1)
+                loss = model(torch.randn(512, 64)).sum()
+                with Products(model) as products:
+                    loss.backward()
+                grads.append([p.grad for p in model.parameters()])
+            assert all(map(torch.equal, *grads))
+            found.append(products.seen)
+        (status,) = applying.status(planned).regions
+        assert (status.kept, status.missing) == (0, ())
+        return found
+
+    turns = [False, True, True, False, False, True]
+    alone = {turned: run_again([turned])[0] for turned in (False, True)}
+    assert run_again(turns) == [alone[turned] for turned in turns]

@@ -32,7 +32,7 @@ from ckplan.applying.recompute import Rebuilder
 from ckplan.applying.record import Recorder, otherwise_saved
 from ckplan.applying.resume import Beginning, OpenInner, resume
 from ckplan.applying.saved import Dropped, Handle, Kept, keep, unpack
-from ckplan.applying.template import CallRecord, Capture, Given, Template
+from ckplan.applying.template import CallRecord, Capture, Given, Place, Template
 from ckplan.encodings import Encoded, encode
 
 
@@ -58,6 +58,7 @@ class Replay(TorchFunctionMode):
         self.kept = False  # that rest, as it could not be watched
         self._record = record
         self._inner: list[tuple[CallRecord | None, str, Saves]] = []  # open ones
+        self._num_begun = 0  # regions inside
         self._num_modes = 0
         self._slots = Slots(self._meet)
         self._calls = iter(template.calls)
@@ -90,6 +91,7 @@ class Replay(TorchFunctionMode):
             self.watched.begin_inner(top, saves)
         else:
             self._inner.append((self._next, top, saves))
+            self._num_begun += 1
 
     def end_inner(self) -> set[OpKey] | None:
         """The region that began last ends; returns the saves that named an op."""
@@ -247,6 +249,9 @@ class Replay(TorchFunctionMode):
     ) -> bool:
         """Whether a call is the one of the template."""
         if call.func is not func and call.func != func:
+            return False
+        here = Place(self.path[-1], self._num_begun, len(self._inner))
+        if call.place not in (None, here):  # of layers alike, another one
             return False
         try:
             same = call.arguments == self._slots.freeze(args, kwargs)

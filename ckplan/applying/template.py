@@ -6,10 +6,11 @@ It is made of what a recorder saw op by op, if the calls alone will tell as much
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -47,9 +48,18 @@ class Given(NamedTuple):
     storage: int  # equal for those that share one
 
 
+class Place(NamedTuple):
+    """Where an op runs, as far as the plan's names and regions tell places apart."""
+
+    path: str  # FQN of the module, if the plan names ops
+    num_begun: int  # regions inside that began before
+    num_open: int  # those of them that run
+
+
 class CallRecord(NamedTuple):
     """One call of a torch function."""
 
+    place: Place | None  # of its first op; None if it ran none
     func: Callable[..., Any]
     arguments: Any  # frozen
     switches: tuple[Any, ...]
@@ -155,8 +165,12 @@ def make_template(
         return None
     of_calls, of_packed = captures
     statistics = _statistics(seen, program)
+    numbers = range(len(log.calls) + 1)
+    ranges = [*pairwise(bisect_left(seen.call_of, number) for number in numbers)]
+    at = _places(seen, parts, (start for start, stop in ranges if start < stop))
     calls = tuple(
         CallRecord(
+            place=at[start] if start < stop else None,
             func=call.func,
             arguments=call.arguments,
             switches=call.switches,
@@ -166,10 +180,12 @@ def make_template(
             brought=tuple(brought.get(number, ())),
             packed_before=call.packed_before,
             packed_after=call.packed_after,
-            start=bisect_left(seen.call_of, number),
-            stop=bisect_left(seen.call_of, number + 1),
+            start=start,
+            stop=stop,
         )
-        for number, call in enumerate(log.calls)
+        for number, (call, (start, stop)) in enumerate(
+            zip(log.calls, ranges, strict=True)
+        )
     )
     made_by = enumerate(flow.maker_of)
     return Template(
@@ -191,6 +207,19 @@ def make_template(
         statistics=seen.statistics,
         unfilled=frozenset(storages.unfilled),
     )
+
+
+def _places(
+    seen: Recorder, parts: Sequence[Part], steps: Iterable[int]
+) -> dict[int, Place]:
+    """Where some steps ran."""
+    starts = sorted(part.start for part in parts)
+    stops = sorted(part.stop for part in parts)
+    found = {}
+    for step in steps:
+        begun, ended = bisect_right(starts, step), bisect_right(stops, step)
+        found[step] = Place(seen.paths[step], begun, begun - ended)
+    return found
 
 
 def _brought(
