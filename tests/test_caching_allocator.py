@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from itertools import groupby, pairwise
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 
 from ckplan import caching_allocator as model
 from ckplan.allocations import events, reserved_bytes
-from ckplan.caching_allocator import Block, CachingAllocator
+from ckplan.caching_allocator import Block, CachingAllocator, NoRoomError
 from ckplan.errors import PlanError
 from ckplan.region import RERUN, Region
 from ckplan.simulate import Timeline, simulate
@@ -25,9 +26,12 @@ from ckplan.simulate import Timeline, simulate
 KIB, MIB = 2**10, 2**20
 
 
-def after(*requests: int, expandable: bool = False) -> int:
+def after(
+    *requests: int, expandable: bool = False, capacity_mib: int | None = None
+) -> int:
     """MiB reserved after some requests; -n frees the n-th block asked for."""
-    allocator = CachingAllocator(expandable=expandable)
+    capacity_bytes = None if capacity_mib is None else capacity_mib * MIB
+    allocator = CachingAllocator(expandable=expandable, capacity_bytes=capacity_bytes)
     blocks: list[Block] = []
     for request in requests:
         if request > 0:
@@ -103,6 +107,35 @@ def test_expandable_segments_grow_by_pages(requests: tuple[int, ...], mib: int) 
     assert after(*requests, expandable=True) == mib
 
 
+@pytest.mark.parametrize(
+    ("requests", "expandable", "mib"),
+    [
+        ((30 * MIB, -1, 40 * MIB), False, 40),  # the first segment goes back
+        ((9 * MIB, 9 * MIB, -1, -2, 50 * MIB), False, 50),  # merged, it is free, too
+        ((9 * MIB, 9 * MIB, -1, 41 * MIB), False, None),  # half of it is in use
+        ((MIB, -1, 60 * MIB), False, 60),  # of the small ones, too
+        ((50 * MIB, 11 * MIB), False, None),
+        ((50 * MIB, 10 * MIB, -1, 40 * MIB), False, 60),  # it fits where the first was
+        ((30 * MIB, 30 * MIB, -1, 40 * MIB), True, None),  # a page is shared
+        ((20 * MIB, 20 * MIB, 20 * MIB, -1, -3, 40 * MIB), True, 60),  # behind it
+        ((40 * MIB, 2 * MIB, -1, 59 * MIB), True, None),  # no 59 MiB side by side
+        ((40 * MIB, 2 * MIB, -1, 38 * MIB, 18 * MIB, 3 * MIB), True, None),
+        ((20 * MIB, 21 * MIB, -1, 38 * MIB), True, 60),  # 19 MiB, and a page behind
+        ((61 * MIB,), True, None),
+    ],
+)
+def test_what_is_free_goes_back_where_the_card_has_no_room(
+    requests: tuple[int, ...], expandable: bool, mib: int | None
+) -> None:
+    """Of 60 MiB; None where they are not enough."""
+    if mib is not None:
+        assert after(*requests, expandable=expandable, capacity_mib=60) == mib
+        return
+    with pytest.raises(NoRoomError):
+        after(*requests, expandable=expandable, capacity_mib=60)
+    after(*requests[:-1], expandable=expandable, capacity_mib=60)
+
+
 def test_a_gap_that_fits_is_taken_before_the_end_that_can_grow() -> None:
     allocator = CachingAllocator(expandable=True)
     gap = allocator.allocate(12 * MIB)
@@ -150,18 +183,19 @@ def test_blocks_are_apart_and_merge_when_all_are_free(
     for block, _ in live:
         allocator.free(block)
     assert allocator.allocated_bytes == 0
-    for pool in (allocator._small, allocator._large):
-        free = [block for _, _, block in pool._free]
-        assert sum(block.bytes for block in free) == pool.reserved_bytes
-        assert all(block.before is block.after is None for block in free)
-        assert not expandable or len(free) <= 1
+    free = [one[2] for p in (allocator._small, allocator._large) for one in p._free]
+    assert sum(block.bytes for block in free) == allocator.reserved_bytes
+    for block in free:
+        assert not any(one and one.mapped for one in (block.before, block.after))
+    assert not expandable or len(free) <= 2
 
 
 class Naive:
     """The same rules on plain lists of [size, free?], one a segment: no addresses."""
 
-    def __init__(self) -> None:
+    def __init__(self, capacity_bytes: float) -> None:
         self.segments: dict[bool, list[list[list[Any]]]] = {True: [], False: []}
+        self.capacity_bytes = capacity_bytes
 
     def allocate(self, num_bytes: int) -> list[Any]:
         size = (num_bytes + 511) // 512 * 512
@@ -172,6 +206,11 @@ class Naive:
             whole = 2 * MIB if small else 20 * MIB
             if size >= 10 * MIB:
                 whole = (size + 2 * MIB - 1) // (2 * MIB) * 2 * MIB
+            if self.reserved_bytes + whole > self.capacity_bytes:
+                for segments in self.segments.values():
+                    segments[:] = [s for s in segments if not (len(s) == 1 and s[0][1])]
+            if self.reserved_bytes + whole > self.capacity_bytes:
+                raise NoRoomError
             fitting = [[whole, True]]
             pool.append(fitting[:])
         chosen = min(fitting, key=lambda piece: piece[0])  # the first of the smallest
@@ -204,11 +243,15 @@ class Naive:
         return sum(piece[0] for piece in pieces)
 
 
-@given(st.lists(st.tuples(st.booleans(), SIZES, st.integers(0, 10**6)), max_size=80))
+@given(
+    st.lists(st.tuples(st.booleans(), SIZES, st.integers(0, 10**6)), max_size=80),
+    st.one_of(st.none(), st.integers(20 * MIB, 300 * MIB)),
+)
 def test_reserved_bytes_are_those_of_a_naive_allocator(
-    actions: list[tuple[bool, int, int]],
+    actions: list[tuple[bool, int, int]], capacity_bytes: int | None
 ) -> None:
-    real, naive = CachingAllocator(), Naive()
+    real = CachingAllocator(capacity_bytes=capacity_bytes)
+    naive = Naive(capacity_bytes or math.inf)
     live: list[tuple[Block, list[Any]]] = []
     for gives_back, size, which in actions:
         if gives_back and live:
@@ -216,7 +259,13 @@ def test_reserved_bytes_are_those_of_a_naive_allocator(
             real.free(block)
             naive.free(piece)
         else:
-            live.append((real.allocate(size), naive.allocate(size)))
+            try:
+                piece = naive.allocate(size)
+            except NoRoomError:
+                with pytest.raises(NoRoomError):
+                    real.allocate(size)
+                continue
+            live.append((real.allocate(size), piece))
             assert live[-1][0].bytes == live[-1][1][0]
         assert real.reserved_bytes == naive.reserved_bytes
 

@@ -77,12 +77,24 @@ def test_multiplications_keep_what_is_said(library: Path, card: str) -> None:
 
 
 @pytest.mark.parametrize("expandable", [False, True])
-def test_the_caching_allocator_is_torchs(library: Path, expandable: bool) -> None:
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("caching_allocator", "80"),
+        ("full_card", "1.5", "0"),
+        ("full_card", "1.5", "2"),
+    ],
+)
+def test_the_caching_allocator_is_torchs(
+    library: Path, argv: tuple[str, ...], expandable: bool
+) -> None:
+    test, gigabytes, *seed = argv
     there = dict(dummy.environment(library, gpus.find("A100 40GB")))
+    there["DUMMY_GPU_BYTES"] = str(round(float(gigabytes) * 1e9))
     if expandable:
         there["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-    argv = ["caching_allocator", *(["--expandable"] if expandable else [])]
-    run(there, str(ROOT / "tests" / "on_dummy_gpu.py"), *argv)
+    path = str(ROOT / "tests" / "on_dummy_gpu.py")
+    run(there, path, test, *seed, *(["--expandable"] if expandable else []))
 
 
 def test_what_is_rebuilt_waits_for_other_streams(library: Path) -> None:
