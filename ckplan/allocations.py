@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
 
-from ckplan.caching_allocator import Block, CachingAllocator
+from ckplan.caching_allocator import Block, CachingAllocator, NoRoomError
 from ckplan.effect import LATER, Interval
 from ckplan.graph import Graph
 from ckplan.records import BEFORE_STEP, MULTIPLIES
@@ -84,8 +84,10 @@ def reserved_bytes(timeline: Timeline, *, expandable: bool = False) -> int:
     return replayed(timeline, expandable=expandable).reserved_bytes
 
 
-def replayed(timeline: Timeline, *, expandable: bool = False) -> Replayed:
-    """What PyTorch's CUDA allocator does with two steps, if memory abounds.
+def replayed(
+    timeline: Timeline, *, expandable: bool = False, capacity_bytes: int | None = None
+) -> Replayed:
+    """What PyTorch's CUDA allocator does with two steps.
 
     Parameters, buffers and inputs come first. A workspace of cuBLAS comes with the
     first op that needs it, the optimizer's state with the first update, into the gaps
@@ -95,9 +97,13 @@ def replayed(timeline: Timeline, *, expandable: bool = False) -> Replayed:
     Args:
         timeline: The step, planned or not.
         expandable: With ``PYTORCH_ALLOC_CONF=expandable_segments:True``.
+        capacity_bytes: What there is for it; None if memory abounds.
+
+    Raises:
+        NoRoomError: That is not enough.
     """
     graph = timeline.graph
-    allocator = CachingAllocator(expandable=expandable)
+    allocator = CachingAllocator(expandable=expandable, capacity_bytes=capacity_bytes)
     blocks: dict[int, Block] = {}
 
     def replay(sequence: list[Event], stays: Mapping[int, int] | None = None) -> int:
@@ -139,6 +145,15 @@ def replayed(timeline: Timeline, *, expandable: bool = False) -> Replayed:
     return Replayed(replay(during), allocator.reserved_bytes)
 
 
+def has_room(timeline: Timeline, capacity_bytes: int, *, expandable: bool) -> bool:
+    """Whether PyTorch's allocator can take so much without failing."""
+    try:
+        replayed(timeline, expandable=expandable, capacity_bytes=capacity_bytes)
+    except NoRoomError:
+        return False
+    return True
+
+
 def added_to_gradients(graph: Graph) -> Mapping[int, int]:
     """What is added to gradients of earlier batches -> those, as which it began."""
     first: dict[int, int] = {}  # gradient -> what is added to it first
@@ -169,11 +184,15 @@ def _of_cublas(before: Sequence[Event], timeline: Timeline) -> Iterator[Event]:
         yield event._replace(moment=moment, phase=_OUTPUT - 1)
 
 
+def is_on_card(graph: Graph) -> bool:
+    """Whether the step is one of a GPU."""
+    device = str(graph.fingerprint.get("device", ""))
+    return device.startswith("cuda") or "gpu" in graph.options
+
+
 def reserved_on_card(timeline: Timeline) -> Reserved | None:
     """The same in both ways of reserving; None for a step that runs on no card."""
-    graph = timeline.graph
-    device = str(graph.fingerprint.get("device", ""))
-    if not device.startswith("cuda") and "gpu" not in graph.options:
+    if not is_on_card(timeline.graph):
         return None
     found = replayed(timeline)
     return Reserved(*found, replayed(timeline, expandable=True).reserved_bytes)

@@ -113,12 +113,19 @@ Card = Annotated[
     typer.Option(
         "--gpu",
         metavar="NAME",
-        help="In place of a budget: what a card of `ckplan gpus` leaves to tensors.",
+        help="In place of a budget: what a card of `ckplan gpus` has room for.",
     ),
 ]
 Reserve = Annotated[
     str,
     typer.Option(metavar="SIZE", help="Taken off the budget first, for others."),
+]
+Expandable = Annotated[
+    bool,
+    typer.Option(
+        "--expandable-segments",
+        help="With --gpu: PYTORCH_ALLOC_CONF has expandable_segments:True.",
+    ),
 ]
 WISHES = "--budget, --gpu, --max-overhead, --min-memory or --knee"
 Force = Annotated[bool, typer.Option("--force", help="Overwrite a file that exists.")]

@@ -18,6 +18,7 @@ from ckplan.cli.inputs import (
 from ckplan.cli.options import (
     WISHES,
     Card,
+    Expandable,
     Force,
     Json,
     Method,
@@ -59,6 +60,7 @@ def solve(
         typer.Option("--knee", help="In place of a budget: before memory gets dear."),
     ] = False,
     reserve: Reserve = "0",
+    expandable: Expandable = False,
     method: Annotated[
         Method,
         typer.Option(help="milp: a tighter bound, exact for small graphs."),
@@ -101,7 +103,7 @@ def solve(
     if card is not None:
         say_usable(card)
     goal = goals[0] if goals else None
-    wish = solving.Wish(budget, fraction, goal, card, reserve_bytes)
+    wish = solving.Wish(budget, fraction, goal, card, reserve_bytes, expandable)
     with ProgressLine(sys.stderr) as progress:
         progress("solving", 0, 0)
         planner = Planner(graph)
@@ -113,28 +115,44 @@ def solve(
         say("no plan is needed: the unplanned step fits; the plan is empty")
     plan = solving.to_plan(graph, solution)
     plan_file.save(plan, output, force=force)
-    _show_solution(solution, plan, reserve_bytes, output, as_json=as_json)
+    how = {"expandable": expandable, "as_json": as_json}
+    _show_solution(solution, plan, reserve_bytes, output, **how)
     say(f"wrote {output}")
 
 
 def _show_solution(
-    solution: Solution, plan: Plan, reserve_bytes: int, output: Path, *, as_json: bool
+    solution: Solution,
+    plan: Plan,
+    reserve_bytes: int,
+    output: Path,
+    *,
+    expandable: bool,
+    as_json: bool,
 ) -> None:
     """The report of a plan, and a warning where a card may not have what it needs."""
     from ckplan.allocations import reserved_on_card
     from ckplan.report.plans import solution_json, solution_report
-    from ckplan.report.reserved import reserved_warning
+    from ckplan.report.reserved import room_warning
 
-    reserved = reserved_on_card(solution.timeline)
+    timeline = solution.timeline
+    reserved = reserved_on_card(timeline)
     found = solution, plan, reserve_bytes
     show_product(
         solution_json(*found, str(output), reserved)
         if as_json
         else solution_report(*found, reserved)
     )
-    warning = reserved_warning(reserved, solution.budget_bytes + reserve_bytes)
-    if warning:
+    room_bytes = solution.budget_bytes + solution.gap_bytes + reserve_bytes
+    warning = room_warning(timeline, room_bytes, expandable=expandable)
+    if reserved is not None and warning:
         say(warning)
+    elif expandable:
+        say("the plan needs PYTORCH_ALLOC_CONF=expandable_segments:True")
+    elif solution.gap_bytes:
+        say(
+            "PyTorch's allocator leaves fewer gaps with --expandable-segments, if that "
+            "is how training runs"
+        )
 
 
 def frontier(

@@ -47,14 +47,15 @@ def solution_json(
     path: str,
     reserved: Reserved | None = None,
 ) -> dict[str, Any]:
-    """The same for scripts; ``budget_bytes`` is the whole budget, reserve included."""
+    """The same for scripts; ``budget_bytes`` is the whole, with reserve and gaps."""
     timeline = solution.timeline
     step_seconds = timeline.graph.step_seconds
     return {
         "model": plan.model,
         "plan": path,
-        "budget_bytes": solution.budget_bytes + reserve_bytes,
+        "budget_bytes": solution.budget_bytes + solution.gap_bytes + reserve_bytes,
         "reserve_bytes": reserve_bytes,
+        "gap_bytes": solution.gap_bytes,
         "peak_bytes": timeline.peak_bytes,
         "peak_at": timeline.peak_at,
         **reserved_json(reserved),
@@ -135,9 +136,12 @@ def _judgement(
 ) -> list[tuple[str, str]]:
     before, after, floor = solution.unplanned, solution.timeline, solution.floor
     limit = _size(solution.budget_bytes)
-    if reserve_bytes:
-        whole, reserve = solution.budget_bytes + reserve_bytes, _size(reserve_bytes)
-        limit += f", which is {_size(whole)} without the reserve of {reserve}"
+    whole = solution.budget_bytes + solution.gap_bytes + reserve_bytes
+    others = [f"the reserve of {_size(reserve_bytes)}"] if reserve_bytes else []
+    if solution.gap_bytes:
+        others.append(f"{_size(solution.gap_bytes)} for gaps of PyTorch's allocator")
+    if others:
+        limit += f", which is {_size(whole)} without {' and '.join(others)}"
     bound = units.format_percent(solution.bound_overhead, sign=True)
     return [
         ("budget", limit),

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ckplan import units
-from ckplan.allocations import Reserved
+from ckplan.allocations import Reserved, has_room
+from ckplan.simulate import Timeline
 
 
 def reserved_facts(reserved: Reserved | None) -> list[tuple[str, str]]:
@@ -33,12 +34,12 @@ def reserved_json(reserved: Reserved | None) -> dict[str, Any]:
     return dict(zip(keys, each, strict=True))
 
 
-def reserved_warning(reserved: Reserved | None, whole_bytes: int) -> str:
-    """What to do if the allocator reserves more than there is; "" if it does not."""
-    if reserved is None or reserved.bytes <= whole_bytes:
+def room_warning(timeline: Timeline, room_bytes: int, *, expandable: bool) -> str:
+    """What to do if the allocator of a card fails in so much; "" if it does not."""
+    if has_room(timeline, room_bytes, expandable=expandable):
         return ""
-    more = units.format_bytes(reserved.bytes - whole_bytes)
-    over = f"warning: PyTorch's allocator would reserve {more} more than there is"
-    if reserved.expandable_bytes <= whole_bytes:
-        return f"{over}: set PYTORCH_ALLOC_CONF=expandable_segments:True"
-    return f"{over}: a larger --reserve leaves room for its gaps"
+    fails = "warning: PyTorch's allocator finds no room for all of it in"
+    fails += f" {units.format_bytes(room_bytes)}"
+    if has_room(timeline, room_bytes, expandable=True):
+        return f"{fails}: set PYTORCH_ALLOC_CONF=expandable_segments:True"
+    return f"{fails}: a larger --reserve leaves room for its gaps"

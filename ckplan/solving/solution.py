@@ -65,6 +65,7 @@ class Solution:
     bound_overhead: float  # no schedule of ops under this budget costs less
     baselines: tuple[Baseline, ...]
     exact: Exact | None = None  # if one was asked for
+    gap_bytes: int = 0  # beside the budget, for the gaps of a card's allocator
 
     @property
     def gap(self) -> float:

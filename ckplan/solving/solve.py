@@ -11,6 +11,7 @@ from ckplan.errors import CkplanError
 from ckplan.graph import Graph
 from ckplan.plan import Plan, Prediction, plan_fingerprint
 from ckplan.resolve import describe
+from ckplan.solving.on_card import solve_on_card
 from ckplan.solving.planner import Planner
 from ckplan.solving.solution import Point, Solution
 
@@ -42,6 +43,7 @@ def solve_plan(
     *,
     gpu: str | None = None,
     reserve: str | int = 0,
+    expandable_segments: bool = False,
     max_overhead: float | str | None = None,
     goal: str | None = None,
     method: str = "chain",
@@ -53,9 +55,11 @@ def solve_plan(
         graph: The recorded step, or the path of its file.
         budget: As people write it: ``"12GiB"``, ``"80%"`` of the unplanned peak, or
             bytes. The cheapest plan within it is found.
-        gpu: A card of ``ckplan gpus``: what it leaves to tensors is the budget. If
+        gpu: A card of ``ckplan gpus``: PyTorch's allocator is to find room there. If
             nothing is said, the card that the graph was profiled for.
         reserve: Taken off the budget, a card's too, for what is not in the graph.
+        expandable_segments: On a card: training runs with
+            ``PYTORCH_ALLOC_CONF=expandable_segments:True``, which leaves fewer gaps.
         max_overhead: ``"5%"`` or a fraction of the step: the least memory that costs
             no more.
         goal: ``"min-memory"`` or ``"knee"``, the plan after which memory gets dear.
@@ -80,7 +84,8 @@ def solve_plan(
         gpu = gpu or graph.options.get("gpu")
     if isinstance(max_overhead, str):
         max_overhead = units.parse_percent(max_overhead)
-    wish = Wish(budget, max_overhead, goal, gpu, units.parse_bytes(reserve))
+    reserve_bytes = units.parse_bytes(reserve)
+    wish = Wish(budget, max_overhead, goal, gpu, reserve_bytes, expandable_segments)
     planner = Planner(graph)
     solution = find(planner, wish)
     if method == "milp":
@@ -95,8 +100,9 @@ class Wish:
     budget: str | int | None = None
     max_overhead: float | None = None
     goal: str | None = None
-    gpu: str | None = None  # its usable memory is the budget
+    gpu: str | None = None  # its usable memory is what the allocator can reserve
     reserve_bytes: int = 0  # taken off the budget first
+    expandable: bool = False  # the allocator's segments on that card
 
     def __post_init__(self) -> None:
         """Refuse none and more than one, and a reserve where there is no budget."""
@@ -119,6 +125,12 @@ class Wish:
                 needed="exactly one of a budget, a card, a largest overhead and a goal "
                 f"({' or '.join(filter(None, GOALS))})",
                 hint="ckplan.solve(graph, budget='12GiB')",
+            )
+        if self.expandable and self.gpu is None:
+            raise CkplanError(
+                "cannot tell which card has expandable segments",
+                needed="a card, with whose memory they make a difference",
+                hint="--gpu 'RTX 4090', or leave out --expandable-segments",
             )
         if self.reserve_bytes and self.budget is None and self.gpu is None:
             reserve = units.format_bytes(self.reserve_bytes)
@@ -143,9 +155,12 @@ def with_exact(
 
 def find(planner: Planner, wish: Wish) -> Solution:
     """Find what is wished for."""
-    budget = wish.budget if wish.gpu is None else gpus.find(wish.gpu).usable_bytes
-    if budget is not None:
-        return planner.solve(budget_bytes_of(planner, budget, wish.reserve_bytes))
+    if wish.gpu is not None:
+        usable_bytes = gpus.find(wish.gpu).usable_bytes
+        budget_bytes = budget_bytes_of(planner, usable_bytes, wish.reserve_bytes)
+        return solve_on_card(planner, budget_bytes, expandable=wish.expandable)
+    if wish.budget is not None:
+        return planner.solve(budget_bytes_of(planner, wish.budget, wish.reserve_bytes))
     if wish.max_overhead is not None:
         return planner.least_memory(wish.max_overhead)
     if wish.goal == "knee":

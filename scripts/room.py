@@ -1,0 +1,210 @@
+"""Proves that plans for a card run there: PyTorch's own allocator, on a card that full.
+
+Every workload, in fp32 and in bf16, gets a card that is too small for it by half of
+what planning can save. Two plans are made: one whose tensors fit, as `solve --budget`
+makes it, and one whose allocator has room, too, as `solve --gpu` does. Both are run on
+a GPU that computes nothing, with so much memory and with torch's own allocator (see
+``allocated.py``), with segments as they are and with those that expand. Kept where the
+second plan always runs, and the first does if and only if that was said.
+
+    python scripts/room.py
+    python scripts/room.py --only gpt2
+
+Exit code 1 if any of it does not hold.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import allocated
+from _dummy_gpu import build, environment, why_not
+from _measuring import (
+    Report,
+    add_output,
+    finish,
+    location_of,
+    make_parser,
+    make_table,
+    run,
+    say,
+    workloads,
+    zoo,
+)
+
+from ckplan import gpus, plan_file
+from ckplan.allocations import has_room, reserved_bytes
+from ckplan.errors import CkplanError
+from ckplan.solving.on_card import solve_on_card
+from ckplan.solving.planner import Planner
+from ckplan.solving.solution import Solution
+from ckplan.solving.solve import to_plan
+from ckplan.tracing.profile import profile_workload
+from ckplan.training.loading import WorkloadSpec
+from ckplan.units import format_bytes, format_percent
+
+SEGMENTS = {"as they are": False, "expandable": True}
+HEADERS = (
+    "workload",
+    "types",
+    "segments",
+    "card",
+    "tensors fit: peak",
+    "overhead",
+    "said",
+    "runs",
+    "allocator has room: peak",
+    "overhead",
+    "runs",
+)
+_FULL = "OutOfMemoryError"
+
+
+@dataclass(frozen=True)
+class Row:
+    """Two plans for one card."""
+
+    workload: str
+    types: str
+    segments: str
+    card_bytes: int
+    by_tensors: Solution
+    said: bool
+    tensors_run: bool
+    for_card: Solution
+    runs: bool
+
+    def cells(self) -> list[str]:
+        """A row of the table."""
+        first, second = self.by_tensors.timeline, self.for_card.timeline
+        return [
+            self.workload,
+            self.types,
+            self.segments,
+            format_bytes(self.card_bytes),
+            format_bytes(first.peak_bytes),
+            format_percent(first.overhead, sign=True),
+            *("yes" if one else "no" for one in (self.said, self.tensors_run)),
+            format_bytes(second.peak_bytes),
+            format_percent(second.overhead, sign=True),
+            "yes" if self.runs else "no",
+        ]
+
+    def broken(self) -> Iterator[str]:
+        """Where the claim does not hold."""
+        name = f"{self.workload}, {self.types}, {self.segments}"
+        if self.said != self.tensors_run:
+            yield f"{name}: it was said that there is {'' if self.said else 'no '}room"
+        if not self.runs:
+            yield f"{name}: the plan for the card does not run"
+
+
+def main() -> int:
+    """Profile, plan and run everything; print the table, write it."""
+    parser = make_parser(__doc__, settings=False)
+    add_output(parser)
+    parser.add_argument("--only", metavar="NAME", action="append", default=[])
+    parser.add_argument("--gpu", metavar="NAME", default="A100 80GB")
+    args = parser.parse_args()
+    if missing := why_not():
+        raise CkplanError(
+            "cannot have a GPU that computes nothing here",
+            needed=missing.removeprefix("needs "),
+            hint="pip install torch==2.13.0, gcc, and no GPU",
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        library = build(Path(folder))
+        rows = [
+            row
+            for name in (*workloads(), *zoo())
+            if name in args.only or (not args.only and name not in allocated.NOT_HERE)
+            for types in allocated.TYPES
+            for row in rows_of(name, types, gpus.find(args.gpu), library)
+        ]
+    full = sum(not row.tensors_run for row in rows)
+    report = Report(
+        "room",
+        "Plans on a card that is full, by torch's own allocator",
+        (__doc__ or "").partition("\n    python")[0],
+        [
+            f"As the card {args.gpu}, with less memory. No GPU was used. Where the "
+            f"tensors fit, {full} of {len(rows)} plans find no room; of those for the "
+            f"card, {sum(not row.runs for row in rows)}.",
+            make_table(HEADERS, [row.cells() for row in rows], texts=3),
+        ],
+        [what for row in rows for what in row.broken()],
+    )
+    return finish(report, args.output, whole=not args.only)
+
+
+def rows_of(name: str, types: str, gpu: gpus.Gpu, library: Path) -> Iterator[Row]:
+    """One workload, with both kinds of segments."""
+    say(f"{name}, {types}")
+    try:
+        graph = profile_workload(
+            WorkloadSpec(location_of(name)),
+            training=allocated.TYPES[types],
+            device="cuda",
+            gpu=gpu.name,
+        )
+    except CkplanError as error:
+        say(f"{name}, {types}: {error.what}")
+        return
+    planner = Planner(graph)
+    steps = planner.unplanned, planner.solve(planner.floor.peak_bytes).timeline
+    card_bytes = sum(map(reserved_bytes, steps)) // 2
+    for segments, expandable in SEGMENTS.items():
+        by_tensors = planner.solve(card_bytes)
+        for_card = solve_on_card(planner, card_bytes, expandable=expandable)
+        said = has_room(by_tensors.timeline, card_bytes, expandable=expandable)
+        where = {
+            **environment(library, gpu),
+            "DUMMY_GPU_BYTES": str(card_bytes),
+            "PYTORCH_ALLOC_CONF": f"expandable_segments:{expandable}",
+        }
+        runs = [
+            _runs(name, types, solution, where) for solution in (by_tensors, for_card)
+        ]
+        yield Row(
+            name,
+            types,
+            segments,
+            card_bytes,
+            by_tensors,
+            said,
+            runs[0],
+            for_card,
+            runs[1],
+        )
+
+
+def _runs(name: str, types: str, solution: Solution, where: dict[str, str]) -> bool:
+    """Whether the steps of a plan come to their end.
+
+    Raises:
+        RuntimeError: Something else ends them.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "plan.yaml"
+        plan = to_plan(solution.timeline.graph, solution)
+        plan_file.save(plan, path, force=True)
+        done = subprocess.run(
+            [sys.executable, allocated.__file__, "--step", name, types, str(path)],
+            env=where,
+            capture_output=True,
+            text=True,
+            timeout=allocated.PATIENCE_SECONDS,
+            check=False,
+        )
+    if done.returncode and _FULL not in done.stderr:
+        raise RuntimeError(f"{name}, {types}: {done.stderr.strip()[-500:]}")
+    return not done.returncode
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,151 @@
+"""Plans for cards: PyTorch's allocator has room there, which tensors alone do not say.
+
+``scripts/room.py`` runs such plans with torch's own allocator.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import graphs
+import pytest
+from typer.testing import CliRunner, Result
+
+import ckplan
+from ckplan import gpus
+from ckplan.allocations import has_room, replayed, reserved_bytes
+from ckplan.caching_allocator import NoRoomError
+from ckplan.cli import app
+from ckplan.errors import CkplanError, InfeasibleError
+from ckplan.graph import Graph
+from ckplan.simulate import simulate
+from ckplan.solving.on_card import solve_on_card
+from ckplan.solving.planner import Planner
+from ckplan.trace_file import save
+from ckplan.units import format_bytes
+
+MIB = 2**20
+T4 = gpus.find("T4").usable_bytes
+
+
+def of_card(num_blocks: int = 8) -> Graph:
+    """Sizes that leave gaps."""
+    graph = graphs.chain(
+        num_blocks,
+        width_bytes=21 * MIB,
+        hidden_bytes=147 * MIB,
+        weight_bytes=9 * MIB,
+    )
+    return replace(graph, options={"gpu": "T4"})
+
+
+def test_memory_that_is_just_enough_is_enough() -> None:
+    timeline = simulate(of_card())
+    needed_bytes = reserved_bytes(timeline)
+    assert has_room(timeline, needed_bytes, expandable=False)
+    assert replayed(timeline, capacity_bytes=needed_bytes) == replayed(timeline)
+    with pytest.raises(NoRoomError):
+        replayed(timeline, capacity_bytes=timeline.peak_bytes - 1)
+    assert not has_room(timeline, timeline.peak_bytes - 1, expandable=True)
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+@pytest.mark.parametrize("share", [0.5, 0.6, 0.7, 0.8, 0.9])
+def test_a_plan_for_a_card_has_room_where_one_for_its_tensors_may_not(
+    share: float, expandable: bool
+) -> None:
+    planner = Planner(of_card())
+    budget_bytes = round(share * planner.unplanned.peak_bytes)
+    by_tensors = planner.solve(budget_bytes)
+    found = solve_on_card(planner, budget_bytes, expandable=expandable)
+    assert has_room(found.timeline, budget_bytes, expandable=expandable)
+    assert found.budget_bytes + found.gap_bytes == budget_bytes
+    assert found.timeline.peak_bytes <= found.budget_bytes
+    if has_room(by_tensors.timeline, budget_bytes, expandable=expandable):
+        assert found == by_tensors
+    else:
+        assert 0 < found.gap_bytes < budget_bytes / 4
+        assert found.timeline.overhead >= by_tensors.timeline.overhead
+
+
+def test_without_a_card_tensors_are_all_there_is() -> None:
+    planner = Planner(replace(of_card(), options={}))
+    budget_bytes = round(0.7 * planner.unplanned.peak_bytes)
+    found = solve_on_card(planner, budget_bytes, expandable=False)
+    assert (found.budget_bytes, found.gap_bytes) == (budget_bytes, 0)
+
+
+def test_where_no_plan_leaves_room_tensors_decide() -> None:
+    planner = Planner(of_card())
+    floor_bytes = planner.floor.peak_bytes
+    found = solve_on_card(planner, floor_bytes, expandable=False)
+    assert (found.budget_bytes, found.gap_bytes) == (floor_bytes, 0)
+    with pytest.raises(InfeasibleError):
+        solve_on_card(planner, floor_bytes - 1, expandable=False)
+
+
+@pytest.fixture
+def trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Graph:
+    """A step too large for a T4, in the folder of the test."""
+    monkeypatch.chdir(tmp_path)
+    graph = of_card(40)
+    assert simulate(graph).peak_bytes > T4
+    save(graph, tmp_path / "step.json")
+    return graph
+
+
+def run(*argv: str) -> Result:
+    return CliRunner().invoke(app, ["solve", "step.json", "--force", *argv])
+
+
+def test_solve_leaves_room_for_gaps_and_says_how_much(trace: Graph) -> None:
+    found = json.loads(run("--gpu", "T4", "--json").stdout)
+    gap_bytes = found["gap_bytes"]
+    assert gap_bytes > 0
+    assert found["budget_bytes"] == T4
+    plan = ckplan.load_plan("plan.yaml")
+    assert plan.budget_bytes == T4 - gap_bytes
+    assert ckplan.solve(trace, gpu="T4") == plan
+    assert ckplan.solve(trace).regions == plan.regions  # the card of the trace
+    ended = run("--gpu", "T4")
+    said = " ".join(ended.stdout.split())
+    assert f"which is {format_bytes(T4)} without {format_bytes(gap_bytes)} for" in said
+    assert "with --expandable-segments" in ended.stderr
+    assert "warning" not in ended.stderr
+
+
+def test_a_reserve_is_apart_from_gaps(trace: Graph) -> None:
+    found = json.loads(run("--gpu", "T4", "--reserve", "1GiB", "--json").stdout)
+    assert (found["budget_bytes"], found["reserve_bytes"]) == (T4, 2**30)
+    plan = ckplan.load_plan("plan.yaml")
+    assert plan.budget_bytes == T4 - 2**30 - found["gap_bytes"]
+    assert ckplan.solve(trace, gpu="T4", reserve="1GiB") == plan
+
+
+def test_expandable_segments_leave_fewer_gaps_and_must_be_set(trace: Graph) -> None:
+    fixed = json.loads(run("--gpu", "T4", "--json").stdout)
+    ended = run("--gpu", "T4", "--expandable-segments", "--json")
+    found = json.loads(ended.stdout)
+    assert found["gap_bytes"] < fixed["gap_bytes"]
+    assert found["overhead"] <= fixed["overhead"]
+    assert "needs PYTORCH_ALLOC_CONF=expandable_segments:True" in ended.stderr
+    plan = ckplan.solve(trace, gpu="T4", expandable_segments=True)
+    assert plan == ckplan.load_plan("plan.yaml")
+    alone = run("--budget", "14GiB", "--expandable-segments")
+    assert alone.exit_code == 1
+    assert "cannot tell which card has expandable segments" in alone.stderr
+    with pytest.raises(CkplanError, match="which card has expandable"):
+        ckplan.solve(trace, "14GiB", expandable_segments=True)
+
+
+def test_a_budget_is_of_tensors_and_warns_where_the_allocator_fails(
+    trace: Graph,
+) -> None:
+    del trace
+    ended = run("--budget", str(T4), "--json")
+    assert json.loads(ended.stdout)["gap_bytes"] == 0
+    assert ckplan.load_plan("plan.yaml").budget_bytes == T4
+    assert "warning: PyTorch's allocator finds no room for all of it" in ended.stderr
+    assert "warning" not in run("--budget", "300%").stderr
