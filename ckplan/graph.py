@@ -292,6 +292,11 @@ class Graph:
         return [*between, *self.hazards[low:high]]
 
     @cached_property
+    def run_again(self) -> tuple[Hazard, ...]:
+        """Those of calls that the model itself runs again."""
+        return tuple(hazard for hazard in self.hazards if hazard.kind == "again")
+
+    @cached_property
     def _hazards_of(self) -> dict[int, list[Hazard]]:
         found: dict[int, list[Hazard]] = {}
         for hazard in self.hazards:

@@ -9,32 +9,55 @@ from ckplan.names import is_around
 from ckplan.region import RERUN, Region
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from ckplan.graph import Graph
     from ckplan.records import Hazard
 
 _OF_MODULES = ("buffer", "state", "statistics")
-_RIGHT_ANYWAY = ("shapes", "statistics", "unseen")  # as far as outputs and gradients go
+# As far as outputs and gradients go:
+_RIGHT_ANYWAY = ("again", "shapes", "statistics", "unseen")
 
 
 def refuse_hazards(graph: Graph, region: Region) -> None:
     """Check that a region's way to recompute takes care of every hazard in it.
 
     Raises:
-        PlanError: It does not; the hazard is named.
+        PlanError: It does not, or the model itself runs its calls again; the hazard is
+            named.
     """
+    for hazard in _that_hold_it(graph, region):
+        raise PlanError(
+            _told(graph, region, hazard),
+            needed="calls that run once as long as there is no plan",
+            hint="profile the model without its own checkpoint, or leave this call out",
+        )
     for hazard in graph.hazards_in(region.call, region.last):
         if not _is_guarded(graph, region, hazard):
             ways = " or ".join(f"by: {way}" for way in hazard.guarded_by)
             raise PlanError(
-                f"cannot recompute {graph.calls[region.call]} by {region.by}: "
-                f"{graph.calls[hazard.call]} {hazard.reason}",
+                _told(graph, region, hazard),
                 needed=ways or "a region without that call",
                 hint=ways or "leave this call out of the plan, or name smaller ones",
             )
     for inner in region.inner:
         refuse_hazards(graph, inner)
+
+
+def _told(graph: Graph, region: Region, hazard: Hazard) -> str:
+    of = f"{graph.calls[region.call]} by {region.by}"
+    return f"cannot recompute {of}: {graph.calls[hazard.call]} {hazard.reason}"
+
+
+def _that_hold_it(graph: Graph, region: Region) -> Iterator[Hazard]:
+    """Calls that the model itself runs again, and that a region is on or inside of.
+
+    What it saves there is not what backward finds.
+    """
+    last = region.call if region.last is None else region.last
+    for hazard in graph.run_again:
+        if any(graph.within(call, hazard.call) for call in (region.call, last)):
+            yield hazard
 
 
 def refuse_in_plain_torch(graph: Graph, region: Region) -> None:

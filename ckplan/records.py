@@ -26,6 +26,7 @@ HAZARDS = (
     "backward",  # a backward in the middle of forward, as of a gradient penalty
     "unseen",  # a kernel that no op stands for fills what an op made
     "chance",  # the same op on the same tensors gives other values
+    "again",  # the model itself runs it again in backward: what it saves is not seen
 )
 
 BATCH_NORMS = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")

@@ -13,6 +13,7 @@ import pytest
 import torch
 from test_applying import train
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import ckplan
 from ckplan.errors import ApplyError, PlanError, WorkloadError
@@ -447,3 +448,52 @@ class Both(Counter):
 
 def test_memory_that_nobody_filled_yet_is_no_chance() -> None:
     assert {kind for kind, _ in kinds_of(profiled(Both))} == {"state"}
+
+
+class Checkpointing(nn.Module):
+    """Runs one of its modules again in backward, whoever plans what."""
+
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.part = nn.Linear(64, 64), Calm()
+        self.reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.first(x))
+        out: torch.Tensor = checkpoint(self.part, x, use_reentrant=self.reentrant)
+        return x + out
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("by", BOTH)
+def test_regions_are_around_a_checkpoint_of_the_model_and_not_inside(
+    reentrant: bool, by: str
+) -> None:
+    model = nn.Sequential(*[Checkpointing(reentrant=reentrant) for _ in range(3)])
+    graph = ckplan.profile(model, torch.randn(512, 64), replay=False)
+    assert kinds_of(graph) == {("again", BOTH)}
+    assert resolve(Plan(regions=(PlannedRegion("[0..2]", by),)), graph)
+    assert resolve(Plan(regions=(PlannedRegion("[0..2].first", by),)), graph)
+    for inside in ("[0..2].part", "[0..2].part.linear"):
+        with pytest.raises(PlanError, match=r"0.part#0 runs again in backward already"):
+            resolve(Plan(regions=(PlannedRegion(inside, by),)), graph)
+    assert "calls around: program or rerun" in render(
+        step_report(graph, simulate(graph))
+    )
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_under_the_switch_of_transformers_programs_are_not_predicted() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 64}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
+    model.train().gradient_checkpointing_enable({"use_reentrant": False})
+    ids = torch.randint(64, (2, 16))
+    batch = {"input_ids": ids, "labels": ids}
+    graph = ckplan.profile(model, batch, replay=False)
+    layers = "transformer.h.[0..1]"
+    assert resolve(Plan(regions=(PlannedRegion(layers, "rerun"),)), graph)
+    with pytest.raises(PlanError, match="gradient_checkpointing is on"):
+        resolve(Plan(regions=(PlannedRegion(layers, "program"),)), graph)
+    with pytest.raises(PlanError, match="gradient_checkpointing is on"):
+        resolve(Plan(regions=(PlannedRegion(f"{layers}.mlp", "rerun"),)), graph)

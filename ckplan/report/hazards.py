@@ -16,14 +16,15 @@ _MOST_PATTERNS = 2
 
 def hazards_table(graph: Graph) -> Table:
     """Rows of calls, what is the matter with them, and what may recompute them."""
-    alike: dict[tuple[str, str, tuple[str, ...]], list[int]] = {}
+    alike: dict[tuple[str, str, str], list[int]] = {}
     for hazard in graph.hazards:
-        module = graph.calls[hazard.call].module
-        key = (module, hazard.reason, hazard.guarded_by)
+        ways = " or ".join(hazard.guarded_by) or "nothing"
+        if hazard.kind == "again":
+            ways = f"calls around: {ways}"
+        key = (graph.calls[hazard.call].module, hazard.reason, ways)
         alike.setdefault(key, []).append(hazard.call)
     table = make_table("calls", "hazard", "recomputed by", texts=3)
-    for (_, reason, guarded_by), calls in alike.items():
-        ways = " or ".join(guarded_by) or "nothing"
+    for (_, reason, ways), calls in alike.items():
         add_row(table, _names(graph, calls), reason, ways)
     return table
 

@@ -51,6 +51,8 @@ def find_hazards(
     for call in _of_unseen_kernels(recording):
         reason = "runs a kernel that no op stands for"
         found[Hazard(call_number[call], "unseen", reason, RERUNS)] = None
+    for call, reason, guard in _of_own_checkpoints(recording):
+        found[Hazard(call_number[call], "again", reason, guard)] = None
     for index, raw in enumerate(recording.calls):
         mine = [o for o in recording.ops[raw.start : raw.stop] if o.call == index]
         for kind, reason, guard in _of_ops(recording, raw, mine):
@@ -75,6 +77,23 @@ def _of_unseen_kernels(recording: Recording) -> Iterator[int]:
     for saved in recording.saved:
         if saved.storage in waiting:
             yield waiting.pop(saved.storage)
+
+
+def _of_own_checkpoints(
+    recording: Recording,
+) -> Iterator[tuple[int, str, tuple[str, ...]]]:
+    """Outermost calls that the model itself runs again, and ways for regions around.
+
+    Programs turn the switch of transformers off while they run.
+    """
+    calls, again = recording.calls, recording.run_again
+    for index, raw in enumerate(calls):
+        inside = raw.parent != OUTSIDE_CALLS and calls[raw.parent].fqn in again
+        if raw.fqn in again and not inside and raw.stop > raw.start:
+            switched = again[raw.fqn]
+            by = "gradient_checkpointing is on" if switched else "it is checkpointed"
+            reason = f"runs again in backward already: in the model itself {by}"
+            yield index, reason, RERUNS if switched else BOTH
 
 
 def _of_ops(

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ckplan.applying.world import state_of
+from ckplan.names import is_around
 from ckplan.records import BEFORE_STEP, OUTSIDE_CALLS
 from ckplan.tracing.recording import RawCall, Recording
 from ckplan.tracing.storages import Storages
@@ -90,9 +91,12 @@ class ModuleCalls:
 
     def _enter(self, module: nn.Module, args: object) -> None:
         del args
-        if not self._counts(module):
+        if id(module) not in self._fqns:
             return
         fqn = self._fqns[id(module)]
+        if self._over:
+            self._recording.run_again[fqn] = self._is_switched(fqn)
+            return
         self._look()
         self._watch.enter(module)
         state = state_of(module.modules())
@@ -108,6 +112,14 @@ class ModuleCalls:
         self._stack.append(len(self._recording.calls))
         self._recording.calls.append(call)
         self._mark_boundary()
+
+    def _is_switched(self, fqn: str) -> bool:
+        """Whether a switch of transformers runs a module again."""
+        return any(
+            getattr(module, "gradient_checkpointing", False)
+            for module in self._modules
+            if is_around(self._fqns[id(module)], fqn)
+        )
 
     def _given(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if self._counts(module):

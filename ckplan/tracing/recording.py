@@ -117,6 +117,8 @@ class Recording:
     calls: list[RawCall] = field(default_factory=list)
     changes: list[tuple[int, str, str]] = field(default_factory=list)
     """(call, kind of hazard, reason) of state beside tensors."""
+    run_again: dict[str, bool] = field(default_factory=dict)
+    """Modules that the model itself ran again in backward; whether by a switch."""
     on_host: list[int] = field(default_factory=list)
     """Storages that are in the CPU's memory, whatever the device."""
     num_known: int = 0  # storages that were registered before the step
