@@ -494,7 +494,9 @@ class Compiled(nn.Module):
         super().__init__()
         self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
         self.steps, self.step = steps, 0
-        function = torch.compile(lambda t: t.sin() * t.exp(), backend="eager")
+        function = torch.compile(
+            lambda t: t.sin() * t.exp(), backend="eager", fullgraph=True
+        )
         self.functions = [function]  # no module
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -506,12 +508,15 @@ class Compiled(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo's own doing
 @pytest.mark.parametrize("steps", [(2,), (0, 1, 3), range(5)])
-def test_what_torch_compiled_runs_uncompiled_inside(steps: Sequence[int]) -> None:
+@pytest.mark.parametrize("by", ["program", "rerun"])
+def test_what_torch_compiled_runs_uncompiled_inside(
+    steps: Sequence[int], by: str
+) -> None:
     def gradients(*, plan: bool) -> list[torch.Tensor | None]:
         torch.manual_seed(0)
         model, found = Compiled(steps), []
         if plan:
-            applying.apply(model, Plan(regions=(PlannedRegion("."),)))
+            applying.apply(model, Plan(regions=(PlannedRegion(".", by),)))
         for model.step in range(5):
             model.zero_grad()
             model(torch.randn(4, 8)).sum().backward()

@@ -30,6 +30,7 @@ from ckplan.applying.calls import (
     switches,
     version_of,
 )
+from ckplan.applying.compiled import uncompiled
 from ckplan.applying.likeness import Likeness, is_same
 from ckplan.applying.world import World, source_of, sources_on
 from ckplan.errors import ApplyError
@@ -138,12 +139,15 @@ class _Seen(AbstractContextManager[None]):
 
     def __init__(self, rerun: Rerun) -> None:
         self._rerun = rerun
+        self._uncompiled = uncompiled()
 
     def __enter__(self) -> None:
+        self._uncompiled.__enter__()
         self._rerun.calls.__enter__()
 
     def __exit__(self, *error: Any) -> None:
         self._rerun.calls.__exit__(*error)
+        self._uncompiled.__exit__(*error)
         self._rerun.end()
 
 
@@ -152,16 +156,19 @@ class _Again(AbstractContextManager[None]):
 
     def __init__(self, rerun: Rerun) -> None:
         self._rerun = rerun
-        self._open: list[tuple[World, _Calls]] = []
+        self._open: list[tuple[World, _Calls, AbstractContextManager[object]]] = []
 
     def __enter__(self) -> None:
         now, calls = self._rerun.begin_again()
-        self._open.append((now, calls))
+        compiling = uncompiled()
+        self._open.append((now, calls, compiling))
+        compiling.__enter__()
         calls.__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        now, calls = self._open.pop()
+        now, calls, compiling = self._open.pop()
         calls.__exit__(*error)
+        compiling.__exit__(*error)
         calls.close()
         now.restore()
         if calls.different:
