@@ -497,3 +497,38 @@ def test_under_the_switch_of_transformers_programs_are_not_predicted() -> None:
         resolve(Plan(regions=(PlannedRegion(layers, "program"),)), graph)
     with pytest.raises(PlanError, match="gradient_checkpointing is on"):
         resolve(Plan(regions=(PlannedRegion(f"{layers}.mlp", "rerun"),)), graph)
+
+
+class Telling(nn.Module):
+    """Hands what it makes to the module that calls it."""
+
+    def __init__(self, *told: nn.Module) -> None:
+        super().__init__()
+        self.linear, self.told = nn.Linear(64, 64), told
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.linear(x))
+        for one in self.told:
+            one.outputs.append(x)
+        return torch.sin(x)
+
+
+class Told(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs: list[torch.Tensor] = []
+        self.h = nn.Sequential(Telling(self), Telling(), Telling(self))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.outputs.clear()
+        return self.h(x) + sum(self.outputs)
+
+
+def test_what_a_layer_tells_a_module_around_it_is_not_told_twice() -> None:
+    graph = ckplan.profile(Told(), torch.randn(512, 64), replay=False)
+    assert resolve(Plan(regions=(PlannedRegion("h.[0..2]", "program"),)), graph)
+    assert resolve(Plan(regions=(PlannedRegion("h.1", "rerun"),)), graph)
+    for calls in ("h.0", "h.2", "h"):
+        refused = r"'outputs' of the Told around it"
+        with pytest.raises(PlanError, match=refused):
+            resolve(Plan(regions=(PlannedRegion(calls, "rerun"),)), graph)

@@ -37,6 +37,7 @@ class _Frame:
     module: nn.Module
     state: dict[str, Any]
     plain: set[str]  # names in it of what the engine puts back
+    outline: dict[str, Any]  # what can be told soon, of calls around the one that runs
     arguments: list[Any] = field(default_factory=list)
     before: list[Any] = field(default_factory=list)
 
@@ -50,7 +51,7 @@ class Watch:
 
     def enter(self, module: nn.Module) -> None:
         """A call begins."""
-        self._frames.append(_Frame(module, *_state_of(module)))
+        self._frames.append(_Frame(module, *_state_of(module), _outline_of(module)))
 
     def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """What the call that began was given; tensors are seen op by op."""
@@ -75,6 +76,9 @@ class Watch:
         if not self._frames:
             return
         frame = self._frames[-1]
+        for around in self._frames[:-1]:
+            if around.module is not frame.module:
+                yield from _changes_of_another(around)
         state, plain = _state_of(frame.module)
         for name in {**frame.state, **state}:
             if frame.state.get(name, _MISSING) != state.get(name, _MISSING):
@@ -82,6 +86,7 @@ class Watch:
                 kind = "plain state" if known else "state"
                 yield kind, f"changes its attribute '{name}'"
         frame.state, frame.plain = state, plain
+        frame.outline = _outline_of(frame.module)
         after = list(map(seen, frame.arguments))
         for argument, old, new in zip(
             frame.arguments, frame.before, after, strict=True
@@ -89,6 +94,18 @@ class Watch:
             if old != new:
                 yield "state", f"changes an argument of type {type(argument).__name__}"
         frame.before = after
+
+
+def _changes_of_another(frame: _Frame) -> Iterator[tuple[str, str]]:
+    """What the code of a call inside changed of a module that is not put back with it.
+
+    That module's own next look finds it, too.
+    """
+    outline, title = _outline_of(frame.module), type(frame.module).__name__
+    for name in {**frame.outline, **outline}:
+        if frame.outline.get(name, _MISSING) != outline.get(name, _MISSING):
+            yield "state", f"changes the attribute '{name}' of the {title} around it"
+    frame.outline = outline
 
 
 _MISSING = object()
@@ -140,6 +157,23 @@ def _state_of(module: nn.Module) -> tuple[dict[str, Any], set[str]]:
     # What is written in place is seen op by op; what is replaced is not.
     buffers = {name: id(value) for name, value in module._buffers.items()}
     return found | buffers, {name for name, value in own.items() if _is_plain(value)}
+
+
+def _outline_of(module: nn.Module) -> dict[str, Any]:
+    """What can be told of it at every look at a call inside: values and their items."""
+    own = (item for item in vars(module).items() if item[0] not in _OF_TORCH)
+    found = {name: _outlined(value) for name, value in own}
+    return found | {name: id(value) for name, value in module._buffers.items()}
+
+
+def _outlined(value: Any) -> Any:
+    if isinstance(value, _PLAIN):
+        return value
+    if not isinstance(value, (list, set, deque, dict)):
+        return id(value)
+    if len(value) > _MOST_ITEMS:
+        return len(value)
+    return [id(x) for x in (value.values() if isinstance(value, dict) else value)]
 
 
 def _is_plain(value: Any, depth: int = 0) -> bool:
