@@ -28,6 +28,9 @@ from ckplan.plan import Plan, PlannedRegion
 from ckplan.region import Region
 from ckplan.resolve import describe, name_ops, resolve
 from ckplan.simulate import simulate
+from ckplan.tracing.profile import profile_workload
+from ckplan.tracing.trace import NOTE_MADE
+from ckplan.training.loading import WorkloadSpec
 from ckplan.training.step import Training, TrainingStep, make_step
 from ckplan.training.workload import Workload, tensors_of
 
@@ -1056,7 +1059,52 @@ def test_a_model_with_lazy_parameters_is_refused_by_name() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.LazyLinear(64))
     with pytest.raises(ApplyError, match=r"its parameter '1\.weight' is lazy"):
         ckplan.apply(model, plan)
+    with pytest.raises(WorkloadError, match=r"its parameter '1\.weight' is lazy"):
+        ckplan.profile(model, X)
     model(X)
     ckplan.apply(model, plan)
     model(X).sum().backward()
     assert ckplan.status(model).regions[0].runs == 1
+
+
+def test_a_factory_of_lazy_parameters_is_refused_by_name(tmp_path: Path) -> None:
+    file = tmp_path / "lazy.py"
+    file.write_text(
+        "import torch\n\ndef build():\n"
+        "    return torch.nn.Sequential(torch.nn.LazyLinear(4)), torch.ones(2, 3)\n"
+    )
+    with pytest.raises(WorkloadError, match=r"its parameter '0\.weight' is lazy"):
+        profile_workload(WorkloadSpec(str(file)))
+    with pytest.raises(WorkloadError) as refused:
+        ckplan.dry_run(str(file), None)
+    assert "lazy ones are not made on fake tensors" in refused.value.needed
+
+
+class Growing(nn.Module):
+    """Makes a layer in its first forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "second"):
+            self.second = nn.Linear(64, 64)
+        return torch.tanh(self.second(torch.tanh(self.first(x))))
+
+
+def test_a_rerun_that_would_make_a_module_once_more_says_so() -> None:
+    plan = Plan(regions=(PlannedRegion("0", "rerun"),))
+    model = ckplan.apply(nn.Sequential(Growing()), plan)
+    with pytest.raises(ApplyError, match=r"0#0 again: its forward made .* a module"):
+        model(X).sum().backward()
+    model(X).sum().backward()
+
+
+def test_a_trace_says_that_the_first_forward_made_modules() -> None:
+    model = nn.Sequential(Growing(), Growing())
+    notes = ckplan.profile(model, X, replay=False).notes
+    assert f"{NOTE_MADE}: 0.second, ..." in notes
+    model(X)
+    notes = ckplan.profile(model, X, replay=False).notes
+    assert not any(note.startswith(NOTE_MADE) for note in notes)

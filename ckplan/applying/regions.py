@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from ckplan.applying.choices import Choice, RegionStatus
 from ckplan.applying.forwards import GuardedForward, RerunForward
@@ -36,6 +35,7 @@ from ckplan.plan import Plan
 from ckplan.plan_file import load
 from ckplan.region import RERUN
 from ckplan.training.first_calls import make_first_calls
+from ckplan.training.workload import check_not_lazy
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ def apply(model: nn.Module, plan: Plan | str | Path) -> nn.Module:
     """
     plan = load(Path(plan)) if isinstance(plan, (str, Path)) else plan
     _check_kinds(model, plan)
-    _check_not_lazy(model)
+    check_not_lazy(model, "apply a plan to", ApplyError)
     modules = dict(model.named_modules())
     choices = choices_of(plan.regions, modules)
     warn_of_differences(plan, model)
@@ -102,17 +102,6 @@ def _check_kinds(model: object, plan: object) -> None:
             needed="a plan, or the path of its file, and a module",
             hint="ckplan.apply(model, ckplan.solve(graph, budget='12GiB'))",
         )
-
-
-def _check_not_lazy(model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if is_lazy(parameter):
-            raise ApplyError(
-                f"cannot apply a plan to a {type(model).__name__} that has not run "
-                f"yet: its parameter '{name}' is lazy and has no shape",
-                needed="parameters that are there, as after a first forward",
-                hint="call the model on a batch before, in the workload's factory, too",
-            )
 
 
 def remove(model: nn.Module) -> nn.Module:

@@ -42,7 +42,13 @@ from ckplan.training.loading import WorkloadSpec
 from ckplan.training.memory import given_back
 from ckplan.training.randomness import seed_everything
 from ckplan.training.step import AS_IT_SAYS, Training
-from ckplan.training.workload import Workload, as_workload, on_device, tensors_of
+from ckplan.training.workload import (
+    Workload,
+    as_workload,
+    check_not_lazy,
+    on_device,
+    tensors_of,
+)
 
 NOTE_SECONDS = "seconds and workspaces: each distinct op measured alone on this machine"
 NOTE_ROOFLINE = "seconds: the least that the card needs; workspaces are not counted"
@@ -148,6 +154,7 @@ def profile(
     """
     sharding = Sharding(shard, world_size, tuple(units)) if shard else None
     workload = as_workload((model, batch, loss), "the call of profile()")
+    check_not_lazy(model, "profile")
     here = next((str(p.device) for p in model.parameters()), "cpu")
     target = find_target(device or (here if gpu is None else "cuda"), gpu)
 

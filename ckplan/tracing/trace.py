@@ -35,10 +35,19 @@ from ckplan.training.fingerprint import fingerprint
 from ckplan.training.memory import available_bytes, limited_memory
 from ckplan.training.optimizers import counters
 from ckplan.training.step import Training, TrainingStep, make_step
-from ckplan.training.workload import Workload, on_device, tensors_of
+from ckplan.training.workload import (
+    Workload,
+    check_not_lazy,
+    on_device,
+    tensors_of,
+)
 
 NOTE_FAKE = "traced under fake tensors"
 NOTE_PREDICTED = "optimizer: predicted only, as one byte for each of two states"
+NOTE_MADE = (
+    "the first forward makes modules: call the model on a batch before a plan is "
+    "applied, in the workload's factory, too"
+)
 
 _MOST_OF_MEMORY = 0.9  # of what is available, for a step on real tensors
 
@@ -224,6 +233,8 @@ def _watch_step(
     """Record the second step: the steady state, in which optimizer state exists."""
     placed = device or target.placed
     workload = on_device(build(scope), placed)
+    check_not_lazy(workload.model, "profile")
+    there = {name for name, _ in workload.model.named_modules()}
     step = make_step(workload, training, target.device.type)
     with _told("the first step"):
         loss = step.run()
@@ -240,6 +251,9 @@ def _watch_step(
         if on_cuda and step.optimizer is not None:
             recorder.storages.leave_out(counters(step.optimizer))
         notes = _record(recorder, step)
+    made = [name for name, _ in workload.model.named_modules() if name not in there]
+    if made:
+        notes.append(f"{NOTE_MADE}: {made[0]}" + ", ..." * (len(made) > 1))
     return Traced(
         recorder.recording,
         type(workload.model).__name__,

@@ -84,13 +84,16 @@ def _import_file(path: Path) -> ModuleType:
 def raised(name: str, error: BaseException) -> WorkloadError:
     """What to say of an exception of the user's own code."""
     lines = str(error).strip().splitlines() or [""]
-    needed = f"a factory that returns {CONTRACT}"
+    needed, hint = f"a factory that returns {CONTRACT}", _where(error)
     if wants_gpu(error):
         needed = "a GPU; but for --device cuda none, if only the factory asks for it"
+    if "UninitializedParameter" in lines[0]:
+        needed = "parameters with shapes: lazy ones are not made on fake tensors"
+        hint = "nn.Linear(...) in place of nn.LazyLinear(...); verify without --fake"
     return WorkloadError(
         f"cannot build the workload: {name} raised {type(error).__name__}: {lines[0]}",
         needed=needed,
-        hint=_where(error),
+        hint=hint,
     )
 
 

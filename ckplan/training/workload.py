@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
-from ckplan.errors import WorkloadError
+from ckplan.errors import CkplanError, WorkloadError
 
 CONTRACT = "(model, batch), (model, batch, loss_fn) or a dict with 'model' and 'batch'"
 
@@ -75,6 +76,24 @@ def first_rows(workload: Workload, rows: int) -> Workload:
         return leaf[:rows].clone() if is_tensor and leaf.shape[0] == whole else leaf
 
     return replace(workload, batch=pytree.tree_map(first, workload.batch))
+
+
+def check_not_lazy(
+    model: nn.Module, cannot: str, kind: type[CkplanError] = WorkloadError
+) -> None:
+    """Refuse a model that has not run yet, if its parameters get their shapes then.
+
+    Raises:
+        CkplanError: Of that kind; a parameter is named.
+    """
+    for name, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            raise kind(
+                f"cannot {cannot} a {type(model).__name__} that has not run yet: its "
+                f"parameter '{name}' is lazy and has no shape",
+                needed="parameters that are there, as after a first forward",
+                hint="call the model on a batch before, in the workload's factory, too",
+            )
 
 
 def on_device(workload: Workload, device: torch.device) -> Workload:
