@@ -101,7 +101,10 @@ def _world(view: RegionView, until: int) -> Iterator[Interval]:
     """
     (_, over), begin = view.forward_window(), 2 * view.start + 1
     state_bytes = random_state_bytes(view.graph)
-    yield Interval(begin, max(until, over) if view.draws else over, state_bytes)
+    of_device, of_another = view.draws
+    yield Interval(begin, max(until, over) if of_device else over, state_bytes)
+    if of_another:
+        yield Interval(begin, max(until, over), state_bytes)
     for storage in view.call.state:
         changed = view.graph.is_changed(storage, view.start, view.stop)
         size = view.graph.storages[storage].bytes
@@ -133,7 +136,7 @@ def _run_again(
             until[saved.storage] = max(until.get(saved.storage, 0), saved.used)
     gap = 2 * first
     found = sum(graph.storages[storage].bytes for storage in view.call.state)
-    found += random_state_bytes(graph) if view.draws else 0
+    found += random_state_bytes(graph) * sum(view.draws)
     effect.made.append(Interval(gap, gap, found))  # to be put back afterwards
     alive = sum(one.bytes for one in effect.made if one.start <= gap <= one.stop)
     most_bytes = alive

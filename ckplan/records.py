@@ -28,6 +28,8 @@ HAZARDS = (
     "chance",  # the same op on the same tensors gives other values
     "again",  # the model itself runs it again in backward: what it saves is not seen
 )
+OWN_GENERATOR = "draws from a generator of its own"
+"""What hazards say of an op that does."""
 
 BATCH_NORMS = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
 """Ops that normalize by statistics of the batch, and move running ones past all notice

@@ -10,7 +10,14 @@ from itertools import pairwise
 from ckplan.errors import PlanError
 from ckplan.graph import Graph
 from ckplan.program import EXTERNAL, Flow, Part, Program, compile_program
-from ckplan.records import BATCH_NORMS, BEFORE_STEP, Call, Encoding, Saved
+from ckplan.records import (
+    BATCH_NORMS,
+    BEFORE_STEP,
+    OWN_GENERATOR,
+    Call,
+    Encoding,
+    Saved,
+)
 
 PROGRAM, RERUN = "program", "rerun"
 """Ways to recompute: single ops, or the whole module again."""
@@ -111,9 +118,13 @@ class RegionView:
         return found
 
     @cached_property
-    def draws(self) -> bool:
-        """Whether its forward moves a random generator on."""
-        return any(op.random for op in self.graph.ops[self.start : self.stop])
+    def draws(self) -> tuple[bool, bool]:
+        """Whether its forward moves on the device's generator, and another one."""
+        hazards = self.graph.hazards_in(*self.unit)
+        own = {(h.call, h.reason) for h in hazards if h.reason.endswith(OWN_GENERATOR)}
+        random = (op for op in self.graph.ops[self.start : self.stop] if op.random)
+        found = {(op.call, f"{op.name} {OWN_GENERATOR}") in own for op in random}
+        return False in found, True in found
 
     def inside(self, storage: int) -> bool:
         """Whether the region makes the storage."""

@@ -534,3 +534,33 @@ def test_a_region_that_never_runs_is_named() -> None:
     plan = Plan(regions=(PlannedRegion("used"), PlannedRegion("spare")))
     found = dry_run_workload(make, plan)
     assert (found.regions_ran, found.regions_idle) == (1, ("spare",))
+
+
+class Drawing(nn.Module):
+    """Draws from a generator of its own, and from the device's if it likes."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.linear, self.rate = nn.Linear(16, 16), rate
+        self.generator = torch.Generator()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x)
+        x = torch.tanh(x * (torch.rand(x.shape, generator=self.generator) > 0.1))
+        return nn.functional.dropout(x, self.rate) if self.rate else x
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.1])
+@pytest.mark.parametrize("by", ["program", "rerun"])
+def test_states_of_other_generators_are_counted(by: str, rate: float) -> None:
+    def make() -> Workload:
+        model = nn.Sequential(*[Drawing(rate) for _ in range(4)])
+        return Workload(model, torch.randn(256, 16), lambda out, _: out.square().mean())
+
+    plan = Plan(regions=(PlannedRegion("[0..3]", by),))
+    workload = make()
+    graph = ckplan.profile(workload.model, workload.batch, loss=workload.loss)
+    predicted = simulate(graph, resolve(plan, graph)).peak_bytes
+    ckplan.apply(workload.model, plan)
+    found = dry_run_workload(make, plan, Training("adamw"))
+    assert predicted == found.dry_run_peak_bytes == measured_peak(workload)

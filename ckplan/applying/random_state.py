@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ckplan.errors import ApplyError
+from ckplan.training import randomness
 
 
 def random_state(
@@ -12,7 +13,7 @@ def random_state(
 ) -> torch.Tensor:
     """The state of a generator, or of a device's own."""
     if generator is not None:
-        return generator.get_state()
+        return randomness.state_of_generator(generator)
     if device.type == "cuda":
         return _cuda_random_state(device)
     return torch.get_rng_state()

@@ -32,6 +32,7 @@ from ckplan.applying.calls import (
 )
 from ckplan.applying.compiled import uncompiled
 from ckplan.applying.likeness import Likeness, is_same
+from ckplan.applying.random_state import random_state
 from ckplan.applying.world import World, source_of, sources_on
 from ckplan.errors import ApplyError
 
@@ -275,12 +276,14 @@ class _Calls(TorchFunctionMode):
             self.different = what
 
     def _draw(self, generator: torch.Generator) -> None:
-        if all(known is not generator for known, _ in self.generators):
-            self.generators.append((generator, generator.get_state()))
-            if self._expected is not None:
-                before = self._expected.generators
-                if all(known is not generator for known, _ in before):
-                    self.different = self.different or "another random generator"
+        known = self.generators if self._expected is None else self._expected.generators
+        if any(one is generator for one, _ in known):
+            return
+        if self._expected is None:
+            state = random_state(generator.device, generator)
+            self.generators.append((generator, state))
+        else:
+            self.different = self.different or "another random generator"
 
 
 def _detached(leaves: Iterable[Any]) -> list[Any]:

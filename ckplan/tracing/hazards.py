@@ -15,7 +15,13 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from ckplan.applying.facts import RUNNING_STATISTICS, TRAINING
-from ckplan.records import BATCH_NORMS, BEFORE_STEP, OUTSIDE_CALLS, Hazard
+from ckplan.records import (
+    BATCH_NORMS,
+    BEFORE_STEP,
+    OUTSIDE_CALLS,
+    OWN_GENERATOR,
+    Hazard,
+)
 from ckplan.region import PROGRAM, RERUN
 from ckplan.tracing.recording import (
     STILL_ALIVE,
@@ -107,7 +113,7 @@ def _of_ops(
         if _updates_statistics(op):
             yield "statistics", f"{name} updates running statistics", BOTH
         if any(isinstance(leaf, torch.Generator) for leaf in op.args):
-            yield "random", f"{name} draws from a generator of its own", BOTH
+            yield "random", f"{name} {OWN_GENERATOR}", BOTH
         if decided_by_values(op.func, op.args):
             yield "shapes", f"{name} returns as much as values decide", BOTH
         for storage in op.writes:

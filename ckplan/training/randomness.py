@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 from unittest import mock
@@ -51,21 +52,33 @@ def torch_put_back() -> Callable[[], None]:
     return put_back
 
 
-def seeing_states(
-    see: Callable[[torch.Tensor], None],
-) -> AbstractContextManager[object]:
+def state_of_generator(generator: torch.Generator) -> torch.Tensor:
+    """The state of a generator that is no device's own; ``seeing_states`` sees it."""
+    return generator.get_state()
+
+
+@contextmanager
+def seeing_states(see: Callable[[torch.Tensor], None]) -> Iterator[None]:
     """Show the CPU generator's states that anybody asks for, which no op makes.
 
-    Torch's own checkpoint keeps one for every call.
+    Torch's own checkpoint keeps one for every call. Of other generators those that we
+    ask for.
     """
-    real = torch.get_rng_state
 
-    def seen() -> torch.Tensor:
-        state = real()
-        see(state)
-        return state
+    def seen(real: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def ask(*generator: torch.Generator) -> torch.Tensor:
+            state = real(*generator)
+            see(state)
+            return state
 
-    return mock.patch.object(torch, "get_rng_state", seen)
+        return ask
+
+    patch, here = mock.patch.object, sys.modules[__name__]
+    with (
+        patch(torch, "get_rng_state", seen(torch.get_rng_state)),
+        patch(here, "state_of_generator", seen(state_of_generator)),
+    ):
+        yield
 
 
 @cache

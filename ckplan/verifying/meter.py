@@ -214,7 +214,7 @@ class Meter(TorchDispatchMode):
         func, args = self._in_place.instead_of(func, args)
         adds_to = self._adds_to(func, args)
         if draws(func, args, kwargs):
-            _draw()
+            _draw(kwargs.get("generator"))
         out = func(*args, **kwargs)
         self._in_place.note(func, out)
         returned = [x for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor)]
@@ -272,10 +272,10 @@ class Meter(TorchDispatchMode):
         return self._distinct[key]
 
 
-def _draw() -> None:
-    """Move torch's generator on, as fake draws do not: so a region sees that it did."""
+def _draw(generator: torch.Generator | None) -> None:
+    """Move a generator on, as fake draws do not: so a region sees that it did."""
     with _disable_current_modes():
-        torch.rand(1)
+        torch.rand(1, generator=generator)
 
 
 def _is_backward() -> bool:
