@@ -723,19 +723,33 @@ def test_a_run_whose_last_call_never_comes_ends_with_its_parent() -> None:
     assert not applying.hooks.running.calls
 
 
-def test_calls_of_one_module_are_rebuilt_in_one_way() -> None:
-    class Twice(nn.Module):
+def test_calls_of_one_module_are_rebuilt_in_two_ways() -> None:
+    class Thrice(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.block = nn.Sequential(nn.Linear(8, 8), nn.GELU())
+            self.block = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1))
 
         def forward(self, x: torch.Tensor) -> Any:
-            return self.block(self.block(x))
+            return self.block(self.block(self.block(x)))
 
-    model, found = Twice(), "cannot rebuild block#0 by rerun and block#1 by program"
-    regions = PlannedRegion("block#0", "rerun"), PlannedRegion("block#1")
-    with pytest.raises(PlanError, match=found):
-        applying.apply(model, Plan(regions=regions))
+    def make() -> Workload:
+        torch.manual_seed(0)
+        return Workload(Thrice(), X, lambda out, _: out.square().mean())
+
+    workload, expected = make(), train(make())
+    graph = ckplan.profile(workload.model, workload.batch, loss=workload.loss)
+    rerun = [PlannedRegion(f"block#{number}", "rerun") for number in range(3)]
+    run = PlannedRegion("", run=("block#1", "block#2"))
+    first, last = PlannedRegion("block#0"), PlannedRegion("block#[1..2]")
+    for regions in ((rerun[1], first), (rerun[0], last), (rerun[0], run)):
+        plan = Plan(regions=regions)
+        ckplan.apply(workload.model, plan)
+        predicted = simulate(graph, resolve(plan, graph)).peak_bytes
+        planned = make()
+        ckplan.apply(planned.model, plan)
+        assert all(map(torch.equal, expected, train(planned)))
+        assert [one.runs for one in ckplan.status(planned.model).regions].count(0) == 0
+        assert predicted == pytest.approx(measured_peak(planned), rel=0.001)
 
 
 @pytest.mark.parametrize(

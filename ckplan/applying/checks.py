@@ -11,7 +11,6 @@ from ckplan.applying.choices import Choice
 from ckplan.errors import PlanError, did_you_mean
 from ckplan.names import is_around
 from ckplan.plan import PlannedRegion
-from ckplan.region import RERUN
 
 
 def has_forward(module: nn.Module) -> bool:
@@ -66,19 +65,10 @@ def check_ops(regions: Iterable[PlannedRegion]) -> None:
 
 
 def check_together(choice: Choice, other: Choice) -> None:
-    """Refuse two choices of one module that share a call, or rebuild in two ways."""
+    """Refuse two choices of one module that share a call."""
     both = choice.numbers is None or other.numbers is None
     if both or (choice.numbers or set()) & (other.numbers or set()):
         raise _overlap(choice, f"{choice.name} is named twice")
-    way, other_way = choice.region.by, other.region.by
-    if way != other_way:
-        error = PlanError(
-            f"cannot rebuild {other.name} by {other_way} and {choice.name} by {way}: "
-            "one module has both",
-            needed="one way for all planned calls of a module",
-            hint=f"by: {other_way} for {choice.name}, too",
-        )
-        raise choice.region.located(error)
 
 
 def check_apart(choices: Mapping[str, Sequence[Choice]]) -> None:
@@ -103,8 +93,7 @@ def check_run(
             if fqn != end and (is_around(fqn, end) or is_around(end, fqn)):
                 raise _overlap(run, f"{fqn or '.'} is inside {run.name}, or around it")
         for choice in found:
-            rerun = choice.region.by == RERUN and fqn in run.ends
-            if rerun or _meets(run, fqn, choice.numbers):
+            if _meets(run, fqn, choice.numbers):
                 raise _overlap(run, f"{choice.name} is in {run.name}, too")
     for other in runs:
         if other is not run and _meets(run, other.fqn, other.numbers):

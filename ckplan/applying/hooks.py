@@ -342,13 +342,21 @@ class Chooser:
 
     def __call__(self) -> str | None:
         """What errors call the region that begins now, if one does."""
-        call = self.fqn, self.session.count(self.fqn)
+        call = self._call()
         self.session.check_began(call, self.choices)
         choice = _chosen(self.choices, call[1])
         if choice is None:
             return None
         choice.runs += 1
         return call_name(*call)
+
+    def _call(self) -> Call:
+        """The call that begins; hooks counted it where others of it are programs."""
+        if running.calls:
+            session, call = running.calls[-1]
+            if session is self.session and call[0] == self.fqn:
+                return call
+        return self.fqn, self.session.count(self.fqn)
 
 
 def hook_begin(module: nn.Module, begin: Callable[..., None]) -> RemovableHandle:
