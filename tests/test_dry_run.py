@@ -564,3 +564,26 @@ def test_states_of_other_generators_are_counted(by: str, rate: float) -> None:
     ckplan.apply(workload.model, plan)
     found = dry_run_workload(make, plan, Training("adamw"))
     assert predicted == found.dry_run_peak_bytes == measured_peak(workload)
+
+
+class Beginning(nn.Module):
+    """What it needs for a moment is most of the step."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            most = torch.ones(1000, 256) * x.sum()
+        return x + most.mean()
+
+
+def test_what_modules_hold_from_the_last_step_is_there_until_it_is_replaced() -> None:
+    def make() -> Workload:
+        old = nn.utils.spectral_norm  # whose hook sets a plain attribute
+        layers = [old(nn.Linear(256, 256)) for _ in range(3)]
+        model = nn.Sequential(Beginning(), *layers)
+        return Workload(model, torch.randn(8, 256), lambda out, _: out.square().mean())
+
+    first = make()
+    graph = ckplan.profile(first.model, first.batch, loss=first.loss, replay=False)
+    found = dry_run_workload(make, None, Training("adamw"))
+    assert simulate(graph).peak_bytes == found.unplanned_dry_run_peak_bytes
+    assert simulate(graph).peak_at == "forward of 0"

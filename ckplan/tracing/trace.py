@@ -15,6 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ckplan.errors import CkplanError, WorkloadError
+from ckplan.records import BEFORE_STEP
 from ckplan.tracing.cuda import dispatched, present, translated
 from ckplan.tracing.fake import KnownValues, fake_tensors, why_not_fake
 from ckplan.tracing.recorder import StepRecorder
@@ -304,3 +305,8 @@ def _know_before(storages: Storages, step: TrainingStep) -> None:
     if optimizer is not None:
         storages.know(tensors_of(list(optimizer.state.values())), "optimizer")
     storages.know(tensors_of(step.workload.batch), "input")
+    # Plain attributes, which no op may read: what the last step left in them, as norms
+    # of weights do by hooks, stays until another takes its place.
+    held = tensors_of([vars(module) for module in model.modules()])
+    plain = [x for x in held if x.layout == torch.strided and not x.is_nested]
+    storages.numbers(plain, "buffer", BEFORE_STEP)
