@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -202,12 +202,15 @@ def test_a_profile_leaves_the_model_as_it_was() -> None:
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
+Returned: TypeAlias = list[tuple[str, list[tuple[torch.dtype, tuple[int, ...]]]]]
+
+
 class Layouts(TorchDispatchMode):
-    """Notes how every op lays out what it returns."""
+    """Notes of every op the types and the layouts of what it returns."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[tuple[str, list[tuple[int, ...]]]] = []
+        self.seen: Returned = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -215,8 +218,8 @@ class Layouts(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if func.namespace == "aten" and not func.is_view:
             leaves = torch.utils._pytree.tree_leaves(out)
-            strides = [x.stride() for x in leaves if isinstance(x, torch.Tensor)]
-            self.seen.append((str(func), strides))
+            tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
+            self.seen.append((str(func), [(x.dtype, x.stride()) for x in tensors]))
         return out
 
 
@@ -246,7 +249,7 @@ def test_fake_results_are_laid_out_as_the_kernels_do(
     function: Callable[[torch.Tensor], torch.Tensor],
     laid_out: Callable[[], torch.Tensor],
 ) -> None:
-    def layouts() -> list[tuple[str, list[tuple[int, ...]]]]:
+    def layouts() -> Returned:
         x = laid_out().requires_grad_()
         with Layouts() as mode:
             function(x).backward()
@@ -255,6 +258,24 @@ def test_fake_results_are_laid_out_as_the_kernels_do(
     real = layouts()
     with fake_tensors():
         assert real == layouts()
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [lambda: nn.LayerNorm(8), lambda: nn.GroupNorm(2, 4), lambda: nn.BatchNorm2d(4)],
+)
+def test_fake_norms_return_the_types_that_kernels_do_where_weights_are_wider(
+    norm: Callable[[], nn.Module],
+) -> None:
+    def returned() -> Returned:
+        x = torch.ones(2, 4, 6, 8, dtype=torch.bfloat16, requires_grad=True)
+        with Layouts() as mode:
+            norm()(x).backward(torch.ones_like(x))
+        return mode.seen
+
+    real = returned()
+    with fake_tensors():
+        assert real == returned()
 
 
 def test_weights_of_copied_layers_are_counted_once(tmp_path: Path) -> None:

@@ -80,6 +80,14 @@ _SOME_MEMORY_FORMAT = (
     torch.ops.aten.native_batch_norm_backward.default,
 )
 """Always contiguous or channels last. Fake kernels of both follow their inputs."""
+_NORMS = (
+    torch.ops.aten.native_batch_norm.default,
+    torch.ops.aten.native_group_norm.default,
+    torch.ops.aten.native_layer_norm.default,
+)
+"""Their statistics are of float32 where weights are, as autocast leaves them."""
+_GROUP_NORM_BACKWARD = torch.ops.aten.native_group_norm_backward.default
+"""Of what it was given, not of the weights as its fake kernel has it."""
 
 
 class _Fakes(FakeTensorMode):
@@ -149,7 +157,7 @@ class KnownValues(TorchDispatchMode):
         if func in GIVEN_STORAGES or any(map(self._is_unknown_float, args)):
             if func._schema.is_mutable:
                 self._forget(_written(func, args))
-            return _laid_out(func, func(*args, **kwargs))
+            return _as_kernels_do(func, args, func(*args, **kwargs))
         leaves, spec = pytree.tree_flatten((args, kwargs))
         values = [self._value(x) if isinstance(x, torch.Tensor) else x for x in leaves]
         known = all(
@@ -158,7 +166,7 @@ class KnownValues(TorchDispatchMode):
         )
         if known and func in _QUESTIONS:
             return _run_real(func, values, spec)
-        out = _laid_out(func, func(*args, **kwargs))
+        out = _as_kernels_do(func, args, func(*args, **kwargs))
         outputs = [x for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor)]
         known &= not (_is_chance(func) and any(x.is_floating_point() for x in outputs))
         if known and all(_is_small(x) for x in outputs):
@@ -250,6 +258,21 @@ def _grouped_mm(
     if a.dim() == b.dim():
         shape.insert(0, len(a) if stops is None else len(stops))
     return torch.empty(shape, dtype=a.dtype, device=a.device)
+
+
+def _as_kernels_do(func: Any, args: tuple[Any, ...], out: Any) -> Any:
+    """What an op returned, in the types and the layout that its kernel gives it."""
+    if func in _NORMS and _is_mixed(args):
+        out = (out[0], *(x.float() for x in out[1:]))
+    elif func is _GROUP_NORM_BACKWARD and _is_mixed(args):
+        out = (None if out[0] is None else out[0].to(args[1].dtype), *out[1:])
+    return _laid_out(func, out)
+
+
+def _is_mixed(args: tuple[Any, ...]) -> bool:
+    """Whether inputs are of 16 bits and weights of 32."""
+    types = [x.dtype for x in args if isinstance(x, torch.Tensor)]
+    return types[0].itemsize == 2 and torch.float32 in types
 
 
 def _laid_out(func: Any, out: Any) -> Any:
