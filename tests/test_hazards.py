@@ -920,6 +920,23 @@ def test_a_tensor_given_twice_is_one_tensor_again(by: str) -> None:
 
 
 @BOTH
+def test_a_batch_of_one_is_laid_out_as_it_was_given(by: str) -> None:
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.block = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.block(self.first(x).unsqueeze(1).transpose(0, 1))
+
+    torch.manual_seed(0)
+    plain = Turned()
+    planned = copy.deepcopy(plain)
+    applying.apply(planned, plan(by))
+    assert all(map(torch.equal, step_of(plain, 0), step_of(planned, 0)))
+
+
+@BOTH
 def test_a_deep_copy_runs_its_own_weights(by: str) -> None:
     def run() -> None:
         torch.manual_seed(0)

@@ -290,7 +290,8 @@ def _detached(leaves: Iterable[Any]) -> list[Any]:
     """Inputs without the graph behind them: holding that would be a cycle.
 
     What was given twice is one tensor again, as attention asks: ``query is key``. What
-    was no leaf is none: autocast keeps its casts of leaves.
+    was no leaf is none: autocast keeps its casts of leaves. A view by ``[...]`` has all
+    strides as they were, those of a batch of one, too.
     """
     alone: dict[int, Any] = {}
     found = []
@@ -299,7 +300,7 @@ def _detached(leaves: Iterable[Any]) -> list[Any]:
             if id(leaf) not in alone:
                 bare = leaf.detach().requires_grad_()
                 strided = leaf.layout == torch.strided
-                alone[id(leaf)] = bare.view_as(bare) if strided else bare
+                alone[id(leaf)] = bare[...] if strided else bare
             leaf = alone[id(leaf)]
         found.append(leaf)
     return found
