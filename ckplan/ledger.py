@@ -22,8 +22,12 @@ RANDOM_STATE_BYTES = 5056
 
 def random_state_bytes(graph: Graph) -> int:
     """What replaying a random op keeps in the memory of the graph's device."""
-    on_cpu = graph.fingerprint.get("device", "cpu") == "cpu"
-    return RANDOM_STATE_BYTES if on_cpu else 0  # a GPU's is small, and on the CPU
+    return RANDOM_STATE_BYTES if is_on_cpu(graph) else 0  # else small, and on the CPU
+
+
+def is_on_cpu(graph: Graph) -> bool:
+    """Whether no other device takes the step."""
+    return bool(graph.fingerprint.get("device", "cpu") == "cpu")
 
 
 class Ledger:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Iterator
 
 from ckplan.effect import Effect, Interval
 from ckplan.errors import PlanError
-from ckplan.ledger import Ledger, Tally, random_state_bytes
+from ckplan.ledger import Ledger, Tally, is_on_cpu, random_state_bytes
 from ckplan.program import Rebuild
 from ckplan.records import MULTIPLIES, Saved
 from ckplan.region import PROGRAM, Region, RegionView
@@ -100,13 +100,14 @@ def _world(view: RegionView, until: int) -> Iterator[Interval]:
     What it did change is kept until a half moment, else until forward is over.
     """
     (_, over), begin = view.forward_window(), 2 * view.start + 1
-    state_bytes = random_state_bytes(view.graph)
+    state_bytes, on_cpu = random_state_bytes(view.graph), is_on_cpu(view.graph)
     of_device, of_another = view.draws
     yield Interval(begin, max(until, over) if of_device else over, state_bytes)
     if of_another:
         yield Interval(begin, max(until, over), state_bytes)
     for storage in view.call.state:
         changed = view.graph.is_changed(storage, view.start, view.stop)
+        changed |= on_cpu and storage in view.moved  # elsewhere nobody looks
         size = view.graph.storages[storage].bytes
         yield Interval(begin, max(until, over) if changed else over, size)
 

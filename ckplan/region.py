@@ -118,6 +118,14 @@ class RegionView:
         return found
 
     @cached_property
+    def moved(self) -> set[int]:
+        """Running statistics that its norms move, which no op is said to write."""
+        storages, ops = self.graph.storages, self.graph.ops[self.start : self.stop]
+        norms = (op for op in ops if op.name in BATCH_NORMS)
+        trains = (op for op in norms if storages[op.outputs[1]].bytes)
+        return {storage for op in trains for storage in op.reads[-2:]}
+
+    @cached_property
     def draws(self) -> tuple[bool, bool]:
         """Whether its forward moves on the device's generator, and another one."""
         hazards = self.graph.hazards_in(*self.unit)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import chain as concatenate
 
 from ckplan.graph import Graph
-from ckplan.records import Encoding
+from ckplan.records import Encoding, Op
 from ckplan.region import PROGRAM, RERUN, Region
 
 Span = tuple[int, int]  # first and last of a run of sibling calls; twice the same: one
@@ -682,7 +682,15 @@ class _Rerun(_Region):
             self._drop_world("before", random=True, buffers=self._buffers)
 
     def _changes(self, storage: int) -> bool:
-        return self.is_written(storage, self.start, self.stop)
+        return self.is_written(storage, self.start, self.stop) or (
+            self.graph.fingerprint["device"] == "cpu"
+            and any(self._moves(self.graph.ops[op], storage) for op in self.ops())
+        )
+
+    def _moves(self, op: Op, storage: int) -> bool:
+        """Whether it is a norm that trains, and the storage its running statistics."""
+        norm = op.name == "native_batch_norm" and self.size(op.outputs[1]) > 0
+        return norm and storage in op.reads[-2:]
 
     def rebuild(self, now: int) -> int:
         if now != self._first:

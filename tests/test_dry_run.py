@@ -339,6 +339,20 @@ def test_copies_that_regions_make_are_counted(kind: Any, where: str) -> None:
     assert dry_run_workload(build, plan, training).dry_run_peak_bytes == measured
 
 
+def test_a_rerun_keeps_running_statistics_that_norms_moved() -> None:
+    def build() -> Workload:
+        torch.manual_seed(0)
+        norms = (nn.Sequential(nn.BatchNorm1d(4096), nn.Tanh()) for _ in range(3))
+        model = nn.Sequential(nn.Linear(4, 4096), *norms, nn.Linear(4096, 4))
+        return Workload(model, torch.randn(8, 4))
+
+    predicted, found = peaks_under_rerun(build, "[1..3]", Training("adamw"))
+    planned = build()
+    applying.apply(planned.model, Plan(regions=(PlannedRegion("[1..3]", "rerun"),)))
+    near = pytest.approx(measured_peak(planned), abs=2048)
+    assert (predicted, found) == (near, near)
+
+
 class Deep(nn.Module):
     """What it was given is wanted by nobody once its first op has run again."""
 

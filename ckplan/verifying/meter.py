@@ -14,11 +14,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from ckplan.applying import world
+from ckplan.applying.facts import RUNNING_STATISTICS, TRAINING, facts_of
+from ckplan.applying.held import tensors_in
 from ckplan.curve import Curve
 from ckplan.tracing.cost_cache import Cost
 from ckplan.tracing.fake import GIVEN_STORAGES
@@ -158,6 +162,7 @@ class Meter(TorchDispatchMode):
         self._distinct: dict[str, int] = {}
         self._in_node = False
         self._in_place = InPlace(on_cuda=on_cuda)
+        self._moved: set[int] = set()  # addresses of running statistics
 
     @contextmanager
     def watching(self, *, random_states: bool = True) -> Iterator[None]:
@@ -170,7 +175,8 @@ class Meter(TorchDispatchMode):
             with self:
                 yield
             return
-        with seeing_states(lambda state: self.know([state])), self:
+        shows_same = mock.patch.object(world, "shows_same", self._shows_same)
+        with seeing_states(lambda state: self.know([state])), shows_same, self:
             yield
 
     def know(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -213,6 +219,9 @@ class Meter(TorchDispatchMode):
         kwargs = kwargs or {}
         func, args = self._in_place.instead_of(func, args)
         adds_to = self._adds_to(func, args)
+        if facts_of(func).batch_norm and args[TRAINING]:
+            running = tensors_in(args[RUNNING_STATISTICS])
+            self._moved.update(x.untyped_storage()._cdata for x in running)
         if draws(func, args, kwargs):
             _draw(kwargs.get("generator"))
         out = func(*args, **kwargs)
@@ -223,6 +232,12 @@ class Meter(TorchDispatchMode):
             op = self._number_op(func, args, kwargs, returned)
             self.log.events.append(Birth(op, storages, adds_to))
         return out
+
+    def _shows_same(self, buffer: torch.Tensor, copy: torch.Tensor) -> bool:
+        """Whether its bytes would be as they were, as ``world`` looks on a CPU."""
+        del copy
+        moved = buffer.untyped_storage()._cdata in self._moved
+        return buffer.device.type != "cpu" or not moved
 
     def _new(self, tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
         """Number storages that were not seen before."""
