@@ -10,7 +10,7 @@ from ckplan.solving.planner import Planner
 from ckplan.solving.solution import Solution
 
 _FIRST_SHARE = 64  # of the budget: the first part that is left to gaps
-_HALVINGS = 4
+_FINEST_SHARE = 128  # how well that part is known in the end
 
 
 def solve_on_card(planner: Planner, budget_bytes: int, *, expandable: bool) -> Solution:
@@ -55,7 +55,7 @@ def _largest(fits: Callable[[int], bool], least: int, most: int) -> int | None:
         if at == least:
             return None
         fails, share = at, max(share // 2, 1)
-    for _ in range(_HALVINGS):
+    while fails - at > most // _FINEST_SHARE:
         middle = (at + fails) // 2
         if fits(middle):
             at = middle
