@@ -115,8 +115,8 @@ def solve(
         say("no plan is needed: the unplanned step fits; the plan is empty")
     plan = solving.to_plan(graph, solution)
     plan_file.save(plan, output, force=force)
-    how = {"expandable": expandable, "as_json": as_json}
-    _show_solution(solution, plan, reserve_bytes, output, **how)
+    found = solution, plan, reserve_bytes
+    _show_solution(*found, output, expandable=expandable, as_json=as_json)
     say(f"wrote {output}")
 
 
@@ -142,17 +142,16 @@ def _show_solution(
         if as_json
         else solution_report(*found, reserved)
     )
+    if reserved is None:
+        return
     room_bytes = solution.budget_bytes + solution.gap_bytes + reserve_bytes
     warning = room_warning(timeline, room_bytes, expandable=expandable)
-    if reserved is not None and warning:
+    if warning:
         say(warning)
     elif expandable:
         say("the plan needs PYTORCH_ALLOC_CONF=expandable_segments:True")
     elif solution.gap_bytes:
-        say(
-            "PyTorch's allocator leaves fewer gaps with --expandable-segments, if that "
-            "is how training runs"
-        )
+        say("fewer gaps: --expandable-segments, if PYTORCH_ALLOC_CONF has them")
 
 
 def frontier(
