@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy
 import pytest
 import torch
+from measured import peak_bytes_of
 from torch import nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -16,6 +18,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import ckplan
 from ckplan import applying
+from ckplan.applying.likeness import likeness
 from ckplan.plan import Plan, PlannedRegion
 from ckplan.simulate import simulate
 
@@ -324,6 +327,15 @@ def test_what_is_rebuilt_as_it_was_is_not(dtype: torch.dtype) -> None:
     applying.apply(model, Plan(regions=(PlannedRegion("block"),)))
     for value in (X, X * float("nan"), X * float("inf"), X):
         model(value.to(dtype)).abs().sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_looking_takes_no_memory_that_a_plan_does_not_know_of(
+    dtype: torch.dtype,
+) -> None:
+    tensor = torch.randn(512, 1024).to(dtype)
+    for given in (tensor, tensor.t(), tensor[:, ::2]):
+        assert peak_bytes_of(partial(likeness, given)) < 1024
 
 
 def test_settings_that_change_inside_are_seen_there() -> None:

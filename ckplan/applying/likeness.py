@@ -14,7 +14,11 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.utils._python_dispatch import _disable_current_modes
 
 Likeness: TypeAlias = torch.Tensor
-"""Sum, smallest and largest element, in double precision."""
+"""Sum, smallest and largest element, in double precision, on the CPU.
+
+So a first step leaves nothing between the blocks of a card. ``amin`` and ``amax`` and
+not ``aminmax``, which copies what lies in strides.
+"""
 
 _MOST_NOISE = 0.01  # of the largest element
 _LEAST_ITEM_BYTES = 2  # masks and the like say little
@@ -31,10 +35,10 @@ def likeness(tensor: torch.Tensor) -> Likeness | None:
         if plain.is_complex():
             plain = torch.view_as_real(plain.resolve_conj())
         try:
-            numbers = (plain.sum(), *torch.aminmax(plain))
+            numbers = (plain.sum(), plain.amin(), plain.amax())
         except RuntimeError:  # of a dtype without arithmetic
             return None
-        return torch.stack([number.double() for number in numbers])
+        return torch.stack([number.cpu().double() for number in numbers])
 
 
 def _is_captured(tensor: torch.Tensor) -> bool:
