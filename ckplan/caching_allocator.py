@@ -156,10 +156,7 @@ class _Pool:
             self._put(self._split(block, num_bytes))
         return block
 
-    def give_back(self, block: Block) -> None:
-        self._freed(block)
-
-    def _freed(self, block: Block) -> Block:
+    def give_back(self, block: Block) -> Block:
         """A block is free, together with free ones beside it."""
         if block.before is not None and block.before.free:
             block = self._merge(block.before, block)
@@ -295,7 +292,7 @@ class _ExpandablePool(_Pool):
         hole.mapped = True
         if size < hole.bytes:
             self._leave(self._split(hole, size))
-        return self._freed(hole)
+        return self.give_back(hole)
 
     def _unmap(self, block: Block, start: int, stop: int) -> None:
         """Take the pages of a part of a free block away."""
@@ -325,8 +322,8 @@ class _ExpandablePool(_Pool):
 
 def _can_become(block: Block) -> int:
     """How large a free block is with the hole behind it."""
-    grows = block.after is not None and not block.after.mapped
-    return block.bytes + (block.after.bytes if block.after and grows else 0)
+    hole = block.after if block.after and not block.after.mapped else None
+    return block.bytes + (hole.bytes if hole else 0)
 
 
 def in_blocks(num_bytes: int) -> int:

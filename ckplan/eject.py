@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 from ckplan.errors import PlanError
 from ckplan.graph import Graph
@@ -18,9 +19,10 @@ from ckplan.plan import Plan
 from ckplan.region import RERUN, Region
 from ckplan.resolve import resolve
 from ckplan.simulate import Simulator, Timeline
-from ckplan.solving.baselines import can_be_done, find_layers, rank
+from ckplan.solving.baselines import can_be_done, find_layers, nearest
 from ckplan.solving.chain import regions_of
 from ckplan.solving.covers import chain_of, find_nodes, leaves, tree_frontier
+from ckplan.solving.limit import Limit
 from ckplan.solving.menu import Menus, Option, Unit
 from ckplan.units import format_bytes, format_percent
 
@@ -80,7 +82,7 @@ class Plain:
     @property
     def fits(self) -> bool:
         """Whether the peak is within the plan's budget, as far as it has one."""
-        return self.timeline.peak_bytes <= limit_bytes(self.plan, self.planned)
+        return limit_of(self.plan, self.planned).holds(self.timeline)
 
 
 def plain_form(graph: Graph, plan: Plan) -> Plain:
@@ -99,9 +101,9 @@ def plain_form(graph: Graph, plan: Plan) -> Plain:
     planned = simulator.run(regions)
     same = all(r.by == RERUN and _is_plain(graph, r) for r in regions)
     if not same:
-        limit = limit_bytes(plan, planned)
-        candidates = _reruns(simulator, menus, limit)
-        _, regions = min(candidates, key=lambda one: rank(one[0], limit))
+        limit = limit_of(plan, planned)
+        found = _reruns(simulator, menus, limit)
+        _, regions = nearest(found, limit, itemgetter(0))
     return Plain(
         graph,
         plan,
@@ -112,9 +114,10 @@ def plain_form(graph: Graph, plan: Plan) -> Plain:
     )
 
 
-def limit_bytes(plan: Plan, planned: Timeline) -> int:
+def limit_of(plan: Plan, planned: Timeline) -> Limit:
     """What stands in for a plan must fit: its budget, or its peak if it has none."""
-    return planned.peak_bytes if plan.budget_bytes is None else plan.budget_bytes
+    budget_bytes = plan.budget_bytes
+    return Limit(planned.peak_bytes if budget_bytes is None else budget_bytes)
 
 
 def can_be_plain(simulator: Simulator, region: Region) -> bool:
@@ -131,7 +134,7 @@ def _is_plain(graph: Graph, region: Region) -> bool:
 
 
 def _reruns(
-    simulator: Simulator, menus: Menus, limit: int
+    simulator: Simulator, menus: Menus, limit: Limit
 ) -> Iterator[tuple[Timeline, tuple[Region, ...]]]:
     """Sets of calls to run again, as each cover allows them; at least the empty one."""
 
@@ -146,11 +149,11 @@ def _reruns(
     covers = ([(layer, None) for layer in layers], list(leaves(nodes)))
     chains = [chain_of(simulator, cover, whole) for cover in covers if cover]
     for chain in (*chains, tree_frontier(simulator, nodes, whole)):
-        for bytes_ in (max(limit, chain.least_bytes), chain.least_bytes):
+        for bytes_ in (max(limit.bytes, chain.least_bytes), chain.least_bytes):
             for regions in map(regions_of, chain.cheapest_first(bytes_)):
                 timeline = simulator.run(regions)
                 yield timeline, regions
-                if timeline.peak_bytes <= limit:
+                if limit.holds(timeline):
                     break
     for cover in covers:
         every = [Region(call, RERUN) for call, _ in cover]
@@ -207,7 +210,7 @@ def _about(plain: Plain, version: str) -> Iterator[str]:
         yield "Running statistics of these modules are updated twice a step: gradients"
         yield "are the same, what evaluation sees is not."
     if not plain.fits:
-        limit = format_bytes(limit_bytes(plain.plan, plain.planned))
+        limit = format_bytes(limit_of(plain.plan, plain.planned).bytes)
         yield ""
         yield f"It does NOT fit {limit}: no set of modules to run again that was found"
         yield "does. This is the one with the smallest peak."

@@ -12,9 +12,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
+from operator import itemgetter
 from typing import TypeAlias
 
-from ckplan.eject import can_be_plain, limit_bytes, peak_and_overhead
+from ckplan.eject import can_be_plain, limit_of, peak_and_overhead
 from ckplan.errors import PlanError
 from ckplan.graph import Graph
 from ckplan.hazards import refuse_in_plain_torch, update_twice
@@ -25,10 +26,11 @@ from ckplan.simulate import Simulator, Timeline
 from ckplan.solving.baselines import (
     FEW_LAYERS,
     find_layers,
+    nearest,
     num_needed,
-    rank,
     run_lengths,
 )
+from ckplan.solving.limit import Limit
 from ckplan.solving.menu import Menus
 from ckplan.units import format_bytes
 
@@ -51,14 +53,14 @@ class Setting:
     regions: tuple[Region, ...]
     timeline: Timeline
     planned: Timeline  # of the plan that it stands for
-    limit_bytes: int
+    limit: Limit
     same: bool  # it is the plan itself
     updates_twice: bool  # running statistics, which no tool puts back
 
     @property
     def fits(self) -> bool:
         """Whether its peak is within the plan's budget."""
-        return self.timeline.peak_bytes <= self.limit_bytes
+        return self.limit.holds(self.timeline)
 
     def about(self) -> Iterator[str]:
         """What people must know of it."""
@@ -67,7 +69,7 @@ class Setting:
             planned = peak_and_overhead(self.planned)
             yield f"the plan itself, beyond {self.tool}: peak {planned}"
         if not self.fits:
-            limit = format_bytes(self.limit_bytes)
+            limit = format_bytes(self.limit.bytes)
             yield f"it does NOT fit {limit}: nothing that {self.tool} can say does"
         if self.updates_twice:
             yield "running statistics are updated twice a step; gradients are the same"
@@ -103,7 +105,7 @@ def setting_for(graph: Graph, plan: Plan, tool: str) -> Setting:
             needed="a model made of layers",
             hint="--as torch, which takes any set of modules",
         )
-    limit = limit_bytes(plan, planned)
+    limit = limit_of(plan, planned)
     wish = _Wish(simulator, layers, regions, limit)
     found: list[tuple[str, tuple[Region, ...], Timeline]] = []
     refused: PlanError | None = None
@@ -118,9 +120,9 @@ def setting_for(graph: Graph, plan: Plan, tool: str) -> Setting:
         assert refused is not None
         raise refused
     same = [one for one in found if set(one[1]) == set(regions)]
-    nearest = min(same or found, key=lambda one: rank(one[2], limit))
-    twice = update_twice(graph, nearest[1])
-    return Setting(tool, *nearest, planned, limit, bool(same), twice)
+    best = nearest(same or found, limit, itemgetter(2))
+    twice = update_twice(graph, best[1])
+    return Setting(tool, *best, planned, limit, bool(same), twice)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +132,7 @@ class _Wish:
     simulator: Simulator
     layers: Sequence[int]
     planned: Sequence[Region]
-    limit_bytes: int
+    limit: Limit
 
     def first(self) -> set[int]:
         """How many layers to run again, from the first on, but not all of them.
@@ -143,7 +145,8 @@ class _Wish:
         can_be_done = partial(can_be_plain, self.simulator)
         able = [*takewhile(can_be_done, _each(self.layers[:most]))]
         least_bytes = self.simulator.run(able).peak_bytes
-        needed = num_needed(self.simulator, able, max(self.limit_bytes, least_bytes))
+        limit = Limit(max(self.limit.bytes, least_bytes))
+        needed = num_needed(self.simulator, able, limit)
         return {max(1, needed), min(len(self.planned), most)}
 
 

@@ -232,8 +232,11 @@ class Graph:
             found = self.storages[storage]
             inside = start <= found.maker < stop
             number = seen.setdefault(storage, len(seen))
-            last = inside and found.last - start
-            return number, found.bytes, last, storage in self.casts
+            is_cast = storage in self.casts
+            # The cache of casts is emptied after all calls: how far that is, is no
+            # matter of this one.
+            last = inside and (min(found.last, stop) if is_cast else found.last) - start
+            return number, found.bytes, last, is_cast
 
         parts: list[object] = [call.module]
         parts += [[local(s) for s in group] for group in (call.given, call.state)]

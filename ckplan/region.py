@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -107,23 +107,27 @@ class RegionView:
 
         A copy is held to rebuild from: norms that train move them, and nobody is told.
         """
-        flow, graph = self.flow, self.graph
+        flow = self.flow
         found: dict[int, int] = {}
-        for step, op in enumerate(graph.ops[self.start : self.stop]):
-            if op.name in BATCH_NORMS and not graph.storages[op.outputs[1]].bytes:
-                for value in flow.inputs[step]:
-                    running = flow.storage_of[value] in op.reads[-2:]
-                    if running and flow.maker_of[value] == EXTERNAL:
-                        found.setdefault(value, step)
+        for step, running in self._norms(train=False):
+            for value in flow.inputs[step]:
+                of_it = flow.storage_of[value] in running
+                if of_it and flow.maker_of[value] == EXTERNAL:
+                    found.setdefault(value, step)
         return found
 
     @cached_property
     def moved(self) -> set[int]:
         """Running statistics that its norms move, which no op is said to write."""
-        storages, ops = self.graph.storages, self.graph.ops[self.start : self.stop]
-        norms = (op for op in ops if op.name in BATCH_NORMS)
-        trains = (op for op in norms if storages[op.outputs[1]].bytes)
-        return {storage for op in trains for storage in op.reads[-2:]}
+        return {storage for _, both in self._norms(train=True) for storage in both}
+
+    def _norms(self, *, train: bool) -> Iterator[tuple[int, Sequence[int]]]:
+        """The steps that are batch norms which train, or do not: running statistics."""
+        for step, op in enumerate(self.graph.ops[self.start : self.stop]):
+            if op.name in BATCH_NORMS:
+                of_batch = self.graph.storages[op.outputs[1]]
+                if train == bool(of_batch.bytes):
+                    yield step, op.reads[-2:]
 
     @cached_property
     def draws(self) -> tuple[bool, bool]:

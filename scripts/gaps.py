@@ -33,6 +33,7 @@ from _measuring import (
 )
 
 from ckplan.solving.bound import gap
+from ckplan.solving.limit import Limit
 from ckplan.solving.planner import Planner
 from ckplan.solving.practices import everything
 from ckplan.solving.solution import Baseline
@@ -152,11 +153,12 @@ def solve_all(path: Path) -> Row:
         found = planner.within(budget)
         if found is not None:
             overhead = found[0].overhead
-            others = everything(planner, budget)
+            others = everything(planner, Limit(budget))
             ahead = tuple(o.name for o in others if o.fits and o.overhead < overhead)
             plans.append(Plan(freed, overhead, planner.bound(budget), ahead))
     every = next(
-        (o for o in everything(planner, peak_bytes) if o.name == "every call"), None
+        (o for o in everything(planner, Limit(peak_bytes)) if o.name == "every call"),
+        None,
     )
     found = planner.within(every.peak_bytes) if every else None
     seconds = time.process_time() - began

@@ -15,20 +15,17 @@ Exit code 1 if any of it does not hold.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import allocated
-from _dummy_gpu import build, environment, why_not
+from _dummy_gpu import build, environment
 from _measuring import (
     Report,
     add_output,
     finish,
-    location_of,
     make_parser,
     make_table,
     run,
@@ -38,14 +35,13 @@ from _measuring import (
 )
 
 from ckplan import gpus, plan_file
-from ckplan.allocations import has_room, reserved_bytes
+from ckplan.allocations import reserved_bytes
 from ckplan.errors import CkplanError
-from ckplan.solving.on_card import solve_on_card
+from ckplan.solving.limit import Limit
+from ckplan.solving.on_card import solve_within
 from ckplan.solving.planner import Planner
 from ckplan.solving.solution import Solution
 from ckplan.solving.solve import to_plan
-from ckplan.tracing.profile import profile_workload
-from ckplan.training.loading import WorkloadSpec
 from ckplan.units import format_bytes, format_percent
 
 SEGMENTS = {"as they are": False, "expandable": True}
@@ -111,12 +107,7 @@ def main() -> int:
     parser.add_argument("--only", metavar="NAME", action="append", default=[])
     parser.add_argument("--gpu", metavar="NAME", default="A100 80GB")
     args = parser.parse_args()
-    if missing := why_not():
-        raise CkplanError(
-            "cannot have a GPU that computes nothing here",
-            needed=missing.removeprefix("needs "),
-            hint="pip install torch==2.13.0, gcc, and no GPU",
-        )
+    allocated.check_dummy_gpu()
     with tempfile.TemporaryDirectory() as folder:
         library = build(Path(folder))
         rows = [
@@ -146,12 +137,7 @@ def rows_of(name: str, types: str, gpu: gpus.Gpu, library: Path) -> Iterator[Row
     """One workload, with both kinds of segments."""
     say(f"{name}, {types}")
     try:
-        graph = profile_workload(
-            WorkloadSpec(location_of(name)),
-            training=allocated.TYPES[types],
-            device="cuda",
-            gpu=gpu.name,
-        )
+        graph = allocated.profiled(name, types, gpu)
     except CkplanError as error:
         say(f"{name}, {types}: {error.what}")
         return
@@ -160,8 +146,9 @@ def rows_of(name: str, types: str, gpu: gpus.Gpu, library: Path) -> Iterator[Row
     card_bytes = sum(map(reserved_bytes, steps)) // 2
     for segments, expandable in SEGMENTS.items():
         by_tensors = planner.solve(card_bytes)
-        for_card = solve_on_card(planner, card_bytes, expandable=expandable)
-        said = has_room(by_tensors.timeline, card_bytes, expandable=expandable)
+        limit = Limit(card_bytes, on_card=True, expandable=expandable)
+        for_card = solve_within(planner, limit)
+        said = limit.holds(by_tensors.timeline)
         where = {
             **environment(library, gpu),
             "DUMMY_GPU_BYTES": str(card_bytes),
@@ -193,14 +180,7 @@ def _runs(name: str, types: str, solution: Solution, where: dict[str, str]) -> b
         path = Path(folder) / "plan.yaml"
         plan = to_plan(solution.timeline.graph, solution)
         plan_file.save(plan, path, force=True)
-        done = subprocess.run(
-            [sys.executable, allocated.__file__, "--step", name, types, str(path)],
-            env=where,
-            capture_output=True,
-            text=True,
-            timeout=allocated.PATIENCE_SECONDS,
-            check=False,
-        )
+        done = allocated.run_alone(name, types, path, where)
     if done.returncode and _FULL not in done.stderr:
         raise RuntimeError(f"{name}, {types}: {done.stderr.strip()[-500:]}")
     return not done.returncode

@@ -21,8 +21,10 @@ from ckplan.cli import app
 from ckplan.errors import CkplanError, InfeasibleError
 from ckplan.graph import Graph
 from ckplan.simulate import simulate
-from ckplan.solving.on_card import planned_room, solve_on_card
+from ckplan.solving.limit import Limit
+from ckplan.solving.on_card import solve_within, spared
 from ckplan.solving.planner import Planner
+from ckplan.solving.solve import Wish, find
 from ckplan.trace_file import save
 from ckplan.units import format_bytes
 
@@ -57,35 +59,55 @@ def test_a_plan_for_a_card_has_room_where_one_for_its_tensors_may_not(
     share: float, expandable: bool
 ) -> None:
     planner = Planner(of_card())
-    budget_bytes = round(share * planner.unplanned.peak_bytes)
-    by_tensors = planner.solve(budget_bytes)
-    found = solve_on_card(planner, budget_bytes, expandable=expandable)
-    room_bytes = planned_room(budget_bytes)
-    assert 0.99 * budget_bytes <= room_bytes < budget_bytes
-    assert has_room(found.timeline, room_bytes, expandable=expandable)
-    assert found.budget_bytes + found.gap_bytes == budget_bytes
+    limit = Limit(round(share * planner.unplanned.peak_bytes), True, expandable)
+    by_tensors = planner.solve(limit.bytes)
+    found = solve_within(planner, limit)
+    room = spared(limit)
+    assert 0.99 * limit.bytes <= room.bytes <= limit.bytes - 2 * MIB
+    assert room.holds(found.timeline)
+    assert found.budget_bytes + found.gap_bytes == limit.bytes
     assert found.timeline.peak_bytes <= found.budget_bytes
-    if has_room(by_tensors.timeline, room_bytes, expandable=expandable):
-        assert found == by_tensors
+    if room.holds(by_tensors.timeline):
+        assert found == planner.solve(limit.bytes, limit)
+        assert (found.regions, found.gap_bytes) == (by_tensors.regions, 0)
     else:
-        assert 0 < found.gap_bytes < budget_bytes / 4
+        assert 0 < found.gap_bytes < limit.bytes / 4
         assert found.timeline.overhead >= by_tensors.timeline.overhead
 
 
 def test_without_a_card_tensors_are_all_there_is() -> None:
-    planner = Planner(replace(of_card(), options={}))
+    graph = replace(of_card(40), options={})
+    planner = Planner(graph)
     budget_bytes = round(0.7 * planner.unplanned.peak_bytes)
-    found = solve_on_card(planner, budget_bytes, expandable=False)
+    found = solve_within(planner, Limit(budget_bytes))
     assert (found.budget_bytes, found.gap_bytes) == (budget_bytes, 0)
+    assert found == planner.solve(budget_bytes)
+    on_t4 = find(planner, Wish(gpu="T4"))
+    assert (on_t4.budget_bytes, on_t4.gap_bytes) == (T4, 0)
+    assert on_t4 == planner.solve(T4)
 
 
 def test_where_no_plan_leaves_room_tensors_decide() -> None:
     planner = Planner(of_card())
-    floor_bytes = planner.floor.peak_bytes
-    found = solve_on_card(planner, floor_bytes, expandable=False)
-    assert (found.budget_bytes, found.gap_bytes) == (floor_bytes, 0)
+    floor = Limit(planner.floor.peak_bytes, on_card=True)
+    found = solve_within(planner, floor)
+    assert (found.budget_bytes, found.gap_bytes) == (floor.bytes, 0)
+    assert not found.as_baseline.fits
     with pytest.raises(InfeasibleError):
-        solve_on_card(planner, floor_bytes - 1, expandable=False)
+        solve_within(planner, Limit(floor.bytes - 1, on_card=True))
+
+
+def test_where_nothing_can_be_spared_a_plan_may_still_have_room() -> None:
+    planner = Planner(of_card())
+    least_bytes = planner.floor.peak_bytes
+    unspared = 0
+    for budget_bytes in range(least_bytes, least_bytes + 240 * MIB, 4 * MIB):
+        limit = Limit(budget_bytes, on_card=True)
+        found = solve_within(planner, limit)
+        keeps, spares = (one.holds(found.timeline) for one in (limit, spared(limit)))
+        assert found.gap_bytes or spares or not keeps
+        unspared += bool(found.gap_bytes) and not spares
+    assert unspared
 
 
 @pytest.fixture
@@ -151,3 +173,38 @@ def test_a_budget_is_of_tensors_and_warns_where_the_allocator_fails(
     assert ckplan.load_plan("plan.yaml").budget_bytes == T4
     assert "warning: PyTorch's allocator finds no room for all of it" in ended.stderr
     assert "warning" not in run("--budget", "300%").stderr
+
+
+def test_common_practice_is_asked_for_the_same_room(trace: Graph) -> None:
+    by_tensors, on_card, expandable = (
+        {
+            row["name"]: row
+            for row in json.loads(run_compare("--json", *argv).stdout)["baselines"]
+        }
+        for argv in (
+            ("--budget", str(T4)),
+            ("--gpu", "T4"),
+            ("--gpu", "T4", "--expandable-segments"),
+        )
+    )
+    solved = json.loads(run("--gpu", "T4", "--json").stdout)
+    assert on_card["this plan"]["peak_bytes"] == solved["peak_bytes"]
+    assert on_card["this plan"]["fits"]
+    in_solve = {row["name"]: row for row in solved["baselines"]}
+    assert in_solve == {name: on_card[name] for name in in_solve}
+    plans = Planner(trace).everyday.plans
+    for timeline, _ in plans:
+        room = has_room(timeline, T4, expandable=False)
+        assert on_card["every call"]["fits"] == room
+    differ = [n for n, row in by_tensors.items() if on_card[n]["fits"] < row["fits"]]
+    assert differ, "no practice fits by its tensors alone"
+    assert all(on_card[n]["fits"] <= row["fits"] for n, row in expandable.items())
+    for name in ("chen", "first k calls"):
+        assert on_card[name]["fits"], name
+        assert on_card[name]["overhead"] >= by_tensors[name]["overhead"]
+    ended = run_compare("--expandable-segments")
+    assert ended.exit_code == 2
+
+
+def run_compare(*argv: str) -> Result:
+    return CliRunner().invoke(app, ["compare", "step.json", *argv])

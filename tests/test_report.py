@@ -32,6 +32,7 @@ from ckplan.report.step import step_json, step_report
 from ckplan.report.tables import render
 from ckplan.report.verification import failure, verification_report
 from ckplan.simulate import simulate
+from ckplan.solving.limit import Limit
 from ckplan.solving.solution import Baseline, Floor, Solution
 from ckplan.units import format_percent
 from ckplan.verifying.verify import Verification
@@ -222,6 +223,7 @@ def solution() -> Solution:
     timeline = simulate(graph)
     return Solution(
         budget_bytes=16 * MIB,
+        limit=Limit(16 * MIB),
         regions=(),
         timeline=timeline,
         unplanned=timeline,

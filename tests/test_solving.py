@@ -28,6 +28,7 @@ from ckplan.solving.bound import LowerBound, gap
 from ckplan.solving.chain import Link
 from ckplan.solving.closure import Closure, Demand, Fee
 from ckplan.solving.covers import Node, find_nodes, leaves
+from ckplan.solving.limit import Limit
 from ckplan.solving.menu import Menus, Option, Unit
 from ckplan.solving.mincut import INFINITE, SINK, SOURCE, Network
 from ckplan.solving.planner import Planner
@@ -515,7 +516,7 @@ def test_practices_are_what_they_are_called() -> None:
     graph = graphs.chain(9)
     planner = Planner(graph)
     budget = budgets(graph, 2)[1]
-    found = {other.name: other for other in everything(planner, budget)}
+    found = {other.name: other for other in everything(planner, Limit(budget))}
     # Of equal blocks, rotor runs the first again, too: one row for both.
     assert {"none", "every call", "chen", "every 2 calls", "first k calls"} <= set(
         found
@@ -548,7 +549,7 @@ def test_no_practice_is_ahead_of_the_plan_on_a_shipped_trace(name: str) -> None:
     for budget in (low + (high - low) * part // 4 for part in range(1, 4)):
         plan = planner.solve(budget)
         assert plan.timeline.peak_bytes <= budget
-        for other in everything(planner, budget):
+        for other in everything(planner, Limit(budget)):
             if other.fits:
                 assert plan.timeline.overhead <= other.overhead, (name, other)
 
@@ -564,7 +565,7 @@ def test_runs_of_calls_go_where_regions_on_single_calls_cannot() -> None:
     simulator = planner.simulator
     blocks = graph.children[0][:16]
     single = simulator.run([Region(block) for block in blocks]).peak_bytes
-    others = everything(planner, planner.floor.peak_bytes)
+    others = everything(planner, Limit(planner.floor.peak_bytes))
     assert planner.floor.peak_bytes < single
     assert planner.floor.peak_bytes <= min(other.peak_bytes for other in others)
     solution = planner.solve((planner.floor.peak_bytes + single) // 2)

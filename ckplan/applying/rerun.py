@@ -66,7 +66,6 @@ class Rerun:
         self._first: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
         leaves, self._spec = pytree.tree_flatten((args, kwargs))
         self._given = _detached(leaves)
-        self._module = module
         self._modules = list(module.modules())
         named = (module._parameters.values() for module in self._modules)
         parameters = [p for found in named for p in found if p is not None]
@@ -128,7 +127,7 @@ class Rerun:
 
     def changed(self, found: str) -> ApplyError:
         """The error for a forward that does something else."""
-        if [*self._module.modules()] != self._modules:
+        if [*self._modules[0].modules()] != self._modules:
             return ApplyError(
                 f"cannot run {self.name} again: its forward made or replaced a module",
                 needed="modules that are there before, as after a first forward",

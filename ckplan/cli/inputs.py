@@ -93,15 +93,14 @@ def check_picture(path: Path, force: bool) -> None:
     check_plot(path)
 
 
-def say_usable(gpu: str) -> int:
-    """Return the bytes of the budget that a card is, and how they come about."""
+def say_usable(gpu: str) -> None:
+    """Say how the budget that a card is comes about."""
     from ckplan.gpus import find
     from ckplan.units import format_bytes
 
     card = find(gpu)
     capacity, context = map(format_bytes, (card.capacity_bytes, card.context_bytes))
     say(f"budget of {card.name}: {capacity} less {context} for CUDA's context")
-    return card.usable_bytes
 
 
 def newest_trace() -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -144,8 +145,8 @@ def _show_solution(
     )
     if reserved is None:
         return
-    room_bytes = solution.budget_bytes + solution.gap_bytes + reserve_bytes
-    warning = room_warning(timeline, room_bytes, expandable=expandable)
+    whole_bytes = solution.limit.bytes + reserve_bytes
+    warning = room_warning(timeline, whole_bytes, expandable=expandable)
     if warning:
         say(warning)
     elif expandable:
@@ -174,6 +175,7 @@ def frontier(
     sharding = sharding_of(shard, world_size, units)
     from ckplan.report.frontier import frontier_json, frontier_report, save_plot
     from ckplan.report.progress import ProgressLine
+    from ckplan.solving.limit import Limit
     from ckplan.solving.planner import Planner
     from ckplan.solving.practices import everything
     from ckplan.units import parse_bytes
@@ -187,8 +189,8 @@ def frontier(
         planner = Planner(graph)
         found = planner.frontier(points)
         wanted = as_json or plot is not None
-        budget_bytes = planner.unplanned.peak_bytes
-        others = everything(planner, budget_bytes) if wanted else ()
+        limit = Limit(planner.unplanned.peak_bytes)
+        others = everything(planner, limit) if wanted else ()
     if plot is not None:
         save_plot(plot, graph.model, found, others, force=force)
         say(f"wrote {plot}")
@@ -211,6 +213,7 @@ def compare(
     ] = None,
     gpu: Card = None,
     reserve: Reserve = "0",
+    expandable: Expandable = False,
     shard: ShardOption = None,
     world_size: WorldSize = None,
     units: Units = None,
@@ -219,23 +222,33 @@ def compare(
     """Show what people do beside the plan, under one budget."""
     if budget is not None and gpu is not None:
         raise typer.BadParameter("only one is possible: --budget or --gpu")
+    if expandable and gpu is None:
+        raise typer.BadParameter("--expandable-segments are those of a card: --gpu")
     sharding = sharding_of(shard, world_size, units)
-    from ckplan.report.plans import as_baseline, comparison_json, comparison_report
+    from ckplan.report.plans import comparison_json, comparison_report
     from ckplan.report.progress import ProgressLine
+    from ckplan.solving.on_card import solve_within
     from ckplan.solving.planner import Planner
     from ckplan.solving.practices import everything
-    from ckplan.solving.solve import budget_bytes_of
+    from ckplan.solving.solution import Baseline
+    from ckplan.solving.solve import Wish, limit_of
     from ckplan.units import parse_bytes
 
     reserve_bytes = parse_bytes(reserve)
     if gpu is not None:
-        budget = str(say_usable(gpu))
+        say_usable(gpu)
+    elif budget is None:
+        budget = "80%"
+    wish = Wish(budget, gpu=gpu, reserve_bytes=reserve_bytes, expandable=expandable)
     graph = load_step(trace, sharding)
     with ProgressLine(sys.stderr) as progress:
         progress("solving", 0, 0)
         planner = Planner(graph)
-        budget_bytes = budget_bytes_of(planner, budget or "80%", reserve_bytes)
-        plan = planner.nearest(budget_bytes)
-        found = (*everything(planner, budget_bytes), as_baseline(plan, budget_bytes))
-    of = graph.model, budget_bytes, reserve_bytes, found
+        limit = limit_of(planner, wish)
+        assert limit is not None, "internal error: neither a budget nor a card"
+        least = max(limit.bytes, planner.floor.peak_bytes)
+        plan = solve_within(planner, replace(limit, bytes=least)).timeline
+        this = Baseline.of("this plan", plan, limit)
+        found = (*everything(planner, limit), this)
+    of = graph.model, limit, reserve_bytes, found
     show_product(comparison_json(*of) if as_json else comparison_report(*of))

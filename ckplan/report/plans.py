@@ -15,6 +15,7 @@ from ckplan.plan import Plan, PlannedRegion
 from ckplan.report.reserved import reserved_facts, reserved_json
 from ckplan.report.tables import add_row, facts, make_table, section
 from ckplan.simulate import Timeline
+from ckplan.solving.limit import Limit
 from ckplan.solving.solution import Baseline, Exact, Solution
 
 
@@ -34,7 +35,7 @@ def solution_report(
         ),
         section(
             "The same for common practice",
-            _baselines([*solution.baselines, _this_plan(solution)]),
+            _baselines([*solution.baselines, solution.as_baseline]),
         ),
         section("Regions", _regions(plan)),
     )
@@ -53,7 +54,7 @@ def solution_json(
     return {
         "model": plan.model,
         "plan": path,
-        "budget_bytes": solution.budget_bytes + solution.gap_bytes + reserve_bytes,
+        "budget_bytes": solution.limit.bytes + reserve_bytes,
         "reserve_bytes": reserve_bytes,
         "gap_bytes": solution.gap_bytes,
         "peak_bytes": timeline.peak_bytes,
@@ -136,7 +137,7 @@ def _judgement(
 ) -> list[tuple[str, str]]:
     before, after, floor = solution.unplanned, solution.timeline, solution.floor
     limit = _size(solution.budget_bytes)
-    whole = solution.budget_bytes + solution.gap_bytes + reserve_bytes
+    whole = solution.limit.bytes + reserve_bytes
     others = [f"the reserve of {_size(reserve_bytes)}"] if reserve_bytes else []
     if solution.gap_bytes:
         others.append(f"{_size(solution.gap_bytes)} for gaps of PyTorch's allocator")
@@ -180,35 +181,27 @@ def _exactly(exact: Exact | None) -> list[tuple[str, str]]:
 
 
 def comparison_report(
-    model: str, budget_bytes: int, reserve_bytes: int, found: Sequence[Baseline]
+    model: str, limit: Limit, reserve_bytes: int, found: Sequence[Baseline]
 ) -> RenderableType:
     """What people do, and the plan, under one budget from which a reserve is off."""
-    title = f"Ways to train {model} within {_size(budget_bytes)}"
+    title = f"Ways to train {model} within {_size(limit.bytes)}"
+    if limit.on_card:
+        title += ", gaps of PyTorch's allocator included"
     if reserve_bytes:
         title += f", with {_size(reserve_bytes)} in reserve"
     return Group(section(title, _baselines(found)))
 
 
 def comparison_json(
-    model: str, budget_bytes: int, reserve_bytes: int, found: Sequence[Baseline]
+    model: str, limit: Limit, reserve_bytes: int, found: Sequence[Baseline]
 ) -> dict[str, Any]:
-    """The same for scripts; ``budget_bytes`` is the whole budget, reserve included."""
+    """The same for scripts; ``budget_bytes`` is the whole, reserve included."""
     return {
         "model": model,
-        "budget_bytes": budget_bytes + reserve_bytes,
+        "budget_bytes": limit.bytes + reserve_bytes,
         "reserve_bytes": reserve_bytes,
         "baselines": [_baseline_json(baseline) for baseline in found],
     }
-
-
-def as_baseline(timeline: Timeline, budget_bytes: int) -> Baseline:
-    """A plan as a row beside the baselines."""
-    fits = timeline.peak_bytes <= budget_bytes
-    return Baseline("this plan", timeline.peak_bytes, timeline.overhead, fits)
-
-
-def _this_plan(solution: Solution) -> Baseline:
-    return as_baseline(solution.timeline, solution.budget_bytes)
 
 
 def _baselines(found: Iterable[Baseline]) -> Table:

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
+from typing import TypeVar
 
 from ckplan.errors import PlanError
 from ckplan.graph import Graph
 from ckplan.region import RERUN, Region
 from ckplan.simulate import Simulator, Timeline
+from ckplan.solving.limit import Limit
 from ckplan.solving.menu import Menus
 from ckplan.solving.solution import Baseline
+
+_T = TypeVar("_T")
 
 FEW_LAYERS = 64
 """Whatever can be done with so many is tried; with more of them, a part of it."""
@@ -71,26 +75,28 @@ class Everyday:
         self.plans = [(simulator.run(every_call), every_call)] if layers else []
         """Those of them that a plan can say."""
 
-    def baselines(self, budget_bytes: int) -> tuple[Baseline, ...]:
+    def baselines(self, limit: Limit) -> tuple[Baseline, ...]:
         """None, every call and the best of Chen's, each with its peak and overhead."""
         found = [("none", self._unplanned)]
         for every_call, _ in self.plans:
-            best = min(
-                self._segmented,
-                key=lambda one: rank(one, budget_bytes),
-                default=self._unplanned,
-            )
+            segmented = self._segmented or [self._unplanned]
+            best = nearest(segmented, limit, lambda timeline: timeline)
             found += ("every call", every_call), ("chen", best)
-        return tuple(
-            Baseline.of(name, timeline, budget_bytes) for name, timeline in found
-        )
+        return tuple(Baseline.of(name, timeline, limit) for name, timeline in found)
 
 
-def rank(timeline: Timeline, budget_bytes: int) -> tuple[bool, float, int]:
-    """The lower the better: the cheapest that fits, else the smallest."""
-    over = timeline.peak_bytes > budget_bytes
-    cost = timeline.peak_bytes if over else timeline.recompute_seconds
-    return over, cost, timeline.peak_bytes
+def nearest(
+    found: Iterable[_T], limit: Limit, timeline_of: Callable[[_T], Timeline]
+) -> _T:
+    """The cheapest that fits, or the smallest if none does."""
+
+    def cost(one: _T) -> tuple[float, int]:
+        return timeline_of(one).recompute_seconds, timeline_of(one).peak_bytes
+
+    by_cost = sorted(found, key=cost)
+    fitting = (one for one in by_cost if limit.holds(timeline_of(one)))
+    smallest = min(by_cost, key=lambda one: timeline_of(one).peak_bytes)
+    return next(fitting, smallest)
 
 
 def can_be_done(simulator: Simulator, region: Region) -> bool:
@@ -115,16 +121,14 @@ def run_lengths(num_layers: int) -> list[int]:
     return list(reversed(shortest.values()))
 
 
-def num_needed(
-    simulator: Simulator, regions: Sequence[Region], budget_bytes: int
-) -> int:
+def num_needed(simulator: Simulator, regions: Sequence[Region], limit: Limit) -> int:
     """How many of the first regions it takes to fit; all if even these do not.
 
     Of many it is taken for granted that each more lowers the peak, or leaves it.
     """
 
     def fits(count: int) -> bool:
-        return simulator.run(regions[:count]).peak_bytes <= budget_bytes
+        return limit.holds(simulator.run(regions[:count]))
 
     counts = range(len(regions))
     if len(regions) <= FEW_LAYERS:

@@ -44,7 +44,7 @@ class Option:
 
 
 @dataclass(frozen=True, slots=True)
-class _Change:
+class Change:
     """What a region does to the step around it."""
 
     more_bytes: list[list[int]]  # by half moment of its forward and of its backward
@@ -69,7 +69,7 @@ class Menus:
         self._signatures: dict[Unit, str] = {}
         self._droppable: dict[int, int] = {}  # by call
         self._rhythms: dict[tuple[object, ...], int] = {}
-        self._changes: dict[tuple[int, Region], _Change | None] = {}
+        self._changes: dict[tuple[int, Region], Change | None] = {}
 
     def options(self, unit: Unit) -> list[Option]:
         """Every way to run a unit, cheapest first; keeping everything is the first."""
@@ -105,7 +105,7 @@ class Menus:
         keep = Option(None, self._need(windows), 0, 0.0)
         if not view.made or windows[1][0] <= windows[0][1]:
             return [keep]  # nothing is dropped before backward wants it
-        rhythm = self._rhythm(unit)
+        rhythm = self.rhythm(unit)
         options: list[Option] = []
         for region in regions:
             change = self._change(rhythm, region, windows)
@@ -141,7 +141,7 @@ class Menus:
             alike[self.signature(unit)].append(unit)
         tidied: list[Region] = []
         for units in alike.values():
-            saves = [self._relative(chosen[u]) for u in units if u in chosen]
+            saves = [self.relative(chosen[u]) for u in units if u in chosen]
             saves.sort(
                 key=lambda kept: (
                     self._kept_bytes(self._placed(kept, units[0])),
@@ -153,7 +153,7 @@ class Menus:
             tidied += map(self._placed, saves, units)
         return sorted(tidied, key=lambda region: region.call)
 
-    def _relative(self, region: Region) -> Region:
+    def relative(self, region: Region) -> Region:
         """The region as units that do the same can share it."""
         return region.moved(-region.call, -self._graph.calls[region.call].start)
 
@@ -189,9 +189,9 @@ class Menus:
 
     def _change(
         self, rhythm: int, region: Region, windows: Sequence[tuple[int, int]]
-    ) -> _Change | None:
+    ) -> Change | None:
         """What a region changes; None if it cannot be rebuilt."""
-        key = rhythm, self._relative(region)
+        key = rhythm, self.relative(region)
         if key not in self._changes:
             self._changes[key] = None
             with suppress(PlanError):  # a call like this one may have lost an input
@@ -200,11 +200,11 @@ class Menus:
 
     def _find_change(
         self, region: Region, windows: Sequence[tuple[int, int]]
-    ) -> _Change:
+    ) -> Change:
         between = windows[1][0] - 1  # the last op before its backward begins
         live = self._simulator.live_within(region, [*windows, (between, between)])
         unplanned = self._simulator.unplanned_bytes
-        return _Change(
+        return Change(
             [
                 list(map(sub, found, unplanned[first : last + 1]))
                 for (first, last), found in zip(windows, live, strict=False)
@@ -225,19 +225,22 @@ class Menus:
             own = [list(map(add, *pair)) for pair in zip(own, more_bytes, strict=True)]
         return max(max(window, default=0) for window in own)
 
-    def _rhythm(self, unit: Unit) -> int:
+    def rhythm(self, unit: Unit) -> int:
         """Equal for units of which like regions change the step in the same way."""
         graph, view = self._graph, self._simulator.view(*unit)
         windows = _windows(view)
-        (start, _), (begun, ended) = windows
+        (start, stop), (begun, ended) = windows
         own = {*graph.saved_in(unit[0], unit[1])}
 
-        def place(moment: int) -> int:
-            if moment < 2 * graph.num_forward:
-                return moment - start
-            return min(moment, ended + 1) - begun
+        def place(moment: int) -> tuple[int, int]:
+            """Where it is in the windows; all between them is one."""
+            if moment <= stop:
+                return 0, moment - start
+            if moment < begun - 1:
+                return 1, 0
+            return 2, min(moment, ended + 1) - begun
 
-        def ends(storage: int) -> tuple[int, ...]:
+        def ends(storage: int) -> tuple[tuple[int, int], ...]:
             found = self._simulator.ends(storage)
             last = max(moment for moment, saved in found if saved not in own)
             return place(last), *(place(at) for at, saved in found if saved in own)

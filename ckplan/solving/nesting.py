@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import groupby
+from operator import add, sub
 from typing import TypeAlias
 
 from ckplan.errors import PlanError
@@ -29,7 +30,7 @@ from ckplan.simulate import Simulator
 from ckplan.solving.between import between
 from ckplan.solving.chain import ChainFrontier, Link, regions_of
 from ckplan.solving.covers import NEARLY_ALL, are_siblings
-from ckplan.solving.menu import Menus, Option, Unit
+from ckplan.solving.menu import Change, Menus, Option, Unit
 
 _MOST_PARTS = 12  # of a run, each call by itself; longer ones are cut into runs
 _MOST_LEVELS = 4
@@ -135,9 +136,8 @@ class Nesting:
             most_plans: How many are taken, unless the step is small.
         """
         try:
-            inside = _Inside(
-                self._simulator, whole, self._parts((whole.call, whole.last))
-            )
+            parts = self._parts((whole.call, whole.last))
+            inside = _Inside(self._simulator, self._menus, whole, parts)
         except PlanError:  # it cannot be rebuilt at all
             return []
         if len(inside.parts) < 2:
@@ -200,14 +200,26 @@ def _programs(menu: Iterable[Region]) -> list[Region]:
     return [region for region in menu if region.by == PROGRAM]
 
 
+def _end(unit: Unit) -> int:
+    """The last call of a unit."""
+    call, last = unit
+    return call if last is None else last
+
+
 class _Inside:
     """The backward of one region, as a chain of its parts."""
 
     def __init__(
-        self, simulator: Simulator, whole: Region, parts: Sequence[Unit]
+        self,
+        simulator: Simulator,
+        menus: Menus,
+        whole: Region,
+        parts: Sequence[Unit],
     ) -> None:
         self._simulator = simulator
+        self._menus = menus
         self._whole = whole
+        self._changes: dict[object, Change | None] = {}
         first, last = simulator.view(whole.call, whole.last).backward_window()
         (self.live,) = simulator.live_within(whole, [(first, last)])
         self._start = max(first, 0)
@@ -252,22 +264,51 @@ class _Inside:
 
     def _options(self, unit: Unit, regions: Iterable[Region]) -> list[Option]:
         """Everything kept, and what each of the regions on a unit does instead."""
+        kept = self._live(self._window(unit))
+        like = self._like(unit)
+        options: list[Option] = []
+        for region in dict.fromkeys(regions):
+            change = self._change(like, unit, region)
+            if change is not None and change.freed_bytes > 0:
+                need = max(map(add, kept, change.more_bytes[0]))
+                options.append(Option(region, need, change.freed_bytes, change.seconds))
+        options.sort(key=lambda option: option.seconds)
+        return [Option(None, max(kept, default=0), 0, 0.0), *options]
+
+    def _like(self, unit: Unit) -> tuple[int, bool, bool]:
+        """Equal for parts that do the same; those at the ends are like no others."""
+        is_first = unit[0] == self.parts[0][0]
+        is_last = _end(unit) == _end(self.parts[-1])
+        return self._menus.rhythm(unit), is_first, is_last
+
+    def _change(
+        self, like: tuple[int, bool, bool], unit: Unit, region: Region
+    ) -> Change | None:
+        """What a region on a part changes; None if it cannot be rebuilt."""
+        key = like, self._menus.relative(region)
+        if key not in self._changes:
+            self._changes[key] = None
+            with suppress(PlanError):
+                self._changes[key] = self._find_change(unit, region)
+        return self._changes[key]
+
+    def _find_change(self, unit: Unit, region: Region) -> Change:
         first, last = self._window(unit)
         between = max(first - 1, self._start)
-        kept = self.live[first - self._start : last - self._start + 1]
-        options = [Option(None, max(kept, default=0), 0, 0.0)]
-        base_seconds = self._simulator.effect(self._whole).seconds
-        for region in dict.fromkeys(regions):
-            nested = replace(self._whole, inner=(region,))
-            with suppress(PlanError):
-                during, before = self._simulator.live_within(
-                    nested, [(first, last), (between, between)]
-                )
-                freed = self.live[between - self._start] - before[0]
-                seconds = self._simulator.effect(nested).seconds - base_seconds
-                options.append(Option(region, max(during), freed, seconds))
-        useful = [o for o in options[1:] if o.freed_bytes > 0]
-        return [options[0], *sorted(useful, key=lambda option: option.seconds)]
+        windows = [(first, last), (between, between)]
+        nested = replace(self._whole, inner=(region,))
+        now = self._simulator.live_within(nested, windows)
+        during, before = (
+            list(map(sub, found, self._live(window)))
+            for found, window in zip(now, windows, strict=True)
+        )
+        whole, found = map(self._simulator.effect, (self._whole, nested))
+        return Change([during], -before[0], found.seconds - whole.seconds)
+
+    def _live(self, window: tuple[int, int]) -> list[int]:
+        """Live bytes over half moments with nothing inside."""
+        first, last = window
+        return self.live[first - self._start : last - self._start + 1]
 
     def _gaps(self) -> list[int]:
         """Most live bytes outside of all parts, by how many parts have dropped."""

@@ -5,60 +5,54 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from ckplan.allocations import has_room, is_on_card
-from ckplan.caching_allocator import LARGE_SEGMENT_BYTES
+from ckplan.caching_allocator import LARGE_SEGMENT_BYTES, SMALL_SEGMENT_BYTES
+from ckplan.solving.limit import Limit
 from ckplan.solving.planner import Planner
 from ckplan.solving.solution import Solution
 
 _SPARE_SHARE = 100
-_FIRST_SHARE = 64  # of the budget: the first part that is left to gaps
+_FIRST_SHARE = 64  # of the limit: the first part that is left to gaps
 _FINEST_SHARE = 128  # how well that part is known in the end
 
 
-def solve_on_card(planner: Planner, budget_bytes: int, *, expandable: bool) -> Solution:
-    """Find the cheapest plan with which PyTorch's allocator keeps to a budget.
+def solve_within(planner: Planner, limit: Limit) -> Solution:
+    """Find the cheapest plan that keeps to a limit.
 
-    Segments have gaps that no tensor fits into, so the tensors get less. How much less
-    is found by replaying the allocator: at first a small part, then twice as much until
-    it has room, then between the two. A step of no card is planned by its tensors, and
-    so is one where no plan leaves room.
-
-    Args:
-        planner: Of the step.
-        budget_bytes: What the allocator can reserve.
-        expandable: With ``PYTORCH_ALLOC_CONF=expandable_segments:True``.
+    On a card, segments of PyTorch's allocator have gaps that no tensor fits into, so
+    the tensors get less. How much less is found by replaying the allocator: at first a
+    small part, then twice as much until it has room, then between the two. Little is
+    spared, unless no plan leaves so much. Where no plan has room, tensors decide.
 
     Raises:
         InfeasibleError: Not even the tensors fit.
     """
-    room_bytes = planned_room(budget_bytes)
+    if not limit.on_card:
+        return planner.solve(limit.bytes, limit)
+    for within in (spared(limit), limit):
 
-    def fits(at: int) -> bool:
-        found = planner.within(at)
-        return found is not None and has_room(
-            found[0], room_bytes, expandable=expandable
-        )
+        def fits(budget_bytes: int, within: Limit = within) -> bool:
+            found = planner.within(budget_bytes)
+            return found is not None and within.holds(found[0])
 
-    solution = planner.solve(budget_bytes)
-    if not is_on_card(planner.graph) or fits(budget_bytes):
-        return solution
-    tensor_bytes = _largest(fits, planner.floor.peak_bytes, budget_bytes)
-    if tensor_bytes is None:
-        return solution
-    gap_bytes = budget_bytes - tensor_bytes
-    return replace(planner.solve(tensor_bytes), gap_bytes=gap_bytes)
+        budget_bytes = _largest(fits, planner.floor.peak_bytes, limit.bytes)
+        if budget_bytes is not None:
+            return planner.solve(budget_bytes, limit)
+    return planner.solve(limit.bytes, limit)
 
 
-def planned_room(budget_bytes: int) -> int:
-    """What the replay may take: one segment is for what a step does in another order.
+def spared(limit: Limit) -> Limit:
+    """What a replay may take: one segment is for what a step does in another order.
 
-    Of small cards, a hundredth.
+    It is a large one, of small cards a hundredth, of the smallest a small segment.
     """
-    return budget_bytes - min(LARGE_SEGMENT_BYTES, budget_bytes // _SPARE_SHARE)
+    spare_bytes = min(LARGE_SEGMENT_BYTES, limit.bytes // _SPARE_SHARE)
+    return replace(limit, bytes=limit.bytes - max(spare_bytes, SMALL_SEGMENT_BYTES))
 
 
 def _largest(fits: Callable[[int], bool], least: int, most: int) -> int | None:
-    """A large number from a range that fits, although ``most`` does not."""
+    """A large number from a range that fits."""
+    if fits(most):
+        return most
     fails, share = most, _FIRST_SHARE
     while not fits(at := max(most - most // share, least)):
         if at == least:

@@ -25,6 +25,7 @@ from ckplan.solving.covers import (
     tree_frontier,
 )
 from ckplan.solving.exhaustive import try_all
+from ckplan.solving.limit import Limit
 from ckplan.solving.menu import Menus, Unit
 from ckplan.solving.nesting import Nesting
 from ckplan.solving.solution import Floor, Point, Solution
@@ -63,8 +64,12 @@ class Planner:
         self.unplanned = self.simulator.run()
         self._reached: dict[ChainFrontier, _Found] = {}  # the smallest of each
 
-    def solve(self, budget_bytes: int) -> Solution:
+    def solve(self, budget_bytes: int, limit: Limit | None = None) -> Solution:
         """Find the cheapest plan whose simulated peak is within a budget.
+
+        Args:
+            budget_bytes: Of tensors.
+            limit: What there is in all, for which others are asked; if not the budget.
 
         Raises:
             InfeasibleError: No plan found fits; the floor and its owner are named.
@@ -73,14 +78,16 @@ class Planner:
         if found is None:
             raise _nothing_fits(self.graph, budget_bytes, self.floor)
         timeline, regions = found
+        limit = limit or Limit(budget_bytes)
         return Solution(
             budget_bytes=budget_bytes,
+            limit=limit,
             regions=regions,
             timeline=timeline,
             unplanned=self.unplanned,
             floor=self.floor,
             bound_overhead=self.bound(budget_bytes),
-            baselines=self.everyday.baselines(budget_bytes),
+            baselines=self.everyday.baselines(limit),
         )
 
     def least_memory(self, max_overhead: float) -> Solution:
@@ -175,12 +182,6 @@ class Planner:
         tried = [*self._tried, self._least, *self.everyday.plans]
         found += (one for one in tried if one[0].peak_bytes <= budget_bytes)
         return min(found, key=_rank, default=None)
-
-    def nearest(self, budget_bytes: int) -> Timeline:
-        """The cheapest plan that fits, or the smallest if none does."""
-        found = self.within(max(budget_bytes, self.floor.peak_bytes))
-        assert found is not None, "internal error: no plan reaches the floor"
-        return found[0]
 
     @cached_property
     def _nodes(self) -> tuple[Node, ...]:

@@ -37,6 +37,7 @@ from ckplan.solving.baselines import (
 )
 from ckplan.solving.chain import regions_of
 from ckplan.solving.covers import chain_of
+from ckplan.solving.limit import Limit
 from ckplan.solving.menu import Menus
 from ckplan.solving.planner import Planner
 from ckplan.solving.solution import Baseline
@@ -46,29 +47,27 @@ _CONVOLUTIONS = ("convolution", "conv", "mkldnn_convolution", "cudnn_convolution
 _ATTENTION = "scaled_dot_product"
 
 
-def everything(planner: Planner, budget_bytes: int) -> tuple[Baseline, ...]:
+def everything(planner: Planner, limit: Limit) -> tuple[Baseline, ...]:
     """All baselines, those that ``solve`` shows first."""
-    others = practices(planner.simulator, planner.menus, budget_bytes)
-    return (*planner.everyday.baselines(budget_bytes), *others)
+    others = practices(planner.simulator, planner.menus, limit)
+    return (*planner.everyday.baselines(limit), *others)
 
 
-def practices(
-    simulator: Simulator, menus: Menus, budget_bytes: int
-) -> tuple[Baseline, ...]:
+def practices(simulator: Simulator, menus: Menus, limit: Limit) -> tuple[Baseline, ...]:
     """Every practice that the model allows, each with its peak and overhead."""
     found: list[Baseline] = []
     seen: set[tuple[Region, ...]] = set()
-    for name, regions in _plans(simulator, menus, budget_bytes):
+    for name, regions in _plans(simulator, menus, limit):
         done = tuple(region for region in regions if can_be_done(simulator, region))
         if not done or done in seen:
             continue
         seen.add(done)
-        found.append(Baseline.of(name, simulator.run(done), budget_bytes))
+        found.append(Baseline.of(name, simulator.run(done), limit))
     return tuple(found)
 
 
 def _plans(
-    simulator: Simulator, menus: Menus, budget_bytes: int
+    simulator: Simulator, menus: Menus, limit: Limit
 ) -> Iterator[tuple[str, Sequence[Region]]]:
     graph = simulator.graph
     layers = find_layers(graph, menus)
@@ -77,8 +76,8 @@ def _plans(
         yield "sqrt(n) segments", _segments(graph, layers, root)
         for n in run_lengths(len(layers))[1:-1]:
             yield f"every {n} calls", _segments(graph, layers, n)
-        yield "first k calls", _first(simulator, layers, budget_bytes)
-        yield "rotor", _rotor(simulator, menus, layers, budget_bytes)
+        yield "first k calls", _first(simulator, layers, limit)
+        yield "rotor", _rotor(simulator, menus, layers, limit)
         for name, every in (("save matmuls", 1), ("save every 2nd", 2)):
             yield name, [_saving_products(graph, layer, every) for layer in layers]
     for whole in graph.children[OUTSIDE_CALLS][:1]:
@@ -98,22 +97,20 @@ def _segments(graph: Graph, layers: Sequence[int], length: int) -> list[Region]:
     return [Region(run[0], RERUN, last=run[-1]) for run in runs[:-1]]
 
 
-def _first(
-    simulator: Simulator, layers: Sequence[int], budget_bytes: int
-) -> list[Region]:
+def _first(simulator: Simulator, layers: Sequence[int], limit: Limit) -> list[Region]:
     regions = [Region(layer, RERUN) for layer in layers]
     regions = [region for region in regions if can_be_done(simulator, region)]
-    return regions[: num_needed(simulator, regions, budget_bytes)]
+    return regions[: num_needed(simulator, regions, limit)]
 
 
 def _rotor(
-    simulator: Simulator, menus: Menus, layers: Sequence[int], budget_bytes: int
+    simulator: Simulator, menus: Menus, layers: Sequence[int], limit: Limit
 ) -> Sequence[Region]:
     units = [(layer, None) for layer in layers]
     chain = chain_of(simulator, units, menus.whole)
-    plans = map(regions_of, chain.cheapest_first(max(budget_bytes, chain.least_bytes)))
+    plans = map(regions_of, chain.cheapest_first(max(limit.bytes, chain.least_bytes)))
     return next(
-        (p for p in plans if simulator.run(p).peak_bytes <= budget_bytes),
+        (p for p in plans if limit.holds(simulator.run(p))),
         regions_of(next(chain.cheapest_first(chain.least_bytes))),
     )
 

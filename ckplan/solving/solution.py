@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ckplan.region import Region
 from ckplan.simulate import Timeline
 from ckplan.solving.bound import gap
+from ckplan.solving.limit import Limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,10 +20,10 @@ class Baseline:
     fits: bool
 
     @classmethod
-    def of(cls, name: str, timeline: Timeline, budget_bytes: int) -> Baseline:
+    def of(cls, name: str, timeline: Timeline, limit: Limit) -> Baseline:
         """What a replay says of it."""
-        peak_bytes = timeline.peak_bytes
-        return cls(name, peak_bytes, timeline.overhead, peak_bytes <= budget_bytes)
+        peak_bytes, fits = timeline.peak_bytes, limit.holds(timeline)
+        return cls(name, peak_bytes, timeline.overhead, fits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,8 @@ class Exact:
 class Solution:
     """The cheapest plan found that fits a budget."""
 
-    budget_bytes: int
+    budget_bytes: int  # of tensors
+    limit: Limit  # of all
     regions: tuple[Region, ...]
     timeline: Timeline
     unplanned: Timeline
@@ -65,7 +67,16 @@ class Solution:
     bound_overhead: float  # no schedule of ops under this budget costs less
     baselines: tuple[Baseline, ...]
     exact: Exact | None = None  # if one was asked for
-    gap_bytes: int = 0  # beside the budget, for the gaps of a card's allocator
+
+    @property
+    def gap_bytes(self) -> int:
+        """What is left to the gaps of a card's allocator, beside the budget."""
+        return self.limit.bytes - self.budget_bytes
+
+    @property
+    def as_baseline(self) -> Baseline:
+        """The plan as a row beside the others."""
+        return Baseline.of("this plan", self.timeline, self.limit)
 
     @property
     def gap(self) -> float:

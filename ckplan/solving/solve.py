@@ -7,11 +7,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckplan import gpus, trace_file, units
+from ckplan.allocations import is_on_card
 from ckplan.errors import CkplanError
 from ckplan.graph import Graph
 from ckplan.plan import Plan, Prediction, plan_fingerprint
 from ckplan.resolve import describe
-from ckplan.solving.on_card import solve_on_card
+from ckplan.solving.limit import Limit
+from ckplan.solving.on_card import solve_within
 from ckplan.solving.planner import Planner
 from ckplan.solving.solution import Point, Solution
 
@@ -155,12 +157,9 @@ def with_exact(
 
 def find(planner: Planner, wish: Wish) -> Solution:
     """Find what is wished for."""
-    if wish.gpu is not None:
-        usable_bytes = gpus.find(wish.gpu).usable_bytes
-        budget_bytes = budget_bytes_of(planner, usable_bytes, wish.reserve_bytes)
-        return solve_on_card(planner, budget_bytes, expandable=wish.expandable)
-    if wish.budget is not None:
-        return planner.solve(budget_bytes_of(planner, wish.budget, wish.reserve_bytes))
+    limit = limit_of(planner, wish)
+    if limit is not None:
+        return solve_within(planner, limit)
     if wish.max_overhead is not None:
         return planner.least_memory(wish.max_overhead)
     if wish.goal == "knee":
@@ -168,12 +167,23 @@ def find(planner: Planner, wish: Wish) -> Solution:
     return planner.solve(planner.floor.peak_bytes)
 
 
-def budget_bytes_of(planner: Planner, budget: str | int, reserve_bytes: int) -> int:
-    """A budget as people write it, less a reserve.
+def limit_of(planner: Planner, wish: Wish) -> Limit | None:
+    """What a step may take, a reserve being off; None if a wish does not say.
 
     Raises:
         CkplanError: It is unreadable, or all of it is reserved.
     """
+    if wish.gpu is not None:
+        usable_bytes = gpus.find(wish.gpu).usable_bytes
+        budget_bytes = _budget_bytes(planner, usable_bytes, wish.reserve_bytes)
+        return Limit(budget_bytes, is_on_card(planner.graph), wish.expandable)
+    if wish.budget is not None:
+        return Limit(_budget_bytes(planner, wish.budget, wish.reserve_bytes))
+    return None
+
+
+def _budget_bytes(planner: Planner, budget: str | int, reserve_bytes: int) -> int:
+    """A budget as people write it, less a reserve."""
     budget_bytes = units.parse_budget(budget, planner.unplanned.peak_bytes)
     if reserve_bytes >= budget_bytes:
         whole, reserve = map(units.format_bytes, (budget_bytes, reserve_bytes))

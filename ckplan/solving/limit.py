@@ -1,0 +1,23 @@
+"""What a step may take: of tensors alone, or with the gaps of a card's allocator."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ckplan.allocations import has_room
+from ckplan.simulate import Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """So many bytes."""
+
+    bytes: int
+    on_card: bool = False  # for all that PyTorch's allocator reserves
+    expandable: bool = False  # with PYTORCH_ALLOC_CONF=expandable_segments:True
+
+    def holds(self, timeline: Timeline) -> bool:
+        """Whether a step keeps to it."""
+        if timeline.peak_bytes > self.bytes or not self.on_card:
+            return timeline.peak_bytes <= self.bytes
+        return has_room(timeline, self.bytes, expandable=self.expandable)
