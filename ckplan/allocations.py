@@ -1,8 +1,9 @@
 """A timeline as what an allocator sees: blocks asked for and given back, in order.
 
 Peaks are those of ``simulate``; this puts its intervals in the order in which a step
-would allocate and free them. Within an op outputs come first, and what regions keep,
-then its workspace; what nobody holds any longer goes at the end of it.
+would allocate and free them. Within an op come copies of what it reads, its outputs and
+what regions keep, then the rest of its workspace; what nobody holds any longer goes at
+the end of it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ckplan.graph import Graph
 from ckplan.records import BEFORE_STEP, MULTIPLIES
 from ckplan.simulate import Timeline
 
-_OUTPUT, _WORKSPACE, _ENCODING, _GONE = range(4)  # phases of a half moment
+_BEFORE, _OUTPUT, _WORKSPACE, _ENCODING, _GONE = range(5)  # phases of a half moment
 
 
 class Replayed(NamedTuple):
@@ -56,7 +57,8 @@ def events(timeline: Timeline) -> list[Event]:
         if not interval.bytes or interval.stop < interval.start:
             continue
         found.append(Event(interval.start, phase, interval.born, block, interval.bytes))
-        last = (phase, interval.died) if interval.died != LATER else (_GONE, 0)
+        over = _WORKSPACE if phase == _BEFORE else phase
+        last = (over, interval.died) if interval.died != LATER else (_GONE, 0)
         if interval.stop < end:
             found.append(Event(interval.stop, *last, block, 0))
     return sorted(found)
@@ -70,12 +72,13 @@ def _intervals(timeline: Timeline) -> Iterator[tuple[int, Interval]]:
         yield _OUTPUT, Interval(start, stop, storage.bytes, died=died)
     for moment, op in enumerate(graph.ops):
         at = 2 * moment + 1
-        yield _WORKSPACE, Interval(at, at, op.workspace_bytes, 0, 1)
+        for phase, blocks in zip((_BEFORE, _WORKSPACE), op.workspace, strict=True):
+            yield from ((phase, Interval(at, at, size, 0, 1)) for size in blocks)
     for effect in timeline.effects:
         yield from ((_OUTPUT, interval) for interval in effect.made)
         yield from ((_OUTPUT, interval) for interval in effect.workspaces)
         for at, beyond in effect.encoding.items():
-            workspace_bytes = graph.ops[at // 2].workspace_bytes + beyond
+            workspace_bytes = graph.ops[at // 2].workspace.bytes + beyond
             yield _ENCODING, Interval(at, at, workspace_bytes, 0, 1)
 
 
@@ -181,7 +184,7 @@ def _of_cublas(before: Sequence[Event], timeline: Timeline) -> Iterator[Event]:
     threads = [moments[:1], [min(backward)] if backward else []]
     held = (e for e in before if graph.storages[e.block].kind == "temporary")
     for event, moment in zip(held, chain.from_iterable(threads), strict=False):
-        yield event._replace(moment=moment, phase=_OUTPUT - 1)
+        yield event._replace(moment=moment, phase=_BEFORE)
 
 
 def is_on_card(graph: Graph) -> bool:

@@ -7,6 +7,7 @@ of the forward and wanted by the backward. What replays a graph relies on all of
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from ckplan.names import is_op_name
@@ -61,7 +62,7 @@ def _bad_ops(graph: Graph) -> Iterator[str]:
             yield f"op {index} ({op.name}) uses a storage that is not there"
         if not _within((op.call,), OUTSIDE_CALLS, num_calls):
             yield f"op {index} ({op.name}) belongs to call {op.call}"
-        costs = (op.workspace_bytes, op.flops, op.moved_bytes)
+        costs = (*chain(*op.workspace), op.flops, op.moved_bytes)
         timed = _timed((op.seconds, op.launch_seconds))
         if not (timed and _within(costs, 0, _MOST)):
             yield f"op {index} ({op.name}) has a cost that is no natural number"
@@ -159,7 +160,7 @@ def _of_names(graph: Graph) -> Iterator[str]:
 
 def _of_storages(graph: Graph) -> Iterator[str]:
     sizes = [storage.bytes for storage in graph.storages]
-    sizes.append(max((op.workspace_bytes for op in graph.ops), default=0))
+    sizes.append(max((op.workspace.bytes for op in graph.ops), default=0))
     if sum(sizes) > MOST_BYTES:
         yield f"{sum(sizes)} B are more than anybody has"
     for index, storage in enumerate(graph.storages):

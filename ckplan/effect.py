@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
 
-LATER = -1
+FIRST = LATER = -1
 
 
 class Interval(NamedTuple):

@@ -34,7 +34,7 @@ from ckplan.records import (
 if TYPE_CHECKING:
     import networkx
 
-FORMAT_VERSION = 7
+FORMAT_VERSION = 8
 MEASURED = "measured"
 """Where the seconds of a graph come from, unless it says otherwise."""
 
@@ -244,7 +244,7 @@ class Graph:
             where = self.relative_path(op.call, index) if last is None else ""
             ids = [[local(s) for s in group] for group in (op.reads, op.outputs)]
             parts.append((op.name, where, ids, op.writes and local(op.writes[0])))
-            parts.append((op.flops, op.workspace_bytes))
+            parts.append((op.flops, op.workspace))
         found = (self.saved[i] for i in self.saved_in(index, last))
         parts += [(local(s.storage)[0], s.at - start) for s in found]
         parts += [

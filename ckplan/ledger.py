@@ -13,7 +13,7 @@ from itertools import count
 from ckplan.effect import LATER, Effect, Interval
 from ckplan.graph import Graph
 from ckplan.program import Program
-from ckplan.records import Encoding
+from ckplan.records import Encoding, Workspace
 from ckplan.region import RegionView
 
 RANDOM_STATE_BYTES = 5056
@@ -101,7 +101,7 @@ class Ledger:
         else:
             self.effect.let_go(storage, stop, next(self._ticks), self._bytes)
 
-    def note(self, step: int) -> int:
+    def note(self, step: int) -> Workspace:
         """A step runs; returns the workspace that it needs."""
         number = self._view.start + step
         op = self._view.graph.ops[number]
@@ -109,7 +109,7 @@ class Ledger:
         self._runs[step] -= 1
         if op.random:
             self._draw_again(step)
-        return op.workspace_bytes
+        return op.workspace
 
     def _draw_again(self, step: int) -> None:
         if self._as_found is None:
@@ -124,23 +124,29 @@ class Ledger:
             self.let_go(self._as_found, self.moment)
             self._as_found = None
 
-    def decode(self, value: int) -> int:
+    def decode(self, value: int) -> Workspace:
         """Begin to decode; returns the workspace that it needs."""
         encoding, _ = self._encoded[value]
         self.effect.seconds += encoding.decode_seconds
-        return encoding.decode_workspace_bytes
+        return Workspace(after=(encoding.decode_workspace_bytes,))
 
     def decoded(self, value: int) -> None:
         """The encoded form goes."""
         _, form = self._encoded.pop(value)
         self.let_go(form, self.moment)
 
-    def spike(self, workspace_bytes: int) -> None:
-        """What is alive while a step runs."""
-        self._see(self._bytes + workspace_bytes)
-        ticks = next(self._ticks), next(self._ticks)
-        workspace = Interval(self.moment, self.moment, workspace_bytes, *ticks)
-        self.effect.workspaces.append(workspace)
+    def begin(self) -> int:
+        """When a step begins, in ticks."""
+        return next(self._ticks)
+
+    def spike(self, workspace: Workspace, begun: int) -> None:
+        """What is alive while a step runs, that began at a tick."""
+        self._see(self._bytes + workspace.bytes)
+        made, over = next(self._ticks), next(self._ticks)
+        for since, blocks in zip((begun, made), workspace, strict=True):
+            self.effect.workspaces += (
+                Interval(self.moment, self.moment, size, since, over) for size in blocks
+            )
 
     def close(self) -> None:
         """What was never decoded, or run again, goes."""
@@ -151,7 +157,7 @@ class Ledger:
     def _encode(self, encoding: Encoding) -> None:
         """Right after its op, while what the op read is still there."""
         op = self._view.graph.ops[encoding.op]
-        beyond = encoding.encode_workspace_bytes - op.workspace_bytes
+        beyond = encoding.encode_workspace_bytes - op.workspace.bytes
         moment, most = 2 * encoding.op + 1, self.effect.encoding
         most[moment] = max(most.get(moment, 0), beyond)
         self.effect.seconds += encoding.encode_seconds
@@ -190,7 +196,7 @@ class Tally:
     def run(self, step: int, copies: Collection[int], keep: Collection[int]) -> None:
         """Run a step again; of what it makes, only some is kept."""
         ledger, flow = self._ledger, self._ledger.flow
-        workspace_bytes = ledger.note(step)
+        workspace, begun = ledger.note(step), ledger.begin()
         made = {
             new: ledger.allocate(new) if old in copies else self._born.pop(old)
             for old, new in flow.overwrites[step].items()
@@ -198,7 +204,7 @@ class Tally:
         for value in flow.outputs[step]:
             if value not in made:
                 made[value] = ledger.allocate(value)
-        ledger.spike(workspace_bytes)
+        ledger.spike(workspace, begun)
         for value, born in made.items():
             if value in keep:
                 self._born[value] = born
@@ -207,9 +213,9 @@ class Tally:
 
     def decode(self, value: int) -> None:
         """Make a value from its smaller form, which goes."""
-        workspace_bytes = self._ledger.decode(value)
+        workspace, begun = self._ledger.decode(value), self._ledger.begin()
         self._born[value] = self._ledger.allocate(value)
-        self._ledger.spike(workspace_bytes)
+        self._ledger.spike(workspace, begun)
         self._ledger.decoded(value)
 
     def fetch(self, value: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 
-from ckplan.effect import Effect, Interval
+from ckplan.effect import FIRST, Effect, Interval
 from ckplan.errors import PlanError
 from ckplan.ledger import Ledger, Tally, is_on_cpu, random_state_bytes
 from ckplan.program import Rebuild
@@ -102,14 +102,14 @@ def _world(view: RegionView, until: int) -> Iterator[Interval]:
     (_, over), begin = view.forward_window(), 2 * view.start + 1
     state_bytes, on_cpu = random_state_bytes(view.graph), is_on_cpu(view.graph)
     of_device, of_another = view.draws
-    yield Interval(begin, max(until, over) if of_device else over, state_bytes)
+    yield Interval(begin, max(until, over) if of_device else over, state_bytes, FIRST)
     if of_another:
-        yield Interval(begin, max(until, over), state_bytes)
+        yield Interval(begin, max(until, over), state_bytes, FIRST)
     for storage in view.call.state:
         changed = view.graph.is_changed(storage, view.start, view.stop)
         changed |= on_cpu and storage in view.moved  # elsewhere nobody looks
         size = view.graph.storages[storage].bytes
-        yield Interval(begin, max(until, over) if changed else over, size)
+        yield Interval(begin, max(until, over) if changed else over, size, FIRST)
 
 
 def _ops_again(view: RegionView) -> Iterator[int]:
@@ -145,6 +145,8 @@ def _run_again(
     read_last: dict[int, list[int]] = defaultdict(list)  # of those, by op
     tick = 0
     for moment in _ops_again(view):
+        begun = tick
+        tick += 1
         for storage in graph.creates[moment]:
             size = graph.storages[storage].bytes
             alive += size
@@ -155,12 +157,13 @@ def _run_again(
                 born[storage] = size, tick
                 read_last[graph.storages[storage].last].append(storage)
             tick += 1
-        workspace_bytes = graph.ops[moment].workspace_bytes
-        if workspace_bytes:
-            workspace = Interval(gap, gap, workspace_bytes, tick, tick + 1)
-            effect.workspaces.append(workspace)
-            tick += 2
-        most_bytes = max(most_bytes, alive + workspace_bytes)
+        workspace = graph.ops[moment].workspace
+        for since, blocks in zip((begun, tick), workspace, strict=True):
+            effect.workspaces += (
+                Interval(gap, gap, size, since, tick + 1) for size in blocks
+            )
+        tick += 2
+        most_bytes = max(most_bytes, alive + workspace.bytes)
         for storage in read_last.get(moment, ()):
             size, since = born.pop(storage)
             alive -= size

@@ -6,7 +6,9 @@ is its storage.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 KINDS = (
     "parameter",
@@ -46,6 +48,25 @@ OUTSIDE_CALLS = -1
 """Call of an op that no module call ran: the loss function, the optimizer."""
 
 
+class Workspace(NamedTuple):
+    """Blocks that a kernel takes, all there at once, and gives back as it returns."""
+
+    before: tuple[int, ...] = ()  # its outputs, as copies of what it reads
+    after: tuple[int, ...] = ()
+
+    @property
+    def bytes(self) -> int:
+        """Of all blocks."""
+        return sum(self.before) + sum(self.after)
+
+    def map(self, change: Callable[[int], int]) -> Workspace:
+        """The same with every block of another size."""
+        return Workspace(*(tuple(map(change, blocks)) for blocks in self))
+
+
+NO_WORKSPACE = Workspace()
+
+
 @dataclass(frozen=True, slots=True)
 class Op:
     """One op that makes or changes bytes."""
@@ -55,7 +76,7 @@ class Op:
     reads: tuple[int, ...]  # storages
     writes: tuple[int, ...]  # storages changed in place; they are read too
     outputs: tuple[int, ...]  # storage of every tensor returned, in order
-    workspace_bytes: int  # allocated inside the kernel and gone when it returns
+    workspace: Workspace
     flops: int
     moved_bytes: int  # read and written, every tensor once
     seconds: float  # that the device works

@@ -149,7 +149,7 @@ class Simulator:
             level[self._stops[-1] + 1] -= found.bytes
         self.unplanned_bytes = list(accumulate(level))[:-1]
         for moment, op in enumerate(graph.ops):
-            self.unplanned_bytes[2 * moment + 1] += op.workspace_bytes
+            self.unplanned_bytes[2 * moment + 1] += op.workspace.bytes
 
     def view(self, call: int, last: int | None = None) -> RegionView:
         """The values and saved tensors of a call, or of a run of sibling calls."""

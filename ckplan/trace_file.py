@@ -16,7 +16,16 @@ from typing import Any
 from ckplan import files
 from ckplan.errors import GraphError
 from ckplan.graph import FORMAT_VERSION, Graph
-from ckplan.records import Call, Encoding, EngineCosts, Hazard, Op, Saved, Storage
+from ckplan.records import (
+    Call,
+    Encoding,
+    EngineCosts,
+    Hazard,
+    Op,
+    Saved,
+    Storage,
+    Workspace,
+)
 
 _TOP_KEYS = {
     "ckplan_graph",
@@ -49,7 +58,7 @@ def dumps(graph: Graph) -> str:
             op.reads,
             op.writes,
             op.outputs,
-            op.workspace_bytes,
+            op.workspace,
             op.flops,
             op.moved_bytes,
             round(op.seconds, 9),
@@ -117,10 +126,26 @@ def loads(text: str, name: str) -> Graph:
 
 
 def _from_content(content: dict[str, Any]) -> Graph:
+    def workspace(row: Any) -> Workspace:
+        before, after = row
+        return Workspace(tuple(before), tuple(after))
+
     names = dict(enumerate(content["names"]))
     ops = tuple(
-        Op(names[n], c, tuple(r), tuple(w), tuple(o), ws, fl, mv, s, bool(rnd), launch)
-        for n, c, r, w, o, ws, fl, mv, s, rnd, launch in content["ops"]
+        Op(
+            names[n],
+            c,
+            tuple(r),
+            tuple(w),
+            tuple(o),
+            workspace(ws),
+            fl,
+            mv,
+            s,
+            bool(d),
+            la,
+        )
+        for n, c, r, w, o, ws, fl, mv, s, d, la in content["ops"]
     )
     return Graph(
         model=str(content["model"]),

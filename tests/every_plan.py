@@ -592,7 +592,8 @@ def scale(graph: Graph, by: int) -> Graph:
         graph,
         storages=tuple(replace(s, bytes=by * s.bytes) for s in graph.storages),
         ops=tuple(
-            replace(o, workspace_bytes=by * o.workspace_bytes) for o in graph.ops
+            replace(o, workspace=o.workspace.map(lambda size: by * size))
+            for o in graph.ops
         ),
         encodings=tuple(
             replace(

@@ -20,6 +20,7 @@ from random import Random
 from ckplan.graph import Graph
 from ckplan.records import (
     BEFORE_STEP,
+    NO_WORKSPACE,
     OUTSIDE_CALLS,
     Call,
     Encoding,
@@ -28,6 +29,7 @@ from ckplan.records import (
     Op,
     Saved,
     Storage,
+    Workspace,
 )
 from ckplan.region import PROGRAM, RERUN, Region
 
@@ -71,7 +73,7 @@ def chain(
             [x, weight],
             makes=[out_bytes],
             saves=[x, weight],
-            workspace_bytes=workspace_bytes,
+            workspace=Workspace(after=(workspace_bytes,) if workspace_bytes else ()),
         )
         return y
 
@@ -167,7 +169,7 @@ class Forward:
         makes: Sequence[int] = (),
         writes: Sequence[int] = (),
         saves: Sequence[int] = (),
-        workspace_bytes: int = 0,
+        workspace: Workspace = NO_WORKSPACE,
         random: bool = False,
         seconds: float | None = None,
     ) -> tuple[int, ...]:
@@ -179,7 +181,7 @@ class Forward:
             makes: Bytes of every new output.
             writes: Storages changed in place; they are outputs too.
             saves: Storages that autograd keeps as they were before the op.
-            workspace_bytes: Allocated inside the kernel.
+            workspace: Allocated inside the kernel.
             random: Whether it draws random numbers.
             seconds: If not those of every op.
 
@@ -193,7 +195,7 @@ class Forward:
         self._run(name, call, reads, writes, outputs)
         self._ops[at] = replace(
             self._ops[at],
-            workspace_bytes=workspace_bytes,
+            workspace=workspace,
             random=random,
             seconds=self._seconds if seconds is None else seconds,
         )
@@ -292,7 +294,7 @@ class Forward:
                 reads=tuple(reads),
                 writes=tuple(writes),
                 outputs=tuple(outputs),
-                workspace_bytes=0,
+                workspace=NO_WORKSPACE,
                 flops=2 * moved_bytes,
                 moved_bytes=moved_bytes,
                 seconds=self._seconds,
@@ -360,7 +362,7 @@ def random_step(rng: Random, *, num_blocks: int = 3, num_ops: int = 3) -> Graph:
             makes=makes,
             writes=writes,
             saves=[s for s in reads if rng.random() < 0.5],
-            workspace_bytes=rng.choice((0, 0, 0, 5)),
+            workspace=Workspace(*rng.choice(((), (), (), ((2,), (3,))))),
             seconds=rng.randint(1, 9),
         )
         forward.save(*(s for s in outputs if rng.random() < 0.3))

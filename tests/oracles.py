@@ -119,7 +119,7 @@ def walk(  # noqa: C901 - one loop over moments, told in order
         seen.live_bytes.append(most)
         memory.begin(2 * now + 1)
         make(now)
-        workspace = max(op.workspace_bytes, *(r.encode(now) for r in regions), 0)
+        workspace = max(op.workspace.bytes, *(r.encode(now) for r in regions), 0)
         seen.live_bytes.append(memory.bytes + workspace)
         enter(now + 1)
         leave(now)
@@ -523,7 +523,7 @@ class _Program(_Region):
                 memory.hold(block, "running")
         for content in self._makes[op] - made.keys():
             made[content] = self._new_block(content[0])
-        most = max(drawn_bytes, memory.bytes + record.workspace_bytes)
+        most = max(drawn_bytes, memory.bytes + record.workspace.bytes)
         for content, block in made.items():
             known = content in self._present or content in self._held
             if self._uses[content] and not known:
@@ -722,7 +722,7 @@ class _Rerun(_Region):
         for storage in self._created(at):
             block = "again", self.span, storage
             self.memory.make(block, self.size(storage), self._running)
-        most = self.memory.bytes + self.graph.ops[at].workspace_bytes
+        most = self.memory.bytes + self.graph.ops[at].workspace.bytes
         inside = at in self.ops()
         for j in self.dropped:
             saved = self.graph.saved[j]

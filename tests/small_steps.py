@@ -9,7 +9,7 @@ import graphs
 from graphs import Forward
 
 from ckplan.graph import Graph
-from ckplan.records import Encoding
+from ckplan.records import Encoding, Workspace
 
 KINDS = ("chain", "skips", "calls in calls", "encodings", "in place", "nesting")
 
@@ -83,7 +83,7 @@ class _Step:
             reads,
             makes=makes,
             saves=[s for s in reads if rng.random() < self._saves],
-            workspace_bytes=rng.choice((0, 0, 0, self._bytes())),
+            workspace=Workspace(*rng.choice(((), (), (), ((self._bytes(),),)))),
             seconds=rng.choice((0, *range(1, 10))),
         )
         forward.save(*(s for s in outputs if rng.random() < 0.3))

@@ -156,7 +156,7 @@ def test_flash_attention_keeps_its_inputs_its_output_and_one_float_a_row() -> No
     assert all(size == 512 for size in sizes[:-5])  # seed and offset of dropout
     backward = next(op for op in graph.ops if "flash_attention_backward" in op.name)
     accumulators = batch * heads * length * 4 * (1 + 32)  # 16 wide are 32 in tiles
-    assert backward.workspace_bytes == accumulators
+    assert backward.workspace.bytes == accumulators
 
 
 def test_a_mask_of_dropout_is_one_byte_each_and_an_eighth_as_bits() -> None:
@@ -206,7 +206,7 @@ def test_optimizers_step_as_on_cuda(optimizer: str, op: str, states: int) -> Non
 def test_everything_is_in_blocks_and_cublas_has_its_workspaces() -> None:
     graph = on_cuda(nn.Sequential(nn.Linear(7, 9), nn.Linear(9, 3)), torch.randn(5, 7))
     assert not any(storage.bytes % 512 for storage in graph.storages)
-    assert not any(op.workspace_bytes % 512 for op in graph.ops)
+    assert not any(op.workspace.bytes % 512 for op in graph.ops)
     held = [
         one.bytes
         for one in graph.storages
@@ -215,7 +215,7 @@ def test_everything_is_in_blocks_and_cublas_has_its_workspaces() -> None:
     ]
     assert held[:2] == [WORKSPACE_BYTES] * (2 if IS_KEPT else 0)
     assert simulate(graph).live_bytes[-1] >= sum(held)
-    multiply = [op.workspace_bytes for op in graph.ops if op.name in ("mm", "addmm")]
+    multiply = [op.workspace.bytes for op in graph.ops if op.name in ("mm", "addmm")]
     assert multiply
     assert (max(multiply) < WORKSPACE_BYTES) == IS_KEPT
     parameters = (7 * 9, 9, 9 * 3, 3)
@@ -1112,7 +1112,7 @@ def test_convolutions_keep_channels_last_and_group_norm_from_torch_2_15_on(
     norm = names.index("native_group_norm")
     copied = norm - 1 if torch.__version__ < (2, 14) else norm
     assert names.count("clone") == (copied != norm)
-    held = graph.ops[copied].workspace_bytes
+    held = graph.ops[copied].workspace.bytes
     held += sum(graph.storages[s].bytes for s in graph.ops[copied].creates[:1])
     normed = block(2 * 8 * 2 * 2 * 4)
     if torch.__version__ >= (2, 15):
@@ -1135,10 +1135,10 @@ def test_a_group_norm_copies_what_is_neither_contiguous_nor_channels_last() -> N
         (at,) = (i for i, op in enumerate(graph.ops) if op.name == name)
         if torch.__version__ < (2, 14):
             assert graph.ops[at - 1].name == "clone"
-            assert graph.ops[at].workspace_bytes == 0
+            assert graph.ops[at].workspace.bytes == 0
         else:
             assert graph.ops[at - 1].name != "clone"
-            assert graph.ops[at].workspace_bytes == taken * size
+            assert graph.ops[at].workspace.bytes == taken * size
 
 
 def test_autocast_casts_from_the_last_argument_to_the_first() -> None:

@@ -23,7 +23,9 @@ from ckplan.graph import Graph
 from ckplan.records import KINDS, OUTSIDE_CALLS, Encoding, EngineCosts
 from ckplan.trace_file import dumps, load, loads, save
 
-GRAPH = replace(chain(2), encodings=(Encoding(3, 0, "bits", 5, 0, 0, 0.1, 0.1),))
+GRAPH = replace(
+    chain(2, workspace_bytes=7), encodings=(Encoding(3, 0, "bits", 5, 0, 0, 0.1, 0.1),)
+)
 TEXT = dumps(GRAPH)
 
 TRACES = Path(__file__).parent.parent / "traces"
@@ -145,11 +147,11 @@ def test_other_json_is_no_trace(text: str) -> None:
         loads(text, "x")
 
 
-@pytest.mark.parametrize("version", [0, 1, 6, 8, "7", None, [7]])
+@pytest.mark.parametrize("version", [0, 1, 7, 9, "7", None, [7]])
 def test_other_versions_are_refused(version: object) -> None:
     with pytest.raises(GraphError, match="has format") as caught:
         loads(changed(put("ckplan_graph", value=version)), "x")
-    assert "format 7" in caught.value.needed
+    assert "format 8" in caught.value.needed
     assert "ckplan profile" in caught.value.hint
 
 
@@ -218,7 +220,7 @@ def test_index_out_of_range_is_refused(path: tuple[str | int, ...], value: int) 
 
 
 COSTS = [
-    ("ops", 3, 5),  # workspace
+    ("ops", 3, 5, 1, 0),  # workspace
     ("ops", 3, 6),  # FLOPs
     ("ops", 3, 7),  # bytes moved
     ("ops", 3, 8),  # seconds

@@ -11,7 +11,7 @@ import pytest
 from oracles import span_of, walk_plan
 
 from ckplan.errors import PlanError
-from ckplan.records import BEFORE_STEP, EngineCosts
+from ckplan.records import BEFORE_STEP, EngineCosts, Workspace
 from ckplan.region import RERUN, Region
 from ckplan.simulate import simulate
 
@@ -142,7 +142,9 @@ def test_what_one_region_lets_go_another_may_hold() -> None:
     for name in ("first", "second"):
         with forward.call(name):
             (read,) = forward.op("neg", [shared], makes=[10])
-            (made,) = forward.op("exp", [read], makes=[10], workspace_bytes=1000)
+            (made,) = forward.op(
+                "exp", [read], makes=[10], workspace=Workspace((400,), (600,))
+            )
             forward.save(made)
             (x,) = forward.op("add", [made, x], makes=[1])
     graph = forward.graph()

@@ -410,7 +410,10 @@ def test_scaling_all_bytes_changes_no_decision() -> None:
         graph,
         storages=tuple(replace(s, bytes=7 * s.bytes) for s in graph.storages),
         encodings=tuple(replace(e, bytes=7 * e.bytes) for e in graph.encodings),
-        ops=tuple(replace(o, workspace_bytes=7 * o.workspace_bytes) for o in graph.ops),
+        ops=tuple(
+            replace(o, workspace=o.workspace.map(lambda size: 7 * size))
+            for o in graph.ops
+        ),
     )
     planner, of_larger = Planner(graph), Planner(larger)
     for budget in budgets(graph, 5):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from ckplan.graph import Graph
-from ckplan.records import Call, Op, Saved, Storage
+from ckplan.records import NO_WORKSPACE, Call, Op, Saved, Storage, Workspace
 
 
 @dataclass(slots=True, eq=False)
@@ -19,7 +19,7 @@ class Insert:
     name: str
     call: int
     makes: list[Made] = field(default_factory=list)
-    workspace_bytes: int = 0
+    workspace: Workspace = NO_WORKSPACE
 
     def make(self, num_bytes: int, kind: str = "temporary") -> Made:
         """Let the op allocate a storage, gone when the op is over unless told."""
@@ -119,7 +119,7 @@ def _op(one: Insert, outputs: tuple[int, ...]) -> Op:
         reads=(),
         writes=(),
         outputs=outputs,
-        workspace_bytes=one.workspace_bytes,
+        workspace=one.workspace,
         flops=0,
         moved_bytes=sum(made.bytes for made in one.makes),
         seconds=0.0,

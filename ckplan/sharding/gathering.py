@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckplan.graph import Graph
+from ckplan.records import Workspace
 from ckplan.sharding.editing import Insert, Lasts, Made
 from ckplan.sharding.state import ROOT, State, Unit
 from ckplan.simulate import GATHER
@@ -56,12 +57,13 @@ class _FullySharded:
     def _gather(self, before: int, unit: Unit, call: int) -> Made:
         """Gather a unit into a buffer."""
         size = self._whole_bytes(unit)
-        op = Insert(before, GATHER, call, workspace_bytes=self._copied_by_gloo(size))
+        op = Insert(before, GATHER, call, workspace=self._copied_by_gloo(size))
         return op.make(size)
 
-    def _copied_by_gloo(self, size: int) -> int:
+    def _copied_by_gloo(self, size: int) -> Workspace:
         """On CPU the collectives are gloo's, which work on a copy."""
-        return size if self._graph.fingerprint.get("device") == "cpu" else 0
+        on_cpu = self._graph.fingerprint.get("device") == "cpu"
+        return Workspace((size,) if on_cpu else ())
 
     def _copy_out(self, before: int, unit: Unit, call: int, buffer: Made) -> Made:
         op = Insert(before, GATHER, call)

@@ -232,7 +232,7 @@ def _share_of(op: Op, num_ranks: int) -> Op:
     """An op on a rank's part of its tensors."""
     return replace(
         op,
-        workspace_bytes=-(-op.workspace_bytes // num_ranks),
+        workspace=op.workspace.map(lambda size: -(-size // num_ranks)),
         flops=-(-op.flops // num_ranks),
         moved_bytes=-(-op.moved_bytes // num_ranks),
         seconds=op.seconds / num_ranks,

@@ -164,7 +164,7 @@ class _Model:
                 form = self._var("E", stage, value)
                 terms[form] = terms.get(form, 0) + one.bytes
                 if moment == 2 * one.op + 1:
-                    workspace = self._graph.ops[one.op].workspace_bytes
+                    workspace = self._graph.ops[one.op].workspace.bytes
                     beyond = max(one.encode_workspace_bytes - workspace, 0)
                     terms[form] += beyond
         for op in self._ops:
@@ -256,7 +256,7 @@ class _Model:
             _add(level if value in overwritten else freed, gone, size)
         _add(level, again, sum(map(self._bytes, outputs)))
         peak = dict(level)
-        _add(peak, again, found.workspace_bytes)
+        _add(peak, again, found.workspace.bytes)
         self._row(peak, self._budget - fixed)
         for var, gone_bytes in freed.items():
             _add(level, var, gone_bytes)

@@ -19,6 +19,7 @@ from ckplan.records import (
     Op,
     Saved,
     Storage,
+    Workspace,
 )
 from ckplan.tracing.calibrate import CodingCost
 from ckplan.tracing.cost_cache import Cost
@@ -196,13 +197,17 @@ def _op(
         reads=tuple(dict.fromkeys(renamed[s] for s in raw.reads)),
         writes=tuple(renamed[s] for s in raw.writes),
         outputs=tuple(renamed[s] for s in raw.outputs),
-        workspace_bytes=max(0, cost.peak_bytes - made_bytes),
+        workspace=cost.workspace or _in_one(cost.peak_bytes - made_bytes),
         flops=raw.flops,
         moved_bytes=raw.moved_bytes,
         seconds=round(cost.seconds, 9),
         random=may_draw(raw.func) and draws(raw.func, *raw.arguments),
         launch_seconds=round(cost.launch_seconds, 9),
     )
+
+
+def _in_one(num_bytes: int) -> Workspace:
+    return Workspace(after=(num_bytes,) if num_bytes > 0 else ())
 
 
 def _of_forward(recording: Recording) -> list[RawSaved]:

@@ -23,6 +23,7 @@ import torch
 
 from ckplan import files
 from ckplan.errors import CkplanError
+from ckplan.records import Workspace
 
 FORMAT_VERSION = 1
 FOLDER_VARIABLE = "CKPLAN_CACHE"
@@ -40,6 +41,9 @@ class Cost:
     held_bytes: int  # still allocated when it has returned, outputs included
     measured: bool
     launch_seconds: float = 0.0  # beside them, where a CPU launches for a device
+    workspace: Workspace | None = (
+        None  # beyond what is held, where its blocks are known
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,9 +123,9 @@ def on_device(workload: Workload, device: torch.device) -> Workload:
     if device.type == "cpu":
         return workload
 
+    model = workload.model.to(device)
     moved = {id(leaf): leaf.to(device) for leaf in tensors_of(workload.batch)}
     batch = pytree.tree_map(lambda leaf: moved.get(id(leaf), leaf), workload.batch)
-    model = workload.model.to(device)
     return Workload(model, batch, workload.loss, workload.optimizer)
 
 

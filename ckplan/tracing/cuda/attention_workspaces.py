@@ -14,7 +14,8 @@ import torch
 
 from ckplan.caching_allocator import in_blocks
 from ckplan.gpus import Gpu
-from ckplan.tracing.cuda.layouts import copied_bytes
+from ckplan.records import NO_WORKSPACE, Workspace
+from ckplan.tracing.cuda.layouts import Blocks, copies
 from ckplan.tracing.cuda.words import HALVES
 from ckplan.tracing.recording import RawOp, TensorMeta
 from ckplan.units import round_up
@@ -25,23 +26,23 @@ _MOST_SPLITS = 128
 _WIDEST_IN_REGISTERS = 128
 
 
-def flash(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> int:
+def flash(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> Workspace:
     """Outputs and sums of the parts that keys are split into, if the card would idle.
 
-    As ``num_splits_heuristic`` of FlashAttention has it.
+    As ``num_splits_heuristic`` of FlashAttention has it; never with dropout.
     """
     batch, heads, length, width = tensors[0].shape
     args, kwargs = op.arguments
     if (args[3] if len(args) > 3 else kwargs.get("dropout_p", 0)) > 0:
-        return 0
+        return Workspace(after=(in_blocks(1),))  # for where the random numbers begin
     tile = 256 if width <= 64 else 128 if width <= 128 else 64
     blocks = -(-tensors[1].shape[2] // tile)
     tasks = batch * heads * -(-length // 64)
     splits = _splits(tasks, 2 * gpu.multiprocessors, blocks)
     if splits == 1:
-        return 0
+        return NO_WORKSPACE
     rows = splits * batch * heads * length * _FLOAT_BYTES
-    return in_blocks(rows) + in_blocks(rows * _flash_width(width))
+    return Workspace(after=(in_blocks(rows), in_blocks(rows * _flash_width(width))))
 
 
 def _splits(tasks: int, slots: int, blocks: int) -> int:
@@ -62,7 +63,7 @@ def _flash_width(width: int) -> int:
     return round_up(width, 32 if width <= 128 else 64)
 
 
-def flash_backward(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> int:
+def flash_backward(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> Workspace:
     """Sums of the softmax and gradients of queries in float32; heads unfolded.
 
     Output and its gradient are copied if they do not lie as [batch, length, heads].
@@ -75,11 +76,13 @@ def flash_backward(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> int:
     parts = -(-gpu.multiprocessors // (batch * heads)) if _deterministic() else 1
     sums = rows * _FLOAT_BYTES
     gradients = parts * rows * _flash_width(width) * _FLOAT_BYTES
-    unfolded = 0
+    unfolded: Blocks = ()
     if key.shape[1] != heads:
-        unfolded = 2 * batch * heads * key.shape[2] * width * key.dtype.itemsize
-    copies = copied_bytes(_heads_inside(one) for one in (gradient, out))
-    return in_blocks(sums) + in_blocks(gradients) + unfolded + copies
+        unfolded = (
+            in_blocks(batch * heads * key.shape[2] * width * key.dtype.itemsize),
+        ) * 2
+    copied = copies(_heads_inside(one) for one in (gradient, out))
+    return Workspace(copied, (in_blocks(sums), in_blocks(gradients), *unfolded))
 
 
 def _heads_inside(tensor: TensorMeta) -> TensorMeta:
@@ -92,7 +95,7 @@ def _heads_inside(tensor: TensorMeta) -> TensorMeta:
     )
 
 
-def cudnn_backward(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> int:
+def cudnn_backward(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> Workspace:
     """Sums of the softmax and gradients of queries in float32.
 
     What cuDNN's own frontend asks for; its kernels may need more.
@@ -100,16 +103,16 @@ def cudnn_backward(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> int:
     del op, gpu
     query = tensors[1]
     rows = math.prod(query.shape[:3])
-    return in_blocks((rows + query.numel) * _FLOAT_BYTES)
+    return Workspace(after=(in_blocks((rows + query.numel) * _FLOAT_BYTES),))
 
 
-def efficient(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> int:
+def efficient(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> Workspace:
     """Wide outputs are added up in float32."""
     del gpu
     query, out = tensors[0], op.returned[0]
     wide = max(query.shape[-1], out.shape[-1]) > _WIDEST_IN_REGISTERS
     adds = query.dtype in HALVES and wide
-    return in_blocks(out.numel * _FLOAT_BYTES) if adds else 0
+    return Workspace(after=(in_blocks(out.numel * _FLOAT_BYTES),) if adds else ())
 
 
 class _Tile(NamedTuple):
@@ -132,7 +135,7 @@ def _tile(width: int, half: bool, capability: tuple[int, int], drops: bool) -> _
     return _Tile(128, 64, half and width <= 128)
 
 
-def efficient_backward(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> int:
+def efficient_backward(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> Workspace:
     """Sums of gradient times output, then gradients in tiles of float32.
 
     As ``kernel_backward.h`` and ``attention_backward.cu`` have it.
@@ -154,12 +157,17 @@ def efficient_backward(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> in
     tiles = -(-length // tile.rows) * -(-width // tile.columns)
     of_queries = tiles * (tile.rows * tile.columns + 4)
     sums = in_blocks(many * length * _FLOAT_BYTES)
-    product = 0 if half else in_blocks(gradient.numel * _FLOAT_BYTES) + sums
-    added = in_blocks(many * (of_keys + of_queries) * _FLOAT_BYTES)
-    found = sums + max(product, added)
+    product: Blocks = ()
+    if not half:  # with its sums, and those once more as [batch, heads, length]
+        turned = (sums,) if min(heads, length) > 1 else ()
+        product = in_blocks(gradient.numel * _FLOAT_BYTES), *turned
+    added = (in_blocks(many * (of_keys + of_queries) * _FLOAT_BYTES),)
+    of_heads: Blocks = ()
     if key.shape[1] != heads:  # gradients of all heads, beside their sums
-        found += many * keys * (width + wide) * key.dtype.itemsize
-    return copied_bytes((_heads_inside(gradient),)) + found
+        each = many * keys * key.dtype.itemsize
+        of_heads = in_blocks(each * width), in_blocks(each * wide)
+    copied = copies((_heads_inside(gradient),))
+    return Workspace(copied, (*of_heads, sums, *max(product, added, key=sum)))
 
 
 def _deterministic() -> bool:

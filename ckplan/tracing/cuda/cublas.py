@@ -46,13 +46,13 @@ def kept_bytes(capability: Capability, names: Collection[str]) -> list[int]:
     return found
 
 
-def passing_bytes(
+def passing(
     name: str, tensors: Collection[TensorMeta], capability: Capability
-) -> int:
-    """What one multiplication asks for while it runs."""
+) -> tuple[int, ...]:
+    """What one multiplication asks for while it runs, in blocks."""
     if IS_KEPT:
-        return 0
+        return ()
     added = next(iter(tensors))
     wide = all(tensor.shape[-1:] != (1,) for tensor in tensors)
     of_lt = name == "addmm" and wide and (len(added.shape) == 1 or added.dtype in _LOW)
-    return LT_WORKSPACE_BYTES if of_lt else workspace_bytes(capability)
+    return (LT_WORKSPACE_BYTES if of_lt else workspace_bytes(capability),)

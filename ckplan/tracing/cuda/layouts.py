@@ -7,10 +7,13 @@ from collections.abc import Iterable
 from ckplan.caching_allocator import in_blocks
 from ckplan.tracing.recording import TensorMeta
 
+Blocks = tuple[int, ...]
+"""Bytes that a kernel takes from the allocator at once, each as one piece."""
 
-def copied_bytes(tensors: Iterable[TensorMeta], last: bool = False) -> int:
-    """Bytes of those that are not contiguous, or not with channels last."""
-    return sum(in_blocks(t.num_bytes) for t in tensors if not lies(t, last))
+
+def copies(tensors: Iterable[TensorMeta], last: bool = False) -> Blocks:
+    """Those that are not contiguous, or not with channels last."""
+    return tuple(in_blocks(t.num_bytes) for t in tensors if not lies(t, last))
 
 
 def lies(tensor: TensorMeta, channels_last: bool = False) -> bool:

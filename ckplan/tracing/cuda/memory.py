@@ -17,7 +17,7 @@ from ckplan.records import BEFORE_STEP, Encoding, Op, Storage
 from ckplan.tracing.cost_cache import Cost
 from ckplan.tracing.cuda.cublas import kept_bytes
 from ckplan.tracing.cuda.words import Capability
-from ckplan.tracing.cuda.workspaces import hidden_bytes, workspace_bytes
+from ckplan.tracing.cuda.workspaces import hidden_bytes, workspace_of
 from ckplan.tracing.recording import RawOp, TensorMeta
 
 
@@ -60,11 +60,13 @@ def with_workspaces(
     """
     found: list[Cost] = []
     for op, cost in zip(ops, costs, strict=True):
-        peak, held = workspace_bytes(op, gpu), hidden_bytes(op)
-        if peak or held:
-            made = _made_bytes(op)
-            held += made
-            cost = replace(cost, peak_bytes=max(made + peak, held), held_bytes=held)
+        workspace, hidden = workspace_of(op, gpu), hidden_bytes(op)
+        if workspace.bytes or hidden:
+            held = _made_bytes(op) + hidden
+            peak = held + workspace.bytes
+            cost = Cost(
+                cost.seconds, peak, held, cost.measured, cost.launch_seconds, workspace
+            )
         found.append(cost)
     return found
 
@@ -83,7 +85,7 @@ def _spanned_bytes(tensor: TensorMeta) -> int:
 
 
 def _op_in_blocks(op: Op) -> Op:
-    return replace(op, workspace_bytes=in_blocks(op.workspace_bytes))
+    return replace(op, workspace=op.workspace.map(in_blocks))
 
 
 def _encoding_in_blocks(one: Encoding) -> Encoding:

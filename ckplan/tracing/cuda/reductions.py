@@ -49,19 +49,21 @@ class _Dim(NamedTuple):
     into: int
 
 
-def put_aside(reduction: Reduction, processors: Processors) -> int:
-    """Bytes that a reduction allocates beside its output, in blocks.
+def put_aside(reduction: Reduction, processors: Processors) -> tuple[int, ...]:
+    """Blocks that a reduction allocates beside its output: partial ones, semaphores.
 
     >>> rows = Reduction((2048, 1536), (1536, 1), {0}, 4, 4, 4)
-    >>> put_aside(rows, Processors(108, 2048)) - in_blocks(4 * 12)
-    25165824
+    >>> put_aside(rows, Processors(108, 2048))
+    (25165824, 512)
     """
     if not math.prod(reduction.shape):
-        return 0
+        return ()
     return _put_aside(_iterated(reduction), reduction, processors)
 
 
-def _put_aside(dims: list[_Dim], reduction: Reduction, processors: Processors) -> int:
+def _put_aside(
+    dims: list[_Dim], reduction: Reduction, processors: Processors
+) -> tuple[int, ...]:
     farthest, place = max(
         ((dim.size - 1) * stride, place)
         for place, dim in enumerate(dims)
@@ -74,13 +76,15 @@ def _put_aside(dims: list[_Dim], reduction: Reduction, processors: Processors) -
             [*dims[:place], dims[place]._replace(size=half), *dims[place + 1 :]]
             for half in (size // 2, size - size // 2)
         )
-        return max(_put_aside(half, reduction, processors) for half in halves)
+        return max(
+            (_put_aside(half, reduction, processors) for half in halves), key=sum
+        )
     return _of_one_kernel(dims, reduction, processors)
 
 
 def _of_one_kernel(
     dims: list[_Dim], reduction: Reduction, processors: Processors
-) -> int:
+) -> tuple[int, ...]:
     reduced = sum(not dim.out for dim in dims)
     outputs = math.prod(dim.size for dim in dims if dim.out)
     inputs = math.prod(dim.size for dim in dims if not dim.out)
@@ -97,20 +101,20 @@ def _of_one_kernel(
     lanes = width if along else 1
     left = -(-inputs // lanes)  # values for each thread
     if left < min(height * _VALUES[0], _VALUES[1]):
-        return 0
+        return ()
     left = -(-inputs // (lanes * height))
     grid = -(-(outputs // at_once) // (1 if along else width))
     most = processors.number * (processors.threads // (width * height))
     if left < _VALUES[1] or grid > most:
-        return 0
+        return ()
     fewest, enough = (-(-left // values) for values in reversed(_VALUES))
     blocks = max(min(-(-most // grid), enough), fewest)
     if blocks == 1:
-        return 0
+        return ()
     partial = reduction.partial_bytes * outputs * blocks
     if not along:
         partial *= width * at_once
-    return in_blocks(partial) + in_blocks(_SEMAPHORE_BYTES * grid)
+    return in_blocks(partial), in_blocks(_SEMAPHORE_BYTES * grid)
 
 
 def _block(width: int, height: int, threads: int) -> tuple[int, int]:

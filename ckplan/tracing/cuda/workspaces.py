@@ -14,10 +14,10 @@ import torch
 
 from ckplan.caching_allocator import in_blocks
 from ckplan.gpus import Gpu
-from ckplan.records import MULTIPLIES
+from ckplan.records import MULTIPLIES, NO_WORKSPACE, Workspace
 from ckplan.tracing.cuda import attention_workspaces as attention
-from ckplan.tracing.cuda.cublas import passing_bytes
-from ckplan.tracing.cuda.layouts import copied_bytes, lies
+from ckplan.tracing.cuda.cublas import passing
+from ckplan.tracing.cuda.layouts import Blocks, copies, lies
 from ckplan.tracing.cuda.reductions import Processors, Reduction, put_aside
 from ckplan.tracing.recording import RawOp, TensorMeta
 from ckplan.units import round_up
@@ -31,15 +31,18 @@ _SORTING_TILE = 2560  # indices that a block of threads sorts
 _LOW = (torch.float16, torch.bfloat16)
 _GROUP_NORM_KEEPS_LAYOUTS = torch.__version__ >= (2, 15)
 
-_Needs = Callable[[RawOp, Sequence[TensorMeta], Gpu], int]
-"""An op, its tensors and a card, to bytes."""
+_Needs = Callable[[RawOp, Sequence[TensorMeta], Gpu], Workspace]
+"""An op, its tensors and a card, to what it takes beyond what it holds."""
 
 
-def workspace_bytes(op: RawOp, gpu: Gpu) -> int:
-    """What the kernel of an op needs while it runs, beyond what it returns."""
+def workspace_of(op: RawOp, gpu: Gpu) -> Workspace:
+    """What the kernel of an op takes at once while it runs, beyond what it holds then.
+
+    Of kernels that take and free in turns, that is when they have most.
+    """
     needs = _WORKSPACES.get(op.func.overloadpacket.__name__)
     tensors = [leaf for leaf in op.args if isinstance(leaf, TensorMeta)]
-    return needs(op, tensors, gpu) if needs else 0
+    return needs(op, tensors, gpu) if needs else NO_WORKSPACE
 
 
 def hidden_bytes(op: RawOp) -> int:
@@ -58,16 +61,17 @@ def hidden_bytes(op: RawOp) -> int:
 def _reduced(partial: Callable[[torch.dtype], int]) -> _Needs:
     """A reduction whose threads have so many bytes for each output."""
 
-    def needs(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> int:
+    def needs(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> Workspace:
         tensor, out = tensors[0], op.returned[0].dtype
         if op.returned[0].numel == tensor.numel:
-            return 0  # the larger of two tensors, not of one
-        copy = 0
+            return NO_WORKSPACE  # the larger of two tensors, not of one
+        copy: Blocks = ()
         as_is = out == tensor.dtype or (out == torch.float32 and tensor.dtype in _LOW)
         if not as_is and op.func.overloadpacket.__name__ in _CONVERTING:
-            copy = in_blocks(tensor.numel * out.itemsize)
+            copy = (in_blocks(tensor.numel * out.itemsize),)
             tensor = TensorMeta(tensor.shape, tensor.stride, out)
-        return copy + _put_aside(tensor, _dims(op, tensor), out, partial, gpu)
+        aside = _put_aside(tensor, _dims(op, tensor), out, partial, gpu)
+        return Workspace(after=(*copy, *aside))
 
     return needs
 
@@ -78,7 +82,7 @@ def _put_aside(
     out: torch.dtype,
     partial: Callable[[torch.dtype], int],
     gpu: Gpu,
-) -> int:
+) -> Blocks:
     return put_aside(
         Reduction(
             tensor.shape,
@@ -130,12 +134,16 @@ def _truth(dtype: torch.dtype) -> int:
 # -- copies --------------------------------------------------------------------------
 
 
-def _copied(*places: int) -> _Needs:
-    """The tensor arguments of these numbers are made contiguous."""
+def _copied(*places: int, inside: bool = False) -> _Needs:
+    """The tensor arguments of these numbers are made contiguous.
 
-    def needs(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> int:
+    Inside of what fills the output, which is there then.
+    """
+
+    def needs(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> Workspace:
         del op, gpu
-        return copied_bytes(tensors[place] for place in places if place < len(tensors))
+        copied = copies(tensors[place] for place in places if place < len(tensors))
+        return Workspace(after=copied) if inside else Workspace(copied)
 
     return needs
 
@@ -143,19 +151,19 @@ def _copied(*places: int) -> _Needs:
 def _group_norm(taken: int) -> _Needs:
     """So many arguments are laid out as the kernel wants them: as the input is."""
 
-    def needs(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> int:
+    def needs(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> Workspace:
         del op, gpu
         last = _GROUP_NORM_KEEPS_LAYOUTS and _channels_last(tensors[taken - 1])
-        return copied_bytes(tensors[:taken], last)
+        return Workspace(copies(tensors[:taken], last))
 
     return needs
 
 
-def _multiplied(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> int:
+def _multiplied(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> Workspace:
     """What cuBLAS works in; copies, since it wants rows or columns side by side."""
-    copies = [in_blocks(t.num_bytes) for t in tensors[-2:] if not _for_cublas(t)]
+    copied = (in_blocks(t.num_bytes) for t in tensors[-2:] if not _for_cublas(t))
     name = op.func.overloadpacket.__name__
-    return sum(copies) + passing_bytes(name, tensors, gpu.capability)
+    return Workspace(after=(*copied, *passing(name, tensors, gpu.capability)))
 
 
 def _for_cublas(tensor: TensorMeta) -> bool:
@@ -167,27 +175,30 @@ def _for_cublas(tensor: TensorMeta) -> bool:
     )
 
 
-def _softmax_backward(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> int:
+def _softmax_backward(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> Workspace:
     """The product of the gradient with the output, and both contiguous."""
     del op, gpu
-    return in_blocks(tensors[1].num_bytes) + copied_bytes(tensors[:2])
+    product = in_blocks(tensors[1].num_bytes)
+    return Workspace(after=(*copies(tensors[:2]), product))
 
 
-def _roll(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> int:
+def _roll(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> Workspace:
     """One dimension after the other."""
     del gpu
     shifts = op.arguments[0][1]
     several = not isinstance(shifts, int) and len(shifts) > 1
-    return in_blocks(tensors[0].num_bytes) if several else copied_bytes(tensors)
+    return Workspace((in_blocks(tensors[0].num_bytes),) if several else copies(tensors))
 
 
-def _convolution(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> int:
+def _convolution(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> Workspace:
     """Input and weight in one layout."""
     del op, gpu
-    return copied_bytes(tensors[:2], _channels_last(*tensors[:2]))
+    return Workspace(copies(tensors[:2], _channels_last(*tensors[:2])))
 
 
-def _convolution_backward(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> int:
+def _convolution_backward(
+    op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu
+) -> Workspace:
     """Copies for the gradient of the input, then for the weight's, then the bias's sum.
 
     What is not yet made then counts off.
@@ -195,16 +206,27 @@ def _convolution_backward(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) ->
     gradient, input_, weight = tensors[:3]
     last = _channels_last(input_, weight)
     into, of_weight, of_bias = op.arguments[0][-1]
-    later = in_blocks(weight.num_bytes) if of_weight else 0
-    found = [0]
+    found = [NO_WORKSPACE]
     if into:
-        found.append(copied_bytes((gradient, weight), last) - later)
+        copied = copies((gradient, weight), last)
+        later = in_blocks(weight.num_bytes) if of_weight else 0
+        found.append(Workspace(_less(copied, later)))
     if of_weight:
-        found.append(copied_bytes((gradient, input_), last))
+        found.append(Workspace(copies((gradient, input_), last)))
     if of_bias:
         dims = [0, *range(2, len(gradient.shape))]
-        found.append(_put_aside(gradient, dims, gradient.dtype, _sum, gpu))
-    return max(found)
+        aside = _put_aside(gradient, dims, gradient.dtype, _sum, gpu)
+        found.append(Workspace(after=aside))
+    return max(found, key=lambda one: one.bytes)
+
+
+def _less(blocks: Blocks, num_bytes: int) -> Blocks:
+    """Blocks without so many bytes, the last ones first: another is there for them."""
+    left: list[int] = []
+    for block in reversed(blocks):
+        left.append(max(block - num_bytes, 0))
+        num_bytes -= block - left[-1]
+    return tuple(block for block in reversed(left) if block)
 
 
 def _channels_last(*tensors: TensorMeta) -> bool:
@@ -217,43 +239,50 @@ def _channels_last(*tensors: TensorMeta) -> bool:
 # -- the rest ------------------------------------------------------------------------
 
 
-def _safe_softmax(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> int:
+def _safe_softmax(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> Workspace:
     """Which scores are -inf, one byte each, and which rows are nothing else."""
     del op, gpu
     count = tensors[0].numel
-    return in_blocks(count) + count // max(tensors[0].shape[-1], 1)
+    rows = count // max(tensors[0].shape[-1], 1)
+    return Workspace(after=(in_blocks(count), in_blocks(rows)))
 
 
-def _embedding_backward(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> int:
+def _embedding_backward(
+    op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu
+) -> Workspace:
     """Sorted indices, and the sums of those that are alike, in parts."""
     del gpu
     gradient, indices = tensors[:2]
-    copies = copied_bytes(tensors[:2])
+    copied = copies(tensors[:2])
     rows, _, by_frequency = op.arguments[0][2:5]
     count = indices.numel
     if count <= _FEW_INDICES and not by_frequency:
-        return copies
+        return Workspace(copied)
     column = in_blocks(count * _INDEX_BYTES)
     different = min(count, rows)
     parts = count // _ROWS_PER_THREAD + different
     wide = round_up(gradient.shape[-1], _WIDTHS)
-    adding = 3 * column + 2 * in_blocks(different * _INDEX_BYTES)
-    adding += in_blocks(parts * _INDEX_BYTES) + in_blocks(parts * wide * _FLOAT_BYTES)
-    sorting = 3 * column + _sorting(count) - in_blocks(op.returned[0].num_bytes)
-    return copies + column * bool(by_frequency) + max(adding, sorting)
+    columns = (column,) * (4 if by_frequency else 3)
+    adding = (
+        *(in_blocks(different * _INDEX_BYTES),) * 2,
+        in_blocks(parts * _INDEX_BYTES),
+        in_blocks(parts * wide * _FLOAT_BYTES),
+    )
+    sorting = _less((_sorting(count),), in_blocks(op.returned[0].num_bytes))
+    return Workspace(copied, (*columns, *max(adding, sorting, key=sum)))
 
 
-def _index_put(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> int:
+def _index_put(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> Workspace:
     """Sorted indices, where values are added; and the values in their order."""
     del gpu
     args, kwargs = op.arguments
     adds = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
     indices = [one for one in args[1] if one is not None]
     if not adds or any(one.dtype == torch.bool for one in indices):
-        return 0
+        return NO_WORKSPACE
     shape = torch.broadcast_shapes(*(one.shape for one in indices))
     column = in_blocks(math.prod(shape) * _INDEX_BYTES)
-    return 4 * column + _sorting(math.prod(shape)) + copied_bytes((args[2],))
+    return Workspace(copies((args[2],)), (*(column,) * 4, _sorting(math.prod(shape))))
 
 
 def _sorting(count: int) -> int:
@@ -264,28 +293,32 @@ def _sorting(count: int) -> int:
     return in_blocks(2 * count * _INDEX_BYTES + tables)
 
 
-def _scattered(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> int:
+def _scattered(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> Workspace:
     """How many values were taken up to every place."""
     del op, gpu
-    return in_blocks(tensors[1].numel * _INDEX_BYTES)
+    return Workspace((in_blocks(tensors[1].numel * _INDEX_BYTES),))
 
 
 def _elements(times: int) -> _Needs:
-    """So many tensors like the first argument, where a loss is reduced."""
+    """So many tensors like the first argument, where a loss is reduced.
 
-    def needs(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> int:
+    One that it keeps does not count.
+    """
+
+    def needs(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> Workspace:
         del gpu
         reduced = op.returned and op.returned[0].shape != tensors[0].shape
-        return times * tensors[0].num_bytes if reduced else 0
+        one = in_blocks(tensors[0].num_bytes)
+        return Workspace((one,) * times) if reduced else NO_WORKSPACE
 
     return needs
 
 
-def _counted(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> int:
+def _counted(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> Workspace:
     """Integers in the type that they are added up in."""
     del gpu
     same = tensors[0].dtype == op.returned[0].dtype
-    return 0 if same else in_blocks(op.returned[0].num_bytes)
+    return NO_WORKSPACE if same else Workspace((in_blocks(op.returned[0].num_bytes),))
 
 
 _WORKSPACES: dict[str, _Needs] = {
@@ -295,9 +328,10 @@ _WORKSPACES: dict[str, _Needs] = {
     **dict.fromkeys(("max", "min", "argmax", "argmin"), _reduced(_with_index)),
     **dict.fromkeys(("var", "var_mean", "std", "std_mean"), _reduced(_moments)),
     **dict.fromkeys(("any", "all"), _reduced(_truth)),
-    **dict.fromkeys(("_softmax", "_log_softmax", "nll_loss2d_forward"), _copied(0)),
+    **dict.fromkeys(("_softmax", "_log_softmax"), _copied(0, inside=True)),
+    "nll_loss2d_forward": _copied(0),
     "_softmax_backward_data": _softmax_backward,
-    "_log_softmax_backward_data": _copied(0, 1),
+    "_log_softmax_backward_data": _copied(0, 1, inside=True),
     "native_layer_norm": _copied(0),
     "native_layer_norm_backward": _copied(0, 1),
     "native_group_norm": _group_norm(1),
@@ -317,11 +351,9 @@ _WORKSPACES: dict[str, _Needs] = {
     "embedding_dense_backward": _embedding_backward,
     **dict.fromkeys(("index_put", "index_put_", "_index_put_impl_"), _index_put),
     "masked_scatter": _scattered,
-    "mse_loss": _elements(2),
-    "smooth_l1_loss": _elements(2),
+    "mse_loss": _elements(1),
+    "smooth_l1_loss": _elements(1),
     "huber_loss": _elements(1),
-    "soft_margin_loss": _elements(1),
-    "binary_cross_entropy": _elements(1),
     "binary_cross_entropy_with_logits": _elements(2),
     "logsumexp": _elements(1),
 }
