@@ -70,6 +70,11 @@ def test_attention_asks_for_what_is_said(library: Path, card: str) -> None:
     run(there, str(ROOT / "tests" / "on_dummy_gpu.py"), "attention_workspaces")
 
 
+def test_losses_ask_for_what_is_said(library: Path) -> None:
+    there = dummy.environment(library, gpus.find("A100 40GB"))
+    run(there, str(ROOT / "tests" / "on_dummy_gpu.py"), "losses")
+
+
 @pytest.mark.parametrize("card", ["A100 40GB", "H100"])
 def test_multiplications_keep_what_is_said(library: Path, card: str) -> None:
     there = dummy.environment(library, gpus.find(card))

@@ -52,7 +52,7 @@ def hidden_bytes(op: RawOp) -> int:
     """
     name = op.func.overloadpacket.__name__
     reduced = name in _HIDING and op.returned and not op.returned[0].shape
-    return op.args[0].num_bytes if reduced else 0
+    return op.args[0].num_bytes - op.returned[0].num_bytes if reduced else 0
 
 
 # -- reductions ----------------------------------------------------------------------
@@ -299,17 +299,25 @@ def _scattered(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> Workspace:
     return Workspace((in_blocks(tensors[1].numel * _INDEX_BYTES),))
 
 
-def _elements(times: int) -> _Needs:
-    """So many tensors like the first argument, where a loss is reduced.
-
-    One that it keeps does not count.
-    """
+def _elements(reduced: int, otherwise: int = 0) -> _Needs:
+    """So many tensors like the first argument, beside one that a reduced loss keeps."""
 
     def needs(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> Workspace:
-        del gpu
-        reduced = op.returned and op.returned[0].shape != tensors[0].shape
-        one = in_blocks(tensors[0].num_bytes)
-        return Workspace((one,) * times) if reduced else NO_WORKSPACE
+        one, out = tensors[0], op.returned[0]
+        if out.shape == one.shape:
+            return Workspace((in_blocks(one.num_bytes),) * otherwise)
+        aside = _put_aside(one, _dims(op, one), out.dtype, _sum, gpu)
+        return Workspace((in_blocks(one.num_bytes),) * reduced, aside)
+
+    return needs
+
+
+def _like_its_output(times: int) -> _Needs:
+    """So many tensors like what is returned."""
+
+    def needs(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> Workspace:
+        del tensors, gpu
+        return Workspace((in_blocks(op.returned[0].num_bytes),) * times)
 
     return needs
 
@@ -354,7 +362,9 @@ _WORKSPACES: dict[str, _Needs] = {
     "mse_loss": _elements(1),
     "smooth_l1_loss": _elements(1),
     "huber_loss": _elements(1),
-    "binary_cross_entropy_with_logits": _elements(2),
+    **dict.fromkeys(("soft_margin_loss", "binary_cross_entropy"), _elements(0)),
+    "soft_margin_loss_backward": _like_its_output(2),
+    "binary_cross_entropy_with_logits": _elements(2, otherwise=1),
     "logsumexp": _elements(1),
 }
 _CONVERTING = ("sum", "nansum", "mean", "prod")
