@@ -271,6 +271,24 @@ def losses() -> None:
                 assert apart in (Counter(), Counter([512])), (op, reduction, most, said)
 
 
+def sorting(seed: int = 2, count: int = 200) -> None:
+    """What adding values up by index takes: indices are sorted before."""
+    rng = random.Random(seed)
+    asked_for = AskedFor("index_put")
+    for _ in range(count):
+        rows, length = (
+            rng.choice((2, 255, 256, 257, 65536, 65537)),
+            rng.randint(1, 9999),
+        )
+        tensor, values = (torch.empty(n, 3, device=CUDA) for n in (rows, length))
+        index = torch.zeros(length, dtype=torch.long, device=CUDA)
+        with asked_for:
+            tensor.index_put((index,), values, accumulate=True)
+    (found,) = asked_for.found.values()
+    for asked_sizes, said, shapes in found:
+        assert asked_sizes == said, (asked_sizes, said, shapes)
+
+
 class AskedFor(TorchDispatchMode):
     """Blocks that ops of such a name have at their peak, and what is said of them."""
 
@@ -373,6 +391,7 @@ if __name__ == "__main__":
         attention,
         attention_workspaces,
         losses,
+        sorting,
         cublas,
     )
     {test.__name__: test for test in tests}[sys.argv[1]]()

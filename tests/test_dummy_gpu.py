@@ -75,6 +75,12 @@ def test_losses_ask_for_what_is_said(library: Path) -> None:
     run(there, str(ROOT / "tests" / "on_dummy_gpu.py"), "losses")
 
 
+@pytest.mark.parametrize("card", ["T4", "A100 40GB", "H100"])
+def test_sorting_asks_for_what_is_said(library: Path, card: str) -> None:
+    there = dummy.environment(library, gpus.find(card))
+    run(there, str(ROOT / "tests" / "on_dummy_gpu.py"), "sorting")
+
+
 @pytest.mark.parametrize("card", ["A100 40GB", "H100"])
 def test_multiplications_keep_what_is_said(library: Path, card: str) -> None:
     there = dummy.environment(library, gpus.find(card))

@@ -19,6 +19,7 @@ it runs (``translated``). What is shared and what is not:
 ``answers``     both        streams, events, generators and properties that it is given
 ``workspaces``  both        what kernels need beyond the tensors they return, with
                             ``reductions`` for the parts that those put aside,
+                            ``sorting`` for what indices are sorted in,
                             ``attention_workspaces`` for attention and ``layouts`` for
                             copies
 ``memory``      both        the allocator's blocks, cuBLAS's workspaces

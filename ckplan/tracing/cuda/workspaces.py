@@ -19,6 +19,7 @@ from ckplan.tracing.cuda import attention_workspaces as attention
 from ckplan.tracing.cuda.cublas import passing
 from ckplan.tracing.cuda.layouts import Blocks, copies, lies
 from ckplan.tracing.cuda.reductions import Processors, Reduction, put_aside
+from ckplan.tracing.cuda.sorting import sorting_bytes
 from ckplan.tracing.recording import RawOp, TensorMeta
 from ckplan.units import round_up
 
@@ -27,7 +28,6 @@ _INDEX_BYTES = 8
 _WIDTHS = 32
 _FEW_INDICES = 3072  # that gradients of an embedding are added up for without sorting
 _ROWS_PER_THREAD = 10  # of sorted indices, in gradients of an embedding
-_SORTING_TILE = 2560  # indices that a block of threads sorts
 _LOW = (torch.float16, torch.bfloat16)
 _GROUP_NORM_KEEPS_LAYOUTS = torch.__version__ >= (2, 15)
 
@@ -251,7 +251,6 @@ def _embedding_backward(
     op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu
 ) -> Workspace:
     """Sorted indices, and the sums of those that are alike, in parts."""
-    del gpu
     gradient, indices = tensors[:2]
     copied = copies(tensors[:2])
     rows, _, by_frequency = op.arguments[0][2:5]
@@ -268,29 +267,24 @@ def _embedding_backward(
         in_blocks(parts * _INDEX_BYTES),
         in_blocks(parts * wide * _FLOAT_BYTES),
     )
-    sorting = _less((_sorting(count),), in_blocks(op.returned[0].num_bytes))
-    return Workspace(copied, (*columns, *max(adding, sorting, key=sum)))
+    sorting = sorting_bytes(count, rows, gpu.capability)
+    before = _less((sorting,), in_blocks(op.returned[0].num_bytes))
+    return Workspace(copied, (*columns, *max(adding, before, key=sum)))
 
 
 def _index_put(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> Workspace:
     """Sorted indices, where values are added; and the values in their order."""
-    del gpu
     args, kwargs = op.arguments
     adds = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
     indices = [one for one in args[1] if one is not None]
     if not adds or any(one.dtype == torch.bool for one in indices):
         return NO_WORKSPACE
-    shape = torch.broadcast_shapes(*(one.shape for one in indices))
-    column = in_blocks(math.prod(shape) * _INDEX_BYTES)
-    return Workspace(copies((args[2],)), (*(column,) * 4, _sorting(math.prod(shape))))
-
-
-def _sorting(count: int) -> int:
-    """What sorting pairs of integers takes beside both."""
-    if count <= _SORTING_TILE:
-        return in_blocks(1)
-    tables = (1 << 12) + (1 << 10) * (count // _SORTING_TILE)
-    return in_blocks(2 * count * _INDEX_BYTES + tables)
+    count = math.prod(torch.broadcast_shapes(*(one.shape for one in indices)))
+    sizes = zip(args[0].shape, args[1], strict=False)
+    rows = math.prod(size for size, index in sizes if index is not None)
+    sorting = sorting_bytes(count, rows - 1, gpu.capability)
+    column = in_blocks(count * _INDEX_BYTES)
+    return Workspace(copies((args[2],)), (*(column,) * 4, sorting))
 
 
 def _scattered(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> Workspace:
