@@ -38,7 +38,8 @@ BATCH_NORMS = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
 of torch; or by the running ones, and then they return empty ones of the batch."""
 
 MULTIPLIES = frozenset(
-    {"mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "addbmm", "dot", "_grouped_mm"}
+    {"mm", "addmm", "bmm", "baddbmm", "addbmm", "_grouped_mm"}
+    | {"addmv", "mv", "dot", "vdot"}
 )
 """Ops that go to cuBLAS, which takes a workspace in each thread with its first."""
 

@@ -75,16 +75,12 @@ MOST_APART, MOST_UNDER, MOST_ALLOCATED, MOST_RESERVED = 0.003, 0.001, 0.01, 0.03
 PATIENCE_SECONDS = 600
 SEGMENT_BYTES = 20 << 20  # the allocator takes no less from a card for most blocks
 _SMALL = "many small tensors: predicted in blocks, asked for in bytes"
-_BLOCKS = "kernels ask for several blocks, predicted as one workspace"
 _SHARED = "shared weights, which autocast casts anew for each layer that runs again"
 CAUSES = {
     "albert": _SHARED,
     "policy": _SHARED,
     "efficientnet": _SMALL,
     "inception": _SMALL,
-    "mixer": _BLOCKS,
-    "mlp": _BLOCKS,
-    "swin": _BLOCKS,
     "graphs": "raises under autocast, on a CPU, too: scatter of two types",
 }
 NOT_HERE = dict.fromkeys(

@@ -271,6 +271,60 @@ def losses() -> None:
                 assert apart in (Counter(), Counter([512])), (op, reduction, most, said)
 
 
+TURNED: dict[str, tuple[tuple[int, ...], Callable[[torch.Tensor], torch.Tensor]]] = {
+    "layer_norm": ((60, 70), lambda x: functional.layer_norm(x, x.shape[1:])),
+    "rms_norm": ((60, 70), lambda x: functional.rms_norm(x, x.shape[1:])),
+    "softmax": ((60, 70), lambda x: x.softmax(0)),
+    "cumsum": ((60, 70), lambda x: x.cumsum(0)),
+    "roll": ((60, 70), lambda x: x.roll(1, 0)),
+    "topk": ((60, 70), lambda x: x.topk(3)[0]),
+    "kthvalue": ((60, 70), lambda x: x.kthvalue(3)[0]),
+    "median": ((60, 70), lambda x: x.median(1)[0]),
+    "nll_loss": (
+        (60, 60),
+        lambda x: functional.nll_loss(x, torch.zeros(len(x), device=CUDA).long()),
+    ),
+    "im2col": ((4, 3, 60, 70), lambda x: functional.unfold(x, 3)),
+    "col2im": ((4, 27, 58 * 68), lambda x: functional.fold(x, (60, 70), 3)),
+    "reflection": ((4, 3, 60, 70), lambda x: functional.pad(x, (1,) * 4, "reflect")),
+    "avg_pool2d": ((4, 3, 60, 70), lambda x: functional.avg_pool2d(x, 2)),
+    "avg_pool3d": ((4, 3, 8, 8, 9), lambda x: functional.avg_pool3d(x, 2)),
+    "max_pool2d": ((4, 3, 60, 70), lambda x: functional.max_pool2d(x, 2)),
+    "max_pool3d": ((4, 3, 8, 8, 9), lambda x: functional.max_pool3d(x, 2)),
+    "adaptive_avg": ((4, 3, 60, 70), lambda x: functional.adaptive_avg_pool2d(x, 4)),
+    "adaptive_max": ((4, 3, 60, 70), lambda x: functional.adaptive_max_pool2d(x, 4)),
+    **{
+        f"upsample_{mode}": (
+            (4, 3, 60, 70),
+            lambda x, mode=mode: functional.interpolate(x, scale_factor=2, mode=mode),
+        )
+        for mode in ("nearest", "bilinear", "bicubic")
+    },
+}
+"""Part of an op's name, a shape, and a function that has it."""
+
+
+def copies() -> None:
+    """What is made contiguous, where tensors and gradients are not."""
+    for name, (shape, run) in TURNED.items():
+        asked_for = AskedFor(name)
+        x = turned(torch.empty(shape, device=CUDA)).requires_grad_()
+        with asked_for:
+            out = run(x)
+            out.backward(turned(torch.empty(out.shape, device=CUDA)))
+        assert asked_for.found, name
+        for op, found in asked_for.found.items():
+            for most, said, shapes in found:
+                assert most == said, (op, most, said, shapes)
+
+
+def turned(x: torch.Tensor) -> torch.Tensor:
+    """Of the same shape, its last two dimensions swapped in memory."""
+    if x.dim() < 2:
+        return x
+    return x.transpose(-1, -2).contiguous().transpose(-1, -2)
+
+
 def sorting(seed: int = 2, count: int = 200) -> None:
     """What adding values up by index takes: indices are sorted before."""
     rng = random.Random(seed)
@@ -391,6 +445,7 @@ if __name__ == "__main__":
         attention,
         attention_workspaces,
         losses,
+        copies,
         sorting,
         cublas,
     )

@@ -70,9 +70,10 @@ def test_attention_asks_for_what_is_said(library: Path, card: str) -> None:
     run(there, str(ROOT / "tests" / "on_dummy_gpu.py"), "attention_workspaces")
 
 
-def test_losses_ask_for_what_is_said(library: Path) -> None:
+@pytest.mark.parametrize("ops", ["losses", "copies"])
+def test_ops_ask_for_what_is_said(library: Path, ops: str) -> None:
     there = dummy.environment(library, gpus.find("A100 40GB"))
-    run(there, str(ROOT / "tests" / "on_dummy_gpu.py"), "losses")
+    run(there, str(ROOT / "tests" / "on_dummy_gpu.py"), ops)
 
 
 @pytest.mark.parametrize("card", ["T4", "A100 40GB", "H100"])

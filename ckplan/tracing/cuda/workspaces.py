@@ -134,15 +134,21 @@ def _truth(dtype: torch.dtype) -> int:
 # -- copies --------------------------------------------------------------------------
 
 
-def _copied(*places: int, inside: bool = False) -> _Needs:
+def _copied(*places: int, inside: bool = False, any_layout: bool = False) -> _Needs:
     """The tensor arguments of these numbers are made contiguous.
 
-    Inside of what fills the output, which is there then.
+    Args:
+        *places: The numbers.
+        inside: In what fills the output, which is there then.
+        any_layout: Channels may be last.
     """
 
     def needs(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> Workspace:
         del op, gpu
-        copied = copies(tensors[place] for place in places if place < len(tensors))
+        these = [tensors[place] for place in places if place < len(tensors)]
+        if any_layout:
+            these = [one for one in these if not lies(one, channels_last=True)]
+        copied = copies(these)
         return Workspace(after=copied) if inside else Workspace(copied)
 
     return needs
@@ -317,12 +323,47 @@ def _like_its_output(times: int) -> _Needs:
 
 
 def _counted(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> Workspace:
-    """Integers in the type that they are added up in."""
+    """Contiguous, and integers in the type that they are added up in."""
     del gpu
     same = tensors[0].dtype == op.returned[0].dtype
-    return NO_WORKSPACE if same else Workspace((in_blocks(op.returned[0].num_bytes),))
+    cast = () if same else (in_blocks(op.returned[0].num_bytes),)
+    return Workspace((*copies(tensors[:1]), *cast))
 
 
+def _columns(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> Workspace:
+    """Contiguous, and once more."""
+    del op, gpu
+    return Workspace((*copies(tensors[:1]), in_blocks(tensors[0].num_bytes)))
+
+
+_POOLS = (
+    "avg_pool2d",
+    "avg_pool3d",
+    "_adaptive_avg_pool2d",
+    "adaptive_max_pool2d",
+    "max_pool2d_with_indices",
+    "max_pool3d_with_indices",
+    "avg_pool3d_backward",
+    "_adaptive_avg_pool2d_backward",
+    "adaptive_max_pool2d_backward",
+    "max_pool3d_with_indices_backward",
+    "upsample_nearest2d",
+    "upsample_nearest3d",
+    "_upsample_nearest_exact2d",
+    "upsample_bilinear2d_backward",
+    "upsample_nearest2d_backward",
+)
+_POOLS_OF_BOTH = ("avg_pool2d_backward", "max_pool2d_with_indices_backward")
+_SELECTIONS = (
+    "col2im",
+    "kthvalue",
+    "median",
+    "reflection_pad2d",
+    "reflection_pad2d_backward",
+    "topk",
+    "upsample_bicubic2d_backward",
+    "upsample_nearest1d",
+)
 _WORKSPACES: dict[str, _Needs] = {
     **dict.fromkeys(("sum", "nansum", "mean", "prod"), _reduced(_sum)),
     **dict.fromkeys(("linalg_vector_norm", "norm"), _reduced(_sum)),
@@ -331,17 +372,24 @@ _WORKSPACES: dict[str, _Needs] = {
     **dict.fromkeys(("var", "var_mean", "std", "std_mean"), _reduced(_moments)),
     **dict.fromkeys(("any", "all"), _reduced(_truth)),
     **dict.fromkeys(("_softmax", "_log_softmax"), _copied(0, inside=True)),
-    "nll_loss2d_forward": _copied(0),
+    **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward"), _copied(0)),
+    "nll_loss_backward": _copied(1),
     "_softmax_backward_data": _softmax_backward,
     "_log_softmax_backward_data": _copied(0, 1, inside=True),
     "native_layer_norm": _copied(0),
     "native_layer_norm_backward": _copied(0, 1),
+    "_fused_rms_norm": _copied(0),
+    "_fused_rms_norm_backward": _copied(0, 1),
     "native_group_norm": _group_norm(1),
     "native_group_norm_backward": _group_norm(2),
     "embedding": _copied(1),
+    **dict.fromkeys(_POOLS, _copied(0, inside=True, any_layout=True)),
+    **dict.fromkeys(_POOLS_OF_BOTH, _copied(0, 1, inside=True, any_layout=True)),
+    **dict.fromkeys(_SELECTIONS, _copied(0, inside=True)),
     **dict.fromkeys(MULTIPLIES, _multiplied),
     **dict.fromkeys(("cumsum", "cumprod"), _counted),
     "roll": _roll,
+    "im2col": _columns,
     "convolution": _convolution,
     "convolution_backward": _convolution_backward,
     "_scaled_dot_product_flash_attention": attention.flash,
