@@ -13,7 +13,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from ckplan.caching_allocator import Block, CachingAllocator, NoRoomError
-from ckplan.effect import LATER, Interval
+from ckplan.effect import FIRST, LATER, Interval
 from ckplan.graph import Graph
 from ckplan.records import BEFORE_STEP, MULTIPLIES
 from ckplan.simulate import Timeline
@@ -75,7 +75,8 @@ def _intervals(timeline: Timeline) -> Iterator[tuple[int, Interval]]:
         for phase, blocks in zip((_BEFORE, _WORKSPACE), op.workspace, strict=True):
             yield from ((phase, Interval(at, at, size, 0, 1)) for size in blocks)
     for effect in timeline.effects:
-        yield from ((_OUTPUT, interval) for interval in effect.made)
+        for interval in effect.made:
+            yield _BEFORE if interval.born == FIRST else _OUTPUT, interval
         yield from ((_OUTPUT, interval) for interval in effect.workspaces)
         for at, beyond in effect.encoding.items():
             workspace_bytes = graph.ops[at // 2].workspace.bytes + beyond

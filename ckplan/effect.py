@@ -14,8 +14,9 @@ FIRST = LATER = -1
 class Interval(NamedTuple):
     """Bytes alive over the half moments ``[start, stop]``.
 
-    Within a gap, ticks of the region's replay say what came first. What ends at
-    ``LATER`` outlives all that its last half moment allocates.
+    Within a gap, ticks of the region's replay say what came first. What is born
+    ``FIRST`` is there before an op begins; what ends at ``LATER`` outlives all that
+    its last half moment allocates.
     """
 
     start: int

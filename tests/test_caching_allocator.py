@@ -20,7 +20,9 @@ from ckplan import caching_allocator as model
 from ckplan.allocations import events, reserved_bytes
 from ckplan.caching_allocator import Block, CachingAllocator, NoRoomError
 from ckplan.errors import PlanError
-from ckplan.region import RERUN, Region
+from ckplan.ledger import random_state_bytes
+from ckplan.records import Workspace
+from ckplan.region import PROGRAM, RERUN, Region
 from ckplan.simulate import Timeline, simulate
 
 KIB, MIB = 2**10, 2**20
@@ -307,6 +309,25 @@ def test_events_reach_the_live_bytes_of_the_replay(seed: int) -> None:
         gaps = {moment for effect in timeline.effects for moment in effect.spikes}
         several = sum(len(effect.spikes) for effect in timeline.effects) > len(gaps)
         assert several or found == live
+
+
+@pytest.mark.parametrize("by", [None, PROGRAM, RERUN])
+def test_kernels_take_blocks_before_their_outputs_and_after(by: str | None) -> None:
+    forward = graphs.Forward()
+    (x,) = forward.op("neg", [forward.given(1, "parameter")], makes=[11])
+    with forward.call("layer"):
+        (made,) = forward.op(
+            "native_layer_norm", [x], makes=[22], workspace=Workspace((33,), (44, 55))
+        )
+        (y,) = forward.op("exp", [made], makes=[66], saves=[made])
+    forward.op("sum", [y], makes=[1])
+    graph = forward.graph()
+    regions = [Region(0, by=by)] if by else []
+    asked = [event.bytes for event in events(simulate(graph, regions))]
+    at, taken = asked.index(33), [33, 22, 44, 55]
+    state = random_state_bytes(graph)
+    assert asked[at - 1 : at + 4] == [state if by == RERUN else 11, *taken]
+    assert [size for size in asked if size in taken] == [*taken * (2 if by else 1), 22]
 
 
 @pytest.mark.parametrize("by", ["program", RERUN])

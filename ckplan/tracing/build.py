@@ -197,7 +197,7 @@ def _op(
         reads=tuple(dict.fromkeys(renamed[s] for s in raw.reads)),
         writes=tuple(renamed[s] for s in raw.writes),
         outputs=tuple(renamed[s] for s in raw.outputs),
-        workspace=cost.workspace or _in_one(cost.peak_bytes - made_bytes),
+        workspace=cost.workspace or _in_one_block(cost.peak_bytes - made_bytes),
         flops=raw.flops,
         moved_bytes=raw.moved_bytes,
         seconds=round(cost.seconds, 9),
@@ -206,7 +206,8 @@ def _op(
     )
 
 
-def _in_one(num_bytes: int) -> Workspace:
+def _in_one_block(num_bytes: int) -> Workspace:
+    """What was measured as a number."""
     return Workspace(after=(num_bytes,) if num_bytes > 0 else ())
 
 
