@@ -13,34 +13,27 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable
-from itertools import chain
 from typing import Any
 from unittest import mock
 
 import torch
+from _blocks import CUDA, AskedFor, blocks
 from torch.nn import functional
 from torch.nn.attention import SDPBackend
 from torch.nn.functional import scaled_dot_product_attention
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import ckplan
-from ckplan import gpus
 from ckplan.caching_allocator import (
     Block,
     CachingAllocator,
     NoRoomError,
-    in_blocks,
 )
 from ckplan.plan import Plan, PlannedRegion
 from ckplan.tracing.cuda.attention_choice import Asked, choose
 from ckplan.tracing.cuda.cublas import kept_bytes
 from ckplan.tracing.cuda.reductions import Processors, Reduction, put_aside
-from ckplan.tracing.cuda.workspaces import workspace_of
-from ckplan.tracing.recording import RawOp, TensorMeta, describe, meta
 from ckplan.training.allocator import on_gpu
 
-CUDA = torch.device("cuda", 0)
 SIZES = (1, 2, 3, 7, 8, 16, 31, 64, 100, 197, 384, 1000, 4096, 50257, 65536)
 MOST = 20_000_000  # elements
 _REFUSED = "aligned|contiguous|no kernel found|cuDNN Frontend"
@@ -244,8 +237,7 @@ def attention_workspaces(seed: int = 1, count: int = 500) -> None:
         query.grad = None
     for name, found in asked_for.found.items():
         assert len(found) > 10, name
-        for asked_sizes, said, shapes in found:
-            assert asked_sizes == said, (name, asked_sizes, said, shapes)
+        assert all(one.said == one.found for one in found), (name, found)
     assert len(asked_for.found) >= 2
 
 
@@ -266,9 +258,9 @@ def losses() -> None:
                 out = loss(x.requires_grad_(), y, reduction=reduction)
                 out.backward(torch.empty_like(out))
             assert asked_for.found, loss
-            for op, ((most, said, _),) in asked_for.found.items():
-                apart = (most - said) + (said - most)
-                assert apart in (Counter(), Counter([512])), (op, reduction, most, said)
+            for op, (one,) in asked_for.found.items():
+                apart = (one.found - one.said) + (one.said - one.found)
+                assert apart in (Counter(), Counter([512])), (op, reduction, one)
 
 
 TURNED: dict[str, tuple[tuple[int, ...], Callable[[torch.Tensor], torch.Tensor]]] = {
@@ -314,8 +306,7 @@ def copies() -> None:
             out.backward(turned(torch.empty(out.shape, device=CUDA)))
         assert asked_for.found, name
         for op, found in asked_for.found.items():
-            for most, said, shapes in found:
-                assert most == said, (op, most, said, shapes)
+            assert all(one.said == one.found for one in found), (op, found)
 
 
 def turned(x: torch.Tensor) -> torch.Tensor:
@@ -330,63 +321,14 @@ def sorting(seed: int = 2, count: int = 200) -> None:
     rng = random.Random(seed)
     asked_for = AskedFor("index_put")
     for _ in range(count):
-        rows, length = (
-            rng.choice((2, 255, 256, 257, 65536, 65537)),
-            rng.randint(1, 9999),
-        )
+        rows = rng.choice((2, 255, 256, 257, 65536, 65537))
+        length = rng.randint(1, 9999)
         tensor, values = (torch.empty(n, 3, device=CUDA) for n in (rows, length))
         index = torch.zeros(length, dtype=torch.long, device=CUDA)
         with asked_for:
             tensor.index_put((index,), values, accumulate=True)
     (found,) = asked_for.found.values()
-    for asked_sizes, said, shapes in found:
-        assert asked_sizes == said, (asked_sizes, said, shapes)
-
-
-class AskedFor(TorchDispatchMode):
-    """Blocks that ops of such a name have at their peak, and what is said of them."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        capability = torch.cuda.get_device_capability(CUDA)
-        cards = gpus.load().values()
-        self.card = next(one for one in cards if one.capability == capability)
-        self._name = name
-        self.found: dict[str, list[tuple[Counter[int], Counter[int], object]]] = {}
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        name = func.overloadpacket.__name__
-        if self._name not in name:
-            return func(*args, **(kwargs or {}))
-        out, most, left = blocks(lambda: func(*args, **(kwargs or {})))
-        flat, spec = pytree.tree_flatten((args, kwargs or {}))
-        flat = tuple(map(meta, flat))
-        outs = [x for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor)]
-        returned = tuple(map(describe, outs))
-        op = RawOp(func, 0, (), (), (), flat, spec, returned, 0, 0, False, False)
-        said = left + Counter(chain(*workspace_of(op, self.card)))
-        shapes = [one.shape for one in flat if isinstance(one, TensorMeta)]
-        self.found.setdefault(name, []).append((most, said, shapes))
-        return out
-
-
-def blocks(run: Callable[[], Any]) -> tuple[Any, Counter[int], Counter[int]]:
-    """What a call returns; sizes of its blocks at its peak, and when it returns."""
-    torch.cuda.memory._record_memory_history(None)
-    torch.cuda.memory._record_memory_history(context=None)
-    out = run()
-    there: dict[int, int] = {}
-    most: dict[int, int] = {}
-    for event in torch.cuda.memory._snapshot()["device_traces"][0]:
-        if event["action"] == "alloc":
-            there[event["addr"]] = in_blocks(event["size"])
-        elif event["action"] == "free_completed":
-            there.pop(event["addr"], None)
-        if sum(there.values()) > sum(most.values()):
-            most = dict(there)
-    return out, Counter(most.values()), Counter(there.values())
+    assert all(one.said == one.found for one in found), found
 
 
 def cublas() -> None:

@@ -44,7 +44,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(environment: Mapping[str, str], *argv: str) -> None:
     done = subprocess.run(
         [sys.executable, *argv],
-        env={**environment, "PYTHONPATH": str(ROOT)},
+        env={**environment, "PYTHONPATH": f"{ROOT}:{ROOT / 'scripts'}"},
         capture_output=True,
         text=True,
         check=False,
@@ -114,5 +114,6 @@ def test_what_is_rebuilt_waits_for_other_streams(library: Path) -> None:
     run(there, str(ROOT / "tests" / "on_dummy_gpu.py"), "streams")
 
 
-def test_a_step_takes_what_is_predicted_unplanned_and_planned() -> None:
-    run(os.environ, str(ROOT / "scripts" / "allocated.py"), "--only", "mlp")
+@pytest.mark.parametrize("script", ["allocated", "workspaces"])
+def test_a_step_takes_what_is_predicted(script: str) -> None:
+    run(os.environ, str(ROOT / "scripts" / f"{script}.py"), "--only", "mlp")

@@ -330,6 +330,13 @@ def _counted(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> Workspace:
     return Workspace((*copies(tensors[:1]), *cast))
 
 
+def _bilinear_backward(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> Workspace:
+    """Contiguous, unless it is copied to a gradient of the same size."""
+    if op.returned[0].shape == tensors[0].shape:
+        return NO_WORKSPACE
+    return _copied(0, inside=True, any_layout=True)(op, tensors, gpu)
+
+
 def _columns(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> Workspace:
     """Contiguous, and once more."""
     del op, gpu
@@ -350,7 +357,6 @@ _POOLS = (
     "upsample_nearest2d",
     "upsample_nearest3d",
     "_upsample_nearest_exact2d",
-    "upsample_bilinear2d_backward",
     "upsample_nearest2d_backward",
 )
 _POOLS_OF_BOTH = ("avg_pool2d_backward", "max_pool2d_with_indices_backward")
@@ -390,6 +396,7 @@ _WORKSPACES: dict[str, _Needs] = {
     **dict.fromkeys(("cumsum", "cumprod"), _counted),
     "roll": _roll,
     "im2col": _columns,
+    "upsample_bilinear2d_backward": _bilinear_backward,
     "convolution": _convolution,
     "convolution_backward": _convolution_backward,
     "_scaled_dot_product_flash_attention": attention.flash,
