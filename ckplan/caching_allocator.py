@@ -5,9 +5,10 @@ default settings:
 
 - Sizes are rounded up to 512 bytes. Up to 1 MiB they come from the small pool, whose
   segments are of 2 MiB; others from the large pool.
-- A block is taken from the smallest free one of the pool that is large enough, the one
-  of lowest address among those. What remains is split off if it is worth it: at least
-  512 bytes in the small pool, more than 1 MiB in the large one.
+- A block is taken from the smallest free one of the pool that is large enough: among
+  those from the oldest segment, and there the first (earlier versions of PyTorch go by
+  address alone). What remains is split off if it is worth it: at least 512 bytes in the
+  small pool, more than 1 MiB in the large one.
 - Without such a block a segment is reserved: 20 MiB for less than 10 MiB, else the size
   rounded up to 2 MiB.
 - A freed block merges with free neighbours of its segment. Segments are kept until
@@ -44,6 +45,7 @@ class Block:
     address: int
     bytes: int
     pool: _Pool = field(repr=False)
+    segment: int = 0  # how many there were before
     free: bool = False
     before: Block | None = field(default=None, repr=False)
     after: Block | None = field(default=None, repr=False)
@@ -111,6 +113,7 @@ class _Card:
     def __init__(self, capacity_bytes: float) -> None:
         self.capacity_bytes = capacity_bytes
         self.taken_bytes = 0
+        self._num_segments = 0
         self._gaps = [(0, _ADDRESSES)]  # of addresses: first, and behind the last
 
     def take(self, num_bytes: int) -> None:
@@ -121,14 +124,15 @@ class _Card:
     def give_back(self, num_bytes: int) -> None:
         self.taken_bytes -= num_bytes
 
-    def map(self, num_bytes: int) -> int:
-        """The address of so many bytes."""
+    def map(self, num_bytes: int) -> tuple[int, int]:
+        """The address of so many bytes, and how many there were before."""
         gaps = enumerate(self._gaps)
         place, (start, stop) = next(
             (place, gap) for place, gap in gaps if gap[1] - gap[0] >= num_bytes
         )
         self._gaps[place] = start + num_bytes, stop
-        return start
+        self._num_segments += 1
+        return start, self._num_segments - 1
 
     def unmap(self, address: int, num_bytes: int) -> None:
         """These addresses can be used again."""
@@ -143,12 +147,12 @@ class _Card:
 
 
 class _Pool:
-    """Segments of one kind and their free blocks, by size and address."""
+    """Segments of one kind and their free blocks, by size, segment and address."""
 
     def __init__(self, card: _Card, *, small: bool) -> None:
         self._card = card
         self._small = small
-        self._free: list[tuple[int, int, Block]] = []
+        self._free: list[tuple[int, int, int, Block]] = []
 
     def take(self, num_bytes: int) -> Block:
         block = self._best(num_bytes) or self._reserve(num_bytes)
@@ -167,14 +171,14 @@ class _Pool:
 
     def release(self) -> None:
         """Give the card back what is free as a whole."""
-        for block in [block for _, _, block in self._free]:
+        for block in [free[-1] for free in self._free]:
             if block.before is None and block.after is None:
                 self._pick(self._place(block))
                 self._card.give_back(block.bytes)
                 self._card.unmap(block.address, block.bytes)
 
     def _best(self, num_bytes: int) -> Block | None:
-        place = bisect_left(self._free, (num_bytes, 0))
+        place = bisect_left(self._free, (num_bytes, 0, 0))
         return self._pick(place) if place < len(self._free) else None
 
     def _reserve(self, num_bytes: int) -> Block:
@@ -185,7 +189,8 @@ class _Pool:
         else:
             size = round_up(num_bytes, SEGMENT_STEP_BYTES)
         self._card.take(size)
-        return Block(self._card.map(size), size, self)
+        address, segment = self._card.map(size)
+        return Block(address, size, self, segment)
 
     def _worth_splitting(self, remaining: int) -> bool:
         if self._small:
@@ -195,7 +200,8 @@ class _Pool:
     def _split(self, block: Block, num_bytes: int) -> Block:
         """Cut a block; returns what remains."""
         remaining = block.bytes - num_bytes
-        rest = Block(block.address + num_bytes, remaining, self, before=block)
+        start = block.address + num_bytes
+        rest = Block(start, remaining, self, block.segment, before=block)
         block.bytes = num_bytes
         rest.after, block.after = block.after, rest
         if rest.after is not None:
@@ -204,13 +210,13 @@ class _Pool:
 
     def _put(self, block: Block) -> None:
         block.free = True
-        insort(self._free, (block.bytes, block.address, block))
+        insort(self._free, (block.bytes, block.segment, block.address, block))
 
     def _place(self, block: Block) -> int:
-        return bisect_left(self._free, (block.bytes, block.address))
+        return bisect_left(self._free, (block.bytes, block.segment, block.address))
 
     def _pick(self, place: int) -> Block:
-        block = self._free.pop(place)[2]
+        block = self._free.pop(place)[-1]
         block.free = False
         return block
 
@@ -235,21 +241,21 @@ class _ExpandablePool(_Pool):
         self._holes: list[Block] = []  # by address
 
     def release(self) -> None:
-        for block in [block for _, _, block in self._free]:
+        for block in [free[-1] for free in self._free]:
             start = round_up(block.address, self._page)
             stop = (block.address + block.bytes) // self._page * self._page
             if start < stop:
                 self._unmap(block, start, stop)
 
     def _best(self, num_bytes: int) -> Block | None:
-        place = bisect_left(self._free, (num_bytes, 0))
+        place = bisect_left(self._free, (num_bytes, 0, 0))
         while place + 1 < len(self._free) and self._grows_less(place + 1, place):
             place += 1
         return self._pick(place) if place < len(self._free) else None
 
     def _grows_less(self, place: int, other: int) -> bool:
         """Whether a free block can become less large than another."""
-        blocks = self._free[place][2], self._free[other][2]
+        blocks = self._free[place][-1], self._free[other][-1]
         first, second = map(_can_become, blocks)
         return first < second
 
@@ -279,8 +285,9 @@ class _ExpandablePool(_Pool):
         """Another segment, with room for 9/8 of the card."""
         capacity_bytes = min(self._card.capacity_bytes, _ADDRESSES // 8)
         size = round_up(int(capacity_bytes) * 9 // 8, self._page)
-        start = round_up(self._card.map(size + self._page), self._page)
-        hole = Block(start, size, self, mapped=False)
+        address, segment = self._card.map(size + self._page)
+        start = round_up(address, self._page)
+        hole = Block(start, size, self, segment, mapped=False)
         insort(self._holes, hole, key=lambda one: one.address)
         return hole
 

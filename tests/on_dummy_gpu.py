@@ -138,7 +138,7 @@ def full_card(count: int = 2000) -> None:
             ours.free(block)
             continue
         size = round(2 ** rng.uniform(20.1, 28))
-        free = [num_bytes for num_bytes, _, _ in ours._large._free]
+        free = [num_bytes for num_bytes, *_ in ours._large._free]
         block = _if_there_is_room(ours, size)
         opened = sum(not hole.after for hole in ours._large._holes) if expandable else 1
         if len({*free}) < len(free) or opened > 1:

@@ -185,7 +185,7 @@ def test_blocks_are_apart_and_merge_when_all_are_free(
     for block, _ in live:
         allocator.free(block)
     assert allocator.allocated_bytes == 0
-    free = [one[2] for p in (allocator._small, allocator._large) for one in p._free]
+    free = [one[-1] for p in (allocator._small, allocator._large) for one in p._free]
     assert sum(block.bytes for block in free) == allocator.reserved_bytes
     for block in free:
         assert not any(one and one.mapped for one in (block.before, block.after))
