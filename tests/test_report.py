@@ -17,6 +17,7 @@ from ckplan.names import OpName
 from ckplan.plan import Plan, PlannedRegion, Prediction
 from ckplan.records import (
     BEFORE_STEP,
+    NO_WORKSPACE,
     OUTSIDE_CALLS,
     Call,
     EngineCosts,
@@ -60,11 +61,22 @@ def chain_graph(*layers: tuple[str, int], own_bytes: int = 0) -> Graph:
     num_forward = len(made) + 1
     backward_of = {i: 2 * num_forward - 1 - i for i in range(num_forward)}
     forward = [
-        Op("mm", owner, (i,), (), (i + 1,), 0, 100, 0, 1e-3, False)
+        Op("mm", owner, (i,), (), (i + 1,), NO_WORKSPACE, 100, 0, 1e-3, False)
         for i, owner in enumerate([*owners, OUTSIDE_CALLS])
     ]
     backward = [
-        Op("mm_backward", op.call, op.outputs, (), (), 0, 200, 0, 2e-3, False)
+        Op(
+            "mm_backward",
+            op.call,
+            op.outputs,
+            (),
+            (),
+            NO_WORKSPACE,
+            200,
+            0,
+            2e-3,
+            False,
+        )
         for op in reversed(forward)
     ]
     return Graph(
