@@ -5,10 +5,10 @@ default settings:
 
 - Sizes are rounded up to 512 bytes. Up to 1 MiB they come from the small pool, whose
   segments are of 2 MiB; others from the large pool.
-- A block is taken from the smallest free one of the pool that is large enough: among
-  those from the oldest segment, and there the first (PyTorch 2.11 went by address
-  alone). What remains is split off if it is worth it: at least 512 bytes in the
-  small pool, more than 1 MiB in the large one.
+- A block is taken from the smallest free one of the pool that is large enough: of some
+  alike the first of the oldest segment (PyTorch 2.11 went by address alone). What
+  remains is split off if it is worth it: at least 512 bytes in the small pool, more
+  than 1 MiB in the large one.
 - Without such a block a segment is reserved: 20 MiB for less than 10 MiB, else the size
   rounded up to 2 MiB.
 - A freed block merges with free neighbours of its segment. Segments are kept until
