@@ -125,28 +125,39 @@ def loads(text: str, name: str) -> Graph:
         raise _unreadable(name, f"has a malformed record ({error})") from None
 
 
-def _from_content(content: dict[str, Any]) -> Graph:
-    def workspace(row: Any) -> Workspace:
-        before, after = row
-        return Workspace(tuple(before), tuple(after))
-
-    names = dict(enumerate(content["names"]))
-    ops = tuple(
-        Op(
-            names[n],
-            c,
-            tuple(r),
-            tuple(w),
-            tuple(o),
-            workspace(ws),
-            fl,
-            mv,
-            s,
-            bool(d),
-            la,
-        )
-        for n, c, r, w, o, ws, fl, mv, s, d, la in content["ops"]
+def _op(
+    names: dict[int, str],
+    name: int,
+    call: int,
+    reads: list[int],
+    writes: list[int],
+    outputs: list[int],
+    workspace: tuple[list[int], list[int]],
+    flops: int,
+    moved_bytes: int,
+    seconds: float,
+    random: int,
+    launch_seconds: float,
+) -> Op:
+    before, after = workspace
+    return Op(
+        names[name],
+        call,
+        tuple(reads),
+        tuple(writes),
+        tuple(outputs),
+        Workspace(tuple(before), tuple(after)),
+        flops,
+        moved_bytes,
+        seconds,
+        bool(random),
+        launch_seconds,
     )
+
+
+def _from_content(content: dict[str, Any]) -> Graph:
+    names = dict(enumerate(content["names"]))
+    ops = tuple(_op(names, *row) for row in content["ops"])
     return Graph(
         model=str(content["model"]),
         fingerprint=dict(content["fingerprint"]),

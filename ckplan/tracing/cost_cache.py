@@ -41,9 +41,7 @@ class Cost:
     held_bytes: int  # still allocated when it has returned, outputs included
     measured: bool
     launch_seconds: float = 0.0  # beside them, where a CPU launches for a device
-    workspace: Workspace | None = (
-        None  # beyond what is held, where its blocks are known
-    )
+    workspace: Workspace | None = None  # of that what is not held, if it is known
 
 
 @dataclass(frozen=True, slots=True)
