@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -242,8 +243,9 @@ class Layouts(TorchDispatchMode):
         lambda: torch.ones(4, 8, 6, 10).to(memory_format=torch.channels_last),
         lambda: torch.ones(4, 6, 8).transpose(1, 2),
         lambda: torch.ones(4, 6, 8, 10).permute(0, 2, 3, 1),
+        lambda: torch.ones(2, 4, 6, 8)[1:].to(memory_format=torch.channels_last),
     ],
-    ids=["channels last", "transposed", "permuted"],
+    ids=["channels last", "transposed", "permuted", "one image"],
 )
 def test_fake_results_are_laid_out_as_the_kernels_do(
     function: Callable[[torch.Tensor], torch.Tensor],
@@ -258,6 +260,65 @@ def test_fake_results_are_laid_out_as_the_kernels_do(
     real = layouts()
     with fake_tensors():
         assert real == layouts()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: functional.batch_norm(x, None, None, training=True) * x,
+        lambda x: functional.dropout(x, 0.1) * x,
+        lambda x: functional.gelu(x) + 1,
+        lambda x: functional.hardsigmoid(x) * x.clone(),
+        lambda x: functional.hardswish(x) / 2,
+        lambda x: functional.hardtanh(x),
+        lambda x: functional.leaky_relu(x) + torch.ones(8, 1, 1),
+        lambda x: functional.relu(x),
+        lambda x: torch.where(x > 0, x, 1 - x),
+        lambda x: x.sigmoid() * torch.ones(4, 8, 6, 6),
+        lambda x: functional.relu(x * 2, inplace=True),
+    ],
+)
+def test_fake_images_of_one_pixel_are_laid_out_as_the_kernels_do(
+    function: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    def layouts() -> Returned:
+        x = torch.ones(4, 1, 1, 8).permute(0, 3, 1, 2).requires_grad_()
+        with Layouts() as mode:
+            y = function(x)
+            y.backward(torch.ones(y.shape))
+        return mode.seen
+
+    real = layouts()
+    with fake_tensors():
+        assert real == layouts()
+
+
+class Pooled(nn.Module):
+    """Joins an image with what is left of it as one pixel, as DeepLab does."""
+
+    def __init__(self, norm: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 64, 3), nn.Conv2d(128, 8, 3)
+        self.pixel = nn.Sequential(
+            nn.AdaptiveAvgPool2d(1), nn.Conv2d(64, 64, 1), norm(), nn.ReLU()
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        pooled = functional.interpolate(self.pixel(x), size=x.shape[-2:])
+        return self.last(torch.cat([pooled, x], 1))
+
+
+@pytest.mark.parametrize("norm", [nn.Identity, lambda: nn.BatchNorm2d(64)])
+def test_a_pooled_image_is_as_large_again_in_the_layout_it_has(
+    norm: Callable[[], nn.Module],
+) -> None:
+    batch = torch.ones(4, 3, 34, 34).to(memory_format=torch.channels_last)
+    model = Pooled(norm).to(memory_format=torch.channels_last)
+    graph = ckplan.profile(model, batch, loss=mean_square)
+    assert "traced under fake tensors" in graph.notes
+    measured = measured_peak(Workload(model, batch, mean_square))
+    assert simulate(graph).peak_bytes == pytest.approx(measured, rel=0.003)
 
 
 @pytest.mark.parametrize(
@@ -313,6 +374,34 @@ def test_a_model_that_asks_for_values_is_traced_on_real_tensors() -> None:
     assert any("traced on real" in note for note in graph.notes)
     measured = measured_peak(Workload(model, batch, mean_square))
     assert simulate(graph).peak_bytes == pytest.approx(measured, rel=0.003)
+
+
+@functools.lru_cache(maxsize=4)
+def positions(length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Kept by the function, as positions in an image are."""
+    angles = torch.arange(length) / length
+    return angles.sin(), angles.cos()
+
+
+class Positioned(nn.Module):
+    """Adds them, and may ask for values then."""
+
+    def __init__(self, *, asking: bool) -> None:
+        super().__init__()
+        self.inner = Asking() if asking else nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        sin, cos = positions(64)
+        return self.inner(x * cos + sin)
+
+
+@pytest.mark.parametrize("asking", [False, True])
+def test_no_cache_of_a_function_keeps_a_fake_tensor(asking: bool) -> None:
+    positions.cache_clear()
+    model, batch = Positioned(asking=asking), torch.randn(256, 64)
+    graph = ckplan.profile(model, batch, loss=mean_square)
+    assert ("traced under fake tensors" in graph.notes) is not asking
+    assert mean_square(model(batch), batch).item() > 0
 
 
 class Constants(nn.Module):

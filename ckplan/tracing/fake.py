@@ -9,6 +9,8 @@ beside the fake ones and answers from them.
 
 from __future__ import annotations
 
+import functools
+import gc
 import logging
 import re
 import sys
@@ -75,11 +77,29 @@ _ALWAYS_CONTIGUOUS = (
     torch.ops.aten.smooth_l1_loss_backward.default,
 )
 _CHANNELS_LAST = {torch.channels_last: 4, torch.channels_last_3d: 5}  # dimensions
+_BATCH_NORM_BACKWARD = torch.ops.aten.native_batch_norm_backward.default
 _SOME_MEMORY_FORMAT = (
     torch.ops.aten.native_batch_norm.default,
-    torch.ops.aten.native_batch_norm_backward.default,
+    _BATCH_NORM_BACKWARD,
 )
 """Always contiguous or channels last. Fake kernels of both follow their inputs."""
+_BY_ELEMENT = (
+    torch.ops.aten.elu_backward.default,
+    torch.ops.aten.hardsigmoid.default,
+    torch.ops.aten.hardsigmoid_backward.default,
+    torch.ops.aten.hardswish.default,
+    torch.ops.aten.hardswish_backward.default,
+    torch.ops.aten.hardtanh_backward.default,
+    torch.ops.aten.leaky_relu_backward.default,
+    torch.ops.aten.mish_backward.default,
+    torch.ops.aten.softplus_backward.default,
+)
+"""What torch has no tag for."""
+_KEEPS_STRIDES = (
+    torch.ops.aten.clone.default,
+    torch.ops.aten.hardtanh.default,
+)
+"""By element, too, into memory that is laid out as what they read."""
 _NORMS = (
     torch.ops.aten.native_batch_norm.default,
     torch.ops.aten.native_group_norm.default,
@@ -266,7 +286,7 @@ def _as_kernels_do(func: Any, args: tuple[Any, ...], out: Any) -> Any:
         out = (out[0], *(x.float() for x in out[1:]))
     elif func is _GROUP_NORM_BACKWARD and _is_mixed(args):
         out = (None if out[0] is None else out[0].to(args[1].dtype), *out[1:])
-    return _laid_out(func, out)
+    return _laid_out(func, args, out)
 
 
 def _is_mixed(args: tuple[Any, ...]) -> bool:
@@ -275,9 +295,9 @@ def _is_mixed(args: tuple[Any, ...]) -> bool:
     return types[0].itemsize == 2 and torch.float32 in types
 
 
-def _laid_out(func: Any, out: Any) -> Any:
+def _laid_out(func: Any, args: tuple[Any, ...], out: Any) -> Any:
     """What an op returned, as its kernel lays it out; layouts decide what runs next."""
-    if func in _ALWAYS_CONTIGUOUS:
+    if func in _ALWAYS_CONTIGUOUS or _is_by_element(func, args):
         formats = [torch.contiguous_format]
     elif func in _SOME_MEMORY_FORMAT:
         formats = [torch.contiguous_format, *_CHANNELS_LAST]
@@ -285,14 +305,39 @@ def _laid_out(func: Any, out: Any) -> Any:
         return out
 
     def lay_out(x: torch.Tensor) -> torch.Tensor:
-        fits = any(
-            x.is_contiguous(memory_format=one)
-            for one in formats
-            if x.dim() == _CHANNELS_LAST.get(one, x.dim())
-        )
-        return x if fits else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        ours = [one for one in formats if x.dim() == _CHANNELS_LAST.get(one, x.dim())]
+        ours = [one for one in ours if x.is_contiguous(memory_format=one)]
+        if ours and func is _BATCH_NORM_BACKWARD:
+            return x
+        # Strides of dimensions of one count, too: they say what "channels last" is.
+        one = ours[0] if ours else torch.contiguous_format
+        made = torch.empty(x.shape, dtype=x.dtype, device=x.device, memory_format=one)
+        return x if x.stride() == made.stride() else made
 
     return pytree.tree_map_only(torch.Tensor, lay_out, out)
+
+
+def _is_by_element(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether it goes element by element through contiguous images of one shape.
+
+    Strides of their dimensions of one may say "channels last" all the same, as fake
+    kernels have it; torch's are sure only where it need not broadcast a number.
+    """
+    images = [x for x in pytree.tree_leaves(args) if isinstance(x, torch.Tensor)]
+    if not any(1 in x.shape and x.dim() in _CHANNELS_LAST.values() for x in images):
+        return False
+    if torch.Tag.pointwise not in func.tags and func not in _BY_ELEMENT:
+        return False
+    if func._schema.is_mutable or func in _KEEPS_STRIDES:
+        return False
+    schema = func._schema.arguments
+    broadcasts = (func._overloadname == "Scalar" and len(images) == 1) or any(
+        isinstance(one.type, torch.TensorType) and not isinstance(x, torch.Tensor)
+        for one, x in zip(schema, args, strict=False)
+    )
+    return not broadcasts and all(
+        x.is_contiguous() and x.shape == images[0].shape for x in images
+    )
 
 
 def _written(func: Any, args: tuple[Any, ...]) -> Iterator[torch.Tensor]:
@@ -307,6 +352,7 @@ def fake_tensors() -> Iterator[tuple[FakeTensorMode, KnownValues]]:
     """A scope in which everything built is fake and acts as if it were real."""
     fake, known = _Fakes(allow_non_fake_inputs=True), KnownValues()
     with ExitStack() as stack:
+        stack.callback(_empty_caches_of_functions)
         # It draws until all values are in range; a fake one never is.
         stack.enter_context(
             mock.patch.object(torch.nn.init, "_no_grad_trunc_normal_", _no_draw)
@@ -336,6 +382,22 @@ def fake_tensors() -> Iterator[tuple[FakeTensorMode, KnownValues]]:
 
 
 _NO_WEAKREFS = SimpleNamespace(getweakrefs=lambda tensor: [])
+_CachedFunction = type(functools.lru_cache(lambda: None))
+
+
+def _empty_caches_of_functions() -> None:
+    """Empty those of ``functools`` that hold fake tensors, as positions of an image.
+
+    They outlive the model that was traced, and the next one would be given these.
+    """
+    for function in gc.get_objects():
+        if type(function) is _CachedFunction and _holds_fakes(function):
+            function.cache_clear()
+
+
+def _holds_fakes(function: Any) -> bool:
+    held = pytree.tree_leaves(gc.get_referents(function))
+    return any(isinstance(value, FakeTensor) for value in held)
 
 
 def _no_draw(tensor: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
