@@ -331,6 +331,40 @@ def sorting(seed: int = 2, count: int = 200) -> None:
     assert all(one.said == one.found for one in found), found
 
 
+def group_norm(seed: int = 3, count: int = 200) -> None:
+    """Factors, offsets and sums, of images that lie in any way."""
+    rng = random.Random(seed)
+    asked_for = AskedFor("group_norm")
+    for _ in range(count):
+        groups = rng.choice((1, 2, 8))
+        channels = groups * rng.choice((1, 3, 64))
+        shape = (7, channels, *rng.choice(((40,), (9, 1), (2, 16), (3, 4, 5))))
+        dtype = rng.choice((torch.float32, torch.bfloat16, torch.float64))
+        x, gradient = (some_image(rng, shape, dtype) for _ in range(2))
+        affine = rng.random() < 0.7
+        norm = torch.nn.GroupNorm(groups, channels, affine=affine).to(CUDA, dtype)
+        x = x.detach().requires_grad_(not affine or rng.random() < 0.8)
+        with asked_for:
+            norm(x).backward(gradient)
+    for op, found in asked_for.found.items():
+        wrong = [one for one in found if one.said != one.found]
+        assert not wrong, (op, wrong)
+    assert len(asked_for.found) == 2
+
+
+def some_image(
+    rng: random.Random, shape: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
+    """Its channels first or last, perhaps some of more."""
+    batch, channels, *pixels = shape
+    more = channels * rng.choice((1, 1, 2))
+    x = torch.empty(batch, more, *pixels, dtype=dtype, device=CUDA)
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
+    if last and rng.random() < 0.5:
+        x = x.to(memory_format=last)
+    return x[:, :channels]
+
+
 def cublas() -> None:
     """What stays of a step in which only multiplications keep something."""
     layer = torch.nn.Linear(64, 64, device=CUDA)
@@ -389,6 +423,7 @@ if __name__ == "__main__":
         losses,
         copies,
         sorting,
+        group_norm,
         cublas,
     )
     {test.__name__: test for test in tests}[sys.argv[1]]()

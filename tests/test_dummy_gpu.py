@@ -70,7 +70,7 @@ def test_attention_asks_for_what_is_said(library: Path, card: str) -> None:
     run(there, str(ROOT / "tests" / "on_dummy_gpu.py"), "attention_workspaces")
 
 
-@pytest.mark.parametrize("ops", ["losses", "copies"])
+@pytest.mark.parametrize("ops", ["losses", "copies", "group_norm"])
 def test_ops_ask_for_what_is_said(library: Path, ops: str) -> None:
     there = dummy.environment(library, gpus.find("A100 40GB"))
     run(there, str(ROOT / "tests" / "on_dummy_gpu.py"), ops)

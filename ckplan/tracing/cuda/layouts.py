@@ -10,6 +10,8 @@ from ckplan.tracing.recording import TensorMeta
 Blocks = tuple[int, ...]
 """Bytes that a kernel takes from the allocator at once, each as one piece."""
 
+_IMAGES = (4, 5)  # dimensions that may have their channels last
+
 
 def copies(tensors: Iterable[TensorMeta], last: bool = False) -> Blocks:
     """Those that are not contiguous, or not with channels last."""
@@ -27,3 +29,20 @@ def lies(tensor: TensorMeta, channels_last: bool = False) -> bool:
             return not tensor.numel
         expected *= tensor.shape[dim]
     return True
+
+
+def leans(tensor: TensorMeta) -> bool:
+    """Whether its strides are more like those of channels last.
+
+    As ``Tensor.suggest_memory_format`` says (``c10/core/MemoryFormat.h``).
+    """
+    if len(tensor.shape) not in _IMAGES:
+        return False
+    least = 0
+    for dim in (1, *reversed(range(2, len(tensor.shape))), 0):
+        stride = tensor.stride[dim]
+        alone = least == tensor.stride[1]
+        if not tensor.shape[dim] or stride < least or (not dim and alone):
+            return False
+        least = stride * max(tensor.shape[dim], 1)
+    return tensor.stride[1] > 0

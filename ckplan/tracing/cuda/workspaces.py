@@ -16,8 +16,9 @@ from ckplan.caching_allocator import in_blocks
 from ckplan.gpus import Gpu
 from ckplan.records import MULTIPLIES, NO_WORKSPACE, Workspace
 from ckplan.tracing.cuda import attention_workspaces as attention
+from ckplan.tracing.cuda import group_norm_workspaces as group_norm
 from ckplan.tracing.cuda.cublas import passing
-from ckplan.tracing.cuda.layouts import Blocks, copies, lies
+from ckplan.tracing.cuda.layouts import Blocks, copies, leans, lies
 from ckplan.tracing.cuda.reductions import Processors, Reduction, put_aside
 from ckplan.tracing.cuda.sorting import sorting_bytes
 from ckplan.tracing.recording import RawOp, TensorMeta
@@ -29,7 +30,6 @@ _WIDTHS = 32
 _FEW_INDICES = 3072  # that gradients of an embedding are added up for without sorting
 _ROWS_PER_THREAD = 10  # of sorted indices, in gradients of an embedding
 _LOW = (torch.float16, torch.bfloat16)
-_GROUP_NORM_KEEPS_LAYOUTS = torch.__version__ >= (2, 15)
 
 _Needs = Callable[[RawOp, Sequence[TensorMeta], Gpu], Workspace]
 """An op, its tensors and a card, to what it takes beyond what it holds."""
@@ -154,17 +154,6 @@ def _copied(*places: int, inside: bool = False, any_layout: bool = False) -> _Ne
     return needs
 
 
-def _group_norm(taken: int) -> _Needs:
-    """So many arguments are laid out as the kernel wants them: as the input is."""
-
-    def needs(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> Workspace:
-        del op, gpu
-        last = _GROUP_NORM_KEEPS_LAYOUTS and _channels_last(tensors[taken - 1])
-        return Workspace(copies(tensors[:taken], last))
-
-    return needs
-
-
 def _multiplied(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> Workspace:
     """What cuBLAS works in; copies, since it wants rows or columns side by side."""
     copied = (in_blocks(t.num_bytes) for t in tensors[-2:] if not _for_cublas(t))
@@ -199,7 +188,7 @@ def _roll(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> Workspace:
 def _convolution(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> Workspace:
     """Input and weight in one layout."""
     del op, gpu
-    return Workspace(copies(tensors[:2], _channels_last(*tensors[:2])))
+    return Workspace(copies(tensors[:2], any(map(leans, tensors[:2]))))
 
 
 def _convolution_backward(
@@ -210,7 +199,7 @@ def _convolution_backward(
     What is not yet made then counts off.
     """
     gradient, input_, weight = tensors[:3]
-    last = _channels_last(input_, weight)
+    last = leans(input_) or leans(weight)
     into, of_weight, of_bias = op.arguments[0][-1]
     found = [NO_WORKSPACE]
     if into:
@@ -233,13 +222,6 @@ def _less(blocks: Blocks, num_bytes: int) -> Blocks:
         left.append(max(block - num_bytes, 0))
         num_bytes -= block - left[-1]
     return tuple(block for block in reversed(left) if block)
-
-
-def _channels_last(*tensors: TensorMeta) -> bool:
-    return any(
-        len(t.shape) >= 4 and lies(t, channels_last=True) and not lies(t)
-        for t in tensors
-    )
 
 
 # -- the rest ------------------------------------------------------------------------
@@ -386,8 +368,8 @@ _WORKSPACES: dict[str, _Needs] = {
     "native_layer_norm_backward": _copied(0, 1),
     "_fused_rms_norm": _copied(0),
     "_fused_rms_norm_backward": _copied(0, 1),
-    "native_group_norm": _group_norm(1),
-    "native_group_norm_backward": _group_norm(2),
+    "native_group_norm": group_norm.forward,
+    "native_group_norm_backward": group_norm.backward,
     "embedding": _copied(1),
     **dict.fromkeys(_POOLS, _copied(0, inside=True, any_layout=True)),
     **dict.fromkeys(_POOLS_OF_BOTH, _copied(0, 1, inside=True, any_layout=True)),
