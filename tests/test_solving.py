@@ -293,6 +293,7 @@ def test_the_chain_finds_the_best_mix_of_its_menus(
 ) -> None:
     monkeypatch.setattr("ckplan.solving.planner._FEW_OPS", 0)
     monkeypatch.setattr("ckplan.solving.planner._MOST_GAP", 99.0)
+    monkeypatch.setattr("ckplan.solving.planner._TIMES_PEAKS", 0)
     graph = graphs.chain(3)
     simulator = Simulator(graph)
     menus = Menus(simulator)
@@ -308,6 +309,29 @@ def test_the_chain_finds_the_best_mix_of_its_menus(
         assert expected == pytest.approx(
             solve(graph, budget).timeline.recompute_seconds
         )
+
+
+def test_what_is_wanted_after_the_peak_is_dropped_before_what_is_wanted_at_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # As a dear convolution, a cheap activation and a convolution do: dropping what is
+    # cheap helps between forward and backward, but it is back where the last one runs.
+    monkeypatch.setattr("ckplan.solving.planner._FEW_OPS", 0)
+    forward = graphs.Forward()
+    x, weight = forward.given(10), forward.given(1, "parameter")
+    with forward.call("net"):
+        (y,) = forward.op("convolution", [x, weight], makes=[100], seconds=9)
+        forward.save(x, weight)
+        (z,) = forward.op("silu", [y], makes=[100], saves=[y])
+        for _ in range(2):
+            reads = [z, forward.given(1, "parameter")]
+            (z,) = forward.op("convolution", reads, makes=[100], saves=reads, seconds=9)
+    graph = forward.graph()
+    unplanned, floor = Simulator(graph).run(), Planner(graph).floor
+    assert unplanned.peak_at == floor.peak_at
+    assert floor.peak_bytes == unplanned.peak_bytes - 100
+    found = Planner(graph).solve(floor.peak_bytes)
+    assert found.timeline.recompute_seconds == pytest.approx(9)
 
 
 @pytest.mark.parametrize("engine", [False, True], ids=["ops", "engine"])

@@ -81,6 +81,14 @@ def find_nodes(graph: Graph, menus: Menus) -> tuple[Node, ...]:
     return nodes(graph.children[OUTSIDE_CALLS])
 
 
+def all_units(nodes: Sequence[Node]) -> Iterator[Unit]:
+    """Every call that may be a unit."""
+    for node in nodes:
+        if node.is_unit:
+            yield node.unit
+        yield from all_units(node.parts)
+
+
 def leaves(nodes: Sequence[Node]) -> Iterator[Unit]:
     """The cover by the smallest units."""
     for node in nodes:

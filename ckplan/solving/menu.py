@@ -3,13 +3,14 @@
 Options are the vertices of the lower convex hull of (bytes kept, seconds run again)
 over all sets of values to keep (``closure.py``), from keeping all that is cheap to
 rebuild nothing, to keeping nothing; in small steps, all sets. Units that do the same
-share one search.
+share one search. Where the peak is inside of a unit's backward, there are the vertices
+for that moment, too: of them only what is wanted later counts as kept.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from operator import add, sub
@@ -24,6 +25,7 @@ from ckplan.simulate import Simulator
 from ckplan.solving.closure import NANOSECOND, Choice, Closure, Demand
 
 _FEWEST_CUTS, _MOST_CUTS, _CUTS_TIMES_STEPS = 1, 40, 2500
+_LEAST_EARLY = 1 / 32  # of what a unit could drop, wanted by some moment
 _TRIED_TIMES_STEPS = 2500  # sets of values to keep, where they are all tried
 
 Unit: TypeAlias = tuple[int, int | None]
@@ -91,6 +93,32 @@ class Menus:
         if not view.made:
             return []
         choices = unit_closure(self._graph, view).every(most)
+        found = dict.fromkeys(_kept(view, choice) for choice in choices)
+        return [self._placed(kept, unit) for kept in found]
+
+    def late(self, unit: Unit, moment: int) -> list[Region]:
+        """Regions on a unit that drop what its backward wants after a half moment.
+
+        What it wants by then is there at that moment anyway, so they keep it.
+
+        None where that moment is not in its backward, nor where it wants so little by
+        then that the menu has hardly others.
+        """
+        graph, view = self._graph, self._simulator.view(*unit)
+        first, last = view.backward_window()
+        if not first <= moment <= last:
+            return []
+        alive, size = _alive_anyway(graph, view), graph.storages
+        made = {saved.storage for _, saved in view.made} - alive
+        early = {
+            saved.storage
+            for _, saved in view.made
+            if 0 <= saved.wanted <= moment // 2 and saved.storage in made
+        }
+        most, known = (sum(size[one].bytes for one in found) for found in (made, early))
+        if known == most or known < _LEAST_EARLY * most:
+            return []
+        choices = unit_closure(graph, view, early).hull(_most_cuts(view))
         found = dict.fromkeys(_kept(view, choice) for choice in choices)
         return [self._placed(kept, unit) for kept in found]
 
@@ -298,10 +326,12 @@ def _alive_anyway(graph: Graph, view: RegionView) -> set[int]:
     }
 
 
-def unit_closure(graph: Graph, view: RegionView) -> Closure:
-    """The closure problem of one unit."""
+def unit_closure(
+    graph: Graph, view: RegionView, there: Collection[int] = ()
+) -> Closure:
+    """The closure problem of one unit; some storages are there whatever it drops."""
     flow = view.flow
-    alive = _alive_anyway(graph, view)
+    alive = _alive_anyway(graph, view).union(there)
     bytes_of = {
         value: 0 if storage in alive else graph.storages[storage].bytes
         for storage, value in flow.current.items()

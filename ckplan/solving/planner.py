@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from typing import TypeAlias
 
@@ -19,6 +19,7 @@ from ckplan.solving.chain import ChainFrontier, Choice, regions_of
 from ckplan.solving.covers import (
     Node,
     all_nodes,
+    all_units,
     chain_of,
     find_nodes,
     run_covers,
@@ -26,7 +27,7 @@ from ckplan.solving.covers import (
 )
 from ckplan.solving.exhaustive import try_all
 from ckplan.solving.limit import Limit
-from ckplan.solving.menu import Menus, Unit
+from ckplan.solving.menu import Menus, Option, Unit
 from ckplan.solving.nesting import Nesting
 from ckplan.solving.solution import Floor, Point, Solution
 
@@ -39,6 +40,8 @@ _HALVINGS = 12  # of a search for a budget
 _WORTH_FREED = 0.02  # of what can be freed, that a wider search must free beyond
 _WORTH_PEAK = 0.1  # or of the peak
 _MOST_GAP = 0.02  # of the smallest plan, that needs no wider search
+_TIMES_PEAKS = 2  # that peaks are looked at, each time those of some plans
+_PLANS_FOR_PEAKS, _OPS_FOR_PEAKS = 8, 9_000  # of a chain, replayed for it, at most
 _TIMES_ROOT = 2.5  # of how many calls there are: longer runs hold more
 _POWERS = (1 / 4, 1 / 3, 1 / 2, 2 / 3, 4 / 5)
 """Of how many calls there are: lengths of runs with regions inside. The longer they
@@ -216,6 +219,11 @@ class Planner:
     @cached_property
     def _chains(self) -> list[ChainFrontier]:
         """What is searched."""
+        return [*self._common, *self._at_peaks]
+
+    @cached_property
+    def _common(self) -> list[ChainFrontier]:
+        """What is searched whichever moment is the peak."""
         return [*self._plain, *([self._wide_tree] if self._may_be_better else ())]
 
     @cached_property
@@ -229,7 +237,7 @@ class Planner:
     @cached_property
     def _may_be_better(self) -> bool:
         """Whether the bound leaves room for plans much better than the smallest one."""
-        if self._is_small:
+        if self._all_nested:
             return False
         least, _ = self._smallest(self._plain)
         return gap(least.overhead, self.bound(least.peak_bytes)) > _MOST_GAP
@@ -237,6 +245,52 @@ class Planner:
     @cached_property
     def _wide_tree(self) -> ChainFrontier:
         return tree_frontier(self.simulator, self._nodes, self._nesting.wide)
+
+    @cached_property
+    def _at_peaks(self) -> list[ChainFrontier]:
+        """With options for peaks within the backward of a unit, if there are any.
+
+        What else would be dropped there may be made again by then.
+        """
+        found: list[ChainFrontier] = []
+        moments: set[int] = set()
+        for _ in range(0 if self._all_nested else _TIMES_PEAKS):
+            peaks = self._peaks([*self._common, *found]) - moments
+            if not peaks:
+                break
+            moments |= peaks
+            late = self._late(sorted(moments))
+            if any(late.values()):
+                options = partial(self._options_with, late)
+                found = [tree_frontier(self.simulator, self._nodes, options)]
+        return found
+
+    def _peaks(self, chains: Sequence[ChainFrontier]) -> set[int]:
+        """Where plans have their peaks, from the smallest to the unplanned one."""
+        found = [self.unplanned, self._least_of(chains)[0]]
+        count = min(_OPS_FOR_PEAKS // len(self.graph.ops), _PLANS_FOR_PEAKS)
+        for chain in {chains[0], chains[-1]}:
+            plans = chain.spread(count)
+            found += (next(self._replays(plan))[0] for plan in plans)
+        return {timeline.peak_moment for timeline in found}
+
+    def _late(self, moments: Iterable[int]) -> dict[Unit, list[Region]]:
+        """What units can drop that their backward wants after some moments."""
+        late = self.menus.late
+        return {
+            unit: [region for moment in moments for region in late(unit, moment)]
+            for unit in all_units(self._nodes)
+        }
+
+    def _options_with(
+        self, more: Mapping[Unit, Sequence[Region]], unit: Unit
+    ) -> list[Option]:
+        """The menu of a unit, and more."""
+        found = self.menus.options(unit)
+        if not more[unit]:
+            return found
+        regions = [option.region for option in found if option.region]
+        return self.menus.useful(unit, dict.fromkeys([*regions, *more[unit]]))
 
     def _smallest(self, chains: Iterable[ChainFrontier]) -> _Found:
         found = [(self.unplanned, ()), *map(self._smallest_of, chains)]
