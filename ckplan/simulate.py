@@ -139,11 +139,13 @@ class Simulator:
             storage: [(index, 2 * graph.saved[index].done + 1) for index in saved]
             for storage, saved in graph.saved_of.items()
         }
+        self._natural_stops: list[int] = []  # were it not for saved tensors
         self._stops: list[int] = []
         level = [0] * (self._end + 2)
         for storage, found in enumerate(graph.storages):
             start, natural = self._start_and_natural_stop(storage)
             until = (done for _, done in self._saved_of.get(storage, ()))
+            self._natural_stops.append(natural)
             self._stops.append(min(max((natural, *until)), self._end))
             level[start] += found.bytes
             level[self._stops[-1] + 1] -= found.bytes
@@ -223,9 +225,10 @@ class Simulator:
                 holds[storage] = max(holds.get(storage, -1), until)
         stops: dict[int, int] = {}
         for storage in {*holds, *(self.graph.saved[i].storage for i in dropped)}:
-            kept = (d for i, d in self._saved_of.get(storage, ()) if i not in dropped)
-            natural = self._start_and_natural_stop(storage)[1]
-            until = max(natural, holds.get(storage, -1), *kept)
+            until = max(self._natural_stops[storage], holds.get(storage, -1))
+            for index, done in self._saved_of.get(storage, ()):
+                if done > until and index not in dropped:
+                    until = done
             stops[storage] = min(until, self._end)
         return stops
 
@@ -273,7 +276,7 @@ class Simulator:
 
         The program itself comes first, as -1.
         """
-        natural = self._start_and_natural_stop(storage)[1]
+        natural = self._natural_stops[storage]
         saved = [(done, index) for index, done in self._saved_of.get(storage, ())]
         return [(natural, -1), *saved]
 

@@ -162,7 +162,7 @@ class _Shape:
         node = SOURCE
         while True:
             if node == SINK:
-                flow = min(left[edge] for edge in path)
+                flow = min([left[edge] for edge in path])
                 cut = 0
                 for place in range(len(path) - 1, -1, -1):
                     left[path[place]] -= flow
@@ -172,16 +172,16 @@ class _Shape:
                 node = heads[path[cut] ^ 1]
                 del path[cut:]
                 continue
-            while tried[node] < len(edges[node]):
-                edge = edges[node][tried[node]]
-                if left[edge] and level[heads[edge]] == level[node] + 1:
+            own, after = edges[node], level[node] + 1
+            for place in range(tried[node], len(own)):
+                edge = own[place]
+                if left[edge] and level[heads[edge]] == after:
+                    tried[node] = place
+                    path.append(edge)
+                    node = heads[edge]
                     break
-                tried[node] += 1
             else:
                 if not path:
                     return
                 node = heads[path.pop() ^ 1]
                 tried[node] += 1
-                continue
-            path.append(edge)
-            node = heads[edge]
