@@ -266,7 +266,7 @@ class Planner:
         return found
 
     def _peaks(self, chains: Sequence[ChainFrontier]) -> set[int]:
-        """Where plans have their peaks, from the smallest to the unplanned one."""
+        """Where some plans have their peaks, from the smallest to none at all."""
         found = [self.unplanned, self._least_of(chains)[0]]
         count = min(_OPS_FOR_PEAKS // len(self.graph.ops), _PLANS_FOR_PEAKS)
         for chain in {chains[0], chains[-1]}:
