@@ -55,6 +55,14 @@ def test_plans_are_the_best_of_every_plan_there_is(kind: str, *, engine: bool) -
     is_right(outcomes(kind, engine=engine), LEAST_EQUAL)
 
 
+def test_parts_that_seem_to_free_more_do_not_hide_a_plan_for_the_whole() -> None:
+    # Too many plans to try them all, and two calls that hold the same tensor.
+    rng = Random("0 in place 695")
+    found = compare(small_step(rng, "in place"), rng)
+    assert found.is_best
+    assert found.num_budgets == 2
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_plans_of_the_search_alone_fit_and_are_what_the_walk_sees(kind: str) -> None:
     is_right(outcomes(kind, search_alone), LEAST_ALONE)

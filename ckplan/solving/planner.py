@@ -198,6 +198,12 @@ class Planner:
         return tree_frontier(self.simulator, self._nodes, options, runs=self._is_small)
 
     @cached_property
+    def _undivided(self) -> ChainFrontier:
+        """Outermost calls whole: parts that only seem to free more are not in the way."""
+        units = [node.unit for node in self._nodes]
+        return chain_of(self.simulator, units, self._nesting.options)
+
+    @cached_property
     def _tried(self) -> list[_Found]:
         """The best plans of all, if the step is so small that all can be tried."""
         return self._all_nested or self._all(nested=False)
@@ -231,7 +237,8 @@ class Planner:
         """What is searched in any case: wider spaces only where they free much more."""
         if self._tried:
             return [] if self._all_nested else [self._tree]
-        found = [self._tree, *(self._of_runs if self._runs_pay else ())]
+        found = [self._tree, *([self._undivided] if self._is_small else ())]
+        found += self._of_runs if self._runs_pay else ()
         return [*found, *(self._of_nests if self._nesting_pays else ())]
 
     @cached_property
