@@ -199,7 +199,7 @@ class Planner:
 
     @cached_property
     def _undivided(self) -> ChainFrontier:
-        """Outermost calls whole: parts that only seem to free more are not in the way."""
+        """Outermost calls whole: what only seems to free more is not in the way."""
         units = [node.unit for node in self._nodes]
         return chain_of(self.simulator, units, self._nesting.options)
 
