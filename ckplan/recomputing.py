@@ -158,10 +158,11 @@ def _run_again(
                 read_last[graph.storages[storage].last].append(storage)
             tick += 1
         workspace = graph.ops[moment].workspace
-        for since, blocks in zip((begun, tick), workspace, strict=True):
-            effect.workspaces += (
-                Interval(gap, gap, size, since, tick + 1) for size in blocks
-            )
+        effect.workspaces += [
+            Interval(gap, gap, size, since, tick + 1)
+            for since, blocks in zip((begun, tick), workspace, strict=True)
+            for size in blocks
+        ]
         tick += 2
         most_bytes = max(most_bytes, alive + workspace.bytes)
         for storage in read_last.get(moment, ()):
