@@ -17,6 +17,7 @@ from torch.nn import functional
 import ckplan
 from ckplan import applying
 from ckplan.applying import RegionStatus, calls, record
+from ckplan.applying.recompute import Rebuilder
 from ckplan.names import OpName
 from ckplan.plan import Plan, PlannedRegion
 from ckplan.resolve import name_ops
@@ -124,6 +125,22 @@ def test_a_step_leaves_nothing_to_the_garbage_collector(
             assert gc.collect() == 0
         finally:
             gc.enable()
+
+
+def test_what_backward_never_runs_is_not_held() -> None:
+    """What a region keeps must not hold the graph that is to rebuild from it."""
+    model = Block()
+    save = OpName("out", "addmm"), OpName("", "gelu")
+    applying.apply(model, Plan(regions=(PlannedRegion(".", save=save),)))
+
+    def rebuilders() -> int:
+        gc.collect()
+        return sum(type(thing) is Rebuilder for thing in gc.get_objects())
+
+    before = rebuilders()
+    for step in range(3):
+        model(*one(step))
+        assert rebuilders() == before
 
 
 class Numbered(Block):

@@ -21,6 +21,7 @@ from ckplan import applying
 from ckplan.applying.likeness import likeness
 from ckplan.plan import Plan, PlannedRegion
 from ckplan.simulate import simulate
+from ckplan.training.allocator import log_allocations
 
 _Body: TypeAlias = Callable[..., torch.Tensor]
 
@@ -336,6 +337,17 @@ def test_looking_takes_no_memory_that_a_plan_does_not_know_of(
     tensor = torch.randn(512, 1024).to(dtype)
     for given in (tensor, tensor.t(), tensor[:, ::2]):
         assert peak_bytes_of(partial(likeness, given)) < 1024
+
+
+def test_looking_at_a_first_forward_holds_no_bytes() -> None:
+    model = Outer(lambda s, x: s.second(s.first(x).exp()).exp())
+    applying.apply(model, Plan(regions=(PlannedRegion("block"),)))
+    results, held_bytes = [], []
+    for _ in range(2):
+        with log_allocations() as log:
+            results.append(model(X).sum())
+        held_bytes.append(log.held_bytes)
+    assert held_bytes[0] == held_bytes[1]
 
 
 def test_settings_that_change_inside_are_seen_there() -> None:

@@ -34,7 +34,11 @@ class Held:
     size: torch.Size  # during forward
 
     def settle(self) -> None:
-        """Forward is over, or seen up to here: what it is now it must stay."""
+        """Forward is over, or seen up to here: what it is now it must stay.
+
+        An op's output has got a graph since it was held, which may lead back to here.
+        """
+        self.tensor = bare(self.tensor)
         self.version = version_of(self.tensor)
 
     def moved(self, region: str) -> int:
@@ -63,11 +67,17 @@ def hold(tensor: torch.Tensor) -> Held:
 
     Of a view of a parameter the parameter: whoever gathers it may move its bytes.
     """
-    if isinstance(tensor._base, torch.nn.Parameter):
-        tensor = tensor._base
-    elif tensor.grad_fn is not None:
-        tensor = tensor.detach()
+    base = tensor._base
+    tensor = base if isinstance(base, torch.nn.Parameter) else bare(tensor)
     return Held(tensor, version_of(tensor), tensor.storage_offset(), tensor.size())
+
+
+def bare(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without the graph behind it: holding that would be a cycle.
+
+    One that nobody collects, should backward never come by.
+    """
+    return tensor if tensor.grad_fn is None else tensor.detach()
 
 
 def hold_copy(tensor: torch.Tensor) -> Held:

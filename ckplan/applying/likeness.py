@@ -7,17 +7,16 @@ in their last bits pass. It is no error: some kernels leave what they pad unwrit
 
 from __future__ import annotations
 
+from math import isnan
 from typing import TypeAlias
 
 import torch
 from torch._subclasses.fake_tensor import is_fake
 from torch.utils._python_dispatch import _disable_current_modes
 
-Likeness: TypeAlias = torch.Tensor
-"""Sum, smallest and largest element, in double precision, on the CPU.
-
-So a first step leaves nothing between the blocks of a card. ``amin`` and ``amax`` and
-not ``aminmax``, which copies what lies in strides.
+Likeness: TypeAlias = tuple[float, float, float]
+"""Sum, smallest and largest element: numbers, so that a first step holds no bytes for
+them. ``amin`` and ``amax`` and not ``aminmax``, which copies what lies in strides.
 """
 
 _MOST_NOISE = 0.01  # of the largest element
@@ -35,10 +34,11 @@ def likeness(tensor: torch.Tensor) -> Likeness | None:
         if plain.is_complex():
             plain = torch.view_as_real(plain.resolve_conj())
         try:
-            numbers = (plain.sum(), plain.amin(), plain.amax())
+            numbers = plain.sum(), plain.amin(), plain.amax()
         except RuntimeError:  # of a dtype without arithmetic
             return None
-        return torch.stack([number.cpu().double() for number in numbers])
+        total, least, most = (float(number) for number in numbers)
+        return total, least, most
 
 
 def _is_captured(tensor: torch.Tensor) -> bool:
@@ -49,7 +49,7 @@ def _is_captured(tensor: torch.Tensor) -> bool:
 def is_same(before: Likeness, tensor: torch.Tensor) -> bool:
     """Whether a tensor is what was there before, as far as three numbers tell."""
     now = likeness(tensor)
-    return now is None or torch.allclose(before, now, rtol=0, atol=0, equal_nan=True)
+    return now is None or all(map(_is_equal, before, now))
 
 
 def is_alike(before: Likeness, tensor: torch.Tensor) -> bool:
@@ -57,8 +57,15 @@ def is_alike(before: Likeness, tensor: torch.Tensor) -> bool:
     now = likeness(tensor)
     if now is None:
         return True
-    scale = float(before[1:].abs().max())
-    most = torch.full_like(before, _MOST_NOISE * scale)
-    most[0] = _MOST_NOISE * (scale * tensor.numel() ** 0.5 + abs(float(before[0])))
-    near = (now - before).abs() <= most
-    return bool((near | (now == before) | (now.isnan() & before.isnan())).all())
+    total, least, most = before
+    scale = max(abs(least), abs(most))
+    of_one, of_all = scale, scale * tensor.numel() ** 0.5 + abs(total)
+    noises = [_MOST_NOISE * size for size in (of_all, of_one, of_one)]
+    return all(
+        abs(was - is_now) <= noise or _is_equal(was, is_now)
+        for was, is_now, noise in zip(before, now, noises, strict=True)
+    )
+
+
+def _is_equal(first: float, second: float) -> bool:
+    return first == second or (isnan(first) and isnan(second))

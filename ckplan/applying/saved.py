@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from ckplan.applying.calls import version_of
-from ckplan.applying.held import Ref, ref_of
+from ckplan.applying.held import Ref, bare, ref_of
 from ckplan.applying.likeness import Likeness, is_alike, likeness
 from ckplan.applying.recompute import Rebuilder
 from ckplan.applying.storages import Storages
@@ -156,10 +156,6 @@ def unpack(packed: Kept | Dropped) -> torch.Tensor:
 
 
 def keep(tensor: torch.Tensor, name: str) -> Kept:
-    """What stays of what autograd saves in a region.
-
-    Not the graph behind it: an op's own output would hold the op that holds it, until
-    backward comes by, which it may never do.
-    """
-    bare = tensor if tensor.grad_fn is None else tensor.detach()
-    return Kept(bare, version_of(bare), name)
+    """What stays of what autograd saves in a region."""
+    tensor = bare(tensor)
+    return Kept(tensor, version_of(tensor), name)
