@@ -138,6 +138,15 @@ class Scaled(nn.Module):
         return x
 
 
+class Holding(nn.Module):
+    """A constant that nothing reads, and that lives as long as what is returned."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(x)
+        y.limits = torch.tensor([0.5] * 4096)
+        return y
+
+
 def frozen_prefix() -> nn.Module:
     model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(3)), nn.Tanh())
     model[0].requires_grad_(False)
@@ -156,6 +165,7 @@ def frozen_prefix() -> nn.Module:
         (Shared(), torch.randn(4, 256)),
         (Experts(), torch.randn(512, 64)),
         (nn.Sequential(nn.Linear(64, 64), Scaled()), torch.randn(4, 64)),
+        (nn.Sequential(nn.Linear(4, 4), Holding()), torch.randn(64, 4)),
         (
             nn.Sequential(nn.Conv2d(3, 16, 3), nn.MaxPool2d(2)),
             torch.randn(4, 3, 32, 32),
@@ -171,6 +181,7 @@ def frozen_prefix() -> nn.Module:
         "shared",
         "experts",
         "scaled",
+        "holding",
         "convolution",
     ],
 )

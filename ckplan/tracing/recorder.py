@@ -130,7 +130,10 @@ class StepRecorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if self._paused or facts_of(func).makes_nothing:
-            return func(*args, **kwargs)
+            out = func(*args, **kwargs)
+            if func is torch.ops.aten.lift_fresh.default and not self._paused:
+                self.storages.know_constant(out)
+            return out
         if _making and func is torch.ops.aten._to_copy.default:
             return func(*args, **kwargs)
         func, args = self._in_place.instead_of(func, args)

@@ -28,6 +28,7 @@ class Storages:
         self._placed = placed.type
         self._ids: dict[int, int] = {}  # address of a live storage -> its number
         self._keep: list[object] = []
+        self._unread: set[int] = set()  # constants that nothing has read so far
         self._over = False
 
     def end(self) -> None:
@@ -50,10 +51,24 @@ class Storages:
 
     def know_state(self, state: torch.Tensor) -> None:
         """Register a random state, which comes from no op and is on the CPU."""
-        maker = len(self._recording.ops) - 1  # at first BEFORE_STEP
         storage = state.untyped_storage()
-        number = self._register(storage, "temporary", maker, storage.nbytes())
+        number = self._register(storage, "temporary", self._now, storage.nbytes())
         self._recording.on_host.append(number)
+
+    def know_constant(self, tensor: torch.Tensor) -> None:
+        """Register what Python made of numbers, as ``torch.tensor`` does.
+
+        It comes from no op, so once an op reads it, it was there before the step.
+        """
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._ids:
+            size = self._bytes_of(tensor)
+            self._unread.add(self._register(storage, "temporary", self._now, size))
+
+    @property
+    def _now(self) -> int:
+        """The op before this moment; at first BEFORE_STEP."""
+        return len(self._recording.ops) - 1
 
     def leave_out(self, tensors: Iterable[torch.Tensor]) -> None:
         """Count nothing for what is in another memory than the device's."""
@@ -73,7 +88,7 @@ class Storages:
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor):
                 storage = _storage_of(leaf)
-                number = self._ids.get(storage._cdata)
+                number = self._find(storage)
                 if number is None:
                     number = self._register(storage, kind, maker, self._bytes_of(leaf))
                     if leaf.storage_offset() or not fills_storage(leaf):
@@ -88,7 +103,9 @@ class Storages:
             if isinstance(leaf, torch.Tensor):
                 with suppress(UnknownArgumentError):  # it is of others that are seen
                     number = self._ids.get(storage_of(leaf)._cdata)
-                    if number is not None and storages[number].maker != BEFORE_STEP:
+                    if number is None or number in self._unread:
+                        continue
+                    if storages[number].maker != BEFORE_STEP:
                         yield number
 
     def number_of(self, tensor: torch.Tensor) -> int:
@@ -97,7 +114,16 @@ class Storages:
 
     def find(self, tensor: torch.Tensor) -> int | None:
         """The same if it was; None of one that was not."""
-        return self._ids.get(tensor.untyped_storage()._cdata)
+        return self._find(tensor.untyped_storage())
+
+    def _find(self, storage: torch.UntypedStorage) -> int | None:
+        """The number of a storage that is read, saved or told what it is."""
+        number = self._ids.get(storage._cdata)
+        if number in self._unread:
+            self._unread.remove(number)
+            found = self._recording.storages[number]
+            found.kind, found.maker = "buffer", BEFORE_STEP
+        return number
 
     def stand_in(
         self, tensor: torch.Tensor, number: int, died: Callable[[], None]
@@ -140,7 +166,7 @@ class Storages:
     def _died(self, address: int, number: int) -> None:
         self._ids.pop(address, None)
         if not self._over:
-            self._recording.storages[number].last = len(self._recording.ops) - 1
+            self._recording.storages[number].last = self._now
 
     def _bytes_of(self, tensor: torch.Tensor) -> int:
         here = tensor.device.type == self._placed
