@@ -129,9 +129,11 @@ class StepRecorder(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if self._paused or facts_of(func).makes_nothing:
+        if self._paused:
+            return func(*args, **kwargs)
+        if facts_of(func).makes_nothing:
             out = func(*args, **kwargs)
-            if func is torch.ops.aten.lift_fresh.default and not self._paused:
+            if func is torch.ops.aten.lift_fresh.default:
                 self.storages.know_constant(out)
             return out
         if _making and func is torch.ops.aten._to_copy.default:

@@ -60,10 +60,8 @@ class Storages:
 
         It comes from no op, so once an op reads it, it was there before the step.
         """
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self._ids:
-            size = self._bytes_of(tensor)
-            self._unread.add(self._register(storage, "temporary", self._now, size))
+        if _storage_of(tensor)._cdata not in self._ids:
+            self._unread.update(self.numbers([tensor], "temporary", self._now))
 
     @property
     def _now(self) -> int:
