@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from ckplan.applying import apply, planned, remove, status
     from ckplan.auto import auto
     from ckplan.errors import CkplanError
-    from ckplan.graph import Graph
-    from ckplan.plan import Plan
-    from ckplan.plan_file import load as load_plan
-    from ckplan.sharding import shard
+    from ckplan.graph.file import load as load_graph
+    from ckplan.graph.graph import Graph
+    from ckplan.graph.sharding import shard
+    from ckplan.plan.file import load as load_plan
+    from ckplan.plan.plan import Plan
     from ckplan.solving.solve import frontier
     from ckplan.solving.solve import solve_plan as solve
-    from ckplan.trace_file import load as load_graph
     from ckplan.tracing.profile import profile
     from ckplan.verifying.dry_run import dry_run
     from ckplan.verifying.verify import verify
@@ -53,18 +53,18 @@ __all__ = [
 
 _HOME = {
     "CkplanError": "ckplan.errors:CkplanError",
-    "Graph": "ckplan.graph:Graph",
-    "Plan": "ckplan.plan:Plan",
+    "Graph": "ckplan.graph.graph:Graph",
+    "Plan": "ckplan.plan.plan:Plan",
     "apply": "ckplan.applying:apply",
     "auto": "ckplan.auto:auto",
     "dry_run": "ckplan.verifying.dry_run:dry_run",
     "frontier": "ckplan.solving.solve:frontier",
-    "load_graph": "ckplan.trace_file:load",
-    "load_plan": "ckplan.plan_file:load",
+    "load_graph": "ckplan.graph.file:load",
+    "load_plan": "ckplan.plan.file:load",
     "planned": "ckplan.applying:planned",
     "profile": "ckplan.tracing.profile:profile",
     "remove": "ckplan.applying:remove",
-    "shard": "ckplan.sharding:shard",
+    "shard": "ckplan.graph.sharding:shard",
     "solve": "ckplan.solving.solve:solve_plan",
     "status": "ckplan.applying:status",
     "verify": "ckplan.verifying.verify:verify",

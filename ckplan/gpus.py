@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 
 from ckplan.errors import CkplanError, did_you_mean
-from ckplan.strict_yaml import Part, compose
+from ckplan.plan.strict_yaml import Part, compose
 from ckplan.units import parse_bytes
 
 FORMAT_VERSION = 1

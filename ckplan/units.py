@@ -220,3 +220,15 @@ def _format_scaled(value: float, scales: Sequence[tuple[float, str]]) -> str:
 def _three_digits(value: float) -> str:
     decimals = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
     return f"{value:.{decimals}f}"
+
+
+MIN_BLOCK_BYTES = 512  # of PyTorch's CUDA allocator
+
+
+def in_blocks(num_bytes: int) -> int:
+    """Bytes that the allocator takes for a request.
+
+    >>> in_blocks(0), in_blocks(1), in_blocks(512), in_blocks(513)
+    (0, 512, 512, 1024)
+    """
+    return round_up(num_bytes, MIN_BLOCK_BYTES)

@@ -12,9 +12,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckplan import gpus
-from ckplan.caching_allocator import in_blocks
 from ckplan.tracing.cuda.workspaces import workspace_of
 from ckplan.tracing.recording import RawOp, TensorMeta, describe, meta
+from ckplan.units import in_blocks
 
 CUDA = torch.device("cuda", 0)
 

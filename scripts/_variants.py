@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from ckplan.errors import InfeasibleError
-from ckplan.graph import Graph
-from ckplan.plan import Plan
-from ckplan.region import RERUN, Region
-from ckplan.resolve import describe
-from ckplan.simulate import Simulator, Timeline
+from ckplan.graph.graph import Graph
+from ckplan.plan.plan import Plan
+from ckplan.plan.region import RERUN, Region
+from ckplan.plan.resolve import describe
+from ckplan.simulating.simulate import Simulator, Timeline
 from ckplan.solving.baselines import find_layers
 from ckplan.solving.menu import Menus
 from ckplan.solving.solve import solve, to_plan

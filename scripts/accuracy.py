@@ -49,7 +49,7 @@ from _measuring import (
 )
 
 from ckplan.errors import CkplanError
-from ckplan.plan import Plan
+from ckplan.plan.plan import Plan
 from ckplan.training.loading import WorkloadSpec
 from ckplan.training.step import Training
 from ckplan.units import format_bytes

@@ -51,15 +51,16 @@ from _measuring import (
     zoo,
 )
 
-from ckplan import gpus, plan_file
-from ckplan.allocations import replayed
+from ckplan import gpus
 from ckplan.applying.regions import apply
 from ckplan.errors import CkplanError
-from ckplan.graph import Graph
-from ckplan.plan import Plan, plan_fingerprint
-from ckplan.region import Region
-from ckplan.resolve import describe
-from ckplan.simulate import Timeline
+from ckplan.graph.graph import Graph
+from ckplan.plan import file as plan_file
+from ckplan.plan.plan import Plan, plan_fingerprint
+from ckplan.plan.region import Region
+from ckplan.plan.resolve import describe
+from ckplan.simulating.allocations import replayed
+from ckplan.simulating.simulate import Timeline
 from ckplan.solving.planner import Planner
 from ckplan.tracing.fake import KnownValues
 from ckplan.tracing.profile import profile_workload

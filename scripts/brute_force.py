@@ -3,8 +3,8 @@
 Four tables. "Plans": random small steps of several kinds and every plan of each:
 regions on calls at any depth and on runs of calls, every set of values kept or encoded,
 for one kind regions inside regions. An oracle that shares no code with the solver steps
-them storage by storage (`tests/every_plan.py`). Beside it stands the planner, at every
-budget at which the best plan changes. "Best": steps at which it is never behind.
+them storage by storage (`tests/helpers/every_plan.py`). Beside it stands the planner,
+at every budget at which the best plan changes. "Best": steps at which it is never behind.
 "Nested": only regions inside regions are as good. "Cheaper": the planner nests where
 the enumeration does not. "None found": some plan fits, and the planner says that none
 does. "Wrong": below the least peak a plan is found, a larger budget costs more, bytes
@@ -47,15 +47,15 @@ from _measuring import (
     say,
 )
 
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests" / "helpers"))
 
 import every_mix
 import every_plan
 from every_plan import TOLERANCE, Outcome
 from small_steps import KINDS, small_step
 
-from ckplan.graph import Graph
-from ckplan.simulate import Simulator
+from ckplan.graph.graph import Graph
+from ckplan.simulating.simulate import Simulator
 from ckplan.solving.milp import solve_exactly
 from ckplan.solving.planner import Planner
 from ckplan.units import format_percent

@@ -57,10 +57,10 @@ from _measuring import (
 )
 from _variants import OURS, PLAIN, Variant, choose
 
-from ckplan.graph import Graph
+from ckplan.graph.graph import Graph
+from ckplan.plan.resolve import resolve
 from ckplan.report.progress import ProgressLine
-from ckplan.resolve import resolve
-from ckplan.simulate import Simulator
+from ckplan.simulating.simulate import Simulator
 from ckplan.tracing.cost_cache import FOLDER_VARIABLE
 from ckplan.tracing.profile import profile_workload
 from ckplan.training.loading import WorkloadSpec, parse_options

@@ -36,12 +36,12 @@ from _measuring import (
     workload_path,
 )
 
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests" / "helpers"))
 
 import revolve
 
-from ckplan.graph import Graph
-from ckplan.simulate import Timeline
+from ckplan.graph.graph import Graph
+from ckplan.simulating.simulate import Timeline
 from ckplan.solving.planner import Planner
 from ckplan.solving.practices import practices
 from ckplan.tracing.profile import profile_workload

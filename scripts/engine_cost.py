@@ -55,11 +55,11 @@ from torch.utils.checkpoint import (
 )
 
 from ckplan.applying import apply, remove
-from ckplan.graph import Graph
-from ckplan.plan import Plan, PlannedRegion
+from ckplan.graph.graph import Graph
+from ckplan.plan.plan import Plan, PlannedRegion
+from ckplan.plan.resolve import name_ops
 from ckplan.report.progress import ProgressLine
-from ckplan.resolve import name_ops
-from ckplan.simulate import simulate
+from ckplan.simulating.simulate import simulate
 from ckplan.solving.solve import solve, to_plan
 from ckplan.tracing.profile import profile_workload
 from ckplan.training.loading import WorkloadSpec, parse_options

@@ -32,12 +32,12 @@ from _measuring import (
     say,
 )
 
+from ckplan.graph.file import load
 from ckplan.solving.bound import gap
 from ckplan.solving.limit import Limit
 from ckplan.solving.planner import Planner
 from ckplan.solving.practices import everything
 from ckplan.solving.solution import Baseline
-from ckplan.trace_file import load
 from ckplan.units import format_bytes, format_percent, format_seconds
 
 BUDGETS = 20

@@ -37,12 +37,12 @@ from _measuring import (
     workload_path,
 )
 
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests" / "helpers"))
 
 from two_ranks import Trained, train_two
 
-from ckplan import plan_file
-from ckplan.sharding import shard
+from ckplan.graph.sharding import shard
+from ckplan.plan import file as plan_file
 from ckplan.solving.planner import Planner
 from ckplan.solving.solve import to_plan
 from ckplan.tracing.profile import profile_workload

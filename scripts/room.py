@@ -34,9 +34,10 @@ from _measuring import (
     zoo,
 )
 
-from ckplan import gpus, plan_file
-from ckplan.allocations import reserved_bytes
+from ckplan import gpus
 from ckplan.errors import CkplanError
+from ckplan.plan import file as plan_file
+from ckplan.simulating.allocations import reserved_bytes
 from ckplan.solving.limit import Limit
 from ckplan.solving.on_card import solve_within
 from ckplan.solving.planner import Planner

@@ -38,8 +38,8 @@ from _measuring import (
 )
 from speed import Usage, use
 
-from ckplan import trace_file
-from ckplan.sharding import shard
+from ckplan.graph import file as trace_file
+from ckplan.graph.sharding import shard
 from ckplan.solving.planner import Planner
 from ckplan.units import GIB, MIB, format_bytes, format_seconds
 

@@ -21,10 +21,10 @@ from random import Random
 
 from _measuring import ROOT, Report, add_output, finish, make_parser, make_table, run
 
+from ckplan.graph.file import load
 from ckplan.solving.chain import Link, solve_chain
 from ckplan.solving.menu import Option
 from ckplan.solving.planner import Planner
-from ckplan.trace_file import load
 from ckplan.units import format_bytes, format_seconds
 
 HEADERS = ("what", "size", "CPU", "limit", "memory")

@@ -46,7 +46,7 @@ from _measuring import (
 )
 
 from ckplan.errors import CkplanError
-from ckplan.plan import Plan, PlannedRegion
+from ckplan.plan.plan import Plan, PlannedRegion
 from ckplan.solving.planner import Planner
 from ckplan.solving.solve import to_plan
 from ckplan.tracing.profile import profile_workload

@@ -36,8 +36,8 @@ from _measuring import (
 )
 
 from ckplan.errors import CkplanError
-from ckplan.graph import Graph
-from ckplan.simulate import simulate
+from ckplan.graph.graph import Graph
+from ckplan.simulating.simulate import simulate
 from ckplan.tracing.profile import profile_workload
 from ckplan.training.loading import WorkloadSpec
 from ckplan.training.step import Training

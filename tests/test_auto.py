@@ -12,7 +12,7 @@ from torch import nn
 import ckplan
 from ckplan import applying
 from ckplan.errors import ApplyError, InfeasibleError
-from ckplan.plan import Plan, PlannedRegion
+from ckplan.plan.plan import Plan, PlannedRegion
 from ckplan.solving.planner import Planner
 from ckplan.training.workload import Workload
 

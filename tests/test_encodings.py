@@ -11,14 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckplan.encodings import (
-    BITS,
-    decode,
-    encode,
-    encoded_bytes,
-    form_of,
-    is_dense,
-)
+from ckplan.encodings import BITS, decode, encode, encoded_bytes, form_of, is_dense
 
 DTYPES = [torch.bool, torch.float32, torch.float16, torch.bfloat16, torch.float64]
 

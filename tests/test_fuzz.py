@@ -22,16 +22,16 @@ from small_steps import KINDS, small_step
 from test_cli import Run, folder, run  # noqa: F401 - fixtures
 
 from ckplan.errors import CkplanError, GraphError, InfeasibleError, UnitError
-from ckplan.graph import Graph
-from ckplan.plan_file import dumps as plan_text
-from ckplan.plan_file import loads as read_plan
-from ckplan.region import RERUN
-from ckplan.resolve import resolve
-from ckplan.simulate import simulate
+from ckplan.graph.file import dumps, loads
+from ckplan.graph.graph import Graph
+from ckplan.plan.file import dumps as plan_text
+from ckplan.plan.file import loads as read_plan
+from ckplan.plan.region import RERUN
+from ckplan.plan.resolve import resolve
+from ckplan.simulating.simulate import simulate
 from ckplan.solving.milp import solve_exactly
 from ckplan.solving.planner import Planner
 from ckplan.solving.solve import solve_plan
-from ckplan.trace_file import dumps, loads
 
 EXAMPLES = 25
 NO_SHRINKING = (Phase.explicit, Phase.reuse, Phase.generate)  # of what a seed is

@@ -9,8 +9,8 @@ from torch import nn
 
 from ckplan.applying.choices import Choice
 from ckplan.errors import PlanError, did_you_mean
-from ckplan.names import is_around
-from ckplan.plan import PlannedRegion
+from ckplan.graph.fqn import is_around
+from ckplan.plan.plan import PlannedRegion
 
 
 def has_forward(module: nn.Module) -> bool:

@@ -10,8 +10,8 @@ from ckplan.applying.known import Templates
 from ckplan.applying.naming import OpKey, key_of
 from ckplan.applying.record import Recorder
 from ckplan.applying.replay import Replay
-from ckplan.names import Call, call_name
-from ckplan.plan import PlannedRegion
+from ckplan.graph.fqn import Call, call_name
+from ckplan.plan.plan import PlannedRegion
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ckplan.records import BATCH_NORMS
+from ckplan.graph.records import BATCH_NORMS
 from ckplan.training.filling import fills, makes_empty
 from ckplan.training.randomness import may_draw
 

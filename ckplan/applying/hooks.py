@@ -25,8 +25,8 @@ from ckplan.applying.notices import (
 )
 from ckplan.applying.record import Recorder
 from ckplan.applying.replay import Replay
-from ckplan.names import Call, call_name
-from ckplan.plan import Plan
+from ckplan.graph.fqn import Call, call_name
+from ckplan.plan.plan import Plan
 
 _saved_tensors_hooks_are_enabled = torch._C._autograd._saved_tensors_hooks_is_enabled
 _Args: TypeAlias = tuple[Any, ...]

@@ -17,8 +17,9 @@ from ckplan.applying.checks import (
 )
 from ckplan.applying.choices import Choice
 from ckplan.errors import PlanError
-from ckplan.names import expand_modules, is_around, parse_call
-from ckplan.plan import PlannedRegion
+from ckplan.graph.fqn import is_around
+from ckplan.graph.patterns import expand_modules, parse_call
+from ckplan.plan.plan import PlannedRegion
 
 
 def choices_of(

@@ -6,7 +6,8 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ckplan.names import OpName, relative_path
+from ckplan.graph.fqn import relative_path
+from ckplan.plan.names import OpName
 
 OpKey = tuple[str, str, int]
 """Path of the module below the region, op name, occurrence."""

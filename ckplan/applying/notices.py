@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import is_fake
 from ckplan.applying.choices import Choice
 from ckplan.applying.record import Recorder
 from ckplan.errors import did_you_mean
-from ckplan.names import OpName
-from ckplan.plan import Plan, differences, plan_fingerprint
+from ckplan.plan.names import OpName
+from ckplan.plan.plan import Plan, differences, plan_fingerprint
 from ckplan.training.fingerprint import (
     batch_shapes,
     count_elements,

@@ -18,18 +18,11 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from ckplan.applying.held import (
-    Held,
-    Ref,
-    check_gathered,
-    copy_of,
-    tensors_in,
-    view_of,
-)
+from ckplan.applying.held import Held, Ref, check_gathered, copy_of, tensors_in, view_of
 from ckplan.applying.random_state import random_state, set_random_state
 from ckplan.applying.streams import in_order
 from ckplan.encodings import Encoded, decode
-from ckplan.program import Flow, Program, Rebuild
+from ckplan.simulating.program import Flow, Program, Rebuild
 
 _Place: TypeAlias = tuple[torch.device, torch.Generator | None]
 """Whose random state: a generator, or the device's own."""

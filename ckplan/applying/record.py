@@ -26,7 +26,7 @@ from ckplan.applying.storages import Storages
 from ckplan.applying.template import Template, make_template
 from ckplan.encodings import Encoded, encode
 from ckplan.errors import ApplyError
-from ckplan.program import EXTERNAL, Part, compile_program
+from ckplan.simulating.program import EXTERNAL, Part, compile_program
 from ckplan.training.filling import adds_to_nothing
 from ckplan.training.randomness import draws
 from ckplan.training.shapes import decided_by_values

@@ -30,10 +30,10 @@ from ckplan.applying.hooks import (
 from ckplan.applying.matching import choices_of
 from ckplan.applying.notices import warn_of_differences
 from ckplan.errors import ApplyError
-from ckplan.names import is_around
-from ckplan.plan import Plan
-from ckplan.plan_file import load
-from ckplan.region import RERUN
+from ckplan.graph.fqn import is_around
+from ckplan.plan.file import load
+from ckplan.plan.plan import Plan
+from ckplan.plan.region import RERUN
 from ckplan.training.first_calls import make_first_calls
 from ckplan.training.workload import check_not_lazy
 

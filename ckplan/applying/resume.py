@@ -21,7 +21,7 @@ from ckplan.applying.saved import Handle
 from ckplan.applying.storages import Storages
 from ckplan.applying.template import Template
 from ckplan.encodings import Encoded
-from ckplan.program import EXTERNAL, Flow, Part
+from ckplan.simulating.program import EXTERNAL, Flow, Part
 
 
 class OpenInner(NamedTuple):

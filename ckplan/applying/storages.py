@@ -10,7 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ckplan.applying.calls import UnknownArgumentError, storage_of
 from ckplan.applying.held import Held, hold
 from ckplan.errors import ApplyError
-from ckplan.program import Flow
+from ckplan.simulating.program import Flow
 
 
 class Storages:

@@ -20,7 +20,7 @@ from ckplan.applying.held import Held, Ref
 from ckplan.applying.recompute import Step
 from ckplan.applying.saved import Packed
 from ckplan.encodings import BITS, Encoded
-from ckplan.program import EXTERNAL, Flow, Part, Program, compile_program
+from ckplan.simulating.program import EXTERNAL, Flow, Part, Program, compile_program
 
 if TYPE_CHECKING:
     from ckplan.applying.call_log import Call

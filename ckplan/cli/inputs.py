@@ -12,8 +12,8 @@ from ckplan.cli.terminal import say
 from ckplan.errors import CkplanError
 
 if TYPE_CHECKING:
-    from ckplan.graph import Graph
-    from ckplan.sharding import Sharding
+    from ckplan.graph.graph import Graph
+    from ckplan.graph.sharding import Sharding
     from ckplan.training.loading import WorkloadSpec
     from ckplan.training.step import Training
 
@@ -50,7 +50,7 @@ def sharding_of(
         raise typer.BadParameter("--shard and --world-size go together")
     if shard is None or world_size is None:
         return None
-    from ckplan.sharding import Sharding
+    from ckplan.graph.sharding import Sharding
 
     return Sharding(shard.value, world_size, tuple(units or ()))
 
@@ -59,14 +59,14 @@ def of_rank(graph: Graph, sharding: Sharding | None) -> Graph:
     """Make the step of one rank, if that is asked for."""
     if sharding is None:
         return graph
-    from ckplan.sharding import sharded
+    from ckplan.graph.sharding import sharded
 
     return sharded(graph, sharding)
 
 
 def load_step(trace: Path | None, sharding: Sharding | None) -> Graph:
     """The trace that was named, or the newest one, as the step of one rank."""
-    from ckplan import trace_file
+    from ckplan.graph import file as trace_file
 
     return of_rank(trace_file.load(trace or newest_trace()), sharding)
 
@@ -120,7 +120,7 @@ def newest_trace() -> Path:
 
 def trace_of(name: str, path: Path | None) -> Graph | None:
     """The trace that was asked for, or a workload's usual one if it can be read."""
-    from ckplan import trace_file
+    from ckplan.graph import file as trace_file
 
     if path is not None:
         return trace_file.load(path)

@@ -38,7 +38,7 @@ from ckplan.cli.options import (
 from ckplan.cli.terminal import say, show_product
 
 if TYPE_CHECKING:
-    from ckplan.graph import Graph
+    from ckplan.graph.graph import Graph
 
 
 def profile(
@@ -88,7 +88,7 @@ def profile(
     if output is not None:
         check_output(output, force)
     sharding = sharding_of(shard, world_size, units)
-    from ckplan import trace_file
+    from ckplan.graph import file as trace_file
     from ckplan.report.progress import ProgressLine
     from ckplan.tracing.profile import profile_workload
 
@@ -129,7 +129,7 @@ def show(
     elif sharding is not None:
         raise typer.BadParameter("--shard is for traces, and this is a plan")
     else:
-        from ckplan import plan_file
+        from ckplan.plan import file as plan_file
         from ckplan.report.plans import plan_json, plan_report
 
         plan = plan_file.load(file)
@@ -137,9 +137,9 @@ def show(
 
 
 def _show_trace(graph: Graph, path: Path, as_json: bool) -> None:
-    from ckplan.allocations import reserved_on_card
     from ckplan.report.step import step_json, step_report
-    from ckplan.simulate import simulate
+    from ckplan.simulating.allocations import reserved_on_card
+    from ckplan.simulating.simulate import simulate
 
     step = graph, simulate(graph)
     reserved = reserved_on_card(step[1])

@@ -32,7 +32,7 @@ from ckplan.cli.options import (
 from ckplan.cli.terminal import say, show_product
 
 if TYPE_CHECKING:
-    from ckplan.plan import Plan
+    from ckplan.plan.plan import Plan
     from ckplan.solving.solution import Solution
 
 
@@ -85,7 +85,7 @@ def solve(
         raise typer.BadParameter(f"only one is possible: {WISHES}")
     check_output(output, force)
     sharding = sharding_of(shard, world_size, units)
-    from ckplan import plan_file
+    from ckplan.plan import file as plan_file
     from ckplan.report.progress import ProgressLine
     from ckplan.solving import solve as solving
     from ckplan.solving.planner import Planner
@@ -131,9 +131,9 @@ def _show_solution(
     as_json: bool,
 ) -> None:
     """The report of a plan, and a warning where a card may not have what it needs."""
-    from ckplan.allocations import reserved_on_card
     from ckplan.report.plans import solution_json, solution_report
     from ckplan.report.reserved import room_warning
+    from ckplan.simulating.allocations import reserved_on_card
 
     timeline = solution.timeline
     reserved = reserved_on_card(timeline)

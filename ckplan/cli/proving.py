@@ -36,8 +36,8 @@ from ckplan.errors import CkplanError
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from ckplan.graph import Graph
-    from ckplan.plan import Plan
+    from ckplan.graph.graph import Graph
+    from ckplan.plan.plan import Plan
     from ckplan.training.loading import WorkloadSpec
     from ckplan.verifying.dry_run import DryRun
     from ckplan.verifying.verify import Verification
@@ -79,7 +79,7 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Train with a plan and without it, and compare the two."""
-    from ckplan import plan_file
+    from ckplan.plan import file as plan_file
 
     loaded = plan_file.load(plan)
     if plot is not None:
@@ -179,7 +179,9 @@ def eject(
     """Print the nearest plan in plain PyTorch, or in the words of another tool."""
     if output is not None:
         check_output(output, force)
-    from ckplan import files, plan_file, trace_file
+    from ckplan import files
+    from ckplan.graph import file as trace_file
+    from ckplan.plan import file as plan_file
     from ckplan.report.progress import ProgressLine
 
     loaded = plan_file.load(plan)
@@ -208,7 +210,7 @@ def eject(
 
 def _plain_code(graph: Graph, plan: Plan) -> str:
     from ckplan import __version__
-    from ckplan.eject import as_code, plain_form
+    from ckplan.ejecting.code import as_code, plain_form
 
     plain = plain_form(graph, plan)
     if not plain.same:
@@ -218,7 +220,7 @@ def _plain_code(graph: Graph, plan: Plan) -> str:
 
 
 def _setting(graph: Graph, plan: Plan, tool: str) -> str:
-    from ckplan.elsewhere import setting_for
+    from ckplan.ejecting.settings import setting_for
 
     setting = setting_for(graph, plan, tool)
     for line in setting.about():

@@ -11,7 +11,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule
 
 from ckplan.applying import apply, remove
-from ckplan.plan import Plan
+from ckplan.plan.plan import Plan
 
 
 class PlanCallback(Callback):

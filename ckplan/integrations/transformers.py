@@ -12,7 +12,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 from ckplan.applying import apply, remove
-from ckplan.plan import Plan
+from ckplan.plan.plan import Plan
 
 
 class PlanCallback(TrainerCallback):

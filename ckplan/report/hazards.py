@@ -6,8 +6,8 @@ from typing import Any
 
 from rich.table import Table
 
-from ckplan.graph import Graph
-from ckplan.records import Hazard
+from ckplan.graph.graph import Graph
+from ckplan.graph.records import Hazard
 from ckplan.report.layers import layer_name, patterns
 from ckplan.report.tables import add_row, make_table
 

@@ -12,9 +12,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ckplan.errors import PlanError
-from ckplan.graph import Graph
-from ckplan.names import call_name, expand_calls, fold_calls
-from ckplan.records import BEFORE_STEP, OUTSIDE_CALLS
+from ckplan.graph.fqn import call_name
+from ckplan.graph.graph import Graph
+from ckplan.graph.patterns import expand_calls, fold_calls
+from ckplan.graph.records import BEFORE_STEP, OUTSIDE_CALLS
 
 LARGE = 0.25
 

@@ -10,11 +10,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from ckplan import units
-from ckplan.allocations import Reserved
-from ckplan.plan import Plan, PlannedRegion
+from ckplan.plan.plan import Plan, PlannedRegion
 from ckplan.report.reserved import reserved_facts, reserved_json
 from ckplan.report.tables import add_row, facts, make_table, section
-from ckplan.simulate import Timeline
+from ckplan.simulating.allocations import Reserved
+from ckplan.simulating.simulate import Timeline
 from ckplan.solving.limit import Limit
 from ckplan.solving.solution import Baseline, Exact, Solution
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ckplan import units
-from ckplan.allocations import Reserved, has_room
-from ckplan.simulate import Timeline
+from ckplan.simulating.allocations import Reserved, has_room
+from ckplan.simulating.simulate import Timeline
 
 
 def reserved_facts(reserved: Reserved | None) -> list[tuple[str, str]]:

@@ -8,9 +8,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from ckplan import units
-from ckplan.allocations import Reserved
-from ckplan.graph import Graph
-from ckplan.records import BEFORE_STEP, KINDS, OUTSIDE_CALLS
+from ckplan.graph.graph import Graph
+from ckplan.graph.records import BEFORE_STEP, KINDS, OUTSIDE_CALLS
 from ckplan.report.hazards import hazard_json, hazards_table
 from ckplan.report.layers import (
     Cost,
@@ -24,7 +23,8 @@ from ckplan.report.layers import (
 )
 from ckplan.report.reserved import reserved_facts, reserved_json
 from ckplan.report.tables import add_row, facts, make_table, section, share
-from ckplan.simulate import Timeline
+from ckplan.simulating.allocations import Reserved
+from ckplan.simulating.simulate import Timeline
 
 _MOST_ROWS = 16
 _OUTSIDE = "loss, outside the model"

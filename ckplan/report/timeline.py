@@ -9,9 +9,9 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from ckplan import units
-from ckplan.curve import PHASES, PREDICTED, Curve, Curves
 from ckplan.report.plots import save_figure
 from ckplan.report.tables import make_table, section
+from ckplan.simulating.curve import PHASES, PREDICTED, Curve, Curves
 
 _COLUMNS = 16  # of every phase
 _BLOCKS = tuple(map(chr, range(0x2581, 0x2589)))  # from an eighth to a full block

@@ -13,9 +13,9 @@ from itertools import accumulate
 from typing import TypeVar
 
 from ckplan.errors import PlanError
-from ckplan.graph import Graph
-from ckplan.region import RERUN, Region
-from ckplan.simulate import Simulator, Timeline
+from ckplan.graph.graph import Graph
+from ckplan.plan.region import RERUN, Region
+from ckplan.simulating.simulate import Simulator, Timeline
 from ckplan.solving.limit import Limit
 from ckplan.solving.menu import Menus
 from ckplan.solving.solution import Baseline

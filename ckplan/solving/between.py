@@ -14,7 +14,7 @@ from dataclasses import replace
 from itertools import pairwise, product
 from typing import TypeAlias
 
-from ckplan.region import Region
+from ckplan.plan.region import Region
 
 _Outputs: TypeAlias = frozenset[tuple[int, int]]  # op, output
 

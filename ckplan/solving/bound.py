@@ -27,10 +27,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations
 
-from ckplan.graph import Graph
-from ckplan.program import Flow
-from ckplan.records import BEFORE_STEP, Encoding
-from ckplan.simulate import Simulator
+from ckplan.graph.graph import Graph
+from ckplan.graph.records import BEFORE_STEP, Encoding
+from ckplan.simulating.program import Flow
+from ckplan.simulating.simulate import Simulator
 from ckplan.solving.closure import NANOSECOND, Choice, Closure, Demand
 from ckplan.solving.fees import Fees
 

@@ -28,7 +28,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ckplan.region import Region
+from ckplan.plan.region import Region
 from ckplan.solving.menu import Option, Unit
 
 MOST_POINTS = 256

@@ -34,8 +34,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from ckplan.program import EXTERNAL, Flow
-from ckplan.records import Encoding
+from ckplan.graph.records import Encoding
+from ckplan.simulating.program import EXTERNAL, Flow
 from ckplan.solving.mincut import INFINITE, SINK, SOURCE, Network
 
 NANOSECOND = 1e-9

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import TypeAlias
 
-from ckplan.graph import Graph
-from ckplan.records import OUTSIDE_CALLS
-from ckplan.simulate import Simulator
+from ckplan.graph.graph import Graph
+from ckplan.graph.records import OUTSIDE_CALLS
+from ckplan.simulating.simulate import Simulator
 from ckplan.solving.chain import ChainFrontier, Link, solve_chain
 from ckplan.solving.menu import Menus, Option, Unit
 

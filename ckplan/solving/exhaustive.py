@@ -15,8 +15,8 @@ from itertools import product
 from typing import TypeAlias
 
 from ckplan.errors import PlanError
-from ckplan.region import Region
-from ckplan.simulate import Simulator, Timeline
+from ckplan.plan.region import Region
+from ckplan.simulating.simulate import Simulator, Timeline
 from ckplan.solving.covers import Node, are_siblings
 from ckplan.solving.menu import Menus, Unit
 

@@ -13,8 +13,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from functools import cached_property
 
-from ckplan.graph import Graph
-from ckplan.records import Saved
+from ckplan.graph.graph import Graph
+from ckplan.graph.records import Saved
 from ckplan.solving.closure import NANOSECOND, Fee
 
 

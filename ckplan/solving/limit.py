@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ckplan.allocations import has_room
-from ckplan.simulate import Timeline
+from ckplan.simulating.allocations import has_room
+from ckplan.simulating.simulate import Timeline
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,11 +17,12 @@ from operator import add, sub
 from typing import TypeAlias
 
 from ckplan.errors import PlanError
-from ckplan.graph import Graph
-from ckplan.program import EXTERNAL, Flow
-from ckplan.records import BEFORE_STEP, OUTSIDE_CALLS
-from ckplan.region import RERUN, Region, RegionView
-from ckplan.simulate import Simulator
+from ckplan.graph.graph import Graph
+from ckplan.graph.records import BEFORE_STEP, OUTSIDE_CALLS
+from ckplan.plan.region import RERUN, Region
+from ckplan.simulating.program import EXTERNAL, Flow
+from ckplan.simulating.simulate import Simulator
+from ckplan.simulating.view import RegionView
 from ckplan.solving.closure import NANOSECOND, Choice, Closure, Demand
 
 _FEWEST_CUTS, _MOST_CUTS, _CUTS_TIMES_STEPS = 1, 40, 2500

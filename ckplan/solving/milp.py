@@ -35,11 +35,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckplan.errors import CkplanError
-from ckplan.graph import Graph
-from ckplan.ledger import random_state_bytes
-from ckplan.program import EXTERNAL, Flow
-from ckplan.records import BEFORE_STEP, Saved
-from ckplan.simulate import Simulator
+from ckplan.graph.graph import Graph
+from ckplan.graph.records import BEFORE_STEP, Saved
+from ckplan.simulating.ledger import random_state_bytes
+from ckplan.simulating.program import EXTERNAL, Flow
+from ckplan.simulating.simulate import Simulator
 from ckplan.solving.bound import all_encodings, all_values
 from ckplan.solving.closure import NANOSECOND
 from ckplan.solving.fees import Fees

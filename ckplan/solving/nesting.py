@@ -25,8 +25,8 @@ from operator import add, sub
 from typing import TypeAlias
 
 from ckplan.errors import PlanError
-from ckplan.region import PROGRAM, Region
-from ckplan.simulate import Simulator
+from ckplan.plan.region import PROGRAM, Region
+from ckplan.simulating.simulate import Simulator
 from ckplan.solving.between import between
 from ckplan.solving.chain import ChainFrontier, Link, regions_of
 from ckplan.solving.covers import NEARLY_ALL, are_siblings

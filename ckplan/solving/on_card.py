@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from ckplan.caching_allocator import LARGE_SEGMENT_BYTES, SMALL_SEGMENT_BYTES
+from ckplan.simulating.caching_allocator import LARGE_SEGMENT_BYTES, SMALL_SEGMENT_BYTES
 from ckplan.solving.limit import Limit
 from ckplan.solving.planner import Planner
 from ckplan.solving.solution import Solution

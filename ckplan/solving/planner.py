@@ -10,9 +10,9 @@ from typing import TypeAlias
 
 from ckplan import units
 from ckplan.errors import InfeasibleError, PlanError
-from ckplan.graph import Graph
-from ckplan.region import Region
-from ckplan.simulate import Simulator, Timeline
+from ckplan.graph.graph import Graph
+from ckplan.plan.region import Region
+from ckplan.simulating.simulate import Simulator, Timeline
 from ckplan.solving.baselines import Everyday, can_be_done
 from ckplan.solving.bound import LowerBound, gap
 from ckplan.solving.chain import ChainFrontier, Choice, regions_of

@@ -25,16 +25,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from ckplan.graph import Graph
-from ckplan.records import OUTSIDE_CALLS
-from ckplan.region import RERUN, Region
-from ckplan.simulate import Simulator
-from ckplan.solving.baselines import (
-    can_be_done,
-    find_layers,
-    num_needed,
-    run_lengths,
-)
+from ckplan.graph.graph import Graph
+from ckplan.graph.records import OUTSIDE_CALLS
+from ckplan.plan.region import RERUN, Region
+from ckplan.simulating.simulate import Simulator
+from ckplan.solving.baselines import can_be_done, find_layers, num_needed, run_lengths
 from ckplan.solving.chain import regions_of
 from ckplan.solving.covers import chain_of
 from ckplan.solving.limit import Limit

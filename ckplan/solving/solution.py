@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ckplan.region import Region
-from ckplan.simulate import Timeline
+from ckplan.plan.region import Region
+from ckplan.simulating.simulate import Timeline
 from ckplan.solving.bound import gap
 from ckplan.solving.limit import Limit
 

@@ -6,12 +6,13 @@ import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ckplan import gpus, trace_file, units
-from ckplan.allocations import is_on_card
+from ckplan import gpus, units
 from ckplan.errors import CkplanError
-from ckplan.graph import Graph
-from ckplan.plan import Plan, Prediction, plan_fingerprint
-from ckplan.resolve import describe
+from ckplan.graph import file as trace_file
+from ckplan.graph.graph import Graph
+from ckplan.plan.plan import Plan, Prediction, plan_fingerprint
+from ckplan.plan.resolve import describe
+from ckplan.simulating.allocations import is_on_card
 from ckplan.solving.limit import Limit
 from ckplan.solving.on_card import solve_within
 from ckplan.solving.planner import Planner

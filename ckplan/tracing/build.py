@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from ckplan.encodings import encoded_bytes, form_of, is_dense
-from ckplan.graph import MEASURED, Graph
-from ckplan.records import (
+from ckplan.graph.graph import Graph
+from ckplan.graph.records import (
     BEFORE_STEP,
+    MEASURED,
     OUTSIDE_CALLS,
     Call,
     Encoding,

@@ -23,7 +23,7 @@ import torch
 
 from ckplan import files
 from ckplan.errors import CkplanError
-from ckplan.records import Workspace
+from ckplan.graph.records import Workspace
 
 FORMAT_VERSION = 1
 FOLDER_VARIABLE = "CKPLAN_CACHE"

@@ -17,9 +17,9 @@ from torch import nn
 
 from ckplan import __version__
 from ckplan.applying import apply
-from ckplan.names import OpName
-from ckplan.plan import Plan, PlannedRegion
-from ckplan.records import EngineCosts
+from ckplan.graph.records import EngineCosts
+from ckplan.plan.names import OpName
+from ckplan.plan.plan import Plan, PlannedRegion
 from ckplan.tracing.cost_cache import Cost, CostCache
 from ckplan.tracing.recording import RawOp
 

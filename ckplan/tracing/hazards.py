@@ -15,21 +15,15 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from ckplan.applying.facts import RUNNING_STATISTICS, TRAINING
-from ckplan.records import (
+from ckplan.graph.records import (
     BATCH_NORMS,
     BEFORE_STEP,
     OUTSIDE_CALLS,
     OWN_GENERATOR,
     Hazard,
 )
-from ckplan.region import PROGRAM, RERUN
-from ckplan.tracing.recording import (
-    STILL_ALIVE,
-    RawCall,
-    RawOp,
-    Recording,
-    TensorMeta,
-)
+from ckplan.plan.region import PROGRAM, RERUN
+from ckplan.tracing.recording import STILL_ALIVE, RawCall, RawOp, Recording, TensorMeta
 from ckplan.training.filling import fills, makes_empty, only_shaped
 from ckplan.training.shapes import decided_by_values
 

@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ckplan.applying.world import state_of
-from ckplan.names import is_around
-from ckplan.records import BEFORE_STEP, OUTSIDE_CALLS
+from ckplan.graph.fqn import is_around
+from ckplan.graph.records import BEFORE_STEP, OUTSIDE_CALLS
 from ckplan.tracing.recording import RawCall, Recording
 from ckplan.tracing.storages import Storages
 from ckplan.tracing.watch import Watch

@@ -17,9 +17,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeCopyMode
 
 from ckplan.applying import remove
-from ckplan.graph import MEASURED, Graph
-from ckplan.records import EngineCosts
-from ckplan.sharding import Sharding, sharded
+from ckplan.graph.graph import Graph
+from ckplan.graph.records import MEASURED, EngineCosts
+from ckplan.graph.sharding import Sharding, sharded
 from ckplan.tracing.build import build_graph, smaller_forms
 from ckplan.tracing.calibrate import (
     CodingCost,

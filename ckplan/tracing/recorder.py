@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckplan.applying.facts import facts_of
-from ckplan.records import BEFORE_STEP, OUTSIDE_CALLS
+from ckplan.graph.records import BEFORE_STEP, OUTSIDE_CALLS
 from ckplan.tracing.in_place import InPlace
 from ckplan.tracing.module_calls import ModuleCalls
 from ckplan.tracing.nodes import below

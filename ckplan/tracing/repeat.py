@@ -20,9 +20,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ckplan.graph import Graph
-from ckplan.records import Hazard
-from ckplan.simulate import simulate
+from ckplan.graph.graph import Graph
+from ckplan.graph.records import Hazard
+from ckplan.simulating.simulate import simulate
 from ckplan.tracing.fake import EMPTY
 from ckplan.tracing.hazards import NEITHER, PROGRAMS
 from ckplan.tracing.watch import states_kept

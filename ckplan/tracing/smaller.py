@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any, TypeAlias, TypeVar
 
 from ckplan.errors import WorkloadError
-from ckplan.extrapolate import extrapolate
-from ckplan.graph import Graph
+from ckplan.graph.extrapolate import extrapolate
+from ckplan.graph.graph import Graph
 from ckplan.training.workload import Workload, first_rows, rows_of
 
 _T = TypeVar("_T")

@@ -10,7 +10,7 @@ import torch
 
 from ckplan.applying.calls import UnknownArgumentError, storage_of
 from ckplan.errors import WorkloadError
-from ckplan.records import BEFORE_STEP
+from ckplan.graph.records import BEFORE_STEP
 from ckplan.tracing.recording import RawStorage, Recording
 
 

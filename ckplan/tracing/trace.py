@@ -15,7 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ckplan.errors import CkplanError, WorkloadError
-from ckplan.records import BEFORE_STEP
+from ckplan.graph.records import BEFORE_STEP
 from ckplan.tracing.cuda import dispatched, present, translated
 from ckplan.tracing.fake import KnownValues, fake_tensors, why_not_fake
 from ckplan.tracing.recorder import StepRecorder
@@ -36,12 +36,7 @@ from ckplan.training.fingerprint import fingerprint
 from ckplan.training.memory import available_bytes, limited_memory
 from ckplan.training.optimizers import counters
 from ckplan.training.step import Training, TrainingStep, make_step
-from ckplan.training.workload import (
-    Workload,
-    check_not_lazy,
-    on_device,
-    tensors_of,
-)
+from ckplan.training.workload import Workload, check_not_lazy, on_device, tensors_of
 
 NOTE_FAKE = "traced under fake tensors"
 NOTE_PREDICTED = "optimizer: predicted only, as one byte for each of two states"

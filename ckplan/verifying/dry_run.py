@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ckplan.applying.notices import IDLE
-from ckplan.caching_allocator import in_blocks
-from ckplan.curve import PLANNED, UNPLANNED, Curve
 from ckplan.errors import CkplanError, VerifyError
 from ckplan.gpus import find
-from ckplan.plan_file import as_plan
+from ckplan.plan.file import as_plan
+from ckplan.simulating.curve import PLANNED, UNPLANNED, Curve
 from ckplan.tracing.calibrate import calibrate
 from ckplan.tracing.cost_cache import Cost, cost_cache
 from ckplan.tracing.cuda import translated
@@ -38,19 +37,16 @@ from ckplan.training.optimizers import counters
 from ckplan.training.randomness import seed_everything
 from ckplan.training.step import AS_IT_SAYS, Training, make_step
 from ckplan.training.workload import Workload
+from ckplan.units import in_blocks
 from ckplan.verifying.meter import Meter, MeterLog
 from ckplan.verifying.outcome import AbstractOutcome, of_plan
 from ckplan.verifying.predicted import predict, side_by_side
-from ckplan.verifying.worker import (
-    held_between_steps,
-    put,
-    regions_of,
-)
+from ckplan.verifying.worker import held_between_steps, put, regions_of
 
 if TYPE_CHECKING:
     from ckplan.applying.choices import RegionStatus
-    from ckplan.graph import Graph
-    from ckplan.plan import Plan
+    from ckplan.graph.graph import Graph
+    from ckplan.plan.plan import Plan
     from ckplan.tracing.calibrate import Progress
 
 NOTE_CUDA = (

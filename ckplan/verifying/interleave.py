@@ -16,15 +16,10 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from ckplan.errors import CkplanError, VerifyError
 from ckplan.training.loading import WorkloadSpec
 from ckplan.training.step import AS_IT_SAYS, Training
-from ckplan.verifying.worker import (
-    TIMED_STEP,
-    FirstSteps,
-    Job,
-    out_of_memory,
-)
+from ckplan.verifying.worker import TIMED_STEP, FirstSteps, Job, out_of_memory
 
 if TYPE_CHECKING:
-    from ckplan.plan import Plan
+    from ckplan.plan.plan import Plan
     from ckplan.tracing.calibrate import Progress
 
 _KILLED = -9  # what the kernel does to a process when memory runs out

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from ckplan.applying import world
 from ckplan.applying.facts import RUNNING_STATISTICS, TRAINING, facts_of
 from ckplan.applying.held import tensors_in
-from ckplan.curve import Curve
+from ckplan.simulating.curve import Curve
 from ckplan.tracing.cost_cache import Cost
 from ckplan.tracing.fake import GIVEN_STORAGES
 from ckplan.tracing.in_place import InPlace

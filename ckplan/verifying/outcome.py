@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from ckplan.curve import Curves, curves_json
-from ckplan.plan import differences, plan_fingerprint
+from ckplan.plan.plan import differences, plan_fingerprint
+from ckplan.simulating.curve import Curves, curves_json
 
 if TYPE_CHECKING:
     from ckplan.applying.choices import RegionStatus
-    from ckplan.plan import Plan
+    from ckplan.plan.plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True)

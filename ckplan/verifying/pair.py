@@ -18,7 +18,7 @@ from ckplan.verifying.interleave import StepProcess, interleave
 from ckplan.verifying.worker import FirstSteps, OutOfMemoryError, Result
 
 if TYPE_CHECKING:
-    from ckplan.plan import Plan
+    from ckplan.plan.plan import Plan
     from ckplan.tracing.calibrate import Progress
 
 NOTE_NOT_COMPARED = (

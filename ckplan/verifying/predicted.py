@@ -6,16 +6,16 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ckplan.allocations import Reserved, reserved_on_card
-from ckplan.curve import PLANNED, UNPLANNED, Curve, predicted_curve
 from ckplan.errors import PlanError
-from ckplan.plan import differences, plan_fingerprint
-from ckplan.resolve import resolve
-from ckplan.simulate import Simulator
+from ckplan.plan.plan import differences, plan_fingerprint
+from ckplan.plan.resolve import resolve
+from ckplan.simulating.allocations import Reserved, reserved_on_card
+from ckplan.simulating.curve import PLANNED, UNPLANNED, Curve, predicted_curve
+from ckplan.simulating.simulate import Simulator
 
 if TYPE_CHECKING:
-    from ckplan.graph import Graph
-    from ckplan.plan import Plan
+    from ckplan.graph.graph import Graph
+    from ckplan.plan.plan import Plan
     from ckplan.training.step import Training
 
 

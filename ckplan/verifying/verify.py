@@ -10,13 +10,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckplan.curve import PLANNED, UNPLANNED
 from ckplan.errors import CkplanError, WorkloadError
-from ckplan.plan import Plan
-from ckplan.plan_file import as_plan
-from ckplan.region import RERUN, Region
-from ckplan.resolve import describe
-from ckplan.simulate import Simulator
+from ckplan.plan.file import as_plan
+from ckplan.plan.plan import Plan
+from ckplan.plan.region import RERUN, Region
+from ckplan.plan.resolve import describe
+from ckplan.simulating.curve import PLANNED, UNPLANNED
+from ckplan.simulating.simulate import Simulator
 from ckplan.solving.baselines import can_be_done, find_layers
 from ckplan.solving.menu import Menus
 from ckplan.tracing.target import find_target
@@ -24,17 +24,12 @@ from ckplan.training.loading import WorkloadSpec, as_spec
 from ckplan.training.step import Training
 from ckplan.verifying.interleave import StepProcess, overhead_of
 from ckplan.verifying.outcome import AbstractOutcome, of_plan
-from ckplan.verifying.pair import (
-    Pair,
-    at_fewer_rows,
-    find_different,
-    what_was_compared,
-)
+from ckplan.verifying.pair import Pair, at_fewer_rows, find_different, what_was_compared
 from ckplan.verifying.predicted import predict, side_by_side
 from ckplan.verifying.worker import FirstSteps, Result
 
 if TYPE_CHECKING:
-    from ckplan.graph import Graph
+    from ckplan.graph.graph import Graph
     from ckplan.tracing.calibrate import Progress
 
 _MOST_NAMES = 10

@@ -26,8 +26,8 @@ from torch.nn.parameter import is_lazy
 from torch.profiler import record_function
 
 from ckplan.applying.notices import IDLE
-from ckplan.curve import PHASES, Curve
 from ckplan.errors import CkplanError, VerifyError, WorkloadError
+from ckplan.simulating.curve import PHASES, Curve
 from ckplan.training.allocator import AllocatorLog, OnGpu, log_allocations, on_gpu
 from ckplan.training.failures import (
     check_finite,
@@ -51,7 +51,7 @@ from ckplan.training.workload import (
 
 if TYPE_CHECKING:
     from ckplan.applying.choices import RegionStatus
-    from ckplan.plan import Plan
+    from ckplan.plan.plan import Plan
 
 FIRST_STEPS = "first steps"
 TIMED_STEP = "timed step"

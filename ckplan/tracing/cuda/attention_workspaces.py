@@ -1,7 +1,7 @@
 """What the kernels of attention need beyond the tensors they return.
 
-Exact to the allocator's rounding (``tests/on_dummy_gpu.py``), but for cuDNN's, whose
-kernels say what they need when they run.
+Exact to the allocator's rounding (``tests/helpers/on_dummy_gpu.py``), but for cuDNN's,
+whose kernels say what they need when they run.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ from typing import NamedTuple
 
 import torch
 
-from ckplan.caching_allocator import in_blocks
 from ckplan.gpus import Gpu
-from ckplan.records import NO_WORKSPACE, Workspace
+from ckplan.graph.records import NO_WORKSPACE, Workspace
 from ckplan.tracing.cuda.layouts import Blocks, copies
 from ckplan.tracing.cuda.words import HALVES
 from ckplan.tracing.recording import RawOp, TensorMeta
-from ckplan.units import round_up
+from ckplan.units import in_blocks, round_up
 
 _FLOAT_BYTES = 4
 _FLASH_ROWS = 128  # lengths are rounded up to this

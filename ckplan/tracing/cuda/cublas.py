@@ -12,7 +12,7 @@ from collections.abc import Collection
 
 import torch
 
-from ckplan.records import MULTIPLIES
+from ckplan.graph.records import MULTIPLIES
 from ckplan.tracing.cuda.words import Capability
 from ckplan.tracing.recording import TensorMeta
 

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 import torch
 
-from ckplan.caching_allocator import in_blocks
 from ckplan.gpus import Gpu
-from ckplan.records import Workspace
+from ckplan.graph.records import Workspace
 from ckplan.tracing.cuda.layouts import Blocks, copies, leans
 from ckplan.tracing.recording import RawOp, TensorMeta
+from ckplan.units import in_blocks
 
 _FLOAT_BYTES = 4
 _LOW = (torch.float16, torch.bfloat16)

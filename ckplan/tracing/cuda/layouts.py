@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ckplan.caching_allocator import in_blocks
 from ckplan.tracing.recording import TensorMeta
+from ckplan.units import in_blocks
 
 Blocks = tuple[int, ...]
 """Bytes that a kernel takes from the allocator at once, each as one piece."""

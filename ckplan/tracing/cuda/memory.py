@@ -10,15 +10,15 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 
-from ckplan.caching_allocator import in_blocks
 from ckplan.gpus import Gpu
-from ckplan.graph import Graph
-from ckplan.records import BEFORE_STEP, Encoding, Op, Storage
+from ckplan.graph.graph import Graph
+from ckplan.graph.records import BEFORE_STEP, Encoding, Op, Storage
 from ckplan.tracing.cost_cache import Cost
 from ckplan.tracing.cuda.cublas import kept_bytes
 from ckplan.tracing.cuda.words import Capability
 from ckplan.tracing.cuda.workspaces import hidden_bytes, workspace_of
 from ckplan.tracing.recording import RawOp, TensorMeta
+from ckplan.units import in_blocks
 
 
 def as_allocated(graph: Graph, capability: Capability) -> Graph:

@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ckplan.caching_allocator import in_blocks
+from ckplan.units import in_blocks
 
 _WARP = 32
 _MOST_THREADS = 512  # of a block

@@ -6,9 +6,8 @@ a tile for the next one, and passes but the last write into copies of keys and v
 
 from __future__ import annotations
 
-from ckplan.caching_allocator import in_blocks
 from ckplan.tracing.cuda.words import Capability
-from ckplan.units import round_up
+from ckplan.units import in_blocks, round_up
 
 _BITS = 8
 _IN_ONE_BLOCK = 2304  # pairs that a single block of threads sorts by itself

@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from ckplan.caching_allocator import in_blocks
 from ckplan.gpus import Gpu
-from ckplan.records import MULTIPLIES, NO_WORKSPACE, Workspace
+from ckplan.graph.records import MULTIPLIES, NO_WORKSPACE, Workspace
 from ckplan.tracing.cuda import attention_workspaces as attention
 from ckplan.tracing.cuda import group_norm_workspaces as group_norm
 from ckplan.tracing.cuda.cublas import passing
@@ -22,7 +21,7 @@ from ckplan.tracing.cuda.layouts import Blocks, copies, leans, lies
 from ckplan.tracing.cuda.reductions import Processors, Reduction, put_aside
 from ckplan.tracing.cuda.sorting import sorting_bytes
 from ckplan.tracing.recording import RawOp, TensorMeta
-from ckplan.units import round_up
+from ckplan.units import in_blocks, round_up
 
 _FLOAT_BYTES = 4
 _INDEX_BYTES = 8

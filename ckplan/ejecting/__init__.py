@@ -1,0 +1,1 @@
+"""A plan for other tools."""

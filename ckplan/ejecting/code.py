@@ -1,0 +1,222 @@
+"""The same plan in plain PyTorch, for those who will not take a dependency.
+
+``torch.utils.checkpoint`` can run whole modules again, and that is what is printed. A
+plan whose regions rebuild single ops has no plain form: in its place stands the
+cheapest set of modules to run again that fits the same budget, with a peak and a cost
+of its own. So it does for a plan that runs modules again which only ckplan can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+
+from ckplan.errors import PlanError
+from ckplan.graph.graph import Graph
+from ckplan.plan.hazards import refuse_in_plain_torch, update_twice
+from ckplan.plan.plan import Plan
+from ckplan.plan.region import RERUN, Region
+from ckplan.plan.resolve import resolve
+from ckplan.simulating.simulate import Simulator, Timeline
+from ckplan.solving.baselines import can_be_done, find_layers, nearest
+from ckplan.solving.chain import regions_of
+from ckplan.solving.covers import chain_of, find_nodes, leaves, tree_frontier
+from ckplan.solving.limit import Limit
+from ckplan.solving.menu import Menus, Option, Unit
+from ckplan.units import format_bytes, format_percent
+
+_TEMPLATE = '''\
+"""Activation checkpointing of {model}, in plain PyTorch.
+
+{about}
+
+    checkpoint_calls(model)
+"""
+
+from collections import Counter
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+# Which calls of which modules run again in backward; None: every call.
+CALLS = {{
+{calls}
+}}
+
+
+def checkpoint_calls(model: nn.Module) -> nn.Module:
+    """Make these calls run again in backward; rewrites the model in place."""
+    counts = Counter()
+    model.register_forward_pre_hook(lambda module, args: counts.clear())
+    for name, numbers in CALLS.items():
+        _wrap(model.get_submodule(name), name, numbers, counts)
+    return model
+
+
+def _wrap(module, name, numbers, counts):
+    forward = module.forward
+
+    def checkpointed(*args, **kwargs):
+        number = counts[name]
+        counts[name] += 1
+        if numbers is not None and number not in numbers:
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    module.forward = checkpointed
+'''
+
+
+@dataclass(frozen=True)
+class Plain:
+    """A plan that torch.utils.checkpoint can carry out."""
+
+    graph: Graph
+    plan: Plan  # what it stands for
+    regions: tuple[Region, ...]  # calls that run again
+    timeline: Timeline  # of the plain plan
+    planned: Timeline  # of the plan itself
+    same: bool  # it is the plan itself
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak is within the plan's budget, as far as it has one."""
+        return limit_of(self.plan, self.planned).holds(self.timeline)
+
+
+def plain_form(graph: Graph, plan: Plan) -> Plain:
+    """Find what torch.utils.checkpoint can do in place of a plan.
+
+    Args:
+        graph: The step of the model.
+        plan: What to do.
+
+    Raises:
+        PlanError: The plan is of another model.
+    """
+    simulator = Simulator(graph)
+    menus = Menus(simulator)
+    regions = resolve(plan, graph)
+    planned = simulator.run(regions)
+    same = all(r.by == RERUN and _is_plain(graph, r) for r in regions)
+    if not same:
+        limit = limit_of(plan, planned)
+        found = _reruns(simulator, menus, limit)
+        _, regions = nearest(found, limit, itemgetter(0))
+    return Plain(
+        graph,
+        plan,
+        tuple(regions),
+        simulator.run(regions),
+        planned,
+        same,
+    )
+
+
+def limit_of(plan: Plan, planned: Timeline) -> Limit:
+    """What stands in for a plan must fit: its budget, or its peak if it has none."""
+    budget_bytes = plan.budget_bytes
+    return Limit(planned.peak_bytes if budget_bytes is None else budget_bytes)
+
+
+def can_be_plain(simulator: Simulator, region: Region) -> bool:
+    """Whether torch alone may run a region again, and can."""
+    return _is_plain(simulator.graph, region) and can_be_done(simulator, region)
+
+
+def _is_plain(graph: Graph, region: Region) -> bool:
+    try:
+        refuse_in_plain_torch(graph, region)
+    except PlanError:
+        return False
+    return True
+
+
+def _reruns(
+    simulator: Simulator, menus: Menus, limit: Limit
+) -> Iterator[tuple[Timeline, tuple[Region, ...]]]:
+    """Sets of calls to run again, as each cover allows them; at least the empty one."""
+
+    def whole(unit: Unit) -> list[Option]:
+        region = Region(unit[0], RERUN, last=unit[1])
+        plain = [region] if _is_plain(simulator.graph, region) else []
+        return menus.useful(unit, plain)
+
+    yield simulator.run(), ()
+    layers = find_layers(simulator.graph, menus)
+    nodes = find_nodes(simulator.graph, menus)
+    covers = ([(layer, None) for layer in layers], list(leaves(nodes)))
+    chains = [chain_of(simulator, cover, whole) for cover in covers if cover]
+    for chain in (*chains, tree_frontier(simulator, nodes, whole)):
+        for bytes_ in (max(limit.bytes, chain.least_bytes), chain.least_bytes):
+            for regions in map(regions_of, chain.cheapest_first(bytes_)):
+                timeline = simulator.run(regions)
+                yield timeline, regions
+                if limit.holds(timeline):
+                    break
+    for cover in covers:
+        every = [Region(call, RERUN) for call, _ in cover]
+        done = tuple(region for region in every if can_be_plain(simulator, region))
+        yield simulator.run(done), done
+
+
+def as_code(plain: Plain, version: str) -> str:
+    """A module of Python that needs torch alone.
+
+    Args:
+        plain: What to do.
+        version: Of ckplan, for the record.
+    """
+    calls = "\n".join(
+        f"    {name!r}: {_numbers(numbers)},"
+        for name, numbers in _calls_of(plain).items()
+    )
+    about = "\n".join(_about(plain, version))
+    name = plain.graph.model  # a trace may have any text there
+    model = name if name.replace(".", "_").isidentifier() else "a model"
+    return _TEMPLATE.format(model=model, about=about, calls=calls)
+
+
+def _numbers(numbers: Sequence[int] | None) -> str:
+    return "None" if numbers is None else f"{{{', '.join(map(str, numbers))}}}"
+
+
+def _calls_of(plain: Plain) -> Mapping[str, Sequence[int] | None]:
+    """Modules, each with the numbers of its calls; None where that is every call."""
+    chosen: dict[str, list[int]] = {}
+    for call in sorted(region.call for region in plain.regions):
+        found = plain.graph.calls[call]
+        chosen.setdefault(found.fqn, []).append(found.number)
+    times = dict.fromkeys(chosen, 0)
+    for found in plain.graph.calls:
+        if found.fqn in times:
+            times[found.fqn] += 1
+    return {
+        fqn: None if len(numbers) == times[fqn] else numbers
+        for fqn, numbers in chosen.items()
+    }
+
+
+def _about(plain: Plain, version: str) -> Iterator[str]:
+    yield f"Made by `ckplan eject` of ckplan {version}. Predicted for this code:"
+    yield f"peak {peak_and_overhead(plain.timeline)}."
+    if not plain.same:
+        yield ""
+        yield "The plan it stands for rebuilds single ops, which has no plain form:"
+        yield f"its own peak is {peak_and_overhead(plain.planned)}."
+    if update_twice(plain.graph, plain.regions):
+        yield ""
+        yield "Running statistics of these modules are updated twice a step: gradients"
+        yield "are the same, what evaluation sees is not."
+    if not plain.fits:
+        limit = format_bytes(limit_of(plain.plan, plain.planned).bytes)
+        yield ""
+        yield f"It does NOT fit {limit}: no set of modules to run again that was found"
+        yield "does. This is the one with the smallest peak."
+
+
+def peak_and_overhead(timeline: Timeline) -> str:
+    """Those of a step, as people read them."""
+    overhead = format_percent(timeline.overhead, sign=True)
+    return f"{format_bytes(timeline.peak_bytes)}, overhead {overhead}"

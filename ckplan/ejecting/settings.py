@@ -1,0 +1,213 @@
+"""What other tools can do in place of a plan, in their own words.
+
+Each of them runs whole layers again, chosen by one or two numbers. What they can say is
+tried in the simulator; the cheapest that fits the plan's budget is taken, or the
+smallest if none does.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import takewhile
+from operator import itemgetter
+from typing import TypeAlias
+
+from ckplan.ejecting.code import can_be_plain, limit_of, peak_and_overhead
+from ckplan.errors import PlanError
+from ckplan.graph.graph import Graph
+from ckplan.plan.hazards import refuse_in_plain_torch, update_twice
+from ckplan.plan.plan import Plan
+from ckplan.plan.region import RERUN, Region
+from ckplan.plan.resolve import resolve
+from ckplan.simulating.simulate import Simulator, Timeline
+from ckplan.solving.baselines import (
+    FEW_LAYERS,
+    find_layers,
+    nearest,
+    num_needed,
+    run_lengths,
+)
+from ckplan.solving.limit import Limit
+from ckplan.solving.menu import Menus
+from ckplan.units import format_bytes
+
+_NEEDS = {
+    "transformers": "a model of transformers whose layers are these; numbers beyond 1 "
+    "need transformers 5",
+    "deepspeed": "a PipelineModule of these layers, or a model that calls "
+    "deepspeed.checkpointing.checkpoint for each of them",
+    "megatron": "the same layers in Megatron-LM, in one pipeline stage",
+}
+TOOLS = tuple(_NEEDS)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a tool is told to run layers again, and what that needs."""
+
+    tool: str
+    text: str  # to be copied
+    regions: tuple[Region, ...]
+    timeline: Timeline
+    planned: Timeline  # of the plan that it stands for
+    limit: Limit
+    same: bool  # it is the plan itself
+    updates_twice: bool  # running statistics, which no tool puts back
+
+    @property
+    def fits(self) -> bool:
+        """Whether its peak is within the plan's budget."""
+        return self.limit.holds(self.timeline)
+
+    def about(self) -> Iterator[str]:
+        """What people must know of it."""
+        yield f"predicted: peak {peak_and_overhead(self.timeline)}"
+        if not self.same:
+            planned = peak_and_overhead(self.planned)
+            yield f"the plan itself, beyond {self.tool}: peak {planned}"
+        if not self.fits:
+            limit = format_bytes(self.limit.bytes)
+            yield f"it does NOT fit {limit}: nothing that {self.tool} can say does"
+        if self.updates_twice:
+            yield "running statistics are updated twice a step; gradients are the same"
+        yield f"needs {_NEEDS[self.tool]}"
+
+
+def setting_for(graph: Graph, plan: Plan, tool: str) -> Setting:
+    """Find the nearest to a plan that a tool can be told.
+
+    Args:
+        graph: The step of the model.
+        plan: What to do.
+        tool: One of ``TOOLS``.
+
+    Raises:
+        PlanError: The plan is of another model, or the model has no layers that the
+            tool could run again.
+    """
+    simulator = Simulator(graph)
+    regions = tuple(resolve(plan, graph))
+    if not regions:
+        raise PlanError(
+            f"cannot put the plan in the words of {tool}: it recomputes nothing",
+            needed="a plan with regions",
+            hint="a smaller budget: ckplan solve --budget 80%",
+        )
+    planned = simulator.run(regions)
+    layers = find_layers(graph, Menus(simulator))
+    if not layers:
+        raise PlanError(
+            f"cannot put the plan in the words of {tool}: {graph.model} has no layers, "
+            "modules of one type after one another",
+            needed="a model made of layers",
+            hint="--as torch, which takes any set of modules",
+        )
+    limit = limit_of(plan, planned)
+    wish = _Wish(simulator, layers, regions, limit)
+    found: list[tuple[str, tuple[Region, ...], Timeline]] = []
+    refused: PlanError | None = None
+    for text, chosen in _CHOICES[tool](wish):
+        try:
+            for region in chosen:
+                refuse_in_plain_torch(graph, region)
+            found.append((text, chosen, simulator.run(chosen)))
+        except PlanError as error:
+            refused = error
+    if not found:
+        assert refused is not None
+        raise refused
+    same = [one for one in found if set(one[1]) == set(regions)]
+    best = nearest(same or found, limit, itemgetter(2))
+    twice = update_twice(graph, best[1])
+    return Setting(tool, *best, planned, limit, bool(same), twice)
+
+
+@dataclass(frozen=True, slots=True)
+class _Wish:
+    """What a tool is to do as well as it can."""
+
+    simulator: Simulator
+    layers: Sequence[int]
+    planned: Sequence[Region]
+    limit: Limit
+
+    def first(self) -> set[int]:
+        """How many layers to run again, from the first on, but not all of them.
+
+        Of many layers only as many as it takes, and as many as the plan says.
+        """
+        most = len(self.layers) - 1
+        if most < FEW_LAYERS:
+            return {*range(1, most + 1)}
+        can_be_done = partial(can_be_plain, self.simulator)
+        able = [*takewhile(can_be_done, _each(self.layers[:most]))]
+        least_bytes = self.simulator.run(able).peak_bytes
+        limit = Limit(max(self.limit.bytes, least_bytes))
+        needed = num_needed(self.simulator, able, limit)
+        return {max(1, needed), min(len(self.planned), most)}
+
+
+_Choices: TypeAlias = Iterator[tuple[str, tuple[Region, ...]]]
+
+
+def _each(layers: Sequence[int]) -> tuple[Region, ...]:
+    return tuple(Region(layer, RERUN) for layer in layers)
+
+
+def _chunks(layers: Sequence[int], size: int) -> tuple[Region, ...]:
+    """Runs of so many layers, the last one perhaps shorter."""
+    chunks = (layers[start : start + size] for start in range(0, len(layers), size))
+    return tuple(
+        Region(chunk[0], RERUN, last=chunk[-1] if len(chunk) > 1 else None)
+        for chunk in chunks
+    )
+
+
+def _transformers(wish: _Wish) -> _Choices:
+    """Every n-th layer, from the first on."""
+    layers = wish.layers
+    plain = 'model.gradient_checkpointing_enable({"use_reentrant": False})\n'
+    yield plain, _each(layers)
+    for step in range(2, len(layers) + 1):
+        text = f"model.activation_checkpointing_enable(every_n_layers={step})\n"
+        yield text, _each(layers[::step])
+
+
+def _deepspeed(wish: _Wish) -> _Choices:
+    """Chunks of n layers."""
+    for size in run_lengths(len(wish.layers)):
+        chosen = _chunks(wish.layers, size)
+        content = {
+            "activation_checkpointing": {
+                "partition_activations": False,
+                "contiguous_memory_optimization": False,
+                "cpu_checkpointing": False,
+                "number_checkpoints": len(chosen),
+                "synchronize_checkpoint_boundary": False,
+                "profile": False,
+            },
+            "pipeline": {"activation_checkpoint_interval": size},
+        }
+        yield json.dumps(content, indent=2) + "\n", chosen
+
+
+def _megatron(wish: _Wish) -> _Choices:
+    """The first n layers (block), or chunks of n layers (uniform)."""
+    start = "--recompute-granularity full --recompute-method"
+    lengths, first = run_lengths(len(wish.layers)), wish.first()
+    for size in sorted({*lengths, *first}):
+        number = f"--recompute-num-layers {size}\n"
+        if size in lengths:
+            yield f"{start} uniform {number}", _chunks(wish.layers, size)
+        if size in first:
+            yield f"{start} block {number}", _each(wish.layers[:size])
+
+
+_CHOICES = {
+    "transformers": _transformers,
+    "deepspeed": _deepspeed,
+    "megatron": _megatron,
+}

@@ -1,0 +1,1 @@
+"""The first waist: what one training step costs."""

@@ -1,0 +1,75 @@
+"""Draw a step on from two smaller batches to a larger one.
+
+Bytes, FLOPs and seconds of a training step grow linearly with the rows of its batch as
+long as it runs the same ops; with two batches, slope and constant are known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from typing import Any, TypeVar
+
+from ckplan.errors import GraphError
+from ckplan.graph.graph import Graph
+from ckplan.graph.records import Encoding, Op, Storage
+
+_T = TypeVar("_T", Op, Storage, Encoding)
+_GROWS = ("bytes", "flops", "seconds")  # last words of the names of what grows
+
+
+def extrapolate(small: Graph, large: Graph, rows: tuple[int, int, int]) -> Graph:
+    """The step at another batch.
+
+    Args:
+        small: The step at the first number of rows.
+        large: The step at the second one; what does not grow is taken from it.
+        rows: Of ``small``, of ``large``, and those wanted.
+
+    Raises:
+        GraphError: The two steps do not run the same ops.
+    """
+    if any(a != b for a, b in zip(_shape(small), _shape(large), strict=True)):
+        raise GraphError(
+            f"cannot draw the step on to a batch of {rows[2]} rows: it runs other ops "
+            f"at {rows[0]} rows than at {rows[1]}",
+            needed="the same ops, whatever the batch",
+            hint="profile where the whole batch fits in memory, or a smaller batch",
+        )
+
+    def drawn(ones: tuple[_T, ...], others: tuple[_T, ...]) -> tuple[_T, ...]:
+        pairs = zip(ones, others, strict=True)
+        return tuple(_drawn(one, other, rows) for one, other in pairs)
+
+    both = small.encoding_of.keys() & large.encoding_of.keys()
+    codings = (
+        tuple(one for one in graph.encodings if (one.op, one.output) in both)
+        for graph in (small, large)
+    )
+    return replace(
+        large,
+        ops=drawn(small.ops, large.ops),
+        storages=drawn(small.storages, large.storages),
+        encodings=drawn(*codings),
+    )
+
+
+def _drawn(one: _T, other: _T, rows: tuple[int, int, int]) -> _T:
+    """A record whose quantities lie on the line through two others; none below 0."""
+    few, many, wanted = rows
+    found: dict[str, Any] = {}
+    for field in fields(one):
+        if field.name.rpartition("_")[2] in _GROWS:
+            low, high = getattr(one, field.name), getattr(other, field.name)
+            value = high + (high - low) * (wanted - many) / (many - few)
+            found[field.name] = max(type(high)(0), type(high)(value))
+    return replace(other, **found)
+
+
+def _shape(graph: Graph) -> Iterator[Any]:
+    """What two steps must have in common."""
+    yield graph.num_forward, graph.num_backward
+    yield [(op.name, op.call, op.reads, op.writes, op.outputs) for op in graph.ops]
+    yield [(one.kind, one.maker, one.last) for one in graph.storages]
+    yield graph.saved
+    yield graph.calls

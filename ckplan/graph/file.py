@@ -1,0 +1,218 @@
+"""The trace file: a graph as JSON, gzipped when the name ends in ``.gz``.
+
+It loads without torch, is never executed, read strictly, and written whole or not at
+all.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from dataclasses import astuple
+from pathlib import Path
+from typing import Any
+
+from ckplan import files
+from ckplan.errors import GraphError
+from ckplan.graph.graph import FORMAT_VERSION, Graph
+from ckplan.graph.records import (
+    Call,
+    Encoding,
+    EngineCosts,
+    Hazard,
+    Op,
+    Saved,
+    Storage,
+    Workspace,
+)
+
+_TOP_KEYS = {
+    "ckplan_graph",
+    "model",
+    "fingerprint",
+    "options",
+    "notes",
+    "costs",
+    "engine",
+    "num_forward",
+    "num_backward",
+    "names",
+    "calls",
+    "ops",
+    "storages",
+    "saved",
+    "encodings",
+    "hazards",
+}
+
+
+def dumps(graph: Graph) -> str:
+    """The graph as JSON text, the same text for the same graph."""
+    names = sorted({op.name for op in graph.ops})
+    number = {name: i for i, name in enumerate(names)}
+    ops = [
+        [
+            number[op.name],
+            op.call,
+            op.reads,
+            op.writes,
+            op.outputs,
+            op.workspace,
+            op.flops,
+            op.moved_bytes,
+            round(op.seconds, 9),
+            int(op.random),
+            round(op.launch_seconds, 9),
+        ]
+        for op in graph.ops
+    ]
+    content = {
+        "ckplan_graph": FORMAT_VERSION,
+        "model": graph.model,
+        "fingerprint": dict(graph.fingerprint),
+        "options": dict(graph.options),
+        "notes": graph.notes,
+        "costs": graph.costs,
+        "engine": [round(seconds, 9) for seconds in astuple(graph.engine)],
+        "num_forward": graph.num_forward,
+        "num_backward": graph.num_backward,
+        "names": names,
+        "calls": [
+            [c.fqn, c.number, c.parent, c.start, c.stop, c.module, c.given, c.state]
+            for c in graph.calls
+        ],
+        "ops": ops,
+        "storages": [[s.bytes, s.kind, s.maker, s.last] for s in graph.storages],
+        "saved": [
+            [s.storage, s.call, s.at, s.wanted, s.done, s.used] for s in graph.saved
+        ],
+        "encodings": [
+            [*row[:-2], round(row[-2], 9), round(row[-1], 9)]
+            for row in map(astuple, graph.encodings)
+        ],
+        "hazards": [astuple(hazard) for hazard in graph.hazards],
+    }
+    return json.dumps(content, separators=(",", ":")) + "\n"
+
+
+def loads(text: str, name: str) -> Graph:
+    """Read what ``dumps`` wrote; ``name`` is what errors call it.
+
+    Raises:
+        GraphError: Not JSON, an unknown version or key, or a value out of range.
+    """
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        if text.lstrip().startswith("ckplan:"):
+            raise _unreadable(name, "is a plan, no trace") from None
+        raise _unreadable(name, f"is not complete JSON ({error})") from None
+    if not isinstance(content, dict) or "ckplan_graph" not in content:
+        raise _unreadable(name, "is no ckplan trace")
+    version = content["ckplan_graph"]
+    if version != FORMAT_VERSION:
+        raise _unreadable(name, f"has format {version!r}")
+    unknown, missing = set(content) - _TOP_KEYS, _TOP_KEYS - set(content)
+    if unknown or missing:
+        word = "unknown" if unknown else "missing"
+        raise _unreadable(name, f"has {word} key {min(unknown or missing)!r}")
+    try:
+        if not isinstance(content["model"], str):
+            raise TypeError("the model has no name")
+        return _from_content(content)
+    except (TypeError, ValueError, IndexError, KeyError, AttributeError) as error:
+        raise _unreadable(name, f"has a malformed record ({error})") from None
+
+
+def _op(
+    names: dict[int, str],
+    name: int,
+    call: int,
+    reads: list[int],
+    writes: list[int],
+    outputs: list[int],
+    workspace: tuple[list[int], list[int]],
+    flops: int,
+    moved_bytes: int,
+    seconds: float,
+    random: int,
+    launch_seconds: float,
+) -> Op:
+    before, after = workspace
+    return Op(
+        names[name],
+        call,
+        tuple(reads),
+        tuple(writes),
+        tuple(outputs),
+        Workspace(tuple(before), tuple(after)),
+        flops,
+        moved_bytes,
+        seconds,
+        bool(random),
+        launch_seconds,
+    )
+
+
+def _from_content(content: dict[str, Any]) -> Graph:
+    names = dict(enumerate(content["names"]))
+    ops = tuple(_op(names, *row) for row in content["ops"])
+    return Graph(
+        model=str(content["model"]),
+        fingerprint=dict(content["fingerprint"]),
+        ops=ops,
+        storages=tuple(Storage(*row) for row in content["storages"]),
+        saved=tuple(Saved(*row) for row in content["saved"]),
+        calls=tuple(
+            Call(fqn, n, parent, start, stop, module, tuple(given), tuple(state))
+            for fqn, n, parent, start, stop, module, given, state in content["calls"]
+        ),
+        encodings=tuple(Encoding(*row) for row in content["encodings"]),
+        hazards=tuple(
+            Hazard(call, kind, reason, tuple(guarded_by))
+            for call, kind, reason, guarded_by in content["hazards"]
+        ),
+        num_forward=content["num_forward"],
+        num_backward=content["num_backward"],
+        notes=tuple(content["notes"]),
+        costs=str(content["costs"]),
+        engine=EngineCosts(*content["engine"]),
+        options=dict(content["options"]),
+    )
+
+
+def _unreadable(name: str, found: str) -> GraphError:
+    return GraphError(
+        f"cannot read the trace: {name} {found}",
+        needed=f"a graph file of format {FORMAT_VERSION} as `ckplan profile` writes it",
+        hint="run `ckplan profile model.py` again, with this version of ckplan",
+    )
+
+
+def save(graph: Graph, path: Path, *, force: bool = False) -> None:
+    """Write a graph file, whole or not at all; gzipped if the name ends in ``.gz``."""
+    content = dumps(graph).encode()
+    if path.suffix == ".gz":
+        content = gzip.compress(content, compresslevel=6, mtime=0)
+    files.write_bytes(path, content, force=force)
+
+
+def load(path: Path) -> Graph:
+    """Read a graph file, gzipped or not.
+
+    Raises:
+        CkplanError: The file is missing.
+        GraphError: The file is cut, of another version or not a graph.
+    """
+    content = files.read_bytes(path, "trace")
+    if content[:2] == b"\x1f\x8b":
+        try:
+            content = gzip.decompress(content)
+        except (OSError, EOFError, zlib.error) as error:
+            raise _unreadable(str(path), f"is cut or damaged ({error})") from None
+    try:
+        text = content.decode()
+    except UnicodeDecodeError:
+        raise _unreadable(str(path), "is not text") from None
+    return loads(text, str(path))

@@ -1,0 +1,306 @@
+"""The first waist: what one training step costs, as data.
+
+A ``Graph`` is a recorded step: ops in execution order, the storages they read and
+make, what autograd saves, and the module calls that ran the ops. What it is made of is
+in ``records.py``, what must be true of it in ``consistency.py``, and ``file.py``
+reads and writes it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from ckplan.errors import GraphError
+from ckplan.graph.consistency import contradictions
+from ckplan.graph.fqn import relative_path
+from ckplan.graph.records import (
+    BEFORE_STEP,
+    KINDS,
+    OUTSIDE_CALLS,
+    Encoding,
+    Hazard,
+    RecordedStep,
+    Saved,
+)
+
+if TYPE_CHECKING:
+    import networkx
+
+FORMAT_VERSION = 8
+
+
+@dataclass(frozen=True)
+class Graph(RecordedStep):
+    """One training step, checked, with what can be derived from its records."""
+
+    def __post_init__(self) -> None:
+        """Refuse what does not hold together."""
+        for what in contradictions(self):
+            raise _bad(what)
+
+    @cached_property
+    def not_taken(self) -> frozenset[int]:
+        """Workspaces that backward's thread keeps if it multiplies, as it does not."""
+        return frozenset(
+            number
+            for number, one in enumerate(self.storages)
+            if one.kind == "temporary" and one.last == BEFORE_STEP
+        )
+
+    @cached_property
+    def casts(self) -> dict[int, int]:
+        """Copies of parameters in another type, as autocast makes -> their op."""
+        return {
+            storage: number
+            for number, op in enumerate(self.ops[: self.num_forward])
+            if op.name == "_to_copy"
+            and all(self.storages[s].kind == "parameter" for s in op.reads)
+            for storage in self.creates[number]
+            if storage not in self._writers
+        }
+
+    @cached_property
+    def step_seconds(self) -> float:
+        """Seconds of the unplanned step: of the device or of launching, if longer."""
+        return sum(self.busier_seconds)
+
+    @cached_property
+    def busier_seconds(self) -> tuple[float, ...]:
+        """What every op adds to the step: on the device, or to launching if longer."""
+        return max(self._sides, key=sum)
+
+    @cached_property
+    def other_seconds(self) -> tuple[float, ...]:
+        """What every op takes on the side that waits for the busier one."""
+        device, launch = self._sides
+        return launch if self.busier_seconds is device else device
+
+    @cached_property
+    def engine_is_busier(self) -> bool:
+        """Whether what the engine takes adds to the busier side of the step.
+
+        A CPU is busy with its own ops, or with launching those of a GPU.
+        """
+        _, launch = self._sides
+        return self.busier_seconds is launch or not any(launch)
+
+    @cached_property
+    def again_seconds(self) -> tuple[float, ...]:
+        """What every op adds to the busier side when it runs again."""
+        more = self.engine.rerun_seconds if self.engine_is_busier else 0.0
+        return tuple(seconds + more for seconds in self.busier_seconds)
+
+    @cached_property
+    def _sides(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        device = tuple(op.seconds for op in self.ops)
+        return device, tuple(op.launch_seconds for op in self.ops)
+
+    @cached_property
+    def bytes_by_kind(self) -> dict[str, int]:
+        """Sum of storage bytes of every kind, alive together or not."""
+        total = dict.fromkeys(KINDS, 0)
+        for storage in self.storages:
+            total[storage.kind] += storage.bytes
+        return total
+
+    @cached_property
+    def encoding_of(self) -> dict[tuple[int, int], Encoding]:
+        """(op, output) -> the smaller form that it can be kept in."""
+        return {(one.op, one.output): one for one in self.encodings}
+
+    @cached_property
+    def children(self) -> dict[int, list[int]]:
+        """Call -> calls directly inside, in order."""
+        inside: dict[int, list[int]] = {OUTSIDE_CALLS: []}
+        for index, call in enumerate(self.calls):
+            inside[index] = []
+            inside[call.parent].append(index)
+        return inside
+
+    @cached_property
+    def creates(self) -> tuple[tuple[int, ...], ...]:
+        """Of every op, ``Op.creates``."""
+        return tuple(op.creates for op in self.ops)
+
+    @cached_property
+    def saved_of(self) -> dict[int, list[int]]:
+        """Storage -> indices of the saved tensors that hold it, in order."""
+        found: dict[int, list[int]] = {}
+        for index, saved in enumerate(self.saved):
+            found.setdefault(saved.storage, []).append(index)
+        return found
+
+    @cached_property
+    def _writers(self) -> dict[int, list[int]]:
+        """Storage -> ops that change it in place, in order."""
+        found: dict[int, list[int]] = {}
+        for index, op in enumerate(self.ops):
+            for storage in op.writes:
+                found.setdefault(storage, []).append(index)
+        return found
+
+    def is_changed(self, storage: int, start: int, stop: int) -> bool:
+        """Whether an op of ``[start, stop)`` changes a storage in place."""
+        writers = self._writers.get(storage, ())
+        place = bisect_left(writers, start)
+        return place < len(writers) and writers[place] < stop
+
+    def phase(self, moment: int) -> str:
+        """``forward``, ``backward`` or ``optimizer``."""
+        if moment < self.num_forward:
+            return "forward"
+        return "backward" if moment < self.backward_stop else "optimizer"
+
+    def place(self, moment: int) -> str:
+        """Where a moment is, for people: ``backward of transformer.h.11``."""
+        phase = self.phase(moment)
+        call = self.ops[moment].call if self.ops else OUTSIDE_CALLS
+        if phase == "optimizer":
+            return "optimizer step"
+        if call == OUTSIDE_CALLS:
+            return f"{phase} of the loss"
+        found = self.calls[call]
+        return f"{phase} of {found.fqn or found.module}"
+
+    def relative_path(self, call: int, region: int) -> str:
+        """Module path of ``call`` below ``region``; "" for the region itself."""
+        return relative_path(self.calls[call].fqn, self.calls[region].fqn)
+
+    def path(self, call: int) -> list[int]:
+        """A call and those around it, the outermost first."""
+        found: list[int] = []
+        while call != OUTSIDE_CALLS:
+            found.append(call)
+            call = self.calls[call].parent
+        return found[::-1]
+
+    def within(self, call: int, region: int) -> bool:
+        """Whether ``call`` is ``region`` or runs inside it."""
+        while call > region:
+            call = self.calls[call].parent
+        return call == region
+
+    def is_inside(self, call: int, first: int, last: int | None = None) -> bool:
+        """Whether ``call`` is, or runs inside, a call or one of a run of siblings."""
+        parent, stop = self.calls[first].parent, first if last is None else last
+        while call > stop or self.calls[call].parent != parent:
+            call = self.calls[call].parent
+            if call == OUTSIDE_CALLS:
+                return False
+        return first <= call
+
+    def signature(self, index: int, last: int | None = None) -> str:
+        """Equal for calls that do the same: same ops, sizes and saved tensors.
+
+        With ``last``, of a run of sibling calls and what their parent does between.
+        """
+        call = self.calls[index]
+        start, stop = call.start, self.calls[index if last is None else last].stop
+        seen: dict[int, int] = {}
+
+        def local(storage: int) -> tuple[int, int, int, bool]:
+            found = self.storages[storage]
+            inside = start <= found.maker < stop
+            number = seen.setdefault(storage, len(seen))
+            is_cast = storage in self.casts
+            # The cache of casts is emptied after all calls: how far that is, is no
+            # matter of this one.
+            last = inside and (min(found.last, stop) if is_cast else found.last) - start
+            return number, found.bytes, last, is_cast
+
+        parts: list[object] = [call.module]
+        parts += [[local(s) for s in group] for group in (call.given, call.state)]
+        for op in self.ops[start:stop]:
+            where = self.relative_path(op.call, index) if last is None else ""
+            ids = [[local(s) for s in group] for group in (op.reads, op.outputs)]
+            parts.append((op.name, where, ids, op.writes and local(op.writes[0])))
+            parts.append((op.flops, op.workspace))
+        found = (self.saved[i] for i in self.saved_in(index, last))
+        parts += [(local(s.storage)[0], s.at - start) for s in found]
+        parts += [
+            (one.op - start, one.output, one.name, one.bytes)
+            for one in self.encodings_in(index, last)
+        ]
+        parts += [
+            (max(hazard.call - index, -1), hazard.reason, hazard.guarded_by)
+            for hazard in self.hazards_in(index, last)
+        ]
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+    def saved_in(self, call: int, last: int | None = None) -> list[int]:
+        """Indices of the saved tensors of a call, inner calls included, in order.
+
+        With ``last``, of a run of sibling calls and what their parent does between.
+        """
+        stop_call = call if last is None else last
+        first, stop = self.calls[call].start, self.calls[stop_call].stop
+        parent = self.calls[call].parent
+
+        def mine(saved: Saved) -> bool:
+            if saved.call == parent:
+                return call != stop_call and first < saved.at < stop
+            within_last = self.within(saved.call, stop_call)
+            return call <= saved.call and (within_last or saved.call < stop_call)
+
+        low = bisect_left(self.saved, first, key=lambda saved: saved.at)
+        high = bisect_right(self.saved, stop, key=lambda saved: saved.at)
+        return [i for i in range(low, high) if mine(self.saved[i])]
+
+    def encodings_in(self, call: int, last: int | None = None) -> Sequence[Encoding]:
+        """The encodings of what the ops of a call, or of a run of calls, make."""
+        stop_call = call if last is None else last
+        start, stop = self.calls[call].start, self.calls[stop_call].stop
+        low = bisect_left(self.encodings, start, key=lambda one: one.op)
+        high = bisect_left(self.encodings, stop, key=lambda one: one.op)
+        return self.encodings[low:high]
+
+    def hazards_in(self, call: int, last: int | None = None) -> Sequence[Hazard]:
+        """The hazards of a call, or of a run of calls; inner calls included."""
+        stop = self.calls[call if last is None else last].stop
+        after = bisect_left(self.calls, stop, lo=call + 1, key=lambda one: one.start)
+        low = bisect_left(self.hazards, call, key=lambda one: one.call)
+        high = bisect_left(self.hazards, after, key=lambda one: one.call)
+        parent = self.calls[call].parent
+        between = () if last is None else self._hazards_of.get(parent, ())
+        return [*between, *self.hazards[low:high]]
+
+    @cached_property
+    def run_again(self) -> tuple[Hazard, ...]:
+        """Those of calls that the model itself runs again."""
+        return tuple(hazard for hazard in self.hazards if hazard.kind == "again")
+
+    @cached_property
+    def _hazards_of(self) -> dict[int, list[Hazard]]:
+        found: dict[int, list[Hazard]] = {}
+        for hazard in self.hazards:
+            found.setdefault(hazard.call, []).append(hazard)
+        return found
+
+    def to_networkx(self) -> networkx.DiGraph[int]:
+        """The ops as a DAG: an edge where one reads what another made or changed."""
+        import networkx
+
+        dag: networkx.DiGraph[int] = networkx.DiGraph(name=self.model)
+        maker: dict[int, int] = {}
+        for index, op in enumerate(self.ops):
+            dag.add_node(index, name=op.name, seconds=op.seconds)
+            for storage in {*op.reads, *op.writes}:
+                if storage in maker:
+                    size = self.storages[storage].bytes
+                    dag.add_edge(maker[storage], index, storage=storage, bytes=size)
+            for storage in (*op.outputs, *op.writes):
+                maker[storage] = index
+        return dag
+
+
+def _bad(what: str) -> GraphError:
+    return GraphError(
+        f"the trace does not hold together: {what}",
+        needed=f"a graph file of format {FORMAT_VERSION} as `ckplan profile` writes it",
+        hint="run `ckplan profile` again",
+    )

@@ -1,0 +1,243 @@
+"""From the step of one process to that of one of N ranks.
+
+A pure function: what a scheme divides is made smaller, and what it gathers, reduces and
+buffers is put in as ops. Everything that reads a graph works on the result. Each rank
+has a batch of its own, as large as the one that was profiled.
+
+- ``ddp``: nothing is divided; buckets hold a second copy of the gradients. S. Li et
+  al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", 2020.
+- ``fsdp2``: torch's ``fully_shard`` on every unit and on the model. Y. Zhao et al.,
+  "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023.
+- ``zero1``, ``zero2``, ``zero3``: optimizer state, then gradients, then parameters in
+  flat partitions. S. Rajbhandari, J. Rasley, O. Ruwase, Y. He, "ZeRO: Memory
+  Optimizations Toward Training Trillion Parameter Models", 2020. Flat copies that an
+  implementation makes beyond the paper are not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+from ckplan.errors import CkplanError, GraphError, did_you_mean
+from ckplan.graph.graph import Graph
+from ckplan.graph.patterns import fold_calls
+from ckplan.graph.records import BEFORE_STEP, Op, Storage
+from ckplan.graph.sharding.editing import Insert, Lasts, insert
+from ckplan.graph.sharding.gathering import (
+    fully_sharded,
+    gathered_flat,
+    reduced_in_buckets,
+)
+from ckplan.graph.sharding.state import State, flat_shares, state_of
+
+SCHEMES = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
+_GATHERING = ("zero3", "fsdp2")
+_SCALAR_BYTES = 8  # state of no more, a count of steps, is not divided
+_Shares: TypeAlias = Callable[[Sequence[int]], list[int]]
+"""Bytes of some tensors -> of what one rank has of each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """How the state of training is divided among ranks; see ``shard``.
+
+    Raises:
+        CkplanError: An unknown scheme, no rank, or units where nothing is gathered.
+    """
+
+    scheme: str  # one of SCHEMES
+    world_size: int
+    units: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be done."""
+        if self.scheme not in SCHEMES:
+            near = did_you_mean(self.scheme, SCHEMES)
+            raise CkplanError(
+                f"unknown way to shard '{self.scheme}'",
+                needed="one of " + ", ".join(SCHEMES),
+                hint=f"did you mean '{near}'?" if near else "--shard fsdp2",
+            )
+        if self.world_size < 1:
+            raise CkplanError(
+                f"cannot shard over {self.world_size} ranks",
+                needed="a world size of one or more",
+                hint="--world-size 8",
+            )
+        if self.units and self.scheme not in _GATHERING:
+            raise CkplanError(
+                f"cannot gather '{self.units[0]}' by itself: {self.scheme} does not "
+                "divide parameters",
+                needed="units where parameters are divided: " + ", ".join(_GATHERING),
+                hint="leave out --unit, or --shard fsdp2",
+            )
+
+
+def shard(
+    graph: Graph,
+    scheme: str,
+    world_size: int,
+    *,
+    units: Sequence[str] = (),
+) -> Graph:
+    """Make the step of one rank out of the step of one process.
+
+    Args:
+        graph: The step of one process, with the batch of one rank.
+        scheme: ``ddp``, ``zero1``, ``zero2``, ``zero3`` or ``fsdp2``.
+        world_size: How many ranks there are.
+        units: Modules whose parameters ``fsdp2`` and ``zero3`` gather as one, beside
+            the whole model: patterns like ``transformer.h.[0..11]``. By default those
+            in numbered lists with others of their type.
+
+    Returns:
+        The step of rank 0, which no other rank exceeds in memory; the scheme is among
+        its options and notes. Its seconds are without communication.
+
+    Raises:
+        CkplanError: An unknown scheme, no rank, or units where nothing is gathered.
+        GraphError: The step is sharded already, or does not name its parameters.
+        PlanError: A unit is no module of the model.
+    """
+    return sharded(graph, Sharding(scheme, world_size, tuple(units)))
+
+
+def sharded(graph: Graph, sharding: Sharding) -> Graph:
+    """As ``shard`` says, for what was checked before there was a graph."""
+    if "shard" in graph.options:
+        raise GraphError(
+            "cannot shard the trace: it is that of one rank under "
+            f"{graph.options['shard']} already",
+            needed="the trace of one process",
+            hint="leave out --shard, or profile again without it",
+        )
+    state = state_of(graph, sharding.units)
+    rank = _SHARD[sharding.scheme](graph, state, sharding)
+    said: dict[str, Any] = {
+        "shard": sharding.scheme,
+        "world_size": sharding.world_size,
+    }
+    return replace(
+        rank,
+        storages=tuple(
+            replace(one, bytes=state.allocated(one.bytes)) for one in rank.storages
+        ),
+        options={**graph.options, **said},
+        notes=(*graph.notes, *_notes(sharding, state)),
+    )
+
+
+def _notes(sharding: Sharding, state: State) -> list[str]:
+    ranks = f"{sharding.world_size} ranks under {sharding.scheme}"
+    found = [f"memory of one of {ranks}; seconds are without communication"]
+    if sharding.scheme in _GATHERING:
+        calls = [(unit.fqn, 0) for unit in state.units[:-1]]
+        units = ", ".join((*fold_calls(calls, calls), "the rest of the model"))
+        found.append(f"parameters are gathered by {units}")
+    return found
+
+
+# -- the schemes -------------------------------------------------------------------
+
+
+def _ddp(graph: Graph, state: State, sharding: Sharding) -> Graph:
+    """Buckets are there from the beginning, as large as all gradients."""
+    del sharding
+    sizes = sum(graph.storages[gradient].bytes for gradient in state.gradients)
+    buckets = Storage(sizes, "gradient", BEFORE_STEP, len(graph.ops))
+    return replace(graph, storages=(*graph.storages, buckets))
+
+
+def _zero(graph: Graph, state: State, sharding: Sharding) -> Graph:
+    """Flat partitions: stage 1 of the optimizer, 2 of gradients, 3 of parameters."""
+    stage, num_ranks = int(sharding.scheme[-1]), sharding.world_size
+
+    def shares(sizes: Sequence[int]) -> list[int]:
+        return flat_shares(sizes, num_ranks)
+
+    kinds = ("optimizer", "gradient", "parameter")[:stage]
+    inserts: list[Insert] = []
+    lasts: Lasts = {}
+    if stage > 1:
+        inserts += reduced_in_buckets(graph, state, num_ranks, lasts)
+    if stage > 2:
+        inserts += gathered_flat(graph, state, num_ranks)
+    rank = _left(insert(graph, inserts, lasts), lasts)
+    return _divided(rank, kinds, shares, num_ranks)
+
+
+def _fsdp2(graph: Graph, state: State, sharding: Sharding) -> Graph:
+    """Everything, parameter by parameter, along its first dimension."""
+    num_ranks = sharding.world_size
+    share = state.row_shares(num_ranks)
+
+    def shares(sizes: Sequence[int]) -> list[int]:
+        return [share(size) for size in sizes]
+
+    lasts: Lasts = {}
+    inserts = fully_sharded(graph, state, num_ranks, lasts)
+    kinds = ("optimizer", "gradient", "parameter")
+    rank = _left(insert(graph, inserts, lasts), lasts)
+    return _divided(rank, kinds, shares, num_ranks)
+
+
+_SHARD: dict[str, Callable[[Graph, State, Sharding], Graph]] = {
+    "ddp": _ddp,
+    "zero1": _zero,
+    "zero2": _zero,
+    "zero3": _zero,
+    "fsdp2": _fsdp2,
+}
+
+
+def _left(graph: Graph, lasts: Lasts) -> Graph:
+    """Whole gradients are temporary, as a rank's part of them is what stays."""
+    storages = list(graph.storages)
+    for gradient in lasts:
+        storages[gradient] = replace(storages[gradient], kind="temporary")
+    return replace(graph, storages=tuple(storages))
+
+
+def _divided(
+    graph: Graph, kinds: Sequence[str], shares: _Shares, num_ranks: int
+) -> Graph:
+    """Divide what exists before the step, and what the optimizer makes."""
+    storages = list(graph.storages)
+
+    def divide(chosen: Sequence[int]) -> None:
+        sizes = shares([storages[number].bytes for number in chosen])
+        for number, size in zip(chosen, sizes, strict=True):
+            storages[number] = replace(storages[number], bytes=size)
+
+    for kind in kinds:
+        divide(
+            [
+                number
+                for number, storage in enumerate(graph.storages)
+                if storage.kind == kind
+                and storage.maker == BEFORE_STEP
+                and storage.bytes > (kind == "optimizer") * _SCALAR_BYTES
+            ]
+        )
+    update = range(graph.backward_stop, len(graph.ops))
+    for op in update:
+        made = graph.ops[op].creates
+        divide([s for s in made if storages[s].bytes > _SCALAR_BYTES])
+    ops = [
+        _share_of(op, num_ranks) if number in update else op
+        for number, op in enumerate(graph.ops)
+    ]
+    return replace(graph, ops=tuple(ops), storages=tuple(storages))
+
+
+def _share_of(op: Op, num_ranks: int) -> Op:
+    """An op on a rank's part of its tensors."""
+    return replace(
+        op,
+        workspace=op.workspace.map(lambda size: -(-size // num_ranks)),
+        flops=-(-op.flops // num_ranks),
+        moved_bytes=-(-op.moved_bytes // num_ranks),
+        seconds=op.seconds / num_ranks,
+    )

@@ -1,0 +1,1 @@
+"""The second waist: what to do."""

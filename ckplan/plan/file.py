@@ -1,0 +1,307 @@
+"""The plan file: a plan as YAML that people read, diff and write.
+
+.. code-block:: yaml
+
+    ckplan: 1
+    regions:
+      - calls: transformer.h.[0..7]
+        by: program
+        save: [attn.c_attn/addmm, mlp.c_fc/addmm]
+        encode: {attn.attn_dropout/bernoulli_: bits}
+
+All scalars are read as strings and then checked: ``1.10`` is a name. Nothing in a plan
+is executed, and whatever is not understood is an error that names its line.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+from yaml.representer import SafeRepresenter
+
+from ckplan import files
+from ckplan.errors import PlanError
+from ckplan.graph.patterns import parse_call
+from ckplan.plan.names import OpName
+from ckplan.plan.plan import (
+    BOUNDS,
+    EXAMPLE_BY,
+    EXAMPLE_ENCODE,
+    FINGERPRINT_KEYS,
+    Plan,
+    PlannedRegion,
+    Prediction,
+    check_encoding,
+    check_way,
+)
+from ckplan.plan.region import PROGRAM
+from ckplan.plan.strict_yaml import Part, compose, not_yaml
+from ckplan.units import parse_bytes
+
+FORMAT_VERSION = 1
+
+_MAX_COLUMNS = 88
+_PREDICTION_KEYS = tuple(field.name for field in fields(Prediction))
+_REGION_KEYS = ("calls", "run", "by", "save", "encode", "regions")
+_LATER_REGION_KEYS = ("offload",)
+_MOST_LEVELS = 16  # of regions inside regions
+_EXAMPLES = {  # of what may stand where
+    "the plan": "`ckplan solve` writes one",
+    "a region": "calls: transformer.h.[0..7]",
+    "an op": "attn.c_attn/addmm",
+    "'ckplan'": f"ckplan: {FORMAT_VERSION}",
+    "'fingerprint'": "fingerprint: {torch: 2.13.0, device: cpu}",
+    "'batch'": 'batch: {input_ids: "int64[8,256]"}',
+    "'budget_bytes'": "budget_bytes: 12GiB",
+    "'bound'": "bound: {any_schedule: 0.029}",
+    "'regions'": "regions: [{calls: transformer.h.0}]",
+    "'calls'": "calls: transformer.h.[0..7]",
+    "'run'": "run: [transformer.h.0, transformer.h.3]",
+    "a call": "run: [transformer.h.0, transformer.h.3]",
+    "'by'": EXAMPLE_BY,
+    "'save'": "save: [attn.c_attn/addmm, mlp.c_fc/addmm]",
+    "'encode'": EXAMPLE_ENCODE,
+}
+
+
+# -- writing -------------------------------------------------------------------------
+
+
+def save(plan: Plan, path: str | Path, *, force: bool) -> None:
+    """Write a plan file, whole or not at all.
+
+    Raises:
+        CkplanError: The file exists and ``force`` is not set, or it cannot be
+            written.
+    """
+    files.write_text(path, dumps(plan), force=force)
+
+
+def dumps(plan: Plan) -> str:
+    """Return a plan as YAML, the same text for the same plan."""
+    content = {
+        "ckplan": FORMAT_VERSION,
+        "model": plan.model or None,
+        "fingerprint": dict(plan.fingerprint) or None,
+        "budget_bytes": plan.budget_bytes,
+        "predicted": asdict(plan.predicted) if plan.predicted else None,
+        "bound": dict(plan.bound) or None,
+        "regions": [_region_content(region) for region in plan.regions],
+    }
+    present = {key: value for key, value in content.items() if value is not None}
+    one_line: Any = None  # PyYAML's word for: what holds nothing but scalars
+    represent = SafeRepresenter(sort_keys=False, default_flow_style=one_line)
+    root = represent.represent_data(present)
+    _lay_out(root, indent=0)
+    return _serialize(root)
+
+
+def _region_content(region: PlannedRegion) -> dict[str, object]:
+    place = {"run": list(region.run)} if region.run else {"calls": region.calls}
+    content: dict[str, object] = {**place, "by": region.by}
+    if region.save:
+        content["save"] = [str(op) for op in region.save]
+    if region.encode:
+        content["encode"] = {str(op): name for op, name in region.encode}
+    if region.inner:
+        content["regions"] = [_region_content(one) for one in region.inner]
+    return content
+
+
+def _lay_out(mapping: Any, indent: int) -> None:
+    """Spread over several lines every region, and what does not fit on one line."""
+    mapping.flow_style = False
+    for key, value in mapping.value:
+        if isinstance(value, yaml.ScalarNode):
+            continue
+        if value.flow_style:  # nothing but scalars inside
+            line = f"{key.value}: {_serialize(value)}".rstrip()
+            value.flow_style = indent + len(line) <= _MAX_COLUMNS
+        elif isinstance(value, yaml.MappingNode):
+            _lay_out(value, indent + 2)
+        else:
+            for region in value.value:
+                _lay_out(region, indent + 4)
+
+
+def _serialize(node: yaml.Node) -> str:
+    text: str = yaml.serialize(node, Dumper=_Dumper, width=2**31)
+    return text
+
+
+class _Dumper(yaml.SafeDumper):
+    """Indents the items of a list below its key."""
+
+    def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
+        super().increase_indent(flow, indentless=False)
+
+
+# -- reading -------------------------------------------------------------------------
+
+
+def load(path: str | Path) -> Plan:
+    """Read a plan file.
+
+    Raises:
+        CkplanError: There is no such file, or it cannot be read.
+        PlanError: See ``loads``.
+    """
+    data = files.read_bytes(path, "plan")
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        line = 1 + data.count(b"\n", 0, error.start)
+        raise not_yaml(str(path), line, "it is not text") from None
+    return loads(text, str(path))
+
+
+def as_plan(plan: object) -> Plan | None:
+    """A plan, or one that is read from the path of its file; None stays None.
+
+    Raises:
+        CkplanError: It is neither, or the file cannot be read.
+    """
+    if isinstance(plan, (str, Path)):
+        return load(plan)
+    if plan is None or isinstance(plan, Plan):
+        return plan
+    raise PlanError(
+        f"cannot take a {type(plan).__name__} for a plan",
+        needed="a plan, or the path of its file",
+        hint="ckplan.solve(graph, budget='12GiB')",
+    )
+
+
+def loads(text: str, name: str) -> Plan:
+    """Read what ``dumps`` or a person wrote; ``name`` is what errors call it.
+
+    Raises:
+        PlanError: Not YAML, a key that is unknown, missing or there twice, or a value
+            that is not what its key needs.
+    """
+    root = compose(text, name, _EXAMPLES)
+    version = root.entries().get("ckplan")
+    if version:  # before all else: another version may have other keys
+        version.read(_version)
+    entries = root.record(("ckplan", *_READERS), required=("ckplan", "regions"))
+    found = {key: _READERS[key](entries[key]) for key in _READERS if key in entries}
+    return Plan(**found)
+
+
+def _fingerprint(part: Part) -> dict[str, Any]:
+    return {
+        key: _batch(entry) if key == "batch" else entry.text()
+        for key, entry in part.record(FINGERPRINT_KEYS).items()
+    }
+
+
+def _batch(part: Part) -> dict[str, str]:
+    return {key: entry.text() for key, entry in part.entries().items()}
+
+
+def _prediction(part: Part) -> Prediction:
+    entries = part.record(_PREDICTION_KEYS, required=_PREDICTION_KEYS)
+    return Prediction(
+        peak_bytes=entries["peak_bytes"].read(_whole_number),
+        peak_at=entries["peak_at"].text(),
+        overhead=entries["overhead"].read(_fraction),
+        unplanned_peak_bytes=entries["unplanned_peak_bytes"].read(_whole_number),
+    )
+
+
+def _bound(part: Part) -> dict[str, float]:
+    return {key: entry.read(_fraction) for key, entry in part.record(BOUNDS).items()}
+
+
+def _region(part: Part, level: int = 1) -> PlannedRegion:
+    entries = part.record(_REGION_KEYS, later=_LATER_REGION_KEYS)
+    part.locate(_calls_or_run, entries)
+    place = entries.get("calls") or entries["run"]
+    run = _ends(place) if "run" in entries else None
+    by = entries["by"].read(check_way) if "by" in entries else PROGRAM
+    ops = entries["save"].items("an op") if "save" in entries else []
+    save = tuple(op.read(OpName.parse) for op in ops)
+    coded = entries["encode"].entries() if "encode" in entries else {}
+    encode = tuple(
+        (form.locate(OpName.parse, op), form.read(check_encoding))
+        for op, form in coded.items()
+    )
+    where = tuple(named.where for named in (place, *ops, *coded.values()))
+    calls = "" if run else place.text()
+    inside = entries["regions"].items("a region") if "regions" in entries else []
+    if inside and level == _MOST_LEVELS:
+        raise PlanError(
+            f"{inside[0].where}: regions lie inside regions too deeply",
+            needed=f"at most {_MOST_LEVELS} levels",
+            hint="leave the innermost regions out",
+        )
+    inner = tuple(_region(one, level + 1) for one in inside)
+    return part.locate(PlannedRegion, calls, by, save, encode, where, run, inner)
+
+
+def _calls_or_run(entries: Mapping[str, Part]) -> None:
+    if ("calls" in entries) == ("run" in entries):
+        found = "both 'calls' and 'run'" if "run" in entries else "neither"
+        raise PlanError(
+            f"cannot tell what the region is: it has {found}",
+            needed="calls, where each is a region, or run, for one over several calls",
+            hint="calls: transformer.h.[0..7]",
+        )
+
+
+def _ends(part: Part) -> tuple[str, str]:
+    items = part.items("a call")
+    if len(items) != 2:
+        raise part.error(
+            f"cannot read the run: it has {len(items)} calls",
+            needed="two: the first and the last",
+            hint=_EXAMPLES["'run'"],
+        )
+    for item in items:
+        item.read(parse_call)
+    return items[0].text(), items[1].text()
+
+
+_READERS: dict[str, Callable[[Part], Any]] = {
+    "model": Part.text,
+    "fingerprint": _fingerprint,
+    "budget_bytes": lambda part: part.read(parse_bytes),
+    "predicted": _prediction,
+    "bound": _bound,
+    "regions": lambda part: tuple(map(_region, part.items("a region"))),
+}
+
+
+def _version(text: str) -> None:
+    if text != str(FORMAT_VERSION):
+        raise PlanError(
+            f"the plan is of format {text!r}",
+            needed=f"ckplan: {FORMAT_VERSION}",
+            hint="`ckplan solve` of this version writes a plan that it reads",
+        )
+
+
+def _whole_number(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) <= 18):
+        raise _not_a_number(text, "a whole number of bytes, without a unit")
+    return int(text)
+
+
+def _fraction(text: str) -> float:
+    try:
+        fraction = float(text)
+    except ValueError:
+        fraction = math.nan
+    if not math.isfinite(fraction):
+        raise _not_a_number(text, "a fraction of an unplanned step: 0.031 for 3.1 %")
+    return fraction
+
+
+def _not_a_number(text: str, needed: str) -> PlanError:
+    hint = "leave 'predicted' and 'bound' out, if you write by hand"
+    return PlanError(f"cannot read the number {text!r}", needed=needed, hint=hint)

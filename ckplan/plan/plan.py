@@ -1,0 +1,204 @@
+"""The second waist: what to do.
+
+``file.py`` reads and writes it, as YAML that people read, diff and write.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckplan.errors import PlanError, did_you_mean
+from ckplan.plan.names import OpName
+from ckplan.plan.region import PROGRAM, RERUN
+
+WAYS = (PROGRAM, RERUN)
+ENCODINGS = ("bits", "int16", "int32")
+BOUNDS = ("any_schedule", "this_plan_space")
+EXAMPLE_BY = f"by: {PROGRAM}"
+EXAMPLE_ENCODE = "encode: {attn.attn_dropout/bernoulli_: bits}"
+
+FINGERPRINT_KEYS = ("torch", "device", "batch", "parameters")
+_DECIMALS = 4  # of overheads
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRegion:
+    """Calls whose activations are dropped after forward, but for what they save.
+
+    Raises:
+        PlanError: ``by`` is none of ``WAYS``, an encoding none of ``ENCODINGS``, or a
+            module that runs again saves or encodes ops, is a run of calls or is nested.
+    """
+
+    calls: str  # a pattern of names.py; every call that it means is a region
+    by: str = PROGRAM  # rebuild op by op, or RERUN: run the module again
+    save: tuple[OpName, ...] = ()
+    encode: tuple[tuple[OpName, str], ...] = ()  # kept in a smaller form, and which
+    # Where the file says so: file and line of `calls` or `run`, then of every op in
+    # `save` and in `encode`.
+    where: tuple[str, ...] = field(default=(), compare=False, repr=False)
+    run: tuple[str, str] | None = None  # first and last of sibling calls, one region
+    inner: tuple[PlannedRegion, ...] = ()  # regions while this one is recomputed
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be done."""
+        check_way(self.by)
+        for _, name in self.encode:
+            check_encoding(name)
+        if (self.save or self.encode) and self.by != PROGRAM:
+            word = "save" if self.save else "encode"
+            raise PlanError(
+                f"cannot {word} ops of {self.title!r}: {word} needs by: program",
+                needed=f"by: program, or no {word}",
+                hint="by: program, which rebuilds op by op what is not saved",
+            )
+        if self.run is not None and self.by != PROGRAM:
+            raise PlanError(
+                f"cannot run the calls {self.title!r} again: a run needs by: program",
+                needed="by: program, or calls in place of run",
+                hint="by: program, which rebuilds op by op what is not saved",
+            )
+        if self.inner and self.by != PROGRAM:
+            raise _not_nested(f"{self.title!r}, which runs again as a whole,")
+        for one in self.inner:
+            if one.by != PROGRAM or one.encode:
+                raise _not_nested(repr(one.title))
+
+    @property
+    def title(self) -> str:
+        """What people call it: the pattern of its calls, or where a run begins."""
+        return self.calls if self.run is None else " to ".join(self.run)
+
+    @property
+    def ops(self) -> tuple[OpName, ...]:
+        """Those that it keeps, as they are and encoded, as ``where`` counts them."""
+        return (*self.save, *(op for op, _ in self.encode))
+
+    def located(self, error: PlanError, place: int = 0) -> PlanError:
+        """Add where the file says so: 0 is ``calls``, then come the ops, in order."""
+        what = ": ".join((*self.where[place : place + 1], error.what))
+        return PlanError(what, needed=error.needed, hint=error.hint)
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What the simulator says of a planned step."""
+
+    peak_bytes: int
+    peak_at: str
+    overhead: float  # fraction of an unplanned step
+    unplanned_peak_bytes: int
+
+    def __post_init__(self) -> None:
+        """Round as the file does, so that reading gives back what was written."""
+        object.__setattr__(self, "overhead", _rounded(self.overhead))
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to recompute. Only ``regions`` acts; the rest tells people and checks."""
+
+    model: str = ""
+    fingerprint: Mapping[str, Any] = field(default_factory=dict)
+    budget_bytes: int | None = None
+    predicted: Prediction | None = None
+    bound: Mapping[str, float] = field(default_factory=dict)  # of BOUNDS, overheads
+    regions: tuple[PlannedRegion, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Round as the file does, so that reading gives back what was written."""
+        bound = {key: _rounded(overhead) for key, overhead in self.bound.items()}
+        object.__setattr__(self, "bound", bound)
+
+
+def plan_fingerprint(graph_fingerprint: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a plan remembers of the step that it was made for.
+
+    Args:
+        graph_fingerprint: ``Graph.fingerprint``.
+
+    Returns:
+        Its torch, device and batch, as far as it has them, and of its parameters 16
+        hexadecimal digits that are the same for the same names and shapes.
+    """
+    found = {
+        k: graph_fingerprint[k] for k in FINGERPRINT_KEYS if k in graph_fingerprint
+    }
+    if "parameters" in found:
+        text = json.dumps(found["parameters"], sort_keys=True)
+        found["parameters"] = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return found
+
+
+def differences(
+    plan_fp: Mapping[str, Any], other_fp: Mapping[str, Any]
+) -> tuple[str, ...]:
+    """Return a line for every field of a plan's fingerprint that differs elsewhere.
+
+    Fields that only one of them has are not compared.
+
+    >>> differences({"torch": "2.13.0", "device": "cpu"}, {"torch": "2.12.0"})
+    ('torch: plan 2.13.0, here 2.12.0',)
+    """
+    here = dict(_flat(other_fp))
+    return tuple(
+        f"{name}: plan {value}, here {here.get(name, 'nothing')}"
+        for name, value in _flat(plan_fp)
+        if name.partition(".")[0] in other_fp and here.get(name) != value
+    )
+
+
+def _flat(fingerprint: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
+    for key, value in fingerprint.items():
+        if isinstance(value, Mapping):
+            yield from ((f"{key}.{name}", inner) for name, inner in _flat(value))
+        else:
+            yield key, value
+
+
+def _rounded(overhead: float) -> float:
+    return round(float(overhead), _DECIMALS)
+
+
+def check_way(text: str) -> str:
+    """Return it, if it is one of ``WAYS``.
+
+    Raises:
+        PlanError: It is not.
+    """
+    if text not in WAYS:
+        near = did_you_mean(text, WAYS)
+        raise PlanError(
+            f"cannot recompute by {text!r}",
+            needed=f"by: {' or by: '.join(WAYS)}",
+            hint=f"did you mean {near!r}?" if near else EXAMPLE_BY,
+        )
+    return text
+
+
+def check_encoding(text: str) -> str:
+    """Return it, if it is one of ``ENCODINGS``.
+
+    Raises:
+        PlanError: It is not.
+    """
+    if text not in ENCODINGS:
+        near = did_you_mean(text, ENCODINGS)
+        raise PlanError(
+            f"cannot encode as {text!r}",
+            needed=", ".join(ENCODINGS),
+            hint=f"did you mean {near!r}?" if near else EXAMPLE_ENCODE,
+        )
+    return text
+
+
+def _not_nested(what: str) -> PlanError:
+    return PlanError(
+        f"cannot nest {what} in this way",
+        needed="by: program for both regions, and no encode for the inner one",
+        hint="encode in the outermost region: what is small stays for all of them",
+    )

@@ -1,0 +1,63 @@
+"""A region: a call, or a run of calls, whose activations are dropped after forward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+
+from ckplan.errors import PlanError
+from ckplan.graph.graph import Graph
+from ckplan.graph.records import (
+    Call,
+)
+
+PROGRAM, RERUN = "program", "rerun"
+"""Ways to recompute: single ops, or the whole module again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A call whose activations are dropped after forward, but for what it saves."""
+
+    call: int  # index in Graph.calls
+    by: str = PROGRAM  # or RERUN, which runs the whole module again
+    save: frozenset[tuple[int, int]] = frozenset()  # (op, output) kept
+    last: int | None = None  # last of a run of sibling calls that begins at `call`
+    encode: frozenset[tuple[int, int]] = frozenset()  # kept in a smaller form
+    # Regions inside: what they save stays only when this one is rebuilt.
+    inner: tuple[Region, ...] = ()
+
+    def moved(self, calls: int, ops: int) -> Region:
+        """The same region on another call, so many calls and ops later."""
+        return Region(
+            self.call + calls,
+            self.by,
+            frozenset([(op + ops, output) for op, output in self.save]),
+            None if self.last is None else self.last + calls,
+            frozenset([(op + ops, output) for op, output in self.encode]),
+            tuple([inner.moved(calls, ops) for inner in self.inner]),
+        )
+
+
+def check_apart(graph: Graph, regions: Iterable[Region]) -> None:
+    """Refuse regions that share a call.
+
+    Raises:
+        PlanError: Two of them overlap.
+    """
+    calls = graph.calls
+    for first, second in pairwise(sorted(regions, key=lambda region: region.call)):
+        last = first.call if first.last is None else first.last
+        inside = graph.within(second.call, first.call)
+        if inside or calls[second.call].start < calls[last].stop:
+            raise overlap_error(calls[second.call], calls[first.call], "is inside")
+
+
+def overlap_error(second: Call, first: Call, how: str) -> PlanError:
+    """Return the error for two regions that share a call, or are nested wrongly."""
+    return PlanError(
+        f"regions overlap: {second} {how} {first}",
+        needed="regions apart, or one among the inner regions of the other",
+        hint="remove one of the two",
+    )

@@ -1,5 +1,0 @@
-"""The step of one rank: what several processes divide, gather and reduce."""
-
-from ckplan.sharding.schemes import SCHEMES, Sharding, shard, sharded
-
-__all__ = ["SCHEMES", "Sharding", "shard", "sharded"]

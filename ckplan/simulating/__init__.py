@@ -1,0 +1,1 @@
+"""Between the waists: a step replayed under a plan."""

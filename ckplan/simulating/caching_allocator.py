@@ -1,0 +1,332 @@
+"""PyTorch's CUDA caching allocator, on numbers: what it reserves for what is asked.
+
+Follows ``c10/cuda/CUDACachingAllocator.cpp`` of PyTorch, on one stream, with its
+default settings:
+
+- Sizes are rounded up to 512 bytes. Up to 1 MiB they come from the small pool, whose
+  segments are of 2 MiB; others from the large pool.
+- A block is taken from the smallest free one of the pool that is large enough: of some
+  alike the first of the oldest segment (PyTorch 2.11 went by address alone). What
+  remains is split off if it is worth it: at least 512 bytes in the small pool, more
+  than 1 MiB in the large one.
+- Without such a block a segment is reserved: 20 MiB for less than 10 MiB, else the size
+  rounded up to 2 MiB.
+- A freed block merges with free neighbours of its segment. Segments are kept until
+  the card has no room for another one: then those that are free as a whole go back.
+
+With ``expandable_segments`` each pool is one segment of pages of 2 MiB or of 20 MiB, as
+long as its addresses suffice, which are 9/8 of the card. It grows at the lowest address
+with enough room, free blocks before and behind included; 512 bytes are worth splitting
+off in both pools, and a block that can grow counts as large as it can become. Where the
+card has no room, the free pages go back.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from dataclasses import dataclass, field
+
+from ckplan.units import MIN_BLOCK_BYTES, in_blocks, round_up
+
+SMALL_BYTES = 1 << 20  # the largest of the small pool
+SMALL_SEGMENT_BYTES = 2 << 20
+LARGE_SEGMENT_BYTES = 20 << 20
+MIN_OWN_SEGMENT_BYTES = 10 << 20  # from here on a segment is as large as its block
+SEGMENT_STEP_BYTES = 2 << 20
+_ADDRESSES = 1 << 60
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """A piece of a segment, between its neighbours there."""
+
+    address: int
+    bytes: int
+    pool: _Pool = field(repr=False)
+    segment: int = 0  # how many there were before
+    free: bool = False
+    before: Block | None = field(default=None, repr=False)
+    after: Block | None = field(default=None, repr=False)
+    mapped: bool = True  # else a hole of an expandable segment
+
+
+class NoRoomError(Exception):
+    """The card has no room for what is asked for, whatever is given back."""
+
+
+class CachingAllocator:
+    """Takes and gives blocks; ``reserved_bytes`` is what it took from the card."""
+
+    def __init__(
+        self, *, expandable: bool = False, capacity_bytes: int | None = None
+    ) -> None:
+        """Begin with nothing reserved.
+
+        Args:
+            expandable: As ``PYTORCH_ALLOC_CONF=expandable_segments:True``.
+            capacity_bytes: What the card has; None for one that never runs out.
+        """
+        pool = _ExpandablePool if expandable else _Pool
+        self._card = _Card(math.inf if capacity_bytes is None else capacity_bytes)
+        self._small, self._large = (pool(self._card, small=s) for s in (True, False))
+        self.allocated_bytes = 0  # rounded as blocks are, unsplit remainders included
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of all segments."""
+        return self._card.taken_bytes
+
+    def allocate(self, num_bytes: int) -> Block:
+        """Give a block of at least so many bytes; one or more.
+
+        Raises:
+            NoRoomError: The card has too little left, and what is free is in pieces.
+        """
+        rounded = in_blocks(num_bytes)
+        pool = self._small if rounded <= SMALL_BYTES else self._large
+        try:
+            block = pool.take(rounded)
+        except NoRoomError:
+            self._large.release()
+            self._small.release()
+            block = pool.take(rounded)
+        self.allocated_bytes += block.bytes
+        return block
+
+    def free(self, block: Block) -> None:
+        """Take a block back.
+
+        Raises:
+            ValueError: It is free already.
+        """
+        if block.free:
+            raise ValueError("the block is free")
+        self.allocated_bytes -= block.bytes
+        block.pool.give_back(block)
+
+
+class _Card:
+    """Where segments come from: what was given back is used again, lowest first."""
+
+    def __init__(self, capacity_bytes: float) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.taken_bytes = 0
+        self._num_segments = 0
+        self._gaps = [(0, _ADDRESSES)]  # of addresses: first, and behind the last
+
+    def take(self, num_bytes: int) -> None:
+        if self.taken_bytes + num_bytes > self.capacity_bytes:
+            raise NoRoomError
+        self.taken_bytes += num_bytes
+
+    def give_back(self, num_bytes: int) -> None:
+        self.taken_bytes -= num_bytes
+
+    def map(self, num_bytes: int) -> tuple[int, int]:
+        """The address of so many bytes, and how many there were before."""
+        gaps = enumerate(self._gaps)
+        place, (start, stop) = next(
+            (place, gap) for place, gap in gaps if gap[1] - gap[0] >= num_bytes
+        )
+        self._gaps[place] = start + num_bytes, stop
+        self._num_segments += 1
+        return start, self._num_segments - 1
+
+    def unmap(self, address: int, num_bytes: int) -> None:
+        """These addresses can be used again."""
+        start, stop = address, address + num_bytes
+        place = bisect_left(self._gaps, (start, stop))
+        if self._gaps[place][0] == stop:
+            stop = self._gaps.pop(place)[1]
+        if place and self._gaps[place - 1][1] == start:
+            place -= 1
+            start = self._gaps.pop(place)[0]
+        self._gaps.insert(place, (start, stop))
+
+
+class _Pool:
+    """Segments of one kind and their free blocks, by size, segment and address."""
+
+    def __init__(self, card: _Card, *, small: bool) -> None:
+        self._card = card
+        self._small = small
+        self._free: list[tuple[int, int, int, Block]] = []
+
+    def take(self, num_bytes: int) -> Block:
+        block = self._best(num_bytes) or self._reserve(num_bytes)
+        if self._worth_splitting(block.bytes - num_bytes):
+            self._put(self._split(block, num_bytes))
+        return block
+
+    def give_back(self, block: Block) -> Block:
+        """A block is free, together with free ones beside it."""
+        if block.before is not None and block.before.free:
+            block = self._merge(block.before, block)
+        if block.after is not None and block.after.free:
+            block = self._merge(block, block.after)
+        self._put(block)
+        return block
+
+    def release(self) -> None:
+        """Give the card back what is free as a whole."""
+        for block in [free[-1] for free in self._free]:
+            if block.before is None and block.after is None:
+                self._pick(self._place(block))
+                self._card.give_back(block.bytes)
+                self._card.unmap(block.address, block.bytes)
+
+    def _best(self, num_bytes: int) -> Block | None:
+        place = bisect_left(self._free, (num_bytes, 0, 0))
+        return self._pick(place) if place < len(self._free) else None
+
+    def _reserve(self, num_bytes: int) -> Block:
+        if self._small:
+            size = SMALL_SEGMENT_BYTES
+        elif num_bytes < MIN_OWN_SEGMENT_BYTES:
+            size = LARGE_SEGMENT_BYTES
+        else:
+            size = round_up(num_bytes, SEGMENT_STEP_BYTES)
+        self._card.take(size)
+        address, segment = self._card.map(size)
+        return Block(address, size, self, segment)
+
+    def _worth_splitting(self, remaining: int) -> bool:
+        if self._small:
+            return remaining >= MIN_BLOCK_BYTES
+        return remaining > SMALL_BYTES
+
+    def _split(self, block: Block, num_bytes: int) -> Block:
+        """Cut a block; returns what remains."""
+        remaining = block.bytes - num_bytes
+        start = block.address + num_bytes
+        rest = Block(start, remaining, self, block.segment, before=block)
+        block.bytes = num_bytes
+        rest.after, block.after = block.after, rest
+        if rest.after is not None:
+            rest.after.before = rest
+        return rest
+
+    def _put(self, block: Block) -> None:
+        block.free = True
+        insort(self._free, (block.bytes, block.segment, block.address, block))
+
+    def _place(self, block: Block) -> int:
+        return bisect_left(self._free, (block.bytes, block.segment, block.address))
+
+    def _pick(self, place: int) -> Block:
+        block = self._free.pop(place)[-1]
+        block.free = False
+        return block
+
+    def _merge(self, first: Block, second: Block) -> Block:
+        """Make one of two neighbours, of which those that are free are picked."""
+        for block in (first, second):
+            if block.free:
+                self._pick(self._place(block))
+        first.bytes += second.bytes
+        first.after = second.after
+        if first.after is not None:
+            first.after.before = first
+        return first
+
+
+class _ExpandablePool(_Pool):
+    """Segments, most often one: blocks on pages, holes between them and behind."""
+
+    def __init__(self, card: _Card, *, small: bool) -> None:
+        super().__init__(card, small=small)
+        self._page = SMALL_SEGMENT_BYTES if small else LARGE_SEGMENT_BYTES
+        self._holes: list[Block] = []  # by address
+
+    def release(self) -> None:
+        for block in [free[-1] for free in self._free]:
+            start = round_up(block.address, self._page)
+            stop = (block.address + block.bytes) // self._page * self._page
+            if start < stop:
+                self._unmap(block, start, stop)
+
+    def _best(self, num_bytes: int) -> Block | None:
+        place = bisect_left(self._free, (num_bytes, 0, 0))
+        while place + 1 < len(self._free) and self._grows_less(place + 1, place):
+            place += 1
+        return self._pick(place) if place < len(self._free) else None
+
+    def _grows_less(self, place: int, other: int) -> bool:
+        """Whether a free block can become less large than another."""
+        blocks = self._free[place][-1], self._free[other][-1]
+        first, second = map(_can_become, blocks)
+        return first < second
+
+    def _reserve(self, num_bytes: int) -> Block:
+        block = self._with_room(num_bytes)
+        if not block.mapped:
+            block = self._map(block, num_bytes)
+        while block.bytes < num_bytes:
+            if block.after is None:
+                raise NoRoomError
+            block = self._map(block.after, num_bytes - block.bytes)
+        return self._pick(self._place(block))
+
+    def _with_room(self, num_bytes: int) -> Block:
+        """The first of blocks and holes side by side that are free and large enough."""
+        for hole in self._holes:
+            first = hole.before if hole.before and hole.before.free else hole
+            found = 0
+            place: Block | None = first
+            while place and found < num_bytes and (place.free or not place.mapped):
+                found, place = found + place.bytes, place.after
+            if found >= num_bytes:
+                return first
+        return self._begin()
+
+    def _begin(self) -> Block:
+        """Another segment, with room for 9/8 of the card."""
+        capacity_bytes = min(self._card.capacity_bytes, _ADDRESSES // 8)
+        size = round_up(int(capacity_bytes) * 9 // 8, self._page)
+        address, segment = self._card.map(size + self._page)
+        start = round_up(address, self._page)
+        hole = Block(start, size, self, segment, mapped=False)
+        insort(self._holes, hole, key=lambda one: one.address)
+        return hole
+
+    def _map(self, hole: Block, num_bytes: int) -> Block:
+        """Put pages into a hole, from its start; returns the free block there."""
+        size = min(round_up(num_bytes, self._page), hole.bytes)
+        self._card.take(size)
+        self._holes.remove(hole)
+        hole.mapped = True
+        if size < hole.bytes:
+            self._leave(self._split(hole, size))
+        return self.give_back(hole)
+
+    def _unmap(self, block: Block, start: int, stop: int) -> None:
+        """Take the pages of a part of a free block away."""
+        self._pick(self._place(block))
+        if start > block.address:
+            block, before = self._split(block, start - block.address), block
+            self._put(before)
+        if stop < block.address + block.bytes:
+            self._put(self._split(block, stop - block.address))
+        self._card.give_back(block.bytes)
+        self._leave(block)
+
+    def _leave(self, hole: Block) -> None:
+        """What has no pages is a hole, together with those beside it."""
+        hole.mapped = False
+        if hole.before is not None and not hole.before.mapped:
+            self._holes.remove(hole.before)
+            hole = self._merge(hole.before, hole)
+        if hole.after is not None and not hole.after.mapped:
+            self._holes.remove(hole.after)
+            hole = self._merge(hole, hole.after)
+        insort(self._holes, hole, key=lambda one: one.address)
+
+    def _worth_splitting(self, remaining: int) -> bool:
+        return remaining >= MIN_BLOCK_BYTES
+
+
+def _can_become(block: Block) -> int:
+    """How large a free block is with the hole behind it."""
+    hole = block.after if block.after and not block.after.mapped else None
+    return block.bytes + (hole.bytes if hole else 0)

@@ -1,0 +1,246 @@
+"""The calls of a region as the simulator sees them: values and saved tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+from ckplan.errors import PlanError
+from ckplan.graph.graph import Graph
+from ckplan.graph.records import (
+    BATCH_NORMS,
+    BEFORE_STEP,
+    OWN_GENERATOR,
+    Call,
+    Encoding,
+    Saved,
+)
+from ckplan.plan.region import PROGRAM, Region, check_apart, overlap_error
+from ckplan.simulating.program import EXTERNAL, Flow, Part, Program, compile_program
+
+
+class RegionView:
+    """The forward of one call as values, and its saved tensors."""
+
+    def __init__(self, graph: Graph, call: int, last: int) -> None:
+        self.graph = graph
+        self.unit = call, None if last == call else last
+        self.name = str(graph.calls[call])
+        if last != call:
+            self.name += f" to {graph.calls[last]}"
+        self.start = graph.calls[call].start
+        self.stop = graph.calls[last].stop
+        found = graph.saved_in(call, last)
+        self.saves: list[Saved] = [graph.saved[index] for index in found]
+        # Those made inside, with their indices.
+        self._numbered = [*zip(found, self.saves, strict=True)]
+        self.made = [one for one in self._numbered if self.inside(one[1].storage)]
+        # Ops before it must run to make all saved tensors again.
+        self.saved_stop = max([self.start, *(saved.at for saved in self.saves)])
+
+    @property
+    def call(self) -> Call:
+        """The call, or the first of the run."""
+        return self.graph.calls[self.unit[0]]
+
+    @cached_property
+    def storages(self) -> dict[int, None]:
+        """All that the ops read, change or make, in order."""
+        ops = self.graph.ops[self.start : self.stop]
+        return dict.fromkeys(
+            storage for op in ops for storage in (*op.reads, *op.writes, *op.outputs)
+        )
+
+    @cached_property
+    def flow(self) -> Flow:
+        """The values of its forward."""
+        return self._forward[0]
+
+    @cached_property
+    def packed(self) -> list[tuple[int, Saved, int]]:
+        """The saved tensors made inside: index, description, value."""
+        return self._forward[1]
+
+    @cached_property
+    def _forward(self) -> tuple[Flow, list[tuple[int, Saved, int]]]:
+        flow, packed, at = Flow(), [], self.start
+        for index, saved in self.made:
+            for op in self.graph.ops[at : saved.at]:
+                flow.add(op)
+            at = max(at, saved.at)
+            packed.append((index, saved, flow.value(saved.storage)))
+        for op in self.graph.ops[at : self.stop]:
+            flow.add(op)
+        return flow, packed
+
+    @cached_property
+    def statistics(self) -> dict[int, int]:
+        """Running statistics that norms go by -> the first step that does.
+
+        A copy is held to rebuild from: norms that train move them, and nobody is told.
+        """
+        flow = self.flow
+        found: dict[int, int] = {}
+        for step, running in self._norms(train=False):
+            for value in flow.inputs[step]:
+                of_it = flow.storage_of[value] in running
+                if of_it and flow.maker_of[value] == EXTERNAL:
+                    found.setdefault(value, step)
+        return found
+
+    @cached_property
+    def moved(self) -> set[int]:
+        """Running statistics that its norms move, which no op is said to write."""
+        return {storage for _, both in self._norms(train=True) for storage in both}
+
+    def _norms(self, *, train: bool) -> Iterator[tuple[int, Sequence[int]]]:
+        """The steps that are batch norms which train, or do not: running statistics."""
+        for step, op in enumerate(self.graph.ops[self.start : self.stop]):
+            if op.name in BATCH_NORMS:
+                of_batch = self.graph.storages[op.outputs[1]]
+                if train == bool(of_batch.bytes):
+                    yield step, op.reads[-2:]
+
+    @cached_property
+    def draws(self) -> tuple[bool, bool]:
+        """Whether its forward moves on the device's generator, and another one."""
+        hazards = self.graph.hazards_in(*self.unit)
+        own = {(h.call, h.reason) for h in hazards if h.reason.endswith(OWN_GENERATOR)}
+        random = (op for op in self.graph.ops[self.start : self.stop] if op.random)
+        found = {(op.call, f"{op.name} {OWN_GENERATOR}") in own for op in random}
+        return False in found, True in found
+
+    def inside(self, storage: int) -> bool:
+        """Whether the region makes the storage."""
+        return self.start <= self.graph.storages[storage].maker < self.stop
+
+    def forward_window(self) -> tuple[int, int]:
+        """Half moments, first and last, of its forward."""
+        return 2 * self.start, 2 * self.stop - 1
+
+    def backward_window(self) -> tuple[int, int]:
+        """Half moments from the first wanted saved tensor on.
+
+        If none is wanted, those at which backward drops what was made inside; (-1, -1)
+        if there is nothing of the kind, either.
+        """
+        spans = [(s.wanted, s.done) for s in self.saves if s.wanted >= 0]
+        if not spans:
+            spans = [(s.done, s.done) for _, s in self.made]
+        first = min((start for start, _ in spans), default=-1)
+        last = max((stop for _, stop in spans), default=-1)
+        return (2 * first, 2 * last + 1) if spans else (-1, -1)
+
+    def external(self) -> set[int]:
+        """Storages that the call reads, did not make, and that die during the step."""
+        storages = self.graph.storages
+        return {
+            storage
+            for storage in self.storages
+            if not self.inside(storage) and storages[storage].maker != BEFORE_STEP
+        }
+
+    @cached_property
+    def casts(self) -> dict[int, int]:
+        """Casts of parameters that autocast had at hand -> the op that made each.
+
+        In backward it has them no more.
+        """
+        given, casts = self.call.given, self.graph.casts
+        outside = (s for s in self.storages if s in casts and not self.inside(s))
+        return {s: casts[s] for s in outside if s not in given}
+
+    @property
+    def made_by_rerun(self) -> list[tuple[int, Saved]]:
+        """The saved tensors that a rerun makes again, with their indices."""
+        return self.made + [
+            one for one in self._numbered if one[1].storage in self.casts
+        ]
+
+    def changed_inputs(self, before: int) -> set[int]:
+        """Inputs that are not what they were when forward began."""
+        graph = self.graph
+        given = {s for s in self.storages if graph.storages[s].kind == "input"}
+        inputs = self.external() | given
+        return {s for s in inputs if graph.is_changed(s, self.start, before)}
+
+    def kept_values(self, region: Region) -> set[int]:
+        """The values that a region's saves name."""
+        returned = self.flow.returned
+        return {returned[op - self.start][output] for op, output in region.save}
+
+    def encoded_values(self, region: Region) -> dict[int, Encoding]:
+        """The values that a region keeps in a smaller form."""
+        returned = self.flow.returned
+        return {
+            returned[op - self.start][output]: self.graph.encoding_of[op, output]
+            for op, output in sorted(region.encode)
+        }
+
+    def parts(self, region: Region) -> tuple[list[Part], dict[int, int]]:
+        """The regions inside, as a program knows them; of saved tensors, their part.
+
+        Raises:
+            PlanError: One is not inside, overlaps another, or cannot be nested.
+        """
+        parts: list[Part] = []
+        part_of: dict[int, int] = {}
+        stack = self._inside_of(region, 0)
+        while stack:
+            one, around, outer = stack.pop()
+            self._check_nested(one, around)
+            last = one.call if one.last is None else one.last
+            kept = frozenset(self.kept_values(one))
+            start, stop = self.graph.calls[one.call].start, self.graph.calls[last].stop
+            parts.append(Part(start - self.start, stop - self.start, kept, outer))
+            number = len(parts)
+            part_of.update(dict.fromkeys(self.graph.saved_in(one.call, last), number))
+            stack += self._inside_of(one, number)
+        return parts, part_of
+
+    def _inside_of(
+        self, around: Region, number: int
+    ) -> list[tuple[Region, Region, int]]:
+        """The regions inside of a numbered one, the last first; all are apart."""
+        check_apart(self.graph, around.inner)
+        inner = sorted(around.inner, key=lambda one: -one.call)
+        return [(one, around, number) for one in inner]
+
+    def _check_nested(self, one: Region, around: Region) -> None:
+        graph = self.graph
+        if one.by != PROGRAM or around.by != PROGRAM or one.encode:
+            raise PlanError(
+                f"cannot nest {graph.calls[one.call]} in {graph.calls[around.call]}",
+                needed="by: program for both, and no encode for the inner one",
+                hint="encode in the outer region, or take the inner one out",
+            )
+        last = one.call if one.last is None else one.last
+        same = (one.call, one.last) == (around.call, around.last)
+        inside = graph.is_inside(one.call, around.call, around.last)
+        if same or not inside or not graph.is_inside(last, around.call, around.last):
+            call, outer = graph.calls[one.call], graph.calls[around.call]
+            raise overlap_error(call, outer, "is to be inside, and is not inside,")
+
+    def program(self, region: Region) -> tuple[Program, dict[int, int]]:
+        """The region's program; the saved tensors that it rebuilds, with their part."""
+        kept = self.kept_values(region)
+        current = self.flow.is_current
+        dropped = [
+            (index, value)
+            for index, _, value in self.packed
+            if not (value in kept and current(value))
+        ]
+        parts, part_of = self.parts(region)
+        wanted = [(value, part_of.get(index, 0)) for index, value in dropped]
+        encoded = self.encoded_values(region)
+        program = compile_program(self.flow, wanted, kept, encoded, parts)
+        indices = {index: part_of.get(index, 0) for index, _ in dropped}
+        stop = max((s.wanted for i, s in self.made if i in indices), default=-1)
+        storage_of = self.flow.storage_of
+        late = {
+            value
+            for value in program.holds
+            if self.graph.is_changed(storage_of[value], self.stop, stop)
+        }
+        return replace(program, lost=program.lost | late), indices

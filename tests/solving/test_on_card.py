@@ -1,0 +1,210 @@
+"""Plans for cards: PyTorch's allocator has room there, which tensors alone do not say.
+
+``scripts/room.py`` runs such plans with torch's own allocator.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import graphs
+import pytest
+from typer.testing import CliRunner, Result
+
+import ckplan
+from ckplan import gpus
+from ckplan.cli import app
+from ckplan.errors import CkplanError, InfeasibleError
+from ckplan.graph.file import save
+from ckplan.graph.graph import Graph
+from ckplan.simulating.allocations import has_room, replayed, reserved_bytes
+from ckplan.simulating.caching_allocator import NoRoomError
+from ckplan.simulating.simulate import simulate
+from ckplan.solving.limit import Limit
+from ckplan.solving.on_card import solve_within, spared
+from ckplan.solving.planner import Planner
+from ckplan.solving.solve import Wish, find
+from ckplan.units import format_bytes
+
+MIB = 2**20
+T4 = gpus.find("T4").usable_bytes
+
+
+def of_card(num_blocks: int = 8) -> Graph:
+    """Sizes that leave gaps."""
+    graph = graphs.chain(
+        num_blocks,
+        width_bytes=21 * MIB,
+        hidden_bytes=147 * MIB,
+        weight_bytes=9 * MIB,
+    )
+    return replace(graph, options={"gpu": "T4"})
+
+
+def test_memory_that_is_just_enough_is_enough() -> None:
+    timeline = simulate(of_card())
+    needed_bytes = reserved_bytes(timeline)
+    assert has_room(timeline, needed_bytes, expandable=False)
+    assert replayed(timeline, capacity_bytes=needed_bytes) == replayed(timeline)
+    with pytest.raises(NoRoomError):
+        replayed(timeline, capacity_bytes=timeline.peak_bytes - 1)
+    assert not has_room(timeline, timeline.peak_bytes - 1, expandable=True)
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+@pytest.mark.parametrize("share", [0.5, 0.6, 0.7, 0.8, 0.9])
+def test_a_plan_for_a_card_has_room_where_one_for_its_tensors_may_not(
+    share: float, expandable: bool
+) -> None:
+    planner = Planner(of_card())
+    limit = Limit(round(share * planner.unplanned.peak_bytes), True, expandable)
+    by_tensors = planner.solve(limit.bytes)
+    found = solve_within(planner, limit)
+    room = spared(limit)
+    assert 0.99 * limit.bytes <= room.bytes <= limit.bytes - 2 * MIB
+    assert room.holds(found.timeline)
+    assert found.budget_bytes + found.gap_bytes == limit.bytes
+    assert found.timeline.peak_bytes <= found.budget_bytes
+    if room.holds(by_tensors.timeline):
+        assert found == planner.solve(limit.bytes, limit)
+        assert (found.regions, found.gap_bytes) == (by_tensors.regions, 0)
+    else:
+        assert 0 < found.gap_bytes < limit.bytes / 4
+        assert found.timeline.overhead >= by_tensors.timeline.overhead
+
+
+def test_without_a_card_tensors_are_all_there_is() -> None:
+    graph = replace(of_card(40), options={})
+    planner = Planner(graph)
+    budget_bytes = round(0.7 * planner.unplanned.peak_bytes)
+    found = solve_within(planner, Limit(budget_bytes))
+    assert (found.budget_bytes, found.gap_bytes) == (budget_bytes, 0)
+    assert found == planner.solve(budget_bytes)
+    on_t4 = find(planner, Wish(gpu="T4"))
+    assert (on_t4.budget_bytes, on_t4.gap_bytes) == (T4, 0)
+    assert on_t4 == planner.solve(T4)
+
+
+def test_where_no_plan_leaves_room_tensors_decide() -> None:
+    planner = Planner(of_card())
+    floor = Limit(planner.floor.peak_bytes, on_card=True)
+    found = solve_within(planner, floor)
+    assert (found.budget_bytes, found.gap_bytes) == (floor.bytes, 0)
+    assert not found.as_baseline.fits
+    with pytest.raises(InfeasibleError):
+        solve_within(planner, Limit(floor.bytes - 1, on_card=True))
+
+
+def test_where_nothing_can_be_spared_a_plan_may_still_have_room() -> None:
+    planner = Planner(of_card())
+    least_bytes = planner.floor.peak_bytes
+    unspared = 0
+    for budget_bytes in range(least_bytes, least_bytes + 240 * MIB, 4 * MIB):
+        limit = Limit(budget_bytes, on_card=True)
+        found = solve_within(planner, limit)
+        keeps, spares = (one.holds(found.timeline) for one in (limit, spared(limit)))
+        assert found.gap_bytes or spares or not keeps
+        unspared += bool(found.gap_bytes) and not spares
+    assert unspared
+
+
+@pytest.fixture
+def trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Graph:
+    """A step too large for a T4, in the folder of the test."""
+    monkeypatch.chdir(tmp_path)
+    graph = of_card(40)
+    assert simulate(graph).peak_bytes > T4
+    save(graph, tmp_path / "step.json")
+    return graph
+
+
+def run(*argv: str) -> Result:
+    return CliRunner().invoke(app, ["solve", "step.json", "--force", *argv])
+
+
+def test_solve_leaves_room_for_gaps_and_says_how_much(trace: Graph) -> None:
+    found = json.loads(run("--gpu", "T4", "--json").stdout)
+    gap_bytes = found["gap_bytes"]
+    assert gap_bytes > 0
+    assert found["budget_bytes"] == T4
+    plan = ckplan.load_plan("plan.yaml")
+    assert plan.budget_bytes == T4 - gap_bytes
+    assert ckplan.solve(trace, gpu="T4") == plan
+    assert ckplan.solve(trace).regions == plan.regions  # the card of the trace
+    ended = run("--gpu", "T4")
+    said = " ".join(ended.stdout.split())
+    assert f"which is {format_bytes(T4)} without {format_bytes(gap_bytes)} for" in said
+    assert "fewer gaps: --expandable-segments" in ended.stderr
+    assert "warning" not in ended.stderr
+
+
+def test_a_reserve_is_apart_from_gaps(trace: Graph) -> None:
+    found = json.loads(run("--gpu", "T4", "--reserve", "1GiB", "--json").stdout)
+    assert (found["budget_bytes"], found["reserve_bytes"]) == (T4, 2**30)
+    plan = ckplan.load_plan("plan.yaml")
+    assert plan.budget_bytes == T4 - 2**30 - found["gap_bytes"]
+    assert ckplan.solve(trace, gpu="T4", reserve="1GiB") == plan
+
+
+def test_expandable_segments_leave_fewer_gaps_and_must_be_set(trace: Graph) -> None:
+    fixed = json.loads(run("--gpu", "T4", "--json").stdout)
+    ended = run("--gpu", "T4", "--expandable-segments", "--json")
+    found = json.loads(ended.stdout)
+    assert found["gap_bytes"] < fixed["gap_bytes"]
+    assert found["overhead"] <= fixed["overhead"]
+    assert "needs PYTORCH_ALLOC_CONF=expandable_segments:True" in ended.stderr
+    plan = ckplan.solve(trace, gpu="T4", expandable_segments=True)
+    assert plan == ckplan.load_plan("plan.yaml")
+    alone = run("--budget", "14GiB", "--expandable-segments")
+    assert alone.exit_code == 1
+    assert "cannot tell which card has expandable segments" in alone.stderr
+    with pytest.raises(CkplanError, match="which card has expandable"):
+        ckplan.solve(trace, "14GiB", expandable_segments=True)
+
+
+def test_a_budget_is_of_tensors_and_warns_where_the_allocator_fails(
+    trace: Graph,
+) -> None:
+    del trace
+    ended = run("--budget", str(T4), "--json")
+    assert json.loads(ended.stdout)["gap_bytes"] == 0
+    assert ckplan.load_plan("plan.yaml").budget_bytes == T4
+    assert "warning: PyTorch's allocator finds no room for all of it" in ended.stderr
+    assert "warning" not in run("--budget", "300%").stderr
+
+
+def test_common_practice_is_asked_for_the_same_room(trace: Graph) -> None:
+    by_tensors, on_card, expandable = (
+        {
+            row["name"]: row
+            for row in json.loads(run_compare("--json", *argv).stdout)["baselines"]
+        }
+        for argv in (
+            ("--budget", str(T4)),
+            ("--gpu", "T4"),
+            ("--gpu", "T4", "--expandable-segments"),
+        )
+    )
+    solved = json.loads(run("--gpu", "T4", "--json").stdout)
+    assert on_card["this plan"]["peak_bytes"] == solved["peak_bytes"]
+    assert on_card["this plan"]["fits"]
+    in_solve = {row["name"]: row for row in solved["baselines"]}
+    assert in_solve == {name: on_card[name] for name in in_solve}
+    plans = Planner(trace).everyday.plans
+    for timeline, _ in plans:
+        room = has_room(timeline, T4, expandable=False)
+        assert on_card["every call"]["fits"] == room
+    differ = [n for n, row in by_tensors.items() if on_card[n]["fits"] < row["fits"]]
+    assert differ, "no practice fits by its tensors alone"
+    assert all(on_card[n]["fits"] <= row["fits"] for n, row in expandable.items())
+    for name in ("chen", "first k calls"):
+        assert on_card[name]["fits"], name
+        assert on_card[name]["overhead"] >= by_tensors[name]["overhead"]
+    ended = run_compare("--expandable-segments")
+    assert ended.exit_code == 2
+
+
+def run_compare(*argv: str) -> Result:
+    return CliRunner().invoke(app, ["compare", "step.json", *argv])

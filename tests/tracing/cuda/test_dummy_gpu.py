@@ -1,0 +1,124 @@
+"""Torch's own CUDA code beside what is said of it, on a GPU that computes nothing.
+
+The whole table is ``scripts/allocated.py``. Skipped by name where torch has no CUDA, or
+where there is a real GPU: that one has tests of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib import util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from ckplan import gpus
+
+ROOT = Path(__file__).parents[3]
+ON_DUMMY_GPU = str(ROOT / "tests" / "helpers" / "on_dummy_gpu.py")
+
+
+def _dummy_gpu() -> ModuleType:
+    path = ROOT / "scripts" / "_dummy_gpu.py"
+    spec = util.spec_from_file_location("_dummy_gpu", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+dummy = _dummy_gpu()
+pytestmark = pytest.mark.skipif(bool(dummy.why_not()), reason=dummy.why_not() or "none")
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found: Path = dummy.build(tmp_path_factory.mktemp("gpu"))
+    return found
+
+
+def run(environment: Mapping[str, str], *argv: str) -> None:
+    done = subprocess.run(
+        [sys.executable, *argv],
+        env={**environment, "PYTHONPATH": f"{ROOT}:{ROOT / 'scripts'}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("card", ["T4", "A100 40GB", "RTX 4090", "H100"])
+def test_reductions_put_aside_what_torch_asks_for(library: Path, card: str) -> None:
+    there = dummy.environment(library, gpus.find(card))
+    run(there, ON_DUMMY_GPU, "reductions")
+
+
+@pytest.mark.parametrize("card", ["T4", "A100 40GB", "RTX 4090", "H100", "B200"])
+def test_attention_takes_the_kernel_that_torch_takes(library: Path, card: str) -> None:
+    there = dummy.environment(library, gpus.find(card))
+    run(there, ON_DUMMY_GPU, "attention")
+
+
+@pytest.mark.parametrize("card", ["T4", "A100 40GB", "RTX 4090", "H100"])
+def test_attention_asks_for_what_is_said(library: Path, card: str) -> None:
+    there = dummy.environment(library, gpus.find(card))
+    run(
+        there,
+        ON_DUMMY_GPU,
+        "attention_workspaces",
+    )
+
+
+@pytest.mark.parametrize("ops", ["losses", "copies", "group_norm"])
+def test_ops_ask_for_what_is_said(library: Path, ops: str) -> None:
+    there = dummy.environment(library, gpus.find("A100 40GB"))
+    run(there, ON_DUMMY_GPU, ops)
+
+
+@pytest.mark.parametrize("card", ["T4", "A100 40GB", "H100"])
+def test_sorting_asks_for_what_is_said(library: Path, card: str) -> None:
+    there = dummy.environment(library, gpus.find(card))
+    run(there, ON_DUMMY_GPU, "sorting")
+
+
+@pytest.mark.parametrize("card", ["A100 40GB", "H100"])
+def test_multiplications_keep_what_is_said(library: Path, card: str) -> None:
+    there = dummy.environment(library, gpus.find(card))
+    run(there, ON_DUMMY_GPU, "cublas")
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("caching_allocator", "80"),
+        ("full_card", "1.5", "0"),
+        ("full_card", "1.5", "2"),
+    ],
+)
+def test_the_caching_allocator_is_torchs(
+    library: Path, argv: tuple[str, ...], expandable: bool
+) -> None:
+    test, gigabytes, *seed = argv
+    there = dict(dummy.environment(library, gpus.find("A100 40GB")))
+    there["DUMMY_GPU_BYTES"] = str(round(float(gigabytes) * 1e9))
+    if expandable:
+        there["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    path = ON_DUMMY_GPU
+    run(there, path, test, *seed, *(["--expandable"] if expandable else []))
+
+
+def test_what_is_rebuilt_waits_for_other_streams(library: Path) -> None:
+    there = dummy.environment(library, gpus.find("A100 40GB"))
+    run(there, ON_DUMMY_GPU, "streams")
+
+
+@pytest.mark.parametrize("script", ["allocated", "workspaces"])
+def test_a_step_takes_what_is_predicted(script: str) -> None:
+    run(os.environ, str(ROOT / "scripts" / f"{script}.py"), "--only", "mlp")

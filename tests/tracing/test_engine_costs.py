@@ -1,0 +1,110 @@
+"""What the engine itself takes is measured, kept, and taken into predictions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import ckplan
+from ckplan.graph.graph import Graph
+from ckplan.graph.records import EngineCosts
+from ckplan.tracing import engine
+from ckplan.tracing.cost_cache import CostCache
+from ckplan.tracing.engine import calibrate_engine
+from ckplan.tracing.recording import RawOp
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> CostCache:
+    return CostCache(tmp_path / "costs.json")
+
+
+def moving(*sizes: int) -> list[RawOp]:
+    """Ops that move so many bytes."""
+    found = []
+    for size in sizes:
+        op = object.__new__(RawOp)
+        object.__setattr__(op, "moved_bytes", size)
+        found.append(op)
+    return found
+
+
+def test_the_engine_takes_microseconds_and_more_where_caches_are_cold() -> None:
+    warm, cold = engine._measure(0), engine._measure(1 << 24)
+    assert min(*warm, *cold) >= 0.0  # one may drown in the noise of the other
+    assert 1e-6 < sum(warm) < sum(cold) < 5e-3
+
+
+@pytest.mark.parametrize(
+    ("sizes", "device", "flushed"),
+    [
+        ([], CPU, 0),
+        ([4096, 4096], CPU, 0),  # all stays in the cache
+        ([3 << 20, 1 << 20], CPU, 4 << 20),  # two ops on average
+        ([3 << 20], CPU, 8 << 20),
+        ([1 << 30], CPU, 16 << 20),
+        ([1 << 30], CUDA, 0),  # which has caches of its own
+    ],
+)
+def test_caches_are_as_cold_as_the_ops_of_a_step_leave_them(
+    sizes: list[int],
+    device: torch.device,
+    flushed: int,
+    cache: CostCache,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[int] = []
+
+    def measure(flushed_bytes: int) -> tuple[float, float]:
+        asked.append(flushed_bytes)
+        return 1.0, 2.0
+
+    monkeypatch.setattr(engine, "_measure", measure)
+    for _ in range(2):  # the second time it is known
+        assert calibrate_engine(moving(*sizes), device, cache) == EngineCosts(1.0, 2.0)
+    assert asked == [flushed]
+
+
+def test_measuring_leaves_everything_as_it_was() -> None:
+    random = torch.get_rng_state()
+    with torch.inference_mode(), torch.autocast("cpu"):
+        engine._measure(0)
+        assert torch.is_inference_mode_enabled()
+        assert torch.is_autocast_enabled("cpu")
+    assert torch.is_grad_enabled()
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+def test_a_profile_has_what_this_machine_takes_and_none_of_another() -> None:
+    model, batch = nn.Sequential(nn.Linear(8, 16), nn.GELU()), torch.ones(4, 8)
+    here = ckplan.profile(model, batch)
+    assert here.engine.watch_seconds + here.engine.rerun_seconds > 0
+    card = ckplan.profile(model, batch, gpu="RTX 4090")
+    assert card.engine == EngineCosts()
+
+
+def test_of_a_tiny_step_the_engine_is_most_of_what_a_plan_costs() -> None:
+    def block() -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8))
+
+    def overhead(graph: Graph) -> float:
+        planned = ckplan.solve(graph, goal="min-memory").predicted
+        assert planned is not None
+        return planned.overhead
+
+    model = nn.Sequential(*(block() for _ in range(4)))
+    tries = []
+    for _ in range(3):  # what else the machine does may drown it
+        graph = ckplan.profile(model, torch.ones(64, 8), optimizer="none", fresh=True)
+        with_engine = overhead(graph)
+        of_ops = overhead(replace(graph, engine=EngineCosts()))
+        tries.append((with_engine, of_ops))
+        if with_engine > 2 * of_ops > 0:
+            return
+    raise AssertionError(tries)
