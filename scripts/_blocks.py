@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckplan import gpus
 from ckplan.tracing.cuda.workspaces import workspace_of
-from ckplan.tracing.recording import RawOp, TensorMeta, describe, meta
+from ckplan.tracing.recording.recording import RawOp, TensorMeta, describe, meta
 from ckplan.units import in_blocks
 
 CUDA = torch.device("cuda", 0)

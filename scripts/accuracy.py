@@ -163,7 +163,7 @@ def _compared(
     spec: WorkloadSpec, plan: Plan, training: Training, seen: list[Any]
 ) -> tuple[Any, list[str]]:
     """A planned step, and which of its results no unplanned step had."""
-    from ckplan.verifying.pair import num_results
+    from ckplan.verifying.compare_steps import num_results
 
     planned = _alone(_first_steps, spec, plan, training)
     for _ in range(MOST_REPEATS):
@@ -180,7 +180,7 @@ def _compared(
 
 def _different(planned: Any, seen: Sequence[Any]) -> list[str]:
     """Kinds of results that differ from the unplanned step that is most alike."""
-    from ckplan.verifying.pair import find_different
+    from ckplan.verifying.compare_steps import find_different
 
     def kinds(unplanned: Any) -> list[str]:
         different = find_different((unplanned, planned)) or ()

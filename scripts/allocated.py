@@ -62,7 +62,7 @@ from ckplan.plan.resolve import describe
 from ckplan.simulating.allocations import replayed
 from ckplan.simulating.simulate import Timeline
 from ckplan.solving.planner import Planner
-from ckplan.tracing.fake import KnownValues
+from ckplan.tracing.faking.fake_mode import KnownValues
 from ckplan.tracing.profile import profile_workload
 from ckplan.training.allocator import on_gpu
 from ckplan.training.loading import WorkloadSpec

@@ -4,7 +4,7 @@ Four tables. "Plans": random small steps of several kinds and every plan of each
 regions on calls at any depth and on runs of calls, every set of values kept or encoded,
 for one kind regions inside regions. An oracle that shares no code with the solver steps
 them storage by storage (`tests/helpers/every_plan.py`). Beside it stands the planner,
-at every budget at which the best plan changes. "Best": steps at which it is never behind.
+at every budget at which the best plan changes. "Best": steps where it is never behind.
 "Nested": only regions inside regions are as good. "Cheaper": the planner nests where
 the enumeration does not. "None found": some plan fits, and the planner says that none
 does. "Wrong": below the least peak a plan is found, a larger budget costs more, bytes

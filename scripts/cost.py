@@ -61,12 +61,12 @@ from ckplan.graph.graph import Graph
 from ckplan.plan.resolve import resolve
 from ckplan.report.progress import ProgressLine
 from ckplan.simulating.simulate import Simulator
-from ckplan.tracing.cost_cache import FOLDER_VARIABLE
+from ckplan.tracing.costs.cost_cache import FOLDER_VARIABLE
 from ckplan.tracing.profile import profile_workload
 from ckplan.training.loading import WorkloadSpec, parse_options
 from ckplan.units import format_bytes, format_percent, format_seconds
-from ckplan.verifying.interleave import StepProcess, interleave
-from ckplan.verifying.pair import find_different
+from ckplan.verifying.compare_steps import find_different
+from ckplan.verifying.step_process import StepProcess, interleave
 from ckplan.verifying.worker import FirstSteps
 
 HEADERS = (

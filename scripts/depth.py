@@ -42,8 +42,8 @@ import revolve
 
 from ckplan.graph.graph import Graph
 from ckplan.simulating.simulate import Timeline
+from ckplan.solving.common_strategies import practices
 from ckplan.solving.planner import Planner
-from ckplan.solving.practices import practices
 from ckplan.tracing.profile import profile_workload
 from ckplan.training.loading import WorkloadSpec, parse_options
 from ckplan.units import format_bytes, format_percent, format_seconds

@@ -64,7 +64,7 @@ from ckplan.solving.solve import solve, to_plan
 from ckplan.tracing.profile import profile_workload
 from ckplan.training.loading import WorkloadSpec, parse_options
 from ckplan.units import format_bytes, format_percent
-from ckplan.verifying.interleave import StepProcess, interleave
+from ckplan.verifying.step_process import StepProcess, interleave
 
 DROPPED_ROUNDS = 2
 TINY = {"batch": 1, "length": 8, "width": 24}

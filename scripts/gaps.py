@@ -34,9 +34,9 @@ from _measuring import (
 
 from ckplan.graph.file import load
 from ckplan.solving.bound import gap
-from ckplan.solving.limit import Limit
+from ckplan.solving.common_strategies import everything
+from ckplan.solving.memory_limit import Limit
 from ckplan.solving.planner import Planner
-from ckplan.solving.practices import everything
 from ckplan.solving.solution import Baseline
 from ckplan.units import format_bytes, format_percent, format_seconds
 

@@ -38,9 +38,9 @@ from ckplan import gpus
 from ckplan.errors import CkplanError
 from ckplan.plan import file as plan_file
 from ckplan.simulating.allocations import reserved_bytes
-from ckplan.solving.limit import Limit
-from ckplan.solving.on_card import solve_within
+from ckplan.solving.memory_limit import Limit
 from ckplan.solving.planner import Planner
+from ckplan.solving.reserved_limit import solve_within
 from ckplan.solving.solution import Solution
 from ckplan.solving.solve import to_plan
 from ckplan.units import format_bytes, format_percent

@@ -53,7 +53,7 @@ from ckplan.tracing.profile import profile_workload
 from ckplan.training.loading import WorkloadSpec, parse_options
 from ckplan.training.step import Training
 from ckplan.units import format_bytes, format_percent
-from ckplan.verifying.pair import find_different
+from ckplan.verifying.compare_steps import find_different
 from ckplan.verifying.worker import FIRST_STEPS, FirstSteps, Job, Worker
 
 _TEXT = {"layers": 4, "width": 128, "heads": 4, "length": 128, "vocab": 1000}

@@ -23,6 +23,6 @@ def _costs_of_this_session(tmp_path_factory: pytest.TempPathFactory) -> object:
 @pytest.fixture(scope="session", autouse=True)
 def _first_calls() -> None:
     """Let no test see what torch computes only the first time."""
-    from ckplan.training.first_calls import make_first_calls
+    from ckplan.training.warm_up import make_first_calls
 
     make_first_calls()

@@ -1,6 +1,6 @@
 """Put a plan on a model: the exit of the hourglass."""
 
-from ckplan.applying.choices import RegionStatus
+from ckplan.applying.hooks.choices import RegionStatus
 from ckplan.applying.regions import Status, apply, planned, remove, status
 
 __all__ = ["RegionStatus", "Status", "apply", "planned", "remove", "status"]

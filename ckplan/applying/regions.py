@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ckplan.applying.choices import Choice, RegionStatus
-from ckplan.applying.forwards import GuardedForward, RerunForward
-from ckplan.applying.hooks import (
+from ckplan.applying.hooks.choices import Choice, RegionStatus
+from ckplan.applying.hooks.forwards import GuardedForward, RerunForward
+from ckplan.applying.hooks.hooks import (
     Chooser,
     ParentHooks,
     PathHooks,
@@ -27,14 +27,14 @@ from ckplan.applying.hooks import (
     hook_end,
     running,
 )
-from ckplan.applying.matching import choices_of
-from ckplan.applying.notices import warn_of_differences
+from ckplan.applying.hooks.matching import choices_of
+from ckplan.applying.hooks.plan_warnings import warn_of_differences
 from ckplan.errors import ApplyError
 from ckplan.graph.fqn import is_around
 from ckplan.plan.file import load
 from ckplan.plan.plan import Plan
 from ckplan.plan.region import RERUN
-from ckplan.training.first_calls import make_first_calls
+from ckplan.training.warm_up import make_first_calls
 from ckplan.training.workload import check_not_lazy
 
 

@@ -10,10 +10,10 @@ from typing import Annotated
 
 import typer
 
-from ckplan.cli.looking import gpus, profile, show
-from ckplan.cli.planning import compare, frontier, solve
-from ckplan.cli.proving import eject, verify
+from ckplan.cli.inspect_commands import gpus, profile, show
+from ckplan.cli.plan_commands import compare, frontier, solve
 from ckplan.cli.terminal import TRACEBACK, Command, Commands, write
+from ckplan.cli.verify_commands import eject, verify
 
 app = typer.Typer(
     cls=Commands,

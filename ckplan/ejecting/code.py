@@ -21,9 +21,9 @@ from ckplan.plan.resolve import resolve
 from ckplan.simulating.simulate import Simulator, Timeline
 from ckplan.solving.baselines import can_be_done, find_layers, nearest
 from ckplan.solving.chain import regions_of
-from ckplan.solving.covers import chain_of, find_nodes, leaves, tree_frontier
-from ckplan.solving.limit import Limit
+from ckplan.solving.memory_limit import Limit
 from ckplan.solving.menu import Menus, Option, Unit
+from ckplan.solving.segmentation import chain_of, find_nodes, leaves, tree_frontier
 from ckplan.units import format_bytes, format_percent
 
 _TEMPLATE = '''\

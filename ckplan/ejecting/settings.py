@@ -30,7 +30,7 @@ from ckplan.solving.baselines import (
     num_needed,
     run_lengths,
 )
-from ckplan.solving.limit import Limit
+from ckplan.solving.memory_limit import Limit
 from ckplan.solving.menu import Menus
 from ckplan.units import format_bytes
 

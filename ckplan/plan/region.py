@@ -8,9 +8,7 @@ from itertools import pairwise
 
 from ckplan.errors import PlanError
 from ckplan.graph.graph import Graph
-from ckplan.graph.records import (
-    Call,
-)
+from ckplan.graph.records import Call
 
 PROGRAM, RERUN = "program", "rerun"
 """Ways to recompute: single ops, or the whole module again."""

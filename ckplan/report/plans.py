@@ -15,7 +15,7 @@ from ckplan.report.reserved import reserved_facts, reserved_json
 from ckplan.report.tables import add_row, facts, make_table, section
 from ckplan.simulating.allocations import Reserved
 from ckplan.simulating.simulate import Timeline
-from ckplan.solving.limit import Limit
+from ckplan.solving.memory_limit import Limit
 from ckplan.solving.solution import Baseline, Exact, Solution
 
 

@@ -16,7 +16,7 @@ from ckplan.errors import PlanError
 from ckplan.graph.graph import Graph
 from ckplan.plan.region import RERUN, Region
 from ckplan.simulating.simulate import Simulator, Timeline
-from ckplan.solving.limit import Limit
+from ckplan.solving.memory_limit import Limit
 from ckplan.solving.menu import Menus
 from ckplan.solving.solution import Baseline
 

@@ -31,8 +31,8 @@ from ckplan.graph.graph import Graph
 from ckplan.graph.records import BEFORE_STEP, Encoding
 from ckplan.simulating.program import Flow
 from ckplan.simulating.simulate import Simulator
-from ckplan.solving.closure import NANOSECOND, Choice, Closure, Demand
-from ckplan.solving.fees import Fees
+from ckplan.solving.closure_problem import NANOSECOND, Choice, Closure, Demand
+from ckplan.solving.engine_costs import Fees
 
 _WEIGHTS = ((1, 1), (1, 3), (3, 1))  # of two moments, on average
 

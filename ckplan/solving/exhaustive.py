@@ -17,8 +17,8 @@ from typing import TypeAlias
 from ckplan.errors import PlanError
 from ckplan.plan.region import Region
 from ckplan.simulating.simulate import Simulator, Timeline
-from ckplan.solving.covers import Node, are_siblings
 from ckplan.solving.menu import Menus, Unit
+from ckplan.solving.segmentation import Node, are_siblings
 
 _MOST_PLANS, _MOST_NESTED_PLANS = 6000, 3000  # the latter share no replays
 

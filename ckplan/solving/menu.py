@@ -23,7 +23,7 @@ from ckplan.plan.region import RERUN, Region
 from ckplan.simulating.program import EXTERNAL, Flow
 from ckplan.simulating.simulate import Simulator
 from ckplan.simulating.view import RegionView
-from ckplan.solving.closure import NANOSECOND, Choice, Closure, Demand
+from ckplan.solving.closure_problem import NANOSECOND, Choice, Closure, Demand
 
 _FEWEST_CUTS, _MOST_CUTS, _CUTS_TIMES_STEPS = 1, 40, 2500
 _LEAST_EARLY = 1 / 32  # of what a unit could drop, wanted by some moment

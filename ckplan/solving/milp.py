@@ -41,8 +41,8 @@ from ckplan.simulating.ledger import random_state_bytes
 from ckplan.simulating.program import EXTERNAL, Flow
 from ckplan.simulating.simulate import Simulator
 from ckplan.solving.bound import all_encodings, all_values
-from ckplan.solving.closure import NANOSECOND
-from ckplan.solving.fees import Fees
+from ckplan.solving.closure_problem import NANOSECOND
+from ckplan.solving.engine_costs import Fees
 from ckplan.solving.solution import Exact
 
 _UNIT = 1e-9  # of the objective, in seconds

@@ -27,10 +27,10 @@ from typing import TypeAlias
 from ckplan.errors import PlanError
 from ckplan.plan.region import PROGRAM, Region
 from ckplan.simulating.simulate import Simulator
-from ckplan.solving.between import between
 from ckplan.solving.chain import ChainFrontier, Link, regions_of
-from ckplan.solving.covers import NEARLY_ALL, are_siblings
+from ckplan.solving.interpolated_options import between
 from ckplan.solving.menu import Change, Menus, Option, Unit
+from ckplan.solving.segmentation import NEARLY_ALL, are_siblings
 
 _MOST_PARTS = 12  # of a run, each call by itself; longer ones are cut into runs
 _MOST_LEVELS = 4

@@ -16,7 +16,11 @@ from ckplan.simulating.simulate import Simulator, Timeline
 from ckplan.solving.baselines import Everyday, can_be_done
 from ckplan.solving.bound import LowerBound, gap
 from ckplan.solving.chain import ChainFrontier, Choice, regions_of
-from ckplan.solving.covers import (
+from ckplan.solving.exhaustive import try_all
+from ckplan.solving.memory_limit import Limit
+from ckplan.solving.menu import Menus, Option, Unit
+from ckplan.solving.nesting import Nesting
+from ckplan.solving.segmentation import (
     Node,
     all_nodes,
     all_units,
@@ -25,10 +29,6 @@ from ckplan.solving.covers import (
     run_covers,
     tree_frontier,
 )
-from ckplan.solving.exhaustive import try_all
-from ckplan.solving.limit import Limit
-from ckplan.solving.menu import Menus, Option, Unit
-from ckplan.solving.nesting import Nesting
 from ckplan.solving.solution import Floor, Point, Solution
 
 _Found: TypeAlias = tuple[Timeline, tuple[Region, ...]]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ckplan.plan.region import Region
 from ckplan.simulating.simulate import Timeline
 from ckplan.solving.bound import gap
-from ckplan.solving.limit import Limit
+from ckplan.solving.memory_limit import Limit
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,9 @@ from ckplan.graph.graph import Graph
 from ckplan.plan.plan import Plan, Prediction, plan_fingerprint
 from ckplan.plan.resolve import describe
 from ckplan.simulating.allocations import is_on_card
-from ckplan.solving.limit import Limit
-from ckplan.solving.on_card import solve_within
+from ckplan.solving.memory_limit import Limit
 from ckplan.solving.planner import Planner
+from ckplan.solving.reserved_limit import solve_within
 from ckplan.solving.solution import Point, Solution
 
 GOALS = (None, "min-memory", "knee")

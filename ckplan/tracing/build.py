@@ -22,10 +22,10 @@ from ckplan.graph.records import (
     Storage,
     Workspace,
 )
-from ckplan.tracing.calibrate import CodingCost
-from ckplan.tracing.cost_cache import Cost
-from ckplan.tracing.hazards import find_hazards
-from ckplan.tracing.recording import (
+from ckplan.tracing.costs.calibrate import CodingCost
+from ckplan.tracing.costs.cost_cache import Cost
+from ckplan.tracing.hazards.from_recording import find_hazards
+from ckplan.tracing.recording.recording import (
     STILL_ALIVE,
     RawOp,
     RawSaved,

@@ -21,25 +21,25 @@ from ckplan.graph.graph import Graph
 from ckplan.graph.records import MEASURED, EngineCosts
 from ckplan.graph.sharding import Sharding, sharded
 from ckplan.tracing.build import build_graph, smaller_forms
-from ckplan.tracing.calibrate import (
+from ckplan.tracing.costs.apply_overhead import calibrate_engine
+from ckplan.tracing.costs.calibrate import (
     CodingCost,
     Progress,
     calibrate,
     calibrate_encodings,
 )
-from ckplan.tracing.cost_cache import Cost, CostCache, cost_cache
+from ckplan.tracing.costs.cost_cache import Cost, CostCache, cost_cache
+from ckplan.tracing.costs.roofline import roofline, roofline_codings
 from ckplan.tracing.cuda.memory import as_allocated, with_workspaces
-from ckplan.tracing.engine import calibrate_engine
-from ckplan.tracing.recording import Recording, TensorMeta
-from ckplan.tracing.repeat import repeated
-from ckplan.tracing.roofline import roofline, roofline_codings
-from ckplan.tracing.smaller import DoesNotFitError, from_smaller
+from ckplan.tracing.hazards.nondeterminism import repeated
+from ckplan.tracing.recording.recording import Recording, TensorMeta
+from ckplan.tracing.recording.side_effects import states_kept
+from ckplan.tracing.smaller_batches import DoesNotFitError, from_smaller
 from ckplan.tracing.target import Target, find_target
 from ckplan.tracing.trace import Build, Scope, Traced, trace, trace_real
-from ckplan.tracing.watch import states_kept
 from ckplan.training.fingerprint import fingerprint
+from ckplan.training.free_memory import given_back
 from ckplan.training.loading import WorkloadSpec
-from ckplan.training.memory import given_back
 from ckplan.training.randomness import seed_everything
 from ckplan.training.step import AS_IT_SAYS, Training
 from ckplan.training.workload import (

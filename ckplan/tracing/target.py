@@ -8,7 +8,7 @@ import torch
 
 from ckplan.errors import CkplanError
 from ckplan.gpus import Gpu, find
-from ckplan.tracing.cuda.words import Capability
+from ckplan.tracing.cuda.translation import Capability
 from ckplan.training.failures import first_line
 
 DEFAULT_GPU = "A100 40GB"

@@ -17,11 +17,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ckplan.errors import CkplanError, WorkloadError
 from ckplan.graph.records import BEFORE_STEP
 from ckplan.tracing.cuda import dispatched, present, translated
-from ckplan.tracing.fake import KnownValues, fake_tensors, why_not_fake
-from ckplan.tracing.recorder import StepRecorder
-from ckplan.tracing.recording import Recording
-from ckplan.tracing.smaller import DoesNotFitError
-from ckplan.tracing.storages import Storages
+from ckplan.tracing.faking.fake_mode import KnownValues, fake_tensors, why_not_fake
+from ckplan.tracing.recording.recorder import StepRecorder
+from ckplan.tracing.recording.recording import Recording
+from ckplan.tracing.recording.storages import Storages
+from ckplan.tracing.smaller_batches import DoesNotFitError
 from ckplan.tracing.target import Target
 from ckplan.training.failures import (
     check_finite,
@@ -33,7 +33,7 @@ from ckplan.training.failures import (
     wants_gpu,
 )
 from ckplan.training.fingerprint import fingerprint
-from ckplan.training.memory import available_bytes, limited_memory
+from ckplan.training.free_memory import available_bytes, limited_memory
 from ckplan.training.optimizers import counters
 from ckplan.training.step import Training, TrainingStep, make_step
 from ckplan.training.workload import Workload, check_not_lazy, on_device, tensors_of

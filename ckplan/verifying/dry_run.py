@@ -16,19 +16,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ckplan.applying.notices import IDLE
+from ckplan.applying.hooks.plan_warnings import IDLE
 from ckplan.errors import CkplanError, VerifyError
 from ckplan.gpus import find
 from ckplan.plan.file import as_plan
 from ckplan.simulating.curve import PLANNED, UNPLANNED, Curve
-from ckplan.tracing.calibrate import calibrate
-from ckplan.tracing.cost_cache import Cost, cost_cache
+from ckplan.tracing.costs.calibrate import calibrate
+from ckplan.tracing.costs.cost_cache import Cost, cost_cache
+from ckplan.tracing.costs.roofline import roofline
 from ckplan.tracing.cuda import translated
 from ckplan.tracing.cuda.cublas import kept_bytes
 from ckplan.tracing.cuda.memory import with_workspaces
-from ckplan.tracing.fake import fake_tensors
-from ckplan.tracing.recording import RawOp
-from ckplan.tracing.roofline import roofline
+from ckplan.tracing.faking.fake_mode import fake_tensors
+from ckplan.tracing.recording.recording import RawOp
 from ckplan.tracing.target import DEFAULT_GPU, Target, find_target
 from ckplan.training.failures import first_line
 from ckplan.training.fingerprint import fingerprint
@@ -38,16 +38,16 @@ from ckplan.training.randomness import seed_everything
 from ckplan.training.step import AS_IT_SAYS, Training, make_step
 from ckplan.training.workload import Workload
 from ckplan.units import in_blocks
-from ckplan.verifying.meter import Meter, MeterLog
 from ckplan.verifying.outcome import AbstractOutcome, of_plan
-from ckplan.verifying.predicted import predict, side_by_side
+from ckplan.verifying.predict import predict, side_by_side
+from ckplan.verifying.storage_tracker import Meter, MeterLog
 from ckplan.verifying.worker import held_between_steps, put, regions_of
 
 if TYPE_CHECKING:
-    from ckplan.applying.choices import RegionStatus
+    from ckplan.applying.hooks.choices import RegionStatus
     from ckplan.graph.graph import Graph
     from ckplan.plan.plan import Plan
-    from ckplan.tracing.calibrate import Progress
+    from ckplan.tracing.costs.calibrate import Progress
 
 NOTE_CUDA = (
     "as CUDA does it, in blocks of 512 bytes: workspaces of kernels and of cuBLAS are "

@@ -11,7 +11,7 @@ from ckplan.plan.plan import differences, plan_fingerprint
 from ckplan.simulating.curve import Curves, curves_json
 
 if TYPE_CHECKING:
-    from ckplan.applying.choices import RegionStatus
+    from ckplan.applying.hooks.choices import RegionStatus
     from ckplan.plan.plan import Plan
 
 

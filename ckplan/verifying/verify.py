@@ -22,15 +22,20 @@ from ckplan.solving.menu import Menus
 from ckplan.tracing.target import find_target
 from ckplan.training.loading import WorkloadSpec, as_spec
 from ckplan.training.step import Training
-from ckplan.verifying.interleave import StepProcess, overhead_of
+from ckplan.verifying.compare_steps import (
+    Pair,
+    at_fewer_rows,
+    find_different,
+    what_was_compared,
+)
 from ckplan.verifying.outcome import AbstractOutcome, of_plan
-from ckplan.verifying.pair import Pair, at_fewer_rows, find_different, what_was_compared
-from ckplan.verifying.predicted import predict, side_by_side
+from ckplan.verifying.predict import predict, side_by_side
+from ckplan.verifying.step_process import StepProcess, overhead_of
 from ckplan.verifying.worker import FirstSteps, Result
 
 if TYPE_CHECKING:
     from ckplan.graph.graph import Graph
-    from ckplan.tracing.calibrate import Progress
+    from ckplan.tracing.costs.calibrate import Progress
 
 _MOST_NAMES = 10
 

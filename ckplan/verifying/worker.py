@@ -25,7 +25,7 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.profiler import record_function
 
-from ckplan.applying.notices import IDLE
+from ckplan.applying.hooks.plan_warnings import IDLE
 from ckplan.errors import CkplanError, VerifyError, WorkloadError
 from ckplan.simulating.curve import PHASES, Curve
 from ckplan.training.allocator import AllocatorLog, OnGpu, log_allocations, on_gpu
@@ -37,10 +37,10 @@ from ckplan.training.failures import (
     place_of,
 )
 from ckplan.training.fingerprint import fingerprint
-from ckplan.training.first_calls import make_first_calls
 from ckplan.training.loading import WorkloadSpec
 from ckplan.training.randomness import seed_everything
 from ckplan.training.step import Training, TrainingStep, make_step
+from ckplan.training.warm_up import make_first_calls
 from ckplan.training.workload import (
     Workload,
     first_rows,
@@ -50,7 +50,7 @@ from ckplan.training.workload import (
 )
 
 if TYPE_CHECKING:
-    from ckplan.applying.choices import RegionStatus
+    from ckplan.applying.hooks.choices import RegionStatus
     from ckplan.plan.plan import Plan
 
 FIRST_STEPS = "first steps"

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ckplan
 from ckplan import applying
-from ckplan.applying import recompute
+from ckplan.applying.rebuilding import rebuilder as recompute
 from ckplan.errors import ApplyError, PlanError, WorkloadError
 from ckplan.plan.names import OpName
 from ckplan.plan.plan import Plan, PlannedRegion

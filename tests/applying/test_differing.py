@@ -531,7 +531,7 @@ def test_what_torch_compiled_runs_uncompiled_inside(
 def test_torch_compiles_again_once_the_last_region_of_all_threads_is_over() -> None:
     from torch._dynamo import eval_frame
 
-    from ckplan.applying.compiled import uncompiled
+    from ckplan.applying.tensors.compiled import uncompiled
 
     before = eval_frame._stance.stance
     one, other = uncompiled(), uncompiled()

@@ -22,19 +22,23 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 import ckplan
 from ckplan import applying
-from ckplan.applying import (
-    calls,
-    facts,
-    forwards,
-    held,
-    recompute,
-    record,
-    replay,
-    saved,
-    world,
+from ckplan.applying.guards import checker as replay
+from ckplan.applying.hooks import forwards
+from ckplan.applying.rebuilding import rebuilder as recompute
+from ckplan.applying.recording import recorder as record
+from ckplan.applying.recording import saved_tensors as saved
+from ckplan.applying.recording.saved_tensors import Kept
+from ckplan.applying.rerunning import rerun as rerunning
+from ckplan.applying.rerunning import snapshot as world
+from ckplan.applying.tensors import (
+    arguments as calls,
 )
-from ckplan.applying import rerun as rerunning
-from ckplan.applying.saved import Kept
+from ckplan.applying.tensors import (
+    op_traits as facts,
+)
+from ckplan.applying.tensors import (
+    retained as held,
+)
 from ckplan.errors import ApplyError, PlanError
 from ckplan.graph.records import EngineCosts
 from ckplan.plan.names import OpName

@@ -16,8 +16,10 @@ from torch.nn import functional
 
 import ckplan
 from ckplan import applying
-from ckplan.applying import RegionStatus, calls, record
-from ckplan.applying.recompute import Rebuilder
+from ckplan.applying import RegionStatus
+from ckplan.applying.rebuilding.rebuilder import Rebuilder
+from ckplan.applying.recording import recorder as record
+from ckplan.applying.tensors import arguments as calls
 from ckplan.plan.names import OpName
 from ckplan.plan.plan import Plan, PlannedRegion
 from ckplan.plan.resolve import name_ops

@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import ckplan
 from ckplan import applying
-from ckplan.applying.likeness import likeness
+from ckplan.applying.rebuilding.digest import likeness
 from ckplan.plan.plan import Plan, PlannedRegion
 from ckplan.simulating.simulate import simulate
 from ckplan.training.allocator import log_allocations

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import ckplan
-from ckplan.applying import record
+from ckplan.applying.hooks import choices
 from ckplan.ejecting.settings import setting_for
 from ckplan.graph.file import dumps
 from ckplan.graph.graph import Graph
@@ -29,11 +29,11 @@ from ckplan.plan.resolve import describe
 from ckplan.simulating import simulate
 from ckplan.simulating.simulate import Simulator
 from ckplan.solving.baselines import num_needed, run_lengths
-from ckplan.solving.covers import chain_of
-from ckplan.solving.limit import Limit
+from ckplan.solving.common_strategies import practices
+from ckplan.solving.memory_limit import Limit
 from ckplan.solving.menu import Menus
 from ckplan.solving.nesting import Nesting
-from ckplan.solving.practices import practices
+from ckplan.solving.segmentation import chain_of
 
 ROOT = Path(__file__).parents[2]
 LLAMA_3_70B = (
@@ -112,7 +112,7 @@ def test_four_times_the_layers_take_four_times_as_long(
 
 def seconds_comparing(layers: int) -> float:
     """What later forwards are compared with, found in the first of a model."""
-    make, seconds = record.make_template, []
+    make, seconds = choices.make_template, []
 
     def measured(*seen: object) -> object:
         seconds.append(least_seconds(lambda: make(*seen)))  # type: ignore[arg-type]
@@ -127,7 +127,7 @@ def seconds_comparing(layers: int) -> float:
     region = PlannedRegion(".", save=tuple(ops), encode=tuple(masks))
     ckplan.apply(model, Plan(regions=(region,)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(record, "make_template", measured)
+        patch.setattr(choices, "make_template", measured)
         model(torch.ones(4, 8)).sum().backward()
     (status,) = ckplan.status(model).regions
     assert not status.missing

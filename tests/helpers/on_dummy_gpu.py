@@ -25,9 +25,9 @@ from torch.nn.functional import scaled_dot_product_attention
 import ckplan
 from ckplan.plan.plan import Plan, PlannedRegion
 from ckplan.simulating.caching_allocator import Block, CachingAllocator, NoRoomError
-from ckplan.tracing.cuda.attention_choice import Asked, choose
 from ckplan.tracing.cuda.cublas import kept_bytes
 from ckplan.tracing.cuda.reductions import Processors, Reduction, put_aside
+from ckplan.tracing.cuda.sdpa_backend import Asked, choose
 from ckplan.training.allocator import on_gpu
 
 SIZES = (1, 2, 3, 7, 8, 16, 31, 64, 100, 197, 384, 1000, 4096, 50257, 65536)

@@ -33,7 +33,7 @@ from ckplan.report.step import step_json, step_report
 from ckplan.report.tables import render
 from ckplan.report.verification import failure, verification_report
 from ckplan.simulating.simulate import simulate
-from ckplan.solving.limit import Limit
+from ckplan.solving.memory_limit import Limit
 from ckplan.solving.solution import Baseline, Floor, Solution
 from ckplan.units import format_percent
 from ckplan.verifying.verify import Verification

@@ -21,7 +21,7 @@ from ckplan.simulating.curve import PHASES, Curve, curves_json, predicted_curve
 from ckplan.simulating.simulate import simulate
 from ckplan.training.loading import WorkloadSpec
 from ckplan.training.step import Training
-from ckplan.verifying.predicted import predict
+from ckplan.verifying.predict import predict
 from ckplan.verifying.worker import FIRST_STEPS, FirstSteps, Job, Worker
 
 CURVE = Curve(

@@ -17,9 +17,9 @@ from ckplan.plan.region import Region
 from ckplan.plan.resolve import describe, resolve
 from ckplan.simulating.simulate import simulate
 from ckplan.solving.chain import regions_of
-from ckplan.solving.covers import chain_of
 from ckplan.solving.nesting import Nesting
 from ckplan.solving.planner import Planner
+from ckplan.solving.segmentation import chain_of
 
 MEGABYTE = 10**6
 

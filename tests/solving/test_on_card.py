@@ -22,9 +22,9 @@ from ckplan.graph.graph import Graph
 from ckplan.simulating.allocations import has_room, replayed, reserved_bytes
 from ckplan.simulating.caching_allocator import NoRoomError
 from ckplan.simulating.simulate import simulate
-from ckplan.solving.limit import Limit
-from ckplan.solving.on_card import solve_within, spared
+from ckplan.solving.memory_limit import Limit
 from ckplan.solving.planner import Planner
+from ckplan.solving.reserved_limit import solve_within, spared
 from ckplan.solving.solve import Wish, find
 from ckplan.units import format_bytes
 

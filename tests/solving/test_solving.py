@@ -27,13 +27,13 @@ from ckplan.simulating.simulate import Simulator
 from ckplan.solving import chain
 from ckplan.solving.bound import LowerBound, gap
 from ckplan.solving.chain import Link
-from ckplan.solving.closure import Closure, Demand, Fee
-from ckplan.solving.covers import Node, find_nodes, leaves
-from ckplan.solving.limit import Limit
+from ckplan.solving.closure_problem import Closure, Demand, Fee
+from ckplan.solving.common_strategies import everything
+from ckplan.solving.memory_limit import Limit
 from ckplan.solving.menu import Menus, Option, Unit
 from ckplan.solving.mincut import INFINITE, SINK, SOURCE, Network
 from ckplan.solving.planner import Planner
-from ckplan.solving.practices import everything
+from ckplan.solving.segmentation import Node, find_nodes, leaves
 from ckplan.solving.solve import frontier, solve, solve_plan, to_plan
 
 TRACES = Path(__file__).parents[2] / "traces"

@@ -16,8 +16,8 @@ from torch import nn
 
 import ckplan
 from ckplan.graph.graph import Graph
-from ckplan.tracing import calibrate as calibrating
-from ckplan.tracing.cost_cache import (
+from ckplan.tracing.costs import calibrate as calibrating
+from ckplan.tracing.costs.cost_cache import (
     LONGEST_SECONDS,
     MOST_RUNS,
     Cost,

@@ -12,10 +12,10 @@ from torch import nn
 import ckplan
 from ckplan.graph.graph import Graph
 from ckplan.graph.records import EngineCosts
-from ckplan.tracing import engine
-from ckplan.tracing.cost_cache import CostCache
-from ckplan.tracing.engine import calibrate_engine
-from ckplan.tracing.recording import RawOp
+from ckplan.tracing.costs import apply_overhead as engine
+from ckplan.tracing.costs.apply_overhead import calibrate_engine
+from ckplan.tracing.costs.cost_cache import CostCache
+from ckplan.tracing.recording.recording import RawOp
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

@@ -18,8 +18,8 @@ import ckplan
 from ckplan.plan.plan import Plan, PlannedRegion
 from ckplan.plan.resolve import resolve
 from ckplan.simulating.simulate import simulate
-from ckplan.tracing.in_place import EVENLY, FORMULAS, InPlace
-from ckplan.tracing.recorder import nodes_below
+from ckplan.tracing.faking.inplace_formulas import EVENLY, FORMULAS, InPlace
+from ckplan.tracing.recording.recorder import nodes_below
 from ckplan.training.step import Training
 from ckplan.training.workload import Workload
 from ckplan.verifying.dry_run import dry_run_workload

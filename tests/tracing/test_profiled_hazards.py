@@ -24,7 +24,7 @@ from ckplan.plan.resolve import resolve
 from ckplan.report.step import step_json, step_report
 from ckplan.report.tables import render
 from ckplan.simulating.simulate import simulate
-from ckplan.tracing.repeat import find_unlike
+from ckplan.tracing.hazards.nondeterminism import find_unlike
 from ckplan.tracing.trace import NOTE_FAKE
 from ckplan.training.step import Training, make_step
 from ckplan.training.workload import Workload
@@ -379,7 +379,7 @@ def test_without_replay_only_what_can_be_seen_is_found() -> None:
 
 
 def test_a_large_model_is_not_run_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ckplan.tracing import repeat
+    from ckplan.tracing.hazards import nondeterminism as repeat
 
     monkeypatch.setattr(repeat, "left_on", lambda device: 1000)
     graph = profiled(Chance)

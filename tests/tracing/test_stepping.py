@@ -14,8 +14,8 @@ from torch.autograd import Variable
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from ckplan.tracing.recording import Recording
-from ckplan.tracing.stepping import stepping
+from ckplan.tracing.faking.python_engine import stepping
+from ckplan.tracing.recording.recording import Recording
 from ckplan.tracing.target import find_target
 from ckplan.tracing.trace import trace
 from ckplan.training.step import Training

@@ -20,7 +20,7 @@ import ckplan
 from ckplan.errors import WorkloadError
 from ckplan.graph.graph import Graph
 from ckplan.simulating.simulate import simulate
-from ckplan.tracing.fake import fake_tensors
+from ckplan.tracing.faking.fake_mode import fake_tensors
 from ckplan.tracing.profile import profile_workload
 from ckplan.training.loading import WorkloadSpec, parse_input, parse_options
 from ckplan.training.workload import Workload

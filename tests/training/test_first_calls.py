@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ckplan.training.first_calls import make_first_calls
+from ckplan.training.warm_up import make_first_calls
 
 PROCESSES = 40  # without first calls about one in ten goes wrong
 TWICE = """

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 import ckplan
 from ckplan import applying
-from ckplan.applying.held import copy_of
+from ckplan.applying.tensors.retained import copy_of
 from ckplan.cli import app
 from ckplan.errors import PlanError, VerifyError, WorkloadError
 from ckplan.plan.names import OpName
@@ -26,13 +26,13 @@ from ckplan.plan.plan import Plan, PlannedRegion
 from ckplan.plan.resolve import resolve
 from ckplan.simulating.curve import PHASES
 from ckplan.simulating.simulate import simulate
-from ckplan.tracing.cost_cache import Cost
-from ckplan.tracing.fake import fake_tensors
+from ckplan.tracing.costs.cost_cache import Cost
+from ckplan.tracing.faking.fake_mode import fake_tensors
 from ckplan.training.loading import WorkloadSpec
 from ckplan.training.step import Training
 from ckplan.training.workload import Workload
 from ckplan.verifying.dry_run import dry_run, dry_run_workload
-from ckplan.verifying.meter import Meter, Phase
+from ckplan.verifying.storage_tracker import Meter, Phase
 
 WHOLE = Plan(regions=(PlannedRegion("."),))
 

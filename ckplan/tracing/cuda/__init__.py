@@ -43,10 +43,10 @@ from ckplan.tracing.cuda.attention import Attention
 from ckplan.tracing.cuda.autocast import Autocast
 from ckplan.tracing.cuda.kernels import Kernels
 from ckplan.tracing.cuda.outputs import Outputs
-from ckplan.tracing.cuda.pretend import amp_on, answered, on_cpu
-from ckplan.tracing.cuda.words import Capability, Words, composite
-from ckplan.tracing.recorder import constants_moved_unseen
-from ckplan.tracing.stepping import stepping
+from ckplan.tracing.cuda.patched_torch import amp_on, answered, on_cpu
+from ckplan.tracing.cuda.translation import Capability, Words, composite
+from ckplan.tracing.faking.python_engine import stepping
+from ckplan.tracing.recording.recorder import constants_moved_unseen
 
 
 @contextmanager

@@ -13,8 +13,8 @@ import torch
 from torch.nn.attention import SDPBackend
 from torch.nn.functional import pad
 
-from ckplan.tracing.cuda.attention_choice import Asked, choose
-from ckplan.tracing.cuda.words import Capability, Words
+from ckplan.tracing.cuda.sdpa_backend import Asked, choose
+from ckplan.tracing.cuda.translation import Capability, Words
 
 _Tensor: TypeAlias = torch.Tensor
 _aten = torch.ops.aten

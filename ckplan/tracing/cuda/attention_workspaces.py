@@ -15,8 +15,8 @@ import torch
 from ckplan.gpus import Gpu
 from ckplan.graph.records import NO_WORKSPACE, Workspace
 from ckplan.tracing.cuda.layouts import Blocks, copies
-from ckplan.tracing.cuda.words import HALVES
-from ckplan.tracing.recording import RawOp, TensorMeta
+from ckplan.tracing.cuda.translation import HALVES
+from ckplan.tracing.recording.recording import RawOp, TensorMeta
 from ckplan.units import in_blocks, round_up
 
 _FLOAT_BYTES = 4

@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 from torch.utils import _pytree as pytree
 
-from ckplan.tracing.cuda.words import HALVES, Words, overload
+from ckplan.tracing.cuda.translation import HALVES, Words, overload
 
 
 def _names(text: str) -> tuple[str, ...]:

@@ -13,8 +13,8 @@ from collections.abc import Collection
 import torch
 
 from ckplan.graph.records import MULTIPLIES
-from ckplan.tracing.cuda.words import Capability
-from ckplan.tracing.recording import TensorMeta
+from ckplan.tracing.cuda.translation import Capability
+from ckplan.tracing.recording.recording import TensorMeta
 
 WORKSPACE_BYTES = (2 * 4096 + 8 * 16) << 10
 """Torch's own default, ``:4096:2:16:8``."""

@@ -13,7 +13,7 @@ import torch
 from ckplan.gpus import Gpu
 from ckplan.graph.records import Workspace
 from ckplan.tracing.cuda.layouts import Blocks, copies, leans
-from ckplan.tracing.recording import RawOp, TensorMeta
+from ckplan.tracing.recording.recording import RawOp, TensorMeta
 from ckplan.units import in_blocks
 
 _FLOAT_BYTES = 4

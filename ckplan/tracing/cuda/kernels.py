@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from ckplan.tracing.cuda.words import Words, composite
+from ckplan.tracing.cuda.translation import Words, composite
 
 _Tensor: TypeAlias = torch.Tensor
 _aten = torch.ops.aten

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ckplan.tracing.recording import TensorMeta
+from ckplan.tracing.recording.recording import TensorMeta
 from ckplan.units import in_blocks
 
 Blocks = tuple[int, ...]

@@ -13,11 +13,11 @@ from dataclasses import replace
 from ckplan.gpus import Gpu
 from ckplan.graph.graph import Graph
 from ckplan.graph.records import BEFORE_STEP, Encoding, Op, Storage
-from ckplan.tracing.cost_cache import Cost
+from ckplan.tracing.costs.cost_cache import Cost
 from ckplan.tracing.cuda.cublas import kept_bytes
-from ckplan.tracing.cuda.words import Capability
+from ckplan.tracing.cuda.translation import Capability
 from ckplan.tracing.cuda.workspaces import hidden_bytes, workspace_of
-from ckplan.tracing.recording import RawOp, TensorMeta
+from ckplan.tracing.recording.recording import RawOp, TensorMeta
 from ckplan.units import in_blocks
 
 

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ckplan.tracing.cuda.words import HALVES, Words
+from ckplan.tracing.cuda.translation import HALVES, Words
 
 _aten = torch.ops.aten
 _STATISTICS = {

@@ -6,7 +6,7 @@ a tile for the next one, and passes but the last write into copies of keys and v
 
 from __future__ import annotations
 
-from ckplan.tracing.cuda.words import Capability
+from ckplan.tracing.cuda.translation import Capability
 from ckplan.units import in_blocks, round_up
 
 _BITS = 8

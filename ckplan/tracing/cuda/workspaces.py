@@ -20,7 +20,7 @@ from ckplan.tracing.cuda.cublas import passing
 from ckplan.tracing.cuda.layouts import Blocks, copies, leans, lies
 from ckplan.tracing.cuda.reductions import Processors, Reduction, put_aside
 from ckplan.tracing.cuda.sorting import sorting_bytes
-from ckplan.tracing.recording import RawOp, TensorMeta
+from ckplan.tracing.recording.recording import RawOp, TensorMeta
 from ckplan.units import in_blocks, round_up
 
 _FLOAT_BYTES = 4

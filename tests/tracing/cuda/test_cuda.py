@@ -32,8 +32,9 @@ from ckplan.plan.plan import Plan, PlannedRegion
 from ckplan.plan.resolve import resolve
 from ckplan.simulating.allocations import added_to_gradients, replayed
 from ckplan.simulating.simulate import simulate
-from ckplan.tracing.calibrate import arguments
-from ckplan.tracing.cost_cache import Cost
+from ckplan.tracing.costs.calibrate import arguments
+from ckplan.tracing.costs.cost_cache import Cost
+from ckplan.tracing.costs.roofline import roofline
 from ckplan.tracing.cuda import translated
 from ckplan.tracing.cuda.attention_workspaces import _splits, _tile
 from ckplan.tracing.cuda.autocast import (
@@ -46,9 +47,8 @@ from ckplan.tracing.cuda.autocast import (
     registered,
 )
 from ckplan.tracing.cuda.cublas import IS_KEPT, WORKSPACE_BYTES
-from ckplan.tracing.fake import fake_tensors
-from ckplan.tracing.recording import RawOp
-from ckplan.tracing.roofline import roofline
+from ckplan.tracing.faking.fake_mode import fake_tensors
+from ckplan.tracing.recording.recording import RawOp
 from ckplan.tracing.target import Target, find_target
 from ckplan.training.workload import Workload
 

@@ -17,7 +17,7 @@ from ckplan.errors import WorkloadError
 from ckplan.gpus import find
 from ckplan.graph.graph import Graph
 from ckplan.tracing.cuda import dispatched, translated
-from ckplan.tracing.fake import fake_tensors
+from ckplan.tracing.faking.fake_mode import fake_tensors
 from ckplan.tracing.profile import profile_workload
 from ckplan.training.loading import WorkloadSpec
 

@@ -1,0 +1,1 @@
+"""Compare later forwards with the recorded one."""

@@ -1,0 +1,394 @@
+"""A forward written down, for forwards that make the same calls to be compared with.
+
+It is made of what a recorder saw op by op, if the calls alone will tell as much.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+
+from ckplan.applying.rebuilding.rebuilder import Step
+from ckplan.applying.recording.call_log import Call
+from ckplan.applying.recording.recorder import Recorder
+from ckplan.applying.recording.saved_tensors import Packed
+from ckplan.applying.tensors.arguments import Geometry
+from ckplan.applying.tensors.retained import Held, Ref
+from ckplan.encodings import BITS, Encoded
+from ckplan.simulating.program import EXTERNAL, Flow, Part, Program, compile_program
+
+_NUMBERS = (bool, int, float)
+_SCALINGS = ("div_", "mul_")
+_FEW_BYTES, _SMALL_SHARE = 4096, 250
+"""Of values that are rebuilt though the plan keeps them: so many, or of what is dropped
+one part in so many."""
+
+
+class Capture(NamedTuple):
+    """A tensor that the region keeps when a call returned it or autograd saved it."""
+
+    place: int  # number of the tensor among those returned, or of the saved tensor
+    value: int
+    form: str | None  # to be encoded, or to be held as it is
+
+
+class Given(NamedTuple):
+    """A tensor from elsewhere that a call of the region takes, or brings."""
+
+    geometry: Geometry
+    storage: int  # equal for those that share one
+
+
+class Place(NamedTuple):
+    """Where an op runs, as far as the plan's names and regions tell places apart."""
+
+    path: str  # FQN of the module, if the plan names ops
+    num_begun: int  # regions inside that began before
+    num_open: int  # those of them that run
+
+
+class CallRecord(NamedTuple):
+    """One call of a torch function."""
+
+    place: Place | None  # of its first op; None if it ran none
+    func: Callable[..., Any]
+    arguments: Any  # frozen
+    switches: tuple[Any, ...]
+    random_steps: tuple[int, ...]  # that draw first in it
+    statistics: tuple[int, ...]  # running ones that its norm goes by: copies are held
+    captures: tuple[Capture, ...]
+    brought: tuple[tuple[int, Given], ...]  # constants that it returned, by their place
+    packed_before: int  # how many tensors autograd had saved
+    packed_after: int
+    start: int  # its first step
+    stop: int  # the step after its last one
+
+
+@dataclass(frozen=True)
+class Template:
+    """A forward written down, for forwards that make the same calls."""
+
+    calls: tuple[CallRecord, ...]
+    given: tuple[Given, ...]
+    packed: tuple[Packed, ...]
+    captures: Mapping[int, Capture]  # of saved tensors, by their number
+    value_of: Mapping[int, int]  # storage of a given tensor -> its value
+    constants: Mapping[int, Held]  # values that the arguments of calls tell
+    flow: Flow
+    parts: tuple[Part, ...]
+    program: Program
+    steps: Mapping[int, Step]  # all
+    dropped_bytes: int
+    # For forwards that begin like this one, and go on op by op:
+    num_bytes: Sequence[int]  # of each storage
+    paths: Sequence[str]  # step -> FQN of the module that ran it
+    made: Sequence[int]  # tensors that calls returned: their storages, -1 for another's
+    draws: frozenset[int]  # steps
+    statistics: Mapping[int, int]  # running ones -> step that goes by them
+    unfilled: frozenset[int]  # storages that others than ops may write
+
+
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Where a later forward sees values, the first place first."""
+
+    returned: Mapping[int, Sequence[tuple[int, int, Geometry]]]  # call, place in it
+    packed: Mapping[int, Sequence[tuple[int, Ref | None]]]
+
+    @classmethod
+    def of(cls, seen: Recorder) -> _Places:
+        """All of them, found once: a region may be a whole model."""
+        returned = defaultdict(list)
+        for number, call in enumerate(seen.log.calls):
+            for place, one in enumerate(call.returned):
+                if one.geometry:
+                    returned[one.value].append((number, place, one.geometry))
+        packed = defaultdict(list)
+        for place, saved in enumerate(seen.packing.packed):
+            packed[saved.value].append((place, saved.ref))
+        return cls(returned, packed)
+
+    def in_call(self, value: int, small: Encoded | None) -> tuple[int, int] | None:
+        """The call that returns it, in the geometry to encode if there is one."""
+        for number, place, geometry in self.returned.get(value, ()):
+            if small is None or _fits(small, geometry):
+                return number, place
+        return None
+
+    def in_packed(self, value: int, small: Encoded | None) -> int | None:
+        """The number of the saved tensor that it is."""
+        for place, ref in self.packed.get(value, ()):
+            if small is None or (ref is not None and _fits(small, ref)):
+                return place
+        return None
+
+
+def make_template(seen: Recorder) -> Template | None:
+    """What later forwards can be compared with; None if calls do not tell all."""
+    log, storages, packing = seen.log, seen.storages, seen.packing
+    parts, program = seen.parts, seen.program
+    assert program is not None, "its forward is over"
+    flow = storages.flow
+    if log.broken or -1 in seen.call_of:
+        return None
+    given = [
+        Given(geometry, storages.numbers.get(storage.cdata, -1 - place))
+        for place, (geometry, storage) in enumerate(log.given)
+    ]
+    there = {one.storage for one in given}
+    if not there.isdisjoint(storages.inside):
+        return None
+    brought = _brought(seen, there)
+    there.update(one.storage for found in brought.values() for _, one in found)
+    constants = _constants(seen, there)
+    if any(
+        flow.maker_of[value] == EXTERNAL
+        and flow.storage_of[value] not in there
+        and value not in constants
+        for value in program.holds
+    ):
+        return None
+    places = _Places.of(seen)
+    program = _seen_from_calls(seen, places, parts, program)
+    captures = _captures(seen, places, program)
+    random_steps = _first_draws(seen, program)
+    if captures is None or random_steps is None:
+        return None
+    of_calls, of_packed = captures
+    statistics = _statistics(seen, program)
+    numbers = range(len(log.calls) + 1)
+    ranges = [*pairwise(bisect_left(seen.call_of, number) for number in numbers)]
+    at = _places(seen, parts, (start for start, stop in ranges if start < stop))
+    calls = tuple(
+        CallRecord(
+            place=at[start] if start < stop else None,
+            func=call.func,
+            arguments=call.arguments,
+            switches=call.switches,
+            random_steps=tuple(random_steps.get(number, ())),
+            statistics=tuple(statistics.get(number, ())),
+            captures=tuple(of_calls.get(number, ())),
+            brought=tuple(brought.get(number, ())),
+            packed_before=call.packed_before,
+            packed_after=call.packed_after,
+            start=start,
+            stop=stop,
+        )
+        for number, (call, (start, stop)) in enumerate(
+            zip(log.calls, ranges, strict=True)
+        )
+    )
+    made_by = enumerate(flow.maker_of)
+    return Template(
+        calls=calls,
+        given=tuple(given),
+        packed=tuple(packing.packed),
+        captures=of_packed,
+        value_of={flow.storage_of[v]: v for v, m in made_by if m == EXTERNAL},
+        constants=constants,
+        flow=flow,
+        parts=parts,
+        program=program,
+        steps=seen.steps,
+        dropped_bytes=packing.dropped_bytes,
+        num_bytes=storages.num_bytes,
+        paths=seen.paths,
+        made=[flow.storage_of[value] if value >= 0 else -1 for value in log.made],
+        draws=frozenset(seen.states),
+        statistics=seen.statistics,
+        unfilled=frozenset(storages.unfilled),
+    )
+
+
+def _places(
+    seen: Recorder, parts: Sequence[Part], steps: Iterable[int]
+) -> dict[int, Place]:
+    """Where some steps ran."""
+    starts = sorted(part.start for part in parts)
+    stops = sorted(part.stop for part in parts)
+    found = {}
+    for step in steps:
+        begun, ended = bisect_right(starts, step), bisect_right(stops, step)
+        found[step] = Place(seen.paths[step], begun, begun - ended)
+    return found
+
+
+def _brought(
+    seen: Recorder, there: Collection[int]
+) -> dict[int, list[tuple[int, Given]]]:
+    """Tensors from elsewhere that calls returned before ops read them; by call.
+
+    Such as constants: of each forward its own, since nothing says that they are equal.
+    """
+    numbers, inside = seen.storages.numbers, seen.storages.inside
+    found: dict[int, list[tuple[int, Given]]] = defaultdict(list)
+    for number, call in enumerate(seen.log.calls):
+        for place, one in enumerate(call.returned):
+            if one.geometry is None or one.unread is None:
+                continue
+            storage = numbers.get(one.unread.cdata, -1)  # -1: of no use to any op
+            if storage >= 0 and storage not in there and storage not in inside:
+                found[number].append((place, Given(one.geometry, storage)))
+    return found
+
+
+def _constants(seen: Recorder, there: Collection[int]) -> dict[int, Held]:
+    """Values from elsewhere that torch made of the numbers that index a tensor."""
+    flow, found = seen.storages.flow, dict[int, Held]()
+    unknown = {
+        value
+        for value, maker in enumerate(flow.maker_of)
+        if maker == EXTERNAL and flow.storage_of[value] not in there
+    }
+    for step, inputs in enumerate(flow.inputs):
+        for value in unknown.intersection(inputs):
+            unknown.remove(value)
+            held = seen.storages.held.get(value)
+            call = seen.log.calls[seen.call_of[step]]
+            if held is not None and _tells(call, held.tensor):
+                found[value] = held
+    return found
+
+
+def _tells(call: Call, constant: torch.Tensor) -> bool:
+    """Whether the arguments of a call tell all of a tensor that it made of them.
+
+    Those of indexing do: it makes tensors of lists, and of a number to be filled in.
+    """
+    sets = call.func == torch.Tensor.__setitem__
+    if not sets and call.func != torch.Tensor.__getitem__:
+        return False
+    if call.arguments.count(torch.Tensor) == 1:  # the one that is indexed
+        return True
+    return sets and call.arguments[-2] in _NUMBERS and constant.dim() == 0
+
+
+def _seen_from_calls(
+    seen: Recorder,
+    places: _Places,
+    parts: tuple[Part, ...],
+    program: Program,
+) -> Program:
+    """The same program, but that what no call shows is rebuilt if that takes little.
+
+    Such are the scalars and masks that ops make for each other inside of one torch
+    function, from nothing that the program makes. Else every forward would be written
+    down op by op.
+    """
+    flow, num_bytes = seen.storages.flow, seen.storages.num_bytes
+    unseen = {
+        value
+        for value in program.holds
+        if flow.maker_of[value] != EXTERNAL
+        and places.in_call(value, None) is None
+        and places.in_packed(value, None) is None
+    }
+    kept = [v for v in program.holds - unseen if flow.maker_of[v] != EXTERNAL]
+    makers = _makers(flow, unseen, {*kept, *seen.encoded})
+    made = {flow.storage_of[value] for step in makers for value in flow.returned[step]}
+    most_bytes = max(_FEW_BYTES, seen.packing.dropped_bytes // _SMALL_SHARE)
+    too_many = sum(num_bytes[storage] for storage in made) > most_bytes
+    if not unseen or too_many or makers & program.runs().keys():
+        return program
+    other = compile_program(flow, seen.packing.wanted, kept, seen.encoded.keys(), parts)
+    return program if other.lost else other
+
+
+def _makers(flow: Flow, values: Iterable[int], there: Collection[int]) -> set[int]:
+    """The steps that make values from others that are there, or come from outside."""
+    steps: set[int] = set()
+    wanted = [*values]
+    while wanted:
+        value = wanted.pop()
+        step = flow.maker_of[value]
+        if step != EXTERNAL and step not in steps and value not in there:
+            steps.add(step)
+            wanted += flow.inputs[step]
+    return steps
+
+
+def _captures(
+    seen: Recorder, places: _Places, program: Program
+) -> tuple[dict[int, list[Capture]], dict[int, Capture]] | None:
+    """Where a later forward sees what it must hold: returned, or saved."""
+    flow = seen.storages.flow
+    wanted: list[tuple[int, int, str | None]] = [
+        (value, value, None)
+        for value in program.holds
+        if flow.maker_of[value] != EXTERNAL
+    ]
+    changed_by = {old: s for s, olds in enumerate(flow.overwrites) for old in olds}
+    wanted += [
+        (value, _scaled(seen, changed_by, value), seen.encoded[value].form)
+        for value in program.decodes
+    ]
+    of_calls: dict[int, list[Capture]] = defaultdict(list)
+    of_packed: dict[int, Capture] = {}
+    for value, same, form in wanted:
+        shape = seen.encoded[value] if form else None
+        place = places.in_call(same, shape)
+        if place is not None:
+            of_calls[place[0]].append(Capture(place[1], value, form))
+            continue
+        packed = places.in_packed(same, shape)
+        if packed is None or packed in of_packed:
+            return None
+        of_packed[packed] = Capture(packed, value, form)
+    return of_calls, of_packed
+
+
+def _scaled(seen: Recorder, changed_by: Mapping[int, int], value: int) -> int:
+    """What a draw of zeros and ones became by scaling: the same bits."""
+    flow, same = seen.storages.flow, value
+    while seen.encoded[value].form == BITS and not flow.is_current(same):
+        step = changed_by[same]
+        func, args, *_ = seen.steps[step]
+        if func.overloadpacket.__name__ not in _SCALINGS or not _is_factor(args[1]):
+            break
+        same = flow.overwrites[step][same]
+    return same
+
+
+def _statistics(seen: Recorder, program: Program) -> dict[int, list[int]]:
+    """Running statistics that a later forward must copy; by call."""
+    found: dict[int, list[int]] = defaultdict(list)
+    for value, step in seen.statistics.items():
+        if value in program.holds:
+            found[seen.call_of[step]].append(value)
+    return found
+
+
+def _first_draws(seen: Recorder, program: Program) -> dict[int, list[int]] | None:
+    """The steps before which a call's random state is theirs; by call."""
+    first: dict[tuple[int, torch.device], int] = {}
+    for step in seen.states:
+        key = (seen.call_of[step], seen.steps[step].device)
+        first.setdefault(key, step)
+    needed = program.runs().keys() & seen.states.keys()
+    drawn = {step: key[0] for key, step in first.items()}
+    if any(
+        step not in drawn or seen.steps[step].generator is not None for step in needed
+    ):
+        return None
+    found: dict[int, list[int]] = defaultdict(list)
+    for step in sorted(needed):
+        found[drawn[step]].append(step)
+    return found
+
+
+def _fits(small: Encoded, tensor: Geometry | Ref) -> bool:
+    """Whether a tensor has the geometry of what was encoded."""
+    same = tensor.size == small.size and tensor.stride == small.stride
+    return same and tensor.dtype == small.dtype and tensor.offset == 0
+
+
+def _is_factor(number: object) -> bool:
+    """Whether scaling by it keeps zeros and what is not zero apart."""
+    return isinstance(number, (int, float)) and math.isfinite(number) and number != 0

@@ -1,0 +1,181 @@
+"""Go on op by op in a forward that began as an earlier one, and then differs.
+
+What was seen of the earlier one up to there is what a recorder would have seen of this.
+So the plan's choices hold for the rest as well, and what was dropped before is rebuilt
+in one program with what is dropped from there on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from ckplan.applying.guards.guards import Template
+from ckplan.applying.recording.op_keys import Inner, Names, Saves
+from ckplan.applying.recording.recorder import Recorder
+from ckplan.applying.recording.saved_tensors import Handle
+from ckplan.applying.tensors.arguments import storage_of
+from ckplan.applying.tensors.op_traits import facts_of
+from ckplan.applying.tensors.retained import Held, hold, hold_copy
+from ckplan.applying.tensors.storages import Storages
+from ckplan.encodings import Encoded
+from ckplan.simulating.program import EXTERNAL, Flow, Part
+
+
+class OpenInner(NamedTuple):
+    """A region inside, which runs when a forward begins to differ."""
+
+    start: int  # its first step
+    top: str
+    saves: Saves
+
+
+class Beginning(NamedTuple):
+    """A forward until it differed."""
+
+    template: Template
+    stop: int  # the step after the last one
+    path: list[str]
+    inner: Sequence[OpenInner]  # innermost last
+    made: Iterable[tuple[int, torch.Tensor]]  # tensors that calls returned, by number
+    held: Mapping[int, Held]
+    encoded: Mapping[int, Encoded]
+    states: Mapping[int, torch.Tensor]
+    wanted: Sequence[tuple[int, int]]
+    handle: Handle
+
+
+def resume(recorder: Recorder, begun: Beginning) -> None:
+    """Let a recorder know what it would, had it watched from the beginning."""
+    storages = recorder.storages
+    flow = storages.flow = _until(begun.template.flow, begun.stop)
+    recorder.path = begun.path
+    recorder.log.broken = True  # it saw no calls to compare others with
+    recorder.encoded.update(begun.encoded)
+    recorder.states.update(begun.states)
+    _know_steps(recorder, begun)
+    living = _know_storages(storages, begun)
+    recorder.packing.go_on(begun.handle, begun.wanted)
+    for value, one in begun.held.items():
+        if value < len(flow.storage_of) and flow.is_current(value):
+            one.settle()
+            moves = value in recorder.statistics
+            storages.held[value] = hold_copy(one.tensor) if moves else one
+    _hold_what_is_gone(recorder, begun, living)
+    _name_steps(recorder, begun)
+
+
+def _until(flow: Flow, stop: int) -> Flow:
+    """The values of the first steps."""
+    inputs, outputs = flow.inputs[:stop], flow.outputs[:stop]
+    seen = (value for values in (*inputs, *outputs) for value in values)
+    num_values = 1 + max(seen, default=-1)
+    storage_of = flow.storage_of[:num_values]
+    current = {storage: value for value, storage in enumerate(storage_of)}
+    return Flow(
+        storage_of,
+        flow.maker_of[:num_values],
+        current,
+        inputs,
+        outputs,
+        flow.overwrites[:stop],
+        flow.returned[:stop],
+    )
+
+
+def _know_steps(recorder: Recorder, begun: Beginning) -> None:
+    """The steps, and which of them cannot run again as they did."""
+    template = begun.template
+    recorder.steps.update((step, template.steps[step]) for step in range(begun.stop))
+    recorder.paths += template.paths[: begun.stop]
+    normed = template.statistics.items()
+    recorder.statistics.update((v, step) for v, step in normed if step < begun.stop)
+    others_wrote = {template.flow.current[storage] for storage in template.unfilled}
+    gone = template.draws - begun.states.keys()
+    gone |= {template.flow.maker_of[value] for value in others_wrote}
+    recorder.gone.update(step for step in gone if step < begun.stop)
+
+
+def _know_storages(storages: Storages, begun: Beginning) -> dict[int, torch.Tensor]:
+    """The storages, by their tensors that still live; returns one of these for each."""
+    template, flow = begun.template, storages.flow
+    made_by = list(zip(flow.storage_of, flow.maker_of, strict=True))
+    given = {storage for storage, maker in made_by if maker == EXTERNAL}
+    storages.inside.update({storage for storage, _ in made_by} - given)
+    num_storages = 1 + max(flow.storage_of, default=-1)
+    storages.num_bytes += template.num_bytes[:num_storages]
+    found = {
+        flow.storage_of[value]: one.tensor
+        for value, one in begun.held.items()
+        if value < len(flow.storage_of)
+    }
+    for number, tensor in begun.made:
+        if template.made[number] >= 0:
+            found[template.made[number]] = tensor
+    for storage, tensor in found.items():
+        storages.know(storage_of(tensor), storage)
+    return found
+
+
+def _hold_what_is_gone(
+    recorder: Recorder, begun: Beginning, living: Mapping[int, torch.Tensor]
+) -> None:
+    """What the rest of the forward may read, and no step would make again."""
+    template, storages, flow = begun.template, recorder.storages, recorder.storages.flow
+    there = _can_be_made(flow, {*storages.held, *recorder.encoded}, recorder.gone)
+    for storage, tensor in living.items():
+        value = flow.current[storage]
+        if value not in there:
+            storages.held[value] = hold(tensor)
+        maker = flow.maker_of[value]
+        empty = maker != EXTERNAL and facts_of(template.steps[maker].func).makes_empty
+        if empty or storage in template.unfilled:
+            storages.unfilled[storage] = tensor
+    storages.handed_out.update(template.unfilled.intersection(living))
+
+
+def _can_be_made(flow: Flow, there: Collection[int], gone: Collection[int]) -> set[int]:
+    found = {*there}
+    for step, inputs in enumerate(flow.inputs):
+        if step not in gone and found.issuperset(inputs):
+            found.update(flow.outputs[step])
+    return found
+
+
+def _name_steps(recorder: Recorder, begun: Beginning) -> None:
+    """The names that the plan gives to ops so far, and the regions inside."""
+    values = range(len(recorder.storages.flow.storage_of))
+    parts = [part for part in begun.template.parts if part.start <= begun.stop]
+    for part in parts:
+        stop, kept = min(part.stop, begun.stop), {*part.kept.intersection(values)}
+        names = Names("", {}, ())
+        recorder.inner.append(Inner(part.start, part.outer, names, stop, kept))
+    _name(recorder, recorder.names, 0)
+    for one in begun.inner:
+        _go_on_inside(recorder, one, parts, begun.stop)
+
+
+def _go_on_inside(
+    recorder: Recorder, one: OpenInner, parts: Sequence[Part], stop: int
+) -> None:
+    """A region inside runs: one of the template's, or else what is left is a region."""
+    around = recorder.open_inner[-1]
+    recorder.begin_inner(one.top, one.saves)
+    begun = recorder.inner[-1]
+    _name(recorder, begun.names, one.start)
+    for number, part in enumerate(parts, start=1):
+        same = (part.start, part.outer) == (one.start, around)
+        if same and part.start < stop <= part.stop:
+            recorder.inner.pop()
+            recorder.inner[number - 1].names = begun.names
+            recorder.open_inner[-1] = number
+            return
+
+
+def _name(recorder: Recorder, names: Names, start: int) -> None:
+    for step in range(start, len(recorder.paths)):
+        op = facts_of(recorder.steps[step].func).name
+        num_outputs = len(recorder.storages.flow.returned[step])
+        names.key(recorder.paths[step], op, num_outputs)

@@ -1,0 +1,1 @@
+"""Where regions open and close in a model."""

@@ -1,0 +1,149 @@
+"""What stands in for a module's ``forward``: an attribute of the instance.
+
+It holds the module, not its bound method, so that a deep copy of the model runs the
+copied weights. Replicas, as ``nn.DataParallel`` makes them, share it: a hook tells
+whose forward begins.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ckplan.applying.rerunning.rerun import Rerun
+
+
+class _Beginning(threading.local):
+    """The modules whose forwards begin now in this thread, by their stand-ins."""
+
+    def __init__(self) -> None:
+        self.modules: dict[int, nn.Module] = {}
+
+
+_beginning = _Beginning()
+
+
+class StandIn:
+    """Runs what it stands in for; finds it anew in every copy of the module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.previous = module.__dict__.get("forward")  # somebody else's stand-in
+        self.taken_off = False
+
+    def take_off(self) -> None:
+        """Give the module its forward back, or only run that where others hold this."""
+        self.taken_off = True
+        if self.module.__dict__.get("forward") is self:
+            del self.module.forward
+            if self.previous is not None:
+                self.module.forward = self.previous
+
+    def begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Hook of the module, or of a replica of it."""
+        if module is not self.module:
+            _beginning.modules[id(self)] = module
+
+    def now(self) -> nn.Module:
+        """Whose forward begins: the module's, unless a replica's hook has just run."""
+        return _beginning.modules.pop(id(self), self.module)
+
+    def forward_of(self, module: nn.Module) -> Callable[..., Any]:
+        """What it stands in for."""
+        return self.previous or partial(type(module).forward, module)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """Trainers look up which arguments a model takes."""
+        return inspect.signature(self.forward_of(self.module))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it."""
+        module, args = self.whose(args)
+        return self.forward_of(module)(*args, **kwargs)
+
+    def whose(self, args: tuple[Any, ...]) -> tuple[nn.Module, tuple[Any, ...]]:
+        """The module, and its arguments; trainers may have bound this to it."""
+        now, bound = self.now(), args[0] if args else None
+        if not isinstance(bound, nn.Module):
+            return now, args
+        own = getattr(vars(bound).get("forward"), "__func__", None) is self
+        return (bound, args[1:]) if own or bound is self.module else (now, args)
+
+
+class GuardedForward(StandIn):
+    """Tells when a forward is interrupted: hooks are not called on Ctrl-C.
+
+    Under ``torch.compile`` it runs uncompiled: what backward wants of a region must be
+    the tensors that its ops made.
+    """
+
+    def __init__(self, module: nn.Module, interrupted: Callable[[], None]) -> None:
+        super().__init__(module)
+        self._interrupted = interrupted
+
+    @torch.compiler.disable
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run forward."""
+        try:
+            return super().__call__(*args, **kwargs)
+        except Exception:
+            raise
+        except BaseException:
+            self._interrupted()
+            raise
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """Whether somebody else than torch or ckplan watches its forward."""
+    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    homes = (getattr(hook, "__module__", "") or "" for hook in hooks)
+    return any(home.partition(".")[0] not in ("torch", "ckplan") for home in homes)
+
+
+class RerunForward(StandIn):
+    """Runs a module again in backward through ``torch.utils.checkpoint``."""
+
+    def __init__(self, module: nn.Module, chosen: Callable[[], str | None]) -> None:
+        super().__init__(module)
+        self._chosen = chosen  # tells the name of the region that begins, if any
+        self._told = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run forward; under gradients, keep its inputs only."""
+        name = None if self.taken_off else self._chosen()
+        if name is None:
+            return super().__call__(*args, **kwargs)
+        return self._again(name, args, kwargs)
+
+    def _tell_hooks(self, name: str) -> None:
+        """Say once that hooks inside run again, whatever it is that they do."""
+        inside = (m for m in self.module.modules() if m is not self.module)
+        if not self._told and any(map(_has_hooks, inside)):
+            self._told = True
+            warnings.warn(
+                f"{name} has hooks inside, which run again in backward; a region that "
+                "is rebuilt op by op (by: program) runs them once",
+                stacklevel=2,
+            )
+
+    @torch.compiler.disable
+    def _again(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._tell_hooks(name)
+        module, args = self.whose(args)
+        rerun = Rerun(name, module, self.forward_of(module), args, kwargs)
+        return checkpoint(
+            rerun,
+            *rerun.devices,
+            use_reentrant=False,
+            preserve_rng_state=False,  # done there, for all devices
+            context_fn=rerun.contexts,
+        )

@@ -1,0 +1,87 @@
+"""What applying a plan, and running a planned model, has to say to the user."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+from torch._subclasses.fake_tensor import is_fake
+
+from ckplan.applying.hooks.choices import Choice
+from ckplan.applying.recording.recorder import Recorder
+from ckplan.errors import did_you_mean
+from ckplan.plan.names import OpName
+from ckplan.plan.plan import Plan, differences, plan_fingerprint
+from ckplan.training.fingerprint import (
+    batch_shapes,
+    count_elements,
+    parameter_shapes,
+    torch_version,
+)
+from ckplan.units import format_bytes
+
+
+def missing_ops(choice: Choice, region: Recorder) -> str:
+    """Which ops a plan names that a forward did not run, and what is near."""
+    first = choice.missing[0]
+    there = [str(OpName(*key)) for key in region.names.seen]
+    near = did_you_mean(first, there)
+    names = ", ".join(choice.missing[:3]) + ", ..." * (len(choice.missing) > 3)
+    hint = f" (did you mean {near!r}?)" if near else ""
+    return f"{choice.name} runs no op {names}{hint}"
+
+
+IDLE = "did not run in the first step"
+"""What is said of regions whose calls never came."""
+
+
+def idle_regions(choices: Iterable[Choice]) -> str:
+    """Which regions have not run yet; empty if all have."""
+    names = [choice.name for choice in choices if not choice.runs]
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{', '.join(names[:3])}{more} {IDLE}" if names else ""
+
+
+def warn_of_differences(plan: Plan, model: nn.Module) -> None:
+    """Say in what a model is not the one that the plan was made for."""
+    here = {"torch": torch_version(), "parameters": parameter_shapes(model)}
+    for difference in differences(plan.fingerprint, plan_fingerprint(here)):
+        warnings.warn(
+            f"the plan was made for another model: {difference}", stacklevel=3
+        )
+
+
+def warn_of_other_device(plan: Plan, model: nn.Module) -> bool:
+    """Not before the model runs: many are planned first and moved then."""
+    planned = plan.fingerprint.get("device")
+    first = next(model.parameters(), None)
+    here = planned if first is None or is_fake(first) else first.device.type
+    other = bool(planned) and here != planned
+    if other:
+        warnings.warn(
+            f"the plan was made for {planned}, and the model runs on {here}: other ops "
+            "run there, so ops that the plan names may be missing (see ckplan.status), "
+            "and its bytes are not these",
+            stacklevel=4,
+        )
+    return other
+
+
+def warn_of_larger_batch(
+    plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    """Whether a batch has more elements than the planned one; says so, too."""
+    planned = plan.fingerprint.get("batch", {})
+    for name, here in batch_shapes(args, kwargs).items():
+        before = count_elements(planned.get(name, ""))
+        times = count_elements(here) / before if before else 0.0
+        if times > 1:
+            what = f"{name} is {here}, planned was {planned[name]}"
+            if plan.predicted is not None:
+                most = format_bytes(round(times * plan.predicted.peak_bytes))
+                what += f"; the peak may grow up to {most}"
+            warnings.warn(f"the batch is larger than planned: {what}", stacklevel=4)
+            return True
+    return False

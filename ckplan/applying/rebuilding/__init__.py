@@ -1,0 +1,1 @@
+"""Run a recompute program in backward."""

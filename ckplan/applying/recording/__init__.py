@@ -1,0 +1,1 @@
+"""Record a forward, op by op."""

@@ -1,0 +1,128 @@
+"""The calls of torch functions that a forward makes, written down."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+
+from ckplan.applying.recording.saved_tensors import Packing
+from ckplan.applying.tensors.arguments import (
+    Geometry,
+    Slots,
+    UnknownArgumentError,
+    asks_only,
+    geometry_of,
+    hands_out,
+    reads_sizes,
+    storage_of,
+    switches,
+)
+from ckplan.applying.tensors.retained import tensors_in
+from ckplan.applying.tensors.storages import Storages
+
+
+class Returned(NamedTuple):
+    """A tensor that a call returned."""
+
+    value: int = -1  # if the region made it
+    geometry: Geometry | None = None
+    unread: StorageWeakRef | None = None  # its storage, if no op has seen that
+
+
+@dataclass(slots=True)
+class Call:
+    """A call as it is written down."""
+
+    func: Callable[..., Any]
+    arguments: Any
+    switches: tuple[Any, ...]
+    packed_before: int
+    packed_after: int = 0
+    returned: Sequence[Returned] = ()
+
+
+class CallLog(TorchFunctionMode):
+    """Writes down the functions that a forward calls."""
+
+    def __init__(self, storages: Storages, packing: Packing) -> None:
+        """Begin a forward: what its ops met so far, and what autograd saved."""
+        super().__init__()
+        self.calls: list[Call] = []
+        self.given: list[tuple[Geometry, StorageWeakRef]] = []
+        self.made: list[int] = []  # the values of tensors that calls returned
+        self.read = False  # a call took a number from a tensor
+        self.broken = False  # a call cannot be compared with another
+        self.current = -1
+        self._is_paused = False
+        self._storages = storages
+        self._packing = packing
+        self._slots = Slots(self._meet)
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if hands_out(func) and isinstance(args[0], torch.Tensor):
+            self._storages.hand_out(args[0])
+        if self.broken or self._is_paused or asks_only(func):
+            return func(*args, **kwargs)
+        if reads_sizes(func, args):
+            self.broken = True
+            return func(*args, **kwargs)
+        try:
+            arguments = self._slots.freeze(args, kwargs)
+        except UnknownArgumentError:
+            self.broken = True
+            return func(*args, **kwargs)
+        call = Call(func, arguments, switches(func), len(self._packing.packed))
+        self.current, self.read = len(self.calls), False
+        try:
+            out = func(*args, **kwargs)
+        except BaseException:
+            self.broken = True
+            raise
+        finally:
+            self.current = -1
+        self._slots.returned(out)
+        tensors = tensors_in(out)
+        self.broken |= self.read and bool(tensors)
+        call.packed_after = len(self._packing.packed)
+        call.returned = [self._describe(tensor) for tensor in tensors]
+        for tensor, one in zip(tensors, call.returned, strict=True):
+            if self._slots.number_of(tensor) == len(self.made):
+                self.made.append(one.value)
+        self.calls.append(call)
+        return out
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Calls that the region makes itself are not the forward's."""
+        self._is_paused = True
+        yield
+        self._is_paused = False
+
+    def close(self) -> None:
+        """The forward is over: what was written down is in the template."""
+        self._slots.close()
+
+    def _meet(self, tensor: torch.Tensor) -> None:
+        self.given.append((geometry_of(tensor), StorageWeakRef(storage_of(tensor))))
+
+    def _describe(self, tensor: torch.Tensor) -> Returned:
+        try:
+            geometry, storage = geometry_of(tensor), storage_of(tensor)
+        except UnknownArgumentError:
+            return Returned()
+        if storage._cdata not in self._storages.numbers:
+            return Returned(-1, geometry, StorageWeakRef(storage))
+        return Returned(self._storages.value_inside(tensor), geometry)

@@ -1,0 +1,318 @@
+"""Watch a region's forward op by op: what was not seen before is written down.
+
+A dispatch mode writes down the ops and saved-tensor hooks let go of what the plan
+drops. Beside it, a function mode writes down the calls that led to the ops, so that the
+next forward need only be seen to make the same calls (``replay.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ckplan.applying.rebuilding.rebuilder import Rebuilder, Step
+from ckplan.applying.recording.call_log import CallLog
+from ckplan.applying.recording.op_keys import Encodes, Inner, Names, OpKey, Saves
+from ckplan.applying.recording.saved_tensors import Dropped, Kept, Packing, unpack
+from ckplan.applying.tensors.compiled import uncompiled
+from ckplan.applying.tensors.op_traits import (
+    RUNNING_STATISTICS,
+    TRAINING,
+    Facts,
+    facts_of,
+)
+from ckplan.applying.tensors.random_state import random_state
+from ckplan.applying.tensors.retained import hold, hold_copy, ref_of, tensors_in
+from ckplan.applying.tensors.storages import Storages
+from ckplan.encodings import Encoded, encode
+from ckplan.errors import ApplyError
+from ckplan.simulating.program import EXTERNAL, Part, Program, compile_program
+from ckplan.training.data_dependent import decided_by_values
+from ckplan.training.randomness import draws
+from ckplan.training.uninitialized import adds_to_nothing
+
+
+class _Access(NamedTuple):
+    """The storages of an op, as ``program.Flow`` wants them."""
+
+    reads: list[int]
+    writes: list[int]
+    outputs: list[int]
+
+
+class Recorder(TorchDispatchMode):
+    """One forward of a region, seen op by op."""
+
+    def __init__(
+        self,
+        name: str,
+        top: str,
+        saves: Saves,
+        encodes: Encodes,
+        *,
+        looks: bool = False,
+    ) -> None:
+        """Be ready to watch.
+
+        Args:
+            name: What errors call the region.
+            top: FQN of the module that paths of its ops begin below.
+            saves: Outputs to keep.
+            encodes: Outputs to keep in a smaller form.
+            looks: Whether what is rebuilt is compared with what was dropped.
+        """
+        super().__init__()
+        self.name = name
+        self.watches = False  # or only says what rebuilds what was dropped before
+        self.path: list[str] = [top]  # FQNs of the modules that run, innermost last
+        self._encodes = encodes
+        self.names = Names(top, saves, {*saves, *encodes})
+        self.paths: list[str] = []  # step -> FQN of the module that ran it
+        self.inner: list[Inner] = []
+        self.open_inner = [0]  # inner regions that run now, counted from 1
+        self.steps: dict[int, Step] = {}
+        self.states: dict[int, torch.Tensor] = {}
+        self.statistics: dict[int, int] = {}  # running ones -> step that goes by them
+        self.encoded: dict[int, Encoded] = {}  # value -> its smaller form
+        self.storages = Storages(name)
+        self.packing = Packing(name, self.storages, looks=looks)
+        self.log = CallLog(self.storages, self.packing)
+        self.call_of: list[int] = []  # step -> call
+        # Of a forward that began as a replay: steps of then that cannot run again.
+        self.gone: set[int] = set()
+        # Once it is over:
+        self.parts: tuple[Part, ...] = ()
+        self.program: Program | None = None
+        self._contexts = ExitStack()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # the guard against being compiled costs more than recording an op
+
+    def open(self) -> None:
+        """Begin to watch."""
+        self.watches = True
+        hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, unpack)
+        for context in (uncompiled(), hooks, self.log, self):
+            self._contexts.enter_context(context)
+
+    @property
+    def watched(self) -> Recorder:
+        """What is written down of a forward: all of it."""
+        return self
+
+    def go_on(self) -> None:
+        """Begin to watch ops where somebody else saw what came before."""
+        self.watches = True
+        self._contexts.enter_context(self)
+
+    def begin_inner(self, top: str, saves: Saves) -> None:
+        """A region inside this one begins."""
+        names = Names(top, saves, saves.keys())
+        start = len(self.storages.flow.inputs)
+        self.inner.append(Inner(start, self.open_inner[-1], names))
+        self.open_inner.append(len(self.inner))
+
+    def end_inner(self) -> set[OpKey]:
+        """The region that began last ends; returns the saves that named an op."""
+        inner = self.inner[self.open_inner.pop() - 1]
+        inner.stop = len(self.storages.flow.inputs)
+        return inner.names.found
+
+    def close(self) -> None:
+        """Forward is over: find the program and hold only what it needs.
+
+        Raises:
+            ApplyError: The region overwrote an input that it would have to rebuild
+            from.
+        """
+        self._contexts.close()
+        storages, packing = self.storages, self.packing
+        flow, held = storages.flow, storages.held
+        while len(self.open_inner) > 1:
+            self.end_inner()
+        parts = tuple(
+            Part(one.start, one.stop, frozenset(one.kept), one.outer)
+            for one in self.inner
+        )
+        storages.hold_unfilled()
+        kept = [value for value in held if flow.maker_of[value] != EXTERNAL]
+        program = compile_program(
+            flow, packing.wanted, kept, self.encoded.keys(), parts
+        )
+        if program.lost:
+            raise ApplyError(
+                f"cannot rebuild {self.name}: its forward changes an input in place",
+                needed="a region whose inputs are still there in backward",
+                hint="leave this call out of the plan, or name a larger one",
+            )
+        if program.runs().keys() & self.gone or not program.holds <= held.keys():
+            raise otherwise_saved(self.name)
+        for value in () if self.watches else program.holds:
+            held[value].moved(self.name)
+        packing.handle.rebuilder = Rebuilder(
+            self.name, program, self.steps, held, self.encoded, self.states
+        )
+        self.parts, self.program = parts, program
+
+    def release(self) -> None:
+        """Hold nothing of the forward any longer: it is over, and guarded or not."""
+        self.log.close()
+        storages = self.storages
+        for one in (storages.unfilled, storages.held, self.encoded, self.states):
+            one.clear()
+
+    def abandon(self) -> None:
+        """Forward was interrupted: watch no longer."""
+        self._contexts.close()
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        facts = facts_of(func)
+        if facts.makes_nothing:
+            return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        self._look_at_values(func, facts, args)
+        storages, fresh = self.storages, self.packing.begin_op()
+        reads: list[int] = []
+        refs = [self._take(x, reads) for x in args]
+        named = {key: self._take(x, reads) for key, x in kwargs.items()}
+        random = facts.may_draw and draws(func, args, kwargs)
+        generator = kwargs.get("generator") if random else None
+        device = _device_of(args, kwargs)
+        state = random_state(device, generator) if random else None
+        out = func(*args, **kwargs)
+        returned = tensors_in(out)
+        known = len(storages.num_bytes)
+        outputs = [storages.number(tensor, inside=True) for tensor in returned]
+        writes = self._written(facts, args, kwargs) if facts.writes else []
+        moved = tensors_in([*args, *kwargs.values()]) if facts.collective else []
+        writes += dict.fromkeys(map(storages.number, moved))
+        if len(storages.num_bytes) > known or writes:
+            if facts.batch_norm:
+                writes += self._meet_norm(args, refs)
+            number = storages.flow.add(_Access(reads, writes, outputs))
+            grad = torch.is_grad_enabled()
+            self.steps[number] = Step(func, refs, named, generator, device, grad)
+            self.paths.append(self.path[-1])
+            self.call_of.append(self.log.current)
+            if state is not None:
+                self.states[number] = state
+            if facts.makes_empty:
+                storages.unfilled.update(zip(outputs, returned, strict=True))
+            elif storages.unfilled and adds_to_nothing(func, kwargs):
+                storages.unfilled.pop(reads[0], None)
+            if writes:
+                self._overwrite(facts, fresh, number, writes)
+            for tensor in moved:  # what came from elsewhere stays
+                self.log.broken = True
+                storages.held[storages.value(tensor)] = hold(tensor)
+            if self.names.named or self.inner:
+                self._save(facts.name, number, returned)
+        return out
+
+    def _meet_norm(self, args: tuple[Any, ...], refs: list[Any]) -> list[int]:
+        """Hold the running statistics that a norm goes by as they are.
+
+        Returns:
+            The storages of those that it moves although an earlier one went by them.
+        """
+        running, flow = tensors_in(args[RUNNING_STATISTICS]), self.storages.flow
+        values = [self.storages.value(tensor) for tensor in running]
+        if args[TRAINING]:
+            refs[RUNNING_STATISTICS] = None, None  # must not be updated twice
+            return [flow.storage_of[v] for v in values if v in self.statistics]
+        for value, tensor in zip(values, running, strict=True):
+            known = value in self.statistics or flow.maker_of[value] != EXTERNAL
+            if not known:
+                self.statistics[value] = len(flow.inputs)
+                self.storages.held[value] = hold_copy(tensor)
+        return []
+
+    def _look_at_values(self, func: Any, facts: Facts, args: tuple[Any, ...]) -> None:
+        """Calls do not tell what ops return whose shape, or number, values decide."""
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self.log.read = True
+        if facts.dynamic and decided_by_values(func, tensors_in(args)):
+            self.log.broken = True
+
+    def _overwrite(
+        self, facts: Facts, fresh: int, number: int, writes: Collection[int]
+    ) -> None:
+        """An op wrote values: what they were is there no more."""
+        overwrites = self.storages.flow.overwrites[number]
+        for value in overwrites:
+            self.storages.held.pop(value, None)
+        if facts.fills:
+            self.storages.fill(writes)
+        if not facts.name.endswith("_"):
+            self.packing.fill(fresh, overwrites)
+
+    def _take(self, argument: Any, reads: list[int]) -> Any:
+        """An argument as a step keeps it, its storages added to what the op reads."""
+        if isinstance(argument, torch.Tensor):
+            value = self.storages.value(argument)
+            reads.append(self.storages.flow.storage_of[value])
+            return ref_of(argument, value)
+        if isinstance(argument, (list, tuple)):
+            return [self._take(item, reads) for item in argument]
+        return argument
+
+    def _written(
+        self, facts: Facts, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[int]:
+        changed = (
+            args[position] if position < len(args) else kwargs.get(name)
+            for position, name in facts.writes
+        )
+        return [self.storages.number(t) for value in changed for t in tensors_in(value)]
+
+    def _save(self, name: str, number: int, returned: list[torch.Tensor]) -> None:
+        """Hold or encode the outputs that the plan names."""
+        values = self.storages.flow.returned[number]
+        place = self.path[-1], name, len(values)
+        key = self.names.key(*place)
+        for part in self.open_inner[1:]:
+            inner = self.inner[part - 1]
+            inner.kept.update(inner.names.kept(inner.names.key(*place), values))
+        saved = self.names.kept(key, values)
+        for value, tensor in zip(values, returned, strict=True):
+            if value in saved:
+                self.storages.held[value] = hold(tensor)
+        if key in self._encodes:
+            forms = self._encodes[key]
+            for position, value in enumerate(values):
+                form = forms.get(position, forms.get(None))
+                small = encode(form, returned[position]) if form else None
+                if small is not None:
+                    self.encoded[value] = small
+
+    def pack(self, tensor: torch.Tensor) -> Kept | Dropped:
+        """Keep what autograd saves, or drop it."""
+        with self.log.paused():  # own functions pack outside of any call
+            return self.packing.pack(tensor, self.open_inner[-1])
+
+
+def otherwise_saved(name: str) -> ApplyError:
+    """What autograd saved cannot be told from the calls that led to it."""
+    return ApplyError(
+        f"cannot rebuild {name}: the same calls of torch saved other tensors than in "
+        "an earlier forward",
+        needed="forwards that torch runs in the same way, op by op",
+        hint="run it again (by: rerun), or leave this call out of the plan",
+    )
+
+
+def _device_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.device:
+    if args and isinstance(args[0], torch.Tensor):
+        return args[0].device
+    return torch.device(kwargs.get("device") or "cpu")

@@ -1,0 +1,1 @@
+"""Run a module again in backward."""

@@ -1,0 +1,305 @@
+"""Run a module again in backward, in the world that its forward saw.
+
+``torch.utils.checkpoint`` decides when, and puts autocast back. Around it, everything
+else that a forward may depend on or change is put back for the second run and put
+forward after it: buffers, plain attributes of modules and lists, dicts and sets in
+them, hooks, the random states of torch, Python, NumPy and of generators.
+What cannot be put back is watched: inputs, parameters and tensors from elsewhere by
+their versions, and the calls of torch functions one by one, as replays are. So a module
+that does something else the second time is an error that names the region, never a
+wrong gradient.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from ckplan.applying.rebuilding.digest import Likeness, is_same
+from ckplan.applying.rerunning.snapshot import World, source_of, sources_on
+from ckplan.applying.tensors.arguments import (
+    Slots,
+    UnknownArgumentError,
+    asks_only,
+    geometry_of,
+    switches,
+    version_of,
+)
+from ckplan.applying.tensors.compiled import uncompiled
+from ckplan.applying.tensors.random_state import random_state
+from ckplan.errors import ApplyError
+
+_STOP = "_StopRecomputationError"  # torch has all that it wanted
+_NOT_COMPARED = 0
+_NOT_FOLLOWED = (torch.Tensor.detach, torch._C._set_grad_enabled)  # torch's own doing
+
+
+class Rerun:
+    """One forward of a module that is to run again."""
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        """Begin the forward.
+
+        Args:
+            name: What errors call the region.
+            module: Whose state is put back.
+            forward: What runs.
+            args: As the caller gave them.
+            kwargs: Likewise.
+        """
+        self.name = name
+        self._forward = forward
+        self._first: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
+        leaves, self._spec = pytree.tree_flatten((args, kwargs))
+        self._given = _detached(leaves)
+        self._modules = list(module.modules())
+        named = (module._parameters.values() for module in self._modules)
+        parameters = [p for found in named for p in found if p is not None]
+        held = [x for x in self._given if isinstance(x, torch.Tensor)]
+        self._seen: list[tuple[torch.Tensor, int, Likeness | None]] = [
+            (x, version_of(x), None) for x in (*parameters, *held)
+        ]
+        devices = {tensor.device for tensor in (*held, *parameters)}
+        self._world = World.of(self._modules, sources_on(devices))
+        self.calls = _Calls()
+        self.devices = [torch.empty(0, device=device) for device in devices]
+
+    def __call__(self, *_: torch.Tensor) -> Any:
+        """Run the forward; the first time on what the caller gave."""
+        if self._first is not None:
+            (args, kwargs), self._first = self._first, None
+        else:
+            args, kwargs = pytree.tree_unflatten(self._given, self._spec)
+        return self._forward(*args, **kwargs)
+
+    def contexts(
+        self,
+    ) -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
+        """What the forward runs in, and what runs again runs in."""
+        return _Seen(self), _Again(self)
+
+    def end(self) -> None:
+        """The forward is over: hold only what it changed."""
+        self.calls.close()
+        self._seen += self._world.settle()
+
+    def begin_again(self) -> tuple[World, _Calls]:
+        """Put everything back.
+
+        Raises:
+            ApplyError: A tensor that it reads was changed in place.
+        """
+        self._check_unchanged()
+        drawn = [source for source, _ in self._world.random]
+        drawn += [source_of(generator) for generator, _ in self.calls.generators]
+        now = World.of(self._modules, drawn)
+        self._world.restore()
+        for generator, state in self.calls.generators:
+            generator.set_state(state)
+        return now, _Calls(self.calls, {id(b) for b, _, _ in self._world.contents})
+
+    def _check_unchanged(self) -> None:
+        for tensor, version, like in self._seen:
+            now = version_of(tensor)
+            if now != version or (like is not None and not is_same(like, tensor)):
+                how = f"version {version} then, {now} now"
+                raise ApplyError(
+                    f"cannot run {self.name} again: a tensor of shape "
+                    f"{tuple(tensor.shape)} that it reads was changed in place "
+                    f"({how if now != version else 'by a norm, or past its version'})",
+                    needed="parameters and inputs that stay as they are until backward",
+                    hint="update parameters after backward, or leave this call out",
+                )
+
+    def changed(self, found: str) -> ApplyError:
+        """The error for a forward that does something else."""
+        if [*self._modules[0].modules()] != self._modules:
+            return ApplyError(
+                f"cannot run {self.name} again: its forward made or replaced a module",
+                needed="modules that are there before, as after a first forward",
+                hint="call the model on a batch before the plan is applied",
+            )
+        return ApplyError(
+            f"cannot run {self.name} again: its forward does something else than "
+            f"before ({found})",
+            needed="a forward that does the same on the same inputs",
+            hint="rebuild it op by op (by: program), or leave this call out",
+        )
+
+
+class _Seen(AbstractContextManager[None]):
+    """Around the forward."""
+
+    def __init__(self, rerun: Rerun) -> None:
+        self._rerun = rerun
+        self._uncompiled = uncompiled()
+
+    def __enter__(self) -> None:
+        self._uncompiled.__enter__()
+        self._rerun.calls.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._rerun.calls.__exit__(*error)
+        self._uncompiled.__exit__(*error)
+        self._rerun.end()
+
+
+class _Again(AbstractContextManager[None]):
+    """Around every further run: there is one for each backward."""
+
+    def __init__(self, rerun: Rerun) -> None:
+        self._rerun = rerun
+        self._open: list[tuple[World, _Calls, AbstractContextManager[object]]] = []
+
+    def __enter__(self) -> None:
+        now, calls = self._rerun.begin_again()
+        compiling = uncompiled()
+        self._open.append((now, calls, compiling))
+        compiling.__enter__()
+        calls.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        now, calls, compiling = self._open.pop()
+        calls.__exit__(*error)
+        compiling.__exit__(*error)
+        calls.close()
+        now.restore()
+        if calls.different:
+            raise self._rerun.changed(calls.different) from None
+        if calls.stopped is not None:
+            raise calls.stopped from None  # the forward may have caught it
+
+
+class _DifferentError(RuntimeError):
+    """Stops a run that does something else; its region says so at the end."""
+
+
+class _Calls(TorchFunctionMode):
+    """Follows the calls of torch functions, and compares them with earlier ones."""
+
+    def __init__(
+        self, expected: _Calls | None = None, put_back: Collection[int] = ()
+    ) -> None:
+        """Begin a run; ``put_back`` has the ids of tensors that are as they were."""
+        super().__init__()
+        self.generators: list[tuple[torch.Generator, torch.Tensor]] = []
+        self.different = ""  # the first call that was another
+        self.stopped: type[Exception] | None = None
+        self._expected = expected
+        self._put_back = put_back
+        self._digests: list[int] = []
+        self._met: list[tuple[weakref.ref[torch.Tensor], int]] = []  # and versions
+        self._slots = Slots(self._meet)
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.stopped is not None:
+            raise self.stopped
+        if asks_only(func) or func in _NOT_FOLLOWED:
+            return func(*args, **kwargs)
+        generator = kwargs.get("generator")
+        if generator is not None:
+            self._draw(generator)
+        self._follow(func, args, kwargs)
+        if self.different:
+            raise _DifferentError(self.different)
+        try:
+            out = func(*args, **kwargs)
+        except Exception as error:
+            if type(error).__name__ == _STOP:
+                self.stopped = type(error)  # itself would be a cycle
+            raise
+        self._slots.returned(out)
+        return out
+
+    def close(self) -> None:
+        """The run is over: hold nothing but digests."""
+        self._slots.close()
+        self._expected = None
+
+    def _follow(self, func: Any, args: Any, kwargs: Any) -> None:
+        try:
+            arguments = self._slots.freeze(args, kwargs)
+            digest = hash((func, arguments, switches(func)))
+        except (UnknownArgumentError, TypeError):
+            digest = _NOT_COMPARED
+        self._note(digest, getattr(func, "__name__", str(func)))
+
+    def _meet(self, tensor: torch.Tensor) -> None:
+        try:
+            digest = hash(geometry_of(tensor))
+        except UnknownArgumentError:
+            digest = _NOT_COMPARED
+        what = f"a tensor of shape {tuple(tensor.shape)}"
+        self._note(digest, what)
+        self._check_version(tensor, what)
+
+    def _check_version(self, tensor: torch.Tensor, what: str) -> None:
+        """The same tensor as in the first run must hold the same values."""
+        place, version = len(self._met), version_of(tensor)
+        self._met.append((weakref.ref(tensor), version))
+        if self._expected is None or self.different or id(tensor) in self._put_back:
+            return
+        before = self._expected._met[place : place + 1]
+        if any(one() is tensor and old != version for one, old in before):
+            self.different = f"it reads {what} that was changed in place"
+
+    def _note(self, digest: int, what: str) -> None:
+        place = len(self._digests)
+        self._digests.append(digest)
+        if self._expected is None or self.different:
+            return
+        expected = self._expected._digests
+        known = place < len(expected)
+        if not known or expected[place] != digest:
+            self.different = what
+
+    def _draw(self, generator: torch.Generator) -> None:
+        known = self.generators if self._expected is None else self._expected.generators
+        if any(one is generator for one, _ in known):
+            return
+        if self._expected is None:
+            state = random_state(generator.device, generator)
+            self.generators.append((generator, state))
+        else:
+            self.different = self.different or "another random generator"
+
+
+def _detached(leaves: Iterable[Any]) -> list[Any]:
+    """Inputs without the graph behind them: holding that would be a cycle.
+
+    What was given twice is one tensor again, as attention asks: ``query is key``. What
+    was no leaf is none: autocast keeps its casts of leaves. A view by ``[...]`` has all
+    strides as they were, those of a batch of one, too.
+    """
+    alone: dict[int, Any] = {}
+    found = []
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+            if id(leaf) not in alone:
+                bare = leaf.detach().requires_grad_()
+                strided = leaf.layout == torch.strided
+                alone[id(leaf)] = bare[...] if strided else bare
+            leaf = alone[id(leaf)]
+        found.append(leaf)
+    return found

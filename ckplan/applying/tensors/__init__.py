@@ -1,0 +1,1 @@
+"""Tensors, ops and calls, as regions see them."""

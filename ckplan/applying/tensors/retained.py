@@ -1,0 +1,153 @@
+"""Tensors as a region keeps them to rebuild from, and how an op gets them again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from ckplan.applying.tensors.arguments import version_of
+from ckplan.errors import ApplyError
+
+
+class Ref(NamedTuple):
+    """A tensor argument: a view of a value."""
+
+    value: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    is_conj: bool = False
+    is_neg: bool = False
+
+
+@dataclass(slots=True)
+class Held:
+    """A value that a region keeps to rebuild from."""
+
+    tensor: torch.Tensor
+    version: int
+    offset: int  # in its storage, during forward
+    size: torch.Size  # during forward
+
+    def settle(self) -> None:
+        """Forward is over, or seen up to here: what it is now it must stay.
+
+        An op's output has got a graph since it was held, which may lead back to here.
+        """
+        self.tensor = bare(self.tensor)
+        self.version = version_of(self.tensor)
+
+    def moved(self, region: str) -> int:
+        """By how much it now lies elsewhere in its storage; 0 for most.
+
+        Raises:
+            ApplyError: It is not what it was in forward.
+        """
+        tensor = self.tensor
+        if version_of(tensor) != self.version:
+            shape = tuple(tensor.shape)
+            raise ApplyError(
+                f"cannot rebuild {region}: a tensor of shape {shape} that it reads "
+                f"was changed in place after its forward (version {self.version} then, "
+                f"{version_of(tensor)} now)",
+                needed="parameters and inputs that stay as they are until backward",
+                hint="update parameters after backward, or leave this call out",
+            )
+        if tensor.size() != self.size:  # DeepSpeed lets go of a parameter's data
+            raise _not_gathered(region, self.size)
+        return tensor.storage_offset() - self.offset
+
+
+def hold(tensor: torch.Tensor) -> Held:
+    """Hold a tensor's bytes, not the graph behind it.
+
+    Of a view of a parameter the parameter: whoever gathers it may move its bytes.
+    """
+    base = tensor._base
+    tensor = base if isinstance(base, torch.nn.Parameter) else bare(tensor)
+    return Held(tensor, version_of(tensor), tensor.storage_offset(), tensor.size())
+
+
+def bare(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without the graph behind it: holding that would be a cycle.
+
+    One that nobody collects, should backward never come by.
+    """
+    return tensor if tensor.grad_fn is None else tensor.detach()
+
+
+def hold_copy(tensor: torch.Tensor) -> Held:
+    """Hold what a tensor shows now: others write it, and nobody is told."""
+    return hold(copy_of(tensor))
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors that an op takes or returns in one place: one, several or none."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [tensor for item in value for tensor in tensors_in(item)]
+    return []
+
+
+def ref_of(tensor: torch.Tensor, value: int) -> Ref:
+    """A tensor as a view of the value of its storage."""
+    offset = tensor.storage_offset()
+    bits = tensor.is_conj(), tensor.is_neg()
+    return Ref(value, tensor.size(), tensor.stride(), offset, tensor.dtype, *bits)
+
+
+def view_of(tensor: torch.Tensor, ref: Ref) -> torch.Tensor:
+    """The view that an op had of a value, from any tensor on its storage."""
+    view = _strided(tensor, ref)
+    view = view.conj() if ref.is_conj else view
+    return torch._neg_view(view) if ref.is_neg else view
+
+
+def _strided(tensor: torch.Tensor, ref: Ref) -> torch.Tensor:
+    if tensor.dtype == ref.dtype and not (tensor.is_conj() or tensor.is_neg()):
+        same = tensor.size() == ref.size and tensor.stride() == ref.stride
+        if same and tensor.storage_offset() == ref.offset:
+            return tensor
+        return tensor.as_strided(ref.size, ref.stride, ref.offset)
+    bare = torch.empty(0, dtype=ref.dtype, device=tensor.device)
+    return bare.set_(tensor.untyped_storage(), ref.offset, ref.size, ref.stride)
+
+
+def copy_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same geometry on a copy of the whole storage.
+
+    Made by an op, so that those who watch ops see it made.
+    """
+    storage = tensor.untyped_storage()
+    plain = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+    if plain and tensor.nbytes == storage.nbytes():
+        return tensor.detach().clone()
+    every_byte = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    every_byte.set_(storage, 0, (storage.nbytes(),), (1,))
+    bare = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    place = tensor.storage_offset(), tensor.size(), tensor.stride()
+    return bare.set_(every_byte.clone().untyped_storage(), *place)
+
+
+def check_gathered(
+    name: str, tensors: Iterable[torch.Tensor], error: RuntimeError
+) -> None:
+    """FSDP lets go of a parameter's bytes and keeps the parameter."""
+    for tensor in tensors:
+        if tensor.numel() and not tensor.untyped_storage().nbytes():
+            raise _not_gathered(name, tensor.shape) from error
+
+
+def _not_gathered(name: str, shape: torch.Size) -> ApplyError:
+    return ApplyError(
+        f"cannot rebuild {name}: it reads a parameter of shape {tuple(shape)} that is "
+        "not gathered now",
+        needed="regions inside of what is gathered as one",
+        hint="plan with `ckplan solve --shard fsdp2 --world-size N`; with DeepSpeed, "
+        "name the layers to set_z3_leaf_modules",
+    )

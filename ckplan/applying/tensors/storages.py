@@ -1,0 +1,87 @@
+"""The storages that a region's ops meet: which one a tensor is on, what is held."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ckplan.applying.tensors.arguments import UnknownArgumentError, storage_of
+from ckplan.applying.tensors.retained import Held, hold
+from ckplan.errors import ApplyError
+from ckplan.simulating.program import Flow
+
+
+class Storages:
+    """Those of one forward, numbered as they come by."""
+
+    def __init__(self, region: str) -> None:
+        """None yet; ``region`` is what errors call it."""
+        self.flow = Flow()
+        self.numbers: dict[int, int] = {}  # address of a storage -> its number
+        self.num_bytes: list[int] = []  # of each
+        self.inside: set[int] = set()  # those that the region made
+        self.held: dict[int, Held] = {}  # value -> tensor
+        # Those that others than ops may write: nobody filled them yet, or their
+        # bytes were handed out, and to that there is no end.
+        self.unfilled: dict[int, torch.Tensor] = {}
+        self.handed_out: set[int] = set()
+        self._region = region
+        self._addresses: list[StorageWeakRef] = []  # keep addresses from being reused
+
+    def number(self, tensor: torch.Tensor, *, inside: bool = False) -> int:
+        """The number of a tensor's storage; one that came from outside is held."""
+        try:
+            storage = storage_of(tensor)
+        except UnknownArgumentError:
+            raise ApplyError(
+                f"cannot rebuild {self._region}: it uses tensors without bytes of "
+                f"their own ({str(tensor.layout).removeprefix('torch.')})",
+                needed="strided tensors",
+                hint="leave this call out of the plan, or run it again (by: rerun)",
+            ) from None
+        number = self.numbers.get(storage._cdata)
+        if number is None:
+            number = len(self.num_bytes)
+            self.num_bytes.append(storage.nbytes())
+            self.know(storage, number)
+            if inside:
+                self.inside.add(number)
+            else:
+                self.held[self.flow.value(number)] = hold(tensor)
+        return number
+
+    def know(self, storage: torch.UntypedStorage, number: int) -> None:
+        """Know a storage again by its address."""
+        self._addresses.append(StorageWeakRef(storage))
+        self.numbers[storage._cdata] = number
+
+    def value(self, tensor: torch.Tensor) -> int:
+        """The value of a tensor."""
+        return self.flow.value(self.number(tensor))
+
+    def value_inside(self, tensor: torch.Tensor) -> int:
+        """The value of a tensor that the region made; -1 for another."""
+        try:
+            number = self.numbers.get(storage_of(tensor)._cdata)
+        except UnknownArgumentError:
+            return -1
+        return self.flow.value(number) if number in self.inside else -1
+
+    def hand_out(self, tensor: torch.Tensor) -> None:
+        """Somebody may write a tensor's bytes past torch."""
+        if self.value_inside(tensor) >= 0:
+            number = self.number(tensor)
+            self.handed_out.add(number)
+            self.unfilled[number] = tensor
+
+    def fill(self, numbers: Iterable[int]) -> None:
+        """An op filled storages: what they hold is its output."""
+        for number in {*numbers} - self.handed_out:
+            self.unfilled.pop(number, None)
+
+    def hold_unfilled(self) -> None:
+        """Forward is over: what others may have written is as it is now."""
+        for number, tensor in self.unfilled.items():
+            self.held[self.flow.value(number)] = hold(tensor)

@@ -1,0 +1,254 @@
+"""Commands that plan, from a trace alone."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ckplan.cli.inputs import (
+    check_output,
+    check_picture,
+    load_step,
+    say_usable,
+    sharding_of,
+)
+from ckplan.cli.options import (
+    WISHES,
+    Card,
+    Expandable,
+    Force,
+    Json,
+    Method,
+    Reserve,
+    ShardOption,
+    Trace,
+    Units,
+    WorldSize,
+)
+from ckplan.cli.terminal import say, show_product
+
+if TYPE_CHECKING:
+    from ckplan.plan.plan import Plan
+    from ckplan.solving.solution import Solution
+
+
+def solve(
+    trace: Trace = None,
+    *,
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Limit on the whole peak: 12GB, 12GiB, or 80% of the unplanned peak.",
+        ),
+    ] = None,
+    gpu: Card = None,
+    max_overhead: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PERCENT", help="In place of a budget: least memory at 5% or less."
+        ),
+    ] = None,
+    min_memory: Annotated[
+        bool, typer.Option("--min-memory", help="In place of a budget: least memory.")
+    ] = False,
+    knee: Annotated[
+        bool,
+        typer.Option("--knee", help="In place of a budget: before memory gets dear."),
+    ] = False,
+    reserve: Reserve = "0",
+    expandable: Expandable = False,
+    method: Annotated[
+        Method,
+        typer.Option(help="milp: a tighter bound, exact for small graphs."),
+    ] = Method.CHAIN,
+    time_limit: Annotated[
+        float, typer.Option(min=0, metavar="SECONDS", help="That milp may take.")
+    ] = 60.0,
+    shard: ShardOption = None,
+    world_size: WorldSize = None,
+    units: Units = None,
+    output: Annotated[Path, typer.Option("-o", help="The plan to write.")] = Path(
+        "plan.yaml"
+    ),
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """Write the plan that fits a budget and costs the least time."""
+    goals = [name for name, on in (("min-memory", min_memory), ("knee", knee)) if on]
+    given = [one for one in (budget, gpu, max_overhead, *goals) if one is not None]
+    if len(given) > 1:
+        raise typer.BadParameter(f"only one is possible: {WISHES}")
+    check_output(output, force)
+    sharding = sharding_of(shard, world_size, units)
+    from ckplan.plan import file as plan_file
+    from ckplan.report.progress import ProgressLine
+    from ckplan.solving import solve as solving
+    from ckplan.solving.planner import Planner
+    from ckplan.units import parse_bytes, parse_percent
+
+    fraction = None if max_overhead is None else parse_percent(max_overhead)
+    if method is Method.MILP:
+        from ckplan.solving.milp import check_solver
+
+        check_solver()
+    reserve_bytes = parse_bytes(reserve)
+    graph = load_step(trace, sharding)
+    card = gpu if given else graph.options.get("gpu")
+    if not given and card is None:
+        raise typer.BadParameter(f"one is needed: {WISHES}")
+    if card is not None:
+        say_usable(card)
+    goal = goals[0] if goals else None
+    wish = solving.Wish(budget, fraction, goal, card, reserve_bytes, expandable)
+    with ProgressLine(sys.stderr) as progress:
+        progress("solving", 0, 0)
+        planner = Planner(graph)
+        solution = solving.find(planner, wish)
+        if method is Method.MILP:
+            progress("solving exactly", 0, 0)
+            solution = solving.with_exact(planner, solution, time_limit)
+    if not solution.regions:
+        say("no plan is needed: the unplanned step fits; the plan is empty")
+    plan = solving.to_plan(graph, solution)
+    plan_file.save(plan, output, force=force)
+    found = solution, plan, reserve_bytes
+    _show_solution(*found, output, expandable=expandable, as_json=as_json)
+    say(f"wrote {output}")
+
+
+def _show_solution(
+    solution: Solution,
+    plan: Plan,
+    reserve_bytes: int,
+    output: Path,
+    *,
+    expandable: bool,
+    as_json: bool,
+) -> None:
+    """The report of a plan, and a warning where a card may not have what it needs."""
+    from ckplan.report.plans import solution_json, solution_report
+    from ckplan.report.reserved import room_warning
+    from ckplan.simulating.allocations import reserved_on_card
+
+    timeline = solution.timeline
+    reserved = reserved_on_card(timeline)
+    found = solution, plan, reserve_bytes
+    show_product(
+        solution_json(*found, str(output), reserved)
+        if as_json
+        else solution_report(*found, reserved)
+    )
+    if reserved is None:
+        return
+    whole_bytes = solution.limit.bytes + reserve_bytes
+    warning = room_warning(timeline, whole_bytes, expandable=expandable)
+    if warning:
+        say(warning)
+    elif expandable:
+        say("the plan needs PYTORCH_ALLOC_CONF=expandable_segments:True")
+    elif solution.gap_bytes:
+        say("fewer gaps: --expandable-segments, if PYTORCH_ALLOC_CONF has them")
+
+
+def frontier(
+    trace: Trace = None,
+    *,
+    points: Annotated[
+        int, typer.Option(min=2, max=500, help="How many budgets to try.")
+    ] = 24,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw it as PNG or SVG.")
+    ] = None,
+    reserve: Reserve = "0",
+    shard: ShardOption = None,
+    world_size: WorldSize = None,
+    units: Units = None,
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """Show the whole trade-off between memory and time."""
+    sharding = sharding_of(shard, world_size, units)
+    from ckplan.report.frontier import frontier_json, frontier_report, save_plot
+    from ckplan.report.progress import ProgressLine
+    from ckplan.solving.common_strategies import everything
+    from ckplan.solving.memory_limit import Limit
+    from ckplan.solving.planner import Planner
+    from ckplan.units import parse_bytes
+
+    reserve_bytes = parse_bytes(reserve)
+    if plot is not None:
+        check_picture(plot, force)
+    graph = load_step(trace, sharding)
+    with ProgressLine(sys.stderr) as progress:
+        progress("solving", 0, 0)
+        planner = Planner(graph)
+        found = planner.frontier(points)
+        wanted = as_json or plot is not None
+        limit = Limit(planner.unplanned.peak_bytes)
+        others = everything(planner, limit) if wanted else ()
+    if plot is not None:
+        save_plot(plot, graph.model, found, others, force=force)
+        say(f"wrote {plot}")
+    show_product(
+        frontier_json(graph.model, found, others, reserve_bytes)
+        if as_json
+        else frontier_report(graph.model, found, reserve_bytes)
+    )
+
+
+def compare(
+    trace: Trace = None,
+    *,
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="As for solve.  [default: 80% of the unplanned peak]",
+        ),
+    ] = None,
+    gpu: Card = None,
+    reserve: Reserve = "0",
+    expandable: Expandable = False,
+    shard: ShardOption = None,
+    world_size: WorldSize = None,
+    units: Units = None,
+    as_json: Json = False,
+) -> None:
+    """Show what people do beside the plan, under one budget."""
+    if budget is not None and gpu is not None:
+        raise typer.BadParameter("only one is possible: --budget or --gpu")
+    if expandable and gpu is None:
+        raise typer.BadParameter("--expandable-segments are those of a card: --gpu")
+    sharding = sharding_of(shard, world_size, units)
+    from ckplan.report.plans import comparison_json, comparison_report
+    from ckplan.report.progress import ProgressLine
+    from ckplan.solving.common_strategies import everything
+    from ckplan.solving.planner import Planner
+    from ckplan.solving.reserved_limit import solve_within
+    from ckplan.solving.solution import Baseline
+    from ckplan.solving.solve import Wish, limit_of
+    from ckplan.units import parse_bytes
+
+    reserve_bytes = parse_bytes(reserve)
+    if gpu is not None:
+        say_usable(gpu)
+    elif budget is None:
+        budget = "80%"
+    wish = Wish(budget, gpu=gpu, reserve_bytes=reserve_bytes, expandable=expandable)
+    graph = load_step(trace, sharding)
+    with ProgressLine(sys.stderr) as progress:
+        progress("solving", 0, 0)
+        planner = Planner(graph)
+        limit = limit_of(planner, wish)
+        assert limit is not None, "internal error: neither a budget nor a card"
+        least = max(limit.bytes, planner.floor.peak_bytes)
+        plan = solve_within(planner, replace(limit, bytes=least)).timeline
+        this = Baseline.of("this plan", plan, limit)
+        found = (*everything(planner, limit), this)
+    of = graph.model, limit, reserve_bytes, found
+    show_product(comparison_json(*of) if as_json else comparison_report(*of))

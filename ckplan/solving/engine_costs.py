@@ -1,0 +1,104 @@
+"""What the engine takes at least where a tensor is dropped: fees of the bound.
+
+A region watches all that its forward saves. To drop a tensor it must have the op that
+made it and the call that saved it, and it is a whole call or a run of whole siblings.
+So the least region that could drop a tensor is known, and what it takes to watch that
+is due, once for all tensors that need it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Sequence
+from functools import cached_property
+
+from ckplan.graph.graph import Graph
+from ckplan.graph.records import Saved
+from ckplan.solving.closure_problem import NANOSECOND, Fee
+
+
+class Fees:
+    """The fees of one graph."""
+
+    def __init__(self, graph: Graph) -> None:
+        """No fee is known yet: they are found as they are asked for."""
+        self.known: list[Fee] = []
+        self._graph = graph
+        seconds = graph.engine.watch_seconds if graph.engine_is_busier else 0.0
+        self._nanoseconds = round(seconds / NANOSECOND)
+        self._of_unit: dict[tuple[int, int], int] = {}
+        self._of_saved: dict[int, int] = {}
+
+    def due(self, saved: Saved) -> int | None:
+        """What dropping a tensor takes, as a number of ``known``; None if nothing."""
+        maker = self._graph.storages[saved.storage].maker
+        if not self._nanoseconds or not 0 <= maker < self._graph.num_forward:
+            return None
+        unit = self._least_unit(maker, saved)
+        return None if unit is None else self._watching(*unit)
+
+    def _least_unit(self, maker: int, saved: Saved) -> tuple[int, int] | None:
+        """First and last of the calls that have an op and what saved its output."""
+        graph, calls = self._graph, self._graph.calls
+        made, kept = graph.path(graph.ops[maker].call), graph.path(saved.call)
+        common = sum(a == b for a, b in zip(made, kept, strict=False))
+        if not common:
+            return None
+        parent = made[common - 1]
+        children = graph.children[parent]
+        if common < len(made):
+            low = bisect_left(children, made[common])
+        else:  # an op of the parent's own: a run begins before it
+            low = bisect_right(children, maker, key=lambda c: calls[c].stop) - 1
+        if common < len(kept):
+            high = bisect_left(children, kept[common])
+        else:  # and ends after it
+            high = bisect_left(children, saved.at, key=lambda c: calls[c].start)
+        if low < 0 or high == len(children):
+            return parent, parent
+        return children[low], children[high]
+
+    def _watching(self, first: int, last: int) -> int:
+        """The fee for a call, or for a run of calls."""
+        if (first, last) not in self._of_unit:
+            fee = self._call(first) if first == last else self._run(first, last)
+            self._of_unit[first, last] = self._add(fee)
+        return self._of_unit[first, last]
+
+    def _call(self, call: int) -> Fee:
+        inside, own = self._graph.children[call], self._own[call]
+        if not inside:
+            return Fee(self._nanoseconds * len(own))
+        return self._together(inside, own)
+
+    def _run(self, first: int, last: int) -> Fee:
+        graph, calls = self._graph, self._graph.calls
+        parent = calls[first].parent
+        siblings = graph.children[parent]
+        run = siblings[bisect_left(siblings, first) : bisect_right(siblings, last)]
+        start, stop = calls[first].start, calls[last].stop
+        own = [s for s in self._own[parent] if start < graph.saved[s].at < stop]
+        return self._together(run, own)
+
+    def _together(self, calls: Sequence[int], own: Sequence[int]) -> Fee:
+        """For calls, and what the one around them saves itself."""
+        return Fee(0, [*(self._watching(c, c) for c in calls), *map(self._one, own)])
+
+    def _one(self, saved: int) -> int:
+        """The fee for what a call with calls inside saves itself."""
+        if saved not in self._of_saved:
+            self._of_saved[saved] = self._add(Fee(self._nanoseconds))
+        return self._of_saved[saved]
+
+    def _add(self, fee: Fee) -> int:
+        self.known.append(fee)
+        return len(self.known) - 1
+
+    @cached_property
+    def _own(self) -> dict[int, list[int]]:
+        """Call -> what it saves itself, in order."""
+        found: dict[int, list[int]] = defaultdict(list)
+        for index, saved in enumerate(self._graph.saved):
+            found[saved.call].append(index)
+        return found

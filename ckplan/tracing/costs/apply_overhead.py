@@ -1,0 +1,122 @@
+"""Measure what carrying out a plan takes of the CPU, beside the ops themselves.
+
+Two steps of a chain of tiny ops are compared with an unplanned one: under a plan that
+saves everything, and under one that saves every second tensor. Between two ops of a
+large step the kernels push all else out of the processor's cache, and Python runs
+several times slower then. So as many bytes are read between the ops of the chain.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from statistics import median
+
+import torch
+from torch import nn
+
+from ckplan import __version__
+from ckplan.applying import apply
+from ckplan.graph.records import EngineCosts
+from ckplan.plan.names import OpName
+from ckplan.plan.plan import Plan, PlannedRegion
+from ckplan.tracing.costs.cost_cache import Cost, CostCache
+from ckplan.tracing.recording.recording import RawOp
+
+_NUM_OPS = 16
+_DROPPED_STEPS, _STEPS = 2, 5
+_LEAST_BYTES, _MOST_BYTES = 1 << 20, 1 << 24
+_OPS_BETWEEN = 2  # an op that autograd saves for, and one that it does not
+
+
+def calibrate_engine(
+    ops: Sequence[RawOp], device: torch.device, cache: CostCache
+) -> EngineCosts:
+    """Measure what the cache does not know.
+
+    Args:
+        ops: Of the forward that plans are for; what they move decides how cold the
+            caches are.
+        device: Where they run: on a GPU, the CPU's caches are its own.
+        cache: Of that device.
+    """
+    flushed_bytes = _flushed_bytes(ops) if device.type == "cpu" else 0
+    keys = [f"engine {__version__} {w} {flushed_bytes}" for w in ("watch", "rerun")]
+    known = cache.known(keys)
+    if len(known) < len(keys):
+        seconds = zip(keys, _measure(flushed_bytes), strict=True)
+        known = cache.learn({k: Cost(s, 0, 0, measured=True) for k, s in seconds})
+    return EngineCosts(*(known[key].seconds for key in keys))
+
+
+def _flushed_bytes(ops: Sequence[RawOp]) -> int:
+    """What passes through the cache from one saved tensor to the next; a power of 2."""
+    moved_bytes = _OPS_BETWEEN * sum(op.moved_bytes for op in ops) // max(len(ops), 1)
+    if moved_bytes < _LEAST_BYTES:
+        return 0
+    return min(1 << (moved_bytes - 1).bit_length(), _MOST_BYTES)
+
+
+def _measure(flushed_bytes: int) -> tuple[float, float]:
+    """Seconds for every tensor saved, and for every op that runs again."""
+    ops = [OpName("", "sin", occurrence) for occurrence in range(_NUM_OPS)]
+    with (
+        torch.inference_mode(mode=False),
+        torch.enable_grad(),
+        torch.autocast("cpu", enabled=False),
+    ):
+        ways = [_Chain(flushed_bytes) for _ in range(3)]
+        for way, saved in zip(ways[1:], (ops, ops[1::2]), strict=True):
+            apply(way, Plan(regions=(PlannedRegion("links", save=tuple(saved)),)))
+        times: list[list[float]] = [[] for _ in ways]
+        for number in range(_DROPPED_STEPS + _STEPS):
+            for way, found in zip(ways, times, strict=True):
+                found.append(way.step_seconds(first=number == 0))
+    unplanned, watched, rerun = (median(found[_DROPPED_STEPS:]) for found in times)
+    return (
+        max(watched - unplanned, 0.0) / _NUM_OPS,
+        max(rerun - watched, 0.0) / len(ops[::2]),
+    )
+
+
+class _Chain(nn.Module):
+    """A step of tiny ops, of which every one saves its input."""
+
+    def __init__(self, flushed_bytes: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, dtype=torch.float32, device="cpu"))
+        self.links = _Links(flushed_bytes)
+
+    def step_seconds(self, *, first: bool) -> float:
+        """Seconds of forward and backward, but for what flushes the cache."""
+        links = self.links
+        links.cold, links.flush_seconds = not first, 0.0
+        start = time.perf_counter()
+        links(self.weight * 1.0).sum().backward()
+        return time.perf_counter() - start - links.flush_seconds
+
+
+class _Links(nn.Module):
+    def __init__(self, flushed_bytes: int) -> None:
+        super().__init__()
+        self.cold = False  # the first forward is written down, and must not see it
+        self.flush_seconds = 0.0
+        self._flushed = torch.zeros(
+            flushed_bytes // 4, dtype=torch.float32, device="cpu"
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(_NUM_OPS):
+            with torch._C.DisableTorchFunction():
+                self._flush()
+                x.register_hook(self._flush)
+            x = torch.sin(x)
+        return x
+
+    def _flush(self, gradient: torch.Tensor | None = None) -> None:
+        del gradient
+        start = time.perf_counter()
+        if self.cold:
+            with torch._C.DisableTorchFunction(), torch.no_grad():
+                self._flushed.sum()
+        self.flush_seconds += time.perf_counter() - start

@@ -1,0 +1,66 @@
+"""Seconds without measuring: the roofline of a card, for every op.
+
+Bounds from below, as no kernel reaches the peak rate or the full bandwidth; how ops
+compare with each other is what a planner needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from ckplan.encodings import LAUNCHES, encoded_bytes
+from ckplan.gpus import Gpu
+from ckplan.tracing.costs.calibrate import CodingCost
+from ckplan.tracing.costs.cost_cache import Cost
+from ckplan.tracing.recording.recording import RawOp, TensorMeta
+
+_RATES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
+def roofline(ops: Sequence[RawOp], gpu: Gpu) -> list[Cost]:
+    """Device and launch time of every op; nothing is known of workspaces."""
+    return [
+        Cost(
+            gpu.device_seconds(op.flops, op.moved_bytes, rate_of(op)),
+            peak_bytes=0,
+            held_bytes=0,
+            measured=False,
+            launch_seconds=gpu.launch_seconds,
+        )
+        for op in ops
+    ]
+
+
+def roofline_codings(
+    codings: Mapping[tuple[str, TensorMeta], CodingCost], gpu: Gpu
+) -> dict[tuple[str, TensorMeta], CodingCost]:
+    """What encodings cost on a card: they move both forms, or wait to be launched."""
+
+    def on_card(form: str, meta: TensorMeta, cost: CodingCost) -> CodingCost:
+        moved_bytes = meta.num_bytes + encoded_bytes(form, meta.numel)
+        device = gpu.device_seconds(0, moved_bytes, "fp32")
+        seconds = max(device, LAUNCHES * gpu.launch_seconds)
+        return replace(cost, encode_seconds=seconds, decode_seconds=seconds)
+
+    return {key: on_card(*key, cost) for key, cost in codings.items()}
+
+
+def rate_of(op: RawOp) -> str:
+    """At which rate of ``gpus.RATES`` an op computes, as torch is set now.
+
+    By default torch lets tensor cores take fp32 apart in convolutions alone.
+    """
+    floats = (
+        leaf.dtype
+        for leaf in op.args
+        if isinstance(leaf, TensorMeta) and leaf.dtype.is_floating_point
+    )
+    dtype = next(floats, torch.float32)
+    if dtype != torch.float32:
+        return _RATES.get(dtype, "fp32")
+    if "conv" in op.func.overloadpacket.__name__:
+        return "tf32" if torch.backends.cudnn.allow_tf32 else "fp32"
+    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "fp32"

@@ -1,0 +1,193 @@
+"""What Python code is told while it runs as if on a GPU.
+
+Code of the workload itself hears that CUDA is there and that its tensors are on it.
+Libraries hear the truth: they remember such answers, and would go on to load kernels of
+their own that cannot be traced; that they asked is said.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim import optimizer
+from torch.overrides import TorchFunctionMode
+from torch.utils import _foreach_utils
+
+from ckplan.gpus import Gpu
+from ckplan.tracing.cuda.fake_runtime import ACCELERATOR, functions, objects
+from ckplan.tracing.cuda.translation import Capability, Words
+
+_LIBRARIES = ("site-packages", "dist-packages")
+_STANDARD = sysconfig.get_path("stdlib")
+_OURS = str(Path(__file__).parents[2])
+_TORCHS = str(Path(torch.__file__).parent)
+_REMEMBERED = ("is_available", "device_count", "is_initialized", "current_accelerator")
+_PLAIN = (bool, int, float, str, tuple, list, torch.device)
+
+
+@contextmanager
+def answered(
+    capability: Capability, words: Words, gpu: Gpu | None = None
+) -> Iterator[None]:
+    """A scope in which the workload's code hears that there is a GPU.
+
+    Args:
+        capability: Its compute capability.
+        words: Where to say what it was told.
+        gpu: What else is known of it.
+    """
+    owners = (torch.cuda, functions(capability, gpu)), (torch.accelerator, ACCELERATOR)
+    with ExitStack() as stack:
+        stack.callback(torch.set_default_device, _default_device())
+        for owner, answers in owners:
+            for name, answer in answers.items():
+                real = getattr(owner, name, None)
+                if real is not None:
+                    told = _told(f"{owner.__name__}.{name}", real, answer, words)
+                    stack.enter_context(mock.patch.object(owner, name, told))
+        stack.enter_context(objects())
+        yield
+
+
+@contextmanager
+def on_cpu(words: Words) -> Iterator[None]:
+    """A scope in which what is asked for on CUDA is on CPU, and says that it is not."""
+    with ExitStack() as stack:
+
+        def put(owner: Any, name: str, by: Any) -> None:
+            stack.enter_context(mock.patch.object(owner, name, by))
+
+        put(FakeTensor, "device", _device())
+        for module in (optimizer, _foreach_utils):  # lists of parameters, as on CUDA
+            devices = "_get_foreach_kernels_supported_devices"
+            put(module, devices, lambda: ["cpu"])
+        for owner, name in ((torch._C._nn, "_parse_to"), (torch, "set_default_device")):
+            put(owner, name, _first_on_cpu(getattr(owner, name)))
+        if torch.get_default_device().type == "cuda":
+            stack.enter_context(torch.device(_CPU))
+        stack.enter_context(_OnCpu(words))
+        yield
+
+
+def amp_on() -> AbstractContextManager[object]:
+    """A scope in which autocast and scalers of CUDA stay on without a GPU."""
+    missing = "amp_definitely_not_available"
+    return mock.patch.object(torch.cuda.amp.common, missing, lambda: False)
+
+
+def _told(
+    name: str, real: Callable[..., object], answer: object, words: Words
+) -> Callable[..., object]:
+    def ask(*args: Any, **kwargs: Any) -> object:
+        who = sys._getframe(1).f_code.co_filename
+        told = answer(*args, **kwargs) if callable(answer) else answer
+        if is_workload(who):
+            if told is not None:
+                words.say(f"{name}(): the workload was told {_shown(told)}")
+            return told
+        if not name.endswith(_REMEMBERED):
+            return told
+        if not who.startswith((_TORCHS, _OURS)):
+            *_, library = re.split("|".join(f"/{one}/" for one in _LIBRARIES), who)
+            library = library.partition("/")[0] or who
+            words.say(f"{name}(): {library} asked and saw no GPU")
+        return real(*args, **kwargs)
+
+    return ask
+
+
+def _default_device() -> torch.device | None:
+    """What ``torch.set_default_device`` was given, if anything."""
+    context = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    return None if context is None else context.device
+
+
+def _shown(told: object) -> object:
+    """Objects by their types: where they lie says nothing."""
+    return told if isinstance(told, _PLAIN) else f"a {type(told).__name__}"
+
+
+def is_workload(file: str) -> bool:
+    """Whether code is the user's: no library, not torch, not ours."""
+    library = any(f"/{one}/" in file for one in _LIBRARIES)
+    return not (library or file.startswith((_TORCHS, _OURS, "<", _STANDARD)))
+
+
+def _device() -> property:
+    real = FakeTensor.device
+    cuda = torch.device("cuda", 0)
+
+    def device(tensor: FakeTensor) -> torch.device:
+        found = real.fget(tensor)
+        asked_by = sys._getframe(1).f_code.co_filename
+        return cuda if found.type == "cpu" and is_workload(asked_by) else found
+
+    return property(device, real.fset)
+
+
+def _first_on_cpu(real: Callable[..., Any]) -> Callable[..., Any]:
+    """A function whose first argument may be a device."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return real(*map(_on_cpu, args[:1]), *args[1:], **_with_device(kwargs))
+
+    return call
+
+
+class _OnCpu(TorchFunctionMode):
+    """Puts what is asked for on CUDA where the translation has it: on CPU."""
+
+    def __init__(self, words: Words) -> None:
+        super().__init__()
+        self._words = words
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        by_workload = is_workload(sys._getframe(1).f_code.co_filename)
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func == torch.Tensor.is_cuda.__get__:
+            return by_workload
+        if func is torch.Tensor.get_device:
+            return 0 if by_workload else -1
+        moved = args[1:2] if func is torch.Tensor.to else ()
+        places = {_type_of(one) for one in (*moved, kwargs.get("device"))}
+        if func is torch.Tensor.cpu or (by_workload and _CPU in places):
+            self._words.say("what goes to the host counts as if it were on the card")
+        args = (*args[:1], *map(_on_cpu, moved), *args[1 + len(moved) :])
+        return func(*args, **_with_device(kwargs))
+
+
+_CPU = "cpu"
+
+
+def _with_device(kwargs: dict[str, Any]) -> dict[str, Any]:
+    device = kwargs.get("device")
+    return kwargs if device is None else {**kwargs, "device": _on_cpu(device)}
+
+
+def _on_cpu(device: Any) -> Any:
+    return torch.device(_CPU) if _type_of(device) == "cuda" else device
+
+
+def _type_of(device: Any) -> str | None:
+    """Of what may be a device, its name or its number."""
+    if type(device) is int:
+        return "cuda"
+    name = device.type if isinstance(device, torch.device) else device
+    return name.partition(":")[0] if isinstance(name, str) else None

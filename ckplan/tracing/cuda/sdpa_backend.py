@@ -1,0 +1,247 @@
+"""Which kernel CUDA would take for ``scaled_dot_product_attention``.
+
+The conditions are those of torch (``sdp_utils.cpp``) for dense tensors, 2.11 to 2.15.
+What ``torch.nn.attention.sdpa_kernel`` allows and prefers holds here as it does there.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch.backends import cuda as switches
+from torch.nn.attention import SDPBackend
+
+from ckplan.tracing.cuda.translation import HALVES, Capability
+
+_Tensor: TypeAlias = torch.Tensor
+_FLASH, _EFFICIENT, _CUDNN, _MATH = (
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.MATH,
+)
+_VERSION = torch.__version__
+_ANY_DROPOUT = _VERSION < (2, 12)  # in cuDNN's kernel; later sixteenths
+_ALIGNED = _VERSION >= (2, 13)  # what the memory-efficient kernel gets, or math does
+_COUNTS_FOR_CUDNN = _VERSION >= (2, 13)  # no more sequences or heads than are launched
+_COUNTS_FOR_FLASH = _VERSION >= (2, 15)
+_WIDE_BY_CUDNN = _VERSION >= (2, 14)  # which widths it takes; earlier by the card
+_SHARES_HEADS = _VERSION >= (2, 14)  # one head of keys is enough, grouped or not
+_BUNDLED_CUDNN = 92600 if _VERSION >= (2, 15) else 92400 if _WIDE_BY_CUDNN else 92000
+_PREFERRED_CUDNN = 91500  # newer ones are
+_NARROW_CUDNN = 92200  # newer ones take wide heads
+_MOST_LAUNCHED = 65535
+_NEWEST = (12, 1)  # capability that the fused kernels are built for
+
+
+class Asked(NamedTuple):
+    """The arguments of one call; sequences of shape [batch, heads, length, width]."""
+
+    query: _Tensor
+    key: _Tensor
+    value: _Tensor
+    mask: _Tensor | None
+    dropout: float
+    causal: bool
+    scale: float | None
+    grouped: bool  # fewer heads of keys and values than of queries
+
+    @property
+    def tensors(self) -> tuple[_Tensor, _Tensor, _Tensor]:
+        """Query, key and value."""
+        return self.query, self.key, self.value
+
+    @property
+    def needs_grad(self) -> bool:
+        """Whether backward will come."""
+        return torch.is_grad_enabled() and any(t.requires_grad for t in self.tensors)
+
+
+def choose(asked: Asked, capability: Capability) -> SDPBackend:
+    """The kernel that a GPU of this capability takes.
+
+    Raises:
+        RuntimeError: ``sdpa_kernel`` allows none of those that can.
+    """
+    fits: dict[SDPBackend, Callable[[Asked, Capability], bool]] = {
+        _CUDNN: _cudnn_fits,
+        _FLASH: _flash_fits,
+        _EFFICIENT: _efficient_fits,
+        _MATH: lambda asked, capability: switches.math_sdp_enabled(),
+    }
+    for backend in _order(capability):
+        if backend in fits and fits[backend](asked, capability):
+            return backend
+    raise RuntimeError(
+        "no kernel of scaled_dot_product_attention fits among those that "
+        "torch.nn.attention.sdpa_kernel allows"
+    )
+
+
+def _order(capability: Capability) -> list[SDPBackend]:
+    """What is preferred; Hopper and Blackwell of data centers put cuDNN first."""
+    order = [SDPBackend(number) for number in torch._C._get_sdp_priority_order()]
+    untouched = order[:3] == [_FLASH, _EFFICIENT, _MATH]
+    unwanted = os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED", "0") not in ("0", "")
+    recent = _cudnn_version() > _PREFERRED_CUDNN
+    if untouched and recent and not unwanted and capability[0] in (9, 10):
+        return [_CUDNN, *(one for one in order if one != _CUDNN)]
+    return order
+
+
+def _cudnn_version() -> int:
+    """Of the one that torch has; without one, of that which it comes with on CUDA."""
+    return torch.backends.cudnn.version() or _BUNDLED_CUDNN
+
+
+def _flash_fits(asked: Asked, capability: Capability) -> bool:
+    width = asked.query.shape[-1]
+    lengths = {asked.query.shape[-2], asked.key.shape[-2]}
+    return (
+        switches.flash_sdp_enabled()
+        and (8, 0) <= capability <= _NEWEST
+        and _is_dense(asked, HALVES)
+        and asked.mask is None
+        and {t.shape[-1] for t in asked.tensors} == {width}
+        and width <= 256
+        and not (_COUNTS_FOR_FLASH and _is_many(asked.query))
+        and _flash_backward_fits(asked, capability)
+        and not (asked.causal and len(lengths) > 1)
+        and _heads_match(asked)
+        and _rows_are_whole(asked, or_single=True)
+    )
+
+
+def _flash_backward_fits(asked: Asked, capability: Capability) -> bool:
+    """Wide heads need more shared memory than consumers' GPUs have."""
+    small = (8, 6) <= capability <= (8, 9) or (12, 0) <= capability <= (12, 1)
+    width = asked.query.shape[-1]
+    wide = width > 192 and not (asked.dropout == 0 and width > 224)
+    return not (asked.needs_grad and small and wide)
+
+
+def _efficient_fits(asked: Asked, capability: Capability) -> bool:
+    alignment = _efficient_alignment(asked.query.dtype, capability)
+    dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.float32)
+    if capability >= (8, 0):
+        dtypes = (*dtypes, torch.bfloat16)
+    width, wide = asked.query.shape[-1], asked.value.shape[-1]
+    apart = not (_ALIGNED and capability >= (8, 0)) or all(
+        not tensor.storage_offset() % alignment for tensor in asked.tensors
+    )
+    return (
+        switches.mem_efficient_sdp_enabled()
+        and (5, 0) <= capability <= _NEWEST
+        and _is_dense(asked, dtypes)
+        and width == asked.key.shape[-1]
+        and min(width, wide) > 0
+        and not width % alignment
+        and not wide % alignment
+        and apart
+        and (_heads_match if _SHARES_HEADS else _heads_are_as_many)(asked)
+        and _rows_are_whole(asked, or_single=False)
+    )
+
+
+def _efficient_alignment(dtype: torch.dtype, capability: Capability) -> int:
+    """Of widths and of where tensors begin, in elements."""
+    half = dtype in HALVES
+    if capability >= (8, 0) or (capability >= (7, 0) and half):
+        return 8 if half else 4  # tensor cores
+    return 1
+
+
+def _cudnn_fits(asked: Asked, capability: Capability) -> bool:
+    deterministic = (
+        torch.are_deterministic_algorithms_enabled()
+        and not torch.is_deterministic_algorithms_warn_only_enabled()
+    )
+    return (
+        switches.cudnn_sdp_enabled()
+        and (8, 0) <= capability <= _NEWEST
+        and _is_dense(asked, HALVES)
+        and not deterministic
+        and (_ANY_DROPOUT or (asked.dropout * 16).is_integer())
+        and not (_COUNTS_FOR_CUDNN and _is_many(asked.query))
+        and _cudnn_takes_widths(asked, capability)
+        and _cudnn_takes_lengths(asked, capability)
+        and _cudnn_takes_mask(asked)
+        and _heads_match(asked, apart=True)
+        and _rows_are_whole(asked, or_single=True)
+    )
+
+
+def _cudnn_takes_widths(asked: Asked, capability: Capability) -> bool:
+    """Up to 128; on cards of data centers some more, not all of them in backward."""
+    both = query, value = asked.query.shape[-1], asked.value.shape[-1]
+    widest = max(both)
+    if query % 8 or value % 8:
+        return False
+    if widest <= 128 or capability not in ((9, 0), (10, 0), (10, 3)):
+        return widest <= 128
+    if not _WIDE_BY_CUDNN:
+        return both == (192, 128) or (capability == (9, 0) and widest <= 256)
+    if _cudnn_version() <= _NARROW_CUDNN:
+        return both == (192, 128)
+    in_backward = both in ((192, 128), (256, 256))
+    return widest <= 256 and (in_backward or not asked.needs_grad)
+
+
+def _cudnn_takes_lengths(asked: Asked, capability: Capability) -> bool:
+    """Not one alone, nor what torch knows that a version of cuDNN gets wrong."""
+    queries, keys = asked.query.shape[-2], asked.key.shape[-2]
+    version = _cudnn_version()
+    if keys == 1 or (queries == 1 and asked.dropout > 0):
+        return False
+    if _VERSION >= (2, 14) and capability[0] == 10 and 91900 <= version <= 92500:
+        return queries != 1
+    if _VERSION >= (2, 15) and capability[0] == 9 and version < 92600:
+        return keys % 128 != 64 or asked.causal or not asked.needs_grad
+    return True
+
+
+def _cudnn_takes_mask(asked: Asked) -> bool:
+    """One without a gradient, of two dimensions or of four that fit as they are."""
+    mask, (batch, heads, length, _) = asked.mask, asked.query.shape
+    if mask is None:
+        return True
+    wanted = (batch, heads, length, asked.key.shape[-2])[-mask.dim() :]
+    fits = all(n in (1, size) for n, size in zip(mask.shape, wanted, strict=True))
+    return mask.dim() in (2, 4) and fits and not mask.requires_grad
+
+
+def _is_many(query: _Tensor) -> bool:
+    return max(query.shape[:2]) > _MOST_LAUNCHED
+
+
+def _is_dense(asked: Asked, dtypes: tuple[torch.dtype, ...]) -> bool:
+    """Four dimensions, one of these types, something to attend to."""
+    same = {t.dtype for t in asked.tensors} == {asked.query.dtype}
+    whole = all(t.dim() == 4 and t.shape[-2] for t in asked.tensors)
+    return same and whole and asked.query.dtype in dtypes
+
+
+def _heads_match(asked: Asked, *, apart: bool = False) -> bool:
+    """As many of each, or fewer of keys and values, perhaps not as many of both."""
+    if _heads_are_as_many(asked):
+        return True
+    batches = {t.shape[0] for t in asked.tensors}
+    query, key, value = (t.shape[-3] for t in asked.tensors)
+    shared = asked.grouped or (_SHARES_HEADS and key == value == 1)
+    alike = key == value or (apart and query % value == 0)
+    return len(batches) == 1 and shared and alike and query % key == 0
+
+
+def _heads_are_as_many(asked: Asked) -> bool:
+    batches = {t.shape[0] for t in asked.tensors}
+    return len(batches) == 1 and len({t.shape[-3] for t in asked.tensors}) == 1
+
+
+def _rows_are_whole(asked: Asked, *, or_single: bool) -> bool:
+    """The last dimension has stride 1, in the mask too."""
+    rows = all(t.stride(-1) == 1 for t in asked.tensors)
+    rows = rows or (or_single and asked.query.shape[-1] == 1)
+    return rows and (asked.mask is None or asked.mask.stride(-1) == 1)

@@ -1,0 +1,1 @@
+"""Stand-ins for real tensors, and backward from Python."""

@@ -1,0 +1,190 @@
+"""Formulas of backward that write in place on a plain run.
+
+Torch's own formulas, in C++, make a tensor of zeros and add to it in place, unless some
+tensor is of a subclass or a dispatch mode is active: there they go out of place, so
+that every mode can follow. Whoever watches under one sees one more tensor than there
+will be. So what such a formula does out of place to what it made is done in place here,
+and storages, lifetimes and workspaces are those of a plain run.
+
+Some formulas go another way altogether. That of ``max`` over all elements is followed.
+Those of ``prod`` and ``cumprod`` go by whether a value is zero: under a mode they take
+the way that is right for any, and are recorded so. What ``masked_fill`` by a tensor
+does with its value, and ``linalg.eig``, goes by values, too. And from torch 2.14 on,
+``quantile`` and ``nanquantile`` of a CPU sort under a mode alone: a plain run selects
+without an op, takes less, and may send a gradient to another of several equal values.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.graph import Node, _engine_run_backward
+from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ckplan.tracing.faking.backward_pass import run_node
+from ckplan.tracing.faking.python_engine import is_last_time, watch_node
+
+_aten = torch.ops.aten
+_RUNNING_NODES = (_engine_run_backward.__code__, run_node.__code__)
+_AROUND_MODES = ("torch._dynamo.eval_frame", "torch._compile")
+
+
+class _Formula(NamedTuple):
+    """What a node does in place."""
+
+    makes: frozenset[str]  # ops that make what it writes to, for itself alone
+    writes: frozenset[str]  # ops that it does in place to that
+
+
+def _formula(makes: str, writes: str) -> _Formula:
+    return _Formula(frozenset(makes.split()), frozenset(writes.split()))
+
+
+_SELECTING = _formula("new_zeros zeros", "scatter")
+_CUMULATIVE = _formula("new_zeros zeros", "scatter_add")
+_SHARING = _formula("where", "masked_fill")
+_CLAMP_SHARES = torch.__version__ >= (2, 14)  # the gradient, where bounds are met
+FORMULAS: Mapping[str, _Formula] = {
+    "AminmaxBackward0": _formula("mul", "add"),
+    "Atan2Backward0": _formula("reciprocal", "masked_fill"),
+    "BinaryCrossEntropyBackward0": _formula("neg mul", "mul"),
+    # Not ``neg``, whose product with the gradient is another tensor.
+    "BinaryCrossEntropyWithLogitsBackward0": _formula(
+        "add sigmoid log_sigmoid_forward sub mul", "sub mul"
+    ),
+    "ClampBackward0": (
+        _SHARING if _CLAMP_SHARES else _formula("ge gt lt", "logical_and logical_or")
+    ),
+    "ClampMaxBackward1": _SHARING,
+    "ClampMinBackward1": _SHARING,
+    "CummaxBackward0": _CUMULATIVE,
+    "CumminBackward0": _CUMULATIVE,
+    "GatherBackward0": _formula("new_zeros", "scatter_add"),
+    "IndexBackward0": _formula("new_zeros zeros_like", "index_put"),
+    "IndexSelectBackward0": _formula("new_zeros", "index_add"),
+    "KthvalueBackward0": _SELECTING,
+    "MaskedSelectBackward0": _formula("zeros_like", "masked_scatter"),
+    "MaxBackward0": _SELECTING,
+    "MaximumBackward0": _SHARING,
+    "MedianBackward1": _SELECTING,
+    "MinBackward0": _SELECTING,
+    "MinimumBackward0": _SHARING,
+    "ModeBackward0": _SELECTING,
+    "NanmedianBackward1": _SELECTING,
+    "SortBackward0": _SELECTING,
+    "SortBackward1": _SELECTING,
+    "TakeBackward0": _formula("zeros_like", "put"),
+    "TopkBackward0": _SELECTING,
+    "TraceBackward0": _formula("zeros", "index_fill"),
+}
+"""By the name of a node. Found by comparing all ops that torch's own tests know."""
+
+EVENLY = frozenset(
+    ("MaxBackward1", "MedianBackward0", "MinBackward1", "NanmedianBackward0")
+)
+"""Nodes that divide a gradient among the elements that have a value."""
+
+ENDING = frozenset(("CudnnBatchNormBackward0", "CudnnRnnBackward0"))
+"""Nodes that copy cuDNN's reserve, unless the engine says that it is to go."""
+
+_ENDING = _formula("", "clone")
+_DIVIDED = _formula("", "isnan logical_and mul")  # on CPU: what is done otherwise
+_DIVIDED_ON_CUDA = _formula("isnan", "logical_and")
+
+
+class InPlace:
+    """Follows the nodes of a backward; to be asked before each op that a mode sees.
+
+    Args:
+        on_cuda: Whether the step is, or is to be, on a GPU.
+    """
+
+    def __init__(self, *, on_cuda: bool = False) -> None:
+        divided = _DIVIDED_ON_CUDA if on_cuda else _DIVIDED
+        self._formulas = {
+            **FORMULAS,
+            **dict.fromkeys(EVENLY, divided),
+            **dict.fromkeys(ENDING, _ENDING),
+        }
+        self._formula: _Formula | None = None
+        self._made = WeakIdKeyDictionary()  # tensor of this node -> name of its op
+
+    def watch(self, node: Node) -> None:
+        """Know when a node runs."""
+        formula = self._formulas.get(node.name())
+        if formula is None:
+            return
+
+        def begins(grads: object) -> None:
+            del grads
+            self._formula = formula
+
+        def ends(grad_inputs: object, grad_outputs: object) -> None:
+            del grad_inputs, grad_outputs
+            self._formula = None
+            self._made.clear()
+
+        watch_node(node, begins, ends)
+
+    def instead_of(
+        self, func: Any, args: tuple[Any, ...]
+    ) -> tuple[Any, tuple[Any, ...]]:
+        """What the engine would run on a plain run: an op and its arguments."""
+        formula = self._formula
+        if formula is None or _name(func) not in formula.writes:
+            return func, args
+        if formula is _ENDING:
+            goes = is_last_time() and args[0].dtype == torch.uint8
+            return (_aten.alias.default, args) if goes else (func, args)
+        if torch.is_grad_enabled() or not _is_asked_by_engine():
+            return func, args
+        if formula is _DIVIDED:
+            return self._divided(func, args)
+        mine = self._made.get(args[0]) in formula.makes
+        return _in_place(func, args) if mine else (func, args)
+
+    def _divided(self, func: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+        """Zeros, filled where a mask says; nothing is asked for every element's NaN."""
+        zeros = [x for x, maker in self._made.items() if maker == "new_zeros"]
+        match _name(func):
+            case "isnan" if args[0].dim():
+                return _aten.new_zeros.default, (args[0], args[0].shape)
+            case "logical_and" if zeros:
+                return func, (args[1], args[1])
+            case "mul" if zeros:
+                return _aten.masked_fill_.Tensor, (*zeros, *args)
+        return func, args
+
+    def note(self, func: Any, out: Any) -> None:
+        """Take notice of what an op returned."""
+        if self._formula is not None and _is_asked_by_engine():
+            for tensor in pytree.tree_leaves(out):
+                if isinstance(tensor, torch.Tensor):
+                    self._made[tensor] = _name(func).rstrip("_")
+
+
+def _name(func: Any) -> str:
+    return str(func.overloadpacket.__name__)
+
+
+def _in_place(func: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    if func is _aten.index_put.default:
+        accumulate = args[3] if len(args) > 3 else False
+        return _aten._index_put_impl_.default, (*args[:3], accumulate, True)
+    packet = getattr(_aten, f"{_name(func)}_")
+    return getattr(packet, func._overloadname), args
+
+
+def _is_asked_by_engine() -> bool:
+    """Whether an op is a formula's own: nothing in Python is between.
+
+    What saved tensors are rebuilt with, by a plan or otherwise, is not.
+    """
+    frame = sys._getframe(2).f_back  # who asks is a mode
+    while frame is not None and frame.f_globals.get("__name__") in _AROUND_MODES:
+        frame = frame.f_back
+    return frame is None or frame.f_code in _RUNNING_NODES

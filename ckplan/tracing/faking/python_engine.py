@@ -1,0 +1,381 @@
+"""Run backward node by node from Python, without torch's engine.
+
+The engine refuses fake CUDA tensors on a machine without a GPU: it asks for streams
+before its first node. What it does at a node is done here: hooks, the node's own
+formula, shapes and types of what it returns, sums of gradients that meet, in the order
+of forward turned round (``engine.cpp`` of torch 2.11 to 2.13).
+
+Gradients are bit for bit those of the engine, and so are the lives of tensors but for
+what nodes of torch's own ops save without hooks: that goes with its graph.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Any
+from unittest import mock
+from weakref import ref
+
+import torch
+from torch.autograd import Variable
+from torch.autograd.function import BackwardCFunction, _HookMixin
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.hooks import RemovableHandle
+
+from ckplan.tracing.faking.backward_pass import (
+    FREED,
+    Backward,
+    Edge,
+    Hook,
+    Hooks,
+    OfTensor,
+    below,
+    leaf_of,
+    run_node,
+)
+
+
+class _Held:
+    """What a hook made of a saved tensor, until the node is done with it."""
+
+    __slots__ = ("__weakref__", "packed", "unpack")
+
+    def __init__(self, packed: object, unpack: Hook) -> None:
+        self.packed = packed
+        self.unpack: Hook | None = unpack
+
+    def let_go(self) -> None:
+        self.packed = self.unpack = None
+
+
+def _register(hooks: dict[int, Hook], hook: Hook) -> RemovableHandle:
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    return handle
+
+
+def watch_node(node: Node, begins: Hook, ends: Hook) -> None:
+    """Call before and after a node runs, whoever runs it."""
+    if _active:
+        hooks = _active[-1].hooks[node]
+        _register(hooks.before, begins)
+        _register(hooks.after, ends)
+    else:
+        node.register_prehook(begins)
+        node.register_hook(ends)
+
+
+def is_last_time() -> bool:
+    """Whether what the running node saved is to go, which only the engine can do."""
+    return bool(_active) and not _active[-1].keeps_graph
+
+
+@dataclass
+class _Task:
+    """A backward that runs, as others may ask the engine about it."""
+
+    number: int
+    run: Backward
+    keeps_graph: bool
+    takes_checkpoints: bool  # that run backward themselves
+    callbacks: list[Callable[[], object]] = field(default_factory=list)
+
+
+@contextmanager
+def stepping() -> Iterator[None]:
+    """A scope in which every backward of the process runs here."""
+    here = _Stepping()
+    with ExitStack() as stack:
+
+        def put(owner: Any, name: str, by: Any) -> None:
+            stack.enter_context(mock.patch.object(owner, name, by, create=True))
+
+        put(Variable, "_execution_engine", here)
+        put(torch._C, "_current_graph_task_id", here.current_task)
+        put(torch._C, "_will_engine_execute_node", here.will_run)
+        hooks = torch._C._autograd
+        put(hooks, "_push_saved_tensors_default_hooks", here.push_saved_tensors_hooks())
+        put(hooks, "_pop_saved_tensors_default_hooks", here.pop_saved_tensors_hooks())
+        put(torch.Tensor, "register_hook", here.register_on_tensor())
+        put(torch.Tensor, "retain_grad", here.retain_grad())
+        put(BackwardCFunction, "register_prehook", here.register_on_node("before"))
+        put(BackwardCFunction, "register_hook", here.register_on_node("after"))
+        put(BackwardCFunction, "set_materialize_grads", here.set_materialize_grads())
+        put(BackwardCFunction, "saved_tensors", here.saved_tensors())
+        put(_HookMixin, "_register_hook", staticmethod(here.register_on_torchs()))
+        _active.append(here)
+        stack.callback(_active.remove, here)
+        yield
+
+
+class _Stepping:
+    """Hooks, and what asks for backward."""
+
+    def __init__(self) -> None:
+        self.hooks: defaultdict[Node, Hooks] = defaultdict(Hooks)
+        self.tasks: list[_Task] = []  # the innermost last
+        self.retained: list[ref[torch.Tensor]] = []
+        self._numbers = count()
+        self.taken_out: list[_Held] = []  # by the node that runs
+        self.lets_go = False  # of what is taken out
+        self.pushed: list[list[Hook]] = []
+        self.any_on_torchs = False  # hooks on nodes of torch's own
+        self._found: dict[int, Hook] | None = None
+
+    # -- saved tensors ---------------------------------------------------------------
+
+    def push_saved_tensors_hooks(self) -> Hook:
+        """Hold what is saved, since only the engine can make a node let go of it."""
+        real = torch._C._autograd._push_saved_tensors_default_hooks
+
+        def push(pack: Hook, unpack: Hook) -> None:
+            pushed = [
+                pack,
+                unpack,
+            ]  # nodes hold on to ``hold``, which must not to these
+
+            def hold(tensor: torch.Tensor) -> _Held:
+                pack, unpack = pushed
+                return _Held(pack(tensor), unpack)
+
+            self.pushed.append(pushed)
+            real(hold, self._take_out)
+
+        return push
+
+    def pop_saved_tensors_hooks(self) -> Hook:
+        """The end of what was pushed."""
+        real = torch._C._autograd._pop_saved_tensors_default_hooks
+
+        def pop() -> None:
+            real()
+            if self.pushed:
+                self.pushed.pop().clear()
+
+        return pop
+
+    def _take_out(self, held: _Held) -> Any:
+        if self.lets_go:
+            held.let_go()
+            return _NOTHING
+        if held.unpack is None:
+            raise RuntimeError(FREED)
+        # What others than nodes take out, as torch's checkpoint does, they keep.
+        if sys._getframe(1).f_code is run_node.__code__:
+            self.taken_out.append(held)
+        return held.unpack(held.packed)
+
+    # -- hooks -----------------------------------------------------------------------
+
+    def register_on_tensor(self) -> Hook:
+        real = torch.Tensor.register_hook
+
+        def register_hook(tensor: Any, hook: Hook) -> Any:
+            handle = real(tensor, hook)
+            node = tensor.grad_fn
+            if node is not None:  # a leaf is asked for its hooks when its turn comes
+                of_tensors, mine = self.hooks[node].of_tensors, tensor._backward_hooks
+                if not any(one.hooks is mine for one in of_tensors):
+                    of_tensors.append(OfTensor(tensor.output_nr, mine))
+            return handle
+
+        return register_hook
+
+    def retain_grad(self) -> Hook:
+        real = torch.Tensor.retain_grad
+
+        def retain_grad(tensor: torch.Tensor) -> None:
+            if tensor.grad_fn is not None and not tensor.retains_grad:
+                self.retained.append(ref(tensor))
+            real(tensor)
+
+        return retain_grad
+
+    def register_on_node(self, when: str) -> Hook:
+        def register(node: Any, hook: Hook) -> RemovableHandle:
+            return _register(getattr(self.hooks[node], when), hook)
+
+        return register
+
+    def register_on_torchs(self) -> Hook:
+        """What a node of torch's own asks for a new hook, with those that it has.
+
+        That is how a node can be asked for them: see ``_hooks_on``.
+        """
+        real = _HookMixin._register_hook
+
+        def register(there: dict[int, Hook] | None, hook: Hook) -> Any:
+            if hook is not _ASK:
+                self.any_on_torchs = True
+                return real(there, hook)
+            self._found = there
+            return OrderedDict() if there is None else there, None
+
+        return register
+
+    def _hooks_on(self, node: Node, register: str) -> dict[int, Hook]:
+        getattr(node, register)(_ASK)
+        return self._found or {}
+
+    def saved_tensors(self) -> property:
+        real = BackwardCFunction.saved_tensors
+
+        def saved_tensors(node: Any) -> Any:
+            if FREED in node.metadata:
+                raise RuntimeError(FREED)
+            return real.__get__(node)
+
+        return property(saved_tensors)
+
+    def set_materialize_grads(self) -> Hook:
+        real = BackwardCFunction.set_materialize_grads
+
+        def set_materialize_grads(node: Any, value: bool) -> None:
+            real(node, value)  # which cannot be asked for it
+            self.hooks[node].takes_none = not value
+
+        return set_materialize_grads
+
+    # -- the engine ------------------------------------------------------------------
+
+    def run_backward(
+        self,
+        outputs: Sequence[torch.Tensor | GradientEdge],
+        grads: Sequence[torch.Tensor | None],
+        keep_graph: bool,
+        create_graph: bool,
+        inputs: Sequence[torch.Tensor | GradientEdge],
+        allow_unreachable: bool = False,
+        accumulate_grad: bool = False,
+    ) -> tuple[torch.Tensor | None, ...]:
+        """What ``torch.autograd`` asks of the engine."""
+        for place, one in enumerate(outputs):
+            if isinstance(one, torch.Tensor) and not one.requires_grad:
+                raise RuntimeError(
+                    f"element {place} of tensors does not require grad and does not "
+                    "have a grad_fn"
+                )
+        if accumulate_grad:
+            for one in inputs:
+                if isinstance(one, torch.Tensor) and not one.is_leaf:
+                    one.retain_grad()
+        roots = [*map(_edge, outputs)]
+        wanted = [_edge(one, roots) for one in inputs]
+        self.retained = [one for one in self.retained if one() is not None]
+        run = Backward(
+            [node for node, _ in roots],
+            wanted,
+            accumulate_grad,
+            self._hooks_of,
+            self._done,
+        )
+        takes_checkpoints = not wanted and self.is_checkpoint_valid()
+        task = _Task(next(self._numbers), run, keep_graph, takes_checkpoints)
+        self.tasks.append(task)
+        try:
+            with torch.set_grad_enabled(create_graph):
+                outs = list(grads)
+                for place, root in enumerate(roots):
+                    run.deliver(outs, place, root)
+                run.until_done()
+            for callback in task.callbacks:  # which may ask for more of them
+                callback()
+        finally:
+            self.tasks.remove(task)
+        if accumulate_grad:
+            return ()
+        if not allow_unreachable and len(run.captured) < len(set(wanted)):
+            raise RuntimeError(
+                "One of the differentiated Tensors appears to not have been used in "
+                "the graph. Set allow_unused=True if this is the desired behavior."
+            )
+        return tuple(run.captured.get(edge) for edge in wanted)
+
+    def queue_callback(self, callback: Callable[[], object]) -> None:
+        """Run something when the backward that runs is over."""
+        if not self.tasks:
+            raise RuntimeError(
+                "Final callbacks can only be installed during backward pass."
+            )
+        self.tasks[-1].callbacks.append(callback)
+
+    def is_checkpoint_valid(self) -> bool:
+        """Whether a checkpoint may run backward itself."""
+        return all(task.takes_checkpoints for task in self.tasks)
+
+    def current_task(self) -> int:
+        """The number of the backward that runs; -1 for none."""
+        return self.tasks[-1].number if self.tasks else -1
+
+    def will_run(self, node: Node) -> bool:
+        """Whether the backward that runs comes by a node."""
+        return self.tasks[-1].run.will_run(node)
+
+    @property
+    def keeps_graph(self) -> bool:
+        """Whether the backward that runs may be asked for once more."""
+        return bool(self.tasks) and self.tasks[-1].keeps_graph
+
+    def _hooks_of(self, node: Node) -> Hooks:
+        hooks, leaf = self.hooks.get(node) or Hooks(), leaf_of(node)
+        there = [tensor for one in self.retained if (tensor := one()) is not None]
+        retained = [one for one in there if one.grad_fn is node]
+        hooks = replace(hooks, retained=retained) if retained else hooks
+        if self.any_on_torchs and not isinstance(node, BackwardCFunction):
+            before = self._hooks_on(node, "register_prehook") | hooks.before
+            after = self._hooks_on(node, "register_hook") | hooks.after
+            hooks = replace(hooks, before=before, after=after)
+        if leaf is None or not leaf._backward_hooks:
+            return hooks
+        of_leaf = OfTensor(0, leaf._backward_hooks)
+        return replace(hooks, of_tensors=[*hooks.of_tensors, of_leaf])
+
+    def _done(self, node: Node) -> None:
+        if not self.keeps_graph:
+            self.hooks.pop(node, None)
+            for held in self.taken_out:
+                held.let_go()
+            if isinstance(node, BackwardCFunction):
+                self._let_go_of_saved(node)
+            node.metadata[FREED] = True
+        self.taken_out.clear()
+
+    def _let_go_of_saved(self, node: Any) -> None:
+        """What a custom function did not ask for goes, too."""
+        self.lets_go = True
+        try:
+            # What no hook holds is looked at, and may have been changed in place.
+            with _disable_current_modes(), suppress(RuntimeError):
+                node.saved_tensors  # noqa: B018  (asked for, and so taken out)
+        finally:
+            self.lets_go = False
+
+
+def _edge(one: torch.Tensor | GradientEdge, roots: Sequence[Edge] = ()) -> Edge:
+    if isinstance(one, GradientEdge):
+        return one.node, one.output_nr
+    edge = None
+    with suppress(AttributeError):  # of what torch.func wrapped while it lasted
+        edge = get_gradient_edge(one)
+    if one.grad_fn is None and (edge is None or leaf_of(edge.node) is not one):
+        # Torch asks a view, which is of what is wrapped.
+        for node in below([root for root, _ in roots]):
+            if leaf_of(node) is one:
+                return node, 0
+    if edge is None:  # nothing leads there
+        edge = get_gradient_edge(torch.empty(0, requires_grad=True))
+    return edge.node, edge.output_nr
+
+
+def _ASK(*args: object) -> None:  # noqa: N802
+    """No hook, but what asks for those that are there."""
+
+
+_NOTHING = torch.empty(0)
+_active: list[_Stepping] = []

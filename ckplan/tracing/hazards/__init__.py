@@ -1,0 +1,1 @@
+"""What must not simply run again."""

@@ -1,0 +1,277 @@
+"""Run forward twice on real tensors, and find what does not give the same again.
+
+The second time everything that can be seen is put back: the model and the batch are
+copies, torch's, Python's and NumPy's random numbers are the same. If the outputs are
+bitwise equal, so is what lies between. Otherwise every op runs twice, which finds
+kernels that are not deterministic; then every call, which finds hidden state.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ckplan.graph.graph import Graph
+from ckplan.graph.records import Hazard
+from ckplan.simulating.simulate import simulate
+from ckplan.tracing.faking.fake_mode import EMPTY
+from ckplan.tracing.hazards.from_recording import NEITHER, PROGRAMS
+from ckplan.tracing.recording.side_effects import states_kept
+from ckplan.training.allocator import CPU
+from ckplan.training.failures import check_finite, first_line
+from ckplan.training.free_memory import left_on
+from ckplan.training.randomness import torch_put_back
+from ckplan.training.step import Training, TrainingStep, call_model, pick_loss
+from ckplan.training.warm_up import make_first_calls
+from ckplan.training.workload import Workload, tensors_of
+
+NOTE_SAME = "forward run twice on real tensors: every bit the same"
+NOTE_DIFFERENT = "forward run twice on real tensors: some calls differ, see hazards"
+NOTE_NOT = "forward was not run twice to compare: "
+_MOST_COPIED_BYTES, _MOST_FLOPS = 1 << 29, 5 * 10**11
+
+
+def repeated(
+    graph: Graph,
+    build: Callable[[], Workload],
+    training: Training,
+    device: torch.device = CPU,
+) -> Graph:
+    """Add the hazards that running forward twice finds, if the model is small.
+
+    Args:
+        graph: The recorded step.
+        build: Makes its workload, on real tensors.
+        training: For its autocast.
+        device: Where those are.
+
+    Raises:
+        WorkloadError: The loss is NaN or infinite, which fake tensors do not show.
+    """
+    if not _is_small(graph, device):
+        return _noted(graph, NOTE_NOT + "it is too large")
+    try:
+        make_first_calls()
+        unlike, loss = find_unlike(TrainingStep(build(), None, training))
+    except Exception as error:
+        return _noted(graph, f"{NOTE_NOT}{type(error).__name__}: {first_line(error)}")
+    if loss is not None:
+        check_finite(loss, "the first step")
+    number = {(call.fqn, call.number): i for i, call in enumerate(graph.calls)}
+    more = [
+        Hazard(number[one.fqn, one.number], one.kind, one.reason, one.guarded_by)
+        for one in unlike
+        if (one.fqn, one.number) in number
+    ]
+    hazards = sorted((*graph.hazards, *more), key=lambda hazard: hazard.call)
+    graph = replace(graph, hazards=tuple(hazards))
+    return _noted(graph, NOTE_DIFFERENT if more else NOTE_SAME)
+
+
+def _is_small(graph: Graph, device: torch.device) -> bool:
+    """Whether its forward can be run on real tensors, and soon."""
+    kinds = graph.bytes_by_kind
+    copied_bytes = kinds["parameter"] + kinds["buffer"] + kinds["input"]
+    flops = sum(op.flops for op in graph.ops[: graph.num_forward])
+    fits = 2 * simulate(graph).peak_bytes <= left_on(device)
+    return fits and copied_bytes <= _MOST_COPIED_BYTES and flops <= _MOST_FLOPS
+
+
+def _noted(graph: Graph, note: str) -> Graph:
+    return replace(graph, notes=(*graph.notes, note))
+
+
+class Unlike(NamedTuple):
+    """A call that gave other values when it, or one of its ops, ran again."""
+
+    fqn: str
+    number: int
+    kind: str
+    reason: str
+    guarded_by: tuple[str, ...]
+
+
+def find_unlike(step: TrainingStep) -> tuple[list[Unlike], torch.Tensor | None]:
+    """What of a forward cannot be repeated; nothing if its outputs are the same.
+
+    Args:
+        step: On real tensors; only copies of its model and batch run.
+
+    Returns:
+        That, and the loss, if it can be had without gradients.
+    """
+    with states_kept() as restart, torch.no_grad(), step.autocast():
+
+        def run(watch: _Watch | None = None) -> tuple[Workload, Any]:
+            restart()
+            again = _copied(step.workload)
+            if watch is None:
+                return again, call_model(again)
+            with watch.on(again.model):
+                return again, call_model(again)
+
+        workload, output = run()
+        same = _same(tensors_of(output), tensors_of(run()[1]))
+        loss = _loss(workload, output)  # which may change the output
+        if same:
+            return [], loss
+        ops = _OpsTwice()
+        run(ops)
+        calls = _CallsTwice({unlike[:2] for unlike in ops.found})
+        run(calls)
+        return [*ops.found, *calls.found], loss
+
+
+def _loss(workload: Workload, output: Any) -> torch.Tensor | None:
+    """The loss, unless it is none or wants gradients on its way."""
+    try:
+        loss, _ = pick_loss(workload, output)
+    except Exception:
+        return None
+    is_one = isinstance(loss, torch.Tensor) and loss.numel() == 1
+    return loss if is_one else None
+
+
+class _Watch:
+    """Knows which call runs; to be put on a copy of the model."""
+
+    def __init__(self) -> None:
+        self.found: dict[Unlike, None] = {}
+        self.stack: list[tuple[str, int]] = []
+        self._times: Counter[str] = Counter()
+
+    @contextmanager
+    def on(self, model: nn.Module) -> Iterator[None]:
+        fqns = {module: name for name, module in model.named_modules()}
+
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if self.active:
+                fqn = fqns[module]
+                self.stack.append((fqn, self._times[fqn]))
+                self._times[fqn] += 1
+                self.began(module, args, kwargs)
+
+        def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if self.active:
+                self.ended(module, output)
+                self.stack.pop()
+
+        with ExitStack() as hooks:  # which hold the model that holds them
+            for module in fqns:
+                before = module.register_forward_pre_hook
+                hooks.callback(before(enter, prepend=True, with_kwargs=True).remove)
+                after = module.register_forward_hook
+                hooks.callback(after(leave, with_kwargs=True).remove)
+            yield
+
+    active = True
+
+    def began(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """A call begins."""
+
+    def ended(self, module: nn.Module, output: Any) -> None:
+        """The innermost call ends."""
+
+
+class _OpsTwice(_Watch):
+    """Runs every op twice on the same tensors."""
+
+    @contextmanager
+    def on(self, model: nn.Module) -> Iterator[None]:
+        with super().on(model), _EachTwice(self._note):
+            yield
+
+    def _note(self, op: str) -> None:
+        if self.stack:
+            reason = f"{op} gives other values each time"
+            self.found[Unlike(*self.stack[-1], "chance", reason, NEITHER)] = None
+
+
+class _EachTwice(TorchDispatchMode):
+    def __init__(self, note: Callable[[str], None]) -> None:
+        super().__init__()
+        self._note = note
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func.is_view or func.namespace == "prim" or func in EMPTY:
+            return func(*args, **kwargs)
+        trial = args, kwargs
+        if func._schema.is_mutable:
+            trial = pytree.tree_map(_cloned, trial)
+        restart = torch_put_back()
+        first = func(*trial[0], **trial[1])
+        restart()
+        out = func(*args, **kwargs)
+        changed = ((args, kwargs), trial) if func._schema.is_mutable else ((), ())
+        if not _same(tensors_of([out, changed[0]]), tensors_of([first, changed[1]])):
+            self._note(func.overloadpacket.__name__)
+        return out
+
+
+class _CallsTwice(_Watch):
+    """Runs every call again when it has ended, as re-running a module does."""
+
+    def __init__(self, known: set[tuple[str, int]]) -> None:
+        super().__init__()
+        self._known = known  # to be of chance
+        self._began: list[tuple[Any, Callable[[], None]]] = []
+        self._unlike_inside: list[bool] = [False]
+
+    def began(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Remember what it was given."""
+        del module
+        given = copy.deepcopy((args, kwargs))
+        self._began.append((given, torch_put_back()))
+        self._unlike_inside.append(self.stack[-1] in self._known)
+
+    def ended(self, module: nn.Module, output: Any) -> None:
+        """Run it again, unless something inside was found to be unlike."""
+        (args, kwargs), restart = self._began.pop()
+        unlike = self._unlike_inside.pop()
+        if not unlike:
+            self.active, go_on = False, torch_put_back()
+            restart()
+            again = module(*args, **kwargs)
+            go_on()
+            self.active = True
+            unlike = not _same(tensors_of(output), tensors_of(again))
+            if unlike:
+                reason = "gives other values when it runs again"
+                found = Unlike(*self.stack[-1], "state", reason, PROGRAMS)
+                self.found[found] = None
+        self._unlike_inside[-1] |= unlike
+
+
+def _same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return len(one) == len(other) and all(map(_equal, one, other))
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Bit by bit, so that what is no number is equal to itself."""
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    if one.layout != torch.strided or one.is_quantized:
+        return True  # cannot be told
+    bits = (t.detach().contiguous().view(-1).view(torch.uint8) for t in (one, other))
+    return torch.equal(*bits)
+
+
+def _cloned(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _copied(workload: Workload) -> Workload:
+    model, batch = copy.deepcopy((workload.model, workload.batch))
+    return Workload(model, batch, workload.loss)

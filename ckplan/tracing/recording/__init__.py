@@ -1,0 +1,1 @@
+"""What a step is seen to do."""

@@ -1,0 +1,145 @@
+"""See the calls of modules: when each begins and ends, what it is given and changes."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from ckplan.applying.rerunning.snapshot import state_of
+from ckplan.graph.fqn import is_around
+from ckplan.graph.records import BEFORE_STEP, OUTSIDE_CALLS
+from ckplan.tracing.recording.recording import RawCall, Recording
+from ckplan.tracing.recording.side_effects import Watch
+from ckplan.tracing.recording.storages import Storages
+
+
+class ModuleCalls:
+    """The calls of a model's modules in the forward of a step that is recorded."""
+
+    def __init__(
+        self, model: nn.Module, recording: Recording, storages: Storages
+    ) -> None:
+        """Begin without any.
+
+        Args:
+            model: Whose modules.
+            recording: Where their calls are written down.
+            storages: What they are given and hold.
+        """
+        self._recording = recording
+        self._storages = storages
+        named = {
+            name: module
+            for name, module in model.named_modules()
+            if not isinstance(module, torch.jit.ScriptModule)  # they take no hooks
+        }
+        self._modules = list(named.values())
+        self._fqns = {id(module): name for name, module in named.items()}
+        self._times_called = Counter[str]()
+        self._stack: list[int] = []
+        self._watch = Watch()
+        self._boundaries: list[tuple[int, int]] = []  # (autograd sequence, call)
+        self._over = False
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Everything that must be active during the step."""
+        module = nn.modules.module
+        hooks = [
+            module.register_module_forward_pre_hook(self._enter),
+            module.register_module_forward_hook(self._leave, always_call=True),
+            *(  # those that see every module see no keywords
+                module.register_forward_pre_hook(
+                    self._given, prepend=True, with_kwargs=True
+                )
+                for module in self._modules
+            ),
+        ]
+        with ExitStack() as stack:
+            for hook in hooks:
+                stack.callback(hook.remove)
+            yield
+
+    def end(self) -> None:
+        """Forward is over."""
+        self._over = True
+
+    def forget(self) -> None:
+        """Hold nothing any more."""
+        self._modules.clear()  # whose storages, until they die, hold their recorder
+
+    @property
+    def current(self) -> int:
+        """The innermost one that runs."""
+        return self._stack[-1] if self._stack else OUTSIDE_CALLS
+
+    def that_made(self, node: torch.autograd.graph.Node) -> int:
+        """The innermost one that ran when a node of autograd's was made."""
+        sequence = node._sequence_nr()
+        place = bisect_right(self._boundaries, sequence, key=lambda b: b[0]) - 1
+        return self._boundaries[place][1] if place >= 0 else OUTSIDE_CALLS
+
+    def _counts(self, module: nn.Module) -> bool:
+        return not self._over and id(module) in self._fqns
+
+    def _enter(self, module: nn.Module, args: object) -> None:
+        del args
+        if id(module) not in self._fqns:
+            return
+        fqn = self._fqns[id(module)]
+        if self._over:
+            self._recording.run_again[fqn] = self._is_switched(fqn)
+            return
+        self._look()
+        self._watch.enter(module)
+        state = state_of(module.modules())
+        call = RawCall(
+            fqn,
+            self._times_called[fqn],
+            parent=self.current,
+            start=len(self._recording.ops),
+            module=type(module).__name__,
+            state=tuple(self._storages.numbers(state, "buffer", BEFORE_STEP)),
+        )
+        self._times_called[fqn] += 1
+        self._stack.append(len(self._recording.calls))
+        self._recording.calls.append(call)
+        self._mark_boundary()
+
+    def _is_switched(self, fqn: str) -> bool:
+        """Whether a switch of transformers runs a module again."""
+        return any(
+            getattr(module, "gradient_checkpointing", False)
+            for module in self._modules
+            if is_around(self._fqns[id(module)], fqn)
+        )
+
+    def _given(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if self._counts(module):
+            self._watch.arguments(args, kwargs)
+            found = self._storages.made_so_far(pytree.tree_leaves((args, kwargs)))
+            self._recording.calls[self.current].given = tuple(dict.fromkeys(found))
+
+    def _leave(self, module: nn.Module, args: object, output: object) -> None:
+        del args, output
+        if self._counts(module):
+            self._look()
+            self._watch.leave()
+            self._recording.calls[self._stack.pop()].stop = len(self._recording.ops)
+            self._mark_boundary()
+
+    def _look(self) -> None:
+        changes = self._watch.changes()
+        self._recording.changes += ((self.current, *found) for found in changes)
+
+    def _mark_boundary(self) -> None:
+        # Nodes made from here on have this sequence number or a later one.
+        sequence = torch.autograd._get_sequence_nr()
+        self._boundaries.append((sequence, self.current))

@@ -1,0 +1,273 @@
+"""Watch a training step op by op, without holding what autograd saves.
+
+Saved tensors go through hooks that keep only their description, so every storage is
+seen to die when nothing *but autograd* holds it. When autograd lets go is recorded
+apart. From the two the simulator can tell the life of a storage under any plan.
+
+Under fake tensors a saved tensor needs no content; under real ones a copy outside the
+accounting stands in for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from types import TracebackType
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ckplan.applying.tensors.op_traits import facts_of
+from ckplan.graph.records import BEFORE_STEP, OUTSIDE_CALLS
+from ckplan.tracing.faking.backward_pass import below
+from ckplan.tracing.faking.inplace_formulas import InPlace
+from ckplan.tracing.faking.python_engine import watch_node
+from ckplan.tracing.faking.saved_placeholder import Geometry, Packed
+from ckplan.tracing.recording.module_calls import ModuleCalls
+from ckplan.tracing.recording.recording import (
+    RawOp,
+    RawSaved,
+    Recording,
+    describe,
+    flops_of,
+    meta,
+    moved_bytes,
+    written_by,
+)
+from ckplan.tracing.recording.storages import Storages
+from ckplan.training.randomness import seeing_states
+
+_DIFFERENTIATED = "is differentiated before forward is over"
+
+
+_making: list[object] = []  # constants now, by functions that no mode looks into
+
+
+@contextmanager
+def constants_moved_unseen() -> Iterator[None]:
+    """A scope in which nobody sees how ``torch.tensor`` moves what it made to a GPU.
+
+    Without a GPU, torch lets its modes see that. With one it does not, and plans count
+    ops as they are seen there.
+    """
+
+    def unseen(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        @wraps(make)
+        def call(*args: Any, **kwargs: Any) -> torch.Tensor:
+            _making.append(make)
+            try:
+                return make(*args, **kwargs)
+            finally:
+                _making.pop()
+
+        return call
+
+    with ExitStack() as stack:
+        for name in ("tensor", "as_tensor"):
+            patched = mock.patch.object(torch, name, unseen(getattr(torch, name)))
+            stack.enter_context(patched)
+        yield
+
+
+class StepRecorder(TorchDispatchMode):
+    """Records ops, storages, saved tensors and calls while it is active."""
+
+    def __init__(
+        self, model: nn.Module, placed: torch.device, *, fake: bool, on_cuda: bool
+    ) -> None:
+        super().__init__()
+        self.recording = Recording()
+        self.storages = Storages(self.recording, placed)
+        self._calls = ModuleCalls(model, self.recording, self.storages)
+        self._fake = fake
+        self._phase = "forward"
+        self._node_call = OUTSIDE_CALLS
+        self._in_node = False
+        self._in_place = InPlace(on_cuda=on_cuda)
+        self._paused = False
+
+    # -- phases ----------------------------------------------------------------------
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Everything that must be active during the step."""
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        states = seeing_states(self.storages.know_state)
+        with ExitStack() as stack:
+            for context in (self._calls.watching(), hooks, states, self):
+                stack.enter_context(context)
+            stack.callback(self.storages.end)
+            yield
+
+    def begin_backward(self, loss: torch.Tensor) -> None:
+        """Forward is over; watch every node of the graph below the loss."""
+        self._phase = "backward"
+        self._calls.end()
+        self.recording.num_forward = len(self.recording.ops)
+        for node in nodes_below(loss):
+            self._in_place.watch(node)
+            watch_node(node, self._node_begins(node), self._node_ends)
+
+    def begin_update(self) -> None:
+        """Backward is over; what follows is the optimizer."""
+        self._phase = "optimizer"
+        recording = self.recording
+        recording.num_backward = len(recording.ops) - recording.num_forward
+
+    # -- ops -------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._paused:
+            return func(*args, **kwargs)
+        if facts_of(func).makes_nothing:
+            out = func(*args, **kwargs)
+            if func is torch.ops.aten.lift_fresh.default:
+                self.storages.know_constant(out)
+            return out
+        if _making and func is torch.ops.aten._to_copy.default:
+            return func(*args, **kwargs)
+        func, args = self._in_place.instead_of(func, args)
+        flat, spec = pytree.tree_flatten((args, kwargs))
+        reads = self.storages.numbers(flat, "buffer", BEFORE_STEP)
+        out = func(*args, **kwargs)
+        self._in_place.note(func, out)
+        position = len(self.recording.ops)
+        known = len(self.recording.storages)
+        returned = [x for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor)]
+        outputs = self.storages.numbers(returned, "temporary", position)
+        reads += (s for s in outputs if s < known)  # also what it was not given
+        changed = written_by(func, args, kwargs)
+        writes = tuple(dict.fromkeys(map(self.storages.number_of, changed)))
+        if writes and not func.overloadpacket.__name__.endswith("_"):
+            self._fill(writes, position)
+        if len(self.recording.storages) > known or writes:
+            tensors = [x for x in flat if isinstance(x, torch.Tensor)]
+            tensors += returned or changed  # foreach ops return nothing
+            self.recording.ops.append(
+                RawOp(
+                    func,
+                    self._current_call(),
+                    tuple(dict.fromkeys(reads)),
+                    writes,
+                    tuple(outputs),
+                    tuple(map(meta, flat)),
+                    spec,
+                    tuple(map(describe, returned)),
+                    flops_of(func, args, kwargs, out),
+                    moved_bytes(func, tensors),
+                    self._phase == "backward"
+                    and not self._in_node
+                    and not _shares_its_storage(flat),
+                    torch.is_grad_enabled(),
+                )
+            )
+        return out
+
+    def _fill(self, storages: Sequence[int], position: int) -> None:
+        """What was saved for an op that fills it, autograd means as it is then."""
+        for saved in reversed(self.recording.saved):
+            if saved.at < position:
+                break
+            if saved.storage in storages:
+                saved.at = position + 1
+
+    def _current_call(self) -> int:
+        if self._phase == "forward":
+            return self._calls.current
+        return self._node_call if self._phase == "backward" else OUTSIDE_CALLS
+
+    # -- saved tensors ---------------------------------------------------------------
+
+    def _pack(self, tensor: torch.Tensor) -> object:
+        number = self.storages.find(tensor)
+        if number is None or self.recording.storages[number].maker == BEFORE_STEP:
+            return tensor
+        packed = RawSaved(number, self._current_call(), len(self.recording.ops))
+        self.recording.saved.append(packed)
+        geometry = Geometry.of(tensor)
+        copy = None if self._fake else self._blank(geometry, tensor)
+        return Packed(self.released, len(self.recording.saved) - 1, geometry, copy)
+
+    def _unpack(self, packed: object) -> torch.Tensor:
+        if not isinstance(packed, Packed):
+            assert isinstance(packed, torch.Tensor)
+            return packed
+        saved = self.recording.saved[packed.number]
+        if saved.wanted < 0:
+            saved.wanted = len(self.recording.ops)
+        if self._phase == "forward":
+            self.recording.changes.append((saved.call, "backward", _DIFFERENTIATED))
+        tensor = packed.copy
+        if tensor is None:
+            tensor = self._blank(packed.geometry, None)
+
+        number = packed.number
+
+        def gone() -> None:
+            saved.used = max(saved.used, len(self.recording.ops) - 1)
+            self.released(number)
+
+        self.storages.stand_in(tensor, saved.storage, gone)
+        return tensor
+
+    def _blank(self, geometry: Geometry, content: torch.Tensor | None) -> torch.Tensor:
+        self._paused = True
+        try:
+            return geometry.blank(content)
+        finally:
+            self._paused = False
+
+    def released(self, number: int) -> None:
+        """Autograd, or a node that ran, let a saved tensor go."""
+        saved = self.recording.saved[number]
+        saved.done = max(saved.done, len(self.recording.ops) - 1)
+
+    # -- nodes -----------------------------------------------------------------------
+
+    def _node_begins(self, node: torch.autograd.graph.Node) -> Callable[..., None]:
+        is_leaf = node.name().endswith("AccumulateGrad")
+        call = self._calls.that_made(node)
+
+        def begins(grads: object) -> None:
+            del grads
+            self._in_node = True
+            if not is_leaf:
+                self._node_call = call
+
+        return begins
+
+    def _node_ends(self, grad_inputs: object, grad_outputs: object) -> None:
+        del grad_inputs, grad_outputs
+        self._in_node = False
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        self.storages.forget()
+        self._calls.forget()
+
+
+def nodes_below(loss: torch.Tensor) -> list[torch.autograd.graph.Node]:
+    """All nodes of the autograd graph below a loss."""
+    return [] if loss.grad_fn is None else below([loss.grad_fn])
+
+
+def _shares_its_storage(leaves: list[object]) -> bool:
+    """Whether the first one is a view, which holds its base."""
+    return any(isinstance(x, torch.Tensor) and x._is_view() for x in leaves[:1])

@@ -1,0 +1,217 @@
+"""The processes that are compared, and what stands in for one that does not fit.
+
+Where the unplanned step does not fit in memory, the planned one is compared with a step
+that runs every layer again, and with the unplanned one at a smaller batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from typing import TYPE_CHECKING
+
+from ckplan.errors import CkplanError
+from ckplan.verifying.step_process import StepProcess, interleave
+from ckplan.verifying.worker import FirstSteps, OutOfMemoryError, Result
+
+if TYPE_CHECKING:
+    from ckplan.plan.plan import Plan
+    from ckplan.tracing.costs.calibrate import Progress
+
+NOTE_NOT_COMPARED = (
+    "the unplanned step does not fit in memory: nothing to compare the results with"
+)
+NOTE_INSTEAD = (
+    "the unplanned step does not fit in memory: compared with a step that runs every "
+    "layer again, by the trace's account"
+)
+NOTE_FEWER = (
+    "the unplanned step does not fit in memory: compared with it at {} of {} rows of "
+    "the batch"
+)
+NOTE_NOT_TOGETHER = (
+    "the unplanned and the planned process do not fit in memory together: not timed"
+)
+_MOST_REPEATS = 2
+_MOST_HALVINGS = 10
+
+
+class Pair:
+    """An unplanned and a planned process; the latter alone where both are too much."""
+
+    def __init__(
+        self,
+        sides: Sequence[Callable[..., StepProcess]],
+        instead: Callable[[], StepProcess | None],
+        running: ExitStack,
+    ) -> None:
+        """Start both; ``instead`` is what to compare with if the first is too much."""
+        self.notes: list[str] = []
+        self.fits = True  # the unplanned step does
+        self._instead = instead
+        self._sides = sides
+        self._unplanned, self._planned = (
+            running.enter_context(side()) for side in self._sides
+        )
+        self._together = True
+
+    def first_steps(self, tell: Progress) -> tuple[FirstSteps | None, FirstSteps]:
+        """First steps of both, one after the other; None if they do not fit.
+
+        Kernels of torch on CPU are not always deterministic. Steps that differ are
+        taken again in fresh processes, so that chance is told from a difference; if
+        those without the plan never agree, on one thread.
+        """
+        unplanned, planned = self._once(tell)
+        if unplanned is None or not self.fits or unplanned.digests == planned.digests:
+            return unplanned, planned
+        seen = [[unplanned], [planned]]
+        for side, start in [*enumerate(self._sides)] * _MOST_REPEATS:
+            tell("results differ: stepping again", len(seen[0]) + len(seen[1]) - 2, 4)
+            with start() as process:
+                try:
+                    seen[side].append(process.first_steps())
+                except OutOfMemoryError:
+                    break
+            for without, with_plan in product(*seen):
+                if without.digests == with_plan.digests:
+                    self.notes.append(_chance(seen, "two that agree"))
+                    return without, with_plan
+        if num_results(seen[0]) > 1:
+            alone = self._on_one_thread(tell)
+            if alone and alone[0] == alone[1]:
+                self.notes.append(_chance(seen, "runs on one thread"))
+                planned = replace(planned, digests=unplanned.digests)
+        return unplanned, planned
+
+    def _on_one_thread(self, tell: Progress) -> list[dict[Result, str]]:
+        """What both compute where no two threads add to the same number."""
+        found = []
+        for side, start in enumerate(self._sides):
+            tell("results differ: stepping on one thread", side, 2)
+            with start(one_thread=True) as process:
+                try:
+                    found.append(process.first_steps().digests)
+                except OutOfMemoryError:
+                    return []
+        return found
+
+    def _once(self, tell: Progress) -> tuple[FirstSteps | None, FirstSteps]:
+        tell("stepping without the plan", 0, 2)
+        unplanned: FirstSteps | None = None
+        try:
+            unplanned = self._unplanned.first_steps()
+        except OutOfMemoryError:
+            self.fits = False
+            unplanned = self._other(tell)
+            self._separate(NOTE_INSTEAD if unplanned else "")
+        tell("stepping with the plan", 1, 2)
+        try:
+            return unplanned, self._planned.first_steps()
+        except OutOfMemoryError:
+            if not self._together:
+                raise
+        self._separate(NOTE_NOT_TOGETHER)
+        self._planned.start()
+        return unplanned, self._planned.first_steps()
+
+    def _other(self, tell: Progress) -> FirstSteps | None:
+        """First steps of what stands in for the unplanned one, if that fits."""
+        self._unplanned.close()
+        process = self._instead()
+        if process is None:
+            return None
+        tell("stepping with every layer run again", 0, 2)
+        with process:
+            try:
+                return process.first_steps()
+            except CkplanError:  # it is too much as well, or the trace of another model
+                return None
+
+    def seconds(self, steps: int, tell: Progress) -> tuple[list[float], list[float]]:
+        """Seconds of unplanned and planned steps, taken in turns."""
+        if not self._together:
+            return [], interleave([self._planned], steps, tell)[0]
+        pair = [self._unplanned, self._planned]
+        try:
+            unplanned, planned = interleave(pair, steps, tell)
+        except OutOfMemoryError:
+            self._separate(NOTE_NOT_TOGETHER)
+            return [], []
+        return unplanned, planned
+
+    def _separate(self, note: str) -> None:
+        self._unplanned.close()
+        self._together = False
+        self.notes += [note] * bool(note)
+
+
+def at_fewer_rows(
+    start: Callable[[Plan | None, int], StepProcess],
+    plan: Plan | None,
+    tell: Progress,
+) -> tuple[FirstSteps, FirstSteps] | None:
+    """First steps of both at the largest half of the batch whose unplanned step fits.
+
+    Quarters, eighths and so on are halves, too. None if there is no such batch.
+    """
+    for halvings in range(1, _MOST_HALVINGS + 1):
+        tell("stepping without the plan at a smaller batch", halvings - 1, 0)
+        try:
+            with start(None, halvings) as alone:
+                alone.first_steps()
+        except OutOfMemoryError:
+            continue
+        except CkplanError:  # it has no more rows, or a model for whole batches only
+            return None
+        sides = [partial(start, chosen, halvings) for chosen in (None, plan)]
+        with ExitStack() as running:
+            unplanned, planned = Pair(sides, lambda: None, running).first_steps(tell)
+        return (unplanned, planned) if unplanned else None
+    return None
+
+
+def find_different(
+    *compared: tuple[FirstSteps | None, FirstSteps] | None,
+) -> tuple[Result, ...] | None:
+    """Results that differ, in order; None if there is nothing to compare with."""
+    pairs = [(old.digests, new.digests) for old, new in filter(None, compared) if old]
+    if not pairs:
+        return None
+    found = {
+        key: None
+        for old, new in pairs
+        for key in {**old, **new}
+        if old.get(key) != new.get(key)
+    }
+    return tuple(found)
+
+
+def what_was_compared(
+    reference: FirstSteps | None,
+    planned: FirstSteps,
+    fewer: tuple[FirstSteps, FirstSteps] | None,
+) -> Iterator[str]:
+    """What was compared, if not the whole batch with the unplanned step."""
+    if fewer is not None:
+        yield NOTE_FEWER.format(fewer[0].rows, planned.rows)
+    elif reference is None:
+        yield NOTE_NOT_COMPARED
+
+
+def _chance(seen: Sequence[Sequence[FirstSteps]], compared: str) -> str:
+    """What to say of steps that are equal in some runs only."""
+    without, with_plan = seen
+    return (
+        f"the workload is not deterministic: {len(without)} runs without the plan "
+        f"gave {num_results(without)} different results and {len(with_plan)} with it "
+        f"{num_results(with_plan)}; compared are {compared}"
+    )
+
+
+def num_results(runs: Sequence[FirstSteps]) -> int:
+    """How many different results there are."""
+    return len({repr(sorted(one.digests.items())) for one in runs})

@@ -1,0 +1,195 @@
+"""Training steps in processes of their own, of which only one runs at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import signal
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from ckplan.errors import CkplanError, VerifyError
+from ckplan.training.loading import WorkloadSpec
+from ckplan.training.step import AS_IT_SAYS, Training
+from ckplan.verifying.worker import TIMED_STEP, FirstSteps, Job, out_of_memory
+
+if TYPE_CHECKING:
+    from ckplan.plan.plan import Plan
+    from ckplan.tracing.costs.calibrate import Progress
+
+_KILLED = -9  # what the kernel does to a process when memory runs out
+_PATIENCE_SECONDS = 5.0
+_Self = TypeVar("_Self", bound="StepProcess")
+
+
+class Steps(Protocol):
+    """Something that takes a training step and says how long that took."""
+
+    def step(self) -> float:
+        """Seconds of one more step."""
+
+
+class StepProcess:
+    """A workload that trains in a process of its own, with a plan or without.
+
+    Several may be alive at once; each is idle unless one of its methods is waited for.
+    Use it in a ``with`` statement, so that the process ends whatever happens:
+
+        with StepProcess(spec) as unplanned, StepProcess(spec, plan) as planned:
+            print(unplanned.first_steps().peak_bytes, planned.first_steps().peak_bytes)
+
+    Args:
+        spec: Where the workload comes from.
+        plan: Put on the model before its first step, if given.
+        training: How it is trained.
+        seed: Of every random number, from building the workload on.
+        device: Where it trains.
+        cap_bytes: What a GPU's allocator may reserve at most, if anything is given.
+        halvings: How often its batch is halved.
+        one_thread: Whether kernels on CPU run on one thread: no two add to one number.
+    """
+
+    def __init__(
+        self,
+        spec: WorkloadSpec,
+        plan: Plan | None = None,
+        training: Training = AS_IT_SAYS,
+        seed: int = 0,
+        device: str = "cpu",
+        cap_bytes: int | None = None,
+        halvings: int = 0,
+        *,
+        one_thread: bool = False,
+    ) -> None:
+        self._threads = {"OMP_NUM_THREADS": "1"} if one_thread else {}
+        self._job = Job(spec, plan, training, seed, device, cap_bytes, halvings)
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start the process, without waiting for it; once more if it was closed."""
+        self.close()
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _bootstrap()],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, **self._threads},
+            start_new_session=True,  # Ctrl-C is for the parent, which ends this one
+        )
+
+    def first_steps(self) -> FirstSteps:
+        """Build the workload and take two steps, the second one under measurement.
+
+        Raises:
+            OutOfMemoryError: There is not enough memory.
+            CkplanError: The workload, the plan or a step fails.
+        """
+        found: FirstSteps = self._ask(self._job)
+        return found
+
+    def step(self) -> float:
+        """Take one more step; returns its seconds, raises as ``first_steps`` does."""
+        seconds: float = self._ask(TIMED_STEP)
+        return seconds
+
+    def close(self, patience_seconds: float = _PATIENCE_SECONDS) -> None:
+        """End the process, by force if it is not done soon; twice is once."""
+        if self._process is None:
+            return
+        process, self._process = self._process, None
+        assert process.stdin is not None and process.stdout is not None
+        with contextlib.suppress(OSError):  # it may have died unasked
+            process.stdin.close()
+        try:
+            process.wait(patience_seconds)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            process.kill()
+            process.wait()
+            process.stdout.close()
+
+    def __enter__(self: _Self) -> _Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close(_PATIENCE_SECONDS if kind is None else 0.0)
+
+    def _ask(self, request: object) -> Any:
+        process = self._running()
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            pickle.dump(request, process.stdin)
+            process.stdin.flush()
+            reply = pickle.load(process.stdout)
+        except (EOFError, OSError, pickle.UnpicklingError):
+            raise self._died() from None
+        if isinstance(reply, CkplanError):
+            raise reply
+        return reply
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        assert self._process is not None, "internal error: the process was not started"
+        return self._process
+
+    def _died(self) -> VerifyError:
+        code = self._running().wait()
+        if code == _KILLED:
+            return out_of_memory(self._job, "was killed, as when memory runs out")
+        how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+        return VerifyError(
+            f"{self._job.title} ended its process with {how}",
+            needed="a training step that returns",
+            hint="run a training step of the workload alone in Python",
+        )
+
+
+def interleave(
+    processes: Sequence[Steps], rounds: int, progress: Progress | None = None
+) -> list[list[float]]:
+    """Time steps in turns, so that whatever else the machine does hits all alike.
+
+    Args:
+        processes: In every second round, the last one goes first.
+        rounds: How many steps each of them takes.
+        progress: Told how many rounds are done.
+
+    Returns:
+        Seconds by process and round.
+    """
+    seconds: list[list[float]] = [[] for _ in processes]
+    for done in range(rounds):
+        if progress is not None:
+            progress("timing steps", done, rounds)
+        order = list(zip(processes, seconds, strict=True))
+        for process, taken in reversed(order) if done % 2 else order:
+            taken.append(process.step())
+    return seconds
+
+
+def overhead_of(planned: Sequence[float], unplanned: Sequence[float]) -> float:
+    """Median over rounds of what the plan costs, in parts of the unplanned step.
+
+    >>> round(overhead_of([1.1, 2.2, 9.0], [1.0, 2.0, 3.0]), 3)
+    0.1
+    """
+    pairs = zip(planned, unplanned, strict=True)
+    return statistics.median(with_plan / without for with_plan, without in pairs) - 1
+
+
+def _bootstrap() -> str:
+    """A worker that imports from where this process does; ``__main__`` is not run."""
+    return (
+        f"import sys; sys.path[:] = {sys.path!r}; "
+        "from ckplan.verifying.worker import main; main()"
+    )

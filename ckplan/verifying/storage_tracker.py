@@ -1,0 +1,312 @@
+"""Follow storages from birth to death, whoever holds them: the meter of a dry run.
+
+It knows nothing of graphs, plans or programs: a storage is born when an op returns it
+and dead when the last reference to it is gone, autograd's and a region's alike. What a
+kernel allocates beyond that, which fake tensors do not show, is added afterwards from
+measurements of every distinct op alone.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from ckplan.applying.rerunning import snapshot as world
+from ckplan.applying.tensors.op_traits import RUNNING_STATISTICS, TRAINING, facts_of
+from ckplan.applying.tensors.retained import tensors_in
+from ckplan.simulating.curve import Curve
+from ckplan.tracing.costs.cost_cache import Cost
+from ckplan.tracing.faking.fake_mode import GIVEN_STORAGES
+from ckplan.tracing.faking.inplace_formulas import InPlace
+from ckplan.tracing.recording.recorder import nodes_below
+from ckplan.tracing.recording.recording import RawOp, TensorMeta, describe, meta
+from ckplan.tracing.recording.storages import fills_storage
+from ckplan.training.randomness import draws, seeing_states
+
+NOT_AN_OP = -1
+
+
+class Birth(NamedTuple):
+    """Storages that appeared together."""
+
+    op: int  # index among the distinct ops, or NOT_AN_OP
+    storages: tuple[int, ...]
+    adds_to: int = -1  # the gradient that it may have been added to in place
+
+
+class Death(NamedTuple):
+    """A storage that nobody holds any more."""
+
+    storage: int
+
+
+class Phase(NamedTuple):
+    """A part of the measured step begins."""
+
+    name: str
+
+
+@dataclass
+class MeterLog:
+    """What a meter saw, in order."""
+
+    events: list[Birth | Death | Phase] = field(default_factory=list)
+    bytes: list[int] = field(default_factory=list)  # of every storage
+    ops: list[RawOp] = field(default_factory=list)  # distinct ones
+
+    def names(self, phase: str) -> set[str]:
+        """Names of the ops that ran in a part of the measured step."""
+        found: set[str] = set()
+        now = ""
+        for event in self.events:
+            if isinstance(event, Phase):
+                now = event.name
+            elif now == phase and isinstance(event, Birth) and event.op != NOT_AN_OP:
+                found.add(self.ops[event.op].func.overloadpacket.__name__)
+        return found
+
+    def curve(self, costs: Sequence[Cost]) -> Curve:
+        """Live bytes from the first phase on.
+
+        Args:
+            costs: Of each of ``ops``: what its kernel needs beside its outputs.
+        """
+        levels = _Levels(self, costs)
+        for event in self._as_the_engine_does():
+            levels.add(event)
+        return Curve(tuple(levels.points), (*levels.starts[-3:], levels.seconds))
+
+    def _as_the_engine_does(self) -> Iterator[Birth | Death | Phase]:
+        """Gradients that meet are added in place where nobody else holds the first.
+
+        So the engine does on a plain run; under a dispatch mode it never does.
+        """
+        births = [i for i, e in enumerate(self.events) if isinstance(e, Birth)]
+        until = dict(pairwise([*births, len(self.events)]))
+        same: set[int] = set()  # deaths that are none
+        for place, event in enumerate(self.events):
+            if isinstance(event, Birth) and event.adds_to >= 0:
+                death = Death(event.adds_to)
+                sizes = {self.bytes[s] for s in (*event.storages, event.adds_to)}
+                if death in self.events[place : until[place]] and len(sizes) == 1:
+                    same.add(event.adds_to)
+                    continue
+            if not (isinstance(event, Death) and event.storage in same):
+                yield event
+
+
+class _Levels:
+    """Adds up live bytes, and remembers them once the first phase began."""
+
+    def __init__(self, log: MeterLog, costs: Sequence[Cost]) -> None:
+        self.points: list[tuple[float, int]] = []
+        self.starts: list[float] = []
+        self.seconds = 0.0
+        self._bytes = list(log.bytes)
+        self._costs = costs
+        self._level = 0
+
+    def add(self, event: Birth | Death | Phase) -> None:
+        """Take the next event into account."""
+        if isinstance(event, Phase):
+            self._begin(event)
+        elif isinstance(event, Death):
+            self._level -= self._bytes[event.storage]
+            self._note(self._level)
+        else:
+            self._be_born(event)
+
+    def _begin(self, phase: Phase) -> None:
+        del phase
+        self.starts.append(self.seconds)
+        self._note(self._level)
+
+    def _be_born(self, birth: Birth) -> None:
+        cost = self._costs[birth.op] if birth.op != NOT_AN_OP else None
+        made = sum(self._bytes[storage] for storage in birth.storages)
+        if cost is not None and birth.storages:
+            hidden = max(0, cost.held_bytes - made)  # lives with the first output
+            self._bytes[birth.storages[0]] += hidden
+            made += hidden
+        self._note(self._level + max(made, cost.peak_bytes if cost else 0))
+        self._level += made
+        if self.starts and cost is not None:
+            self.seconds += cost.seconds
+        self._note(self._level)
+
+    def _note(self, level: int) -> None:
+        if self.starts:
+            self.points.append((self.seconds, level))
+
+
+class Meter(TorchDispatchMode):
+    """Logs births and deaths of storages while it is active.
+
+    Args:
+        on_cuda: Whether the step is as on a GPU.
+    """
+
+    def __init__(self, *, on_cuda: bool = False) -> None:
+        super().__init__()
+        self.log = MeterLog()
+        self._numbers: dict[int, int] = {}  # address of a live storage -> its number
+        self._distinct: dict[str, int] = {}
+        self._in_node = False
+        self._in_place = InPlace(on_cuda=on_cuda)
+        self._moved: set[int] = set()  # addresses of running statistics
+
+    @contextmanager
+    def watching(self, *, random_states: bool = True) -> Iterator[None]:
+        """Everything that must be active.
+
+        Args:
+            random_states: Count the CPU generator's, too, which come from no op.
+        """
+        if not random_states:
+            with self:
+                yield
+            return
+        shows_same = mock.patch.object(world, "shows_same", self._shows_same)
+        with seeing_states(lambda state: self.know([state])), shows_same, self:
+            yield
+
+    def know(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Log tensors that no op returned."""
+        storages = self._new(tensors)
+        if storages:
+            self.log.events.append(Birth(NOT_AN_OP, storages))
+
+    def leave_out(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Count nothing for what is in another memory than the device's."""
+        for tensor in tensors:
+            self.log.bytes[self._numbers[tensor.untyped_storage()._cdata]] = 0
+
+    def begin(self, phase: str) -> None:
+        """A part of the step that is to be measured begins."""
+        self.log.events.append(Phase(phase))
+
+    def watch_nodes(self, loss: torch.Tensor) -> None:
+        """Tell what nodes of backward do from what the engine does between them."""
+        for node in nodes_below(loss):
+            self._in_place.watch(node)
+            node.register_prehook(self._node_begins)
+            node.register_hook(self._node_ends)
+
+    def _node_begins(self, grads: object) -> None:
+        del grads
+        self._in_node = True
+
+    def _node_ends(self, grad_inputs: object, grad_outputs: object) -> None:
+        del grad_inputs, grad_outputs
+        self._in_node = False
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        func, args = self._in_place.instead_of(func, args)
+        adds_to = self._adds_to(func, args)
+        if facts_of(func).batch_norm and args[TRAINING]:
+            running = tensors_in(args[RUNNING_STATISTICS])
+            self._moved.update(x.untyped_storage()._cdata for x in running)
+        if draws(func, args, kwargs):
+            _draw(kwargs.get("generator"))
+        out = func(*args, **kwargs)
+        self._in_place.note(func, out)
+        returned = [x for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor)]
+        storages = self._new(returned)
+        if storages or (func._schema.is_mutable and func not in GIVEN_STORAGES):
+            op = self._number_op(func, args, kwargs, returned)
+            self.log.events.append(Birth(op, storages, adds_to))
+        return out
+
+    def _shows_same(self, buffer: torch.Tensor, copy: torch.Tensor) -> bool:
+        """Whether its bytes would be as they were, as ``world`` looks on a CPU."""
+        del copy
+        moved = buffer.untyped_storage()._cdata in self._moved
+        return buffer.device.type != "cpu" or not moved
+
+    def _new(self, tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
+        """Number storages that were not seen before."""
+        found = []
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._numbers:
+                number = len(self.log.bytes)
+                found.append(number)
+                self._numbers[storage._cdata] = number
+                self.log.bytes.append(storage.nbytes())
+                end = weakref.finalize(storage, self._died, storage._cdata, number)
+                end.atexit = False
+        return tuple(found)
+
+    def _died(self, address: int, number: int) -> None:
+        self._numbers.pop(address, None)
+        self.log.events.append(Death(number))
+
+    def _adds_to(self, func: Any, args: tuple[Any, ...]) -> int:
+        """The first of two gradients that meet between two nodes of backward."""
+        between_nodes = _is_backward() and not self._in_node
+        if func is not torch.ops.aten.add.Tensor or not between_nodes:
+            return -1
+        first = args[0]
+        if first._is_view():  # and so its storage has another holder, its base
+            return -1
+        if not fills_storage(first):
+            return -1
+        return self._numbers.get(first.untyped_storage()._cdata, -1)
+
+    def _number_op(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        returned: Iterable[torch.Tensor],
+    ) -> int:
+        flat, spec = pytree.tree_flatten((args, kwargs))
+        described = tuple(map(meta, flat))
+        results = tuple(map(describe, returned))
+        op = _raw_op(func, described, spec, results)
+        key = f"{func}{described}{op.in_grad_mode}"
+        if key not in self._distinct:
+            self._distinct[key] = len(self.log.ops)
+            self.log.ops.append(op)
+        return self._distinct[key]
+
+
+def _draw(generator: torch.Generator | None) -> None:
+    """Move a generator on, as fake draws do not: so a region sees that it did."""
+    with _disable_current_modes():
+        torch.rand(1, generator=generator)
+
+
+def _is_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _raw_op(
+    func: Any,
+    described: tuple[Any, ...],
+    spec: pytree.TreeSpec,
+    results: tuple[Any, ...],
+) -> RawOp:
+    """What ``calibrate`` needs to know of an op."""
+    leaves = (*described, *results)
+    moved_bytes = sum(x.num_bytes for x in leaves if isinstance(x, TensorMeta))
+    grad = torch.is_grad_enabled()
+    return RawOp(
+        func, -1, (), (), (), described, spec, results, 0, moved_bytes, False, grad
+    )
