@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 
 from ckplan.errors import CkplanError, did_you_mean
-from ckplan.plan.strict_yaml import Part, compose
+from ckplan.plan.strict_yaml import YamlNode, compose
 from ckplan.units import parse_bytes
 
 FORMAT_VERSION = 1
@@ -144,7 +144,7 @@ def parse(text: str, name: str) -> dict[str, Gpu]:
     return {key: _card(key, part, documents) for key, part in gpus.items()}
 
 
-def _card(name: str, part: Part, documents: Mapping[str, str]) -> Gpu:
+def _card(name: str, part: YamlNode, documents: Mapping[str, str]) -> Gpu:
     keys = (*FIGURES, "sources")
     found = part.record(keys, required=keys)
     rates = found["tflops"].record(RATES, required=("fp32",))
@@ -171,7 +171,7 @@ def _card(name: str, part: Part, documents: Mapping[str, str]) -> Gpu:
     )
 
 
-def _number(part: Part) -> float:
+def _number(part: YamlNode) -> float:
     try:
         number = float(part.text())
     except ValueError:
@@ -185,7 +185,7 @@ def _number(part: Part) -> float:
     return number
 
 
-def _count(part: Part) -> int:
+def _count(part: YamlNode) -> int:
     text = part.text()
     if not re.fullmatch("[1-9][0-9]*", text):
         raise part.error(
@@ -196,7 +196,7 @@ def _count(part: Part) -> int:
     return int(text)
 
 
-def _capability(part: Part) -> tuple[int, int]:
+def _capability(part: YamlNode) -> tuple[int, int]:
     found = re.fullmatch(r"(\d+)\.(\d)", part.text())
     if found is None:
         raise part.error(
@@ -207,7 +207,7 @@ def _capability(part: Part) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def _document(part: Part, documents: Mapping[str, str]) -> str:
+def _document(part: YamlNode, documents: Mapping[str, str]) -> str:
     key = part.text()
     if key not in documents:
         raise part.error(

@@ -19,7 +19,7 @@ from ckplan.units import in_blocks
 CUDA = torch.device("cuda", 0)
 
 
-class Asked(NamedTuple):
+class AttentionArgs(NamedTuple):
     """One op: sizes of its blocks when they are most, as is said and as it is."""
 
     said: Counter[int]
@@ -46,7 +46,7 @@ class AskedFor(TorchDispatchMode):
 
     def __init__(self, name: str = "") -> None:
         super().__init__()
-        self.found: dict[str, list[Asked]] = {}
+        self.found: dict[str, list[AttentionArgs]] = {}
         self.card = this_card()
         self._name = name
 
@@ -64,7 +64,9 @@ class AskedFor(TorchDispatchMode):
         op = RawOp(func, 0, (), (), (), flat, spec, returned, 0, 0, False, False)
         said = left + Counter(chain(*workspace_of(op, self.card)))
         shapes = tuple(one.shape for one in flat if isinstance(one, TensorMeta))
-        self.found.setdefault(name, []).append(Asked(said, most, most != left, shapes))
+        self.found.setdefault(name, []).append(
+            AttentionArgs(said, most, most != left, shapes)
+        )
         return out
 
 

@@ -11,7 +11,7 @@ from ckplan.plan.plan import Plan
 from ckplan.plan.region import RERUN, Region
 from ckplan.plan.resolve import describe
 from ckplan.simulating.simulate import Simulator, Timeline
-from ckplan.solving.baselines import find_layers
+from ckplan.solving.baselines import find_repeated_layers
 from ckplan.solving.menu import Menus
 from ckplan.solving.solve import solve, to_plan
 
@@ -78,7 +78,7 @@ class _Layers:
 
     def __init__(self, graph: Graph) -> None:
         self.simulator = Simulator(graph)
-        layers = find_layers(graph, Menus(self.simulator))
+        layers = find_repeated_layers(graph, Menus(self.simulator))
         self._regions = [Region(layer, RERUN) for layer in layers]
 
     def within(self, share: float, budget_bytes: int) -> Variant | None:

@@ -180,10 +180,10 @@ def _compared(
 
 def _different(planned: Any, seen: Sequence[Any]) -> list[str]:
     """Kinds of results that differ from the unplanned step that is most alike."""
-    from ckplan.verifying.compare_steps import find_different
+    from ckplan.verifying.compare_steps import differing_results
 
     def kinds(unplanned: Any) -> list[str]:
-        different = find_different((unplanned, planned)) or ()
+        different = differing_results((unplanned, planned)) or ()
         return sorted({result.kind for result in different})
 
     return min(map(kinds, seen), key=len)

@@ -64,7 +64,7 @@ from ckplan.simulating.simulate import Timeline
 from ckplan.solving.planner import Planner
 from ckplan.tracing.faking.fake_mode import KnownValues
 from ckplan.tracing.profile import profile_workload
-from ckplan.training.allocator import on_gpu
+from ckplan.training.allocator import gpu_allocator_stats
 from ckplan.training.loading import WorkloadSpec
 from ckplan.training.step import Training, TrainingStep, make_step
 from ckplan.training.workload import on_device, tensors_of
@@ -207,7 +207,7 @@ def rows_of(name: str, types: str, gpu: gpus.Gpu, library: Path) -> Iterator[Row
     ]
     solution = planner.solve(middle)
     steps.append(("planned", solution.timeline, solution.regions))
-    steps += (("run again", *found) for found in planner.everyday.plans)
+    steps += (("run again", *found) for found in planner.standard_baselines.plans)
     path = library.parent / "plan.yaml"
     for step, timeline, regions in steps:
         plan = Plan(
@@ -283,7 +283,7 @@ def take_steps(name: str, types: str, plan: str) -> NoReturn:
         torch.cuda.reset_peak_memory_stats(CUDA)
         one_step(step, follow)
         step.zero_grad()
-    found = on_gpu(CUDA)
+    found = gpu_allocator_stats(CUDA)
     print(
         json.dumps(
             [

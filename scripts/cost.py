@@ -65,7 +65,7 @@ from ckplan.tracing.costs.cost_cache import FOLDER_VARIABLE
 from ckplan.tracing.profile import profile_workload
 from ckplan.training.loading import WorkloadSpec, parse_options
 from ckplan.units import format_bytes, format_percent, format_seconds
-from ckplan.verifying.compare_steps import find_different
+from ckplan.verifying.compare_steps import differing_results
 from ckplan.verifying.step_process import StepProcess, interleave
 from ckplan.verifying.worker import FirstSteps
 
@@ -288,7 +288,7 @@ def _measure_together(
         first, timed = _measure_once(spec, variants, rounds)
         for found, taken in zip(seconds, timed, strict=True):
             found += taken[DROPPED_ROUNDS:]
-    different = [find_different((first[0], steps)) or () for steps in first]
+    different = [differing_results((first[0], steps)) or () for steps in first]
     for variant, results in zip(variants, different, strict=True):
         if results:
             some = "; ".join(map(str, results[:5]))

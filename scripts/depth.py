@@ -42,7 +42,7 @@ import revolve
 
 from ckplan.graph.graph import Graph
 from ckplan.simulating.simulate import Timeline
-from ckplan.solving.common_strategies import practices
+from ckplan.solving.common_strategies import strategy_baselines
 from ckplan.solving.planner import Planner
 from ckplan.tracing.profile import profile_workload
 from ckplan.training.loading import WorkloadSpec, parse_options
@@ -176,7 +176,7 @@ def row_of(blocks: int, graph: Graph) -> Row:
     floor = planner.solve(planner.floor.peak_bytes)
     seconds = time.process_time() - began
     simulator, menus, peak = planner.simulator, planner.menus, floor.budget_bytes
-    found = (*floor.baselines, *practices(simulator, menus, peak))
+    found = (*floor.baselines, *strategy_baselines(simulator, menus, peak))
     known = {one.name: one for one in found}
     every, segments = known[EVERY], known[SEGMENTS]
     as_dear = planner.least_memory(every.overhead).timeline

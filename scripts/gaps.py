@@ -34,8 +34,8 @@ from _measuring import (
 
 from ckplan.graph.file import load
 from ckplan.solving.bound import gap
-from ckplan.solving.common_strategies import everything
-from ckplan.solving.memory_limit import Limit
+from ckplan.solving.common_strategies import all_baselines
+from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.planner import Planner
 from ckplan.solving.solution import Baseline
 from ckplan.units import format_bytes, format_percent, format_seconds
@@ -153,11 +153,15 @@ def solve_all(path: Path) -> Row:
         found = planner.within(budget)
         if found is not None:
             overhead = found[0].overhead
-            others = everything(planner, Limit(budget))
+            others = all_baselines(planner, MemoryLimit(budget))
             ahead = tuple(o.name for o in others if o.fits and o.overhead < overhead)
             plans.append(Plan(freed, overhead, planner.bound(budget), ahead))
     every = next(
-        (o for o in everything(planner, Limit(peak_bytes)) if o.name == "every call"),
+        (
+            o
+            for o in all_baselines(planner, MemoryLimit(peak_bytes))
+            if o.name == "every call"
+        ),
         None,
     )
     found = planner.within(every.peak_bytes) if every else None

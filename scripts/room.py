@@ -38,9 +38,9 @@ from ckplan import gpus
 from ckplan.errors import CkplanError
 from ckplan.plan import file as plan_file
 from ckplan.simulating.allocations import reserved_bytes
-from ckplan.solving.memory_limit import Limit
+from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.planner import Planner
-from ckplan.solving.reserved_limit import solve_within
+from ckplan.solving.reserved_limit import solve_within_limit
 from ckplan.solving.solution import Solution
 from ckplan.solving.solve import to_plan
 from ckplan.units import format_bytes, format_percent
@@ -147,9 +147,9 @@ def rows_of(name: str, types: str, gpu: gpus.Gpu, library: Path) -> Iterator[Row
     card_bytes = sum(map(reserved_bytes, steps)) // 2
     for segments, expandable in SEGMENTS.items():
         by_tensors = planner.solve(card_bytes)
-        limit = Limit(card_bytes, on_card=True, expandable=expandable)
-        for_card = solve_within(planner, limit)
-        said = limit.holds(by_tensors.timeline)
+        limit = MemoryLimit(card_bytes, of_reserved=True, expandable=expandable)
+        for_card = solve_within_limit(planner, limit)
+        said = limit.allows(by_tensors.timeline)
         where = {
             **environment(library, gpu),
             "DUMMY_GPU_BYTES": str(card_bytes),

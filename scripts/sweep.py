@@ -53,7 +53,7 @@ from ckplan.tracing.profile import profile_workload
 from ckplan.training.loading import WorkloadSpec, parse_options
 from ckplan.training.step import Training
 from ckplan.units import format_bytes, format_percent
-from ckplan.verifying.compare_steps import find_different
+from ckplan.verifying.compare_steps import differing_results
 from ckplan.verifying.worker import FIRST_STEPS, FirstSteps, Job, Worker
 
 _TEXT = {"layers": 4, "width": 128, "heads": 4, "length": 128, "vocab": 1000}
@@ -248,7 +248,7 @@ def _compare(
     """The measured peak, and how many results differ from the unplanned ones."""
     for _ in range(_MOST_TRIES):
         planned = _measure(spec, plan, training)
-        different = len(find_different((unplanned, planned)) or ())
+        different = len(differing_results((unplanned, planned)) or ())
         if not different:
             break
     return planned.peak_bytes, different

@@ -23,6 +23,6 @@ def _costs_of_this_session(tmp_path_factory: pytest.TempPathFactory) -> object:
 @pytest.fixture(scope="session", autouse=True)
 def _first_calls() -> None:
     """Let no test see what torch computes only the first time."""
-    from ckplan.training.warm_up import make_first_calls
+    from ckplan.training.warm_up import warm_up_vector_kernels
 
-    make_first_calls()
+    warm_up_vector_kernels()

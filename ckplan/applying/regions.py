@@ -34,7 +34,7 @@ from ckplan.graph.fqn import is_around
 from ckplan.plan.file import load
 from ckplan.plan.plan import Plan
 from ckplan.plan.region import RERUN
-from ckplan.training.warm_up import make_first_calls
+from ckplan.training.warm_up import warm_up_vector_kernels
 from ckplan.training.workload import check_not_lazy
 
 
@@ -79,7 +79,7 @@ def apply(model: nn.Module, plan: Plan | str | Path) -> nn.Module:
     choices = choices_of(plan.regions, modules)
     warn_of_differences(plan, model)
     _take_off(model)
-    make_first_calls()
+    warm_up_vector_kernels()
     session = Session(plan, choices=choices)
     reruns: dict[str, list[Choice]] = {}
     for choice in choices:
@@ -87,7 +87,7 @@ def apply(model: nn.Module, plan: Plan | str | Path) -> nn.Module:
             reruns.setdefault(choice.fqn, []).append(choice)
     for fqn, found in reruns.items():
         chooser = Chooser(session, fqn, found)
-        session.stand_in(RerunForward(modules[fqn], chooser))
+        session.wrap_forward(RerunForward(modules[fqn], chooser))
     programs = [choice for choice in choices if choice.region.by != RERUN]
     _attach_programs(session, modules, programs)
     session.handles.append(hook_begin(model, session.begin_step))
@@ -122,7 +122,7 @@ def _take_off(model: nn.Module) -> None:
         running.numbers.pop(session, None)
         for handle in session.handles:
             handle.remove()
-        for one in session.stand_ins:
+        for one in session.wrappers:
             one.take_off()
 
 
@@ -205,7 +205,7 @@ def _attach_programs(
         add(hook_begin(modules[fqn], maker.begin))
         add(hook_end(modules[fqn], maker.end))
     for fqn in {*(c.fqn for c in programs if c.last is None), *makers}:
-        session.stand_in(GuardedForward(modules[fqn], session.interrupted))
+        session.wrap_forward(GuardedForward(modules[fqn], session.interrupted))
 
 
 def _region_hooks(

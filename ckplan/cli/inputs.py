@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from ckplan.cli.options import Amp, Shard
-from ckplan.cli.terminal import say
+from ckplan.cli.terminal import print_message
 from ckplan.errors import CkplanError
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def workload(
     return WorkloadSpec(target, parse_options(settings or ()), tuple(inputs or ()))
 
 
-def training_of(
+def make_training(
     optimizer: str | None,
     amp: Amp | None,
     accumulate: int,
@@ -42,7 +42,7 @@ def training_of(
     return Training(optimizer, amp and amp.value, accumulate, clip, scaler)
 
 
-def sharding_of(
+def make_sharding(
     shard: Shard | None, world_size: int | None, units: list[str] | None
 ) -> Sharding | None:
     """What the three options say together."""
@@ -55,7 +55,7 @@ def sharding_of(
     return Sharding(shard.value, world_size, tuple(units or ()))
 
 
-def of_rank(graph: Graph, sharding: Sharding | None) -> Graph:
+def shard_for_rank(graph: Graph, sharding: Sharding | None) -> Graph:
     """Make the step of one rank, if that is asked for."""
     if sharding is None:
         return graph
@@ -68,7 +68,7 @@ def load_step(trace: Path | None, sharding: Sharding | None) -> Graph:
     """The trace that was named, or the newest one, as the step of one rank."""
     from ckplan.graph import file as trace_file
 
-    return of_rank(trace_file.load(trace or newest_trace()), sharding)
+    return shard_for_rank(trace_file.load(trace or newest_trace()), sharding)
 
 
 def check_output(path: Path, force: bool) -> None:
@@ -85,7 +85,7 @@ def check_output(path: Path, force: bool) -> None:
         raise files.exists(path)
 
 
-def check_picture(path: Path, force: bool) -> None:
+def check_plot_output(path: Path, force: bool) -> None:
     """The same of a plot."""
     from ckplan.report.plots import check_plot
 
@@ -93,14 +93,16 @@ def check_picture(path: Path, force: bool) -> None:
     check_plot(path)
 
 
-def say_usable(gpu: str) -> None:
+def print_gpu_budget(gpu: str) -> None:
     """Say how the budget that a card is comes about."""
     from ckplan.gpus import find
     from ckplan.units import format_bytes
 
     card = find(gpu)
     capacity, context = map(format_bytes, (card.capacity_bytes, card.context_bytes))
-    say(f"budget of {card.name}: {capacity} less {context} for CUDA's context")
+    print_message(
+        f"budget of {card.name}: {capacity} less {context} for CUDA's context"
+    )
 
 
 def newest_trace() -> Path:
@@ -114,11 +116,11 @@ def newest_trace() -> Path:
             needed="a trace that `ckplan profile` wrote",
             hint="ckplan profile model.py, or name the trace",
         )
-    say(f"reading {found}")
+    print_message(f"reading {found}")
     return found
 
 
-def trace_of(name: str, path: Path | None) -> Graph | None:
+def find_trace(name: str, path: Path | None) -> Graph | None:
     """The trace that was asked for, or a workload's usual one if it can be read."""
     from ckplan.graph import file as trace_file
 

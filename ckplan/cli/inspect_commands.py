@@ -14,9 +14,9 @@ from ckplan.cli.inputs import (
     check_output,
     is_trace,
     load_step,
-    of_rank,
-    sharding_of,
-    training_of,
+    make_sharding,
+    make_training,
+    shard_for_rank,
     workload,
 )
 from ckplan.cli.options import (
@@ -35,7 +35,7 @@ from ckplan.cli.options import (
     Units,
     WorldSize,
 )
-from ckplan.cli.terminal import say, show_product
+from ckplan.cli.terminal import print_message, print_report
 
 if TYPE_CHECKING:
     from ckplan.graph.graph import Graph
@@ -87,7 +87,7 @@ def profile(
     """Trace one training step: its memory, layers and seconds."""
     if output is not None:
         check_output(output, force)
-    sharding = sharding_of(shard, world_size, units)
+    sharding = make_sharding(shard, world_size, units)
     from ckplan.graph import file as trace_file
     from ckplan.report.progress import ProgressLine
     from ckplan.tracing.profile import profile_workload
@@ -99,7 +99,7 @@ def profile(
     with ProgressLine(sys.stderr) as progress, redirect_stdout(sys.stderr):
         graph = profile_workload(
             spec,
-            training=training_of(optimizer, amp, accumulate, clip, scaler),
+            training=make_training(optimizer, amp, accumulate, clip, scaler),
             device=device,
             gpu=gpu,
             fresh=fresh,
@@ -107,10 +107,10 @@ def profile(
             seed=seed,
             progress=progress,
         )
-    graph = of_rank(graph, sharding)
+    graph = shard_for_rank(graph, sharding)
     trace_file.save(graph, path, force=force)
     _show_trace(graph, path, as_json)
-    say(f"wrote {path}")
+    print_message(f"wrote {path}")
 
 
 def show(
@@ -121,7 +121,7 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Show a trace or a plan."""
-    sharding = sharding_of(shard, world_size, units)
+    sharding = make_sharding(shard, world_size, units)
     from ckplan import files
 
     if is_trace(files.read_bytes(file, "trace or plan")):
@@ -133,7 +133,7 @@ def show(
         from ckplan.report.plans import plan_json, plan_report
 
         plan = plan_file.load(file)
-        show_product(plan_json(plan) if as_json else plan_report(plan))
+        print_report(plan_json(plan) if as_json else plan_report(plan))
 
 
 def _show_trace(graph: Graph, path: Path, as_json: bool) -> None:
@@ -143,7 +143,7 @@ def _show_trace(graph: Graph, path: Path, as_json: bool) -> None:
 
     step = graph, simulate(graph)
     reserved = reserved_on_card(step[1])
-    show_product(
+    print_report(
         step_json(*step, str(path), reserved)
         if as_json
         else step_report(*step, reserved)
@@ -162,6 +162,6 @@ def gpus(
 
     cards = [*table.load().values()] if name is None else [table.find(name)]
     if as_json:
-        show_product(cards_json(cards))
+        print_report(cards_json(cards))
     else:
-        show_product(cards_report(cards) if name is None else card_report(cards[0]))
+        print_report(cards_report(cards) if name is None else card_report(cards[0]))

@@ -26,7 +26,7 @@ class Shard(str, Enum):
     FSDP2 = "fsdp2"
 
 
-class Form(str, Enum):
+class EjectFormat(str, Enum):
     """Whose words a plan is put in; "torch" or one of ``ckplan.elsewhere.TOOLS``."""
 
     TORCH = "torch"
@@ -108,7 +108,7 @@ Trace = Annotated[
     Path | None,
     typer.Argument(help="From `ckplan profile`.  [default: newest of traces/]"),
 ]
-Card = Annotated[
+GpuOption = Annotated[
     str | None,
     typer.Option(
         "--gpu",
@@ -127,6 +127,6 @@ Expandable = Annotated[
         help="With --gpu: PYTORCH_ALLOC_CONF has expandable_segments:True.",
     ),
 ]
-WISHES = "--budget, --gpu, --max-overhead, --min-memory or --knee"
+OBJECTIVE_OPTIONS = "--budget, --gpu, --max-overhead, --min-memory or --knee"
 Force = Annotated[bool, typer.Option("--force", help="Overwrite a file that exists.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]

@@ -11,16 +11,16 @@ import typer
 
 from ckplan.cli.inputs import (
     check_output,
-    check_picture,
+    check_plot_output,
     load_step,
-    say_usable,
-    sharding_of,
+    make_sharding,
+    print_gpu_budget,
 )
 from ckplan.cli.options import (
-    WISHES,
-    Card,
+    OBJECTIVE_OPTIONS,
     Expandable,
     Force,
+    GpuOption,
     Json,
     Method,
     Reserve,
@@ -29,7 +29,7 @@ from ckplan.cli.options import (
     Units,
     WorldSize,
 )
-from ckplan.cli.terminal import say, show_product
+from ckplan.cli.terminal import print_message, print_report
 
 if TYPE_CHECKING:
     from ckplan.plan.plan import Plan
@@ -46,7 +46,7 @@ def solve(
             help="Limit on the whole peak: 12GB, 12GiB, or 80% of the unplanned peak.",
         ),
     ] = None,
-    gpu: Card = None,
+    gpu: GpuOption = None,
     max_overhead: Annotated[
         str | None,
         typer.Option(
@@ -82,9 +82,9 @@ def solve(
     goals = [name for name, on in (("min-memory", min_memory), ("knee", knee)) if on]
     given = [one for one in (budget, gpu, max_overhead, *goals) if one is not None]
     if len(given) > 1:
-        raise typer.BadParameter(f"only one is possible: {WISHES}")
+        raise typer.BadParameter(f"only one is possible: {OBJECTIVE_OPTIONS}")
     check_output(output, force)
-    sharding = sharding_of(shard, world_size, units)
+    sharding = make_sharding(shard, world_size, units)
     from ckplan.plan import file as plan_file
     from ckplan.report.progress import ProgressLine
     from ckplan.solving import solve as solving
@@ -100,25 +100,27 @@ def solve(
     graph = load_step(trace, sharding)
     card = gpu if given else graph.options.get("gpu")
     if not given and card is None:
-        raise typer.BadParameter(f"one is needed: {WISHES}")
+        raise typer.BadParameter(f"one is needed: {OBJECTIVE_OPTIONS}")
     if card is not None:
-        say_usable(card)
+        print_gpu_budget(card)
     goal = goals[0] if goals else None
-    wish = solving.Wish(budget, fraction, goal, card, reserve_bytes, expandable)
+    objective = solving.Objective(
+        budget, fraction, goal, card, reserve_bytes, expandable
+    )
     with ProgressLine(sys.stderr) as progress:
         progress("solving", 0, 0)
         planner = Planner(graph)
-        solution = solving.find(planner, wish)
+        solution = solving.find(planner, objective)
         if method is Method.MILP:
             progress("solving exactly", 0, 0)
-            solution = solving.with_exact(planner, solution, time_limit)
+            solution = solving.add_exact_bound(planner, solution, time_limit)
     if not solution.regions:
-        say("no plan is needed: the unplanned step fits; the plan is empty")
+        print_message("no plan is needed: the unplanned step fits; the plan is empty")
     plan = solving.to_plan(graph, solution)
     plan_file.save(plan, output, force=force)
     found = solution, plan, reserve_bytes
     _show_solution(*found, output, expandable=expandable, as_json=as_json)
-    say(f"wrote {output}")
+    print_message(f"wrote {output}")
 
 
 def _show_solution(
@@ -132,13 +134,13 @@ def _show_solution(
 ) -> None:
     """The report of a plan, and a warning where a card may not have what it needs."""
     from ckplan.report.plans import solution_json, solution_report
-    from ckplan.report.reserved import room_warning
+    from ckplan.report.reserved import fragmentation_warning
     from ckplan.simulating.allocations import reserved_on_card
 
     timeline = solution.timeline
     reserved = reserved_on_card(timeline)
     found = solution, plan, reserve_bytes
-    show_product(
+    print_report(
         solution_json(*found, str(output), reserved)
         if as_json
         else solution_report(*found, reserved)
@@ -146,13 +148,15 @@ def _show_solution(
     if reserved is None:
         return
     whole_bytes = solution.limit.bytes + reserve_bytes
-    warning = room_warning(timeline, whole_bytes, expandable=expandable)
+    warning = fragmentation_warning(timeline, whole_bytes, expandable=expandable)
     if warning:
-        say(warning)
+        print_message(warning)
     elif expandable:
-        say("the plan needs PYTORCH_ALLOC_CONF=expandable_segments:True")
-    elif solution.gap_bytes:
-        say("fewer gaps: --expandable-segments, if PYTORCH_ALLOC_CONF has them")
+        print_message("the plan needs PYTORCH_ALLOC_CONF=expandable_segments:True")
+    elif solution.fragmentation_bytes:
+        print_message(
+            "fewer gaps: --expandable-segments, if PYTORCH_ALLOC_CONF has them"
+        )
 
 
 def frontier(
@@ -172,29 +176,29 @@ def frontier(
     as_json: Json = False,
 ) -> None:
     """Show the whole trade-off between memory and time."""
-    sharding = sharding_of(shard, world_size, units)
+    sharding = make_sharding(shard, world_size, units)
     from ckplan.report.frontier import frontier_json, frontier_report, save_plot
     from ckplan.report.progress import ProgressLine
-    from ckplan.solving.common_strategies import everything
-    from ckplan.solving.memory_limit import Limit
+    from ckplan.solving.common_strategies import all_baselines
+    from ckplan.solving.memory_limit import MemoryLimit
     from ckplan.solving.planner import Planner
     from ckplan.units import parse_bytes
 
     reserve_bytes = parse_bytes(reserve)
     if plot is not None:
-        check_picture(plot, force)
+        check_plot_output(plot, force)
     graph = load_step(trace, sharding)
     with ProgressLine(sys.stderr) as progress:
         progress("solving", 0, 0)
         planner = Planner(graph)
         found = planner.frontier(points)
         wanted = as_json or plot is not None
-        limit = Limit(planner.unplanned.peak_bytes)
-        others = everything(planner, limit) if wanted else ()
+        limit = MemoryLimit(planner.unplanned.peak_bytes)
+        others = all_baselines(planner, limit) if wanted else ()
     if plot is not None:
         save_plot(plot, graph.model, found, others, force=force)
-        say(f"wrote {plot}")
-    show_product(
+        print_message(f"wrote {plot}")
+    print_report(
         frontier_json(graph.model, found, others, reserve_bytes)
         if as_json
         else frontier_report(graph.model, found, reserve_bytes)
@@ -211,7 +215,7 @@ def compare(
             help="As for solve.  [default: 80% of the unplanned peak]",
         ),
     ] = None,
-    gpu: Card = None,
+    gpu: GpuOption = None,
     reserve: Reserve = "0",
     expandable: Expandable = False,
     shard: ShardOption = None,
@@ -224,31 +228,33 @@ def compare(
         raise typer.BadParameter("only one is possible: --budget or --gpu")
     if expandable and gpu is None:
         raise typer.BadParameter("--expandable-segments are those of a card: --gpu")
-    sharding = sharding_of(shard, world_size, units)
+    sharding = make_sharding(shard, world_size, units)
     from ckplan.report.plans import comparison_json, comparison_report
     from ckplan.report.progress import ProgressLine
-    from ckplan.solving.common_strategies import everything
+    from ckplan.solving.common_strategies import all_baselines
     from ckplan.solving.planner import Planner
-    from ckplan.solving.reserved_limit import solve_within
+    from ckplan.solving.reserved_limit import solve_within_limit
     from ckplan.solving.solution import Baseline
-    from ckplan.solving.solve import Wish, limit_of
+    from ckplan.solving.solve import Objective, limit_of_objective
     from ckplan.units import parse_bytes
 
     reserve_bytes = parse_bytes(reserve)
     if gpu is not None:
-        say_usable(gpu)
+        print_gpu_budget(gpu)
     elif budget is None:
         budget = "80%"
-    wish = Wish(budget, gpu=gpu, reserve_bytes=reserve_bytes, expandable=expandable)
+    objective = Objective(
+        budget, gpu=gpu, reserve_bytes=reserve_bytes, expandable=expandable
+    )
     graph = load_step(trace, sharding)
     with ProgressLine(sys.stderr) as progress:
         progress("solving", 0, 0)
         planner = Planner(graph)
-        limit = limit_of(planner, wish)
+        limit = limit_of_objective(planner, objective)
         assert limit is not None, "internal error: neither a budget nor a card"
         least = max(limit.bytes, planner.floor.peak_bytes)
-        plan = solve_within(planner, replace(limit, bytes=least)).timeline
+        plan = solve_within_limit(planner, replace(limit, bytes=least)).timeline
         this = Baseline.of("this plan", plan, limit)
-        found = (*everything(planner, limit), this)
+        found = (*all_baselines(planner, limit), this)
     of = graph.model, limit, reserve_bytes, found
-    show_product(comparison_json(*of) if as_json else comparison_report(*of))
+    print_report(comparison_json(*of) if as_json else comparison_report(*of))

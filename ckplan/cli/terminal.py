@@ -56,7 +56,7 @@ def write(text: str) -> None:
     sys.stdout.flush()
 
 
-def show_product(product: RenderableType | dict[str, Any]) -> None:
+def print_report(product: RenderableType | dict[str, Any]) -> None:
     """Write a report as a person reads it, or a dict as JSON."""
     if isinstance(product, dict):
         import json
@@ -68,7 +68,7 @@ def show_product(product: RenderableType | dict[str, Any]) -> None:
         write(render(product))
 
 
-def say(text: str) -> None:
+def print_message(text: str) -> None:
     """Write what is no product: a message, a warning, a tip."""
     print(text, file=sys.stderr)
 
@@ -83,7 +83,7 @@ def _explain(error: BaseException, with_traceback: bool) -> int:
         traceback.print_exception(error)
     if not isinstance(error, CkplanError):
         error = _unexpected(error)
-    say(str(error))
+    print_message(str(error))
     return error.exit_code
 
 

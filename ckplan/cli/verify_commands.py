@@ -11,17 +11,17 @@ import typer
 
 from ckplan.cli.inputs import (
     check_output,
-    check_picture,
-    trace_of,
-    training_of,
+    check_plot_output,
+    find_trace,
+    make_training,
     workload,
 )
 from ckplan.cli.options import (
     Accumulate,
     AmpOption,
     Clip,
+    EjectFormat,
     Force,
-    Form,
     Inputs,
     Json,
     OptimizerOption,
@@ -30,7 +30,7 @@ from ckplan.cli.options import (
     Settings,
     Target,
 )
-from ckplan.cli.terminal import say, show_product, write
+from ckplan.cli.terminal import print_message, print_report, write
 from ckplan.errors import CkplanError
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def verify(
 
     loaded = plan_file.load(plan)
     if plot is not None:
-        check_picture(plot, force)
+        check_plot_output(plot, force)
     spec = workload(target, settings, inputs)
     how: dict[str, Any] = {
         "optimizer": optimizer,
@@ -93,22 +93,22 @@ def verify(
         "scaler": scaler,
         "device": device,
         "seed": seed,
-        "trace": trace_of(spec.name, trace),
+        "trace": find_trace(spec.name, trace),
     }
     if fake:
         found: DryRun | Verification = _dry_run(spec, loaded, how)
     else:
         found = _real(spec, loaded, steps, cap, how)
-    shown, error = _judge(found)
-    show_product(found.as_json() if as_json else shown)
+    shown, error = _report_and_error(found)
+    print_report(found.as_json() if as_json else shown)
     for call in found.regions_idle:
-        say(f"warning: the region {call} never ran")
+        print_message(f"warning: the region {call} never ran")
     if plot is not None:
         from ckplan.report.timeline import save_timeline
 
         name = loaded.model or spec.name
         save_timeline(plot, name, found.curves, found.budget_bytes, force=force)
-        say(f"wrote {plot}")
+        print_message(f"wrote {plot}")
     if error is not None:
         raise error
 
@@ -140,7 +140,7 @@ def _real(
         )
 
 
-def _judge(
+def _report_and_error(
     found: DryRun | Verification,
 ) -> tuple[RenderableType, CkplanError | None]:
     """The report of a verification, and the error if it has not passed."""
@@ -148,9 +148,9 @@ def _judge(
     from ckplan.verifying.dry_run import DryRun
 
     if isinstance(found, DryRun):
-        shown, why = report.dry_run_report(found), report.too_large
+        shown, why = report.dry_run_report(found), report.dry_run_error
         return shown, None if found.passed else why(found)
-    error = None if found.passed else report.failure(found)
+    error = None if found.passed else report.verification_error(found)
     return report.verification_report(found), error
 
 
@@ -168,9 +168,9 @@ def eject(
     clip: Clip = None,
     scaler: Scaler = False,
     form: Annotated[
-        Form,
+        EjectFormat,
         typer.Option("--as", help="Code, or the nearest setting of another tool."),
-    ] = Form.TORCH,
+    ] = EjectFormat.TORCH,
     output: Annotated[
         Path | None, typer.Option("-o", help="Write the code here.  [default: stdout]")
     ] = None,
@@ -192,20 +192,20 @@ def eject(
 
         spec = workload(target, settings, inputs)
         with ProgressLine(sys.stderr) as progress, redirect_stdout(sys.stderr):
-            training = training_of(optimizer, amp, accumulate, clip, scaler)
+            training = make_training(optimizer, amp, accumulate, clip, scaler)
             device = loaded.fingerprint.get("device", "cpu")
             how = {"training": training, "device": device, "progress": progress}
             graph = profile_workload(spec, **how)
     text = (
         _plain_code(graph, loaded)
-        if form is Form.TORCH
+        if form is EjectFormat.TORCH
         else _setting(graph, loaded, form.value)
     )
     if output is None:
         write(text)
     else:
         files.write_text(output, text, force=force)
-        say(f"wrote {output}")
+        print_message(f"wrote {output}")
 
 
 def _plain_code(graph: Graph, plan: Plan) -> str:
@@ -214,8 +214,10 @@ def _plain_code(graph: Graph, plan: Plan) -> str:
 
     plain = plain_form(graph, plan)
     if not plain.same:
-        say("the plan rebuilds single ops, which has no plain form: printing the")
-        say("nearest one, with its own peak and overhead at the top")
+        print_message(
+            "the plan rebuilds single ops, which has no plain form: printing the"
+        )
+        print_message("nearest one, with its own peak and overhead at the top")
     return as_code(plain, __version__)
 
 
@@ -224,5 +226,5 @@ def _setting(graph: Graph, plan: Plan, tool: str) -> str:
 
     setting = setting_for(graph, plan, tool)
     for line in setting.about():
-        say(line)
+        print_message(line)
     return setting.text

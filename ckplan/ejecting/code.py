@@ -19,11 +19,20 @@ from ckplan.plan.plan import Plan
 from ckplan.plan.region import RERUN, Region
 from ckplan.plan.resolve import resolve
 from ckplan.simulating.simulate import Simulator, Timeline
-from ckplan.solving.baselines import can_be_done, find_layers, nearest
+from ckplan.solving.baselines import (
+    can_recompute,
+    cheapest_or_smallest,
+    find_repeated_layers,
+)
 from ckplan.solving.chain import regions_of
-from ckplan.solving.memory_limit import Limit
+from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.menu import Menus, Option, Unit
-from ckplan.solving.segmentation import chain_of, find_nodes, leaves, tree_frontier
+from ckplan.solving.segmentation import (
+    leaf_units,
+    pruned_call_tree,
+    segmentation_frontier,
+    tree_frontier,
+)
 from ckplan.units import format_bytes, format_percent
 
 _TEMPLATE = '''\
@@ -82,7 +91,7 @@ class Plain:
     @property
     def fits(self) -> bool:
         """Whether the peak is within the plan's budget, as far as it has one."""
-        return limit_of(self.plan, self.planned).holds(self.timeline)
+        return limit_of(self.plan, self.planned).allows(self.timeline)
 
 
 def plain_form(graph: Graph, plan: Plan) -> Plain:
@@ -103,7 +112,7 @@ def plain_form(graph: Graph, plan: Plan) -> Plain:
     if not same:
         limit = limit_of(plan, planned)
         found = _reruns(simulator, menus, limit)
-        _, regions = nearest(found, limit, itemgetter(0))
+        _, regions = cheapest_or_smallest(found, limit, itemgetter(0))
     return Plain(
         graph,
         plan,
@@ -114,15 +123,15 @@ def plain_form(graph: Graph, plan: Plan) -> Plain:
     )
 
 
-def limit_of(plan: Plan, planned: Timeline) -> Limit:
+def limit_of(plan: Plan, planned: Timeline) -> MemoryLimit:
     """What stands in for a plan must fit: its budget, or its peak if it has none."""
     budget_bytes = plan.budget_bytes
-    return Limit(planned.peak_bytes if budget_bytes is None else budget_bytes)
+    return MemoryLimit(planned.peak_bytes if budget_bytes is None else budget_bytes)
 
 
 def can_be_plain(simulator: Simulator, region: Region) -> bool:
     """Whether torch alone may run a region again, and can."""
-    return _is_plain(simulator.graph, region) and can_be_done(simulator, region)
+    return _is_plain(simulator.graph, region) and can_recompute(simulator, region)
 
 
 def _is_plain(graph: Graph, region: Region) -> bool:
@@ -134,29 +143,33 @@ def _is_plain(graph: Graph, region: Region) -> bool:
 
 
 def _reruns(
-    simulator: Simulator, menus: Menus, limit: Limit
+    simulator: Simulator, menus: Menus, limit: MemoryLimit
 ) -> Iterator[tuple[Timeline, tuple[Region, ...]]]:
     """Sets of calls to run again, as each cover allows them; at least the empty one."""
 
     def whole(unit: Unit) -> list[Option]:
         region = Region(unit[0], RERUN, last=unit[1])
         plain = [region] if _is_plain(simulator.graph, region) else []
-        return menus.useful(unit, plain)
+        return menus.as_options(unit, plain)
 
     yield simulator.run(), ()
-    layers = find_layers(simulator.graph, menus)
-    nodes = find_nodes(simulator.graph, menus)
-    covers = ([(layer, None) for layer in layers], list(leaves(nodes)))
-    chains = [chain_of(simulator, cover, whole) for cover in covers if cover]
+    layers = find_repeated_layers(simulator.graph, menus)
+    nodes = pruned_call_tree(simulator.graph, menus)
+    covers = ([(layer, None) for layer in layers], list(leaf_units(nodes)))
+    chains = [
+        segmentation_frontier(simulator, segmentation, whole)
+        for segmentation in covers
+        if segmentation
+    ]
     for chain in (*chains, tree_frontier(simulator, nodes, whole)):
         for bytes_ in (max(limit.bytes, chain.least_bytes), chain.least_bytes):
             for regions in map(regions_of, chain.cheapest_first(bytes_)):
                 timeline = simulator.run(regions)
                 yield timeline, regions
-                if limit.holds(timeline):
+                if limit.allows(timeline):
                     break
-    for cover in covers:
-        every = [Region(call, RERUN) for call, _ in cover]
+    for segmentation in covers:
+        every = [Region(call, RERUN) for call, _ in segmentation]
         done = tuple(region for region in every if can_be_plain(simulator, region))
         yield simulator.run(done), done
 

@@ -24,13 +24,13 @@ from ckplan.plan.region import RERUN, Region
 from ckplan.plan.resolve import resolve
 from ckplan.simulating.simulate import Simulator, Timeline
 from ckplan.solving.baselines import (
-    FEW_LAYERS,
-    find_layers,
-    nearest,
-    num_needed,
+    EXHAUSTIVE_MAX_LAYERS,
+    cheapest_or_smallest,
+    find_repeated_layers,
+    min_regions_to_fit,
     run_lengths,
 )
-from ckplan.solving.memory_limit import Limit
+from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.menu import Menus
 from ckplan.units import format_bytes
 
@@ -53,14 +53,14 @@ class Setting:
     regions: tuple[Region, ...]
     timeline: Timeline
     planned: Timeline  # of the plan that it stands for
-    limit: Limit
+    limit: MemoryLimit
     same: bool  # it is the plan itself
     updates_twice: bool  # running statistics, which no tool puts back
 
     @property
     def fits(self) -> bool:
         """Whether its peak is within the plan's budget."""
-        return self.limit.holds(self.timeline)
+        return self.limit.allows(self.timeline)
 
     def about(self) -> Iterator[str]:
         """What people must know of it."""
@@ -97,7 +97,7 @@ def setting_for(graph: Graph, plan: Plan, tool: str) -> Setting:
             hint="a smaller budget: ckplan solve --budget 80%",
         )
     planned = simulator.run(regions)
-    layers = find_layers(graph, Menus(simulator))
+    layers = find_repeated_layers(graph, Menus(simulator))
     if not layers:
         raise PlanError(
             f"cannot put the plan in the words of {tool}: {graph.model} has no layers, "
@@ -120,7 +120,7 @@ def setting_for(graph: Graph, plan: Plan, tool: str) -> Setting:
         assert refused is not None
         raise refused
     same = [one for one in found if set(one[1]) == set(regions)]
-    best = nearest(same or found, limit, itemgetter(2))
+    best = cheapest_or_smallest(same or found, limit, itemgetter(2))
     twice = update_twice(graph, best[1])
     return Setting(tool, *best, planned, limit, bool(same), twice)
 
@@ -132,7 +132,7 @@ class _Wish:
     simulator: Simulator
     layers: Sequence[int]
     planned: Sequence[Region]
-    limit: Limit
+    limit: MemoryLimit
 
     def first(self) -> set[int]:
         """How many layers to run again, from the first on, but not all of them.
@@ -140,13 +140,13 @@ class _Wish:
         Of many layers only as many as it takes, and as many as the plan says.
         """
         most = len(self.layers) - 1
-        if most < FEW_LAYERS:
+        if most < EXHAUSTIVE_MAX_LAYERS:
             return {*range(1, most + 1)}
         can_be_done = partial(can_be_plain, self.simulator)
         able = [*takewhile(can_be_done, _each(self.layers[:most]))]
         least_bytes = self.simulator.run(able).peak_bytes
-        limit = Limit(max(self.limit.bytes, least_bytes))
-        needed = num_needed(self.simulator, able, limit)
+        limit = MemoryLimit(max(self.limit.bytes, least_bytes))
+        needed = min_regions_to_fit(self.simulator, able, limit)
         return {max(1, needed), min(len(self.planned), most)}
 
 

@@ -44,7 +44,7 @@ class Graph(RecordedStep):
             raise _bad(what)
 
     @cached_property
-    def not_taken(self) -> frozenset[int]:
+    def unused_workspaces(self) -> frozenset[int]:
         """Workspaces that backward's thread keeps if it multiplies, as it does not."""
         return frozenset(
             number
@@ -67,33 +67,33 @@ class Graph(RecordedStep):
     @cached_property
     def step_seconds(self) -> float:
         """Seconds of the unplanned step: of the device or of launching, if longer."""
-        return sum(self.busier_seconds)
+        return sum(self.critical_seconds)
 
     @cached_property
-    def busier_seconds(self) -> tuple[float, ...]:
+    def critical_seconds(self) -> tuple[float, ...]:
         """What every op adds to the step: on the device, or to launching if longer."""
         return max(self._sides, key=sum)
 
     @cached_property
-    def other_seconds(self) -> tuple[float, ...]:
+    def hidden_seconds(self) -> tuple[float, ...]:
         """What every op takes on the side that waits for the busier one."""
         device, launch = self._sides
-        return launch if self.busier_seconds is device else device
+        return launch if self.critical_seconds is device else device
 
     @cached_property
-    def engine_is_busier(self) -> bool:
+    def engine_is_critical(self) -> bool:
         """Whether what the engine takes adds to the busier side of the step.
 
         A CPU is busy with its own ops, or with launching those of a GPU.
         """
         _, launch = self._sides
-        return self.busier_seconds is launch or not any(launch)
+        return self.critical_seconds is launch or not any(launch)
 
     @cached_property
-    def again_seconds(self) -> tuple[float, ...]:
+    def recompute_op_seconds(self) -> tuple[float, ...]:
         """What every op adds to the busier side when it runs again."""
-        more = self.engine.rerun_seconds if self.engine_is_busier else 0.0
-        return tuple(seconds + more for seconds in self.busier_seconds)
+        more = self.engine.rerun_seconds if self.engine_is_critical else 0.0
+        return tuple(seconds + more for seconds in self.critical_seconds)
 
     @cached_property
     def _sides(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -270,7 +270,7 @@ class Graph(RecordedStep):
         return [*between, *self.hazards[low:high]]
 
     @cached_property
-    def run_again(self) -> tuple[Hazard, ...]:
+    def self_recomputed(self) -> tuple[Hazard, ...]:
         """Those of calls that the model itself runs again."""
         return tuple(hazard for hazard in self.hazards if hazard.kind == "again")
 

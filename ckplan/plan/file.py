@@ -40,7 +40,7 @@ from ckplan.plan.plan import (
     check_way,
 )
 from ckplan.plan.region import PROGRAM
-from ckplan.plan.strict_yaml import Part, compose, not_yaml
+from ckplan.plan.strict_yaml import YamlNode, compose, not_yaml
 from ckplan.units import parse_bytes
 
 FORMAT_VERSION = 1
@@ -193,18 +193,18 @@ def loads(text: str, name: str) -> Plan:
     return Plan(**found)
 
 
-def _fingerprint(part: Part) -> dict[str, Any]:
+def _fingerprint(part: YamlNode) -> dict[str, Any]:
     return {
         key: _batch(entry) if key == "batch" else entry.text()
         for key, entry in part.record(FINGERPRINT_KEYS).items()
     }
 
 
-def _batch(part: Part) -> dict[str, str]:
+def _batch(part: YamlNode) -> dict[str, str]:
     return {key: entry.text() for key, entry in part.entries().items()}
 
 
-def _prediction(part: Part) -> Prediction:
+def _prediction(part: YamlNode) -> Prediction:
     entries = part.record(_PREDICTION_KEYS, required=_PREDICTION_KEYS)
     return Prediction(
         peak_bytes=entries["peak_bytes"].read(_whole_number),
@@ -214,11 +214,11 @@ def _prediction(part: Part) -> Prediction:
     )
 
 
-def _bound(part: Part) -> dict[str, float]:
+def _bound(part: YamlNode) -> dict[str, float]:
     return {key: entry.read(_fraction) for key, entry in part.record(BOUNDS).items()}
 
 
-def _region(part: Part, level: int = 1) -> PlannedRegion:
+def _region(part: YamlNode, level: int = 1) -> PlannedRegion:
     entries = part.record(_REGION_KEYS, later=_LATER_REGION_KEYS)
     part.locate(_calls_or_run, entries)
     place = entries.get("calls") or entries["run"]
@@ -244,7 +244,7 @@ def _region(part: Part, level: int = 1) -> PlannedRegion:
     return part.locate(PlannedRegion, calls, by, save, encode, where, run, inner)
 
 
-def _calls_or_run(entries: Mapping[str, Part]) -> None:
+def _calls_or_run(entries: Mapping[str, YamlNode]) -> None:
     if ("calls" in entries) == ("run" in entries):
         found = "both 'calls' and 'run'" if "run" in entries else "neither"
         raise PlanError(
@@ -254,7 +254,7 @@ def _calls_or_run(entries: Mapping[str, Part]) -> None:
         )
 
 
-def _ends(part: Part) -> tuple[str, str]:
+def _ends(part: YamlNode) -> tuple[str, str]:
     items = part.items("a call")
     if len(items) != 2:
         raise part.error(
@@ -267,8 +267,8 @@ def _ends(part: Part) -> tuple[str, str]:
     return items[0].text(), items[1].text()
 
 
-_READERS: dict[str, Callable[[Part], Any]] = {
-    "model": Part.text,
+_READERS: dict[str, Callable[[YamlNode], Any]] = {
+    "model": YamlNode.text,
     "fingerprint": _fingerprint,
     "budget_bytes": lambda part: part.read(parse_bytes),
     "predicted": _prediction,

@@ -26,9 +26,9 @@ def refuse_hazards(graph: Graph, region: Region) -> None:
         PlanError: It does not, or the model itself runs its calls again; the hazard is
             named.
     """
-    for hazard in _that_hold_it(graph, region):
+    for hazard in _hazards_around(graph, region):
         raise PlanError(
-            _told(graph, region, hazard),
+            _message(graph, region, hazard),
             needed="calls that run once as long as there is no plan",
             hint="profile the model without its own checkpoint, or leave this call out",
         )
@@ -36,7 +36,7 @@ def refuse_hazards(graph: Graph, region: Region) -> None:
         if not _is_guarded(graph, region, hazard):
             ways = " or ".join(f"by: {way}" for way in hazard.guarded_by)
             raise PlanError(
-                _told(graph, region, hazard),
+                _message(graph, region, hazard),
                 needed=ways or "a region without that call",
                 hint=ways or "leave this call out of the plan, or name smaller ones",
             )
@@ -44,18 +44,18 @@ def refuse_hazards(graph: Graph, region: Region) -> None:
         refuse_hazards(graph, inner)
 
 
-def _told(graph: Graph, region: Region, hazard: Hazard) -> str:
+def _message(graph: Graph, region: Region, hazard: Hazard) -> str:
     of = f"{graph.calls[region.call]} by {region.by}"
     return f"cannot recompute {of}: {graph.calls[hazard.call]} {hazard.reason}"
 
 
-def _that_hold_it(graph: Graph, region: Region) -> Iterator[Hazard]:
+def _hazards_around(graph: Graph, region: Region) -> Iterator[Hazard]:
     """Calls that the model itself runs again, and that a region is on or inside of.
 
     What it saves there is not what backward finds.
     """
     last = region.call if region.last is None else region.last
-    for hazard in graph.run_again:
+    for hazard in graph.self_recomputed:
         if any(graph.within(call, hazard.call) for call in (region.call, last)):
             yield hazard
 

@@ -21,7 +21,7 @@ _MAX_DEPTH = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class YamlNode:
     """A piece of a file: what it is, where it is, what it holds."""
 
     what: str  # "a region", or its key in quotes
@@ -54,14 +54,14 @@ class Part:
         """Return the scalar that this is, converted."""
         return self.locate(convert, self.text())
 
-    def items(self, what: str) -> list[Part]:
+    def items(self, what: str) -> list[YamlNode]:
         """Return the items of the list that this is."""
         nodes = self._value(yaml.SequenceNode, "a list")
         return [self._inner(what, node, node) for node in nodes]
 
-    def entries(self) -> dict[str, Part]:
+    def entries(self) -> dict[str, YamlNode]:
         """Return the entries of the mapping that this is, each in its key's line."""
-        entries: dict[str, Part] = {}
+        entries: dict[str, YamlNode] = {}
         for key, value in self._value(yaml.MappingNode, "a mapping"):
             name = self._inner("a key", key, key).text()
             entry = self._inner(repr(name), key, value)
@@ -80,7 +80,7 @@ class Part:
         *,
         required: Collection[str] = (),
         later: Collection[str] = (),
-    ) -> dict[str, Part]:
+    ) -> dict[str, YamlNode]:
         """Return the entries of a mapping that may have certain keys only.
 
         Args:
@@ -121,13 +121,13 @@ class Part:
         """Return what may stand in a place."""
         return self.examples.get(what, "leave it out")
 
-    def _inner(self, what: str, place: yaml.Node, node: yaml.Node) -> Part:
-        return Part(what, self.file, _line(place), node, self.examples)
+    def _inner(self, what: str, place: yaml.Node, node: yaml.Node) -> YamlNode:
+        return YamlNode(what, self.file, _line(place), node, self.examples)
 
 
 def compose(
     text: str, name: str, examples: Mapping[str, str], what: str = "the plan"
-) -> Part:
+) -> YamlNode:
     """Read YAML no further than nodes, which know their line and are strings.
 
     Args:
@@ -154,7 +154,7 @@ def compose(
             needed=f"YAML that holds {what}",
             hint=examples[what],
         )
-    return Part(what, name, _line(root), root, examples)
+    return YamlNode(what, name, _line(root), root, examples)
 
 
 class _Composer(yaml.BaseLoader):

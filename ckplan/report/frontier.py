@@ -11,11 +11,11 @@ from rich.console import Group, RenderableType
 from ckplan import units
 from ckplan.report.plots import save_figure
 from ckplan.report.tables import add_row, make_table, section, share
-from ckplan.solving.solution import Baseline, Point
+from ckplan.solving.solution import Baseline, FrontierPoint
 
 
 def frontier_report(
-    model: str, points: Sequence[Point], reserve_bytes: int = 0
+    model: str, points: Sequence[FrontierPoint], reserve_bytes: int = 0
 ) -> RenderableType:
     """One row for every plan of the frontier, the unplanned step last.
 
@@ -42,7 +42,7 @@ def frontier_report(
 
 def frontier_json(
     model: str,
-    points: Sequence[Point],
+    points: Sequence[FrontierPoint],
     others: Sequence[Baseline],
     reserve_bytes: int = 0,
 ) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def frontier_json(
 def save_plot(
     path: Path,
     model: str,
-    points: Sequence[Point],
+    points: Sequence[FrontierPoint],
     others: Sequence[Baseline],
     *,
     force: bool,

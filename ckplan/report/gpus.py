@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 
 from ckplan import units
 from ckplan.gpus import RATES, Gpu
-from ckplan.report.tables import add_row, facts, make_table, section
+from ckplan.report.tables import add_row, key_value_table, make_table, section
 
 
 def cards_report(cards: Collection[Gpu]) -> RenderableType:
@@ -27,7 +27,9 @@ def cards_report(cards: Collection[Gpu]) -> RenderableType:
         )
     return Group(
         section("Cards, with dense peak rates in TFLOP/s", table),
-        facts([("sources", "`ckplan gpus NAME` and --json name one for every figure")]),
+        key_value_table(
+            [("sources", "`ckplan gpus NAME` and --json name one for every figure")]
+        ),
     )
 
 

@@ -1,8 +1,8 @@
 """Which calls own the activations: the rows of the layer table.
 
-The table stands at the level of the call tree that says most: a call that owns more
-than ``LARGE`` of the activations gives way to its children, if these own any. What such
-a parent computes between its children is a row of its own, so the rows add up.
+A call that owns more than ``MAX_LAYER_SHARE`` of the activations is replaced by its
+children, if these own any. What such a parent computes between its children is a row of
+its own, so the rows add up.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ckplan.graph.graph import Graph
 from ckplan.graph.patterns import expand_calls, fold_calls
 from ckplan.graph.records import BEFORE_STEP, OUTSIDE_CALLS
 
-LARGE = 0.25
+MAX_LAYER_SHARE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ def total_cost(costs: Iterable[Cost]) -> Cost:
     return sum(costs, Cost())
 
 
-def survey(graph: Graph) -> Forward:
+def forward_costs(graph: Graph) -> Forward:
     """Find the layers worth a row and what they cost."""
     own = _own_costs(graph)
     inside = _costs_inside(graph, own)
@@ -80,7 +80,7 @@ def survey(graph: Graph) -> Forward:
     while stack:
         call = stack.pop()
         children = graph.children[call]
-        large = inside[call].activation_bytes > LARGE * total.activation_bytes
+        large = inside[call].activation_bytes > MAX_LAYER_SHARE * total.activation_bytes
         if large and any(inside[child].activation_bytes for child in children):
             if own[call] != Cost():
                 layers.append(Layer(call, True, own[call]))
@@ -102,12 +102,12 @@ def fold_layers(graph: Graph, layers: Iterable[Layer]) -> list[Row]:
     """
     alike: dict[object, list[Layer]] = defaultdict(list)
     for layer in layers:
-        alike[_likeness(graph, layer)].append(layer)
+        alike[_digest(graph, layer)].append(layer)
     rows = [row for group in alike.values() for row in _rows(graph, group)]
     return sorted(rows, key=lambda row: -row.cost.activation_bytes)
 
 
-def _likeness(graph: Graph, layer: Layer) -> object:
+def _digest(graph: Graph, layer: Layer) -> object:
     call = graph.calls[layer.call]
     ops = tuple(op.name for op in graph.ops[call.start : call.stop])
     size = layer.cost.activation_bytes, layer.cost.flops

@@ -12,11 +12,11 @@ from rich.table import Table
 from ckplan import units
 from ckplan.plan.plan import Plan, PlannedRegion
 from ckplan.report.reserved import reserved_facts, reserved_json
-from ckplan.report.tables import add_row, facts, make_table, section
+from ckplan.report.tables import add_row, key_value_table, make_table, section
 from ckplan.simulating.allocations import Reserved
 from ckplan.simulating.simulate import Timeline
-from ckplan.solving.memory_limit import Limit
-from ckplan.solving.solution import Baseline, Exact, Solution
+from ckplan.solving.memory_limit import MemoryLimit
+from ckplan.solving.solution import Baseline, ExactResult, Solution
 
 
 def solution_report(
@@ -31,7 +31,7 @@ def solution_report(
         section(title, _before_and_after(solution)),
         section(
             "Budget, bound and floor",
-            facts(_judgement(solution, reserve_bytes, reserved)),
+            key_value_table(_budget_rows(solution, reserve_bytes, reserved)),
         ),
         section(
             "The same for common practice",
@@ -56,7 +56,7 @@ def solution_json(
         "plan": path,
         "budget_bytes": solution.limit.bytes + reserve_bytes,
         "reserve_bytes": reserve_bytes,
-        "gap_bytes": solution.gap_bytes,
+        "gap_bytes": solution.fragmentation_bytes,
         "peak_bytes": timeline.peak_bytes,
         "peak_at": timeline.peak_at,
         **reserved_json(reserved),
@@ -96,7 +96,7 @@ def plan_report(plan: Plan) -> RenderableType:
         percent = units.format_percent(least, sign=True)
         said.append(("bound", f"{percent} at least ({name.replace('_', ' ')})"))
     return Group(
-        section(f"Plan for {plan.model or 'any model'}", facts(said)),
+        section(f"Plan for {plan.model or 'any model'}", key_value_table(said)),
         section("Regions", _regions(plan, in_full=True)),
     )
 
@@ -132,15 +132,17 @@ def _before_and_after(solution: Solution) -> Table:
     return table
 
 
-def _judgement(
+def _budget_rows(
     solution: Solution, reserve_bytes: int, reserved: Reserved | None
 ) -> list[tuple[str, str]]:
     before, after, floor = solution.unplanned, solution.timeline, solution.floor
     limit = _size(solution.budget_bytes)
     whole = solution.limit.bytes + reserve_bytes
     others = [f"the reserve of {_size(reserve_bytes)}"] if reserve_bytes else []
-    if solution.gap_bytes:
-        others.append(f"{_size(solution.gap_bytes)} for gaps of PyTorch's allocator")
+    if solution.fragmentation_bytes:
+        others.append(
+            f"{_size(solution.fragmentation_bytes)} for gaps of PyTorch's allocator"
+        )
     if others:
         limit += f", which is {_size(whole)} without {' and '.join(others)}"
     bound = units.format_percent(solution.bound_overhead, sign=True)
@@ -150,7 +152,7 @@ def _judgement(
         *reserved_facts(reserved),
         *_engine(after),
         ("bound", f"{bound}: no schedule of these ops within the budget costs less"),
-        *_exactly(solution.exact),
+        *_exact_rows(solution.exact),
         ("gap", f"{units.format_percent(solution.gap)} between bound and plan"),
         (
             "floor",
@@ -168,7 +170,7 @@ def _engine(after: Timeline) -> list[tuple[str, str]]:
     return [("engine", f"{percent} {why}")]
 
 
-def _exactly(exact: Exact | None) -> list[tuple[str, str]]:
+def _exact_rows(exact: ExactResult | None) -> list[tuple[str, str]]:
     if exact is None:
         return []
     if exact.overhead is None:
@@ -181,11 +183,11 @@ def _exactly(exact: Exact | None) -> list[tuple[str, str]]:
 
 
 def comparison_report(
-    model: str, limit: Limit, reserve_bytes: int, found: Sequence[Baseline]
+    model: str, limit: MemoryLimit, reserve_bytes: int, found: Sequence[Baseline]
 ) -> RenderableType:
     """What people do, and the plan, under one budget from which a reserve is off."""
     title = f"Ways to train {model} within {_size(limit.bytes)}"
-    if limit.on_card:
+    if limit.of_reserved:
         title += ", gaps of PyTorch's allocator included"
     if reserve_bytes:
         title += f", with {_size(reserve_bytes)} in reserve"
@@ -193,7 +195,7 @@ def comparison_report(
 
 
 def comparison_json(
-    model: str, limit: Limit, reserve_bytes: int, found: Sequence[Baseline]
+    model: str, limit: MemoryLimit, reserve_bytes: int, found: Sequence[Baseline]
 ) -> dict[str, Any]:
     """The same for scripts; ``budget_bytes`` is the whole, reserve included."""
     return {
@@ -224,7 +226,7 @@ def _baseline_json(baseline: Baseline) -> dict[str, Any]:
 
 def _regions(plan: Plan, *, in_full: bool = False) -> RenderableType:
     if not plan.regions:
-        return facts([("none", "nothing is recomputed")])
+        return key_value_table([("none", "nothing is recomputed")])
     levels = list(_levels(plan.regions))
     encodes = any(region.encode for _, region in levels)
     columns = ["calls", "by", "saves", *(["encodes"] if encodes else [])]

@@ -34,7 +34,9 @@ def reserved_json(reserved: Reserved | None) -> dict[str, Any]:
     return dict(zip(keys, each, strict=True))
 
 
-def room_warning(timeline: Timeline, room_bytes: int, *, expandable: bool) -> str:
+def fragmentation_warning(
+    timeline: Timeline, room_bytes: int, *, expandable: bool
+) -> str:
     """What to do if the allocator of a card fails in so much; "" if it does not."""
     if has_room(timeline, room_bytes, expandable=expandable):
         return ""

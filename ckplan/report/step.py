@@ -17,12 +17,12 @@ from ckplan.report.layers import (
     Layer,
     Row,
     fold_layers,
+    forward_costs,
     layer_name,
-    survey,
     total_cost,
 )
 from ckplan.report.reserved import reserved_facts, reserved_json
-from ckplan.report.tables import add_row, facts, make_table, section, share
+from ckplan.report.tables import add_row, key_value_table, make_table, section, share
 from ckplan.simulating.allocations import Reserved
 from ckplan.simulating.simulate import Timeline
 
@@ -42,7 +42,7 @@ def step_report(
     graph: Graph, timeline: Timeline, reserved: Reserved | None = None
 ) -> RenderableType:
     """The memory by kind, the layers that own the activations, and the notes."""
-    forward = survey(graph)
+    forward = forward_costs(graph)
     said = [
         ("peak", f"{_size(timeline.peak_bytes)} during {timeline.peak_at}"),
         *reserved_facts(reserved),
@@ -56,7 +56,7 @@ def step_report(
         section(f"Memory of one training step of {graph.model}", memory),
         section("Layers in forward", _layers(graph, forward)),
         *([section("Hazards", hazards_table(graph))] if graph.hazards else []),
-        facts(said),
+        key_value_table(said),
     )
 
 
@@ -68,7 +68,7 @@ def step_json(
     ``activation_bytes`` is the sum over ``layers``. A layer whose ``part`` is "own
     code" is what a call computes between the calls inside it, which have rows too.
     """
-    forward = survey(graph)
+    forward = forward_costs(graph)
     both = forward.inside + forward.outside
     sums = {
         f"{kind}_bytes": graph.bytes_by_kind[kind]

@@ -28,7 +28,7 @@ def add_row(table: Table, *cells: str, bold: bool = False) -> None:
     table.add_row(*map(Text, cells), style="bold" if bold else None)
 
 
-def facts(rows: Iterable[tuple[str, str]]) -> Table:
+def key_value_table(rows: Iterable[tuple[str, str]]) -> Table:
     """Names and what is said of them, one to a line."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
     table.add_column(no_wrap=True)

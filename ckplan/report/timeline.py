@@ -31,7 +31,7 @@ def timeline_report(curves: Curves) -> RenderableType:
 
 
 def _sparklines(curve: Curve, most_bytes: int) -> list[Text]:
-    signs = _BLOCKS if _says_blocks() else _LETTERS
+    signs = _BLOCKS if _can_encode_blocks() else _LETTERS
     top = len(signs) - 1
 
     def sign(level: int) -> str:
@@ -41,7 +41,7 @@ def _sparklines(curve: Curve, most_bytes: int) -> list[Text]:
     return [Text("".join(map(sign, phase)), no_wrap=True) for phase in phases]
 
 
-def _says_blocks() -> bool:
+def _can_encode_blocks() -> bool:
     try:
         "".join(_BLOCKS).encode(sys.stdout.encoding or "ascii")
     except (UnicodeEncodeError, LookupError):

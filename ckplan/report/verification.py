@@ -9,7 +9,7 @@ from rich.table import Table
 
 from ckplan import units
 from ckplan.errors import VerifyError
-from ckplan.report.tables import add_row, facts, make_table, section
+from ckplan.report.tables import add_row, key_value_table, make_table, section
 from ckplan.report.timeline import timeline_report
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def verification_report(found: Verification) -> RenderableType:
     return Group(
         section("Predicted and measured", _numbers(found)),
         *([timeline_report(found.curves)] if found.curves else []),
-        section("Planned against unplanned", facts(said)),
+        section("Planned against unplanned", key_value_table(said)),
     )
 
 
@@ -59,16 +59,16 @@ def dry_run_report(found: DryRun) -> RenderableType:
     return Group(
         section("Predicted and dry run, without values", table),
         timeline_report(found.curves),
-        facts(said),
+        key_value_table(said),
     )
 
 
-def too_large(found: DryRun) -> VerifyError:
+def dry_run_error(found: DryRun) -> VerifyError:
     """Why a dry run has not passed."""
     return _exceeds("peak of the dry run", found.dry_run_peak_bytes, found)
 
 
-def failure(found: Verification) -> VerifyError:
+def verification_error(found: Verification) -> VerifyError:
     """Why a verification has not passed."""
     if not found.fits:
         return _exceeds("measured peak", found.measured_peak_bytes, found)

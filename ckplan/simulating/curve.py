@@ -87,7 +87,7 @@ def predicted_curve(timeline: Timeline) -> Curve:
     After the last op there is nothing left to count.
     """
     graph = timeline.graph
-    begins = [0.0, *accumulate(graph.busier_seconds)]
+    begins = [0.0, *accumulate(graph.critical_seconds)]
     moments = enumerate(timeline.live_bytes[:-1])
     points = tuple((begins[moment // 2], level) for moment, level in moments)
     phases = (0, graph.num_forward, graph.num_forward + graph.num_backward)

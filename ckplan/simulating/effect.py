@@ -31,7 +31,7 @@ class Effect:
     """What one region does to the unplanned step."""
 
     dropped: set[int] = field(default_factory=set)  # indices of saved tensors
-    holds: dict[int, int] = field(default_factory=dict)  # storage -> half moment
+    retained: dict[int, int] = field(default_factory=dict)  # storage -> half moment
     # What it allocates: what is rebuilt, random states and encoded forms.
     made: list[Interval] = field(default_factory=list)
     workspaces: list[Interval] = field(default_factory=list)  # of what runs again
@@ -41,13 +41,13 @@ class Effect:
     going: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     encoding: dict[int, int] = field(default_factory=dict)  # half moment -> workspace
     seconds: float = 0.0  # on the busier side of the step: device or launching
-    other_seconds: float = 0.0  # on the other side
+    hidden_seconds: float = 0.0  # on the other side
     engine_seconds: float = 0.0  # of the CPU beside its ops, on whichever side that is
     steps: list[int] = field(default_factory=list)  # ops that run again, in order
 
     def hold(self, storage: int, until: int) -> None:
         """Keep a storage alive at least to a half moment."""
-        self.holds[storage] = max(self.holds.get(storage, -1), until)
+        self.retained[storage] = max(self.retained.get(storage, -1), until)
 
     def let_go(self, storage: int, gap: int, tick: int, alive_bytes: int) -> None:
         """Hold a storage no longer, in the midst of a gap."""

@@ -58,7 +58,7 @@ class Ledger:
         self._copies = {  # of running statistics, before norms
             value: self._begin(self._bytes_of(value), 2 * (view.start + step) + 1)
             for value, step in view.statistics.items()
-            if value in program.holds
+            if value in program.retained
         }
         self._encoded: dict[int, tuple[Encoding, Interval]] = {}
         for value, encoding in encodings.items():
@@ -174,19 +174,19 @@ class Ledger:
         return Interval(moment, moment, num_bytes, next(self._ticks))
 
 
-class Tally:
+class ByteCounter:
     """A machine that counts the bytes of one region."""
 
-    def __init__(self, ledger: Ledger, holds: Collection[int]) -> None:
+    def __init__(self, ledger: Ledger, retained: Collection[int]) -> None:
         self._ledger = ledger
-        self._holds = set(holds)  # since forward
+        self._holds = set(retained)  # since forward
         self._born: dict[int, Interval] = {}  # values alive, since when
         self._unpacked: dict[int, int] = {}  # value -> half moment: backward's last
-        self._inner: list[Tally] = []
+        self._inner: list[ByteCounter] = []
 
-    def within(self) -> Tally:
+    def within(self) -> ByteCounter:
         """The machine of a region inside, which holds nothing since forward."""
-        self._inner.append(Tally(self._ledger, ()))
+        self._inner.append(ByteCounter(self._ledger, ()))
         return self._inner[-1]
 
     def unpack(self, value: int, until: int) -> None:

@@ -96,7 +96,7 @@ class Flow:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class NestedRegion:
     """A region inside another one."""
 
     start: int  # first step
@@ -112,9 +112,11 @@ class Program:
     flow: Flow
     steps: frozenset[int]  # run again, each once
     uses: dict[int, int]  # value -> reads by steps, by backward and by inner regions
-    holds: frozenset[int]  # kept by the region itself, or by the one around it
+    retained: frozenset[int]  # kept by the region itself, or by the one around it
     decodes: frozenset[int]  # values that come back from their encoded form
-    lost: frozenset[int]  # external values that steps need and forward overwrote
+    overwritten_inputs: frozenset[
+        int
+    ]  # external values that steps need and forward overwrote
     wanted: frozenset[int] = frozenset()  # by backward
     outer: int = 0  # as in Part
     inner: tuple[Program, ...] = ()  # one for every part, in their order
@@ -132,7 +134,7 @@ def compile_program(
     dropped: Iterable[tuple[int, int]],
     kept: Collection[int],
     encoded: Collection[int] = (),
-    parts: Sequence[Part] = (),
+    parts: Sequence[NestedRegion] = (),
 ) -> Program:
     """Find the steps that rebuild dropped values.
 
@@ -145,7 +147,7 @@ def compile_program(
         parts: Regions inside, outer ones before those inside them.
     """
     current = frozenset(value for value in kept if flow.is_current(value))
-    whole = Part(0, len(flow.inputs), current)
+    whole = NestedRegion(0, len(flow.inputs), current)
     there = [current]  # for every part, what needs no rebuilding in it
     for part in parts:
         there.append(there[part.outer] | part.kept | {*encoded})
@@ -159,15 +161,21 @@ def compile_program(
         mine, passed_on = _divide(flow, part, there[number], wanted[number])
         wanted[part.outer] += passed_on
         program = _compile(flow, part, mine, handed_on[number], there[number], ())
-        handed_on[part.outer] += program.holds
+        handed_on[part.outer] += program.retained
         inner.append(program)
     program = _compile(flow, whole, wanted[0], handed_on[0], current, encoded)
-    lost = {value for value in program.holds if not flow.is_current(value)}
-    return replace(program, lost=frozenset(lost), inner=tuple(reversed(inner)))
+    overwritten_inputs = {
+        value for value in program.retained if not flow.is_current(value)
+    }
+    return replace(
+        program,
+        overwritten_inputs=frozenset(overwritten_inputs),
+        inner=tuple(reversed(inner)),
+    )
 
 
 def _divide(
-    flow: Flow, part: Part, there: Collection[int], values: Iterable[int]
+    flow: Flow, part: NestedRegion, there: Collection[int], values: Iterable[int]
 ) -> tuple[list[int], list[int]]:
     """What a part makes and lets go, and what the region around it has for it."""
     mine: list[int] = []
@@ -180,7 +188,7 @@ def _divide(
 
 def _compile(
     flow: Flow,
-    part: Part,
+    part: NestedRegion,
     dropped: Sequence[int],
     handed_on: Sequence[int],
     there: Collection[int],
@@ -189,13 +197,13 @@ def _compile(
     wanted = [*dropped, *handed_on]
     uses = Counter(wanted)
     steps: set[int] = set()
-    holds: set[int] = set()
+    retained: set[int] = set()
     decodes: set[int] = set()
     while wanted:
         value = wanted.pop()
         maker = flow.maker_of[value]
         if value in there or not part.start <= maker < part.stop:
-            holds.add(value)
+            retained.add(value)
         elif value in encoded:
             decodes.add(value)
         elif maker not in steps:
@@ -206,7 +214,7 @@ def _compile(
         flow,
         frozenset(steps),
         dict(uses),
-        frozenset(holds),
+        frozenset(retained),
         frozenset(decodes),
         frozenset(),
         frozenset(dropped),
@@ -262,7 +270,7 @@ class Rebuild(Generic[MachineT]):
         self.machine = machine
         self._program = program
         self._left = dict(program.uses)
-        self._present = set() if outer else set(program.holds)
+        self._present = set() if outer else set(program.retained)
         self._outer = outer and proxy(outer)  # no cycles: they would outlive a step
         self._inner: list[Rebuild[MachineT]] = []
         for part in program.inner:
@@ -299,7 +307,7 @@ class Rebuild(Generic[MachineT]):
         if self._left[value] == 0:
             self._present.discard(value)
             self.machine.free(value)
-            if self._outer is not None and value in self._program.holds:
+            if self._outer is not None and value in self._program.retained:
                 self._outer.release(value)
 
     def _missing(self, value: int) -> tuple[list[int], list[tuple[int, int | None]]]:
@@ -314,7 +322,7 @@ class Rebuild(Generic[MachineT]):
             maker = flow.maker_of[value]
             if value in self._present:
                 continue
-            if value in self._program.holds:
+            if value in self._program.retained:
                 fetched.add(value)
             elif value in decodes:
                 decoded.add(value)
@@ -328,16 +336,18 @@ class Rebuild(Generic[MachineT]):
         return sorted(fetched), ordered
 
     def _run(self, step: int) -> None:
-        flow, holds, left = self._program.flow, self._program.holds, self._left
+        flow, retained, left = self._program.flow, self._program.retained, self._left
         copies = [
             value
             for value in flow.overwrites[step]
-            if value in holds or left[value] > 1
+            if value in retained or left[value] > 1
         ]
         keep = [
             value
             for value in flow.outputs[step]
-            if left.get(value, 0) and value not in self._present and value not in holds
+            if left.get(value, 0)
+            and value not in self._present
+            and value not in retained
         ]
         self.machine.run(step, copies, keep)
         self._present.update(keep)

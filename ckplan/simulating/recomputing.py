@@ -13,7 +13,7 @@ from ckplan.errors import PlanError
 from ckplan.graph.records import MULTIPLIES, Saved
 from ckplan.plan.region import PROGRAM, Region
 from ckplan.simulating.effect import FIRST, Effect, Interval
-from ckplan.simulating.ledger import Ledger, Tally, is_on_cpu, random_state_bytes
+from ckplan.simulating.ledger import ByteCounter, Ledger, is_on_cpu, random_state_bytes
 from ckplan.simulating.program import Rebuild
 from ckplan.simulating.view import RegionView
 
@@ -30,23 +30,27 @@ def find_effect(view: RegionView, region: Region) -> Effect:
     """
     effect = (_program_effect if region.by == PROGRAM else _rerun_effect)(view, region)
     ops = view.graph.ops
-    if view.graph.not_taken and any(ops[s].name in MULTIPLIES for s in effect.steps):
-        for storage in view.graph.not_taken:
+    if view.graph.unused_workspaces and any(
+        ops[s].name in MULTIPLIES for s in effect.steps
+    ):
+        for storage in view.graph.unused_workspaces:
             effect.hold(storage, 2 * len(ops))
     return effect
 
 
 def _program_effect(view: RegionView, region: Region) -> Effect:
     program, dropped = view.program(region)
-    if program.lost:
-        lost = {view.flow.storage_of[value] for value in program.lost}
-        raise _not_rebuildable(view, lost)
+    if program.overwritten_inputs:
+        overwritten_inputs = {
+            view.flow.storage_of[value] for value in program.overwritten_inputs
+        }
+        raise _not_rebuildable(view, overwritten_inputs)
     effect = Effect(dropped={*dropped})
-    held = (view.flow.storage_of[value] for value in program.holds)
+    held = (view.flow.storage_of[value] for value in program.retained)
     for storage in (*view.external(), *held):
         effect.hold(storage, 2 * view.stop - 1)
     ledger = Ledger(view, program, effect, view.encoded_values(region))
-    rebuild = Rebuild(program, Tally(ledger, program.holds))
+    rebuild = Rebuild(program, ByteCounter(ledger, program.retained))
     events = [(s, v, dropped[i]) for i, s, v in view.packed if i in dropped]
     for saved, value, part in sorted(events, key=lambda event: event[0].wanted):
         if saved.wanted >= 0:
@@ -65,14 +69,14 @@ def _program_effect(view: RegionView, region: Region) -> Effect:
 
 def _count_seconds(view: RegionView, effect: Effect) -> None:
     graph, engine = view.graph, view.graph.engine
-    effect.seconds += sum(graph.busier_seconds[op] for op in effect.steps)
-    effect.other_seconds += sum(graph.other_seconds[op] for op in effect.steps)
+    effect.seconds += sum(graph.critical_seconds[op] for op in effect.steps)
+    effect.hidden_seconds += sum(graph.hidden_seconds[op] for op in effect.steps)
     effect.engine_seconds += engine.watch_seconds * len(view.saves)
     effect.engine_seconds += engine.rerun_seconds * len(effect.steps)
-    if graph.engine_is_busier:
+    if graph.engine_is_critical:
         effect.seconds += effect.engine_seconds
     else:
-        effect.other_seconds += effect.engine_seconds
+        effect.hidden_seconds += effect.engine_seconds
 
 
 def _rerun_effect(view: RegionView, region: Region) -> Effect:
@@ -84,18 +88,18 @@ def _rerun_effect(view: RegionView, region: Region) -> Effect:
     held = {*view.external(), *view.call.given} - view.casts.keys()
     for storage in held if view.saves else ():
         effect.hold(storage, 2 * last + 1)
-    effect.made += _world(view, 2 * last + 1)
+    effect.made += _snapshot(view, 2 * last + 1)
     wanted = [saved.wanted for saved in view.saves if saved.wanted >= 0]
     if wanted:
-        lost = view.changed_inputs(min(wanted))
-        if lost:
-            raise _not_rebuildable(view, lost)
-        _run_again(view, made, min(wanted), effect)
+        overwritten_inputs = view.changed_inputs(min(wanted))
+        if overwritten_inputs:
+            raise _not_rebuildable(view, overwritten_inputs)
+        _rerun_module(view, made, min(wanted), effect)
     _count_seconds(view, effect)
     return effect
 
 
-def _world(view: RegionView, until: int) -> Iterator[Interval]:
+def _snapshot(view: RegionView, until: int) -> Iterator[Interval]:
     """Copies of what a forward may change, to be put back before it runs again.
 
     What it did change is kept until a half moment, else until forward is over.
@@ -113,7 +117,7 @@ def _world(view: RegionView, until: int) -> Iterator[Interval]:
         yield Interval(begin, max(until, over) if changed else over, size, FIRST)
 
 
-def _ops_again(view: RegionView) -> Iterator[int]:
+def _rerun_ops(view: RegionView) -> Iterator[int]:
     """The ops that run: autocast casts parameters when they are first read.
 
     An op may save what it reads, and the run ends before it begins.
@@ -127,7 +131,7 @@ def _ops_again(view: RegionView) -> Iterator[int]:
         yield from (casts.pop(s) for s in ops[stop].reads if s in casts)
 
 
-def _run_again(
+def _rerun_module(
     view: RegionView, made: Iterable[tuple[int, Saved]], first: int, effect: Effect
 ) -> None:
     """Run all ops at once, in the gap before op ``first``."""
@@ -145,7 +149,7 @@ def _run_again(
     born: dict[int, tuple[int, int]] = {}  # nobody wants it: its bytes and its tick
     read_last: dict[int, list[int]] = defaultdict(list)  # of those, by op
     tick = 0
-    for moment in _ops_again(view):
+    for moment in _rerun_ops(view):
         begun = tick
         tick += 1
         for storage in graph.creates[moment]:
@@ -176,8 +180,12 @@ def _run_again(
     effect.spikes[gap] = [most_bytes]
 
 
-def _not_rebuildable(view: RegionView, lost: Collection[int]) -> PlanError:
-    names = sorted({op.name for op in view.graph.ops if {*lost} & {*op.writes}})
+def _not_rebuildable(
+    view: RegionView, overwritten_inputs: Collection[int]
+) -> PlanError:
+    names = sorted(
+        {op.name for op in view.graph.ops if {*overwritten_inputs} & {*op.writes}}
+    )
     return PlanError(
         f"cannot rebuild {view.name}: {', '.join(names)} changes its input in place",
         needed="regions whose inputs are still there in backward",

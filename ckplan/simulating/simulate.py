@@ -74,14 +74,14 @@ class Timeline:
         The other side of the step, device or launching, counts once it is longer.
         """
         busier = sum(effect.seconds for effect in self.effects)
-        other = sum(effect.other_seconds for effect in self.effects)
-        idle = self.graph.step_seconds - sum(self.graph.other_seconds)
+        other = sum(effect.hidden_seconds for effect in self.effects)
+        idle = self.graph.step_seconds - sum(self.graph.hidden_seconds)
         return max(busier, other - idle)
 
     @property
     def engine_overhead(self) -> float:
         """What of the overhead is the engine's own work; 0 where the CPU has time."""
-        if not (self.graph.step_seconds and self.graph.engine_is_busier):
+        if not (self.graph.step_seconds and self.graph.engine_is_critical):
             return 0.0
         taken = sum(effect.engine_seconds for effect in self.effects)
         return taken / self.graph.step_seconds
@@ -219,13 +219,13 @@ class Simulator:
     def _moved_stops(self, effects: Sequence[Effect]) -> dict[int, int]:
         """When the storages that regions drop or hold end now."""
         dropped = set().union(*(effect.dropped for effect in effects))
-        holds: dict[int, int] = {}
+        retained: dict[int, int] = {}
         for effect in effects:
-            for storage, until in effect.holds.items():
-                holds[storage] = max(holds.get(storage, -1), until)
+            for storage, until in effect.retained.items():
+                retained[storage] = max(retained.get(storage, -1), until)
         stops: dict[int, int] = {}
-        for storage in {*holds, *(self.graph.saved[i].storage for i in dropped)}:
-            until = max(self._natural_stops[storage], holds.get(storage, -1))
+        for storage in {*retained, *(self.graph.saved[i].storage for i in dropped)}:
+            until = max(self._natural_stops[storage], retained.get(storage, -1))
             for index, done in self._saved_of.get(storage, ()):
                 if done > until and index not in dropped:
                     until = done
@@ -284,7 +284,7 @@ class Simulator:
         """Half moments that a storage lives for, were it not for saved tensors."""
         found = self.graph.storages[storage]
         start = 0 if found.maker == BEFORE_STEP else 2 * found.maker + 1
-        if storage in self.graph.not_taken:
+        if storage in self.graph.unused_workspaces:
             return start, start - 1
         return start, max(start, min(2 * found.last + 1, self._end))
 

@@ -17,7 +17,13 @@ from ckplan.graph.records import (
     Saved,
 )
 from ckplan.plan.region import PROGRAM, Region, check_apart, overlap_error
-from ckplan.simulating.program import EXTERNAL, Flow, Part, Program, compile_program
+from ckplan.simulating.program import (
+    EXTERNAL,
+    Flow,
+    NestedRegion,
+    Program,
+    compile_program,
+)
 
 
 class RegionView:
@@ -178,13 +184,13 @@ class RegionView:
             for op, output in sorted(region.encode)
         }
 
-    def parts(self, region: Region) -> tuple[list[Part], dict[int, int]]:
+    def parts(self, region: Region) -> tuple[list[NestedRegion], dict[int, int]]:
         """The regions inside, as a program knows them; of saved tensors, their part.
 
         Raises:
             PlanError: One is not inside, overlaps another, or cannot be nested.
         """
-        parts: list[Part] = []
+        parts: list[NestedRegion] = []
         part_of: dict[int, int] = {}
         stack = self._inside_of(region, 0)
         while stack:
@@ -193,7 +199,9 @@ class RegionView:
             last = one.call if one.last is None else one.last
             kept = frozenset(self.kept_values(one))
             start, stop = self.graph.calls[one.call].start, self.graph.calls[last].stop
-            parts.append(Part(start - self.start, stop - self.start, kept, outer))
+            parts.append(
+                NestedRegion(start - self.start, stop - self.start, kept, outer)
+            )
             number = len(parts)
             part_of.update(dict.fromkeys(self.graph.saved_in(one.call, last), number))
             stack += self._inside_of(one, number)
@@ -240,7 +248,9 @@ class RegionView:
         storage_of = self.flow.storage_of
         late = {
             value
-            for value in program.holds
+            for value in program.retained
             if self.graph.is_changed(storage_of[value], self.stop, stop)
         }
-        return replace(program, lost=program.lost | late), indices
+        return replace(
+            program, overwritten_inputs=program.overwritten_inputs | late
+        ), indices

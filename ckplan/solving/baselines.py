@@ -16,20 +16,20 @@ from ckplan.errors import PlanError
 from ckplan.graph.graph import Graph
 from ckplan.plan.region import RERUN, Region
 from ckplan.simulating.simulate import Simulator, Timeline
-from ckplan.solving.memory_limit import Limit
+from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.menu import Menus
 from ckplan.solving.solution import Baseline
 
 _T = TypeVar("_T")
 
-FEW_LAYERS = 64
+EXHAUSTIVE_MAX_LAYERS = 64
 """Whatever can be done with so many is tried; with more of them, a part of it."""
 
 _MOST_LIMITS = 16  # of Chen's search
 _NEARLY_ALL = 0.9  # a finer family is preferred if it holds this share of the largest
 
 
-def find_layers(graph: Graph, menus: Menus) -> list[int]:
+def find_repeated_layers(graph: Graph, menus: Menus) -> list[int]:
     """Calls of the module type that everyday practice recomputes, in forward order."""
     families: dict[str, list[int]] = defaultdict(list)
     for children in graph.children.values():
@@ -38,7 +38,7 @@ def find_layers(graph: Graph, menus: Menus) -> list[int]:
             if kinds.count(kind) > 1:
                 families[kind].append(child)
     sizes = {
-        kind: sum(menus.droppable_bytes(call) for call in _disjoint(graph, calls))
+        kind: sum(menus.droppable_bytes(call) for call in _outermost(graph, calls))
         for kind, calls in families.items()
     }
     most = max(sizes.values(), default=0)
@@ -46,10 +46,10 @@ def find_layers(graph: Graph, menus: Menus) -> list[int]:
         return []
     large = [kind for kind, size in sizes.items() if size >= _NEARLY_ALL * most]
     finest = max(large, key=lambda kind: (len(families[kind]), sizes[kind], kind))
-    return _disjoint(graph, families[finest])
+    return _outermost(graph, families[finest])
 
 
-def _disjoint(graph: Graph, calls: Iterable[int]) -> list[int]:
+def _outermost(graph: Graph, calls: Iterable[int]) -> list[int]:
     """The outermost of some calls, in order."""
     found: list[int] = []
     for call in sorted(calls):
@@ -58,14 +58,14 @@ def _disjoint(graph: Graph, calls: Iterable[int]) -> list[int]:
     return found
 
 
-class Everyday:
+class StandardBaselines:
     """What people do whatever the budget is, each replayed once."""
 
     def __init__(self, simulator: Simulator, menus: Menus, unplanned: Timeline) -> None:
         layers = [
             layer
-            for layer in find_layers(simulator.graph, menus)
-            if can_be_done(simulator, Region(layer, RERUN))
+            for layer in find_repeated_layers(simulator.graph, menus)
+            if can_recompute(simulator, Region(layer, RERUN))
         ]
         self._unplanned = unplanned
         self._segmented = [
@@ -75,18 +75,18 @@ class Everyday:
         self.plans = [(simulator.run(every_call), every_call)] if layers else []
         """Those of them that a plan can say."""
 
-    def baselines(self, limit: Limit) -> tuple[Baseline, ...]:
+    def baselines(self, limit: MemoryLimit) -> tuple[Baseline, ...]:
         """None, every call and the best of Chen's, each with its peak and overhead."""
         found = [("none", self._unplanned)]
         for every_call, _ in self.plans:
             segmented = self._segmented or [self._unplanned]
-            best = nearest(segmented, limit, lambda timeline: timeline)
+            best = cheapest_or_smallest(segmented, limit, lambda timeline: timeline)
             found += ("every call", every_call), ("chen", best)
         return tuple(Baseline.of(name, timeline, limit) for name, timeline in found)
 
 
-def nearest(
-    found: Iterable[_T], limit: Limit, timeline_of: Callable[[_T], Timeline]
+def cheapest_or_smallest(
+    found: Iterable[_T], limit: MemoryLimit, timeline_of: Callable[[_T], Timeline]
 ) -> _T:
     """The cheapest that fits, or the smallest if none does."""
 
@@ -94,12 +94,12 @@ def nearest(
         return timeline_of(one).recompute_seconds, timeline_of(one).peak_bytes
 
     by_cost = sorted(found, key=cost)
-    fitting = (one for one in by_cost if limit.holds(timeline_of(one)))
+    fitting = (one for one in by_cost if limit.allows(timeline_of(one)))
     smallest = min(by_cost, key=lambda one: timeline_of(one).peak_bytes)
     return next(fitting, smallest)
 
 
-def can_be_done(simulator: Simulator, region: Region) -> bool:
+def can_recompute(simulator: Simulator, region: Region) -> bool:
     """Whether a region can be rebuilt at all."""
     try:
         simulator.effect(region)
@@ -115,23 +115,25 @@ def run_lengths(num_layers: int) -> list[int]:
     more memory, and each is replayed.
     """
     lengths = range(1, num_layers + 1)
-    if num_layers <= FEW_LAYERS:
+    if num_layers <= EXHAUSTIVE_MAX_LAYERS:
         return list(lengths)
     shortest = {-(-num_layers // length): length for length in reversed(lengths)}
     return list(reversed(shortest.values()))
 
 
-def num_needed(simulator: Simulator, regions: Sequence[Region], limit: Limit) -> int:
+def min_regions_to_fit(
+    simulator: Simulator, regions: Sequence[Region], limit: MemoryLimit
+) -> int:
     """How many of the first regions it takes to fit; all if even these do not.
 
     Of many it is taken for granted that each more lowers the peak, or leaves it.
     """
 
     def fits(count: int) -> bool:
-        return limit.holds(simulator.run(regions[:count]))
+        return limit.allows(simulator.run(regions[:count]))
 
     counts = range(len(regions))
-    if len(regions) <= FEW_LAYERS:
+    if len(regions) <= EXHAUSTIVE_MAX_LAYERS:
         return next(filter(fits, counts), len(regions))
     return 0 if fits(0) else bisect_left(counts, True, key=fits)
 
@@ -156,7 +158,7 @@ def _chen(
             Region(first, RERUN, last=None if first == last else last)
             for first, last in segments[:-1]
         ]
-        if all(can_be_done(simulator, region) for region in regions):
+        if all(can_recompute(simulator, region) for region in regions):
             yield regions
 
 

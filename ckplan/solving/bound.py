@@ -15,8 +15,8 @@ at one of two moments may not free enough at the other; so their average, in a f
 weights, is taken as a moment, too: what runs again after the later one runs after the
 earlier one, and is paid once.
 
-Seconds are those of plans: an op that runs again takes what it takes and what the
-engine does to run it, and where a tensor is dropped the fees of ``fees.py`` are due.
+Seconds are those of plans: an op that runs again takes its own seconds and those of the
+engine, and dropping a tensor costs what ``engine_costs.py`` says.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from ckplan.graph.graph import Graph
 from ckplan.graph.records import BEFORE_STEP, Encoding
 from ckplan.simulating.program import Flow
 from ckplan.simulating.simulate import Simulator
-from ckplan.solving.closure_problem import NANOSECOND, Choice, Closure, Demand
-from ckplan.solving.engine_costs import Fees
+from ckplan.solving.closure_problem import NANOSECOND, ClosureProblem, Demand, SavedSet
+from ckplan.solving.engine_costs import MinEngineCosts
 
 _WEIGHTS = ((1, 1), (1, 3), (3, 1))  # of two moments, on average
 
@@ -54,7 +54,7 @@ class LowerBound:
         """
         self._simulator = simulator
         self._graph = graph = simulator.graph
-        self._fees = Fees(graph)
+        self._one_time_costs = MinEngineCosts(graph)
         self._ops: list[int] = []
         if graph.num_forward and graph.step_seconds:
             peak = simulator.unplanned_bytes.index(max(simulator.unplanned_bytes)) // 2
@@ -84,28 +84,33 @@ class LowerBound:
     @cached_property
     def _moments(self) -> list[_Moment]:
         flow, values = self._values
-        fees = self._fees
-        return [_moment(self._simulator, flow, values, fees, op) for op in self._ops]
+        one_time_costs = self._one_time_costs
+        return [
+            _moment(self._simulator, flow, values, one_time_costs, op)
+            for op in self._ops
+        ]
 
     @cached_property
     def _values(self) -> tuple[Flow, list[int]]:
-        return all_values(self._graph)
+        return forward_values(self._graph)
 
     @cached_property
     def _encodings(self) -> dict[int, Encoding]:
-        return all_encodings(self._graph, self._values[0])
+        return forward_encodings(self._graph, self._values[0])
 
     def _bound_at(self, moments: Sequence[_Moment], weights: Sequence[int]) -> _BoundAt:
         """The bound of some moments on average, the earliest first."""
         graph, (flow, _) = self._graph, self._values
 
         def nanoseconds(step: int) -> int:
-            return round(graph.again_seconds[step] / NANOSECOND)
+            return round(graph.recompute_op_seconds[step] / NANOSECOND)
 
         weighted = list(zip(moments, weights, strict=True))
         demands = [replace(one.demand, weight=weight) for one, weight in weighted]
-        fees = self._fees.known
-        closure = Closure(flow, demands, nanoseconds, self._encodings, fees)
+        one_time_costs = self._one_time_costs.known
+        closure = ClosureProblem(
+            flow, demands, nanoseconds, self._encodings, one_time_costs
+        )
         fixed_bytes = sum(weight * one.fixed_bytes for one, weight in weighted)
         return _BoundAt(graph, closure, fixed_bytes, sum(weights))
 
@@ -122,7 +127,7 @@ class _BoundAt:
     """The bound that one moment gives, or several on average."""
 
     def __init__(
-        self, graph: Graph, closure: Closure, fixed_bytes: int, weight: int
+        self, graph: Graph, closure: ClosureProblem, fixed_bytes: int, weight: int
     ) -> None:
         self._graph = graph
         self._closure = closure
@@ -147,7 +152,7 @@ class _BoundAt:
             return cuts[-1].nanoseconds
         place = next(i for i, cut in enumerate(cuts) if cut.kept_bytes <= allowed_bytes)
         fast, small = cuts[place - 1], cuts[place]
-        while (middle := self._closure.at_slope(fast, small)) is not None:
+        while (middle := self._closure.vertex_between(fast, small)) is not None:
             cuts.append(middle)
             if middle.kept_bytes > allowed_bytes:
                 fast = middle
@@ -161,13 +166,13 @@ def _moment(
     simulator: Simulator,
     flow: Flow,
     values: Sequence[int],
-    fees: Fees,
+    one_time_costs: MinEngineCosts,
     op: int,
 ) -> _Moment:
     """What backward wants after an op, of all values of forward."""
     graph = simulator.graph
-    alive_for_free = _alive_for_free(graph, op)
-    droppable = _held_late(graph, op) - alive_for_free
+    alive_for_free = _alive_regardless(graph, op)
+    droppable = _held_for_later_use(graph, op) - alive_for_free
     droppable_bytes = sum(graph.storages[storage].bytes for storage in droppable)
     copies = {v for v in range(len(flow.storage_of)) if not flow.is_current(v)}
     bytes_of = {
@@ -177,23 +182,26 @@ def _moment(
         for value, storage in enumerate(flow.storage_of)
     }
     wanted: dict[int, None] = {}
-    fees_of: dict[int, set[int]] = defaultdict(set)
+    one_time_costs_of: dict[int, set[int]] = defaultdict(set)
     for value, saved in zip(values, graph.saved, strict=True):
         if saved.wanted > op and flow.is_current(value):
             wanted[value] = None
-            fee = fees.due(saved)
+            fee = one_time_costs.cost_of_dropping(saved)
             if fee is not None:
-                fees_of[value].add(fee)
+                one_time_costs_of[value].add(fee)
     fixed_bytes = simulator.unplanned_bytes[2 * op + 1] - droppable_bytes
-    return _Moment(fixed_bytes, Demand(list(wanted), bytes_of, copies, fees_of=fees_of))
+    return _Moment(
+        fixed_bytes,
+        Demand(list(wanted), bytes_of, copies, one_time_costs_of=one_time_costs_of),
+    )
 
 
-def _on_line(fast: Choice, small: Choice, kept_bytes: int) -> float:
+def _on_line(fast: SavedSet, small: SavedSet, kept_bytes: int) -> float:
     share = (fast.kept_bytes - kept_bytes) / (fast.kept_bytes - small.kept_bytes)
     return fast.nanoseconds + share * (small.nanoseconds - fast.nanoseconds)
 
 
-def all_values(graph: Graph) -> tuple[Flow, list[int]]:
+def forward_values(graph: Graph) -> tuple[Flow, list[int]]:
     """All values of forward, and of every saved tensor which one it is."""
     flow = Flow()
     values: list[int] = []
@@ -208,7 +216,7 @@ def all_values(graph: Graph) -> tuple[Flow, list[int]]:
     return flow, values
 
 
-def all_encodings(graph: Graph, flow: Flow) -> dict[int, Encoding]:
+def forward_encodings(graph: Graph, flow: Flow) -> dict[int, Encoding]:
     """Values of forward that can be kept in a smaller form."""
     return {
         flow.returned[one.op][one.output]: one
@@ -217,7 +225,7 @@ def all_encodings(graph: Graph, flow: Flow) -> dict[int, Encoding]:
     }
 
 
-def _alive_for_free(graph: Graph, moment: int) -> set[int]:
+def _alive_regardless(graph: Graph, moment: int) -> set[int]:
     """Storages alive at a moment whatever is dropped: held by the step, or in use."""
     in_use = {s.storage for s in graph.saved if 0 <= s.wanted <= moment <= s.used}
     return in_use | {
@@ -228,7 +236,7 @@ def _alive_for_free(graph: Graph, moment: int) -> set[int]:
     }
 
 
-def _held_late(graph: Graph, moment: int) -> set[int]:
+def _held_for_later_use(graph: Graph, moment: int) -> set[int]:
     """Storages that saved tensors of later use, or of none, hold at a moment."""
     return {
         s.storage

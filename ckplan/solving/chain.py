@@ -42,10 +42,12 @@ class Link:
 
     unit: Unit
     options: Sequence[Option]
-    gap_bytes: int  # most live bytes between the previous unit's moments and its own
+    between_bytes: (
+        int  # most live bytes between the previous unit's moments and its own
+    )
 
 
-class Choice(NamedTuple):
+class UnitChoice(NamedTuple):
     """What is done with one unit."""
 
     unit: Unit
@@ -83,7 +85,7 @@ class ChainFrontier:
         """F(i) from F(i + 1)."""
         points: list[_Point] = []
         for number, option in enumerate(link.options):
-            least = max(link.gap_bytes, option.need_bytes)
+            least = max(link.between_bytes, option.need_bytes)
             freed, own = option.freed_bytes, option.seconds
             # Of those that need no more than is needed here anyway, the last is best.
             first = max(_last_within(self._points, least + freed), 0)
@@ -97,10 +99,10 @@ class ChainFrontier:
             ]
         return ChainFrontier(_best(points), link, [self])
 
-    def above(self, gap_bytes: int) -> ChainFrontier:
+    def raised_to(self, between_bytes: int) -> ChainFrontier:
         """The same where more is alive between two units."""
         points = [
-            (max(gap_bytes, point[0]), point[1], 0, place)
+            (max(between_bytes, point[0]), point[1], 0, place)
             for place, point in enumerate(self._points)
         ]
         return ChainFrontier(_best(points), None, [self])
@@ -120,31 +122,31 @@ class ChainFrontier:
         """The smallest budget that any plan of this chain needs."""
         return self._points[0][0]
 
-    def cheapest_first(self, budget_bytes: int) -> Iterator[tuple[Choice, ...]]:
+    def cheapest_first(self, budget_bytes: int) -> Iterator[tuple[UnitChoice, ...]]:
         """Plans that fit a budget, the cheapest first, a choice for every unit."""
         for place in range(_last_within(self._points, budget_bytes), -1, -1):
             yield tuple(self._choices(place))
 
-    def smallest_first(self) -> Iterator[tuple[Choice, ...]]:
+    def smallest_first(self) -> Iterator[tuple[UnitChoice, ...]]:
         """All plans, those that need the least bytes first."""
         for place in range(len(self._points)):
             yield tuple(self._choices(place))
 
-    def spread(self, count: int) -> Iterator[tuple[Choice, ...]]:
+    def evenly_spaced(self, count: int) -> Iterator[tuple[UnitChoice, ...]]:
         """At most so many plans from end to end of the frontier, the smallest first."""
         last = len(self._points) - 1
         places = {round(i * last / max(count - 1, 1)) for i in range(count)}
         for place in sorted(places):
             yield tuple(self._choices(place))
 
-    def _choices(self, place: int) -> Iterator[Choice]:
+    def _choices(self, place: int) -> Iterator[UnitChoice]:
         found = self
         while found._tails:
             _, _, number, place = found._points[place]
             if found._link is None:
                 found = found._tails[number]
             else:
-                yield Choice(found._link.unit, found._link.options[number].region)
+                yield UnitChoice(found._link.unit, found._link.options[number].region)
                 (found,) = found._tails
 
 
@@ -161,7 +163,7 @@ def solve_chain(links: Sequence[Link], top_bytes: int) -> ChainFrontier:
     return found
 
 
-def regions_of(plan: Sequence[Choice]) -> tuple[Region, ...]:
+def regions_of(plan: Sequence[UnitChoice]) -> tuple[Region, ...]:
     """The regions of a plan, in the order of their calls."""
     return tuple(choice.region for choice in plan if choice.region is not None)
 

@@ -51,11 +51,11 @@ class Demand:
     cannot be kept are left out."""
     copies: Collection[int] = ()  # of bytes_of, those that live once their maker reran
     weight: int = 1  # of all bytes
-    fees_of: Mapping[int, Collection[int]] = field(default_factory=dict)
+    one_time_costs_of: Mapping[int, Collection[int]] = field(default_factory=dict)
     """Fees that are due where a wanted value is not kept."""
 
 
-class Fee(NamedTuple):
+class OneTimeCost(NamedTuple):
     """What is paid once, for whatever reason it is due."""
 
     nanoseconds: int
@@ -63,7 +63,7 @@ class Fee(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class SavedSet:
     """A set of values to keep and what it costs."""
 
     kept: frozenset[int]  # at the first moment
@@ -71,20 +71,20 @@ class Choice:
     kept_bytes: int  # of all moments, weighted
     nanoseconds: int  # of ops that run again, and of encoding and decoding
 
-    def holding(self, num_bytes: int) -> Choice:
+    def with_bytes(self, num_bytes: int) -> SavedSet:
         """It needs more bytes."""
         return replace(self, kept_bytes=self.kept_bytes + num_bytes)
 
-    def taking(self, nanoseconds: int) -> Choice:
+    def with_nanoseconds(self, nanoseconds: int) -> SavedSet:
         """It takes longer."""
         return replace(self, nanoseconds=self.nanoseconds + nanoseconds)
 
 
-_LOOKS = 16  # at what is no choice yet, for each one worth listing
-_NOTHING = Choice(frozenset(), frozenset(), 0, 0)
+_MAX_STATES_PER_SET = 16  # at what is no choice yet, for each one worth listing
+_NOTHING = SavedSet(frozenset(), frozenset(), 0, 0)
 
 
-class Closure:
+class ClosureProblem:
     """The closure problem of one flow, to be solved at many prices."""
 
     def __init__(
@@ -93,7 +93,7 @@ class Closure:
         demands: Sequence[Demand],
         nanoseconds: Callable[[int], int],
         encodings: Mapping[int, Encoding] | None = None,
-        fees: Sequence[Fee] = (),
+        one_time_costs: Sequence[OneTimeCost] = (),
     ) -> None:
         """Build the network.
 
@@ -103,7 +103,7 @@ class Closure:
                 do.
             nanoseconds: What running a step again costs.
             encodings: Values that can be kept in a smaller form.
-            fees: By their numbers.
+            one_time_costs: By their numbers.
         """
         self._network = Network()
         self._costs: list[tuple[int, int] | None] = []  # edge -> bytes, nanoseconds
@@ -111,7 +111,7 @@ class Closure:
         self._flow = flow
         self._demands = demands
         self._encodings = encodings or {}
-        self._fees = fees
+        self._one_time_costs = one_time_costs
         self._times: dict[int, int] = {}
         for moment in range(len(demands)):
             for value, readers in self._add_steps(moment, nanoseconds).items():
@@ -160,11 +160,11 @@ class Closure:
         if maker == EXTERNAL:
             self._edge(node, SINK, keep)
             return
-        if value in demand.fees_of:
+        if value in demand.one_time_costs_of:
             gone = self._node("gone", moment, value)
             self._edge(node, gone, keep)
-            for fee in demand.fees_of[value]:
-                self._edge(gone, self._add_fee(fee), None)
+            for fee in demand.one_time_costs_of[value]:
+                self._edge(gone, self._add_one_time_cost(fee), None)
             node, keep = gone, None
         if value in self._encodings:
             coded = self._node("coded", moment, value)
@@ -175,18 +175,18 @@ class Closure:
             self._edge(node, self._node("ran", moment, maker), None)
         self._edge(node, self._node("step", moment, maker), keep)
 
-    def _add_fee(self, number: int) -> int:
+    def _add_one_time_cost(self, number: int) -> int:
         """Add a fee and those due with it, if they are new; returns its node."""
         if ("fee", 0, number) in self._nodes:
             return self._nodes["fee", 0, number]
-        node, fee = self._node("fee", 0, number), self._fees[number]
+        node, fee = self._node("fee", 0, number), self._one_time_costs[number]
         if fee.nanoseconds:
             self._edge(node, SINK, (0, fee.nanoseconds))
         for other in fee.others:
-            self._edge(node, self._add_fee(other), None)
+            self._edge(node, self._add_one_time_cost(other), None)
         return node
 
-    def solve(self, nanoseconds: int, num_bytes: int) -> Choice:
+    def solve(self, nanoseconds: int, num_bytes: int) -> SavedSet:
         """The optimum at the price of ``nanoseconds`` per ``num_bytes``."""
         capacities = [
             INFINITE if cost is None else cost[0] * nanoseconds + cost[1] * num_bytes
@@ -194,17 +194,17 @@ class Closure:
         ]
         return self._read(self._network.source_side(capacities))
 
-    def fastest(self) -> Choice:
+    def fastest(self) -> SavedSet:
         """Fewest seconds run again, then fewest bytes."""
         most = sum(cost[0] for cost in self._costs if cost)
         return self.solve(1, 1 + most)
 
-    def smallest(self) -> Choice:
+    def smallest(self) -> SavedSet:
         """Fewest bytes kept, then fewest seconds."""
         most = sum(cost[1] for cost in self._costs if cost)
         return self.solve(1 + most, 1)
 
-    def hull(self, most_cuts: int) -> list[Choice]:
+    def hull(self, most_cuts: int) -> list[SavedSet]:
         """Vertices of the lower convex hull, fewest seconds first.
 
         Args:
@@ -217,7 +217,7 @@ class Closure:
             if not gaps:
                 break
             _, _, fast, small = heapq.heappop(gaps)
-            middle = self.at_slope(fast, small)
+            middle = self.vertex_between(fast, small)
             if middle is not None:
                 found.append(middle)
                 for a, b in ((fast, middle), (middle, small)):
@@ -225,7 +225,7 @@ class Closure:
                     heapq.heappush(gaps, (gain, 2 * cut + (a is fast), a, b))
         return sorted(found, key=lambda choice: (choice.nanoseconds, choice.kept_bytes))
 
-    def every(self, most: int) -> list[Choice]:
+    def enumerate_all(self, most: int) -> list[SavedSet]:
         """All choices of which no part is idle, fewest seconds first, at one moment.
 
         Going back from the last op, every value that is wanted by then is kept, kept in
@@ -236,12 +236,14 @@ class Closure:
         """
         makers, order = self._flow.maker_of, self._before
         (demand,) = self._demands
-        found: dict[Choice, None] = {}
+        found: dict[SavedSet, None] = {}
         stack = [(frozenset(demand.wanted), frozenset[int](), _NOTHING)]
         looked_at = 0
         while stack and len(found) <= most:
             looked_at += 1
-            if looked_at > _LOOKS * most:  # in vain: little of it can be kept
+            if (
+                looked_at > _MAX_STATES_PER_SET * most
+            ):  # in vain: little of it can be kept
                 return []
             wanted, ran, choice = stack.pop()
             if not wanted:
@@ -250,19 +252,19 @@ class Closure:
             value = max(wanted, key=order)
             maker, left = makers[value], wanted - {value}
             if value in demand.bytes_of:
-                held = choice.holding(demand.bytes_of[value])
+                held = choice.with_bytes(demand.bytes_of[value])
                 kept = replace(held, kept=choice.kept | {value})
                 stack.append((left, ran, held if maker == EXTERNAL else kept))
             if value in self._encodings:
                 size, coding = self._encodings[value].bytes, self._coding_time(value)
-                coded = choice.holding(size).taking(coding)
+                coded = choice.with_bytes(size).with_nanoseconds(coding)
                 encoded = coded.encoded | {value}
                 stack.append((left, ran, replace(coded, encoded=encoded)))
             if maker in ran:
                 stack.append((left, ran, choice))
             elif maker != EXTERNAL:
                 needed, again = self._flow.inputs[maker], self._times[maker]
-                rerun = choice.taking(again)
+                rerun = choice.with_nanoseconds(again)
                 stack.append((left.union(needed), ran | {maker}, rerun))
         if len(found) > most:
             return []
@@ -271,7 +273,7 @@ class Closure:
     def _before(self, value: int) -> tuple[int, int]:
         return self._flow.maker_of[value], value
 
-    def at_slope(self, fast: Choice, small: Choice) -> Choice | None:
+    def vertex_between(self, fast: SavedSet, small: SavedSet) -> SavedSet | None:
         """A vertex below the line through two others, if there is one."""
         seconds = small.nanoseconds - fast.nanoseconds
         saved = fast.kept_bytes - small.kept_bytes
@@ -282,7 +284,7 @@ class Closure:
         below = seconds * middle.kept_bytes + saved * middle.nanoseconds < line
         return middle if below else None
 
-    def _read(self, source_side: list[bool]) -> Choice:
+    def _read(self, source_side: list[bool]) -> SavedSet:
         kept: set[int] = set()
         encoded: set[int] = set()
         for (kind, moment, item), node in self._nodes.items():
@@ -302,7 +304,7 @@ class Closure:
             for cost, (tail, head) in zip(self._costs, self._network.edges, strict=True)
             if cost and source_side[tail] and not source_side[head]
         ]
-        return Choice(
+        return SavedSet(
             frozenset(kept),
             frozenset(encoded),
             sum(size for size, _ in cut),

@@ -29,12 +29,17 @@ from ckplan.graph.graph import Graph
 from ckplan.graph.records import OUTSIDE_CALLS
 from ckplan.plan.region import RERUN, Region
 from ckplan.simulating.simulate import Simulator
-from ckplan.solving.baselines import can_be_done, find_layers, num_needed, run_lengths
+from ckplan.solving.baselines import (
+    can_recompute,
+    find_repeated_layers,
+    min_regions_to_fit,
+    run_lengths,
+)
 from ckplan.solving.chain import regions_of
-from ckplan.solving.memory_limit import Limit
+from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.menu import Menus
 from ckplan.solving.planner import Planner
-from ckplan.solving.segmentation import chain_of
+from ckplan.solving.segmentation import segmentation_frontier
 from ckplan.solving.solution import Baseline
 
 _PRODUCTS = ("addmm", "mm", "bmm", "baddbmm", "linear", "matmul")
@@ -42,18 +47,20 @@ _CONVOLUTIONS = ("convolution", "conv", "mkldnn_convolution", "cudnn_convolution
 _ATTENTION = "scaled_dot_product"
 
 
-def everything(planner: Planner, limit: Limit) -> tuple[Baseline, ...]:
+def all_baselines(planner: Planner, limit: MemoryLimit) -> tuple[Baseline, ...]:
     """All baselines, those that ``solve`` shows first."""
-    others = practices(planner.simulator, planner.menus, limit)
-    return (*planner.everyday.baselines(limit), *others)
+    others = strategy_baselines(planner.simulator, planner.menus, limit)
+    return (*planner.standard_baselines.baselines(limit), *others)
 
 
-def practices(simulator: Simulator, menus: Menus, limit: Limit) -> tuple[Baseline, ...]:
+def strategy_baselines(
+    simulator: Simulator, menus: Menus, limit: MemoryLimit
+) -> tuple[Baseline, ...]:
     """Every practice that the model allows, each with its peak and overhead."""
     found: list[Baseline] = []
     seen: set[tuple[Region, ...]] = set()
     for name, regions in _plans(simulator, menus, limit):
-        done = tuple(region for region in regions if can_be_done(simulator, region))
+        done = tuple(region for region in regions if can_recompute(simulator, region))
         if not done or done in seen:
             continue
         seen.add(done)
@@ -62,10 +69,10 @@ def practices(simulator: Simulator, menus: Menus, limit: Limit) -> tuple[Baselin
 
 
 def _plans(
-    simulator: Simulator, menus: Menus, limit: Limit
+    simulator: Simulator, menus: Menus, limit: MemoryLimit
 ) -> Iterator[tuple[str, Sequence[Region]]]:
     graph = simulator.graph
-    layers = find_layers(graph, menus)
+    layers = find_repeated_layers(graph, menus)
     if layers:
         root = max(1, math.isqrt(len(layers)))
         yield "sqrt(n) segments", _segments(graph, layers, root)
@@ -92,20 +99,22 @@ def _segments(graph: Graph, layers: Sequence[int], length: int) -> list[Region]:
     return [Region(run[0], RERUN, last=run[-1]) for run in runs[:-1]]
 
 
-def _first(simulator: Simulator, layers: Sequence[int], limit: Limit) -> list[Region]:
+def _first(
+    simulator: Simulator, layers: Sequence[int], limit: MemoryLimit
+) -> list[Region]:
     regions = [Region(layer, RERUN) for layer in layers]
-    regions = [region for region in regions if can_be_done(simulator, region)]
-    return regions[: num_needed(simulator, regions, limit)]
+    regions = [region for region in regions if can_recompute(simulator, region)]
+    return regions[: min_regions_to_fit(simulator, regions, limit)]
 
 
 def _rotor(
-    simulator: Simulator, menus: Menus, layers: Sequence[int], limit: Limit
+    simulator: Simulator, menus: Menus, layers: Sequence[int], limit: MemoryLimit
 ) -> Sequence[Region]:
     units = [(layer, None) for layer in layers]
-    chain = chain_of(simulator, units, menus.whole)
+    chain = segmentation_frontier(simulator, units, menus.whole)
     plans = map(regions_of, chain.cheapest_first(max(limit.bytes, chain.least_bytes)))
     return next(
-        (p for p in plans if limit.holds(simulator.run(p))),
+        (p for p in plans if limit.allows(simulator.run(p))),
         regions_of(next(chain.cheapest_first(chain.least_bytes))),
     )
 

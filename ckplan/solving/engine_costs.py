@@ -15,22 +15,22 @@ from functools import cached_property
 
 from ckplan.graph.graph import Graph
 from ckplan.graph.records import Saved
-from ckplan.solving.closure_problem import NANOSECOND, Fee
+from ckplan.solving.closure_problem import NANOSECOND, OneTimeCost
 
 
-class Fees:
+class MinEngineCosts:
     """The fees of one graph."""
 
     def __init__(self, graph: Graph) -> None:
         """No fee is known yet: they are found as they are asked for."""
-        self.known: list[Fee] = []
+        self.known: list[OneTimeCost] = []
         self._graph = graph
-        seconds = graph.engine.watch_seconds if graph.engine_is_busier else 0.0
+        seconds = graph.engine.watch_seconds if graph.engine_is_critical else 0.0
         self._nanoseconds = round(seconds / NANOSECOND)
         self._of_unit: dict[tuple[int, int], int] = {}
         self._of_saved: dict[int, int] = {}
 
-    def due(self, saved: Saved) -> int | None:
+    def cost_of_dropping(self, saved: Saved) -> int | None:
         """What dropping a tensor takes, as a number of ``known``; None if nothing."""
         maker = self._graph.storages[saved.storage].maker
         if not self._nanoseconds or not 0 <= maker < self._graph.num_forward:
@@ -66,13 +66,13 @@ class Fees:
             self._of_unit[first, last] = self._add(fee)
         return self._of_unit[first, last]
 
-    def _call(self, call: int) -> Fee:
+    def _call(self, call: int) -> OneTimeCost:
         inside, own = self._graph.children[call], self._own[call]
         if not inside:
-            return Fee(self._nanoseconds * len(own))
+            return OneTimeCost(self._nanoseconds * len(own))
         return self._together(inside, own)
 
-    def _run(self, first: int, last: int) -> Fee:
+    def _run(self, first: int, last: int) -> OneTimeCost:
         graph, calls = self._graph, self._graph.calls
         parent = calls[first].parent
         siblings = graph.children[parent]
@@ -81,17 +81,19 @@ class Fees:
         own = [s for s in self._own[parent] if start < graph.saved[s].at < stop]
         return self._together(run, own)
 
-    def _together(self, calls: Sequence[int], own: Sequence[int]) -> Fee:
+    def _together(self, calls: Sequence[int], own: Sequence[int]) -> OneTimeCost:
         """For calls, and what the one around them saves itself."""
-        return Fee(0, [*(self._watching(c, c) for c in calls), *map(self._one, own)])
+        return OneTimeCost(
+            0, [*(self._watching(c, c) for c in calls), *map(self._one, own)]
+        )
 
     def _one(self, saved: int) -> int:
         """The fee for what a call with calls inside saves itself."""
         if saved not in self._of_saved:
-            self._of_saved[saved] = self._add(Fee(self._nanoseconds))
+            self._of_saved[saved] = self._add(OneTimeCost(self._nanoseconds))
         return self._of_saved[saved]
 
-    def _add(self, fee: Fee) -> int:
+    def _add(self, fee: OneTimeCost) -> int:
         self.known.append(fee)
         return len(self.known) - 1
 

@@ -18,7 +18,7 @@ from ckplan.errors import PlanError
 from ckplan.plan.region import Region
 from ckplan.simulating.simulate import Simulator, Timeline
 from ckplan.solving.menu import Menus, Unit
-from ckplan.solving.segmentation import Node, are_siblings
+from ckplan.solving.segmentation import CallNode, are_siblings
 
 _MOST_PLANS, _MOST_NESTED_PLANS = 6000, 3000  # the latter share no replays
 
@@ -30,7 +30,7 @@ class _TooManyError(Exception):
 
 
 def try_all(
-    simulator: Simulator, menus: Menus, nodes: Sequence[Node], *, nested: bool
+    simulator: Simulator, menus: Menus, nodes: Sequence[CallNode], *, nested: bool
 ) -> list[tuple[Timeline, _Plan]]:
     """Replays of which none needs less and costs less, the smallest first.
 
@@ -44,12 +44,12 @@ def try_all(
         None of them if there are too many plans.
     """
     with suppress(_TooManyError):
-        plans = _Every(simulator, menus, nested=nested).of_siblings(nodes)
-        return _not_behind(simulator, plans)
+        plans = _PlanEnumerator(simulator, menus, nested=nested).of_siblings(nodes)
+        return _non_dominated(simulator, plans)
     return []
 
 
-def _not_behind(
+def _non_dominated(
     simulator: Simulator, plans: Sequence[_Plan]
 ) -> list[tuple[Timeline, _Plan]]:
     found: list[tuple[Timeline, _Plan]] = []
@@ -64,7 +64,7 @@ def _not_behind(
     return kept
 
 
-class _Every:
+class _PlanEnumerator:
     """All plans for parts of a step."""
 
     def __init__(self, simulator: Simulator, menus: Menus, *, nested: bool) -> None:
@@ -74,7 +74,7 @@ class _Every:
         self._most = _MOST_NESTED_PLANS if nested else _MOST_PLANS
 
     def of_siblings(
-        self, nodes: Sequence[Node], around: Unit | None = None
+        self, nodes: Sequence[CallNode], around: Unit | None = None
     ) -> list[_Plan]:
         """Plans for siblings, nothing among them.
 
@@ -85,7 +85,7 @@ class _Every:
         after: list[list[_Plan]] = [[()]]
         for place in range(len(nodes) - 1, -1, -1):
             node = nodes[place]
-            mine = self._beside(self.of_siblings(node.parts), after[0])
+            mine = self._combine(self.of_siblings(node.parts), after[0])
             for last in range(place, len(nodes)):
                 together = nodes[place : last + 1]
                 unit = (node.call, None if last == place else nodes[last].call)
@@ -94,12 +94,12 @@ class _Every:
                     or are_siblings(self._simulator.graph, node.call, nodes[last].call)
                 ):
                     regions = [(region,) for region in self._of_unit(unit, together)]
-                    mine += self._beside(regions, after[last - place])
+                    mine += self._combine(regions, after[last - place])
             after.insert(0, mine)
         return after[0]
 
-    def _of_unit(self, unit: Unit, nodes: Sequence[Node]) -> Iterator[Region]:
-        flat = self._menus.every(unit, self._most)
+    def _of_unit(self, unit: Unit, nodes: Sequence[CallNode]) -> Iterator[Region]:
+        flat = self._menus.enumerate_all(unit, self._most)
         if not flat and self._simulator.view(*unit).made:
             raise _TooManyError
         inside: list[_Plan] = [()]
@@ -112,7 +112,7 @@ class _Every:
         for region, plan in product(flat, inside):
             yield replace(region, inner=plan)
 
-    def _beside(self, some: Sequence[_Plan], others: Sequence[_Plan]) -> list[_Plan]:
+    def _combine(self, some: Sequence[_Plan], others: Sequence[_Plan]) -> list[_Plan]:
         if len(some) * len(others) > self._most:
             raise _TooManyError
         return [one + other for one, other in product(some, others)]

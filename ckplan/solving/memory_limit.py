@@ -9,15 +9,15 @@ from ckplan.simulating.simulate import Timeline
 
 
 @dataclass(frozen=True, slots=True)
-class Limit:
+class MemoryLimit:
     """So many bytes."""
 
     bytes: int
-    on_card: bool = False  # for all that PyTorch's allocator reserves
+    of_reserved: bool = False  # for all that PyTorch's allocator reserves
     expandable: bool = False  # with PYTORCH_ALLOC_CONF=expandable_segments:True
 
-    def holds(self, timeline: Timeline) -> bool:
+    def allows(self, timeline: Timeline) -> bool:
         """Whether a step keeps to it."""
-        if timeline.peak_bytes > self.bytes or not self.on_card:
+        if timeline.peak_bytes > self.bytes or not self.of_reserved:
             return timeline.peak_bytes <= self.bytes
         return has_room(timeline, self.bytes, expandable=self.expandable)

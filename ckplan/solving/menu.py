@@ -23,7 +23,7 @@ from ckplan.plan.region import RERUN, Region
 from ckplan.simulating.program import EXTERNAL, Flow
 from ckplan.simulating.simulate import Simulator
 from ckplan.simulating.view import RegionView
-from ckplan.solving.closure_problem import NANOSECOND, Choice, Closure, Demand
+from ckplan.solving.closure_problem import NANOSECOND, ClosureProblem, Demand, SavedSet
 
 _FEWEST_CUTS, _MOST_CUTS, _CUTS_TIMES_STEPS = 1, 40, 2500
 _LEAST_EARLY = 1 / 32  # of what a unit could drop, wanted by some moment
@@ -47,7 +47,7 @@ class Option:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class RegionDelta:
     """What a region does to the step around it."""
 
     more_bytes: list[list[int]]  # by half moment of its forward and of its backward
@@ -71,15 +71,15 @@ class Menus:
         self._hulls: dict[str, list[Region]] = {}  # by signature
         self._signatures: dict[Unit, str] = {}
         self._droppable: dict[int, int] = {}  # by call
-        self._rhythms: dict[tuple[object, ...], int] = {}
-        self._changes: dict[tuple[int, Region], Change | None] = {}
+        self._timing_keys: dict[tuple[object, ...], int] = {}
+        self._changes: dict[tuple[int, Region], RegionDelta | None] = {}
 
     def options(self, unit: Unit) -> list[Option]:
         """Every way to run a unit, cheapest first; keeping everything is the first."""
-        regions = [self._placed(kept, unit) for kept in self._kept(unit)]
+        regions = [self._moved_to_unit(kept, unit) for kept in self._kept(unit)]
         if unit[1] is None and self._overwrites_buffers(unit[0]):
             regions.append(Region(unit[0], RERUN))
-        return self.useful(unit, regions)
+        return self.as_options(unit, regions)
 
     def _overwrites_buffers(self, call: int) -> bool:
         """Whether to run it again, with its buffers put back, saves what programs keep.
@@ -88,16 +88,16 @@ class Menus:
         """
         return any(one.kind == "buffer" for one in self._graph.hazards_in(call))
 
-    def every(self, unit: Unit, most: int) -> list[Region]:
+    def enumerate_all(self, unit: Unit, most: int) -> list[Region]:
         """A region for every set of values to keep; none if there are too many."""
         view = self._simulator.view(*unit)
         if not view.made:
             return []
-        choices = unit_closure(self._graph, view).every(most)
+        choices = unit_closure_problem(self._graph, view).enumerate_all(most)
         found = dict.fromkeys(_kept(view, choice) for choice in choices)
-        return [self._placed(kept, unit) for kept in found]
+        return [self._moved_to_unit(kept, unit) for kept in found]
 
-    def late(self, unit: Unit, moment: int) -> list[Region]:
+    def backward_peak_regions(self, unit: Unit, moment: int) -> list[Region]:
         """Regions on a unit that drop what its backward wants after a half moment.
 
         What it wants by then is there at that moment anyway, so they keep it.
@@ -109,7 +109,7 @@ class Menus:
         first, last = view.backward_window()
         if not first <= moment <= last:
             return []
-        alive, size = _alive_anyway(graph, view), graph.storages
+        alive, size = _alive_regardless(graph, view), graph.storages
         made = {saved.storage for _, saved in view.made} - alive
         early = {
             saved.storage
@@ -119,35 +119,35 @@ class Menus:
         most, known = (sum(size[one].bytes for one in found) for found in (made, early))
         if known == most or known < _LEAST_EARLY * most:
             return []
-        choices = unit_closure(graph, view, early).hull(_most_cuts(view))
+        choices = unit_closure_problem(graph, view, early).hull(_most_cuts(view))
         found = dict.fromkeys(_kept(view, choice) for choice in choices)
-        return [self._placed(kept, unit) for kept in found]
+        return [self._moved_to_unit(kept, unit) for kept in found]
 
     def whole(self, unit: Unit) -> list[Option]:
         """The two ways of everyday practice: keep everything, or run it all again."""
-        return self.useful(unit, [Region(unit[0], RERUN, last=unit[1])])
+        return self.as_options(unit, [Region(unit[0], RERUN, last=unit[1])])
 
-    def useful(self, unit: Unit, regions: Iterable[Region]) -> list[Option]:
+    def as_options(self, unit: Unit, regions: Iterable[Region]) -> list[Option]:
         """Regions on a unit as options, those that free something, cheapest first."""
         view = self._simulator.view(*unit)
         windows = _windows(view)
         keep = Option(None, self._need(windows), 0, 0.0)
         if not view.made or windows[1][0] <= windows[0][1]:
             return [keep]  # nothing is dropped before backward wants it
-        rhythm = self.rhythm(unit)
+        timing_key = self.timing_key(unit)
         options: list[Option] = []
         for region in regions:
-            change = self._change(rhythm, region, windows)
+            change = self._change(timing_key, region, windows)
             if change is not None and change.freed_bytes > 0:
                 need = self._need(windows, change.more_bytes)
                 options.append(Option(region, need, change.freed_bytes, change.seconds))
-        return [keep, *_not_behind(options)]
+        return [keep, *_non_dominated(options)]
 
     def droppable_bytes(self, call: int) -> int:
         """Bytes that a region on the call could drop at most."""
         if call not in self._droppable:
             view = self._simulator.view(call)
-            alive = _alive_anyway(self._graph, view)
+            alive = _alive_regardless(self._graph, view)
             self._droppable[call] = sum(
                 self._graph.storages[storage].bytes
                 for storage in {saved.storage for _, saved in view.made} - alive
@@ -159,34 +159,36 @@ class Menus:
         """Those of the outermost calls."""
         return sum(map(self.droppable_bytes, self._graph.children[OUTSIDE_CALLS]))
 
-    def tidy(self, regions: Sequence[Region], cover: Sequence[Unit]) -> list[Region]:
+    def canonicalize(
+        self, regions: Sequence[Region], segmentation: Sequence[Unit]
+    ) -> list[Region]:
         """The same choices, those that keep least given to the first of like units.
 
         Freeing early helps every later moment, and a plan in order is short to write.
         """
         chosen = {(region.call, region.last): region for region in regions}
         alike: dict[str, list[Unit]] = defaultdict(list)
-        for unit in cover:
+        for unit in segmentation:
             alike[self.signature(unit)].append(unit)
         tidied: list[Region] = []
         for units in alike.values():
             saves = [self.relative(chosen[u]) for u in units if u in chosen]
             saves.sort(
                 key=lambda kept: (
-                    self._kept_bytes(self._placed(kept, units[0])),
+                    self._kept_bytes(self._moved_to_unit(kept, units[0])),
                     kept.by,
                     sorted(kept.save),
                     sorted(kept.encode),
                 )
             )
-            tidied += map(self._placed, saves, units)
+            tidied += map(self._moved_to_unit, saves, units)
         return sorted(tidied, key=lambda region: region.call)
 
     def relative(self, region: Region) -> Region:
         """The region as units that do the same can share it."""
         return region.moved(-region.call, -self._graph.calls[region.call].start)
 
-    def _placed(self, region: Region, unit: Unit) -> Region:
+    def _moved_to_unit(self, region: Region, unit: Unit) -> Region:
         """A region that units which do the same share, on one of them."""
         return region.moved(unit[0], self._graph.calls[unit[0]].start)
 
@@ -209,18 +211,25 @@ class Menus:
             view = self._simulator.view(*unit)
             if not view.made:
                 return []
-            closure, steps = unit_closure(self._graph, view), len(view.flow.inputs)
-            choices = closure.every(_TRIED_TIMES_STEPS // steps) if self._small else []
+            closure, steps = (
+                unit_closure_problem(self._graph, view),
+                len(view.flow.inputs),
+            )
+            choices = (
+                closure.enumerate_all(_TRIED_TIMES_STEPS // steps)
+                if self._small
+                else []
+            )
             choices = choices or closure.hull(_most_cuts(view))
             found = (_kept(view, choice) for choice in choices)
             self._hulls[signature] = list(dict.fromkeys(found))
         return self._hulls[signature]
 
     def _change(
-        self, rhythm: int, region: Region, windows: Sequence[tuple[int, int]]
-    ) -> Change | None:
+        self, timing_key: int, region: Region, windows: Sequence[tuple[int, int]]
+    ) -> RegionDelta | None:
         """What a region changes; None if it cannot be rebuilt."""
-        key = rhythm, self.relative(region)
+        key = timing_key, self.relative(region)
         if key not in self._changes:
             self._changes[key] = None
             with suppress(PlanError):  # a call like this one may have lost an input
@@ -229,11 +238,11 @@ class Menus:
 
     def _find_change(
         self, region: Region, windows: Sequence[tuple[int, int]]
-    ) -> Change:
+    ) -> RegionDelta:
         between = windows[1][0] - 1  # the last op before its backward begins
         live = self._simulator.live_within(region, [*windows, (between, between)])
         unplanned = self._simulator.unplanned_bytes
-        return Change(
+        return RegionDelta(
             [
                 list(map(sub, found, unplanned[first : last + 1]))
                 for (first, last), found in zip(windows, live, strict=False)
@@ -254,7 +263,7 @@ class Menus:
             own = [list(map(add, *pair)) for pair in zip(own, more_bytes, strict=True)]
         return max(max(window, default=0) for window in own)
 
-    def rhythm(self, unit: Unit) -> int:
+    def timing_key(self, unit: Unit) -> int:
         """Equal for units of which like regions change the step in the same way."""
         graph, view = self._graph, self._simulator.view(*unit)
         windows = _windows(view)
@@ -288,10 +297,10 @@ class Menus:
             ),
             tuple(map(ends, dict.fromkeys(view.flow.storage_of))),
         )
-        return self._rhythms.setdefault(found, len(self._rhythms))
+        return self._timing_keys.setdefault(found, len(self._timing_keys))
 
 
-def _not_behind(options: Sequence[Option]) -> list[Option]:
+def _non_dominated(options: Sequence[Option]) -> list[Option]:
     """Those than which none is better in everything, the cheapest first."""
     kept: list[Option] = []
     for one in sorted(options, key=lambda o: (o.seconds, o.need_bytes, -o.freed_bytes)):
@@ -315,7 +324,7 @@ def _windows(view: RegionView) -> list[tuple[int, int]]:
     return [view.forward_window(), view.backward_window()]
 
 
-def _alive_anyway(graph: Graph, view: RegionView) -> set[int]:
+def _alive_regardless(graph: Graph, view: RegionView) -> set[int]:
     """Storages that stay until backward whatever a region on this call does."""
     mine = {index for index, _ in view.made}
     return {
@@ -327,12 +336,12 @@ def _alive_anyway(graph: Graph, view: RegionView) -> set[int]:
     }
 
 
-def unit_closure(
+def unit_closure_problem(
     graph: Graph, view: RegionView, there: Collection[int] = ()
-) -> Closure:
+) -> ClosureProblem:
     """The closure problem of one unit; some storages are there whatever it drops."""
     flow = view.flow
-    alive = _alive_anyway(graph, view).union(there)
+    alive = _alive_regardless(graph, view).union(there)
     bytes_of = {
         value: 0 if storage in alive else graph.storages[storage].bytes
         for storage, value in flow.current.items()
@@ -342,10 +351,10 @@ def unit_closure(
         flow.returned[one.op - view.start][one.output]: one
         for one in graph.encodings_in(*view.unit)
     }
-    return Closure(
+    return ClosureProblem(
         flow,
         [Demand([value for _, _, value in view.packed], bytes_of)],
-        lambda step: round(graph.again_seconds[view.start + step] / NANOSECOND),
+        lambda step: round(graph.recompute_op_seconds[view.start + step] / NANOSECOND),
         encodings,
     )
 
@@ -356,7 +365,7 @@ def _can_be_kept(flow: Flow, value: int) -> bool:
     return maker == EXTERNAL or value in flow.returned[maker]
 
 
-def _kept(view: RegionView, choice: Choice) -> Region:
+def _kept(view: RegionView, choice: SavedSet) -> Region:
     """A region that keeps some values, counted from its unit's first call and op."""
     flow, (first, last) = view.flow, view.unit
 

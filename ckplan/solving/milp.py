@@ -40,10 +40,10 @@ from ckplan.graph.records import BEFORE_STEP, Saved
 from ckplan.simulating.ledger import random_state_bytes
 from ckplan.simulating.program import EXTERNAL, Flow
 from ckplan.simulating.simulate import Simulator
-from ckplan.solving.bound import all_encodings, all_values
+from ckplan.solving.bound import forward_encodings, forward_values
 from ckplan.solving.closure_problem import NANOSECOND
-from ckplan.solving.engine_costs import Fees
-from ckplan.solving.solution import Exact
+from ckplan.solving.engine_costs import MinEngineCosts
+from ckplan.solving.solution import ExactResult
 
 _UNIT = 1e-9  # of the objective, in seconds
 _RELATIVE_GAP = 1e-6
@@ -68,7 +68,7 @@ def check_solver() -> None:
 
 def solve_exactly(
     simulator: Simulator, budget_bytes: int, time_limit_seconds: float
-) -> Exact:
+) -> ExactResult:
     """Find the cheapest schedule under a budget, or how far the search came.
 
     Args:
@@ -91,9 +91,9 @@ class _Model:
         self._costs: list[float] = []
         self._rows: list[tuple[dict[int, float], float]] = []  # sum <= limit
         self._known: dict[tuple[Any, ...], int] = {}
-        self._fees = Fees(self._graph)
+        self._one_time_costs = MinEngineCosts(self._graph)
         self._due: list[tuple[int, int, int]] = []  # op, value that it wants, fee
-        self._flow, values_of = all_values(self._graph)
+        self._flow, values_of = forward_values(self._graph)
         flow = self._flow
         self._wanted: dict[int, set[int]] = defaultdict(set)  # op -> values
         self._in_use: dict[int, list[tuple[int, int]]] = defaultdict(list)
@@ -101,7 +101,11 @@ class _Model:
             if saved.wanted >= 0 and flow.maker_of[value] != EXTERNAL:
                 self._wanted[saved.wanted].add(value)
                 self._in_use[value].append((saved.wanted, saved.done))
-                fee = self._fees.due(saved) if flow.is_current(value) else None
+                fee = (
+                    self._one_time_costs.cost_of_dropping(saved)
+                    if flow.is_current(value)
+                    else None
+                )
                 if fee is not None:
                     self._due.append((saved.wanted, value, fee))
         self._stages = sorted(self._wanted)
@@ -111,7 +115,7 @@ class _Model:
         for op in self._ops:
             for value in flow.inputs[op]:
                 self._readers[value].append(op)
-        self._encoding = all_encodings(self._graph, flow)
+        self._encoding = forward_encodings(self._graph, flow)
         self._saves: dict[int, list[Saved]] = defaultdict(list)
         for saved in self._graph.saved:
             self._saves[saved.storage].append(saved)
@@ -235,7 +239,7 @@ class _Model:
         alive: Mapping[int, float],
     ) -> None:
         found = self._graph.ops[op]
-        again = self._var("R", stage, op, cost=self._graph.again_seconds[op])
+        again = self._var("R", stage, op, cost=self._graph.recompute_op_seconds[op])
         for value in self._flow.inputs[op]:
             if self._flow.maker_of[value] != EXTERNAL:
                 self._row(
@@ -280,7 +284,7 @@ class _Model:
     def _sources(self, stage: int, value: int) -> list[int]:
         """Where a value may come from in a stage."""
         maker = self._flow.maker_of[value]
-        seconds = self._graph.again_seconds[maker]
+        seconds = self._graph.recompute_op_seconds[maker]
         found = [
             self._var("S", stage, value),
             self._var("R", stage, maker, cost=seconds),
@@ -292,7 +296,7 @@ class _Model:
 
     def _paid(self, fee: int) -> int:
         """The variable of a fee, not cheaper than with all that are due with it."""
-        seconds, others = self._fees.known[fee]
+        seconds, others = self._one_time_costs.known[fee]
         new = ("W", fee) not in self._known
         paid = self._var("W", fee, cost=seconds * NANOSECOND)
         for other in others if new else ():
@@ -317,12 +321,12 @@ class _Model:
 
     # -- solving -----------------------------------------------------------------------
 
-    def solve(self, time_limit_seconds: float, step_seconds: float) -> Exact:
+    def solve(self, time_limit_seconds: float, step_seconds: float) -> ExactResult:
         """Hand the rows to HiGHS."""
         if any(not terms and limit < 0 for terms, limit in self._rows):
-            return Exact(True, None, 0.0)
+            return ExactResult(True, None, 0.0)
         if not self._costs or not step_seconds:
-            return Exact(True, 0.0, 0.0)
+            return ExactResult(True, 0.0, 0.0)
         import numpy
         from scipy.optimize import Bounds, LinearConstraint, milp
         from scipy.sparse import csr_array
@@ -350,7 +354,7 @@ class _Model:
             },
         )
         if found.status == _INFEASIBLE:
-            return Exact(True, None, 0.0)
+            return ExactResult(True, None, 0.0)
         if found.status not in (_OPTIMAL, _LIMIT):
             raise CkplanError(
                 f"cannot solve exactly: HiGHS says {found.message}",
@@ -360,7 +364,7 @@ class _Model:
         scale = _UNIT / step_seconds
         overhead = None if found.x is None else max(float(found.fun) * scale, 0.0)
         bound = float(found.mip_dual_bound or 0.0) * scale
-        return Exact(found.status == _OPTIMAL, overhead, max(bound, 0.0))
+        return ExactResult(found.status == _OPTIMAL, overhead, max(bound, 0.0))
 
 
 def _add(terms: dict[int, float], var: int, size: float) -> None:

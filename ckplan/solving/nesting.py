@@ -29,8 +29,8 @@ from ckplan.plan.region import PROGRAM, Region
 from ckplan.simulating.simulate import Simulator
 from ckplan.solving.chain import ChainFrontier, Link, regions_of
 from ckplan.solving.interpolated_options import between
-from ckplan.solving.menu import Change, Menus, Option, Unit
-from ckplan.solving.segmentation import NEARLY_ALL, are_siblings
+from ckplan.solving.menu import Menus, Option, RegionDelta, Unit
+from ckplan.solving.segmentation import DOMINANT_PART_SHARE, are_siblings
 
 _MOST_PARTS = 12  # of a run, each call by itself; longer ones are cut into runs
 _MOST_LEVELS = 4
@@ -66,17 +66,19 @@ class Nesting:
 
     def options(self, unit: Unit) -> list[Option]:
         """The menu of a unit, options with regions inside among them."""
-        return self._menus.useful(unit, [*self._menu(unit), *self.regions(unit)])
+        return self._menus.as_options(unit, [*self._menu(unit), *self.regions(unit)])
 
-    def wide(self, unit: Unit) -> list[Option]:
+    def near_floor_options(self, unit: Unit) -> list[Option]:
         """The menu of a unit, and what pays just above the floor only.
 
         That is regions between those of the menu, and around others.
         """
         menu = self._menu(unit)
         flat = _programs(menu)
-        pairs = self._shared(unit, 0, lambda: self._around_pairs(unit, flat))
-        return self._menus.useful(unit, [*menu, *between(flat), *pairs])
+        pairs = self._cached_by_signature(
+            unit, 0, lambda: self._around_pairs(unit, flat)
+        )
+        return self._menus.as_options(unit, [*menu, *between(flat), *pairs])
 
     def _around_pairs(self, unit: Unit, flat: Sequence[Region]) -> list[Region]:
         """Regions on a small unit that drop parts again, two neighbours as one."""
@@ -86,14 +88,14 @@ class Nesting:
         return [
             one
             for whole in outermost
-            for one in self._inside(whole, self._nothing, _PAIR, _PLANS_OF_SMALL)
+            for one in self._inside(whole, self._keep_nothing, _PAIR, _PLANS_OF_SMALL)
         ]
 
     def _menu(self, unit: Unit) -> list[Region]:
         """The menu of a unit without keeping everything."""
         return [one.region for one in self._menus.options(unit) if one.region]
 
-    def simplest(self, unit: Unit) -> Region:
+    def drop_all_nested(self, unit: Unit) -> Region:
         """Keep nothing, and the same for every part of it."""
         inner = tuple(Region(call, last=last) for call, last in self._parts(unit))
         own = inner and (inner[0].call, inner[0].last) == unit
@@ -104,7 +106,7 @@ class Nesting:
         level = 1 if self._small else level  # their parts are fewer every time
         if level > _MOST_LEVELS:
             return []
-        return self._shared(unit, level, lambda: self._nested(unit, level))
+        return self._cached_by_signature(unit, level, lambda: self._nested(unit, level))
 
     def _nested(self, unit: Unit, level: int) -> list[Region]:
         def choices(part: Unit) -> Iterator[Region]:
@@ -114,7 +116,7 @@ class Nesting:
         whole = Region(unit[0], last=unit[1])
         return self._inside(whole, choices, 1, _MOST_PLANS)
 
-    def _shared(
+    def _cached_by_signature(
         self, unit: Unit, level: int, find: Callable[[], list[Region]]
     ) -> list[Region]:
         """Regions on a unit, found once for all that do the same."""
@@ -137,13 +139,15 @@ class Nesting:
         """
         try:
             parts = self._parts((whole.call, whole.last))
-            inside = _Inside(self._simulator, self._menus, whole, parts)
+            inside = _RegionChain(self._simulator, self._menus, whole, parts)
         except PlanError:  # it cannot be rebuilt at all
             return []
         if len(inside.parts) < 2:
             return []
         found = inside.frontier(choices, len(inside.parts) if self._small else longest)
-        plans = found.smallest_first() if self._small else found.spread(most_plans)
+        plans = (
+            found.smallest_first() if self._small else found.evenly_spaced(most_plans)
+        )
         insides = filter(None, map(regions_of, plans))
         return [replace(whole, inner=inner) for inner in insides]
 
@@ -154,9 +158,9 @@ class Nesting:
         plain = list(dict.fromkeys(flat))
         step = 1 if self._small else max(1, len(plain) // _MOST_FLAT)
         yield from plain[::step]
-        yield from self._nothing(part)
+        yield from self._keep_nothing(part)
 
-    def _nothing(self, part: Unit) -> Iterator[Region]:
+    def _keep_nothing(self, part: Unit) -> Iterator[Region]:
         """The region on a part that keeps nothing."""
         yield Region(part[0], last=part[1])
 
@@ -183,7 +187,7 @@ class Nesting:
     def _made_by(self, call: int) -> list[int]:
         """The calls that a call makes, one that is nearly all of it divided itself."""
         calls: list[int] = []
-        most = NEARLY_ALL * self._menus.droppable_bytes(call)
+        most = DOMINANT_PART_SHARE * self._menus.droppable_bytes(call)
         for child in self._graph.children[call]:
             is_most = self._menus.droppable_bytes(child) >= most
             calls += (is_most and self._made_by(child)) or [child]
@@ -206,7 +210,7 @@ def _end(unit: Unit) -> int:
     return call if last is None else last
 
 
-class _Inside:
+class _RegionChain:
     """The backward of one region, as a chain of its parts."""
 
     def __init__(
@@ -219,7 +223,7 @@ class _Inside:
         self._simulator = simulator
         self._menus = menus
         self._whole = whole
-        self._changes: dict[object, Change | None] = {}
+        self._changes: dict[object, RegionDelta | None] = {}
         first, last = simulator.view(whole.call, whole.last).backward_window()
         (self.live,) = simulator.live_within(whole, [(first, last)])
         self._start = max(first, 0)
@@ -234,7 +238,7 @@ class _Inside:
             choices: Regions on a part.
             longest: Run of parts that may be one part.
         """
-        gaps = self._gaps()
+        gaps = self._live_between_units()
         after = [ChainFrontier.end(gaps[-1])]
         for place in range(len(self.parts) - 1, -1, -1):
             ways: list[ChainFrontier] = []
@@ -265,7 +269,7 @@ class _Inside:
     def _options(self, unit: Unit, regions: Iterable[Region]) -> list[Option]:
         """Everything kept, and what each of the regions on a unit does instead."""
         kept = self._live(self._window(unit))
-        like = self._like(unit)
+        like = self._part_key(unit)
         options: list[Option] = []
         for region in dict.fromkeys(regions):
             change = self._change(like, unit, region)
@@ -275,15 +279,15 @@ class _Inside:
         options.sort(key=lambda option: option.seconds)
         return [Option(None, max(kept, default=0), 0, 0.0), *options]
 
-    def _like(self, unit: Unit) -> tuple[int, bool, bool]:
+    def _part_key(self, unit: Unit) -> tuple[int, bool, bool]:
         """Equal for parts that do the same; those at the ends are like no others."""
         is_first = unit[0] == self.parts[0][0]
         is_last = _end(unit) == _end(self.parts[-1])
-        return self._menus.rhythm(unit), is_first, is_last
+        return self._menus.timing_key(unit), is_first, is_last
 
     def _change(
         self, like: tuple[int, bool, bool], unit: Unit, region: Region
-    ) -> Change | None:
+    ) -> RegionDelta | None:
         """What a region on a part changes; None if it cannot be rebuilt."""
         key = like, self._menus.relative(region)
         if key not in self._changes:
@@ -292,7 +296,7 @@ class _Inside:
                 self._changes[key] = self._find_change(unit, region)
         return self._changes[key]
 
-    def _find_change(self, unit: Unit, region: Region) -> Change:
+    def _find_change(self, unit: Unit, region: Region) -> RegionDelta:
         first, last = self._window(unit)
         between = max(first - 1, self._start)
         windows = [(first, last), (between, between)]
@@ -303,14 +307,14 @@ class _Inside:
             for found, window in zip(now, windows, strict=True)
         )
         whole, found = map(self._simulator.effect, (self._whole, nested))
-        return Change([during], -before[0], found.seconds - whole.seconds)
+        return RegionDelta([during], -before[0], found.seconds - whole.seconds)
 
     def _live(self, window: tuple[int, int]) -> list[int]:
         """Live bytes over half moments with nothing inside."""
         first, last = window
         return self.live[first - self._start : last - self._start + 1]
 
-    def _gaps(self) -> list[int]:
+    def _live_between_units(self) -> list[int]:
         """Most live bytes outside of all parts, by how many parts have dropped."""
         gaps = [0] * (len(self._windows) + 1)
         for at, live in enumerate(self.live, start=self._start):

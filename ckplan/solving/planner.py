@@ -13,25 +13,25 @@ from ckplan.errors import InfeasibleError, PlanError
 from ckplan.graph.graph import Graph
 from ckplan.plan.region import Region
 from ckplan.simulating.simulate import Simulator, Timeline
-from ckplan.solving.baselines import Everyday, can_be_done
+from ckplan.solving.baselines import StandardBaselines, can_recompute
 from ckplan.solving.bound import LowerBound, gap
-from ckplan.solving.chain import ChainFrontier, Choice, regions_of
+from ckplan.solving.chain import ChainFrontier, UnitChoice, regions_of
 from ckplan.solving.exhaustive import try_all
-from ckplan.solving.memory_limit import Limit
+from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.menu import Menus, Option, Unit
 from ckplan.solving.nesting import Nesting
 from ckplan.solving.segmentation import (
-    Node,
-    all_nodes,
-    all_units,
-    chain_of,
-    find_nodes,
-    run_covers,
+    CallNode,
+    candidate_units,
+    full_call_tree,
+    pruned_call_tree,
+    segmentation_frontier,
     tree_frontier,
+    uniform_segmentations,
 )
-from ckplan.solving.solution import Floor, Point, Solution
+from ckplan.solving.solution import Floor, FrontierPoint, Solution
 
-_Found: TypeAlias = tuple[Timeline, tuple[Region, ...]]
+_ReplayedPlan: TypeAlias = tuple[Timeline, tuple[Region, ...]]
 
 _MOST_REPLAYS = 16  # of points that the chain thought would fit
 _SMALLEST_STEP = 2000  # of the budget, where such a plan did not fit
@@ -65,9 +65,9 @@ class Planner:
         self._is_small = len(graph.ops) <= _FEW_OPS and innermost <= _FEW_CALLS
         self.menus = Menus(self.simulator, small=self._is_small)
         self.unplanned = self.simulator.run()
-        self._reached: dict[ChainFrontier, _Found] = {}  # the smallest of each
+        self._reached: dict[ChainFrontier, _ReplayedPlan] = {}  # the smallest of each
 
-    def solve(self, budget_bytes: int, limit: Limit | None = None) -> Solution:
+    def solve(self, budget_bytes: int, limit: MemoryLimit | None = None) -> Solution:
         """Find the cheapest plan whose simulated peak is within a budget.
 
         Args:
@@ -81,7 +81,7 @@ class Planner:
         if found is None:
             raise _nothing_fits(self.graph, budget_bytes, self.floor)
         timeline, regions = found
-        limit = limit or Limit(budget_bytes)
+        limit = limit or MemoryLimit(budget_bytes)
         return Solution(
             budget_bytes=budget_bytes,
             limit=limit,
@@ -90,13 +90,13 @@ class Planner:
             unplanned=self.unplanned,
             floor=self.floor,
             bound_overhead=self.bound(budget_bytes),
-            baselines=self.everyday.baselines(limit),
+            baselines=self.standard_baselines.baselines(limit),
         )
 
     def least_memory(self, max_overhead: float) -> Solution:
         """Find the smallest peak that costs no more than a fraction of the step."""
         low, high = self.floor.peak_bytes, self.unplanned.peak_bytes
-        best: _Found = (self.unplanned, ())
+        best: _ReplayedPlan = (self.unplanned, ())
         for _ in range(_HALVINGS):
             if low >= high:
                 break
@@ -120,20 +120,20 @@ class Planner:
         width = max(last.peak_bytes - first.peak_bytes, 1)
         height = max(first.overhead - last.overhead, 1e-12)
 
-        def below(point: Point) -> float:
+        def below(point: FrontierPoint) -> float:
             saved = (last.peak_bytes - point.peak_bytes) / width
             return saved - (point.overhead - last.overhead) / height
 
         return self.solve(max(points, key=below).peak_bytes)
 
-    def frontier(self, count: int = 24) -> tuple[Point, ...]:
+    def frontier(self, count: int = 24) -> tuple[FrontierPoint, ...]:
         """Non-dominated plans, the smallest first, the unplanned step the last.
 
         Args:
             count: Budgets tried, evenly from the floor to the unplanned peak.
         """
         low, high = self.floor.peak_bytes, self.unplanned.peak_bytes
-        points: dict[int, Point] = {}
+        points: dict[int, FrontierPoint] = {}
         for place in range(count):
             budget_bytes = low + (high - low) * place // max(count - 1, 1)
             found = self.within(budget_bytes)
@@ -141,10 +141,10 @@ class Planner:
                 timeline, regions = found
                 peak_bytes = timeline.peak_bytes
                 bound = self.bound(peak_bytes)
-                points[peak_bytes] = Point(
+                points[peak_bytes] = FrontierPoint(
                     peak_bytes, timeline.overhead, bound, regions
                 )
-        kept: list[Point] = []
+        kept: list[FrontierPoint] = []
         for point in sorted(points.values(), key=lambda p: (p.peak_bytes, p.overhead)):
             if not kept or point.overhead < kept[-1].overhead:
                 kept.append(point)
@@ -168,29 +168,29 @@ class Planner:
         return Floor(smallest.peak_bytes, smallest.peak_at, owner)
 
     @cached_property
-    def _least(self) -> _Found:
+    def _least(self) -> _ReplayedPlan:
         """The plan that reaches the floor."""
         return self._least_of(self._chains)
 
-    def _least_of(self, chains: Iterable[ChainFrontier]) -> _Found:
-        tried = [*self._tried, *self.everyday.plans]
+    def _least_of(self, chains: Iterable[ChainFrontier]) -> _ReplayedPlan:
+        tried = [*self._exhaustive_plans, *self.standard_baselines.plans]
         return min([self._smallest(chains), *tried], key=_peak)
 
-    def within(self, budget_bytes: int) -> _Found | None:
+    def within(self, budget_bytes: int) -> _ReplayedPlan | None:
         """The cheapest plan that fits, as its timeline and its regions."""
         if self.unplanned.peak_bytes <= budget_bytes:
             return self.unplanned, ()
         chosen = (self._cheapest(chain, budget_bytes) for chain in self._chains)
         found = [plan for plan in chosen if plan is not None]
-        tried = [*self._tried, self._least, *self.everyday.plans]
+        tried = [*self._exhaustive_plans, self._least, *self.standard_baselines.plans]
         found += (one for one in tried if one[0].peak_bytes <= budget_bytes)
         return min(found, key=_rank, default=None)
 
     @cached_property
-    def _nodes(self) -> tuple[Node, ...]:
+    def _nodes(self) -> tuple[CallNode, ...]:
         if self._is_small:
-            return all_nodes(self.graph)
-        return find_nodes(self.graph, self.menus)
+            return full_call_tree(self.graph)
+        return pruned_call_tree(self.graph, self.menus)
 
     @cached_property
     def _tree(self) -> ChainFrontier:
@@ -198,26 +198,26 @@ class Planner:
         return tree_frontier(self.simulator, self._nodes, options, runs=self._is_small)
 
     @cached_property
-    def _undivided(self) -> ChainFrontier:
+    def _outermost_chain(self) -> ChainFrontier:
         """Outermost calls whole: what only seems to free more is not in the way."""
         units = [node.unit for node in self._nodes]
-        return chain_of(self.simulator, units, self._nesting.options)
+        return segmentation_frontier(self.simulator, units, self._nesting.options)
 
     @cached_property
-    def _tried(self) -> list[_Found]:
+    def _exhaustive_plans(self) -> list[_ReplayedPlan]:
         """The best plans of all, if the step is so small that all can be tried."""
         return self._all_nested or self._all(nested=False)
 
     @cached_property
-    def everyday(self) -> Everyday:
+    def standard_baselines(self) -> StandardBaselines:
         """What people do with whole layers; what a plan can say of it is tried, too."""
-        return Everyday(self.simulator, self.menus, self.unplanned)
+        return StandardBaselines(self.simulator, self.menus, self.unplanned)
 
     @cached_property
-    def _all_nested(self) -> list[_Found]:
+    def _all_nested(self) -> list[_ReplayedPlan]:
         return self._all(nested=True)
 
-    def _all(self, *, nested: bool) -> list[_Found]:
+    def _all(self, *, nested: bool) -> list[_ReplayedPlan]:
         if not self._is_small:
             return []
         return try_all(self.simulator, self.menus, self._nodes, nested=nested)
@@ -225,24 +225,27 @@ class Planner:
     @cached_property
     def _chains(self) -> list[ChainFrontier]:
         """What is searched."""
-        return [*self._common, *self._at_peaks]
+        return [*self._common, *self._peak_chains]
 
     @cached_property
     def _common(self) -> list[ChainFrontier]:
         """What is searched whichever moment is the peak."""
-        return [*self._plain, *([self._wide_tree] if self._may_be_better else ())]
+        return [
+            *self._plain,
+            *([self._near_floor_tree] if self._bound_leaves_room else ()),
+        ]
 
     @cached_property
     def _plain(self) -> list[ChainFrontier]:
         """What is searched in any case: wider spaces only where they free much more."""
-        if self._tried:
+        if self._exhaustive_plans:
             return [] if self._all_nested else [self._tree]
-        found = [self._tree, *([self._undivided] if self._is_small else ())]
-        found += self._of_runs if self._runs_pay else ()
-        return [*found, *(self._of_nests if self._nesting_pays else ())]
+        found = [self._tree, *([self._outermost_chain] if self._is_small else ())]
+        found += self._run_chains if self._runs_pay else ()
+        return [*found, *(self._nested_chains if self._nesting_pays else ())]
 
     @cached_property
-    def _may_be_better(self) -> bool:
+    def _bound_leaves_room(self) -> bool:
         """Whether the bound leaves room for plans much better than the smallest one."""
         if self._all_nested:
             return False
@@ -250,11 +253,13 @@ class Planner:
         return gap(least.overhead, self.bound(least.peak_bytes)) > _MOST_GAP
 
     @cached_property
-    def _wide_tree(self) -> ChainFrontier:
-        return tree_frontier(self.simulator, self._nodes, self._nesting.wide)
+    def _near_floor_tree(self) -> ChainFrontier:
+        return tree_frontier(
+            self.simulator, self._nodes, self._nesting.near_floor_options
+        )
 
     @cached_property
-    def _at_peaks(self) -> list[ChainFrontier]:
+    def _peak_chains(self) -> list[ChainFrontier]:
         """With options for peaks within the backward of a unit, if there are any.
 
         What else would be dropped there may be made again by then.
@@ -266,9 +271,9 @@ class Planner:
             if not peaks:
                 break
             moments |= peaks
-            late = self._late(sorted(moments))
-            if any(late.values()):
-                options = partial(self._options_with, late)
+            backward_peak_regions = self._backward_peak_regions(sorted(moments))
+            if any(backward_peak_regions.values()):
+                options = partial(self._options_with, backward_peak_regions)
                 found = [tree_frontier(self.simulator, self._nodes, options)]
         return found
 
@@ -277,16 +282,22 @@ class Planner:
         found = [self.unplanned, self._least_of(chains)[0]]
         count = min(_OPS_FOR_PEAKS // len(self.graph.ops), _PLANS_FOR_PEAKS)
         for chain in {chains[0], chains[-1]}:
-            plans = chain.spread(count)
+            plans = chain.evenly_spaced(count)
             found += (next(self._replays(plan))[0] for plan in plans)
         return {timeline.peak_moment for timeline in found}
 
-    def _late(self, moments: Iterable[int]) -> dict[Unit, list[Region]]:
+    def _backward_peak_regions(
+        self, moments: Iterable[int]
+    ) -> dict[Unit, list[Region]]:
         """What units can drop that their backward wants after some moments."""
-        late = self.menus.late
+        backward_peak_regions = self.menus.backward_peak_regions
         return {
-            unit: [region for moment in moments for region in late(unit, moment)]
-            for unit in all_units(self._nodes)
+            unit: [
+                region
+                for moment in moments
+                for region in backward_peak_regions(unit, moment)
+            ]
+            for unit in candidate_units(self._nodes)
         }
 
     def _options_with(
@@ -297,13 +308,13 @@ class Planner:
         if not more[unit]:
             return found
         regions = [option.region for option in found if option.region]
-        return self.menus.useful(unit, dict.fromkeys([*regions, *more[unit]]))
+        return self.menus.as_options(unit, dict.fromkeys([*regions, *more[unit]]))
 
-    def _smallest(self, chains: Iterable[ChainFrontier]) -> _Found:
+    def _smallest(self, chains: Iterable[ChainFrontier]) -> _ReplayedPlan:
         found = [(self.unplanned, ()), *map(self._smallest_of, chains)]
         return min(found, key=_peak)
 
-    def _smallest_of(self, chain: ChainFrontier) -> _Found:
+    def _smallest_of(self, chain: ChainFrontier) -> _ReplayedPlan:
         if chain not in self._reached:
             plans = islice(chain.smallest_first(), _FEW_PLANS)
             replays = [one for plan in plans for one in self._replays(plan)]
@@ -311,16 +322,16 @@ class Planner:
         return self._reached[chain]
 
     @cached_property
-    def _run_covers(self) -> dict[int, list[tuple[Unit, ...]]]:
-        return run_covers(self.graph, self.menus)
+    def _uniform_segmentations(self) -> dict[int, list[tuple[Unit, ...]]]:
+        return uniform_segmentations(self.graph, self.menus)
 
     @cached_property
-    def _of_runs(self) -> list[ChainFrontier]:
-        longest = _TIMES_ROOT * max(self._run_covers, default=0) ** 0.5
+    def _run_chains(self) -> list[ChainFrontier]:
+        longest = _TIMES_ROOT * max(self._uniform_segmentations, default=0) ** 0.5
         return [
-            chain_of(self.simulator, cover, self.menus.options)
-            for length, covers in self._run_covers.items()
-            for cover in covers
+            segmentation_frontier(self.simulator, segmentation, self.menus.options)
+            for length, covers in self._uniform_segmentations.items()
+            for segmentation in covers
             if length <= longest
         ]
 
@@ -332,20 +343,20 @@ class Planner:
         """
         least = self._smallest([self._tree])[0].peak_bytes
         regions = (
-            [Region(call, last=last) for call, last in cover]
-            for cover in self._runs_of_about(1 / 2)
+            [Region(call, last=last) for call, last in segmentation]
+            for segmentation in self._segmentations_near_power(1 / 2)
         )
         return any(self._frees_more(plan, than_bytes=least) for plan in regions)
 
     @cached_property
     def _nesting_pays(self) -> bool:
         """Whether dropping again inside of runs, while they are rebuilt, frees more."""
-        flat = [self._tree, *(self._of_runs if self._runs_pay else ())]
+        flat = [self._tree, *(self._run_chains if self._runs_pay else ())]
         least = self._smallest(flat)[0].peak_bytes
         regions = (
-            [self._nesting.simplest(unit) for unit in cover]
+            [self._nesting.drop_all_nested(unit) for unit in segmentation]
             for power in (1 / 2, 2 / 3)
-            for cover in self._runs_of_about(power)
+            for segmentation in self._segmentations_near_power(power)
         )
         return any(self._frees_more(plan, than_bytes=least) for plan in regions)
 
@@ -354,36 +365,43 @@ class Planner:
         return Nesting(self.simulator, self.menus, small=self._is_small)
 
     @cached_property
-    def _of_nests(self) -> list[ChainFrontier]:
+    def _nested_chains(self) -> list[ChainFrontier]:
         covers = dict.fromkeys(
-            cover for power in _POWERS for cover in self._runs_of_about(power)
+            segmentation
+            for power in _POWERS
+            for segmentation in self._segmentations_near_power(power)
         )
         options = self._nesting.options
-        return [chain_of(self.simulator, cover, options) for cover in covers]
+        return [
+            segmentation_frontier(self.simulator, segmentation, options)
+            for segmentation in covers
+        ]
 
-    def _runs_of_about(self, power: float) -> list[tuple[Unit, ...]]:
+    def _segmentations_near_power(self, power: float) -> list[tuple[Unit, ...]]:
         """Covers by runs as long as about a power of how many calls there are."""
-        covers = self._run_covers
+        covers = self._uniform_segmentations
         if not covers:
             return []
         wanted = max(covers) ** power
         return covers[min(covers, key=lambda length: abs(length - wanted))]
 
     def _frees_more(self, plan: Iterable[Region], than_bytes: int) -> bool:
-        done = [r for r in plan if can_be_done(self.simulator, r)]
+        done = [r for r in plan if can_recompute(self.simulator, r)]
         peak = self.simulator.run(done).peak_bytes
         freed = self.unplanned.peak_bytes - peak
         worth = min(_WORTH_FREED * freed, _WORTH_PEAK * than_bytes)
         return than_bytes - peak > worth
 
-    def _cheapest(self, chain: ChainFrontier, budget_bytes: int) -> _Found | None:
+    def _cheapest(
+        self, chain: ChainFrontier, budget_bytes: int
+    ) -> _ReplayedPlan | None:
         """The cheapest plan of a chain whose replay fits, if one does.
 
         Units that share a tensor free less together than each alone. So where a replay
         holds too much, plans are tried that the chain thinks need so much less; then
         those between them and the last one that did not fit.
         """
-        best: _Found | None = None
+        best: _ReplayedPlan | None = None
         low, high = chain.least_bytes, budget_bytes  # of what the chain thinks
         target, step = high, budget_bytes // _SMALLEST_STEP
         for _ in range(_MOST_REPLAYS):
@@ -401,30 +419,30 @@ class Planner:
             step *= 2
         return best
 
-    def _smaller(self, plan: Sequence[Choice], budget_bytes: int) -> _Found:
+    def _smaller(self, plan: Sequence[UnitChoice], budget_bytes: int) -> _ReplayedPlan:
         """The first replay of a plan that fits, or that of the smallest peak."""
-        found: list[_Found] = []
+        found: list[_ReplayedPlan] = []
         for replay in self._replays(plan):
             found.append(replay)
             if replay[0].peak_bytes <= budget_bytes:
                 return replay
         return min(found, key=_peak)
 
-    def _replays(self, plan: Sequence[Choice]) -> Iterator[_Found]:
+    def _replays(self, plan: Sequence[UnitChoice]) -> Iterator[_ReplayedPlan]:
         """A plan tidied, and as it is."""
         regions = regions_of(plan)
         if not any(region.inner for region in regions):
-            tidied = tuple(self.menus.tidy(regions, [unit for unit, _ in plan]))
+            tidied = tuple(self.menus.canonicalize(regions, [unit for unit, _ in plan]))
             with suppress(PlanError):  # a call may lack an input that one like it has
                 yield self.simulator.run(tidied), tidied
         yield self.simulator.run(regions), regions
 
 
-def _peak(found: _Found) -> int:
+def _peak(found: _ReplayedPlan) -> int:
     return found[0].peak_bytes
 
 
-def _rank(found: _Found) -> tuple[float, int]:
+def _rank(found: _ReplayedPlan) -> tuple[float, int]:
     return found[0].recompute_seconds, found[0].peak_bytes
 
 

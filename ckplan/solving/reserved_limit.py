@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ckplan.simulating.caching_allocator import LARGE_SEGMENT_BYTES, SMALL_SEGMENT_BYTES
-from ckplan.solving.memory_limit import Limit
+from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.planner import Planner
 from ckplan.solving.solution import Solution
 
@@ -15,7 +15,7 @@ _FIRST_SHARE = 64  # of the limit: the first part that is left to gaps
 _FINEST_SHARE = 128  # how well that part is known in the end
 
 
-def solve_within(planner: Planner, limit: Limit) -> Solution:
+def solve_within_limit(planner: Planner, limit: MemoryLimit) -> Solution:
     """Find the cheapest plan that keeps to a limit.
 
     On a card, segments of PyTorch's allocator have gaps that no tensor fits into, so
@@ -26,21 +26,21 @@ def solve_within(planner: Planner, limit: Limit) -> Solution:
     Raises:
         InfeasibleError: Not even the tensors fit.
     """
-    if not limit.on_card:
+    if not limit.of_reserved:
         return planner.solve(limit.bytes, limit)
-    for within in (spared(limit), limit):
+    for within in (with_spare_segment(limit), limit):
 
-        def fits(budget_bytes: int, within: Limit = within) -> bool:
+        def fits(budget_bytes: int, within: MemoryLimit = within) -> bool:
             found = planner.within(budget_bytes)
-            return found is not None and within.holds(found[0])
+            return found is not None and within.allows(found[0])
 
-        budget_bytes = _largest(fits, planner.floor.peak_bytes, limit.bytes)
+        budget_bytes = _largest_fitting(fits, planner.floor.peak_bytes, limit.bytes)
         if budget_bytes is not None:
             return planner.solve(budget_bytes, limit)
     return planner.solve(limit.bytes, limit)
 
 
-def spared(limit: Limit) -> Limit:
+def with_spare_segment(limit: MemoryLimit) -> MemoryLimit:
     """What a replay may take: one segment is for what a step does in another order.
 
     It is a large one, of small cards a hundredth, of the smallest a small segment.
@@ -49,7 +49,7 @@ def spared(limit: Limit) -> Limit:
     return replace(limit, bytes=limit.bytes - max(spare_bytes, SMALL_SEGMENT_BYTES))
 
 
-def _largest(fits: Callable[[int], bool], least: int, most: int) -> int | None:
+def _largest_fitting(fits: Callable[[int], bool], least: int, most: int) -> int | None:
     """A large number from a range that fits."""
     if fits(most):
         return most

@@ -22,14 +22,14 @@ from ckplan.simulating.simulate import Simulator
 from ckplan.solving.chain import ChainFrontier, Link, solve_chain
 from ckplan.solving.menu import Menus, Option, Unit
 
-LEAST_SHARE = 1 / 32
+MIN_DIVIDED_SHARE = 1 / 32
 """Of what could be dropped: calls that hold less are not divided."""
 
-MANY_OPS, NEARLY_ALL = 1000, 0.95
+LARGE_CALL_OPS, DOMINANT_PART_SHARE = 1000, 0.95
 """A call of so many ops, one part of which holds so much of it, is no unit itself."""
 
 RUN_SHARES = (1 / 8, 1 / 32)
-FEW_OPS = 256
+ALL_RUN_LENGTHS_MAX_OPS = 256
 """Of a step of which runs of every length are tried."""
 
 _Options: TypeAlias = Callable[[Unit], Sequence[Option]]
@@ -37,11 +37,11 @@ _CHILDREN_MUST_HOLD = 0.5  # of their parent's droppable bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class CallNode:
     """A call, and what it is divided into if it is."""
 
     call: int
-    parts: tuple[Node, ...] = ()
+    parts: tuple[CallNode, ...] = ()
     is_unit: bool = True  # as a whole
 
     @property
@@ -50,54 +50,58 @@ class Node:
         return self.call, None
 
 
-def all_nodes(graph: Graph) -> tuple[Node, ...]:
+def full_call_tree(graph: Graph) -> tuple[CallNode, ...]:
     """The outermost calls, all divided, in forward order: a run may begin with any."""
 
-    def nodes(calls: Iterable[int]) -> tuple[Node, ...]:
-        return tuple(Node(call, nodes(graph.children[call])) for call in calls)
+    def nodes(calls: Iterable[int]) -> tuple[CallNode, ...]:
+        return tuple(CallNode(call, nodes(graph.children[call])) for call in calls)
 
     return nodes(graph.children[OUTSIDE_CALLS])
 
 
-def find_nodes(graph: Graph, menus: Menus) -> tuple[Node, ...]:
+def pruned_call_tree(graph: Graph, menus: Menus) -> tuple[CallNode, ...]:
     """The outermost calls that hold something to drop, in forward order."""
     size, total = menus.droppable_bytes, menus.all_droppable_bytes
 
-    def nodes(calls: Sequence[int]) -> tuple[Node, ...]:
+    def nodes(calls: Sequence[int]) -> tuple[CallNode, ...]:
         return tuple(node(call) for call in calls if size(call))
 
-    def node(call: int) -> Node:
+    def node(call: int) -> CallNode:
         inside, found = parts(call), graph.calls[call]
         most = max((size(part.call) for part in inside), default=0)
-        is_large = found.stop - found.start > MANY_OPS
-        return Node(call, inside, not is_large or most <= NEARLY_ALL * size(call))
+        is_large = found.stop - found.start > LARGE_CALL_OPS
+        return CallNode(
+            call, inside, not is_large or most <= DOMINANT_PART_SHARE * size(call)
+        )
 
-    def parts(call: int) -> tuple[Node, ...]:
+    def parts(call: int) -> tuple[CallNode, ...]:
         children = graph.children[call]
         inside = sum(map(size, children))
         worth = children and inside >= _CHILDREN_MUST_HOLD * size(call)
-        return nodes(children) if worth and size(call) > LEAST_SHARE * total else ()
+        return (
+            nodes(children) if worth and size(call) > MIN_DIVIDED_SHARE * total else ()
+        )
 
     return nodes(graph.children[OUTSIDE_CALLS])
 
 
-def all_units(nodes: Sequence[Node]) -> Iterator[Unit]:
+def candidate_units(nodes: Sequence[CallNode]) -> Iterator[Unit]:
     """Every call that may be a unit."""
     for node in nodes:
         if node.is_unit:
             yield node.unit
-        yield from all_units(node.parts)
+        yield from candidate_units(node.parts)
 
 
-def leaves(nodes: Sequence[Node]) -> Iterator[Unit]:
+def leaf_units(nodes: Sequence[CallNode]) -> Iterator[Unit]:
     """The cover by the smallest units."""
     for node in nodes:
-        yield from leaves(node.parts) if node.parts else (node.unit,)
+        yield from leaf_units(node.parts) if node.parts else (node.unit,)
 
 
 def tree_frontier(
     simulator: Simulator,
-    nodes: Sequence[Node],
+    nodes: Sequence[CallNode],
     options: _Options,
     *,
     runs: bool = False,
@@ -116,7 +120,7 @@ def tree_frontier(
 
 def _divided(
     simulator: Simulator,
-    nodes: Sequence[Node],
+    nodes: Sequence[CallNode],
     options: _Options,
     windows: Sequence[tuple[int, int]],
     tail: ChainFrontier | None,
@@ -124,8 +128,8 @@ def _divided(
     runs: bool,
 ) -> ChainFrontier:
     """F before the first node; ``tail`` is F after the last, if there is any."""
-    gaps = _gaps(simulator, [node.unit for node in nodes], windows)
-    after = [tail.above(gaps[-1]) if tail else ChainFrontier.end(gaps[-1])]
+    gaps = _live_between_units(simulator, [node.unit for node in nodes], windows)
+    after = [tail.raised_to(gaps[-1]) if tail else ChainFrontier.end(gaps[-1])]
     for place in range(len(nodes) - 1, -1, -1):
         node, gap = nodes[place], gaps[place]
         view = simulator.view(*node.unit)
@@ -135,7 +139,7 @@ def _divided(
         if node.parts:
             own = [view.forward_window(), view.backward_window()]
             parts = _divided(simulator, node.parts, options, own, after[0], runs=runs)
-            ways.append(parts.above(gap))
+            ways.append(parts.raised_to(gap))
         for last, found in enumerate(after[1:] if runs else (), place + 1):
             if are_siblings(simulator.graph, node.call, nodes[last].call):
                 run = (node.call, nodes[last].call)
@@ -144,7 +148,9 @@ def _divided(
     return after[0]
 
 
-def run_covers(graph: Graph, menus: Menus) -> dict[int, list[tuple[Unit, ...]]]:
+def uniform_segmentations(
+    graph: Graph, menus: Menus
+) -> dict[int, list[tuple[Unit, ...]]]:
     """Covers of runs by the length of their runs, in calls.
 
     Here a call is replaced by its children also where these hold nothing of their own:
@@ -166,10 +172,12 @@ def run_covers(graph: Graph, menus: Menus) -> dict[int, list[tuple[Unit, ...]]]:
                     groups.append([])
                 groups[-1].append(call)
         longest = max(map(len, groups))
-        few = len(graph.ops) <= FEW_OPS
+        few = len(graph.ops) <= ALL_RUN_LENGTHS_MAX_OPS
         for length in range(2, longest) if few else _lengths(longest):
-            cover = tuple(unit for group in groups for unit in _runs(group, length))
-            found.setdefault(length, {})[cover] = None
+            segmentation = tuple(
+                unit for group in groups for unit in _runs(group, length)
+            )
+            found.setdefault(length, {})[segmentation] = None
     return {length: list(covers) for length, covers in sorted(found.items())}
 
 
@@ -193,19 +201,21 @@ def _runs(calls: Sequence[int], length: int) -> Iterator[Unit]:
         yield run[0], run[-1] if len(run) > 1 else None
 
 
-def chain_of(
-    simulator: Simulator, cover: Sequence[Unit], options: _Options
+def segmentation_frontier(
+    simulator: Simulator, segmentation: Sequence[Unit], options: _Options
 ) -> ChainFrontier:
     """The frontier over the units of a cover."""
-    gaps = _gaps(simulator, cover, [(0, len(simulator.unplanned_bytes) - 1)])
+    gaps = _live_between_units(
+        simulator, segmentation, [(0, len(simulator.unplanned_bytes) - 1)]
+    )
     links = [
         Link(unit, options(unit), gap)
-        for unit, gap in zip(cover, gaps[:-1], strict=True)
+        for unit, gap in zip(segmentation, gaps[:-1], strict=True)
     ]
     return solve_chain(links, gaps[-1])
 
 
-def _gaps(
+def _live_between_units(
     simulator: Simulator, units: Sequence[Unit], windows: Sequence[tuple[int, int]]
 ) -> list[int]:
     """Most live bytes in windows of half moments where no unit runs.

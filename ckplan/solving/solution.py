@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ckplan.plan.region import Region
 from ckplan.simulating.simulate import Timeline
 from ckplan.solving.bound import gap
-from ckplan.solving.memory_limit import Limit
+from ckplan.solving.memory_limit import MemoryLimit
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,9 +20,9 @@ class Baseline:
     fits: bool
 
     @classmethod
-    def of(cls, name: str, timeline: Timeline, limit: Limit) -> Baseline:
+    def of(cls, name: str, timeline: Timeline, limit: MemoryLimit) -> Baseline:
         """What a replay says of it."""
-        peak_bytes, fits = timeline.peak_bytes, limit.holds(timeline)
+        peak_bytes, fits = timeline.peak_bytes, limit.allows(timeline)
         return cls(name, peak_bytes, timeline.overhead, fits)
 
 
@@ -36,7 +36,7 @@ class Floor:
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class FrontierPoint:
     """One plan of the frontier: no plan found needs less and costs less."""
 
     peak_bytes: int
@@ -46,7 +46,7 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True)
-class Exact:
+class ExactResult:
     """What an exact search for the cheapest schedule of ops found in its time."""
 
     optimal: bool  # it came to its end
@@ -59,17 +59,17 @@ class Solution:
     """The cheapest plan found that fits a budget."""
 
     budget_bytes: int  # of tensors
-    limit: Limit  # of all
+    limit: MemoryLimit  # of all
     regions: tuple[Region, ...]
     timeline: Timeline
     unplanned: Timeline
     floor: Floor
     bound_overhead: float  # no schedule of ops under this budget costs less
     baselines: tuple[Baseline, ...]
-    exact: Exact | None = None  # if one was asked for
+    exact: ExactResult | None = None  # if one was asked for
 
     @property
-    def gap_bytes(self) -> int:
+    def fragmentation_bytes(self) -> int:
         """What is left to the gaps of a card's allocator, beside the budget."""
         return self.limit.bytes - self.budget_bytes
 

@@ -13,10 +13,10 @@ from ckplan.graph.graph import Graph
 from ckplan.plan.plan import Plan, Prediction, plan_fingerprint
 from ckplan.plan.resolve import describe
 from ckplan.simulating.allocations import is_on_card
-from ckplan.solving.memory_limit import Limit
+from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.planner import Planner
-from ckplan.solving.reserved_limit import solve_within
-from ckplan.solving.solution import Point, Solution
+from ckplan.solving.reserved_limit import solve_within_limit
+from ckplan.solving.solution import FrontierPoint, Solution
 
 GOALS = (None, "min-memory", "knee")
 METHODS = ("chain", "milp")
@@ -35,7 +35,7 @@ def solve(graph: Graph, budget_bytes: int) -> Solution:
     return Planner(graph).solve(budget_bytes)
 
 
-def frontier(graph: Graph, count: int = 24) -> tuple[Point, ...]:
+def frontier(graph: Graph, count: int = 24) -> tuple[FrontierPoint, ...]:
     """Non-dominated plans, the smallest first; see ``Planner.frontier``."""
     return Planner(graph).frontier(count)
 
@@ -88,16 +88,18 @@ def solve_plan(
     if isinstance(max_overhead, str):
         max_overhead = units.parse_percent(max_overhead)
     reserve_bytes = units.parse_bytes(reserve)
-    wish = Wish(budget, max_overhead, goal, gpu, reserve_bytes, expandable_segments)
+    objective = Objective(
+        budget, max_overhead, goal, gpu, reserve_bytes, expandable_segments
+    )
     planner = Planner(graph)
-    solution = find(planner, wish)
+    solution = find(planner, objective)
     if method == "milp":
-        solution = with_exact(planner, solution, time_limit)
+        solution = add_exact_bound(planner, solution, time_limit)
     return to_plan(graph, solution)
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class Objective:
     """What a plan is to reach: exactly one of the first four is given."""
 
     budget: str | int | None = None
@@ -122,7 +124,7 @@ class Wish:
                 hint="ckplan.solve(graph, max_overhead=0.05)",
             )
         given = [self.budget, self.max_overhead, self.goal, self.gpu]
-        if sum(wish is not None for wish in given) != 1:
+        if sum(objective is not None for objective in given) != 1:
             raise CkplanError(
                 "cannot tell what the plan is to reach",
                 needed="exactly one of a budget, a card, a largest overhead and a goal "
@@ -144,7 +146,7 @@ class Wish:
             )
 
 
-def with_exact(
+def add_exact_bound(
     planner: Planner, solution: Solution, time_limit_seconds: float
 ) -> Solution:
     """Add what an exact search says of the same budget; the better bound counts."""
@@ -156,30 +158,34 @@ def with_exact(
     return replace(solution, exact=exact, bound_overhead=bound)
 
 
-def find(planner: Planner, wish: Wish) -> Solution:
+def find(planner: Planner, objective: Objective) -> Solution:
     """Find what is wished for."""
-    limit = limit_of(planner, wish)
+    limit = limit_of_objective(planner, objective)
     if limit is not None:
-        return solve_within(planner, limit)
-    if wish.max_overhead is not None:
-        return planner.least_memory(wish.max_overhead)
-    if wish.goal == "knee":
+        return solve_within_limit(planner, limit)
+    if objective.max_overhead is not None:
+        return planner.least_memory(objective.max_overhead)
+    if objective.goal == "knee":
         return planner.knee()
     return planner.solve(planner.floor.peak_bytes)
 
 
-def limit_of(planner: Planner, wish: Wish) -> Limit | None:
+def limit_of_objective(planner: Planner, objective: Objective) -> MemoryLimit | None:
     """What a step may take, a reserve being off; None if a wish does not say.
 
     Raises:
         CkplanError: It is unreadable, or all of it is reserved.
     """
-    if wish.gpu is not None:
-        usable_bytes = gpus.find(wish.gpu).usable_bytes
-        budget_bytes = _budget_bytes(planner, usable_bytes, wish.reserve_bytes)
-        return Limit(budget_bytes, is_on_card(planner.graph), wish.expandable)
-    if wish.budget is not None:
-        return Limit(_budget_bytes(planner, wish.budget, wish.reserve_bytes))
+    if objective.gpu is not None:
+        usable_bytes = gpus.find(objective.gpu).usable_bytes
+        budget_bytes = _budget_bytes(planner, usable_bytes, objective.reserve_bytes)
+        return MemoryLimit(
+            budget_bytes, is_on_card(planner.graph), objective.expandable
+        )
+    if objective.budget is not None:
+        return MemoryLimit(
+            _budget_bytes(planner, objective.budget, objective.reserve_bytes)
+        )
     return None
 
 

@@ -22,7 +22,7 @@ from ckplan.graph.records import (
     Storage,
     Workspace,
 )
-from ckplan.tracing.costs.calibrate import CodingCost
+from ckplan.tracing.costs.calibrate import EncodingCost
 from ckplan.tracing.costs.cost_cache import Cost
 from ckplan.tracing.hazards.from_recording import find_hazards
 from ckplan.tracing.recording.recording import (
@@ -42,7 +42,7 @@ _NUMBER_BYTES = 8
 def build_graph(
     recording: Recording,
     costs: Sequence[Cost],
-    codings: Mapping[tuple[str, TensorMeta], CodingCost],
+    encoding_costs: Mapping[tuple[str, TensorMeta], EncodingCost],
     *,
     model: str,
     fingerprint: Mapping[str, Any],
@@ -90,14 +90,16 @@ def build_graph(
             for s in saves
         ),
         calls=calls,
-        encodings=tuple(_encodings(recording, codings)),
+        encodings=tuple(_encodings(recording, encoding_costs)),
         hazards=find_hazards(recording, call_number),
         num_forward=recording.num_forward,
         num_backward=recording.num_backward,
     )
 
 
-def smaller_forms(recording: Recording) -> Iterator[tuple[int, int, str, TensorMeta]]:
+def encodable_outputs(
+    recording: Recording,
+) -> Iterator[tuple[int, int, str, TensorMeta]]:
     """(op, output, form, description) of what forward could keep in a smaller form."""
     for number, op in enumerate(recording.ops[: recording.num_forward]):
         inputs = (leaf for leaf in op.args if isinstance(leaf, TensorMeta))
@@ -109,10 +111,13 @@ def smaller_forms(recording: Recording) -> Iterator[tuple[int, int, str, TensorM
 
 
 def _encodings(
-    recording: Recording, codings: Mapping[tuple[str, TensorMeta], CodingCost]
+    recording: Recording, encoding_costs: Mapping[tuple[str, TensorMeta], EncodingCost]
 ) -> Iterator[Encoding]:
-    for op, output, form, meta in smaller_forms(recording):
-        size, cost = encoded_bytes(form, math.prod(meta.shape)), codings[form, meta]
+    for op, output, form, meta in encodable_outputs(recording):
+        size, cost = (
+            encoded_bytes(form, math.prod(meta.shape)),
+            encoding_costs[form, meta],
+        )
         yield Encoding(
             op,
             output,

@@ -20,28 +20,34 @@ from ckplan.applying import remove
 from ckplan.graph.graph import Graph
 from ckplan.graph.records import MEASURED, EngineCosts
 from ckplan.graph.sharding import Sharding, sharded
-from ckplan.tracing.build import build_graph, smaller_forms
+from ckplan.tracing.build import build_graph, encodable_outputs
 from ckplan.tracing.costs.apply_overhead import calibrate_engine
 from ckplan.tracing.costs.calibrate import (
-    CodingCost,
+    EncodingCost,
     Progress,
     calibrate,
     calibrate_encodings,
 )
 from ckplan.tracing.costs.cost_cache import Cost, CostCache, cost_cache
-from ckplan.tracing.costs.roofline import roofline, roofline_codings
-from ckplan.tracing.cuda.memory import as_allocated, with_workspaces
-from ckplan.tracing.hazards.nondeterminism import repeated
+from ckplan.tracing.costs.roofline import roofline, roofline_encodings
+from ckplan.tracing.cuda.memory import in_allocator_blocks, with_workspaces
+from ckplan.tracing.hazards.nondeterminism import with_nondeterminism_hazards
 from ckplan.tracing.recording.recording import Recording, TensorMeta
-from ckplan.tracing.recording.side_effects import states_kept
-from ckplan.tracing.smaller_batches import DoesNotFitError, from_smaller
-from ckplan.tracing.target import Target, find_target
-from ckplan.tracing.trace import Build, Scope, Traced, trace, trace_real
+from ckplan.tracing.recording.side_effects import preserve_rng_state
+from ckplan.tracing.smaller_batches import DoesNotFitError, profile_smaller_batches
+from ckplan.tracing.target import TraceTarget, find_target
+from ckplan.tracing.trace import (
+    BuildWorkload,
+    FakeScope,
+    TracedStep,
+    trace,
+    trace_on_real_tensors,
+)
 from ckplan.training.fingerprint import fingerprint
-from ckplan.training.free_memory import given_back
+from ckplan.training.free_memory import empty_cache_after
 from ckplan.training.loading import WorkloadSpec
 from ckplan.training.randomness import seed_everything
-from ckplan.training.step import AS_IT_SAYS, Training
+from ckplan.training.step import DEFAULT_TRAINING, Training
 from ckplan.training.workload import (
     Workload,
     as_workload,
@@ -62,7 +68,7 @@ NOTE_CPU_BYTES = "bytes: as on a CPU, where kernels keep other tensors than on a
 def profile_workload(
     spec: WorkloadSpec,
     *,
-    training: Training = AS_IT_SAYS,
+    training: Training = DEFAULT_TRAINING,
     device: str | None = None,
     gpu: str | None = None,
     fresh: bool = False,
@@ -91,7 +97,7 @@ def profile_workload(
     target = find_target(device or ("cpu" if gpu is None else "cuda"), gpu)
     make = spec.load()  # imports happen outside of fake tensors
 
-    def build(scope: Scope | None) -> Workload:
+    def build(scope: FakeScope | None) -> Workload:
         del scope
         seed_everything(seed)
         return make()
@@ -158,7 +164,7 @@ def profile(
     here = next((str(p.device) for p in model.parameters()), "cpu")
     target = find_target(device or (here if gpu is None else "cuda"), gpu)
 
-    def build(scope: Scope | None) -> Workload:
+    def build(scope: FakeScope | None) -> Workload:
         real = (workload.model, workload.batch)
         if scope is None:
             model, batch = copy.deepcopy(real)
@@ -176,10 +182,10 @@ def profile(
 
 
 @contextmanager
-def _left_as_it_is(target: Target) -> Iterator[None]:
+def _left_as_it_is(target: TraceTarget) -> Iterator[None]:
     """Random states stay as they are, and a GPU has the memory that it had."""
     target.begin()
-    with states_kept(), given_back(target.placed):
+    with preserve_rng_state(), empty_cache_after(target.placed):
         yield
 
 
@@ -195,9 +201,9 @@ def _values_of(model: nn.Module, batch: Any) -> list[torch.Tensor]:
 
 
 def _profile(
-    build: Build,
+    build: BuildWorkload,
     training: Training,
-    target: Target,
+    target: TraceTarget,
     fresh: bool,
     replay: bool,
     progress: Progress | None,
@@ -205,7 +211,7 @@ def _profile(
     cache = cost_cache(target.placed, fresh=fresh)
     tell = progress or (lambda what, done, total: None)
 
-    def unplanned(scope: Scope | None) -> Workload:
+    def unplanned(scope: FakeScope | None) -> Workload:
         workload = build(scope)
         remove(workload.model)
         return workload
@@ -214,14 +220,18 @@ def _profile(
     try:
         traced, too_large = trace(unplanned, training, target), None
     except DoesNotFitError as error:
-        too_large = error.alone()  # what failed must not hold memory any more
+        too_large = (
+            error.without_traceback()
+        )  # what failed must not hold memory any more
     if too_large is None:
         graph = _as_graph(traced, training, target, cache, progress)
     else:
         tell("tracing smaller batches", 0, 0)
-        graph = from_smaller(
+        graph = profile_smaller_batches(
             unplanned,
-            lambda smaller: trace_real(smaller, training, target, too_large.needed),
+            lambda smaller: trace_on_real_tensors(
+                smaller, training, target, too_large.needed
+            ),
             lambda traced: _as_graph(traced, training, target, cache, progress),
             lambda workload: fingerprint(workload, target.device)["batch"],
             too_large,
@@ -229,7 +239,7 @@ def _profile(
     if not (replay and target.is_here):
         return graph
     tell("running forward twice", 0, 0)
-    return repeated(
+    return with_nondeterminism_hazards(
         graph,
         lambda: on_device(unplanned(None), target.placed),
         training,
@@ -238,9 +248,9 @@ def _profile(
 
 
 def _as_graph(
-    traced: Traced,
+    traced: TracedStep,
     training: Training,
-    target: Target,
+    target: TraceTarget,
     cache: CostCache,
     progress: Progress | None,
 ) -> Graph:
@@ -259,12 +269,15 @@ def _as_graph(
         engine=_engine_costs(traced.recording, target, cache),
     )
     if target.device.type == "cuda":
-        return as_allocated(graph, target.capability)
+        return in_allocator_blocks(graph, target.capability)
     return graph
 
 
 def _costs(
-    recording: Recording, target: Target, cache: CostCache, progress: Progress | None
+    recording: Recording,
+    target: TraceTarget,
+    cache: CostCache,
+    progress: Progress | None,
 ) -> tuple[list[Cost], list[str]]:
     """What every op costs, and what a reader must know of that."""
     ops, gpu = recording.ops, target.gpu
@@ -280,7 +293,7 @@ def _costs(
 
 
 def _engine_costs(
-    recording: Recording, target: Target, cache: CostCache
+    recording: Recording, target: TraceTarget, cache: CostCache
 ) -> EngineCosts:
     """What our own part costs; of other machines than this one it is not known."""
     if target.gpu is not None:
@@ -290,8 +303,12 @@ def _engine_costs(
 
 
 def _coding_costs(
-    recording: Recording, target: Target, cache: CostCache
-) -> dict[tuple[str, TensorMeta], CodingCost]:
-    forms = ((form, meta) for _, _, form, meta in smaller_forms(recording))
-    codings = calibrate_encodings(forms, target.placed, cache)
-    return codings if target.gpu is None else roofline_codings(codings, target.gpu)
+    recording: Recording, target: TraceTarget, cache: CostCache
+) -> dict[tuple[str, TensorMeta], EncodingCost]:
+    forms = ((form, meta) for _, _, form, meta in encodable_outputs(recording))
+    encoding_costs = calibrate_encodings(forms, target.placed, cache)
+    return (
+        encoding_costs
+        if target.gpu is None
+        else roofline_encodings(encoding_costs, target.gpu)
+    )

@@ -18,12 +18,12 @@ _Build: TypeAlias = Callable[[Any], Workload]
 class DoesNotFitError(WorkloadError):
     """A step on real tensors needs more memory than there is."""
 
-    def alone(self) -> DoesNotFitError:
+    def without_traceback(self) -> DoesNotFitError:
         """The same without the frames that hold what filled the memory."""
         return DoesNotFitError(self.what, needed=self.needed, hint=self.hint)
 
 
-def from_smaller(
+def profile_smaller_batches(
     build: _Build,
     trace: Callable[[_Build], _T],
     as_graph: Callable[[_T], Graph],

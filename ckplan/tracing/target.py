@@ -16,7 +16,7 @@ DEFAULT_GPU = "A100 40GB"
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class TraceTarget:
     """Where the step is to run."""
 
     device: torch.device
@@ -57,7 +57,7 @@ class Target:
                 ) from error
 
 
-def find_target(device: str, gpu: str | None) -> Target:
+def find_target(device: str, gpu: str | None) -> TraceTarget:
     """Check where a step is to run.
 
     A card whose kernels are others than those of the GPU that is here is not here.
@@ -78,9 +78,11 @@ def find_target(device: str, gpu: str | None) -> Target:
         )
     card = find(gpu) if gpu else None
     if name == "cpu":
-        return Target(torch.device(device), card, is_here=True)
+        return TraceTarget(torch.device(device), card, is_here=True)
     if not torch.cuda.is_available():
-        return Target(torch.device(device), card or find(DEFAULT_GPU), is_here=False)
+        return TraceTarget(
+            torch.device(device), card or find(DEFAULT_GPU), is_here=False
+        )
     if int(number or 0) >= (count := torch.cuda.device_count()):
         raise CkplanError(
             f"cannot use {device}: GPUs of this machine: {count}",
@@ -90,4 +92,4 @@ def find_target(device: str, gpu: str | None) -> Target:
     is_like = card is None or card.capability == torch.cuda.get_device_capability(
         device
     )
-    return Target(torch.device(device), card, is_like)
+    return TraceTarget(torch.device(device), card, is_like)

@@ -16,25 +16,25 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ckplan.errors import CkplanError, WorkloadError
 from ckplan.graph.records import BEFORE_STEP
-from ckplan.tracing.cuda import dispatched, present, translated
+from ckplan.tracing.cuda import cpu_as_cuda, fake_cuda_with_gpu, fake_cuda_without_gpu
 from ckplan.tracing.faking.fake_mode import KnownValues, fake_tensors, why_not_fake
 from ckplan.tracing.recording.recorder import StepRecorder
 from ckplan.tracing.recording.recording import Recording
 from ckplan.tracing.recording.storages import Storages
 from ckplan.tracing.smaller_batches import DoesNotFitError
-from ckplan.tracing.target import Target
+from ckplan.tracing.target import TraceTarget
 from ckplan.training.failures import (
     check_finite,
-    described,
+    describe_failure,
     first_line,
     is_out_of_memory,
-    not_followed,
-    place_of,
+    location_hint,
+    untraceable_feature,
     wants_gpu,
 )
 from ckplan.training.fingerprint import fingerprint
 from ckplan.training.free_memory import available_bytes, limited_memory
-from ckplan.training.optimizers import counters
+from ckplan.training.optimizers import step_counts
 from ckplan.training.step import Training, TrainingStep, make_step
 from ckplan.training.workload import Workload, check_not_lazy, on_device, tensors_of
 
@@ -47,12 +47,12 @@ NOTE_MADE = (
 
 _MOST_OF_MEMORY = 0.9  # of what is available, for a step on real tensors
 
-Scope: TypeAlias = tuple[FakeTensorMode, KnownValues]
-Build: TypeAlias = Callable[[Scope | None], Workload]
+FakeScope: TypeAlias = tuple[FakeTensorMode, KnownValues]
+BuildWorkload: TypeAlias = Callable[[FakeScope | None], Workload]
 
 
 @dataclass(frozen=True, slots=True)
-class Traced:
+class TracedStep:
     """A step as it was seen, and whose."""
 
     recording: Recording
@@ -61,7 +61,7 @@ class Traced:
     notes: list[str]
 
 
-def trace(build: Build, training: Training, target: Target) -> Traced:
+def trace(build: BuildWorkload, training: Training, target: TraceTarget) -> TracedStep:
     """Trace under fake tensors, and on real ones where the model needs values.
 
     Args:
@@ -82,18 +82,20 @@ def trace(build: Build, training: Training, target: Target) -> Traced:
         if _is_final(error):
             raise
         why = f"traced on real tensors: {why_not_fake(error.__cause__ or error)}"
-        return trace_real(build, training, target, why)
+        return trace_on_real_tensors(build, training, target, why)
     traced.notes.append(NOTE_FAKE)
     traced.notes.extend(f"as CUDA does it: {what}" for what in words)
     return traced
 
 
-def _kernels_of(target: Target) -> AbstractContextManager[Iterable[str]]:
+def _kernels_of(target: TraceTarget) -> AbstractContextManager[Iterable[str]]:
     """What fake tensors get of the kernels of a device that is here."""
-    return present() if target.device.type == "cuda" else nullcontext(())
+    return fake_cuda_with_gpu() if target.device.type == "cuda" else nullcontext(())
 
 
-def _trace_elsewhere(build: Build, training: Training, target: Target) -> Traced:
+def _trace_elsewhere(
+    build: BuildWorkload, training: Training, target: TraceTarget
+) -> TracedStep:
     """Trace what CUDA would do, without a GPU; no real tensors can be fallen back on.
 
     Raises:
@@ -104,7 +106,7 @@ def _trace_elsewhere(build: Build, training: Training, target: Target) -> Traced
     try:
         with (
             fake_tensors() as scope,
-            dispatched(target.capability, target.gpu) as words,
+            fake_cuda_without_gpu(target.capability, target.gpu) as words,
         ):
             traced = _watch_step(build, training, target, scope, target.device)
     except Exception as error:
@@ -120,8 +122,8 @@ def _trace_elsewhere(build: Build, training: Training, target: Target) -> Traced
 
 
 def _trace_translated(
-    build: Build, training: Training, target: Target, before: str = ""
-) -> Traced:
+    build: BuildWorkload, training: Training, target: TraceTarget, before: str = ""
+) -> TracedStep:
     """Trace on fake CPU tensors what CUDA would do.
 
     Args:
@@ -136,7 +138,7 @@ def _trace_translated(
     try:
         with (
             fake_tensors() as scope,
-            translated(target.capability, target.gpu) as words,
+            cpu_as_cuda(target.capability, target.gpu) as words,
         ):
             traced = _watch_step(build, training, target, scope)
     except Exception as error:
@@ -180,7 +182,7 @@ def _instead(error: Exception) -> str:
     return ", or ".join(ways)
 
 
-def _card(target: Target) -> str:
+def _card(target: TraceTarget) -> str:
     assert target.gpu is not None, "internal error: no card to trace for"
     major, minor = target.capability
     return f"{target.gpu.name} (compute capability {major}.{minor})"
@@ -191,7 +193,9 @@ def _is_final(error: Exception) -> bool:
     return isinstance(error, CkplanError) and error.__cause__ is None
 
 
-def trace_real(build: Build, training: Training, target: Target, why: str) -> Traced:
+def trace_on_real_tensors(
+    build: BuildWorkload, training: Training, target: TraceTarget, why: str
+) -> TracedStep:
     """Trace on real tensors.
 
     Args:
@@ -220,12 +224,12 @@ def trace_real(build: Build, training: Training, target: Target, why: str) -> Tr
 
 
 def _watch_step(
-    build: Build,
+    build: BuildWorkload,
     training: Training,
-    target: Target,
-    scope: Scope | None,
+    target: TraceTarget,
+    scope: FakeScope | None,
     device: torch.device | None = None,
-) -> Traced:
+) -> TracedStep:
     """Record the second step: the steady state, in which optimizer state exists."""
     placed = device or target.placed
     workload = on_device(build(scope), placed)
@@ -245,12 +249,12 @@ def _watch_step(
         recorder = StepRecorder(workload.model, placed, fake=fake, on_cuda=on_cuda)
         _know_before(recorder.storages, step)
         if on_cuda and step.optimizer is not None:
-            recorder.storages.leave_out(counters(step.optimizer))
+            recorder.storages.count_as_zero_bytes(step_counts(step.optimizer))
         notes = _record(recorder, step)
     made = [name for name, _ in workload.model.named_modules() if name not in there]
     if made:
         notes.append(f"{NOTE_MADE}: {made[0]}" + ", ..." * (len(made) > 1))
-    return Traced(
+    return TracedStep(
         recorder.recording,
         type(workload.model).__name__,
         fingerprint(workload, target.device),
@@ -266,12 +270,12 @@ def _told(title: str) -> Iterator[None]:
     except CkplanError:
         raise
     except Exception as error:
-        what, used = f"{title} {described(error)}", not_followed(error)
+        what, used = f"{title} {describe_failure(error)}", untraceable_feature(error)
         needed = "a model that takes two steps on its batch, one after the other"
         if used:
             what = f"cannot trace the step: it uses {used}"
             needed = "a step of strided tensors and torch.autograd"
-        raise WorkloadError(what, needed=needed, hint=place_of(error)) from error
+        raise WorkloadError(what, needed=needed, hint=location_hint(error)) from error
 
 
 def _record(recorder: StepRecorder, step: TrainingStep) -> list[str]:
@@ -284,7 +288,7 @@ def _record(recorder: StepRecorder, step: TrainingStep) -> list[str]:
         recorder.begin_update()
         parameters = step.workload.model.parameters()
         grads = [p.grad for p in parameters if p.grad is not None]
-        recorder.storages.mark(grads, "gradient")
+        recorder.storages.set_kind(grads, "gradient")
         del grads
         step.update()
         del value
@@ -293,13 +297,15 @@ def _record(recorder: StepRecorder, step: TrainingStep) -> list[str]:
 
 def _know_before(storages: Storages, step: TrainingStep) -> None:
     model, optimizer = step.workload.model, step.optimizer
-    storages.know(model.parameters(), "parameter")
-    storages.know(model.buffers(), "buffer")
+    storages.register_existing(model.parameters(), "parameter")
+    storages.register_existing(model.buffers(), "buffer")
     grads = [p.grad for p in model.parameters() if p.grad is not None]
-    storages.know(grads, "gradient")
+    storages.register_existing(grads, "gradient")
     if optimizer is not None:
-        storages.know(tensors_of(list(optimizer.state.values())), "optimizer")
-    storages.know(tensors_of(step.workload.batch), "input")
+        storages.register_existing(
+            tensors_of(list(optimizer.state.values())), "optimizer"
+        )
+    storages.register_existing(tensors_of(step.workload.batch), "input")
     # Plain attributes, which no op may read: what the last step left in them, as norms
     # of weights do by hooks, stays until another takes its place.
     held = tensors_of([vars(module) for module in model.modules()])

@@ -49,7 +49,7 @@ class AllocatorLog:
         return AllocatorLog(before), AllocatorLog(after, self.spans)
 
 
-class OnGpu(NamedTuple):
+class GpuAllocatorStats(NamedTuple):
     """What a GPU's caching allocator did since its peaks were reset."""
 
     requested_bytes: int  # now
@@ -58,10 +58,10 @@ class OnGpu(NamedTuple):
     reserved_peak_bytes: int
 
 
-def on_gpu(device: torch.device) -> OnGpu:
+def gpu_allocator_stats(device: torch.device) -> GpuAllocatorStats:
     """Read the allocator of a GPU."""
     stats = torch.cuda.memory_stats(device)
-    return OnGpu(
+    return GpuAllocatorStats(
         stats["requested_bytes.all.current"],
         stats["requested_bytes.all.peak"],
         stats["allocated_bytes.all.peak"],

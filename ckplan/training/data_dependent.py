@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-MASKS = (torch.bool, torch.uint8)
+MASK_DTYPES = (torch.bool, torch.uint8)
 
 
-def decided_by_values(func: Any, leaves: Iterable[object]) -> bool:
+def has_data_dependent_shape(func: Any, leaves: Iterable[object]) -> bool:
     """Whether the shape of what an op returns is not known from those of its inputs.
 
     Args:
@@ -23,4 +23,4 @@ def decided_by_values(func: Any, leaves: Iterable[object]) -> bool:
     if func.overloadpacket is not torch.ops.aten.index:
         return True
     _, *indices = (leaf for leaf in leaves if hasattr(leaf, "dtype"))
-    return any(leaf.dtype in MASKS for leaf in indices)
+    return any(leaf.dtype in MASK_DTYPES for leaf in indices)

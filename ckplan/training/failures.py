@@ -44,7 +44,7 @@ def wants_gpu(error: BaseException) -> bool:
     return bool(_NO_GPU.search(str(error)))
 
 
-def not_followed(error: BaseException) -> str | None:
+def untraceable_feature(error: BaseException) -> str | None:
     """What of torch a step uses that cannot be watched, if that made it fail."""
     if "torch.func" in str(error) and "saved tensor hooks" in str(error):
         return _TRANSFORMS
@@ -60,7 +60,7 @@ def first_line(error: BaseException) -> str:
     return line.partition(_DETAILS)[0]
 
 
-def described(error: BaseException) -> str:
+def describe_failure(error: BaseException) -> str:
     """``raised ValueError in backward: no such luck``."""
     frames = traceback.extract_tb(error.__traceback__)
     phases = [_PHASES.get(f.name) for f in frames if f.filename == step.__file__]
@@ -68,7 +68,7 @@ def described(error: BaseException) -> str:
     return f"raised {type(error).__name__}{phase}: {first_line(error)}"
 
 
-def place_of(error: BaseException) -> str:
+def location_hint(error: BaseException) -> str:
     """A hint: the innermost line that is neither torch's, Python's nor ours."""
     ours = str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<"
     python = str(Path(traceback.__file__).parent)

@@ -30,7 +30,7 @@ def available_bytes() -> int:
         return 1 << 62
 
 
-def left_on(device: torch.device) -> int:
+def free_bytes(device: torch.device) -> int:
     """Bytes that tensors on a device may still take, what its allocator keeps too."""
     if device.type != "cuda":
         return available_bytes()
@@ -39,7 +39,7 @@ def left_on(device: torch.device) -> int:
 
 
 @contextmanager
-def given_back(device: torch.device) -> Iterator[None]:
+def empty_cache_after(device: torch.device) -> Iterator[None]:
     """Let a GPU's allocator keep nothing afterwards that no tensor is in.
 
     Other processes could not have it, such as those that verify a plan.

@@ -27,14 +27,14 @@ def import_location(location: str) -> ModuleType:
         return importlib.import_module(location)
     except ModuleNotFoundError as error:
         if not f"{location}.".startswith(f"{error.name}."):  # another is missing
-            raise raised(location, error) from error
+            raise workload_error(location, error) from error
         raise WorkloadError(
             f"cannot import the workload: {location} ({error})",
             needed="a path to a Python file, or package.module:factory",
             hint="ckplan profile path/to/model.py",
         ) from None
     except Exception as error:
-        raise raised(location, error) from error
+        raise workload_error(location, error) from error
 
 
 def _import_file(path: Path) -> ModuleType:
@@ -74,14 +74,14 @@ def _import_file(path: Path) -> ModuleType:
                 needed="a file of its own, or package.module:factory",
                 hint=f"ckplan profile {dotted}:build",
             ) from None
-        raise raised(str(path), error) from error
+        raise workload_error(str(path), error) from error
     finally:
         with suppress(ValueError):  # the file may have changed the path
             sys.path.remove(folder)
     return module
 
 
-def raised(name: str, error: BaseException) -> WorkloadError:
+def workload_error(name: str, error: BaseException) -> WorkloadError:
     """What to say of an exception of the user's own code."""
     lines = str(error).strip().splitlines() or [""]
     needed, hint = f"a factory that returns {CONTRACT}", _where(error)

@@ -22,7 +22,7 @@ import yaml
 from torch import nn
 
 from ckplan.errors import WorkloadError, did_you_mean
-from ckplan.training.importing import import_location, raised
+from ckplan.training.importing import import_location, workload_error
 from ckplan.training.workload import CONTRACT, Workload, as_workload
 
 DEFAULT_FACTORY = "build"
@@ -222,7 +222,7 @@ def _call(
     try:
         return factory(**options)
     except Exception as error:
-        raise raised(name, error) from error
+        raise workload_error(name, error) from error
 
 
 def _no_factory(module: ModuleType, location: str, name: str) -> WorkloadError:

@@ -129,7 +129,7 @@ _SWITCHES = {
 }
 
 
-def counters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+def step_counts(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Its counts of steps, which stay on the CPU whatever the parameters are on."""
     return [
         optimizer.state[parameter]["step"]

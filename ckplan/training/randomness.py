@@ -40,7 +40,7 @@ def draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     return bool(given)
 
 
-def torch_put_back() -> Callable[[], None]:
+def torch_rng_restorer() -> Callable[[], None]:
     """What lets torch's own generators, those of GPUs too, draw the same again."""
     of_cpu = torch.get_rng_state()
     of_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
@@ -53,12 +53,12 @@ def torch_put_back() -> Callable[[], None]:
 
 
 def state_of_generator(generator: torch.Generator) -> torch.Tensor:
-    """The state of a generator that is no device's own; ``seeing_states`` sees it."""
+    """The state of a generator that is not a device's default one."""
     return generator.get_state()
 
 
 @contextmanager
-def seeing_states(see: Callable[[torch.Tensor], None]) -> Iterator[None]:
+def observed_rng_states(see: Callable[[torch.Tensor], None]) -> Iterator[None]:
     """Show the CPU generator's states that anybody asks for, which no op makes.
 
     Torch's own checkpoint keeps one for every call. Of other generators those that we

@@ -89,7 +89,7 @@ class Training:
         return found
 
 
-AS_IT_SAYS = Training()
+DEFAULT_TRAINING = Training()
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,8 @@ class TrainingStep:
 
     workload: Workload
     optimizer: torch.optim.Optimizer | None
-    training: Training = AS_IT_SAYS
-    entering: Callable[[str], object] | None = (
+    training: Training = DEFAULT_TRAINING
+    on_phase: Callable[[str], object] | None = (
         None  # told each phase of ``curve.PHASES``
     )
     scaler: Scaler | None = None
@@ -141,8 +141,8 @@ class TrainingStep:
         loss.backward()
 
     def _enter(self, phase: str) -> None:
-        if self.entering is not None:
-            self.entering(phase)
+        if self.on_phase is not None:
+            self.on_phase(phase)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """What forward and loss run under."""
@@ -173,13 +173,13 @@ class TrainingStep:
             self.scaler.step(self.optimizer)
             self.scaler.update()
 
-    def run(self, between: Callable[[], None] | None = None) -> torch.Tensor:
-        """One whole step; ``between`` runs after backward, with the gradients there."""
+    def run(self, after_backward: Callable[[], None] | None = None) -> torch.Tensor:
+        """Run one whole step; ``after_backward`` is called before the optimizer."""
         self.zero_grad()
         for _ in range(self.training.accumulate):
             value = self.accumulate()
-        if between is not None:
-            between()
+        if after_backward is not None:
+            after_backward()
         self.update()
         return value
 

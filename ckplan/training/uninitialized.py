@@ -30,24 +30,24 @@ _IN_PLACE = frozenset(
 _WITH_BETA = ("addbmm", "addmm", "addmv", "addr", "baddbmm")
 
 
-def makes_empty(func: Any) -> bool:
+def returns_uninitialized(func: Any) -> bool:
     """Whether an op's output waits for somebody to fill it."""
     return str(func.overloadpacket.__name__).startswith(("empty", "new_empty"))
 
 
-def only_shaped(func: Any, kwargs: Mapping[str, Any]) -> bool:
+def reads_only_metadata(func: Any, kwargs: Mapping[str, Any]) -> bool:
     """Whether an op looks at no more of its first tensor than the geometry."""
     name = str(func.overloadpacket.__name__)
     like = name.endswith("_like") or name.startswith("new_")
-    return like or adds_to_nothing(func, kwargs)
+    return like or has_zero_beta(func, kwargs)
 
 
-def adds_to_nothing(func: Any, kwargs: Mapping[str, Any]) -> bool:
+def has_zero_beta(func: Any, kwargs: Mapping[str, Any]) -> bool:
     """Whether a product leaves out its summand: Megatron-LM gives an empty one."""
     return func.overloadpacket.__name__ in _WITH_BETA and kwargs.get("beta", 1) == 0
 
 
-def fills(func: Any) -> bool:
+def ignores_old_content(func: Any) -> bool:
     """Whether what an op writes does not depend on what was there."""
     name = str(func.overloadpacket.__name__)
     return name in _IN_PLACE or not name.endswith("_") or may_draw(func)

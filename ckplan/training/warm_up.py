@@ -21,7 +21,7 @@ _FUNCTIONS = (
 
 
 @cache
-def make_first_calls() -> None:
+def warm_up_vector_kernels() -> None:
     """Call every vector function once, on one element: one thread does that alone."""
     with _disable_current_modes():
         for dtype in (torch.float32, torch.float64):

@@ -39,19 +39,19 @@ _MOST_REPEATS = 2
 _MOST_HALVINGS = 10
 
 
-class Pair:
+class StepPair:
     """An unplanned and a planned process; the latter alone where both are too much."""
 
     def __init__(
         self,
         sides: Sequence[Callable[..., StepProcess]],
-        instead: Callable[[], StepProcess | None],
+        start_substitute: Callable[[], StepProcess | None],
         running: ExitStack,
     ) -> None:
-        """Start both; ``instead`` is what to compare with if the first is too much."""
+        """Start both; ``start_substitute`` is for a step that does not fit."""
         self.notes: list[str] = []
         self.fits = True  # the unplanned step does
-        self._instead = instead
+        self._instead = start_substitute
         self._sides = sides
         self._unplanned, self._planned = (
             running.enter_context(side()) for side in self._sides
@@ -149,7 +149,7 @@ class Pair:
         self.notes += [note] * bool(note)
 
 
-def at_fewer_rows(
+def first_steps_at_smaller_batch(
     start: Callable[[Plan | None, int], StepProcess],
     plan: Plan | None,
     tell: Progress,
@@ -169,12 +169,14 @@ def at_fewer_rows(
             return None
         sides = [partial(start, chosen, halvings) for chosen in (None, plan)]
         with ExitStack() as running:
-            unplanned, planned = Pair(sides, lambda: None, running).first_steps(tell)
+            unplanned, planned = StepPair(sides, lambda: None, running).first_steps(
+                tell
+            )
         return (unplanned, planned) if unplanned else None
     return None
 
 
-def find_different(
+def differing_results(
     *compared: tuple[FirstSteps | None, FirstSteps] | None,
 ) -> tuple[Result, ...] | None:
     """Results that differ, in order; None if there is nothing to compare with."""
@@ -190,7 +192,7 @@ def find_different(
     return tuple(found)
 
 
-def what_was_compared(
+def comparison_notes(
     reference: FirstSteps | None,
     planned: FirstSteps,
     fewer: tuple[FirstSteps, FirstSteps] | None,

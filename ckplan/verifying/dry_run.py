@@ -24,24 +24,24 @@ from ckplan.simulating.curve import PLANNED, UNPLANNED, Curve
 from ckplan.tracing.costs.calibrate import calibrate
 from ckplan.tracing.costs.cost_cache import Cost, cost_cache
 from ckplan.tracing.costs.roofline import roofline
-from ckplan.tracing.cuda import translated
+from ckplan.tracing.cuda import cpu_as_cuda
 from ckplan.tracing.cuda.cublas import kept_bytes
 from ckplan.tracing.cuda.memory import with_workspaces
 from ckplan.tracing.faking.fake_mode import fake_tensors
 from ckplan.tracing.recording.recording import RawOp
-from ckplan.tracing.target import DEFAULT_GPU, Target, find_target
+from ckplan.tracing.target import DEFAULT_GPU, TraceTarget, find_target
 from ckplan.training.failures import first_line
 from ckplan.training.fingerprint import fingerprint
 from ckplan.training.loading import WorkloadSpec, as_spec
-from ckplan.training.optimizers import counters
+from ckplan.training.optimizers import step_counts
 from ckplan.training.randomness import seed_everything
-from ckplan.training.step import AS_IT_SAYS, Training, make_step
+from ckplan.training.step import DEFAULT_TRAINING, Training, make_step
 from ckplan.training.workload import Workload
 from ckplan.units import in_blocks
-from ckplan.verifying.outcome import AbstractOutcome, of_plan
-from ckplan.verifying.predict import predict, side_by_side
-from ckplan.verifying.storage_tracker import Meter, MeterLog
-from ckplan.verifying.worker import held_between_steps, put, regions_of
+from ckplan.verifying.outcome import AbstractOutcome, outcome_fields
+from ckplan.verifying.predict import curves_by_step, predict
+from ckplan.verifying.storage_tracker import StorageLog, StorageTracker
+from ckplan.verifying.worker import persistent_tensors, regions_of, replace_plan
 
 if TYPE_CHECKING:
     from ckplan.applying.hooks.choices import RegionStatus
@@ -77,7 +77,7 @@ class DryRun(AbstractOutcome):
 class _Steps:
     """What the first two steps did."""
 
-    log: MeterLog
+    log: StorageLog
     regions: tuple[RegionStatus, ...]  # of the plan, and what each did
     fingerprint: Mapping[str, Any]
 
@@ -134,7 +134,7 @@ def dry_run(
 def dry_run_workload(
     make: Callable[[], Workload],
     plan: Plan | None,
-    training: Training = AS_IT_SAYS,
+    training: Training = DEFAULT_TRAINING,
     *,
     device: str | None = None,
     seed: int = 0,
@@ -159,18 +159,18 @@ def dry_run_workload(
     }
     predicted = predict(trace, plan, training, planned.fingerprint)
     found = _judge(plan, curves, planned, (*notes, *predicted.notes))
-    both = side_by_side(predicted=predicted.curves, dry_run=curves)
+    both = curves_by_step(predicted=predicted.curves, dry_run=curves)
     return replace(found, curves=both)
 
 
-def _place(device: str | None, plan: Plan | None, trace: Graph | None) -> Target:
+def _place(device: str | None, plan: Plan | None, trace: Graph | None) -> TraceTarget:
     """Where the steps are as if they were: on CPU, or on the card of the trace."""
     name = device or (plan.fingerprint.get("device") if plan else None) or "cpu"
     return find_target(name, trace.options.get("gpu") if trace else None)
 
 
 def _costs(
-    ops: Sequence[RawOp], place: Target, progress: Progress | None
+    ops: Sequence[RawOp], place: TraceTarget, progress: Progress | None
 ) -> tuple[list[Cost], list[str]]:
     """What kernels need beside their outputs, and how that is known."""
     if place.device.type == "cuda":
@@ -190,7 +190,7 @@ def _judge(
     predicted = plan.predicted if plan else None
     peak_bytes = curves[PLANNED].peak_bytes
     return DryRun(
-        **of_plan(plan, peak_bytes, planned.regions, planned.fingerprint),
+        **outcome_fields(plan, peak_bytes, planned.regions, planned.fingerprint),
         dry_run_peak_bytes=peak_bytes,
         unplanned_predicted_peak_bytes=(
             predicted.unplanned_peak_bytes if predicted else None
@@ -205,7 +205,7 @@ def _steps(
     plan: Plan | None,
     training: Training,
     seed: int,
-    place: Target,
+    place: TraceTarget,
 ) -> _Steps:
     """Take two steps, the second one in phases.
 
@@ -214,12 +214,12 @@ def _steps(
     """
     seed_everything(seed)
     on_cuda = place.device.type == "cuda"
-    meter = Meter(on_cuda=on_cuda)
+    meter = StorageTracker(on_cuda=on_cuda)
     try:
         with ExitStack() as stack:
             stack.enter_context(fake_tensors())
             if on_cuda:
-                stack.enter_context(translated(place.capability, place.gpu))
+                stack.enter_context(cpu_as_cuda(place.capability, place.gpu))
             stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", f".*{IDLE}")  # it is reported
             stack.enter_context(meter.watching(random_states=not on_cuda))
@@ -238,30 +238,30 @@ def _two_steps(
     make: Callable[[], Workload],
     plan: Plan | None,
     training: Training,
-    meter: Meter,
-    place: Target,
+    meter: StorageTracker,
+    place: TraceTarget,
 ) -> _Steps:
     workload = make()
-    put(plan, workload.model)
+    replace_plan(plan, workload.model)
     step = make_step(workload, training, place.device.type)
     step.run()
     step.zero_grad()
-    meter.know(held_between_steps(step))
+    meter.register(persistent_tensors(step))
     if place.device.type == "cuda":
         kept = [
             torch.empty(size, dtype=torch.uint8)
             for size in 2 * kept_bytes(place.capability, ["addmm"])
         ]
-        meter.know(kept)
+        meter.register(kept)
         if step.optimizer is not None:
-            meter.leave_out(counters(step.optimizer))
-    step = replace(step, entering=meter.begin, before_backward=meter.watch_nodes)
+            meter.count_as_zero_bytes(step_counts(step.optimizer))
+    step = replace(step, on_phase=meter.begin, before_backward=meter.watch_nodes)
     step.run()
     if place.device.type == "cuda":
         for phase in ("forward", "backward"):
             for size in kept_bytes(place.capability, meter.log.names(phase)):
                 kept.pop([one.nbytes for one in kept].index(size))
-        meter.leave_out(kept)
+        meter.count_as_zero_bytes(kept)
         meter.log.bytes = [in_blocks(size) for size in meter.log.bytes]
     here = fingerprint(workload, place.device)
     return _Steps(meter.log, regions_of(plan, workload.model), here)

@@ -42,7 +42,7 @@ class AbstractOutcome(ABC):
         return {"passed": self.passed, **plain, "timeline": timeline}
 
 
-def of_plan(
+def outcome_fields(
     plan: Plan | None,
     peak_bytes: int,
     regions: Sequence[RegionStatus],

@@ -64,7 +64,7 @@ def predict(
     return Predicted(curves, reserved=reserved_on_card(planned))
 
 
-def side_by_side(**kinds: Mapping[str, Curve]) -> dict[str, dict[str, Curve]]:
+def curves_by_step(**kinds: Mapping[str, Curve]) -> dict[str, dict[str, Curve]]:
     """Curves by kind as curves by step: unplanned, then planned."""
     found: dict[str, dict[str, Curve]] = {}
     for which in (UNPLANNED, PLANNED):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ckplan.errors import CkplanError, VerifyError
 from ckplan.training.loading import WorkloadSpec
-from ckplan.training.step import AS_IT_SAYS, Training
+from ckplan.training.step import DEFAULT_TRAINING, Training
 from ckplan.verifying.worker import TIMED_STEP, FirstSteps, Job, out_of_memory
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class StepProcess:
         self,
         spec: WorkloadSpec,
         plan: Plan | None = None,
-        training: Training = AS_IT_SAYS,
+        training: Training = DEFAULT_TRAINING,
         seed: int = 0,
         device: str = "cpu",
         cap_bytes: int | None = None,

@@ -20,17 +20,17 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from ckplan.applying.rerunning import snapshot as world
-from ckplan.applying.tensors.op_traits import RUNNING_STATISTICS, TRAINING, facts_of
+from ckplan.applying.rerunning import snapshot as snapshot
+from ckplan.applying.tensors.op_traits import RUNNING_STATISTICS, TRAINING, traits_of
 from ckplan.applying.tensors.retained import tensors_in
 from ckplan.simulating.curve import Curve
 from ckplan.tracing.costs.cost_cache import Cost
-from ckplan.tracing.faking.fake_mode import GIVEN_STORAGES
-from ckplan.tracing.faking.inplace_formulas import InPlace
+from ckplan.tracing.faking.fake_mode import SET_STORAGE_OPS
+from ckplan.tracing.faking.inplace_formulas import InplaceFormulas
 from ckplan.tracing.recording.recorder import nodes_below
 from ckplan.tracing.recording.recording import RawOp, TensorMeta, describe, meta
 from ckplan.tracing.recording.storages import fills_storage
-from ckplan.training.randomness import draws, seeing_states
+from ckplan.training.randomness import draws, observed_rng_states
 
 NOT_AN_OP = -1
 
@@ -40,7 +40,7 @@ class Birth(NamedTuple):
 
     op: int  # index among the distinct ops, or NOT_AN_OP
     storages: tuple[int, ...]
-    adds_to: int = -1  # the gradient that it may have been added to in place
+    accumulates_into: int = -1  # the gradient that it may have been added to in place
 
 
 class Death(NamedTuple):
@@ -56,7 +56,7 @@ class Phase(NamedTuple):
 
 
 @dataclass
-class MeterLog:
+class StorageLog:
     """What a meter saw, in order."""
 
     events: list[Birth | Death | Phase] = field(default_factory=list)
@@ -94,11 +94,13 @@ class MeterLog:
         until = dict(pairwise([*births, len(self.events)]))
         same: set[int] = set()  # deaths that are none
         for place, event in enumerate(self.events):
-            if isinstance(event, Birth) and event.adds_to >= 0:
-                death = Death(event.adds_to)
-                sizes = {self.bytes[s] for s in (*event.storages, event.adds_to)}
+            if isinstance(event, Birth) and event.accumulates_into >= 0:
+                death = Death(event.accumulates_into)
+                sizes = {
+                    self.bytes[s] for s in (*event.storages, event.accumulates_into)
+                }
                 if death in self.events[place : until[place]] and len(sizes) == 1:
-                    same.add(event.adds_to)
+                    same.add(event.accumulates_into)
                     continue
             if not (isinstance(event, Death) and event.storage in same):
                 yield event
@@ -107,7 +109,7 @@ class MeterLog:
 class _Levels:
     """Adds up live bytes, and remembers them once the first phase began."""
 
-    def __init__(self, log: MeterLog, costs: Sequence[Cost]) -> None:
+    def __init__(self, log: StorageLog, costs: Sequence[Cost]) -> None:
         self.points: list[tuple[float, int]] = []
         self.starts: list[float] = []
         self.seconds = 0.0
@@ -148,7 +150,7 @@ class _Levels:
             self.points.append((self.seconds, level))
 
 
-class Meter(TorchDispatchMode):
+class StorageTracker(TorchDispatchMode):
     """Logs births and deaths of storages while it is active.
 
     Args:
@@ -157,11 +159,11 @@ class Meter(TorchDispatchMode):
 
     def __init__(self, *, on_cuda: bool = False) -> None:
         super().__init__()
-        self.log = MeterLog()
+        self.log = StorageLog()
         self._numbers: dict[int, int] = {}  # address of a live storage -> its number
         self._distinct: dict[str, int] = {}
         self._in_node = False
-        self._in_place = InPlace(on_cuda=on_cuda)
+        self._in_place = InplaceFormulas(on_cuda=on_cuda)
         self._moved: set[int] = set()  # addresses of running statistics
 
     @contextmanager
@@ -175,17 +177,21 @@ class Meter(TorchDispatchMode):
             with self:
                 yield
             return
-        shows_same = mock.patch.object(world, "shows_same", self._shows_same)
-        with seeing_states(lambda state: self.know([state])), shows_same, self:
+        shows_same = mock.patch.object(snapshot, "shows_same", self._shows_same)
+        with (
+            observed_rng_states(lambda state: self.register([state])),
+            shows_same,
+            self,
+        ):
             yield
 
-    def know(self, tensors: Iterable[torch.Tensor]) -> None:
+    def register(self, tensors: Iterable[torch.Tensor]) -> None:
         """Log tensors that no op returned."""
         storages = self._new(tensors)
         if storages:
             self.log.events.append(Birth(NOT_AN_OP, storages))
 
-    def leave_out(self, tensors: Iterable[torch.Tensor]) -> None:
+    def count_as_zero_bytes(self, tensors: Iterable[torch.Tensor]) -> None:
         """Count nothing for what is in another memory than the device's."""
         for tensor in tensors:
             self.log.bytes[self._numbers[tensor.untyped_storage()._cdata]] = 0
@@ -217,24 +223,24 @@ class Meter(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        func, args = self._in_place.instead_of(func, args)
-        adds_to = self._adds_to(func, args)
-        if facts_of(func).batch_norm and args[TRAINING]:
+        func, args = self._in_place.engine_op(func, args)
+        accumulates_into = self._adds_to(func, args)
+        if traits_of(func).batch_norm and args[TRAINING]:
             running = tensors_in(args[RUNNING_STATISTICS])
             self._moved.update(x.untyped_storage()._cdata for x in running)
         if draws(func, args, kwargs):
             _draw(kwargs.get("generator"))
         out = func(*args, **kwargs)
-        self._in_place.note(func, out)
+        self._in_place.track_output(func, out)
         returned = [x for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor)]
         storages = self._new(returned)
-        if storages or (func._schema.is_mutable and func not in GIVEN_STORAGES):
+        if storages or (func._schema.is_mutable and func not in SET_STORAGE_OPS):
             op = self._number_op(func, args, kwargs, returned)
-            self.log.events.append(Birth(op, storages, adds_to))
+            self.log.events.append(Birth(op, storages, accumulates_into))
         return out
 
     def _shows_same(self, buffer: torch.Tensor, copy: torch.Tensor) -> bool:
-        """Whether its bytes would be as they were, as ``world`` looks on a CPU."""
+        """Whether its bytes would be as they were, as ``snapshot`` looks on a CPU."""
         del copy
         moved = buffer.untyped_storage()._cdata in self._moved
         return buffer.device.type != "cpu" or not moved

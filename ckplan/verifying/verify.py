@@ -17,19 +17,19 @@ from ckplan.plan.region import RERUN, Region
 from ckplan.plan.resolve import describe
 from ckplan.simulating.curve import PLANNED, UNPLANNED
 from ckplan.simulating.simulate import Simulator
-from ckplan.solving.baselines import can_be_done, find_layers
+from ckplan.solving.baselines import can_recompute, find_repeated_layers
 from ckplan.solving.menu import Menus
 from ckplan.tracing.target import find_target
 from ckplan.training.loading import WorkloadSpec, as_spec
 from ckplan.training.step import Training
 from ckplan.verifying.compare_steps import (
-    Pair,
-    at_fewer_rows,
-    find_different,
-    what_was_compared,
+    StepPair,
+    comparison_notes,
+    differing_results,
+    first_steps_at_smaller_batch,
 )
-from ckplan.verifying.outcome import AbstractOutcome, of_plan
-from ckplan.verifying.predict import predict, side_by_side
+from ckplan.verifying.outcome import AbstractOutcome, outcome_fields
+from ckplan.verifying.predict import curves_by_step, predict
 from ckplan.verifying.step_process import StepProcess, overhead_of
 from ckplan.verifying.worker import FirstSteps, Result
 
@@ -133,7 +133,7 @@ def verify(
             needed="an optimizer that trains, like the workload's own",
             hint="--fake, which looks at memory alone",
         )
-    here = device_here(device, plan)
+    here = step_device(device, plan)
     _check_cap(cap_bytes, here)
 
     def start(
@@ -142,22 +142,24 @@ def verify(
         job = spec, chosen, training, seed, here, cap_bytes, halvings
         return StepProcess(*job, one_thread=one_thread)
 
-    def instead() -> StepProcess | None:
-        everything = every_layer(trace) if trace is not None else None
+    def start_substitute() -> StepProcess | None:
+        everything = recompute_every_layer(trace) if trace is not None else None
         return None if everything is None else start(everything)
 
     with ExitStack() as running:
-        pair = Pair([partial(start, None), partial(start, plan)], instead, running)
+        pair = StepPair(
+            [partial(start, None), partial(start, plan)], start_substitute, running
+        )
         reference, planned = pair.first_steps(tell)
         seconds = pair.seconds(steps, tell)
     unplanned = reference if pair.fits else None
-    fewer = None if pair.fits else at_fewer_rows(start, plan, tell)
+    fewer = None if pair.fits else first_steps_at_smaller_batch(start, plan, tell)
     predicted = predict(trace, plan, training, planned.fingerprint)
-    compared = what_was_compared(reference, planned, fewer)
+    compared = comparison_notes(reference, planned, fewer)
     found = _judge(
         plan,
         (unplanned, planned),
-        find_different((reference, planned), fewer),
+        differing_results((reference, planned), fewer),
         seconds,
         (*pair.notes, *compared, *predicted.notes),
     )
@@ -166,7 +168,7 @@ def verify(
     reserved = predicted.reserved
     return replace(
         found,
-        curves=side_by_side(predicted=predicted.curves, measured=measured),
+        curves=curves_by_step(predicted=predicted.curves, measured=measured),
         predicted_allocated_bytes=reserved and reserved.allocated_bytes,
         predicted_reserved_bytes=reserved and reserved.bytes,
     )
@@ -181,17 +183,17 @@ def _check_cap(cap_bytes: int | None, device: str) -> None:
         )
 
 
-def every_layer(trace: Graph) -> Plan | None:
+def recompute_every_layer(trace: Graph) -> Plan | None:
     """Everyday practice as a plan: every layer is run again, as far as it can be."""
     simulator = Simulator(trace)
-    layers = find_layers(trace, Menus(simulator))
+    layers = find_repeated_layers(trace, Menus(simulator))
     regions = [Region(layer, RERUN) for layer in layers]
-    possible = [region for region in regions if can_be_done(simulator, region)]
+    possible = [region for region in regions if can_recompute(simulator, region)]
     described = describe(trace, possible)
     return Plan(trace.model, regions=described) if described else None
 
 
-def device_here(device: str | None, plan: Plan | None) -> str:
+def step_device(device: str | None, plan: Plan | None) -> str:
     """Where steps are taken: where they are asked for, or where the plan is for.
 
     Raises:
@@ -218,9 +220,11 @@ def _judge(
     unplanned, planned = steps
     unplanned_seconds, planned_seconds = seconds
     predicted = plan.predicted if plan else None
-    gpu = planned.on_gpu
+    gpu = planned.gpu_allocator_stats
     return Verification(
-        **of_plan(plan, planned.peak_bytes, planned.regions, planned.fingerprint),
+        **outcome_fields(
+            plan, planned.peak_bytes, planned.regions, planned.fingerprint
+        ),
         gradients_equal=_equal("gradient", different),
         buffers_equal=_equal("buffer", different),
         loss_equal=_equal("loss", different),

@@ -28,19 +28,24 @@ from torch.profiler import record_function
 from ckplan.applying.hooks.plan_warnings import IDLE
 from ckplan.errors import CkplanError, VerifyError, WorkloadError
 from ckplan.simulating.curve import PHASES, Curve
-from ckplan.training.allocator import AllocatorLog, OnGpu, log_allocations, on_gpu
+from ckplan.training.allocator import (
+    AllocatorLog,
+    GpuAllocatorStats,
+    gpu_allocator_stats,
+    log_allocations,
+)
 from ckplan.training.failures import (
     check_finite,
-    described,
+    describe_failure,
     first_line,
     is_out_of_memory,
-    place_of,
+    location_hint,
 )
 from ckplan.training.fingerprint import fingerprint
 from ckplan.training.loading import WorkloadSpec
 from ckplan.training.randomness import seed_everything
 from ckplan.training.step import Training, TrainingStep, make_step
-from ckplan.training.warm_up import make_first_calls
+from ckplan.training.warm_up import warm_up_vector_kernels
 from ckplan.training.workload import (
     Workload,
     first_rows,
@@ -55,7 +60,7 @@ if TYPE_CHECKING:
 
 FIRST_STEPS = "first steps"
 TIMED_STEP = "timed step"
-Known: TypeAlias = list[tuple["weakref.ref[torch.UntypedStorage]", int]]
+WeakStorages: TypeAlias = list[tuple["weakref.ref[torch.UntypedStorage]", int]]
 """Storages, if they are still there, and their bytes."""
 _MARK, _BEGIN, _END = "ckplan_phase_", "begin", "end"
 
@@ -104,7 +109,9 @@ class FirstSteps:
     curve: Curve | None = field(default=None, compare=False)  # live bytes of step 2
     fingerprint: Mapping[str, Any] = field(default_factory=dict)
     rows: int = field(default=0, compare=False)  # of the batch
-    on_gpu: OnGpu | None = field(default=None, compare=False)  # after step 2
+    gpu_allocator_stats: GpuAllocatorStats | None = field(
+        default=None, compare=False
+    )  # after step 2
 
 
 class Worker:
@@ -122,34 +129,34 @@ class Worker:
             return _explain(error, self._job)
 
     def _first_steps(self) -> FirstSteps:
-        make_first_calls()
+        warm_up_vector_kernels()
         seed_everything(self._job.seed)
         device = torch.device(self._job.device)
         cap_memory(self._job.cap_bytes, device)
         workload = halved(self._job.spec.build(), self._job.halvings)
         workload = on_device(workload, device)
         model = workload.model
-        put(self._job.plan, model)
+        replace_plan(self._job.plan, model)
         step = self._step = make_step(workload, self._job.training)
 
         first: dict[Result, str] = {}
         with log_allocations(_MARK, device) as whole:
-            known = known_storages(step)
-            value = step.run(between=lambda: first.update(_gradients(step, 1)))
+            known = persistent_storages(step)
+            value = step.run(after_backward=lambda: first.update(_gradients(step, 1)))
             self._check(value, "step 1")
             digests = {Result(1, "loss"): digest(value), **first, **_buffers(step, 1)}
             del value  # step 2 begins with what the model holds of step 1, at most
 
             step.zero_grad()
             gc.collect()
-            held_bytes, known_bytes = _held_on_gpu(device), bytes_of(known)
+            held_bytes, known_bytes = _held_on_gpu(device), live_bytes_of(known)
             _mark(_BEGIN)
-            value = replace(step, entering=_mark).run()
+            value = replace(step, on_phase=_mark).run()
             _mark(_END)
         before, log = whole.split(whole.spans[_MARK + _BEGIN][0])
         if held_bytes is None:
             held_bytes = known_bytes + before.held_bytes
-        gpu = on_gpu(device) if device.type == "cuda" else None
+        gpu = gpu_allocator_stats(device) if device.type == "cuda" else None
         peak_bytes = gpu.requested_peak_bytes if gpu else held_bytes + log.peak_bytes
         self._check(value, "step 2")
         digests[Result(2, "loss")] = digest(value)
@@ -264,23 +271,23 @@ def _held_on_gpu(device: torch.device) -> int | None:
     return torch.cuda.memory_allocated(device)
 
 
-def known_storages(step: TrainingStep) -> Known:
-    """Those of ``held_between_steps``, each once, and none held.
+def persistent_storages(step: TrainingStep) -> WeakStorages:
+    """Those of ``persistent_tensors``, each once, and none held.
 
     Lazy parameters have none before their first forward, which the log tells of.
     """
-    held = (tensor for tensor in held_between_steps(step) if not is_lazy(tensor))
+    held = (tensor for tensor in persistent_tensors(step) if not is_lazy(tensor))
     storages = [tensor.untyped_storage() for tensor in held]
     distinct = {storage.data_ptr(): storage for storage in storages}.values()
     return [(weakref.ref(storage), storage.nbytes()) for storage in distinct]
 
 
-def bytes_of(known: Known) -> int:
+def live_bytes_of(known: WeakStorages) -> int:
     """Bytes of those that are still there: the allocator's log tells of no others."""
     return sum(size for storage, size in known if storage() is not None)
 
 
-def held_between_steps(step: TrainingStep) -> list[torch.Tensor]:
+def persistent_tensors(step: TrainingStep) -> list[torch.Tensor]:
     """Tensors that live from one step to the next.
 
     Parameters, buffers, tensors that modules hold as plain attributes, the optimizer's
@@ -311,7 +318,7 @@ def _random_state(device: torch.device) -> str:
     return found
 
 
-def put(plan: Plan | None, model: torch.nn.Module) -> None:
+def replace_plan(plan: Plan | None, model: torch.nn.Module) -> None:
     """Put a plan on a model, in place of one that its factory may have put there."""
     from ckplan.applying import apply, remove
 
@@ -335,12 +342,12 @@ def _explain(error: BaseException, job: Job) -> CkplanError:
         return out_of_memory(job, f"ran out of memory ({first_line(error)})")
     if isinstance(error, CkplanError):
         return error
-    what = f"{job.title} {described(error)}"
+    what = f"{job.title} {describe_failure(error)}"
     if job.plan is None:
         needed = "a workload whose training step runs"
-        return WorkloadError(what, needed=needed, hint=place_of(error))
+        return WorkloadError(what, needed=needed, hint=location_hint(error))
     needed = "a planned step that runs wherever the unplanned one does"
-    return VerifyError(what, needed=needed, hint=place_of(error))
+    return VerifyError(what, needed=needed, hint=location_hint(error))
 
 
 def out_of_memory(job: Job, found: str) -> OutOfMemoryError:

@@ -147,13 +147,13 @@ def test_running_statistics_are_updated_once(by: str) -> None:
 
     same(make, by)
     if by == "rerun":
-        with unguarded(world.World, "restore", nothing):
+        with unguarded(world.Snapshot, "restore", nothing):
             same(make, by)
     else:
-        facts.facts_of.cache_clear()
+        facts.traits_of.cache_clear()
         with unguarded(facts, "BATCH_NORMS", ()):
             same(make, by)
-        facts.facts_of.cache_clear()
+        facts.traits_of.cache_clear()
 
 
 class Own(nn.Module):
@@ -261,7 +261,7 @@ def test_spectral_norm_sees_the_vectors_of_its_forward(by: str) -> None:
             same(make, by)
         return
     same(make, by)
-    with unguarded(world.World, "restore", nothing):
+    with unguarded(world.Snapshot, "restore", nothing):
         same(make, by)
 
 
@@ -289,7 +289,7 @@ def test_codebooks_and_averages_change_once(by: str) -> None:
             same(Codebook, by)
         return
     same(Codebook, by)
-    with unguarded(world.World, "restore", nothing):
+    with unguarded(world.Snapshot, "restore", nothing):
         same(Codebook, by)
     with unguarded(world, "_is_same", lambda *_: True):
         same(Codebook, by)
@@ -576,7 +576,7 @@ def test_lists_and_counters_change_once(by: str) -> None:
     assert planned.block.calls == len(planned.block.seen) == 5
     assert planned.block.times == {"forward": [1, 2, 3, 4, 5]}
     if by == "rerun":
-        with unguarded(world.World, "restore", nothing):
+        with unguarded(world.Snapshot, "restore", nothing):
             same(Counting, by)
 
 
@@ -804,7 +804,7 @@ def test_hooks_of_backward_run_once_and_change_nothing_that_is_made_again(
     run()
     guards: dict[str, Guard] = {
         "program": (recompute, "set_random_state", nothing),
-        "rerun": (world.World, "restore", nothing),
+        "rerun": (world.Snapshot, "restore", nothing),
     }
     with unguarded(*guards[by]):
         run()
@@ -860,7 +860,7 @@ def check_switched_before_backward(
 
     run()
     if by == "rerun":
-        with unguarded(world.World, "restore", nothing):
+        with unguarded(world.Snapshot, "restore", nothing):
             run()
 
 
@@ -956,9 +956,9 @@ def test_a_deep_copy_runs_its_own_weights(by: str) -> None:
 
     run()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(forwards.StandIn, "__deepcopy__", nothing, raising=False)
-        patch.setattr(forwards.StandIn, "begin", nothing)
-        with unguarded(forwards.StandIn, "__deepcopy__", lambda one, _: one):
+        patch.setattr(forwards.ForwardWrapper, "__deepcopy__", nothing, raising=False)
+        patch.setattr(forwards.ForwardWrapper, "begin", nothing)
+        with unguarded(forwards.ForwardWrapper, "__deepcopy__", lambda one, _: one):
             run()
 
 
@@ -999,7 +999,7 @@ def test_what_no_program_can_rebuild_is_run_again() -> None:
     timed = [replace(op, seconds=op.moved_bytes * 1e-9) for op in graph.ops]
     graph = replace(graph, ops=tuple(timed), engine=EngineCosts())
     planner = Planner(graph)
-    (every_call,) = [timeline for timeline, _ in planner.everyday.plans]
+    (every_call,) = [timeline for timeline, _ in planner.standard_baselines.plans]
     assert planner.floor.peak_bytes <= every_call.peak_bytes
     assert planner.floor.peak_bytes < 0.7 * planner.unplanned.peak_bytes
     for point in planner.frontier():
@@ -1057,7 +1057,7 @@ def test_several_backwards_are_right(by: str) -> None:
 
     run()
     guards: dict[str, Guard] = {
-        "program": (recompute._Leftovers, "draw_again", nothing),
+        "program": (recompute._RegionState, "draw_again", nothing),
         "rerun": (world.Source, "put", nothing),
     }
     with unguarded(*guards[by]):

@@ -259,8 +259,8 @@ def test_forwards_that_vary_are_written_down_from_where_they_do(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen: list[object] = []
-    facts_of = record.facts_of
-    monkeypatch.setattr(record, "facts_of", lambda f: seen.append(f) or facts_of(f))
+    traits_of = record.traits_of
+    monkeypatch.setattr(record, "traits_of", lambda f: seen.append(f) or traits_of(f))
 
     def batch(step: int) -> tuple[torch.Tensor, ...]:
         numbers.append(len(seen))
@@ -357,7 +357,7 @@ def scripted() -> Callable[[torch.Tensor], torch.Tensor]:
     return torch.jit.trace(lambda x: torch.sin(torch.exp(x)), torch.ones(2))
 
 
-class InPlace(Block):
+class InplaceFormulas(Block):
     """Writes over what it made, and into views."""
 
     def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
@@ -370,7 +370,7 @@ class InPlace(Block):
         return super().forward(z + y.exp(), scale)
 
 
-@pytest.mark.parametrize("kind", [WithFunction, Catching, InPlace])
+@pytest.mark.parametrize("kind", [WithFunction, Catching, InplaceFormulas])
 def test_unusual_forwards_are_right_step_after_step(kind: type[Block]) -> None:
     trained(kind(), one)
 

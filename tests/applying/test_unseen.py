@@ -297,7 +297,7 @@ def test_freezing_costs_two_steps() -> None:
     assert (region.recorded, region.kept) == (3, 0)
 
 
-class InPlace(torch.autograd.Function):
+class InplaceFormulas(torch.autograd.Function):
     """A kernel that overwrites what it is given, seen by nobody."""
 
     @staticmethod
@@ -314,7 +314,7 @@ class InPlace(torch.autograd.Function):
 
 
 def test_what_is_rebuilt_otherwise_is_told_in_the_first_step() -> None:
-    model = Outer(lambda s, x: s.second(InPlace.apply(s.first(x).exp())))
+    model = Outer(lambda s, x: s.second(InplaceFormulas.apply(s.first(x).exp())))
     applying.apply(model, Plan(regions=(PlannedRegion("block"),)))
     loss = model(X).square().sum()
     with pytest.warns(UserWarning, match="block was rebuilt otherwise than it ran"):

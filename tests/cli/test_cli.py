@@ -18,7 +18,7 @@ from test_report import verification
 
 import ckplan
 from ckplan import cli
-from ckplan.cli.options import Amp, Form, Method, Shard
+from ckplan.cli.options import Amp, EjectFormat, Method, Shard
 from ckplan.ejecting.settings import TOOLS
 from ckplan.errors import CkplanError
 from ckplan.gpus import find
@@ -246,7 +246,12 @@ def test_profile_passes_options_to_the_factory(run: Run) -> None:
 
 
 def test_options_offer_all_that_there_is() -> None:
-    known = ((Amp, AMP), (Shard, SCHEMES), (Form, ("torch", *TOOLS)), (Method, METHODS))
+    known = (
+        (Amp, AMP),
+        (Shard, SCHEMES),
+        (EjectFormat, ("torch", *TOOLS)),
+        (Method, METHODS),
+    )
     for offered, there in known:
         assert [one.value for one in offered] == [*there]
 

@@ -291,8 +291,8 @@ def test_a_step_takes_as_long_as_the_longer_of_device_and_launching(
 ) -> None:
     graph = launched(launch_seconds)
     assert graph.step_seconds == longer * len(graph.ops)
-    assert graph.busier_seconds == (longer,) * len(graph.ops)
-    assert set(graph.other_seconds) == {min(launch_seconds, 0.5)}
+    assert graph.critical_seconds == (longer,) * len(graph.ops)
+    assert set(graph.hidden_seconds) == {min(launch_seconds, 0.5)}
     assert loads(dumps(graph), "x") == graph
 
 
@@ -302,7 +302,7 @@ def test_what_the_engine_takes_adds_to_ops_that_run_again_where_the_cpu_is_busie
     costs = EngineCosts(watch_seconds=0.01, rerun_seconds=0.125)
     for launch_seconds, longer in ((0.0, 0.625), (0.25, 0.5), (0.75, 0.875)):
         graph = replace(launched(launch_seconds), engine=costs)
-        assert set(graph.again_seconds) == {longer}
+        assert set(graph.recompute_op_seconds) == {longer}
         assert loads(dumps(graph), "x") == graph
 
 

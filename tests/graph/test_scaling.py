@@ -28,12 +28,12 @@ from ckplan.plan.region import Region
 from ckplan.plan.resolve import describe
 from ckplan.simulating import simulate
 from ckplan.simulating.simulate import Simulator
-from ckplan.solving.baselines import num_needed, run_lengths
-from ckplan.solving.common_strategies import practices
-from ckplan.solving.memory_limit import Limit
+from ckplan.solving.baselines import min_regions_to_fit, run_lengths
+from ckplan.solving.common_strategies import strategy_baselines
+from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.menu import Menus
 from ckplan.solving.nesting import Nesting
-from ckplan.solving.segmentation import chain_of
+from ckplan.solving.segmentation import segmentation_frontier
 
 ROOT = Path(__file__).parents[2]
 LLAMA_3_70B = (
@@ -90,8 +90,12 @@ def comparing_gaps(layers: int) -> Callable[[], object]:
     simulator, menus = Simulator(graph), Menus(Simulator(graph))
     units = [(block, None) for block in graph.children[0]]
     options = {unit: menus.whole(unit) for unit in units}
-    chain_of(simulator, units, options.__getitem__)  # which looks at each unit once
-    return lambda: chain_of(simulator, units, lambda unit: options[unit][:1])
+    segmentation_frontier(
+        simulator, units, options.__getitem__
+    )  # which looks at each unit once
+    return lambda: segmentation_frontier(
+        simulator, units, lambda unit: options[unit][:1]
+    )
 
 
 def nesting(layers: int) -> Callable[[], object]:
@@ -112,7 +116,7 @@ def test_four_times_the_layers_take_four_times_as_long(
 
 def seconds_comparing(layers: int) -> float:
     """What later forwards are compared with, found in the first of a model."""
-    make, seconds = choices.make_template, []
+    make, seconds = choices.make_guards, []
 
     def measured(*seen: object) -> object:
         seconds.append(least_seconds(lambda: make(*seen)))  # type: ignore[arg-type]
@@ -127,7 +131,7 @@ def seconds_comparing(layers: int) -> float:
     region = PlannedRegion(".", save=tuple(ops), encode=tuple(masks))
     ckplan.apply(model, Plan(regions=(region,)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(choices, "make_template", measured)
+        patch.setattr(choices, "make_guards", measured)
         model(torch.ones(4, 8)).sum().backward()
     (status,) = ckplan.status(model).regions
     assert not status.missing
@@ -196,7 +200,7 @@ def telling(tool: str, graph: Graph) -> object:
 def listing_practices(graph: Graph) -> object:
     simulator = Simulator(graph)
     budget = simulator.run().peak_bytes * 2 // 3
-    return practices(simulator, Menus(simulator), Limit(budget))
+    return strategy_baselines(simulator, Menus(simulator), MemoryLimit(budget))
 
 
 @pytest.mark.parametrize(
@@ -233,7 +237,7 @@ def test_as_few_regions_as_needed_are_found(layers: int, width_bytes: int) -> No
     assert (peaks[0] > peaks[-1]) == (width_bytes > 100)  # else random states are more
     for budget in (peaks[0] + 1, *peaks, peaks[-1] - 1):
         expected = next((k for k, p in enumerate(peaks) if p <= budget), layers)
-        assert num_needed(simulator, regions, Limit(budget)) == expected
+        assert min_regions_to_fit(simulator, regions, MemoryLimit(budget)) == expected
 
 
 @pytest.mark.slow

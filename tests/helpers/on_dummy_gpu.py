@@ -26,9 +26,9 @@ import ckplan
 from ckplan.plan.plan import Plan, PlannedRegion
 from ckplan.simulating.caching_allocator import Block, CachingAllocator, NoRoomError
 from ckplan.tracing.cuda.cublas import kept_bytes
-from ckplan.tracing.cuda.reductions import Processors, Reduction, put_aside
-from ckplan.tracing.cuda.sdpa_backend import Asked, choose
-from ckplan.training.allocator import on_gpu
+from ckplan.tracing.cuda.reductions import Processors, Reduction, partial_result_blocks
+from ckplan.tracing.cuda.sdpa_backend import AttentionArgs, choose
+from ckplan.training.allocator import gpu_allocator_stats
 
 SIZES = (1, 2, 3, 7, 8, 16, 31, 64, 100, 197, 384, 1000, 4096, 50257, 65536)
 MOST = 20_000_000  # elements
@@ -72,7 +72,7 @@ def reductions(seed: int = 0, count: int = 400) -> None:
             partial_bytes(size),
             out.element_size(),
         )
-        found = Counter(put_aside(reduction, processors))
+        found = Counter(partial_result_blocks(reduction, processors))
         assert most - left == found, (name, reduction, most, left, found)
         aside += bool(found)
     assert aside > count / 20, "hardly any of them put something aside"
@@ -112,7 +112,7 @@ def caching_allocator() -> None:
             most = max(most, ours.allocated_bytes)
         elif event["action"] == "free_completed":
             ours.free(blocks.pop(event["addr"]))
-    found = on_gpu(CUDA)
+    found = gpu_allocator_stats(CUDA)
     assert len(log) > 500
     assert ours.reserved_bytes == found.reserved_peak_bytes
     assert most == found.allocated_peak_bytes
@@ -364,15 +364,15 @@ def some_image(
 def cublas() -> None:
     """What stays of a step in which only multiplications keep something."""
     layer = torch.nn.Linear(64, 64, device=CUDA)
-    before = on_gpu(CUDA).requested_bytes
+    before = gpu_allocator_stats(CUDA).requested_bytes
     layer(torch.empty(32, 64, device=CUDA)).sum().backward()
     layer.zero_grad()
     capability = torch.cuda.get_device_capability(CUDA)
     said = kept_bytes(capability, ["addmm"]) + kept_bytes(capability, ["mm"])
-    assert on_gpu(CUDA).requested_bytes - before == sum(said)
+    assert gpu_allocator_stats(CUDA).requested_bytes - before == sum(said)
 
 
-def some_attention(rng: random.Random) -> Asked:
+def some_attention(rng: random.Random) -> AttentionArgs:
     """Queries, keys and values, now and then of different heads, and a mask."""
     batch, heads = rng.choice((1, 2, 3)), rng.choice((1, 2, 4))
     length = rng.choice((1, 2, 33, 64, 128))
@@ -405,7 +405,7 @@ def some_attention(rng: random.Random) -> Asked:
     dropout = rng.choice((0.0, 0.0, 0.1, 0.125))
     causal = mask is None and rng.random() < 0.3
     grouped = rng.random() < 0.5
-    return Asked(query, key, value, mask, dropout, causal, None, grouped)
+    return AttentionArgs(query, key, value, mask, dropout, causal, None, grouped)
 
 
 if __name__ == "__main__":

@@ -26,14 +26,14 @@ from ckplan.graph.records import (
 from ckplan.plan.names import OpName
 from ckplan.plan.plan import Plan, PlannedRegion, Prediction
 from ckplan.plan.region import Region
-from ckplan.report.layers import fold_layers, survey
+from ckplan.report.layers import fold_layers, forward_costs
 from ckplan.report.plans import plan_json, plan_report, solution_json, solution_report
 from ckplan.report.progress import ProgressLine
 from ckplan.report.step import step_json, step_report
 from ckplan.report.tables import render
 from ckplan.report.verification import failure, verification_report
 from ckplan.simulating.simulate import simulate
-from ckplan.solving.memory_limit import Limit
+from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.solution import Baseline, Floor, Solution
 from ckplan.units import format_percent
 from ckplan.verifying.verify import Verification
@@ -107,7 +107,7 @@ def shown(graph: Graph) -> str:
 
 
 def folded(graph: Graph) -> list[tuple[str, int, int]]:
-    rows = fold_layers(graph, survey(graph).layers)
+    rows = fold_layers(graph, forward_costs(graph).layers)
     return [(row.name, row.count, row.cost.activation_bytes) for row in rows]
 
 
@@ -185,7 +185,7 @@ def test_layers_that_differ_are_rows_of_their_own() -> None:
 
 def test_a_call_with_most_of_the_bytes_gives_way_to_its_children() -> None:
     graph = chain_graph(("body", 8), ("body.a", 64), ("body.b", 128), ("head", 16))
-    rows = fold_layers(graph, survey(graph).layers)
+    rows = fold_layers(graph, forward_costs(graph).layers)
     assert [(row.name, row.own_code) for row in rows] == [
         ("body.b", False),
         ("body.a", False),
@@ -235,7 +235,7 @@ def solution() -> Solution:
     timeline = simulate(graph)
     return Solution(
         budget_bytes=16 * MIB,
-        limit=Limit(16 * MIB),
+        limit=MemoryLimit(16 * MIB),
         regions=(),
         timeline=timeline,
         unplanned=timeline,

@@ -67,7 +67,7 @@ def test_the_predicted_curve_is_the_simulated_one_at_the_seconds_of_its_ops() ->
 def test_a_row_is_as_high_as_its_share_of_the_highest_peak(
     blocks: bool, signs: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reporting, "_says_blocks", lambda: blocks)
+    monkeypatch.setattr(reporting, "_can_encode_blocks", lambda: blocks)
     low = Curve(((0.0, 20), (1.0, 75), (2.0, 30)), (0.0, 1.0, 2.0, 3.0))
     high = Curve(((0.0, 100),), (0.0, 1.0, 2.0, 3.0))
     shown = render(

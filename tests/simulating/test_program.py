@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ckplan.simulating.program import (
     EXTERNAL,
     Flow,
-    Part,
+    NestedRegion,
     Program,
     Rebuild,
     compile_program,
@@ -98,7 +98,7 @@ def test_program_has_the_steps_that_dropped_values_need_and_no_other() -> None:
     program = compiled(flow, [b], kept=())
     assert program.steps == {0, 1}
     assert program.uses == {b: 1, a: 1, x: 1}
-    assert program.holds == {x}
+    assert program.retained == {x}
     assert program.lost == set()
 
 
@@ -107,7 +107,7 @@ def test_program_stops_at_what_is_kept() -> None:
     a, c = values(flow, A, C)
     program = compiled(flow, [c], kept={a})
     assert program.steps == {1, 2}
-    assert program.holds == {a}
+    assert program.retained == {a}
 
 
 def test_a_value_counts_once_for_every_reader_and_every_saved_tensor() -> None:
@@ -140,7 +140,7 @@ def test_external_value_that_is_overwritten_is_lost() -> None:
 
 def test_nothing_dropped_is_an_empty_program() -> None:
     program = compiled(flow_of(Step([X], [A])), [], kept=())
-    assert (program.steps, program.holds, program.uses) == (set(), set(), {})
+    assert (program.steps, program.retained, program.uses) == (set(), set(), {})
 
 
 # -- rebuilding ------------------------------------------------------------------------
@@ -312,9 +312,9 @@ def random_steps(rng: Random) -> list[Step]:
     return steps
 
 
-def random_parts(rng: Random, flow: Flow) -> list[Part]:
+def random_parts(rng: Random, flow: Flow) -> list[NestedRegion]:
     """Parts of a flow, some inside others, each of which keeps some of its values."""
-    parts: list[Part] = []
+    parts: list[NestedRegion] = []
 
     def divide(start: int, stop: int, outer: int) -> None:
         while start < stop and len(parts) < 6:
@@ -322,7 +322,7 @@ def random_parts(rng: Random, flow: Flow) -> list[Part]:
             if rng.random() < 0.6 and (start, end) != (0, len(flow.inputs)):
                 made = [v for v, m in enumerate(flow.maker_of) if start <= m < end]
                 kept = frozenset(v for v in made if rng.random() < 0.2)
-                parts.append(Part(start, end, kept, outer))
+                parts.append(NestedRegion(start, end, kept, outer))
                 if rng.random() < 0.5:
                     divide(start, end, len(parts))
             start = end
@@ -331,7 +331,7 @@ def random_parts(rng: Random, flow: Flow) -> list[Part]:
     return parts
 
 
-def innermost(parts: Sequence[Part], step: int) -> int:
+def innermost(parts: Sequence[NestedRegion], step: int) -> int:
     """The number of the part that runs a step; 0 if none does."""
     around = [n for n, p in enumerate(parts, start=1) if p.start <= step < p.stop]
     return max(around, default=0)
@@ -374,7 +374,7 @@ def check_rebuilding(rng: Random) -> None:
     if program.lost:
         assert all(not flow.is_current(value) for value in program.lost)
         return
-    held = {value: memory[flow.storage_of[value]] for value in program.holds}
+    held = {value: memory[flow.storage_of[value]] for value in program.retained}
     machine = Cells(flow, steps, dict(held))
     rebuild = Rebuild(program, machine)
     rng.shuffle(dropped)

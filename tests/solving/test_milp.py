@@ -15,7 +15,7 @@ from ckplan.simulating.simulate import Simulator
 from ckplan.solving.bound import LowerBound
 from ckplan.solving.milp import solve_exactly
 from ckplan.solving.planner import Planner
-from ckplan.solving.solve import Wish, find, with_exact
+from ckplan.solving.solve import Objective, add_exact_bound, find
 
 SECONDS = 60.0
 
@@ -52,7 +52,7 @@ def test_plans_of_a_chain_are_near_the_exact_schedule(blocks: int) -> None:
     planner = Planner(replace(graphs.chain(blocks), engine=EngineCosts(0.1, 0.1)))
     low, high = planner.floor.peak_bytes, planner.unplanned.peak_bytes
     for budget in (low, (low + high) // 2, (low + 3 * high) // 4, high):
-        solution = with_exact(planner, find(planner, Wish(budget)), SECONDS)
+        solution = add_exact_bound(planner, find(planner, Objective(budget)), SECONDS)
         assert solution.exact is not None
         assert solution.exact.overhead is not None
         assert solution.exact.optimal

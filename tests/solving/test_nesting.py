@@ -19,7 +19,7 @@ from ckplan.simulating.simulate import simulate
 from ckplan.solving.chain import regions_of
 from ckplan.solving.nesting import Nesting
 from ckplan.solving.planner import Planner
-from ckplan.solving.segmentation import chain_of
+from ckplan.solving.segmentation import segmentation_frontier
 
 MEGABYTE = 10**6
 
@@ -92,9 +92,9 @@ def test_what_a_chain_with_nesting_thinks_is_what_it_costs() -> None:
     graph = deep(12)
     planner = Planner(graph)
     blocks = [c for c in graph.children[0] if graph.saved_in(c)]
-    cover = [(blocks[at], blocks[at + 3]) for at in range(0, 12, 4)]
+    segmentation = [(blocks[at], blocks[at + 3]) for at in range(0, 12, 4)]
     options = Nesting(planner.simulator, planner.menus).options
-    chain = chain_of(planner.simulator, cover, options)
+    chain = segmentation_frontier(planner.simulator, segmentation, options)
     for plan in map(regions_of, chain.spread(12)):
         assert planner.simulator.run(plan).peak_bytes <= planner.unplanned.peak_bytes
     smallest = regions_of(next(chain.spread(1)))

@@ -22,10 +22,10 @@ from ckplan.graph.graph import Graph
 from ckplan.simulating.allocations import has_room, replayed, reserved_bytes
 from ckplan.simulating.caching_allocator import NoRoomError
 from ckplan.simulating.simulate import simulate
-from ckplan.solving.memory_limit import Limit
+from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.planner import Planner
-from ckplan.solving.reserved_limit import solve_within, spared
-from ckplan.solving.solve import Wish, find
+from ckplan.solving.reserved_limit import solve_within_limit, with_spare_segment
+from ckplan.solving.solve import Objective, find
 from ckplan.units import format_bytes
 
 MIB = 2**20
@@ -59,15 +59,15 @@ def test_a_plan_for_a_card_has_room_where_one_for_its_tensors_may_not(
     share: float, expandable: bool
 ) -> None:
     planner = Planner(of_card())
-    limit = Limit(round(share * planner.unplanned.peak_bytes), True, expandable)
+    limit = MemoryLimit(round(share * planner.unplanned.peak_bytes), True, expandable)
     by_tensors = planner.solve(limit.bytes)
-    found = solve_within(planner, limit)
-    room = spared(limit)
+    found = solve_within_limit(planner, limit)
+    room = with_spare_segment(limit)
     assert 0.99 * limit.bytes <= room.bytes <= limit.bytes - 2 * MIB
-    assert room.holds(found.timeline)
+    assert room.allows(found.timeline)
     assert found.budget_bytes + found.gap_bytes == limit.bytes
     assert found.timeline.peak_bytes <= found.budget_bytes
-    if room.holds(by_tensors.timeline):
+    if room.allows(by_tensors.timeline):
         assert found == planner.solve(limit.bytes, limit)
         assert (found.regions, found.gap_bytes) == (by_tensors.regions, 0)
     else:
@@ -79,22 +79,22 @@ def test_without_a_card_tensors_are_all_there_is() -> None:
     graph = replace(of_card(40), options={})
     planner = Planner(graph)
     budget_bytes = round(0.7 * planner.unplanned.peak_bytes)
-    found = solve_within(planner, Limit(budget_bytes))
+    found = solve_within_limit(planner, MemoryLimit(budget_bytes))
     assert (found.budget_bytes, found.gap_bytes) == (budget_bytes, 0)
     assert found == planner.solve(budget_bytes)
-    on_t4 = find(planner, Wish(gpu="T4"))
+    on_t4 = find(planner, Objective(gpu="T4"))
     assert (on_t4.budget_bytes, on_t4.gap_bytes) == (T4, 0)
     assert on_t4 == planner.solve(T4)
 
 
 def test_where_no_plan_leaves_room_tensors_decide() -> None:
     planner = Planner(of_card())
-    floor = Limit(planner.floor.peak_bytes, on_card=True)
-    found = solve_within(planner, floor)
+    floor = MemoryLimit(planner.floor.peak_bytes, of_reserved=True)
+    found = solve_within_limit(planner, floor)
     assert (found.budget_bytes, found.gap_bytes) == (floor.bytes, 0)
     assert not found.as_baseline.fits
     with pytest.raises(InfeasibleError):
-        solve_within(planner, Limit(floor.bytes - 1, on_card=True))
+        solve_within_limit(planner, MemoryLimit(floor.bytes - 1, of_reserved=True))
 
 
 def test_where_nothing_can_be_spared_a_plan_may_still_have_room() -> None:
@@ -102,9 +102,11 @@ def test_where_nothing_can_be_spared_a_plan_may_still_have_room() -> None:
     least_bytes = planner.floor.peak_bytes
     unspared = 0
     for budget_bytes in range(least_bytes, least_bytes + 240 * MIB, 4 * MIB):
-        limit = Limit(budget_bytes, on_card=True)
-        found = solve_within(planner, limit)
-        keeps, spares = (one.holds(found.timeline) for one in (limit, spared(limit)))
+        limit = MemoryLimit(budget_bytes, of_reserved=True)
+        found = solve_within_limit(planner, limit)
+        keeps, spares = (
+            one.allows(found.timeline) for one in (limit, with_spare_segment(limit))
+        )
         assert found.gap_bytes or spares or not keeps
         unspared += bool(found.gap_bytes) and not spares
     assert unspared
@@ -176,7 +178,7 @@ def test_a_budget_is_of_tensors_and_warns_where_the_allocator_fails(
 
 
 def test_common_practice_is_asked_for_the_same_room(trace: Graph) -> None:
-    by_tensors, on_card, expandable = (
+    by_tensors, of_reserved, expandable = (
         {
             row["name"]: row
             for row in json.loads(run_compare("--json", *argv).stdout)["baselines"]
@@ -188,20 +190,22 @@ def test_common_practice_is_asked_for_the_same_room(trace: Graph) -> None:
         )
     )
     solved = json.loads(run("--gpu", "T4", "--json").stdout)
-    assert on_card["this plan"]["peak_bytes"] == solved["peak_bytes"]
-    assert on_card["this plan"]["fits"]
+    assert of_reserved["this plan"]["peak_bytes"] == solved["peak_bytes"]
+    assert of_reserved["this plan"]["fits"]
     in_solve = {row["name"]: row for row in solved["baselines"]}
-    assert in_solve == {name: on_card[name] for name in in_solve}
-    plans = Planner(trace).everyday.plans
+    assert in_solve == {name: of_reserved[name] for name in in_solve}
+    plans = Planner(trace).standard_baselines.plans
     for timeline, _ in plans:
         room = has_room(timeline, T4, expandable=False)
-        assert on_card["every call"]["fits"] == room
-    differ = [n for n, row in by_tensors.items() if on_card[n]["fits"] < row["fits"]]
+        assert of_reserved["every call"]["fits"] == room
+    differ = [
+        n for n, row in by_tensors.items() if of_reserved[n]["fits"] < row["fits"]
+    ]
     assert differ, "no practice fits by its tensors alone"
-    assert all(on_card[n]["fits"] <= row["fits"] for n, row in expandable.items())
+    assert all(of_reserved[n]["fits"] <= row["fits"] for n, row in expandable.items())
     for name in ("chen", "first k calls"):
-        assert on_card[name]["fits"], name
-        assert on_card[name]["overhead"] >= by_tensors[name]["overhead"]
+        assert of_reserved[name]["fits"], name
+        assert of_reserved[name]["overhead"] >= by_tensors[name]["overhead"]
     ended = run_compare("--expandable-segments")
     assert ended.exit_code == 2
 

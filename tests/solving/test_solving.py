@@ -27,13 +27,13 @@ from ckplan.simulating.simulate import Simulator
 from ckplan.solving import chain
 from ckplan.solving.bound import LowerBound, gap
 from ckplan.solving.chain import Link
-from ckplan.solving.closure_problem import Closure, Demand, Fee
-from ckplan.solving.common_strategies import everything
-from ckplan.solving.memory_limit import Limit
+from ckplan.solving.closure_problem import ClosureProblem, Demand, OneTimeCost
+from ckplan.solving.common_strategies import all_baselines
+from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.menu import Menus, Option, Unit
 from ckplan.solving.mincut import INFINITE, SINK, SOURCE, Network
 from ckplan.solving.planner import Planner
-from ckplan.solving.segmentation import Node, find_nodes, leaves
+from ckplan.solving.segmentation import CallNode, leaf_units, pruned_call_tree
 from ckplan.solving.solve import frontier, solve, solve_plan, to_plan
 
 TRACES = Path(__file__).parents[2] / "traces"
@@ -127,7 +127,7 @@ def test_the_hull_holds_the_best_closure_at_every_price(seed: int) -> None:
         for v in rng.sample(inside, rng.randint(0, 3))
     }
     demand = Demand(wanted, sizes)
-    closure = Closure(flow, [demand], times.__getitem__, coded)
+    closure = ClosureProblem(flow, [demand], times.__getitem__, coded)
     points = list(all_closures(flow, wanted, sizes, times, inside, coded))
     hull = [(choice.kept_bytes, choice.nanoseconds) for choice in closure.hull(99)]
     for price in (0.01, 0.2, 0.5, 1.0, 2.0, 7.0, 99.0):
@@ -146,18 +146,18 @@ def test_fees_are_paid_once_for_all_that_is_not_kept(seed: int) -> None:
         v: Encoding(0, 0, "bits", rng.randint(0, sizes[v]), 0, 0, 1e-9, 0.0)
         for v in rng.sample(inside, rng.randint(0, 2))
     }
-    fees = [Fee(rng.randint(0, 9)), Fee(rng.randint(0, 9))]
-    fees.append(Fee(rng.randint(0, 9), [0]))
+    one_time_costs = [OneTimeCost(rng.randint(0, 9)), OneTimeCost(rng.randint(0, 9))]
+    one_time_costs.append(OneTimeCost(rng.randint(0, 9), [0]))
     due = {v: rng.sample(range(3), rng.randint(0, 2)) for v in wanted}
 
     def paid(dropped: set[int]) -> int:
         numbers = {fee for v in wanted if v in dropped for fee in due[v]}
-        numbers |= {other for fee in numbers for other in fees[fee].others}
-        return sum(fees[fee].nanoseconds for fee in numbers)
+        numbers |= {other for fee in numbers for other in one_time_costs[fee].others}
+        return sum(one_time_costs[fee].nanoseconds for fee in numbers)
 
     points = list(all_closures(flow, wanted, sizes, times, inside, coded, paid))
-    demand = Demand(wanted, sizes, fees_of=due)
-    closure = Closure(flow, [demand], times.__getitem__, coded, fees)
+    demand = Demand(wanted, sizes, one_time_costs_of=due)
+    closure = ClosureProblem(flow, [demand], times.__getitem__, coded, one_time_costs)
     hull = closure.hull(99)
     for price in (0.01, 0.2, 0.5, 1.0, 2.0, 7.0, 99.0):
         best = min(time + price * size for size, time in points)
@@ -192,7 +192,7 @@ def test_of_two_moments_what_runs_again_after_both_is_paid_once(seed: int) -> No
         for size, first in ways(demands[0])
         for other, second in ways(demands[1])
     ]
-    closure = Closure(flow, demands, times.__getitem__)
+    closure = ClosureProblem(flow, demands, times.__getitem__)
     hull = [(choice.kept_bytes, choice.nanoseconds) for choice in closure.hull(99)]
     for price in (0.01, 0.2, 0.5, 1.0, 2.0, 7.0, 99.0):
         best = min(time + price * size for size, time in points)
@@ -279,7 +279,7 @@ def test_the_floor_is_a_plan_where_the_chains_other_candidates_do_not_fit(
     assert Planner(graph).solve(floor).timeline.peak_bytes == floor
 
 
-def covers(nodes: Sequence[Node]) -> Iterator[list[Unit]]:
+def covers(nodes: Sequence[CallNode]) -> Iterator[list[Unit]]:
     """Every way to divide calls."""
     ways = [
         [[node.unit], *(covers(node.parts) if node.parts else ())] for node in nodes
@@ -298,8 +298,8 @@ def test_the_chain_finds_the_best_mix_of_its_menus(
     simulator = Simulator(graph)
     menus = Menus(simulator)
     tried = []
-    for cover in covers(find_nodes(graph, menus)):
-        options = [[o.region for o in menus.options(unit)] for unit in cover]
+    for segmentation in covers(pruned_call_tree(graph, menus)):
+        options = [[o.region for o in menus.options(unit)] for unit in segmentation]
         for mix in product(*options):
             chosen = [region for region in mix if region is not None]
             timeline = simulator.run(chosen)
@@ -466,10 +466,14 @@ def test_baselines_stand_beside_the_plan_and_cost_no_less() -> None:
 def test_like_calls_get_their_choices_in_order() -> None:
     graph = graphs.chain(6)
     menus = Menus(Simulator(graph))
-    cover = list(leaves(find_nodes(graph, menus)))
-    like = [u for u in cover if graph.signature(*u) == graph.signature(*cover[3])]
+    segmentation = list(leaf_units(pruned_call_tree(graph, menus)))
+    like = [
+        u
+        for u in segmentation
+        if graph.signature(*u) == graph.signature(*segmentation[3])
+    ]
     dropping = [o.region for o in menus.options(like[-1]) if o.region is not None]
-    tidied = menus.tidy([dropping[-1]], cover)
+    tidied = menus.canonicalize([dropping[-1]], segmentation)
     assert [like[0]] == [(region.call, region.last) for region in tidied]
 
 
@@ -543,7 +547,7 @@ def test_practices_are_what_they_are_called() -> None:
     graph = graphs.chain(9)
     planner = Planner(graph)
     budget = budgets(graph, 2)[1]
-    found = {other.name: other for other in everything(planner, Limit(budget))}
+    found = {other.name: other for other in all_baselines(planner, MemoryLimit(budget))}
     # Of equal blocks, rotor runs the first again, too: one row for both.
     assert {"none", "every call", "chen", "every 2 calls", "first k calls"} <= set(
         found
@@ -576,7 +580,7 @@ def test_no_practice_is_ahead_of_the_plan_on_a_shipped_trace(name: str) -> None:
     for budget in (low + (high - low) * part // 4 for part in range(1, 4)):
         plan = planner.solve(budget)
         assert plan.timeline.peak_bytes <= budget
-        for other in everything(planner, Limit(budget)):
+        for other in all_baselines(planner, MemoryLimit(budget)):
             if other.fits:
                 assert plan.timeline.overhead <= other.overhead, (name, other)
 
@@ -592,7 +596,7 @@ def test_runs_of_calls_go_where_regions_on_single_calls_cannot() -> None:
     simulator = planner.simulator
     blocks = graph.children[0][:16]
     single = simulator.run([Region(block) for block in blocks]).peak_bytes
-    others = everything(planner, Limit(planner.floor.peak_bytes))
+    others = all_baselines(planner, MemoryLimit(planner.floor.peak_bytes))
     assert planner.floor.peak_bytes < single
     assert planner.floor.peak_bytes <= min(other.peak_bytes for other in others)
     solution = planner.solve((planner.floor.peak_bytes + single) // 2)

@@ -18,7 +18,11 @@ import ckplan
 from ckplan.plan.plan import Plan, PlannedRegion
 from ckplan.plan.resolve import resolve
 from ckplan.simulating.simulate import simulate
-from ckplan.tracing.faking.inplace_formulas import EVENLY, FORMULAS, InPlace
+from ckplan.tracing.faking.inplace_formulas import (
+    EVENLY_DIVIDING_NODES,
+    FORMULAS,
+    InplaceFormulas,
+)
 from ckplan.tracing.recording.recorder import nodes_below
 from ckplan.training.step import Training
 from ckplan.training.workload import Workload
@@ -149,16 +153,16 @@ class Seeing(TorchDispatchMode):
     def __init__(self, loss: torch.Tensor, *, on_cuda: bool = False) -> None:
         super().__init__()
         self.names: list[str] = []
-        self.in_place = InPlace(on_cuda=on_cuda)
+        self.in_place = InplaceFormulas(on_cuda=on_cuda)
         for node in nodes_below(loss):
             self.in_place.watch(node)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        func, args = self.in_place.instead_of(func, args)
+        func, args = self.in_place.engine_op(func, args)
         out = func(*args, **(kwargs or {}))
-        self.in_place.note(func, out)
+        self.in_place.track_output(func, out)
         self.names.append(func.overloadpacket.__name__)
         return out
 
@@ -213,7 +217,7 @@ def test_what_is_divided_among_the_largest_is_filled_in_on_a_cpu(name: str) -> N
     find = getattr(torch, name)
     (expected,) = torch.autograd.grad(find(x).square(), x)
     loss = find(x).square()
-    assert any(node.name() in EVENLY for node in nodes_below(loss))
+    assert any(node.name() in EVENLY_DIVIDING_NODES for node in nodes_below(loss))
     with Seeing(loss) as seen:
         (actual,) = torch.autograd.grad(loss, x)
     assert torch.equal(actual, expected)

@@ -24,7 +24,7 @@ from ckplan.plan.resolve import resolve
 from ckplan.report.step import step_json, step_report
 from ckplan.report.tables import render
 from ckplan.simulating.simulate import simulate
-from ckplan.tracing.hazards.nondeterminism import find_unlike
+from ckplan.tracing.hazards.nondeterminism import find_nondeterminism
 from ckplan.tracing.trace import NOTE_FAKE
 from ckplan.training.step import Training, make_step
 from ckplan.training.workload import Workload
@@ -103,7 +103,7 @@ class Lists(Block):
         return x / len(self.seen)
 
 
-class Meter:
+class StorageTracker:
     """Nobody knows how to put it back."""
 
     def __init__(self) -> None:
@@ -113,7 +113,7 @@ class Meter:
 class Objects(Block):
     def __init__(self) -> None:
         super().__init__()
-        self.meter = Meter()
+        self.meter = StorageTracker()
 
     def change(self, x: torch.Tensor) -> torch.Tensor:
         self.meter.total += 1
@@ -381,7 +381,7 @@ def test_without_replay_only_what_can_be_seen_is_found() -> None:
 def test_a_large_model_is_not_run_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     from ckplan.tracing.hazards import nondeterminism as repeat
 
-    monkeypatch.setattr(repeat, "left_on", lambda device: 1000)
+    monkeypatch.setattr(repeat, "free_bytes", lambda device: 1000)
     graph = profiled(Chance)
     assert graph.hazards == ()
     assert graph.notes[-1].startswith(repeat.NOTE_NOT)
@@ -407,7 +407,7 @@ def test_what_ran_twice_is_let_go_at_once() -> None:
     gc.disable()
     try:
         before = blocks_alive()
-        assert find_unlike(step)[0]
+        assert find_nondeterminism(step)[0]
         assert blocks_alive() == before
     finally:
         gc.enable()

@@ -14,7 +14,7 @@ from torch.autograd import Variable
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from ckplan.tracing.faking.python_engine import stepping
+from ckplan.tracing.faking.python_engine import use_python_engine
 from ckplan.tracing.recording.recording import Recording
 from ckplan.tracing.target import find_target
 from ckplan.tracing.trace import trace
@@ -291,7 +291,7 @@ def gradients(run: Run) -> list[torch.Tensor | None]:
 @pytest.mark.parametrize("run", RUNS)
 def test_gradients_are_the_engines_bit_for_bit(run: Run) -> None:
     expected = gradients(run)
-    with stepping():
+    with use_python_engine():
         found = gradients(run)
     assert sum(one is not None for one in expected) >= 2
     for one, other in zip(expected, found, strict=True):
@@ -375,7 +375,7 @@ def test_a_step_is_recorded_as_the_engine_runs_it(
     name: str, training: Training
 ) -> None:
     ways = []
-    for scope in (nullcontext(), stepping()):
+    for scope in (nullcontext(), use_python_engine()):
         with scope:
             ways.append(recorded(MAKES[name], training))
     engine, stepped = ways
@@ -395,7 +395,7 @@ def test_what_was_saved_goes_with_its_node() -> None:
         return copy
 
     x = torch.randn(8, requires_grad=True)
-    with stepping():
+    with use_python_engine():
         y = x * 1
         y.register_hook(lambda grad: seen.extend(one() is None for one in lives))
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
@@ -415,7 +415,7 @@ def replaced() -> dict[str, object]:
 
 def test_nothing_is_left_behind() -> None:
     before = replaced()
-    with pytest.raises(ZeroDivisionError), stepping():
+    with pytest.raises(ZeroDivisionError), use_python_engine():
         raise ZeroDivisionError
     assert replaced() == before
     x = torch.ones(2, requires_grad=True)
@@ -510,7 +510,7 @@ ERRORS: dict[str, Callable[[torch.Tensor], Any]] = {
 @pytest.mark.parametrize("name", ERRORS)
 def test_what_the_engine_refuses_is_refused_in_its_words(name: str) -> None:
     said = []
-    for scope in (nullcontext(), stepping()):
+    for scope in (nullcontext(), use_python_engine()):
         with scope, pytest.raises((RuntimeError, TypeError)) as error:
             ERRORS[name](torch.ones(2, requires_grad=True))
         said.append((error.type, str(error.value).splitlines()[0]))
@@ -519,14 +519,14 @@ def test_what_the_engine_refuses_is_refused_in_its_words(name: str) -> None:
 
 def test_what_is_not_used_is_refused() -> None:
     x, y = (torch.ones(2, requires_grad=True) for _ in range(2))
-    with stepping(), pytest.raises(RuntimeError, match="not have been used"):
+    with use_python_engine(), pytest.raises(RuntimeError, match="not have been used"):
         torch.autograd.grad(x.sum(), [x, y])
 
 
 @pytest.mark.parametrize("make", [lambda x: x + x, torch.relu_, Keeps.apply])
 def test_graphs_that_nothing_was_saved_for_may_run_again(make: Any) -> None:
     found = []
-    for scope in (nullcontext(), stepping()):
+    for scope in (nullcontext(), use_python_engine()):
         x = torch.ones(2, requires_grad=True)
         with scope:
             try:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ckplan.training.warm_up import make_first_calls
+from ckplan.training.warm_up import warm_up_vector_kernels
 
 PROCESSES = 40  # without first calls about one in ten goes wrong
 TWICE = """
@@ -28,10 +28,10 @@ raise SystemExit(not torch.equal(model(x), model(x)))
 
 
 def test_first_calls_leave_the_world_as_it_was() -> None:
-    make_first_calls.cache_clear()
+    warm_up_vector_kernels.cache_clear()
     state = torch.get_rng_state()
     with FakeTensorMode():  # of a dry run: they are real all the same
-        make_first_calls()
+        warm_up_vector_kernels()
     assert torch.equal(torch.get_rng_state(), state)
 
 

@@ -32,7 +32,7 @@ from ckplan.training.loading import WorkloadSpec
 from ckplan.training.step import Training
 from ckplan.training.workload import Workload
 from ckplan.verifying.dry_run import dry_run, dry_run_workload
-from ckplan.verifying.storage_tracker import Meter, Phase
+from ckplan.verifying.storage_tracker import Phase, StorageTracker
 
 WHOLE = Plan(regions=(PlannedRegion("."),))
 
@@ -402,7 +402,7 @@ def test_every_way_to_train_is_followed(training: Training) -> None:
 
 
 def test_a_meter_counts_what_is_alive_and_nothing_else() -> None:
-    meter = Meter()
+    meter = StorageTracker()
     with meter.watching():
         before = torch.empty(100, dtype=torch.uint8)
         meter.begin("forward")
@@ -429,7 +429,7 @@ def test_gradients_that_meet_are_added_in_place_as_on_a_plain_run() -> None:
 
     plain = loss_of(torch.zeros(10**5, requires_grad=True))
     measured = peak_bytes_of(plain.backward)
-    meter = Meter()
+    meter = StorageTracker()
     with meter.watching():
         loss = loss_of(torch.zeros(10**5, requires_grad=True))
         meter.watch_nodes(loss)

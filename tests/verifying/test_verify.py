@@ -37,10 +37,10 @@ from ckplan.verifying.worker import (
     OutOfMemoryError,
     Result,
     Worker,
-    bytes_of,
     cap_memory,
     digest,
-    known_storages,
+    live_bytes_of,
+    persistent_storages,
 )
 
 MLP = WorkloadSpec(
@@ -466,11 +466,13 @@ def test_the_held_bytes_are_each_storage_once():
     step = make_step(Workload(model, torch.randn(8, 4)[:2]), Training("adamw"))
     weights, norm, batch = 4 * (16 + 4 + 4), 4 * (4 + 4), 4 * 8 * 4
     others = 4 * (4 + 4) + 8 + 4 * 10  # running statistics, their count, the table
-    assert weights + norm + others + batch == bytes_of(known_storages(step))
+    assert weights + norm + others + batch == live_bytes_of(persistent_storages(step))
     step.run()
     step.zero_grad()
     adam = 2 * (weights + norm) + 4 * 5  # two moments, and a count per parameter
-    assert weights + norm + others + batch + adam == bytes_of(known_storages(step))
+    assert weights + norm + others + batch + adam == live_bytes_of(
+        persistent_storages(step)
+    )
 
 
 def test_the_peak_is_what_the_step_holds_and_allocates(tmp_path: Path):

@@ -15,7 +15,13 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ckplan.applying.guards.guards import CallRecord, Capture, Given, Place, Template
+from ckplan.applying.guards.guards import (
+    CallGuard,
+    CallSite,
+    Capture,
+    GuardedProgram,
+    TensorGuard,
+)
 from ckplan.applying.guards.resume import Beginning, OpenInner, resume
 from ckplan.applying.rebuilding.rebuilder import Rebuilder
 from ckplan.applying.recording.op_keys import OpKey, Saves
@@ -24,53 +30,57 @@ from ckplan.applying.recording.saved_tensors import Dropped, Handle, Kept, keep,
 from ckplan.applying.tensors.arguments import (
     Slots,
     UnknownArgumentError,
-    asks_only,
     geometry_of,
+    is_query,
     moves,
     storage_of,
     switches,
 )
 from ckplan.applying.tensors.compiled import is_within_compiled, uncompiled
 from ckplan.applying.tensors.random_state import random_state
-from ckplan.applying.tensors.retained import Held, hold, hold_copy, tensors_in
+from ckplan.applying.tensors.retained import Retained, retain, retain_copy, tensors_in
 from ckplan.encodings import Encoded, encode
 
 
-class Replay(TorchFunctionMode):
+class GuardChecker(TorchFunctionMode):
     """One forward of a region, compared with a template."""
 
     def __init__(
-        self, name: str, top: str, template: Template, record: Callable[[], Recorder]
+        self,
+        name: str,
+        top: str,
+        expected: GuardedProgram,
+        record: Callable[[], Recorder],
     ) -> None:
         """Be ready to watch.
 
         Args:
             name: What errors call the region.
             top: FQN of the module that paths of its ops begin below.
-            template: What the forward is compared with.
+            expected: What the forward is compared with.
             record: Makes what watches the rest of a forward that differs.
         """
         super().__init__()
         self.name = name
         self.path: list[str] = [top]  # FQNs of the modules that run, innermost last
-        self.template = template
-        self.rest: Recorder | None = None  # from where it differs on
+        self.expected = expected
+        self.rerecorder: Recorder | None = None  # from where it differs on
         self.kept = False  # that rest, as it could not be watched
         self._record = record
-        self._inner: list[tuple[CallRecord | None, str, Saves]] = []  # open ones
+        self._inner: list[tuple[CallGuard | None, str, Saves]] = []  # open ones
         self._num_begun = 0  # regions inside
         self._num_modes = 0
-        self._slots = Slots(self._meet)
-        self._calls = iter(template.calls)
+        self._slots = Slots(self._check_input)
+        self._calls = iter(expected.calls)
         self._next = next(self._calls, None)
-        self._num_given = 0
+        self._num_inputs = 0
         self._num_packed = 0
         self._in_call = False
         self._dropped_in_call = False
         self._packing = False
         self._storages: dict[int, int] = {}  # address -> storage of the template
         self._met: set[int] = set()  # those storages
-        self._held: dict[int, Held] = {**template.constants}
+        self._held: dict[int, Retained] = {**expected.constants}
         self._encoded: dict[int, Encoded] = {}
         self._states: dict[int, torch.Tensor] = {}
         self._wanted: list[tuple[int, int]] = []  # value, part
@@ -87,43 +97,47 @@ class Replay(TorchFunctionMode):
 
     def begin_inner(self, top: str, saves: Saves) -> None:
         """A region inside this one begins."""
-        if self.watched is not None:
-            self.watched.begin_inner(top, saves)
+        if self.recorder is not None:
+            self.recorder.begin_inner(top, saves)
         else:
             self._inner.append((self._next, top, saves))
             self._num_begun += 1
 
     def end_inner(self) -> set[OpKey] | None:
         """The region that began last ends; returns the saves that named an op."""
-        if self.watched is not None:
-            return self.watched.end_inner()
+        if self.recorder is not None:
+            return self.recorder.end_inner()
         self._inner.pop()
         return None
 
     @property
-    def repeats(self) -> bool:
+    def guards_hold(self) -> bool:
         """Whether it does what the template did, as far as was seen."""
-        return self.rest is None
+        return self.rerecorder is None
 
     @property
-    def watched(self) -> Recorder | None:
+    def recorder(self) -> Recorder | None:
         """The rest of a forward that differs, unless that is kept."""
-        return self.rest if self.rest is not None and self.rest.watches else None
+        return (
+            self.rerecorder
+            if self.rerecorder is not None and self.rerecorder.watches
+            else None
+        )
 
     def close(self) -> None:
         """Forward is over: hold only what the program needs."""
         self._contexts.close()
-        template = self.template
-        missing = self._next is not None or self._num_packed < len(template.packed)
-        if self.rest is None and missing:
-            self._part_from(self._place(self._next))
-        if self.rest is not None:
-            self.rest.close()
+        expected = self.expected
+        missing = self._next is not None or self._num_packed < len(expected.packed)
+        if self.rerecorder is None and missing:
+            self._rerecord_from(self._place(self._next))
+        if self.rerecorder is not None:
+            self.rerecorder.close()
         else:
             self._handle.rebuilder = Rebuilder(
                 self.name,
-                template.program,
-                template.steps,
+                expected.program,
+                expected.steps,
                 self._held,
                 self._encoded,
                 self._states,
@@ -132,58 +146,58 @@ class Replay(TorchFunctionMode):
 
     def release(self) -> None:
         """Hold nothing of the forward any longer."""
-        if self.rest is not None:
-            self.rest.release()
+        if self.rerecorder is not None:
+            self.rerecorder.release()
 
     def abandon(self) -> None:
         """Forward was interrupted: watch no longer."""
         self._contexts.close()
-        if self.rest is not None:
-            self.rest.abandon()
+        if self.rerecorder is not None:
+            self.rerecorder.abandon()
 
     def _forget(self) -> None:
         self._slots.close()
         for tensors in (self._held, self._encoded, self._states):
             tensors.clear()
 
-    def _place(self, call: CallRecord | None) -> int:
+    def _place(self, call: CallGuard | None) -> int:
         """The first step of a call; behind all if none is left."""
-        return len(self.template.steps) if call is None else call.start
+        return len(self.expected.steps) if call is None else call.start
 
-    def _part_from(self, stop: int) -> Recorder:
+    def _rerecord_from(self, stop: int) -> Recorder:
         """Leave the template: from a step on, the rest is another forward's."""
         inner = [OpenInner(self._place(c), top, saves) for c, top, saves in self._inner]
-        rest = self.rest = self._record()
+        rerecorder = self.rerecorder = self._record()
         begun = Beginning(
-            template=self.template,
+            expected=self.expected,
             stop=stop,
             path=self.path,
             inner=inner,
             made=self._slots.made(),
-            held=self._held,
+            retained=self._held,
             encoded=self._encoded,
             states=self._states,
             wanted=self._wanted,
             handle=self._handle,
         )
-        resume(rest, begun)
+        resume(rerecorder, begun)
         self._forget()
-        return rest
+        return rerecorder
 
-    def _differ(self) -> None:
+    def _miss_before_call(self) -> None:
         """The call that begins now is not the template's: watch from here on."""
-        call, packed = self._next, len(self.template.packed)
+        call, packed = self._next, len(self.expected.packed)
         as_expected = self._num_packed == (call.packed_before if call else packed)
         alone = torch._C._len_torch_dispatch_stack() == self._num_modes
         alone &= not is_within_compiled()
-        moved = any(moves(other.func) for other in self.template.calls)
-        rest = self._part_from(self._place(call))
+        moved = any(moves(other.func) for other in self.expected.calls)
+        rerecorder = self._rerecord_from(self._place(call))
         if as_expected and alone and not moved:
-            rest.go_on()
+            rerecorder.go_on()
         else:
             self.kept = True
 
-    def _keep(self, stop: int) -> None:
+    def _miss_after_call(self, stop: int) -> None:
         """A call was not the template's, and its ops ran: keep the rest.
 
         Raises:
@@ -191,7 +205,7 @@ class Replay(TorchFunctionMode):
         """
         if self._dropped_in_call:
             raise otherwise_saved(self.name)
-        self._part_from(stop)
+        self._rerecord_from(stop)
         self.kept = True
 
     def __torch_function__(
@@ -202,60 +216,60 @@ class Replay(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        rest, call = self.rest, self._next
-        if rest is not None:
-            return rest.log.__torch_function__(func, types, args, kwargs)
-        asks = (call is None or call.func is not func) and asks_only(func)
+        rerecorder, call = self.rerecorder, self._next
+        if rerecorder is not None:
+            return rerecorder.log.__torch_function__(func, types, args, kwargs)
+        asks = (call is None or call.func is not func) and is_query(func)
         if asks or self._packing:
             return func(*args, **kwargs)
         if call is None or not self._matches(call, func, args, kwargs):
-            self._differ()
+            self._miss_before_call()
             return self.__torch_function__(func, types, args, kwargs)
-        self._hold_before(call)
+        self._retain_before(call)
         self._in_call, self._dropped_in_call = True, False
         try:
             out = func(*args, **kwargs)
         except BaseException:
             self._dropped_in_call = False
-            if self.rest is None:
-                self._keep(call.stop)
+            if self.rerecorder is None:
+                self._miss_after_call(call.stop)
             raise
         finally:
             self._in_call = False
-        if self.rest is not None:
+        if self.rerecorder is not None:
             return out
         if self._num_packed != call.packed_after:
-            self._keep(call.start)
+            self._miss_after_call(call.start)
             return out
         self._slots.returned(out)
         self._next = next(self._calls, None)
-        if call.captures or call.brought:
+        if call.captures or call.returned_constants:
             self._take(call, tensors_in(out))
         return out
 
-    def _hold_before(self, call: CallRecord) -> None:
+    def _retain_before(self, call: CallGuard) -> None:
         """Hold what a call will change, and no op tells."""
         for step in call.random_steps:
-            self._states[step] = random_state(self.template.steps[step].device, None)
+            self._states[step] = random_state(self.expected.steps[step].device, None)
         for value in call.statistics:
-            self._held[value] = hold_copy(self._held[value].tensor)
+            self._held[value] = retain_copy(self._held[value].tensor)
 
-    def _take(self, call: CallRecord, returned: list[torch.Tensor]) -> None:
+    def _take(self, call: CallGuard, returned: list[torch.Tensor]) -> None:
         """Hold what a call returned, as far as it is like what the template's did."""
-        if not self._brings(call, returned):
+        if not self._constants_match(call, returned):
             self._dropped_in_call = False
-            self._keep(call.stop)
+            self._miss_after_call(call.stop)
             return
         for capture in call.captures:
             self._capture(capture, returned[capture.place])
 
     def _matches(
-        self, call: CallRecord, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, call: CallGuard, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> bool:
         """Whether a call is the one of the template."""
         if call.func is not func and call.func != func:
             return False
-        here = Place(self.path[-1], self._num_begun, len(self._inner))
+        here = CallSite(self.path[-1], self._num_begun, len(self._inner))
         if call.place not in (None, here):  # of layers alike, another one
             return False
         try:
@@ -265,28 +279,28 @@ class Replay(TorchFunctionMode):
         packed = self._num_packed == call.packed_before
         return same and packed and call.switches == switches(func)
 
-    def _brings(self, call: CallRecord, returned: list[torch.Tensor]) -> bool:
+    def _constants_match(self, call: CallGuard, returned: list[torch.Tensor]) -> bool:
         """Whether what a call brought from elsewhere is like the template's."""
         try:
-            for place, given in call.brought:
-                self._meet_as(given, returned[place])
+            for place, inputs in call.returned_constants:
+                self._check_tensor(inputs, returned[place])
         except (IndexError, UnknownArgumentError):
             return False
         return True
 
-    def _meet(self, tensor: torch.Tensor) -> None:
-        if self._num_given == len(self.template.given):
+    def _check_input(self, tensor: torch.Tensor) -> None:
+        if self._num_inputs == len(self.expected.inputs):
             raise UnknownArgumentError
-        self._meet_as(self.template.given[self._num_given], tensor)
-        self._num_given += 1
+        self._check_tensor(self.expected.inputs[self._num_inputs], tensor)
+        self._num_inputs += 1
 
-    def _meet_as(self, given: Given, tensor: torch.Tensor) -> None:
+    def _check_tensor(self, inputs: TensorGuard, tensor: torch.Tensor) -> None:
         """A tensor from elsewhere must be like the template's, and shared as there."""
-        before, now = given.geometry, geometry_of(tensor)
+        before, now = inputs.geometry, geometry_of(tensor)
         if before != now:
             raise UnknownArgumentError
-        storage, address = given.storage, storage_of(tensor)._cdata
-        value = self.template.value_of.get(storage)
+        storage, address = inputs.storage, storage_of(tensor)._cdata
+        value = self.expected.value_of.get(storage)
         if address in self._storages:
             shared = self._storages[address] == storage
         else:
@@ -296,11 +310,11 @@ class Replay(TorchFunctionMode):
         self._storages[address] = storage
         self._met.add(storage)
         if value is not None and value not in self._held:
-            self._held[value] = hold(tensor)
+            self._held[value] = retain(tensor)
 
     def _capture(self, capture: Capture, tensor: torch.Tensor) -> None:
         if capture.form is None:
-            self._held[capture.value] = hold(tensor)
+            self._held[capture.value] = retain(tensor)
             return
         small = encode(capture.form, tensor)
         assert small is not None, "the template's tensor was dense"
@@ -314,18 +328,22 @@ class Replay(TorchFunctionMode):
             self._packing = False
 
     def _packed_as(self, tensor: torch.Tensor) -> Kept | Dropped:
-        template, number = self.template, self._num_packed
-        if self.rest is not None:
-            return self.rest.pack(tensor) if not self.kept else keep(tensor, self.name)
+        expected, number = self.expected, self._num_packed
+        if self.rerecorder is not None:
+            return (
+                self.rerecorder.pack(tensor)
+                if not self.kept
+                else keep(tensor, self.name)
+            )
         self._num_packed += 1
         there = number < self._num_expected
-        if not there or template.packed[number].size != tensor.size():
+        if not there or expected.packed[number].size != tensor.size():
             self._dropped_in_call &= self._in_call
-            self._keep(self._place(self._next))
+            self._miss_after_call(self._place(self._next))
             return keep(tensor, self.name)
-        if number in template.captures:
-            self._capture(template.captures[number], tensor)
-        _, value, ref, part = template.packed[number]
+        if number in expected.captures:
+            self._capture(expected.captures[number], tensor)
+        _, value, ref, part = expected.packed[number]
         if ref is None:
             return keep(tensor, self.name)
         self._dropped_in_call |= self._in_call
@@ -336,5 +354,5 @@ class Replay(TorchFunctionMode):
     def _num_expected(self) -> int:
         """How many tensors autograd had saved by the end of what runs now."""
         if self._next is None:
-            return len(self.template.packed)
+            return len(self.expected.packed)
         return self._next.packed_after if self._in_call else self._next.packed_before

@@ -20,9 +20,15 @@ from ckplan.applying.recording.call_log import Call
 from ckplan.applying.recording.recorder import Recorder
 from ckplan.applying.recording.saved_tensors import Packed
 from ckplan.applying.tensors.arguments import Geometry
-from ckplan.applying.tensors.retained import Held, Ref
+from ckplan.applying.tensors.retained import Ref, Retained
 from ckplan.encodings import BITS, Encoded
-from ckplan.simulating.program import EXTERNAL, Flow, Part, Program, compile_program
+from ckplan.simulating.program import (
+    EXTERNAL,
+    Flow,
+    NestedRegion,
+    Program,
+    compile_program,
+)
 
 _NUMBERS = (bool, int, float)
 _SCALINGS = ("div_", "mul_")
@@ -39,14 +45,14 @@ class Capture(NamedTuple):
     form: str | None  # to be encoded, or to be held as it is
 
 
-class Given(NamedTuple):
+class TensorGuard(NamedTuple):
     """A tensor from elsewhere that a call of the region takes, or brings."""
 
     geometry: Geometry
     storage: int  # equal for those that share one
 
 
-class Place(NamedTuple):
+class CallSite(NamedTuple):
     """Where an op runs, as far as the plan's names and regions tell places apart."""
 
     path: str  # FQN of the module, if the plan names ops
@@ -54,17 +60,19 @@ class Place(NamedTuple):
     num_open: int  # those of them that run
 
 
-class CallRecord(NamedTuple):
+class CallGuard(NamedTuple):
     """One call of a torch function."""
 
-    place: Place | None  # of its first op; None if it ran none
+    place: CallSite | None  # of its first op; None if it ran none
     func: Callable[..., Any]
     arguments: Any  # frozen
     switches: tuple[Any, ...]
     random_steps: tuple[int, ...]  # that draw first in it
     statistics: tuple[int, ...]  # running ones that its norm goes by: copies are held
     captures: tuple[Capture, ...]
-    brought: tuple[tuple[int, Given], ...]  # constants that it returned, by their place
+    returned_constants: tuple[
+        tuple[int, TensorGuard], ...
+    ]  # constants that it returned, by their place
     packed_before: int  # how many tensors autograd had saved
     packed_after: int
     start: int  # its first step
@@ -72,17 +80,17 @@ class CallRecord(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Template:
+class GuardedProgram:
     """A forward written down, for forwards that make the same calls."""
 
-    calls: tuple[CallRecord, ...]
-    given: tuple[Given, ...]
+    calls: tuple[CallGuard, ...]
+    inputs: tuple[TensorGuard, ...]
     packed: tuple[Packed, ...]
     captures: Mapping[int, Capture]  # of saved tensors, by their number
     value_of: Mapping[int, int]  # storage of a given tensor -> its value
-    constants: Mapping[int, Held]  # values that the arguments of calls tell
+    constants: Mapping[int, Retained]  # values that the arguments of calls tell
     flow: Flow
-    parts: tuple[Part, ...]
+    parts: tuple[NestedRegion, ...]
     program: Program
     steps: Mapping[int, Step]  # all
     dropped_bytes: int
@@ -96,14 +104,14 @@ class Template:
 
 
 @dataclass(frozen=True, slots=True)
-class _Places:
+class _Sightings:
     """Where a later forward sees values, the first place first."""
 
     returned: Mapping[int, Sequence[tuple[int, int, Geometry]]]  # call, place in it
     packed: Mapping[int, Sequence[tuple[int, Ref | None]]]
 
     @classmethod
-    def of(cls, seen: Recorder) -> _Places:
+    def of(cls, seen: Recorder) -> _Sightings:
         """All of them, found once: a region may be a whole model."""
         returned = defaultdict(list)
         for number, call in enumerate(seen.log.calls):
@@ -130,7 +138,7 @@ class _Places:
         return None
 
 
-def make_template(seen: Recorder) -> Template | None:
+def make_guards(seen: Recorder) -> GuardedProgram | None:
     """What later forwards can be compared with; None if calls do not tell all."""
     log, storages, packing = seen.log, seen.storages, seen.packing
     parts, program = seen.parts, seen.program
@@ -138,24 +146,26 @@ def make_template(seen: Recorder) -> Template | None:
     flow = storages.flow
     if log.broken or -1 in seen.call_of:
         return None
-    given = [
-        Given(geometry, storages.numbers.get(storage.cdata, -1 - place))
-        for place, (geometry, storage) in enumerate(log.given)
+    inputs = [
+        TensorGuard(geometry, storages.numbers.get(storage.cdata, -1 - place))
+        for place, (geometry, storage) in enumerate(log.inputs)
     ]
-    there = {one.storage for one in given}
+    there = {one.storage for one in inputs}
     if not there.isdisjoint(storages.inside):
         return None
-    brought = _brought(seen, there)
-    there.update(one.storage for found in brought.values() for _, one in found)
+    returned_constants = _returned_constants(seen, there)
+    there.update(
+        one.storage for found in returned_constants.values() for _, one in found
+    )
     constants = _constants(seen, there)
     if any(
         flow.maker_of[value] == EXTERNAL
         and flow.storage_of[value] not in there
         and value not in constants
-        for value in program.holds
+        for value in program.retained
     ):
         return None
-    places = _Places.of(seen)
+    places = _Sightings.of(seen)
     program = _seen_from_calls(seen, places, parts, program)
     captures = _captures(seen, places, program)
     random_steps = _first_draws(seen, program)
@@ -167,7 +177,7 @@ def make_template(seen: Recorder) -> Template | None:
     ranges = [*pairwise(bisect_left(seen.call_of, number) for number in numbers)]
     at = _places(seen, parts, (start for start, stop in ranges if start < stop))
     calls = tuple(
-        CallRecord(
+        CallGuard(
             place=at[start] if start < stop else None,
             func=call.func,
             arguments=call.arguments,
@@ -175,7 +185,7 @@ def make_template(seen: Recorder) -> Template | None:
             random_steps=tuple(random_steps.get(number, ())),
             statistics=tuple(statistics.get(number, ())),
             captures=tuple(of_calls.get(number, ())),
-            brought=tuple(brought.get(number, ())),
+            returned_constants=tuple(returned_constants.get(number, ())),
             packed_before=call.packed_before,
             packed_after=call.packed_after,
             start=start,
@@ -186,9 +196,9 @@ def make_template(seen: Recorder) -> Template | None:
         )
     )
     made_by = enumerate(flow.maker_of)
-    return Template(
+    return GuardedProgram(
         calls=calls,
-        given=tuple(given),
+        inputs=tuple(inputs),
         packed=tuple(packing.packed),
         captures=of_packed,
         value_of={flow.storage_of[v]: v for v, m in made_by if m == EXTERNAL},
@@ -208,40 +218,40 @@ def make_template(seen: Recorder) -> Template | None:
 
 
 def _places(
-    seen: Recorder, parts: Sequence[Part], steps: Iterable[int]
-) -> dict[int, Place]:
+    seen: Recorder, parts: Sequence[NestedRegion], steps: Iterable[int]
+) -> dict[int, CallSite]:
     """Where some steps ran."""
     starts = sorted(part.start for part in parts)
     stops = sorted(part.stop for part in parts)
     found = {}
     for step in steps:
         begun, ended = bisect_right(starts, step), bisect_right(stops, step)
-        found[step] = Place(seen.paths[step], begun, begun - ended)
+        found[step] = CallSite(seen.paths[step], begun, begun - ended)
     return found
 
 
-def _brought(
+def _returned_constants(
     seen: Recorder, there: Collection[int]
-) -> dict[int, list[tuple[int, Given]]]:
+) -> dict[int, list[tuple[int, TensorGuard]]]:
     """Tensors from elsewhere that calls returned before ops read them; by call.
 
     Such as constants: of each forward its own, since nothing says that they are equal.
     """
     numbers, inside = seen.storages.numbers, seen.storages.inside
-    found: dict[int, list[tuple[int, Given]]] = defaultdict(list)
+    found: dict[int, list[tuple[int, TensorGuard]]] = defaultdict(list)
     for number, call in enumerate(seen.log.calls):
         for place, one in enumerate(call.returned):
             if one.geometry is None or one.unread is None:
                 continue
             storage = numbers.get(one.unread.cdata, -1)  # -1: of no use to any op
             if storage >= 0 and storage not in there and storage not in inside:
-                found[number].append((place, Given(one.geometry, storage)))
+                found[number].append((place, TensorGuard(one.geometry, storage)))
     return found
 
 
-def _constants(seen: Recorder, there: Collection[int]) -> dict[int, Held]:
+def _constants(seen: Recorder, there: Collection[int]) -> dict[int, Retained]:
     """Values from elsewhere that torch made of the numbers that index a tensor."""
-    flow, found = seen.storages.flow, dict[int, Held]()
+    flow, found = seen.storages.flow, dict[int, Retained]()
     unknown = {
         value
         for value, maker in enumerate(flow.maker_of)
@@ -250,10 +260,10 @@ def _constants(seen: Recorder, there: Collection[int]) -> dict[int, Held]:
     for step, inputs in enumerate(flow.inputs):
         for value in unknown.intersection(inputs):
             unknown.remove(value)
-            held = seen.storages.held.get(value)
+            retained = seen.storages.retained.get(value)
             call = seen.log.calls[seen.call_of[step]]
-            if held is not None and _tells(call, held.tensor):
-                found[value] = held
+            if retained is not None and _tells(call, retained.tensor):
+                found[value] = retained
     return found
 
 
@@ -272,8 +282,8 @@ def _tells(call: Call, constant: torch.Tensor) -> bool:
 
 def _seen_from_calls(
     seen: Recorder,
-    places: _Places,
-    parts: tuple[Part, ...],
+    places: _Sightings,
+    parts: tuple[NestedRegion, ...],
     program: Program,
 ) -> Program:
     """The same program, but that what no call shows is rebuilt if that takes little.
@@ -285,12 +295,12 @@ def _seen_from_calls(
     flow, num_bytes = seen.storages.flow, seen.storages.num_bytes
     unseen = {
         value
-        for value in program.holds
+        for value in program.retained
         if flow.maker_of[value] != EXTERNAL
         and places.in_call(value, None) is None
         and places.in_packed(value, None) is None
     }
-    kept = [v for v in program.holds - unseen if flow.maker_of[v] != EXTERNAL]
+    kept = [v for v in program.retained - unseen if flow.maker_of[v] != EXTERNAL]
     makers = _makers(flow, unseen, {*kept, *seen.encoded})
     made = {flow.storage_of[value] for step in makers for value in flow.returned[step]}
     most_bytes = max(_FEW_BYTES, seen.packing.dropped_bytes // _SMALL_SHARE)
@@ -298,7 +308,7 @@ def _seen_from_calls(
     if not unseen or too_many or makers & program.runs().keys():
         return program
     other = compile_program(flow, seen.packing.wanted, kept, seen.encoded.keys(), parts)
-    return program if other.lost else other
+    return program if other.overwritten_inputs else other
 
 
 def _makers(flow: Flow, values: Iterable[int], there: Collection[int]) -> set[int]:
@@ -315,13 +325,13 @@ def _makers(flow: Flow, values: Iterable[int], there: Collection[int]) -> set[in
 
 
 def _captures(
-    seen: Recorder, places: _Places, program: Program
+    seen: Recorder, places: _Sightings, program: Program
 ) -> tuple[dict[int, list[Capture]], dict[int, Capture]] | None:
     """Where a later forward sees what it must hold: returned, or saved."""
     flow = seen.storages.flow
     wanted: list[tuple[int, int, str | None]] = [
         (value, value, None)
-        for value in program.holds
+        for value in program.retained
         if flow.maker_of[value] != EXTERNAL
     ]
     changed_by = {old: s for s, olds in enumerate(flow.overwrites) for old in olds}
@@ -360,7 +370,7 @@ def _statistics(seen: Recorder, program: Program) -> dict[int, list[int]]:
     """Running statistics that a later forward must copy; by call."""
     found: dict[int, list[int]] = defaultdict(list)
     for value, step in seen.statistics.items():
-        if value in program.holds:
+        if value in program.retained:
             found[seen.call_of[step]].append(value)
     return found
 

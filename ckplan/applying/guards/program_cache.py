@@ -5,55 +5,57 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable
 
-from ckplan.applying.guards.guards import Template
+from ckplan.applying.guards.guards import GuardedProgram
 
-_MOST_TEMPLATES = 32  # of one call: batches padded to some lengths
-_DOUBT, _MUCH_DOUBT = 8, 24
+_MAX_PROGRAMS = 32  # of one call: batches padded to some lengths
+_MISS_PENALTY, _DYNAMIC_PENALTY = 8, 24
 """Of such a forward, when one was another than expected; each that repeats takes one
 away. With much doubt, forwards are taken to vary rather than to have changed for good.
 """
 
 
-class Templates:
+class ProgramCache:
     """What forwards of a region were seen to do, by what those have in common.
 
     A copy of a model begins without.
     """
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, Template] = {}  # the one used last is the last
-        self._doubt: Counter[Hashable] = Counter()
-        self._seen_late: set[Hashable] = set()  # what differed where ops were past
+        self._known: dict[
+            Hashable, GuardedProgram
+        ] = {}  # the one used last is the last
+        self._misses: Counter[Hashable] = Counter()
+        self._missed_late: set[Hashable] = set()  # what differed where ops were past
 
-    def __reduce__(self) -> tuple[type[Templates], tuple[()]]:
+    def __reduce__(self) -> tuple[type[ProgramCache], tuple[()]]:
         return type(self), ()
 
-    def find(self, key: Hashable) -> Template | None:
+    def find(self, key: Hashable) -> GuardedProgram | None:
         """What a forward may do again."""
-        template = self._known.pop(key, None)
-        if template is not None:
-            self._known[key] = template
-        return template
+        program = self._known.pop(key, None)
+        if program is not None:
+            self._known[key] = program
+        return program
 
-    def are_steady(self, key: Hashable) -> bool:
+    def is_static(self, key: Hashable) -> bool:
         """Whether no such forward was another one than expected of late."""
-        return not self._doubt[key]
+        return not self._misses[key]
 
-    def can_learn(self, key: Hashable) -> bool:
+    def can_guard(self, key: Hashable) -> bool:
         """Whether such forwards, if they differ, do so where that is seen in time."""
-        return key not in self._seen_late
+        return key not in self._missed_late
 
-    def learn(self, key: Hashable, template: Template | None) -> None:
+    def learn(self, key: Hashable, program: GuardedProgram | None) -> None:
         """Know what a forward did."""
-        if template is not None and self.can_learn(key):
-            while len(self._known) >= _MOST_TEMPLATES:
+        if program is not None and self.can_guard(key):
+            while len(self._known) >= _MAX_PROGRAMS:
                 del self._known[next(iter(self._known))]
-            self._known[key] = template
+            self._known[key] = program
 
     def repeat(self, key: Hashable) -> None:
         """A forward was as expected."""
-        if self._doubt[key]:
-            self._doubt[key] -= 1
+        if self._misses[key]:
+            self._misses[key] -= 1
 
     def differ(self, key: Hashable, *, late: bool) -> None:
         """A forward was another one than expected.
@@ -65,8 +67,8 @@ class Templates:
             key: What such forwards have in common.
             late: Whether that was seen too late for the rest to be dropped.
         """
-        self._doubt[key] = min(self._doubt[key] + _DOUBT, _MUCH_DOUBT)
+        self._misses[key] = min(self._misses[key] + _MISS_PENALTY, _DYNAMIC_PENALTY)
         if late:
-            self._seen_late.add(key)
-        if late or self._doubt[key] < _MUCH_DOUBT:
+            self._missed_late.add(key)
+        if late or self._misses[key] < _DYNAMIC_PENALTY:
             self._known.pop(key, None)

@@ -12,16 +12,16 @@ from typing import NamedTuple
 
 import torch
 
-from ckplan.applying.guards.guards import Template
+from ckplan.applying.guards.guards import GuardedProgram
 from ckplan.applying.recording.op_keys import Inner, Names, Saves
 from ckplan.applying.recording.recorder import Recorder
 from ckplan.applying.recording.saved_tensors import Handle
 from ckplan.applying.tensors.arguments import storage_of
-from ckplan.applying.tensors.op_traits import facts_of
-from ckplan.applying.tensors.retained import Held, hold, hold_copy
+from ckplan.applying.tensors.op_traits import traits_of
+from ckplan.applying.tensors.retained import Retained, retain, retain_copy
 from ckplan.applying.tensors.storages import Storages
 from ckplan.encodings import Encoded
-from ckplan.simulating.program import EXTERNAL, Flow, Part
+from ckplan.simulating.program import EXTERNAL, Flow, NestedRegion
 
 
 class OpenInner(NamedTuple):
@@ -35,12 +35,12 @@ class OpenInner(NamedTuple):
 class Beginning(NamedTuple):
     """A forward until it differed."""
 
-    template: Template
+    expected: GuardedProgram
     stop: int  # the step after the last one
     path: list[str]
     inner: Sequence[OpenInner]  # innermost last
     made: Iterable[tuple[int, torch.Tensor]]  # tensors that calls returned, by number
-    held: Mapping[int, Held]
+    retained: Mapping[int, Retained]
     encoded: Mapping[int, Encoded]
     states: Mapping[int, torch.Tensor]
     wanted: Sequence[tuple[int, int]]
@@ -50,20 +50,20 @@ class Beginning(NamedTuple):
 def resume(recorder: Recorder, begun: Beginning) -> None:
     """Let a recorder know what it would, had it watched from the beginning."""
     storages = recorder.storages
-    flow = storages.flow = _until(begun.template.flow, begun.stop)
+    flow = storages.flow = _until(begun.expected.flow, begun.stop)
     recorder.path = begun.path
     recorder.log.broken = True  # it saw no calls to compare others with
     recorder.encoded.update(begun.encoded)
     recorder.states.update(begun.states)
-    _know_steps(recorder, begun)
-    living = _know_storages(storages, begun)
+    _restore_steps(recorder, begun)
+    living = _restore_storages(storages, begun)
     recorder.packing.go_on(begun.handle, begun.wanted)
-    for value, one in begun.held.items():
+    for value, one in begun.retained.items():
         if value < len(flow.storage_of) and flow.is_current(value):
             one.settle()
             moves = value in recorder.statistics
-            storages.held[value] = hold_copy(one.tensor) if moves else one
-    _hold_what_is_gone(recorder, begun, living)
+            storages.retained[value] = retain_copy(one.tensor) if moves else one
+    _retain_unrecoverable(recorder, begun, living)
     _name_steps(recorder, begun)
 
 
@@ -85,58 +85,63 @@ def _until(flow: Flow, stop: int) -> Flow:
     )
 
 
-def _know_steps(recorder: Recorder, begun: Beginning) -> None:
+def _restore_steps(recorder: Recorder, begun: Beginning) -> None:
     """The steps, and which of them cannot run again as they did."""
-    template = begun.template
-    recorder.steps.update((step, template.steps[step]) for step in range(begun.stop))
-    recorder.paths += template.paths[: begun.stop]
-    normed = template.statistics.items()
+    expected = begun.expected
+    recorder.steps.update((step, expected.steps[step]) for step in range(begun.stop))
+    recorder.paths += expected.paths[: begun.stop]
+    normed = expected.statistics.items()
     recorder.statistics.update((v, step) for v, step in normed if step < begun.stop)
-    others_wrote = {template.flow.current[storage] for storage in template.unfilled}
-    gone = template.draws - begun.states.keys()
-    gone |= {template.flow.maker_of[value] for value in others_wrote}
+    others_wrote = {expected.flow.current[storage] for storage in expected.unfilled}
+    gone = expected.draws - begun.states.keys()
+    gone |= {expected.flow.maker_of[value] for value in others_wrote}
     recorder.gone.update(step for step in gone if step < begun.stop)
 
 
-def _know_storages(storages: Storages, begun: Beginning) -> dict[int, torch.Tensor]:
+def _restore_storages(storages: Storages, begun: Beginning) -> dict[int, torch.Tensor]:
     """The storages, by their tensors that still live; returns one of these for each."""
-    template, flow = begun.template, storages.flow
+    expected, flow = begun.expected, storages.flow
     made_by = list(zip(flow.storage_of, flow.maker_of, strict=True))
     given = {storage for storage, maker in made_by if maker == EXTERNAL}
     storages.inside.update({storage for storage, _ in made_by} - given)
     num_storages = 1 + max(flow.storage_of, default=-1)
-    storages.num_bytes += template.num_bytes[:num_storages]
+    storages.num_bytes += expected.num_bytes[:num_storages]
     found = {
         flow.storage_of[value]: one.tensor
-        for value, one in begun.held.items()
+        for value, one in begun.retained.items()
         if value < len(flow.storage_of)
     }
     for number, tensor in begun.made:
-        if template.made[number] >= 0:
-            found[template.made[number]] = tensor
+        if expected.made[number] >= 0:
+            found[expected.made[number]] = tensor
     for storage, tensor in found.items():
         storages.know(storage_of(tensor), storage)
     return found
 
 
-def _hold_what_is_gone(
+def _retain_unrecoverable(
     recorder: Recorder, begun: Beginning, living: Mapping[int, torch.Tensor]
 ) -> None:
     """What the rest of the forward may read, and no step would make again."""
-    template, storages, flow = begun.template, recorder.storages, recorder.storages.flow
-    there = _can_be_made(flow, {*storages.held, *recorder.encoded}, recorder.gone)
+    expected, storages, flow = begun.expected, recorder.storages, recorder.storages.flow
+    there = _reproducible(flow, {*storages.retained, *recorder.encoded}, recorder.gone)
     for storage, tensor in living.items():
         value = flow.current[storage]
         if value not in there:
-            storages.held[value] = hold(tensor)
+            storages.retained[value] = retain(tensor)
         maker = flow.maker_of[value]
-        empty = maker != EXTERNAL and facts_of(template.steps[maker].func).makes_empty
-        if empty or storage in template.unfilled:
+        empty = (
+            maker != EXTERNAL
+            and traits_of(expected.steps[maker].func).returns_uninitialized
+        )
+        if empty or storage in expected.unfilled:
             storages.unfilled[storage] = tensor
-    storages.handed_out.update(template.unfilled.intersection(living))
+    storages.handed_out.update(expected.unfilled.intersection(living))
 
 
-def _can_be_made(flow: Flow, there: Collection[int], gone: Collection[int]) -> set[int]:
+def _reproducible(
+    flow: Flow, there: Collection[int], gone: Collection[int]
+) -> set[int]:
     found = {*there}
     for step, inputs in enumerate(flow.inputs):
         if step not in gone and found.issuperset(inputs):
@@ -147,7 +152,7 @@ def _can_be_made(flow: Flow, there: Collection[int], gone: Collection[int]) -> s
 def _name_steps(recorder: Recorder, begun: Beginning) -> None:
     """The names that the plan gives to ops so far, and the regions inside."""
     values = range(len(recorder.storages.flow.storage_of))
-    parts = [part for part in begun.template.parts if part.start <= begun.stop]
+    parts = [part for part in begun.expected.parts if part.start <= begun.stop]
     for part in parts:
         stop, kept = min(part.stop, begun.stop), {*part.kept.intersection(values)}
         names = Names("", {}, ())
@@ -158,7 +163,7 @@ def _name_steps(recorder: Recorder, begun: Beginning) -> None:
 
 
 def _go_on_inside(
-    recorder: Recorder, one: OpenInner, parts: Sequence[Part], stop: int
+    recorder: Recorder, one: OpenInner, parts: Sequence[NestedRegion], stop: int
 ) -> None:
     """A region inside runs: one of the template's, or else what is left is a region."""
     around = recorder.open_inner[-1]
@@ -176,6 +181,6 @@ def _go_on_inside(
 
 def _name(recorder: Recorder, names: Names, start: int) -> None:
     for step in range(start, len(recorder.paths)):
-        op = facts_of(recorder.steps[step].func).name
+        op = traits_of(recorder.steps[step].func).name
         num_outputs = len(recorder.storages.flow.returned[step])
         names.key(recorder.paths[step], op, num_outputs)

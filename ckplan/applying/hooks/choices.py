@@ -6,9 +6,9 @@ from collections.abc import Collection, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 
-from ckplan.applying.guards.checker import Replay
-from ckplan.applying.guards.guards import make_template
-from ckplan.applying.guards.program_cache import Templates
+from ckplan.applying.guards.checker import GuardChecker
+from ckplan.applying.guards.guards import make_guards
+from ckplan.applying.guards.program_cache import ProgramCache
 from ckplan.applying.recording.op_keys import OpKey, key_of
 from ckplan.applying.recording.recorder import Recorder
 from ckplan.graph.fqn import Call, call_name
@@ -43,7 +43,7 @@ class Choice:
     kept: int = 0
     dropped_bytes: int = 0
     missing: tuple[str, ...] = ()
-    templates: Templates = field(default_factory=Templates)
+    programs: ProgramCache = field(default_factory=ProgramCache)
     inner: list[Choice] = field(default_factory=list)
 
     @property
@@ -74,20 +74,22 @@ class Choice:
         """Begin its paths below the innermost of its makers that runs."""
         self.top = next((fqn for fqn in self.makers if fqn in running), self.top)
 
-    def begin(self, name: str, key: Hashable) -> Recorder | Replay:
+    def begin(self, name: str, key: Hashable) -> Recorder | GuardChecker:
         """Watch a forward: call by call if one like it is known, else op by op."""
-        template = self.templates.find(key)
+        expected = self.programs.find(key)
         record = partial(Recorder, name, self.top, self.saves, self.encodes)
-        if template is None:
-            recorder = record(looks=not self.recorded)
-            recorder.log.broken = not self.templates.can_learn(key)
+        if expected is None:
+            recorder = record(checks_digest=not self.recorded)
+            recorder.log.broken = not self.programs.can_guard(key)
             return recorder
-        looks = self.templates.are_steady(key)
-        return Replay(name, self.top, template, partial(record, looks=looks))
+        checks_digest = self.programs.is_static(key)
+        return GuardChecker(
+            name, self.top, expected, partial(record, checks_digest=checks_digest)
+        )
 
     def end(
         self,
-        region: Recorder | Replay,
+        region: Recorder | GuardChecker,
         key: Hashable,
         missing: Iterable[str],
         *,
@@ -103,22 +105,22 @@ class Choice:
         """
         region.close()
         self.runs += 1
-        recorder = region.watched
+        recorder = region.recorder
         if recorder is not None:
             self.recorded += 1
             self.dropped_bytes = recorder.packing.dropped_bytes
             self.missing = (*self.missing_of(recorder.names.found), *missing)
             if learn:
-                self.templates.learn(key, make_template(recorder))
+                self.programs.learn(key, make_guards(recorder))
         region.release()
         if isinstance(region, Recorder):
             return
-        if region.repeats:
-            self.dropped_bytes = region.template.dropped_bytes
-            self.templates.repeat(key)
+        if region.guards_hold:
+            self.dropped_bytes = region.expected.dropped_bytes
+            self.programs.repeat(key)
         elif learn:
             self.kept += region.kept
-            self.templates.differ(key, late=region.kept)
+            self.programs.differ(key, late=region.kept)
 
     def missing_of(self, found: Collection[OpKey]) -> Iterator[str]:
         """Saves and encodings of the plan that named no op."""

@@ -31,7 +31,7 @@ class _Beginning(threading.local):
 _beginning = _Beginning()
 
 
-class StandIn:
+class ForwardWrapper:
     """Runs what it stands in for; finds it anew in every copy of the module."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -79,7 +79,7 @@ class StandIn:
         return (bound, args[1:]) if own or bound is self.module else (now, args)
 
 
-class GuardedForward(StandIn):
+class GuardedForward(ForwardWrapper):
     """Tells when a forward is interrupted: hooks are not called on Ctrl-C.
 
     Under ``torch.compile`` it runs uncompiled: what backward wants of a region must be
@@ -109,7 +109,7 @@ def _has_hooks(module: nn.Module) -> bool:
     return any(home.partition(".")[0] not in ("torch", "ckplan") for home in homes)
 
 
-class RerunForward(StandIn):
+class RerunForward(ForwardWrapper):
     """Runs a module again in backward through ``torch.utils.checkpoint``."""
 
     def __init__(self, module: nn.Module, chosen: Callable[[], str | None]) -> None:

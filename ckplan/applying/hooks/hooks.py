@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ckplan.applying.guards.checker import Replay
+from ckplan.applying.guards.checker import GuardChecker
 from ckplan.applying.hooks.choices import Choice
-from ckplan.applying.hooks.forwards import StandIn
+from ckplan.applying.hooks.forwards import ForwardWrapper
 from ckplan.applying.hooks.plan_warnings import (
     idle_regions,
     missing_ops,
@@ -45,7 +45,7 @@ class _Open:
     """A region whose forward runs now."""
 
     choice: Choice
-    region: Recorder | Replay
+    region: Recorder | GuardChecker
     key: Hashable
     session: Session
     last: Call  # that ends it
@@ -76,7 +76,7 @@ class _Open:
         """Its forward is over; learn from one that ended as others will."""
         self._switch_on()
         self.choice.end(self.region, self.key, self.missing, learn=learn)
-        recorder = self.region.watched
+        recorder = self.region.recorder
         if recorder is not None and self.choice.missing:
             self.session.warn_once("ops", missing_ops(self.choice, recorder))
 
@@ -134,7 +134,7 @@ class Session:
     calls: dict[str, int] = field(default_factory=dict)
     choices: list[Choice] = field(default_factory=list)
     handles: list[RemovableHandle] = field(default_factory=list)
-    stand_ins: list[StandIn] = field(default_factory=list)
+    wrappers: list[ForwardWrapper] = field(default_factory=list)
     larger: bool = False  # a batch was larger than planned, which was said
     warned: set[str] = field(default_factory=set)  # of what else
     began: bool = False  # the model ran, on whatever device it is now
@@ -163,9 +163,9 @@ class Session:
         del module, args, output
         self.ended = self.ended or torch.is_grad_enabled()
 
-    def stand_in(self, forward: StandIn) -> None:
+    def wrap_forward(self, forward: ForwardWrapper) -> None:
         """Put something in the place of a module's forward."""
-        self.stand_ins.append(forward)
+        self.wrappers.append(forward)
         self.handles.append(hook_begin(forward.module, forward.begin))
         forward.module.forward = forward
 

@@ -14,7 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import is_fake
 from torch.utils._python_dispatch import _disable_current_modes
 
-Likeness: TypeAlias = tuple[float, float, float]
+Digest: TypeAlias = tuple[float, float, float]
 """Sum, smallest and largest element: numbers, so that a first step holds no bytes for
 them. ``amin`` and ``amax`` and not ``aminmax``, which copies what lies in strides.
 """
@@ -23,7 +23,7 @@ _MOST_NOISE = 0.01  # of the largest element
 _LEAST_ITEM_BYTES = 2  # masks and the like say little
 
 
-def likeness(tensor: torch.Tensor) -> Likeness | None:
+def digest(tensor: torch.Tensor) -> Digest | None:
     """Three numbers of a tensor; None where there are none to be had."""
     if is_fake(tensor) or type(tensor) is not torch.Tensor or not tensor.numel():
         return None
@@ -46,15 +46,15 @@ def _is_captured(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def is_same(before: Likeness, tensor: torch.Tensor) -> bool:
+def is_same(before: Digest, tensor: torch.Tensor) -> bool:
     """Whether a tensor is what was there before, as far as three numbers tell."""
-    now = likeness(tensor)
+    now = digest(tensor)
     return now is None or all(map(_is_equal, before, now))
 
 
-def is_alike(before: Likeness, tensor: torch.Tensor) -> bool:
+def is_alike(before: Digest, tensor: torch.Tensor) -> bool:
     """Whether a tensor is what was there before, but for noise of its kernel."""
-    now = likeness(tensor)
+    now = digest(tensor)
     if now is None:
         return True
     total, least, most = before

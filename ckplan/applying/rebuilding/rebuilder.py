@@ -20,14 +20,14 @@ import torch
 
 from ckplan.applying.tensors.random_state import random_state, set_random_state
 from ckplan.applying.tensors.retained import (
-    Held,
     Ref,
+    Retained,
     check_gathered,
     copy_of,
     tensors_in,
     view_of,
 )
-from ckplan.applying.tensors.streams import in_order
+from ckplan.applying.tensors.streams import stream_order
 from ckplan.encodings import Encoded, decode
 from ckplan.simulating.program import Flow, Program, Rebuild
 
@@ -54,7 +54,7 @@ class Rebuilder:
         name: str,
         program: Program,
         steps: Mapping[int, Step],
-        held: Mapping[int, Held],
+        retained: Mapping[int, Retained],
         encoded: Mapping[int, Encoded],
         states: Mapping[int, torch.Tensor],
     ) -> None:
@@ -64,26 +64,26 @@ class Rebuilder:
             name: What errors call the region.
             program: What rebuilds its dropped values.
             steps: At least those that the program runs.
-            held: Values to rebuild from, at least those that the program holds.
+            retained: Values to rebuild from, at least those that the program retains.
             encoded: Values in a smaller form, at least those that it decodes.
             states: Of the random generator before every random step that it runs.
         """
         self.name = name
         runs = program.runs()
-        self._left = _Leftovers(
+        self._left = _RegionState(
             name,
             program.flow,
             steps,
-            {value: held[value] for value in program.holds},
+            {value: retained[value] for value in program.retained},
             {value: encoded[value] for value in program.decodes},
             {step: states[step] for step in runs.keys() & states.keys()},
             runs,
         )
-        for one in self._left.held.values():
+        for one in self._left.retained.values():
             one.settle()
-        values = {value: one.tensor for value, one in self._left.held.items()}
+        values = {value: one.tensor for value, one in self._left.retained.items()}
         self._rebuild = Rebuild(program, _Kernels(self._left, values))
-        self._order = in_order(values.values())
+        self._order = stream_order(values.values())
         self._warned = False
 
     def unpack(self, ref: Ref, part: int) -> torch.Tensor:
@@ -129,13 +129,13 @@ class Rebuilder:
 
 
 @dataclass(slots=True)
-class _Leftovers:
+class _RegionState:
     """What a forward leaves behind, for a region and those inside it."""
 
     name: str
     flow: Flow
     steps: Mapping[int, Step]
-    held: dict[int, Held]
+    retained: dict[int, Retained]
     encoded: dict[int, Encoded]
     states: dict[int, torch.Tensor]
     runs: Counter[int]  # of steps, still to come
@@ -173,7 +173,7 @@ class _Kernels:
 
     def __init__(
         self,
-        left: _Leftovers,
+        left: _RegionState,
         values: dict[int, torch.Tensor],
         around: Mapping[int, torch.Tensor] | None = None,
     ) -> None:
@@ -215,11 +215,11 @@ class _Kernels:
         """What an op reads, and by how much that lies elsewhere now, where it does."""
         present: dict[int, torch.Tensor] = {}
         moved: dict[int, int] = {}
-        values, held = self.values, self._left.held
+        values, retained = self.values, self._left.retained
         for value in self._left.flow.inputs[step]:
             if value in values:
                 present[value] = values[value]
-                if value in held and (by := held[value].moved(self._left.name)):
+                if value in retained and (by := retained[value].moved(self._left.name)):
                     moved[value] = by
         return present, moved
 
@@ -236,7 +236,7 @@ class _Kernels:
         """Let a value go."""
         self.values.pop(value, None)
         if self._around is None:
-            self._left.held.pop(value, None)
+            self._left.retained.pop(value, None)
 
 
 _WITH_TENSORS = (Ref, list)  # arguments that may be or have one

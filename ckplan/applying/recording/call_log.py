@@ -16,9 +16,9 @@ from ckplan.applying.tensors.arguments import (
     Geometry,
     Slots,
     UnknownArgumentError,
-    asks_only,
     geometry_of,
     hands_out,
+    is_query,
     reads_sizes,
     storage_of,
     switches,
@@ -54,7 +54,7 @@ class CallLog(TorchFunctionMode):
         """Begin a forward: what its ops met so far, and what autograd saved."""
         super().__init__()
         self.calls: list[Call] = []
-        self.given: list[tuple[Geometry, StorageWeakRef]] = []
+        self.inputs: list[tuple[Geometry, StorageWeakRef]] = []
         self.made: list[int] = []  # the values of tensors that calls returned
         self.read = False  # a call took a number from a tensor
         self.broken = False  # a call cannot be compared with another
@@ -74,7 +74,7 @@ class CallLog(TorchFunctionMode):
         kwargs = kwargs or {}
         if hands_out(func) and isinstance(args[0], torch.Tensor):
             self._storages.hand_out(args[0])
-        if self.broken or self._is_paused or asks_only(func):
+        if self.broken or self._is_paused or is_query(func):
             return func(*args, **kwargs)
         if reads_sizes(func, args):
             self.broken = True
@@ -116,7 +116,7 @@ class CallLog(TorchFunctionMode):
         self._slots.close()
 
     def _meet(self, tensor: torch.Tensor) -> None:
-        self.given.append((geometry_of(tensor), StorageWeakRef(storage_of(tensor))))
+        self.inputs.append((geometry_of(tensor), StorageWeakRef(storage_of(tensor))))
 
     def _describe(self, tensor: torch.Tensor) -> Returned:
         try:

@@ -22,18 +22,18 @@ from ckplan.applying.tensors.compiled import uncompiled
 from ckplan.applying.tensors.op_traits import (
     RUNNING_STATISTICS,
     TRAINING,
-    Facts,
-    facts_of,
+    OpTraits,
+    traits_of,
 )
 from ckplan.applying.tensors.random_state import random_state
-from ckplan.applying.tensors.retained import hold, hold_copy, ref_of, tensors_in
+from ckplan.applying.tensors.retained import ref_of, retain, retain_copy, tensors_in
 from ckplan.applying.tensors.storages import Storages
 from ckplan.encodings import Encoded, encode
 from ckplan.errors import ApplyError
-from ckplan.simulating.program import EXTERNAL, Part, Program, compile_program
-from ckplan.training.data_dependent import decided_by_values
+from ckplan.simulating.program import EXTERNAL, NestedRegion, Program, compile_program
+from ckplan.training.data_dependent import has_data_dependent_shape
 from ckplan.training.randomness import draws
-from ckplan.training.uninitialized import adds_to_nothing
+from ckplan.training.uninitialized import has_zero_beta
 
 
 class _Access(NamedTuple):
@@ -54,7 +54,7 @@ class Recorder(TorchDispatchMode):
         saves: Saves,
         encodes: Encodes,
         *,
-        looks: bool = False,
+        checks_digest: bool = False,
     ) -> None:
         """Be ready to watch.
 
@@ -63,7 +63,7 @@ class Recorder(TorchDispatchMode):
             top: FQN of the module that paths of its ops begin below.
             saves: Outputs to keep.
             encodes: Outputs to keep in a smaller form.
-            looks: Whether what is rebuilt is compared with what was dropped.
+            checks_digest: Whether rebuilt tensors are compared with dropped ones.
         """
         super().__init__()
         self.name = name
@@ -79,13 +79,13 @@ class Recorder(TorchDispatchMode):
         self.statistics: dict[int, int] = {}  # running ones -> step that goes by them
         self.encoded: dict[int, Encoded] = {}  # value -> its smaller form
         self.storages = Storages(name)
-        self.packing = Packing(name, self.storages, looks=looks)
+        self.packing = Packing(name, self.storages, checks_digest=checks_digest)
         self.log = CallLog(self.storages, self.packing)
         self.call_of: list[int] = []  # step -> call
         # Of a forward that began as a replay: steps of then that cannot run again.
         self.gone: set[int] = set()
         # Once it is over:
-        self.parts: tuple[Part, ...] = ()
+        self.parts: tuple[NestedRegion, ...] = ()
         self.program: Program | None = None
         self._contexts = ExitStack()
 
@@ -101,7 +101,7 @@ class Recorder(TorchDispatchMode):
             self._contexts.enter_context(context)
 
     @property
-    def watched(self) -> Recorder:
+    def recorder(self) -> Recorder:
         """What is written down of a forward: all of it."""
         return self
 
@@ -132,30 +132,30 @@ class Recorder(TorchDispatchMode):
         """
         self._contexts.close()
         storages, packing = self.storages, self.packing
-        flow, held = storages.flow, storages.held
+        flow, retained = storages.flow, storages.retained
         while len(self.open_inner) > 1:
             self.end_inner()
         parts = tuple(
-            Part(one.start, one.stop, frozenset(one.kept), one.outer)
+            NestedRegion(one.start, one.stop, frozenset(one.kept), one.outer)
             for one in self.inner
         )
         storages.hold_unfilled()
-        kept = [value for value in held if flow.maker_of[value] != EXTERNAL]
+        kept = [value for value in retained if flow.maker_of[value] != EXTERNAL]
         program = compile_program(
             flow, packing.wanted, kept, self.encoded.keys(), parts
         )
-        if program.lost:
+        if program.overwritten_inputs:
             raise ApplyError(
                 f"cannot rebuild {self.name}: its forward changes an input in place",
                 needed="a region whose inputs are still there in backward",
                 hint="leave this call out of the plan, or name a larger one",
             )
-        if program.runs().keys() & self.gone or not program.holds <= held.keys():
+        if program.runs().keys() & self.gone or not program.retained <= retained.keys():
             raise otherwise_saved(self.name)
-        for value in () if self.watches else program.holds:
-            held[value].moved(self.name)
+        for value in () if self.watches else program.retained:
+            retained[value].moved(self.name)
         packing.handle.rebuilder = Rebuilder(
-            self.name, program, self.steps, held, self.encoded, self.states
+            self.name, program, self.steps, retained, self.encoded, self.states
         )
         self.parts, self.program = parts, program
 
@@ -163,7 +163,7 @@ class Recorder(TorchDispatchMode):
         """Hold nothing of the forward any longer: it is over, and guarded or not."""
         self.log.close()
         storages = self.storages
-        for one in (storages.unfilled, storages.held, self.encoded, self.states):
+        for one in (storages.unfilled, storages.retained, self.encoded, self.states):
             one.clear()
 
     def abandon(self) -> None:
@@ -177,16 +177,16 @@ class Recorder(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        facts = facts_of(func)
-        if facts.makes_nothing:
+        traits = traits_of(func)
+        if traits.makes_nothing:
             return func(*args, **(kwargs or {}))
         kwargs = kwargs or {}
-        self._look_at_values(func, facts, args)
+        self._look_at_values(func, traits, args)
         storages, fresh = self.storages, self.packing.begin_op()
         reads: list[int] = []
         refs = [self._take(x, reads) for x in args]
         named = {key: self._take(x, reads) for key, x in kwargs.items()}
-        random = facts.may_draw and draws(func, args, kwargs)
+        random = traits.may_draw and draws(func, args, kwargs)
         generator = kwargs.get("generator") if random else None
         device = _device_of(args, kwargs)
         state = random_state(device, generator) if random else None
@@ -194,11 +194,11 @@ class Recorder(TorchDispatchMode):
         returned = tensors_in(out)
         known = len(storages.num_bytes)
         outputs = [storages.number(tensor, inside=True) for tensor in returned]
-        writes = self._written(facts, args, kwargs) if facts.writes else []
-        moved = tensors_in([*args, *kwargs.values()]) if facts.collective else []
+        writes = self._written(traits, args, kwargs) if traits.writes else []
+        moved = tensors_in([*args, *kwargs.values()]) if traits.collective else []
         writes += dict.fromkeys(map(storages.number, moved))
         if len(storages.num_bytes) > known or writes:
-            if facts.batch_norm:
+            if traits.batch_norm:
                 writes += self._meet_norm(args, refs)
             number = storages.flow.add(_Access(reads, writes, outputs))
             grad = torch.is_grad_enabled()
@@ -207,17 +207,17 @@ class Recorder(TorchDispatchMode):
             self.call_of.append(self.log.current)
             if state is not None:
                 self.states[number] = state
-            if facts.makes_empty:
+            if traits.returns_uninitialized:
                 storages.unfilled.update(zip(outputs, returned, strict=True))
-            elif storages.unfilled and adds_to_nothing(func, kwargs):
+            elif storages.unfilled and has_zero_beta(func, kwargs):
                 storages.unfilled.pop(reads[0], None)
             if writes:
-                self._overwrite(facts, fresh, number, writes)
+                self._overwrite(traits, fresh, number, writes)
             for tensor in moved:  # what came from elsewhere stays
                 self.log.broken = True
-                storages.held[storages.value(tensor)] = hold(tensor)
+                storages.retained[storages.value(tensor)] = retain(tensor)
             if self.names.named or self.inner:
-                self._save(facts.name, number, returned)
+                self._save(traits.name, number, returned)
         return out
 
     def _meet_norm(self, args: tuple[Any, ...], refs: list[Any]) -> list[int]:
@@ -235,26 +235,28 @@ class Recorder(TorchDispatchMode):
             known = value in self.statistics or flow.maker_of[value] != EXTERNAL
             if not known:
                 self.statistics[value] = len(flow.inputs)
-                self.storages.held[value] = hold_copy(tensor)
+                self.storages.retained[value] = retain_copy(tensor)
         return []
 
-    def _look_at_values(self, func: Any, facts: Facts, args: tuple[Any, ...]) -> None:
+    def _look_at_values(
+        self, func: Any, traits: OpTraits, args: tuple[Any, ...]
+    ) -> None:
         """Calls do not tell what ops return whose shape, or number, values decide."""
         if func is torch.ops.aten._local_scalar_dense.default:
             self.log.read = True
-        if facts.dynamic and decided_by_values(func, tensors_in(args)):
+        if traits.dynamic and has_data_dependent_shape(func, tensors_in(args)):
             self.log.broken = True
 
     def _overwrite(
-        self, facts: Facts, fresh: int, number: int, writes: Collection[int]
+        self, traits: OpTraits, fresh: int, number: int, writes: Collection[int]
     ) -> None:
         """An op wrote values: what they were is there no more."""
         overwrites = self.storages.flow.overwrites[number]
         for value in overwrites:
-            self.storages.held.pop(value, None)
-        if facts.fills:
+            self.storages.retained.pop(value, None)
+        if traits.ignores_old_content:
             self.storages.fill(writes)
-        if not facts.name.endswith("_"):
+        if not traits.name.endswith("_"):
             self.packing.fill(fresh, overwrites)
 
     def _take(self, argument: Any, reads: list[int]) -> Any:
@@ -268,11 +270,11 @@ class Recorder(TorchDispatchMode):
         return argument
 
     def _written(
-        self, facts: Facts, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, traits: OpTraits, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> list[int]:
         changed = (
             args[position] if position < len(args) else kwargs.get(name)
-            for position, name in facts.writes
+            for position, name in traits.writes
         )
         return [self.storages.number(t) for value in changed for t in tensors_in(value)]
 
@@ -287,7 +289,7 @@ class Recorder(TorchDispatchMode):
         saved = self.names.kept(key, values)
         for value, tensor in zip(values, returned, strict=True):
             if value in saved:
-                self.storages.held[value] = hold(tensor)
+                self.storages.retained[value] = retain(tensor)
         if key in self._encodes:
             forms = self._encodes[key]
             for position, value in enumerate(values):

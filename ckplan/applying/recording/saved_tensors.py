@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from ckplan.applying.rebuilding.digest import Likeness, is_alike, likeness
+from ckplan.applying.rebuilding.digest import Digest, digest, is_alike
 from ckplan.applying.rebuilding.rebuilder import Rebuilder
 from ckplan.applying.tensors.arguments import version_of
 from ckplan.applying.tensors.retained import Ref, bare, ref_of
@@ -40,7 +40,7 @@ class Dropped:
     handle: Handle
     ref: Ref
     part: int  # the inner region that saved it, counted from 1
-    like: Likeness | None = None  # what it looked like, in a first forward
+    like: Digest | None = None  # what it looked like, in a first forward
     tensor: torch.Tensor | None = None  # once wanted, until its node lets this go
 
 
@@ -56,13 +56,13 @@ class Packed(NamedTuple):
 class Packing:
     """What autograd saves of one forward: kept, or dropped to be rebuilt."""
 
-    def __init__(self, region: str, storages: Storages, *, looks: bool) -> None:
+    def __init__(self, region: str, storages: Storages, *, checks_digest: bool) -> None:
         """Nothing is saved yet.
 
         Args:
             region: What errors call it.
             storages: Of the same forward; what they hold is kept.
-            looks: Whether what is rebuilt is compared with what was dropped.
+            checks_digest: Whether rebuilt tensors are compared with dropped ones.
         """
         self.handle = Handle()
         self.packed: list[Packed] = []
@@ -70,7 +70,7 @@ class Packing:
         self.dropped_bytes = 0
         self._region = region
         self._storages = storages
-        self._looks = looks
+        self._checks_digest = checks_digest
         self._seen: set[int] = set()  # values that are wanted
         self._fresh = 0  # how many were packed when the last op began
 
@@ -90,7 +90,7 @@ class Packing:
     def pack(self, tensor: torch.Tensor, part: int) -> Kept | Dropped:
         """Keep what autograd saves, or drop it."""
         value = self._storages.value_inside(tensor)
-        if value < 0 or value in self._storages.held:
+        if value < 0 or value in self._storages.retained:
             self.packed.append(Packed(tensor.size(), value))
             return keep(tensor, self._region)
         if value not in self._seen:
@@ -99,7 +99,7 @@ class Packing:
         self.wanted.append((value, part))
         ref = ref_of(tensor, value)
         self.packed.append(Packed(ref.size, value, ref, part))
-        like = likeness(tensor) if self._looks else None
+        like = digest(tensor) if self._checks_digest else None
         return Dropped(self.handle, ref, part, like)
 
     def fill(self, since: int, filled: Mapping[int, int]) -> None:

@@ -22,13 +22,13 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from ckplan.applying.rebuilding.digest import Likeness, is_same
-from ckplan.applying.rerunning.snapshot import World, source_of, sources_on
+from ckplan.applying.rebuilding.digest import Digest, is_same
+from ckplan.applying.rerunning.snapshot import Snapshot, source_of, sources_on
 from ckplan.applying.tensors.arguments import (
     Slots,
     UnknownArgumentError,
-    asks_only,
     geometry_of,
+    is_query,
     switches,
     version_of,
 )
@@ -69,12 +69,12 @@ class Rerun:
         self._modules = list(module.modules())
         named = (module._parameters.values() for module in self._modules)
         parameters = [p for found in named for p in found if p is not None]
-        held = [x for x in self._given if isinstance(x, torch.Tensor)]
-        self._seen: list[tuple[torch.Tensor, int, Likeness | None]] = [
-            (x, version_of(x), None) for x in (*parameters, *held)
+        retained = [x for x in self._given if isinstance(x, torch.Tensor)]
+        self._seen: list[tuple[torch.Tensor, int, Digest | None]] = [
+            (x, version_of(x), None) for x in (*parameters, *retained)
         ]
-        devices = {tensor.device for tensor in (*held, *parameters)}
-        self._world = World.of(self._modules, sources_on(devices))
+        devices = {tensor.device for tensor in (*retained, *parameters)}
+        self._world = Snapshot.of(self._modules, sources_on(devices))
         self.calls = _Calls()
         self.devices = [torch.empty(0, device=device) for device in devices]
 
@@ -97,7 +97,7 @@ class Rerun:
         self.calls.close()
         self._seen += self._world.settle()
 
-    def begin_again(self) -> tuple[World, _Calls]:
+    def begin_again(self) -> tuple[Snapshot, _Calls]:
         """Put everything back.
 
         Raises:
@@ -106,7 +106,7 @@ class Rerun:
         self._check_unchanged()
         drawn = [source for source, _ in self._world.random]
         drawn += [source_of(generator) for generator, _ in self.calls.generators]
-        now = World.of(self._modules, drawn)
+        now = Snapshot.of(self._modules, drawn)
         self._world.restore()
         for generator, state in self.calls.generators:
             generator.set_state(state)
@@ -163,7 +163,7 @@ class _Again(AbstractContextManager[None]):
 
     def __init__(self, rerun: Rerun) -> None:
         self._rerun = rerun
-        self._open: list[tuple[World, _Calls, AbstractContextManager[object]]] = []
+        self._open: list[tuple[Snapshot, _Calls, AbstractContextManager[object]]] = []
 
     def __enter__(self) -> None:
         now, calls = self._rerun.begin_again()
@@ -215,7 +215,7 @@ class _Calls(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.stopped is not None:
             raise self.stopped
-        if asks_only(func) or func in _NOT_FOLLOWED:
+        if is_query(func) or func in _NOT_FOLLOWED:
             return func(*args, **kwargs)
         generator = kwargs.get("generator")
         if generator is not None:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckplan.applying.rebuilding.digest import Likeness, likeness
+from ckplan.applying.rebuilding.digest import Digest, digest
 from ckplan.applying.tensors.arguments import version_of
 from ckplan.applying.tensors.random_state import random_state, set_random_state
 
@@ -31,7 +31,7 @@ _MOST_ITEMS = 10_000  # larger containers are taken for data, which forwards onl
 
 
 @dataclass
-class World:
+class Snapshot:
     """What a forward may read and change beside its inputs, at one moment."""
 
     attributes: list[tuple[dict[str, Any], dict[str, Any], int]]  # and how many
@@ -44,13 +44,13 @@ class World:
     random: list[tuple[Source, Any]]
 
     @classmethod
-    def of(cls, modules: Iterable[nn.Module], sources: Iterable[Source]) -> World:
+    def of(cls, modules: Iterable[nn.Module], sources: Iterable[Source]) -> Snapshot:
         """What there is now."""
         modules = list(modules)
         attributes, parameters, buffers = [], [], []
         containers: list[tuple[Any, Any]] = []
         hookless: list[dict[int, Any]] = []
-        held: list[Any] = []
+        retained: list[Any] = []
         for module in modules:
             everything = vars(module)
             plain = {k: v for k, v in everything.items() if k not in _REGISTRIES}
@@ -63,7 +63,7 @@ class World:
                 elif hooks is not None:
                     hookless.append(hooks)
             for values in (plain, *(content for _, content in inside)):
-                held += values.values() if isinstance(values, dict) else values
+                retained += values.values() if isinstance(values, dict) else values
             if module._parameters:
                 parameters.append((module._parameters, dict(module._parameters)))
             buffers.append((module._buffers, dict(module._buffers)))
@@ -71,7 +71,9 @@ class World:
         trained = [(p, p.requires_grad) for p in leaves if _is_leaf(p)]
         tensors = state_of(modules)
         contents = [(b, _elements(b).clone(), version_of(b)) for b in tensors]
-        owned = (source for value in held if (source := source_in(value)) is not None)
+        owned = (
+            source for value in retained if (source := source_in(value)) is not None
+        )
         states = [(source, source.state()) for source in (*sources, *owned)]
         return cls(
             attributes,
@@ -84,14 +86,14 @@ class World:
             states,
         )
 
-    def settle(self) -> list[tuple[torch.Tensor, int, Likeness | None]]:
+    def settle(self) -> list[tuple[torch.Tensor, int, Digest | None]]:
         """Let go of what is as it was.
 
         Returns:
             Buffers of which that is true, their versions and what they look like.
         """
         same = [
-            (b, version, likeness(b) if b.device.type == "cpu" else None)
+            (b, version, digest(b) if b.device.type == "cpu" else None)
             for b, copy, version in self.contents
             if _is_same(b, copy, version)
         ]
@@ -290,5 +292,5 @@ def _is_same(buffer: torch.Tensor, copy: torch.Tensor, version: int) -> bool:
 
 def shows_same(buffer: torch.Tensor, copy: torch.Tensor) -> bool:
     """Whether the bytes are as they were, where looking costs little."""
-    looks = type(buffer) is torch.Tensor and buffer.device.type == "cpu"
-    return not looks or torch.equal(_elements(buffer), copy)
+    checks_digest = type(buffer) is torch.Tensor and buffer.device.type == "cpu"
+    return not checks_digest or torch.equal(_elements(buffer), copy)

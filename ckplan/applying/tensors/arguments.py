@@ -53,7 +53,7 @@ _FACTS = frozenset(
         "nbytes",
     }
 )
-_QUESTIONS = frozenset(
+_QUERIES = frozenset(
     {
         torch.Tensor.size,
         torch.Tensor.dim,
@@ -147,12 +147,12 @@ def version_of(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def asks_only(func: Any) -> bool:
+def is_query(func: Any) -> bool:
     """Whether a function tells a fact that a tensor's geometry decides."""
     if getattr(func, "__name__", "") == "__get__":
         return getattr(getattr(func, "__self__", None), "__name__", "") in _FACTS
     try:
-        return func in _QUESTIONS
+        return func in _QUERIES
     except TypeError:
         return False
 
@@ -220,7 +220,7 @@ class Slots:
         """Begin a forward; ``meet`` sees each tensor that came from elsewhere, once."""
         self._known: dict[int, tuple[int, weakref.ref[torch.Tensor]]] = {}
         self._meet: Callable[[torch.Tensor], None] | None = meet
-        self._num_given = 0
+        self._num_inputs = 0
         self._num_made = 0
 
     def freeze(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
@@ -293,8 +293,8 @@ class Slots:
         known = self._known.get(id(tensor))
         if known is not None and known[1]() is tensor:
             return known[0]
-        self._num_given += 1
-        self._known[id(tensor)] = (-self._num_given, weakref.ref(tensor))
+        self._num_inputs += 1
+        self._known[id(tensor)] = (-self._num_inputs, weakref.ref(tensor))
         assert self._meet is not None, "internal error: a call after the forward"
         self._meet(tensor)
-        return -self._num_given
+        return -self._num_inputs

@@ -9,13 +9,13 @@ import torch
 
 from ckplan.graph.records import BATCH_NORMS
 from ckplan.training.randomness import may_draw
-from ckplan.training.uninitialized import fills, makes_empty
+from ckplan.training.uninitialized import ignores_old_content, returns_uninitialized
 
 RUNNING_STATISTICS = slice(3, 5)  # arguments of all three, as is the next
 TRAINING = 5
 
 
-class Facts(NamedTuple):
+class OpTraits(NamedTuple):
     """Facts of an op that no argument changes."""
 
     name: str
@@ -24,13 +24,13 @@ class Facts(NamedTuple):
     may_draw: bool
     batch_norm: bool
     dynamic: bool  # values may decide how much it returns
-    fills: bool  # where it writes, what was there does not matter
-    makes_empty: bool  # for others to fill
+    ignores_old_content: bool  # where it writes, what was there does not matter
+    returns_uninitialized: bool  # for others to fill
     collective: bool  # its schema is silent on what it changes
 
 
 @cache
-def facts_of(func: Any) -> Facts:
+def traits_of(func: Any) -> OpTraits:
     """Look them up."""
     writes = tuple(
         (position, argument.name)
@@ -38,14 +38,14 @@ def facts_of(func: Any) -> Facts:
         if argument.alias_info is not None and argument.alias_info.is_write
     )
     name = func.overloadpacket.__name__
-    return Facts(
+    return OpTraits(
         name=name,
         makes_nothing=func.is_view or func.namespace == "prim",
         writes=writes,
         may_draw=may_draw(func),
         batch_norm=name in BATCH_NORMS,
         dynamic=torch.Tag.dynamic_output_shape in func.tags,
-        fills=fills(func),
-        makes_empty=makes_empty(func),
+        ignores_old_content=ignores_old_content(func),
+        returns_uninitialized=returns_uninitialized(func),
         collective=func.namespace == "c10d",
     )

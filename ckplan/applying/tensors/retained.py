@@ -25,7 +25,7 @@ class Ref(NamedTuple):
 
 
 @dataclass(slots=True)
-class Held:
+class Retained:
     """A value that a region keeps to rebuild from."""
 
     tensor: torch.Tensor
@@ -62,14 +62,14 @@ class Held:
         return tensor.storage_offset() - self.offset
 
 
-def hold(tensor: torch.Tensor) -> Held:
+def retain(tensor: torch.Tensor) -> Retained:
     """Hold a tensor's bytes, not the graph behind it.
 
     Of a view of a parameter the parameter: whoever gathers it may move its bytes.
     """
     base = tensor._base
     tensor = base if isinstance(base, torch.nn.Parameter) else bare(tensor)
-    return Held(tensor, version_of(tensor), tensor.storage_offset(), tensor.size())
+    return Retained(tensor, version_of(tensor), tensor.storage_offset(), tensor.size())
 
 
 def bare(tensor: torch.Tensor) -> torch.Tensor:
@@ -80,9 +80,9 @@ def bare(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.grad_fn is None else tensor.detach()
 
 
-def hold_copy(tensor: torch.Tensor) -> Held:
+def retain_copy(tensor: torch.Tensor) -> Retained:
     """Hold what a tensor shows now: others write it, and nobody is told."""
-    return hold(copy_of(tensor))
+    return retain(copy_of(tensor))
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:

@@ -8,7 +8,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ckplan.applying.tensors.arguments import UnknownArgumentError, storage_of
-from ckplan.applying.tensors.retained import Held, hold
+from ckplan.applying.tensors.retained import Retained, retain
 from ckplan.errors import ApplyError
 from ckplan.simulating.program import Flow
 
@@ -22,7 +22,7 @@ class Storages:
         self.numbers: dict[int, int] = {}  # address of a storage -> its number
         self.num_bytes: list[int] = []  # of each
         self.inside: set[int] = set()  # those that the region made
-        self.held: dict[int, Held] = {}  # value -> tensor
+        self.retained: dict[int, Retained] = {}  # value -> tensor
         # Those that others than ops may write: nobody filled them yet, or their
         # bytes were handed out, and to that there is no end.
         self.unfilled: dict[int, torch.Tensor] = {}
@@ -49,7 +49,7 @@ class Storages:
             if inside:
                 self.inside.add(number)
             else:
-                self.held[self.flow.value(number)] = hold(tensor)
+                self.retained[self.flow.value(number)] = retain(tensor)
         return number
 
     def know(self, storage: torch.UntypedStorage, number: int) -> None:
@@ -84,4 +84,4 @@ class Storages:
     def hold_unfilled(self) -> None:
         """Forward is over: what others may have written is as it is now."""
         for number, tensor in self.unfilled.items():
-            self.held[self.flow.value(number)] = hold(tensor)
+            self.retained[self.flow.value(number)] = retain(tensor)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 
-class InOrder:
+class StreamOrder:
     """The stream that a region's tensors were last made or used on.
 
     Autograd runs a node on the stream that its forward op ran on, and what the node
@@ -36,7 +36,7 @@ class InOrder:
         self._last = now
 
 
-def in_order(tensors: Iterable[torch.Tensor]) -> InOrder | None:
+def stream_order(tensors: Iterable[torch.Tensor]) -> StreamOrder | None:
     """For what is rebuilt from tensors; None if they are on no GPU."""
     device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
-    return None if device is None else InOrder(device)
+    return None if device is None else StreamOrder(device)

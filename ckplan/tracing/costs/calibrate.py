@@ -30,8 +30,8 @@ from ckplan.encodings import decode, encode
 from ckplan.errors import WorkloadError
 from ckplan.tracing.costs.cost_cache import Cost, CostCache
 from ckplan.tracing.recording.recording import RawOp, TensorMeta
-from ckplan.training.allocator import AllocatorLog, log_allocations, on_gpu
-from ckplan.training.data_dependent import MASKS
+from ckplan.training.allocator import AllocatorLog, gpu_allocator_stats, log_allocations
+from ckplan.training.data_dependent import MASK_DTYPES
 from ckplan.training.failures import first_line, is_out_of_memory
 
 LARGEST_BYTES = 1 << 30
@@ -104,7 +104,7 @@ def _silent(what: str, done: int, total: int) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class CodingCost:
+class EncodingCost:
     """What one encoding of one tensor costs."""
 
     encode_seconds: float
@@ -117,7 +117,7 @@ def calibrate_encodings(
     wanted: Iterable[tuple[str, TensorMeta]],
     device: torch.device,
     cache: CostCache | None = None,
-) -> dict[tuple[str, TensorMeta], CodingCost]:
+) -> dict[tuple[str, TensorMeta], EncodingCost]:
     """Measure how tensors are brought into a smaller form and back."""
     sizes = {
         (form, meta): (form, meta.dtype, min(meta.numel, _MOST_ENCODED))
@@ -129,11 +129,11 @@ def calibrate_encodings(
         for way, make in (("pack", _encoder), ("unpack", _decoder))
     }
     costs = _look_up_or_measure(jobs, device, _silent, cache)
-    found: dict[tuple[str, TensorMeta], CodingCost] = {}
+    found: dict[tuple[str, TensorMeta], EncodingCost] = {}
     for (form, meta), size in sizes.items():
         scale = meta.numel / max(size[2], 1)
         there, back = (costs[f"{way} {size}"] for way in ("pack", "unpack"))
-        found[form, meta] = CodingCost(
+        found[form, meta] = EncodingCost(
             there.seconds * scale,
             back.seconds * scale,
             round((there.peak_bytes - there.held_bytes) * scale),
@@ -223,9 +223,9 @@ def _requested(device: torch.device) -> Iterator[_Requested]:
         yield found
         return
     torch.cuda.reset_peak_memory_stats(device)
-    before = on_gpu(device).requested_bytes
+    before = gpu_allocator_stats(device).requested_bytes
     yield found
-    after = on_gpu(device)
+    after = gpu_allocator_stats(device)
     found.peak_bytes = after.requested_peak_bytes - before
     found.held_bytes = after.requested_bytes - before
 
@@ -293,7 +293,7 @@ def _chosen(op: RawOp) -> _Chosen | None:
     given = [(at, one) for at, one in enumerate(indices, 1) if one is not None]
     (place, mask), *others = given
     through = values[0] if values else op.returned[0]
-    if others or mask.dtype not in MASKS or not through.shape:
+    if others or mask.dtype not in MASK_DTYPES or not through.shape:
         return None  # a number is written to however many there are
     return _Chosen(place, through.numel * mask.numel // max(tensor.numel, 1))
 

@@ -13,7 +13,7 @@ import torch
 
 from ckplan.encodings import LAUNCHES, encoded_bytes
 from ckplan.gpus import Gpu
-from ckplan.tracing.costs.calibrate import CodingCost
+from ckplan.tracing.costs.calibrate import EncodingCost
 from ckplan.tracing.costs.cost_cache import Cost
 from ckplan.tracing.recording.recording import RawOp, TensorMeta
 
@@ -34,18 +34,18 @@ def roofline(ops: Sequence[RawOp], gpu: Gpu) -> list[Cost]:
     ]
 
 
-def roofline_codings(
-    codings: Mapping[tuple[str, TensorMeta], CodingCost], gpu: Gpu
-) -> dict[tuple[str, TensorMeta], CodingCost]:
+def roofline_encodings(
+    encoding_costs: Mapping[tuple[str, TensorMeta], EncodingCost], gpu: Gpu
+) -> dict[tuple[str, TensorMeta], EncodingCost]:
     """What encodings cost on a card: they move both forms, or wait to be launched."""
 
-    def on_card(form: str, meta: TensorMeta, cost: CodingCost) -> CodingCost:
+    def on_card(form: str, meta: TensorMeta, cost: EncodingCost) -> EncodingCost:
         moved_bytes = meta.num_bytes + encoded_bytes(form, meta.numel)
         device = gpu.device_seconds(0, moved_bytes, "fp32")
         seconds = max(device, LAUNCHES * gpu.launch_seconds)
         return replace(cost, encode_seconds=seconds, decode_seconds=seconds)
 
-    return {key: on_card(*key, cost) for key, cost in codings.items()}
+    return {key: on_card(*key, cost) for key, cost in encoding_costs.items()}
 
 
 def rate_of(op: RawOp) -> str:

@@ -1,9 +1,9 @@
 """What a step would do on CUDA, traced on a machine without a GPU.
 
 A build of torch with CUDA runs the step on fake CUDA tensors: it dispatches to CUDA's
-ops itself, but for what it would ask the GPU (``dispatched``). A build without cannot
-run autograd on those, so the step is traced on fake CPU tensors and *translated* while
-it runs (``translated``). What is shared and what is not:
+ops itself, but for what it would ask the GPU (``fake_cuda_without_gpu``). A CPU build
+cannot run autograd on fake CUDA tensors, so the step is traced on fake CPU tensors and
+*translated* while it runs (``cpu_as_cuda``). What is shared and what is not:
 
 ==============  ==========  ===========================================================
 ``autocast``    translated  CUDA's lists of ops and its cache of casts, at the key of
@@ -43,14 +43,20 @@ from ckplan.tracing.cuda.attention import Attention
 from ckplan.tracing.cuda.autocast import Autocast
 from ckplan.tracing.cuda.kernels import Kernels
 from ckplan.tracing.cuda.outputs import Outputs
-from ckplan.tracing.cuda.patched_torch import amp_on, answered, on_cpu
-from ckplan.tracing.cuda.translation import Capability, Words, composite
-from ckplan.tracing.faking.python_engine import stepping
-from ckplan.tracing.recording.recorder import constants_moved_unseen
+from ckplan.tracing.cuda.patched_torch import (
+    amp_without_gpu,
+    cuda_calls_on_cpu,
+    patched_cuda_queries,
+)
+from ckplan.tracing.cuda.translation import Capability, TranslationNotes, composite
+from ckplan.tracing.faking.python_engine import use_python_engine
+from ckplan.tracing.recording.recorder import hide_constant_transfers
 
 
 @contextmanager
-def translated(capability: Capability, gpu: Gpu | None = None) -> Iterator[Words]:
+def cpu_as_cuda(
+    capability: Capability, gpu: Gpu | None = None
+) -> Iterator[TranslationNotes]:
     """A scope in which fake CPU tensors act as if they were on a GPU.
 
     It replaces kernels and functions of torch for the whole process while it lasts.
@@ -63,23 +69,25 @@ def translated(capability: Capability, gpu: Gpu | None = None) -> Iterator[Words
     Yields:
         What was translated, in words, as far as the scope has come.
     """
-    words = Words()
+    words = TranslationNotes()
     autocast = Autocast(words)
     kernels = Kernels(words).table | Attention(capability, words).table
     with ExitStack() as stack:
         stack.enter_context(_registered("AutocastCPU", autocast.kernels))
         stack.enter_context(_registered("AutogradCPU", _for_fakes(kernels)))
         stack.enter_context(autocast.switched())
-        stack.enter_context(answered(capability, words, gpu))
-        stack.enter_context(amp_on())
-        stack.enter_context(on_cpu(words))
+        stack.enter_context(patched_cuda_queries(capability, words, gpu))
+        stack.enter_context(amp_without_gpu())
+        stack.enter_context(cuda_calls_on_cpu(words))
         outputs = stack.enter_context(Outputs(words))
-        stack.enter_context(outputs.answering())
+        stack.enter_context(outputs.patched_optimizer_queries())
         yield words
 
 
 @contextmanager
-def dispatched(capability: Capability, gpu: Gpu | None = None) -> Iterator[Words]:
+def fake_cuda_without_gpu(
+    capability: Capability, gpu: Gpu | None = None
+) -> Iterator[TranslationNotes]:
     """A scope in which fake CUDA tensors need no GPU, in a build of torch with CUDA.
 
     Backward is stepped through, since torch's engine asks for the GPU's streams.
@@ -91,21 +99,21 @@ def dispatched(capability: Capability, gpu: Gpu | None = None) -> Iterator[Words
     Yields:
         What was done in place of torch, in words, as far as the scope has come.
     """
-    words = Words()
+    words = TranslationNotes()
     kernels = Kernels(words).recurrent | Attention(capability, words).table
     with ExitStack() as stack:
         stack.enter_context(_instead_of_torchs(kernels, words))
-        stack.enter_context(answered(capability, words, gpu))
-        stack.enter_context(amp_on())
-        stack.enter_context(stepping())
-        stack.enter_context(constants_moved_unseen())
+        stack.enter_context(patched_cuda_queries(capability, words, gpu))
+        stack.enter_context(amp_without_gpu())
+        stack.enter_context(use_python_engine())
+        stack.enter_context(hide_constant_transfers())
         outputs = stack.enter_context(Outputs(words))
-        stack.enter_context(outputs.answering())
+        stack.enter_context(outputs.patched_optimizer_queries())
         yield words
 
 
 @contextmanager
-def present() -> Iterator[Words]:
+def fake_cuda_with_gpu() -> Iterator[TranslationNotes]:
     """A scope in which fake tensors on a GPU that is here get what its kernels return.
 
     Torch knows the card and dispatches to its ops; of some, its fake kernels return
@@ -114,17 +122,17 @@ def present() -> Iterator[Words]:
     Yields:
         What was done in place of torch, in words, as far as the scope has come.
     """
-    words = Words()
+    words = TranslationNotes()
     with ExitStack() as stack:
         stack.enter_context(_instead_of_torchs(Kernels(words).recurrent, words))
         outputs = stack.enter_context(Outputs(words))
-        stack.enter_context(outputs.answering())
+        stack.enter_context(outputs.patched_optimizer_queries())
         yield words
 
 
 @contextmanager
 def _instead_of_torchs(
-    kernels: Mapping[str, Callable[..., Any]], words: Words
+    kernels: Mapping[str, Callable[..., Any]], words: TranslationNotes
 ) -> Iterator[None]:
     """A scope in which fake CUDA tensors go to kernels of ours, and recurrent nets."""
     casts = Autocast(words, "cuda").recurrent

@@ -13,8 +13,8 @@ import torch
 from torch.nn.attention import SDPBackend
 from torch.nn.functional import pad
 
-from ckplan.tracing.cuda.sdpa_backend import Asked, choose
-from ckplan.tracing.cuda.translation import Capability, Words
+from ckplan.tracing.cuda.sdpa_backend import AttentionArgs, choose_backend
+from ckplan.tracing.cuda.translation import Capability, TranslationNotes
 
 _Tensor: TypeAlias = torch.Tensor
 _aten = torch.ops.aten
@@ -35,7 +35,7 @@ _LEARNS_MASKS = torch.__version__ >= (2, 14)  # also where nothing else has a gr
 class Attention:
     """The kernel for autograd's key."""
 
-    def __init__(self, capability: Capability, words: Words) -> None:
+    def __init__(self, capability: Capability, words: TranslationNotes) -> None:
         self._capability = capability
         self._words = words
         self.table: dict[str, Any] = {"scaled_dot_product_attention": self._attend}
@@ -52,22 +52,22 @@ class Attention:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> _Tensor:
-        asked = Asked(
+        asked = AttentionArgs(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
         )
         if _FOUR_DIMENSIONS and {tensor.dim() for tensor in asked.tensors} == {3}:
             return self._take(_in_four_dimensions(asked)).squeeze(0)
         return self._take(asked)
 
-    def _take(self, asked: Asked) -> _Tensor:
+    def _take(self, asked: AttentionArgs) -> _Tensor:
         if _SKIPS_EMPTY and not all(tensor.numel() for tensor in asked.tensors):
             return _nothing(asked)
-        backend = choose(asked, self._capability)
-        self._words.say(f"attention: {_NAMES[backend]}")
+        backend = choose_backend(asked, self._capability)
+        self._words.add_note(f"attention: {_NAMES[backend]}")
         return _TAKEN[backend](asked)
 
 
-def _in_four_dimensions(asked: Asked) -> Asked:
+def _in_four_dimensions(asked: AttentionArgs) -> AttentionArgs:
     """The same as a batch of one."""
     query, key, value = (tensor.unsqueeze(0) for tensor in asked.tensors)
     mask = asked.mask
@@ -76,7 +76,7 @@ def _in_four_dimensions(asked: Asked) -> Asked:
     return asked._replace(query=query, key=key, value=value, mask=mask)
 
 
-def _nothing(asked: Asked) -> _Tensor:
+def _nothing(asked: AttentionArgs) -> _Tensor:
     """Zeros with a gradient."""
     query, _, value = asked.tensors
     shape = [*query.shape[:-1], value.shape[-1]]
@@ -88,7 +88,7 @@ def _nothing(asked: Asked) -> _Tensor:
 # -- taking one ----------------------------------------------------------------------
 
 
-def _flash(asked: Asked) -> _Tensor:
+def _flash(asked: AttentionArgs) -> _Tensor:
     width = asked.query.shape[-1]
     scale = 1 / math.sqrt(width) if asked.scale is None else asked.scale
     padded = [pad(t, [0, -width % 8]) if width % 8 else t for t in asked.tensors]
@@ -98,7 +98,7 @@ def _flash(asked: Asked) -> _Tensor:
     return out[..., :width] if width % 8 else out
 
 
-def _efficient(asked: Asked) -> _Tensor:
+def _efficient(asked: AttentionArgs) -> _Tensor:
     mask = _additive(asked)
     if mask is not None:
         mask = _aligned(mask).expand(*asked.query.shape[:-1], asked.key.shape[-2])
@@ -108,20 +108,20 @@ def _efficient(asked: Asked) -> _Tensor:
     )[0]
 
 
-def _keeps_sums(asked: Asked) -> bool:
+def _keeps_sums(asked: AttentionArgs) -> bool:
     """Whether the memory-efficient kernel returns what backward wants."""
     learned = _LEARNS_MASKS and asked.mask is not None and asked.mask.requires_grad
     return asked.needs_grad or (learned and torch.is_grad_enabled())
 
 
-def _cudnn(asked: Asked) -> _Tensor:
+def _cudnn(asked: AttentionArgs) -> _Tensor:
     rest = _additive(asked), asked.needs_grad, asked.dropout, asked.causal, False
     return _aten._scaled_dot_product_cudnn_attention(
         *asked.tensors, *rest, scale=asked.scale
     )[0]
 
 
-def _math(asked: Asked) -> _Tensor:
+def _math(asked: AttentionArgs) -> _Tensor:
     return _aten._scaled_dot_product_attention_math(
         *asked.tensors,
         _additive(asked),
@@ -133,7 +133,7 @@ def _math(asked: Asked) -> _Tensor:
     )[0]
 
 
-_TAKEN: dict[SDPBackend, Callable[[Asked], _Tensor]] = {
+_TAKEN: dict[SDPBackend, Callable[[AttentionArgs], _Tensor]] = {
     SDPBackend.FLASH_ATTENTION: _flash,
     SDPBackend.EFFICIENT_ATTENTION: _efficient,
     SDPBackend.CUDNN_ATTENTION: _cudnn,
@@ -141,7 +141,7 @@ _TAKEN: dict[SDPBackend, Callable[[Asked], _Tensor]] = {
 }
 
 
-def _additive(asked: Asked) -> _Tensor | None:
+def _additive(asked: AttentionArgs) -> _Tensor | None:
     """A boolean mask as what is added to the scores."""
     mask = asked.mask
     if mask is None or mask.dtype != torch.bool:

@@ -14,7 +14,7 @@ import torch
 
 from ckplan.gpus import Gpu
 from ckplan.graph.records import NO_WORKSPACE, Workspace
-from ckplan.tracing.cuda.layouts import Blocks, copies
+from ckplan.tracing.cuda.layouts import Blocks, contiguous_copies
 from ckplan.tracing.cuda.translation import HALVES
 from ckplan.tracing.recording.recording import RawOp, TensorMeta
 from ckplan.units import in_blocks, round_up
@@ -80,7 +80,7 @@ def flash_backward(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> Worksp
         unfolded = (
             in_blocks(batch * heads * key.shape[2] * width * key.dtype.itemsize),
         ) * 2
-    copied = copies(_heads_inside(one) for one in (gradient, out))
+    copied = contiguous_copies(_heads_inside(one) for one in (gradient, out))
     return Workspace(copied, (in_blocks(sums), in_blocks(gradients), *unfolded))
 
 
@@ -165,7 +165,7 @@ def efficient_backward(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> Wo
     if key.shape[1] != heads:  # gradients of all heads, beside their sums
         each = many * keys * key.dtype.itemsize
         of_heads = in_blocks(each * width), in_blocks(each * wide)
-    copied = copies((_heads_inside(gradient),))
+    copied = contiguous_copies((_heads_inside(gradient),))
     return Workspace(copied, (*of_heads, sums, *max(product, added, key=sum)))
 
 

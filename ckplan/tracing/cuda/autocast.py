@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 from torch.utils import _pytree as pytree
 
-from ckplan.tracing.cuda.translation import HALVES, Words, overload
+from ckplan.tracing.cuda.translation import HALVES, TranslationNotes, overload
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -86,7 +86,7 @@ class Autocast:
         device: Whose autocast is asked which type is the lower precision.
     """
 
-    def __init__(self, words: Words, device: str = "cpu") -> None:
+    def __init__(self, words: TranslationNotes, device: str = "cpu") -> None:
         self._words = words
         self._device = device
         self._casts: dict[int, tuple[weakref.ref[Any], torch.Tensor]] = {}
@@ -199,7 +199,7 @@ class Autocast:
     def _run_in(
         self, dtype: torch.dtype, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        self._words.say("autocast: CUDA's lists of ops and its cache of casts")
+        self._words.add_note("autocast: CUDA's lists of ops and its cache of casts")
         leaves, spec = pytree.tree_flatten((args, kwargs))
         with torch._C._ExcludeDispatchKeyGuard(_KEYS):
             # From the last to the first, as torch's C++ is compiled.

@@ -3,7 +3,8 @@
 Until torch 2.14 every thread keeps it once it has multiplied: one for forward, one for
 backward. Before 2.12, what adds a bias keeps another for cuBLASLt. Where backward's
 thread comes to either only by running forward's ops again, a plan decides: see
-``Graph.not_taken``. Since 2.15 every multiplication asks for its own and gives it back.
+``Graph.unused_workspaces``. Since 2.15 every multiplication asks for its own and frees
+it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ WORKSPACE_BYTES = (2 * 4096 + 8 * 16) << 10
 """Torch's own default, ``:4096:2:16:8``."""
 WORKSPACE_BYTES_SINCE_HOPPER = (8 * 4096) << 10
 LT_WORKSPACE_BYTES = 1 << 20
-IS_KEPT = torch.__version__ < (2, 15)
+WORKSPACE_PERSISTS = torch.__version__ < (2, 15)
 _LT_IS_APART = torch.__version__ < (2, 12)
 _LOW = (torch.float16, torch.bfloat16)
 
@@ -39,18 +40,18 @@ def kept_bytes(capability: Capability, names: Collection[str]) -> list[int]:
         names: Of the ops that the thread runs.
     """
     found: list[int] = []
-    if IS_KEPT and MULTIPLIES & {*names}:
+    if WORKSPACE_PERSISTS and MULTIPLIES & {*names}:
         found.append(workspace_bytes(capability))
     if _LT_IS_APART and "addmm" in names:
         found.append(LT_WORKSPACE_BYTES)
     return found
 
 
-def passing(
+def temporary_blocks(
     name: str, tensors: Collection[TensorMeta], capability: Capability
 ) -> tuple[int, ...]:
     """What one multiplication asks for while it runs, in blocks."""
-    if IS_KEPT:
+    if WORKSPACE_PERSISTS:
         return ()
     added = next(iter(tensors))
     wide = all(tensor.shape[-1:] != (1,) for tensor in tensors)

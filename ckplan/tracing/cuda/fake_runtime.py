@@ -24,7 +24,7 @@ _DEVICE = torch.device("cuda", 0)
 _STATE_BYTES = 16  # of a generator of CUDA: seed and offset
 
 
-def functions(capability: Capability, gpu: Gpu | None) -> dict[str, object]:
+def fake_cuda_functions(capability: Capability, gpu: Gpu | None) -> dict[str, object]:
     """What functions of ``torch.cuda`` return, or compute, by their names."""
     major, minor = capability
     stream = Stream()
@@ -102,7 +102,7 @@ ACCELERATOR: dict[str, object] = {
 
 
 @contextmanager
-def objects() -> Iterator[None]:
+def fake_cuda_objects() -> Iterator[None]:
     """A scope in which streams, events and generators of CUDA can be made."""
     with ExitStack() as stack:
 

@@ -12,7 +12,11 @@ import torch
 
 from ckplan.gpus import Gpu
 from ckplan.graph.records import Workspace
-from ckplan.tracing.cuda.layouts import Blocks, copies, leans
+from ckplan.tracing.cuda.layouts import (
+    Blocks,
+    contiguous_copies,
+    suggests_channels_last,
+)
 from ckplan.tracing.recording.recording import RawOp, TensorMeta
 from ckplan.units import in_blocks
 
@@ -26,27 +30,27 @@ def forward(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> Workspace:
     """A factor and an offset per example and channel; statistics of groups, exactly."""
     del gpu
     input_, *affine = tensors
-    last = _KEEPS_LAYOUTS and leans(input_)
+    last = _KEEPS_LAYOUTS and suggests_channels_last(input_)
     channels, groups = _exactly(input_, op.returned[1])
     scaled = _by_pixel(input_, last) or (affine and _has_pixels(input_))
     aside: Blocks = (channels, channels) if scaled else ()
     if _CASTS and input_.dtype in _LOW:
         aside += (groups, groups)
-    return Workspace(copies([input_], last), aside)
+    return Workspace(contiguous_copies([input_], last), aside)
 
 
 def backward(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> Workspace:
     """Two sums per example and channel; for the input's gradient two per group."""
     del gpu
     gradient, input_, mean, _, *weight = tensors
-    last = _KEEPS_LAYOUTS and leans(input_)
+    last = _KEEPS_LAYOUTS and suggests_channels_last(input_)
     channels, groups = _exactly(input_, mean)
     scaled = weight and _has_pixels(input_) and not _by_pixel(input_, last)
     into_input, *_ = op.arguments[0][-1]
     aside: Blocks = (channels,) * (3 if scaled and into_input else 2)
     if into_input:
         aside += (groups, groups)
-    return Workspace(copies([gradient, input_], last), aside)
+    return Workspace(contiguous_copies([gradient, input_], last), aside)
 
 
 def _by_pixel(input_: TensorMeta, last: bool) -> bool:

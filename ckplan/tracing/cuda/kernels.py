@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from ckplan.tracing.cuda.translation import Words, composite
+from ckplan.tracing.cuda.translation import TranslationNotes, composite
 
 _Tensor: TypeAlias = torch.Tensor
 _aten = torch.ops.aten
@@ -24,7 +24,7 @@ _MAKES_CONTIGUOUS = torch.__version__ < (2, 14)  # what group norms take; later,
 class Kernels:
     """Kernels by op name; what they did is said in ``words``."""
 
-    def __init__(self, words: Words) -> None:
+    def __init__(self, words: TranslationNotes) -> None:
         self._words = words
         self.recurrent: dict[str, Any] = {
             "lstm_cell": self._lstm_cell,
@@ -48,20 +48,20 @@ class Kernels:
     def _dropout(self, input: _Tensor, p: float, train: bool) -> _Tensor:
         if not train or not 0 < p < 1 or not input.numel():
             return composite("dropout", input, p, train)
-        self._words.say("dropout: native_dropout, whose mask is bool")
+        self._words.add_note("dropout: native_dropout, whose mask is bool")
         return _aten.native_dropout(input, p, train)[0]
 
     # -- softmax ---------------------------------------------------------------------
 
     def _softmax(self, input: _Tensor, dim: int, dtype: Any = None) -> _Tensor:
         if input.dtype == torch.float16 and dtype == torch.float32:
-            self._words.say("softmax of float16 to float32: one kernel, no cast")
+            self._words.add_note("softmax of float16 to float32: one kernel, no cast")
             return _aten._softmax(input, dim, True)
         return composite("softmax.int", input, dim, dtype)
 
     def _log_softmax(self, input: _Tensor, dim: int, dtype: Any = None) -> _Tensor:
         if input.dtype == torch.float16 and dtype == torch.float32:
-            self._words.say("softmax of float16 to float32: one kernel, no cast")
+            self._words.add_note("softmax of float16 to float32: one kernel, no cast")
             return _aten._log_softmax(input, dim, True)
         return composite("log_softmax.int", input, dim, dtype)
 
@@ -86,7 +86,7 @@ class Kernels:
                 "_batch_norm_impl_index", *tensors, *rest
             )
             return found
-        self._words.say("batch norm: cuDNN's")
+        self._words.add_note("batch norm: cuDNN's")
         layout = torch.contiguous_format
         if input.is_contiguous(memory_format=torch.channels_last) and input.dim() == 4:
             layout = torch.channels_last
@@ -111,7 +111,7 @@ class Kernels:
         last = last and input.is_contiguous(memory_format=torch.channels_last)
         if mixed or last or input.is_complex():
             return composite("rms_norm", input, shape, weight, eps)
-        self._words.say("rms norm: one kernel, which keeps its input and 1/rms")
+        self._words.add_note("rms norm: one kernel, which keeps its input and 1/rms")
         return _FusedRmsNorm.apply(input, shape, weight, eps)
 
     # -- recurrent nets --------------------------------------------------------------
@@ -125,7 +125,7 @@ class Kernels:
         b_ih: _Tensor | None = None,
         b_hh: _Tensor | None = None,
     ) -> tuple[_Tensor, _Tensor]:
-        self._words.say("LSTM and GRU cells: one kernel, which keeps a workspace")
+        self._words.add_note("LSTM and GRU cells: one kernel, which keeps a workspace")
         gates = _aten.linear(input, w_ih), _aten.linear(hx[0], w_hh)
         found = _aten._thnn_fused_lstm_cell(*gates, hx[1], b_ih, b_hh)
         return found[0], found[1]
@@ -139,7 +139,7 @@ class Kernels:
         b_ih: _Tensor | None = None,
         b_hh: _Tensor | None = None,
     ) -> _Tensor:
-        self._words.say("LSTM and GRU cells: one kernel, which keeps a workspace")
+        self._words.add_note("LSTM and GRU cells: one kernel, which keeps a workspace")
         gates = _aten.linear(input, w_ih), _aten.linear(hx, w_hh)
         return _aten._thnn_fused_gru_cell(*gates, hx, b_ih, b_hh)[0]
 
@@ -171,7 +171,9 @@ class Kernels:
         bidirectional: bool,
         batch_first: bool,
     ) -> tuple[_Tensor, ...]:
-        self._words.say("LSTM, GRU and RNN: cuDNN's, the size of its reserve estimated")
+        self._words.add_note(
+            "LSTM, GRU and RNN: cuDNN's, the size of its reserve estimated"
+        )
         per_layer = len(weights) // (num_layers * (2 if bidirectional else 1))
         plain = 4 if has_biases else 2
         projected = weights[plain].shape[0] if per_layer > plain else 0

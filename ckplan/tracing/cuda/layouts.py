@@ -13,12 +13,14 @@ Blocks = tuple[int, ...]
 _IMAGES = (4, 5)  # dimensions that may have their channels last
 
 
-def copies(tensors: Iterable[TensorMeta], last: bool = False) -> Blocks:
+def contiguous_copies(tensors: Iterable[TensorMeta], last: bool = False) -> Blocks:
     """Those that are not contiguous, or not with channels last."""
-    return tuple(in_blocks(t.num_bytes) for t in tensors if not lies(t, last))
+    return tuple(
+        in_blocks(t.num_bytes) for t in tensors if not has_contiguous_strides(t, last)
+    )
 
 
-def lies(tensor: TensorMeta, channels_last: bool = False) -> bool:
+def has_contiguous_strides(tensor: TensorMeta, channels_last: bool = False) -> bool:
     """Whether it is contiguous, or is with channels last."""
     dims = list(range(len(tensor.shape)))
     if channels_last:
@@ -31,7 +33,7 @@ def lies(tensor: TensorMeta, channels_last: bool = False) -> bool:
     return True
 
 
-def leans(tensor: TensorMeta) -> bool:
+def suggests_channels_last(tensor: TensorMeta) -> bool:
     """Whether its strides are more like those of channels last.
 
     As ``Tensor.suggest_memory_format`` says (``c10/core/MemoryFormat.h``).

@@ -21,7 +21,7 @@ from ckplan.tracing.recording.recording import RawOp, TensorMeta
 from ckplan.units import in_blocks
 
 
-def as_allocated(graph: Graph, capability: Capability) -> Graph:
+def in_allocator_blocks(graph: Graph, capability: Capability) -> Graph:
     """A graph as CUDA's allocator sees it: in blocks, and with cuBLAS's workspaces.
 
     What cuBLAS keeps are storages of their own, alive during the whole step; those that

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ckplan.tracing.cuda.translation import HALVES, Words
+from ckplan.tracing.cuda.translation import HALVES, TranslationNotes
 
 _aten = torch.ops.aten
 _STATISTICS = {
@@ -38,14 +38,14 @@ _GATES = {0: 1, 1: 1, 2: 4, 3: 3}  # of cuDNN's cells: RNN, RNN, LSTM, GRU
 class Outputs(TorchDispatchMode):
     """Gives outputs the types that they have on CUDA; to be entered in a fake mode."""
 
-    def __init__(self, words: Words) -> None:
+    def __init__(self, words: TranslationNotes) -> None:
         super().__init__()
         self._words = words
         self._updating = False
         self._pinned = WeakIdKeyDictionary()
 
     @contextmanager
-    def answering(self) -> Iterator[None]:
+    def patched_optimizer_queries(self) -> Iterator[None]:
         """A scope in which optimizers that ask for a float are told 1.
 
         What Adafactor does with a norm changes no bytes.
@@ -83,7 +83,7 @@ class Outputs(TorchDispatchMode):
         if func in _CONVOLUTIONS:
             return _laid_out(out, *args[_CONVOLUTIONS[func]])
         if func in _STATISTICS and out[_STATISTICS[func][0]].dtype in HALVES:
-            self._words.say("norms: statistics in float32")
+            self._words.add_note("norms: statistics in float32")
             return _retyped(out, _STATISTICS[func])
         if func is _aten.native_group_norm.default and args[1] is not None:
             mixed = args[0].dtype in HALVES and args[1].dtype == torch.float32

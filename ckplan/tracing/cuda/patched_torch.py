@@ -23,8 +23,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _foreach_utils
 
 from ckplan.gpus import Gpu
-from ckplan.tracing.cuda.fake_runtime import ACCELERATOR, functions, objects
-from ckplan.tracing.cuda.translation import Capability, Words
+from ckplan.tracing.cuda.fake_runtime import (
+    ACCELERATOR,
+    fake_cuda_functions,
+    fake_cuda_objects,
+)
+from ckplan.tracing.cuda.translation import Capability, TranslationNotes
 
 _LIBRARIES = ("site-packages", "dist-packages")
 _STANDARD = sysconfig.get_path("stdlib")
@@ -35,8 +39,8 @@ _PLAIN = (bool, int, float, str, tuple, list, torch.device)
 
 
 @contextmanager
-def answered(
-    capability: Capability, words: Words, gpu: Gpu | None = None
+def patched_cuda_queries(
+    capability: Capability, words: TranslationNotes, gpu: Gpu | None = None
 ) -> Iterator[None]:
     """A scope in which the workload's code hears that there is a GPU.
 
@@ -45,7 +49,10 @@ def answered(
         words: Where to say what it was told.
         gpu: What else is known of it.
     """
-    owners = (torch.cuda, functions(capability, gpu)), (torch.accelerator, ACCELERATOR)
+    owners = (
+        (torch.cuda, fake_cuda_functions(capability, gpu)),
+        (torch.accelerator, ACCELERATOR),
+    )
     with ExitStack() as stack:
         stack.callback(torch.set_default_device, _default_device())
         for owner, answers in owners:
@@ -54,12 +61,12 @@ def answered(
                 if real is not None:
                     told = _told(f"{owner.__name__}.{name}", real, answer, words)
                     stack.enter_context(mock.patch.object(owner, name, told))
-        stack.enter_context(objects())
+        stack.enter_context(fake_cuda_objects())
         yield
 
 
 @contextmanager
-def on_cpu(words: Words) -> Iterator[None]:
+def cuda_calls_on_cpu(words: TranslationNotes) -> Iterator[None]:
     """A scope in which what is asked for on CUDA is on CPU, and says that it is not."""
     with ExitStack() as stack:
 
@@ -78,28 +85,28 @@ def on_cpu(words: Words) -> Iterator[None]:
         yield
 
 
-def amp_on() -> AbstractContextManager[object]:
+def amp_without_gpu() -> AbstractContextManager[object]:
     """A scope in which autocast and scalers of CUDA stay on without a GPU."""
     missing = "amp_definitely_not_available"
     return mock.patch.object(torch.cuda.amp.common, missing, lambda: False)
 
 
 def _told(
-    name: str, real: Callable[..., object], answer: object, words: Words
+    name: str, real: Callable[..., object], answer: object, words: TranslationNotes
 ) -> Callable[..., object]:
     def ask(*args: Any, **kwargs: Any) -> object:
         who = sys._getframe(1).f_code.co_filename
         told = answer(*args, **kwargs) if callable(answer) else answer
         if is_workload(who):
             if told is not None:
-                words.say(f"{name}(): the workload was told {_shown(told)}")
+                words.add_note(f"{name}(): the workload was told {_shown(told)}")
             return told
         if not name.endswith(_REMEMBERED):
             return told
         if not who.startswith((_TORCHS, _OURS)):
             *_, library = re.split("|".join(f"/{one}/" for one in _LIBRARIES), who)
             library = library.partition("/")[0] or who
-            words.say(f"{name}(): {library} asked and saw no GPU")
+            words.add_note(f"{name}(): {library} asked and saw no GPU")
         return real(*args, **kwargs)
 
     return ask
@@ -146,7 +153,7 @@ def _first_on_cpu(real: Callable[..., Any]) -> Callable[..., Any]:
 class _OnCpu(TorchFunctionMode):
     """Puts what is asked for on CUDA where the translation has it: on CPU."""
 
-    def __init__(self, words: Words) -> None:
+    def __init__(self, words: TranslationNotes) -> None:
         super().__init__()
         self._words = words
 
@@ -168,7 +175,9 @@ class _OnCpu(TorchFunctionMode):
         moved = args[1:2] if func is torch.Tensor.to else ()
         places = {_type_of(one) for one in (*moved, kwargs.get("device"))}
         if func is torch.Tensor.cpu or (by_workload and _CPU in places):
-            self._words.say("what goes to the host counts as if it were on the card")
+            self._words.add_note(
+                "what goes to the host counts as if it were on the card"
+            )
         args = (*args[:1], *map(_on_cpu, moved), *args[1 + len(moved) :])
         return func(*args, **_with_device(kwargs))
 

@@ -49,7 +49,9 @@ class _Dim(NamedTuple):
     into: int
 
 
-def put_aside(reduction: Reduction, processors: Processors) -> tuple[int, ...]:
+def partial_result_blocks(
+    reduction: Reduction, processors: Processors
+) -> tuple[int, ...]:
     """Blocks that a reduction allocates beside its output: partial ones, semaphores.
 
     >>> rows = Reduction((2048, 1536), (1536, 1), {0}, 4, 4, 4)

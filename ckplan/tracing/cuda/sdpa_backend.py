@@ -37,7 +37,7 @@ _MOST_LAUNCHED = 65535
 _NEWEST = (12, 1)  # capability that the fused kernels are built for
 
 
-class Asked(NamedTuple):
+class AttentionArgs(NamedTuple):
     """The arguments of one call; sequences of shape [batch, heads, length, width]."""
 
     query: _Tensor
@@ -60,13 +60,13 @@ class Asked(NamedTuple):
         return torch.is_grad_enabled() and any(t.requires_grad for t in self.tensors)
 
 
-def choose(asked: Asked, capability: Capability) -> SDPBackend:
+def choose_backend(asked: AttentionArgs, capability: Capability) -> SDPBackend:
     """The kernel that a GPU of this capability takes.
 
     Raises:
         RuntimeError: ``sdpa_kernel`` allows none of those that can.
     """
-    fits: dict[SDPBackend, Callable[[Asked, Capability], bool]] = {
+    fits: dict[SDPBackend, Callable[[AttentionArgs, Capability], bool]] = {
         _CUDNN: _cudnn_fits,
         _FLASH: _flash_fits,
         _EFFICIENT: _efficient_fits,
@@ -97,7 +97,7 @@ def _cudnn_version() -> int:
     return torch.backends.cudnn.version() or _BUNDLED_CUDNN
 
 
-def _flash_fits(asked: Asked, capability: Capability) -> bool:
+def _flash_fits(asked: AttentionArgs, capability: Capability) -> bool:
     width = asked.query.shape[-1]
     lengths = {asked.query.shape[-2], asked.key.shape[-2]}
     return (
@@ -115,7 +115,7 @@ def _flash_fits(asked: Asked, capability: Capability) -> bool:
     )
 
 
-def _flash_backward_fits(asked: Asked, capability: Capability) -> bool:
+def _flash_backward_fits(asked: AttentionArgs, capability: Capability) -> bool:
     """Wide heads need more shared memory than consumers' GPUs have."""
     small = (8, 6) <= capability <= (8, 9) or (12, 0) <= capability <= (12, 1)
     width = asked.query.shape[-1]
@@ -123,7 +123,7 @@ def _flash_backward_fits(asked: Asked, capability: Capability) -> bool:
     return not (asked.needs_grad and small and wide)
 
 
-def _efficient_fits(asked: Asked, capability: Capability) -> bool:
+def _efficient_fits(asked: AttentionArgs, capability: Capability) -> bool:
     alignment = _efficient_alignment(asked.query.dtype, capability)
     dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.float32)
     if capability >= (8, 0):
@@ -154,7 +154,7 @@ def _efficient_alignment(dtype: torch.dtype, capability: Capability) -> int:
     return 1
 
 
-def _cudnn_fits(asked: Asked, capability: Capability) -> bool:
+def _cudnn_fits(asked: AttentionArgs, capability: Capability) -> bool:
     deterministic = (
         torch.are_deterministic_algorithms_enabled()
         and not torch.is_deterministic_algorithms_warn_only_enabled()
@@ -174,7 +174,7 @@ def _cudnn_fits(asked: Asked, capability: Capability) -> bool:
     )
 
 
-def _cudnn_takes_widths(asked: Asked, capability: Capability) -> bool:
+def _cudnn_takes_widths(asked: AttentionArgs, capability: Capability) -> bool:
     """Up to 128; on cards of data centers some more, not all of them in backward."""
     both = query, value = asked.query.shape[-1], asked.value.shape[-1]
     widest = max(both)
@@ -190,7 +190,7 @@ def _cudnn_takes_widths(asked: Asked, capability: Capability) -> bool:
     return widest <= 256 and (in_backward or not asked.needs_grad)
 
 
-def _cudnn_takes_lengths(asked: Asked, capability: Capability) -> bool:
+def _cudnn_takes_lengths(asked: AttentionArgs, capability: Capability) -> bool:
     """Not one alone, nor what torch knows that a version of cuDNN gets wrong."""
     queries, keys = asked.query.shape[-2], asked.key.shape[-2]
     version = _cudnn_version()
@@ -203,7 +203,7 @@ def _cudnn_takes_lengths(asked: Asked, capability: Capability) -> bool:
     return True
 
 
-def _cudnn_takes_mask(asked: Asked) -> bool:
+def _cudnn_takes_mask(asked: AttentionArgs) -> bool:
     """One without a gradient, of two dimensions or of four that fit as they are."""
     mask, (batch, heads, length, _) = asked.mask, asked.query.shape
     if mask is None:
@@ -217,14 +217,14 @@ def _is_many(query: _Tensor) -> bool:
     return max(query.shape[:2]) > _MOST_LAUNCHED
 
 
-def _is_dense(asked: Asked, dtypes: tuple[torch.dtype, ...]) -> bool:
+def _is_dense(asked: AttentionArgs, dtypes: tuple[torch.dtype, ...]) -> bool:
     """Four dimensions, one of these types, something to attend to."""
     same = {t.dtype for t in asked.tensors} == {asked.query.dtype}
     whole = all(t.dim() == 4 and t.shape[-2] for t in asked.tensors)
     return same and whole and asked.query.dtype in dtypes
 
 
-def _heads_match(asked: Asked, *, apart: bool = False) -> bool:
+def _heads_match(asked: AttentionArgs, *, apart: bool = False) -> bool:
     """As many of each, or fewer of keys and values, perhaps not as many of both."""
     if _heads_are_as_many(asked):
         return True
@@ -235,12 +235,12 @@ def _heads_match(asked: Asked, *, apart: bool = False) -> bool:
     return len(batches) == 1 and shared and alike and query % key == 0
 
 
-def _heads_are_as_many(asked: Asked) -> bool:
+def _heads_are_as_many(asked: AttentionArgs) -> bool:
     batches = {t.shape[0] for t in asked.tensors}
     return len(batches) == 1 and len({t.shape[-3] for t in asked.tensors}) == 1
 
 
-def _rows_are_whole(asked: Asked, *, or_single: bool) -> bool:
+def _rows_are_whole(asked: AttentionArgs, *, or_single: bool) -> bool:
     """The last dimension has stride 1, in the mask too."""
     rows = all(t.stride(-1) == 1 for t in asked.tensors)
     rows = rows or (or_single and asked.query.shape[-1] == 1)

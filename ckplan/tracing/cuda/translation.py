@@ -13,13 +13,13 @@ Capability: TypeAlias = tuple[int, int]
 HALVES = (torch.float16, torch.bfloat16)
 
 
-class Words:
+class TranslationNotes:
     """What was done differently, each thing said once."""
 
     def __init__(self) -> None:
         self._said: dict[str, None] = {}
 
-    def say(self, what: str) -> None:
+    def add_note(self, what: str) -> None:
         """Remember one thing."""
         self._said[what] = None
 

@@ -16,9 +16,14 @@ from ckplan.gpus import Gpu
 from ckplan.graph.records import MULTIPLIES, NO_WORKSPACE, Workspace
 from ckplan.tracing.cuda import attention_workspaces as attention
 from ckplan.tracing.cuda import group_norm_workspaces as group_norm
-from ckplan.tracing.cuda.cublas import passing
-from ckplan.tracing.cuda.layouts import Blocks, copies, leans, lies
-from ckplan.tracing.cuda.reductions import Processors, Reduction, put_aside
+from ckplan.tracing.cuda.cublas import temporary_blocks
+from ckplan.tracing.cuda.layouts import (
+    Blocks,
+    contiguous_copies,
+    has_contiguous_strides,
+    suggests_channels_last,
+)
+from ckplan.tracing.cuda.reductions import Processors, Reduction, partial_result_blocks
 from ckplan.tracing.cuda.sorting import sorting_bytes
 from ckplan.tracing.recording.recording import RawOp, TensorMeta
 from ckplan.units import in_blocks, round_up
@@ -82,7 +87,7 @@ def _put_aside(
     partial: Callable[[torch.dtype], int],
     gpu: Gpu,
 ) -> Blocks:
-    return put_aside(
+    return partial_result_blocks(
         Reduction(
             tensor.shape,
             tensor.stride,
@@ -146,8 +151,12 @@ def _copied(*places: int, inside: bool = False, any_layout: bool = False) -> _Ne
         del op, gpu
         these = [tensors[place] for place in places if place < len(tensors)]
         if any_layout:
-            these = [one for one in these if not lies(one, channels_last=True)]
-        copied = copies(these)
+            these = [
+                one
+                for one in these
+                if not has_contiguous_strides(one, channels_last=True)
+            ]
+        copied = contiguous_copies(these)
         return Workspace(after=copied) if inside else Workspace(copied)
 
     return needs
@@ -157,7 +166,7 @@ def _multiplied(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> Workspace
     """What cuBLAS works in; copies, since it wants rows or columns side by side."""
     copied = (in_blocks(t.num_bytes) for t in tensors[-2:] if not _for_cublas(t))
     name = op.func.overloadpacket.__name__
-    return Workspace(after=(*copied, *passing(name, tensors, gpu.capability)))
+    return Workspace(after=(*copied, *temporary_blocks(name, tensors, gpu.capability)))
 
 
 def _for_cublas(tensor: TensorMeta) -> bool:
@@ -173,7 +182,7 @@ def _softmax_backward(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> Wor
     """The product of the gradient with the output, and both contiguous."""
     del op, gpu
     product = in_blocks(tensors[1].num_bytes)
-    return Workspace(after=(*copies(tensors[:2]), product))
+    return Workspace(after=(*contiguous_copies(tensors[:2]), product))
 
 
 def _roll(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> Workspace:
@@ -181,13 +190,17 @@ def _roll(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> Workspace:
     del gpu
     shifts = op.arguments[0][1]
     several = not isinstance(shifts, int) and len(shifts) > 1
-    return Workspace((in_blocks(tensors[0].num_bytes),) if several else copies(tensors))
+    return Workspace(
+        (in_blocks(tensors[0].num_bytes),) if several else contiguous_copies(tensors)
+    )
 
 
 def _convolution(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> Workspace:
     """Input and weight in one layout."""
     del op, gpu
-    return Workspace(copies(tensors[:2], any(map(leans, tensors[:2]))))
+    return Workspace(
+        contiguous_copies(tensors[:2], any(map(suggests_channels_last, tensors[:2])))
+    )
 
 
 def _convolution_backward(
@@ -198,15 +211,15 @@ def _convolution_backward(
     What is not yet made then counts off.
     """
     gradient, input_, weight = tensors[:3]
-    last = leans(input_) or leans(weight)
+    last = suggests_channels_last(input_) or suggests_channels_last(weight)
     into, of_weight, of_bias = op.arguments[0][-1]
     found = [NO_WORKSPACE]
     if into:
-        copied = copies((gradient, weight), last)
+        copied = contiguous_copies((gradient, weight), last)
         later = in_blocks(weight.num_bytes) if of_weight else 0
         found.append(Workspace(_less(copied, later)))
     if of_weight:
-        found.append(Workspace(copies((gradient, input_), last)))
+        found.append(Workspace(contiguous_copies((gradient, input_), last)))
     if of_bias:
         dims = [0, *range(2, len(gradient.shape))]
         aside = _put_aside(gradient, dims, gradient.dtype, _sum, gpu)
@@ -239,7 +252,7 @@ def _embedding_backward(
 ) -> Workspace:
     """Sorted indices, and the sums of those that are alike, in parts."""
     gradient, indices = tensors[:2]
-    copied = copies(tensors[:2])
+    copied = contiguous_copies(tensors[:2])
     rows, _, by_frequency = op.arguments[0][2:5]
     count = indices.numel
     if count <= _FEW_INDICES and not by_frequency:
@@ -271,7 +284,7 @@ def _index_put(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> Workspace:
     rows = math.prod(size for size, index in sizes if index is not None)
     sorting = sorting_bytes(count, rows - 1, gpu.capability)
     column = in_blocks(count * _INDEX_BYTES)
-    return Workspace(copies((args[2],)), (*(column,) * 4, sorting))
+    return Workspace(contiguous_copies((args[2],)), (*(column,) * 4, sorting))
 
 
 def _scattered(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> Workspace:
@@ -308,7 +321,7 @@ def _counted(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> Workspace:
     del gpu
     same = tensors[0].dtype == op.returned[0].dtype
     cast = () if same else (in_blocks(op.returned[0].num_bytes),)
-    return Workspace((*copies(tensors[:1]), *cast))
+    return Workspace((*contiguous_copies(tensors[:1]), *cast))
 
 
 def _bilinear_backward(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> Workspace:
@@ -321,7 +334,7 @@ def _bilinear_backward(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> Wo
 def _columns(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> Workspace:
     """Contiguous, and once more."""
     del op, gpu
-    return Workspace((*copies(tensors[:1]), in_blocks(tensors[0].num_bytes)))
+    return Workspace((*contiguous_copies(tensors[:1]), in_blocks(tensors[0].num_bytes)))
 
 
 _POOLS = (

@@ -23,7 +23,7 @@ from torch.autograd.graph import Node
 Edge: TypeAlias = tuple[Node, int]  # a node, and which of its gradients
 Hook: TypeAlias = Callable[..., Any]
 _ACCUMULATES = "AccumulateGrad"
-FREED = (
+FREED_GRAPH_ERROR = (
     "Trying to backward through the graph a second time (or directly access saved "
     "tensors after they have already been freed). Saved intermediate values of the "
     "graph are freed when you call .backward() or autograd.grad(). Specify "
@@ -33,7 +33,7 @@ FREED = (
 """What the engine says of that; in the metadata of nodes that it would have freed."""
 
 
-class OfTensor(NamedTuple):
+class TensorHooks(NamedTuple):
     """Hooks on one of the tensors that a node's forward made."""
 
     output: int
@@ -41,17 +41,19 @@ class OfTensor(NamedTuple):
 
 
 @dataclass
-class Hooks:
+class NodeHooks:
     """What runs beside a node."""
 
-    of_tensors: list[OfTensor] = field(default_factory=list)
+    tensor_hooks: list[TensorHooks] = field(default_factory=list)
     before: dict[int, Hook] = field(default_factory=OrderedDict)
     after: dict[int, Hook] = field(default_factory=OrderedDict)
     retained: list[torch.Tensor] = field(default_factory=list)  # ask for their grad
-    takes_none: bool = False  # a custom function that asked not to be given zeros
+    materializes_no_grads: bool = (
+        False  # a custom function that asked not to be given zeros
+    )
 
 
-class Backward:
+class BackwardPass:
     """One backward.
 
     Args:
@@ -67,7 +69,7 @@ class Backward:
         roots: list[Node],
         wanted: list[Edge],
         accumulate_grad: bool,
-        hooks_of: Callable[[Node], Hooks],
+        hooks_of: Callable[[Node], NodeHooks],
         done: Callable[[Node], None],
     ) -> None:
         self.captured: dict[Edge, torch.Tensor | None] = {}
@@ -79,7 +81,7 @@ class Backward:
         self._ready: list[tuple[int, int, Node]] = []
         self._tickets = count()
 
-    def deliver(self, outs: list[Any], place: int, edge: Edge) -> None:
+    def add_gradient(self, outs: list[Any], place: int, edge: Edge) -> None:
         """Add to what a node waits for; it is ready once all of it has come.
 
         What is added to another gradient stays in ``outs``, as it does in the engine.
@@ -97,7 +99,7 @@ class Backward:
             turn = (-node._sequence_nr(), next(self._tickets), node)
             heapq.heappush(self._ready, turn)
 
-    def until_done(self) -> None:
+    def run_all(self) -> None:
         """Run nodes, the latest of forward first."""
         while self._ready:
             self._visit(heapq.heappop(self._ready)[-1])
@@ -111,7 +113,7 @@ class Backward:
         outs += [None] * (len(node.next_functions) - len(outs))
         for place, edge in enumerate(node.next_functions):
             if edge[0] is not None:
-                self.deliver(outs, place, edge)
+                self.add_gradient(outs, place, edge)
 
     def _run(self, node: Node) -> list[torch.Tensor | None]:
         grads = self._grads.pop(node)
@@ -140,14 +142,14 @@ def _dependencies(roots: list[Node]) -> defaultdict[Node, int]:
     waiting: defaultdict[Node, int] = defaultdict(int)
     for root in roots:
         waiting[root] += 1
-    for node in below(roots):
+    for node in reachable_nodes(roots):
         for target, _ in node.next_functions:
             if target is not None:
                 waiting[target] += 1
     return waiting
 
 
-def below(roots: Sequence[Node]) -> list[Node]:
+def reachable_nodes(roots: Sequence[Node]) -> list[Node]:
     """All nodes of a graph."""
     found = dict.fromkeys(roots)
     stack = list(found)
@@ -183,8 +185,8 @@ def leaf_of(node: Any) -> torch.Tensor | None:
     return leaf if node.name().endswith(_ACCUMULATES) else None
 
 
-def _call_tensor_hooks(hooks: Hooks, grads: list[torch.Tensor | None]) -> None:
-    for output, mine in hooks.of_tensors:
+def _call_tensor_hooks(hooks: NodeHooks, grads: list[torch.Tensor | None]) -> None:
+    for output, mine in hooks.tensor_hooks:
         for hook in list(mine.values()):
             found = hook(grads[output])
             if found is not None:
@@ -221,13 +223,13 @@ def _retain(tensor: torch.Tensor, grad: torch.Tensor | None) -> None:
 
 
 def _run_hooked(
-    node: Node, hooks: Hooks, grads: list[torch.Tensor | None]
+    node: Node, hooks: NodeHooks, grads: list[torch.Tensor | None]
 ) -> list[torch.Tensor | None]:
     for hook in list(hooks.before.values()):
         found = hook(tuple(grads))
         if found is not None:
             grads[:] = found if isinstance(found, tuple) else (found,)
-    outs = _fitting(node, _run(node, grads, hooks.takes_none))
+    outs = _fitting(node, _run(node, grads, hooks.materializes_no_grads))
     for hook in list(hooks.after.values()):
         found = hook(tuple(outs), tuple(grads))
         if found is not None:
@@ -236,16 +238,18 @@ def _run_hooked(
 
 
 def _run(
-    node: Node, grads: list[torch.Tensor | None], takes_none: bool
+    node: Node, grads: list[torch.Tensor | None], materializes_no_grads: bool
 ) -> list[torch.Tensor | None]:
     if node.name().endswith(_ACCUMULATES):
         if grads[0] is not None:
             _accumulate(node, grads)
         return []
     if isinstance(node, BackwardCFunction):
-        return _run_custom(node, grads if takes_none else _materialized(node, grads))
-    if FREED in node.metadata and _has_saved(node):
-        raise RuntimeError(FREED)
+        return _run_custom(
+            node, grads if materializes_no_grads else _materialized(node, grads)
+        )
+    if FREED_GRAPH_ERROR in node.metadata and _has_saved(node):
+        raise RuntimeError(FREED_GRAPH_ERROR)
     outs = run_node(node, grads)
     return list(outs) if isinstance(outs, tuple) else [outs]
 

@@ -35,7 +35,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ckplan.training.failures import first_line, not_followed
+from ckplan.training.failures import first_line, untraceable_feature
 from ckplan.training.randomness import may_draw
 
 _LARGEST_BYTES = 1 << 20  # of integers
@@ -46,7 +46,7 @@ _QUESTIONS = (
     torch.ops.aten.is_nonzero.default,
     torch.ops.aten.equal.default,
 )
-EMPTY = (
+EMPTY_OPS = (
     torch.ops.aten.empty.memory_format,
     torch.ops.aten.empty_like.default,
     torch.ops.aten.empty_strided.default,
@@ -55,7 +55,7 @@ EMPTY = (
 _GROUPED_MM = torch.ops.aten._grouped_mm.default
 _SIZED_BY_KERNEL = (torch.ops.aten.mkldnn_rnn_layer.default,)
 """Ops of which only the kernel knows how large a workspace backward will want."""
-GIVEN_STORAGES = (
+SET_STORAGE_OPS = (
     torch.ops.aten.set_.source_Storage,
     torch.ops.aten.set_.source_Storage_storage_offset,
 )
@@ -126,7 +126,7 @@ class _Fakes(FakeTensorMode):
         kwargs: Any = None,
     ) -> Any:
         """Keep storages out of torch's cache of fake kernels, which would hold them."""
-        if func not in GIVEN_STORAGES:
+        if func not in SET_STORAGE_OPS:
             return super().__torch_dispatch__(func, types, args, kwargs or {})
         with mock.patch.object(self, "cache_enabled", False):
             return super().__torch_dispatch__(func, types, args, kwargs or {})
@@ -174,7 +174,7 @@ class KnownValues(TorchDispatchMode):
             return self._forget(_written(func, args))
         if func is _GROUPED_MM and args[0].dtype != torch.bfloat16:
             return _grouped_mm(*args[:3])
-        if func in GIVEN_STORAGES or any(map(self._is_unknown_float, args)):
+        if func in SET_STORAGE_OPS or any(map(self._is_unknown_float, args)):
             if func._schema.is_mutable:
                 self._forget(_written(func, args))
             return _as_kernels_do(func, args, func(*args, **kwargs))
@@ -211,7 +211,7 @@ class KnownValues(TorchDispatchMode):
 
 def why_not_fake(error: BaseException) -> str:
     """What of a model cannot be done on fake tensors, and what would help."""
-    used = not_followed(error)
+    used = untraceable_feature(error)
     if used:
         return f"the step uses {used}"
     op = getattr(error, "func", None)
@@ -239,7 +239,7 @@ def _is_small(tensor: torch.Tensor) -> bool:
 
 def _is_chance(func: Any) -> bool:
     """Whether what an op returns does not follow from its arguments."""
-    return func in EMPTY or may_draw(func)
+    return func in EMPTY_OPS or may_draw(func)
 
 
 def _run_real(func: Any, values: list[Any], spec: pytree.TreeSpec) -> Any:

@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ckplan.tracing.faking.backward_pass import run_node
-from ckplan.tracing.faking.python_engine import is_last_time, watch_node
+from ckplan.tracing.faking.python_engine import frees_saved_tensors, hook_node
 
 _aten = torch.ops.aten
 _RUNNING_NODES = (_engine_run_backward.__code__, run_node.__code__)
@@ -83,12 +83,12 @@ FORMULAS: Mapping[str, _Formula] = {
 }
 """By the name of a node. Found by comparing all ops that torch's own tests know."""
 
-EVENLY = frozenset(
+EVENLY_DIVIDING_NODES = frozenset(
     ("MaxBackward1", "MedianBackward0", "MinBackward1", "NanmedianBackward0")
 )
 """Nodes that divide a gradient among the elements that have a value."""
 
-ENDING = frozenset(("CudnnBatchNormBackward0", "CudnnRnnBackward0"))
+RESERVE_COPYING_NODES = frozenset(("CudnnBatchNormBackward0", "CudnnRnnBackward0"))
 """Nodes that copy cuDNN's reserve, unless the engine says that it is to go."""
 
 _ENDING = _formula("", "clone")
@@ -96,7 +96,7 @@ _DIVIDED = _formula("", "isnan logical_and mul")  # on CPU: what is done otherwi
 _DIVIDED_ON_CUDA = _formula("isnan", "logical_and")
 
 
-class InPlace:
+class InplaceFormulas:
     """Follows the nodes of a backward; to be asked before each op that a mode sees.
 
     Args:
@@ -107,8 +107,8 @@ class InPlace:
         divided = _DIVIDED_ON_CUDA if on_cuda else _DIVIDED
         self._formulas = {
             **FORMULAS,
-            **dict.fromkeys(EVENLY, divided),
-            **dict.fromkeys(ENDING, _ENDING),
+            **dict.fromkeys(EVENLY_DIVIDING_NODES, divided),
+            **dict.fromkeys(RESERVE_COPYING_NODES, _ENDING),
         }
         self._formula: _Formula | None = None
         self._made = WeakIdKeyDictionary()  # tensor of this node -> name of its op
@@ -128,9 +128,9 @@ class InPlace:
             self._formula = None
             self._made.clear()
 
-        watch_node(node, begins, ends)
+        hook_node(node, begins, ends)
 
-    def instead_of(
+    def engine_op(
         self, func: Any, args: tuple[Any, ...]
     ) -> tuple[Any, tuple[Any, ...]]:
         """What the engine would run on a plain run: an op and its arguments."""
@@ -138,7 +138,7 @@ class InPlace:
         if formula is None or _name(func) not in formula.writes:
             return func, args
         if formula is _ENDING:
-            goes = is_last_time() and args[0].dtype == torch.uint8
+            goes = frees_saved_tensors() and args[0].dtype == torch.uint8
             return (_aten.alias.default, args) if goes else (func, args)
         if torch.is_grad_enabled() or not _is_asked_by_engine():
             return func, args
@@ -159,7 +159,7 @@ class InPlace:
                 return _aten.masked_fill_.Tensor, (*zeros, *args)
         return func, args
 
-    def note(self, func: Any, out: Any) -> None:
+    def track_output(self, func: Any, out: Any) -> None:
         """Take notice of what an op returned."""
         if self._formula is not None and _is_asked_by_engine():
             for tensor in pytree.tree_leaves(out):

@@ -29,14 +29,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
 from ckplan.tracing.faking.backward_pass import (
-    FREED,
-    Backward,
+    FREED_GRAPH_ERROR,
+    BackwardPass,
     Edge,
     Hook,
-    Hooks,
-    OfTensor,
-    below,
+    NodeHooks,
+    TensorHooks,
     leaf_of,
+    reachable_nodes,
     run_node,
 )
 
@@ -60,7 +60,7 @@ def _register(hooks: dict[int, Hook], hook: Hook) -> RemovableHandle:
     return handle
 
 
-def watch_node(node: Node, begins: Hook, ends: Hook) -> None:
+def hook_node(node: Node, begins: Hook, ends: Hook) -> None:
     """Call before and after a node runs, whoever runs it."""
     if _active:
         hooks = _active[-1].hooks[node]
@@ -71,7 +71,7 @@ def watch_node(node: Node, begins: Hook, ends: Hook) -> None:
         node.register_hook(ends)
 
 
-def is_last_time() -> bool:
+def frees_saved_tensors() -> bool:
     """Whether what the running node saved is to go, which only the engine can do."""
     return bool(_active) and not _active[-1].keeps_graph
 
@@ -81,14 +81,14 @@ class _Task:
     """A backward that runs, as others may ask the engine about it."""
 
     number: int
-    run: Backward
+    run: BackwardPass
     keeps_graph: bool
     takes_checkpoints: bool  # that run backward themselves
     callbacks: list[Callable[[], object]] = field(default_factory=list)
 
 
 @contextmanager
-def stepping() -> Iterator[None]:
+def use_python_engine() -> Iterator[None]:
     """A scope in which every backward of the process runs here."""
     here = _Stepping()
     with ExitStack() as stack:
@@ -118,7 +118,7 @@ class _Stepping:
     """Hooks, and what asks for backward."""
 
     def __init__(self) -> None:
-        self.hooks: defaultdict[Node, Hooks] = defaultdict(Hooks)
+        self.hooks: defaultdict[Node, NodeHooks] = defaultdict(NodeHooks)
         self.tasks: list[_Task] = []  # the innermost last
         self.retained: list[ref[torch.Tensor]] = []
         self._numbers = count()
@@ -165,7 +165,7 @@ class _Stepping:
             held.let_go()
             return _NOTHING
         if held.unpack is None:
-            raise RuntimeError(FREED)
+            raise RuntimeError(FREED_GRAPH_ERROR)
         # What others than nodes take out, as torch's checkpoint does, they keep.
         if sys._getframe(1).f_code is run_node.__code__:
             self.taken_out.append(held)
@@ -180,9 +180,12 @@ class _Stepping:
             handle = real(tensor, hook)
             node = tensor.grad_fn
             if node is not None:  # a leaf is asked for its hooks when its turn comes
-                of_tensors, mine = self.hooks[node].of_tensors, tensor._backward_hooks
-                if not any(one.hooks is mine for one in of_tensors):
-                    of_tensors.append(OfTensor(tensor.output_nr, mine))
+                tensor_hooks, mine = (
+                    self.hooks[node].tensor_hooks,
+                    tensor._backward_hooks,
+                )
+                if not any(one.hooks is mine for one in tensor_hooks):
+                    tensor_hooks.append(TensorHooks(tensor.output_nr, mine))
             return handle
 
         return register_hook
@@ -227,8 +230,8 @@ class _Stepping:
         real = BackwardCFunction.saved_tensors
 
         def saved_tensors(node: Any) -> Any:
-            if FREED in node.metadata:
-                raise RuntimeError(FREED)
+            if FREED_GRAPH_ERROR in node.metadata:
+                raise RuntimeError(FREED_GRAPH_ERROR)
             return real.__get__(node)
 
         return property(saved_tensors)
@@ -238,7 +241,7 @@ class _Stepping:
 
         def set_materialize_grads(node: Any, value: bool) -> None:
             real(node, value)  # which cannot be asked for it
-            self.hooks[node].takes_none = not value
+            self.hooks[node].materializes_no_grads = not value
 
         return set_materialize_grads
 
@@ -268,7 +271,7 @@ class _Stepping:
         roots = [*map(_edge, outputs)]
         wanted = [_edge(one, roots) for one in inputs]
         self.retained = [one for one in self.retained if one() is not None]
-        run = Backward(
+        run = BackwardPass(
             [node for node, _ in roots],
             wanted,
             accumulate_grad,
@@ -282,8 +285,8 @@ class _Stepping:
             with torch.set_grad_enabled(create_graph):
                 outs = list(grads)
                 for place, root in enumerate(roots):
-                    run.deliver(outs, place, root)
-                run.until_done()
+                    run.add_gradient(outs, place, root)
+                run.run_all()
             for callback in task.callbacks:  # which may ask for more of them
                 callback()
         finally:
@@ -322,8 +325,8 @@ class _Stepping:
         """Whether the backward that runs may be asked for once more."""
         return bool(self.tasks) and self.tasks[-1].keeps_graph
 
-    def _hooks_of(self, node: Node) -> Hooks:
-        hooks, leaf = self.hooks.get(node) or Hooks(), leaf_of(node)
+    def _hooks_of(self, node: Node) -> NodeHooks:
+        hooks, leaf = self.hooks.get(node) or NodeHooks(), leaf_of(node)
         there = [tensor for one in self.retained if (tensor := one()) is not None]
         retained = [one for one in there if one.grad_fn is node]
         hooks = replace(hooks, retained=retained) if retained else hooks
@@ -333,8 +336,8 @@ class _Stepping:
             hooks = replace(hooks, before=before, after=after)
         if leaf is None or not leaf._backward_hooks:
             return hooks
-        of_leaf = OfTensor(0, leaf._backward_hooks)
-        return replace(hooks, of_tensors=[*hooks.of_tensors, of_leaf])
+        of_leaf = TensorHooks(0, leaf._backward_hooks)
+        return replace(hooks, tensor_hooks=[*hooks.tensor_hooks, of_leaf])
 
     def _done(self, node: Node) -> None:
         if not self.keeps_graph:
@@ -343,7 +346,7 @@ class _Stepping:
                 held.let_go()
             if isinstance(node, BackwardCFunction):
                 self._let_go_of_saved(node)
-            node.metadata[FREED] = True
+            node.metadata[FREED_GRAPH_ERROR] = True
         self.taken_out.clear()
 
     def _let_go_of_saved(self, node: Any) -> None:
@@ -365,7 +368,7 @@ def _edge(one: torch.Tensor | GradientEdge, roots: Sequence[Edge] = ()) -> Edge:
         edge = get_gradient_edge(one)
     if one.grad_fn is None and (edge is None or leaf_of(edge.node) is not one):
         # Torch asks a view, which is of what is wrapped.
-        for node in below([root for root, _ in roots]):
+        for node in reachable_nodes([root for root, _ in roots]):
             if leaf_of(node) is one:
                 return node, 0
     if edge is None:  # nothing leads there

@@ -58,7 +58,7 @@ class Geometry:
         return tensor
 
 
-class Packed:
+class SavedPlaceholder:
     """Stands in for a saved tensor; its end is autograd's letting go."""
 
     __slots__ = ("__weakref__", "_released", "copy", "geometry", "number")

@@ -30,14 +30,18 @@ from ckplan.tracing.recording.recording import (
     Recording,
     TensorMeta,
 )
-from ckplan.training.data_dependent import decided_by_values
-from ckplan.training.uninitialized import fills, makes_empty, only_shaped
+from ckplan.training.data_dependent import has_data_dependent_shape
+from ckplan.training.uninitialized import (
+    ignores_old_content,
+    reads_only_metadata,
+    returns_uninitialized,
+)
 
 BOTH: tuple[str, ...] = (PROGRAM, RERUN)
 PROGRAMS: tuple[str, ...] = (PROGRAM,)
 RERUNS: tuple[str, ...] = (RERUN,)
-NEITHER: tuple[str, ...] = ()
-_GUARDS = {"random": BOTH, "plain state": BOTH, "backward": NEITHER}
+NO_WAY: tuple[str, ...] = ()
+_GUARDS = {"random": BOTH, "plain state": BOTH, "backward": NO_WAY}
 _REPLACES = ("copy_", "fill_", "zero_")  # whatever the tensor held
 
 
@@ -71,13 +75,15 @@ def _of_unseen_kernels(recording: Recording) -> Iterator[int]:
     """Calls that make bytes which are used although no op filled them."""
     waiting: dict[int, int] = {}  # storage -> call
     for op in recording.ops:
-        filled = {*op.writes} if fills(op.func) else set()
+        filled = {*op.writes} if ignores_old_content(op.func) else set()
         for storage in filled & waiting.keys():
             del waiting[storage]
-        reads = op.reads[only_shaped(op.func, op.arguments[1]) :] if waiting else ()
+        reads = (
+            op.reads[reads_only_metadata(op.func, op.arguments[1]) :] if waiting else ()
+        )
         for storage in waiting.keys() & {*reads, *op.writes}:
             yield waiting.pop(storage)
-        if makes_empty(op.func):
+        if returns_uninitialized(op.func):
             some = (s for s in op.outputs if recording.storages[s].bytes)
             waiting.update(dict.fromkeys(some, op.call))
     for saved in recording.saved:
@@ -114,7 +120,7 @@ def _of_ops(
             yield "statistics", f"{name} updates running statistics", BOTH
         if any(isinstance(leaf, torch.Generator) for leaf in op.args):
             yield "random", f"{name} {OWN_GENERATOR}", BOTH
-        if decided_by_values(op.func, op.args):
+        if has_data_dependent_shape(op.func, op.args):
             yield "shapes", f"{name} returns as much as values decide", BOTH
         for storage in op.writes:
             raw = recording.storages[storage]

@@ -23,15 +23,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ckplan.graph.graph import Graph
 from ckplan.graph.records import Hazard
 from ckplan.simulating.simulate import simulate
-from ckplan.tracing.faking.fake_mode import EMPTY
-from ckplan.tracing.hazards.from_recording import NEITHER, PROGRAMS
-from ckplan.tracing.recording.side_effects import states_kept
+from ckplan.tracing.faking.fake_mode import EMPTY_OPS
+from ckplan.tracing.hazards.from_recording import NO_WAY, PROGRAMS
+from ckplan.tracing.recording.side_effects import preserve_rng_state
 from ckplan.training.allocator import CPU
 from ckplan.training.failures import check_finite, first_line
-from ckplan.training.free_memory import left_on
-from ckplan.training.randomness import torch_put_back
+from ckplan.training.free_memory import free_bytes
+from ckplan.training.randomness import torch_rng_restorer
 from ckplan.training.step import Training, TrainingStep, call_model, pick_loss
-from ckplan.training.warm_up import make_first_calls
+from ckplan.training.warm_up import warm_up_vector_kernels
 from ckplan.training.workload import Workload, tensors_of
 
 NOTE_SAME = "forward run twice on real tensors: every bit the same"
@@ -40,7 +40,7 @@ NOTE_NOT = "forward was not run twice to compare: "
 _MOST_COPIED_BYTES, _MOST_FLOPS = 1 << 29, 5 * 10**11
 
 
-def repeated(
+def with_nondeterminism_hazards(
     graph: Graph,
     build: Callable[[], Workload],
     training: Training,
@@ -60,8 +60,8 @@ def repeated(
     if not _is_small(graph, device):
         return _noted(graph, NOTE_NOT + "it is too large")
     try:
-        make_first_calls()
-        unlike, loss = find_unlike(TrainingStep(build(), None, training))
+        warm_up_vector_kernels()
+        unlike, loss = find_nondeterminism(TrainingStep(build(), None, training))
     except Exception as error:
         return _noted(graph, f"{NOTE_NOT}{type(error).__name__}: {first_line(error)}")
     if loss is not None:
@@ -82,7 +82,7 @@ def _is_small(graph: Graph, device: torch.device) -> bool:
     kinds = graph.bytes_by_kind
     copied_bytes = kinds["parameter"] + kinds["buffer"] + kinds["input"]
     flops = sum(op.flops for op in graph.ops[: graph.num_forward])
-    fits = 2 * simulate(graph).peak_bytes <= left_on(device)
+    fits = 2 * simulate(graph).peak_bytes <= free_bytes(device)
     return fits and copied_bytes <= _MOST_COPIED_BYTES and flops <= _MOST_FLOPS
 
 
@@ -90,7 +90,7 @@ def _noted(graph: Graph, note: str) -> Graph:
     return replace(graph, notes=(*graph.notes, note))
 
 
-class Unlike(NamedTuple):
+class Nondeterminism(NamedTuple):
     """A call that gave other values when it, or one of its ops, ran again."""
 
     fqn: str
@@ -100,7 +100,9 @@ class Unlike(NamedTuple):
     guarded_by: tuple[str, ...]
 
 
-def find_unlike(step: TrainingStep) -> tuple[list[Unlike], torch.Tensor | None]:
+def find_nondeterminism(
+    step: TrainingStep,
+) -> tuple[list[Nondeterminism], torch.Tensor | None]:
     """What of a forward cannot be repeated; nothing if its outputs are the same.
 
     Args:
@@ -109,7 +111,7 @@ def find_unlike(step: TrainingStep) -> tuple[list[Unlike], torch.Tensor | None]:
     Returns:
         That, and the loss, if it can be had without gradients.
     """
-    with states_kept() as restart, torch.no_grad(), step.autocast():
+    with preserve_rng_state() as restart, torch.no_grad(), step.autocast():
 
         def run(watch: _Watch | None = None) -> tuple[Workload, Any]:
             restart()
@@ -145,7 +147,7 @@ class _Watch:
     """Knows which call runs; to be put on a copy of the model."""
 
     def __init__(self) -> None:
-        self.found: dict[Unlike, None] = {}
+        self.found: dict[Nondeterminism, None] = {}
         self.stack: list[tuple[str, int]] = []
         self._times: Counter[str] = Counter()
 
@@ -193,7 +195,7 @@ class _OpsTwice(_Watch):
     def _note(self, op: str) -> None:
         if self.stack:
             reason = f"{op} gives other values each time"
-            self.found[Unlike(*self.stack[-1], "chance", reason, NEITHER)] = None
+            self.found[Nondeterminism(*self.stack[-1], "chance", reason, NO_WAY)] = None
 
 
 class _EachTwice(TorchDispatchMode):
@@ -205,12 +207,12 @@ class _EachTwice(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func.is_view or func.namespace == "prim" or func in EMPTY:
+        if func.is_view or func.namespace == "prim" or func in EMPTY_OPS:
             return func(*args, **kwargs)
         trial = args, kwargs
         if func._schema.is_mutable:
             trial = pytree.tree_map(_cloned, trial)
-        restart = torch_put_back()
+        restart = torch_rng_restorer()
         first = func(*trial[0], **trial[1])
         restart()
         out = func(*args, **kwargs)
@@ -233,7 +235,7 @@ class _CallsTwice(_Watch):
         """Remember what it was given."""
         del module
         given = copy.deepcopy((args, kwargs))
-        self._began.append((given, torch_put_back()))
+        self._began.append((given, torch_rng_restorer()))
         self._unlike_inside.append(self.stack[-1] in self._known)
 
     def ended(self, module: nn.Module, output: Any) -> None:
@@ -241,7 +243,7 @@ class _CallsTwice(_Watch):
         (args, kwargs), restart = self._began.pop()
         unlike = self._unlike_inside.pop()
         if not unlike:
-            self.active, go_on = False, torch_put_back()
+            self.active, go_on = False, torch_rng_restorer()
             restart()
             again = module(*args, **kwargs)
             go_on()
@@ -249,7 +251,7 @@ class _CallsTwice(_Watch):
             unlike = not _same(tensors_of(output), tensors_of(again))
             if unlike:
                 reason = "gives other values when it runs again"
-                found = Unlike(*self.stack[-1], "state", reason, PROGRAMS)
+                found = Nondeterminism(*self.stack[-1], "state", reason, PROGRAMS)
                 self.found[found] = None
         self._unlike_inside[-1] |= unlike
 

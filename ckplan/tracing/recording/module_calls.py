@@ -16,7 +16,7 @@ from ckplan.applying.rerunning.snapshot import state_of
 from ckplan.graph.fqn import is_around
 from ckplan.graph.records import BEFORE_STEP, OUTSIDE_CALLS
 from ckplan.tracing.recording.recording import RawCall, Recording
-from ckplan.tracing.recording.side_effects import Watch
+from ckplan.tracing.recording.side_effects import SideEffects
 from ckplan.tracing.recording.storages import Storages
 
 
@@ -44,7 +44,7 @@ class ModuleCalls:
         self._fqns = {id(module): name for name, module in named.items()}
         self._times_called = Counter[str]()
         self._stack: list[int] = []
-        self._watch = Watch()
+        self._watch = SideEffects()
         self._boundaries: list[tuple[int, int]] = []  # (autograd sequence, call)
         self._over = False
 
@@ -80,7 +80,7 @@ class ModuleCalls:
         """The innermost one that runs."""
         return self._stack[-1] if self._stack else OUTSIDE_CALLS
 
-    def that_made(self, node: torch.autograd.graph.Node) -> int:
+    def call_of_node(self, node: torch.autograd.graph.Node) -> int:
         """The innermost one that ran when a node of autograd's was made."""
         sequence = node._sequence_nr()
         place = bisect_right(self._boundaries, sequence, key=lambda b: b[0]) - 1
@@ -124,7 +124,9 @@ class ModuleCalls:
     def _given(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if self._counts(module):
             self._watch.arguments(args, kwargs)
-            found = self._storages.made_so_far(pytree.tree_leaves((args, kwargs)))
+            found = self._storages.numbers_made_in_step(
+                pytree.tree_leaves((args, kwargs))
+            )
             self._recording.calls[self.current].given = tuple(dict.fromkeys(found))
 
     def _leave(self, module: nn.Module, args: object, output: object) -> None:

@@ -22,12 +22,12 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ckplan.applying.tensors.op_traits import facts_of
+from ckplan.applying.tensors.op_traits import traits_of
 from ckplan.graph.records import BEFORE_STEP, OUTSIDE_CALLS
-from ckplan.tracing.faking.backward_pass import below
-from ckplan.tracing.faking.inplace_formulas import InPlace
-from ckplan.tracing.faking.python_engine import watch_node
-from ckplan.tracing.faking.saved_placeholder import Geometry, Packed
+from ckplan.tracing.faking.backward_pass import reachable_nodes
+from ckplan.tracing.faking.inplace_formulas import InplaceFormulas
+from ckplan.tracing.faking.python_engine import hook_node
+from ckplan.tracing.faking.saved_placeholder import Geometry, SavedPlaceholder
 from ckplan.tracing.recording.module_calls import ModuleCalls
 from ckplan.tracing.recording.recording import (
     RawOp,
@@ -40,7 +40,7 @@ from ckplan.tracing.recording.recording import (
     written_by,
 )
 from ckplan.tracing.recording.storages import Storages
-from ckplan.training.randomness import seeing_states
+from ckplan.training.randomness import observed_rng_states
 
 _DIFFERENTIATED = "is differentiated before forward is over"
 
@@ -49,7 +49,7 @@ _making: list[object] = []  # constants now, by functions that no mode looks int
 
 
 @contextmanager
-def constants_moved_unseen() -> Iterator[None]:
+def hide_constant_transfers() -> Iterator[None]:
     """A scope in which nobody sees how ``torch.tensor`` moves what it made to a GPU.
 
     Without a GPU, torch lets its modes see that. With one it does not, and plans count
@@ -88,7 +88,7 @@ class StepRecorder(TorchDispatchMode):
         self._phase = "forward"
         self._node_call = OUTSIDE_CALLS
         self._in_node = False
-        self._in_place = InPlace(on_cuda=on_cuda)
+        self._in_place = InplaceFormulas(on_cuda=on_cuda)
         self._paused = False
 
     # -- phases ----------------------------------------------------------------------
@@ -97,7 +97,7 @@ class StepRecorder(TorchDispatchMode):
     def watching(self) -> Iterator[None]:
         """Everything that must be active during the step."""
         hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
-        states = seeing_states(self.storages.know_state)
+        states = observed_rng_states(self.storages.register_rng_state)
         with ExitStack() as stack:
             for context in (self._calls.watching(), hooks, states, self):
                 stack.enter_context(context)
@@ -111,7 +111,7 @@ class StepRecorder(TorchDispatchMode):
         self.recording.num_forward = len(self.recording.ops)
         for node in nodes_below(loss):
             self._in_place.watch(node)
-            watch_node(node, self._node_begins(node), self._node_ends)
+            hook_node(node, self._node_begins(node), self._node_ends)
 
     def begin_update(self) -> None:
         """Backward is over; what follows is the optimizer."""
@@ -131,18 +131,18 @@ class StepRecorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._paused:
             return func(*args, **kwargs)
-        if facts_of(func).makes_nothing:
+        if traits_of(func).makes_nothing:
             out = func(*args, **kwargs)
             if func is torch.ops.aten.lift_fresh.default:
-                self.storages.know_constant(out)
+                self.storages.register_constant(out)
             return out
         if _making and func is torch.ops.aten._to_copy.default:
             return func(*args, **kwargs)
-        func, args = self._in_place.instead_of(func, args)
+        func, args = self._in_place.engine_op(func, args)
         flat, spec = pytree.tree_flatten((args, kwargs))
         reads = self.storages.numbers(flat, "buffer", BEFORE_STEP)
         out = func(*args, **kwargs)
-        self._in_place.note(func, out)
+        self._in_place.track_output(func, out)
         position = len(self.recording.ops)
         known = len(self.recording.storages)
         returned = [x for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor)]
@@ -198,10 +198,12 @@ class StepRecorder(TorchDispatchMode):
         self.recording.saved.append(packed)
         geometry = Geometry.of(tensor)
         copy = None if self._fake else self._blank(geometry, tensor)
-        return Packed(self.released, len(self.recording.saved) - 1, geometry, copy)
+        return SavedPlaceholder(
+            self.released, len(self.recording.saved) - 1, geometry, copy
+        )
 
     def _unpack(self, packed: object) -> torch.Tensor:
-        if not isinstance(packed, Packed):
+        if not isinstance(packed, SavedPlaceholder):
             assert isinstance(packed, torch.Tensor)
             return packed
         saved = self.recording.saved[packed.number]
@@ -219,7 +221,7 @@ class StepRecorder(TorchDispatchMode):
             saved.used = max(saved.used, len(self.recording.ops) - 1)
             self.released(number)
 
-        self.storages.stand_in(tensor, saved.storage, gone)
+        self.storages.alias_until_freed(tensor, saved.storage, gone)
         return tensor
 
     def _blank(self, geometry: Geometry, content: torch.Tensor | None) -> torch.Tensor:
@@ -238,7 +240,7 @@ class StepRecorder(TorchDispatchMode):
 
     def _node_begins(self, node: torch.autograd.graph.Node) -> Callable[..., None]:
         is_leaf = node.name().endswith("AccumulateGrad")
-        call = self._calls.that_made(node)
+        call = self._calls.call_of_node(node)
 
         def begins(grads: object) -> None:
             del grads
@@ -265,7 +267,7 @@ class StepRecorder(TorchDispatchMode):
 
 def nodes_below(loss: torch.Tensor) -> list[torch.autograd.graph.Node]:
     """All nodes of the autograd graph below a loss."""
-    return [] if loss.grad_fn is None else below([loss.grad_fn])
+    return [] if loss.grad_fn is None else reachable_nodes([loss.grad_fn])
 
 
 def _shares_its_storage(leaves: list[object]) -> bool:

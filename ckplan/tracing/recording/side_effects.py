@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from ckplan.applying.rerunning.snapshot import source_in
-from ckplan.training.randomness import torch_put_back
+from ckplan.training.randomness import torch_rng_restorer
 
 _OF_TORCH = frozenset({*vars(nn.Module()), "forward"})
 _PLAIN = (int, float, complex, str, bytes, bool, type(None))
@@ -42,12 +42,12 @@ class _Frame:
     before: list[Any] = field(default_factory=list)
 
 
-class Watch:
+class SideEffects:
     """Sees changes of state from one look to the next."""
 
     def __init__(self) -> None:
         self._frames: list[_Frame] = []
-        self._random = random_states()
+        self._random = non_torch_rng_states()
 
     def enter(self, module: nn.Module) -> None:
         """A call begins."""
@@ -57,7 +57,7 @@ class Watch:
         """What the call that began was given; tensors are seen op by op."""
         found = [x for x in (*args, *kwargs.values()) if _is_container(x)]
         frame = self._frames[-1]
-        frame.arguments, frame.before = found, list(map(seen, found))
+        frame.arguments, frame.before = found, list(map(identity_of, found))
 
     def leave(self) -> None:
         """The innermost call ended."""
@@ -68,7 +68,7 @@ class Watch:
 
         Plain state is what a module that runs again finds as it was.
         """
-        now = random_states()
+        now = non_torch_rng_states()
         for name, state in now.items():
             if self._random.get(name, state) != state:
                 yield "random", f"draws random numbers of {name}"
@@ -87,7 +87,7 @@ class Watch:
                 yield kind, f"changes its attribute '{name}'"
         frame.state, frame.plain = state, plain
         frame.outline = _outline_of(frame.module)
-        after = list(map(seen, frame.arguments))
+        after = list(map(identity_of, frame.arguments))
         for argument, old, new in zip(
             frame.arguments, frame.before, after, strict=True
         ):
@@ -111,7 +111,7 @@ def _changes_of_another(frame: _Frame) -> Iterator[tuple[str, str]]:
 _MISSING = object()
 
 
-def random_states() -> dict[str, Any]:
+def non_torch_rng_states() -> dict[str, Any]:
     """Generators that nobody puts back, by what people call them."""
     found: dict[str, Any] = {"Python": hash(random.getstate())}
     numpy = sys.modules.get("numpy.random")
@@ -121,7 +121,7 @@ def random_states() -> dict[str, Any]:
     return found
 
 
-def seen(value: Any, depth: int = 0) -> Any:
+def identity_of(value: Any, depth: int = 0) -> Any:
     """What can be told of a value without holding it."""
     if isinstance(value, torch.Tensor):
         return id(value)  # what is written into it is seen op by op
@@ -137,13 +137,13 @@ def seen(value: Any, depth: int = 0) -> Any:
     if isinstance(value, Mapping):
         return len(value), _items(value.keys(), depth), _items(value.values(), depth)
     inside = getattr(value, "__dict__", None)
-    return (id(value), seen(inside, depth)) if inside else id(value)
+    return (id(value), identity_of(inside, depth)) if inside else id(value)
 
 
 def _items(values: Any, depth: int) -> Any:
     if len(values) > _MOST_ITEMS:
         return None
-    return tuple([seen(item, depth + 1) for item in values])
+    return tuple([identity_of(item, depth + 1) for item in values])
 
 
 def _is_container(value: Any) -> bool:
@@ -153,7 +153,7 @@ def _is_container(value: Any) -> bool:
 def _state_of(module: nn.Module) -> tuple[dict[str, Any], set[str]]:
     """What can be told of it, and the names of plain values and containers of them."""
     own = {k: v for k, v in vars(module).items() if k not in _OF_TORCH}
-    found = {name: seen(value) for name, value in own.items()}
+    found = {name: identity_of(value) for name, value in own.items()}
     # What is written in place is seen op by op; what is replaced is not.
     buffers = {name: id(value) for name, value in module._buffers.items()}
     return found | buffers, {name for name, value in own.items() if _is_plain(value)}
@@ -188,10 +188,10 @@ def _is_plain(value: Any, depth: int = 0) -> bool:
 
 
 @contextmanager
-def states_kept() -> Iterator[Callable[[], None]]:
+def preserve_rng_state() -> Iterator[Callable[[], None]]:
     """Gives what puts all global generators back, and does so at the end."""
     numpy = sys.modules.get("numpy.random")
-    python, torch_restart = random.getstate(), torch_put_back()
+    python, torch_restart = random.getstate(), torch_rng_restorer()
     of_numpy = numpy.get_state() if numpy else None
 
     def restart() -> None:

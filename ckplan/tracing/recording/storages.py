@@ -39,7 +39,7 @@ class Storages:
         """Hold nothing any more."""
         self._keep.clear()
 
-    def know(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
+    def register_existing(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
         """Register storages that exist when the step begins."""
         for tensor in tensors:
             storage = _storage_of(tensor)
@@ -49,13 +49,13 @@ class Storages:
                 self._register(storage, kind, BEFORE_STEP, self._bytes_of(tensor))
                 self._recording.num_known = len(self._recording.storages)
 
-    def know_state(self, state: torch.Tensor) -> None:
+    def register_rng_state(self, state: torch.Tensor) -> None:
         """Register a random state, which comes from no op and is on the CPU."""
         storage = state.untyped_storage()
         number = self._register(storage, "temporary", self._now, storage.nbytes())
         self._recording.on_host.append(number)
 
-    def know_constant(self, tensor: torch.Tensor) -> None:
+    def register_constant(self, tensor: torch.Tensor) -> None:
         """Register what Python made of numbers, as ``torch.tensor`` does.
 
         It comes from no op, so once an op reads it, it was there before the step.
@@ -68,12 +68,12 @@ class Storages:
         """The op before this moment; at first BEFORE_STEP."""
         return len(self._recording.ops) - 1
 
-    def leave_out(self, tensors: Iterable[torch.Tensor]) -> None:
+    def count_as_zero_bytes(self, tensors: Iterable[torch.Tensor]) -> None:
         """Count nothing for what is in another memory than the device's."""
         for tensor in tensors:
             self._recording.storages[self.number_of(tensor)].bytes = 0
 
-    def mark(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
+    def set_kind(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
         """Say what storages that the step made are."""
         for tensor in tensors:
             number = self.find(tensor)
@@ -94,7 +94,7 @@ class Storages:
                 numbers.append(number)
         return numbers
 
-    def made_so_far(self, leaves: Iterable[object]) -> Iterator[int]:
+    def numbers_made_in_step(self, leaves: Iterable[object]) -> Iterator[int]:
         """The numbers of those tensors that the step made."""
         storages = self._recording.storages
         for leaf in leaves:
@@ -123,7 +123,7 @@ class Storages:
             found.kind, found.maker = "buffer", BEFORE_STEP
         return number
 
-    def stand_in(
+    def alias_until_freed(
         self, tensor: torch.Tensor, number: int, died: Callable[[], None]
     ) -> None:
         """Take a tensor for one of another storage until it dies.

@@ -46,10 +46,10 @@ from ckplan.tracing.cuda.autocast import (
     WIDEST,
     registered,
 )
-from ckplan.tracing.cuda.cublas import IS_KEPT, WORKSPACE_BYTES
+from ckplan.tracing.cuda.cublas import WORKSPACE_BYTES, WORKSPACE_PERSISTS
 from ckplan.tracing.faking.fake_mode import fake_tensors
 from ckplan.tracing.recording.recording import RawOp
-from ckplan.tracing.target import Target, find_target
+from ckplan.tracing.target import TraceTarget, find_target
 from ckplan.training.workload import Workload
 
 ROOT = Path(__file__).parents[3]
@@ -213,11 +213,11 @@ def test_everything_is_in_blocks_and_cublas_has_its_workspaces() -> None:
         if (one.kind, one.maker) == ("temporary", BEFORE_STEP)
         and one.last != BEFORE_STEP
     ]
-    assert held[:2] == [WORKSPACE_BYTES] * (2 if IS_KEPT else 0)
+    assert held[:2] == [WORKSPACE_BYTES] * (2 if WORKSPACE_PERSISTS else 0)
     assert simulate(graph).live_bytes[-1] >= sum(held)
     multiply = [op.workspace.bytes for op in graph.ops if op.name in ("mm", "addmm")]
     assert multiply
-    assert (max(multiply) < WORKSPACE_BYTES) == IS_KEPT
+    assert (max(multiply) < WORKSPACE_BYTES) == WORKSPACE_PERSISTS
     parameters = (7 * 9, 9, 9 * 3, 3)
     total = sum(block(4 * numel) for numel in parameters)
     assert graph.bytes_by_kind["parameter"] == total
@@ -922,8 +922,8 @@ def test_a_gpu_that_has_nothing_left_is_refused(
 
     monkeypatch.setattr(torch, "empty", full)
     with pytest.raises(CkplanError, match="cannot use cuda: CUDA out of memory on"):
-        Target(torch.device("cuda"), None, is_here=True).begin()
-    Target(torch.device("cpu"), None, is_here=True).begin()
+        TraceTarget(torch.device("cuda"), None, is_here=True).begin()
+    TraceTarget(torch.device("cpu"), None, is_here=True).begin()
 
 
 def test_three_ways_agree_on_what_a_plan_for_cuda_holds(tmp_path: Path) -> None:
@@ -1188,7 +1188,7 @@ def test_cublas_works_in_backward_where_a_plan_multiplies_there() -> None:
     unplanned = simulate(graph).peak_bytes
     assert 0 <= unplanned - found.unplanned_dry_run_peak_bytes <= 1024
     assert 0 <= planned.peak_bytes - found.dry_run_peak_bytes <= 1024
-    if IS_KEPT:
+    if WORKSPACE_PERSISTS:
         assert WORKSPACE_BYTES < unplanned < 2 * WORKSPACE_BYTES < planned.peak_bytes
         assert replayed(planned).allocated_bytes > 2 * WORKSPACE_BYTES
 

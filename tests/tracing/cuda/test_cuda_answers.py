@@ -16,7 +16,7 @@ import ckplan
 from ckplan.errors import WorkloadError
 from ckplan.gpus import find
 from ckplan.graph.graph import Graph
-from ckplan.tracing.cuda import dispatched, translated
+from ckplan.tracing.cuda import cpu_as_cuda, fake_cuda_without_gpu
 from ckplan.tracing.faking.fake_mode import fake_tensors
 from ckplan.tracing.profile import profile_workload
 from ckplan.training.loading import WorkloadSpec
@@ -278,7 +278,7 @@ def replaced() -> list[object]:
     return [of_cuda, of_torch, stream, pins, torch.get_default_device()]
 
 
-@pytest.mark.parametrize("scope", [translated, dispatched])
+@pytest.mark.parametrize("scope", [cpu_as_cuda, fake_cuda_without_gpu])
 def test_nothing_is_left_behind(scope: Any) -> None:
     before = replaced()
     with fake_tensors(), scope((8, 0), find(GPU)):

@@ -24,7 +24,7 @@ from ckplan.simulating.allocations import replayed
 from ckplan.simulating.simulate import simulate
 from ckplan.solving.planner import Planner
 from ckplan.tracing import target as targets
-from ckplan.training.allocator import OnGpu, on_gpu
+from ckplan.training.allocator import GpuAllocatorStats, gpu_allocator_stats
 from ckplan.training.loading import WorkloadSpec
 from ckplan.training.step import Training, make_step
 from ckplan.training.workload import Workload, on_device
@@ -65,7 +65,7 @@ def recurrent() -> Workload:
     return Workload(Net(), torch.randn(128, 32, 256), mean_square)
 
 
-def measured(make: Callable[[], Workload], training: Training) -> OnGpu:
+def measured(make: Callable[[], Workload], training: Training) -> GpuAllocatorStats:
     """The allocator's own peaks of a second step."""
     torch._C._cuda_clearCublasWorkspaces()  # of tests before this one
     torch.cuda.empty_cache()
@@ -76,7 +76,7 @@ def measured(make: Callable[[], Workload], training: Training) -> OnGpu:
     torch.cuda.reset_peak_memory_stats()
     step.run()
     torch.cuda.synchronize()
-    return on_gpu(CUDA)
+    return gpu_allocator_stats(CUDA)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_predicted_is_measured_within_one_percent(
     if translate:  # as if this machine had no GPU, for the card that it has
         here = torch.cuda.get_device_capability()
         card = next(c for c in gpus.load().values() if c.capability == here)
-        target = targets.Target(CUDA, card, is_here=False)
+        target = targets.TraceTarget(CUDA, card, is_here=False)
         monkeypatch.setattr(
             "ckplan.tracing.profile.find_target", lambda device, gpu: target
         )

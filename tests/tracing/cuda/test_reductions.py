@@ -10,7 +10,7 @@ import math
 
 import pytest
 
-from ckplan.tracing.cuda.reductions import Processors, Reduction, put_aside
+from ckplan.tracing.cuda.reductions import Processors, Reduction, partial_result_blocks
 from ckplan.units import in_blocks
 
 A100, T4 = Processors(108, 2048), Processors(40, 1024)
@@ -50,22 +50,22 @@ def test_sums_put_aside_what_torch_asks_for(
     stride = contiguous(shape, order)
     reduction = Reduction(shape, stride, dims, 4, 4, 4)
     for processors, asked in ((A100, on_a100), (T4, on_t4)):
-        found = put_aside(reduction, processors)
+        found = partial_result_blocks(reduction, processors)
         assert asked <= sum(found) < asked + 2 * 512 or (asked, found) == (0, ())
-    moments = put_aside(reduction._replace(partial_bytes=16), A100)
-    more = sum(moments) - sum(put_aside(reduction, A100))
+    moments = partial_result_blocks(reduction._replace(partial_bytes=16), A100)
+    more = sum(moments) - sum(partial_result_blocks(reduction, A100))
     assert more == pytest.approx(3 * on_a100, abs=8192)
 
 
 def test_what_is_small_or_empty_puts_nothing_aside() -> None:
-    assert put_aside(Reduction((), (), (), 4, 4, 4), A100) == ()
-    assert put_aside(Reduction((0, 5), (5, 1), (0,), 4, 4, 4), A100) == ()
-    assert put_aside(Reduction((5, 5), (5, 1), (), 4, 4, 4), A100) == ()
+    assert partial_result_blocks(Reduction((), (), (), 4, 4, 4), A100) == ()
+    assert partial_result_blocks(Reduction((0, 5), (5, 1), (0,), 4, 4, 4), A100) == ()
+    assert partial_result_blocks(Reduction((5, 5), (5, 1), (), 4, 4, 4), A100) == ()
 
 
 @pytest.mark.parametrize("rows", [1 << power for power in range(20)])
 def test_parts_are_of_whole_outputs_and_semaphores_follow(rows: int) -> None:
-    found = put_aside(Reduction((rows, 256), (256, 1), (0,), 4, 4, 4), A100)
+    found = partial_result_blocks(Reduction((rows, 256), (256, 1), (0,), 4, 4, 4), A100)
     if found:
         sums, semaphores = found
         assert sums % (256 * 4) == 0
