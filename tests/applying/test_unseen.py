@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import ckplan
 from ckplan import applying
-from ckplan.applying.rebuilding.digest import likeness
+from ckplan.applying.rebuilding.digest import digest
 from ckplan.plan.plan import Plan, PlannedRegion
 from ckplan.simulating.simulate import simulate
 from ckplan.training.allocator import log_allocations
@@ -336,7 +336,7 @@ def test_looking_takes_no_memory_that_a_plan_does_not_know_of(
 ) -> None:
     tensor = torch.randn(512, 1024).to(dtype)
     for given in (tensor, tensor.t(), tensor[:, ::2]):
-        assert peak_bytes_of(partial(likeness, given)) < 1024
+        assert peak_bytes_of(partial(digest, given)) < 1024
 
 
 def test_looking_at_a_first_forward_holds_no_bytes() -> None:

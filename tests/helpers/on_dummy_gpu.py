@@ -27,7 +27,7 @@ from ckplan.plan.plan import Plan, PlannedRegion
 from ckplan.simulating.caching_allocator import Block, CachingAllocator, NoRoomError
 from ckplan.tracing.cuda.cublas import kept_bytes
 from ckplan.tracing.cuda.reductions import Processors, Reduction, partial_result_blocks
-from ckplan.tracing.cuda.sdpa_backend import AttentionArgs, choose
+from ckplan.tracing.cuda.sdpa_backend import AttentionArgs, choose_backend
 from ckplan.training.allocator import gpu_allocator_stats
 
 SIZES = (1, 2, 3, 7, 8, 16, 31, 64, 100, 197, 384, 1000, 4096, 50257, 65536)
@@ -197,7 +197,7 @@ def attention(seed: int = 0, count: int = 2000) -> None:
     capability = torch.cuda.get_device_capability(CUDA)
     for _ in range(count):
         asked = some_attention(rng)
-        found = choose(asked, capability)
+        found = choose_backend(asked, capability)
         query, key, value, mask, dropout, causal, scale, grouped = asked
         rest = {"scale": scale, "enable_gqa": grouped}
         number = torch._fused_sdp_choice(
@@ -217,7 +217,7 @@ def attention_workspaces(seed: int = 1, count: int = 500) -> None:
     asked_for = AskedFor("attention")
     for _ in range(count):
         asked = some_attention(rng)
-        if choose(asked, asked_for.card.capability) == SDPBackend.MATH:
+        if choose_backend(asked, asked_for.card.capability) == SDPBackend.MATH:
             continue
         query, key, value, mask, dropout, causal, scale, grouped = asked
         rest = {"scale": scale, "enable_gqa": grouped}

@@ -31,7 +31,7 @@ from ckplan.report.plans import plan_json, plan_report, solution_json, solution_
 from ckplan.report.progress import ProgressLine
 from ckplan.report.step import step_json, step_report
 from ckplan.report.tables import render
-from ckplan.report.verification import failure, verification_report
+from ckplan.report.verification import verification_error, verification_report
 from ckplan.simulating.simulate import simulate
 from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.solution import Baseline, Floor, Solution
@@ -417,7 +417,7 @@ def test_verification_on_a_gpu_shows_what_its_allocator_did() -> None:
 
 
 def test_failure_names_the_budget() -> None:
-    error = failure(verification(measured_peak_bytes=17 * MIB, fits=False))
+    error = verification_error(verification(measured_peak_bytes=17 * MIB, fits=False))
     assert isinstance(error, VerifyError)
     assert "measured peak 17.00 MiB" in error.what
     assert error.needed == "at most 16.00 MiB"
@@ -425,7 +425,7 @@ def test_failure_names_the_budget() -> None:
 
 def test_failure_names_what_differs() -> None:
     differs = ("gradient of h.0.weight, step 1",)
-    error = failure(verification(gradients_equal=False, different=differs))
+    error = verification_error(verification(gradients_equal=False, different=differs))
     assert "gradient of h.0.weight, step 1" in error.what
 
 

@@ -18,7 +18,7 @@ from torch import nn
 import ckplan
 from ckplan.errors import CkplanError, VerifyError, WorkloadError
 from ckplan.plan.plan import Plan, PlannedRegion, Prediction
-from ckplan.report.verification import failure
+from ckplan.report.verification import verification_error
 from ckplan.simulating.simulate import simulate
 from ckplan.tracing.profile import profile_workload
 from ckplan.training.loading import WorkloadSpec
@@ -834,10 +834,10 @@ def test_what_keeps_a_step_from_its_budget_is_named(tmp_path: Path) -> None:
     assert not found.fits
     assert found.regions_kept and not found.other
     hint = f"leave out {found.regions_kept[0]}, whose ops differ"
-    assert hint in str(failure(found).hint)
+    assert hint in str(verification_error(found).hint)
 
     larger = WorkloadSpec(str(path), {"rows": 512})
     other = verify(larger, plan, optimizer="none", steps=0)
     assert not other.fits
     assert other.other == ("batch.0: plan float32[256,64], here float32[512,64]",)
-    assert "profile and solve" in str(failure(other).hint)
+    assert "profile and solve" in str(verification_error(other).hint)

@@ -35,7 +35,7 @@ from ckplan.simulating.simulate import simulate
 from ckplan.tracing.costs.calibrate import arguments
 from ckplan.tracing.costs.cost_cache import Cost
 from ckplan.tracing.costs.roofline import roofline
-from ckplan.tracing.cuda import translated
+from ckplan.tracing.cuda import cpu_as_cuda
 from ckplan.tracing.cuda.attention_workspaces import _splits, _tile
 from ckplan.tracing.cuda.autocast import (
     FLOAT32,
@@ -343,7 +343,7 @@ def seen() -> Iterator[Callable[[tuple[int, int]], Any]]:
 
         def enter(capability: tuple[int, int]) -> Seen:
             stack.enter_context(fake_tensors())
-            stack.enter_context(translated(capability))
+            stack.enter_context(cpu_as_cuda(capability))
             return stack.enter_context(Seen())
 
         yield enter
@@ -619,7 +619,7 @@ def torchs_lists(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_ops_run_in_the_types_that_torchs_tests_of_cuda_expect(
     monkeypatch: pytest.MonkeyPatch, lower: torch.dtype
 ) -> None:
-    with fake_tensors(), translated(A100):
+    with fake_tensors(), cpu_as_cuda(A100):
         lists = torchs_lists(monkeypatch)
         expected: dict[str, torch.dtype | None] = {
             "torch_fp16": lower,
@@ -806,7 +806,7 @@ def test_nothing_of_the_translation_is_left_behind() -> None:
 def test_real_tensors_are_left_alone_while_others_are_translated() -> None:
     x = torch.randn(2, 4, 16, 8, dtype=BF16)
     layers = [nn.BatchNorm2d(4), nn.Dropout(0.5), nn.LSTM(8, 8), nn.RMSNorm(8)]
-    with translated(A100):
+    with cpu_as_cuda(A100):
         assert F.scaled_dot_product_attention(x, x, x).isfinite().all()
         assert layers[0](x.float()).isfinite().all()
         assert set(layers[1](torch.ones(64)).unique().tolist()) == {0, 2}
@@ -1028,13 +1028,13 @@ def test_fake_cuda_tensors_and_the_translation_agree(
     for is_built in (True, False):
         monkeypatch.setattr(torch.backends.cuda, "is_built", lambda one=is_built: one)
         ways.append(on_cuda(workload.model, workload.batch, amp=amp, gpu=gpu))
-    dispatched, translated = ways
+    dispatched, cpu_as_cuda = ways
     assert any("fake CUDA tensors for" in note for note in dispatched.notes)
-    assert any("translated" in note for note in translated.notes)
-    rest = {"notes": translated.notes, "storages": translated.storages}
-    assert dataclasses.replace(dispatched, **rest) == translated
+    assert any("translated" in note for note in cpu_as_cuda.notes)
+    rest = {"notes": cpu_as_cuda.notes, "storages": cpu_as_cuda.storages}
+    assert dataclasses.replace(dispatched, **rest) == cpu_as_cuda
     # A number on the host, as in ``count += 1``, the translation takes for one on CUDA.
-    for one, other in zip(dispatched.storages, translated.storages, strict=True):
+    for one, other in zip(dispatched.storages, cpu_as_cuda.storages, strict=True):
         assert one == other or one == dataclasses.replace(other, bytes=0)
 
 
