@@ -93,7 +93,7 @@ def solve(
 
     fraction = None if max_overhead is None else parse_percent(max_overhead)
     if method is Method.MILP:
-        from ckplan.solving.milp import check_solver
+        from ckplan.solving.binary_program import check_solver
 
         check_solver()
     reserve_bytes = parse_bytes(reserve)

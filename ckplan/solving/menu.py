@@ -10,20 +10,19 @@ for that moment, too: of them only what is wanted later counts as kept.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from operator import add, sub
 from typing import TypeAlias
 
 from ckplan.errors import PlanError
-from ckplan.graph.graph import Graph
-from ckplan.graph.records import BEFORE_STEP, OUTSIDE_CALLS
+from ckplan.graph.records import OUTSIDE_CALLS
 from ckplan.plan.region import RERUN, Region
-from ckplan.simulating.program import EXTERNAL, Flow
 from ckplan.simulating.simulate import Simulator
 from ckplan.simulating.view import RegionView
-from ckplan.solving.closure_problem import NANOSECOND, ClosureProblem, Demand, SavedSet
+from ckplan.solving.closure_problem import SavedSet
+from ckplan.solving.unit_closure import alive_regardless, unit_closure_problem
 
 _FEWEST_CUTS, _MOST_CUTS, _CUTS_TIMES_STEPS = 1, 40, 2500
 _LEAST_EARLY = 1 / 32  # of what a unit could drop, wanted by some moment
@@ -109,7 +108,7 @@ class Menus:
         first, last = view.backward_window()
         if not first <= moment <= last:
             return []
-        alive, size = _alive_regardless(graph, view), graph.storages
+        alive, size = alive_regardless(graph, view), graph.storages
         made = {saved.storage for _, saved in view.made} - alive
         early = {
             saved.storage
@@ -147,7 +146,7 @@ class Menus:
         """Bytes that a region on the call could drop at most."""
         if call not in self._droppable:
             view = self._simulator.view(call)
-            alive = _alive_regardless(self._graph, view)
+            alive = alive_regardless(self._graph, view)
             self._droppable[call] = sum(
                 self._graph.storages[storage].bytes
                 for storage in {saved.storage for _, saved in view.made} - alive
@@ -322,47 +321,6 @@ def _most_cuts(view: RegionView) -> int:
 def _windows(view: RegionView) -> list[tuple[int, int]]:
     """Half moments of a unit's forward and of its backward."""
     return [view.forward_window(), view.backward_window()]
-
-
-def _alive_regardless(graph: Graph, view: RegionView) -> set[int]:
-    """Storages that stay until backward whatever a region on this call does."""
-    mine = {index for index, _ in view.made}
-    return {
-        storage
-        for storage in view.storages
-        if graph.storages[storage].maker == BEFORE_STEP
-        or graph.storages[storage].last >= graph.num_forward
-        or not mine.issuperset(graph.saved_of.get(storage, ()))
-    }
-
-
-def unit_closure_problem(
-    graph: Graph, view: RegionView, there: Collection[int] = ()
-) -> ClosureProblem:
-    """The closure problem of one unit; some storages are there whatever it drops."""
-    flow = view.flow
-    alive = _alive_regardless(graph, view).union(there)
-    bytes_of = {
-        value: 0 if storage in alive else graph.storages[storage].bytes
-        for storage, value in flow.current.items()
-        if _can_be_kept(flow, value)
-    }
-    encodings = {
-        flow.returned[one.op - view.start][one.output]: one
-        for one in graph.encodings_in(*view.unit)
-    }
-    return ClosureProblem(
-        flow,
-        [Demand([value for _, _, value in view.packed], bytes_of)],
-        lambda step: round(graph.recompute_op_seconds[view.start + step] / NANOSECOND),
-        encodings,
-    )
-
-
-def _can_be_kept(flow: Flow, value: int) -> bool:
-    """Whether a plan can name it: only what an op returns has a name."""
-    maker = flow.maker_of[value]
-    return maker == EXTERNAL or value in flow.returned[maker]
 
 
 def _kept(view: RegionView, choice: SavedSet) -> Region:

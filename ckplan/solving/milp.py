@@ -34,36 +34,16 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
-from ckplan.errors import CkplanError
 from ckplan.graph.graph import Graph
 from ckplan.graph.records import BEFORE_STEP, Saved
 from ckplan.simulating.ledger import random_state_bytes
 from ckplan.simulating.program import EXTERNAL, Flow
 from ckplan.simulating.simulate import Simulator
+from ckplan.solving.binary_program import BinaryProgram, check_solver
 from ckplan.solving.bound import forward_encodings, forward_values
 from ckplan.solving.closure_problem import NANOSECOND
 from ckplan.solving.engine_costs import MinEngineCosts
 from ckplan.solving.solution import ExactResult
-
-_UNIT = 1e-9  # of the objective, in seconds
-_RELATIVE_GAP = 1e-6
-_OPTIMAL, _LIMIT, _INFEASIBLE = 0, 1, 2  # scipy's words
-
-
-def check_solver() -> None:
-    """Say before any work that the solver is missing.
-
-    Raises:
-        CkplanError: scipy, which brings HiGHS, is not installed.
-    """
-    try:
-        import scipy.optimize  # noqa: F401 - only whether it is there
-    except ImportError:
-        raise CkplanError(
-            "cannot solve exactly: scipy, which brings HiGHS, is not installed",
-            needed="the extra 'milp'",
-            hint="pip install 'ckplan[milp]'",
-        ) from None
 
 
 def solve_exactly(
@@ -78,7 +58,7 @@ def solve_exactly(
     """
     check_solver()
     model = _Model(simulator, budget_bytes)
-    return model.solve(time_limit_seconds, simulator.graph.step_seconds)
+    return model.program.solve(time_limit_seconds, simulator.graph.step_seconds)
 
 
 class _Model:
@@ -88,9 +68,7 @@ class _Model:
         self._graph: Graph = simulator.graph
         self._live = simulator.unplanned_bytes
         self._budget = budget_bytes
-        self._costs: list[float] = []
-        self._rows: list[tuple[dict[int, float], float]] = []  # sum <= limit
-        self._known: dict[tuple[Any, ...], int] = {}
+        self.program = BinaryProgram()
         self._one_time_costs = MinEngineCosts(self._graph)
         self._due: list[tuple[int, int, int]] = []  # op, value that it wants, fee
         self._flow, values_of = forward_values(self._graph)
@@ -297,7 +275,7 @@ class _Model:
     def _paid(self, fee: int) -> int:
         """The variable of a fee, not cheaper than with all that are due with it."""
         seconds, others = self._one_time_costs.known[fee]
-        new = ("W", fee) not in self._known
+        new = not self.program.knows("W", fee)
         paid = self._var("W", fee, cost=seconds * NANOSECOND)
         for other in others if new else ():
             self._row({paid: 1, self._paid(other): -1}, 0)
@@ -306,65 +284,13 @@ class _Model:
     def _bytes(self, value: int) -> int:
         return self._graph.storages[self._flow.storage_of[value]].bytes
 
-    # -- columns -----------------------------------------------------------------------
-
     def _var(self, *key: Any, cost: float = 0.0) -> int:
-        if key not in self._known:
-            self._known[key] = len(self._costs)
-            if key[:2] == ("E", 0):
-                cost = self._encoding[key[2]].encode_seconds
-            self._costs.append(cost / _UNIT)
-        return self._known[key]
+        if key[:2] == ("E", 0):
+            cost = self._encoding[key[2]].encode_seconds
+        return self.program.var(*key, cost=cost)
 
     def _row(self, terms: Mapping[int, float], limit: float) -> None:
-        self._rows.append((dict(terms), limit))
-
-    # -- solving -----------------------------------------------------------------------
-
-    def solve(self, time_limit_seconds: float, step_seconds: float) -> ExactResult:
-        """Hand the rows to HiGHS."""
-        if any(not terms and limit < 0 for terms, limit in self._rows):
-            return ExactResult(True, None, 0.0)
-        if not self._costs or not step_seconds:
-            return ExactResult(True, 0.0, 0.0)
-        import numpy
-        from scipy.optimize import Bounds, LinearConstraint, milp
-        from scipy.sparse import csr_array
-
-        rows = [(terms, limit) for terms, limit in self._rows if terms]
-        entries = [
-            (size, row, var)
-            for row, (terms, _) in enumerate(rows)
-            for var, size in terms.items()
-        ]
-        sizes, of_row, of_var = zip(*entries, strict=True)
-        matrix = csr_array(
-            (numpy.array(sizes, float), (of_row, of_var)),
-            shape=(len(rows), len(self._costs)),
-        )
-        limits = numpy.array([limit for _, limit in rows], float)
-        found = milp(
-            numpy.array(self._costs),
-            constraints=LinearConstraint(matrix, ub=limits),
-            bounds=Bounds(0, 1),
-            integrality=numpy.ones(len(self._costs)),
-            options={
-                "time_limit": time_limit_seconds,
-                "mip_rel_gap": _RELATIVE_GAP,
-            },
-        )
-        if found.status == _INFEASIBLE:
-            return ExactResult(True, None, 0.0)
-        if found.status not in (_OPTIMAL, _LIMIT):
-            raise CkplanError(
-                f"cannot solve exactly: HiGHS says {found.message}",
-                needed="a graph that the integer program can hold",
-                hint="solve without --method milp",
-            )
-        scale = _UNIT / step_seconds
-        overhead = None if found.x is None else max(float(found.fun) * scale, 0.0)
-        bound = float(found.mip_dual_bound or 0.0) * scale
-        return ExactResult(found.status == _OPTIMAL, overhead, max(bound, 0.0))
+        self.program.row(terms, limit)
 
 
 def _add(terms: dict[int, float], var: int, size: float) -> None:

@@ -20,7 +20,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from ckplan.applying.rerunning import snapshot as snapshot
+from ckplan.applying.rerunning import snapshot
 from ckplan.applying.tensors.op_traits import RUNNING_STATISTICS, TRAINING, traits_of
 from ckplan.applying.tensors.retained import tensors_in
 from ckplan.simulating.curve import Curve

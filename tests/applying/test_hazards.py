@@ -30,15 +30,9 @@ from ckplan.applying.recording import saved_tensors as saved
 from ckplan.applying.recording.saved_tensors import Kept
 from ckplan.applying.rerunning import rerun as rerunning
 from ckplan.applying.rerunning import snapshot as world
-from ckplan.applying.tensors import (
-    arguments as calls,
-)
-from ckplan.applying.tensors import (
-    op_traits as facts,
-)
-from ckplan.applying.tensors import (
-    retained as held,
-)
+from ckplan.applying.tensors import arguments as calls
+from ckplan.applying.tensors import op_traits as facts
+from ckplan.applying.tensors import retained as held
 from ckplan.errors import ApplyError, PlanError
 from ckplan.graph.records import EngineCosts
 from ckplan.plan.names import OpName

@@ -32,7 +32,7 @@ from ckplan.graph.graph import Graph
 from ckplan.graph.records import OUTSIDE_CALLS
 from ckplan.plan.file import dumps
 from ckplan.plan.region import Region
-from ckplan.solving import planner
+from ckplan.solving import spaces
 from ckplan.solving.planner import Planner
 from ckplan.solving.solve import to_plan
 
@@ -482,7 +482,7 @@ class Outcome:
 
 def search_alone(graph: Graph) -> Planner:
     """A planner that searches as in larger steps, where it cannot try every plan."""
-    with patch.object(planner, "_FEW_OPS", -1):
+    with patch.object(spaces, "_FEW_OPS", -1):
         return Planner(graph)
 
 

@@ -291,9 +291,9 @@ def covers(nodes: Sequence[CallNode]) -> Iterator[list[Unit]]:
 def test_the_chain_finds_the_best_mix_of_its_menus(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("ckplan.solving.planner._FEW_OPS", 0)
-    monkeypatch.setattr("ckplan.solving.planner._MOST_GAP", 99.0)
-    monkeypatch.setattr("ckplan.solving.planner._TIMES_PEAKS", 0)
+    monkeypatch.setattr("ckplan.solving.spaces._FEW_OPS", 0)
+    monkeypatch.setattr("ckplan.solving.spaces._MOST_GAP", 99.0)
+    monkeypatch.setattr("ckplan.solving.spaces._TIMES_PEAKS", 0)
     graph = graphs.chain(3)
     simulator = Simulator(graph)
     menus = Menus(simulator)
@@ -316,7 +316,7 @@ def test_what_is_wanted_after_the_peak_is_dropped_before_what_is_wanted_at_it(
 ) -> None:
     # As a dear convolution, a cheap activation and a convolution do: dropping what is
     # cheap helps between forward and backward, but it is back where the last one runs.
-    monkeypatch.setattr("ckplan.solving.planner._FEW_OPS", 0)
+    monkeypatch.setattr("ckplan.solving.spaces._FEW_OPS", 0)
     forward = graphs.Forward()
     x, weight = forward.given(10), forward.given(1, "parameter")
     with forward.call("net"):
@@ -392,7 +392,7 @@ def test_the_bound_knows_what_is_watched_to_drop_a_tensor(
 def test_the_average_of_two_moments_may_say_more_than_both() -> None:
     """What frees enough at the one may not free enough at the other."""
     planner = Planner(load(TRACES / "unet.json.gz"))
-    bound, budget = planner._bound, 380 * 2**20
+    bound, budget = planner._spaces.bound, 380 * 2**20
     alone = [moment.overhead(budget) for moment in bound._each]
     assert len(alone) == 2
     assert bound.overhead(budget) > 1.1 * max(alone)

@@ -1,0 +1,52 @@
+"""Which values of one unit to keep, as a closure problem."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from ckplan.graph.graph import Graph
+from ckplan.graph.records import BEFORE_STEP
+from ckplan.simulating.program import EXTERNAL, Flow
+from ckplan.simulating.view import RegionView
+from ckplan.solving.closure_problem import NANOSECOND, ClosureProblem, Demand
+
+
+def alive_regardless(graph: Graph, view: RegionView) -> set[int]:
+    """Storages that stay until backward whatever a region on this call does."""
+    mine = {index for index, _ in view.made}
+    return {
+        storage
+        for storage in view.storages
+        if graph.storages[storage].maker == BEFORE_STEP
+        or graph.storages[storage].last >= graph.num_forward
+        or not mine.issuperset(graph.saved_of.get(storage, ()))
+    }
+
+
+def unit_closure_problem(
+    graph: Graph, view: RegionView, there: Collection[int] = ()
+) -> ClosureProblem:
+    """The closure problem of one unit; some storages are there whatever it drops."""
+    flow = view.flow
+    alive = alive_regardless(graph, view).union(there)
+    bytes_of = {
+        value: 0 if storage in alive else graph.storages[storage].bytes
+        for storage, value in flow.current.items()
+        if _can_be_kept(flow, value)
+    }
+    encodings = {
+        flow.returned[one.op - view.start][one.output]: one
+        for one in graph.encodings_in(*view.unit)
+    }
+    return ClosureProblem(
+        flow,
+        [Demand([value for _, _, value in view.packed], bytes_of)],
+        lambda step: round(graph.recompute_op_seconds[view.start + step] / NANOSECOND),
+        encodings,
+    )
+
+
+def _can_be_kept(flow: Flow, value: int) -> bool:
+    """Whether a plan can name it: only what an op returns has a name."""
+    maker = flow.maker_of[value]
+    return maker == EXTERNAL or value in flow.returned[maker]
