@@ -17,18 +17,10 @@ from torch import nn
 
 from ckplan.applying.hooks.choices import Choice, RegionStatus
 from ckplan.applying.hooks.forwards import GuardedForward, RerunForward
-from ckplan.applying.hooks.hooks import (
-    Chooser,
-    ParentHooks,
-    PathHooks,
-    RegionHooks,
-    Session,
-    hook_begin,
-    hook_end,
-    running,
-)
+from ckplan.applying.hooks.hooks import Chooser, ParentHooks, PathHooks, RegionHooks
 from ckplan.applying.hooks.matching import choices_of
 from ckplan.applying.hooks.plan_warnings import warn_of_differences
+from ckplan.applying.hooks.session import Session, hook_begin, hook_end, running
 from ckplan.errors import ApplyError
 from ckplan.graph.fqn import is_around
 from ckplan.plan.file import load

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ckplan.applying.guards.guards import (
+from ckplan.applying.guards.guarded_program import (
     CallGuard,
     CallSite,
     Capture,
     GuardedProgram,
-    TensorGuard,
 )
+from ckplan.applying.guards.input_checker import InputChecker
 from ckplan.applying.guards.resume import Beginning, OpenInner, resume
 from ckplan.applying.rebuilding.rebuilder import Rebuilder
 from ckplan.applying.recording.op_keys import OpKey, Saves
@@ -30,10 +30,8 @@ from ckplan.applying.recording.saved_tensors import Dropped, Handle, Kept, keep,
 from ckplan.applying.tensors.arguments import (
     Slots,
     UnknownArgumentError,
-    geometry_of,
     is_query,
     moves,
-    storage_of,
     switches,
 )
 from ckplan.applying.tensors.compiled import is_within_compiled, uncompiled
@@ -70,17 +68,15 @@ class GuardChecker(TorchFunctionMode):
         self._inner: list[tuple[CallGuard | None, str, Saves]] = []  # open ones
         self._num_begun = 0  # regions inside
         self._num_modes = 0
-        self._slots = Slots(self._check_input)
         self._calls = iter(expected.calls)
         self._next = next(self._calls, None)
-        self._num_inputs = 0
         self._num_packed = 0
         self._in_call = False
         self._dropped_in_call = False
         self._packing = False
-        self._storages: dict[int, int] = {}  # address -> storage of the template
-        self._met: set[int] = set()  # those storages
         self._held: dict[int, Retained] = {**expected.constants}
+        self._inputs = InputChecker(expected, self._held)
+        self._slots = Slots(self._inputs.check_next)
         self._encoded: dict[int, Encoded] = {}
         self._states: dict[int, torch.Tensor] = {}
         self._wanted: list[tuple[int, int]] = []  # value, part
@@ -256,7 +252,7 @@ class GuardChecker(TorchFunctionMode):
 
     def _take(self, call: CallGuard, returned: list[torch.Tensor]) -> None:
         """Hold what a call returned, as far as it is like what the template's did."""
-        if not self._constants_match(call, returned):
+        if not self._inputs.match_constants(call, returned):
             self._dropped_in_call = False
             self._miss_after_call(call.stop)
             return
@@ -278,39 +274,6 @@ class GuardChecker(TorchFunctionMode):
             return False
         packed = self._num_packed == call.packed_before
         return same and packed and call.switches == switches(func)
-
-    def _constants_match(self, call: CallGuard, returned: list[torch.Tensor]) -> bool:
-        """Whether what a call brought from elsewhere is like the template's."""
-        try:
-            for place, inputs in call.returned_constants:
-                self._check_tensor(inputs, returned[place])
-        except (IndexError, UnknownArgumentError):
-            return False
-        return True
-
-    def _check_input(self, tensor: torch.Tensor) -> None:
-        if self._num_inputs == len(self.expected.inputs):
-            raise UnknownArgumentError
-        self._check_tensor(self.expected.inputs[self._num_inputs], tensor)
-        self._num_inputs += 1
-
-    def _check_tensor(self, inputs: TensorGuard, tensor: torch.Tensor) -> None:
-        """A tensor from elsewhere must be like the template's, and shared as there."""
-        before, now = inputs.geometry, geometry_of(tensor)
-        if before != now:
-            raise UnknownArgumentError
-        storage, address = inputs.storage, storage_of(tensor)._cdata
-        value = self.expected.value_of.get(storage)
-        if address in self._storages:
-            shared = self._storages[address] == storage
-        else:
-            shared = storage not in self._met
-        if not shared:
-            raise UnknownArgumentError
-        self._storages[address] = storage
-        self._met.add(storage)
-        if value is not None and value not in self._held:
-            self._held[value] = retain(tensor)
 
     def _capture(self, capture: Capture, tensor: torch.Tensor) -> None:
         if capture.form is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable
 
-from ckplan.applying.guards.guards import GuardedProgram
+from ckplan.applying.guards.guarded_program import GuardedProgram
 
 _MAX_PROGRAMS = 32  # of one call: batches padded to some lengths
 _MISS_PENALTY, _DYNAMIC_PENALTY = 8, 24

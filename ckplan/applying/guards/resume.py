@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from ckplan.applying.guards.guards import GuardedProgram
+from ckplan.applying.guards.guarded_program import GuardedProgram
 from ckplan.applying.recording.op_keys import Inner, Names, Saves
 from ckplan.applying.recording.recorder import Recorder
 from ckplan.applying.recording.saved_tensors import Handle

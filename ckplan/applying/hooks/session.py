@@ -1,0 +1,225 @@
+"""What a plan attached to a model, and which of its regions run now."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ckplan.applying.guards.checker import GuardChecker
+from ckplan.applying.hooks.choices import Choice
+from ckplan.applying.hooks.forwards import ForwardWrapper
+from ckplan.applying.hooks.plan_warnings import (
+    idle_regions,
+    missing_ops,
+    warn_of_larger_batch,
+    warn_of_other_device,
+)
+from ckplan.applying.recording.recorder import Recorder
+from ckplan.graph.fqn import Call, call_name
+from ckplan.plan.plan import Plan
+
+Args: TypeAlias = tuple[Any, ...]
+Kwargs: TypeAlias = dict[str, Any]
+_saved_tensors_hooks_are_enabled = torch._C._autograd._saved_tensors_hooks_is_enabled
+
+
+class OpenInnerRegion(NamedTuple):
+    """A region inside another one, whose forward runs now."""
+
+    choice: Choice
+    last: Call  # that ends it
+
+
+@dataclass
+class OpenRegion:
+    """A region whose forward runs now."""
+
+    choice: Choice
+    region: Recorder | GuardChecker
+    key: Hashable
+    session: Session
+    last: Call  # that ends it
+    switched_off: list[nn.Module]  # modules that would checkpoint themselves
+    inner: list[OpenInnerRegion] = field(default_factory=list)  # innermost last
+    missing: list[str] = field(default_factory=list)  # saves of theirs
+
+    def begin_inner(self, choices: Sequence[tuple[Choice, Choice]], call: Call) -> None:
+        """Open the regions inside that begin with a call."""
+        while choices:
+            around = self.inner[-1].choice if self.inner else self.choice
+            choice = chosen((c for outer, c in choices if outer is around), call[1])
+            if choice is None:
+                return
+            running.place(choice)
+            self.region.begin_inner(choice.top, choice.saves)
+            self.inner.append(OpenInnerRegion(choice, choice.last or call))
+
+    def end_inner(self, call: Call) -> None:
+        """Close the regions inside that end with a call."""
+        while self.inner and self.inner[-1].last == call:
+            choice, _ = self.inner.pop()
+            found = self.region.end_inner()
+            if found is not None:  # a replay knows none
+                self.missing += choice.missing_of(found)
+
+    def close(self, *, learn: bool) -> None:
+        """Its forward is over; learn from one that ended as others will."""
+        self._switch_on()
+        self.choice.end(self.region, self.key, self.missing, learn=learn)
+        recorder = self.region.recorder
+        if recorder is not None and self.choice.missing:
+            self.session.warn_once("ops", missing_ops(self.choice, recorder))
+
+    def abandon(self) -> None:
+        """Its forward was interrupted."""
+        self._switch_on()
+        self.region.abandon()
+
+    def _switch_on(self) -> None:
+        for module in self.switched_off:
+            module.gradient_checkpointing = True
+
+
+class _Running(threading.local):
+    """What runs now in this thread, innermost last."""
+
+    def __init__(self) -> None:
+        # Of modules at which regions begin or end:
+        self.calls: list[tuple[Session, Call]] = []
+        self.regions: list[OpenRegion] = []
+        # Modules that may make the calls of runs:
+        self.made_by: list[tuple[Session, str]] = []
+        # Of models whose forwards began in this thread: FQN -> calls in this step.
+        self.numbers: WeakKeyDictionary[Session, dict[str, int]] = WeakKeyDictionary()
+
+    def abandon(self, session: Session) -> None:
+        """Forget a forward that never ended: hooks are not called on Ctrl-C."""
+        self.calls = [call for call in self.calls if call[0] is not session]
+        self.made_by = [one for one in self.made_by if one[0] is not session]
+        while any(found.session is session for found in self.regions):
+            self.regions.pop().abandon()
+
+    def place(self, choice: Choice) -> None:
+        """Let paths of a region that begins be below the module that calls it."""
+        if choice.makers:
+            session = self.calls[-1][0]
+            choice.below({fqn for around, fqn in self.made_by if around is session})
+
+    @property
+    def path(self) -> list[str]:
+        """Whose ops run, for the region that runs."""
+        return self.regions[-1].region.path if self.regions else []
+
+
+running = _Running()
+
+
+@dataclass(eq=False)
+class Session:
+    """All that a plan attached to one model; copied with it."""
+
+    plan: Plan
+    # As running.numbers, for threads where no forward of the model began: backward's
+    # on a GPU, where checkpoints run modules again.
+    calls: dict[str, int] = field(default_factory=dict)
+    choices: list[Choice] = field(default_factory=list)
+    handles: list[RemovableHandle] = field(default_factory=list)
+    wrappers: list[ForwardWrapper] = field(default_factory=list)
+    larger: bool = False  # a batch was larger than planned, which was said
+    warned: set[str] = field(default_factory=set)  # of what else
+    began: bool = False  # the model ran, on whatever device it is now
+    ended: bool = False  # and came to the end of a forward under gradients
+
+    @torch.compiler.disable
+    def begin_step(self, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
+        """Hook of the model itself: call numbers begin anew."""
+        running.abandon(self)
+        self.calls.clear()
+        running.numbers[self] = {}
+        if not self.began:
+            self.began = True
+            if warn_of_other_device(self.plan, module):
+                self.warned.add("ops")  # which are other ones there
+        if not torch.is_grad_enabled():
+            return
+        if not self.larger:
+            self.larger = warn_of_larger_batch(self.plan, args, kwargs)
+        if self.ended and (idle := idle_regions(self.choices)):
+            self.warn_once("idle", idle)
+
+    @torch.compiler.disable
+    def end_step(self, module: nn.Module, args: Args, output: object) -> None:
+        """Hook of the model itself: by now its regions have run, if they ever do."""
+        del module, args, output
+        self.ended = self.ended or torch.is_grad_enabled()
+
+    def wrap_forward(self, forward: ForwardWrapper) -> None:
+        """Put something in the place of a module's forward."""
+        self.wrappers.append(forward)
+        self.handles.append(hook_begin(forward.module, forward.begin))
+        forward.module.forward = forward
+
+    def warn_once(self, of: str, what: str) -> None:
+        """Say what of the plan cannot be carried out; of each kind the first."""
+        if of not in self.warned:
+            self.warned.add(of)
+            rest = "results are the same, memory is not; see ckplan.status(model)"
+            warnings.warn(f"{what}: {rest}", stacklevel=4)
+
+    def check_began(self, call: Call, choices: Iterable[Choice]) -> None:
+        """Say when numbers of calls do not begin anew: the model is not called."""
+        if self.began or not torch.is_grad_enabled():
+            return
+        fqn, number = call
+        planned = [n for choice in choices for n in choice.numbers or ()]
+        if planned and number > max(planned):
+            what = (
+                f"{call_name(*call)} is beyond all calls of {fqn} in the plan, and the "
+                "model itself never ran: calls are numbered anew by model(...) alone, "
+                "not by model.forward(...) or another method"
+            )
+            self.warn_once("numbers", what)
+
+    def interrupted(self) -> None:
+        """A forward ended by what is no ``Exception``."""
+        running.abandon(self)
+        self.warned.add("idle")  # regions that began did not run
+
+    def count(self, fqn: str) -> int:
+        """The number of the call that begins now, in this thread's forward if any."""
+        calls = running.numbers.get(self, self.calls)
+        number = calls.get(fqn, 0)
+        calls[fqn] = number + 1
+        return number
+
+
+def chosen(choices: Iterable[Choice], number: int) -> Choice | None:
+    """The choice for a call, if it is a region now.
+
+    Some transforms of ``torch.func`` forbid to see what autograd saves.
+    """
+    if torch.is_grad_enabled() and _saved_tensors_hooks_are_enabled():
+        for choice in choices:
+            if choice.numbers is None or number in choice.numbers:
+                return choice
+    return None
+
+
+def hook_begin(module: nn.Module, begin: Callable[..., None]) -> RemovableHandle:
+    """Call something before a module's forward, first of all."""
+    return module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True)
+
+
+def hook_end(module: nn.Module, end: Callable[..., None]) -> RemovableHandle:
+    """Call something after a module's forward, first of all, even if it raised."""
+    return module.register_forward_hook(
+        end, prepend=True, with_kwargs=True, always_call=True
+    )
