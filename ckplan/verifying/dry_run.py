@@ -41,7 +41,8 @@ from ckplan.units import in_blocks
 from ckplan.verifying.outcome import AbstractOutcome, outcome_fields
 from ckplan.verifying.predict import curves_by_step, predict
 from ckplan.verifying.storage_tracker import StorageLog, StorageTracker
-from ckplan.verifying.worker import persistent_tensors, regions_of, replace_plan
+from ckplan.verifying.worker import regions_of, replace_plan
+from ckplan.verifying.worker_state import persistent_tensors
 
 if TYPE_CHECKING:
     from ckplan.applying.hooks.choices import RegionStatus

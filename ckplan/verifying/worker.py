@@ -8,21 +8,16 @@ stderr, and what it reads from stdin is empty. An error is a reply like any othe
 from __future__ import annotations
 
 import gc
-import hashlib
 import os
 import pickle
-import random
 import time
 import warnings
-import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
-import numpy
 import torch
-from torch.nn.parameter import is_lazy
 from torch.profiler import record_function
 
 from ckplan.applying.hooks.plan_warnings import IDLE
@@ -46,22 +41,24 @@ from ckplan.training.loading import WorkloadSpec
 from ckplan.training.randomness import seed_everything
 from ckplan.training.step import Training, TrainingStep, make_step
 from ckplan.training.warm_up import warm_up_vector_kernels
-from ckplan.training.workload import (
-    Workload,
-    first_rows,
-    on_device,
-    rows_of,
-    tensors_of,
-)
+from ckplan.training.workload import on_device, rows_of
 
 if TYPE_CHECKING:
     from ckplan.applying.hooks.choices import RegionStatus
     from ckplan.plan.plan import Plan
+from ckplan.verifying.worker_state import (
+    bytes_held_on_gpu,
+    cap_memory,
+    digest,
+    halved,
+    live_bytes_of,
+    persistent_storages,
+    random_state_digest,
+    wait_for,
+)
 
 FIRST_STEPS = "first steps"
 TIMED_STEP = "timed step"
-WeakStorages: TypeAlias = list[tuple["weakref.ref[torch.UntypedStorage]", int]]
-"""Storages, if they are still there, and their bytes."""
 _MARK, _BEGIN, _END = "ckplan_phase_", "begin", "end"
 
 
@@ -142,14 +139,20 @@ class Worker:
         first: dict[Result, str] = {}
         with log_allocations(_MARK, device) as whole:
             known = persistent_storages(step)
-            value = step.run(after_backward=lambda: first.update(_gradients(step, 1)))
+            value = step.run(
+                after_backward=lambda: first.update(_gradient_digests(step, 1))
+            )
             self._check(value, "step 1")
-            digests = {Result(1, "loss"): digest(value), **first, **_buffers(step, 1)}
+            digests = {
+                Result(1, "loss"): digest(value),
+                **first,
+                **_buffer_digests(step, 1),
+            }
             del value  # step 2 begins with what the model holds of step 1, at most
 
             step.zero_grad()
             gc.collect()
-            held_bytes, known_bytes = _held_on_gpu(device), live_bytes_of(known)
+            held_bytes, known_bytes = bytes_held_on_gpu(device), live_bytes_of(known)
             _mark(_BEGIN)
             value = replace(step, on_phase=_mark).run()
             _mark(_END)
@@ -160,9 +163,9 @@ class Worker:
         peak_bytes = gpu.requested_peak_bytes if gpu else held_bytes + log.peak_bytes
         self._check(value, "step 2")
         digests[Result(2, "loss")] = digest(value)
-        digests.update(_gradients(step, 2))  # there until the next zero_grad
-        digests.update(_buffers(step, 2))
-        digests[Result(2, "random state")] = _random_state(device)
+        digests.update(_gradient_digests(step, 2))  # there until the next zero_grad
+        digests.update(_buffer_digests(step, 2))
+        digests[Result(2, "random state")] = random_state_digest(device)
         regions = regions_of(self._job.plan, model)
         return FirstSteps(
             digests,
@@ -181,10 +184,10 @@ class Worker:
     def _seconds(self) -> float:
         assert self._step is not None, "internal error: timed before the first steps"
         device = torch.device(self._job.device)
-        _wait_for(device)
+        wait_for(device)
         start = time.perf_counter()
         self._step.run()
-        _wait_for(device)
+        wait_for(device)
         return time.perf_counter() - start
 
 
@@ -203,34 +206,6 @@ def main() -> None:
         return
 
 
-def halved(workload: Workload, times: int) -> Workload:
-    """The same workload with the first half of its batch, or a quarter, and so on.
-
-    Raises:
-        WorkloadError: There are not so many rows.
-    """
-    rows = rows_of(workload)
-    if times and rows >> times == 0:
-        raise WorkloadError(
-            f"cannot halve a batch of {rows} rows {times} times",
-            needed="tensors whose first size is that of the batch",
-            hint="a factory with a larger batch",
-        )
-    return first_rows(workload, rows >> times) if times else workload
-
-
-def cap_memory(cap_bytes: int | None, device: torch.device) -> None:
-    """Let the allocator of a GPU reserve no more than this, if anything is given.
-
-    So a budget is proven on a larger card: what does not fit is out of memory.
-    """
-    if cap_bytes is not None:
-        total_bytes = torch.cuda.get_device_properties(device).total_memory
-        share = min(1.0, cap_bytes / total_bytes)
-        number = torch.cuda.current_device() if device.index is None else device.index
-        torch.cuda.set_per_process_memory_fraction(share, number)
-
-
 def _mark(name: str) -> None:
     """Leave a mark in the allocator's log."""
     with record_function(_MARK + name):
@@ -246,76 +221,16 @@ def _curve(log: AllocatorLog, held_bytes: int) -> Curve:
     return Curve(tuple(points), tuple((mark - begin) / 1e9 for mark in marks))
 
 
-def digest(tensor: torch.Tensor | None) -> str:
-    """Equal for tensors of the same dtype, shape and bits only."""
-    if tensor is None:
-        return "none"
-    plain = tensor.detach().to_dense().resolve_conj().resolve_neg().contiguous()
-    found = hashlib.sha256(f"{plain.dtype}{tuple(plain.shape)}".encode())
-    found.update(plain.cpu().view(-1).view(torch.uint8).numpy())
-    return found.hexdigest()
-
-
-def _wait_for(device: torch.device) -> None:
-    """Let a GPU end what it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _held_on_gpu(device: torch.device) -> int | None:
-    """Bytes allocated when a step begins; a GPU's peak is counted from here on."""
-    if device.type != "cuda":
-        return None
-    _wait_for(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    return torch.cuda.memory_allocated(device)
-
-
-def persistent_storages(step: TrainingStep) -> WeakStorages:
-    """Those of ``persistent_tensors``, each once, and none held.
-
-    Lazy parameters have none before their first forward, which the log tells of.
-    """
-    held = (tensor for tensor in persistent_tensors(step) if not is_lazy(tensor))
-    storages = [tensor.untyped_storage() for tensor in held]
-    distinct = {storage.data_ptr(): storage for storage in storages}.values()
-    return [(weakref.ref(storage), storage.nbytes()) for storage in distinct]
-
-
-def live_bytes_of(known: WeakStorages) -> int:
-    """Bytes of those that are still there: the allocator's log tells of no others."""
-    return sum(size for storage, size in known if storage() is not None)
-
-
-def persistent_tensors(step: TrainingStep) -> list[torch.Tensor]:
-    """Tensors that live from one step to the next.
-
-    Parameters, buffers, tensors that modules hold as plain attributes, the optimizer's
-    state and the batch.
-    """
-    modules = [vars(module) for module in step.workload.model.modules()]
-    optimizer = [] if step.optimizer is None else list(step.optimizer.state.values())
-    return tensors_of([modules, optimizer, step.workload.batch])
-
-
-def _gradients(step: TrainingStep, number: int) -> dict[Result, str]:
+def _gradient_digests(step: TrainingStep, number: int) -> dict[Result, str]:
     named = step.workload.model.named_parameters()
     return {
         Result(number, "gradient", name): digest(value.grad) for name, value in named
     }
 
 
-def _buffers(step: TrainingStep, number: int) -> dict[Result, str]:
+def _buffer_digests(step: TrainingStep, number: int) -> dict[Result, str]:
     named = step.workload.model.named_buffers()
     return {Result(number, "buffer", name): digest(value) for name, value in named}
-
-
-def _random_state(device: torch.device) -> str:
-    others = pickle.dumps((random.getstate(), numpy.random.get_state()))
-    found = digest(torch.get_rng_state()) + hashlib.sha256(others).hexdigest()
-    if device.type == "cuda":
-        found += digest(torch.cuda.get_rng_state(device))
-    return found
 
 
 def replace_plan(plan: Plan | None, model: torch.nn.Module) -> None:

@@ -681,7 +681,7 @@ def test_a_kernel_that_gets_no_memory_is_named(
         del args
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
-    monkeypatch.setattr("ckplan.tracing.costs.calibrate._make", full)
+    monkeypatch.setattr("ckplan.tracing.costs.op_arguments.make_tensor", full)
     before = snapshot(folder)
     ended = run("profile", "model.py", "--fresh")
     error = ended.err[ended.err.index("error: ") :].splitlines()

@@ -17,6 +17,7 @@ from torch import nn
 import ckplan
 from ckplan.graph.graph import Graph
 from ckplan.tracing.costs import calibrate as calibrating
+from ckplan.tracing.costs import op_arguments, timing
 from ckplan.tracing.costs.cost_cache import (
     LONGEST_SECONDS,
     MOST_RUNS,
@@ -24,6 +25,7 @@ from ckplan.tracing.costs.cost_cache import (
     CostCache,
     cost_cache,
 )
+from ckplan.tracing.recording.recording import TensorMeta
 
 CPU = torch.device("cpu")
 COST = Cost(3.0, 100, 50, measured=True)
@@ -197,7 +199,7 @@ def test_an_op_never_finds_its_input_in_the_cache(
     share: int, copies: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So many copies take turns that other bytes pass between two runs of one."""
-    monkeypatch.setattr(calibrating, "_PATIENCE_SECONDS", 60.0)
+    monkeypatch.setattr(timing, "_PATIENCE_SECONDS", 60.0)
     prepared: list[int] = []
     ran: list[int] = []
 
@@ -206,27 +208,27 @@ def test_an_op_never_finds_its_input_in_the_cache(
         prepared.append(number)
         return lambda: ran.append(number)
 
-    job = calibrating._Job(prepare, calibrating.COLD_BYTES // share)
-    calibrating._time(job, job.prepare(), CPU)
+    job = timing.Job(prepare, timing.COLD_BYTES // share)
+    timing.time_runs(job, job.prepare(), CPU)
     assert len(prepared) == copies
     assert ran == [turn % copies for turn in range(len(ran))]
-    assert len(ran) == calibrating._MOST_REPEATS
+    assert len(ran) == timing._MOST_REPEATS
 
 
 def test_large_inputs_are_not_copied_even_if_nothing_of_them_is_read(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As those of ``empty_like``, of which there is one in every dropout."""
-    monkeypatch.setattr(calibrating, "COLD_BYTES", 1 << 16)
+    monkeypatch.setattr(timing, "COLD_BYTES", 1 << 16)
     made: list[tuple[int, ...]] = []
-    make = calibrating._make
+    make = op_arguments.make_tensor
 
     def counting(leaf: Any, device: torch.device) -> Any:
-        if isinstance(leaf, calibrating.TensorMeta):
+        if isinstance(leaf, TensorMeta):
             made.append(leaf.shape)
         return make(leaf, device)
 
-    monkeypatch.setattr(calibrating, "_make", counting)
+    monkeypatch.setattr(op_arguments, "make_tensor", counting)
     large = torch.ones(128, 256, requires_grad=True)
     ckplan.profile(nn.Dropout(), large, optimizer="none")
     assert 0 < made.count((128, 256)) < 32

@@ -37,6 +37,8 @@ from ckplan.verifying.worker import (
     OutOfMemoryError,
     Result,
     Worker,
+)
+from ckplan.verifying.worker_state import (
     cap_memory,
     digest,
     live_bytes_of,

@@ -10,11 +10,7 @@ from ckplan.applying.rebuilding.rebuilder import Step
 from ckplan.applying.recording.saved_tensors import Packed
 from ckplan.applying.tensors.arguments import Geometry
 from ckplan.applying.tensors.retained import Retained
-from ckplan.simulating.program import (
-    Flow,
-    NestedRegion,
-    Program,
-)
+from ckplan.simulating.program import Flow, NestedRegion, Program
 
 
 class Capture(NamedTuple):

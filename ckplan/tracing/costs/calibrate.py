@@ -13,60 +13,36 @@ the same one. So several copies of an op's input take turns, of ``COLD_BYTES`` t
 
 from __future__ import annotations
 
-import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from statistics import median_low
-from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.profiler import record_function
-from torch.utils import _pytree as pytree
 
 from ckplan.encodings import decode, encode
 from ckplan.errors import WorkloadError
 from ckplan.tracing.costs.cost_cache import Cost, CostCache
+from ckplan.tracing.costs.op_arguments import (
+    Run,
+    chosen_indices,
+    input_bytes,
+    make_runner,
+)
+from ckplan.tracing.costs.timing import Job, launch_seconds, seconds_of, time_runs
 from ckplan.tracing.recording.recording import RawOp, TensorMeta
 from ckplan.training.allocator import AllocatorLog, gpu_allocator_stats, log_allocations
-from ckplan.training.data_dependent import MASK_DTYPES
 from ckplan.training.failures import first_line, is_out_of_memory
 
 LARGEST_BYTES = 1 << 30
-COLD_BYTES = 1 << 26
-_MOST_COPIES = 32  # of small inputs: more than are run, to pass through the cache
 _MOST_ENCODED = 1 << 24  # elements; encodings of more are scaled
 _LONG_SECONDS = 0.05  # an op that takes so long is run once
-_PATIENCE_SECONDS = 0.02  # others are repeated for so long
-_MOST_REPEATS = 7
-_MARK = "ckplan_op_"
-_WRITE_AT_INDEX = (
-    torch.ops.aten.index_put,
-    torch.ops.aten.index_put_,
-    torch.ops.aten._index_put_impl_,
-)
-_RECURRENT = (
-    torch.ops.aten._cudnn_rnn.default,
-    torch.ops.aten._cudnn_rnn_backward.default,
-)
-_HEAD_START = 1_000_000  # cycles, most of a millisecond
-_LAUNCHES = 200
-
-_Run: TypeAlias = Callable[[], object]
-"""What is to be measured."""
+MARK = "ckplan_op_"
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how many are done, and how many there are."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """Something to be measured."""
-
-    prepare: Callable[[], _Run]  # with an input of its own
-    num_bytes: int  # of that input, and of what one run reads and writes
 
 
 def calibrate(
@@ -83,7 +59,7 @@ def calibrate(
     keys = [_key(op) for op in ops]
     distinct = dict(zip(reversed(keys), reversed(ops), strict=True))
     every = {
-        key: _Job(partial(_runner, op, device), max(op.moved_bytes, _input_bytes(op)))
+        key: Job(partial(make_runner, op, device), max(op.moved_bytes, input_bytes(op)))
         for key, op in distinct.items()
     }
     jobs = {key: job for key, job in every.items() if job.num_bytes <= LARGEST_BYTES}
@@ -123,8 +99,8 @@ def calibrate_encodings(
         (form, meta): (form, meta.dtype, min(meta.numel, _MOST_ENCODED))
         for form, meta in dict.fromkeys(wanted)
     }
-    jobs: dict[str, _Job] = {
-        f"{way} {size}": _Job(partial(make, *size, device), size[1].itemsize * size[2])
+    jobs: dict[str, Job] = {
+        f"{way} {size}": Job(partial(make, *size, device), size[1].itemsize * size[2])
         for size in dict.fromkeys(sizes.values())
         for way, make in (("pack", _encoder), ("unpack", _decoder))
     }
@@ -142,18 +118,18 @@ def calibrate_encodings(
     return found
 
 
-def _encoder(form: str, dtype: torch.dtype, length: int, device: torch.device) -> _Run:
+def _encoder(form: str, dtype: torch.dtype, length: int, device: torch.device) -> Run:
     return partial(encode, form, torch.zeros(length, dtype=dtype, device=device))
 
 
-def _decoder(form: str, dtype: torch.dtype, length: int, device: torch.device) -> _Run:
+def _decoder(form: str, dtype: torch.dtype, length: int, device: torch.device) -> Run:
     small = encode(form, torch.zeros(length, dtype=dtype, device=device))
     assert small is not None, "a tensor of zeros is dense"
     return partial(decode, small)
 
 
 def _look_up_or_measure(
-    jobs: Mapping[str, _Job],
+    jobs: Mapping[str, Job],
     device: torch.device,
     progress: Progress,
     cache: CostCache | None,
@@ -166,7 +142,7 @@ def _look_up_or_measure(
 
 
 def _measure(
-    jobs: Mapping[str, _Job], device: torch.device, progress: Progress
+    jobs: Mapping[str, Job], device: torch.device, progress: Progress
 ) -> dict[str, Cost]:
     seconds: dict[str, float] = {}
     marks: dict[str, str] = {}
@@ -175,19 +151,19 @@ def _measure(
     with (
         torch.random.fork_rng(devices),
         torch.no_grad(),
-        log_allocations(_MARK, device) as log,
+        log_allocations(MARK, device) as log,
     ):
         for number, (key, job) in enumerate(jobs.items()):
             progress("measuring ops", number, len(jobs))
-            mark = f"{_MARK}{number}"
+            mark = f"{MARK}{number}"
             try:
                 run = job.prepare()
                 if device.type == "cuda":
                     run()  # cuBLAS takes its workspace, and kernels are loaded
                 with record_function(mark), _requested(device) as requested[key]:
-                    first, out = _seconds_of(run, device)
+                    first, out = seconds_of(run, device)
                 del out
-                taken = first if first > _LONG_SECONDS else _time(job, run, device)
+                taken = first if first > _LONG_SECONDS else time_runs(job, run, device)
             except (RuntimeError, IndexError, TypeError, ValueError, MemoryError) as e:
                 if is_out_of_memory(e):
                     raise _too_large(key, e) from e
@@ -238,136 +214,6 @@ def _too_large(key: str, error: BaseException) -> WorkloadError:
     )
 
 
-def _runner(op: RawOp, device: torch.device) -> _Run:
-    """The op with made-up content."""
-    args, kwargs = arguments(op, device)
-
-    def run() -> object:
-        with torch.set_grad_enabled(op.in_grad_mode):
-            return op.func(*args, **kwargs)
-
-    return run
-
-
-def arguments(op: RawOp, device: torch.device) -> tuple[list[Any], dict[str, Any]]:
-    """What to run an op on: halves in floats, zeros in integers.
-
-    Masks choose as many elements as in the step: outputs are as large, and workspaces.
-    """
-    flat = [_make(leaf, device) for leaf in op.args]
-    chosen = _chosen(op)
-    if chosen is not None:
-        mask = torch.zeros_like(
-            flat[chosen.place], memory_format=torch.contiguous_format
-        )
-        mask.view(-1)[: chosen.elements] = 1
-        flat[chosen.place] = mask
-    if op.func is torch.ops.aten._grouped_mm.default and flat[2] is not None:
-        _spread(*flat[:3])
-    given, kwargs = pytree.tree_unflatten(flat, op.spec)
-    args = [*given]
-    if op.func in _RECURRENT:  # of the buffer that has all weights, traces show one
-        weights, buffer = args[1], args[3]
-        args[3] = buffer.new_zeros(sum(weight.numel() for weight in weights))
-    return args, kwargs
-
-
-class _Chosen(NamedTuple):
-    """What a mask lets through."""
-
-    place: int  # of the mask in the op's flat arguments
-    elements: int
-
-
-def _chosen(op: RawOp) -> _Chosen | None:
-    """How many elements a mask let through, as far as shapes tell.
-
-    That is for nothing but one mask: ``nonzero``, indexing, and writing at an index.
-    """
-    packet = op.func.overloadpacket
-    if packet is torch.ops.aten.nonzero:
-        return _Chosen(0, op.returned[0].shape[0])
-    if packet is not torch.ops.aten.index and packet not in _WRITE_AT_INDEX:
-        return None
-    (tensor, indices, *values), _ = op.arguments
-    given = [(at, one) for at, one in enumerate(indices, 1) if one is not None]
-    (place, mask), *others = given
-    through = values[0] if values else op.returned[0]
-    if others or mask.dtype not in MASK_DTYPES or not through.shape:
-        return None  # a number is written to however many there are
-    return _Chosen(place, through.numel * mask.numel // max(tensor.numel, 1))
-
-
-def _input_bytes(op: RawOp) -> int:
-    """Of what an op does not read, too: the input of ``empty_like``."""
-    return sum(leaf.num_bytes for leaf in op.args if isinstance(leaf, TensorMeta))
-
-
-def _make(leaf: Any, device: torch.device) -> Any:
-    if not isinstance(leaf, TensorMeta):
-        return leaf
-    geometry = zip(leaf.shape, leaf.stride, strict=True)
-    sizes = [size if step else 1 for size, step in geometry]  # unexpanded, to write
-    tensor = torch.empty_strided(sizes, leaf.stride, dtype=leaf.dtype, device=device)
-    floating = leaf.dtype.is_floating_point or leaf.dtype.is_complex
-    return tensor.fill_(0.5 if floating else leaf.dtype == torch.bool).expand(
-        leaf.shape
-    )
-
-
-def _spread(a: torch.Tensor, b: torch.Tensor, stops: torch.Tensor) -> None:
-    """Give every expert the same number of tokens, not none."""
-    tokens = a.shape[-1] if a.dim() == b.dim() else a.shape[-2]
-    groups = torch.arange(1, len(stops) + 1, device=stops.device)
-    stops.copy_(groups * tokens // len(stops))
-
-
-def _time(job: _Job, run: _Run, device: torch.device) -> float:
-    """Seconds of one run, the median of a few."""
-    copies = min(COLD_BYTES // max(job.num_bytes, 1), _MOST_COPIES)
-    runs = [run, *(job.prepare() for _ in range(copies - 1))]
-    outs: list[object] = [None] * len(runs)  # kept for a turn, so that they are cold
-    times: list[float] = []
-    begin = time.perf_counter()
-    while len(times) < _MOST_REPEATS:
-        turn = len(times) % len(runs)
-        outs[turn] = None
-        seconds, outs[turn] = _seconds_of(runs[turn], device)
-        times.append(seconds)
-        if time.perf_counter() - begin > _PATIENCE_SECONDS:
-            break
-    return median_low(times)
-
-
-def _seconds_of(run: _Run, device: torch.device) -> tuple[float, object]:
-    """Seconds that the device works, and what comes of it."""
-    if device.type != "cuda":
-        start = time.perf_counter()
-        out = run()
-        return time.perf_counter() - start, out
-    with torch.cuda.device(device):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(_HEAD_START)  # so that the device never waits for launches
-        begin.record()
-        out = run()
-        end.record()
-        end.synchronize()
-    return begin.elapsed_time(end) / 1e3, out
-
-
-def launch_seconds(device: torch.device) -> float:
-    """What the CPU needs to hand one small op to a GPU."""
-    small = torch.zeros(1, device=device)
-    small.add_(1)  # the first time loads its kernel
-    torch.cuda.synchronize(device)
-    start = time.perf_counter()
-    for _ in range(_LAUNCHES):
-        small.add_(1)
-    seconds = (time.perf_counter() - start) / _LAUNCHES
-    torch.cuda.synchronize(device)
-    return seconds
-
-
 def _within(log: AllocatorLog, marks: Mapping[str, str]) -> dict[str, AllocatorLog]:
     """What was allocated during the first run of every op."""
     times = [when for when, _ in log.events]
@@ -391,4 +237,4 @@ def _rates(ops: Mapping[str, RawOp], costs: Mapping[str, Cost]) -> tuple[float, 
 
 
 def _key(op: RawOp) -> str:
-    return f"{op.func}{op.args}{op.in_grad_mode}{_chosen(op) or ''}"
+    return f"{op.func}{op.args}{op.in_grad_mode}{chosen_indices(op) or ''}"

@@ -1,13 +1,11 @@
 """What CUDA's kernels need beyond the tensors they return, one op at a time.
 
-As far as torch's source fixes it: copies of what a kernel wants contiguous, what parts
-of a reduction are put aside in, tables of sorted indices. What cuDNN chooses when it
-runs is not known.
+As far as torch's source fixes it: contiguous copies, partial results of reductions,
+tables of sorted indices. What cuDNN chooses when it runs is not known.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -17,6 +15,14 @@ from ckplan.graph.records import MULTIPLIES, NO_WORKSPACE, Workspace
 from ckplan.tracing.cuda import attention_workspaces as attention
 from ckplan.tracing.cuda import group_norm_workspaces as group_norm
 from ckplan.tracing.cuda.cublas import temporary_blocks
+from ckplan.tracing.cuda.indexing_workspaces import (
+    FLOAT_BYTES,
+    INDEX_BYTES,
+    embedding_backward,
+    index_put,
+    scattered,
+    without,
+)
 from ckplan.tracing.cuda.layouts import (
     Blocks,
     contiguous_copies,
@@ -24,15 +30,9 @@ from ckplan.tracing.cuda.layouts import (
     suggests_channels_last,
 )
 from ckplan.tracing.cuda.reductions import Processors, Reduction, partial_result_blocks
-from ckplan.tracing.cuda.sorting import sorting_bytes
 from ckplan.tracing.recording.recording import RawOp, TensorMeta
-from ckplan.units import in_blocks, round_up
+from ckplan.units import in_blocks
 
-_FLOAT_BYTES = 4
-_INDEX_BYTES = 8
-_WIDTHS = 32
-_FEW_INDICES = 3072  # that gradients of an embedding are added up for without sorting
-_ROWS_PER_THREAD = 10  # of sorted indices, in gradients of an embedding
 _LOW = (torch.float16, torch.bfloat16)
 
 _Needs = Callable[[RawOp, Sequence[TensorMeta], Gpu], Workspace]
@@ -57,9 +57,6 @@ def hidden_bytes(op: RawOp) -> int:
     name = op.func.overloadpacket.__name__
     reduced = name in _HIDING and op.returned and not op.returned[0].shape
     return op.args[0].num_bytes - op.returned[0].num_bytes if reduced else 0
-
-
-# -- reductions ----------------------------------------------------------------------
 
 
 def _reduced(partial: Callable[[torch.dtype], int]) -> _Needs:
@@ -114,7 +111,7 @@ def _dims(op: RawOp, tensor: TensorMeta) -> list[int]:
 
 
 def _sum(dtype: torch.dtype) -> int:
-    return max(dtype.itemsize, _FLOAT_BYTES)
+    return max(dtype.itemsize, FLOAT_BYTES)
 
 
 def _extreme(dtype: torch.dtype) -> int:
@@ -123,7 +120,7 @@ def _extreme(dtype: torch.dtype) -> int:
 
 def _with_index(dtype: torch.dtype) -> int:
     del dtype
-    return 2 * _INDEX_BYTES
+    return 2 * INDEX_BYTES
 
 
 def _moments(dtype: torch.dtype) -> int:
@@ -133,9 +130,6 @@ def _moments(dtype: torch.dtype) -> int:
 def _truth(dtype: torch.dtype) -> int:
     del dtype
     return 1
-
-
-# -- copies --------------------------------------------------------------------------
 
 
 def _copied(*places: int, inside: bool = False, any_layout: bool = False) -> _Needs:
@@ -217,7 +211,7 @@ def _convolution_backward(
     if into:
         copied = contiguous_copies((gradient, weight), last)
         later = in_blocks(weight.num_bytes) if of_weight else 0
-        found.append(Workspace(_less(copied, later)))
+        found.append(Workspace(without(copied, later)))
     if of_weight:
         found.append(Workspace(contiguous_copies((gradient, input_), last)))
     if of_bias:
@@ -227,70 +221,12 @@ def _convolution_backward(
     return max(found, key=lambda one: one.bytes)
 
 
-def _less(blocks: Blocks, num_bytes: int) -> Blocks:
-    """Blocks without so many bytes, the last ones first: another is there for them."""
-    left: list[int] = []
-    for block in reversed(blocks):
-        left.append(max(block - num_bytes, 0))
-        num_bytes -= block - left[-1]
-    return tuple(block for block in reversed(left) if block)
-
-
-# -- the rest ------------------------------------------------------------------------
-
-
 def _safe_softmax(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> Workspace:
     """Which scores are -inf, one byte each, and which rows are nothing else."""
     del op, gpu
     count = tensors[0].numel
     rows = count // max(tensors[0].shape[-1], 1)
     return Workspace(after=(in_blocks(count), in_blocks(rows)))
-
-
-def _embedding_backward(
-    op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu
-) -> Workspace:
-    """Sorted indices, and the sums of those that are alike, in parts."""
-    gradient, indices = tensors[:2]
-    copied = contiguous_copies(tensors[:2])
-    rows, _, by_frequency = op.arguments[0][2:5]
-    count = indices.numel
-    if count <= _FEW_INDICES and not by_frequency:
-        return Workspace(copied)
-    column = in_blocks(count * _INDEX_BYTES)
-    different = min(count, rows)
-    parts = count // _ROWS_PER_THREAD + different
-    wide = round_up(gradient.shape[-1], _WIDTHS)
-    columns = (column,) * (4 if by_frequency else 3)
-    adding = (
-        *(in_blocks(different * _INDEX_BYTES),) * 2,
-        in_blocks(parts * _INDEX_BYTES),
-        in_blocks(parts * wide * _FLOAT_BYTES),
-    )
-    sorting = sorting_bytes(count, rows, gpu.capability)
-    before = _less((sorting,), in_blocks(op.returned[0].num_bytes))
-    return Workspace(copied, (*columns, *max(adding, before, key=sum)))
-
-
-def _index_put(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> Workspace:
-    """Sorted indices, where values are added; and the values in their order."""
-    args, kwargs = op.arguments
-    adds = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
-    indices = [one for one in args[1] if one is not None]
-    if not adds or any(one.dtype == torch.bool for one in indices):
-        return NO_WORKSPACE
-    count = math.prod(torch.broadcast_shapes(*(one.shape for one in indices)))
-    sizes = zip(args[0].shape, args[1], strict=False)
-    rows = math.prod(size for size, index in sizes if index is not None)
-    sorting = sorting_bytes(count, rows - 1, gpu.capability)
-    column = in_blocks(count * _INDEX_BYTES)
-    return Workspace(contiguous_copies((args[2],)), (*(column,) * 4, sorting))
-
-
-def _scattered(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> Workspace:
-    """How many values were taken up to every place."""
-    del op, gpu
-    return Workspace((in_blocks(tensors[1].numel * _INDEX_BYTES),))
 
 
 def _elements(reduced: int, otherwise: int = 0) -> _Needs:
@@ -399,9 +335,9 @@ _WORKSPACES: dict[str, _Needs] = {
     "_scaled_dot_product_efficient_attention": attention.efficient,
     "_scaled_dot_product_efficient_attention_backward": attention.efficient_backward,
     "_safe_softmax": _safe_softmax,
-    "embedding_dense_backward": _embedding_backward,
-    **dict.fromkeys(("index_put", "index_put_", "_index_put_impl_"), _index_put),
-    "masked_scatter": _scattered,
+    "embedding_dense_backward": embedding_backward,
+    **dict.fromkeys(("index_put", "index_put_", "_index_put_impl_"), index_put),
+    "masked_scatter": scattered,
     "mse_loss": _elements(1),
     "smooth_l1_loss": _elements(1),
     "huber_loss": _elements(1),

@@ -9,7 +9,6 @@ that nobody else holds becomes ``.grad`` of its parameter as it is.
 from __future__ import annotations
 
 import heapq
-import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +18,8 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
+
+from ckplan.tracing.faking.accumulation import accumulate
 
 Edge: TypeAlias = tuple[Node, int]  # a node, and which of its gradients
 Hook: TypeAlias = Callable[..., Any]
@@ -242,7 +243,7 @@ def _run(
 ) -> list[torch.Tensor | None]:
     if node.name().endswith(_ACCUMULATES):
         if grads[0] is not None:
-            _accumulate(node, grads)
+            accumulate(node, grads)
         return []
     if isinstance(node, BackwardCFunction):
         return _run_custom(
@@ -321,39 +322,3 @@ def _fitting(node: Node, outs: list[Any]) -> list[Any]:
         if outs[place].device != meta.device and not outs[place].dim():
             outs[place] = outs[place].to(meta.device)
     return outs
-
-
-def _accumulate(node: Any, grads: list[Any]) -> None:
-    """Into ``.grad`` of a leaf: taken over where nobody else holds it, else copied."""
-    leaf = node.variable
-    first = leaf.grad is None and not torch.is_grad_enabled()
-    if first and _is_unshared(grads) and _is_laid_out_like(grads[0], leaf):
-        leaf.grad = grads[0]
-        hooks = leaf._post_accumulate_grad_hooks
-        for hook in list(hooks.values()) if hooks else ():
-            hook(leaf)
-    else:
-        node(grads[0])
-
-
-def _is_unshared(grads: list[Any]) -> bool:
-    """Whether the only gradient in a list is held by nothing else."""
-    return _references(grads) == _OF_ITS_LIST and grads[0]._use_count() == 1
-
-
-def _references(held: list[Any]) -> int:
-    return sys.getrefcount(held[0])
-
-
-_OF_ITS_LIST = _references([object()])
-
-
-def _is_laid_out_like(grad: torch.Tensor, leaf: torch.Tensor) -> bool:
-    """Torch's "gradient layout contract"."""
-    reach = 1 + sum(
-        (n - 1) * step for n, step in zip(leaf.shape, leaf.stride(), strict=True)
-    )
-    if reach != leaf.numel():  # a view with gaps, or elements that share memory
-        return grad.is_contiguous()
-    steps = zip(grad.shape, grad.stride(), leaf.stride(), strict=True)
-    return all(one == two for size, one, two in steps if size > 1)

@@ -35,6 +35,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ckplan.tracing.faking.kernel_layouts import as_kernels_do
 from ckplan.training.failures import first_line, untraceable_feature
 from ckplan.training.randomness import may_draw
 
@@ -66,48 +67,6 @@ _FUSED = (
     torch.ops.aten._fused_sgd_,
 )
 """Steps of optimizers, of which torch has few fake kernels: they make nothing."""
-_ALWAYS_CONTIGUOUS = (
-    torch.ops.aten._log_softmax_backward_data.default,
-    torch.ops.aten.glu_backward.default,
-    torch.ops.aten.huber_loss_backward.default,
-    torch.ops.aten.log_sigmoid_backward.default,
-    torch.ops.aten.log_sigmoid_forward.default,
-    torch.ops.aten.mse_loss_backward.default,
-    torch.ops.aten.native_layer_norm_backward.default,
-    torch.ops.aten.smooth_l1_loss_backward.default,
-)
-_CHANNELS_LAST = {torch.channels_last: 4, torch.channels_last_3d: 5}  # dimensions
-_BATCH_NORM_BACKWARD = torch.ops.aten.native_batch_norm_backward.default
-_SOME_MEMORY_FORMAT = (
-    torch.ops.aten.native_batch_norm.default,
-    _BATCH_NORM_BACKWARD,
-)
-"""Always contiguous or channels last. Fake kernels of both follow their inputs."""
-_BY_ELEMENT = (
-    torch.ops.aten.elu_backward.default,
-    torch.ops.aten.hardsigmoid.default,
-    torch.ops.aten.hardsigmoid_backward.default,
-    torch.ops.aten.hardswish.default,
-    torch.ops.aten.hardswish_backward.default,
-    torch.ops.aten.hardtanh_backward.default,
-    torch.ops.aten.leaky_relu_backward.default,
-    torch.ops.aten.mish_backward.default,
-    torch.ops.aten.softplus_backward.default,
-)
-"""What torch has no tag for."""
-_KEEPS_STRIDES = (
-    torch.ops.aten.clone.default,
-    torch.ops.aten.hardtanh.default,
-)
-"""By element, too, into memory that is laid out as what they read."""
-_NORMS = (
-    torch.ops.aten.native_batch_norm.default,
-    torch.ops.aten.native_group_norm.default,
-    torch.ops.aten.native_layer_norm.default,
-)
-"""Their statistics are of float32 where weights are, as autocast leaves them."""
-_GROUP_NORM_BACKWARD = torch.ops.aten.native_group_norm_backward.default
-"""Of what it was given, not of the weights as its fake kernel has it."""
 
 
 class _Fakes(FakeTensorMode):
@@ -171,13 +130,13 @@ class KnownValues(TorchDispatchMode):
         if func in _SIZED_BY_KERNEL and args[0].device.type == "cpu":
             return _sized_by_kernel(func, args)
         if func.overloadpacket in _FUSED:
-            return self._forget(_written(func, args))
+            return self._forget(_written_arguments(func, args))
         if func is _GROUPED_MM and args[0].dtype != torch.bfloat16:
             return _grouped_mm(*args[:3])
         if func in SET_STORAGE_OPS or any(map(self._is_unknown_float, args)):
             if func._schema.is_mutable:
-                self._forget(_written(func, args))
-            return _as_kernels_do(func, args, func(*args, **kwargs))
+                self._forget(_written_arguments(func, args))
+            return as_kernels_do(func, args, func(*args, **kwargs))
         leaves, spec = pytree.tree_flatten((args, kwargs))
         values = [self._value(x) if isinstance(x, torch.Tensor) else x for x in leaves]
         known = all(
@@ -186,7 +145,7 @@ class KnownValues(TorchDispatchMode):
         )
         if known and func in _QUESTIONS:
             return _run_real(func, values, spec)
-        out = _as_kernels_do(func, args, func(*args, **kwargs))
+        out = as_kernels_do(func, args, func(*args, **kwargs))
         outputs = [x for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor)]
         known &= not (_is_chance(func) and any(x.is_floating_point() for x in outputs))
         if known and all(_is_small(x) for x in outputs):
@@ -195,7 +154,7 @@ class KnownValues(TorchDispatchMode):
             for fake, value in zip(outputs, real, strict=True):
                 self._real[fake] = value
         else:
-            self._forget(_written(func, args))
+            self._forget(_written_arguments(func, args))
         return out
 
     def _is_unknown_float(self, x: object) -> bool:
@@ -280,67 +239,7 @@ def _grouped_mm(
     return torch.empty(shape, dtype=a.dtype, device=a.device)
 
 
-def _as_kernels_do(func: Any, args: tuple[Any, ...], out: Any) -> Any:
-    """What an op returned, in the types and the layout that its kernel gives it."""
-    if func in _NORMS and _is_mixed(args):
-        out = (out[0], *(x.float() for x in out[1:]))
-    elif func is _GROUP_NORM_BACKWARD and _is_mixed(args):
-        out = (None if out[0] is None else out[0].to(args[1].dtype), *out[1:])
-    return _laid_out(func, args, out)
-
-
-def _is_mixed(args: tuple[Any, ...]) -> bool:
-    """Whether inputs are of 16 bits and weights of 32."""
-    types = [x.dtype for x in args if isinstance(x, torch.Tensor)]
-    return types[0].itemsize == 2 and torch.float32 in types
-
-
-def _laid_out(func: Any, args: tuple[Any, ...], out: Any) -> Any:
-    """What an op returned, as its kernel lays it out; layouts decide what runs next."""
-    if func in _ALWAYS_CONTIGUOUS or _is_by_element(func, args):
-        formats = [torch.contiguous_format]
-    elif func in _SOME_MEMORY_FORMAT:
-        formats = [torch.contiguous_format, *_CHANNELS_LAST]
-    else:
-        return out
-
-    def lay_out(x: torch.Tensor) -> torch.Tensor:
-        ours = [one for one in formats if x.dim() == _CHANNELS_LAST.get(one, x.dim())]
-        ours = [one for one in ours if x.is_contiguous(memory_format=one)]
-        if ours and func is _BATCH_NORM_BACKWARD:
-            return x
-        # Strides of dimensions of one count, too: they say what "channels last" is.
-        one = ours[0] if ours else torch.contiguous_format
-        made = torch.empty(x.shape, dtype=x.dtype, device=x.device, memory_format=one)
-        return x if x.stride() == made.stride() else made
-
-    return pytree.tree_map_only(torch.Tensor, lay_out, out)
-
-
-def _is_by_element(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether it goes element by element through contiguous images of one shape.
-
-    Strides of their dimensions of one may say "channels last" all the same, as fake
-    kernels have it; torch's are sure only where it need not broadcast a number.
-    """
-    images = [x for x in pytree.tree_leaves(args) if isinstance(x, torch.Tensor)]
-    if not any(1 in x.shape and x.dim() in _CHANNELS_LAST.values() for x in images):
-        return False
-    if torch.Tag.pointwise not in func.tags and func not in _BY_ELEMENT:
-        return False
-    if func._schema.is_mutable or func in _KEEPS_STRIDES:
-        return False
-    schema = func._schema.arguments
-    broadcasts = (func._overloadname == "Scalar" and len(images) == 1) or any(
-        isinstance(one.type, torch.TensorType) and not isinstance(x, torch.Tensor)
-        for one, x in zip(schema, args, strict=False)
-    )
-    return not broadcasts and all(
-        x.is_contiguous() and x.shape == images[0].shape for x in images
-    )
-
-
-def _written(func: Any, args: tuple[Any, ...]) -> Iterator[torch.Tensor]:
+def _written_arguments(func: Any, args: tuple[Any, ...]) -> Iterator[torch.Tensor]:
     for argument, value in zip(func._schema.arguments, args, strict=False):
         if argument.alias_info is not None and argument.alias_info.is_write:
             leaves = pytree.tree_leaves(value)

@@ -15,7 +15,7 @@ import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import count
 from typing import Any
 from unittest import mock
@@ -24,34 +24,20 @@ from weakref import ref
 import torch
 from torch.autograd import Variable
 from torch.autograd.function import BackwardCFunction, _HookMixin
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
 from ckplan.tracing.faking.backward_pass import (
     FREED_GRAPH_ERROR,
     BackwardPass,
-    Edge,
     Hook,
     NodeHooks,
     TensorHooks,
     leaf_of,
-    reachable_nodes,
     run_node,
 )
-
-
-class _Held:
-    """What a hook made of a saved tensor, until the node is done with it."""
-
-    __slots__ = ("__weakref__", "packed", "unpack")
-
-    def __init__(self, packed: object, unpack: Hook) -> None:
-        self.packed = packed
-        self.unpack: Hook | None = unpack
-
-    def let_go(self) -> None:
-        self.packed = self.unpack = None
+from ckplan.tracing.faking.backward_task import BackwardTask, HookedTensor, edge_of
 
 
 def _register(hooks: dict[int, Hook], hook: Hook) -> RemovableHandle:
@@ -76,21 +62,10 @@ def frees_saved_tensors() -> bool:
     return bool(_active) and not _active[-1].keeps_graph
 
 
-@dataclass
-class _Task:
-    """A backward that runs, as others may ask the engine about it."""
-
-    number: int
-    run: BackwardPass
-    keeps_graph: bool
-    takes_checkpoints: bool  # that run backward themselves
-    callbacks: list[Callable[[], object]] = field(default_factory=list)
-
-
 @contextmanager
 def use_python_engine() -> Iterator[None]:
     """A scope in which every backward of the process runs here."""
-    here = _Stepping()
+    here = _PythonEngine()
     with ExitStack() as stack:
 
         def put(owner: Any, name: str, by: Any) -> None:
@@ -114,15 +89,15 @@ def use_python_engine() -> Iterator[None]:
         yield
 
 
-class _Stepping:
+class _PythonEngine:
     """Hooks, and what asks for backward."""
 
     def __init__(self) -> None:
         self.hooks: defaultdict[Node, NodeHooks] = defaultdict(NodeHooks)
-        self.tasks: list[_Task] = []  # the innermost last
+        self.tasks: list[BackwardTask] = []  # the innermost last
         self.retained: list[ref[torch.Tensor]] = []
         self._numbers = count()
-        self.taken_out: list[_Held] = []  # by the node that runs
+        self.taken_out: list[HookedTensor] = []  # by the node that runs
         self.lets_go = False  # of what is taken out
         self.pushed: list[list[Hook]] = []
         self.any_on_torchs = False  # hooks on nodes of torch's own
@@ -140,9 +115,9 @@ class _Stepping:
                 unpack,
             ]  # nodes hold on to ``hold``, which must not to these
 
-            def hold(tensor: torch.Tensor) -> _Held:
+            def hold(tensor: torch.Tensor) -> HookedTensor:
                 pack, unpack = pushed
-                return _Held(pack(tensor), unpack)
+                return HookedTensor(pack(tensor), unpack)
 
             self.pushed.append(pushed)
             real(hold, self._take_out)
@@ -160,7 +135,7 @@ class _Stepping:
 
         return pop
 
-    def _take_out(self, held: _Held) -> Any:
+    def _take_out(self, held: HookedTensor) -> Any:
         if self.lets_go:
             held.let_go()
             return _NOTHING
@@ -268,8 +243,8 @@ class _Stepping:
             for one in inputs:
                 if isinstance(one, torch.Tensor) and not one.is_leaf:
                     one.retain_grad()
-        roots = [*map(_edge, outputs)]
-        wanted = [_edge(one, roots) for one in inputs]
+        roots = [*map(edge_of, outputs)]
+        wanted = [edge_of(one, roots) for one in inputs]
         self.retained = [one for one in self.retained if one() is not None]
         run = BackwardPass(
             [node for node, _ in roots],
@@ -279,7 +254,7 @@ class _Stepping:
             self._done,
         )
         takes_checkpoints = not wanted and self.is_checkpoint_valid()
-        task = _Task(next(self._numbers), run, keep_graph, takes_checkpoints)
+        task = BackwardTask(next(self._numbers), run, keep_graph, takes_checkpoints)
         self.tasks.append(task)
         try:
             with torch.set_grad_enabled(create_graph):
@@ -360,25 +335,9 @@ class _Stepping:
             self.lets_go = False
 
 
-def _edge(one: torch.Tensor | GradientEdge, roots: Sequence[Edge] = ()) -> Edge:
-    if isinstance(one, GradientEdge):
-        return one.node, one.output_nr
-    edge = None
-    with suppress(AttributeError):  # of what torch.func wrapped while it lasted
-        edge = get_gradient_edge(one)
-    if one.grad_fn is None and (edge is None or leaf_of(edge.node) is not one):
-        # Torch asks a view, which is of what is wrapped.
-        for node in reachable_nodes([root for root, _ in roots]):
-            if leaf_of(node) is one:
-                return node, 0
-    if edge is None:  # nothing leads there
-        edge = get_gradient_edge(torch.empty(0, requires_grad=True))
-    return edge.node, edge.output_nr
-
-
 def _ASK(*args: object) -> None:  # noqa: N802
     """No hook, but what asks for those that are there."""
 
 
 _NOTHING = torch.empty(0)
-_active: list[_Stepping] = []
+_active: list[_PythonEngine] = []

@@ -32,8 +32,8 @@ from ckplan.plan.plan import Plan, PlannedRegion
 from ckplan.plan.resolve import resolve
 from ckplan.simulating.allocations import added_to_gradients, replayed
 from ckplan.simulating.simulate import simulate
-from ckplan.tracing.costs.calibrate import arguments
 from ckplan.tracing.costs.cost_cache import Cost
+from ckplan.tracing.costs.op_arguments import arguments
 from ckplan.tracing.costs.roofline import roofline
 from ckplan.tracing.cuda import cpu_as_cuda
 from ckplan.tracing.cuda.attention_workspaces import _splits, _tile

@@ -1,0 +1,73 @@
+"""Seconds of one op or encoding, measured alone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median_low
+
+import torch
+
+from ckplan.tracing.costs.op_arguments import Run
+
+COLD_BYTES = 1 << 26
+_MOST_COPIES = 32  # of small inputs: more than are run, to pass through the cache
+_PATIENCE_SECONDS = 0.02  # others are repeated for so long
+_MOST_REPEATS = 7
+_HEAD_START = 1_000_000  # cycles, most of a millisecond
+_LAUNCHES = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Something to be measured."""
+
+    prepare: Callable[[], Run]  # with an input of its own
+    num_bytes: int  # of that input, and of what one run reads and writes
+
+
+def time_runs(job: Job, run: Run, device: torch.device) -> float:
+    """Seconds of one run, the median of a few."""
+    copies = min(COLD_BYTES // max(job.num_bytes, 1), _MOST_COPIES)
+    runs = [run, *(job.prepare() for _ in range(copies - 1))]
+    outs: list[object] = [None] * len(runs)  # kept for a turn, so that they are cold
+    times: list[float] = []
+    begin = time.perf_counter()
+    while len(times) < _MOST_REPEATS:
+        turn = len(times) % len(runs)
+        outs[turn] = None
+        seconds, outs[turn] = seconds_of(runs[turn], device)
+        times.append(seconds)
+        if time.perf_counter() - begin > _PATIENCE_SECONDS:
+            break
+    return median_low(times)
+
+
+def seconds_of(run: Run, device: torch.device) -> tuple[float, object]:
+    """Seconds that the device works, and what comes of it."""
+    if device.type != "cuda":
+        start = time.perf_counter()
+        out = run()
+        return time.perf_counter() - start, out
+    with torch.cuda.device(device):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(_HEAD_START)  # so that the device never waits for launches
+        begin.record()
+        out = run()
+        end.record()
+        end.synchronize()
+    return begin.elapsed_time(end) / 1e3, out
+
+
+def launch_seconds(device: torch.device) -> float:
+    """What the CPU needs to hand one small op to a GPU."""
+    small = torch.zeros(1, device=device)
+    small.add_(1)  # the first time loads its kernel
+    torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    for _ in range(_LAUNCHES):
+        small.add_(1)
+    seconds = (time.perf_counter() - start) / _LAUNCHES
+    torch.cuda.synchronize(device)
+    return seconds

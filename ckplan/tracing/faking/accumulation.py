@@ -1,0 +1,44 @@
+"""How the engine adds a gradient to `.grad` of a leaf."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+
+def accumulate(node: Any, grads: list[Any]) -> None:
+    """Into ``.grad`` of a leaf: taken over where nobody else holds it, else copied."""
+    leaf = node.variable
+    first = leaf.grad is None and not torch.is_grad_enabled()
+    if first and _is_unshared(grads) and _is_laid_out_like(grads[0], leaf):
+        leaf.grad = grads[0]
+        hooks = leaf._post_accumulate_grad_hooks
+        for hook in list(hooks.values()) if hooks else ():
+            hook(leaf)
+    else:
+        node(grads[0])
+
+
+def _is_unshared(grads: list[Any]) -> bool:
+    """Whether the only gradient in a list is held by nothing else."""
+    return _references(grads) == _OF_ITS_LIST and grads[0]._use_count() == 1
+
+
+def _references(held: list[Any]) -> int:
+    return sys.getrefcount(held[0])
+
+
+_OF_ITS_LIST = _references([object()])
+
+
+def _is_laid_out_like(grad: torch.Tensor, leaf: torch.Tensor) -> bool:
+    """Torch's "gradient layout contract"."""
+    reach = 1 + sum(
+        (n - 1) * step for n, step in zip(leaf.shape, leaf.stride(), strict=True)
+    )
+    if reach != leaf.numel():  # a view with gaps, or elements that share memory
+        return grad.is_contiguous()
+    steps = zip(grad.shape, grad.stride(), leaf.stride(), strict=True)
+    return all(one == two for size, one, two in steps if size > 1)

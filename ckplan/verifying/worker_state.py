@@ -1,0 +1,112 @@
+"""The state of a worker process: digests of tensors, memory that outlives a step."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import random
+import weakref
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy
+import torch
+from torch.nn.parameter import is_lazy
+
+from ckplan.errors import WorkloadError
+from ckplan.training.step import TrainingStep
+from ckplan.training.workload import Workload, first_rows, rows_of, tensors_of
+
+if TYPE_CHECKING:
+    pass
+
+WeakStorages: TypeAlias = list[tuple["weakref.ref[torch.UntypedStorage]", int]]
+"""Storages, if they are still there, and their bytes."""
+
+
+def halved(workload: Workload, times: int) -> Workload:
+    """The same workload with the first half of its batch, or a quarter, and so on.
+
+    Raises:
+        WorkloadError: There are not so many rows.
+    """
+    rows = rows_of(workload)
+    if times and rows >> times == 0:
+        raise WorkloadError(
+            f"cannot halve a batch of {rows} rows {times} times",
+            needed="tensors whose first size is that of the batch",
+            hint="a factory with a larger batch",
+        )
+    return first_rows(workload, rows >> times) if times else workload
+
+
+def cap_memory(cap_bytes: int | None, device: torch.device) -> None:
+    """Let the allocator of a GPU reserve no more than this, if anything is given.
+
+    So a budget is proven on a larger card: what does not fit is out of memory.
+    """
+    if cap_bytes is not None:
+        total_bytes = torch.cuda.get_device_properties(device).total_memory
+        share = min(1.0, cap_bytes / total_bytes)
+        number = torch.cuda.current_device() if device.index is None else device.index
+        torch.cuda.set_per_process_memory_fraction(share, number)
+
+
+def digest(tensor: torch.Tensor | None) -> str:
+    """Equal for tensors of the same dtype, shape and bits only."""
+    if tensor is None:
+        return "none"
+    plain = tensor.detach().to_dense().resolve_conj().resolve_neg().contiguous()
+    found = hashlib.sha256(f"{plain.dtype}{tuple(plain.shape)}".encode())
+    found.update(plain.cpu().view(-1).view(torch.uint8).numpy())
+    return found.hexdigest()
+
+
+def wait_for(device: torch.device) -> None:
+    """Let a GPU end what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def bytes_held_on_gpu(device: torch.device) -> int | None:
+    """Bytes allocated when a step begins; a GPU's peak is counted from here on."""
+    if device.type != "cuda":
+        return None
+    wait_for(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return torch.cuda.memory_allocated(device)
+
+
+def persistent_storages(step: TrainingStep) -> WeakStorages:
+    """Those of ``persistent_tensors``, each once, and none held.
+
+    Lazy parameters have none before their first forward, which the log tells of.
+    """
+    held = (tensor for tensor in persistent_tensors(step) if not is_lazy(tensor))
+    storages = [tensor.untyped_storage() for tensor in held]
+    distinct = {storage.data_ptr(): storage for storage in storages}.values()
+    return [(weakref.ref(storage), storage.nbytes()) for storage in distinct]
+
+
+def live_bytes_of(known: WeakStorages) -> int:
+    """Bytes of those that are still there: the allocator's log tells of no others."""
+    return sum(size for storage, size in known if storage() is not None)
+
+
+def persistent_tensors(step: TrainingStep) -> list[torch.Tensor]:
+    """Tensors that live from one step to the next.
+
+    Parameters, buffers, tensors that modules hold as plain attributes, the optimizer's
+    state and the batch.
+    """
+    modules = [vars(module) for module in step.workload.model.modules()]
+    optimizer = [] if step.optimizer is None else list(step.optimizer.state.values())
+    return tensors_of([modules, optimizer, step.workload.batch])
+
+
+def random_state_digest(device: torch.device) -> str:
+    """Return a digest of the random states of Python, NumPy and torch."""
+    others = pickle.dumps((random.getstate(), numpy.random.get_state()))
+    found = digest(torch.get_rng_state()) + hashlib.sha256(others).hexdigest()
+    if device.type == "cuda":
+        found += digest(torch.cuda.get_rng_state(device))
+    return found
