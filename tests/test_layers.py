@@ -1,4 +1,4 @@
-"""The hourglass: who may import whom, read from the source."""
+"""The hourglass: which room may import which, read from the source."""
 
 from __future__ import annotations
 
@@ -6,46 +6,99 @@ import ast
 import re
 from pathlib import Path
 
+import networkx
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "ckplan"
-TORCH_SIDE = {
-    "encodings",
-    "integrations",
-    "training",
-    "tracing",
-    "applying",
-    "verifying",
+MAX_LINES = 350
+
+BASICS = {"errors", "units", "files"}
+WAISTS = {"graph", "plan"}
+CORE = WAISTS | {"simulating", "gpus"}
+ENGINE = {"applying.tensors", "applying.rebuilding", "applying.recording"}
+# In import order: each room imports only from rooms above it, and only from these.
+ROOMS: dict[str, set[str]] = {
+    "errors": set(),
+    "units": BASICS,
+    "files": BASICS,
+    "graph": BASICS,
+    "graph.sharding": BASICS | {"graph"},
+    "plan": BASICS | {"graph"},
+    "gpus": BASICS | {"plan"},
+    "simulating": BASICS | WAISTS,
+    "solving": BASICS | CORE,
+    "ejecting": BASICS | CORE | {"solving"},
+    "encodings": set(),
+    "training": BASICS,
+    "applying.tensors": BASICS | CORE | {"encodings", "training"},
+    "applying.rebuilding": BASICS | CORE | {"encodings", "applying.tensors"},
+    "applying.recording": BASICS
+    | CORE
+    | {"encodings", "training", "applying.tensors", "applying.rebuilding"},
+    "applying.guards": BASICS | CORE | ENGINE | {"encodings"},
+    "applying.rerunning": BASICS | {"applying.tensors", "applying.rebuilding"},
+    "applying.hooks": BASICS
+    | WAISTS
+    | ENGINE
+    | {"training", "applying.guards", "applying.rerunning"},
+    "applying": BASICS | WAISTS | {"training", "applying.hooks"},
+    "tracing.faking": {"training"},
+    "tracing.recording": BASICS
+    | WAISTS
+    | {"training", "applying.tensors", "applying.rerunning", "tracing.faking"},
+    "tracing.costs": BASICS
+    | CORE
+    | {"encodings", "training", "applying", "tracing.recording"},
+    "tracing.hazards": BASICS
+    | CORE
+    | {"training", "applying.tensors", "tracing.faking", "tracing.recording"},
+    "tracing.cuda": BASICS
+    | CORE
+    | {"tracing.faking", "tracing.recording", "tracing.costs"},
+    "tracing": BASICS
+    | CORE
+    | {"graph.sharding", "encodings", "training", "applying", "tracing.faking"}
+    | {"tracing.recording", "tracing.costs", "tracing.hazards", "tracing.cuda"},
+    "verifying": BASICS
+    | CORE
+    | {"solving", "training", "applying", "applying.tensors", "applying.rerunning"}
+    | {"applying.hooks", "tracing", "tracing.faking", "tracing.recording"}
+    | {"tracing.costs", "tracing.cuda"},
+    "integrations": WAISTS | {"applying"},
+    "auto": {"solving", "applying", "tracing"},
+    "report": BASICS | CORE | {"solving", "verifying"},  # verifying: types alone
 }
-# What each may import of ckplan, beside itself and the files at the root.
-FOLDERS = {
-    "solving": set(),
-    "auto": {"tracing", "solving", "applying"},
-    "eject": {"solving"},
-    "elsewhere": {"solving", "eject"},
-    "integrations": {"applying"},
-    "report": {"solving", "verifying"},  # verifying: types only, see below
-    "training": set(),
-    "sharding": set(),
-    "tracing": {"training", "sharding", "applying"},
-    "applying": {"training"},
-    "verifying": {"training", "tracing", "solving", "applying"},
+FRONT = {"cli", "__main__", "__init__"}  # which may import all
+ABOVE_TORCH = {*ROOMS} - {
+    room
+    for room in ROOMS
+    if room.partition(".")[0]
+    in ("encodings", "training", "applying", "tracing", "verifying", "integrations")
 }
-FRONT = {"cli", "__main__", "__init__"}
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
-def room(path: Path) -> str:
-    relative = path.relative_to(PACKAGE)
-    return relative.parts[0] if len(relative.parts) > 1 else relative.stem
+def module_of(path: Path) -> str:
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" and parts[1:] else parts)
 
 
-def imports(path: Path) -> set[str]:
-    """Modules that a file imports anywhere but under ``if TYPE_CHECKING``."""
+MODULES = {module_of(path): path for path in FILES}
+
+
+def room_of(module: str) -> str:
+    if module in ROOMS or module in FRONT:
+        return module
+    return module.rpartition(".")[0]
+
+
+def imports(path: Path, *, types: bool) -> set[str]:
+    """Names that a file imports; those under ``if TYPE_CHECKING`` only on demand."""
     found: set[str] = set()
 
     def visit(node: ast.AST) -> None:
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+        for_types = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+        if for_types and not types:
             return
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
@@ -58,34 +111,64 @@ def imports(path: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_imports_go_one_way(path: Path) -> None:
-    here = room(path)
-    for name in imports(path):
-        parts = name.split(".")
-        if parts[0] == "torch":
-            assert here in TORCH_SIDE | FRONT, f"{path} imports torch"
-        if parts[0] != "ckplan" or len(parts) < 2 or here in FRONT:
-            continue
-        there = parts[1]
-        assert there not in FRONT, f"{path} imports {name}"
-        if there in FOLDERS and there != here:
-            assert there in FOLDERS.get(here, set()), f"{path} imports {name}"
+def modules_imported(path: Path, *, types: bool = True) -> set[str]:
+    """Modules of ckplan among them."""
+    names = (name.removeprefix("ckplan.") for name in imports(path, types=types))
+    return {
+        name if name in MODULES else name.rpartition(".")[0]
+        for name in names
+        if name in MODULES or name.rpartition(".")[0] in MODULES
+    }
 
 
-def test_the_report_wakes_nothing_on_the_torch_side() -> None:
-    for path in (PACKAGE / "report").glob("*.py"):
-        for name in imports(path):
-            assert not {*name.split(".")} & {"torch", *TORCH_SIDE}, f"{path}: {name}"
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_go_one_way(module: str) -> None:
+    here = room_of(module)
+    if here.partition(".")[0] in FRONT:
+        return
+    for other in modules_imported(MODULES[module]):
+        there = room_of(other)
+        assert there == here or there in ROOMS[here], f"{module} imports {other}"
 
 
-def test_plan_and_simulate_know_no_solver() -> None:
-    names = "plan", "plan_file", "simulate", "graph", "program", "resolve"
-    for name in (f"{name}.py" for name in names):
-        assert not any("solving" in found for found in imports(PACKAGE / name))
+def test_rooms_are_listed_in_import_order() -> None:
+    seen = set[str]()
+    for room, allowed in ROOMS.items():
+        assert allowed <= seen | {*BASICS, room}, room
+        seen.add(room)
+    known = {room_of(module).partition(".")[0] for module in MODULES}
+    assert known == {room.partition(".")[0] for room in ROOMS} | FRONT
 
 
-def test_the_map_has_every_file_and_imports_go_down_its_rows() -> None:
+def test_no_import_goes_in_a_circle_not_even_for_types() -> None:
+    graph = networkx.DiGraph(
+        (module, other)
+        for module, path in MODULES.items()
+        for other in modules_imported(path)
+    )
+    circles = [c for c in networkx.strongly_connected_components(graph) if len(c) > 1]
+    assert not circles
+
+
+@pytest.mark.parametrize("room", sorted(ABOVE_TORCH))
+def test_the_core_imports_no_torch(room: str) -> None:
+    files = [path for module, path in MODULES.items() if room_of(module) == room]
+    assert files
+    for path in files:
+        found = imports(path, types=False)
+        assert not any(name.partition(".")[0] == "torch" for name in found), path
+        torch_side = {*ROOMS} - ABOVE_TORCH
+        for other in modules_imported(path, types=False):
+            allowed = room == "auto" or room_of(other) not in torch_side
+            assert allowed, f"{path} imports {other}"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_no_file_is_long(module: str) -> None:
+    assert len(MODULES[module].read_text().splitlines()) <= MAX_LINES
+
+
+def test_the_map_has_every_room_and_its_rows_are_in_import_order() -> None:
     table = (PACKAGE / "README.md").read_text().partition("## Folders")[2]
     rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
     row_of = {
@@ -93,10 +176,18 @@ def test_the_map_has_every_file_and_imports_go_down_its_rows() -> None:
         for number, row in enumerate(rows)
         for name in re.findall(r"`([a-z_]+(?:\.py|/))`", row)
     }
-    assert {room(path) for path in FILES} - {"__init__", "__main__"} == {*row_of}
-    for path in PACKAGE.glob("*.py"):
-        mine = row_of.get(path.stem)
-        for name in imports(path) if mine is not None else ():
-            parts = name.split(".")
-            if parts[0] == "ckplan" and len(parts) > 1:
-                assert row_of[parts[1]] <= mine, f"{path.name} imports {name}"
+    tops = {room.partition(".")[0] for room in ROOMS}
+    assert tops | {"cli"} == {*row_of}
+    for room, allowed in ROOMS.items():
+        for other in allowed:
+            upper, lower = row_of[other.split(".")[0]], row_of[room.split(".")[0]]
+            assert upper <= lower, f"{room} imports {other}"
+
+
+def test_tests_mirror_the_rooms() -> None:
+    tests = Path(__file__).parent
+    folders = {p.parent.relative_to(tests) for p in tests.rglob("test_*.py")}
+    for folder in folders - {Path()}:
+        assert (PACKAGE / folder).is_dir(), folder
+    rooms = {p.name for p in PACKAGE.iterdir() if (p / "__init__.py").is_file()}
+    assert rooms == {folder.parts[0] for folder in folders if folder.parts}

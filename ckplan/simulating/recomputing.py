@@ -14,7 +14,7 @@ from ckplan.graph.records import MULTIPLIES, Saved
 from ckplan.plan.region import PROGRAM, Region
 from ckplan.simulating.effect import FIRST, Effect, Interval
 from ckplan.simulating.ledger import ByteCounter, Ledger, is_on_cpu, random_state_bytes
-from ckplan.simulating.program import Rebuild
+from ckplan.simulating.rebuild import Rebuild
 from ckplan.simulating.view import RegionView
 
 

@@ -29,7 +29,8 @@ from ckplan.applying.tensors.retained import (
 )
 from ckplan.applying.tensors.streams import stream_order
 from ckplan.encodings import Encoded, decode
-from ckplan.simulating.program import Flow, Program, Rebuild
+from ckplan.simulating.program import Flow, Program
+from ckplan.simulating.rebuild import Rebuild
 
 _Place: TypeAlias = tuple[torch.device, torch.Generator | None]
 """Whose random state: a generator, or the device's own."""
