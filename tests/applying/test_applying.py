@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ckplan
 from ckplan import applying
+from ckplan.applying.hooks import session
 from ckplan.applying.rebuilding import rebuilder as recompute
 from ckplan.errors import ApplyError, PlanError, WorkloadError
 from ckplan.plan.names import OpName
@@ -719,8 +720,8 @@ def test_a_run_whose_last_call_never_comes_ends_with_its_parent() -> None:
         assert all(map(torch.equal, *grads))
     with pytest.raises(RuntimeError):
         models[1](torch.ones(8, 5))
-    assert not applying.hooks.running.regions
-    assert not applying.hooks.running.calls
+    assert not session.running.regions
+    assert not session.running.calls
 
 
 def test_calls_of_one_module_are_rebuilt_in_two_ways() -> None:

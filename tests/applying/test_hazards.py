@@ -212,7 +212,7 @@ def test_a_norm_that_trains_before_backward_of_one_that_did_not(
 ) -> None:
     moved_before_backward(NORMS[kind], "program", *modes)
     for where in (record, replay):
-        with unguarded(where, "hold_copy", held.hold):
+        with unguarded(where, "retain_copy", held.retain):
             moved_before_backward(NORMS[kind], "program", *modes)
 
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ckplan
-from ckplan import applying
+from ckplan.applying.hooks import session
 from ckplan.plan.plan import Plan, PlannedRegion
 from ckplan.training.step import Training, make_step
 from ckplan.training.workload import Workload
@@ -39,8 +39,8 @@ def as_good_as_new(workload: Workload) -> bool:
     fresh = build("residual")
     workload.model.load_state_dict(fresh.model.state_dict())
     workload.model.zero_grad()
-    assert not applying.hooks.running.regions
-    assert not applying.hooks.running.calls
+    assert not session.running.regions
+    assert not session.running.calls
     return all(map(torch.equal, train(fresh), train(workload)))
 
 
@@ -112,8 +112,8 @@ def test_an_interrupt_that_a_forward_outlives() -> None:
     Failing.armed, Failing.in_forward = KeyboardInterrupt, True
     model(torch.randn(8, 64)).sum().backward()
     hook.remove()
-    assert not applying.hooks.running.regions
-    assert not applying.hooks.running.calls
+    assert not session.running.regions
+    assert not session.running.calls
     model(torch.randn(8, 64)).sum().backward()
     assert [r.runs for r in ckplan.status(model).regions] == [2, 1, 1, 2]
 
@@ -226,7 +226,7 @@ def test_checkpoints_in_a_thread_of_backward_count_calls_anew_in_every_step() ->
 
 
 def test_models_that_are_gone_leave_no_numbers_of_calls() -> None:
-    numbers = applying.hooks.running.numbers
+    numbers = session.running.numbers
     gc.collect()
     before = len(numbers)
     for _ in range(3):

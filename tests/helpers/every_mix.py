@@ -53,6 +53,6 @@ def _value(
     """Bytes that a combination needs and what it costs, moment by moment."""
     freed = need = 0
     for link, option in zip(links, mix, strict=True):
-        need = max(need, link.gap_bytes - freed, option.need_bytes - freed)
+        need = max(need, link.between_bytes - freed, option.need_bytes - freed)
         freed += option.freed_bytes
     return max(need, top_bytes - freed), sum(option.seconds for option in mix)

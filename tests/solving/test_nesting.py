@@ -96,9 +96,9 @@ def test_what_a_chain_with_nesting_thinks_is_what_it_costs() -> None:
     segmentation = [(blocks[at], blocks[at + 3]) for at in range(0, 12, 4)]
     options = Nesting(planner.simulator, planner.menus).options
     chain = segmentation_frontier(planner.simulator, segmentation, options)
-    for plan in map(regions_of, chain.spread(12)):
+    for plan in map(regions_of, chain.evenly_spaced(12)):
         assert planner.simulator.run(plan).peak_bytes <= planner.unplanned.peak_bytes
-    smallest = regions_of(next(chain.spread(1)))
+    smallest = regions_of(next(chain.evenly_spaced(1)))
     assert planner.simulator.run(smallest).peak_bytes == chain.least_bytes
 
 

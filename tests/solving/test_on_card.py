@@ -65,13 +65,13 @@ def test_a_plan_for_a_card_has_room_where_one_for_its_tensors_may_not(
     room = with_spare_segment(limit)
     assert 0.99 * limit.bytes <= room.bytes <= limit.bytes - 2 * MIB
     assert room.allows(found.timeline)
-    assert found.budget_bytes + found.gap_bytes == limit.bytes
+    assert found.budget_bytes + found.fragmentation_bytes == limit.bytes
     assert found.timeline.peak_bytes <= found.budget_bytes
     if room.allows(by_tensors.timeline):
         assert found == planner.solve(limit.bytes, limit)
-        assert (found.regions, found.gap_bytes) == (by_tensors.regions, 0)
+        assert (found.regions, found.fragmentation_bytes) == (by_tensors.regions, 0)
     else:
-        assert 0 < found.gap_bytes < limit.bytes / 4
+        assert 0 < found.fragmentation_bytes < limit.bytes / 4
         assert found.timeline.overhead >= by_tensors.timeline.overhead
 
 
@@ -80,10 +80,10 @@ def test_without_a_card_tensors_are_all_there_is() -> None:
     planner = Planner(graph)
     budget_bytes = round(0.7 * planner.unplanned.peak_bytes)
     found = solve_within_limit(planner, MemoryLimit(budget_bytes))
-    assert (found.budget_bytes, found.gap_bytes) == (budget_bytes, 0)
+    assert (found.budget_bytes, found.fragmentation_bytes) == (budget_bytes, 0)
     assert found == planner.solve(budget_bytes)
     on_t4 = find(planner, Objective(gpu="T4"))
-    assert (on_t4.budget_bytes, on_t4.gap_bytes) == (T4, 0)
+    assert (on_t4.budget_bytes, on_t4.fragmentation_bytes) == (T4, 0)
     assert on_t4 == planner.solve(T4)
 
 
@@ -91,7 +91,7 @@ def test_where_no_plan_leaves_room_tensors_decide() -> None:
     planner = Planner(of_card())
     floor = MemoryLimit(planner.floor.peak_bytes, of_reserved=True)
     found = solve_within_limit(planner, floor)
-    assert (found.budget_bytes, found.gap_bytes) == (floor.bytes, 0)
+    assert (found.budget_bytes, found.fragmentation_bytes) == (floor.bytes, 0)
     assert not found.as_baseline.fits
     with pytest.raises(InfeasibleError):
         solve_within_limit(planner, MemoryLimit(floor.bytes - 1, of_reserved=True))
@@ -107,8 +107,8 @@ def test_where_nothing_can_be_spared_a_plan_may_still_have_room() -> None:
         keeps, spares = (
             one.allows(found.timeline) for one in (limit, with_spare_segment(limit))
         )
-        assert found.gap_bytes or spares or not keeps
-        unspared += bool(found.gap_bytes) and not spares
+        assert found.fragmentation_bytes or spares or not keeps
+        unspared += bool(found.fragmentation_bytes) and not spares
     assert unspared
 
 
