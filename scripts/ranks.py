@@ -178,7 +178,7 @@ def measure(name: str, scheme: str) -> list[Row]:
 
 def _source(spec: WorkloadSpec, units: str) -> str:
     return (
-        "from ckplan.training.workload import WorkloadSpec\n"
+        "from ckplan.training.loading import WorkloadSpec\n"
         f"make = WorkloadSpec({spec.target!r}, {spec.options!r}).build\n"
         f"units = lambda model: model.get_submodule({units!r})"
     )

@@ -14,7 +14,7 @@ from ckplan.training.warm_up import warm_up_vector_kernels
 PROCESSES = 40  # without first calls about one in ten goes wrong
 TWICE = """
 import torch, ckplan
-from ckplan.plan import Plan, PlannedRegion
+from ckplan.plan.plan import Plan, PlannedRegion
 
 class Exp(torch.nn.Module):
     def forward(self, x):

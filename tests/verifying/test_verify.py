@@ -532,7 +532,7 @@ def test_a_timed_step_follows_the_first_ones(target: str):
 def test_a_script_without_a_main_guard_may_verify(tmp_path: Path):
     script = tmp_path / "script.py"
     script.write_text(
-        "from ckplan.training.workload import WorkloadSpec\n"
+        "from ckplan.training.loading import WorkloadSpec\n"
         "from ckplan.verifying.verify import verify\n"
         f"spec = WorkloadSpec({MLP.target!r}, {dict(MLP.options)!r})\n"
         "print(verify(spec, None, steps=1).passed)\n"
