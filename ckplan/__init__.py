@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ckplan.graph.sharding import shard
     from ckplan.plan.file import load as load_plan
     from ckplan.plan.plan import Plan
+    from ckplan.report.html import save_report
     from ckplan.solving.solve import frontier
     from ckplan.solving.solve import solve_plan as solve
     from ckplan.tracing.profile import profile
@@ -45,6 +46,7 @@ __all__ = [
     "planned",
     "profile",
     "remove",
+    "save_report",
     "shard",
     "solve",
     "status",
@@ -64,6 +66,7 @@ _HOME = {
     "planned": "ckplan.applying:planned",
     "profile": "ckplan.tracing.profile:profile",
     "remove": "ckplan.applying:remove",
+    "save_report": "ckplan.report.html:save_report",
     "shard": "ckplan.graph.sharding:shard",
     "solve": "ckplan.solving.solve:solve_plan",
     "status": "ckplan.applying:status",

@@ -12,6 +12,7 @@ import typer
 
 from ckplan.cli.inspect_commands import gpus, profile, show
 from ckplan.cli.plan_commands import compare, frontier, solve
+from ckplan.cli.report_command import report
 from ckplan.cli.terminal import TRACEBACK, Command, Commands, write
 from ckplan.cli.verify_commands import eject, verify
 
@@ -23,7 +24,8 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (profile, solve, frontier, compare, show, gpus, verify, eject):
+commands = profile, solve, frontier, compare, show, report, gpus, verify, eject
+for command in commands:
     app.command(cls=Command)(command)
 
 

@@ -93,6 +93,17 @@ def check_plot_output(path: Path, force: bool) -> None:
     check_plot(path)
 
 
+def check_page_output(path: Path, force: bool) -> None:
+    """The same of a page, whose folder must exist."""
+    check_output(path, force)
+    if not path.parent.is_dir():
+        raise CkplanError(
+            f"cannot write '{path}': there is no folder '{path.parent}'",
+            needed="a folder that exists",
+            hint=f"mkdir -p {path.parent}",
+        )
+
+
 def print_gpu_budget(gpu: str) -> None:
     """Say how the budget that a card is comes about."""
     from ckplan.gpus import find

@@ -11,6 +11,7 @@ import typer
 
 from ckplan.cli.inputs import (
     check_output,
+    check_page_output,
     check_plot_output,
     find_trace,
     make_training,
@@ -75,6 +76,10 @@ def verify(
         Path | None,
         typer.Option(metavar="FILE", help="Draw the timeline as PNG or SVG."),
     ] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write an HTML page with the timeline."),
+    ] = None,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
@@ -85,6 +90,9 @@ def verify(
     if plot is not None:
         check_plot_output(plot, force)
     spec = workload(target, settings, inputs)
+    step = find_trace(spec.name, trace)
+    if report is not None:
+        _check_report(report, step, force)
     how: dict[str, Any] = {
         "optimizer": optimizer,
         "amp": amp and amp.value,
@@ -93,7 +101,7 @@ def verify(
         "scaler": scaler,
         "device": device,
         "seed": seed,
-        "trace": find_trace(spec.name, trace),
+        "trace": step,
     }
     if fake:
         found: DryRun | Verification = _dry_run(spec, loaded, how)
@@ -109,8 +117,28 @@ def verify(
         name = loaded.model or spec.name
         save_timeline(plot, name, found.curves, found.budget_bytes, force=force)
         print_message(f"wrote {plot}")
+    if report is not None and step is not None:
+        from ckplan.report.html import save_report
+
+        plans = {plan.stem: loaded}
+        save_report(step, plans, report, seen=found.curves, force=force)
+        print_message(f"wrote {report}")
     if error is not None:
         raise error
+
+
+def _check_report(path: Path, trace: Graph | None, force: bool) -> None:
+    """Say before any work that a page could not be written after it."""
+    from ckplan.report.html import check_report
+
+    if trace is None:
+        raise CkplanError(
+            f"cannot write '{path}': there is no trace of this workload",
+            needed="the trace that the plan was made from",
+            hint="--trace FILE, from `ckplan profile`",
+        )
+    check_report()
+    check_page_output(path, force)
 
 
 def _dry_run(spec: WorkloadSpec, plan: Plan, how: dict[str, Any]) -> DryRun:

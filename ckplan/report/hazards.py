@@ -15,7 +15,15 @@ _MOST_PATTERNS = 2
 
 
 def hazards_table(graph: Graph) -> Table:
-    """Rows of calls, what is the matter with them, and what may recompute them."""
+    """Rows of calls, their hazard, and the ways to recompute that guard it."""
+    table = make_table("calls", "hazard", "recomputed by", texts=3)
+    for row in hazard_rows(graph):
+        add_row(table, *row)
+    return table
+
+
+def hazard_rows(graph: Graph) -> list[tuple[str, str, str]]:
+    """The cells of these rows, like calls in one row."""
     alike: dict[tuple[str, str, str], list[int]] = {}
     for hazard in graph.hazards:
         ways = " or ".join(hazard.guarded_by) or "nothing"
@@ -23,10 +31,10 @@ def hazards_table(graph: Graph) -> Table:
             ways = f"calls around: {ways}"
         key = (graph.calls[hazard.call].module, hazard.reason, ways)
         alike.setdefault(key, []).append(hazard.call)
-    table = make_table("calls", "hazard", "recomputed by", texts=3)
-    for (_, reason, ways), calls in alike.items():
-        add_row(table, _names(graph, calls), reason, ways)
-    return table
+    return [
+        (_names(graph, calls), reason, ways)
+        for (_, reason, ways), calls in alike.items()
+    ]
 
 
 def hazard_json(graph: Graph, hazard: Hazard) -> dict[str, Any]:

@@ -94,20 +94,36 @@ class Timeline:
 
     @cached_property
     def peak_by_kind(self) -> dict[str, int]:
-        """Bytes alive at the peak by kind; what regions make counts as activation."""
-        moment, storages = self.peak_moment, self.graph.storages
-        moved = self.moved_stops
+        """Bytes alive at the peak by kind."""
+        return self.bytes_by_kind(self.peak_moment)
+
+    def alive(self, moment: int) -> list[int]:
+        """Storages of the unplanned step that are alive at a half moment."""
+        return [
+            number
+            for number, (one, stop) in enumerate(
+                zip(self.graph.storages, self.stops, strict=True)
+            )
+            if 2 * one.maker + 1 <= moment <= stop
+        ]
+
+    def bytes_by_kind(self, moment: int) -> dict[str, int]:
+        """Bytes alive at a half moment by kind; they add up to ``live_bytes``.
+
+        Memory that regions allocate counts as activation; the rest, such as workspaces,
+        as temporary.
+        """
+        storages, moved = self.graph.storages, self.moved_stops
         gone = {s: storages[s].bytes for s in self.gone if moved[s] == moment}
         total = dict.fromkeys(KINDS, 0)
-        for storage, stop in zip(storages, self.stops, strict=True):
-            if 2 * storage.maker + 1 <= moment <= stop:
-                total[storage.kind] += storage.bytes
+        for storage in self.alive(moment):
+            total[storages[storage].kind] += storages[storage].bytes
         for effect in self.effects:
             part = effect.spike(moment, gone)[1]
             total["activation"] += effect.made_bytes(moment, part)
             for went, _ in effect.going.get(moment, ())[:part]:
                 total[storages[went].kind] -= gone.get(went, 0)
-        total["temporary"] += self.peak_bytes - sum(total.values())
+        total["temporary"] += self.live_bytes[moment] - sum(total.values())
         return total
 
 

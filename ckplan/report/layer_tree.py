@@ -1,0 +1,111 @@
+"""The calls of a step as a tree, like ones folded: what a plan does to each.
+
+A saved activation is *kept* if a region of the plan does not drop it, else *dropped*;
+bytes that recomputation makes again are *rebuilt*. Sums are over all calls of a row.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ckplan.graph.graph import Graph
+from ckplan.graph.records import BEFORE_STEP, OUTSIDE_CALLS
+from ckplan.plan.region import Region
+from ckplan.report.layers import patterns
+from ckplan.simulating.simulate import Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedCost:
+    """What some calls save and recompute under a plan, in bytes and seconds."""
+
+    kept_bytes: int = 0
+    dropped_bytes: int = 0
+    rebuilt_bytes: int = 0
+    forward_seconds: float = 0.0
+    recompute_seconds: float = 0.0
+
+    def __add__(self, other: PlannedCost) -> PlannedCost:
+        """Add part by part."""
+        return PlannedCost(
+            self.kept_bytes + other.kept_bytes,
+            self.dropped_bytes + other.dropped_bytes,
+            self.rebuilt_bytes + other.rebuilt_bytes,
+            self.forward_seconds + other.forward_seconds,
+            self.recompute_seconds + other.recompute_seconds,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TreeRow:
+    """Like calls at one place of the tree."""
+
+    depth: int
+    name: str  # a pattern of plans
+    module: str
+    count: int
+    cost: PlannedCost
+    action: str  # what the plan does to these calls; "" if nothing
+
+
+def layer_tree(
+    graph: Graph, timeline: Timeline, regions: Sequence[Region]
+) -> list[TreeRow]:
+    """Return the rows of the tree, parents before children."""
+    inside = _costs(graph, timeline)
+    actions = {region.call: _action(region) for region in regions}
+
+    def rows(parents: Sequence[int], depth: int) -> Iterator[TreeRow]:
+        alike: dict[object, list[int]] = defaultdict(list)
+        for call in (c for parent in parents for c in graph.children[parent]):
+            key = (graph.signature(call), inside[call].kept_bytes, actions.get(call))
+            alike[key].append(call)
+        for calls in alike.values():
+            cost = sum((inside[call] for call in calls), PlannedCost())
+            if cost == PlannedCost():
+                continue
+            names = [name for name, _ in patterns(graph, calls)]
+            name = names[0] if len(names) == 1 else f"{names[0]}, ..."
+            first = calls[0]
+            action, module = actions.get(first, ""), graph.calls[first].module
+            yield TreeRow(depth, name, module, len(calls), cost, action)
+            yield from rows(calls, depth + 1)
+
+    return list(rows([OUTSIDE_CALLS], 0))
+
+
+def _action(region: Region) -> str:
+    counts = (("saves", region.save), ("encodes", region.encode))
+    said = [f"{verb} {len(found)} tensors" for verb, found in counts if found]
+    said += [f"{len(region.inner)} regions inside"] if region.inner else []
+    return ", ".join([region.by, *said])
+
+
+def _costs(graph: Graph, timeline: Timeline) -> list[PlannedCost]:
+    """What every call costs with the calls inside; last, no call's."""
+    own = [PlannedCost()] * (len(graph.calls) + 1)
+    for number, op in enumerate(graph.ops[: graph.num_forward]):
+        seconds = graph.critical_seconds[number]
+        own[op.call] += PlannedCost(forward_seconds=seconds)
+    dropped = {index for effect in timeline.effects for index in effect.dropped}
+    for storage, saves in graph.saved_of.items():
+        one = graph.storages[storage]
+        if one.kind == "activation" and one.maker != BEFORE_STEP:
+            is_kept = any(index not in dropped for index in saves)
+            own[graph.ops[one.maker].call] += (
+                PlannedCost(kept_bytes=one.bytes)
+                if is_kept
+                else PlannedCost(dropped_bytes=one.bytes)
+            )
+    for effect in timeline.effects:
+        for step in effect.steps:
+            made = sum(graph.storages[s].bytes for s in graph.creates[step])
+            own[graph.ops[step].call] += PlannedCost(
+                rebuilt_bytes=made, recompute_seconds=graph.critical_seconds[step]
+            )
+    inside = list(own)
+    for index, call in reversed(list(enumerate(graph.calls))):
+        inside[call.parent] += inside[index]
+    return inside

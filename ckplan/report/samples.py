@@ -1,0 +1,90 @@
+"""Which moments of a step a picture shows: few, and every peak among them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ckplan.graph.graph import Graph
+from ckplan.graph.records import BEFORE_STEP, OUTSIDE_CALLS
+from ckplan.simulating.curve import PHASES, predicted_curve
+from ckplan.simulating.simulate import Timeline
+
+_PER_PHASE = 90
+_MOST_ALIVE = 14
+_OF_STEP = ("parameter", "buffer", "gradient", "optimizer", "input")
+
+
+@dataclass(frozen=True, slots=True)
+class Alive:
+    """Tensors alive at one moment that one op, or nobody in the step, made."""
+
+    name: str
+    kind: str
+    count: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One moment of a step, as pictures show it."""
+
+    place: float  # 0 to 3: every phase is 1 wide
+    seconds: float  # since the step began
+    where: str
+    by_kind: dict[str, int]
+    alive: tuple[Alive, ...]  # the largest
+
+    @property
+    def live_bytes(self) -> int:
+        """All bytes alive."""
+        return sum(self.by_kind.values())
+
+
+def sample_moments(timeline: Timeline, per_phase: int = _PER_PHASE) -> list[int]:
+    """Half moments in order: of each part of a phase, the one with most live bytes."""
+    found: dict[int, int] = {}
+    live = timeline.live_bytes
+    for moment, (place, _) in enumerate(predicted_curve(timeline).placed()):
+        part = min(int(place * per_phase), per_phase * len(PHASES) - 1)
+        if part not in found or live[moment] > live[found[part]]:
+            found[part] = moment
+    return sorted({*found.values(), timeline.peak_moment} if live else found.values())
+
+
+def sample(timeline: Timeline) -> list[Sample]:
+    """The moments that a picture shows, with what is alive at each."""
+    curve = predicted_curve(timeline)
+    placed = curve.placed()
+    return [
+        Sample(
+            placed[moment][0],
+            curve.points[moment][0],
+            timeline.graph.place(moment // 2),
+            timeline.bytes_by_kind(moment),
+            _largest_alive(timeline, moment),
+        )
+        for moment in sample_moments(timeline)
+        if moment < len(placed)
+    ]
+
+
+def _largest_alive(timeline: Timeline, moment: int) -> tuple[Alive, ...]:
+    graph = timeline.graph
+    found: dict[tuple[str, str], list[int]] = {}
+    for storage in timeline.alive(moment):
+        one = graph.storages[storage]
+        found.setdefault((_name(graph, storage), one.kind), []).append(one.bytes)
+    rows = [Alive(*key, len(sizes), sum(sizes)) for key, sizes in found.items()]
+    rest = timeline.live_bytes[moment] - sum(row.bytes for row in rows)
+    if rest > 0:
+        rows.append(Alive("recomputed tensors, workspaces", "temporary", 1, rest))
+    return tuple(sorted(rows, key=lambda row: -row.bytes)[:_MOST_ALIVE])
+
+
+def _name(graph: Graph, storage: int) -> str:
+    one = graph.storages[storage]
+    if one.kind in _OF_STEP or one.maker == BEFORE_STEP:
+        return f"all of kind {one.kind}"
+    op = graph.ops[one.maker]
+    call = "" if op.call == OUTSIDE_CALLS else graph.calls[op.call].fqn
+    return f"{call or '.'}/{op.name}"
