@@ -1,22 +1,137 @@
-"""What the README says of tests: each row of its table names one that is there."""
+"""READMEs: commands parse, code compiles, plans load, links resolve, tests exist."""
 
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
+import pytest
+from typer.main import get_command
+
+from ckplan.cli import app
+from ckplan.plan.file import loads
+
 ROOT = Path(__file__).parent.parent
+READMES = [
+    ROOT / "README.md",
+    *(
+        path
+        for folder in ("ckplan", "configs", "scripts", "tests", "traces")
+        for path in sorted((ROOT / folder).rglob("*.md"))
+        if path.name in ("README.md", "CHANGELOG.md")
+    ),
+]
+MOST_LINES = 200
+LONG = {"", "applying", "tracing/cuda"}  # rooms whose README is a document of its own
 PACKAGES = {
     "transformers": "transformers",
     "Lightning": "lightning",
     "Accelerate": "accelerate",
     "peft": "peft",
 }
+IDS = [str(path.relative_to(ROOT)) for path in READMES]
+
+
+def blocks(path: Path, *languages: str) -> list[str]:
+    found = re.findall(
+        r"^```(\w*)\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE
+    )
+    assert all(language for language, _ in found), f"{path}: a block names no language"
+    return [text for language, text in found if language in languages]
+
+
+def commands(path: Path) -> list[list[str]]:
+    """Uses of ckplan: lines of shell blocks, and code between backticks."""
+    lines = [
+        line for text in blocks(path, "sh", "console") for line in text.splitlines()
+    ]
+    lines += re.findall(r"`(ckplan [a-z]+ [^`]*)`", path.read_text())
+    found = (shlex.split(line.removeprefix("$ "), comments=True) for line in lines)
+    return [words[1:] for words in found if words[:1] == ["ckplan"]]
+
+
+@pytest.mark.parametrize("path", READMES, ids=IDS)
+def test_commands_are_commands_with_options_that_exist(path: Path) -> None:
+    known = get_command(app).commands  # type: ignore[attr-defined]
+    for words in commands(path):
+        if words[0] == "--help":
+            continue
+        assert words[0] in known, words
+        options = {
+            o for p in known[words[0]].params for o in (*p.opts, *p.secondary_opts)
+        }
+        used = [w.partition("=")[0] for w in words if re.match(r"--?[a-z]", w)]
+        assert {*used} <= {*options, "--help", "-h"}, words
+
+
+@pytest.mark.parametrize("path", READMES, ids=IDS)
+def test_python_compiles_and_plans_load(path: Path) -> None:
+    for text in blocks(path, "python"):
+        compile(text, str(path), "exec")
+    for text in blocks(path, "yaml"):
+        if text.startswith("ckplan:"):
+            assert loads(text, str(path)).regions
+
+
+def test_the_first_model_of_the_readme_trains() -> None:
+    """What people copy: a classifier whose labels stay outside the model."""
+    (text, *_) = blocks(ROOT / "README.md", "python")
+    namespace: dict[str, object] = {}
+    exec(compile(text, "README.md", "exec"), namespace)
+    build = namespace["build"]
+    model, batch, loss = build(layers=1, batch=4)  # type: ignore[operator]
+    loss(model(*batch), batch).backward()
+    assert all(one.grad is not None for one in model.parameters())
+
+
+@pytest.mark.parametrize("path", READMES, ids=IDS)
+def test_links_resolve(path: Path) -> None:
+    text = re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if link.startswith("http"):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (path.parent / name).resolve() if name else path
+        assert target.exists(), f"{path}: {link}"
+        if anchor:
+            titles = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
+            anchors = [
+                re.sub(r"[^\w\- ]", "", t.lower()).replace(" ", "-") for t in titles
+            ]
+            assert anchor in anchors, f"{path}: {link}"
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= MOST_LINES
+
+
+def test_every_large_room_says_what_it_is() -> None:
+    package = ROOT / "ckplan"
+    rooms = [p.parent for p in package.rglob("__init__.py")]
+    for room in rooms:
+        files = [p for p in room.glob("*.py") if p.name != "__init__.py"]
+        if len(files) <= 5:
+            continue
+        name = str(room.relative_to(package)).strip(".")
+        lines = (room / "README.md").read_text().splitlines()
+        assert len(lines) >= 10, name
+        assert len(lines) <= 40 or name in LONG, name
+
+
+def test_files_that_readmes_of_rooms_name_are_there() -> None:
+    package = ROOT / "ckplan"
+    for path in package.rglob("README.md"):
+        for name in re.findall(r"`((?!test_)[\w/]+\.(?:py|yaml))`", path.read_text()):
+            places = (path.parent, package, package / "cli", package / "applying", ROOT)
+            assert any(
+                (place / name).exists() for place in (*places, ROOT / "configs")
+            ), f"{path}: {name}"
 
 
 def rows() -> list[list[str]]:
     """Cells of the table of what plans work in."""
-    text = (ROOT / "README.md").read_text()
+    text = (ROOT / "ckplan" / "applying" / "README.md").read_text()
     section = text.partition("## In a training loop of somebody else")[2]
     lines = (x for x in section.partition("\n##")[0].splitlines() if x[:1] == "|")
     return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
@@ -26,14 +141,14 @@ def test_every_row_names_a_test_that_is_there() -> None:
     header, _, *table = rows()
     assert header == ["what", "version", "line", "test", "result"]
     assert len(table) > 20
-    there = set(
-        re.findall(r"def (test_\w+)", _text("integrations/test_integrations.py"))
-    )
+    tests = ROOT / "tests"
+    source = (tests / "integrations" / "test_integrations.py").read_text()
+    there = set(re.findall(r"def (test_\w+)", source))
     for row in table:
         names = re.findall(r"`(test_\w+(?:\.py)?)`", row[3])
         assert names, row
         for name in names:
-            assert name in there or [*(ROOT / "tests").rglob(name)], name
+            assert name in there or [*tests.rglob(name)], name
 
 
 def test_versions_are_those_that_the_tests_run_with() -> None:
@@ -48,7 +163,3 @@ def test_versions_are_those_that_the_tests_run_with() -> None:
             assert version == pins[found]
         else:  # DeepSpeed is no extra
             assert version == "0.19.8"
-
-
-def _text(name: str) -> str:
-    return (ROOT / "tests" / name).read_text()
