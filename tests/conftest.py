@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from commands import folder, run, trace, traced  # noqa: F401 - fixtures
 from hypothesis import HealthCheck, settings
 
 # A machine that is busy with something else is no reason to fail.

@@ -6,8 +6,9 @@ import warnings
 
 import pytest
 import torch
-from test_applying import build, measured_peak, train
+from small_models import build
 from torch import nn
+from trained import measured_peak, train
 
 import ckplan
 from ckplan import applying

@@ -13,13 +13,13 @@ from random import Random
 from typing import Any
 
 import pytest
+from commands import Run
 from every_plan import scale, without_states
 from graphs import Forward, chain
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from oracles import walk_plan
 from small_steps import KINDS, small_step
-from test_cli import Run, folder, run  # noqa: F401 - fixtures
 
 from ckplan.errors import CkplanError, GraphError, InfeasibleError, UnitError
 from ckplan.graph.file import dumps, loads
@@ -306,8 +306,8 @@ def test_the_integer_program_of_an_odd_step_is_no_traceback() -> None:
     ],
 )
 def test_solve_answers_at_every_edge(
-    run: Run,  # noqa: F811
-    folder: Path,  # noqa: F811
+    run: Run,
+    folder: Path,
     budget: str,
     code: int,
     said: str,
@@ -330,8 +330,8 @@ def test_solve_answers_at_every_edge(
 
 @pytest.mark.parametrize("seed", range(12))
 def test_solve_of_a_changed_file_is_no_traceback(
-    run: Run,  # noqa: F811
-    folder: Path,  # noqa: F811
+    run: Run,
+    folder: Path,
     seed: int,
 ) -> None:
     rng = Random(seed)

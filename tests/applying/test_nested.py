@@ -10,9 +10,10 @@ from typing import Any
 import graphs
 import pytest
 import torch
-from test_applying import applying_to, build, measured_peak, train
+from small_models import build
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from trained import applying_to, measured_peak, train
 
 import ckplan
 from ckplan import applying

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from test_replay import Block, Branching, Numbered, same_gradients
+from blocks import Block, Branching, Numbered, same_gradients
 from torch import nn
 
 from ckplan import applying

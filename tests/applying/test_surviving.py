@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from test_applying import build, state_of, train
+from small_models import build
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from trained import state_of, train
 
 import ckplan
 from ckplan.applying.hooks import session

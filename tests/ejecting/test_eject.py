@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_applying import Residual, build, measured_peak, train
-from test_cli import Run, folder, run, trace, traced  # noqa: F401 - fixtures
+from commands import Run
+from small_models import Residual, build
+from trained import measured_peak, train
 
 import ckplan
 from ckplan.ejecting.code import as_code, plain_form
@@ -159,7 +160,7 @@ def test_what_does_not_fit_says_so() -> None:
     assert ("does NOT fit" in code) == (not plain.fits)
 
 
-def test_the_command_prints_or_writes(run: Run, trace: Path) -> None:  # noqa: F811
+def test_the_command_prints_or_writes(run: Run, trace: Path) -> None:
     assert run("solve", str(trace), "--max-overhead", "50%").code == 0
     printed = run("eject", "plan.yaml", str(trace))
     assert printed.code == 0

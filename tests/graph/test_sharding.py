@@ -10,10 +10,10 @@ from pathlib import Path
 import graphs
 import pytest
 import torch
+from commands import Run
 from graphs import Forward
 from hypothesis import given
 from hypothesis import strategies as st
-from test_cli import Run, folder, run, trace, traced  # noqa: F401 - fixtures
 from torch import nn
 
 import ckplan
@@ -202,7 +202,7 @@ def test_units_can_be_chosen_and_regions_must_be_inside_of_one() -> None:
         simulate(graph, [Region(calls["h.0"], last=calls["h.1"])])
 
 
-def test_the_command_line_shards(run: Run, trace: Path) -> None:  # noqa: F811
+def test_the_command_line_shards(run: Run, trace: Path) -> None:
     ways = ("--shard", "fsdp2", "--world-size", "4")
     alone, rank = (
         json.loads(run("show", str(trace), "--json", *more).out) for more in ((), ways)

@@ -15,7 +15,7 @@ os.environ.update(RANK=one, LOCAL_RANK=one, WORLD_SIZE="2", DS_ACCELERATOR="cpu"
 import deepspeed
 import ckplan
 from ckplan.plan.plan import Plan, PlannedRegion
-from test_ranks import build, loss_of
+from rank_model import build, loss_of
 
 BLOCKS = Plan(regions=(PlannedRegion("h.[0..3]"),))
 CONFIG = {

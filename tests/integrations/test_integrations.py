@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
-from test_applying import build
+from small_models import build
+from tiny_gpt2 import LAYERS, gpt2, ids
 from torch import nn
 from two_ranks import run_two
 
@@ -21,30 +22,6 @@ from ckplan.plan.plan import Plan, PlannedRegion
 transformers = pytest.importorskip("transformers")
 
 BLOCKS = Plan(regions=(PlannedRegion("[0..2]"),))
-LAYERS = Plan(regions=(PlannedRegion("transformer.h.[0..1]"),))
-
-
-def gpt2(dropout: float = 0.1) -> nn.Module:
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        n_layer=2,
-        n_embd=32,
-        n_head=2,
-        n_positions=16,
-        vocab_size=64,
-        resid_pdrop=dropout,
-        embd_pdrop=dropout,
-        attn_pdrop=dropout,
-        loss_type="ForCausalLMLoss",
-    )
-    return transformers.GPT2LMHeadModel(config).train()
-
-
-def ids(batch: int = 4) -> dict[str, torch.Tensor]:
-    found = torch.randint(
-        64, (batch, 16), generator=torch.Generator().manual_seed(batch)
-    )
-    return {"input_ids": found, "labels": found}
 
 
 def both(
@@ -291,7 +268,7 @@ def test_compiled_by_torch(backend: str, run: bool) -> None:
 PARALLEL = """
 from torch import nn
 import ckplan
-from test_integrations import LAYERS, gpt2, ids
+from tiny_gpt2 import LAYERS, gpt2, ids
 
 def wrapped(model):
     if sys.argv[2] == "fsdp2":

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from rank_model import build, loss_of
 from torch import nn
 from two_ranks import train_two
 
@@ -14,60 +15,13 @@ import ckplan
 from ckplan.errors import CkplanError
 from ckplan.plan import file as plan_file
 from ckplan.simulating.simulate import simulate
-from ckplan.training.workload import Workload
 
-WIDTH = 63  # uneven: two ranks have 32 and 31 rows
 NEAR = 0.003
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 4 * WIDTH + 1)
-        self.down = nn.Linear(4 * WIDTH + 1, WIDTH)
-        self.drop = nn.Dropout(0.1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = nn.functional.gelu(self.up(self.norm(x)))
-        return x + self.drop(self.down(hidden))
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(301, WIDTH)
-        self.h = nn.ModuleList(Block() for _ in range(4))
-        self.head = nn.Linear(WIDTH, 301, bias=False)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.embed(ids)
-        for block in self.h:
-            x = block(x)
-        return self.head(x)
-
-
-def build() -> tuple[Model, torch.Tensor]:
-    torch.manual_seed(0)
-    return Model(), torch.randint(301, (4, 64))
-
-
-def loss_of(output: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    return nn.functional.cross_entropy(output.flatten(0, 1), ids.flatten())
-
-
-def make() -> Workload:
-    model, batch = build()
-    return Workload(model, batch, loss_of)
-
-
-def units(model: Model) -> nn.ModuleList:
-    return model.h
 
 
 def ranks(folder: Path, scheme: str, accumulate: int, *plans: Path) -> list[list[int]]:
     """Measured peaks on every rank: with each plan, then without."""
-    source = "from test_ranks import make, units"
+    source = "from rank_model import make, units"
     found = train_two(folder, source, scheme, plans, accumulate=accumulate)
     for rank in found:
         assert len({step.digest for step in rank}) == 1, "other parameters than without"

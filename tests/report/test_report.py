@@ -9,6 +9,7 @@ from itertools import count
 import pytest
 import torch
 from torch import nn
+from verifications import MIB, verification
 
 import ckplan
 from ckplan.errors import VerifyError
@@ -36,9 +37,6 @@ from ckplan.simulating.simulate import simulate
 from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.solution import Baseline, Floor, Solution
 from ckplan.units import format_percent
-from ckplan.verifying.verify import Verification
-
-MIB = 2**20
 
 
 def chain_graph(*layers: tuple[str, int], own_bytes: int = 0) -> Graph:
@@ -350,31 +348,6 @@ def test_bare_plan_is_shown() -> None:
 
 
 # -- verify ------------------------------------------------------------------------
-
-
-def verification(**changes: object) -> Verification:
-    values: dict[str, object] = {
-        "gradients_equal": True,
-        "buffers_equal": True,
-        "loss_equal": True,
-        "random_state_equal": True,
-        "different": (),
-        "predicted_peak_bytes": 15 * MIB,
-        "measured_peak_bytes": 15 * MIB,
-        "unplanned_measured_peak_bytes": 20 * MIB,
-        "predicted_overhead": 0.031,
-        "step_seconds": 1.03,
-        "unplanned_step_seconds": 1.0,
-        "overhead": 0.03,
-        "budget_bytes": 16 * MIB,
-        "fits": True,
-        "regions_ran": 8,
-        "regions_idle": (),
-        "regions_kept": (),
-        "other": (),
-        **changes,
-    }
-    return Verification(**values)  # type: ignore[arg-type]
 
 
 def test_verification_puts_predicted_beside_measured() -> None:

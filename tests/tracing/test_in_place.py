@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from test_applying import measured_peak
 from torch import nn
 from torch.autograd.profiler import profile
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from trained import measured_peak
 
 import ckplan
 from ckplan.plan.plan import Plan, PlannedRegion

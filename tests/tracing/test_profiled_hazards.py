@@ -11,9 +11,9 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from test_applying import train
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from trained import train
 
 import ckplan
 from ckplan.errors import ApplyError, PlanError, WorkloadError

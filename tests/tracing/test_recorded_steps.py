@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from measured import peak_bytes_of
-from test_applying import measured_peak, train
 from torch import nn
 from torch.nn import functional
+from trained import measured_peak, train
+from unusual_steps import OPTIMIZERS, Layer, Nested, Stack, Tied, own_loss
 
 import ckplan
 from ckplan.graph.graph import Graph
@@ -22,30 +23,6 @@ from ckplan.tracing.profile import profile_workload
 from ckplan.training.loading import WorkloadSpec
 from ckplan.training.step import Training, make_step
 from ckplan.training.workload import Workload, tensors_of
-
-
-class Layer(nn.Module):
-    """Two linear layers with what autograd saves between them."""
-
-    def __init__(self, width: int = 64) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return x + self.down(functional.gelu(torch.tanh(self.up(x))))
-
-
-class Stack(nn.Module):
-    """Layers one after the other."""
-
-    def __init__(self, kind: Callable[[], nn.Module] = Layer, count: int = 3) -> None:
-        super().__init__()
-        self.h = nn.ModuleList(kind() for _ in range(count))
-
-    def forward(self, x: torch.Tensor) -> Any:
-        for layer in self.h:
-            x = layer(x)
-        return x
 
 
 class HookedLayer(Layer):
@@ -114,13 +91,6 @@ class InPlaceLayer(Layer):
         return out.view(-1, 8, 8).transpose(1, 2).reshape(x.shape)
 
 
-class Nested(NamedTuple):
-    """An output that is no tensor."""
-
-    x: torch.Tensor
-    extra: dict[str, Any]
-
-
 class ViewsLayer(Layer):
     """Views of views, expanded, strided, and copied onto themselves."""
 
@@ -165,23 +135,6 @@ class SeveralLosses(Stack):
         return {"losses": losses, "last": x, "count": len(losses)}
 
 
-class Tied(nn.Module):
-    """The first and the last weight are one; two layers are one module."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, layer = nn.Embedding(512, 64), Layer()
-        self.h = nn.ModuleList([layer, Layer(), layer])
-        self.out = nn.Linear(64, 512, bias=False)
-        self.out.weight = self.embed.weight
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.embed(ids)
-        for layer in self.h:
-            x = layer(x)
-        return self.out(x)
-
-
 class Called(nn.Module):
     """One cell many times, with a state that is a tuple."""
 
@@ -196,16 +149,6 @@ class Called(nn.Module):
             state = self.cell(x, state)
             outs.append(self.layer(state[0]))
         return torch.stack(outs)
-
-
-def own_loss(output: Any, batch: Any) -> torch.Tensor:
-    """The sum of squares of whatever there is."""
-    del batch
-    if isinstance(output, dict):
-        return sum(output["losses"]) + output["last"].mean()
-    if isinstance(output, Nested):
-        return output.x.square().mean() + output.extra["norms"][1][0]
-    return output.square().mean()
 
 
 STEPS: dict[str, tuple[Callable[[], nn.Module], str]] = {
@@ -255,10 +198,9 @@ def test_unusual_steps_are_recorded_and_planned_exactly(name: str) -> None:
         assert predicted == pytest.approx(measured, rel=0.003)
 
 
-OPTIMIZERS: list[torch.optim.Optimizer] = []
 FACTORY = """
 import torch
-from test_recorded_steps import OPTIMIZERS, Stack, Tied, own_loss
+from unusual_steps import OPTIMIZERS, Stack, Tied, own_loss
 
 def build(kind="AdamW", model="Stack"):
     torch.manual_seed(0)

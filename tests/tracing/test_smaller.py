@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from test_applying import measured_peak, train
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from trained import measured_peak, train
+from value_models import ROWS, Branching, Choosing, mean_square, workload
 
 import ckplan
 from ckplan import cli
@@ -22,34 +22,7 @@ from ckplan.graph.extrapolate import extrapolate
 from ckplan.graph.graph import Graph
 from ckplan.simulating.simulate import simulate
 from ckplan.tracing import trace as tracing
-from ckplan.training.workload import Workload, tensors_of
-
-ROWS = 8192
-
-
-class Branching(nn.Module):
-    """Goes where a float says, which fake tensors do not know."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        first, others = nn.Linear(64, 256), (nn.Linear(256, 256) for _ in range(4))
-        self.layers = nn.ModuleList([first, *others])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-            x = torch.tanh(x) if x.sum().item() < 1e30 else x
-        return x
-
-
-class Choosing(Branching):
-    """Works on the rows that a mask leaves."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            chosen = (x[:, 0] < 1e30).nonzero().squeeze(-1)
-            x = torch.tanh(layer(x[chosen]))
-        return x
+from ckplan.training.workload import tensors_of
 
 
 class Growing(Branching):
@@ -61,16 +34,6 @@ class Growing(Branching):
         for _ in range(len(x) // 1024):
             x = torch.tanh(self.layers[1](x))
         return x
-
-
-def mean_square(output: torch.Tensor, batch: Any) -> torch.Tensor:
-    del batch
-    return output.square().mean()
-
-
-def workload(kind: type[Branching], rows: int = ROWS) -> Workload:
-    torch.manual_seed(0)
-    return Workload(kind(), torch.randn(rows, 64), mean_square)
 
 
 def profiled(kind: type[Branching], rows: int = ROWS) -> Graph:
@@ -201,7 +164,7 @@ def test_the_screen_and_json_say_that_a_step_was_drawn_on(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    source = "from test_smaller import Choosing, mean_square, workload\n"
+    source = "from value_models import Choosing, mean_square, workload\n"
     source += "def build():\n    made = workload(Choosing)\n"
     source += "    return made.model, made.batch, mean_square\n"
     (tmp_path / "model.py").write_text(source)

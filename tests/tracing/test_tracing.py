@@ -10,11 +10,11 @@ from typing import Any, TypeAlias
 
 import pytest
 import torch
-from test_applying import measured_peak
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
+from trained import measured_peak
 
 import ckplan
 from ckplan.errors import WorkloadError

@@ -8,8 +8,9 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 from measured import peak_bytes_of
-from test_applying import Residual, state_of
+from small_models import Residual
 from torch import nn
+from trained import state_of
 
 import ckplan
 from ckplan import applying

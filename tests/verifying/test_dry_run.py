@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 from measured import peak_bytes_of
-from test_applying import MODELS, build, measured_peak, plans, run_plans
+from small_models import MODELS, build, plans, run_plans
 from torch import nn
+from trained import measured_peak
 from typer.testing import CliRunner
 
 import ckplan

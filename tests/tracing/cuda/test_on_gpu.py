@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_cuda import MegatronLayer, mean_square
+from megatron import MegatronLayer, mean_square
 from torch import nn
 
 import ckplan
