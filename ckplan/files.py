@@ -107,7 +107,7 @@ def exists(path: Path) -> CkplanError:
     """The error for a file that must not be overwritten."""
     return CkplanError(
         f"cannot write '{path}': it already exists",
-        needed="a new file, or leave to overwrite this one",
+        needed="a path that does not exist yet, or leave to overwrite",
         hint="--force to overwrite it, or another name with -o",
     )
 

@@ -249,7 +249,7 @@ def test_what_does_not_hold_together_is_said(
     with pytest.raises(GraphError) as caught:
         loads(json.dumps(content), "changed")
     assert found in caught.value.what
-    assert caught.value.what.startswith("the trace does not hold together: ")
+    assert caught.value.what.startswith("the trace is inconsistent: ")
 
 
 # -- budgets ---------------------------------------------------------------------------

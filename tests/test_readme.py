@@ -122,7 +122,9 @@ def test_every_large_room_says_what_it_is() -> None:
 def test_files_that_readmes_of_rooms_name_are_there() -> None:
     package = ROOT / "ckplan"
     for path in package.rglob("README.md"):
-        for name in re.findall(r"`((?!test_|model\.py)[\w/]+\.(?:py|yaml))`", path.read_text()):
+        for name in re.findall(
+            r"`((?!test_|model\.py)[\w/]+\.(?:py|yaml))`", path.read_text()
+        ):
             places = (path.parent, package, package / "cli", package / "applying", ROOT)
             assert any(
                 (place / name).exists() for place in (*places, ROOT / "configs")

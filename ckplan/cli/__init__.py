@@ -51,7 +51,7 @@ def _ckplan(
         ),
     ] = False,
     traceback: Annotated[
-        bool, typer.Option(TRACEBACK, help="With an error, show where it came from.")
+        bool, typer.Option(TRACEBACK, help="On an error, show the traceback.")
     ] = False,
 ) -> None:
     """Plan activation checkpointing: the fastest training step that fits in memory.

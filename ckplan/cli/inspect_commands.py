@@ -53,7 +53,7 @@ def profile(
     device: Annotated[
         str | None,
         typer.Option(
-            help="Where the step is to run: cpu, or cuda, GPU or not.  "
+            help="Device of the step: cpu or cuda; cuda needs no GPU.  "
             "[default: cpu; cuda with --gpu]",
         ),
     ] = None,
@@ -70,7 +70,7 @@ def profile(
     units: Units = None,
     fresh: Annotated[
         bool,
-        typer.Option("--fresh", help="Measure again what was measured before."),
+        typer.Option("--fresh", help="Measure all ops again; ignore cached costs."),
     ] = False,
     replay: Annotated[
         bool,

@@ -86,21 +86,23 @@ Clip = Annotated[
 Scaler = Annotated[
     bool, typer.Option("--scaler", help="Scale the loss, for --amp fp16.")
 ]
-Seed = Annotated[int, typer.Option(min=0, help="Of every random number.")]
+Seed = Annotated[int, typer.Option(min=0, help="Seed of all random numbers.")]
 ShardOption = Annotated[
     Shard | None,
-    typer.Option("--shard", help="Of the step of one rank among several."),
+    typer.Option("--shard", help="Plan the step of one rank under this scheme."),
 ]
 WorldSize = Annotated[
     int | None,
-    typer.Option("--world-size", min=1, metavar="N", help="With --shard: the ranks."),
+    typer.Option(
+        "--world-size", min=1, metavar="N", help="With --shard: number of ranks."
+    ),
 ]
 Units = Annotated[
     list[str] | None,
     typer.Option(
         "--unit",
         metavar="MODULES",
-        help="With fsdp2 and zero3: what is gathered as one, like h.[0..11]; "
+        help="With fsdp2 and zero3: modules gathered together, h.[0..11]; "
         "repeatable.  [default: the layers]",
     ),
 ]
@@ -113,12 +115,14 @@ GpuOption = Annotated[
     typer.Option(
         "--gpu",
         metavar="NAME",
-        help="In place of a budget: what a card of `ckplan gpus` has room for.",
+        help="Instead of a budget: the memory of a card of `ckplan gpus`.",
     ),
 ]
 Reserve = Annotated[
     str,
-    typer.Option(metavar="SIZE", help="Taken off the budget first, for others."),
+    typer.Option(
+        metavar="SIZE", help="Memory to leave free: taken off the budget first."
+    ),
 ]
 Expandable = Annotated[
     bool,

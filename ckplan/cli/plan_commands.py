@@ -50,15 +50,20 @@ def solve(
     max_overhead: Annotated[
         str | None,
         typer.Option(
-            metavar="PERCENT", help="In place of a budget: least memory at 5% or less."
+            metavar="PERCENT",
+            help="Instead of a budget: least memory for this overhead, as 5%.",
         ),
     ] = None,
     min_memory: Annotated[
-        bool, typer.Option("--min-memory", help="In place of a budget: least memory.")
+        bool,
+        typer.Option("--min-memory", help="Instead of a budget: the least memory."),
     ] = False,
     knee: Annotated[
         bool,
-        typer.Option("--knee", help="In place of a budget: before memory gets dear."),
+        typer.Option(
+            "--knee",
+            help="Instead of a budget: where more savings cost much more time.",
+        ),
     ] = False,
     reserve: Reserve = "0",
     expandable: Expandable = False,
@@ -67,7 +72,8 @@ def solve(
         typer.Option(help="milp: a tighter bound, exact for small graphs."),
     ] = Method.CHAIN,
     time_limit: Annotated[
-        float, typer.Option(min=0, metavar="SECONDS", help="That milp may take.")
+        float,
+        typer.Option(min=0, metavar="SECONDS", help="Time limit of --method milp."),
     ] = 60.0,
     shard: ShardOption = None,
     world_size: WorldSize = None,
@@ -154,9 +160,7 @@ def _show_solution(
     elif expandable:
         print_message("the plan needs PYTORCH_ALLOC_CONF=expandable_segments:True")
     elif solution.fragmentation_bytes:
-        print_message(
-            "fewer gaps: --expandable-segments, if PYTORCH_ALLOC_CONF has them"
-        )
+        print_message("less fragmentation: --expandable-segments, if they are on")
 
 
 def frontier(

@@ -50,7 +50,7 @@ def write(text: str) -> None:
         raise CkplanError(
             "cannot write the output: the standard output is closed",
             needed="an open standard output",
-            hint="redirect it to /dev/null, if nobody wants it",
+            hint="redirect it to /dev/null if it is not needed",
         )
     sys.stdout.write(text)
     sys.stdout.flush()
@@ -122,6 +122,6 @@ def _unexpected(error: BaseException) -> CkplanError:
         )
     return CkplanError(
         f"ckplan failed: {type(error).__name__}: {said}",
-        needed="nothing of you: this is a bug in ckplan",
+        needed="no change of yours: this is a bug in ckplan",
         hint=f"the same command with {TRACEBACK}, and report what it prints",
     )

@@ -56,11 +56,11 @@ def verify(
     scaler: Scaler = False,
     device: Annotated[
         str | None,
-        typer.Option(help="cpu or cuda.  [default: what the plan is for]"),
+        typer.Option(help="cpu or cuda.  [default: the device of the plan]"),
     ] = None,
     cap: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="On a GPU: as if it had no more memory."),
+        typer.Option(metavar="SIZE", help="On a GPU: limit its memory to this size."),
     ] = None,
     steps: Annotated[int, typer.Option(min=0, help="How many steps to time.")] = 5,
     seed: Seed = 0,

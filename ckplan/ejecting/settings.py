@@ -92,7 +92,7 @@ def setting_for(graph: Graph, plan: Plan, tool: str) -> Setting:
     regions = tuple(resolve(plan, graph))
     if not regions:
         raise PlanError(
-            f"cannot put the plan in the words of {tool}: it recomputes nothing",
+            f"cannot express the plan as settings of {tool}: it recomputes nothing",
             needed="a plan with regions",
             hint="a smaller budget: ckplan solve --budget 80%",
         )
@@ -100,7 +100,8 @@ def setting_for(graph: Graph, plan: Plan, tool: str) -> Setting:
     layers = find_repeated_layers(graph, Menus(simulator))
     if not layers:
         raise PlanError(
-            f"cannot put the plan in the words of {tool}: {graph.model} has no layers, "
+            f"cannot express the plan as settings of {tool}: {graph.model} has no "
+            "layers, "
             "modules of one type after one another",
             needed="a model made of layers",
             hint="--as torch, which takes any set of modules",

@@ -31,9 +31,10 @@ def extrapolate(small: Graph, large: Graph, rows: tuple[int, int, int]) -> Graph
     """
     if any(a != b for a, b in zip(_shape(small), _shape(large), strict=True)):
         raise GraphError(
-            f"cannot draw the step on to a batch of {rows[2]} rows: it runs other ops "
+            f"cannot extrapolate the step to a batch of {rows[2]} rows: it runs "
+            "other ops "
             f"at {rows[0]} rows than at {rows[1]}",
-            needed="the same ops, whatever the batch",
+            needed="the same ops at every batch size",
             hint="profile where the whole batch fits in memory, or a smaller batch",
         )
 

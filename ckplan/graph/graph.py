@@ -300,7 +300,7 @@ class Graph(RecordedStep):
 
 def _bad(what: str) -> GraphError:
     return GraphError(
-        f"the trace does not hold together: {what}",
+        f"the trace is inconsistent: {what}",
         needed=f"a graph file of format {FORMAT_VERSION} as `ckplan profile` writes it",
         hint="run `ckplan profile` again",
     )

@@ -171,7 +171,7 @@ def as_plan(plan: object) -> Plan | None:
     if plan is None or isinstance(plan, Plan):
         return plan
     raise PlanError(
-        f"cannot take a {type(plan).__name__} for a plan",
+        f"cannot use a {type(plan).__name__} as a plan",
         needed="a plan, or the path of its file",
         hint="ckplan.solve(graph, budget='12GiB')",
     )
@@ -248,7 +248,7 @@ def _calls_or_run(entries: Mapping[str, YamlNode]) -> None:
     if ("calls" in entries) == ("run" in entries):
         found = "both 'calls' and 'run'" if "run" in entries else "neither"
         raise PlanError(
-            f"cannot tell what the region is: it has {found}",
+            f"cannot read the region: it has {found}",
             needed="calls, where each is a region, or run, for one over several calls",
             hint="calls: transformer.h.[0..7]",
         )

@@ -29,7 +29,7 @@ def refuse_hazards(graph: Graph, region: Region) -> None:
     for hazard in _hazards_around(graph, region):
         raise PlanError(
             _message(graph, region, hazard),
-            needed="calls that run once as long as there is no plan",
+            needed="calls that the unplanned model runs once",
             hint="profile the model without its own checkpoint, or leave this call out",
         )
     for hazard in graph.hazards_in(region.call, region.last):
@@ -73,8 +73,8 @@ def refuse_in_plain_torch(graph: Graph, region: Region) -> None:
             raise PlanError(
                 f"cannot run {graph.calls[region.call]} again by torch alone: "
                 f"{graph.calls[hazard.call]} {hazard.reason}",
-                needed="layers that do the same whenever they run",
-                hint="ckplan.apply(model, plan), which sees to that",
+                needed="layers that give the same result each time they run",
+                hint="ckplan.apply(model, plan), which restores that state",
             )
 
 

@@ -54,13 +54,13 @@ class PlannedRegion:
             raise PlanError(
                 f"cannot {word} ops of {self.title!r}: {word} needs by: program",
                 needed=f"by: program, or no {word}",
-                hint="by: program, which rebuilds op by op what is not saved",
+                hint="by: program, which rebuilds dropped values op by op",
             )
         if self.run is not None and self.by != PROGRAM:
             raise PlanError(
                 f"cannot run the calls {self.title!r} again: a run needs by: program",
                 needed="by: program, or calls in place of run",
-                hint="by: program, which rebuilds op by op what is not saved",
+                hint="by: program, which rebuilds dropped values op by op",
             )
         if self.inner and self.by != PROGRAM:
             raise _not_nested(f"{self.title!r}, which runs again as a whole,")

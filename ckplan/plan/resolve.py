@@ -298,7 +298,7 @@ def _check_disjoint(
             same = inner.call == outer.call or not inside
             error = PlanError(
                 f"regions overlap: {found_twice if same else nested}",
-                needed="regions of which none lies inside another",
+                needed="regions that do not overlap",
                 hint="remove one of the two",
             )
             raise other.located(error)

@@ -34,7 +34,7 @@ def solution_report(
             key_value_table(_budget_rows(solution, reserve_bytes, reserved)),
         ),
         section(
-            "The same for common practice",
+            "Common strategies under the same budget",
             _baselines([*solution.baselines, solution.as_baseline]),
         ),
         section("Regions", _regions(plan)),
@@ -141,7 +141,8 @@ def _budget_rows(
     others = [f"the reserve of {_size(reserve_bytes)}"] if reserve_bytes else []
     if solution.fragmentation_bytes:
         others.append(
-            f"{_size(solution.fragmentation_bytes)} for gaps of PyTorch's allocator"
+            f"{_size(solution.fragmentation_bytes)} for fragmentation of PyTorch's "
+            "allocator"
         )
     if others:
         limit += f", which is {_size(whole)} without {' and '.join(others)}"
@@ -166,7 +167,7 @@ def _engine(after: Timeline) -> list[tuple[str, str]]:
     if not after.engine_overhead:
         return []
     percent = units.format_percent(after.engine_overhead, sign=True)
-    why = "for watching forwards and handing out ops; the overhead has it"
+    why = "for the engine's own work; included in the overhead"
     return [("engine", f"{percent} {why}")]
 
 

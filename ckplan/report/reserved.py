@@ -40,8 +40,8 @@ def fragmentation_warning(
     """What to do if the allocator of a card fails in so much; "" if it does not."""
     if has_room(timeline, room_bytes, expandable=expandable):
         return ""
-    fails = "warning: PyTorch's allocator finds no room for all of it in"
+    fails = "warning: PyTorch's allocator runs out of memory in"
     fails += f" {units.format_bytes(room_bytes)}"
     if has_room(timeline, room_bytes, expandable=True):
         return f"{fails}: set PYTORCH_ALLOC_CONF=expandable_segments:True"
-    return f"{fails}: a larger --reserve leaves room for its gaps"
+    return f"{fails}: a larger --reserve leaves room for fragmentation"

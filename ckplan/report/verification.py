@@ -74,7 +74,7 @@ def verification_error(found: Verification) -> VerifyError:
         return _exceeds("measured peak", found.measured_peak_bytes, found)
     first = ", ".join(found.different[:3])
     return VerifyError(
-        f"the planned step computes something else than the unplanned one: {first}",
+        f"the planned step differs from the unplanned one: {first}",
         needed="the same bits in loss, gradients, buffers and random state",
         hint="leave these modules out of the plan, and please report it",
     )

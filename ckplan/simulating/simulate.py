@@ -186,7 +186,7 @@ class Simulator:
         return self._effects[region]
 
     def run(self, regions: Iterable[Region] = ()) -> Timeline:
-        """Replay the step under regions of which none lies inside another."""
+        """Replay the step under regions that do not overlap."""
         regions = sorted(regions, key=lambda region: region.call)
         check_apart(self.graph, regions)
         effects = tuple(self.effect(region) for region in regions)
@@ -317,8 +317,8 @@ class Simulator:
             inside = view.start <= call.start and call.stop <= view.stop
             if inside and view.unit != (number, None):
                 raise PlanError(
-                    f"cannot rebuild {view.name}: the parameters of {call} are there "
-                    "for that call alone",
-                    needed="regions inside of what is gathered as one",
+                    f"cannot rebuild {view.name}: the parameters of {call} are "
+                    "gathered for that call only",
+                    needed="regions inside one gathered unit",
                     hint="a region for every such call, or --unit for larger ones",
                 )

@@ -126,7 +126,7 @@ class Objective:
         given = [self.budget, self.max_overhead, self.goal, self.gpu]
         if sum(objective is not None for objective in given) != 1:
             raise CkplanError(
-                "cannot tell what the plan is to reach",
+                "cannot choose the objective of the plan",
                 needed="exactly one of a budget, a card, a largest overhead and a goal "
                 f"({' or '.join(filter(None, GOALS))})",
                 hint="ckplan.solve(graph, budget='12GiB')",

@@ -148,7 +148,7 @@ def _trace_translated(
         if before not in ("", why):
             why = f"on fake CUDA tensors, {before}; translated from CPU, {why}"
         raise WorkloadError(
-            f"cannot tell what CUDA would hold without a GPU: {why}",
+            f"cannot predict memory on CUDA without a GPU: {why}",
             needed=_what_can_be_told(error),
             hint=_instead(error),
         ) from error

@@ -78,7 +78,8 @@ def check_optimizer(text: object) -> None:
     """
     if not isinstance(text, str):
         raise WorkloadError(
-            f"cannot train with a {type(text).__name__}: optimizers are named here",
+            f"cannot train with a {type(text).__name__}: an optimizer is given by "
+            "its name",
             needed="one of " + ", ".join(OPTIMIZERS),
             hint="a file whose build() returns a dict with the key 'optimizer'",
         )

@@ -204,7 +204,7 @@ def loss_of(workload: Workload, output: Any) -> tuple[torch.Tensor, str]:
             else f"a {type(loss).__name__}"
         )
         raise WorkloadError(
-            f"the loss is no scalar: {found}",
+            f"the loss is not a scalar: {found}",
             needed="one number, as a tensor",
             hint="return (model, batch, loss_fn) with loss_fn(output, batch).mean()",
         )

@@ -109,7 +109,7 @@ def dry_run(
         clip: Largest norm of all gradients together: ``clip_grad_norm_``.
         scaler: Whether the loss goes through a gradient scaler.
         device: ``cpu`` or ``cuda``, GPU or not; by default what the plan is for.
-        seed: Of every random number.
+        seed: Seed of all random numbers.
         trace: Of this workload: what predicts live bytes over the step.
         progress: Told how far the work has come.
 

@@ -110,7 +110,7 @@ def verify(
         scaler: Whether the loss goes through a gradient scaler.
         device: Where the steps are taken, by default where the plan is for.
         cap_bytes: What a GPU may give: as if the card were a smaller one.
-        seed: Of every random number.
+        seed: Seed of all random numbers.
         steps: How many steps of each are timed, in turns; 0 for none.
         trace: Of this workload: what predicts live bytes over the step, and knows the
             layers to run again where the unplanned step does not fit.
@@ -178,7 +178,7 @@ def _check_cap(cap_bytes: int | None, device: str) -> None:
     if cap_bytes is not None and not device.startswith("cuda"):
         raise CkplanError(
             f"cannot cap the memory of {device}",
-            needed="a GPU, whose allocator can be told how much there is",
+            needed="a GPU, whose allocator can be limited",
             hint="--device cuda, or no cap: the peak is measured against the budget",
         )
 

@@ -317,7 +317,9 @@ def test_what_is_rebuilt_otherwise_is_told_in_the_first_step() -> None:
     model = Outer(lambda s, x: s.second(InplaceFormulas.apply(s.first(x).exp())))
     applying.apply(model, Plan(regions=(PlannedRegion("block"),)))
     loss = model(X).square().sum()
-    with pytest.warns(UserWarning, match="block was rebuilt otherwise than it ran"):
+    with pytest.warns(
+        UserWarning, match="block was recomputed with a different result"
+    ):
         loss.backward()
 
 

@@ -559,7 +559,7 @@ def test_bug_says_so_without_a_traceback(
     assert ended.code == 1
     assert ended.err.splitlines() == [
         "error: ckplan failed: ZeroDivisionError: division by zero",
-        "  needed: nothing of you: this is a bug in ckplan",
+        "  needed: no change of yours: this is a bug in ckplan",
         "  try:    the same command with --traceback, and report what it prints",
     ]
 

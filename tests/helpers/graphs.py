@@ -442,7 +442,7 @@ def with_engine(graph: Graph, rng: Random) -> Graph:
 
 
 def random_regions(graph: Graph, rng: Random) -> list[Region]:
-    """Choose regions of which none lies inside another, runs of siblings among them."""
+    """Choose regions that do not overlap, runs of siblings among them."""
     found: list[Region] = []
     stack = graph.children[OUTSIDE_CALLS][::-1]
     while stack:

@@ -309,7 +309,7 @@ def test_what_the_engine_takes_is_shown_where_it_takes_any(solution: Solution) -
     took = timeline.engine_overhead
     assert 0 < took < timeline.overhead
     text = render(solution_report(found, PLAN, reserve_bytes=0))
-    assert f"engine  {format_percent(took, sign=True)} for watching forwards" in text
+    assert f"engine  {format_percent(took, sign=True)} for the engine" in text
     assert solution_json(found, PLAN, 0, "plan.yaml")["engine_overhead"] == took
     assert "engine" not in render(solution_report(solution, PLAN, reserve_bytes=0))
     assert solution_json(solution, PLAN, 0, "plan.yaml")["engine_overhead"] == 0.0

@@ -539,7 +539,7 @@ def test_goals_of_python_are_those_of_the_planner() -> None:
     ],
 )
 def test_a_wish_that_is_none_or_two_is_refused(wish: dict[str, Any]) -> None:
-    with pytest.raises(CkplanError, match="cannot tell what the plan is to reach"):
+    with pytest.raises(CkplanError, match="cannot choose the objective of the plan"):
         solve_plan(graphs.chain(2), **wish)
 
 

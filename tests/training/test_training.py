@@ -162,7 +162,7 @@ def lora() -> nn.Module:
         (lora, Training()),
         (lora, Training(amp="bf16", clip=0.1)),
     ],
-    ids=str,
+    ids=lambda one: getattr(one, "__name__", str(one)),
 )
 def test_peaks_of_what_is_cast_frozen_or_adapted(
     make: Callable[[], nn.Module], training: Training

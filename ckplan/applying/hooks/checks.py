@@ -114,7 +114,7 @@ def _meets(run: Choice, fqn: str, numbers: frozenset[int] | None) -> bool:
 def _overlap(choice: Choice, found: str) -> PlanError:
     error = PlanError(
         f"regions overlap: {found}",
-        needed="regions of which none lies inside another",
+        needed="regions that do not overlap",
         hint="remove one of the two",
     )
     return choice.region.located(error)

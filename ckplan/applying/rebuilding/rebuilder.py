@@ -122,7 +122,8 @@ class Rebuilder:
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"{self.name} was rebuilt otherwise than it ran: a tensor of shape "
+                f"{self.name} was recomputed with a different result: a tensor of "
+                "shape "
                 f"{tuple(tensor.shape)} is not what its forward saved, so gradients "
                 "may be wrong; see ckplan verify, or run it again (by: rerun)",
                 stacklevel=3,

@@ -132,7 +132,7 @@ def unpack(packed: Kept | Dropped) -> torch.Tensor:
         rebuilder = packed.handle.rebuilder
         if rebuilder is None:
             raise ApplyError(
-                "a region's saved tensor is wanted before its forward is over",
+                "a region's saved tensor is needed before its forward is over",
                 needed="backward after forward",
                 hint="leave this call out of the plan",
             )
@@ -149,7 +149,7 @@ def unpack(packed: Kept | Dropped) -> torch.Tensor:
             f"{packed.name} kept a tensor of shape {tuple(packed.tensor.shape)} for "
             f"backward, which was changed in place (version {packed.version} then, "
             f"{version_of(packed.tensor)} now)",
-            needed="parameters and results that stay as they are until backward",
+            needed="parameters and results that do not change until backward",
             hint="torch refuses this without a plan, too; change a copy",
         )
     return packed.tensor

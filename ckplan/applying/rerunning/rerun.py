@@ -121,7 +121,7 @@ class Rerun:
                     f"cannot run {self.name} again: a tensor of shape "
                     f"{tuple(tensor.shape)} that it reads was changed in place "
                     f"({how if now != version else 'by a norm, or past its version'})",
-                    needed="parameters and inputs that stay as they are until backward",
+                    needed="parameters and inputs that do not change until backward",
                     hint="update parameters after backward, or leave this call out",
                 )
 
@@ -134,9 +134,9 @@ class Rerun:
                 hint="call the model on a batch before the plan is applied",
             )
         return ApplyError(
-            f"cannot run {self.name} again: its forward does something else than "
-            f"before ({found})",
-            needed="a forward that does the same on the same inputs",
+            f"cannot run {self.name} again: its forward differs from the first one "
+            f"({found})",
+            needed="a forward that gives the same result on the same inputs",
             hint="rebuild it op by op (by: program), or leave this call out",
         )
 

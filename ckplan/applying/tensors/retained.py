@@ -54,7 +54,7 @@ class Retained:
                 f"cannot rebuild {region}: a tensor of shape {shape} that it reads "
                 f"was changed in place after its forward (version {self.version} then, "
                 f"{version_of(tensor)} now)",
-                needed="parameters and inputs that stay as they are until backward",
+                needed="parameters and inputs that do not change until backward",
                 hint="update parameters after backward, or leave this call out",
             )
         if tensor.size() != self.size:  # DeepSpeed lets go of a parameter's data
@@ -147,7 +147,7 @@ def _not_gathered(name: str, shape: torch.Size) -> ApplyError:
     return ApplyError(
         f"cannot rebuild {name}: it reads a parameter of shape {tuple(shape)} that is "
         "not gathered now",
-        needed="regions inside of what is gathered as one",
+        needed="regions inside one gathered unit",
         hint="plan with `ckplan solve --shard fsdp2 --world-size N`; with DeepSpeed, "
         "name the layers to set_z3_leaf_modules",
     )
