@@ -22,8 +22,8 @@ import torch
 BITS = "bits"
 LAUNCHES = 5
 """Kernels that take a tensor into a smaller form, or back, at most."""
-_DRAWS = ("bernoulli", "bernoulli_")
-_POOLS = ("max_pool2d_with_indices", "max_pool3d_with_indices")
+_RANDOM_MASK_OPS = ("bernoulli", "bernoulli_")
+_MAX_POOL_OPS = ("max_pool2d_with_indices", "max_pool3d_with_indices")
 _INTEGERS = {"int16": torch.int16, "int32": torch.int32}
 _ITEM_BYTES = {"int16": 2, "int32": 4}
 _PLANES = 8
@@ -52,9 +52,9 @@ def form_of(
         dtype: Of that output.
         input_shape: Of its first tensor argument.
     """
-    if dtype == torch.bool or (op_name in _DRAWS and dtype.is_floating_point):
+    if dtype == torch.bool or (op_name in _RANDOM_MASK_OPS and dtype.is_floating_point):
         return BITS
-    if op_name in _POOLS and output == 1:
+    if op_name in _MAX_POOL_OPS and output == 1:
         plane = math.prod(input_shape[-int(op_name[8]) :])
         return next(
             (name for name, d in _INTEGERS.items() if plane <= torch.iinfo(d).max + 1),

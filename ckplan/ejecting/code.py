@@ -14,7 +14,7 @@ from operator import itemgetter
 
 from ckplan.errors import PlanError
 from ckplan.graph.graph import Graph
-from ckplan.plan.hazards import refuse_in_plain_torch, update_twice
+from ckplan.plan.hazards import refuse_torch_rerun, updates_statistics_twice
 from ckplan.plan.plan import Plan
 from ckplan.plan.region import RERUN, Region
 from ckplan.plan.resolve import resolve
@@ -78,7 +78,7 @@ def _wrap(module, name, numbers, counts):
 
 
 @dataclass(frozen=True)
-class Plain:
+class PlainPlan:
     """A plan that torch.utils.checkpoint can carry out."""
 
     graph: Graph
@@ -94,7 +94,7 @@ class Plain:
         return limit_of(self.plan, self.planned).allows(self.timeline)
 
 
-def plain_form(graph: Graph, plan: Plan) -> Plain:
+def plain_form(graph: Graph, plan: Plan) -> PlainPlan:
     """Find what torch.utils.checkpoint can do in place of a plan.
 
     Args:
@@ -108,12 +108,12 @@ def plain_form(graph: Graph, plan: Plan) -> Plain:
     menus = Menus(simulator)
     regions = resolve(plan, graph)
     planned = simulator.run(regions)
-    same = all(r.by == RERUN and _is_plain(graph, r) for r in regions)
+    same = all(r.by == RERUN and _is_safe_in_torch(graph, r) for r in regions)
     if not same:
         limit = limit_of(plan, planned)
         found = _reruns(simulator, menus, limit)
         _, regions = cheapest_or_smallest(found, limit, itemgetter(0))
-    return Plain(
+    return PlainPlan(
         graph,
         plan,
         tuple(regions),
@@ -129,14 +129,16 @@ def limit_of(plan: Plan, planned: Timeline) -> MemoryLimit:
     return MemoryLimit(planned.peak_bytes if budget_bytes is None else budget_bytes)
 
 
-def can_be_plain(simulator: Simulator, region: Region) -> bool:
+def torch_can_rerun(simulator: Simulator, region: Region) -> bool:
     """Whether torch alone may run a region again, and can."""
-    return _is_plain(simulator.graph, region) and can_recompute(simulator, region)
+    return _is_safe_in_torch(simulator.graph, region) and can_recompute(
+        simulator, region
+    )
 
 
-def _is_plain(graph: Graph, region: Region) -> bool:
+def _is_safe_in_torch(graph: Graph, region: Region) -> bool:
     try:
-        refuse_in_plain_torch(graph, region)
+        refuse_torch_rerun(graph, region)
     except PlanError:
         return False
     return True
@@ -149,7 +151,7 @@ def _reruns(
 
     def whole(unit: Unit) -> list[Option]:
         region = Region(unit[0], RERUN, last=unit[1])
-        plain = [region] if _is_plain(simulator.graph, region) else []
+        plain = [region] if _is_safe_in_torch(simulator.graph, region) else []
         return menus.as_options(unit, plain)
 
     yield simulator.run(), ()
@@ -170,11 +172,11 @@ def _reruns(
                     break
     for segmentation in covers:
         every = [Region(call, RERUN) for call, _ in segmentation]
-        done = tuple(region for region in every if can_be_plain(simulator, region))
+        done = tuple(region for region in every if torch_can_rerun(simulator, region))
         yield simulator.run(done), done
 
 
-def as_code(plain: Plain, version: str) -> str:
+def as_code(plain: PlainPlan, version: str) -> str:
     """A module of Python that needs torch alone.
 
     Args:
@@ -185,7 +187,7 @@ def as_code(plain: Plain, version: str) -> str:
         f"    {name!r}: {_numbers(numbers)},"
         for name, numbers in _calls_of(plain).items()
     )
-    about = "\n".join(_about(plain, version))
+    about = "\n".join(_header_lines(plain, version))
     name = plain.graph.model  # a trace may have any text there
     model = name if name.replace(".", "_").isidentifier() else "a model"
     return _TEMPLATE.format(model=model, about=about, calls=calls)
@@ -195,7 +197,7 @@ def _numbers(numbers: Sequence[int] | None) -> str:
     return "None" if numbers is None else f"{{{', '.join(map(str, numbers))}}}"
 
 
-def _calls_of(plain: Plain) -> Mapping[str, Sequence[int] | None]:
+def _calls_of(plain: PlainPlan) -> Mapping[str, Sequence[int] | None]:
     """Modules, each with the numbers of its calls; None where that is every call."""
     chosen: dict[str, list[int]] = {}
     for call in sorted(region.call for region in plain.regions):
@@ -211,14 +213,14 @@ def _calls_of(plain: Plain) -> Mapping[str, Sequence[int] | None]:
     }
 
 
-def _about(plain: Plain, version: str) -> Iterator[str]:
+def _header_lines(plain: PlainPlan, version: str) -> Iterator[str]:
     yield f"Made by `ckplan eject` of ckplan {version}. Predicted for this code:"
     yield f"peak {peak_and_overhead(plain.timeline)}."
     if not plain.same:
         yield ""
         yield "The plan it stands for rebuilds single ops, which has no plain form:"
         yield f"its own peak is {peak_and_overhead(plain.planned)}."
-    if update_twice(plain.graph, plain.regions):
+    if updates_statistics_twice(plain.graph, plain.regions):
         yield ""
         yield "Running statistics of these modules are updated twice a step: gradients"
         yield "are the same, what evaluation sees is not."

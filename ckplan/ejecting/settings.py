@@ -15,10 +15,10 @@ from itertools import takewhile
 from operator import itemgetter
 from typing import TypeAlias
 
-from ckplan.ejecting.code import can_be_plain, limit_of, peak_and_overhead
+from ckplan.ejecting.code import limit_of, peak_and_overhead, torch_can_rerun
 from ckplan.errors import PlanError
 from ckplan.graph.graph import Graph
-from ckplan.plan.hazards import refuse_in_plain_torch, update_twice
+from ckplan.plan.hazards import refuse_torch_rerun, updates_statistics_twice
 from ckplan.plan.plan import Plan
 from ckplan.plan.region import RERUN, Region
 from ckplan.plan.resolve import resolve
@@ -106,27 +106,27 @@ def setting_for(graph: Graph, plan: Plan, tool: str) -> Setting:
             hint="--as torch, which takes any set of modules",
         )
     limit = limit_of(plan, planned)
-    wish = _Wish(simulator, layers, regions, limit)
-    found: list[tuple[str, tuple[Region, ...], Timeline]] = []
+    target = _Target(simulator, layers, regions, limit)
+    candidates: list[tuple[str, tuple[Region, ...], Timeline]] = []
     refused: PlanError | None = None
-    for text, chosen in _CHOICES[tool](wish):
+    for text, chosen in _CHOICES[tool](target):
         try:
             for region in chosen:
-                refuse_in_plain_torch(graph, region)
-            found.append((text, chosen, simulator.run(chosen)))
+                refuse_torch_rerun(graph, region)
+            candidates.append((text, chosen, simulator.run(chosen)))
         except PlanError as error:
             refused = error
-    if not found:
+    if not candidates:
         assert refused is not None
         raise refused
-    same = [one for one in found if set(one[1]) == set(regions)]
-    best = cheapest_or_smallest(same or found, limit, itemgetter(2))
-    twice = update_twice(graph, best[1])
+    same = [one for one in candidates if set(one[1]) == set(regions)]
+    best = cheapest_or_smallest(same or candidates, limit, itemgetter(2))
+    twice = updates_statistics_twice(graph, best[1])
     return Setting(tool, *best, planned, limit, bool(same), twice)
 
 
 @dataclass(frozen=True, slots=True)
-class _Wish:
+class _Target:
     """What a tool is to do as well as it can."""
 
     simulator: Simulator
@@ -142,8 +142,8 @@ class _Wish:
         most = len(self.layers) - 1
         if most < EXHAUSTIVE_MAX_LAYERS:
             return {*range(1, most + 1)}
-        can_be_done = partial(can_be_plain, self.simulator)
-        able = [*takewhile(can_be_done, _each(self.layers[:most]))]
+        can_be_done = partial(torch_can_rerun, self.simulator)
+        able = [*takewhile(can_be_done, _rerun_each(self.layers[:most]))]
         least_bytes = self.simulator.run(able).peak_bytes
         limit = MemoryLimit(max(self.limit.bytes, least_bytes))
         needed = min_regions_to_fit(self.simulator, able, limit)
@@ -153,7 +153,7 @@ class _Wish:
 _Choices: TypeAlias = Iterator[tuple[str, tuple[Region, ...]]]
 
 
-def _each(layers: Sequence[int]) -> tuple[Region, ...]:
+def _rerun_each(layers: Sequence[int]) -> tuple[Region, ...]:
     return tuple(Region(layer, RERUN) for layer in layers)
 
 
@@ -166,20 +166,20 @@ def _chunks(layers: Sequence[int], size: int) -> tuple[Region, ...]:
     )
 
 
-def _transformers(wish: _Wish) -> _Choices:
+def _transformers(target: _Target) -> _Choices:
     """Every n-th layer, from the first on."""
-    layers = wish.layers
+    layers = target.layers
     plain = 'model.gradient_checkpointing_enable({"use_reentrant": False})\n'
-    yield plain, _each(layers)
+    yield plain, _rerun_each(layers)
     for step in range(2, len(layers) + 1):
         text = f"model.activation_checkpointing_enable(every_n_layers={step})\n"
-        yield text, _each(layers[::step])
+        yield text, _rerun_each(layers[::step])
 
 
-def _deepspeed(wish: _Wish) -> _Choices:
+def _deepspeed(target: _Target) -> _Choices:
     """Chunks of n layers."""
-    for size in run_lengths(len(wish.layers)):
-        chosen = _chunks(wish.layers, size)
+    for size in run_lengths(len(target.layers)):
+        chosen = _chunks(target.layers, size)
         content = {
             "activation_checkpointing": {
                 "partition_activations": False,
@@ -194,16 +194,16 @@ def _deepspeed(wish: _Wish) -> _Choices:
         yield json.dumps(content, indent=2) + "\n", chosen
 
 
-def _megatron(wish: _Wish) -> _Choices:
+def _megatron(target: _Target) -> _Choices:
     """The first n layers (block), or chunks of n layers (uniform)."""
     start = "--recompute-granularity full --recompute-method"
-    lengths, first = run_lengths(len(wish.layers)), wish.first()
+    lengths, first = run_lengths(len(target.layers)), target.first()
     for size in sorted({*lengths, *first}):
         number = f"--recompute-num-layers {size}\n"
         if size in lengths:
-            yield f"{start} uniform {number}", _chunks(wish.layers, size)
+            yield f"{start} uniform {number}", _chunks(target.layers, size)
         if size in first:
-            yield f"{start} block {number}", _each(wish.layers[:size])
+            yield f"{start} block {number}", _rerun_each(target.layers[:size])
 
 
 _CHOICES = {

@@ -29,7 +29,7 @@ def extrapolate(small: Graph, large: Graph, rows: tuple[int, int, int]) -> Graph
     Raises:
         GraphError: The two steps do not run the same ops.
     """
-    if any(a != b for a, b in zip(_shape(small), _shape(large), strict=True)):
+    if any(a != b for a, b in zip(_structure(small), _structure(large), strict=True)):
         raise GraphError(
             f"cannot draw the step on to a batch of {rows[2]} rows: it runs other ops "
             f"at {rows[0]} rows than at {rows[1]}",
@@ -37,9 +37,9 @@ def extrapolate(small: Graph, large: Graph, rows: tuple[int, int, int]) -> Graph
             hint="profile where the whole batch fits in memory, or a smaller batch",
         )
 
-    def drawn(ones: tuple[_T, ...], others: tuple[_T, ...]) -> tuple[_T, ...]:
+    def extrapolated(ones: tuple[_T, ...], others: tuple[_T, ...]) -> tuple[_T, ...]:
         pairs = zip(ones, others, strict=True)
-        return tuple(_drawn(one, other, rows) for one, other in pairs)
+        return tuple(_extrapolated(one, other, rows) for one, other in pairs)
 
     both = small.encoding_of.keys() & large.encoding_of.keys()
     codings = (
@@ -48,13 +48,13 @@ def extrapolate(small: Graph, large: Graph, rows: tuple[int, int, int]) -> Graph
     )
     return replace(
         large,
-        ops=drawn(small.ops, large.ops),
-        storages=drawn(small.storages, large.storages),
-        encodings=drawn(*codings),
+        ops=extrapolated(small.ops, large.ops),
+        storages=extrapolated(small.storages, large.storages),
+        encodings=extrapolated(*codings),
     )
 
 
-def _drawn(one: _T, other: _T, rows: tuple[int, int, int]) -> _T:
+def _extrapolated(one: _T, other: _T, rows: tuple[int, int, int]) -> _T:
     """A record whose quantities lie on the line through two others; none below 0."""
     few, many, wanted = rows
     found: dict[str, Any] = {}
@@ -66,7 +66,7 @@ def _drawn(one: _T, other: _T, rows: tuple[int, int, int]) -> _T:
     return replace(other, **found)
 
 
-def _shape(graph: Graph) -> Iterator[Any]:
+def _structure(graph: Graph) -> Iterator[Any]:
     """What two steps must have in common."""
     yield graph.num_forward, graph.num_backward
     yield [(op.name, op.call, op.reads, op.writes, op.outputs) for op in graph.ops]

@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from ckplan.errors import GraphError
-from ckplan.graph.consistency import contradictions
+from ckplan.graph.consistency import inconsistencies
 from ckplan.graph.fqn import relative_path
 from ckplan.graph.records import (
     BEFORE_STEP,
@@ -40,8 +40,8 @@ class Graph(RecordedStep):
 
     def __post_init__(self) -> None:
         """Refuse what does not hold together."""
-        for what in contradictions(self):
-            raise _bad(what)
+        for what in inconsistencies(self):
+            raise _inconsistent_error(what)
 
     @cached_property
     def unused_workspaces(self) -> frozenset[int]:
@@ -72,12 +72,12 @@ class Graph(RecordedStep):
     @cached_property
     def critical_seconds(self) -> tuple[float, ...]:
         """What every op adds to the step: on the device, or to launching if longer."""
-        return max(self._sides, key=sum)
+        return max(self._device_and_launch, key=sum)
 
     @cached_property
     def hidden_seconds(self) -> tuple[float, ...]:
         """What every op takes on the side that waits for the busier one."""
-        device, launch = self._sides
+        device, launch = self._device_and_launch
         return launch if self.critical_seconds is device else device
 
     @cached_property
@@ -86,7 +86,7 @@ class Graph(RecordedStep):
 
         A CPU is busy with its own ops, or with launching those of a GPU.
         """
-        _, launch = self._sides
+        _, launch = self._device_and_launch
         return self.critical_seconds is launch or not any(launch)
 
     @cached_property
@@ -96,7 +96,7 @@ class Graph(RecordedStep):
         return tuple(seconds + more for seconds in self.critical_seconds)
 
     @cached_property
-    def _sides(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    def _device_and_launch(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         device = tuple(op.seconds for op in self.ops)
         return device, tuple(op.launch_seconds for op in self.ops)
 
@@ -179,7 +179,7 @@ class Graph(RecordedStep):
             call = self.calls[call].parent
         return found[::-1]
 
-    def within(self, call: int, region: int) -> bool:
+    def is_within(self, call: int, region: int) -> bool:
         """Whether ``call`` is ``region`` or runs inside it."""
         while call > region:
             call = self.calls[call].parent
@@ -244,7 +244,7 @@ class Graph(RecordedStep):
         def mine(saved: Saved) -> bool:
             if saved.call == parent:
                 return call != stop_call and first < saved.at < stop
-            within_last = self.within(saved.call, stop_call)
+            within_last = self.is_within(saved.call, stop_call)
             return call <= saved.call and (within_last or saved.call < stop_call)
 
         low = bisect_left(self.saved, first, key=lambda saved: saved.at)
@@ -298,7 +298,7 @@ class Graph(RecordedStep):
         return dag
 
 
-def _bad(what: str) -> GraphError:
+def _inconsistent_error(what: str) -> GraphError:
     return GraphError(
         f"the trace does not hold together: {what}",
         needed=f"a graph file of format {FORMAT_VERSION} as `ckplan profile` writes it",

@@ -58,7 +58,7 @@ def expand_calls(pattern: str, calls: Iterable[Call]) -> tuple[Call, ...]:
 
 
 def _expand(
-    pattern: str, calls: Sequence[Call], missing: tuple[str, str, str]
+    pattern: str, calls: Sequence[Call], wording: tuple[str, str, str]
 ) -> tuple[Call, ...]:
     """The calls that a pattern means; else an error that words what is missing."""
     numbers_of = defaultdict[str, set[int]](set)
@@ -66,11 +66,13 @@ def _expand(
         numbers_of[fqn].add(number)
     found = _parse_calls(pattern)
     wanted: set[Call] = set()
-    for name in _spell(found[1]):
+    for name in _expand_ranges(found[1]):
         fqn = fqn_of(name)
         if fqn not in numbers_of:
-            raise _no_module(pattern, name, numbers_of, missing)
-        for number in map(int, _spell(found[2])) if found[2] else numbers_of[fqn]:
+            raise _no_module(pattern, name, numbers_of, wording)
+        for number in (
+            map(int, _expand_ranges(found[2])) if found[2] else numbers_of[fqn]
+        ):
             if number not in numbers_of[fqn]:
                 raise _no_call(pattern, fqn, number, numbers_of[fqn])
             wanted.add((fqn, number))
@@ -96,12 +98,14 @@ def expand_modules(
     (('cell', frozenset({0, 1})),)
     """
     found = _parse_calls(pattern)
-    numbers = frozenset(map(int, _few(pattern, found[2]))) if found[2] else None
+    numbers = (
+        frozenset(map(int, _call_numbers(pattern, found[2]))) if found[2] else None
+    )
     calls = _expand(found[1], [(fqn, 0) for fqn in fqns], _NOT_THERE)
     return tuple((fqn, numbers) for fqn, _ in calls)
 
 
-def _few(pattern: str, numbers: str) -> Iterator[str]:
+def _call_numbers(pattern: str, numbers: str) -> Iterator[str]:
     """Numbers of calls, as many as a module may have."""
     ends = _RANGE.fullmatch(numbers)
     if ends and int(ends[2]) - int(ends[1]) >= _MOST_CALLS:
@@ -110,7 +114,7 @@ def _few(pattern: str, numbers: str) -> Iterator[str]:
             needed="as many calls as one module may have",
             hint="leave out '#' and what follows to mean every call of a module",
         )
-    return _spell(numbers)
+    return _expand_ranges(numbers)
 
 
 def _parse_calls(pattern: str) -> re.Match[str]:
@@ -159,14 +163,16 @@ def fqn_of(name: str) -> str:
     return "" if name == "." else name
 
 
-def _spell(text: str) -> Iterator[str]:
+def _expand_ranges(text: str) -> Iterator[str]:
     """Yield every text that one with ranges stands for."""
     found = _RANGE.search(text)
     if not found:
         yield text
         return
     for number in range(int(found[1]), int(found[2]) + 1):
-        yield from _spell(f"{text[: found.start()]}{number}{text[found.end() :]}")
+        yield from _expand_ranges(
+            f"{text[: found.start()]}{number}{text[found.end() :]}"
+        )
 
 
 def _fold(names: Iterable[str]) -> tuple[str, ...]:
@@ -187,13 +193,13 @@ def _fold_place(names: Iterable[tuple[str, ...]], place: int) -> list[tuple[str,
     folded: list[tuple[str, ...]] = []
     for (before, after), numbers in numbers_of.items():
         if numbers:
-            folded.extend((*before, run, *after) for run in _runs(numbers))
+            folded.extend((*before, run, *after) for run in _ranges(numbers))
         else:
             folded.append(after)
     return folded
 
 
-def _runs(numbers: Iterable[int]) -> Iterator[str]:
+def _ranges(numbers: Iterable[int]) -> Iterator[str]:
     """Yield ranges and single numbers: 1, 2, 3 and 7 are ``[1..3]`` and ``7``."""
     in_order = enumerate(sorted(numbers))
     for _, run in groupby(in_order, lambda pair: pair[1] - pair[0]):
@@ -227,7 +233,7 @@ _NOT_THERE = (
 
 
 def _no_module(
-    pattern: str, name: str, fqns: Iterable[str], missing: tuple[str, str, str]
+    pattern: str, name: str, fqns: Iterable[str], wording: tuple[str, str, str]
 ) -> PlanError:
     names = [fqn or "." for fqn in fqns]
     shape = _NUMBER.sub("", name)
@@ -236,7 +242,7 @@ def _no_module(
     if near is None and _RANGE.search(pattern):
         near = did_you_mean(pattern, _fold(dict.fromkeys(names)))
     near = near or did_you_mean(name, names)
-    found, needed, hint = missing
+    found, needed, hint = wording
     return PlanError(
         f"cannot find the calls {pattern!r}: {found.format(repr(name))}",
         needed=needed,

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from ckplan.graph.graph import Graph
     from ckplan.graph.records import Hazard
 
-_OF_MODULES = ("buffer", "state", "statistics")
+_MODULE_STATE = ("buffer", "state", "statistics")
 # As far as outputs and gradients go:
-_RIGHT_ANYWAY = ("again", "shapes", "statistics", "unseen")
+_SAFE_IN_TORCH = ("again", "shapes", "statistics", "unseen")
 
 
 def refuse_hazards(graph: Graph, region: Region) -> None:
@@ -56,11 +56,11 @@ def _hazards_around(graph: Graph, region: Region) -> Iterator[Hazard]:
     """
     last = region.call if region.last is None else region.last
     for hazard in graph.self_recomputed:
-        if any(graph.within(call, hazard.call) for call in (region.call, last)):
+        if any(graph.is_within(call, hazard.call) for call in (region.call, last)):
             yield hazard
 
 
-def refuse_in_plain_torch(graph: Graph, region: Region) -> None:
+def refuse_torch_rerun(graph: Graph, region: Region) -> None:
     """Check that a region's gradients are right where torch alone runs it again.
 
     ``torch.utils.checkpoint`` puts back torch's own random numbers and no more.
@@ -69,7 +69,7 @@ def refuse_in_plain_torch(graph: Graph, region: Region) -> None:
         PlanError: They may not be; the hazard is named.
     """
     for hazard in graph.hazards_in(region.call, region.last):
-        if hazard.kind not in _RIGHT_ANYWAY:
+        if hazard.kind not in _SAFE_IN_TORCH:
             raise PlanError(
                 f"cannot run {graph.calls[region.call]} again by torch alone: "
                 f"{graph.calls[hazard.call]} {hazard.reason}",
@@ -78,7 +78,7 @@ def refuse_in_plain_torch(graph: Graph, region: Region) -> None:
             )
 
 
-def update_twice(graph: Graph, regions: Iterable[Region]) -> bool:
+def updates_statistics_twice(graph: Graph, regions: Iterable[Region]) -> bool:
     """Whether torch alone would update running statistics of regions twice."""
     return any(
         hazard.kind == "statistics"
@@ -97,7 +97,7 @@ def _is_guarded(graph: Graph, region: Region, hazard: Hazard) -> bool:
     """
     if region.by not in hazard.guarded_by:
         return False
-    if region.by != RERUN or hazard.kind not in _OF_MODULES:
+    if region.by != RERUN or hazard.kind not in _MODULE_STATE:
         return True
     if region.last is not None:
         return hazard.kind != "buffer"

@@ -47,7 +47,7 @@ def check_apart(graph: Graph, regions: Iterable[Region]) -> None:
     calls = graph.calls
     for first, second in pairwise(sorted(regions, key=lambda region: region.call)):
         last = first.call if first.last is None else first.last
-        inside = graph.within(second.call, first.call)
+        inside = graph.is_within(second.call, first.call)
         if inside or calls[second.call].start < calls[last].stop:
             raise overlap_error(calls[second.call], calls[first.call], "is inside")
 

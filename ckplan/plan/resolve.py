@@ -40,7 +40,7 @@ def resolve(plan: Plan, graph: Graph) -> tuple[Region, ...]:
     found: list[tuple[Region, PlannedRegion]] = []
     for planned in plan.regions:
         found += _regions(graph, planned, index_of)
-    return _apart(graph, found)
+    return _in_call_order(graph, found)
 
 
 def _regions(
@@ -48,18 +48,18 @@ def _regions(
 ) -> Iterator[tuple[Region, PlannedRegion]]:
     """What one entry of a plan means, with what lies inside of each."""
     inside = [pair for one in planned.inner for pair in _regions(graph, one, index_of)]
-    taken: set[Region] = set()
-    for call, last in _units(graph, planned, index_of):
+    used: set[Region] = set()
+    for call, last in _call_spans(graph, planned, index_of):
         save, encode = _find_outputs(graph, call, last, planned)
-        mine = [
+        inner_pairs = [
             (inner, one)
             for inner, one in inside
             if (inner.call, inner.last) != (call, last)
             and graph.is_inside(inner.call, call, last)
             and graph.is_inside(inner.last or inner.call, call, last)
         ]
-        taken.update(inner for inner, _ in mine)
-        inner = _apart(graph, mine)
+        used.update(inner for inner, _ in inner_pairs)
+        inner = _in_call_order(graph, inner_pairs)
         region = Region(call, planned.by, save, last, encode, inner)
         try:
             refuse_hazards(graph, region)
@@ -67,7 +67,7 @@ def _regions(
             raise planned.located(refused) from None
         yield region, planned
     for inner_region, one in inside:
-        if inner_region not in taken:
+        if inner_region not in used:
             error = PlanError(
                 f"{graph.calls[inner_region.call]} is not inside {planned.title!r}",
                 needed="calls that run inside the region around them",
@@ -76,7 +76,7 @@ def _regions(
             raise one.located(error)
 
 
-def _apart(
+def _in_call_order(
     graph: Graph, found: Iterable[tuple[Region, PlannedRegion]]
 ) -> tuple[Region, ...]:
     """Regions in the order of their calls, none of which overlaps another."""
@@ -112,19 +112,24 @@ def describe(graph: Graph, regions: Iterable[Region]) -> tuple[PlannedRegion, ..
             one = PlannedRegion("", region.by, save, encode, (), (first, last), inner)
             runs.append(one)
             continue
-        like = (region.by, frozenset(save), frozenset(encode), _shape(graph, region))
+        like = (
+            region.by,
+            frozenset(save),
+            frozenset(encode),
+            _inner_structure(graph, region),
+        )
         if like not in alike:
             planned.append(PlannedRegion("", region.by, save, encode))
         alike.setdefault(like, []).append(region)
     folded = (
-        replace(one, calls=pattern, inner=_inner_of(graph, pattern, chosen))
+        replace(one, calls=pattern, inner=_describe_inner(graph, pattern, chosen))
         for one, chosen in zip(planned, alike.values(), strict=True)
         for pattern in fold_calls([calls[region.call] for region in chosen], calls)
     )
     return (*folded, *runs)
 
 
-def _shape(graph: Graph, region: Region) -> Hashable:
+def _inner_structure(graph: Graph, region: Region) -> Hashable:
     """What regions inside do, the same for regions that do the same."""
     start = graph.calls[region.call].start
     return tuple(
@@ -133,13 +138,13 @@ def _shape(graph: Graph, region: Region) -> Hashable:
             graph.calls[one.call if one.last is None else one.last].stop - start,
             graph.relative_path(one.call, region.call),
             frozenset(_name_outputs(graph, _names_in(graph, one), one.save)),
-            _shape(graph, one),
+            _inner_structure(graph, one),
         )
         for one in region.inner
     )
 
 
-def _inner_of(
+def _describe_inner(
     graph: Graph, pattern: str, alike: Sequence[Region]
 ) -> tuple[PlannedRegion, ...]:
     """The regions inside those regions that a pattern names."""
@@ -171,13 +176,13 @@ def _index_of_calls(graph: Graph) -> dict[Call, int]:
     return {(call.fqn, call.number): i for i, call in enumerate(graph.calls)}
 
 
-def _units(
+def _call_spans(
     graph: Graph, planned: PlannedRegion, index_of: Mapping[Call, int]
 ) -> list[tuple[int, int | None]]:
     """First and last call of every region that is planned; None for a single one."""
     if planned.run is None:
         return [(index_of[call], None) for call in _expand(planned, index_of)]
-    first, last = (_find_end(planned, name, index_of) for name in planned.run)
+    first, last = (_find_run_end(planned, name, index_of) for name in planned.run)
     one, other = graph.calls[first], graph.calls[last]
     if one.parent != other.parent or one.parent == OUTSIDE_CALLS or first >= last:
         error = PlanError(
@@ -189,7 +194,9 @@ def _units(
     return [(first, last)]
 
 
-def _find_end(planned: PlannedRegion, name: str, index_of: Mapping[Call, int]) -> int:
+def _find_run_end(
+    planned: PlannedRegion, name: str, index_of: Mapping[Call, int]
+) -> int:
     try:
         found = expand_calls(name, index_of)
     except PlanError as error:
@@ -290,7 +297,7 @@ def _check_disjoint(
     """Refuse a call inside another one; the calls come parents first."""
     for (outer, one), (inner, other) in pairwise(found):
         last = outer.call if outer.last is None else outer.last
-        inside = graph.within(inner.call, outer.call)
+        inside = graph.is_within(inner.call, outer.call)
         if inside or graph.calls[inner.call].start < graph.calls[last].stop:
             name, around = graph.calls[inner.call], graph.calls[outer.call]
             found_twice = f"{name} is in both {one.title!r} and {other.title!r}"

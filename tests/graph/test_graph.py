@@ -324,12 +324,12 @@ def test_places_are_named_for_people() -> None:
 def test_a_call_is_within_itself_and_what_is_around_it() -> None:
     inner, block, root = (call_named(GRAPH, n) for n in ("h.1.mlp#0", "h.1#0", ".#0"))
     other = call_named(GRAPH, "h.0#0")
-    assert GRAPH.within(inner, inner)
-    assert GRAPH.within(inner, block)
-    assert GRAPH.within(inner, root)
-    assert GRAPH.within(inner, OUTSIDE_CALLS)
-    assert not GRAPH.within(block, inner)
-    assert not GRAPH.within(inner, other)
+    assert GRAPH.is_within(inner, inner)
+    assert GRAPH.is_within(inner, block)
+    assert GRAPH.is_within(inner, root)
+    assert GRAPH.is_within(inner, OUTSIDE_CALLS)
+    assert not GRAPH.is_within(block, inner)
+    assert not GRAPH.is_within(inner, other)
 
 
 def test_saved_tensors_of_a_run_are_those_of_its_calls_and_nothing_later() -> None:

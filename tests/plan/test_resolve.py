@@ -256,7 +256,7 @@ def _regions(draw: st.DrawFn, graph: Graph) -> list[Region]:
     """Regions on calls of which none lies inside another."""
     chosen: list[int] = []
     for call in draw(st.permutations(range(len(graph.calls))))[:5]:
-        if not any(graph.within(call, c) or graph.within(c, call) for c in chosen):
+        if not any(graph.is_within(call, c) or graph.within(c, call) for c in chosen):
             chosen.append(call)
     regions = []
     for call in chosen:

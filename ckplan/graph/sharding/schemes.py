@@ -24,7 +24,7 @@ from ckplan.errors import CkplanError, GraphError, did_you_mean
 from ckplan.graph.graph import Graph
 from ckplan.graph.patterns import fold_calls
 from ckplan.graph.records import BEFORE_STEP, Op, Storage
-from ckplan.graph.sharding.editing import Insert, Lasts, insert
+from ckplan.graph.sharding.editing import Insert, LastHolders, insert
 from ckplan.graph.sharding.gathering import (
     fully_sharded,
     gathered_flat,
@@ -115,7 +115,7 @@ def sharded(graph: Graph, sharding: Sharding) -> Graph:
         )
     state = state_of(graph, sharding.units)
     rank = _SHARD[sharding.scheme](graph, state, sharding)
-    said: dict[str, Any] = {
+    options: dict[str, Any] = {
         "shard": sharding.scheme,
         "world_size": sharding.world_size,
     }
@@ -124,7 +124,7 @@ def sharded(graph: Graph, sharding: Sharding) -> Graph:
         storages=tuple(
             replace(one, bytes=state.allocated(one.bytes)) for one in rank.storages
         ),
-        options={**graph.options, **said},
+        options={**graph.options, **options},
         notes=(*graph.notes, *_notes(sharding, state)),
     )
 
@@ -159,13 +159,13 @@ def _zero(graph: Graph, state: State, sharding: Sharding) -> Graph:
 
     kinds = ("optimizer", "gradient", "parameter")[:stage]
     inserts: list[Insert] = []
-    lasts: Lasts = {}
+    lasts: LastHolders = {}
     if stage > 1:
         inserts += reduced_in_buckets(graph, state, num_ranks, lasts)
     if stage > 2:
         inserts += gathered_flat(graph, state, num_ranks)
-    rank = _left(insert(graph, inserts, lasts), lasts)
-    return _divided(rank, kinds, shares, num_ranks)
+    rank = _gradients_as_temporary(insert(graph, inserts, lasts), lasts)
+    return _divide_storages(rank, kinds, shares, num_ranks)
 
 
 def _fsdp2(graph: Graph, state: State, sharding: Sharding) -> Graph:
@@ -176,11 +176,11 @@ def _fsdp2(graph: Graph, state: State, sharding: Sharding) -> Graph:
     def shares(sizes: Sequence[int]) -> list[int]:
         return [share(size) for size in sizes]
 
-    lasts: Lasts = {}
+    lasts: LastHolders = {}
     inserts = fully_sharded(graph, state, num_ranks, lasts)
     kinds = ("optimizer", "gradient", "parameter")
-    rank = _left(insert(graph, inserts, lasts), lasts)
-    return _divided(rank, kinds, shares, num_ranks)
+    rank = _gradients_as_temporary(insert(graph, inserts, lasts), lasts)
+    return _divide_storages(rank, kinds, shares, num_ranks)
 
 
 _SHARD: dict[str, Callable[[Graph, State, Sharding], Graph]] = {
@@ -192,7 +192,7 @@ _SHARD: dict[str, Callable[[Graph, State, Sharding], Graph]] = {
 }
 
 
-def _left(graph: Graph, lasts: Lasts) -> Graph:
+def _gradients_as_temporary(graph: Graph, lasts: LastHolders) -> Graph:
     """Whole gradients are temporary, as a rank's part of them is what stays."""
     storages = list(graph.storages)
     for gradient in lasts:
@@ -200,7 +200,7 @@ def _left(graph: Graph, lasts: Lasts) -> Graph:
     return replace(graph, storages=tuple(storages))
 
 
-def _divided(
+def _divide_storages(
     graph: Graph, kinds: Sequence[str], shares: _Shares, num_ranks: int
 ) -> Graph:
     """Divide what exists before the step, and what the optimizer makes."""

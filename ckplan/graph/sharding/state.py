@@ -183,7 +183,7 @@ def _parameters(graph: Graph, allocated: Callable[[int], int]) -> tuple[Paramete
     ]
     found: list[Parameter] = []
     for fqn, text in named.items() if isinstance(named, Mapping) else ():
-        shape, size = _described(str(text))
+        shape, size = _parse_parameter(str(text))
         # One that is no more than a view of another has no storage of its own.
         if len(found) < len(sizes) and sizes[len(found)] == allocated(size):
             found.append(Parameter(str(fqn), size, shape))
@@ -196,7 +196,7 @@ def _parameters(graph: Graph, allocated: Callable[[int], int]) -> tuple[Paramete
     return tuple(found)
 
 
-def _described(text: str) -> tuple[tuple[int, ...], int]:
+def _parse_parameter(text: str) -> tuple[tuple[int, ...], int]:
     """Shape and bytes of ``float32[768,3072]``."""
     found = re.fullmatch(r"[a-z]*?(\d+)\w*\[([\d,]*)\]", text)
     if not found:
