@@ -214,31 +214,31 @@ def change_row(row: list[Any], rng: Random) -> None:
         ("ops", 2, 2, [20], "op 2 (gelu) reads what op "),  # a cycle
         ("ops", 2, 4, [20], "op 2 (gelu) returns what op "),
         ("ops", 2, 4, [0], "op 2 (gelu) returns what it neither reads nor makes"),
-        ("storages", 3, 3, -1, "storage 3 is gone before it is made"),
+        ("storages", 3, 3, -1, "storage 3 is freed before it is made"),
         ("storages", 3, 2, 99, "storage 3 has "),
         ("calls", 2, 4, 99, "call 2 covers ops"),
         ("calls", 3, 4, 7, "is not inside"),
         ("calls", 3, 3, 0, "begins before the one before it ends"),
-        ("calls", 2, 0, "h.0", "two calls are h.0#0"),
-        ("calls", 2, 0, 7, "7 is no name"),
-        ("names", 0, None, 7, "7 is no name"),
-        ("names", 0, None, "", "'' is no name of an op"),
-        ("names", 0, None, "a/b", "'a/b' is no name of an op"),
+        ("calls", 2, 0, "h.0", "two calls have the name h.0#0"),
+        ("calls", 2, 0, 7, "7 is not a name"),
+        ("names", 0, None, 7, "7 is not a name"),
+        ("names", 0, None, "", "'' is not the name of an op"),
+        ("names", 0, None, "a/b", "'a/b' is not the name of an op"),
         ("calls", 2, 6, [99], "call 2 is given a storage that is not there"),
-        ("calls", 1, 6, [6], "is given what is made later"),
+        ("calls", 1, 6, [6], "receives a storage that is made later"),
         ("calls", 2, 7, [99], "call 2 has state in a storage that is not there"),
-        ("calls", 1, 7, [6], "has state that is made later"),
-        ("saved", 4, 2, 0, "out of the order of forward"),
-        ("saved", 4, 0, 20, "which is not there"),
+        ("calls", 1, 7, [6], "has state in a storage that is made later"),
+        ("saved", 4, 2, 0, "out of forward order"),
+        ("saved", 4, 0, 20, "which is not alive"),
         ("saved", 4, 3, 0, "too early or too late"),
-        ("saved", 4, 4, 0, "is let go by op 0, too early"),
-        ("saved", 4, 5, 0, "is used by op 0, too early or too late"),
-        ("storages", 3, 0, 10**18, "B are more than anybody has"),
-        ("ops", 2, 8, float("nan"), "a cost that is no natural number"),
-        ("ops", 2, 8, -1.0, "a cost that is no natural number"),
+        ("saved", 4, 4, 0, "is freed at op 0, too early"),
+        ("saved", 4, 5, 0, "is last used at op 0, too early or too late"),
+        ("storages", 3, 0, 10**18, "B in total are too many"),
+        ("ops", 2, 8, float("nan"), "a cost that is not a number"),
+        ("ops", 2, 8, -1.0, "a cost that is not a number"),
     ],
 )
-def test_what_does_not_hold_together_is_said(
+def test_an_inconsistent_trace_is_refused(
     key: str, row: int, place: int | None, value: object, found: str
 ) -> None:
     content = json.loads(dumps(chain(1)))
@@ -249,7 +249,7 @@ def test_what_does_not_hold_together_is_said(
     with pytest.raises(GraphError) as caught:
         loads(json.dumps(content), "changed")
     assert found in caught.value.what
-    assert caught.value.what.startswith("the trace does not hold together: ")
+    assert caught.value.what.startswith("the trace is inconsistent: ")
 
 
 # -- budgets ---------------------------------------------------------------------------

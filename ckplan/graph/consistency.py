@@ -1,7 +1,7 @@
-"""What must be true of any step: every number in range, and all of them together.
+"""Checks that a recorded step is consistent.
 
-Nothing is used before it is made, so there are no cycles; calls nest; saved tensors are
-of the forward and wanted by the backward. What replays a graph relies on all of it.
+Every number is in range. No storage is used before it is made. Calls nest. Saved
+tensors are saved in forward and read in backward. The simulator relies on all of this.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ _MOST_SECONDS = 1e9  # of an op; in nanoseconds, sums of them are exact enough
 
 
 def inconsistencies(graph: RecordedStep) -> Iterator[str]:
-    """What does not hold together; whoever goes on after the first may fail."""
+    """Yield a message for every inconsistency; stop at the first one.
+
+    Later checks may raise if an earlier one yields a message.
+    """
     yield from _phases_out_of_range(graph)
     yield from _engine_out_of_range(graph)
     yield from _ops_out_of_range(graph)
@@ -33,7 +36,7 @@ def inconsistencies(graph: RecordedStep) -> Iterator[str]:
     yield from _calls_out_of_range(graph)
     yield from _encodings_out_of_range(graph)
     yield from _hazards_out_of_range(graph)
-    # Numbers are in range from here on.
+    # The checks below rely on numbers in range.
     yield from _inconsistent_names(graph)
     yield from _inconsistent_storages(graph)
     yield from _inconsistent_ops(graph)
@@ -67,7 +70,7 @@ def _ops_out_of_range(graph: RecordedStep) -> Iterator[str]:
         costs = (*chain(*op.workspace), op.flops, op.moved_bytes)
         timed = _are_times((op.seconds, op.launch_seconds))
         if not (timed and _all_in_range(costs, 0, _MOST)):
-            yield f"op {index} ({op.name}) has a cost that is no natural number"
+            yield f"op {index} ({op.name}) has a cost that is not a number >= 0"
 
 
 def _storages_out_of_range(graph: RecordedStep) -> Iterator[str]:
@@ -118,9 +121,9 @@ def _encodings_out_of_range(graph: RecordedStep) -> Iterator[str]:
 def _hazards_out_of_range(graph: RecordedStep) -> Iterator[str]:
     numbers = [hazard.call for hazard in graph.hazards]
     if not _all_in_range(numbers, 0, len(graph.calls)) or numbers != sorted(numbers):
-        yield "a hazard is of a call that is not there"
+        yield "a hazard refers to a call that does not exist"
     if any(hazard.kind not in HAZARDS for hazard in graph.hazards):
-        yield "a hazard is of an unknown kind"
+        yield "a hazard has an unknown kind"
 
 
 def _all_in_range(numbers: Iterable[int], low: int, high: int) -> bool:
@@ -137,7 +140,7 @@ def _are_times(seconds: tuple[float, float]) -> bool:
     return 0 <= one <= _MOST_SECONDS and 0 <= other <= _MOST_SECONDS
 
 
-# -- all of them together ----------------------------------------------------------
+# -- relations between records -----------------------------------------------------
 
 
 def _inconsistent_names(graph: RecordedStep) -> Iterator[str]:
@@ -149,14 +152,14 @@ def _inconsistent_names(graph: RecordedStep) -> Iterator[str]:
     named += [hazard.reason for hazard in graph.hazards]
     for name in named:
         if not isinstance(name, str):
-            yield f"{name!r} is no name"
+            yield f"{name!r} is not a name"
     for op_name in {op.name for op in graph.ops}:
         if not is_op_name(op_name):
-            yield f"{op_name!r} is no name of an op"
+            yield f"{op_name!r} is not the name of an op"
     seen: set[tuple[str, int]] = set()
     for call in graph.calls:
         if (call.fqn, call.number) in seen:
-            yield f"two calls are {call}"
+            yield f"two calls have the name {call}"
         seen.add((call.fqn, call.number))
 
 
@@ -164,12 +167,12 @@ def _inconsistent_storages(graph: RecordedStep) -> Iterator[str]:
     sizes = [storage.bytes for storage in graph.storages]
     sizes.append(max((op.workspace.bytes for op in graph.ops), default=0))
     if sum(sizes) > MOST_BYTES:
-        yield f"{sum(sizes)} B are more than anybody has"
+        yield f"{sum(sizes)} B in total are too many"
     for index, storage in enumerate(graph.storages):
         if storage.maker >= len(graph.ops):
             yield f"storage {index} is made by op {storage.maker}, which is not there"
         if storage.last < storage.maker:
-            yield f"storage {index} is gone before it is made"
+            yield f"storage {index} is freed before it is made"
 
 
 def _inconsistent_ops(graph: RecordedStep) -> Iterator[str]:
@@ -200,9 +203,9 @@ def _inconsistent_calls(graph: RecordedStep) -> Iterator[str]:
         if call.stop > graph.num_forward:
             yield f"call {call} ends after forward"
         if any(graph.storages[s].maker >= call.start for s in call.given):
-            yield f"call {call} is given what is made later"
+            yield f"call {call} receives a storage that is made later"
         if any(graph.storages[s].maker >= call.start for s in call.state):
-            yield f"call {call} has state that is made later"
+            yield f"call {call} has state in a storage that is made later"
         begun, ended[call.parent] = call.start, call.stop
 
 
@@ -213,19 +216,19 @@ def _inconsistent_saved(graph: RecordedStep) -> Iterator[str]:
         maker = graph.storages[saved.storage].maker
         name = f"saved tensor {index}"
         if not before <= saved.at <= graph.num_forward:
-            yield f"{name} is out of the order of forward"
+            yield f"{name} is out of forward order"
         if maker >= saved.at or until[saved.storage] < saved.at - 1:
-            yield f"{name} is of storage {saved.storage}, which is not there"
+            yield f"{name} refers to storage {saved.storage}, which is not alive"
         if saved.wanted != -1 and not saved.at <= saved.wanted < graph.backward_stop:
-            yield f"{name} is wanted by op {saved.wanted}, too early or too late"
+            yield f"{name} is unpacked at op {saved.wanted}, too early or too late"
         if saved.done < max(saved.wanted, saved.at - 1):
-            yield f"{name} is let go by op {saved.done}, too early"
+            yield f"{name} is freed at op {saved.done}, too early"
         if not saved.wanted <= saved.used <= saved.done:
-            yield f"{name} is used by op {saved.used}, too early or too late"
+            yield f"{name} is last used at op {saved.used}, too early or too late"
         if saved.call >= 0:
             call = graph.calls[saved.call]
             if not call.start <= saved.at <= call.stop:
-                yield f"{name} is outside of its call {call}"
+                yield f"{name} is outside its call {call}"
         before = saved.at
         until[saved.storage] = max(until[saved.storage], saved.done)
 

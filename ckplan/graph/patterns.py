@@ -1,4 +1,4 @@
-"""Patterns of calls, as plans and options write them."""
+"""Patterns of calls, as used in plans and options."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def parse_call(text: str) -> tuple[str, int | None]:
     """Read the name of one call: ``FQN#n``, or ``FQN`` where a module runs once.
 
     Raises:
-        PlanError: It has ranges, or is malformed.
+        PlanError: ``text`` has ranges or is malformed.
 
     >>> parse_call("encoder.cell#3"), parse_call(".")
     (('encoder.cell', 3), ('', None))
@@ -39,7 +39,7 @@ def parse_call(text: str) -> tuple[str, int | None]:
 
 
 def expand_calls(pattern: str, calls: Iterable[Call]) -> tuple[Call, ...]:
-    """Return the calls that a pattern means.
+    """Return the calls that a pattern matches.
 
     Args:
         pattern: ``FQN`` or ``FQN#n``, with ``[a..b]`` in place of any number.
@@ -49,7 +49,7 @@ def expand_calls(pattern: str, calls: Iterable[Call]) -> tuple[Call, ...]:
         Some of ``calls``, at least one, in their order.
 
     Raises:
-        PlanError: ``pattern`` is malformed, or it means a call that is not there.
+        PlanError: ``pattern`` is malformed, or matches a call that does not exist.
 
     >>> expand_calls("h.[0..1]", [("h.0", 0), ("h.1", 0), ("head", 0)])
     (('h.0', 0), ('h.1', 0))
@@ -60,7 +60,7 @@ def expand_calls(pattern: str, calls: Iterable[Call]) -> tuple[Call, ...]:
 def _expand(
     pattern: str, calls: Sequence[Call], wording: tuple[str, str, str]
 ) -> tuple[Call, ...]:
-    """The calls that a pattern means; else an error that words what is missing."""
+    """The calls that a pattern matches; ``wording`` is the error for no module."""
     numbers_of = defaultdict[str, set[int]](set)
     for fqn, number in calls:
         numbers_of[fqn].add(number)
@@ -82,17 +82,17 @@ def _expand(
 def expand_modules(
     pattern: str, fqns: Iterable[str]
 ) -> tuple[tuple[str, frozenset[int] | None], ...]:
-    """Return what a pattern means before any module has run.
+    """Return the modules and call numbers of a pattern, before any module has run.
 
     Args:
         pattern: As for `expand_calls`.
         fqns: Every module of the model.
 
     Returns:
-        The FQNs that it means, each with the numbers of its calls; None for every call.
+        (FQN, numbers of its calls) of every module; None for every call.
 
     Raises:
-        PlanError: ``pattern`` is malformed, or it means a module that is not there.
+        PlanError: ``pattern`` is malformed, or matches a module that does not exist.
 
     >>> expand_modules("cell#[0..1]", ["cell", "head"])
     (('cell', frozenset({0, 1})),)
@@ -106,7 +106,7 @@ def expand_modules(
 
 
 def _call_numbers(pattern: str, numbers: str) -> Iterator[str]:
-    """Numbers of calls, as many as a module may have."""
+    """The numbers that ``#n`` or ``#[a..b]`` stands for, at most ``_MOST_CALLS``."""
     ends = _RANGE.fullmatch(numbers)
     if ends and int(ends[2]) - int(ends[1]) >= _MOST_CALLS:
         raise PlanError(
@@ -125,27 +125,27 @@ def _parse_calls(pattern: str) -> re.Match[str]:
 
 
 def fold_calls(chosen: Sequence[Call], calls: Sequence[Call]) -> tuple[str, ...]:
-    """Return a few patterns that together mean exactly the calls chosen.
+    """Return a few patterns that together match exactly the chosen calls.
 
-    A module of which all calls are chosen needs no number. Then consecutive numbers
-    are folded into ranges, one place at a time, the last place first.
+    A module needs no call number if all its calls are chosen. Consecutive numbers are
+    then folded into ranges, one place at a time, the last place first.
 
     Args:
         chosen: Some of ``calls``, in any order.
         calls: Every call of the model.
 
     Returns:
-        Patterns that share no call; the same ones for any order of ``chosen``.
+        Patterns that share no call. They do not depend on the order of ``chosen``.
 
     Raises:
-        PlanError: A call is not one of ``calls``, or no pattern can name it.
+        PlanError: A call is not one of ``calls``, or no pattern can match it.
 
     >>> fold_calls([("h.0", 0), ("h.1", 0)], [("h.0", 0), ("h.1", 0), ("h.2", 0)])
     ('h.[0..1]',)
     """
     wanted = set(chosen)
     for call in sorted(wanted.difference(calls)):
-        expand_calls(call_name(*call), calls)  # raises, with what is near
+        expand_calls(call_name(*call), calls)  # raises, with a suggestion
     for fqn, _ in sorted(wanted):
         if not set(fqn).isdisjoint("#[]"):
             raise _unnameable(fqn)
@@ -159,12 +159,12 @@ def fold_calls(chosen: Sequence[Call], calls: Sequence[Call]) -> tuple[str, ...]
 
 
 def fqn_of(name: str) -> str:
-    """Return the FQN that a pattern writes: "" for ``.``, the root module."""
+    """Return the FQN of a name in a pattern: "" for ``.``, the root module."""
     return "" if name == "." else name
 
 
 def _expand_ranges(text: str) -> Iterator[str]:
-    """Yield every text that one with ranges stands for."""
+    """Yield every text that a text with ranges stands for."""
     found = _RANGE.search(text)
     if not found:
         yield text

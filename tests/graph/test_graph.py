@@ -143,7 +143,7 @@ def test_file_that_is_missing_is_said_to_be(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["[]", "3", "null", '"ckplan_graph"', "{}"])
 def test_other_json_is_no_trace(text: str) -> None:
-    with pytest.raises(GraphError, match="x is no ckplan trace"):
+    with pytest.raises(GraphError, match="x is not a ckplan trace"):
         loads(text, "x")
 
 
@@ -204,7 +204,7 @@ INDICES = [
 
 
 def test_a_card_that_is_no_text_and_json_too_deep_are_refused() -> None:
-    with pytest.raises(GraphError, match="5 is no name"):
+    with pytest.raises(GraphError, match="5 is not a name"):
         loads(changed(put("options", value={"gpu": 5})), "x")
     with pytest.raises(GraphError, match="is not complete JSON"):
         loads("[" * 10**5, "x")

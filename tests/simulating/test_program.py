@@ -99,7 +99,7 @@ def test_program_has_the_steps_that_dropped_values_need_and_no_other() -> None:
     assert program.steps == {0, 1}
     assert program.uses == {b: 1, a: 1, x: 1}
     assert program.retained == {x}
-    assert program.lost == set()
+    assert program.overwritten_inputs == set()
 
 
 def test_program_stops_at_what_is_kept() -> None:
@@ -125,7 +125,7 @@ def test_kept_value_that_is_overwritten_is_not_there() -> None:
     flow.add(Step([], [A], writes=[A]))
     program = compiled(flow, [flow.value(A)], kept={made})
     assert program.steps == {0, 1}
-    assert program.lost == set()
+    assert program.overwritten_inputs == set()
 
 
 def test_external_value_that_is_overwritten_is_lost() -> None:
@@ -133,9 +133,9 @@ def test_external_value_that_is_overwritten_is_lost() -> None:
     given_value = flow.value(X)
     flow.add(Step([X], [A]))
     flow.add(Step([], [X], writes=[X]))
-    assert compiled(flow, [flow.value(A)], kept=()).lost == {given_value}
+    assert compiled(flow, [flow.value(A)], kept=()).overwritten_inputs == {given_value}
     kept = compiled(flow, [], kept={flow.value(A)})
-    assert kept.lost == kept.steps == set()
+    assert kept.overwritten_inputs == kept.steps == set()
 
 
 def test_nothing_dropped_is_an_empty_program() -> None:
@@ -371,8 +371,8 @@ def check_rebuilding(rng: Random) -> None:
         if flow.maker_of[v] != EXTERNAL and not (v in kept and flow.is_current(v))
     ]
     program = compile_program(flow, dropped, kept, parts=parts)
-    if program.lost:
-        assert all(not flow.is_current(value) for value in program.lost)
+    if program.overwritten_inputs:
+        assert all(not flow.is_current(value) for value in program.overwritten_inputs)
         return
     held = {value: memory[flow.storage_of[value]] for value in program.retained}
     machine = Cells(flow, steps, dict(held))
