@@ -208,7 +208,7 @@ def test_a_card_that_is_no_text_and_json_too_deep_are_refused() -> None:
         loads(changed(put("options", value={"gpu": 5})), "x")
     with pytest.raises(GraphError, match="is not complete JSON"):
         loads("[" * 10**5, "x")
-    with pytest.raises(GraphError, match="x is a plan, no trace"):
+    with pytest.raises(GraphError, match="x is a plan, not a trace"):
         loads("ckplan: 1\nregions: []\n", "x")
 
 
