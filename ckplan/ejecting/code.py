@@ -1,9 +1,9 @@
-"""The same plan in plain PyTorch, for those who will not take a dependency.
+"""Write a plan as plain PyTorch code, without ckplan as a dependency.
 
-``torch.utils.checkpoint`` can run whole modules again, and that is what is printed. A
-plan whose regions rebuild single ops has no plain form: in its place stands the
-cheapest set of modules to run again that fits the same budget, with a peak and a cost
-of its own. So it does for a plan that runs modules again which only ckplan can.
+The code uses ``torch.utils.checkpoint``, which reruns whole modules. A plan that
+rebuilds single ops has no such form. Neither has a plan that reruns modules which only
+ckplan can rerun. The code is then the cheapest set of modules to rerun that fits the
+same budget. It has its own peak and overhead.
 """
 
 from __future__ import annotations
@@ -82,27 +82,27 @@ class PlainPlan:
     """A plan that torch.utils.checkpoint can carry out."""
 
     graph: Graph
-    plan: Plan  # what it stands for
-    regions: tuple[Region, ...]  # calls that run again
-    timeline: Timeline  # of the plain plan
-    planned: Timeline  # of the plan itself
-    same: bool  # it is the plan itself
+    plan: Plan  # the original plan
+    regions: tuple[Region, ...]  # calls to rerun
+    timeline: Timeline  # of `regions`
+    planned: Timeline  # of the original plan
+    same: bool  # whether `regions` are those of the plan
 
     @property
     def fits(self) -> bool:
-        """Whether the peak is within the plan's budget, as far as it has one."""
+        """Whether the peak fits the plan's budget, or its peak if it has none."""
         return limit_of(self.plan, self.planned).allows(self.timeline)
 
 
 def plain_form(graph: Graph, plan: Plan) -> PlainPlan:
-    """Find what torch.utils.checkpoint can do in place of a plan.
+    """Find the nearest plan that torch.utils.checkpoint can carry out.
 
     Args:
         graph: The step of the model.
-        plan: What to do.
+        plan: The plan to write.
 
     Raises:
-        PlanError: The plan is of another model.
+        PlanError: The plan belongs to another model.
     """
     simulator = Simulator(graph)
     menus = Menus(simulator)
@@ -124,13 +124,13 @@ def plain_form(graph: Graph, plan: Plan) -> PlainPlan:
 
 
 def limit_of(plan: Plan, planned: Timeline) -> MemoryLimit:
-    """What stands in for a plan must fit: its budget, or its peak if it has none."""
+    """The limit for a replacement: the plan's budget, or its peak without one."""
     budget_bytes = plan.budget_bytes
     return MemoryLimit(planned.peak_bytes if budget_bytes is None else budget_bytes)
 
 
 def torch_can_rerun(simulator: Simulator, region: Region) -> bool:
-    """Whether torch alone may run a region again, and can."""
+    """Whether torch alone can rerun a region with right gradients."""
     return _is_safe_in_torch(simulator.graph, region) and can_recompute(
         simulator, region
     )
@@ -147,7 +147,7 @@ def _is_safe_in_torch(graph: Graph, region: Region) -> bool:
 def _reruns(
     simulator: Simulator, menus: Menus, limit: MemoryLimit
 ) -> Iterator[tuple[Timeline, tuple[Region, ...]]]:
-    """Sets of calls to run again, as each cover allows them; at least the empty one."""
+    """(timeline, regions) of candidate sets of calls to rerun; the empty set first."""
 
     def whole(unit: Unit) -> list[Option]:
         region = Region(unit[0], RERUN, last=unit[1])
@@ -177,11 +177,11 @@ def _reruns(
 
 
 def as_code(plain: PlainPlan, version: str) -> str:
-    """A module of Python that needs torch alone.
+    """Return the source of a Python module that needs torch alone.
 
     Args:
-        plain: What to do.
-        version: Of ckplan, for the record.
+        plain: The plan to write.
+        version: The version of ckplan, for the header.
     """
     calls = "\n".join(
         f"    {name!r}: {_numbers(numbers)},"
@@ -198,7 +198,7 @@ def _numbers(numbers: Sequence[int] | None) -> str:
 
 
 def _calls_of(plain: PlainPlan) -> Mapping[str, Sequence[int] | None]:
-    """Modules, each with the numbers of its calls; None where that is every call."""
+    """FQN -> numbers of the calls to rerun; None for every call."""
     chosen: dict[str, list[int]] = {}
     for call in sorted(region.call for region in plain.regions):
         found = plain.graph.calls[call]
@@ -232,6 +232,6 @@ def _header_lines(plain: PlainPlan, version: str) -> Iterator[str]:
 
 
 def peak_and_overhead(timeline: Timeline) -> str:
-    """Those of a step, as people read them."""
+    """Peak and overhead of a step, in words."""
     overhead = format_percent(timeline.overhead, sign=True)
     return f"{format_bytes(timeline.peak_bytes)}, overhead {overhead}"

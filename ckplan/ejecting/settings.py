@@ -1,8 +1,8 @@
-"""What other tools can do in place of a plan, in their own words.
+"""Express a plan as settings of other tools: transformers, DeepSpeed, Megatron-LM.
 
-Each of them runs whole layers again, chosen by one or two numbers. What they can say is
-tried in the simulator; the cheapest that fits the plan's budget is taken, or the
-smallest if none does.
+Each tool reruns whole layers, chosen by one or two numbers. The simulator tries the
+possible settings. The cheapest one that fits the plan's budget is chosen, or the one
+with the smallest peak if none fits.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ TOOLS = tuple(_NEEDS)
 
 @dataclass(frozen=True)
 class Setting:
-    """How a tool is told to run layers again, and what that needs."""
+    """A setting of a tool, its regions and its predicted timelines."""
 
     tool: str
-    text: str  # to be copied
+    text: str  # to copy into a script or file
     regions: tuple[Region, ...]
     timeline: Timeline
-    planned: Timeline  # of the plan that it stands for
+    planned: Timeline  # of the original plan
     limit: MemoryLimit
-    same: bool  # it is the plan itself
-    updates_twice: bool  # running statistics, which no tool puts back
+    same: bool  # whether the setting equals the plan
+    updates_twice: bool  # running statistics
 
     @property
     def fits(self) -> bool:
@@ -63,7 +63,7 @@ class Setting:
         return self.limit.allows(self.timeline)
 
     def about(self) -> Iterator[str]:
-        """What people must know of it."""
+        """Yield notes on the setting, one line each."""
         yield f"predicted: peak {peak_and_overhead(self.timeline)}"
         if not self.same:
             planned = peak_and_overhead(self.planned)
@@ -77,16 +77,16 @@ class Setting:
 
 
 def setting_for(graph: Graph, plan: Plan, tool: str) -> Setting:
-    """Find the nearest to a plan that a tool can be told.
+    """Find the setting of a tool that comes nearest to a plan.
 
     Args:
         graph: The step of the model.
-        plan: What to do.
+        plan: The plan to express.
         tool: One of ``TOOLS``.
 
     Raises:
-        PlanError: The plan is of another model, or the model has no layers that the
-            tool could run again.
+        PlanError: The plan belongs to another model, or the model has no layers that
+            the tool can rerun.
     """
     simulator = Simulator(graph)
     regions = tuple(resolve(plan, graph))
@@ -127,7 +127,7 @@ def setting_for(graph: Graph, plan: Plan, tool: str) -> Setting:
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """What a tool is to do as well as it can."""
+    """The plan that a setting should come near."""
 
     simulator: Simulator
     layers: Sequence[int]
@@ -135,9 +135,9 @@ class _Target:
     limit: MemoryLimit
 
     def first(self) -> set[int]:
-        """How many layers to run again, from the first on, but not all of them.
+        """Numbers of layers to try for a rerun of the first n layers, but not of all.
 
-        Of many layers only as many as it takes, and as many as the plan says.
+        A deep model tries two numbers only: the fewest that fit, and the plan's own.
         """
         most = len(self.layers) - 1
         if most < EXHAUSTIVE_MAX_LAYERS:
@@ -158,7 +158,7 @@ def _rerun_each(layers: Sequence[int]) -> tuple[Region, ...]:
 
 
 def _chunks(layers: Sequence[int], size: int) -> tuple[Region, ...]:
-    """Runs of so many layers, the last one perhaps shorter."""
+    """Runs of ``size`` layers; the last run may be shorter."""
     chunks = (layers[start : start + size] for start in range(0, len(layers), size))
     return tuple(
         Region(chunk[0], RERUN, last=chunk[-1] if len(chunk) > 1 else None)
@@ -167,7 +167,7 @@ def _chunks(layers: Sequence[int], size: int) -> tuple[Region, ...]:
 
 
 def _transformers(target: _Target) -> _Choices:
-    """Every n-th layer, from the first on."""
+    """Every n-th layer, starting with the first."""
     layers = target.layers
     plain = 'model.gradient_checkpointing_enable({"use_reentrant": False})\n'
     yield plain, _rerun_each(layers)

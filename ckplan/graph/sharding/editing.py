@@ -1,4 +1,4 @@
-"""Put ops into a recorded step: every moment after them moves."""
+"""Insert ops into a recorded step and shift every moment after them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ckplan.graph.records import NO_WORKSPACE, Call, Op, Saved, Storage, Workspa
 
 @dataclass(slots=True, eq=False)
 class Insert:
-    """An op that is to run before op ``before`` of a step."""
+    """An op to insert before op ``before`` of a step."""
 
     before: int
     name: str
@@ -22,7 +22,7 @@ class Insert:
     workspace: Workspace = NO_WORKSPACE
 
     def make(self, num_bytes: int, kind: str = "temporary") -> NewStorage:
-        """Let the op allocate a storage, gone when the op is over unless told."""
+        """Add a storage that the op allocates; by default, it is freed after the op."""
         made = NewStorage(num_bytes, kind, self, self)
         self.new_storages.append(made)
         return made
@@ -35,20 +35,20 @@ class NewStorage:
     bytes: int
     kind: str
     maker: Insert
-    last: Insert | int  # that holds it: an inserted op, or an op of the step
+    last: Insert | int  # last holder: an inserted op, or an op of the step
 
 
 LastHolders: TypeAlias = dict[int, Insert]
-"""Storage of a step -> inserted op that is now the last to hold it."""
+"""Storage of a step -> inserted op that is now its last holder."""
 
 
 def insert(graph: Graph, inserts: Sequence[Insert], lasts: LastHolders) -> Graph:
-    """Return the step with ops put in.
+    """Return the step with ops inserted.
 
     Args:
         graph: Any step.
-        inserts: Those that share a place in the order in which they are to run.
-        lasts: What they hold of the step.
+        inserts: The ops; those with the same ``before`` run in this order.
+        lasts: The storages of the step that they hold last.
     """
     return _Edit(graph, inserts).edited(lasts) if inserts else graph
 
@@ -89,7 +89,7 @@ class _Edit:
         )
 
     def _shifted(self, moment: int) -> int:
-        """Where an op of the step is now, or its end; what is before it stays there."""
+        """The new number of an op of the step; negative moments stay."""
         return moment if moment < 0 else moment + bisect_right(self._positions, moment)
 
     def _call(self, call: Call) -> Call:
@@ -97,7 +97,7 @@ class _Edit:
         return replace(call, start=start, stop=stop)
 
     def _saved(self, saved: Saved, calls: Sequence[Call]) -> Saved:
-        """What a call saves before its first op, it saves after what comes before."""
+        """Shift a saved tensor; it is saved after the ops inserted before its call."""
         at = self._shifted(saved.at - 1) + 1
         if saved.call >= 0:
             at = max(at, calls[saved.call].start)

@@ -1,4 +1,4 @@
-"""What ranks gather and reduce in one step, as ops to be put in."""
+"""The collectives of one step, as ops to insert: gathers and reductions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BUCKET_BYTES = 25 << 20  # of the gradients that ZeRO reduces at once
 def fully_sharded(
     graph: Graph, state: State, num_ranks: int, lasts: LastHolders
 ) -> list[Insert]:
-    """What ``fully_shard`` does, on every unit and on the whole model.
+    """The collectives of ``fully_shard``, on every unit and on the whole model.
 
     As its source has it (torch 2.13, ``distributed/fsdp/_fully_shard``), with nothing
     but defaults: a unit is gathered into one buffer and copied out of it, is let go
@@ -27,9 +27,9 @@ def fully_sharded(
 
     Args:
         graph: The step of one process.
-        state: Its units.
-        num_ranks: How many share.
-        lasts: Is told what holds the gradients last.
+        state: Its parameters, gradients and units.
+        num_ranks: Number of ranks.
+        lasts: Output: gradient -> the op that holds it last.
     """
     units = _FullySharded(graph, state, num_ranks)
     return [
@@ -49,7 +49,7 @@ class _FullySharded:
         self._passes = unit_passes(state)
 
     def _whole_bytes(self, unit: Unit) -> int:
-        """Of a gathered unit, padding included."""
+        """Bytes of a gathered unit, with padding."""
         n = self._num_ranks
         return n * sum(parameter.share_bytes(n) for parameter in unit.parameters)
 
@@ -60,7 +60,7 @@ class _FullySharded:
         return op.make(size)
 
     def _copied_by_gloo(self, size: int) -> Workspace:
-        """On CPU the collectives are gloo's, which work on a copy."""
+        """On CPU, gloo runs the collectives on a copy."""
         on_cpu = self._graph.fingerprint.get("device") == "cpu"
         return Workspace((size,) if on_cpu else ())
 
@@ -105,11 +105,11 @@ class _FullySharded:
             prefetched = None
             if place + 1 < len(order):
                 prefetched = self._gather(first, *order[place + 1])
-                prefetched.last = self._graph.backward_stop - 1  # if nobody wants it
+                prefetched.last = self._graph.backward_stop - 1  # if no unit uses it
                 yield prefetched.maker
 
     def reduce_inserts(self, lasts: LastHolders) -> Iterator[Insert]:
-        """Gradients leave when backward is through with the first call of a unit."""
+        """Reduce the gradients of a unit after the backward of its first call."""
         held: NewStorage | None = None
         units = [unit for unit in self._state.units if unit.gradients]
         op: Insert | None = None
@@ -130,7 +130,7 @@ class _FullySharded:
             yield from (into, op)
 
     def _backward_stop(self, unit: Unit) -> int:
-        """Before which op backward is through with a unit."""
+        """The op before which the backward of a unit is complete."""
         if unit.fqn == ROOT:
             return self._graph.backward_stop
         last = self._spans[unit.calls[0]][1] if unit.calls[0] in self._spans else -1
@@ -139,7 +139,7 @@ class _FullySharded:
 
 
 def gathered_flat(graph: Graph, state: State, num_ranks: int) -> list[Insert]:
-    """What stage 3 of ZeRO gathers: every unit, twice, and one unit ahead.
+    """The gathers of ZeRO stage 3: every unit twice, and one unit ahead.
 
     The whole model's own parameters stay from forward to backward.
     """
@@ -164,7 +164,7 @@ def gathered_flat(graph: Graph, state: State, num_ranks: int) -> list[Insert]:
 def reduced_in_buckets(
     graph: Graph, state: State, num_ranks: int, lasts: LastHolders
 ) -> list[Insert]:
-    """What stages 2 and 3 of ZeRO do with gradients: a full bucket leaves at once."""
+    """The reductions of ZeRO stages 2 and 3: each bucket is reduced once it is full."""
     found: list[Insert] = []
     bucket: list[int] = []
 

@@ -1,8 +1,8 @@
-"""From the step of one process to that of one of N ranks.
+"""Derive the step of one of N ranks from the step of one process.
 
-A pure function: what a scheme divides is made smaller, and what it gathers, reduces and
-buffers is put in as ops. Everything that reads a graph works on the result. Each rank
-has a batch of its own, as large as the one that was profiled.
+Storages that a scheme divides get smaller. Its gathers, reductions and buffers are
+inserted as ops. The result is an ordinary graph. Each rank has its own batch, of the
+profiled size.
 
 - ``ddp``: nothing is divided; buckets hold a second copy of the gradients. S. Li et
   al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", 2020.
@@ -52,7 +52,7 @@ class Sharding:
     units: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be done."""
+        """Check the combination of fields."""
         if self.scheme not in SCHEMES:
             near = did_you_mean(self.scheme, SCHEMES)
             raise CkplanError(
@@ -105,7 +105,7 @@ def shard(
 
 
 def sharded(graph: Graph, sharding: Sharding) -> Graph:
-    """As ``shard`` says, for what was checked before there was a graph."""
+    """Do the same as ``shard``, with a checked ``Sharding``."""
     if "shard" in graph.options:
         raise GraphError(
             "cannot shard the trace: it is that of one rank under "
@@ -143,7 +143,7 @@ def _notes(sharding: Sharding, state: State) -> list[str]:
 
 
 def _ddp(graph: Graph, state: State, sharding: Sharding) -> Graph:
-    """Buckets are there from the beginning, as large as all gradients."""
+    """Buckets exist from the start, as large as all gradients."""
     del sharding
     sizes = sum(graph.storages[gradient].bytes for gradient in state.gradients)
     buckets = Storage(sizes, "gradient", BEFORE_STEP, len(graph.ops))
@@ -169,7 +169,7 @@ def _zero(graph: Graph, state: State, sharding: Sharding) -> Graph:
 
 
 def _fsdp2(graph: Graph, state: State, sharding: Sharding) -> Graph:
-    """Everything, parameter by parameter, along its first dimension."""
+    """Every parameter, its gradient and optimizer state, along dimension 0."""
     num_ranks = sharding.world_size
     share = state.row_shares(num_ranks)
 
@@ -193,7 +193,7 @@ _SHARD: dict[str, Callable[[Graph, State, Sharding], Graph]] = {
 
 
 def _gradients_as_temporary(graph: Graph, lasts: LastHolders) -> Graph:
-    """Whole gradients are temporary, as a rank's part of them is what stays."""
+    """Mark whole gradients as temporary: a rank keeps only its part."""
     storages = list(graph.storages)
     for gradient in lasts:
         storages[gradient] = replace(storages[gradient], kind="temporary")
@@ -203,7 +203,7 @@ def _gradients_as_temporary(graph: Graph, lasts: LastHolders) -> Graph:
 def _divide_storages(
     graph: Graph, kinds: Sequence[str], shares: _Shares, num_ranks: int
 ) -> Graph:
-    """Divide what exists before the step, and what the optimizer makes."""
+    """Divide the storages before the step, and those that the optimizer makes."""
     storages = list(graph.storages)
 
     def divide(chosen: Sequence[int]) -> None:
