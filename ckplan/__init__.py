@@ -4,9 +4,9 @@
     plan = ckplan.solve(graph, budget="12GiB")
     ckplan.apply(model, plan)
 
-Importing this imports nothing else: every name is fetched when it is first used, and
-torch is woken by ``profile``, ``auto``, ``verify``, ``dry_run``, ``apply`` and its kin
-alone.
+Importing this package imports nothing else. Every name is loaded at its first use. Only
+``profile``, ``auto``, ``verify``, ``dry_run``, ``apply``, ``planned``, ``remove`` and
+``status`` import torch.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ _HOME = {
 
 
 def __getattr__(name: str) -> object:
-    """Fetch a public name where it is written, once."""
+    """Load a public name from its module at first use."""
     if name == "__version__":
         value: object = _version()
     elif name in _HOME:
@@ -88,7 +88,7 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    """List public names, fetched or not."""
+    """List the public names, loaded or not."""
     return sorted({*globals(), *__all__})
 
 
@@ -97,5 +97,5 @@ def _version() -> str:
 
     try:
         return version("ckplan")
-    except PackageNotFoundError:  # run from its sources, without installing it
+    except PackageNotFoundError:  # run from source, not installed
         return "unknown"

@@ -1,4 +1,4 @@
-"""All at once: profile, solve, apply."""
+"""Profile, solve and apply in one call."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ if TYPE_CHECKING:
 
 
 def auto(model: nn.Module, batch: Any, budget: str | int, **how: Any) -> nn.Module:
-    """Make the training steps of a model fit a budget, at the least extra time.
+    """Plan a model's training step for a budget, with the least extra time.
 
-    Takes seconds: the step is recorded and solved. Ops that were measured on this
-    machine before are not measured again.
+    This takes seconds: it records the step and solves it. Ops that were measured on
+    this machine before are not measured again.
 
     Args:
-        model: In the mode it is trained in; rewritten in place.
-        batch: One batch, as large as any to come.
-        budget: Limit on the whole peak: ``"12GiB"``, ``"80%"`` of the unplanned peak.
-        how: Keywords of ``profile``, which explains them: ``loss``, ``optimizer``,
+        model: The model in training mode; changed in place.
+        batch: One batch, as large as the largest batch of training.
+        budget: Limit on peak memory: ``"12GiB"``, or ``"80%"`` of the unplanned peak.
+        how: Keyword arguments of ``profile``: ``loss``, ``optimizer``,
             ``amp``, ``accumulate``, ``clip``, ``scaler``, ``device``, ``gpu`` and more.
-            With ``shard``, ``world_size`` and ``units`` the plan is for one of several
-            ranks; the model is to be wrapped afterwards.
+            With ``shard``, ``world_size`` and ``units``, the plan is for one of several
+            ranks. Wrap the model afterwards.
 
     Returns:
         The same model; ``ckplan.status(model).plan`` is its plan.
 
     Raises:
-        CkplanError: There is no such card or device, or it cannot be sharded so.
+        CkplanError: The card or device is unknown, or the sharding is not possible.
         WorkloadError: The model cannot be trained on this batch.
-        InfeasibleError: No plan fits; the model is left as it was.
+        InfeasibleError: No plan fits; the model is unchanged.
     """
     return apply(model, solve_plan(profile(model, batch, **how), budget))

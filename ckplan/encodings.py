@@ -1,14 +1,15 @@
 """Lossless smaller forms of tensors: masks as bits, pooling indices as short integers.
 
 ===========  ==========================================================================
-``bits``     what ``bernoulli_`` drew, zeros and ones in any dtype, and every bool
-             tensor: eight elements to a byte, in words of eight bytes
+``bits``     masks of ``bernoulli_``, zeros and ones in any dtype, and every bool
+             tensor: eight elements per byte, in words of eight bytes
 ``int16``,   indices of max pooling, which lie within one plane of the input
 ``int32``
 ===========  ==========================================================================
 
-As bits, a tensor is eight planes, one after the other, of which plane ``i`` has bit
-``i`` of every byte: bools shifted by their plane's number and added, 64 bits at a time.
+A tensor as bits has eight planes of equal length. Plane ``i`` is bit ``i`` of every
+byte. Packing shifts the bools of each plane by its number and adds the planes, 64 bits
+at a time.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ import torch
 
 BITS = "bits"
 LAUNCHES = 5
-"""Kernels that take a tensor into a smaller form, or back, at most."""
-_DRAWS = ("bernoulli", "bernoulli_")
-_POOLS = ("max_pool2d_with_indices", "max_pool3d_with_indices")
+"""Most kernels that one encode or decode launches."""
+_RANDOM_MASK_OPS = ("bernoulli", "bernoulli_")
+_MAX_POOL_OPS = ("max_pool2d_with_indices", "max_pool3d_with_indices")
 _INTEGERS = {"int16": torch.int16, "int32": torch.int32}
 _ITEM_BYTES = {"int16": 2, "int32": 4}
 _PLANES = 8
@@ -32,7 +33,7 @@ _LOWEST = sum(1 << (8 * i) for i in range(_WORD_BYTES))  # bit of every byte
 
 
 class Encoded(NamedTuple):
-    """A tensor in a smaller form, with its geometry."""
+    """An encoded tensor, with its size, stride and dtype."""
 
     form: str
     data: torch.Tensor
@@ -44,17 +45,17 @@ class Encoded(NamedTuple):
 def form_of(
     op_name: str, output: int, dtype: torch.dtype, input_shape: Sequence[int]
 ) -> str | None:
-    """The smaller form that an op's output always has, if it has one.
+    """Return the encoding that an op's output can always use, if there is one.
 
     Args:
         op_name: Aten name, such as ``bernoulli_``.
-        output: Which of its outputs.
-        dtype: Of that output.
-        input_shape: Of its first tensor argument.
+        output: Index of the output.
+        dtype: Dtype of that output.
+        input_shape: Shape of the op's first tensor argument.
     """
-    if dtype == torch.bool or (op_name in _DRAWS and dtype.is_floating_point):
+    if dtype == torch.bool or (op_name in _RANDOM_MASK_OPS and dtype.is_floating_point):
         return BITS
-    if op_name in _POOLS and output == 1:
+    if op_name in _MAX_POOL_OPS and output == 1:
         plane = math.prod(input_shape[-int(op_name[8]) :])
         return next(
             (name for name, d in _INTEGERS.items() if plane <= torch.iinfo(d).max + 1),
@@ -64,14 +65,14 @@ def form_of(
 
 
 def encoded_bytes(form: str, num_elements: int) -> int:
-    """Bytes of the smaller form."""
+    """Bytes of the encoded form."""
     if form == BITS:
         return _num_words(num_elements) * _WORD_BYTES
     return num_elements * _ITEM_BYTES[form]
 
 
 def is_dense(size: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether a tensor's elements lie side by side, in whatever order."""
+    """Whether a tensor's elements are contiguous in memory, in any order."""
     if 0 in size:
         return True
     expected = 1
@@ -83,7 +84,7 @@ def is_dense(size: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 def encode(form: str, tensor: torch.Tensor) -> Encoded | None:
-    """A tensor in a smaller form; None where its elements do not lie side by side."""
+    """Encode a tensor; None if it is not dense or has a storage offset."""
     size, stride = tensor.size(), tensor.stride()
     if tensor.storage_offset() or not is_dense(size, stride):
         return None
@@ -93,7 +94,7 @@ def encode(form: str, tensor: torch.Tensor) -> Encoded | None:
 
 
 def decode(encoded: Encoded) -> torch.Tensor:
-    """The tensor again: the same elements, geometry and dtype."""
+    """Decode a tensor: the same elements, size, stride and dtype."""
     form, data, size, stride, dtype = encoded
     out = torch.empty_strided(size, stride, dtype=dtype, device=data.device)
     flat = out.as_strided((out.numel(),), (1,))
@@ -102,7 +103,7 @@ def decode(encoded: Encoded) -> torch.Tensor:
 
 
 def _num_words(num_elements: int) -> int:
-    """Of one plane, and so of all as bits."""
+    """Words of one plane, which is the size of the encoded form."""
     return -(-num_elements // (_PLANES * _WORD_BYTES))
 
 
@@ -116,7 +117,7 @@ def _pack(flat: torch.Tensor) -> torch.Tensor:
 
 
 def _unpack(words: torch.Tensor) -> torch.Tensor:
-    """Zeros and ones, some more than there were at the end."""
+    """Unpack to zeros and ones, with padding at the end."""
     planes = torch.bitwise_right_shift(words, _shifts(words.device))
     return planes.bitwise_and_(_LOWEST).view(torch.uint8).view(-1)
 

@@ -1,4 +1,4 @@
-"""Errors that a user can act on: what was found, what is needed, what to try."""
+"""Errors in three lines: the problem, the accepted input, and what to try."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 
 
 class CkplanError(Exception):
-    """Something that ckplan could not do, in three lines.
+    """An error that a user can act on, printed as three lines.
 
     Args:
-        what: What could not be done, the object, and what was found.
-        needed: What would be accepted.
+        what: The operation that failed, its object, and the problem.
+        needed: The accepted input.
         hint: The flag, command or edit that changes the outcome.
 
     >>> print(CkplanError("no plan fits", needed="5.31 GiB", hint="ckplan frontier"))
@@ -40,15 +40,15 @@ class CkplanError(Exception):
 
 
 class WorkloadError(CkplanError):
-    """The user's model file does not offer what a profile needs."""
+    """The user's model file lacks something that profiling needs."""
 
 
 class GraphError(CkplanError):
-    """A trace is malformed, or of a version that this ckplan does not read."""
+    """A trace is malformed, or this version of ckplan does not read its format."""
 
 
 class PlanError(CkplanError):
-    """A plan is malformed, or does not belong to its model."""
+    """A plan is malformed, or belongs to another model."""
 
 
 class UnitError(CkplanError):
@@ -68,11 +68,11 @@ class VerifyError(CkplanError):
 
 
 class ApplyError(CkplanError):
-    """A plan cannot be put on a model."""
+    """A plan cannot be applied to a model."""
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str | None:
-    """Return the choice that is spelled most like a word, if one is near enough.
+    """Return the choice with the most similar spelling, if one is similar enough.
 
     >>> did_you_mean("budjet_bytes", ["budget_bytes", "bound"])
     'budget_bytes'

@@ -1,4 +1,4 @@
-"""Read and write files: written whole or not at all, with errors that help."""
+"""Read and write files; writes are atomic."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ def write_text(path: str | Path, text: str, *, force: bool) -> None:
 
 
 def write_bytes(path: str | Path, data: bytes, *, force: bool) -> None:
-    """Write a file whole or not at all, making its folder where there is none.
+    """Write a file atomically; creates its folder if needed.
 
-    Whatever interrupts this, ``path`` holds either what it held before or all of
-    ``data``. A link keeps pointing where it did; a device (``/dev/stdout``) is
-    simply written to.
+    After an interruption, ``path`` holds either its old content or all of ``data``. A
+    link keeps its target. A device such as ``/dev/stdout`` is written directly.
 
     Args:
         path: The file to write.
-        data: Everything that it shall hold.
-        force: Whether to overwrite a file that exists.
+        data: The whole content.
+        force: Whether to overwrite an existing file.
 
     Raises:
         CkplanError: The file exists and ``force`` is not set, or it cannot be
@@ -45,11 +44,11 @@ def write_bytes(path: str | Path, data: bytes, *, force: bool) -> None:
 
 
 def read_bytes(path: str | Path, what: str) -> bytes:
-    """Return all that a file holds.
+    """Return the content of a file.
 
     Args:
         path: The file to read.
-        what: What the user takes it for ("trace", "plan"), for the error message.
+        what: The kind of file ("trace", "plan"), for error messages.
 
     Raises:
         CkplanError: There is no such file, or it cannot be read.
@@ -67,13 +66,13 @@ def read_bytes(path: str | Path, what: str) -> bytes:
 
 
 def newest(folder: str | Path, pattern: str) -> Path | None:
-    """Return the file changed last among those of a folder that match, if any."""
+    """Return the most recently changed file that matches a pattern, if any."""
     files = [path for path in Path(folder).glob(pattern) if path.is_file()]
     return max(files, key=lambda path: (path.stat().st_mtime_ns, path), default=None)
 
 
 def _write_whole(target: Path, data: bytes, *, force: bool) -> None:
-    """Write beside the target, then give the finished file its name in one step."""
+    """Write a temporary file beside the target, then rename it in one step."""
     temporary = target.with_name(f".ckplan-{secrets.token_hex(8)}.tmp")
     try:
         with temporary.open("xb") as file:
@@ -91,7 +90,7 @@ def _write_whole(target: Path, data: bytes, *, force: bool) -> None:
 
 
 def _name_new(temporary: Path, target: Path) -> None:
-    """Give a finished file a name, unless that name is taken, however recently."""
+    """Rename a finished file, unless a file of that name exists by now."""
     try:
         try:
             target.hardlink_to(temporary)
@@ -113,7 +112,7 @@ def exists(path: Path) -> CkplanError:
 
 
 def _reserve_and_replace(temporary: Path, target: Path) -> None:
-    """Do the same without a link: for a moment the name holds an empty file."""
+    """Rename without a hard link; the target is an empty file for a moment."""
     target.open("xb").close()
     try:
         temporary.replace(target)
@@ -144,7 +143,7 @@ def _reason(error: OSError) -> str:
 
 
 def _nearest(path: Path) -> Path | None:
-    """Return the file beside a path whose name is most like it, if any."""
+    """Return the file in the same folder with the most similar name, if any."""
     try:
         names = sorted(file.name for file in path.parent.iterdir() if file.is_file())
     except OSError:

@@ -1,10 +1,10 @@
-"""What cards can do: their memory, and the roofline of an op on them.
+"""Known GPUs: their memory, and the roofline time of an op.
 
 The figures are in ``configs/gpus.yaml``, each with its source. The roofline of S.
 Williams, A. Waterman and D. Patterson ("Roofline: an insightful visual performance
-model for multicore architectures", 2009) says how long an op keeps a card busy at
-least: it computes at the peak rate of its type or moves bytes at full bandwidth,
-whichever takes longer. Beside that, the CPU takes its time to launch every op.
+model for multicore architectures", 2009) gives the least time of an op on the
+GPU: its FLOPs at the peak rate of its dtype, or its bytes at full bandwidth, whichever
+takes longer. In addition, the CPU needs time to launch every op.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _EXAMPLES = {
     "'sources'": "sources: {memory: l4}",
 }
 _THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536}
-"""That a multiprocessor holds at once, by capability, where it is not the usual 2048.
+"""Compute capability -> resident threads per multiprocessor, if not 2048.
 
 NVIDIA, "CUDA C++ Programming Guide", table "Technical Specifications per Compute
 Capability".
@@ -52,14 +52,14 @@ _BRANDS = re.compile(r"nvidia|geforce|tesla|[^a-z0-9]")
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A card by its figures."""
+    """A GPU and its figures."""
 
     name: str
     memory_bytes: int  # on the board
-    capacity_bytes: int  # that CUDA offers
-    context_bytes: int  # that a process takes of it before its first tensor
+    capacity_bytes: int  # total that CUDA reports
+    context_bytes: int  # used by a process before its first tensor
     bandwidth: int  # bytes per second
-    launch_seconds: float  # in which the CPU launches one op
+    launch_seconds: float  # CPU time to launch one op
     capability: tuple[int, int]  # compute capability, major and minor
     multiprocessors: int
     flop_rates: Mapping[str, float]  # of RATES -> dense FLOP per second; fp32 at least
@@ -67,21 +67,21 @@ class Gpu:
 
     @property
     def usable_bytes(self) -> int:
-        """What is left for tensors and for the allocator's gaps between them."""
+        """Bytes available to the allocator: tensors and fragmentation."""
         return self.capacity_bytes - self.context_bytes
 
     @property
     def threads(self) -> int:
-        """That one multiprocessor holds at once."""
+        """Resident threads per multiprocessor."""
         return _THREADS.get(self.capability, 2048)
 
     def device_seconds(self, flops: int, moved_bytes: int, rate: str) -> float:
-        """The least time in which the card can do an op.
+        """Roofline time of an op: the least time it takes on this GPU.
 
         Args:
             flops: Floating-point operations.
-            moved_bytes: Read and written.
-            rate: One of ``RATES``; that of fp32 where the card has none of its own.
+            moved_bytes: Bytes read and written.
+            rate: One of ``RATES``; a dtype without a rate uses that of fp32.
         """
         flop_rate = self.flop_rates.get(rate, self.flop_rates["fp32"])
         return max(flops / flop_rate, moved_bytes / self.bandwidth)
@@ -91,7 +91,7 @@ def find(name: str) -> Gpu:
     """Find a card by name: ``"RTX 4090"``, ``"rtx4090"``, ``"NVIDIA L4"``.
 
     Raises:
-        CkplanError: No card has that name, or several do, with other memory.
+        CkplanError: No card has that name, or several cards with different memory do.
     """
     cards = load()
     wanted = _plain(name)
@@ -125,11 +125,11 @@ def parse(text: str, name: str) -> dict[str, Gpu]:
 
     Args:
         text: YAML, as in ``configs/gpus.yaml``.
-        name: What errors call it.
+        name: The name of the table in error messages.
 
     Raises:
-        PlanError: A key or a figure that should not be there, or is missing; the line
-            is named.
+        PlanError: A key or a figure is unknown, missing or invalid. The error names
+            the line.
     """
     root = compose(text, name, _EXAMPLES, "the table of cards")
     top = root.record(_TOP_KEYS, required=_TOP_KEYS)
@@ -223,7 +223,7 @@ def _plain(name: str) -> str:
 
 
 def _table() -> Path:
-    """Beside this file where ckplan is installed, else in its repository."""
+    """The path of the table: beside this file if installed, else in the repository."""
     beside = Path(__file__).with_name("gpus.yaml")
     if beside.is_file():
         return beside

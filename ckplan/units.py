@@ -1,7 +1,7 @@
 """Read and print bytes, seconds, FLOPs and percent.
 
-Sizes are whole bytes everywhere in the code. This is the only file that knows how
-many bytes a GiB has or what a prefix stands for.
+Sizes are whole bytes everywhere in the code. Only this file defines units and
+prefixes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _BYTES_PER_UNIT = {
     "TiB": 2**40,
 }
 MOST_BYTES = 10**18
-"""More is refused, in graphs and as a budget."""
+"""Largest size accepted in a graph or as a budget."""
 _QUANTITY = re.compile(
     r"((?:[0-9]{0,30}\.)?[0-9]{1,30}(?:e[+-]?[0-9]{1,3})?)\s*([a-z]*|%)",
     re.ASCII | re.IGNORECASE,
@@ -51,7 +51,7 @@ def parse_bytes(size: str | int) -> int:
         The size in bytes, computed exactly; a fraction of a byte is rounded down.
 
     Raises:
-        UnitError: ``size`` is not a size, or does not say which unit is meant.
+        UnitError: ``size`` is not a size, or its unit is ambiguous.
 
     >>> parse_bytes("0.1 GB"), parse_bytes("1.5GiB")
     (100000000, 1610612736)
@@ -64,7 +64,7 @@ def parse_budget(budget: str | int, unplanned_peak_bytes: int) -> int:
 
     Args:
         budget: Anything that ``parse_bytes`` reads, or a percentage.
-        unplanned_peak_bytes: What ``100%`` means.
+        unplanned_peak_bytes: The size that ``100%`` stands for.
 
     Returns:
         The budget in bytes, rounded down and at least 1.
@@ -92,10 +92,10 @@ def parse_budget(budget: str | int, unplanned_peak_bytes: int) -> int:
 
 
 def parse_percent(text: str) -> float:
-    """Return the fraction that a percentage is.
+    """Read a percentage as a fraction.
 
     Raises:
-        UnitError: ``text`` is no percentage of zero or more.
+        UnitError: ``text`` is not a percentage of zero or more.
 
     >>> parse_percent("5%"), parse_percent("12.5 %")
     (0.05, 0.125)
@@ -226,7 +226,7 @@ MIN_BLOCK_BYTES = 512  # of PyTorch's CUDA allocator
 
 
 def in_blocks(num_bytes: int) -> int:
-    """Bytes that the allocator takes for a request.
+    """Bytes that the CUDA allocator uses for a request: a multiple of 512.
 
     >>> in_blocks(0), in_blocks(1), in_blocks(512), in_blocks(513)
     (0, 512, 512, 1024)

@@ -1,9 +1,9 @@
-"""The same plan in plain PyTorch, for those who will not take a dependency.
+"""Write a plan as plain PyTorch code, without ckplan as a dependency.
 
-``torch.utils.checkpoint`` can run whole modules again, and that is what is printed. A
-plan whose regions rebuild single ops has no plain form: in its place stands the
-cheapest set of modules to run again that fits the same budget, with a peak and a cost
-of its own. So it does for a plan that runs modules again which only ckplan can.
+The code uses ``torch.utils.checkpoint``, which reruns whole modules. A plan that
+rebuilds single ops has no such form. Neither has a plan that reruns modules which only
+ckplan can rerun. The code is then the cheapest set of modules to rerun that fits the
+same budget. It has its own peak and overhead.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from operator import itemgetter
 
 from ckplan.errors import PlanError
 from ckplan.graph.graph import Graph
-from ckplan.plan.hazards import refuse_in_plain_torch, update_twice
+from ckplan.plan.hazards import refuse_torch_rerun, updates_statistics_twice
 from ckplan.plan.plan import Plan
 from ckplan.plan.region import RERUN, Region
 from ckplan.plan.resolve import resolve
@@ -78,42 +78,42 @@ def _wrap(module, name, numbers, counts):
 
 
 @dataclass(frozen=True)
-class Plain:
+class PlainPlan:
     """A plan that torch.utils.checkpoint can carry out."""
 
     graph: Graph
-    plan: Plan  # what it stands for
-    regions: tuple[Region, ...]  # calls that run again
-    timeline: Timeline  # of the plain plan
-    planned: Timeline  # of the plan itself
-    same: bool  # it is the plan itself
+    plan: Plan  # the original plan
+    regions: tuple[Region, ...]  # calls to rerun
+    timeline: Timeline  # of `regions`
+    planned: Timeline  # of the original plan
+    same: bool  # whether `regions` are those of the plan
 
     @property
     def fits(self) -> bool:
-        """Whether the peak is within the plan's budget, as far as it has one."""
+        """Whether the peak fits the plan's budget, or its peak if it has none."""
         return limit_of(self.plan, self.planned).allows(self.timeline)
 
 
-def plain_form(graph: Graph, plan: Plan) -> Plain:
-    """Find what torch.utils.checkpoint can do in place of a plan.
+def plain_form(graph: Graph, plan: Plan) -> PlainPlan:
+    """Find the nearest plan that torch.utils.checkpoint can carry out.
 
     Args:
         graph: The step of the model.
-        plan: What to do.
+        plan: The plan to write.
 
     Raises:
-        PlanError: The plan is of another model.
+        PlanError: The plan belongs to another model.
     """
     simulator = Simulator(graph)
     menus = Menus(simulator)
     regions = resolve(plan, graph)
     planned = simulator.run(regions)
-    same = all(r.by == RERUN and _is_plain(graph, r) for r in regions)
+    same = all(r.by == RERUN and _is_safe_in_torch(graph, r) for r in regions)
     if not same:
         limit = limit_of(plan, planned)
         found = _reruns(simulator, menus, limit)
         _, regions = cheapest_or_smallest(found, limit, itemgetter(0))
-    return Plain(
+    return PlainPlan(
         graph,
         plan,
         tuple(regions),
@@ -124,19 +124,21 @@ def plain_form(graph: Graph, plan: Plan) -> Plain:
 
 
 def limit_of(plan: Plan, planned: Timeline) -> MemoryLimit:
-    """What stands in for a plan must fit: its budget, or its peak if it has none."""
+    """The limit for a replacement: the plan's budget, or its peak without one."""
     budget_bytes = plan.budget_bytes
     return MemoryLimit(planned.peak_bytes if budget_bytes is None else budget_bytes)
 
 
-def can_be_plain(simulator: Simulator, region: Region) -> bool:
-    """Whether torch alone may run a region again, and can."""
-    return _is_plain(simulator.graph, region) and can_recompute(simulator, region)
+def torch_can_rerun(simulator: Simulator, region: Region) -> bool:
+    """Whether torch alone can rerun a region with right gradients."""
+    return _is_safe_in_torch(simulator.graph, region) and can_recompute(
+        simulator, region
+    )
 
 
-def _is_plain(graph: Graph, region: Region) -> bool:
+def _is_safe_in_torch(graph: Graph, region: Region) -> bool:
     try:
-        refuse_in_plain_torch(graph, region)
+        refuse_torch_rerun(graph, region)
     except PlanError:
         return False
     return True
@@ -145,11 +147,11 @@ def _is_plain(graph: Graph, region: Region) -> bool:
 def _reruns(
     simulator: Simulator, menus: Menus, limit: MemoryLimit
 ) -> Iterator[tuple[Timeline, tuple[Region, ...]]]:
-    """Sets of calls to run again, as each cover allows them; at least the empty one."""
+    """(timeline, regions) of candidate sets of calls to rerun; the empty set first."""
 
     def whole(unit: Unit) -> list[Option]:
         region = Region(unit[0], RERUN, last=unit[1])
-        plain = [region] if _is_plain(simulator.graph, region) else []
+        plain = [region] if _is_safe_in_torch(simulator.graph, region) else []
         return menus.as_options(unit, plain)
 
     yield simulator.run(), ()
@@ -170,22 +172,22 @@ def _reruns(
                     break
     for segmentation in covers:
         every = [Region(call, RERUN) for call, _ in segmentation]
-        done = tuple(region for region in every if can_be_plain(simulator, region))
+        done = tuple(region for region in every if torch_can_rerun(simulator, region))
         yield simulator.run(done), done
 
 
-def as_code(plain: Plain, version: str) -> str:
-    """A module of Python that needs torch alone.
+def as_code(plain: PlainPlan, version: str) -> str:
+    """Return the source of a Python module that needs torch alone.
 
     Args:
-        plain: What to do.
-        version: Of ckplan, for the record.
+        plain: The plan to write.
+        version: The version of ckplan, for the header.
     """
     calls = "\n".join(
         f"    {name!r}: {_numbers(numbers)},"
         for name, numbers in _calls_of(plain).items()
     )
-    about = "\n".join(_about(plain, version))
+    about = "\n".join(_header_lines(plain, version))
     name = plain.graph.model  # a trace may have any text there
     model = name if name.replace(".", "_").isidentifier() else "a model"
     return _TEMPLATE.format(model=model, about=about, calls=calls)
@@ -195,8 +197,8 @@ def _numbers(numbers: Sequence[int] | None) -> str:
     return "None" if numbers is None else f"{{{', '.join(map(str, numbers))}}}"
 
 
-def _calls_of(plain: Plain) -> Mapping[str, Sequence[int] | None]:
-    """Modules, each with the numbers of its calls; None where that is every call."""
+def _calls_of(plain: PlainPlan) -> Mapping[str, Sequence[int] | None]:
+    """FQN -> numbers of the calls to rerun; None for every call."""
     chosen: dict[str, list[int]] = {}
     for call in sorted(region.call for region in plain.regions):
         found = plain.graph.calls[call]
@@ -211,14 +213,14 @@ def _calls_of(plain: Plain) -> Mapping[str, Sequence[int] | None]:
     }
 
 
-def _about(plain: Plain, version: str) -> Iterator[str]:
+def _header_lines(plain: PlainPlan, version: str) -> Iterator[str]:
     yield f"Made by `ckplan eject` of ckplan {version}. Predicted for this code:"
     yield f"peak {peak_and_overhead(plain.timeline)}."
     if not plain.same:
         yield ""
         yield "The plan it stands for rebuilds single ops, which has no plain form:"
         yield f"its own peak is {peak_and_overhead(plain.planned)}."
-    if update_twice(plain.graph, plain.regions):
+    if updates_statistics_twice(plain.graph, plain.regions):
         yield ""
         yield "Running statistics of these modules are updated twice a step: gradients"
         yield "are the same, what evaluation sees is not."
@@ -230,6 +232,6 @@ def _about(plain: Plain, version: str) -> Iterator[str]:
 
 
 def peak_and_overhead(timeline: Timeline) -> str:
-    """Those of a step, as people read them."""
+    """Peak and overhead of a step, in words."""
     overhead = format_percent(timeline.overhead, sign=True)
     return f"{format_bytes(timeline.peak_bytes)}, overhead {overhead}"

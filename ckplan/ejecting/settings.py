@@ -1,8 +1,8 @@
-"""What other tools can do in place of a plan, in their own words.
+"""Express a plan as settings of other tools: transformers, DeepSpeed, Megatron-LM.
 
-Each of them runs whole layers again, chosen by one or two numbers. What they can say is
-tried in the simulator; the cheapest that fits the plan's budget is taken, or the
-smallest if none does.
+Each tool reruns whole layers, chosen by one or two numbers. The simulator tries the
+possible settings. The cheapest one that fits the plan's budget is chosen, or the one
+with the smallest peak if none fits.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from itertools import takewhile
 from operator import itemgetter
 from typing import TypeAlias
 
-from ckplan.ejecting.code import can_be_plain, limit_of, peak_and_overhead
+from ckplan.ejecting.code import limit_of, peak_and_overhead, torch_can_rerun
 from ckplan.errors import PlanError
 from ckplan.graph.graph import Graph
-from ckplan.plan.hazards import refuse_in_plain_torch, update_twice
+from ckplan.plan.hazards import refuse_torch_rerun, updates_statistics_twice
 from ckplan.plan.plan import Plan
 from ckplan.plan.region import RERUN, Region
 from ckplan.plan.resolve import resolve
@@ -46,16 +46,16 @@ TOOLS = tuple(_NEEDS)
 
 @dataclass(frozen=True)
 class Setting:
-    """How a tool is told to run layers again, and what that needs."""
+    """A setting of a tool, its regions and its predicted timelines."""
 
     tool: str
-    text: str  # to be copied
+    text: str  # to copy into a script or file
     regions: tuple[Region, ...]
     timeline: Timeline
-    planned: Timeline  # of the plan that it stands for
+    planned: Timeline  # of the original plan
     limit: MemoryLimit
-    same: bool  # it is the plan itself
-    updates_twice: bool  # running statistics, which no tool puts back
+    same: bool  # whether the setting equals the plan
+    updates_twice: bool  # running statistics
 
     @property
     def fits(self) -> bool:
@@ -63,7 +63,7 @@ class Setting:
         return self.limit.allows(self.timeline)
 
     def about(self) -> Iterator[str]:
-        """What people must know of it."""
+        """Yield notes on the setting, one line each."""
         yield f"predicted: peak {peak_and_overhead(self.timeline)}"
         if not self.same:
             planned = peak_and_overhead(self.planned)
@@ -77,16 +77,16 @@ class Setting:
 
 
 def setting_for(graph: Graph, plan: Plan, tool: str) -> Setting:
-    """Find the nearest to a plan that a tool can be told.
+    """Find the setting of a tool that comes nearest to a plan.
 
     Args:
         graph: The step of the model.
-        plan: What to do.
+        plan: The plan to express.
         tool: One of ``TOOLS``.
 
     Raises:
-        PlanError: The plan is of another model, or the model has no layers that the
-            tool could run again.
+        PlanError: The plan belongs to another model, or the model has no layers that
+            the tool can rerun.
     """
     simulator = Simulator(graph)
     regions = tuple(resolve(plan, graph))
@@ -107,28 +107,28 @@ def setting_for(graph: Graph, plan: Plan, tool: str) -> Setting:
             hint="--as torch, which takes any set of modules",
         )
     limit = limit_of(plan, planned)
-    wish = _Wish(simulator, layers, regions, limit)
-    found: list[tuple[str, tuple[Region, ...], Timeline]] = []
+    target = _Target(simulator, layers, regions, limit)
+    candidates: list[tuple[str, tuple[Region, ...], Timeline]] = []
     refused: PlanError | None = None
-    for text, chosen in _CHOICES[tool](wish):
+    for text, chosen in _CHOICES[tool](target):
         try:
             for region in chosen:
-                refuse_in_plain_torch(graph, region)
-            found.append((text, chosen, simulator.run(chosen)))
+                refuse_torch_rerun(graph, region)
+            candidates.append((text, chosen, simulator.run(chosen)))
         except PlanError as error:
             refused = error
-    if not found:
+    if not candidates:
         assert refused is not None
         raise refused
-    same = [one for one in found if set(one[1]) == set(regions)]
-    best = cheapest_or_smallest(same or found, limit, itemgetter(2))
-    twice = update_twice(graph, best[1])
+    same = [one for one in candidates if set(one[1]) == set(regions)]
+    best = cheapest_or_smallest(same or candidates, limit, itemgetter(2))
+    twice = updates_statistics_twice(graph, best[1])
     return Setting(tool, *best, planned, limit, bool(same), twice)
 
 
 @dataclass(frozen=True, slots=True)
-class _Wish:
-    """What a tool is to do as well as it can."""
+class _Target:
+    """The plan that a setting should come near."""
 
     simulator: Simulator
     layers: Sequence[int]
@@ -136,15 +136,15 @@ class _Wish:
     limit: MemoryLimit
 
     def first(self) -> set[int]:
-        """How many layers to run again, from the first on, but not all of them.
+        """Numbers of layers to try for a rerun of the first n layers, but not of all.
 
-        Of many layers only as many as it takes, and as many as the plan says.
+        A deep model tries two numbers only: the fewest that fit, and the plan's own.
         """
         most = len(self.layers) - 1
         if most < EXHAUSTIVE_MAX_LAYERS:
             return {*range(1, most + 1)}
-        can_be_done = partial(can_be_plain, self.simulator)
-        able = [*takewhile(can_be_done, _each(self.layers[:most]))]
+        can_be_done = partial(torch_can_rerun, self.simulator)
+        able = [*takewhile(can_be_done, _rerun_each(self.layers[:most]))]
         least_bytes = self.simulator.run(able).peak_bytes
         limit = MemoryLimit(max(self.limit.bytes, least_bytes))
         needed = min_regions_to_fit(self.simulator, able, limit)
@@ -154,12 +154,12 @@ class _Wish:
 _Choices: TypeAlias = Iterator[tuple[str, tuple[Region, ...]]]
 
 
-def _each(layers: Sequence[int]) -> tuple[Region, ...]:
+def _rerun_each(layers: Sequence[int]) -> tuple[Region, ...]:
     return tuple(Region(layer, RERUN) for layer in layers)
 
 
 def _chunks(layers: Sequence[int], size: int) -> tuple[Region, ...]:
-    """Runs of so many layers, the last one perhaps shorter."""
+    """Runs of ``size`` layers; the last run may be shorter."""
     chunks = (layers[start : start + size] for start in range(0, len(layers), size))
     return tuple(
         Region(chunk[0], RERUN, last=chunk[-1] if len(chunk) > 1 else None)
@@ -167,20 +167,20 @@ def _chunks(layers: Sequence[int], size: int) -> tuple[Region, ...]:
     )
 
 
-def _transformers(wish: _Wish) -> _Choices:
-    """Every n-th layer, from the first on."""
-    layers = wish.layers
+def _transformers(target: _Target) -> _Choices:
+    """Every n-th layer, starting with the first."""
+    layers = target.layers
     plain = 'model.gradient_checkpointing_enable({"use_reentrant": False})\n'
-    yield plain, _each(layers)
+    yield plain, _rerun_each(layers)
     for step in range(2, len(layers) + 1):
         text = f"model.activation_checkpointing_enable(every_n_layers={step})\n"
-        yield text, _each(layers[::step])
+        yield text, _rerun_each(layers[::step])
 
 
-def _deepspeed(wish: _Wish) -> _Choices:
+def _deepspeed(target: _Target) -> _Choices:
     """Chunks of n layers."""
-    for size in run_lengths(len(wish.layers)):
-        chosen = _chunks(wish.layers, size)
+    for size in run_lengths(len(target.layers)):
+        chosen = _chunks(target.layers, size)
         content = {
             "activation_checkpointing": {
                 "partition_activations": False,
@@ -195,16 +195,16 @@ def _deepspeed(wish: _Wish) -> _Choices:
         yield json.dumps(content, indent=2) + "\n", chosen
 
 
-def _megatron(wish: _Wish) -> _Choices:
+def _megatron(target: _Target) -> _Choices:
     """The first n layers (block), or chunks of n layers (uniform)."""
     start = "--recompute-granularity full --recompute-method"
-    lengths, first = run_lengths(len(wish.layers)), wish.first()
+    lengths, first = run_lengths(len(target.layers)), target.first()
     for size in sorted({*lengths, *first}):
         number = f"--recompute-num-layers {size}\n"
         if size in lengths:
-            yield f"{start} uniform {number}", _chunks(wish.layers, size)
+            yield f"{start} uniform {number}", _chunks(target.layers, size)
         if size in first:
-            yield f"{start} block {number}", _each(wish.layers[:size])
+            yield f"{start} block {number}", _rerun_each(target.layers[:size])
 
 
 _CHOICES = {

@@ -1,1 +1,1 @@
-"""The first waist: what one training step costs."""
+"""The graph: the costs of one recorded training step, as data."""

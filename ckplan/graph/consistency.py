@@ -1,7 +1,7 @@
-"""What must be true of any step: every number in range, and all of them together.
+"""Checks that a recorded step is consistent.
 
-Nothing is used before it is made, so there are no cycles; calls nest; saved tensors are
-of the forward and wanted by the backward. What replays a graph relies on all of it.
+Every number is in range. No storage is used before it is made. Calls nest. Saved
+tensors are saved in forward and read in backward. The simulator relies on all of this.
 """
 
 from __future__ import annotations
@@ -23,107 +23,110 @@ _MOST = 1 << 63  # of bytes
 _MOST_SECONDS = 1e9  # of an op; in nanoseconds, sums of them are exact enough
 
 
-def contradictions(graph: RecordedStep) -> Iterator[str]:
-    """What does not hold together; whoever goes on after the first may fail."""
-    yield from _bad_phases(graph)
-    yield from _bad_engine(graph)
-    yield from _bad_ops(graph)
-    yield from _bad_storages(graph)
-    yield from _bad_saved(graph)
-    yield from _bad_calls(graph)
-    yield from _bad_encodings(graph)
-    yield from _bad_hazards(graph)
-    # Numbers are in range from here on.
-    yield from _of_names(graph)
-    yield from _of_storages(graph)
-    yield from _of_ops(graph)
-    yield from _of_calls(graph)
-    yield from _of_saved(graph)
-    yield from _of_encodings(graph)
+def inconsistencies(graph: RecordedStep) -> Iterator[str]:
+    """Yield a message for every inconsistency; stop at the first one.
+
+    Later checks may raise if an earlier one yields a message.
+    """
+    yield from _phases_out_of_range(graph)
+    yield from _engine_out_of_range(graph)
+    yield from _ops_out_of_range(graph)
+    yield from _storages_out_of_range(graph)
+    yield from _saved_out_of_range(graph)
+    yield from _calls_out_of_range(graph)
+    yield from _encodings_out_of_range(graph)
+    yield from _hazards_out_of_range(graph)
+    # The checks below rely on numbers in range.
+    yield from _inconsistent_names(graph)
+    yield from _inconsistent_storages(graph)
+    yield from _inconsistent_ops(graph)
+    yield from _inconsistent_calls(graph)
+    yield from _inconsistent_saved(graph)
+    yield from _inconsistent_encodings(graph)
 
 
 # -- numbers -----------------------------------------------------------------------
 
 
-def _bad_phases(graph: RecordedStep) -> Iterator[str]:
+def _phases_out_of_range(graph: RecordedStep) -> Iterator[str]:
     num_ops = len(graph.ops)
     halves = (graph.num_forward, graph.num_backward)
-    if not _within(halves, 0, num_ops + 1) or sum(halves) > num_ops:
+    if not _all_in_range(halves, 0, num_ops + 1) or sum(halves) > num_ops:
         yield f"forward and backward are {halves} of {num_ops} ops"
 
 
-def _bad_engine(graph: RecordedStep) -> Iterator[str]:
-    if not _timed((graph.engine.watch_seconds, graph.engine.rerun_seconds)):
+def _engine_out_of_range(graph: RecordedStep) -> Iterator[str]:
+    if not _are_times((graph.engine.watch_seconds, graph.engine.rerun_seconds)):
         yield f"the engine takes {graph.engine}"
 
 
-def _bad_ops(graph: RecordedStep) -> Iterator[str]:
+def _ops_out_of_range(graph: RecordedStep) -> Iterator[str]:
     num_storages, num_calls = len(graph.storages), len(graph.calls)
     for index, op in enumerate(graph.ops):
-        if not _within((*op.reads, *op.writes, *op.outputs), 0, num_storages):
+        if not _all_in_range((*op.reads, *op.writes, *op.outputs), 0, num_storages):
             yield f"op {index} ({op.name}) uses a storage that is not there"
-        if not _within((op.call,), OUTSIDE_CALLS, num_calls):
+        if not _all_in_range((op.call,), OUTSIDE_CALLS, num_calls):
             yield f"op {index} ({op.name}) belongs to call {op.call}"
         costs = (*chain(*op.workspace), op.flops, op.moved_bytes)
-        timed = _timed((op.seconds, op.launch_seconds))
-        if not (timed and _within(costs, 0, _MOST)):
-            yield f"op {index} ({op.name}) has a cost that is no natural number"
+        timed = _are_times((op.seconds, op.launch_seconds))
+        if not (timed and _all_in_range(costs, 0, _MOST)):
+            yield f"op {index} ({op.name}) has a cost that is not a number >= 0"
 
 
-def _bad_storages(graph: RecordedStep) -> Iterator[str]:
+def _storages_out_of_range(graph: RecordedStep) -> Iterator[str]:
     for index, storage in enumerate(graph.storages):
         if storage.kind not in KINDS:
             yield f"storage {index} is of kind {storage.kind!r}"
-        sized = _within((storage.bytes,), 0, _MOST)
+        sized = _all_in_range((storage.bytes,), 0, _MOST)
         moments = (storage.maker, storage.last)
-        if not (sized and _within(moments, BEFORE_STEP, len(graph.ops) + 1)):
+        if not (sized and _all_in_range(moments, BEFORE_STEP, len(graph.ops) + 1)):
             yield f"storage {index} has {storage.bytes} B, maker {storage.maker}"
 
 
-def _bad_saved(graph: RecordedStep) -> Iterator[str]:
+def _saved_out_of_range(graph: RecordedStep) -> Iterator[str]:
     for saved in graph.saved:
-        known = _within((saved.storage,), 0, len(graph.storages))
+        known = _all_in_range((saved.storage,), 0, len(graph.storages))
         when = (saved.at, saved.wanted, saved.done, saved.used)
-        timed = _within(when, -1, len(graph.ops) + 1)
-        called = _within((saved.call,), OUTSIDE_CALLS, len(graph.calls))
+        timed = _all_in_range(when, -1, len(graph.ops) + 1)
+        called = _all_in_range((saved.call,), OUTSIDE_CALLS, len(graph.calls))
         if not (known and called and timed):
             yield f"a saved tensor of storage {saved.storage} is out of range"
 
 
-def _bad_calls(graph: RecordedStep) -> Iterator[str]:
+def _calls_out_of_range(graph: RecordedStep) -> Iterator[str]:
     for index, call in enumerate(graph.calls):
-        known = _within((call.parent,), OUTSIDE_CALLS, index)
-        inside = _within((call.start, call.stop), 0, len(graph.ops) + 1)
+        known = _all_in_range((call.parent,), OUTSIDE_CALLS, index)
+        inside = _all_in_range((call.start, call.stop), 0, len(graph.ops) + 1)
         if not (known and inside and call.start <= call.stop):
             yield f"call {index} covers ops [{call.start}, {call.stop})"
-        if not _within((call.number,), 0, _MOST):
+        if not _all_in_range((call.number,), 0, _MOST):
             yield f"call {index} is number {call.number!r} of its module"
-        if not _within(call.given, 0, len(graph.storages)):
+        if not _all_in_range(call.given, 0, len(graph.storages)):
             yield f"call {index} is given a storage that is not there"
-        if not _within(call.state, 0, len(graph.storages)):
+        if not _all_in_range(call.state, 0, len(graph.storages)):
             yield f"call {index} has state in a storage that is not there"
 
 
-def _bad_encodings(graph: RecordedStep) -> Iterator[str]:
+def _encodings_out_of_range(graph: RecordedStep) -> Iterator[str]:
     for one in graph.encodings:
-        known = _within((one.op,), 0, len(graph.ops))
+        known = _all_in_range((one.op,), 0, len(graph.ops))
         outputs = graph.ops[one.op].outputs if known else ()
         sizes = (one.bytes, one.encode_workspace_bytes, one.decode_workspace_bytes)
-        named = _within((one.output,), 0, len(outputs))
-        timed = _timed((one.encode_seconds, one.decode_seconds))
-        if not (named and timed and _within(sizes, 0, _MOST)):
+        named = _all_in_range((one.output,), 0, len(outputs))
+        timed = _are_times((one.encode_seconds, one.decode_seconds))
+        if not (named and timed and _all_in_range(sizes, 0, _MOST)):
             yield f"an encoding of op {one.op} is out of range"
 
 
-def _bad_hazards(graph: RecordedStep) -> Iterator[str]:
+def _hazards_out_of_range(graph: RecordedStep) -> Iterator[str]:
     numbers = [hazard.call for hazard in graph.hazards]
-    if not _within(numbers, 0, len(graph.calls)) or numbers != sorted(numbers):
-        yield "a hazard is of a call that is not there"
+    if not _all_in_range(numbers, 0, len(graph.calls)) or numbers != sorted(numbers):
+        yield "a hazard refers to a call that does not exist"
     if any(hazard.kind not in HAZARDS for hazard in graph.hazards):
-        yield "a hazard is of an unknown kind"
+        yield "a hazard has an unknown kind"
 
 
-def _within(numbers: Iterable[int], low: int, high: int) -> bool:
+def _all_in_range(numbers: Iterable[int], low: int, high: int) -> bool:
     """Whether all are whole numbers of ``[low, high)``."""
     for number in numbers:  # a loop is twice as fast as a generator, and this is hot
         if type(number) is not int or not low <= number < high:
@@ -131,16 +134,16 @@ def _within(numbers: Iterable[int], low: int, high: int) -> bool:
     return True
 
 
-def _timed(seconds: tuple[float, float]) -> bool:
+def _are_times(seconds: tuple[float, float]) -> bool:
     """Whether both are times that an op may take."""
     one, other = seconds
     return 0 <= one <= _MOST_SECONDS and 0 <= other <= _MOST_SECONDS
 
 
-# -- all of them together ----------------------------------------------------------
+# -- relations between records -----------------------------------------------------
 
 
-def _of_names(graph: RecordedStep) -> Iterator[str]:
+def _inconsistent_names(graph: RecordedStep) -> Iterator[str]:
     named: list[object] = [graph.model, graph.costs, *graph.notes]
     named.append(graph.options.get("gpu", ""))
     named += [op.name for op in graph.ops]
@@ -149,30 +152,30 @@ def _of_names(graph: RecordedStep) -> Iterator[str]:
     named += [hazard.reason for hazard in graph.hazards]
     for name in named:
         if not isinstance(name, str):
-            yield f"{name!r} is no name"
+            yield f"{name!r} is not a name"
     for op_name in {op.name for op in graph.ops}:
         if not is_op_name(op_name):
-            yield f"{op_name!r} is no name of an op"
+            yield f"{op_name!r} is not the name of an op"
     seen: set[tuple[str, int]] = set()
     for call in graph.calls:
         if (call.fqn, call.number) in seen:
-            yield f"two calls are {call}"
+            yield f"two calls have the name {call}"
         seen.add((call.fqn, call.number))
 
 
-def _of_storages(graph: RecordedStep) -> Iterator[str]:
+def _inconsistent_storages(graph: RecordedStep) -> Iterator[str]:
     sizes = [storage.bytes for storage in graph.storages]
     sizes.append(max((op.workspace.bytes for op in graph.ops), default=0))
     if sum(sizes) > MOST_BYTES:
-        yield f"{sum(sizes)} B are more than anybody has"
+        yield f"{sum(sizes)} B in total are too many"
     for index, storage in enumerate(graph.storages):
         if storage.maker >= len(graph.ops):
             yield f"storage {index} is made by op {storage.maker}, which is not there"
         if storage.last < storage.maker:
-            yield f"storage {index} is gone before it is made"
+            yield f"storage {index} is freed before it is made"
 
 
-def _of_ops(graph: RecordedStep) -> Iterator[str]:
+def _inconsistent_ops(graph: RecordedStep) -> Iterator[str]:
     storages = graph.storages
     for index, op in enumerate(graph.ops):
         for storage in (*op.reads, *op.writes):
@@ -187,7 +190,7 @@ def _of_ops(graph: RecordedStep) -> Iterator[str]:
                 yield f"op {index} ({op.name}) returns what it neither reads nor makes"
 
 
-def _of_calls(graph: RecordedStep) -> Iterator[str]:
+def _inconsistent_calls(graph: RecordedStep) -> Iterator[str]:
     begun = 0
     ended = dict.fromkeys(range(-1, len(graph.calls)), 0)
     for call in graph.calls:
@@ -200,37 +203,37 @@ def _of_calls(graph: RecordedStep) -> Iterator[str]:
         if call.stop > graph.num_forward:
             yield f"call {call} ends after forward"
         if any(graph.storages[s].maker >= call.start for s in call.given):
-            yield f"call {call} is given what is made later"
+            yield f"call {call} receives a storage that is made later"
         if any(graph.storages[s].maker >= call.start for s in call.state):
-            yield f"call {call} has state that is made later"
+            yield f"call {call} has state in a storage that is made later"
         begun, ended[call.parent] = call.start, call.stop
 
 
-def _of_saved(graph: RecordedStep) -> Iterator[str]:
+def _inconsistent_saved(graph: RecordedStep) -> Iterator[str]:
     before = 0
     until = [storage.last for storage in graph.storages]
     for index, saved in enumerate(graph.saved):
         maker = graph.storages[saved.storage].maker
         name = f"saved tensor {index}"
         if not before <= saved.at <= graph.num_forward:
-            yield f"{name} is out of the order of forward"
+            yield f"{name} is out of forward order"
         if maker >= saved.at or until[saved.storage] < saved.at - 1:
-            yield f"{name} is of storage {saved.storage}, which is not there"
+            yield f"{name} refers to storage {saved.storage}, which is not alive"
         if saved.wanted != -1 and not saved.at <= saved.wanted < graph.backward_stop:
-            yield f"{name} is wanted by op {saved.wanted}, too early or too late"
+            yield f"{name} is unpacked at op {saved.wanted}, too early or too late"
         if saved.done < max(saved.wanted, saved.at - 1):
-            yield f"{name} is let go by op {saved.done}, too early"
+            yield f"{name} is freed at op {saved.done}, too early"
         if not saved.wanted <= saved.used <= saved.done:
-            yield f"{name} is used by op {saved.used}, too early or too late"
+            yield f"{name} is last used at op {saved.used}, too early or too late"
         if saved.call >= 0:
             call = graph.calls[saved.call]
             if not call.start <= saved.at <= call.stop:
-                yield f"{name} is outside of its call {call}"
+                yield f"{name} is outside its call {call}"
         before = saved.at
         until[saved.storage] = max(until[saved.storage], saved.done)
 
 
-def _of_encodings(graph: RecordedStep) -> Iterator[str]:
+def _inconsistent_encodings(graph: RecordedStep) -> Iterator[str]:
     before = (-1, -1)
     for one in graph.encodings:
         if (one.op, one.output) <= before or one.op >= graph.num_forward:

@@ -1,7 +1,7 @@
-"""Draw a step on from two smaller batches to a larger one.
+"""Extrapolate a step from two small batches to a larger one.
 
-Bytes, FLOPs and seconds of a training step grow linearly with the rows of its batch as
-long as it runs the same ops; with two batches, slope and constant are known.
+Bytes, FLOPs and seconds of a step grow linearly with the rows of its batch, if every
+batch runs the same ops. Two batches give the slope and the constant.
 """
 
 from __future__ import annotations
@@ -15,32 +15,31 @@ from ckplan.graph.graph import Graph
 from ckplan.graph.records import Encoding, Op, Storage
 
 _T = TypeVar("_T", Op, Storage, Encoding)
-_GROWS = ("bytes", "flops", "seconds")  # last words of the names of what grows
+_GROWS = ("bytes", "flops", "seconds")  # last word of the names of fields that grow
 
 
 def extrapolate(small: Graph, large: Graph, rows: tuple[int, int, int]) -> Graph:
-    """The step at another batch.
+    """Return the step with another number of rows.
 
     Args:
         small: The step at the first number of rows.
-        large: The step at the second one; what does not grow is taken from it.
-        rows: Of ``small``, of ``large``, and those wanted.
+        large: The step at the second number; fields that do not grow come from it.
+        rows: The rows of ``small``, of ``large``, and of the step to return.
 
     Raises:
         GraphError: The two steps do not run the same ops.
     """
-    if any(a != b for a, b in zip(_shape(small), _shape(large), strict=True)):
+    if any(a != b for a, b in zip(_structure(small), _structure(large), strict=True)):
         raise GraphError(
-            f"cannot extrapolate the step to a batch of {rows[2]} rows: it runs "
-            "other ops "
-            f"at {rows[0]} rows than at {rows[1]}",
-            needed="the same ops at every batch size",
+            f"cannot extrapolate the step to a batch of {rows[2]} rows: it runs other "
+            f"ops at {rows[0]} rows than at {rows[1]}",
+            needed="the same ops for every batch size",
             hint="profile where the whole batch fits in memory, or a smaller batch",
         )
 
-    def drawn(ones: tuple[_T, ...], others: tuple[_T, ...]) -> tuple[_T, ...]:
+    def extrapolated(ones: tuple[_T, ...], others: tuple[_T, ...]) -> tuple[_T, ...]:
         pairs = zip(ones, others, strict=True)
-        return tuple(_drawn(one, other, rows) for one, other in pairs)
+        return tuple(_extrapolated(one, other, rows) for one, other in pairs)
 
     both = small.encoding_of.keys() & large.encoding_of.keys()
     codings = (
@@ -49,14 +48,14 @@ def extrapolate(small: Graph, large: Graph, rows: tuple[int, int, int]) -> Graph
     )
     return replace(
         large,
-        ops=drawn(small.ops, large.ops),
-        storages=drawn(small.storages, large.storages),
-        encodings=drawn(*codings),
+        ops=extrapolated(small.ops, large.ops),
+        storages=extrapolated(small.storages, large.storages),
+        encodings=extrapolated(*codings),
     )
 
 
-def _drawn(one: _T, other: _T, rows: tuple[int, int, int]) -> _T:
-    """A record whose quantities lie on the line through two others; none below 0."""
+def _extrapolated(one: _T, other: _T, rows: tuple[int, int, int]) -> _T:
+    """A record with quantities on the line through two others, and at least 0."""
     few, many, wanted = rows
     found: dict[str, Any] = {}
     for field in fields(one):
@@ -67,8 +66,8 @@ def _drawn(one: _T, other: _T, rows: tuple[int, int, int]) -> _T:
     return replace(other, **found)
 
 
-def _shape(graph: Graph) -> Iterator[Any]:
-    """What two steps must have in common."""
+def _structure(graph: Graph) -> Iterator[Any]:
+    """The parts that two steps must share."""
     yield graph.num_forward, graph.num_backward
     yield [(op.name, op.call, op.reads, op.writes, op.outputs) for op in graph.ops]
     yield [(one.kind, one.maker, one.last) for one in graph.storages]

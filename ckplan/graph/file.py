@@ -1,7 +1,7 @@
 """The trace file: a graph as JSON, gzipped when the name ends in ``.gz``.
 
-It loads without torch, is never executed, read strictly, and written whole or not at
-all.
+It loads without torch and is never executed. Unknown keys are errors. Writes are
+atomic.
 """
 
 from __future__ import annotations
@@ -106,10 +106,10 @@ def loads(text: str, name: str) -> Graph:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
         if text.lstrip().startswith("ckplan:"):
-            raise _unreadable(name, "is a plan, no trace") from None
+            raise _unreadable(name, "is a plan, not a trace") from None
         raise _unreadable(name, f"is not complete JSON ({error})") from None
     if not isinstance(content, dict) or "ckplan_graph" not in content:
-        raise _unreadable(name, "is no ckplan trace")
+        raise _unreadable(name, "is not a ckplan trace")
     version = content["ckplan_graph"]
     if version != FORMAT_VERSION:
         raise _unreadable(name, f"has format {version!r}")

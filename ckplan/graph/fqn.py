@@ -1,4 +1,4 @@
-"""Names of modules (FQNs) and of single calls of them."""
+"""Names of modules (FQNs) and of their calls."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ OP_NAME = r"[^/#@\s]+"
 
 
 def call_name(fqn: str, number: int) -> str:
-    """Return the pattern that means one call.
+    """Return the pattern that matches one call.
 
     >>> call_name("encoder.cell", 3), call_name("", 0)
     ('encoder.cell#3', '.#0')
@@ -32,7 +32,7 @@ def relative_path(fqn: str, top: str) -> str:
 
 
 def is_around(outer: str, inner: str) -> bool:
-    """Return whether a module, by its FQN, is another one or lies around it.
+    """Return whether one module is another one or contains it, by their FQNs.
 
     >>> is_around("h.1", "h.1.mlp"), is_around("", "h.1"), is_around("h.1", "h.10")
     (True, True, False)
@@ -41,5 +41,5 @@ def is_around(outer: str, inner: str) -> bool:
 
 
 def is_op_name(text: str) -> bool:
-    """Whether plans can name an op by this text."""
+    """Whether a plan can use this text as the name of an op."""
     return re.fullmatch(OP_NAME, text) is not None

@@ -1,9 +1,9 @@
-"""The first waist: what one training step costs, as data.
+"""The graph: the costs of one training step, as data.
 
 A ``Graph`` is a recorded step: ops in execution order, the storages they read and
-make, what autograd saves, and the module calls that ran the ops. What it is made of is
-in ``records.py``, what must be true of it in ``consistency.py``, and ``file.py``
-reads and writes it.
+make, the tensors that autograd saves, and the module calls that ran the ops. Its
+records are in ``records.py`` and its checks in ``consistency.py``. ``file.py`` reads
+and writes it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from ckplan.errors import GraphError
-from ckplan.graph.consistency import contradictions
+from ckplan.graph.consistency import inconsistencies
 from ckplan.graph.fqn import relative_path
 from ckplan.graph.records import (
     BEFORE_STEP,
@@ -36,16 +36,16 @@ FORMAT_VERSION = 8
 
 @dataclass(frozen=True)
 class Graph(RecordedStep):
-    """One training step, checked, with what can be derived from its records."""
+    """One training step: checked records, and values derived from them."""
 
     def __post_init__(self) -> None:
-        """Refuse what does not hold together."""
-        for what in contradictions(self):
-            raise _bad(what)
+        """Raise ``GraphError`` if the records are inconsistent."""
+        for what in inconsistencies(self):
+            raise _inconsistent_error(what)
 
     @cached_property
     def unused_workspaces(self) -> frozenset[int]:
-        """Workspaces that backward's thread keeps if it multiplies, as it does not."""
+        """Workspaces of cuBLAS that exist, but that no op of backward uses."""
         return frozenset(
             number
             for number, one in enumerate(self.storages)
@@ -54,7 +54,7 @@ class Graph(RecordedStep):
 
     @cached_property
     def casts(self) -> dict[int, int]:
-        """Copies of parameters in another type, as autocast makes -> their op."""
+        """Autocast's copy of a parameter in another dtype -> the op that makes it."""
         return {
             storage: number
             for number, op in enumerate(self.ops[: self.num_forward])
@@ -66,43 +66,43 @@ class Graph(RecordedStep):
 
     @cached_property
     def step_seconds(self) -> float:
-        """Seconds of the unplanned step: of the device or of launching, if longer."""
+        """Seconds of the unplanned step: device time or launch time, the longer one."""
         return sum(self.critical_seconds)
 
     @cached_property
     def critical_seconds(self) -> tuple[float, ...]:
-        """What every op adds to the step: on the device, or to launching if longer."""
-        return max(self._sides, key=sum)
+        """Seconds of every op on the busier side: the device, or the launching CPU."""
+        return max(self._device_and_launch, key=sum)
 
     @cached_property
     def hidden_seconds(self) -> tuple[float, ...]:
-        """What every op takes on the side that waits for the busier one."""
-        device, launch = self._sides
+        """Seconds of every op on the side that is less busy."""
+        device, launch = self._device_and_launch
         return launch if self.critical_seconds is device else device
 
     @cached_property
     def engine_is_critical(self) -> bool:
-        """Whether what the engine takes adds to the busier side of the step.
+        """Whether the engine's CPU time adds to the busier side of the step.
 
-        A CPU is busy with its own ops, or with launching those of a GPU.
+        The CPU runs its own ops, or launches those of a GPU.
         """
-        _, launch = self._sides
+        _, launch = self._device_and_launch
         return self.critical_seconds is launch or not any(launch)
 
     @cached_property
     def recompute_op_seconds(self) -> tuple[float, ...]:
-        """What every op adds to the busier side when it runs again."""
+        """Seconds that every op adds to the busier side when it reruns."""
         more = self.engine.rerun_seconds if self.engine_is_critical else 0.0
         return tuple(seconds + more for seconds in self.critical_seconds)
 
     @cached_property
-    def _sides(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    def _device_and_launch(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         device = tuple(op.seconds for op in self.ops)
         return device, tuple(op.launch_seconds for op in self.ops)
 
     @cached_property
     def bytes_by_kind(self) -> dict[str, int]:
-        """Sum of storage bytes of every kind, alive together or not."""
+        """Kind -> sum of storage bytes, even if not alive at the same time."""
         total = dict.fromkeys(KINDS, 0)
         for storage in self.storages:
             total[storage.kind] += storage.bytes
@@ -110,12 +110,12 @@ class Graph(RecordedStep):
 
     @cached_property
     def encoding_of(self) -> dict[tuple[int, int], Encoding]:
-        """(op, output) -> the smaller form that it can be kept in."""
+        """(op, output) -> its possible encoding."""
         return {(one.op, one.output): one for one in self.encodings}
 
     @cached_property
     def children(self) -> dict[int, list[int]]:
-        """Call -> calls directly inside, in order."""
+        """Call -> the calls directly inside it, in order."""
         inside: dict[int, list[int]] = {OUTSIDE_CALLS: []}
         for index, call in enumerate(self.calls):
             inside[index] = []
@@ -124,7 +124,7 @@ class Graph(RecordedStep):
 
     @cached_property
     def creates(self) -> tuple[tuple[int, ...], ...]:
-        """Of every op, ``Op.creates``."""
+        """``Op.creates`` of every op, cached."""
         return tuple(op.creates for op in self.ops)
 
     @cached_property
@@ -157,7 +157,7 @@ class Graph(RecordedStep):
         return "backward" if moment < self.backward_stop else "optimizer"
 
     def place(self, moment: int) -> str:
-        """Where a moment is, for people: ``backward of transformer.h.11``."""
+        """The place of a moment in words: ``backward of transformer.h.11``."""
         phase = self.phase(moment)
         call = self.ops[moment].call if self.ops else OUTSIDE_CALLS
         if phase == "optimizer":
@@ -172,21 +172,21 @@ class Graph(RecordedStep):
         return relative_path(self.calls[call].fqn, self.calls[region].fqn)
 
     def path(self, call: int) -> list[int]:
-        """A call and those around it, the outermost first."""
+        """A call and the calls around it, the outermost first."""
         found: list[int] = []
         while call != OUTSIDE_CALLS:
             found.append(call)
             call = self.calls[call].parent
         return found[::-1]
 
-    def within(self, call: int, region: int) -> bool:
+    def is_within(self, call: int, region: int) -> bool:
         """Whether ``call`` is ``region`` or runs inside it."""
         while call > region:
             call = self.calls[call].parent
         return call == region
 
     def is_inside(self, call: int, first: int, last: int | None = None) -> bool:
-        """Whether ``call`` is, or runs inside, a call or one of a run of siblings."""
+        """Whether ``call`` is in the region of ``first``, or of the run to ``last``."""
         parent, stop = self.calls[first].parent, first if last is None else last
         while call > stop or self.calls[call].parent != parent:
             call = self.calls[call].parent
@@ -195,9 +195,9 @@ class Graph(RecordedStep):
         return first <= call
 
     def signature(self, index: int, last: int | None = None) -> str:
-        """Equal for calls that do the same: same ops, sizes and saved tensors.
+        """A hash, equal for calls with the same ops, sizes and saved tensors.
 
-        With ``last``, of a run of sibling calls and what their parent does between.
+        With ``last``, it covers a run of sibling calls and their parent's ops between.
         """
         call = self.calls[index]
         start, stop = call.start, self.calls[index if last is None else last].stop
@@ -208,8 +208,8 @@ class Graph(RecordedStep):
             inside = start <= found.maker < stop
             number = seen.setdefault(storage, len(seen))
             is_cast = storage in self.casts
-            # The cache of casts is emptied after all calls: how far that is, is no
-            # matter of this one.
+            # Autocast empties its cache after all calls. The distance to that moment
+            # must not change the signature.
             last = inside and (min(found.last, stop) if is_cast else found.last) - start
             return number, found.bytes, last, is_cast
 
@@ -235,7 +235,7 @@ class Graph(RecordedStep):
     def saved_in(self, call: int, last: int | None = None) -> list[int]:
         """Indices of the saved tensors of a call, inner calls included, in order.
 
-        With ``last``, of a run of sibling calls and what their parent does between.
+        With ``last``, it covers a run of sibling calls and their parent's ops between.
         """
         stop_call = call if last is None else last
         first, stop = self.calls[call].start, self.calls[stop_call].stop
@@ -244,7 +244,7 @@ class Graph(RecordedStep):
         def mine(saved: Saved) -> bool:
             if saved.call == parent:
                 return call != stop_call and first < saved.at < stop
-            within_last = self.within(saved.call, stop_call)
+            within_last = self.is_within(saved.call, stop_call)
             return call <= saved.call and (within_last or saved.call < stop_call)
 
         low = bisect_left(self.saved, first, key=lambda saved: saved.at)
@@ -252,7 +252,7 @@ class Graph(RecordedStep):
         return [i for i in range(low, high) if mine(self.saved[i])]
 
     def encodings_in(self, call: int, last: int | None = None) -> Sequence[Encoding]:
-        """The encodings of what the ops of a call, or of a run of calls, make."""
+        """The encodings of outputs of a call, or of a run of calls."""
         stop_call = call if last is None else last
         start, stop = self.calls[call].start, self.calls[stop_call].stop
         low = bisect_left(self.encodings, start, key=lambda one: one.op)
@@ -271,7 +271,7 @@ class Graph(RecordedStep):
 
     @cached_property
     def self_recomputed(self) -> tuple[Hazard, ...]:
-        """Those of calls that the model itself runs again."""
+        """The hazards of calls that the model itself reruns in backward."""
         return tuple(hazard for hazard in self.hazards if hazard.kind == "again")
 
     @cached_property
@@ -282,7 +282,7 @@ class Graph(RecordedStep):
         return found
 
     def to_networkx(self) -> networkx.DiGraph[int]:
-        """The ops as a DAG: an edge where one reads what another made or changed."""
+        """The ops as a DAG: an edge from a storage's last writer to each reader."""
         import networkx
 
         dag: networkx.DiGraph[int] = networkx.DiGraph(name=self.model)
@@ -298,7 +298,7 @@ class Graph(RecordedStep):
         return dag
 
 
-def _bad(what: str) -> GraphError:
+def _inconsistent_error(what: str) -> GraphError:
     return GraphError(
         f"the trace is inconsistent: {what}",
         needed=f"a graph file of format {FORMAT_VERSION} as `ckplan profile` writes it",

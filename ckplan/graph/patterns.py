@@ -1,4 +1,4 @@
-"""Patterns of calls, as plans and options write them."""
+"""Patterns of calls, as used in plans and options."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def parse_call(text: str) -> tuple[str, int | None]:
     """Read the name of one call: ``FQN#n``, or ``FQN`` where a module runs once.
 
     Raises:
-        PlanError: It has ranges, or is malformed.
+        PlanError: ``text`` has ranges or is malformed.
 
     >>> parse_call("encoder.cell#3"), parse_call(".")
     (('encoder.cell', 3), ('', None))
@@ -39,7 +39,7 @@ def parse_call(text: str) -> tuple[str, int | None]:
 
 
 def expand_calls(pattern: str, calls: Iterable[Call]) -> tuple[Call, ...]:
-    """Return the calls that a pattern means.
+    """Return the calls that a pattern matches.
 
     Args:
         pattern: ``FQN`` or ``FQN#n``, with ``[a..b]`` in place of any number.
@@ -49,7 +49,7 @@ def expand_calls(pattern: str, calls: Iterable[Call]) -> tuple[Call, ...]:
         Some of ``calls``, at least one, in their order.
 
     Raises:
-        PlanError: ``pattern`` is malformed, or it means a call that is not there.
+        PlanError: ``pattern`` is malformed, or matches a call that does not exist.
 
     >>> expand_calls("h.[0..1]", [("h.0", 0), ("h.1", 0), ("head", 0)])
     (('h.0', 0), ('h.1', 0))
@@ -58,19 +58,21 @@ def expand_calls(pattern: str, calls: Iterable[Call]) -> tuple[Call, ...]:
 
 
 def _expand(
-    pattern: str, calls: Sequence[Call], missing: tuple[str, str, str]
+    pattern: str, calls: Sequence[Call], wording: tuple[str, str, str]
 ) -> tuple[Call, ...]:
-    """The calls that a pattern means; else an error that words what is missing."""
+    """The calls that a pattern matches; ``wording`` is the error for no module."""
     numbers_of = defaultdict[str, set[int]](set)
     for fqn, number in calls:
         numbers_of[fqn].add(number)
     found = _parse_calls(pattern)
     wanted: set[Call] = set()
-    for name in _spell(found[1]):
+    for name in _expand_ranges(found[1]):
         fqn = fqn_of(name)
         if fqn not in numbers_of:
-            raise _no_module(pattern, name, numbers_of, missing)
-        for number in map(int, _spell(found[2])) if found[2] else numbers_of[fqn]:
+            raise _no_module(pattern, name, numbers_of, wording)
+        for number in (
+            map(int, _expand_ranges(found[2])) if found[2] else numbers_of[fqn]
+        ):
             if number not in numbers_of[fqn]:
                 raise _no_call(pattern, fqn, number, numbers_of[fqn])
             wanted.add((fqn, number))
@@ -80,29 +82,31 @@ def _expand(
 def expand_modules(
     pattern: str, fqns: Iterable[str]
 ) -> tuple[tuple[str, frozenset[int] | None], ...]:
-    """Return what a pattern means before any module has run.
+    """Return the modules and call numbers of a pattern, before any module has run.
 
     Args:
         pattern: As for `expand_calls`.
         fqns: Every module of the model.
 
     Returns:
-        The FQNs that it means, each with the numbers of its calls; None for every call.
+        (FQN, numbers of its calls) of every module; None for every call.
 
     Raises:
-        PlanError: ``pattern`` is malformed, or it means a module that is not there.
+        PlanError: ``pattern`` is malformed, or matches a module that does not exist.
 
     >>> expand_modules("cell#[0..1]", ["cell", "head"])
     (('cell', frozenset({0, 1})),)
     """
     found = _parse_calls(pattern)
-    numbers = frozenset(map(int, _few(pattern, found[2]))) if found[2] else None
+    numbers = (
+        frozenset(map(int, _call_numbers(pattern, found[2]))) if found[2] else None
+    )
     calls = _expand(found[1], [(fqn, 0) for fqn in fqns], _NOT_THERE)
     return tuple((fqn, numbers) for fqn, _ in calls)
 
 
-def _few(pattern: str, numbers: str) -> Iterator[str]:
-    """Numbers of calls, as many as a module may have."""
+def _call_numbers(pattern: str, numbers: str) -> Iterator[str]:
+    """The numbers that ``#n`` or ``#[a..b]`` stands for, at most ``_MOST_CALLS``."""
     ends = _RANGE.fullmatch(numbers)
     if ends and int(ends[2]) - int(ends[1]) >= _MOST_CALLS:
         raise PlanError(
@@ -110,7 +114,7 @@ def _few(pattern: str, numbers: str) -> Iterator[str]:
             needed="as many calls as one module may have",
             hint="leave out '#' and what follows to mean every call of a module",
         )
-    return _spell(numbers)
+    return _expand_ranges(numbers)
 
 
 def _parse_calls(pattern: str) -> re.Match[str]:
@@ -121,27 +125,27 @@ def _parse_calls(pattern: str) -> re.Match[str]:
 
 
 def fold_calls(chosen: Sequence[Call], calls: Sequence[Call]) -> tuple[str, ...]:
-    """Return a few patterns that together mean exactly the calls chosen.
+    """Return a few patterns that together match exactly the chosen calls.
 
-    A module of which all calls are chosen needs no number. Then consecutive numbers
-    are folded into ranges, one place at a time, the last place first.
+    A module needs no call number if all its calls are chosen. Consecutive numbers are
+    then folded into ranges, one place at a time, the last place first.
 
     Args:
         chosen: Some of ``calls``, in any order.
         calls: Every call of the model.
 
     Returns:
-        Patterns that share no call; the same ones for any order of ``chosen``.
+        Patterns that share no call. They do not depend on the order of ``chosen``.
 
     Raises:
-        PlanError: A call is not one of ``calls``, or no pattern can name it.
+        PlanError: A call is not one of ``calls``, or no pattern can match it.
 
     >>> fold_calls([("h.0", 0), ("h.1", 0)], [("h.0", 0), ("h.1", 0), ("h.2", 0)])
     ('h.[0..1]',)
     """
     wanted = set(chosen)
     for call in sorted(wanted.difference(calls)):
-        expand_calls(call_name(*call), calls)  # raises, with what is near
+        expand_calls(call_name(*call), calls)  # raises, with a suggestion
     for fqn, _ in sorted(wanted):
         if not set(fqn).isdisjoint("#[]"):
             raise _unnameable(fqn)
@@ -155,18 +159,20 @@ def fold_calls(chosen: Sequence[Call], calls: Sequence[Call]) -> tuple[str, ...]
 
 
 def fqn_of(name: str) -> str:
-    """Return the FQN that a pattern writes: "" for ``.``, the root module."""
+    """Return the FQN of a name in a pattern: "" for ``.``, the root module."""
     return "" if name == "." else name
 
 
-def _spell(text: str) -> Iterator[str]:
-    """Yield every text that one with ranges stands for."""
+def _expand_ranges(text: str) -> Iterator[str]:
+    """Yield every text that a text with ranges stands for."""
     found = _RANGE.search(text)
     if not found:
         yield text
         return
     for number in range(int(found[1]), int(found[2]) + 1):
-        yield from _spell(f"{text[: found.start()]}{number}{text[found.end() :]}")
+        yield from _expand_ranges(
+            f"{text[: found.start()]}{number}{text[found.end() :]}"
+        )
 
 
 def _fold(names: Iterable[str]) -> tuple[str, ...]:
@@ -187,13 +193,13 @@ def _fold_place(names: Iterable[tuple[str, ...]], place: int) -> list[tuple[str,
     folded: list[tuple[str, ...]] = []
     for (before, after), numbers in numbers_of.items():
         if numbers:
-            folded.extend((*before, run, *after) for run in _runs(numbers))
+            folded.extend((*before, run, *after) for run in _ranges(numbers))
         else:
             folded.append(after)
     return folded
 
 
-def _runs(numbers: Iterable[int]) -> Iterator[str]:
+def _ranges(numbers: Iterable[int]) -> Iterator[str]:
     """Yield ranges and single numbers: 1, 2, 3 and 7 are ``[1..3]`` and ``7``."""
     in_order = enumerate(sorted(numbers))
     for _, run in groupby(in_order, lambda pair: pair[1] - pair[0]):
@@ -227,7 +233,7 @@ _NOT_THERE = (
 
 
 def _no_module(
-    pattern: str, name: str, fqns: Iterable[str], missing: tuple[str, str, str]
+    pattern: str, name: str, fqns: Iterable[str], wording: tuple[str, str, str]
 ) -> PlanError:
     names = [fqn or "." for fqn in fqns]
     shape = _NUMBER.sub("", name)
@@ -236,7 +242,7 @@ def _no_module(
     if near is None and _RANGE.search(pattern):
         near = did_you_mean(pattern, _fold(dict.fromkeys(names)))
     near = near or did_you_mean(name, names)
-    found, needed, hint = missing
+    found, needed, hint = wording
     return PlanError(
         f"cannot find the calls {pattern!r}: {found.format(repr(name))}",
         needed=needed,

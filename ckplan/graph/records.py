@@ -1,7 +1,7 @@
-"""What a recorded step consists of: ops, storages, saved tensors, calls and the rest.
+"""The records of a step: ops, storages, saved tensors, calls, encodings, hazards.
 
-Time is counted in ops: *moment* ``t`` is while op ``t`` runs. Views are no ops; a view
-is its storage.
+Time is counted in ops: *moment* ``t`` is the run of op ``t``. Views are not ops; a view
+counts as its storage.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 MEASURED = "measured"
-"""Where the seconds of a step come from, unless it says otherwise."""
+"""Default source of the seconds of a step (``RecordedStep.costs``)."""
 
 KINDS = (
     "parameter",
@@ -24,48 +24,50 @@ KINDS = (
 )
 HAZARDS = (
     "statistics",  # running statistics that a kernel updates
-    "buffer",  # forward changes a tensor that outlives it
-    "random",  # random numbers of no generator that is put back
-    "state",  # forward changes attributes or arguments, or hidden state
-    "shapes",  # shapes depend on values: another batch needs other bytes
-    "backward",  # a backward in the middle of forward, as of a gradient penalty
-    "unseen",  # a kernel that no op stands for fills what an op made
-    "chance",  # the same op on the same tensors gives other values
-    "again",  # the model itself runs it again in backward: what it saves is not seen
+    "buffer",  # forward changes a tensor that exists after it
+    "random",  # random numbers from a generator that no rerun restores
+    "state",  # forward changes attributes, arguments or hidden state
+    "shapes",  # output shapes depend on data: bytes differ per batch
+    "backward",  # a backward pass inside forward, such as a gradient penalty
+    "unseen",  # a kernel that torch does not report writes a tensor
+    "chance",  # a nondeterministic op: equal inputs, other outputs
+    "again",  # the model itself reruns it in backward
 )
 OWN_GENERATOR = "draws from a generator of its own"
-"""What hazards say of an op that does."""
+"""End of the hazard's reason for an op with its own generator."""
 
 BATCH_NORMS = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
-"""Ops that normalize by statistics of the batch, and move running ones past all notice
-of torch; or by the running ones, and then they return empty ones of the batch."""
+"""Batch norms. In training mode they normalize by batch statistics and update running
+statistics without an in-place op. In evaluation mode they return empty batch
+statistics."""
 
 MULTIPLIES = frozenset(
     {"mm", "addmm", "bmm", "baddbmm", "addbmm", "_grouped_mm"}
     | {"addmv", "mv", "dot", "vdot"}
 )
-"""Ops that go to cuBLAS, which takes a workspace in each thread with its first."""
+"""Ops that call cuBLAS, which allocates a workspace at its first call per thread."""
 
 GATHER = "all_gather"
+"""Op that gathers the parameters of a unit, which are freed after their use."""
 BEFORE_STEP = -1
 """Maker of a storage that exists when the step begins."""
 OUTSIDE_CALLS = -1
-"""Call of an op that no module call ran: the loss function, the optimizer."""
+"""Call of an op outside all module calls: the loss function, the optimizer."""
 
 
 class Workspace(NamedTuple):
-    """Blocks that a kernel takes, all there at once, and gives back as it returns."""
+    """Bytes of the blocks that a kernel allocates together and frees when it ends."""
 
-    before: tuple[int, ...] = ()  # its outputs, as copies of what it reads
+    before: tuple[int, ...] = ()  # before its outputs, such as copies of inputs
     after: tuple[int, ...] = ()
 
     @property
     def bytes(self) -> int:
-        """Of all blocks."""
+        """Sum of all blocks."""
         return sum(self.before) + sum(self.after)
 
     def map(self, change: Callable[[int], int]) -> Workspace:
-        """The same with every block of another size."""
+        """The workspace with ``change`` applied to the size of every block."""
         return Workspace(*(tuple(map(change, blocks)) for blocks in self))
 
 
@@ -84,9 +86,9 @@ class Op:
     workspace: Workspace
     flops: int
     moved_bytes: int  # read and written, every tensor once
-    seconds: float  # that the device works
+    seconds: float  # device time
     random: bool
-    launch_seconds: float = 0.0  # that the CPU needs to hand it to a device of its own
+    launch_seconds: float = 0.0  # CPU time to launch it on a GPU
 
     @property
     def creates(self) -> tuple[int, ...]:
@@ -97,20 +99,20 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class EngineCosts:
-    """What carrying out a plan takes of the CPU, beside the ops themselves."""
+    """CPU time of the engine that carries out a plan, besides the ops themselves."""
 
-    watch_seconds: float = 0.0  # for every tensor that a region's forward saves
-    rerun_seconds: float = 0.0  # for every op that runs again
+    watch_seconds: float = 0.0  # per tensor that a region's forward saves
+    rerun_seconds: float = 0.0  # per op that reruns
 
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """Bytes that live and die together, whatever views them."""
+    """Bytes that are allocated and freed together; all views share them."""
 
     bytes: int
     kind: str  # one of KINDS
     maker: int  # op, or BEFORE_STEP
-    last: int  # last moment that anything but autograd's saved tensors holds it
+    last: int  # last moment that it is held other than as a saved tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,12 +124,12 @@ class Saved:
     at: int  # number of ops that had run
     wanted: int  # backward op before which it is unpacked; -1: never
     done: int  # last moment that autograd holds it
-    used: int  # last moment that the node does; the engine may yet cast what it gives
+    used: int  # last moment that the autograd node itself holds it
 
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """A lossless smaller form in which what an op makes can be kept."""
+    """A lossless smaller form of an op's output."""
 
     op: int
     output: int
@@ -140,7 +142,7 @@ class Encoding:
 
     @property
     def seconds(self) -> float:
-        """What keeping the encoded form costs."""
+        """Time to encode and decode."""
         return self.encode_seconds + self.decode_seconds
 
 
@@ -154,8 +156,8 @@ class Call:
     start: int  # its ops are [start, stop)
     stop: int
     module: str  # type name
-    given: tuple[int, ...] = ()  # storages of the step that it was given
-    state: tuple[int, ...] = ()  # storages of buffers of its module, and the like
+    given: tuple[int, ...] = ()  # storages of its arguments
+    state: tuple[int, ...] = ()  # storages of its module's buffers and other tensors
 
     def __str__(self) -> str:
         return f"{self.fqn or '.'}#{self.number}"
@@ -163,11 +165,11 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Hazard:
-    """Why running a call, or its ops, a second time may give something else."""
+    """A reason why recomputing a call can give a different result."""
 
-    call: int  # the innermost that has it
+    call: int  # innermost call that has it
     kind: str  # one of HAZARDS
-    reason: str  # for people
+    reason: str  # in words
     guarded_by: tuple[str, ...]  # ways to recompute that take care of it
 
 
@@ -185,8 +187,8 @@ class RecordedStep:
     num_backward: int
     encodings: tuple[Encoding, ...] = ()  # in order of op and output
     hazards: tuple[Hazard, ...] = ()  # in order of call
-    notes: tuple[str, ...] = ()  # what a reader must know: fallbacks, translations
-    costs: str = MEASURED  # where the seconds come from: or "roofline RTX 4090"
+    notes: tuple[str, ...] = ()  # for the reader: fallbacks, conversions
+    costs: str = MEASURED  # source of the seconds, or "roofline RTX 4090"
     engine: EngineCosts = field(default_factory=EngineCosts)
     options: Mapping[str, str] = field(default_factory=dict)
 

@@ -1,1 +1,1 @@
-"""One line for the loops of others; each file needs the library it is named after."""
+"""Callbacks for other training loops; each file needs the library of its name."""

@@ -15,11 +15,11 @@ from ckplan.plan.plan import Plan
 
 
 class PlanCallback(Callback):
-    """Puts a plan on a model while it is trained.
+    """Applies a plan to a model while it is trained.
 
     Args:
-        plan: Made for the model.
-        module: Where the LightningModule has the model; by default it is the model.
+        plan: A plan for the model, or the path of its file.
+        module: Path of the model inside the LightningModule; by default, the latter.
     """
 
     def __init__(self, plan: Plan | str | Path, module: str = "") -> None:
@@ -27,11 +27,11 @@ class PlanCallback(Callback):
         self.module = module
 
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Apply it."""
+        """Apply the plan."""
         del trainer
         apply(pl_module.get_submodule(self.module), self.plan)
 
     def on_fit_end(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Take it off."""
+        """Remove the plan."""
         del trainer
         remove(pl_module.get_submodule(self.module))

@@ -16,10 +16,10 @@ from ckplan.plan.plan import Plan
 
 
 class PlanCallback(TrainerCallback):
-    """Puts a plan on the model while it is trained.
+    """Applies a plan to the model while it is trained.
 
     Args:
-        plan: Made for the model that the Trainer is given.
+        plan: A plan for the Trainer's model, or the path of its file.
     """
 
     def __init__(self, plan: Plan | str | Path) -> None:
@@ -28,13 +28,13 @@ class PlanCallback(TrainerCallback):
     def on_train_begin(
         self, args: Any, state: Any, control: Any, *, model: nn.Module, **others: Any
     ) -> None:
-        """Apply it."""
+        """Apply the plan."""
         del args, state, control, others
         apply(model, self.plan)
 
     def on_train_end(
         self, args: Any, state: Any, control: Any, *, model: nn.Module, **others: Any
     ) -> None:
-        """Take it off."""
+        """Remove the plan."""
         del args, state, control, others
         remove(model)

@@ -1,1 +1,1 @@
-"""The second waist: what to do."""
+"""The plan: which activations to recompute, as data."""

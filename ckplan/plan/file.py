@@ -1,4 +1,4 @@
-"""The plan file: a plan as YAML that people read, diff and write.
+"""The plan file: a plan as YAML, to read, diff and write by hand.
 
 .. code-block:: yaml
 
@@ -10,7 +10,7 @@
         encode: {attn.attn_dropout/bernoulli_: bits}
 
 All scalars are read as strings and then checked: ``1.10`` is a name. Nothing in a plan
-is executed, and whatever is not understood is an error that names its line.
+is executed. Unknown content is an error that names its line.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ _MAX_COLUMNS = 88
 _PREDICTION_KEYS = tuple(field.name for field in fields(Prediction))
 _REGION_KEYS = ("calls", "run", "by", "save", "encode", "regions")
 _LATER_REGION_KEYS = ("offload",)
-_MOST_LEVELS = 16  # of regions inside regions
-_EXAMPLES = {  # of what may stand where
+_MOST_LEVELS = 16  # of nested regions
+_EXAMPLES = {  # place in the file -> example
     "the plan": "`ckplan solve` writes one",
     "a region": "calls: transformer.h.[0..7]",
     "an op": "attn.c_attn/addmm",
@@ -94,7 +94,7 @@ def dumps(plan: Plan) -> str:
         "regions": [_region_content(region) for region in plan.regions],
     }
     present = {key: value for key, value in content.items() if value is not None}
-    one_line: Any = None  # PyYAML's word for: what holds nothing but scalars
+    one_line: Any = None  # PyYAML: one line if a node holds scalars only
     represent = SafeRepresenter(sort_keys=False, default_flow_style=one_line)
     root = represent.represent_data(present)
     _lay_out(root, indent=0)
@@ -114,7 +114,7 @@ def _region_content(region: PlannedRegion) -> dict[str, object]:
 
 
 def _lay_out(mapping: Any, indent: int) -> None:
-    """Spread over several lines every region, and what does not fit on one line."""
+    """Use several lines for every region, and for values too long for one line."""
     mapping.flow_style = False
     for key, value in mapping.value:
         if isinstance(value, yaml.ScalarNode):
@@ -161,10 +161,10 @@ def load(path: str | Path) -> Plan:
 
 
 def as_plan(plan: object) -> Plan | None:
-    """A plan, or one that is read from the path of its file; None stays None.
+    """Return a plan: as it is, or read from the path of its file; None stays None.
 
     Raises:
-        CkplanError: It is neither, or the file cannot be read.
+        CkplanError: ``plan`` is of another type, or its file cannot be read.
     """
     if isinstance(plan, (str, Path)):
         return load(plan)
@@ -178,15 +178,15 @@ def as_plan(plan: object) -> Plan | None:
 
 
 def loads(text: str, name: str) -> Plan:
-    """Read what ``dumps`` or a person wrote; ``name`` is what errors call it.
+    """Read a plan from YAML; ``name`` is its name in error messages.
 
     Raises:
-        PlanError: Not YAML, a key that is unknown, missing or there twice, or a value
-            that is not what its key needs.
+        PlanError: ``text`` is not YAML, a key is unknown, missing or duplicate, or a
+            value is invalid.
     """
     root = compose(text, name, _EXAMPLES)
     version = root.entries().get("ckplan")
-    if version:  # before all else: another version may have other keys
+    if version:  # first: another version may have other keys
         version.read(_version)
     entries = root.record(("ckplan", *_READERS), required=("ckplan", "regions"))
     found = {key: _READERS[key](entries[key]) for key in _READERS if key in entries}
@@ -249,7 +249,7 @@ def _calls_or_run(entries: Mapping[str, YamlNode]) -> None:
         found = "both 'calls' and 'run'" if "run" in entries else "neither"
         raise PlanError(
             f"cannot read the region: it has {found}",
-            needed="calls, where each is a region, or run, for one over several calls",
+            needed="calls (one region each) or run (one region over several)",
             hint="calls: transformer.h.[0..7]",
         )
 
@@ -282,7 +282,7 @@ def _version(text: str) -> None:
         raise PlanError(
             f"the plan is of format {text!r}",
             needed=f"ckplan: {FORMAT_VERSION}",
-            hint="`ckplan solve` of this version writes a plan that it reads",
+            hint="run `ckplan solve` again, with this version of ckplan",
         )
 
 

@@ -1,4 +1,4 @@
-"""Which hazards of a graph a way to recompute does not take care of."""
+"""Refuse regions with a hazard that their way to recompute does not handle."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ if TYPE_CHECKING:
     from ckplan.graph.graph import Graph
     from ckplan.graph.records import Hazard
 
-_OF_MODULES = ("buffer", "state", "statistics")
-# As far as outputs and gradients go:
-_RIGHT_ANYWAY = ("again", "shapes", "statistics", "unseen")
+_MODULE_STATE = ("buffer", "state", "statistics")
+# Outputs and gradients are right despite these:
+_SAFE_IN_TORCH = ("again", "shapes", "statistics", "unseen")
 
 
 def refuse_hazards(graph: Graph, region: Region) -> None:
-    """Check that a region's way to recompute takes care of every hazard in it.
+    """Check that a region's way to recompute handles every hazard in it.
 
     Raises:
-        PlanError: It does not, or the model itself runs its calls again; the hazard is
-            named.
+        PlanError: A hazard is not handled, or the model itself reruns a call. The error
+            names the hazard.
     """
     for hazard in _hazards_around(graph, region):
         raise PlanError(
             _message(graph, region, hazard),
-            needed="calls that the unplanned model runs once",
+            needed="calls that the model itself does not rerun in backward",
             hint="profile the model without its own checkpoint, or leave this call out",
         )
     for hazard in graph.hazards_in(region.call, region.last):
@@ -50,36 +50,36 @@ def _message(graph: Graph, region: Region, hazard: Hazard) -> str:
 
 
 def _hazards_around(graph: Graph, region: Region) -> Iterator[Hazard]:
-    """Calls that the model itself runs again, and that a region is on or inside of.
+    """Hazards of calls around a region that the model itself reruns in backward.
 
-    What it saves there is not what backward finds.
+    Backward does not find the tensors that the region saves there.
     """
     last = region.call if region.last is None else region.last
     for hazard in graph.self_recomputed:
-        if any(graph.within(call, hazard.call) for call in (region.call, last)):
+        if any(graph.is_within(call, hazard.call) for call in (region.call, last)):
             yield hazard
 
 
-def refuse_in_plain_torch(graph: Graph, region: Region) -> None:
-    """Check that a region's gradients are right where torch alone runs it again.
+def refuse_torch_rerun(graph: Graph, region: Region) -> None:
+    """Check that ``torch.utils.checkpoint`` reruns a region with right gradients.
 
-    ``torch.utils.checkpoint`` puts back torch's own random numbers and no more.
+    It restores the state of torch's default generators only.
 
     Raises:
-        PlanError: They may not be; the hazard is named.
+        PlanError: Gradients can be wrong. The error names the hazard.
     """
     for hazard in graph.hazards_in(region.call, region.last):
-        if hazard.kind not in _RIGHT_ANYWAY:
+        if hazard.kind not in _SAFE_IN_TORCH:
             raise PlanError(
                 f"cannot run {graph.calls[region.call]} again by torch alone: "
                 f"{graph.calls[hazard.call]} {hazard.reason}",
-                needed="layers that give the same result each time they run",
-                hint="ckplan.apply(model, plan), which restores that state",
+                needed="layers that give the same result when they rerun",
+                hint="ckplan.apply(model, plan), which handles this",
             )
 
 
-def update_twice(graph: Graph, regions: Iterable[Region]) -> bool:
-    """Whether torch alone would update running statistics of regions twice."""
+def updates_statistics_twice(graph: Graph, regions: Iterable[Region]) -> bool:
+    """Whether a rerun by torch alone updates running statistics a second time."""
     return any(
         hazard.kind == "statistics"
         for region in regions
@@ -88,16 +88,16 @@ def update_twice(graph: Graph, regions: Iterable[Region]) -> bool:
 
 
 def _is_guarded(graph: Graph, region: Region, hazard: Hazard) -> bool:
-    """Whether a region takes care of a hazard in it.
+    """Whether a region handles a hazard in it.
 
-    A module that runs again is put back with those inside of it. One that it calls
-    and that somebody else owns is not. Nobody puts back what a run of calls changed, as
-    practices that run segments again ignore: their statistics come out wrong, and where
-    outputs follow a buffer, their gradients.
+    A rerun restores the state of its module and of the modules inside it. It does not
+    restore a module that it calls but that another module owns. A rerun of a run of
+    calls restores no state: statistics are updated twice, and gradients can be wrong
+    if outputs depend on a buffer, so only the buffer hazard is refused there.
     """
     if region.by not in hazard.guarded_by:
         return False
-    if region.by != RERUN or hazard.kind not in _OF_MODULES:
+    if region.by != RERUN or hazard.kind not in _MODULE_STATE:
         return True
     if region.last is not None:
         return hazard.kind != "buffer"

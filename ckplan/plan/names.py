@@ -1,4 +1,4 @@
-"""The name language of plans: calls, ranges of calls, and ops inside a region.
+"""Names in plans: calls, ranges of calls, and ops inside a region.
 
 ==========================  =====================================================
 ``encoder.cell#3``          the fourth call of one module
@@ -28,7 +28,7 @@ _OP = re.compile(rf"(.+)/({OP_NAME})(?:#({NUMBER}))?(?:@({NUMBER}))?")
 
 @dataclass(frozen=True, slots=True)
 class OpName:
-    """An op of a region, or one of its outputs, by owner and occurrence.
+    """An op of a region, or one output of it, by module path and occurrence.
 
     >>> OpName.parse("mlp.c_fc/addmm#1")
     OpName(path='mlp.c_fc', name='addmm', occurrence=1, output=None)
@@ -42,7 +42,7 @@ class OpName:
     output: int | None = None  # which output; None for all of them
 
     def __post_init__(self) -> None:
-        """Take ``.`` for the region's own code, as plans write it."""
+        """Replace ``.``, the region's own code, by an empty path."""
         object.__setattr__(self, "path", fqn_of(self.path))
 
     @classmethod
@@ -70,7 +70,7 @@ class OpName:
 
 
 class OpCounter:
-    """Names the ops of one region while they run.
+    """Names the ops of one region in execution order.
 
     >>> ops = OpCounter()
     >>> [str(ops.name("mlp", "addmm")) for _ in range(2)]
@@ -78,7 +78,7 @@ class OpCounter:
     """
 
     def __init__(self) -> None:
-        """Start where no op has run."""
+        """Start before the first op."""
         self._occurrences = defaultdict[OpName, Iterator[int]](count)
 
     def name(self, path: str, aten_name: str) -> OpName:

@@ -1,6 +1,6 @@
-"""The second waist: what to do.
+"""The plan: the regions to recompute, and how.
 
-``file.py`` reads and writes it, as YAML that people read, diff and write.
+``file.py`` reads and writes it as YAML.
 """
 
 from __future__ import annotations
@@ -27,25 +27,26 @@ _DECIMALS = 4  # of overheads
 
 @dataclass(frozen=True, slots=True)
 class PlannedRegion:
-    """Calls whose activations are dropped after forward, but for what they save.
+    """Calls whose activations are dropped after forward, except the saved ops.
 
     Raises:
-        PlanError: ``by`` is none of ``WAYS``, an encoding none of ``ENCODINGS``, or a
-            module that runs again saves or encodes ops, is a run of calls or is nested.
+        PlanError: ``by`` is not in ``WAYS``, or an encoding is not in ``ENCODINGS``. Or
+            a region by RERUN saves or encodes ops, is a run of calls, or is nested.
     """
 
-    calls: str  # a pattern of names.py; every call that it means is a region
-    by: str = PROGRAM  # rebuild op by op, or RERUN: run the module again
+    calls: str  # a pattern (names.py); every call it matches is a region
+    by: str = PROGRAM  # PROGRAM: rebuild op by op; RERUN: run the module again
     save: tuple[OpName, ...] = ()
-    encode: tuple[tuple[OpName, str], ...] = ()  # kept in a smaller form, and which
-    # Where the file says so: file and line of `calls` or `run`, then of every op in
-    # `save` and in `encode`.
+    encode: tuple[tuple[OpName, str], ...] = ()  # (op, encoding)
+    # File and line of `calls` or `run`, then of every op in `save` and in `encode`.
     where: tuple[str, ...] = field(default=(), compare=False, repr=False)
     run: tuple[str, str] | None = None  # first and last of sibling calls, one region
-    inner: tuple[PlannedRegion, ...] = ()  # regions while this one is recomputed
+    inner: tuple[
+        PlannedRegion, ...
+    ] = ()  # regions inside, used while this one is recomputed
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be done."""
+        """Check the combination of fields."""
         check_way(self.by)
         for _, name in self.encode:
             check_encoding(name)
@@ -70,23 +71,23 @@ class PlannedRegion:
 
     @property
     def title(self) -> str:
-        """What people call it: the pattern of its calls, or where a run begins."""
+        """The name in messages: the pattern of the calls, or the ends of a run."""
         return self.calls if self.run is None else " to ".join(self.run)
 
     @property
     def ops(self) -> tuple[OpName, ...]:
-        """Those that it keeps, as they are and encoded, as ``where`` counts them."""
+        """The saved ops, then the encoded ones, in the order of ``where``."""
         return (*self.save, *(op for op, _ in self.encode))
 
     def located(self, error: PlanError, place: int = 0) -> PlanError:
-        """Add where the file says so: 0 is ``calls``, then come the ops, in order."""
+        """Add file and line to an error; ``place`` is an index into ``where``."""
         what = ": ".join((*self.where[place : place + 1], error.what))
         return PlanError(what, needed=error.needed, hint=error.hint)
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What the simulator says of a planned step."""
+    """The simulator's prediction for the planned step."""
 
     peak_bytes: int
     peak_at: str
@@ -100,13 +101,15 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to recompute. Only ``regions`` acts; the rest tells people and checks."""
+    """The regions to recompute. Other fields are for checks and for the reader."""
 
     model: str = ""
     fingerprint: Mapping[str, Any] = field(default_factory=dict)
     budget_bytes: int | None = None
     predicted: Prediction | None = None
-    bound: Mapping[str, float] = field(default_factory=dict)  # of BOUNDS, overheads
+    bound: Mapping[str, float] = field(
+        default_factory=dict
+    )  # key of BOUNDS -> overhead
     regions: tuple[PlannedRegion, ...] = ()
 
     def __post_init__(self) -> None:
@@ -116,14 +119,14 @@ class Plan:
 
 
 def plan_fingerprint(graph_fingerprint: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a plan remembers of the step that it was made for.
+    """Return the fingerprint of the step that a plan was made for.
 
     Args:
         graph_fingerprint: ``Graph.fingerprint``.
 
     Returns:
-        Its torch, device and batch, as far as it has them, and of its parameters 16
-        hexadecimal digits that are the same for the same names and shapes.
+        The torch version, device and batch, if known, and a hash of 16 hexadecimal
+        digits of the names and shapes of the parameters.
     """
     found = {
         k: graph_fingerprint[k] for k in FINGERPRINT_KEYS if k in graph_fingerprint
@@ -137,7 +140,7 @@ def plan_fingerprint(graph_fingerprint: Mapping[str, Any]) -> dict[str, Any]:
 def differences(
     plan_fp: Mapping[str, Any], other_fp: Mapping[str, Any]
 ) -> tuple[str, ...]:
-    """Return a line for every field of a plan's fingerprint that differs elsewhere.
+    """Return a line for every field in which two fingerprints differ.
 
     Fields that only one of them has are not compared.
 
@@ -165,40 +168,38 @@ def _rounded(overhead: float) -> float:
 
 
 def check_way(text: str) -> str:
-    """Return it, if it is one of ``WAYS``.
+    """Return ``text`` if it is one of ``WAYS``.
 
     Raises:
         PlanError: It is not.
     """
-    if text not in WAYS:
-        near = did_you_mean(text, WAYS)
-        raise PlanError(
-            f"cannot recompute by {text!r}",
-            needed=f"by: {' or by: '.join(WAYS)}",
-            hint=f"did you mean {near!r}?" if near else EXAMPLE_BY,
-        )
-    return text
+    needed = f"by: {' or by: '.join(WAYS)}"
+    return _check_choice(text, WAYS, "recompute by", needed, EXAMPLE_BY)
 
 
 def check_encoding(text: str) -> str:
-    """Return it, if it is one of ``ENCODINGS``.
+    """Return ``text`` if it is one of ``ENCODINGS``.
 
     Raises:
         PlanError: It is not.
     """
-    if text not in ENCODINGS:
-        near = did_you_mean(text, ENCODINGS)
-        raise PlanError(
-            f"cannot encode as {text!r}",
-            needed=", ".join(ENCODINGS),
-            hint=f"did you mean {near!r}?" if near else EXAMPLE_ENCODE,
-        )
-    return text
+    needed = ", ".join(ENCODINGS)
+    return _check_choice(text, ENCODINGS, "encode as", needed, EXAMPLE_ENCODE)
+
+
+def _check_choice(
+    text: str, choices: tuple[str, ...], verb: str, needed: str, example: str
+) -> str:
+    if text in choices:
+        return text
+    near = did_you_mean(text, choices)
+    hint = f"did you mean {near!r}?" if near else example
+    raise PlanError(f"cannot {verb} {text!r}", needed=needed, hint=hint)
 
 
 def _not_nested(what: str) -> PlanError:
     return PlanError(
         f"cannot nest {what} in this way",
         needed="by: program for both regions, and no encode for the inner one",
-        hint="encode in the outermost region: what is small stays for all of them",
+        hint="encode in the outermost region; all regions can use the encoded form",
     )

@@ -11,23 +11,23 @@ from ckplan.graph.graph import Graph
 from ckplan.graph.records import Call
 
 PROGRAM, RERUN = "program", "rerun"
-"""Ways to recompute: single ops, or the whole module again."""
+"""Ways to recompute: rebuild single ops, or rerun the whole module."""
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A call whose activations are dropped after forward, but for what it saves."""
+    """A call whose activations are dropped after forward, except saved outputs."""
 
     call: int  # index in Graph.calls
     by: str = PROGRAM  # or RERUN, which runs the whole module again
     save: frozenset[tuple[int, int]] = frozenset()  # (op, output) kept
     last: int | None = None  # last of a run of sibling calls that begins at `call`
-    encode: frozenset[tuple[int, int]] = frozenset()  # kept in a smaller form
-    # Regions inside: what they save stays only when this one is rebuilt.
+    encode: frozenset[tuple[int, int]] = frozenset()  # (op, output) kept encoded
+    # Regions inside; they save their outputs only while this one is rebuilt.
     inner: tuple[Region, ...] = ()
 
     def moved(self, calls: int, ops: int) -> Region:
-        """The same region on another call, so many calls and ops later."""
+        """The same region on a later call: shift all indices."""
         return Region(
             self.call + calls,
             self.by,
@@ -39,7 +39,7 @@ class Region:
 
 
 def check_apart(graph: Graph, regions: Iterable[Region]) -> None:
-    """Refuse regions that share a call.
+    """Refuse regions that overlap.
 
     Raises:
         PlanError: Two of them overlap.
@@ -47,7 +47,7 @@ def check_apart(graph: Graph, regions: Iterable[Region]) -> None:
     calls = graph.calls
     for first, second in pairwise(sorted(regions, key=lambda region: region.call)):
         last = first.call if first.last is None else first.last
-        inside = graph.within(second.call, first.call)
+        inside = graph.is_within(second.call, first.call)
         if inside or calls[second.call].start < calls[last].stop:
             raise overlap_error(calls[second.call], calls[first.call], "is inside")
 
@@ -56,6 +56,6 @@ def overlap_error(second: Call, first: Call, how: str) -> PlanError:
     """Return the error for two regions that share a call, or are nested wrongly."""
     return PlanError(
         f"regions overlap: {second} {how} {first}",
-        needed="regions apart, or one among the inner regions of the other",
+        needed="regions that do not overlap, or one as an inner region of the other",
         hint="remove one of the two",
     )

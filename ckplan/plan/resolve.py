@@ -1,4 +1,4 @@
-"""Join plans with graphs: names to calls and ops, and back."""
+"""Translate the names in a plan to calls and ops of a graph, and back."""
 
 from __future__ import annotations
 
@@ -34,32 +34,32 @@ def resolve(plan: Plan, graph: Graph) -> tuple[Region, ...]:
         One region per call, in the order in which the calls begin.
 
     Raises:
-        PlanError: There is no such call, op or output, or regions overlap.
+        PlanError: A call, op or output does not exist, or regions overlap.
     """
     index_of = _index_of_calls(graph)
     found: list[tuple[Region, PlannedRegion]] = []
     for planned in plan.regions:
         found += _regions(graph, planned, index_of)
-    return _apart(graph, found)
+    return _in_call_order(graph, found)
 
 
 def _regions(
     graph: Graph, planned: PlannedRegion, index_of: Mapping[Call, int]
 ) -> Iterator[tuple[Region, PlannedRegion]]:
-    """What one entry of a plan means, with what lies inside of each."""
+    """The regions of one entry of a plan, with the regions inside them."""
     inside = [pair for one in planned.inner for pair in _regions(graph, one, index_of)]
-    taken: set[Region] = set()
-    for call, last in _units(graph, planned, index_of):
+    used: set[Region] = set()
+    for call, last in _call_spans(graph, planned, index_of):
         save, encode = _find_outputs(graph, call, last, planned)
-        mine = [
+        inner_pairs = [
             (inner, one)
             for inner, one in inside
             if (inner.call, inner.last) != (call, last)
             and graph.is_inside(inner.call, call, last)
             and graph.is_inside(inner.last or inner.call, call, last)
         ]
-        taken.update(inner for inner, _ in mine)
-        inner = _apart(graph, mine)
+        used.update(inner for inner, _ in inner_pairs)
+        inner = _in_call_order(graph, inner_pairs)
         region = Region(call, planned.by, save, last, encode, inner)
         try:
             refuse_hazards(graph, region)
@@ -67,33 +67,34 @@ def _regions(
             raise planned.located(refused) from None
         yield region, planned
     for inner_region, one in inside:
-        if inner_region not in taken:
+        if inner_region not in used:
             error = PlanError(
                 f"{graph.calls[inner_region.call]} is not inside {planned.title!r}",
-                needed="calls that run inside the region around them",
+                needed="calls that run inside the outer region",
                 hint="move it to the regions of the plan",
             )
             raise one.located(error)
 
 
-def _apart(
+def _in_call_order(
     graph: Graph, found: Iterable[tuple[Region, PlannedRegion]]
 ) -> tuple[Region, ...]:
-    """Regions in the order of their calls, none of which overlaps another."""
+    """Regions in the order of their calls; raises if two overlap."""
     pairs = sorted(found, key=lambda pair: pair[0].call)
     _check_disjoint(graph, pairs)
     return tuple(region for region, _ in pairs)
 
 
 def describe(graph: Graph, regions: Iterable[Region]) -> tuple[PlannedRegion, ...]:
-    """Name the calls and ops of regions, as few patterns as folding finds.
+    """Name the calls and ops of regions, with few patterns.
 
     Args:
         graph: The step that the regions belong to.
         regions: In any order.
 
     Returns:
-        What ``resolve`` turns into the same regions; the same for any order of them.
+        Entries that ``resolve`` turns into the same regions. They do not depend on the
+        order of ``regions``.
 
     Raises:
         PlanError: No pattern can name a call.
@@ -112,20 +113,25 @@ def describe(graph: Graph, regions: Iterable[Region]) -> tuple[PlannedRegion, ..
             one = PlannedRegion("", region.by, save, encode, (), (first, last), inner)
             runs.append(one)
             continue
-        like = (region.by, frozenset(save), frozenset(encode), _shape(graph, region))
+        like = (
+            region.by,
+            frozenset(save),
+            frozenset(encode),
+            _inner_structure(graph, region),
+        )
         if like not in alike:
             planned.append(PlannedRegion("", region.by, save, encode))
         alike.setdefault(like, []).append(region)
     folded = (
-        replace(one, calls=pattern, inner=_inner_of(graph, pattern, chosen))
+        replace(one, calls=pattern, inner=_describe_inner(graph, pattern, chosen))
         for one, chosen in zip(planned, alike.values(), strict=True)
         for pattern in fold_calls([calls[region.call] for region in chosen], calls)
     )
     return (*folded, *runs)
 
 
-def _shape(graph: Graph, region: Region) -> Hashable:
-    """What regions inside do, the same for regions that do the same."""
+def _inner_structure(graph: Graph, region: Region) -> Hashable:
+    """The inner regions in relative terms: equal for regions that do the same."""
     start = graph.calls[region.call].start
     return tuple(
         (
@@ -133,16 +139,16 @@ def _shape(graph: Graph, region: Region) -> Hashable:
             graph.calls[one.call if one.last is None else one.last].stop - start,
             graph.relative_path(one.call, region.call),
             frozenset(_name_outputs(graph, _names_in(graph, one), one.save)),
-            _shape(graph, one),
+            _inner_structure(graph, one),
         )
         for one in region.inner
     )
 
 
-def _inner_of(
+def _describe_inner(
     graph: Graph, pattern: str, alike: Sequence[Region]
 ) -> tuple[PlannedRegion, ...]:
-    """The regions inside those regions that a pattern names."""
+    """Describe the inner regions of the regions that a pattern matches."""
     named = set(expand_calls(pattern, _index_of_calls(graph)))
     inner = (
         one
@@ -154,9 +160,9 @@ def _inner_of(
 
 
 def name_ops(graph: Graph, call: int, last: int | None = None) -> list[OpName]:
-    """Return what a region calls its ops, in order; every one has a name.
+    """Return the names of a region's ops, in execution order.
 
-    Paths are below the call, or, for a run of calls, below the one that makes them.
+    Paths are relative to the call or, for a run of calls, to their parent.
     """
     found, counter = graph.calls[call], OpCounter()
     top = call if last is None else found.parent
@@ -171,25 +177,27 @@ def _index_of_calls(graph: Graph) -> dict[Call, int]:
     return {(call.fqn, call.number): i for i, call in enumerate(graph.calls)}
 
 
-def _units(
+def _call_spans(
     graph: Graph, planned: PlannedRegion, index_of: Mapping[Call, int]
 ) -> list[tuple[int, int | None]]:
-    """First and last call of every region that is planned; None for a single one."""
+    """(first, last) call of every region of an entry; last is None for one call."""
     if planned.run is None:
         return [(index_of[call], None) for call in _expand(planned, index_of)]
-    first, last = (_find_end(planned, name, index_of) for name in planned.run)
+    first, last = (_find_run_end(planned, name, index_of) for name in planned.run)
     one, other = graph.calls[first], graph.calls[last]
     if one.parent != other.parent or one.parent == OUTSIDE_CALLS or first >= last:
         error = PlanError(
             f"cannot make one region of {planned.title}",
-            needed="two calls that the same module makes, the first one first",
+            needed="two calls with the same parent module, in order of execution",
             hint="run: [transformer.h.0, transformer.h.3]",
         )
         raise planned.located(error)
     return [(first, last)]
 
 
-def _find_end(planned: PlannedRegion, name: str, index_of: Mapping[Call, int]) -> int:
+def _find_run_end(
+    planned: PlannedRegion, name: str, index_of: Mapping[Call, int]
+) -> int:
     try:
         found = expand_calls(name, index_of)
     except PlanError as error:
@@ -220,7 +228,7 @@ def _expand(planned: PlannedRegion, calls: Iterable[Call]) -> tuple[Call, ...]:
 def _find_outputs(
     graph: Graph, call: int, last: int | None, planned: PlannedRegion
 ) -> tuple[_Outputs, _Outputs]:
-    """(op, output) of all that a region saves, and of all that it encodes."""
+    """(op, output) of the outputs that a region saves, and of those it encodes."""
     if not (planned.save or planned.encode):
         return frozenset(), frozenset()
     start = graph.calls[call].start
@@ -255,7 +263,7 @@ def _find_outputs(
 
 
 def _names_in(graph: Graph, region: Region) -> Mapping[int, OpName]:
-    """What a region calls its ops, if it names any."""
+    """Op -> its name in the region; empty if the region saves and encodes nothing."""
     if not (region.save or region.encode):
         return {}
     names = name_ops(graph, region.call, region.last)
@@ -287,10 +295,10 @@ def _name_encodings(
 def _check_disjoint(
     graph: Graph, found: Sequence[tuple[Region, PlannedRegion]]
 ) -> None:
-    """Refuse a call inside another one; the calls come parents first."""
+    """Refuse overlapping regions; ``found`` has parent calls first."""
     for (outer, one), (inner, other) in pairwise(found):
         last = outer.call if outer.last is None else outer.last
-        inside = graph.within(inner.call, outer.call)
+        inside = graph.is_within(inner.call, outer.call)
         if inside or graph.calls[inner.call].start < graph.calls[last].stop:
             name, around = graph.calls[inner.call], graph.calls[outer.call]
             found_twice = f"{name} is in both {one.title!r} and {other.title!r}"

@@ -1,7 +1,7 @@
-"""Strict reading of YAML: a mapping to checked records, every error with its line.
+"""Read YAML strictly: checked records, and errors with file and line.
 
-All scalars are read as strings and then checked. Tags and aliases are refused, so that
-a file is no more than what was written in it.
+All scalars are read as strings and then checked. Tags and aliases are refused, so a
+file cannot expand to more than its text.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _MAX_DEPTH = 64
 
 @dataclass(frozen=True, slots=True)
 class YamlNode:
-    """A piece of a file: what it is, where it is, what it holds."""
+    """A node of a file, with its name, file and line for errors."""
 
     what: str  # "a region", or its key in quotes
     file: str
     line: int
     node: yaml.Node
-    examples: Mapping[str, str]  # of what may stand where, by `what`
+    examples: Mapping[str, str]  # `what` -> example for hints
 
     @property
     def where(self) -> str:
@@ -40,27 +40,27 @@ class YamlNode:
         return PlanError(f"{self.where}: {found}", needed=needed, hint=hint)
 
     def locate(self, make: Callable[..., T], *args: object) -> T:
-        """Call a function; what goes wrong in it goes wrong at this place."""
+        """Call a function; adds this file and line to its errors."""
         try:
             return make(*args)
         except CkplanError as error:
             raise self.error(error.what, needed=error.needed, hint=error.hint) from None
 
     def text(self) -> str:
-        """Return the scalar that this is."""
+        """Return the scalar of this node."""
         return str(self._value(yaml.ScalarNode, "a single value"))
 
     def read(self, convert: Callable[[str], T]) -> T:
-        """Return the scalar that this is, converted."""
+        """Return the scalar of this node, converted."""
         return self.locate(convert, self.text())
 
     def items(self, what: str) -> list[YamlNode]:
-        """Return the items of the list that this is."""
+        """Return the items of this list; ``what`` names them in errors."""
         nodes = self._value(yaml.SequenceNode, "a list")
         return [self._inner(what, node, node) for node in nodes]
 
     def entries(self) -> dict[str, YamlNode]:
-        """Return the entries of the mapping that this is, each in its key's line."""
+        """Return the entries of this mapping, each with the line of its key."""
         entries: dict[str, YamlNode] = {}
         for key, value in self._value(yaml.MappingNode, "a mapping"):
             name = self._inner("a key", key, key).text()
@@ -81,12 +81,12 @@ class YamlNode:
         required: Collection[str] = (),
         later: Collection[str] = (),
     ) -> dict[str, YamlNode]:
-        """Return the entries of a mapping that may have certain keys only.
+        """Return the entries of this mapping, after checking its keys.
 
         Args:
-            keys: What it may have.
-            required: What it must have.
-            later: What other versions of ckplan may read.
+            keys: Allowed keys.
+            required: Required keys.
+            later: Keys that only other versions of ckplan read.
         """
         entries = self.entries()
         needed = f"one of {', '.join(keys)}"
@@ -118,7 +118,7 @@ class YamlNode:
         raise self.error(f"{self.what} is {found}", needed=needed, hint=hint)
 
     def example(self, what: str) -> str:
-        """Return what may stand in a place."""
+        """Return an example of a place, for hints."""
         return self.examples.get(what, "leave it out")
 
     def _inner(self, what: str, place: yaml.Node, node: yaml.Node) -> YamlNode:
@@ -128,16 +128,16 @@ class YamlNode:
 def compose(
     text: str, name: str, examples: Mapping[str, str], what: str = "the plan"
 ) -> YamlNode:
-    """Read YAML no further than nodes, which know their line and are strings.
+    """Read YAML into nodes, without converting scalars.
 
     Args:
         text: The whole file.
-        name: What errors call it.
-        examples: Of what may stand where, by the name of the place.
-        what: The file is.
+        name: The name of the file in errors.
+        examples: Place -> example, for hints.
+        what: The kind of file, such as "the plan".
 
     Raises:
-        PlanError: Not YAML, or nothing in it.
+        PlanError: ``text`` is not YAML, or empty.
     """
     try:
         root = yaml.compose(text, Loader=_Composer)
@@ -158,7 +158,7 @@ def compose(
 
 
 class _Composer(yaml.BaseLoader):
-    """Makes nodes only, from what cannot become more than was written."""
+    """Makes nodes only; refuses tags, aliases and deep nesting."""
 
     _depth = 0
 
@@ -180,7 +180,7 @@ class _Composer(yaml.BaseLoader):
 
 
 def not_yaml(name: str, line: int, problem: str, what: str = "the plan") -> PlanError:
-    """Return the error for a file that is no plain YAML."""
+    """Return the error for a file that is not plain YAML."""
     return PlanError(
         f"{name}, line {line}: cannot read {what}: {problem}",
         needed="YAML in UTF-8, without tags (!x) and aliases (*x)",

@@ -1,1 +1,1 @@
-"""Between the waists: a step replayed under a plan."""
+"""Simulates one training step under a plan: live bytes and extra seconds."""

@@ -1,24 +1,24 @@
-"""PyTorch's CUDA caching allocator, on numbers: what it reserves for what is asked.
+"""A model of PyTorch's CUDA caching allocator: requests in, reserved bytes out.
 
 Follows ``c10/cuda/CUDACachingAllocator.cpp`` of PyTorch, on one stream, with its
 default settings:
 
-- Sizes are rounded up to 512 bytes. Up to 1 MiB they come from the small pool, whose
-  segments are of 2 MiB; others from the large pool.
-- A block is taken from the smallest free one of the pool that is large enough: of some
-  alike the first of the oldest segment (PyTorch 2.11 went by address alone). What
-  remains is split off if it is worth it: at least 512 bytes in the small pool, more
-  than 1 MiB in the large one.
-- Without such a block a segment is reserved: 20 MiB for less than 10 MiB, else the size
-  rounded up to 2 MiB.
+- Sizes are rounded up to 512 bytes. Requests up to 1 MiB use the small pool, whose
+  segments have 2 MiB. Larger requests use the large pool.
+- The smallest free block that is large enough serves a request. Among blocks of equal
+  size, the first one of the oldest segment does (PyTorch 2.11 compared addresses only).
+  The remainder is split off if it has at least 512 bytes in the small pool, or more
+  than 1 MiB in the large pool.
+- If no block is large enough, a segment is reserved: 20 MiB for a request under 10 MiB,
+  else the size rounded up to 2 MiB.
 - A freed block merges with free neighbours of its segment. Segments are kept until
-  the card has no room for another one: then those that are free as a whole go back.
+  the card has no room for another one. Then the segments that are free are released.
 
-With ``expandable_segments`` each pool is one segment of pages of 2 MiB or of 20 MiB, as
-long as its addresses suffice, which are 9/8 of the card. It grows at the lowest address
-with enough room, free blocks before and behind included; 512 bytes are worth splitting
-off in both pools, and a block that can grow counts as large as it can become. Where the
-card has no room, the free pages go back.
+With ``expandable_segments``, each pool is one segment of pages of 2 MiB or 20 MiB. The
+segment has addresses for 9/8 of the card; the pool opens another one if they run out.
+It grows at the lowest address with enough room, including free blocks before and after.
+Remainders of 512 bytes are split off in both pools. A block that can grow counts with
+the size that it can grow to. If the card has no room, free pages are released.
 """
 
 from __future__ import annotations
@@ -29,48 +29,48 @@ from dataclasses import dataclass, field
 
 from ckplan.units import MIN_BLOCK_BYTES, in_blocks, round_up
 
-SMALL_BYTES = 1 << 20  # the largest of the small pool
+SMALL_BYTES = 1 << 20  # the largest request of the small pool
 SMALL_SEGMENT_BYTES = 2 << 20
 LARGE_SEGMENT_BYTES = 20 << 20
-MIN_OWN_SEGMENT_BYTES = 10 << 20  # from here on a segment is as large as its block
+MIN_OWN_SEGMENT_BYTES = 10 << 20  # a larger block gets a segment of its size
 SEGMENT_STEP_BYTES = 2 << 20
 _ADDRESSES = 1 << 60
 
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """A piece of a segment, between its neighbours there."""
+    """A part of a segment, linked to its neighbours."""
 
     address: int
     bytes: int
     pool: _Pool = field(repr=False)
-    segment: int = 0  # how many there were before
+    segment: int = 0  # number of segments created before it
     free: bool = False
     before: Block | None = field(default=None, repr=False)
     after: Block | None = field(default=None, repr=False)
-    mapped: bool = True  # else a hole of an expandable segment
+    mapped: bool = True  # False: addresses without memory (expandable segment)
 
 
 class NoRoomError(Exception):
-    """The card has no room for what is asked for, whatever is given back."""
+    """The card has no room for a request, even after free memory is released."""
 
 
 class CachingAllocator:
-    """Takes and gives blocks; ``reserved_bytes`` is what it took from the card."""
+    """Allocates and frees blocks; ``reserved_bytes`` is the memory of its segments."""
 
     def __init__(
         self, *, expandable: bool = False, capacity_bytes: int | None = None
     ) -> None:
-        """Begin with nothing reserved.
+        """Start with nothing reserved.
 
         Args:
             expandable: As ``PYTORCH_ALLOC_CONF=expandable_segments:True``.
-            capacity_bytes: What the card has; None for one that never runs out.
+            capacity_bytes: Memory of the card; None for no limit.
         """
         pool = _ExpandablePool if expandable else _Pool
         self._card = _Card(math.inf if capacity_bytes is None else capacity_bytes)
         self._small, self._large = (pool(self._card, small=s) for s in (True, False))
-        self.allocated_bytes = 0  # rounded as blocks are, unsplit remainders included
+        self.allocated_bytes = 0  # of blocks: rounded, with unsplit remainders
 
     @property
     def reserved_bytes(self) -> int:
@@ -78,10 +78,10 @@ class CachingAllocator:
         return self._card.taken_bytes
 
     def allocate(self, num_bytes: int) -> Block:
-        """Give a block of at least so many bytes; one or more.
+        """Return a block of at least ``num_bytes`` (one or more).
 
         Raises:
-            NoRoomError: The card has too little left, and what is free is in pieces.
+            NoRoomError: The card is full, and no free block is large enough.
         """
         rounded = in_blocks(num_bytes)
         pool = self._small if rounded <= SMALL_BYTES else self._large
@@ -95,10 +95,10 @@ class CachingAllocator:
         return block
 
     def free(self, block: Block) -> None:
-        """Take a block back.
+        """Free a block.
 
         Raises:
-            ValueError: It is free already.
+            ValueError: The block is free already.
         """
         if block.free:
             raise ValueError("the block is free")
@@ -107,13 +107,13 @@ class CachingAllocator:
 
 
 class _Card:
-    """Where segments come from: what was given back is used again, lowest first."""
+    """Memory and addresses of the card; the lowest free addresses are used first."""
 
     def __init__(self, capacity_bytes: float) -> None:
         self.capacity_bytes = capacity_bytes
         self.taken_bytes = 0
         self._num_segments = 0
-        self._gaps = [(0, _ADDRESSES)]  # of addresses: first, and behind the last
+        self._gaps = [(0, _ADDRESSES)]  # free address ranges [start, stop)
 
     def take(self, num_bytes: int) -> None:
         if self.taken_bytes + num_bytes > self.capacity_bytes:
@@ -124,7 +124,7 @@ class _Card:
         self.taken_bytes -= num_bytes
 
     def map(self, num_bytes: int) -> tuple[int, int]:
-        """The address of so many bytes, and how many there were before."""
+        """Reserve addresses; returns the first one and the number of the segment."""
         gaps = enumerate(self._gaps)
         place, (start, stop) = next(
             (place, gap) for place, gap in gaps if gap[1] - gap[0] >= num_bytes
@@ -134,7 +134,7 @@ class _Card:
         return start, self._num_segments - 1
 
     def unmap(self, address: int, num_bytes: int) -> None:
-        """These addresses can be used again."""
+        """Make addresses available again."""
         start, stop = address, address + num_bytes
         place = bisect_left(self._gaps, (start, stop))
         if self._gaps[place][0] == stop:
@@ -156,29 +156,29 @@ class _Pool:
     def take(self, num_bytes: int) -> Block:
         block = self._best(num_bytes) or self._reserve(num_bytes)
         if self._worth_splitting(block.bytes - num_bytes):
-            self._put(self._split(block, num_bytes))
+            self._add_free(self._split(block, num_bytes))
         return block
 
     def give_back(self, block: Block) -> Block:
-        """A block is free, together with free ones beside it."""
+        """Free a block and merge it with its free neighbours."""
         if block.before is not None and block.before.free:
             block = self._merge(block.before, block)
         if block.after is not None and block.after.free:
             block = self._merge(block, block.after)
-        self._put(block)
+        self._add_free(block)
         return block
 
     def release(self) -> None:
-        """Give the card back what is free as a whole."""
+        """Release the segments that are free."""
         for block in [free[-1] for free in self._free]:
             if block.before is None and block.after is None:
-                self._pick(self._place(block))
+                self._remove_free(self._place(block))
                 self._card.give_back(block.bytes)
                 self._card.unmap(block.address, block.bytes)
 
     def _best(self, num_bytes: int) -> Block | None:
         place = bisect_left(self._free, (num_bytes, 0, 0))
-        return self._pick(place) if place < len(self._free) else None
+        return self._remove_free(place) if place < len(self._free) else None
 
     def _reserve(self, num_bytes: int) -> Block:
         if self._small:
@@ -197,7 +197,7 @@ class _Pool:
         return remaining > SMALL_BYTES
 
     def _split(self, block: Block, num_bytes: int) -> Block:
-        """Cut a block; returns what remains."""
+        """Cut a block to ``num_bytes``; returns the remainder."""
         remaining = block.bytes - num_bytes
         start = block.address + num_bytes
         rest = Block(start, remaining, self, block.segment, before=block)
@@ -207,23 +207,23 @@ class _Pool:
             rest.after.before = rest
         return rest
 
-    def _put(self, block: Block) -> None:
+    def _add_free(self, block: Block) -> None:
         block.free = True
         insort(self._free, (block.bytes, block.segment, block.address, block))
 
     def _place(self, block: Block) -> int:
         return bisect_left(self._free, (block.bytes, block.segment, block.address))
 
-    def _pick(self, place: int) -> Block:
+    def _remove_free(self, place: int) -> Block:
         block = self._free.pop(place)[-1]
         block.free = False
         return block
 
     def _merge(self, first: Block, second: Block) -> Block:
-        """Make one of two neighbours, of which those that are free are picked."""
+        """Merge two neighbours; removes free ones from the list of free blocks."""
         for block in (first, second):
             if block.free:
-                self._pick(self._place(block))
+                self._remove_free(self._place(block))
         first.bytes += second.bytes
         first.after = second.after
         if first.after is not None:
@@ -232,7 +232,7 @@ class _Pool:
 
 
 class _ExpandablePool(_Pool):
-    """Segments, most often one: blocks on pages, holes between them and behind."""
+    """Expandable segments, usually one: blocks on pages, and holes without pages."""
 
     def __init__(self, card: _Card, *, small: bool) -> None:
         super().__init__(card, small=small)
@@ -248,14 +248,14 @@ class _ExpandablePool(_Pool):
 
     def _best(self, num_bytes: int) -> Block | None:
         place = bisect_left(self._free, (num_bytes, 0, 0))
-        while place + 1 < len(self._free) and self._grows_less(place + 1, place):
+        while place + 1 < len(self._free) and self._grows_to_less(place + 1, place):
             place += 1
-        return self._pick(place) if place < len(self._free) else None
+        return self._remove_free(place) if place < len(self._free) else None
 
-    def _grows_less(self, place: int, other: int) -> bool:
-        """Whether a free block can become less large than another."""
+    def _grows_to_less(self, place: int, other: int) -> bool:
+        """Whether a free block can grow to less than another one can."""
         blocks = self._free[place][-1], self._free[other][-1]
-        first, second = map(_can_become, blocks)
+        first, second = map(_largest_bytes, blocks)
         return first < second
 
     def _reserve(self, num_bytes: int) -> Block:
@@ -266,10 +266,10 @@ class _ExpandablePool(_Pool):
             if block.after is None:
                 raise NoRoomError
             block = self._map(block.after, num_bytes - block.bytes)
-        return self._pick(self._place(block))
+        return self._remove_free(self._place(block))
 
     def _with_room(self, num_bytes: int) -> Block:
-        """The first of blocks and holes side by side that are free and large enough."""
+        """The first of adjacent free blocks and holes with enough bytes together."""
         for hole in self._holes:
             first = hole.before if hole.before and hole.before.free else hole
             found = 0
@@ -278,10 +278,10 @@ class _ExpandablePool(_Pool):
                 found, place = found + place.bytes, place.after
             if found >= num_bytes:
                 return first
-        return self._begin()
+        return self._new_segment()
 
-    def _begin(self) -> Block:
-        """Another segment, with room for 9/8 of the card."""
+    def _new_segment(self) -> Block:
+        """Open a segment with addresses for 9/8 of the card; returns its hole."""
         capacity_bytes = min(self._card.capacity_bytes, _ADDRESSES // 8)
         size = round_up(int(capacity_bytes) * 9 // 8, self._page)
         address, segment = self._card.map(size + self._page)
@@ -291,28 +291,28 @@ class _ExpandablePool(_Pool):
         return hole
 
     def _map(self, hole: Block, num_bytes: int) -> Block:
-        """Put pages into a hole, from its start; returns the free block there."""
+        """Map pages at the start of a hole; returns the free block there."""
         size = min(round_up(num_bytes, self._page), hole.bytes)
         self._card.take(size)
         self._holes.remove(hole)
         hole.mapped = True
         if size < hole.bytes:
-            self._leave(self._split(hole, size))
+            self._add_hole(self._split(hole, size))
         return self.give_back(hole)
 
     def _unmap(self, block: Block, start: int, stop: int) -> None:
-        """Take the pages of a part of a free block away."""
-        self._pick(self._place(block))
+        """Unmap the pages ``[start, stop)`` of a free block."""
+        self._remove_free(self._place(block))
         if start > block.address:
             block, before = self._split(block, start - block.address), block
-            self._put(before)
+            self._add_free(before)
         if stop < block.address + block.bytes:
-            self._put(self._split(block, stop - block.address))
+            self._add_free(self._split(block, stop - block.address))
         self._card.give_back(block.bytes)
-        self._leave(block)
+        self._add_hole(block)
 
-    def _leave(self, hole: Block) -> None:
-        """What has no pages is a hole, together with those beside it."""
+    def _add_hole(self, hole: Block) -> None:
+        """Turn unmapped addresses into a hole and merge it with neighbouring holes."""
         hole.mapped = False
         if hole.before is not None and not hole.before.mapped:
             self._holes.remove(hole.before)
@@ -326,7 +326,7 @@ class _ExpandablePool(_Pool):
         return remaining >= MIN_BLOCK_BYTES
 
 
-def _can_become(block: Block) -> int:
-    """How large a free block is with the hole behind it."""
+def _largest_bytes(block: Block) -> int:
+    """Bytes of a free block together with the hole after it."""
     hole = block.after if block.after and not block.after.mapped else None
     return block.bytes + (hole.bytes if hole else 0)

@@ -1,7 +1,7 @@
-"""Live bytes over one training step: what timelines of all kinds come down to.
+"""Live bytes over one training step: predicted, dry-run or measured.
 
-Predicted, dry-run and measured timelines have their own clocks. Side by side they are
-compared phase by phase, each phase drawn equally wide.
+Each of these has its own clock. They are compared phase by phase, and each phase is
+drawn equally wide.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ PREDICTED, MEASURED, DRY_RUN = "predicted", "measured", "dry run"
 class Curve:
     """Live bytes at points of a step, in order of time."""
 
-    points: tuple[tuple[float, int], ...]  # seconds, bytes alive from then on
-    bounds: tuple[float, ...]  # seconds at which each phase begins, and the end
+    points: tuple[tuple[float, int], ...]  # (seconds, live bytes from then on)
+    bounds: tuple[float, ...]  # start of each phase, and the end, in seconds
 
     @property
     def peak_bytes(self) -> int:
@@ -32,7 +32,7 @@ class Curve:
         return max((level for _, level in self.points), default=0)
 
     def placed(self) -> list[tuple[float, int]]:
-        """The points with their places in the step: every phase is 1 wide."""
+        """The points as (position, live bytes); every phase is 1 wide."""
         found = []
         for second, level in self.points:
             phase = min(max(bisect_right(self.bounds, second) - 1, 0), len(PHASES) - 1)
@@ -63,17 +63,17 @@ class Curve:
     def _most(self, seconds: list[float], start: float, stop: float) -> int:
         first, last = bisect_left(seconds, start), bisect_left(seconds, stop)
         if first == len(seconds) or seconds[first] > start:
-            first = max(first - 1, 0)  # what was alive before is so at the start
+            first = max(first - 1, 0)  # the level before the part applies at its start
         within = self.points[first : max(last, first + 1)]
         return max((level for _, level in within), default=0)
 
 
 Curves: TypeAlias = Mapping[str, Mapping[str, Curve]]
-"""Unplanned and planned; of each, predicted and whatever was seen."""
+"""UNPLANNED and PLANNED -> PREDICTED, MEASURED, DRY_RUN -> curve, where known."""
 
 
 def curves_json(curves: Curves) -> dict[str, Any]:
-    """The same as plain values."""
+    """All curves as plain values."""
     return {
         which: {kind.replace(" ", "_"): c.as_json() for kind, c in found.items()}
         for which, found in curves.items()
@@ -81,10 +81,10 @@ def curves_json(curves: Curves) -> dict[str, Any]:
 
 
 def predicted_curve(timeline: Timeline) -> Curve:
-    """What was simulated, at the seconds of its ops.
+    """The simulated live bytes at the start times of the ops.
 
-    Recomputation takes no time of its own here: it happens in the gap before an op.
-    After the last op there is nothing left to count.
+    Recomputation has no width of its own: it happens in the gap before an op. The half
+    moment after the last op is left out.
     """
     graph = timeline.graph
     begins = [0.0, *accumulate(graph.critical_seconds)]

@@ -1,7 +1,7 @@
-"""What a rebuild does to the step: bytes in place of kernels.
+"""Counts the bytes of a rebuild, where the engine would run kernels.
 
-``program.Rebuild`` decides which op runs again and which value is let go, for the
-engine and here alike. Here every value is an interval of time and a number of bytes.
+``Rebuild`` decides which op reruns and which value is freed. Here, every value is an
+interval of time and a number of bytes.
 """
 
 from __future__ import annotations
@@ -12,26 +12,28 @@ from itertools import count
 
 from ckplan.graph.graph import Graph
 from ckplan.graph.records import Encoding, Workspace
-from ckplan.simulating.effect import LATER, Effect, Interval
+from ckplan.simulating.effect import AFTER_MOMENT, Effect, Interval
 from ckplan.simulating.program import Program
 from ckplan.simulating.view import RegionView
 
 RANDOM_STATE_BYTES = 5056
-"""What replaying a random op on CPU keeps: torch's whole generator state."""
+"""Size of torch's CPU generator state, which is kept to rerun a random op on CPU."""
 
 
 def random_state_bytes(graph: Graph) -> int:
-    """What replaying a random op keeps in the memory of the graph's device."""
-    return RANDOM_STATE_BYTES if is_on_cpu(graph) else 0  # else small, and on the CPU
+    """Bytes of a generator state in the memory of the graph's device."""
+    return (
+        RANDOM_STATE_BYTES if is_on_cpu(graph) else 0
+    )  # a GPU's state is in CPU memory
 
 
 def is_on_cpu(graph: Graph) -> bool:
-    """Whether no other device takes the step."""
+    """Whether the step runs on the CPU."""
     return bool(graph.fingerprint.get("device", "cpu") == "cpu")
 
 
 class Ledger:
-    """What a rebuild does to the step: bytes in place of kernels."""
+    """Records the allocations of one rebuild in the ``Effect`` of its region."""
 
     def __init__(
         self,
@@ -44,19 +46,19 @@ class Ledger:
         self.effect = effect
         self.moment = 0
         self._view = view
-        self._runs = program.runs()  # still to come
-        self._leaving: list[tuple[int, int]] = []  # (half moment, bytes), a heap
+        self._runs_left = program.runs()  # step -> runs left
+        self._to_free: list[tuple[int, int]] = []  # (half moment, bytes), a heap
         self._bytes = 0
         self._ticks = count()
         self._state_bytes = random_state_bytes(view.graph)
-        self._as_found: Interval | None = None  # random state that is to be put back
-        self._states = {  # before random steps
-            step: self._begin(self._state_bytes, 2 * (view.start + step) + 1)
-            for step in self._runs
+        self._original_state: Interval | None = None  # restored after the steps
+        self._random_states = {  # random step -> generator state before it
+            step: self._allocate(self._state_bytes, 2 * (view.start + step) + 1)
+            for step in self._runs_left
             if view.graph.ops[view.start + step].random
         }
-        self._copies = {  # of running statistics, before norms
-            value: self._begin(self._bytes_of(value), 2 * (view.start + step) + 1)
+        self._copies = {  # value of running statistics -> its copy
+            value: self._allocate(self._bytes_of(value), 2 * (view.start + step) + 1)
             for value, step in view.statistics.items()
             if value in program.retained
         }
@@ -65,174 +67,176 @@ class Ledger:
             self._encode(encoding)
             moment = 2 * encoding.op + 1
             if value in program.decodes:
-                form = self._begin(encoding.bytes, moment)
+                form = self._allocate(encoding.bytes, moment)
                 self._encoded[value] = encoding, form
-            else:  # nobody will want it: gone when forward is over
+            else:  # never decoded: freed when forward ends
                 form = Interval(moment, 2 * view.stop - 1, encoding.bytes)
-                effect.made.append(form)
+                effect.allocated.append(form)
 
-    def enter(self, moment: int) -> None:
-        """Enter the gap in which steps now run."""
+    def enter_gap(self, moment: int) -> None:
+        """Enter the gap at half moment ``moment``, in which steps now run."""
         self.moment = moment
-        while self._leaving and self._leaving[0][0] < moment:
-            self._bytes -= heappop(self._leaving)[1]
+        while self._to_free and self._to_free[0][0] < moment:
+            self._bytes -= heappop(self._to_free)[1]
 
     def allocate(self, value: int) -> Interval:
-        """Make room for a value, which lives from now on."""
-        return self._begin(self._bytes_of(value), self.moment)
+        """Allocate a value from now on."""
+        return self._allocate(self._bytes_of(value), self.moment)
 
-    def let_go(self, born: Interval, stop: int) -> None:
-        """A value lives until a half moment, now or later."""
-        died = LATER
+    def free(self, interval: Interval, stop: int) -> None:
+        """Free a value at half moment ``stop``, now or later."""
+        freed_tick = AFTER_MOMENT
         if stop > self.moment or self.moment % 2:
-            heappush(self._leaving, (stop, born.bytes))
+            heappush(self._to_free, (stop, interval.bytes))
         else:
-            self._bytes -= born.bytes
-            died = next(self._ticks)
-        self.effect.made.append(born._replace(stop=stop, died=died))
+            self._bytes -= interval.bytes
+            freed_tick = next(self._ticks)
+        self.effect.allocated.append(interval._replace(stop=stop, stop_tick=freed_tick))
 
-    def let_go_held(self, value: int, stop: int) -> None:
-        """The same of a value that is held since forward."""
+    def free_retained(self, value: int, stop: int) -> None:
+        """Free a value that the region holds since forward."""
         if value in self._copies:
-            self.let_go(self._copies.pop(value), stop)
+            self.free(self._copies.pop(value), stop)
         storage = self.flow.storage_of[value]
         if stop > self.moment or self.moment % 2:
             self.effect.hold(storage, stop)
         else:
-            self.effect.let_go(storage, stop, next(self._ticks), self._bytes)
+            self.effect.free_in_gap(storage, stop, next(self._ticks), self._bytes)
 
-    def note(self, step: int) -> Workspace:
-        """A step runs; returns the workspace that it needs."""
+    def record_run(self, step: int) -> Workspace:
+        """Record that a step runs; returns its workspace."""
         number = self._view.start + step
         op = self._view.graph.ops[number]
         self.effect.steps.append(number)
-        self._runs[step] -= 1
+        self._runs_left[step] -= 1
         if op.random:
-            self._draw_again(step)
+            self._replay_random_op(step)
         return op.workspace
 
-    def _draw_again(self, step: int) -> None:
-        if self._as_found is None:
-            self._as_found = self._begin(self._state_bytes, self.moment)
-            self._see(self._bytes)
-        if not self._runs[step]:
-            self.let_go(self._states.pop(step), self.moment)
+    def _replay_random_op(self, step: int) -> None:
+        if self._original_state is None:
+            self._original_state = self._allocate(self._state_bytes, self.moment)
+            self._record_alive(self._bytes)
+        if not self._runs_left[step]:
+            self.free(self._random_states.pop(step), self.moment)
 
-    def put_back(self) -> None:
-        """The random state is again as it was before steps ran."""
-        if self._as_found is not None:
-            self.let_go(self._as_found, self.moment)
-            self._as_found = None
+    def restore_random_state(self) -> None:
+        """Restore the random state from before the steps ran."""
+        if self._original_state is not None:
+            self.free(self._original_state, self.moment)
+            self._original_state = None
 
     def decode(self, value: int) -> Workspace:
-        """Begin to decode; returns the workspace that it needs."""
+        """Begin to decode a value; returns the workspace."""
         encoding, _ = self._encoded[value]
         self.effect.seconds += encoding.decode_seconds
         return Workspace(after=(encoding.decode_workspace_bytes,))
 
     def decoded(self, value: int) -> None:
-        """The encoded form goes."""
+        """Free the encoded form of a value."""
         _, form = self._encoded.pop(value)
-        self.let_go(form, self.moment)
+        self.free(form, self.moment)
 
-    def begin(self) -> int:
-        """When a step begins, in ticks."""
+    def tick(self) -> int:
+        """Return the next tick."""
         return next(self._ticks)
 
-    def spike(self, workspace: Workspace, begun: int) -> None:
-        """What is alive while a step runs, that began at a tick."""
-        self._see(self._bytes + workspace.bytes)
-        made, over = next(self._ticks), next(self._ticks)
-        for since, blocks in zip((begun, made), workspace, strict=True):
+    def record_peak(self, workspace: Workspace, begun: int) -> None:
+        """Record the bytes alive while a step runs that began at tick ``begun``."""
+        self._record_alive(self._bytes + workspace.bytes)
+        allocated, over = next(self._ticks), next(self._ticks)
+        for since, blocks in zip((begun, allocated), workspace, strict=True):
             self.effect.workspaces += (
                 Interval(self.moment, self.moment, size, since, over) for size in blocks
             )
 
     def close(self) -> None:
-        """What was never decoded, or run again, goes."""
+        """Free encoded forms and random states that were not used."""
         forms = (form for _, form in self._encoded.values())
-        for left in (*forms, *self._states.values()):
-            self.let_go(left, self.moment)
+        for left in (*forms, *self._random_states.values()):
+            self.free(left, self.moment)
 
     def _encode(self, encoding: Encoding) -> None:
-        """Right after its op, while what the op read is still there."""
+        """Encode right after the op, while the op's inputs are still alive."""
         op = self._view.graph.ops[encoding.op]
         beyond = encoding.encode_workspace_bytes - op.workspace.bytes
         moment, most = 2 * encoding.op + 1, self.effect.encoding
         most[moment] = max(most.get(moment, 0), beyond)
         self.effect.seconds += encoding.encode_seconds
 
-    def _see(self, alive_bytes: int) -> None:
-        parts = self.effect.spikes.setdefault(self.moment, [0])
+    def _record_alive(self, alive_bytes: int) -> None:
+        parts = self.effect.gap_peaks.setdefault(self.moment, [0])
         parts[-1] = max(parts[-1], alive_bytes)
 
     def _bytes_of(self, value: int) -> int:
         return self._view.graph.storages[self.flow.storage_of[value]].bytes
 
-    def _begin(self, num_bytes: int, moment: int) -> Interval:
+    def _allocate(self, num_bytes: int, moment: int) -> Interval:
         self._bytes += num_bytes
         return Interval(moment, moment, num_bytes, next(self._ticks))
 
 
 class ByteCounter:
-    """A machine that counts the bytes of one region."""
+    """The ``AbstractMachine`` of the simulator: counts the bytes of one region."""
 
     def __init__(self, ledger: Ledger, retained: Collection[int]) -> None:
         self._ledger = ledger
-        self._holds = set(retained)  # since forward
-        self._born: dict[int, Interval] = {}  # values alive, since when
-        self._unpacked: dict[int, int] = {}  # value -> half moment: backward's last
+        self._retained = set(retained)  # held since forward
+        self._alive: dict[int, Interval] = {}  # value -> when it was allocated
+        self._unpacked: dict[
+            int, int
+        ] = {}  # value -> half moment of its last use in backward
         self._inner: list[ByteCounter] = []
 
-    def within(self) -> ByteCounter:
-        """The machine of a region inside, which holds nothing since forward."""
+    def nested(self) -> ByteCounter:
+        """Create the machine of an inner region, which holds nothing since forward."""
         self._inner.append(ByteCounter(self._ledger, ()))
         return self._inner[-1]
 
     def unpack(self, value: int, until: int) -> None:
-        """Hand a value to backward, which holds it whoever else lets it go."""
+        """Pass a value to backward, which holds it until half moment ``until``."""
         self._unpacked[value] = max(self._unpacked.get(value, 0), until)
 
     def run(self, step: int, copies: Collection[int], keep: Collection[int]) -> None:
-        """Run a step again; of what it makes, only some is kept."""
+        """Rerun a step; of its outputs, only ``keep`` stays."""
         ledger, flow = self._ledger, self._ledger.flow
-        workspace, begun = ledger.note(step), ledger.begin()
-        made = {
-            new: ledger.allocate(new) if old in copies else self._born.pop(old)
+        workspace, begun = ledger.record_run(step), ledger.tick()
+        allocated = {
+            new: ledger.allocate(new) if old in copies else self._alive.pop(old)
             for old, new in flow.overwrites[step].items()
         }
         for value in flow.outputs[step]:
-            if value not in made:
-                made[value] = ledger.allocate(value)
-        ledger.spike(workspace, begun)
-        for value, born in made.items():
+            if value not in allocated:
+                allocated[value] = ledger.allocate(value)
+        ledger.record_peak(workspace, begun)
+        for value, interval in allocated.items():
             if value in keep:
-                self._born[value] = born
+                self._alive[value] = interval
             else:
-                ledger.let_go(born, ledger.moment)
+                ledger.free(interval, ledger.moment)
 
     def decode(self, value: int) -> None:
-        """Make a value from its smaller form, which goes."""
-        workspace, begun = self._ledger.decode(value), self._ledger.begin()
-        self._born[value] = self._ledger.allocate(value)
-        self._ledger.spike(workspace, begun)
+        """Decode a value and free its encoded form."""
+        workspace, begun = self._ledger.decode(value), self._ledger.tick()
+        self._alive[value] = self._ledger.allocate(value)
+        self._ledger.record_peak(workspace, begun)
         self._ledger.decoded(value)
 
     def fetch(self, value: int) -> None:
-        """It is the outer region's."""
+        """Do nothing: the outer region counts the value."""
 
     def free(self, value: int) -> None:
-        """Let a value go, now or when backward is through with it."""
+        """Free a value, now or after its last use in backward."""
         stop = max(self._ledger.moment, self._unpacked.get(value, 0))
-        if value in self._holds:
-            self._ledger.let_go_held(value, stop)
-            self._holds.discard(value)
-        elif value in self._born:
-            self._ledger.let_go(self._born.pop(value), stop)
+        if value in self._retained:
+            self._ledger.free_retained(value, stop)
+            self._retained.discard(value)
+        elif value in self._alive:
+            self._ledger.free(self._alive.pop(value), stop)
 
     def close(self) -> None:
-        """The region's state goes: whatever it still holds ends here."""
+        """Free every value that the region still holds."""
         for inner in self._inner:
             inner.close()
-        for value in (*self._holds, *self._born):
+        for value in (*self._retained, *self._alive):
             self.free(value)

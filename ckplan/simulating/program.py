@@ -1,16 +1,13 @@
-"""Recompute programs: which ops rebuild a region's dropped values, and when.
+"""Recompute programs: the ops that rebuild a region's dropped values.
 
-A *value* is one content of a storage: an op that makes a storage makes a value, an op
-that writes in place makes the next value of the same storage. Values are assigned
-once, so what an op has read is always well defined.
+A *value* is one content of a storage. An op that makes a storage makes a value. An op
+that writes in place makes the next value of the same storage. Values are assigned once,
+so an op's inputs are always well defined.
 
-``Rebuild`` decides what runs and what is let go, step by step. The simulator and the
-engine both drive it, one counting bytes and one running kernels, so that what was
-predicted is what happens.
-
-Regions nest. While the outer one is rebuilt, an inner one hands on what others need and
-keeps only what it needs to rebuild itself: its holds, which are wanted of the outer one
-like any value. So a step inside ``d`` inner regions may run ``1 + d`` times.
+Regions nest. While the outer region is rebuilt, an inner region passes on the values
+that others need. It keeps only the values that it needs to rebuild itself: its retained
+values. Backward reads them from the outer region like any other value. A step inside
+``d`` inner regions may run ``1 + d`` times.
 """
 
 from __future__ import annotations
@@ -18,27 +15,23 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol
-
-if TYPE_CHECKING:
-    pass
-
+from typing import Protocol
 
 EXTERNAL = -1
-"""Maker of a value that the region was given: an input, a parameter, a constant."""
+"""Maker of a value from outside the region: an input, a parameter, a constant."""
 
 
 class AbstractStep(Protocol):
-    """What a program must know of an op."""
+    """The part of an op that a program needs."""
 
     @property
     def reads(self) -> Sequence[int]:
-        """Storages read."""
+        """Storages that the op reads."""
         ...
 
     @property
     def writes(self) -> Sequence[int]:
-        """Storages changed in place."""
+        """Storages that the op changes in place."""
         ...
 
     @property
@@ -49,18 +42,18 @@ class AbstractStep(Protocol):
 
 @dataclass(slots=True)
 class Flow:
-    """The values of a sequence of steps, grown as the steps run."""
+    """The values of a sequence of steps, appended as the steps run."""
 
     storage_of: list[int] = field(default_factory=list)  # value -> storage
     maker_of: list[int] = field(default_factory=list)  # value -> step, or EXTERNAL
-    current: dict[int, int] = field(default_factory=dict)  # storage -> its value now
+    current: dict[int, int] = field(default_factory=dict)  # storage -> current value
     inputs: list[tuple[int, ...]] = field(default_factory=list)  # step -> values read
     outputs: list[tuple[int, ...]] = field(default_factory=list)  # step -> values made
     overwrites: list[dict[int, int]] = field(default_factory=list)  # old -> new value
     returned: list[tuple[int, ...]] = field(default_factory=list)  # one per output
 
     def value(self, storage: int) -> int:
-        """The value that a storage holds now; external if no step made it."""
+        """The current value of a storage; external if no step made it."""
         if storage not in self.current:
             self.current[storage] = self._make(storage, EXTERNAL)
         return self.current[storage]
@@ -86,7 +79,7 @@ class Flow:
         return number
 
     def is_current(self, value: int) -> bool:
-        """Whether nothing has overwritten the value since."""
+        """Whether nothing has overwritten the value."""
         return self.current[self.storage_of[value]] == value
 
     def _make(self, storage: int, maker: int) -> int:
@@ -97,32 +90,30 @@ class Flow:
 
 @dataclass(frozen=True, slots=True)
 class NestedRegion:
-    """A region inside another one."""
+    """A region inside another region."""
 
     start: int  # first step
     stop: int  # the step after its last one
-    kept: frozenset[int]  # values that stay when the region around it is rebuilt
-    outer: int = 0  # the part around it, counted from 1; 0 for the whole region
+    kept: frozenset[int]  # values it saves while the outer region is rebuilt
+    outer: int = 0  # number of the enclosing part, from 1; 0: the whole region
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What rebuilding the dropped values of a region takes."""
+    """The steps and values that rebuild the dropped values of a region."""
 
     flow: Flow
-    steps: frozenset[int]  # run again, each once
+    steps: frozenset[int]  # rerun, each once
     uses: dict[int, int]  # value -> reads by steps, by backward and by inner regions
-    retained: frozenset[int]  # kept by the region itself, or by the one around it
-    decodes: frozenset[int]  # values that come back from their encoded form
-    overwritten_inputs: frozenset[
-        int
-    ]  # external values that steps need and forward overwrote
-    wanted: frozenset[int] = frozenset()  # by backward
-    outer: int = 0  # as in Part
-    inner: tuple[Program, ...] = ()  # one for every part, in their order
+    retained: frozenset[int]  # kept by the region or by the region around it
+    decodes: frozenset[int]  # values decoded from their encoded form
+    overwritten_inputs: frozenset[int]  # retained values that forward overwrote
+    wanted: frozenset[int] = frozenset()  # values that backward reads
+    outer: int = 0  # as in NestedRegion
+    inner: tuple[Program, ...] = ()  # one per part, in the order of parts
 
     def runs(self) -> Counter[int]:
-        """How often every step runs again, in inner regions, too."""
+        """Step -> how often it reruns, inner regions included."""
         found = Counter(self.steps)
         for part in self.inner:
             found.update(part.steps)
@@ -140,30 +131,38 @@ def compile_program(
 
     Args:
         flow: The region's forward, complete.
-        dropped: For every saved tensor that is not kept its value, and the innermost
-            part in which it was saved, counted from 1; 0 outside of all parts.
-        kept: Values that stay from forward on, as far as nothing overwrites them.
-        encoded: Values of which an encoded form stays, whatever overwrites them.
-        parts: Regions inside, outer ones before those inside them.
+        dropped: (value, part) of every saved tensor that is not kept. ``part`` is the
+            number, from 1, of the innermost part that saved it; 0 outside all parts.
+        kept: Values that stay after forward, unless something overwrites them.
+        encoded: Values whose encoded form stays, even if something overwrites them.
+        parts: Inner regions; outer ones before those inside them.
     """
     current = frozenset(value for value in kept if flow.is_current(value))
     whole = NestedRegion(0, len(flow.inputs), current)
-    there = [current]  # for every part, what needs no rebuilding in it
+    available = [current]  # per part: values that it need not rebuild
     for part in parts:
-        there.append(there[part.outer] | part.kept | {*encoded})
-    wanted: list[list[int]] = [[] for _ in there]  # by backward
-    handed_on: list[list[int]] = [[] for _ in there]  # what inner parts hold
+        available.append(available[part.outer] | part.kept | {*encoded})
+    wanted: list[list[int]] = [
+        [] for _ in available
+    ]  # per part: values that backward reads
+    inner_retained: list[list[int]] = [
+        [] for _ in available
+    ]  # per part: values that its inner parts retain
     for value, number in dropped:
         wanted[number].append(value)
     inner: list[Program] = []
     for number in range(len(parts), 0, -1):
         part = parts[number - 1]
-        mine, passed_on = _divide(flow, part, there[number], wanted[number])
-        wanted[part.outer] += passed_on
-        program = _compile(flow, part, mine, handed_on[number], there[number], ())
-        handed_on[part.outer] += program.retained
+        made_here, from_outer = _split_by_maker(
+            flow, part, available[number], wanted[number]
+        )
+        wanted[part.outer] += from_outer
+        program = _compile(
+            flow, part, made_here, inner_retained[number], available[number], ()
+        )
+        inner_retained[part.outer] += program.retained
         inner.append(program)
-    program = _compile(flow, whole, wanted[0], handed_on[0], current, encoded)
+    program = _compile(flow, whole, wanted[0], inner_retained[0], current, encoded)
     overwritten_inputs = {
         value for value in program.retained if not flow.is_current(value)
     }
@@ -174,27 +173,27 @@ def compile_program(
     )
 
 
-def _divide(
-    flow: Flow, part: NestedRegion, there: Collection[int], values: Iterable[int]
+def _split_by_maker(
+    flow: Flow, part: NestedRegion, available: Collection[int], values: Iterable[int]
 ) -> tuple[list[int], list[int]]:
-    """What a part makes and lets go, and what the region around it has for it."""
-    mine: list[int] = []
-    passed_on: list[int] = []
+    """Split values into those that a part rebuilds and those its outer region has."""
+    made_here: list[int] = []
+    from_outer: list[int] = []
     for value in values:
         inside = part.start <= flow.maker_of[value] < part.stop
-        (mine if inside and value not in there else passed_on).append(value)
-    return mine, passed_on
+        (made_here if inside and value not in available else from_outer).append(value)
+    return made_here, from_outer
 
 
 def _compile(
     flow: Flow,
     part: NestedRegion,
     dropped: Sequence[int],
-    handed_on: Sequence[int],
-    there: Collection[int],
+    inner_retained: Sequence[int],
+    available: Collection[int],
     encoded: Collection[int],
 ) -> Program:
-    wanted = [*dropped, *handed_on]
+    wanted = [*dropped, *inner_retained]
     uses = Counter(wanted)
     steps: set[int] = set()
     retained: set[int] = set()
@@ -202,7 +201,7 @@ def _compile(
     while wanted:
         value = wanted.pop()
         maker = flow.maker_of[value]
-        if value in there or not part.start <= maker < part.stop:
+        if value in available or not part.start <= maker < part.stop:
             retained.add(value)
         elif value in encoded:
             decodes.add(value)

@@ -1,4 +1,9 @@
-"""One execution of a recompute program, for the simulator and the engine alike."""
+"""Run a recompute program step by step, when backward needs a dropped value.
+
+``Rebuild`` decides which step runs next and which value is freed. The simulator and the
+engine both drive it. The simulator counts bytes and the engine runs kernels, so both
+follow the same order.
+"""
 
 from __future__ import annotations
 
@@ -13,25 +18,25 @@ if TYPE_CHECKING:
 
 
 class AbstractMachine(Protocol):
-    """What carries out a rebuild: kernels in the engine, a tally in the simulator."""
+    """Carries out a rebuild: the engine runs kernels, the simulator counts bytes."""
 
     def run(self, step: int, copies: Collection[int], keep: Collection[int]) -> None:
-        """Run a step; first copy the values it would overwrite that are still needed.
+        """Run a step, after copying the values in ``copies``, which it overwrites.
 
-        Of the values it makes, only those in ``keep`` stay.
+        Of its outputs, only the values in ``keep`` stay.
         """
 
     def decode(self, value: int) -> None:
-        """Make a value from its encoded form, which goes."""
+        """Decode a value and free its encoded form."""
 
     def fetch(self, value: int) -> None:
-        """Take a value from the machine of the region around this one."""
+        """Take a value from the machine of the outer region."""
 
     def free(self, value: int) -> None:
-        """Let a value go."""
+        """Free a value."""
 
-    def within(self) -> Self:
-        """A machine for a region inside this one."""
+    def nested(self) -> Self:
+        """Create the machine of an inner region."""
         ...
 
 
@@ -65,23 +70,25 @@ class Rebuild(Generic[MachineT]):
         self._inner: list[Rebuild[MachineT]] = []
         for part in program.inner:
             around = self._inner[part.outer - 1] if part.outer else self
-            self._inner.append(Rebuild(part, around.machine.within(), around))
+            self._inner.append(Rebuild(part, around.machine.nested(), around))
 
-    def level(self, value: int, part: int) -> Rebuild[MachineT]:
-        """The region that rebuilds a dropped value which was saved in a part."""
+    def owner(self, value: int, part: int) -> Rebuild[MachineT]:
+        """The rebuild of the region that drops ``value``, which ``part`` saved."""
         found = self._inner[part - 1] if part else self
         while value not in found._program.wanted and found._outer is not None:
             found = found._outer
         return found
 
-    def want(self, value: int) -> None:
-        """Make a value present, running again what it needs, in forward's order."""
+    def materialize(self, value: int) -> None:
+        """Make a value present; reruns the steps that it needs, in forward order."""
         if value in self._present:
             return
         fetched, missing = self._missing(value)
         for held in fetched:
-            assert self._outer is not None, "the outermost region has what it holds"
-            self._outer.want(held)
+            assert self._outer is not None, (
+                "the outermost region retains its values itself"
+            )
+            self._outer.materialize(held)
             self.machine.fetch(held)
             self._present.add(held)
         for step, decoded in missing:
@@ -92,7 +99,7 @@ class Rebuild(Generic[MachineT]):
                 self._present.add(decoded)
 
     def release(self, value: int) -> None:
-        """Count one use of a value as done; the last one lets it go."""
+        """Count one use of a value as done; the last use frees it."""
         self._left[value] -= 1
         if self._left[value] == 0:
             self._present.discard(value)
@@ -101,7 +108,7 @@ class Rebuild(Generic[MachineT]):
                 self._outer.release(value)
 
     def _missing(self, value: int) -> tuple[list[int], list[tuple[int, int | None]]]:
-        """Values to fetch; steps to run, and values to decode instead, in order."""
+        """Values to fetch; (step, None) to run or (step, value) to decode, in order."""
         flow, decodes = self._program.flow, self._program.decodes
         fetched: set[int] = set()
         steps: set[int] = set()

@@ -1,7 +1,7 @@
-"""The two ways to recompute a region, as what they do to the step.
+"""The effect of a region on the step, for both ways to recompute: program and rerun.
 
-A program runs single ops again, each when backward first wants what it leads to. A
-rerun runs the whole module at once, as ``torch.utils.checkpoint`` does.
+A program reruns single ops, each when backward first needs a value that depends on it.
+A rerun runs the whole module at once, as ``torch.utils.checkpoint`` does.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from collections.abc import Collection, Iterable, Iterator
 from ckplan.errors import PlanError
 from ckplan.graph.records import MULTIPLIES, Saved
 from ckplan.plan.region import PROGRAM, Region
-from ckplan.simulating.effect import FIRST, Effect, Interval
+from ckplan.simulating.effect import BEFORE_OP, Effect, Interval
 from ckplan.simulating.ledger import ByteCounter, Ledger, is_on_cpu, random_state_bytes
 from ckplan.simulating.rebuild import Rebuild
 from ckplan.simulating.view import RegionView
 
 
 def find_effect(view: RegionView, region: Region) -> Effect:
-    """What a region changes.
+    """Compute the effect of a region on the unplanned step.
 
     Args:
-        view: Of the calls that it is on.
-        region: What is done with them.
+        view: The view of the region's calls.
+        region: The region to recompute.
 
     Raises:
-        PlanError: It cannot be rebuilt, or the regions inside cannot.
+        PlanError: The region, or one inside it, cannot be rebuilt.
     """
     effect = (_program_effect if region.by == PROGRAM else _rerun_effect)(view, region)
     ops = view.graph.ops
@@ -44,7 +44,7 @@ def _program_effect(view: RegionView, region: Region) -> Effect:
         overwritten_inputs = {
             view.flow.storage_of[value] for value in program.overwritten_inputs
         }
-        raise _not_rebuildable(view, overwritten_inputs)
+        raise _overwritten_error(view, overwritten_inputs)
     effect = Effect(dropped={*dropped})
     held = (view.flow.storage_of[value] for value in program.retained)
     for storage in (*view.external(), *held):
@@ -54,13 +54,13 @@ def _program_effect(view: RegionView, region: Region) -> Effect:
     events = [(s, v, dropped[i]) for i, s, v in view.packed if i in dropped]
     for saved, value, part in sorted(events, key=lambda event: event[0].wanted):
         if saved.wanted >= 0:
-            ledger.enter(2 * saved.wanted)
-            level = rebuild.level(value, part)
-            level.want(value)
-            ledger.put_back()
-            level.machine.unpack(value, 2 * saved.done + 1)
-            level.release(value)
-    ledger.enter(max((2 * s.done + 1 for s, _, _ in events), default=0))
+            ledger.enter_gap(2 * saved.wanted)
+            owner = rebuild.owner(value, part)
+            owner.materialize(value)
+            ledger.restore_random_state()
+            owner.machine.unpack(value, 2 * saved.done + 1)
+            owner.release(value)
+    ledger.enter_gap(max((2 * s.done + 1 for s, _, _ in events), default=0))
     rebuild.machine.close()
     ledger.close()
     _count_seconds(view, effect)
@@ -80,47 +80,51 @@ def _count_seconds(view: RegionView, effect: Effect) -> None:
 
 
 def _rerun_effect(view: RegionView, region: Region) -> Effect:
-    """Run the call's ops again, whole, up to the last saved tensor (early stop)."""
-    view.parts(region)  # which refuses those inside
-    made = view.made_by_rerun
+    """Rerun the call's ops up to the last saved tensor (early stop)."""
+    view.parts(region)  # raises if the region has inner ones
+    made = view.saved_by_rerun
     effect = Effect(dropped={index for index, _ in made})
     last = max((saved.done for saved in view.saves), default=-1)
     held = {*view.external(), *view.call.given} - view.casts.keys()
     for storage in held if view.saves else ():
         effect.hold(storage, 2 * last + 1)
-    effect.made += _snapshot(view, 2 * last + 1)
+    effect.allocated += _snapshot(view, 2 * last + 1)
     wanted = [saved.wanted for saved in view.saves if saved.wanted >= 0]
     if wanted:
         overwritten_inputs = view.changed_inputs(min(wanted))
         if overwritten_inputs:
-            raise _not_rebuildable(view, overwritten_inputs)
+            raise _overwritten_error(view, overwritten_inputs)
         _rerun_module(view, made, min(wanted), effect)
     _count_seconds(view, effect)
     return effect
 
 
 def _snapshot(view: RegionView, until: int) -> Iterator[Interval]:
-    """Copies of what a forward may change, to be put back before it runs again.
+    """Copies of state that forward may change; a rerun restores them.
 
-    What it did change is kept until a half moment, else until forward is over.
+    A copy of changed state is kept to half moment ``until``, others to forward's end.
     """
     (_, over), begin = view.forward_window(), 2 * view.start + 1
     state_bytes, on_cpu = random_state_bytes(view.graph), is_on_cpu(view.graph)
     of_device, of_another = view.draws
-    yield Interval(begin, max(until, over) if of_device else over, state_bytes, FIRST)
+    yield Interval(
+        begin, max(until, over) if of_device else over, state_bytes, BEFORE_OP
+    )
     if of_another:
-        yield Interval(begin, max(until, over), state_bytes, FIRST)
+        yield Interval(begin, max(until, over), state_bytes, BEFORE_OP)
     for storage in view.call.state:
         changed = view.graph.is_changed(storage, view.start, view.stop)
-        changed |= on_cpu and storage in view.moved  # elsewhere nobody looks
+        changed |= (
+            on_cpu and storage in view.moved
+        )  # the engine checks for this on CPU only
         size = view.graph.storages[storage].bytes
-        yield Interval(begin, max(until, over) if changed else over, size, FIRST)
+        yield Interval(begin, max(until, over) if changed else over, size, BEFORE_OP)
 
 
 def _rerun_ops(view: RegionView) -> Iterator[int]:
-    """The ops that run: autocast casts parameters when they are first read.
+    """The ops that a rerun executes, with autocast's casts of parameters at first use.
 
-    An op may save what it reads, and the run ends before it begins.
+    An op may save its inputs. The rerun then stops before that op, after its casts.
     """
     casts, ops, stop = dict(view.casts), view.graph.ops, view.saved_stop
     for moment in range(view.start, stop):
@@ -138,16 +142,22 @@ def _rerun_module(
     graph = view.graph
     until: dict[int, int] = {}
     for _, saved in made:
-        if saved.used >= first:  # torch's checkpoint gives it to the node for good
+        if saved.used >= first:  # torch's checkpoint passes it to the node
             until[saved.storage] = max(until.get(saved.storage, 0), saved.used)
     gap = 2 * first
     found = sum(graph.storages[storage].bytes for storage in view.call.state)
     found += random_state_bytes(graph) * sum(view.draws)
-    effect.made.append(Interval(gap, gap, found))  # to be put back afterwards
-    alive = sum(one.bytes for one in effect.made if one.start <= gap <= one.stop)
+    effect.allocated.append(
+        Interval(gap, gap, found)
+    )  # current state, restored after the rerun
+    alive = sum(one.bytes for one in effect.allocated if one.start <= gap <= one.stop)
     most_bytes = alive
-    born: dict[int, tuple[int, int]] = {}  # nobody wants it: its bytes and its tick
-    read_last: dict[int, list[int]] = defaultdict(list)  # of those, by op
+    unsaved: dict[
+        int, tuple[int, int]
+    ] = {}  # storage that backward does not read -> (bytes, tick)
+    read_last: dict[int, list[int]] = defaultdict(
+        list
+    )  # op -> unsaved storages that it reads last
     tick = 0
     for moment in _rerun_ops(view):
         begun = tick
@@ -157,9 +167,9 @@ def _rerun_module(
             alive += size
             if storage in until:
                 stop = 2 * until[storage] + 1
-                effect.made.append(Interval(gap, stop, size, tick))
+                effect.allocated.append(Interval(gap, stop, size, tick))
             else:
-                born[storage] = size, tick
+                unsaved[storage] = size, tick
                 read_last[graph.storages[storage].last].append(storage)
             tick += 1
         workspace = graph.ops[moment].workspace
@@ -171,16 +181,18 @@ def _rerun_module(
         tick += 2
         most_bytes = max(most_bytes, alive + workspace.bytes)
         for storage in read_last.get(moment, ()):
-            size, since = born.pop(storage)
+            size, since = unsaved.pop(storage)
             alive -= size
-            effect.made.append(Interval(gap, gap, size, since, tick))
+            effect.allocated.append(Interval(gap, gap, size, since, tick))
             tick += 1
         effect.steps.append(moment)
-    effect.made += (Interval(gap, gap, *one) for one in born.values())  # gone with it
-    effect.spikes[gap] = [most_bytes]
+    effect.allocated += (
+        Interval(gap, gap, *one) for one in unsaved.values()
+    )  # freed at the end
+    effect.gap_peaks[gap] = [most_bytes]
 
 
-def _not_rebuildable(
+def _overwritten_error(
     view: RegionView, overwritten_inputs: Collection[int]
 ) -> PlanError:
     names = sorted(
@@ -188,6 +200,6 @@ def _not_rebuildable(
     )
     return PlanError(
         f"cannot rebuild {view.name}: {', '.join(names)} changes its input in place",
-        needed="regions whose inputs are still there in backward",
-        hint="leave this call out of the plan, or name a smaller one",
+        needed="a region whose inputs are unchanged when backward rebuilds it",
+        hint="leave this call out of the plan, or plan a smaller call",
     )

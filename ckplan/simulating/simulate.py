@@ -1,13 +1,14 @@
-"""The one definition of peak: replay a graph under a plan, exact in bytes.
+"""Replay a graph under a plan: live bytes at every moment, exact in bytes.
 
-Time is counted in half moments: ``2 t`` is the gap before op ``t``, where recomputation
-happens; ``2 t + 1`` is while op ``t`` runs. A storage lives from the op that makes it
-to the last moment that anything holds it: the program itself, a saved tensor, or a
-region that will rebuild from it.
+This module is the only definition of the peak. Time is counted in half moments. Half
+moment ``2 t`` is the gap before op ``t``, where recomputation happens. Half moment
+``2 t + 1`` is the run of op ``t``. A storage lives from the op that makes it to the
+last moment that anything holds it: the model's own code, a saved tensor, or a region
+that rebuilds from it.
 
 A region changes three things. Its dropped saved tensors no longer hold their storages.
-It holds what it rebuilds from. And in backward it rebuilds: steps that allocate, hold
-and free, in the order that ``program.Rebuild`` fixes for simulator and engine alike.
+It retains the values that it rebuilds from. In backward, it reruns steps, which
+allocate and free. ``Rebuild`` fixes their order for the simulator and the engine.
 """
 
 from __future__ import annotations
@@ -28,8 +29,6 @@ from ckplan.simulating.effect import Effect, Interval
 from ckplan.simulating.recomputing import find_effect
 from ckplan.simulating.view import RegionView
 
-"""Op that brings in the parameters of a module, to be let go when it is through."""
-
 
 @dataclass(frozen=True)
 class Timeline:
@@ -38,14 +37,14 @@ class Timeline:
     graph: Graph
     live_bytes: list[int]
     effects: tuple[Effect, ...]
-    unplanned_stops: Sequence[int]  # storage -> last half moment it is alive
-    moved_stops: Mapping[int, int]  # of those storages that regions drop or hold
-    gone: Mapping[int, int]  # those that go in the midst of a gap, and their ticks
+    unplanned_stops: Sequence[int]  # storage -> last half moment alive
+    changed_stops: Mapping[int, int]  # same, for storages that regions change
+    freed_ticks: Mapping[int, int]  # storage freed within a gap -> tick
 
     @cached_property
     def stops(self) -> list[int]:
         """The last half moment that each storage is alive."""
-        moved = self.moved_stops
+        moved = self.changed_stops
         return [moved.get(s, stop) for s, stop in enumerate(self.unplanned_stops)]
 
     @cached_property
@@ -60,18 +59,19 @@ class Timeline:
 
     @property
     def peak_at(self) -> str:
-        """Where the peak is, for people."""
+        """The place of the peak in words: ``backward of transformer.h.11``."""
         if not self.graph.ops:
             return "nowhere"
         place = self.graph.place(self.peak_moment // 2)
-        recomputing = any(self.peak_moment in e.spikes for e in self.effects)
+        recomputing = any(self.peak_moment in e.gap_peaks for e in self.effects)
         return f"recomputation in {place}" if recomputing else place
 
     @cached_property
     def recompute_seconds(self) -> float:
         """Extra seconds of recomputation.
 
-        The other side of the step, device or launching, counts once it is longer.
+        If the device is the busier side of the step, the CPU's launches count only when
+        they take longer; and the other way round.
         """
         busier = sum(effect.seconds for effect in self.effects)
         other = sum(effect.hidden_seconds for effect in self.effects)
@@ -80,7 +80,7 @@ class Timeline:
 
     @property
     def engine_overhead(self) -> float:
-        """What of the overhead is the engine's own work; 0 where the CPU has time."""
+        """The engine's share of the overhead; 0 if the CPU has idle time for it."""
         if not (self.graph.step_seconds and self.graph.engine_is_critical):
             return 0.0
         taken = sum(effect.engine_seconds for effect in self.effects)
@@ -113,16 +113,16 @@ class Timeline:
         Memory that regions allocate counts as activation; the rest, such as workspaces,
         as temporary.
         """
-        storages, moved = self.graph.storages, self.moved_stops
-        gone = {s: storages[s].bytes for s in self.gone if moved[s] == moment}
+        storages, moved = self.graph.storages, self.changed_stops
+        freed = {s: storages[s].bytes for s in self.freed_ticks if moved[s] == moment}
         total = dict.fromkeys(KINDS, 0)
         for storage in self.alive(moment):
             total[storages[storage].kind] += storages[storage].bytes
         for effect in self.effects:
-            part = effect.spike(moment, gone)[1]
-            total["activation"] += effect.made_bytes(moment, part)
-            for went, _ in effect.going.get(moment, ())[:part]:
-                total[storages[went].kind] -= gone.get(went, 0)
+            part = effect.gap_peak(moment, freed)[1]
+            total["activation"] += effect.allocated_bytes(moment, part)
+            for went, _ in effect.freed_in_gap.get(moment, ())[:part]:
+                total[storages[went].kind] -= freed.get(went, 0)
         total["temporary"] += self.live_bytes[moment] - sum(total.values())
         return total
 
@@ -132,19 +132,19 @@ def simulate(graph: Graph, regions: Iterable[Region] = ()) -> Timeline:
 
     Args:
         graph: The recorded step.
-        regions: Regions on calls of which none lies inside another.
+        regions: Regions that do not overlap.
 
     Returns:
         The timeline of live bytes and the extra seconds.
 
     Raises:
-        PlanError: Regions overlap, or one cannot be rebuilt.
+        PlanError: Two regions overlap, or one cannot be rebuilt.
     """
     return Simulator(graph).run(regions)
 
 
 class Simulator:
-    """Replays one graph under many plans, remembering what calls look like."""
+    """Replays one graph under many plans; caches the views and effects of regions."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -155,7 +155,7 @@ class Simulator:
             storage: [(index, 2 * graph.saved[index].done + 1) for index in saved]
             for storage, saved in graph.saved_of.items()
         }
-        self._natural_stops: list[int] = []  # were it not for saved tensors
+        self._natural_stops: list[int] = []  # without saved tensors
         self._stops: list[int] = []
         level = [0] * (self._end + 2)
         for storage, found in enumerate(graph.storages):
@@ -177,7 +177,11 @@ class Simulator:
         return self._views[key]
 
     def effect(self, region: Region) -> Effect:
-        """What one region alone changes."""
+        """The effect of one region on the unplanned step, cached.
+
+        Raises:
+            PlanError: The region cannot be rebuilt.
+        """
         if region not in self._effects:
             refuse_hazards(self.graph, region)
             view = self.view(region.call, region.last)
@@ -186,19 +190,23 @@ class Simulator:
         return self._effects[region]
 
     def run(self, regions: Iterable[Region] = ()) -> Timeline:
-        """Replay the step under regions that do not overlap."""
+        """Replay the step under regions that do not overlap.
+
+        Raises:
+            PlanError: Two regions overlap, or one cannot be rebuilt.
+        """
         regions = sorted(regions, key=lambda region: region.call)
         check_apart(self.graph, regions)
         effects = tuple(self.effect(region) for region in regions)
         moved = self._moved_stops(effects)
         excess = Counter[int]()
-        gone = self._gone(effects, moved)
-        sizes = self._gone_bytes(gone, moved)
+        freed_ticks = self._freed_in_gap(effects, moved)
+        sizes = self._freed_bytes(freed_ticks, moved)
         for effect in effects:
             excess.update(effect.excess(sizes))
         changes = self._changes(moved, effects)
         live = self._replay(changes, excess, 0, len(self.unplanned_bytes) - 1)
-        return Timeline(self.graph, live, effects, self._stops, moved, gone)
+        return Timeline(self.graph, live, effects, self._stops, moved, freed_ticks)
 
     def live_within(
         self, region: Region, windows: Iterable[tuple[int, int]]
@@ -207,8 +215,8 @@ class Simulator:
         effects = (self.effect(region),)
         moved = self._moved_stops(effects)
         changes = list(self._changes(moved, effects))
-        gone = self._gone(effects, moved)
-        excess = effects[0].excess(self._gone_bytes(gone, moved))
+        freed_ticks = self._freed_in_gap(effects, moved)
+        excess = effects[0].excess(self._freed_bytes(freed_ticks, moved))
         return [self._replay(changes, excess, *window) for window in windows]
 
     def _replay(
@@ -218,7 +226,7 @@ class Simulator:
         start: int,
         stop: int,
     ) -> list[int]:
-        """The unplanned bytes over a window, with what regions change added."""
+        """Live bytes over a window: the unplanned ones and the changes of regions."""
         delta = [0] * (stop - start + 2)
         for change in changes:
             first, last = max(change.start, start), min(change.stop, stop)
@@ -233,7 +241,7 @@ class Simulator:
         return live
 
     def _moved_stops(self, effects: Sequence[Effect]) -> dict[int, int]:
-        """When the storages that regions drop or hold end now."""
+        """Storage -> its last half moment, for storages that regions drop or hold."""
         dropped = set().union(*(effect.dropped for effect in effects))
         retained: dict[int, int] = {}
         for effect in effects:
@@ -248,36 +256,37 @@ class Simulator:
             stops[storage] = min(until, self._end)
         return stops
 
-    def _gone(
+    def _freed_in_gap(
         self, effects: Iterable[Effect], moved: Mapping[int, int]
     ) -> dict[int, int]:
-        """Storages that nobody holds once a region lets them go in the midst of a gap.
+        """Storage -> tick, of storages that a region is the last to free in a gap.
 
-        With their ticks. Of several regions in one gap it is not known who is last.
+        If several regions free a storage in one gap, the last one is not known, and the
+        storage is left out.
         """
         found: dict[int, int] = {}
         several: set[int] = set()
         for effect in effects:
-            for gap, going in effect.going.items():
-                for storage, tick in going:
+            for gap, freed in effect.freed_in_gap.items():
+                for storage, tick in freed:
                     if moved[storage] == gap:
                         several |= {storage} & found.keys()
                         found[storage] = tick
         return {storage: found[storage] for storage in found.keys() - several}
 
-    def _gone_bytes(
-        self, gone: Iterable[int], moved: Mapping[int, int]
+    def _freed_bytes(
+        self, freed_ticks: Iterable[int], moved: Mapping[int, int]
     ) -> dict[int, dict[int, int]]:
-        """Of gaps the storages that go there; another region may go on holding them."""
+        """Gap -> storage -> bytes, of the storages that are freed within that gap."""
         found: defaultdict[int, dict[int, int]] = defaultdict(dict)
-        for storage in gone:
+        for storage in freed_ticks:
             found[moved[storage]][storage] = self.graph.storages[storage].bytes
         return found
 
     def _changes(
         self, moved: Mapping[int, int], effects: Sequence[Effect]
     ) -> Iterator[Interval]:
-        """What regions add to the unplanned bytes, as signed intervals."""
+        """Changes to the unplanned bytes as intervals, with negative bytes if freed."""
         for storage, new in moved.items():
             old, size = self._stops[storage], self.graph.storages[storage].bytes
             if new < old:
@@ -285,19 +294,19 @@ class Simulator:
             elif new > old:
                 yield Interval(old + 1, new, size)
         for effect in effects:
-            yield from effect.made
+            yield from effect.allocated
 
     def ends(self, storage: int) -> list[tuple[int, int]]:
-        """Half moments until which a storage is needed, and by which saved tensor.
+        """(half moment, saved tensor) of every holder: how long it holds the storage.
 
-        The program itself comes first, as -1.
+        The model's own code comes first, with -1 in place of a saved tensor.
         """
         natural = self._natural_stops[storage]
         saved = [(done, index) for index, done in self._saved_of.get(storage, ())]
         return [(natural, -1), *saved]
 
     def _start_and_natural_stop(self, storage: int) -> tuple[int, int]:
-        """Half moments that a storage lives for, were it not for saved tensors."""
+        """First and last half moment of a storage, without saved tensors."""
         found = self.graph.storages[storage]
         start = 0 if found.maker == BEFORE_STEP else 2 * found.maker + 1
         if storage in self.graph.unused_workspaces:
@@ -306,19 +315,19 @@ class Simulator:
 
     @cached_property
     def _gathered(self) -> list[int]:
-        """Calls whose parameters are there for them alone."""
+        """Calls whose parameters are gathered for that call alone."""
         found = (op.call for op in self.graph.ops if op.name == GATHER)
         return [call for call in dict.fromkeys(found) if call >= 0]
 
     def _check_parameters(self, view: RegionView) -> None:
-        """Parameters that come and go inside a region are not there to rebuild it."""
+        """Refuse a region with parameters that are gathered and freed inside it."""
         for number in self._gathered:
             call = self.graph.calls[number]
             inside = view.start <= call.start and call.stop <= view.stop
             if inside and view.unit != (number, None):
                 raise PlanError(
                     f"cannot rebuild {view.name}: the parameters of {call} are "
-                    "gathered for that call only",
-                    needed="regions inside one gathered unit",
-                    hint="a region for every such call, or --unit for larger ones",
+                    "gathered for that call alone",
+                    needed="regions inside one unit of parameters",
+                    hint="one region for every unit, or larger units with --unit",
                 )

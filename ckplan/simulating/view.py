@@ -1,4 +1,4 @@
-"""The calls of a region as the simulator sees them: values and saved tensors."""
+"""The forward of a region as the simulator sees it: values and saved tensors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ckplan.simulating.program import (
 
 
 class RegionView:
-    """The forward of one call as values, and its saved tensors."""
+    """The values and saved tensors of one call, or of a run of sibling calls."""
 
     def __init__(self, graph: Graph, call: int, last: int) -> None:
         self.graph = graph
@@ -39,10 +39,10 @@ class RegionView:
         self.stop = graph.calls[last].stop
         found = graph.saved_in(call, last)
         self.saves: list[Saved] = [graph.saved[index] for index in found]
-        # Those made inside, with their indices.
+        # (index, saved tensor) of those whose storage the region makes.
         self._numbered = [*zip(found, self.saves, strict=True)]
         self.made = [one for one in self._numbered if self.inside(one[1].storage)]
-        # Ops before it must run to make all saved tensors again.
+        # A rerun must execute the ops before this one to make all saved tensors.
         self.saved_stop = max([self.start, *(saved.at for saved in self.saves)])
 
     @property
@@ -52,7 +52,7 @@ class RegionView:
 
     @cached_property
     def storages(self) -> dict[int, None]:
-        """All that the ops read, change or make, in order."""
+        """Storages that the ops read, change or make, in order of first use."""
         ops = self.graph.ops[self.start : self.stop]
         return dict.fromkeys(
             storage for op in ops for storage in (*op.reads, *op.writes, *op.outputs)
@@ -60,12 +60,12 @@ class RegionView:
 
     @cached_property
     def flow(self) -> Flow:
-        """The values of its forward."""
+        """The values of the forward."""
         return self._forward[0]
 
     @cached_property
     def packed(self) -> list[tuple[int, Saved, int]]:
-        """The saved tensors made inside: index, description, value."""
+        """(index, saved tensor, value) of the saved tensors made inside."""
         return self._forward[1]
 
     @cached_property
@@ -82,9 +82,10 @@ class RegionView:
 
     @cached_property
     def statistics(self) -> dict[int, int]:
-        """Running statistics that norms go by -> the first step that does.
+        """Value of running statistics that a norm reads -> first step that reads it.
 
-        A copy is held to rebuild from: norms that train move them, and nobody is told.
+        The region keeps a copy: norms in training mode update the statistics without
+        an in-place op that torch reports.
         """
         flow = self.flow
         found: dict[int, int] = {}
@@ -97,11 +98,11 @@ class RegionView:
 
     @cached_property
     def moved(self) -> set[int]:
-        """Running statistics that its norms move, which no op is said to write."""
+        """Running statistics that norms update, without an in-place op."""
         return {storage for _, both in self._norms(train=True) for storage in both}
 
     def _norms(self, *, train: bool) -> Iterator[tuple[int, Sequence[int]]]:
-        """The steps that are batch norms which train, or do not: running statistics."""
+        """(step, running statistics) of batch norms in training or evaluation mode."""
         for step, op in enumerate(self.graph.ops[self.start : self.stop]):
             if op.name in BATCH_NORMS:
                 of_batch = self.graph.storages[op.outputs[1]]
@@ -110,7 +111,7 @@ class RegionView:
 
     @cached_property
     def draws(self) -> tuple[bool, bool]:
-        """Whether its forward moves on the device's generator, and another one."""
+        """Whether forward draws from the device's generator, and from another one."""
         hazards = self.graph.hazards_in(*self.unit)
         own = {(h.call, h.reason) for h in hazards if h.reason.endswith(OWN_GENERATOR)}
         random = (op for op in self.graph.ops[self.start : self.stop] if op.random)
@@ -122,14 +123,14 @@ class RegionView:
         return self.start <= self.graph.storages[storage].maker < self.stop
 
     def forward_window(self) -> tuple[int, int]:
-        """Half moments, first and last, of its forward."""
+        """First and last half moment of the forward."""
         return 2 * self.start, 2 * self.stop - 1
 
     def backward_window(self) -> tuple[int, int]:
-        """Half moments from the first wanted saved tensor on.
+        """First and last half moment in which backward uses the saved tensors.
 
-        If none is wanted, those at which backward drops what was made inside; (-1, -1)
-        if there is nothing of the kind, either.
+        If backward reads none of them, the half moments at which it frees those made
+        inside; (-1, -1) if there are none.
         """
         spans = [(s.wanted, s.done) for s in self.saves if s.wanted >= 0]
         if not spans:
@@ -139,7 +140,7 @@ class RegionView:
         return (2 * first, 2 * last + 1) if spans else (-1, -1)
 
     def external(self) -> set[int]:
-        """Storages that the call reads, did not make, and that die during the step."""
+        """Storages that the ops use, and that an op before the region makes."""
         storages = self.graph.storages
         return {
             storage
@@ -149,35 +150,35 @@ class RegionView:
 
     @cached_property
     def casts(self) -> dict[int, int]:
-        """Casts of parameters that autocast had at hand -> the op that made each.
+        """Cached autocast copy of a parameter -> the op that made it.
 
-        In backward it has them no more.
+        Autocast's cache is empty in backward.
         """
         given, casts = self.call.given, self.graph.casts
         outside = (s for s in self.storages if s in casts and not self.inside(s))
         return {s: casts[s] for s in outside if s not in given}
 
     @property
-    def made_by_rerun(self) -> list[tuple[int, Saved]]:
-        """The saved tensors that a rerun makes again, with their indices."""
+    def saved_by_rerun(self) -> list[tuple[int, Saved]]:
+        """(index, saved tensor) of those that a rerun makes again."""
         return self.made + [
             one for one in self._numbered if one[1].storage in self.casts
         ]
 
     def changed_inputs(self, before: int) -> set[int]:
-        """Inputs that are not what they were when forward began."""
+        """Inputs that ops of ``[start, before)`` change in place."""
         graph = self.graph
         given = {s for s in self.storages if graph.storages[s].kind == "input"}
         inputs = self.external() | given
         return {s for s in inputs if graph.is_changed(s, self.start, before)}
 
     def kept_values(self, region: Region) -> set[int]:
-        """The values that a region's saves name."""
+        """The values that ``region.save`` names."""
         returned = self.flow.returned
         return {returned[op - self.start][output] for op, output in region.save}
 
     def encoded_values(self, region: Region) -> dict[int, Encoding]:
-        """The values that a region keeps in a smaller form."""
+        """Value -> its encoding, for the values that ``region.encode`` names."""
         returned = self.flow.returned
         return {
             returned[op - self.start][output]: self.graph.encoding_of[op, output]
@@ -185,10 +186,11 @@ class RegionView:
         }
 
     def parts(self, region: Region) -> tuple[list[NestedRegion], dict[int, int]]:
-        """The regions inside, as a program knows them; of saved tensors, their part.
+        """The inner regions as program parts, and saved tensor -> number of its part.
 
         Raises:
-            PlanError: One is not inside, overlaps another, or cannot be nested.
+            PlanError: An inner region is not inside the outer one, overlaps another
+                one, or cannot be nested.
         """
         parts: list[NestedRegion] = []
         part_of: dict[int, int] = {}
@@ -210,7 +212,7 @@ class RegionView:
     def _inside_of(
         self, around: Region, number: int
     ) -> list[tuple[Region, Region, int]]:
-        """The regions inside of a numbered one, the last first; all are apart."""
+        """(inner, outer, number of outer) for ``around.inner``, the last first."""
         check_apart(self.graph, around.inner)
         inner = sorted(around.inner, key=lambda one: -one.call)
         return [(one, around, number) for one in inner]
@@ -221,17 +223,19 @@ class RegionView:
             raise PlanError(
                 f"cannot nest {graph.calls[one.call]} in {graph.calls[around.call]}",
                 needed="by: program for both, and no encode for the inner one",
-                hint="encode in the outer region, or take the inner one out",
+                hint="encode in the outer region, or remove the inner region",
             )
         last = one.call if one.last is None else one.last
         same = (one.call, one.last) == (around.call, around.last)
         inside = graph.is_inside(one.call, around.call, around.last)
         if same or not inside or not graph.is_inside(last, around.call, around.last):
             call, outer = graph.calls[one.call], graph.calls[around.call]
-            raise overlap_error(call, outer, "is to be inside, and is not inside,")
+            raise overlap_error(
+                call, outer, "is listed as an inner region of, but does not run inside,"
+            )
 
     def program(self, region: Region) -> tuple[Program, dict[int, int]]:
-        """The region's program; the saved tensors that it rebuilds, with their part."""
+        """The region's program, and dropped saved tensor -> number of its part."""
         kept = self.kept_values(region)
         current = self.flow.is_current
         dropped = [

@@ -53,7 +53,7 @@ def _outermost(graph: Graph, calls: Iterable[int]) -> list[int]:
     """The outermost of some calls, in order."""
     found: list[int] = []
     for call in sorted(calls):
-        if not found or not graph.within(call, found[-1]):
+        if not found or not graph.is_within(call, found[-1]):
             found.append(call)
     return found
 

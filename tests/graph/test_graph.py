@@ -143,7 +143,7 @@ def test_file_that_is_missing_is_said_to_be(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["[]", "3", "null", '"ckplan_graph"', "{}"])
 def test_other_json_is_no_trace(text: str) -> None:
-    with pytest.raises(GraphError, match="x is no ckplan trace"):
+    with pytest.raises(GraphError, match="x is not a ckplan trace"):
         loads(text, "x")
 
 
@@ -204,11 +204,11 @@ INDICES = [
 
 
 def test_a_card_that_is_no_text_and_json_too_deep_are_refused() -> None:
-    with pytest.raises(GraphError, match="5 is no name"):
+    with pytest.raises(GraphError, match="5 is not a name"):
         loads(changed(put("options", value={"gpu": 5})), "x")
     with pytest.raises(GraphError, match="is not complete JSON"):
         loads("[" * 10**5, "x")
-    with pytest.raises(GraphError, match="x is a plan, no trace"):
+    with pytest.raises(GraphError, match="x is a plan, not a trace"):
         loads("ckplan: 1\nregions: []\n", "x")
 
 
@@ -324,12 +324,12 @@ def test_places_are_named_for_people() -> None:
 def test_a_call_is_within_itself_and_what_is_around_it() -> None:
     inner, block, root = (call_named(GRAPH, n) for n in ("h.1.mlp#0", "h.1#0", ".#0"))
     other = call_named(GRAPH, "h.0#0")
-    assert GRAPH.within(inner, inner)
-    assert GRAPH.within(inner, block)
-    assert GRAPH.within(inner, root)
-    assert GRAPH.within(inner, OUTSIDE_CALLS)
-    assert not GRAPH.within(block, inner)
-    assert not GRAPH.within(inner, other)
+    assert GRAPH.is_within(inner, inner)
+    assert GRAPH.is_within(inner, block)
+    assert GRAPH.is_within(inner, root)
+    assert GRAPH.is_within(inner, OUTSIDE_CALLS)
+    assert not GRAPH.is_within(block, inner)
+    assert not GRAPH.is_within(inner, other)
 
 
 def test_saved_tensors_of_a_run_are_those_of_its_calls_and_nothing_later() -> None:

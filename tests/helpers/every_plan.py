@@ -70,7 +70,7 @@ class _Effect:
     dropped: numpy.ndarray
     own_bytes: numpy.ndarray
     seconds: float
-    going: Mapping[int, tuple[int, bool]]
+    freed_in_gap: Mapping[int, tuple[int, bool]]
 
 
 class _Witness(oracles.Memory):
@@ -80,7 +80,9 @@ class _Witness(oracles.Memory):
         super().__init__()
         self.now = 0
         self.held_until = numpy.full(num_storages, -1)
-        self.going: dict[int, tuple[int, bool]] = {}  # storage -> gap, whether it goes
+        self.freed_in_gap: dict[
+            int, tuple[int, bool]
+        ] = {}  # storage -> gap, whether it goes
         self.step_bytes: list[int] = []  # of what is not made again, by half moment
         self._step_bytes = 0
 
@@ -101,7 +103,7 @@ class _Witness(oracles.Memory):
             size = self._size[block]
             super().let_go(block, holder)
             if by_region and self.now % 2 == 0:
-                self.going[block] = self.now, block not in self._size
+                self.freed_in_gap[block] = self.now, block not in self._size
             if block not in self._size:
                 self._step_bytes -= size
         else:
@@ -261,7 +263,7 @@ class EveryPlan:
             with suppress(CannotRebuildError):
                 effects.append(self._effect(way))
                 self.ways.append(way)
-                self._going.append(effects[-1].going)
+                self._going.append(effects[-1].freed_in_gap)
             if len(self.ways) > MOST_OPTIONS:
                 raise TooManyError
         if not effects:
@@ -414,8 +416,8 @@ class EveryPlan:
         dropped[list(seen.dropped)] = True
         if way is not None:
             own -= self._unplanned.own_bytes
-        going = witness.going
-        return _Effect(witness.held_until, dropped, own, seen.seconds, going)
+        freed_in_gap = witness.freed_in_gap
+        return _Effect(witness.held_until, dropped, own, seen.seconds, freed_in_gap)
 
     def walk(
         self, ways: Sequence[Way], memory: oracles.Memory | None = None

@@ -306,8 +306,8 @@ def test_events_reach_the_live_bytes_of_the_replay(seed: int) -> None:
     found, live = levels(timeline), timeline.live_bytes
     assert all(reached <= bytes_ for reached, bytes_ in zip(found, live, strict=True))
     if not any(region.encode for region in regions):  # one form at a time, not both
-        gaps = {moment for effect in timeline.effects for moment in effect.spikes}
-        several = sum(len(effect.spikes) for effect in timeline.effects) > len(gaps)
+        gaps = {moment for effect in timeline.effects for moment in effect.gap_peaks}
+        several = sum(len(effect.gap_peaks) for effect in timeline.effects) > len(gaps)
         assert several or found == live
 
 

@@ -165,7 +165,7 @@ class Log:
     def fetch(self, value: int) -> None:
         raise AssertionError(value)
 
-    def within(self) -> Log:
+    def nested(self) -> Log:
         raise AssertionError("there are no parts")
 
 
@@ -174,11 +174,11 @@ def test_what_is_wanted_runs_and_what_is_not_waits() -> None:
     x, a, b, c = values(flow, X, A, B, C)
     log = Log()
     rebuild = Rebuild(compiled(flow, [b, c], kept=()), log)
-    rebuild.want(c)
+    rebuild.materialize(c)
     assert log.ran == [(0, [], [a]), (2, [], [c])]
     assert log.freed == [x]
     rebuild.release(c)
-    rebuild.want(b)
+    rebuild.materialize(b)
     assert log.ran[2:] == [(1, [], [b])]
     assert log.freed == [x, c, a]
 
@@ -187,7 +187,7 @@ def test_steps_run_in_the_order_of_forward() -> None:
     flow = flow_of(Step([X], [A]), Step([X], [B]), Step([A, B], [C]))
     log = Log()
     c = flow.value(C)
-    Rebuild(compiled(flow, [c], kept=()), log).want(c)
+    Rebuild(compiled(flow, [c], kept=()), log).materialize(c)
     assert [step for step, _, _ in log.ran] == [0, 1, 2]
 
 
@@ -197,7 +197,7 @@ def test_a_value_wanted_twice_is_rebuilt_once() -> None:
     log = Log()
     rebuild = Rebuild(compiled(flow, [a, a], kept=()), log)
     for freed in ([], [a]):
-        rebuild.want(a)
+        rebuild.materialize(a)
         rebuild.release(a)
         assert log.freed[1:] == freed
     assert len(log.ran) == 1
@@ -207,7 +207,7 @@ def test_second_output_that_nobody_wants_is_not_kept() -> None:
     flow = flow_of(Step([X], [A, B]))
     b = flow.value(B)
     log = Log()
-    Rebuild(compiled(flow, [b], kept=()), log).want(b)
+    Rebuild(compiled(flow, [b], kept=()), log).materialize(b)
     assert log.ran == [(0, [], [b])]
 
 
@@ -216,9 +216,9 @@ def test_second_output_that_is_held_already_is_not_made_twice() -> None:
     a, b, c = values(flow, A, B, C)
     log = Log()
     rebuild = Rebuild(compiled(flow, [b, c], kept={a}), log)
-    rebuild.want(b)
+    rebuild.materialize(b)
     assert log.ran == [(0, [], [b])]
-    rebuild.want(c)
+    rebuild.materialize(c)
     assert log.ran[1:] == [(1, [], [c])]
 
 
@@ -231,7 +231,7 @@ def test_change_in_place_copies_what_is_still_needed_only() -> None:
     changed, b = values(flow, A, B)
     for wanted, copies in (([changed], []), ([changed, b], [made])):
         log = Log()
-        Rebuild(compiled(flow, wanted, kept=()), log).want(changed)
+        Rebuild(compiled(flow, wanted, kept=()), log).materialize(changed)
         assert log.ran == [(0, [], [made]), (2, copies, [changed])]
 
 
@@ -262,7 +262,7 @@ class Cells:
     outer: Cells | None = None
     inner: list[Cells] = field(default_factory=list)
 
-    def within(self) -> Cells:
+    def nested(self) -> Cells:
         self.inner.append(Cells(self.flow, self.steps, {}, self.ran, self))
         return self.inner[-1]
 
@@ -379,8 +379,8 @@ def check_rebuilding(rng: Random) -> None:
     rebuild = Rebuild(program, machine)
     rng.shuffle(dropped)
     for value, part in dropped:
-        level = rebuild.level(value, part)
-        level.want(value)
+        level = rebuild.owner(value, part)
+        level.materialize(value)
         assert terms[value] == level.machine.cells[value].term
         level.release(value)
     assert machine.cells == {}

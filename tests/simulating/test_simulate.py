@@ -150,9 +150,9 @@ def test_what_one_region_lets_go_another_may_hold() -> None:
     graph = forward.graph()
     regions = [Region(0), Region(1)]
     first, second = simulate(graph, regions).effects
-    (let_go,) = second.going.values()
+    (let_go,) = second.freed_in_gap.values()
     assert [storage for storage, _ in let_go] == [shared]
-    assert min(first.going) > min(second.going)
+    assert min(first.freed_in_gap) > min(second.freed_in_gap)
     seen = walk_plan(graph, regions)
     assert simulate(graph, regions).live_bytes == seen.live_bytes
 

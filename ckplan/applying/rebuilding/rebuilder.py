@@ -97,7 +97,7 @@ class Rebuilder:
         Raises:
             ApplyError: What it is rebuilt from changed.
         """
-        level = self._rebuild.level(ref.value, part)
+        level = self._rebuild.owner(ref.value, part)
         values = level.machine.values
         if self._order is not None:
             self._order.follow(self._left.tensors())
@@ -105,7 +105,7 @@ class Rebuilder:
         try:
             if ref.value not in values:
                 with _below_autograd():
-                    level.want(ref.value)
+                    level.materialize(ref.value)
             if torch.is_grad_enabled():
                 torch.set_grad_enabled(False)
             tensor = view_of(values[ref.value], ref)
@@ -171,7 +171,7 @@ class _RegionState:
 
 
 class _Kernels:
-    """The machine that ``program.Rebuild`` drives, one for every inner region, too."""
+    """The machine that ``Rebuild`` drives, one for every inner region, too."""
 
     def __init__(
         self,
@@ -184,7 +184,7 @@ class _Kernels:
         self._left = left
         self._around = around  # values of the region around this one
 
-    def within(self) -> _Kernels:
+    def nested(self) -> _Kernels:
         return _Kernels(self._left, {}, self.values)
 
     def run(self, step: int, copies: Collection[int], keep: Collection[int]) -> None:

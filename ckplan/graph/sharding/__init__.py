@@ -1,4 +1,4 @@
-"""The step of one rank: what several processes divide, gather and reduce."""
+"""Derive the step of one rank from the step of one process: DDP, ZeRO, FSDP2."""
 
 from ckplan.graph.sharding.schemes import SCHEMES, Sharding, shard, sharded
 

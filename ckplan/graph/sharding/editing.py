@@ -1,4 +1,4 @@
-"""Put ops into a recorded step: every moment after them moves."""
+"""Insert ops into a recorded step and shift every moment after them."""
 
 from __future__ import annotations
 
@@ -13,42 +13,42 @@ from ckplan.graph.records import NO_WORKSPACE, Call, Op, Saved, Storage, Workspa
 
 @dataclass(slots=True, eq=False)
 class Insert:
-    """An op that is to run before op ``before`` of a step."""
+    """An op to insert before op ``before`` of a step."""
 
     before: int
     name: str
     call: int
-    makes: list[Made] = field(default_factory=list)
+    new_storages: list[NewStorage] = field(default_factory=list)
     workspace: Workspace = NO_WORKSPACE
 
-    def make(self, num_bytes: int, kind: str = "temporary") -> Made:
-        """Let the op allocate a storage, gone when the op is over unless told."""
-        made = Made(num_bytes, kind, self, self)
-        self.makes.append(made)
+    def make(self, num_bytes: int, kind: str = "temporary") -> NewStorage:
+        """Add a storage that the op allocates; by default, it is freed after the op."""
+        made = NewStorage(num_bytes, kind, self, self)
+        self.new_storages.append(made)
         return made
 
 
 @dataclass(slots=True, eq=False)
-class Made:
+class NewStorage:
     """A storage that an inserted op allocates."""
 
     bytes: int
     kind: str
     maker: Insert
-    last: Insert | int  # that holds it: an inserted op, or an op of the step
+    last: Insert | int  # last holder: an inserted op, or an op of the step
 
 
-Lasts: TypeAlias = dict[int, Insert]
-"""Storage of a step -> inserted op that is now the last to hold it."""
+LastHolders: TypeAlias = dict[int, Insert]
+"""Storage of a step -> inserted op that is now its last holder."""
 
 
-def insert(graph: Graph, inserts: Sequence[Insert], lasts: Lasts) -> Graph:
-    """Return the step with ops put in.
+def insert(graph: Graph, inserts: Sequence[Insert], lasts: LastHolders) -> Graph:
+    """Return the step with ops inserted.
 
     Args:
         graph: Any step.
-        inserts: Those that share a place in the order in which they are to run.
-        lasts: What they hold of the step.
+        inserts: The ops; those with the same ``before`` run in this order.
+        lasts: The storages of the step that they hold last.
     """
     return _Edit(graph, inserts).edited(lasts) if inserts else graph
 
@@ -57,24 +57,25 @@ class _Edit:
     def __init__(self, graph: Graph, inserts: Sequence[Insert]) -> None:
         self._graph = graph
         self._inserts = sorted(inserts, key=lambda one: one.before)
-        self._befores = [one.before for one in self._inserts]
+        self._positions = [one.before for one in self._inserts]
         ranked = enumerate(self._inserts)
         self._place = {id(one): one.before + rank for rank, one in ranked}
 
-    def edited(self, lasts: Lasts) -> Graph:
-        graph, moved = self._graph, self._moved
+    def edited(self, lasts: LastHolders) -> Graph:
+        graph, shifted = self._graph, self._shifted
         num_update = len(graph.ops) - graph.backward_stop
-        num_forward = moved(graph.num_forward - 1) + 1
+        num_forward = shifted(graph.num_forward - 1) + 1
         calls = tuple(self._call(call) for call in graph.calls)
         storages = [
-            replace(s, maker=moved(s.maker), last=moved(s.last)) for s in graph.storages
+            replace(s, maker=shifted(s.maker), last=shifted(s.last))
+            for s in graph.storages
         ]
         for number, last in lasts.items():
             storages[number] = replace(storages[number], last=self._place[id(last)])
-        ops = {moved(number): op for number, op in enumerate(graph.ops)}
+        ops = {shifted(number): op for number, op in enumerate(graph.ops)}
         for one in self._inserts:
             place, first = self._place[id(one)], len(storages)
-            storages += (self._storage(made) for made in one.makes)
+            storages += (self._storage(made) for made in one.new_storages)
             ops[place] = _op(one, tuple(range(first, len(storages))))
         return replace(
             graph,
@@ -82,33 +83,33 @@ class _Edit:
             storages=tuple(storages),
             saved=tuple(self._saved(saved, calls) for saved in graph.saved),
             calls=calls,
-            encodings=tuple(replace(e, op=moved(e.op)) for e in graph.encodings),
+            encodings=tuple(replace(e, op=shifted(e.op)) for e in graph.encodings),
             num_forward=num_forward,
             num_backward=len(ops) - num_forward - num_update,
         )
 
-    def _moved(self, moment: int) -> int:
-        """Where an op of the step is now, or its end; what is before it stays there."""
-        return moment if moment < 0 else moment + bisect_right(self._befores, moment)
+    def _shifted(self, moment: int) -> int:
+        """The new number of an op of the step; negative moments stay."""
+        return moment if moment < 0 else moment + bisect_right(self._positions, moment)
 
     def _call(self, call: Call) -> Call:
-        start, stop = self._moved(call.start), self._moved(call.stop - 1) + 1
+        start, stop = self._shifted(call.start), self._shifted(call.stop - 1) + 1
         return replace(call, start=start, stop=stop)
 
     def _saved(self, saved: Saved, calls: Sequence[Call]) -> Saved:
-        """What a call saves before its first op, it saves after what comes before."""
-        at = self._moved(saved.at - 1) + 1
+        """Shift a saved tensor; it is saved after the ops inserted before its call."""
+        at = self._shifted(saved.at - 1) + 1
         if saved.call >= 0:
             at = max(at, calls[saved.call].start)
-        wanted, done, used = map(self._moved, (saved.wanted, saved.done, saved.used))
+        wanted, done, used = map(self._shifted, (saved.wanted, saved.done, saved.used))
         return replace(saved, at=at, wanted=wanted, done=done, used=used)
 
-    def _storage(self, made: Made) -> Storage:
+    def _storage(self, made: NewStorage) -> Storage:
         maker = self._place[id(made.maker)]
         if isinstance(made.last, Insert):
             last = self._place[id(made.last)]
         else:
-            last = self._moved(made.last)
+            last = self._shifted(made.last)
         return Storage(made.bytes, made.kind, maker, max(maker, last))
 
 
@@ -121,7 +122,7 @@ def _op(one: Insert, outputs: tuple[int, ...]) -> Op:
         outputs=outputs,
         workspace=one.workspace,
         flops=0,
-        moved_bytes=sum(made.bytes for made in one.makes),
+        moved_bytes=sum(made.bytes for made in one.new_storages),
         seconds=0.0,
         random=False,
     )

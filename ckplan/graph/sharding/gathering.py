@@ -1,4 +1,4 @@
-"""What ranks gather and reduce in one step, as ops to be put in."""
+"""The collectives of one step, as ops to insert: gathers and reductions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ckplan.graph.graph import Graph
 from ckplan.graph.records import GATHER, Workspace
-from ckplan.graph.sharding.editing import Insert, Lasts, Made
+from ckplan.graph.sharding.editing import Insert, LastHolders, NewStorage
 from ckplan.graph.sharding.state import ROOT, State, Unit
 
 _REDUCE = "reduce_scatter"
@@ -14,9 +14,9 @@ _BUCKET_BYTES = 25 << 20  # of the gradients that ZeRO reduces at once
 
 
 def fully_sharded(
-    graph: Graph, state: State, num_ranks: int, lasts: Lasts
+    graph: Graph, state: State, num_ranks: int, lasts: LastHolders
 ) -> list[Insert]:
-    """What ``fully_shard`` does, on every unit and on the whole model.
+    """The collectives of ``fully_shard``, on every unit and on the whole model.
 
     As its source has it (torch 2.13, ``distributed/fsdp/_fully_shard``), with nothing
     but defaults: a unit is gathered into one buffer and copied out of it, is let go
@@ -27,15 +27,15 @@ def fully_sharded(
 
     Args:
         graph: The step of one process.
-        state: Its units.
-        num_ranks: How many share.
-        lasts: Is told what holds the gradients last.
+        state: Its parameters, gradients and units.
+        num_ranks: Number of ranks.
+        lasts: Output: gradient -> the op that holds it last.
     """
     units = _FullySharded(graph, state, num_ranks)
     return [
-        *units.reduced(lasts),
-        *units.gathered_forward(),
-        *units.gathered_backward(),
+        *units.reduce_inserts(lasts),
+        *units.forward_inserts(),
+        *units.backward_inserts(),
     ]
 
 
@@ -49,28 +49,30 @@ class _FullySharded:
         self._passes = unit_passes(state)
 
     def _whole_bytes(self, unit: Unit) -> int:
-        """Of a gathered unit, padding included."""
+        """Bytes of a gathered unit, with padding."""
         n = self._num_ranks
         return n * sum(parameter.share_bytes(n) for parameter in unit.parameters)
 
-    def _gather(self, before: int, unit: Unit, call: int) -> Made:
+    def _gather(self, before: int, unit: Unit, call: int) -> NewStorage:
         """Gather a unit into a buffer."""
         size = self._whole_bytes(unit)
         op = Insert(before, GATHER, call, workspace=self._copied_by_gloo(size))
         return op.make(size)
 
     def _copied_by_gloo(self, size: int) -> Workspace:
-        """On CPU the collectives are gloo's, which work on a copy."""
+        """On CPU, gloo runs the collectives on a copy."""
         on_cpu = self._graph.fingerprint.get("device") == "cpu"
         return Workspace((size,) if on_cpu else ())
 
-    def _copy_out(self, before: int, unit: Unit, call: int, buffer: Made) -> Made:
+    def _copy_out(
+        self, before: int, unit: Unit, call: int, buffer: NewStorage
+    ) -> NewStorage:
         op = Insert(before, GATHER, call)
         buffer.last = op
         return op.make(self._whole_bytes(unit))
 
-    def gathered_forward(self) -> Iterator[Insert]:
-        held: Made | None = None
+    def forward_inserts(self) -> Iterator[Insert]:
+        held: NewStorage | None = None
         for unit, call in self._passes:
             found = self._graph.calls[call]
             buffer = self._gather(found.start, unit, call)
@@ -85,34 +87,34 @@ class _FullySharded:
         if held is not None:  # until the model returns
             held.last = self._graph.calls[0].stop - 1
 
-    def gathered_backward(self) -> Iterator[Insert]:
+    def backward_inserts(self) -> Iterator[Insert]:
         calls, spans = self._graph.calls, self._spans
         order = sorted(self._passes, key=lambda p: (-calls[p[1]].stop, p[1]))
-        ahead: Made | None = None
+        prefetched: NewStorage | None = None
         for place, (unit, call) in enumerate(order):
             if call not in spans:
                 continue
             first, last = spans[call]
             if unit.fqn != ROOT:
-                if ahead is None:
-                    ahead = self._gather(first, unit, call)
-                    yield ahead.maker
-                whole = self._copy_out(first, unit, call, ahead)
+                if prefetched is None:
+                    prefetched = self._gather(first, unit, call)
+                    yield prefetched.maker
+                whole = self._copy_out(first, unit, call, prefetched)
                 whole.last = last
                 yield whole.maker
-            ahead = None
+            prefetched = None
             if place + 1 < len(order):
-                ahead = self._gather(first, *order[place + 1])
-                ahead.last = self._graph.backward_stop - 1  # if nobody wants it
-                yield ahead.maker
+                prefetched = self._gather(first, *order[place + 1])
+                prefetched.last = self._graph.backward_stop - 1  # if no unit uses it
+                yield prefetched.maker
 
-    def reduced(self, lasts: Lasts) -> Iterator[Insert]:
-        """Gradients leave when backward is through with the first call of a unit."""
-        held: Made | None = None
+    def reduce_inserts(self, lasts: LastHolders) -> Iterator[Insert]:
+        """Reduce the gradients of a unit after the backward of its first call."""
+        held: NewStorage | None = None
         units = [unit for unit in self._state.units if unit.gradients]
         op: Insert | None = None
-        for unit in sorted(units, key=self._through):
-            before, call = self._through(unit), unit.calls[0]
+        for unit in sorted(units, key=self._backward_stop):
+            before, call = self._backward_stop(unit), unit.calls[0]
             sizes = (self._graph.storages[g].bytes for g in unit.gradients)
             shares = sum(map(self._share, sizes))
             into = Insert(before, _REDUCE, call)
@@ -127,8 +129,8 @@ class _FullySharded:
                 made.last = len(self._graph.ops)
             yield from (into, op)
 
-    def _through(self, unit: Unit) -> int:
-        """Before which op backward is through with a unit."""
+    def _backward_stop(self, unit: Unit) -> int:
+        """The op before which the backward of a unit is complete."""
         if unit.fqn == ROOT:
             return self._graph.backward_stop
         last = self._spans[unit.calls[0]][1] if unit.calls[0] in self._spans else -1
@@ -137,7 +139,7 @@ class _FullySharded:
 
 
 def gathered_flat(graph: Graph, state: State, num_ranks: int) -> list[Insert]:
-    """What stage 3 of ZeRO gathers: every unit, twice, and one unit ahead.
+    """The gathers of ZeRO stage 3: every unit twice, and one unit ahead.
 
     The whole model's own parameters stay from forward to backward.
     """
@@ -160,13 +162,13 @@ def gathered_flat(graph: Graph, state: State, num_ranks: int) -> list[Insert]:
 
 
 def reduced_in_buckets(
-    graph: Graph, state: State, num_ranks: int, lasts: Lasts
+    graph: Graph, state: State, num_ranks: int, lasts: LastHolders
 ) -> list[Insert]:
-    """What stages 2 and 3 of ZeRO do with gradients: a full bucket leaves at once."""
+    """The reductions of ZeRO stages 2 and 3: each bucket is reduced once it is full."""
     found: list[Insert] = []
     bucket: list[int] = []
 
-    def leave(before: int) -> None:
+    def reduce_bucket(before: int) -> None:
         op = Insert(before, _REDUCE, graph.ops[state.ready[bucket[-1]]].call)
         size = sum(graph.storages[gradient].bytes for gradient in bucket)
         made = op.make(-(-size // num_ranks), "gradient")
@@ -179,9 +181,9 @@ def reduced_in_buckets(
     for gradient in state.gradients:
         bucket.append(gradient)
         if sum(graph.storages[g].bytes for g in bucket) >= _BUCKET_BYTES:
-            leave(state.ready[gradient] + 1)
+            reduce_bucket(state.ready[gradient] + 1)
     if bucket:
-        leave(graph.backward_stop)
+        reduce_bucket(graph.backward_stop)
     return found
 
 

@@ -1,8 +1,8 @@
-"""From the step of one process to that of one of N ranks.
+"""Derive the step of one of N ranks from the step of one process.
 
-A pure function: what a scheme divides is made smaller, and what it gathers, reduces and
-buffers is put in as ops. Everything that reads a graph works on the result. Each rank
-has a batch of its own, as large as the one that was profiled.
+Storages that a scheme divides get smaller. Its gathers, reductions and buffers are
+inserted as ops. The result is an ordinary graph. Each rank has its own batch, of the
+profiled size.
 
 - ``ddp``: nothing is divided; buckets hold a second copy of the gradients. S. Li et
   al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", 2020.
@@ -24,7 +24,7 @@ from ckplan.errors import CkplanError, GraphError, did_you_mean
 from ckplan.graph.graph import Graph
 from ckplan.graph.patterns import fold_calls
 from ckplan.graph.records import BEFORE_STEP, Op, Storage
-from ckplan.graph.sharding.editing import Insert, Lasts, insert
+from ckplan.graph.sharding.editing import Insert, LastHolders, insert
 from ckplan.graph.sharding.gathering import (
     fully_sharded,
     gathered_flat,
@@ -52,7 +52,7 @@ class Sharding:
     units: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be done."""
+        """Check the combination of fields."""
         if self.scheme not in SCHEMES:
             near = did_you_mean(self.scheme, SCHEMES)
             raise CkplanError(
@@ -105,7 +105,7 @@ def shard(
 
 
 def sharded(graph: Graph, sharding: Sharding) -> Graph:
-    """As ``shard`` says, for what was checked before there was a graph."""
+    """Do the same as ``shard``, with a checked ``Sharding``."""
     if "shard" in graph.options:
         raise GraphError(
             "cannot shard the trace: it is that of one rank under "
@@ -115,7 +115,7 @@ def sharded(graph: Graph, sharding: Sharding) -> Graph:
         )
     state = state_of(graph, sharding.units)
     rank = _SHARD[sharding.scheme](graph, state, sharding)
-    said: dict[str, Any] = {
+    options: dict[str, Any] = {
         "shard": sharding.scheme,
         "world_size": sharding.world_size,
     }
@@ -124,7 +124,7 @@ def sharded(graph: Graph, sharding: Sharding) -> Graph:
         storages=tuple(
             replace(one, bytes=state.allocated(one.bytes)) for one in rank.storages
         ),
-        options={**graph.options, **said},
+        options={**graph.options, **options},
         notes=(*graph.notes, *_notes(sharding, state)),
     )
 
@@ -143,7 +143,7 @@ def _notes(sharding: Sharding, state: State) -> list[str]:
 
 
 def _ddp(graph: Graph, state: State, sharding: Sharding) -> Graph:
-    """Buckets are there from the beginning, as large as all gradients."""
+    """Buckets exist from the start, as large as all gradients."""
     del sharding
     sizes = sum(graph.storages[gradient].bytes for gradient in state.gradients)
     buckets = Storage(sizes, "gradient", BEFORE_STEP, len(graph.ops))
@@ -159,28 +159,28 @@ def _zero(graph: Graph, state: State, sharding: Sharding) -> Graph:
 
     kinds = ("optimizer", "gradient", "parameter")[:stage]
     inserts: list[Insert] = []
-    lasts: Lasts = {}
+    lasts: LastHolders = {}
     if stage > 1:
         inserts += reduced_in_buckets(graph, state, num_ranks, lasts)
     if stage > 2:
         inserts += gathered_flat(graph, state, num_ranks)
-    rank = _left(insert(graph, inserts, lasts), lasts)
-    return _divided(rank, kinds, shares, num_ranks)
+    rank = _gradients_as_temporary(insert(graph, inserts, lasts), lasts)
+    return _divide_storages(rank, kinds, shares, num_ranks)
 
 
 def _fsdp2(graph: Graph, state: State, sharding: Sharding) -> Graph:
-    """Everything, parameter by parameter, along its first dimension."""
+    """Every parameter, its gradient and optimizer state, along dimension 0."""
     num_ranks = sharding.world_size
     share = state.row_shares(num_ranks)
 
     def shares(sizes: Sequence[int]) -> list[int]:
         return [share(size) for size in sizes]
 
-    lasts: Lasts = {}
+    lasts: LastHolders = {}
     inserts = fully_sharded(graph, state, num_ranks, lasts)
     kinds = ("optimizer", "gradient", "parameter")
-    rank = _left(insert(graph, inserts, lasts), lasts)
-    return _divided(rank, kinds, shares, num_ranks)
+    rank = _gradients_as_temporary(insert(graph, inserts, lasts), lasts)
+    return _divide_storages(rank, kinds, shares, num_ranks)
 
 
 _SHARD: dict[str, Callable[[Graph, State, Sharding], Graph]] = {
@@ -192,18 +192,18 @@ _SHARD: dict[str, Callable[[Graph, State, Sharding], Graph]] = {
 }
 
 
-def _left(graph: Graph, lasts: Lasts) -> Graph:
-    """Whole gradients are temporary, as a rank's part of them is what stays."""
+def _gradients_as_temporary(graph: Graph, lasts: LastHolders) -> Graph:
+    """Mark whole gradients as temporary: a rank keeps only its part."""
     storages = list(graph.storages)
     for gradient in lasts:
         storages[gradient] = replace(storages[gradient], kind="temporary")
     return replace(graph, storages=tuple(storages))
 
 
-def _divided(
+def _divide_storages(
     graph: Graph, kinds: Sequence[str], shares: _Shares, num_ranks: int
 ) -> Graph:
-    """Divide what exists before the step, and what the optimizer makes."""
+    """Divide the storages before the step, and those that the optimizer makes."""
     storages = list(graph.storages)
 
     def divide(chosen: Sequence[int]) -> None:

@@ -1,4 +1,4 @@
-"""What several ranks can divide: parameters and gradients, by the unit they are in."""
+"""Parameters and gradients that ranks can divide, grouped by unit."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class Parameter:
     shape: tuple[int, ...]
 
     def share_bytes(self, num_ranks: int) -> int:
-        """Of what rank 0 has: a part of dimension 0, padded to be alike on all."""
+        """Bytes of rank 0's part of dimension 0, padded to equal size on all ranks."""
         rows = self.shape[0] if self.shape else 1
         return -(-rows // num_ranks) * (self.bytes // rows) if rows else 0
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A module whose parameters, but for those of units inside it, go together."""
+    """A module whose parameters are gathered together, without inner units."""
 
     fqn: str
     calls: tuple[int, ...]  # in forward order
@@ -45,7 +45,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class State:
-    """What a step has that ranks can divide."""
+    """The parameters and gradients of a step, and its units."""
 
     graph: Graph
     parameters: tuple[Parameter, ...]
@@ -93,11 +93,11 @@ def state_of(graph: Graph, patterns: Sequence[str]) -> State:
 
     Args:
         graph: The step of one process.
-        patterns: Modules that are units; none: the layers.
+        patterns: Patterns of the unit modules; by default, the layers.
 
     Raises:
-        GraphError: The trace does not say which parameters there are.
-        PlanError: A pattern means no module.
+        GraphError: The trace does not name its parameters.
+        PlanError: A pattern matches no module.
     """
     allocated = _allocation(graph)
     parameters = _parameters(graph, allocated)
@@ -123,7 +123,7 @@ def state_of(graph: Graph, patterns: Sequence[str]) -> State:
 
 
 def _owner(fqn: str, units: Mapping[str, object]) -> str:
-    """The innermost unit that a module is, or is in."""
+    """The innermost unit that contains a module."""
     while fqn not in units:
         fqn = fqn.rpartition(".")[0]
     return fqn
@@ -183,7 +183,7 @@ def _parameters(graph: Graph, allocated: Callable[[int], int]) -> tuple[Paramete
     ]
     found: list[Parameter] = []
     for fqn, text in named.items() if isinstance(named, Mapping) else ():
-        shape, size = _described(str(text))
+        shape, size = _parse_parameter(str(text))
         # One that is no more than a view of another has no storage of its own.
         if len(found) < len(sizes) and sizes[len(found)] == allocated(size):
             found.append(Parameter(str(fqn), size, shape))
@@ -196,7 +196,7 @@ def _parameters(graph: Graph, allocated: Callable[[int], int]) -> tuple[Paramete
     return tuple(found)
 
 
-def _described(text: str) -> tuple[tuple[int, ...], int]:
+def _parse_parameter(text: str) -> tuple[tuple[int, ...], int]:
     """Shape and bytes of ``float32[768,3072]``."""
     found = re.fullmatch(r"[a-z]*?(\d+)\w*\[([\d,]*)\]", text)
     if not found:
