@@ -38,7 +38,16 @@ from ckplan.verifying.storage_tracker import Phase, StorageTracker
 WHOLE = Plan(regions=(PlannedRegion("."),))
 
 
-@pytest.mark.parametrize("name", [*MODELS, "listed"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("convolution", "masked", "recurrent", "listed"),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("attention", "function", "residual", "unrolled")
+        ),
+    ],
+)
 def test_simulated_dry_run_and_measured_peaks_are_one(name: str) -> None:
     workload = build(name)
     graph = ckplan.profile(workload.model, workload.batch, loss=workload.loss)

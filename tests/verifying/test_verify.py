@@ -186,6 +186,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Verification]:
 FULL = OutOfMemoryError("the step ran out of memory", needed="more", hint="less")
 
 
+@pytest.mark.serial
 def test_a_workload_equals_itself_in_two_processes():
     told: list[str] = []
     found = verify(MLP, None, steps=3, progress=lambda what, *_: told.append(what))
