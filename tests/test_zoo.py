@@ -28,7 +28,7 @@ SMALL: dict[str, dict[str, int]] = {
     "policy": {"steps": 8, "batch": 64},
     "timeseries": {"layers": 1, "batch": 8},
 }
-FEW = ("graphs", "lstm", "mixtral", "policy")
+FEW = ("graphs", "lstm", "mixtral")
 FAMILIES = [
     node.name
     for node in ast.parse(ZOO.read_text()).body

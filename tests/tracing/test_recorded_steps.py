@@ -181,7 +181,16 @@ def profiled(name: str) -> Graph:
     return ckplan.profile(made.model, made.batch, loss=made.loss, replay=False)
 
 
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        # Views and outputs that are nested are in others, too.
+        pytest.param(name, marks=pytest.mark.slow)
+        if name in ("views", "nested outputs")
+        else name
+        for name in STEPS
+    ],
+)
 def test_unusual_steps_are_recorded_and_planned_exactly(name: str) -> None:
     graph = profiled(name)
     unplanned = simulate(graph).peak_bytes
