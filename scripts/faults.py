@@ -25,6 +25,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 PLACES = ("applying", "cli", "integrations", "report", "tracing", "tracing/cuda")
 
+NO_END = "(no end)"  # which says nothing on a busy machine
 TIMED = (
     "graph/test_graph.py::test_a_graph_loads_as_quickly_as_20_000_ops_in_half_a_second",
     "plan/test_plan.py::test_a_small_text_cannot_become_a_huge_plan",
@@ -512,7 +513,7 @@ def run(tree: Path, tests: list[str], seconds: int) -> str:
     else:
         os.killpg(child, 9)
         os.waitpid(child, 0)
-        return "(no end)"
+        return NO_END
     text = said.read_text(errors="replace")
     if code == 0:
         return ""
@@ -541,9 +542,15 @@ def main() -> None:
     parser.add_argument("--only", default="", help="of which files: a pattern")
     parser.add_argument("--seconds", type=int, default=120, help="per fault, at most")
     parser.add_argument("--json", type=Path, help="to write what was found to")
-    parser.add_argument("--first", type=Path, help="what another run wrote: see below")
+    parser.add_argument(
+        "--first", type=Path, help="only what another run wrote of, its tests first"
+    )
+    parser.add_argument("--table", type=Path, nargs=2, help="show two such files")
     parser.add_argument("--check", action="store_true", help="no fault at all")
     options = parser.parse_args()
+    if options.table:
+        print_table(*options.table)
+        return
     import torch
 
     preload()
@@ -566,7 +573,8 @@ def main() -> None:
             return
         for number, fault in enumerate(FAULTS):
             path = tree / "ckplan" / fault.file
-            if not re.match(options.only, fault.file):
+            skipped = options.first and str(number) not in first
+            if skipped or not re.match(options.only, fault.file):
                 continue
             text = path.read_text()
             assert fault.old in text, fault
@@ -587,7 +595,37 @@ def main() -> None:
             print(f"{number:3} {seconds:5.1f} s  {fault.file}: {said}", flush=True)
             if options.json:
                 options.json.write_text(json.dumps(found, indent=1) + "\n")
-    print(f"{sum(map(bool, found.values()))} of {len(found)} faults caught")
+    print(f"{num_caught(found)} of {len(found)} faults caught")
+
+
+def num_caught(found: dict[str, str]) -> int:
+    return sum(is_caught(one) for one in found.values())
+
+
+def is_caught(said: str) -> bool:
+    return bool(said) and said != NO_END
+
+
+def print_table(*files: Path) -> None:
+    """What two runs found, side by side."""
+    found = [json.loads(file.read_text()) for file in files]
+    words = {None: "not run", "": "survived", NO_END: "not decided: time ran out"}
+    print(
+        "| fault | line | becomes | before | after |\n| --- | --- | --- | --- | --- |"
+    )
+    for number, fault in enumerate(FAULTS):
+        sides = [one.get(str(number)) for one in found]
+        cells = [words.get(side) or f"caught by {shown(side)}" for side in sides]
+        old, new = (f"`{' '.join(t.split())}`" for t in (fault.old, fault.new or " "))
+        row = [str(number), f"`{fault.file}` {old}", new, *cells]
+        print(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |")
+    for one, name in zip(found, ("Before", "After"), strict=True):
+        print(f"\n{name}: {num_caught(one)} of {len(one)} faults that were run.")
+
+
+def shown(said: str | None) -> str:
+    """The file and function of a test."""
+    return f"`{str(said).partition('tests/')[2].partition('[')[0]}`"
 
 
 if __name__ == "__main__":
