@@ -13,6 +13,28 @@ settings.register_profile(
 settings.load_profile("any machine")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--serial",
+        choices=("yes", "no", "only"),
+        default="yes",
+        help="whether tests marked serial run: with the others, not, or alone",
+    )
+
+
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    wanted = config.getoption("--serial")
+    if wanted == "yes":
+        return
+    is_serial = [item.get_closest_marker("serial") is not None for item in items]
+    pairs = list(zip(items, is_serial, strict=True))
+    left_out = [item for item, serial in pairs if serial != (wanted == "only")]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item, serial in pairs if serial == (wanted == "only")]
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _costs_of_this_session(tmp_path_factory: pytest.TempPathFactory) -> object:
     """Keep measured costs for as long as the tests run, away from the user's own."""

@@ -33,7 +33,8 @@ from ckplan.solving.milp import solve_exactly
 from ckplan.solving.planner import Planner
 from ckplan.solving.solve import solve_plan
 
-EXAMPLES = 25
+EXAMPLES = 10
+MANY = 200  # in tests marked slow
 NO_SHRINKING = (Phase.explicit, Phase.reuse, Phase.generate)  # of what a seed is
 ROUNDED = 1e-4  # of the overhead in a plan file
 HUGE = 2**54  # of one tensor
@@ -127,6 +128,10 @@ def test_a_step_of_next_to_nothing_is_planned(num_ops: int) -> None:
 @given(rng=RANDOM)
 @settings(max_examples=EXAMPLES // 2, phases=NO_SHRINKING)
 def test_bytes_beyond_all_floats_are_planned_to_the_byte(rng: Random) -> None:
+    check_scaled(rng)
+
+
+def check_scaled(rng: Random) -> None:
     graph = without_states(small_step(rng, rng.choice(KINDS)))
     most = max((s.bytes for s in graph.storages), default=0)
     by = HUGE // max(most, 1)
@@ -156,8 +161,12 @@ def test_reruns_that_are_planned_are_what_the_walk_sees() -> None:
 
 
 @given(rng=RANDOM)
-@settings(max_examples=8 * EXAMPLES, phases=NO_SHRINKING)
+@settings(max_examples=4 * EXAMPLES, phases=NO_SHRINKING)
 def test_a_changed_file_is_refused_or_planned_right(rng: Random) -> None:
+    check_changed_file(rng)
+
+
+def check_changed_file(rng: Random) -> None:
     content = json.loads(dumps(small_step(rng, rng.choice(KINDS))))
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         change(content, rng)
@@ -167,6 +176,16 @@ def test_a_changed_file_is_refused_or_planned_right(rng: Random) -> None:
         assert len(str(error).splitlines()) == 3
         return
     check(graph)
+
+
+@pytest.mark.slow
+@given(rng=RANDOM)
+@settings(max_examples=MANY, phases=NO_SHRINKING)
+def test_many_steps_and_changed_files_are_planned_right(rng: Random) -> None:
+    check(small_step(rng, rng.choice(KINDS)))
+    check(odd_step(rng))
+    check_scaled(rng)
+    check_changed_file(rng)
 
 
 def test_what_is_wanted_while_forward_runs_is_not_dropped() -> None:

@@ -28,6 +28,7 @@ SMALL: dict[str, dict[str, int]] = {
     "policy": {"steps": 8, "batch": 64},
     "timeseries": {"layers": 1, "batch": 8},
 }
+FEW = ("graphs", "lstm", "mixtral")
 FAMILIES = [
     node.name
     for node in ast.parse(ZOO.read_text()).body
@@ -45,7 +46,7 @@ def first_steps(spec: WorkloadSpec, plan: Any = None) -> FirstSteps:
 @pytest.mark.parametrize(
     "name",
     [
-        name if name in SMALL else pytest.param(name, marks=pytest.mark.slow)
+        name if name in FEW else pytest.param(name, marks=pytest.mark.slow)
         for name in FAMILIES
     ],
 )

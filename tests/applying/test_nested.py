@@ -104,7 +104,10 @@ def test_nested_regions_are_bitwise_the_same_and_peaks_are_as_predicted(
     assert resolve(again, graph) == regions
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize(
+    "seed",
+    [*range(5), *(pytest.param(s, marks=pytest.mark.slow) for s in range(5, 12))],
+)
 def test_regions_nested_at_random_are_bitwise_the_same(seed: int) -> None:
     rng = Random(seed)
     name = rng.choice(["residual", "convolution", "attention", "masked", "listed"])

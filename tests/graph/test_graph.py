@@ -155,6 +155,7 @@ def test_other_versions_are_refused(version: object) -> None:
     assert "ckplan profile" in caught.value.hint
 
 
+@pytest.mark.serial
 def test_a_graph_loads_as_quickly_as_20_000_ops_in_half_a_second() -> None:
     times = []
     for _ in range(3):

@@ -106,6 +106,7 @@ def nesting(layers: int) -> Callable[[], object]:
     return lambda: view.parts(region)
 
 
+@pytest.mark.serial
 @pytest.mark.parametrize("task", [naming_masks, comparing_gaps, nesting])
 def test_four_times_the_layers_take_four_times_as_long(
     task: Callable[[int], Callable[[], object]],

@@ -299,7 +299,9 @@ print([region.runs for region in ckplan.status(model).regions])
 """
 
 
-@pytest.mark.parametrize("scheme", ["ddp", "fsdp2"])
+@pytest.mark.parametrize(
+    "scheme", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp2"]
+)
 def test_two_processes(scheme: str, tmp_path: Path) -> None:
     for out in run_two(tmp_path, PARALLEL, scheme):
         assert out.splitlines()[-1] == "[3, 3]"

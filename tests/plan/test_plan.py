@@ -391,6 +391,7 @@ def test_predictions_are_plain_numbers(key: str, value: str, needed: str):
     assert needed in caught.value.needed
 
 
+@pytest.mark.serial
 def test_a_small_text_cannot_become_a_huge_plan():
     bomb = "\n".join(f"a{i}: &a{i} [{f'*a{i - 1},' * 9}]" for i in range(1, 30))
     started = time.perf_counter()

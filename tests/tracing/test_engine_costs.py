@@ -89,6 +89,7 @@ def test_a_profile_has_what_this_machine_takes_and_none_of_another() -> None:
     assert card.engine == EngineCosts()
 
 
+@pytest.mark.serial
 def test_of_a_tiny_step_the_engine_is_most_of_what_a_plan_costs() -> None:
     def block() -> nn.Module:
         return nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8))

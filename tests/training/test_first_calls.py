@@ -35,6 +35,7 @@ def test_first_calls_leave_the_world_as_it_was() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.serial
 @pytest.mark.slow
 @pytest.mark.skipif(torch.get_num_threads() < 2, reason="needs two threads")
 def test_the_first_forward_has_the_bits_of_the_second_in_every_process() -> None:

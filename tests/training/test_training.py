@@ -25,19 +25,25 @@ from ckplan.training.step import Training, make_step
 from ckplan.training.workload import Workload, tensors_of
 
 WAYS = [
+    Training("adafactor"),
+    Training("sgd"),
+    Training("adamw:single"),
+    Training("momentum:foreach", clip=0.1),
+    Training("adamw:fused", "fp16", scaler=True, clip=0.1),
+    Training("momentum", "bf16", 2),
+]
+# What the ways above combine, one at a time.
+MORE_WAYS = [
     *(Training(name) for name in OPTIMIZERS if name not in ("own", "adamw8bit")),
-    *(Training(f"adamw:{kernel}") for kernel in ("foreach", "fused", "single")),
+    *(Training(f"adamw:{kernel}") for kernel in ("foreach", "fused")),
     Training("momentum:foreach"),
     Training("sgd:fused"),
     Training("adafactor:foreach"),
     Training(clip=0.1),
-    Training("momentum:foreach", clip=0.1),
     Training(amp="fp16", scaler=True),
-    Training("adamw:fused", "fp16", scaler=True, clip=0.1),
     Training(amp="bf16"),
     Training(amp="fp16"),
     Training(accumulate=3),
-    Training("momentum", "bf16", 2),
 ]
 
 
@@ -70,7 +76,18 @@ def trained(workload: Workload, training: Training) -> list[torch.Tensor]:
     return state_of(step, [step.run() for _ in range(3)])
 
 
-@pytest.mark.parametrize("training", WAYS, ids=str)
+@pytest.mark.parametrize(
+    "training",
+    [
+        *WAYS,
+        *(
+            pytest.param(way, marks=pytest.mark.slow)
+            for way in MORE_WAYS
+            if way not in WAYS
+        ),
+    ],
+    ids=str,
+)
 def test_peaks_are_as_predicted_and_results_the_same(training: Training) -> None:
     workload = build()
     graph = profiled(workload, training)
@@ -155,14 +172,14 @@ def lora() -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "training"),
     [
-        (reused, Training(amp="bf16")),
+        pytest.param(reused, Training(amp="bf16"), marks=pytest.mark.slow),
         (reused, Training(amp="fp16", scaler=True)),
-        (frozen, Training()),
+        pytest.param(frozen, Training(), marks=pytest.mark.slow),
         (frozen, Training(amp="bf16", accumulate=2)),
-        (lora, Training()),
+        pytest.param(lora, Training(), marks=pytest.mark.slow),
         (lora, Training(amp="bf16", clip=0.1)),
     ],
-    ids=lambda one: getattr(one, "__name__", str(one)),
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_peaks_of_what_is_cast_frozen_or_adapted(
     make: Callable[[], nn.Module], training: Training

@@ -38,7 +38,16 @@ from ckplan.verifying.storage_tracker import Phase, StorageTracker
 WHOLE = Plan(regions=(PlannedRegion("."),))
 
 
-@pytest.mark.parametrize("name", [*MODELS, "listed"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("convolution", "masked", "recurrent", "listed"),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("attention", "function", "residual", "unrolled")
+        ),
+    ],
+)
 def test_simulated_dry_run_and_measured_peaks_are_one(name: str) -> None:
     workload = build(name)
     graph = ckplan.profile(workload.model, workload.batch, loss=workload.loss)
@@ -263,8 +272,9 @@ class Lending(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("plain", [False, True])
-@pytest.mark.parametrize("calls", ["layers.[0..1]", "layers.1"])
+@pytest.mark.parametrize(
+    ("calls", "plain"), [("layers.[0..1]", True), ("layers.1", False)]
+)
 def test_copies_are_of_the_buffers_of_what_runs_again(calls: str, plain: bool) -> None:
     def build() -> Workload:
         torch.manual_seed(0)
@@ -479,7 +489,8 @@ def test_a_target_and_a_path_are_enough(check: Any, tmp_path: Path) -> None:
     path.write_text(HUGE.replace("400_000", "40"))
     plan.write_text("ckplan: 1\nregions:\n  - calls: '[0..2]'\n")
     assert check(f"{path}:build", plan).regions_ran == 3
-    assert check(str(path), str(plan)).regions_ran == 3
+    if check is ckplan.dry_run:  # to verify takes seconds, and targets are read alike
+        assert check(str(path), str(plan)).regions_ran == 3
     with pytest.raises(WorkloadError, match="build a workload from a Linear"):
         check(nn.Linear(8, 8), plan)
     with pytest.raises(PlanError, match="take a dict for a plan"):
@@ -565,8 +576,7 @@ class Drawing(nn.Module):
         return nn.functional.dropout(x, self.rate) if self.rate else x
 
 
-@pytest.mark.parametrize("rate", [0.0, 0.1])
-@pytest.mark.parametrize("by", ["program", "rerun"])
+@pytest.mark.parametrize(("by", "rate"), [("program", 0.1), ("rerun", 0.0)])
 def test_states_of_other_generators_are_counted(by: str, rate: float) -> None:
     def make() -> Workload:
         model = nn.Sequential(*[Drawing(rate) for _ in range(4)])

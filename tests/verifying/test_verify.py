@@ -45,6 +45,7 @@ from ckplan.verifying.worker_state import (
     persistent_storages,
 )
 
+SLOW = pytest.mark.slow
 MLP = WorkloadSpec(
     str(Path(__file__).parents[2] / "configs/workloads/mlp.py"),
     {"layers": 2, "width": 16, "batch": 8},
@@ -186,6 +187,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Verification]:
 FULL = OutOfMemoryError("the step ran out of memory", needed="more", hint="less")
 
 
+@pytest.mark.serial
 def test_a_workload_equals_itself_in_two_processes():
     told: list[str] = []
     found = verify(MLP, None, steps=3, progress=lambda what, *_: told.append(what))
@@ -731,7 +733,13 @@ def build():
 """
 
 
-@pytest.mark.parametrize("what", FORWARDS)
+@pytest.mark.parametrize(
+    "what",
+    [
+        what if what in ("looks", "replaces") else pytest.param(what, marks=SLOW)
+        for what in FORWARDS
+    ],
+)
 def test_the_peak_is_the_measured_one_where_a_forward(
     tmp_path: Path, what: str
 ) -> None:
@@ -772,7 +780,7 @@ def build():
 """
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_step_that_follows_random_numbers_is_the_one_that_was_profiled(
     tmp_path: Path, seed: int
 ) -> None:
