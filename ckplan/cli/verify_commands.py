@@ -115,7 +115,10 @@ def verify(
         from ckplan.report.timeline import save_timeline
 
         name = loaded.model or spec.name
-        save_timeline(plot, name, found.curves, found.budget_bytes, force=force)
+        budget_bytes, owners = found.budget_bytes, _owners(step, loaded)
+        save_timeline(
+            plot, name, found.curves, budget_bytes, owners=owners, force=force
+        )
         print_message(f"wrote {plot}")
     if report is not None and step is not None:
         from ckplan.report.html import save_report
@@ -125,6 +128,15 @@ def verify(
         print_message(f"wrote {report}")
     if error is not None:
         raise error
+
+
+def _owners(trace: Graph | None, plan: Plan) -> dict[str, str]:
+    """Where the peaks are predicted, as far as that is known."""
+    from ckplan.simulating.curve import PLANNED, UNPLANNED
+    from ckplan.simulating.simulate import simulate
+
+    found = {PLANNED: plan.predicted.peak_at} if plan.predicted else {}
+    return found if trace is None else {UNPLANNED: simulate(trace).peak_at, **found}
 
 
 def _check_report(path: Path, trace: Graph | None, force: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from ckplan import units
 from ckplan.report.plots import save_figure
 from ckplan.report.tables import add_row, make_table, section, share
 from ckplan.solving.solution import Baseline, FrontierPoint
+
+_MARKERS = "xsDP^*vhX<>pd8"
 
 
 def frontier_report(
@@ -82,27 +85,36 @@ def save_plot(
     """Draw the frontier as steps, the bound as a line and the baselines as points."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 5), layout="constrained")
+    figure = Figure(figsize=(9, 5), layout="constrained")
     axes = figure.add_subplot()
     peaks = [point.peak_bytes / units.GIB for point in points]
     overheads = [100 * point.overhead for point in points]
     bounds = [100 * point.bound_overhead for point in points]
     axes.plot(peaks, overheads, drawstyle="steps-post", marker=".", label="ckplan")
     axes.plot(peaks, bounds, linestyle="--", color="gray", label="lower bound")
-    for other in others:
+    for name, alike, marker in zip(*_practices(others), strict=True):
         axes.plot(
-            other.peak_bytes / units.GIB, 100 * other.overhead, marker="x", linestyle=""
-        )
-        axes.annotate(
-            other.name,
-            (other.peak_bytes / units.GIB, 100 * other.overhead),
-            fontsize="x-small",
-            xytext=(3, 3),
-            textcoords="offset points",
+            [other.peak_bytes / units.GIB for other in alike],
+            [100 * other.overhead for other in alike],
+            marker=marker,
+            linestyle="",
+            label=name,
         )
     axes.set_xlabel("predicted peak of the training step (GiB)")
     axes.set_ylabel("predicted overhead (% of the unplanned step)")
     axes.set_title(f"Memory and time of {model}")
     axes.set_ylim(bottom=0)
-    axes.legend()
+    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), fontsize="small")
     save_figure(path, figure, force=force)
+
+
+def _practices(
+    others: Sequence[Baseline],
+) -> tuple[list[str], list[list[Baseline]], list[str]]:
+    """Strategies by name, those that differ in a number together, and a marker each."""
+    alike: dict[str, list[Baseline]] = {}
+    for other in others:
+        name = re.sub(r"^every \d+ ", "every n ", other.name)
+        alike.setdefault(name, []).append(other)
+    markers = [_MARKERS[number % len(_MARKERS)] for number in range(len(alike))]
+    return list(alike), list(alike.values()), markers

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
 from rich.text import Text
@@ -12,6 +14,9 @@ from ckplan import units
 from ckplan.report.plots import save_figure
 from ckplan.report.tables import make_table, section
 from ckplan.simulating.curve import PHASES, PREDICTED, Curve, Curves
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _COLUMNS = 16  # of every phase
 _BLOCKS = tuple(map(chr, range(0x2581, 0x2589)))  # from an eighth to a full block
@@ -50,12 +55,27 @@ def _can_encode_blocks() -> bool:
 
 
 def save_timeline(
-    path: Path, model: str, curves: Curves, budget_bytes: int | None, *, force: bool
+    path: Path,
+    model: str,
+    curves: Curves,
+    budget_bytes: int | None,
+    *,
+    owners: Mapping[str, str] | None = None,
+    force: bool,
 ) -> None:
-    """Draw unplanned and planned live bytes side by side, phase by phase."""
+    """Draw unplanned and planned live bytes side by side, phase by phase.
+
+    Args:
+        path: The picture to write.
+        model: Its name, for the title.
+        curves: What is drawn.
+        budget_bytes: Drawn as a line, if there is one.
+        owners: Where the peak of each step is.
+        force: Whether to overwrite a file that exists.
+    """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 4.5), layout="constrained")
+    figure = Figure(figsize=(11, 5), layout="constrained")
     panels = figure.subplots(1, len(curves), sharey=True, squeeze=False)[0]
     for axes, (which, found) in zip(panels, curves.items(), strict=True):
         for kind, curve in found.items():
@@ -67,9 +87,34 @@ def save_timeline(
             axes.axhline(
                 budget_bytes / units.GIB, color="gray", linewidth=1, label="budget"
             )
+        _mark_peak(axes, found, (owners or {}).get(which, ""))
         axes.set_title(f"{model}, {which}")
+        axes.set_xlabel("phase of the step")
         axes.set_xticks([0.5, 1.5, 2.5], PHASES)
         axes.set_ylim(bottom=0)
-        axes.legend()
+        axes.set_xlim(0, len(PHASES))
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=3)
     panels[0].set_ylabel("live bytes (GiB)")
+    tops = [axes.get_ylim()[1] for axes in panels]
+    panels[0].set_ylim(0, max(tops) * 1.2)  # room for the owners of peaks
     save_figure(path, figure, force=force)
+
+
+def _mark_peak(axes: Axes, found: Mapping[str, Curve], owner: str) -> None:
+    """A point at the peak of the last curve, and whose it is at the top."""
+    points = [point for curve in [*found.values()][-1:] for point in curve.placed()]
+    if not points:
+        return
+    place, level = max(points, key=lambda point: point[1])
+    text = f"peak {units.format_bytes(level)}" + (f"\n{owner}" if owner else "")
+    axes.plot([place], [level / units.GIB], "o", color="black", markersize=4)
+    axes.annotate(
+        text,
+        (place, level / units.GIB),
+        xytext=(0.5, 0.98),
+        textcoords="axes fraction",
+        ha="center",
+        va="top",
+        fontsize="small",
+        arrowprops={"arrowstyle": "-", "linewidth": 0.7},
+    )
