@@ -612,7 +612,7 @@ def test_a_python_number_that_changes_is_seen(by: str) -> None:
         if by == "program":
             loss.backward()
             return
-        with pytest.raises(ApplyError, match="block#0 again: its forward does someth"):
+        with pytest.raises(ApplyError, match="block#0 again: its forward differs"):
             loss.backward()
 
     changed_before_backward()
@@ -689,7 +689,7 @@ def test_a_cache_that_grows_is_right_or_refused(by: str) -> None:
     else:
 
         def grown() -> None:
-            what = "block#0 again: its forward does something"
+            what = "block#0 again: its forward differs"
             with pytest.raises(ApplyError, match=what):
                 step_of(planned, 0, Cache())
 

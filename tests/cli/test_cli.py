@@ -515,7 +515,7 @@ def test_difference_exits_with_four(
     ended = run("verify", "model.py", "plan.yaml")
     assert ended.code == 4
     assert "differs       gradient of 0.weight, step 1" in ended.out
-    assert ended.err.startswith("error: the planned step computes something else")
+    assert ended.err.startswith("error: the planned step differs")
 
 
 @pytest.mark.parametrize(

@@ -287,7 +287,7 @@ def _top(text: str) -> str:
             "",
         ),
         (_region("regions: a"), 4, "'regions' is a single", "a list", "[{calls: "),
-        (_region("regions: [{}]"), 4, "it has neither", "calls, where each", ""),
+        (_region("regions: [{}]"), 4, "it has neither", "calls (one region each)", ""),
         (_region("regions: [{calls: a, by: rerun}]"), 3, "cannot nest 'a'", "", ""),
         (
             "ckplan: 1\nregions: " + "[{calls: a, regions: " * 17 + "[]" + "}]" * 17,
@@ -316,7 +316,7 @@ def _top(text: str) -> str:
             "ckplan: 1\nregions: [{calls: a, run: [a, b]}]",
             2,
             "it has both 'calls' and 'run'",
-            "calls, where each is",
+            "calls (one region each)",
             "",
         ),
         (

@@ -74,4 +74,4 @@ def test_the_recurrence_is_as_good_as_every_combination() -> None:
 
 def test_parts_whose_backward_ends_after_that_of_the_region_are_planned() -> None:
     graph = small_step(Random("0 in place 63"), "in place")
-    assert Planner(graph)._tree.least_bytes > 0
+    assert Planner(graph)._spaces._tree.least_bytes > 0

@@ -156,7 +156,7 @@ def test_what_is_reserved_stands_beside_the_peak_on_cards_alone(
     assert (
         found["peak_bytes"] <= found["budget_bytes"] < found[keys[0]] < shown[keys[0]]
     )
-    assert "warning: PyTorch's allocator finds no room" in run(*tight).stderr
+    assert "warning: PyTorch's allocator runs out of memory" in run(*tight).stderr
     assert "warning" not in run("solve", "card.json", "--budget", "300%").stderr
 
 

@@ -691,7 +691,7 @@ def test_what_a_kernel_returns_though_it_was_not_given_it_is_read() -> None:
         (
             "def build():\n    loss = lambda o, b: o\n"
             "    return nn.Linear(2, 2), torch.ones(1, 2), loss\n",
-            "is no scalar",
+            "is not a scalar",
         ),
         ("def build(:\n", "is no Python"),
         ("def other():\n    return 1\n", "has no factory"),

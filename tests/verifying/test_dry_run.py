@@ -493,7 +493,7 @@ def test_a_target_and_a_path_are_enough(check: Any, tmp_path: Path) -> None:
         assert check(str(path), str(plan)).regions_ran == 3
     with pytest.raises(WorkloadError, match="build a workload from a Linear"):
         check(nn.Linear(8, 8), plan)
-    with pytest.raises(PlanError, match="take a dict for a plan"):
+    with pytest.raises(PlanError, match="use a dict as a plan"):
         check(str(path), {"regions": []})
 
 
