@@ -87,10 +87,10 @@ class RawSaved:
 
     storage: int
     call: int
-    at: int
-    wanted: int = -1
-    done: int = -1
-    used: int = -1
+    at: int  # ops before it was saved
+    wanted: int = -1  # ops before it was first unpacked; -1: never
+    done: int = -1  # last op before autograd freed it
+    used: int = -1  # last op before its unpacked tensor was freed
 
 
 @dataclass(slots=True)
