@@ -1,1 +1,1 @@
-"""Record one training step as a ``Graph``: the entrance of the hourglass."""
+"""Record one training step as a ``Graph``."""

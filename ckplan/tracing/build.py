@@ -100,7 +100,7 @@ def build_graph(
 def encodable_outputs(
     recording: Recording,
 ) -> Iterator[tuple[int, int, str, TensorMeta]]:
-    """(op, output, form, description) of what forward could keep in a smaller form."""
+    """(op, output, form, description) of forward's outputs that can be encoded."""
     for number, op in enumerate(recording.ops[: recording.num_forward]):
         inputs = (leaf for leaf in op.args if isinstance(leaf, TensorMeta))
         shape = next((meta.shape for meta in inputs), ())
@@ -136,11 +136,14 @@ def op_name(func: Any) -> str:
 
 
 def _accumulate_in_place(recording: Recording) -> list[int]:
-    """Undo what a dispatch mode changes: the engine adds gradients in place.
+    """Merge storages of gradients that autograd accumulates in place.
 
-    The engine does so when nobody else holds the first one (``InputBuffer`` in torch's
-    autograd); under a dispatch mode it always adds out of place. Returns for every
-    storage the one that it really is.
+    Without a dispatch mode, autograd adds in place if nothing else holds the first
+    gradient (``InputBuffer`` in torch's autograd). Under a dispatch mode it always adds
+    out of place, so the recording has one storage too many.
+
+    Returns:
+        For every recorded storage, the storage that it is in an unrecorded step.
     """
     same = list(range(len(recording.storages)))
     for position, op in enumerate(recording.ops):
@@ -158,9 +161,10 @@ def _accumulate_in_place(recording: Recording) -> list[int]:
 
 
 def _add_numbers(recording: Recording) -> None:
-    """The numbers that tensors are multiplied with, which autograd keeps as tensors.
+    """Add a storage for each number that scales a tensor.
 
-    It shows them to nobody. On other devices, they are not in the device's memory.
+    Autograd keeps these numbers as CPU tensors that no hook sees. They do not count
+    for other devices.
     """
     end = recording.num_forward + recording.num_backward - 1
     for position, op in enumerate(recording.ops[: recording.num_forward]):
@@ -171,15 +175,15 @@ def _add_numbers(recording: Recording) -> None:
 
 
 def _fresh(op: RawOp) -> list[int]:
-    """Storages that an op made."""
+    """Storages that an op allocates."""
     old = {*op.reads, *op.writes}
     return [storage for storage in dict.fromkeys(op.outputs) if storage not in old]
 
 
 def _add_hidden_bytes(recording: Recording, costs: Sequence[Cost]) -> None:
-    """What a kernel holds beyond the shapes of its outputs lives with the first one.
+    """Add bytes that an op holds beyond its outputs to its first new storage.
 
-    A reduced loss, for one, keeps the storage it was computed in.
+    For example, a reduced loss keeps the larger storage that it was computed in.
     """
     for op, cost in zip(recording.ops, costs, strict=True):
         fresh = _fresh(op)
@@ -213,15 +217,15 @@ def _op(
 
 
 def _in_one_block(num_bytes: int) -> Workspace:
-    """What was measured as a number."""
+    """A workspace of one block, from a measured number of bytes."""
     return Workspace(after=(num_bytes,) if num_bytes > 0 else ())
 
 
 def _of_forward(recording: Recording) -> list[RawSaved]:
-    """What forward saved, in its order.
+    """Tensors that forward saves, in the order of saving.
 
-    What a backward saves that runs a forward again, as torch's reentrant checkpoint
-    does, lives with its storage.
+    Tensors saved by a recomputed forward inside backward, as of torch's reentrant
+    checkpoint, only extend the lifetime of their storage.
     """
     for saved in recording.saved:
         if saved.at > recording.num_forward:
@@ -230,7 +234,7 @@ def _of_forward(recording: Recording) -> list[RawSaved]:
                 raw.last = max(raw.last, saved.done)
     mine = [one for one in recording.saved if one.at <= recording.num_forward]
     for saved in mine:
-        if saved.wanted > saved.used:  # by a node that let it go and ran no op on it
+        if saved.wanted > saved.used:  # its node freed it and ran no op on it
             saved.wanted = saved.used = max(saved.used, recording.num_forward)
             saved.done = max(saved.done, saved.used)
     return sorted(mine, key=lambda one: one.at)
@@ -243,7 +247,7 @@ def _storage(recording: Recording, number: int) -> Storage:
 
 
 def _name_activations(recording: Recording) -> None:
-    """Activations are what forward made and backward finds."""
+    """Mark temporaries as activations if they are saved or outlive forward."""
     for saved in recording.saved:
         if recording.storages[saved.storage].kind == "temporary":
             recording.storages[saved.storage].kind = "activation"
@@ -257,7 +261,7 @@ def _name_activations(recording: Recording) -> None:
 def _calls(
     recording: Recording, renamed: Sequence[int]
 ) -> tuple[tuple[Call, ...], dict[int, int]]:
-    """Calls that ran an op, and where each recorded call went."""
+    """Calls that ran an op, and the graph's number of every recorded call."""
     number = {OUTSIDE_CALLS: OUTSIDE_CALLS}
     calls: list[Call] = []
     for index, raw in enumerate(recording.calls):

@@ -1,8 +1,8 @@
-"""Profile a workload: build it, run one step under watch, measure its ops.
+"""Profile a workload: build it, record one step, measure its ops.
 
-Everything is built under fake tensors first, which have shapes and no bytes, so that a
-model larger than the machine can be profiled. Where the model wants to see real values,
-the step is run again on real ones, and the graph says so.
+The workload is first built under fake tensors. They have shapes and no bytes, so a
+model larger than the machine's memory can be profiled. If the model needs real values,
+the step runs on real tensors instead, and a note of the graph says so.
 """
 
 from __future__ import annotations
@@ -76,22 +76,22 @@ def profile_workload(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Graph:
-    """Profile what a file offers.
+    """Profile a workload that a file defines.
 
     Args:
         spec: Where the workload comes from.
-        training: How it is trained.
-        device: Where the step is to run: ``cpu``, or ``cuda``, with a GPU or without;
-            by default ``cuda`` if a card is named.
-        gpu: A card of ``ckplan gpus``, whose roofline stands in for measured seconds.
-        fresh: Measure ops again that were measured on this machine before.
-        replay: Run the forward of a small model twice, to find what differs then.
-        seed: Of every random number: a step that follows them is the one that
-            ``verify`` takes.
-        progress: Told how far the work has come.
+        training: Options of the step.
+        device: The device that the step is planned for: ``cpu`` or ``cuda``; ``cuda``
+            needs no GPU and is the default if a card is named.
+        gpu: A card of ``ckplan gpus``; its roofline replaces measured seconds.
+        fresh: Measure ops again that the cost cache already knows.
+        replay: Run the forward of a small model twice, to find nondeterminism.
+        seed: Seed of all random generators; ``verify`` takes the same step for the
+            same seed.
+        progress: Called with the progress of the work.
 
     Raises:
-        CkplanError: There is no such card or device.
+        CkplanError: The card or the device does not exist.
         WorkloadError: The workload cannot be built or trained.
     """
     target = find_target(device or ("cpu" if gpu is None else "cuda"), gpu)
@@ -128,34 +128,35 @@ def profile(
     """Profile one training step of a model, leaving the model as it is.
 
     Args:
-        model: In the mode it is trained in; a copy of it is traced.
-        batch: A mapping is passed as keywords, a tuple or list as positionals.
+        model: The model in its training mode; a copy of it is traced.
+        batch: Inputs of the model; a mapping is passed as keyword arguments, a tuple
+            or list as positional ones.
         loss: ``loss(output, batch)``; by default ``output.loss``, a scalar output, or
             the sum of the output's floating tensors.
         optimizer: ``adamw`` by default; ``adam``, ``sgd``, ``momentum``,
             ``adafactor``, ``adamw8bit`` or ``none``. With ``:foreach``, ``:fused`` or
-            ``:single`` one of torch's kernels, if not what torch chooses.
+            ``:single`` that implementation of torch, instead of torch's default.
         amp: ``bf16`` or ``fp16``: forward and loss run under autocast.
-        accumulate: Backwards before the optimizer takes a step; the last is profiled.
-        device: Where the step is to run, by default where the model is, or on the card
-            that is named; ``cuda`` needs
-            no GPU.
-        clip: Largest norm of all gradients together: ``clip_grad_norm_``.
-        scaler: Whether the loss goes through a gradient scaler.
-        gpu: A card of ``ckplan gpus``, whose roofline stands in for measured seconds.
-        replay: Run the forward of a small model twice, to find what differs then.
-        shard: The step of one of several ranks: ``ddp``, ``zero1``, ``zero2``,
+        accumulate: Backwards per optimizer step; the last one is profiled.
+        device: The device that the step is planned for; by default the model's device,
+            or ``cuda`` if a card is named. ``cuda`` needs no GPU.
+        clip: Largest total norm of the gradients, as of ``clip_grad_norm_``.
+        scaler: Whether a gradient scaler scales the loss.
+        gpu: A card of ``ckplan gpus``; its roofline replaces measured seconds.
+        replay: Run the forward of a small model twice, to find nondeterminism.
+        shard: Profile the step of one rank under ``ddp``, ``zero1``, ``zero2``,
             ``zero3`` or ``fsdp2``; see ``ckplan.shard``.
-        world_size: How many ranks there are.
-        units: Modules that are gathered as one, if not the layers.
-        fresh: Measure ops again that were measured on this machine before.
-        progress: Told how far the work has come.
+        world_size: Number of ranks.
+        units: Modules that are gathered as one unit; by default the layers.
+        fresh: Measure ops again that the cost cache already knows.
+        progress: Called with the progress of the work.
 
     Returns:
         The recorded step.
 
     Raises:
-        CkplanError: There is no such card or device, or it cannot be sharded so.
+        CkplanError: The card or device does not exist, or the step cannot be sharded
+            in this way.
         WorkloadError: The model cannot be trained on this batch.
     """
     sharding = Sharding(shard, world_size, tuple(units)) if shard else None
@@ -183,14 +184,17 @@ def profile(
 
 @contextmanager
 def _left_as_it_is(target: TraceTarget) -> Iterator[None]:
-    """Random states stay as they are, and a GPU has the memory that it had."""
+    """A scope that restores random states and frees cached GPU memory at its end."""
     target.begin()
     with preserve_rng_state(), empty_cache_after(target.placed):
         yield
 
 
 def _generators_of(model: nn.Module) -> dict[int, Any]:
-    """What ``deepcopy`` takes for them: their states are real tensors."""
+    """A ``deepcopy`` memo with clones of the generators of a model.
+
+    Generators cannot be copied under fake tensors, as their states are real tensors.
+    """
     held = (value for module in model.modules() for value in vars(module).values())
     found = (value for value in held if isinstance(value, torch.Generator))
     return {id(one): one.clone_state() for one in found}
@@ -220,9 +224,7 @@ def _profile(
     try:
         traced, too_large = trace(unplanned, training, target), None
     except DoesNotFitError as error:
-        too_large = (
-            error.without_traceback()
-        )  # what failed must not hold memory any more
+        too_large = error.without_traceback()  # its frames must not keep memory
     if too_large is None:
         graph = _as_graph(traced, training, target, cache, progress)
     else:
@@ -254,7 +256,7 @@ def _as_graph(
     cache: CostCache,
     progress: Progress | None,
 ) -> Graph:
-    """Measure what was recorded, and put both together."""
+    """Measure the ops of a recorded step and build its graph."""
     costs, notes = _costs(traced.recording, target, cache, progress)
     options, gpu = training.as_options(), target.gpu
     graph = build_graph(
@@ -279,7 +281,7 @@ def _costs(
     cache: CostCache,
     progress: Progress | None,
 ) -> tuple[list[Cost], list[str]]:
-    """What every op costs, and what a reader must know of that."""
+    """The cost of every op, and notes on how the costs were found."""
     ops, gpu = recording.ops, target.gpu
     if gpu is not None and target.device.type == "cuda":
         return with_workspaces(ops, roofline(ops, gpu), gpu), [NOTE_SOME_WORKSPACES]
@@ -295,7 +297,7 @@ def _costs(
 def _engine_costs(
     recording: Recording, target: TraceTarget, cache: CostCache
 ) -> EngineCosts:
-    """What our own part costs; of other machines than this one it is not known."""
+    """Measure the overhead of ckplan's engine; zeros for a named card."""
     if target.gpu is not None:
         return EngineCosts()
     forward = recording.ops[: recording.num_forward]

@@ -1,4 +1,4 @@
-"""Where a step on real tensors does not fit in memory: trace two smaller batches."""
+"""Trace two smaller batches if a step on real tensors does not fit in memory."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _Build: TypeAlias = Callable[[Any], Workload]
 
 
 class DoesNotFitError(WorkloadError):
-    """A step on real tensors needs more memory than there is."""
+    """A step on real tensors needs more memory than the machine has."""
 
     def without_traceback(self) -> DoesNotFitError:
-        """The same without the frames that hold what filled the memory."""
+        """The same error without the frames whose tensors filled the memory."""
         return DoesNotFitError(self.what, needed=self.needed, hint=self.hint)
 
 
@@ -30,18 +30,20 @@ def profile_smaller_batches(
     shapes_of: Callable[[Workload], Any],
     failure: DoesNotFitError,
 ) -> Graph:
-    """Profile the two largest halves of a batch that fit, and draw on to the whole.
+    """Profile two fractions of a batch that fit, and extrapolate to the whole batch.
+
+    The batch is halved until a fraction and its half both fit.
 
     Args:
         build: Makes the workload.
-        trace: Records a step of what another ``build`` makes.
-        as_graph: Measures what was recorded.
-        shapes_of: The fingerprint of a batch.
-        failure: Raised if no half fits, either.
+        trace: Records a step of the workload that another ``build`` makes.
+        as_graph: Measures a recorded step and builds its graph.
+        shapes_of: Gives the fingerprint of a workload's batch.
+        failure: Raised if no fraction fits either.
 
     Raises:
         DoesNotFitError: The batch cannot be made small enough.
-        GraphError: The step runs other ops at another batch.
+        GraphError: The step runs different ops at the two batch sizes.
     """
     workload = build(None)
     rows, shapes = rows_of(workload), shapes_of(workload)
@@ -65,5 +67,5 @@ def profile_smaller_batches(
 
 
 def _cut(build: _Build, rows: int) -> _Build:
-    """What makes the same workload with fewer rows of the batch."""
+    """A builder of the same workload with fewer rows in the batch."""
     return lambda scope: first_rows(build(scope), rows)

@@ -1,4 +1,4 @@
-"""Where a profiled step is to run: here, or on a card that is not here."""
+"""The device that a step is planned for: a local one, or a card not installed."""
 
 from __future__ import annotations
 
@@ -12,38 +12,38 @@ from ckplan.tracing.cuda.translation import Capability
 from ckplan.training.failures import first_line
 
 DEFAULT_GPU = "A100 40GB"
-"""The card that CUDA means where there is none and none is named."""
+"""The card for ``cuda`` if no GPU is installed and none is named."""
 
 
 @dataclass(frozen=True, slots=True)
 class TraceTarget:
-    """Where the step is to run."""
+    """The device that a step is planned for."""
 
     device: torch.device
-    gpu: Gpu | None  # whose roofline is taken; None: seconds are measured
-    is_here: bool  # or what CUDA would do is translated to
+    gpu: Gpu | None  # card whose roofline gives seconds; None: seconds are measured
+    is_here: bool  # False: tracing predicts what CUDA would do
 
     @property
     def placed(self) -> torch.device:
-        """Where tensors are while the step is traced."""
+        """The device of tensors while the step is traced."""
         return self.device if self.is_here else torch.device("cpu")
 
     @property
     def capability(self) -> Capability:
-        """Of the GPU, which is here or named."""
+        """Compute capability of the local GPU or the named card."""
         if self.is_here:
             return torch.cuda.get_device_capability(self.device)
         assert self.gpu is not None, "internal error: no card to translate to"
         return self.gpu.capability
 
     def begin(self) -> None:
-        """Let CUDA begin, where the step is to run on a GPU that is here.
+        """Initialize CUDA if the step runs on a local GPU.
 
-        What that takes of the CPU's memory is not the step's; and only from then on
-        has the GPU a random state, to be put back when all is done.
+        CPU memory that this takes does not belong to the step. The GPU has a random
+        state only afterwards, and profiling restores that state at its end.
 
         Raises:
-            CkplanError: The GPU has nothing to give.
+            CkplanError: The GPU has no free memory.
         """
         if self.is_here and self.device.type == "cuda":
             try:
@@ -58,16 +58,16 @@ class TraceTarget:
 
 
 def find_target(device: str, gpu: str | None) -> TraceTarget:
-    """Check where a step is to run.
+    """Check the device and the card that a step is planned for.
 
-    A card whose kernels are others than those of the GPU that is here is not here.
+    A named card counts as local only if the local GPU has the same compute capability.
 
     Args:
         device: ``cpu``, ``cuda`` or ``cuda:1``.
-        gpu: A card of ``ckplan gpus``, or none.
+        gpu: A card of ``ckplan gpus``, or None.
 
     Raises:
-        CkplanError: There is no such card, or no such device.
+        CkplanError: The card or the device does not exist.
     """
     name, _, number = device.partition(":")
     if name not in ("cpu", "cuda") or not (number or "0").isdigit():

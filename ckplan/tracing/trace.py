@@ -1,7 +1,8 @@
-"""Watch the second step of a workload: the steady state, with optimizer state.
+"""Record the second step of a workload: the steady state, with optimizer state.
 
-Under fake tensors where that can be, which have shapes and no bytes, so that a model
-larger than the machine can be traced; else on real ones, and the trace says so.
+The step runs under fake tensors where possible. They have shapes and no bytes, so a
+model larger than the machine's memory can be traced. Otherwise the step runs on real
+tensors, and a note of the trace says so.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ NOTE_MADE = (
     "applied, in the workload's factory, too"
 )
 
-_MOST_OF_MEMORY = 0.9  # of what is available, for a step on real tensors
+_MOST_OF_MEMORY = 0.9  # fraction of available bytes that a step on real tensors may use
 
 FakeScope: TypeAlias = tuple[FakeTensorMode, KnownValues]
 BuildWorkload: TypeAlias = Callable[[FakeScope | None], Workload]
@@ -53,7 +54,7 @@ BuildWorkload: TypeAlias = Callable[[FakeScope | None], Workload]
 
 @dataclass(frozen=True, slots=True)
 class TracedStep:
-    """A step as it was seen, and whose."""
+    """A recorded step and the model that it belongs to."""
 
     recording: Recording
     model: str
@@ -62,15 +63,16 @@ class TracedStep:
 
 
 def trace(build: BuildWorkload, training: Training, target: TraceTarget) -> TracedStep:
-    """Trace under fake tensors, and on real ones where the model needs values.
+    """Trace under fake tensors, or on real tensors where the model needs values.
 
     Args:
-        build: Makes the workload, given what makes tensors fake, if they are to be.
-        training: How it is trained.
-        target: Where the step is to run.
+        build: Makes the workload; takes the scope of fake tensors, or None for real
+            tensors.
+        training: Options of the step.
+        target: The device that the step is planned for.
 
     Raises:
-        DoesNotFitError: It needs real ones, and there is not enough memory.
+        DoesNotFitError: The step needs real tensors, and memory is too small for them.
         WorkloadError: The model cannot be trained on its batch.
     """
     if not target.is_here:
@@ -89,14 +91,14 @@ def trace(build: BuildWorkload, training: Training, target: TraceTarget) -> Trac
 
 
 def _kernels_of(target: TraceTarget) -> AbstractContextManager[Iterable[str]]:
-    """What fake tensors get of the kernels of a device that is here."""
+    """A scope in which fake tensors act like a local device's kernels."""
     return fake_cuda_with_gpu() if target.device.type == "cuda" else nullcontext(())
 
 
 def _trace_elsewhere(
     build: BuildWorkload, training: Training, target: TraceTarget
 ) -> TracedStep:
-    """Trace what CUDA would do, without a GPU; no real tensors can be fallen back on.
+    """Trace a step for CUDA without a GPU; there is no fallback to real tensors.
 
     Raises:
         WorkloadError: The step cannot be traced on fake tensors.
@@ -124,16 +126,16 @@ def _trace_elsewhere(
 def _trace_translated(
     build: BuildWorkload, training: Training, target: TraceTarget, before: str = ""
 ) -> TracedStep:
-    """Trace on fake CPU tensors what CUDA would do.
+    """Trace a step for CUDA on fake CPU tensors.
 
     Args:
         build: Makes the workload.
-        training: How it is trained.
-        target: Where the step is to run.
-        before: Why fake CUDA tensors would not do, if they were tried.
+        training: Options of the step.
+        target: The device that the step is planned for.
+        before: Why fake CUDA tensors failed; empty if they were not tried.
 
     Raises:
-        WorkloadError: These will not do, either.
+        WorkloadError: The step cannot be traced on fake CPU tensors either.
     """
     try:
         with (
@@ -173,7 +175,7 @@ def _what_can_be_told(error: Exception) -> str:
 
 
 def _instead(error: Exception) -> str:
-    """What would help where neither way of tracing for CUDA does."""
+    """The hint to show when both ways of tracing for CUDA fail."""
     ways = ["--device cpu", "run this where the GPU is"]
     if not torch.backends.cuda.is_built():
         ways.insert(0, "a build of torch with CUDA, which needs no GPU here")
@@ -189,7 +191,7 @@ def _card(target: TraceTarget) -> str:
 
 
 def _is_final(error: Exception) -> bool:
-    """Whether real tensors would fail in the same way."""
+    """Whether the step would fail in the same way on real tensors."""
     return isinstance(error, CkplanError) and error.__cause__ is None
 
 
@@ -200,12 +202,12 @@ def trace_on_real_tensors(
 
     Args:
         build: Makes the workload.
-        training: How it is trained.
-        target: Where the step is to run.
-        why: Fake ones will not do.
+        training: Options of the step.
+        target: The device that the step is planned for.
+        why: The reason that fake tensors do not work, as a note for the graph.
 
     Raises:
-        DoesNotFitError: There is not enough memory.
+        DoesNotFitError: The machine has too little memory.
         WorkloadError: The model cannot be trained on its batch.
     """
     try:
@@ -230,7 +232,7 @@ def _watch_step(
     scope: FakeScope | None,
     device: torch.device | None = None,
 ) -> TracedStep:
-    """Record the second step: the steady state, in which optimizer state exists."""
+    """Record the second step: the steady state, with optimizer state."""
     placed = device or target.placed
     workload = on_device(build(scope), placed)
     check_not_lazy(workload.model, "profile")
@@ -264,7 +266,7 @@ def _watch_step(
 
 @contextmanager
 def _told(title: str) -> Iterator[None]:
-    """Say of an exception of the workload in which step and phase it was."""
+    """Add the step and phase to an exception that the workload raises."""
     try:
         yield
     except CkplanError:
@@ -283,7 +285,7 @@ def _record(recorder: StepRecorder, step: TrainingStep) -> list[str]:
         output, loss, rule = step.forward()
         recorder.begin_backward(loss)
         step.backward(loss)
-        value = loss.detach()  # a loop keeps it to show it
+        value = loss.detach()  # a training loop keeps the loss to log it
         del output, loss
         recorder.begin_update()
         parameters = step.workload.model.parameters()
@@ -306,8 +308,8 @@ def _know_before(storages: Storages, step: TrainingStep) -> None:
             tensors_of(list(optimizer.state.values())), "optimizer"
         )
     storages.register_existing(tensors_of(step.workload.batch), "input")
-    # Plain attributes, which no op may read: what the last step left in them, as norms
-    # of weights do by hooks, stays until another takes its place.
+    # Tensors in plain attributes, which possibly no op reads. A tensor that the first
+    # step left there, as weight-norm hooks do, lives until it is replaced.
     held = tensors_of([vars(module) for module in model.modules()])
     plain = [x for x in held if x.layout == torch.strided and not x.is_nested]
     storages.numbers(plain, "buffer", BEFORE_STEP)

@@ -1,1 +1,1 @@
-"""Seconds and workspaces of ops."""
+"""Measure or predict seconds and workspaces of ops."""

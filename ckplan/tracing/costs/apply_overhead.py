@@ -1,9 +1,9 @@
-"""Measure what carrying out a plan takes of the CPU, beside the ops themselves.
+"""Measure the CPU time that applying a plan adds to the ops themselves.
 
-Two steps of a chain of tiny ops are compared with an unplanned one: under a plan that
-saves everything, and under one that saves every second tensor. Between two ops of a
-large step the kernels push all else out of the processor's cache, and Python runs
-several times slower then. So as many bytes are read between the ops of the chain.
+A chain of tiny ops runs unplanned, under a plan that saves every tensor, and under a
+plan that saves every second tensor; the differences give the overheads. In a large
+step, kernels evict Python's data from the processor's cache between two ops, which
+makes Python several times slower. So the chain reads as many bytes between its ops.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from ckplan.tracing.recording.recording import RawOp
 _NUM_OPS = 16
 _DROPPED_STEPS, _STEPS = 2, 5
 _LEAST_BYTES, _MOST_BYTES = 1 << 20, 1 << 24
-_OPS_BETWEEN = 2  # an op that autograd saves for, and one that it does not
+_OPS_BETWEEN = 2  # per saved tensor: an op that saves one, and an op that does not
 
 
 def calibrate_engine(
     ops: Sequence[RawOp], device: torch.device, cache: CostCache
 ) -> EngineCosts:
-    """Measure what the cache does not know.
+    """Look up the engine's overheads in the cost cache, or measure them.
 
     Args:
-        ops: Of the forward that plans are for; what they move decides how cold the
-            caches are.
-        device: Where they run: on a GPU, the CPU's caches are its own.
-        cache: Of that device.
+        ops: Ops of the forward that is planned; the bytes that they move determine how
+            much of the processor's cache they evict.
+        device: Device of the step; kernels on a GPU evict nothing from the CPU's cache.
+        cache: The cost cache of that device.
     """
     flushed_bytes = _flushed_bytes(ops) if device.type == "cpu" else 0
     keys = [f"engine {__version__} {w} {flushed_bytes}" for w in ("watch", "rerun")]
@@ -50,7 +50,7 @@ def calibrate_engine(
 
 
 def _flushed_bytes(ops: Sequence[RawOp]) -> int:
-    """What passes through the cache from one saved tensor to the next; a power of 2."""
+    """Bytes moved from one saved tensor to the next, rounded up to a power of 2."""
     moved_bytes = _OPS_BETWEEN * sum(op.moved_bytes for op in ops) // max(len(ops), 1)
     if moved_bytes < _LEAST_BYTES:
         return 0
@@ -58,7 +58,7 @@ def _flushed_bytes(ops: Sequence[RawOp]) -> int:
 
 
 def _measure(flushed_bytes: int) -> tuple[float, float]:
-    """Seconds for every tensor saved, and for every op that runs again."""
+    """Seconds per saved tensor, and per recomputed op."""
     ops = [OpName("", "sin", occurrence) for occurrence in range(_NUM_OPS)]
     with (
         torch.inference_mode(mode=False),
@@ -80,7 +80,7 @@ def _measure(flushed_bytes: int) -> tuple[float, float]:
 
 
 class _Chain(nn.Module):
-    """A step of tiny ops, of which every one saves its input."""
+    """A step of tiny ops that each save their input."""
 
     def __init__(self, flushed_bytes: int) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class _Chain(nn.Module):
         self.links = _Links(flushed_bytes)
 
     def step_seconds(self, *, first: bool) -> float:
-        """Seconds of forward and backward, but for what flushes the cache."""
+        """Seconds of forward and backward without the flushes of the cache."""
         links = self.links
         links.cold, links.flush_seconds = not first, 0.0
         start = time.perf_counter()
@@ -99,7 +99,7 @@ class _Chain(nn.Module):
 class _Links(nn.Module):
     def __init__(self, flushed_bytes: int) -> None:
         super().__init__()
-        self.cold = False  # the first forward is written down, and must not see it
+        self.cold = False  # the recording of the first forward must not contain flushes
         self.flush_seconds = 0.0
         self._flushed = torch.zeros(
             flushed_bytes // 4, dtype=torch.float32, device="cpu"

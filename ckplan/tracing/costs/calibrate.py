@@ -1,14 +1,13 @@
-"""Run every distinct op once, alone, to learn its seconds and its workspace.
+"""Measure every distinct op alone, for its seconds and its workspace.
 
-Ops are alike when name, shapes, strides, dtypes and numbers are. Alone means that it
-never needs the memory of the whole model: the largest op decides, or ``COLD_BYTES``.
-Ops whose tensors are larger than ``LARGEST_BYTES``, and those that do not run on
-made-up content, are not measured but scaled from the bandwidth and the rate that the
-others reached. What was measured before, on this machine, need not be measured again
-(``cost_cache``).
+Ops are equal if their names, shapes, strides, dtypes and numbers are equal. Measuring
+ops alone needs memory for the largest op, or ``COLD_BYTES``, and not for the whole
+model. Ops with tensors larger than ``LARGEST_BYTES``, and ops that fail on made-up
+content, are not measured. Their seconds are scaled from the bandwidth and the FLOP rate
+that other ops reach. Ops in the cost cache are not measured again (``cost_cache``).
 
-In a step other tensors pass through the processor's cache between two ops that touch
-the same one. So several copies of an op's input take turns, of ``COLD_BYTES`` together.
+In a step, other tensors evict an op's inputs from the processor's cache. So several
+copies of the inputs, of ``COLD_BYTES`` together, are used in turn.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ from ckplan.training.allocator import AllocatorLog, gpu_allocator_stats, log_all
 from ckplan.training.failures import first_line, is_out_of_memory
 
 LARGEST_BYTES = 1 << 30
-_MOST_ENCODED = 1 << 24  # elements; encodings of more are scaled
-_LONG_SECONDS = 0.05  # an op that takes so long is run once
+_MOST_ENCODED = 1 << 24  # elements; costs of larger tensors are scaled
+_LONG_SECONDS = 0.05  # an op that takes longer is run once
 MARK = "ckplan_op_"
 
 Progress = Callable[[str, int, int], None]
-"""Called with what is being done, how many are done, and how many there are."""
+"""Called with a title, the number of items done and the total."""
 
 
 def calibrate(
@@ -51,7 +50,7 @@ def calibrate(
     progress: Progress | None = None,
     cache: CostCache | None = None,
 ) -> list[Cost]:
-    """Measure every distinct op that the cache does not know.
+    """Measure every distinct op that is not in the cost cache.
 
     Returns:
         One cost for each of ``ops``, in order.
@@ -81,7 +80,7 @@ def _silent(what: str, done: int, total: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class EncodingCost:
-    """What one encoding of one tensor costs."""
+    """Seconds and workspaces of encoding and decoding one tensor."""
 
     encode_seconds: float
     decode_seconds: float
@@ -94,7 +93,7 @@ def calibrate_encodings(
     device: torch.device,
     cache: CostCache | None = None,
 ) -> dict[tuple[str, TensorMeta], EncodingCost]:
-    """Measure how tensors are brought into a smaller form and back."""
+    """Measure encoding and decoding for pairs of form and tensor."""
     sizes = {
         (form, meta): (form, meta.dtype, min(meta.numel, _MOST_ENCODED))
         for form, meta in dict.fromkeys(wanted)
@@ -159,7 +158,7 @@ def _measure(
             try:
                 run = job.prepare()
                 if device.type == "cuda":
-                    run()  # cuBLAS takes its workspace, and kernels are loaded
+                    run()  # cuBLAS allocates its workspace; kernels are loaded
                 with record_function(mark), _requested(device) as requested[key]:
                     first, out = seconds_of(run, device)
                 del out
@@ -167,7 +166,7 @@ def _measure(
             except (RuntimeError, IndexError, TypeError, ValueError, MemoryError) as e:
                 if is_out_of_memory(e):
                     raise _too_large(key, e) from e
-                continue  # made-up content is not good enough for it
+                continue  # the op does not run on made-up content
             marks[key] = mark
             seconds[key] = taken
     within: Mapping[str, AllocatorLog | _Requested] = (
@@ -186,7 +185,7 @@ def _measure(
 
 @dataclass(slots=True)
 class _Requested:
-    """What an op asked of a GPU's allocator, which may hand out larger blocks."""
+    """Bytes that an op requests from a GPU's allocator; blocks can be larger."""
 
     peak_bytes: int = 0
     held_bytes: int = 0
@@ -215,7 +214,7 @@ def _too_large(key: str, error: BaseException) -> WorkloadError:
 
 
 def _within(log: AllocatorLog, marks: Mapping[str, str]) -> dict[str, AllocatorLog]:
-    """What was allocated during the first run of every op."""
+    """Allocations during the first run of every op."""
     times = [when for when, _ in log.events]
     found: dict[str, AllocatorLog] = {}
     for key, mark in marks.items():
@@ -226,7 +225,7 @@ def _within(log: AllocatorLog, marks: Mapping[str, str]) -> dict[str, AllocatorL
 
 
 def _rates(ops: Mapping[str, RawOp], costs: Mapping[str, Cost]) -> tuple[float, float]:
-    """Bytes and FLOPs per second that the measured ops reached at best."""
+    """The highest bytes and FLOPs per second that measured ops reach."""
     bandwidth, flop_rate = 1e9, 1e9
     for key, cost in costs.items():
         seconds = max(cost.seconds, 1e-9)

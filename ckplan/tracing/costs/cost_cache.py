@@ -1,9 +1,9 @@
 """Measured costs, kept on disk between profiles.
 
-One file a machine: a device, a version of torch, a number of threads. Every op that
-was measured has its bytes there and the seconds of its last few runs, of which the
-median counts. Runs go out of date, so that no noisy one counts for ever; measuring anew
-adds a run.
+There is one file per machine: a device, a version of torch and a number of threads.
+The file has the bytes of each measured op and the seconds of its last few runs. The
+median of these runs is the cost. Old runs expire, so a noisy run does not count for
+ever. Each new measurement adds a run.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ _MOST_ENTRIES = 50_000
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What one op costs beyond its outputs."""
+    """Seconds and bytes of one op."""
 
     seconds: float
     peak_bytes: int  # allocated at once, outputs included
     held_bytes: int  # still allocated when it has returned, outputs included
     measured: bool
-    launch_seconds: float = 0.0  # beside them, where a CPU launches for a device
-    workspace: Workspace | None = None  # of that what is not held, if it is known
+    launch_seconds: float = 0.0  # CPU time to launch it on a GPU, not in seconds
+    workspace: Workspace | None = None  # predicted workspace, None if it is not known
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
     peak_bytes: int
     held_bytes: int
-    runs: tuple[tuple[float, float], ...]  # when, by the clock; seconds; oldest first
+    runs: tuple[tuple[float, float], ...]  # (Unix time, seconds), oldest first
 
     def __post_init__(self) -> None:
         numbers = (self.peak_bytes, self.held_bytes, *(n for r in self.runs for n in r))
@@ -67,16 +67,16 @@ class _Entry:
 
 @dataclass
 class CostCache:
-    """The costs of one machine: read once, written when there is something new."""
+    """The costs of one machine; the file is read once and written with new costs."""
 
-    path: Path | None  # None: there is no place for it
-    fresh: bool = False  # measure anew what is known, too
+    path: Path | None  # None: no folder was found
+    fresh: bool = False  # measure known ops again
     now: float = field(default_factory=time.time)
-    notes: list[str] = field(default_factory=list)  # what went wrong with the file
+    notes: list[str] = field(default_factory=list)  # problems with the file
     _entries: dict[str, _Entry] | None = None
 
     def known(self, keys: Collection[str]) -> dict[str, Cost]:
-        """The costs of those ops that need no measuring."""
+        """The costs of ops that need no measurement."""
         if self.fresh:
             return {}
         entries = self._read()
@@ -84,10 +84,10 @@ class CostCache:
         return {key: entry.cost for key, entry in found.items() if entry is not None}
 
     def learn(self, costs: Mapping[str, Cost]) -> dict[str, Cost]:
-        """Keep what was just measured; returns it with earlier runs taken in."""
+        """Store measured costs; return them combined with earlier runs."""
         if not costs:
             return {}
-        self._entries = None  # another process may have written since
+        self._entries = None  # another process may have written to the file
         entries, found = self._read(), {}
         for key, cost in costs.items():
             run = (self.now, cost.seconds)
@@ -139,7 +139,7 @@ class CostCache:
 
 
 def cost_cache(device: torch.device, *, fresh: bool = False) -> CostCache:
-    """The costs of a device of this machine, as this process would measure them."""
+    """The cost cache of a local device under this process's settings."""
     machine = json.dumps(_machine(device), sort_keys=True)
     name = f"costs-{device.type}-{_digest(machine)[:16]}.json"
     folder = _folder()
@@ -147,19 +147,19 @@ def cost_cache(device: torch.device, *, fresh: bool = False) -> CostCache:
 
 
 def _folder() -> Path | None:
-    """Where costs are kept; None if that is below a home folder that nobody names."""
+    """The cache folder; None if the home folder is not known."""
     named = os.environ.get(FOLDER_VARIABLE)
     base = os.environ.get("XDG_CACHE_HOME")
     try:
         if named:
             return Path(named).expanduser()
         return (Path(base) if base else Path.home() / ".cache") / "ckplan"
-    except RuntimeError:  # so pathlib says it
+    except RuntimeError:  # pathlib finds no home folder
         return None
 
 
 def _machine(device: torch.device) -> dict[str, Any]:
-    """All that seconds and workspaces depend on, beside the op."""
+    """Settings that seconds and workspaces depend on, besides the op."""
     found: dict[str, Any] = {"torch": torch.__version__, "device": _processor()}
     found["matmul"] = torch.get_float32_matmul_precision()
     if device.type == "cuda":
@@ -170,7 +170,7 @@ def _machine(device: torch.device) -> dict[str, Any]:
         found["threads"] = torch.get_num_threads()
         found["capability"] = torch.backends.cpu.get_cpu_capability()
         found["mkldnn"] = torch.backends.mkldnn.enabled
-    found["inputs"] = "cold"  # not so before
+    found["inputs"] = "cold"  # earlier versions measured warm inputs
     found["deterministic"] = torch.are_deterministic_algorithms_enabled()
     return found
 

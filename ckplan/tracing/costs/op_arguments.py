@@ -1,4 +1,4 @@
-"""Real arguments for one recorded op, to measure it alone."""
+"""Make real arguments for one recorded op, to measure it alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ckplan.tracing.recording.recording import RawOp, TensorMeta
 from ckplan.training.data_dependent import MASK_DTYPES
 
 Run: TypeAlias = Callable[[], object]
-"""What is to be measured."""
+"""A function to measure."""
 
 
 _WRITE_AT_INDEX = (
@@ -27,7 +27,7 @@ _RECURRENT = (
 
 
 def make_runner(op: RawOp, device: torch.device) -> Run:
-    """The op with made-up content."""
+    """A function that runs the op on made-up content."""
     args, kwargs = arguments(op, device)
 
     def run() -> object:
@@ -38,9 +38,10 @@ def make_runner(op: RawOp, device: torch.device) -> Run:
 
 
 def arguments(op: RawOp, device: torch.device) -> tuple[list[Any], dict[str, Any]]:
-    """What to run an op on: halves in floats, zeros in integers.
+    """Arguments for an op: 0.5 in floating tensors, 0 in integer tensors.
 
-    Masks choose as many elements as in the step: outputs are as large, and workspaces.
+    Masks choose as many elements as in the step, so that outputs and workspaces have
+    the same size.
     """
     flat = [make_tensor(leaf, device) for leaf in op.args]
     chosen = chosen_indices(op)
@@ -54,23 +55,24 @@ def arguments(op: RawOp, device: torch.device) -> tuple[list[Any], dict[str, Any
         _spread(*flat[:3])
     given, kwargs = pytree.tree_unflatten(flat, op.spec)
     args = [*given]
-    if op.func in _RECURRENT:  # of the buffer that has all weights, traces show one
+    if op.func in _RECURRENT:  # the recording has one weight of this flat buffer
         weights, buffer = args[1], args[3]
         args[3] = buffer.new_zeros(sum(weight.numel() for weight in weights))
     return args, kwargs
 
 
 class ChosenIndices(NamedTuple):
-    """What a mask lets through."""
+    """The number of elements that a mask chooses."""
 
-    place: int  # of the mask in the op's flat arguments
+    place: int  # index of the mask in the op's flat arguments
     elements: int
 
 
 def chosen_indices(op: RawOp) -> ChosenIndices | None:
-    """How many elements a mask let through, as far as shapes tell.
+    """The number of elements that a mask chose, computed from shapes.
 
-    That is for nothing but one mask: ``nonzero``, indexing, and writing at an index.
+    It is known for one mask in ``nonzero``, in indexing, and in writes at an index.
+    None for all other ops.
     """
     packet = op.func.overloadpacket
     if packet is torch.ops.aten.nonzero:
@@ -82,21 +84,21 @@ def chosen_indices(op: RawOp) -> ChosenIndices | None:
     (place, mask), *others = given
     through = values[0] if values else op.returned[0]
     if others or mask.dtype not in MASK_DTYPES or not through.shape:
-        return None  # a number is written to however many there are
+        return None  # a scalar is written to an unknown number of elements
     return ChosenIndices(place, through.numel * mask.numel // max(tensor.numel, 1))
 
 
 def input_bytes(op: RawOp) -> int:
-    """Of what an op does not read, too: the input of ``empty_like``."""
+    """Bytes of all inputs, also unread ones such as that of ``empty_like``."""
     return sum(leaf.num_bytes for leaf in op.args if isinstance(leaf, TensorMeta))
 
 
 def make_tensor(leaf: Any, device: torch.device) -> Any:
-    """Return a tensor for its description; other leaves as they are."""
+    """Make a tensor from its description; return other leaves unchanged."""
     if not isinstance(leaf, TensorMeta):
         return leaf
     geometry = zip(leaf.shape, leaf.stride, strict=True)
-    sizes = [size if step else 1 for size, step in geometry]  # unexpanded, to write
+    sizes = [size if step else 1 for size, step in geometry]  # writable
     tensor = torch.empty_strided(sizes, leaf.stride, dtype=leaf.dtype, device=device)
     floating = leaf.dtype.is_floating_point or leaf.dtype.is_complex
     return tensor.fill_(0.5 if floating else leaf.dtype == torch.bool).expand(
@@ -105,7 +107,7 @@ def make_tensor(leaf: Any, device: torch.device) -> Any:
 
 
 def _spread(a: torch.Tensor, b: torch.Tensor, stops: torch.Tensor) -> None:
-    """Give every expert the same number of tokens, not none."""
+    """Give every expert the same number of tokens instead of none."""
     tokens = a.shape[-1] if a.dim() == b.dim() else a.shape[-2]
     groups = torch.arange(1, len(stops) + 1, device=stops.device)
     stops.copy_(groups * tokens // len(stops))

@@ -1,7 +1,7 @@
-"""Seconds without measuring: the roofline of a card, for every op.
+"""Seconds of every op from the roofline of a card, without measuring.
 
-Bounds from below, as no kernel reaches the peak rate or the full bandwidth; how ops
-compare with each other is what a planner needs.
+The seconds are lower bounds, as no kernel reaches the peak rate or the full bandwidth.
+A planner mainly needs the ratios between ops.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _RATES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 def roofline(ops: Sequence[RawOp], gpu: Gpu) -> list[Cost]:
-    """Device and launch time of every op; nothing is known of workspaces."""
+    """Device and launch seconds of every op; workspaces are not known."""
     return [
         Cost(
             gpu.device_seconds(op.flops, op.moved_bytes, rate_of(op)),
@@ -37,7 +37,7 @@ def roofline(ops: Sequence[RawOp], gpu: Gpu) -> list[Cost]:
 def roofline_encodings(
     encoding_costs: Mapping[tuple[str, TensorMeta], EncodingCost], gpu: Gpu
 ) -> dict[tuple[str, TensorMeta], EncodingCost]:
-    """What encodings cost on a card: they move both forms, or wait to be launched."""
+    """Costs of encodings on a card: the time to move both forms, or to launch."""
 
     def on_card(form: str, meta: TensorMeta, cost: EncodingCost) -> EncodingCost:
         moved_bytes = meta.num_bytes + encoded_bytes(form, meta.numel)
@@ -49,9 +49,9 @@ def roofline_encodings(
 
 
 def rate_of(op: RawOp) -> str:
-    """At which rate of ``gpus.RATES`` an op computes, as torch is set now.
+    """The rate of ``gpus.RATES`` for an op, under torch's current settings.
 
-    By default torch lets tensor cores take fp32 apart in convolutions alone.
+    By default torch allows TF32 for fp32 only in convolutions.
     """
     floats = (
         leaf.dtype

@@ -1,4 +1,4 @@
-"""Seconds of one op or encoding, measured alone."""
+"""Measure the seconds of one op or encoding alone."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ import torch
 from ckplan.tracing.costs.op_arguments import Run
 
 COLD_BYTES = 1 << 26
-_MOST_COPIES = 32  # of small inputs: more than are run, to pass through the cache
-_PATIENCE_SECONDS = 0.02  # others are repeated for so long
+_MOST_COPIES = 32  # of small inputs; more than the repeats, to evict the cache
+_PATIENCE_SECONDS = 0.02  # time limit of the repeats of one op
 _MOST_REPEATS = 7
-_HEAD_START = 1_000_000  # cycles, most of a millisecond
+_HEAD_START = 1_000_000  # GPU cycles, almost a millisecond
 _LAUNCHES = 200
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Something to be measured."""
+    """A function to measure, and its inputs' size."""
 
-    prepare: Callable[[], Run]  # with an input of its own
-    num_bytes: int  # of that input, and of what one run reads and writes
+    prepare: Callable[[], Run]  # makes a run with its own input
+    num_bytes: int  # larger of its input and the bytes that one run moves
 
 
 def time_runs(job: Job, run: Run, device: torch.device) -> float:
-    """Seconds of one run, the median of a few."""
+    """Seconds of one run: the median of up to ``_MOST_REPEATS`` runs."""
     copies = min(COLD_BYTES // max(job.num_bytes, 1), _MOST_COPIES)
     runs = [run, *(job.prepare() for _ in range(copies - 1))]
-    outs: list[object] = [None] * len(runs)  # kept for a turn, so that they are cold
+    outs: list[object] = [None] * len(runs)  # kept for one round: cold memory
     times: list[float] = []
     begin = time.perf_counter()
     while len(times) < _MOST_REPEATS:
@@ -45,14 +45,14 @@ def time_runs(job: Job, run: Run, device: torch.device) -> float:
 
 
 def seconds_of(run: Run, device: torch.device) -> tuple[float, object]:
-    """Seconds that the device works, and what comes of it."""
+    """Seconds that the device works on a run, and its result."""
     if device.type != "cuda":
         start = time.perf_counter()
         out = run()
         return time.perf_counter() - start, out
     with torch.cuda.device(device):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(_HEAD_START)  # so that the device never waits for launches
+        torch.cuda._sleep(_HEAD_START)  # keeps the device from waiting for launches
         begin.record()
         out = run()
         end.record()
@@ -61,9 +61,9 @@ def seconds_of(run: Run, device: torch.device) -> tuple[float, object]:
 
 
 def launch_seconds(device: torch.device) -> float:
-    """What the CPU needs to hand one small op to a GPU."""
+    """Seconds that the CPU needs to launch one small op on a GPU."""
     small = torch.zeros(1, device=device)
-    small.add_(1)  # the first time loads its kernel
+    small.add_(1)  # the first call loads the kernel
     torch.cuda.synchronize(device)
     start = time.perf_counter()
     for _ in range(_LAUNCHES):

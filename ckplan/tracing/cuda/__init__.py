@@ -1,29 +1,29 @@
-"""What a step would do on CUDA, traced on a machine without a GPU.
+"""Trace a step for CUDA on a machine without a GPU.
 
-A build of torch with CUDA runs the step on fake CUDA tensors: it dispatches to CUDA's
-ops itself, but for what it would ask the GPU (``fake_cuda_without_gpu``). A CPU build
-cannot run autograd on fake CUDA tensors, so the step is traced on fake CPU tensors and
-*translated* while it runs (``cpu_as_cuda``). What is shared and what is not:
+A build of torch with CUDA runs the step on fake CUDA tensors and dispatches to CUDA's
+ops itself; only queries to the GPU are replaced (``fake_cuda_without_gpu``). A CPU
+build cannot run autograd on fake CUDA tensors. There the step runs on fake CPU tensors
+and is *translated* while it runs (``cpu_as_cuda``). The modules serve these ways:
 
-==============  ==========  ===========================================================
-``autocast``    translated  CUDA's lists of ops and its cache of casts, at the key of
-                            autocast
-``kernels``     translated  the op that CUDA would call, at the key of autograd, beneath
-                            every composite; torch's own formula for it then saves what
-                            CUDA saves. Recurrent nets: both
-``attention``   both        the kernel that the card would take, which
-                            ``attention_choice`` knows
-``outputs``     both        types and shapes that CUDA's kernels return, below autograd,
-                            where torch's own fake kernels do not know them
-``pretend``     both        what Python code is told: ``torch.cuda.is_available()``
-``answers``     both        streams, events, generators and properties that it is given
-``workspaces``  both        what kernels need beyond the tensors they return, with
-                            ``reductions`` for the parts that those put aside,
-                            ``sorting`` for what indices are sorted in,
-                            ``attention_workspaces`` for attention and ``layouts`` for
-                            copies
-``memory``      both        the allocator's blocks, cuBLAS's workspaces
-==============  ==========  ===========================================================
+=================  ==========  =========================================================
+``autocast``       translated  CUDA's lists of ops and its cache of casts, at autocast's
+                               dispatch key
+``kernels``        translated  the ops that CUDA calls, at autograd's dispatch key,
+                               below composites; torch's formulas then save the same
+                               tensors as on CUDA. Recurrent nets: both
+``attention``      both        the attention kernel that the card takes, chosen by
+                               ``sdpa_backend``
+``outputs``        both        dtypes and shapes that CUDA's kernels return, below
+                               autograd, where torch's fake kernels differ
+``patched_torch``  both        answers to Python code, such as
+                               ``torch.cuda.is_available()``
+``fake_runtime``   both        fake streams, events, generators and device properties
+``workspaces``     both        bytes that kernels need beyond their outputs, with
+                               ``reductions`` for partial results, ``sorting`` for
+                               sorted indices, ``attention_workspaces`` for
+                               attention and ``layouts`` for copies
+``memory``         both        the allocator's blocks, cuBLAS's workspaces
+=================  ==========  =========================================================
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ def cpu_as_cuda(
     """A scope in which fake CPU tensors act as if they were on a GPU.
 
     It replaces kernels and functions of torch for the whole process while it lasts.
-    Real tensors go on as before, but for autocast, which has CUDA's lists.
+    Real tensors are not affected, except that autocast uses CUDA's lists.
 
     Args:
-        capability: Compute capability of the GPU: ``(8, 0)`` is an A100.
-        gpu: What else the workload may ask of it.
+        capability: Compute capability of the GPU, such as ``(8, 0)`` for an A100.
+        gpu: The card, for further queries of the workload.
 
     Yields:
-        What was translated, in words, as far as the scope has come.
+        Notes on what was translated so far.
     """
     words = TranslationNotes()
     autocast = Autocast(words)
@@ -90,14 +90,14 @@ def fake_cuda_without_gpu(
 ) -> Iterator[TranslationNotes]:
     """A scope in which fake CUDA tensors need no GPU, in a build of torch with CUDA.
 
-    Backward is stepped through, since torch's engine asks for the GPU's streams.
+    Backward runs in the Python engine, since torch's engine needs the GPU's streams.
 
     Args:
-        capability: Compute capability of the GPU: ``(8, 0)`` is an A100.
-        gpu: What else the workload may ask of it.
+        capability: Compute capability of the GPU, such as ``(8, 0)`` for an A100.
+        gpu: The card, for further queries of the workload.
 
     Yields:
-        What was done in place of torch, in words, as far as the scope has come.
+        Notes on what was replaced in torch so far.
     """
     words = TranslationNotes()
     kernels = Kernels(words).recurrent | Attention(capability, words).table
@@ -114,13 +114,13 @@ def fake_cuda_without_gpu(
 
 @contextmanager
 def fake_cuda_with_gpu() -> Iterator[TranslationNotes]:
-    """A scope in which fake tensors on a GPU that is here get what its kernels return.
+    """A scope that corrects outputs of fake tensors on a local GPU.
 
-    Torch knows the card and dispatches to its ops; of some, its fake kernels return
-    other types or sizes than the real ones.
+    Torch dispatches to the card's ops itself. Some of its fake kernels return other
+    dtypes or sizes than the real ones.
 
     Yields:
-        What was done in place of torch, in words, as far as the scope has come.
+        Notes on what was replaced in torch so far.
     """
     words = TranslationNotes()
     with ExitStack() as stack:
@@ -134,7 +134,7 @@ def fake_cuda_with_gpu() -> Iterator[TranslationNotes]:
 def _instead_of_torchs(
     kernels: Mapping[str, Callable[..., Any]], words: TranslationNotes
 ) -> Iterator[None]:
-    """A scope in which fake CUDA tensors go to kernels of ours, and recurrent nets."""
+    """A scope that replaces kernels of fake CUDA tensors, also of recurrent nets."""
     casts = Autocast(words, "cuda").recurrent
     with (
         _registered("AutocastCUDA", casts),
@@ -145,9 +145,9 @@ def _instead_of_torchs(
 
 
 def _weights_apart() -> AbstractContextManager[object]:
-    """A scope in which recurrent nets do not ask where their weights lie.
+    """A scope in which recurrent nets do not flatten their weights.
 
-    On a GPU they lie in one buffer, which has as many bytes.
+    On a GPU the weights are in one buffer with the same number of bytes.
     """
     name = "flatten_parameters"
     return mock.patch.object(torch.nn.RNNBase, name, lambda self: None)
@@ -155,11 +155,11 @@ def _weights_apart() -> AbstractContextManager[object]:
 
 @contextmanager
 def _registered(key: str, table: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """A scope in which ops have these kernels."""
+    """A scope in which these kernels are registered at a dispatch key."""
     library = torch.library.Library("aten", "IMPL")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that kernels are replaced is the purpose
+            warnings.simplefilter("ignore")  # torch warns of replaced kernels
             for name, kernel in table.items():
                 library.impl(name, kernel, key)
         yield
@@ -168,7 +168,7 @@ def _registered(key: str, table: Mapping[str, Callable[..., Any]]) -> Iterator[N
 
 
 def _for_fakes(table: Mapping[str, Callable[..., Any]]) -> dict[str, Any]:
-    """Kernels that leave real tensors to torch's composites."""
+    """Wrap kernels so that real tensors still run torch's composites."""
 
     def guarded(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
         torchs = partial(composite, name)

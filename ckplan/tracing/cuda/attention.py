@@ -1,6 +1,6 @@
-"""Taking the kernel that CUDA would for ``scaled_dot_product_attention``.
+"""Run ``scaled_dot_product_attention`` with the kernel that CUDA would choose.
 
-Around it stands what torch 2.11 to 2.15 do, each in its way.
+Preparation of arguments follows each release of torch from 2.11 to 2.15.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _NAMES = {
     SDPBackend.MATH: "math kernel, which keeps all scores",
 }
 _MASK_ALIGNMENT = 8  # elements
-_SKIPS_EMPTY = torch.__version__ >= (2, 12)  # no kernel where there is nothing
-_FOUR_DIMENSIONS = torch.__version__ >= (2, 14)  # given to kernels where there are 3
-_LEARNS_MASKS = torch.__version__ >= (2, 14)  # also where nothing else has a gradient
+_SKIPS_EMPTY = torch.__version__ >= (2, 12)  # no kernel for empty inputs
+_FOUR_DIMENSIONS = torch.__version__ >= (2, 14)  # kernels get 3 dimensions as 4
+_LEARNS_MASKS = torch.__version__ >= (2, 14)  # also if no other tensor has a gradient
 
 
 class Attention:
-    """The kernel for autograd's key."""
+    """The kernel of attention at autograd's key."""
 
     def __init__(self, capability: Capability, words: TranslationNotes) -> None:
         self._capability = capability
@@ -68,7 +68,7 @@ class Attention:
 
 
 def _in_four_dimensions(asked: AttentionArgs) -> AttentionArgs:
-    """The same as a batch of one."""
+    """The arguments as a batch of one."""
     query, key, value = (tensor.unsqueeze(0) for tensor in asked.tensors)
     mask = asked.mask
     while mask is not None and mask.dim() < 4:
@@ -77,7 +77,7 @@ def _in_four_dimensions(asked: AttentionArgs) -> AttentionArgs:
 
 
 def _nothing(asked: AttentionArgs) -> _Tensor:
-    """Zeros with a gradient."""
+    """Zeros that autograd connects to the inputs."""
     query, _, value = asked.tensors
     shape = [*query.shape[:-1], value.shape[-1]]
     zeros = torch.zeros(shape, dtype=query.dtype, device=query.device)
@@ -109,7 +109,7 @@ def _efficient(asked: AttentionArgs) -> _Tensor:
 
 
 def _keeps_sums(asked: AttentionArgs) -> bool:
-    """Whether the memory-efficient kernel returns what backward wants."""
+    """Whether the memory-efficient kernel returns tensors that backward needs."""
     learned = _LEARNS_MASKS and asked.mask is not None and asked.mask.requires_grad
     return asked.needs_grad or (learned and torch.is_grad_enabled())
 
@@ -142,7 +142,7 @@ _TAKEN: dict[SDPBackend, Callable[[AttentionArgs], _Tensor]] = {
 
 
 def _additive(asked: AttentionArgs) -> _Tensor | None:
-    """A boolean mask as what is added to the scores."""
+    """A boolean mask as an additive mask."""
     mask = asked.mask
     if mask is None or mask.dtype != torch.bool:
         return mask
@@ -151,7 +151,7 @@ def _additive(asked: AttentionArgs) -> _Tensor | None:
 
 
 def _aligned(mask: _Tensor) -> _Tensor:
-    """A mask whose rows begin where the memory-efficient kernel wants them."""
+    """A mask with rows aligned for the memory-efficient kernel."""
     if mask.stride(-1) == 1 and not any(
         s % _MASK_ALIGNMENT for s in mask.stride()[:-1]
     ):

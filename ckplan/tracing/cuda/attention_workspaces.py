@@ -1,7 +1,7 @@
-"""What the kernels of attention need beyond the tensors they return.
+"""Workspaces of attention kernels, in bytes beyond their outputs.
 
-Exact to the allocator's rounding (``tests/helpers/on_dummy_gpu.py``), but for cuDNN's,
-whose kernels say what they need when they run.
+They are exact up to the allocator's rounding (``tests/helpers/on_dummy_gpu.py``),
+except for cuDNN, whose kernels report their needs only when they run.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _WIDEST_IN_REGISTERS = 128
 
 
 def flash(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> Workspace:
-    """Outputs and sums of the parts that keys are split into, if the card would idle.
+    """Partial outputs and sums if keys are split to keep the card busy.
 
-    As ``num_splits_heuristic`` of FlashAttention has it; never with dropout.
+    Follows ``num_splits_heuristic`` of FlashAttention. Dropout never splits keys.
     """
     batch, heads, length, width = tensors[0].shape
     args, kwargs = op.arguments
     if (args[3] if len(args) > 3 else kwargs.get("dropout_p", 0)) > 0:
-        return Workspace(after=(in_blocks(1),))  # for where the random numbers begin
+        return Workspace(after=(in_blocks(1),))  # the random generator's offset
     tile = 256 if width <= 64 else 128 if width <= 128 else 64
     blocks = -(-tensors[1].shape[2] // tile)
     tasks = batch * heads * -(-length // 64)
@@ -45,7 +45,7 @@ def flash(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> Workspace:
 
 
 def _splits(tasks: int, slots: int, blocks: int) -> int:
-    """The fewest parts that keep nearly as many slots busy as the best number does."""
+    """The fewest parts that keep 85% as many slots busy as the best number."""
     if tasks >= 0.8 * slots:
         return 1
     busy: dict[int, float] = {}
@@ -58,15 +58,15 @@ def _splits(tasks: int, slots: int, blocks: int) -> int:
 
 
 def _flash_width(width: int) -> int:
-    """What heads are rounded up to."""
+    """A head's width, rounded up as in the kernel."""
     return round_up(width, 32 if width <= 128 else 64)
 
 
 def flash_backward(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> Workspace:
-    """Sums of the softmax and gradients of queries in float32; heads unfolded.
+    """Softmax sums and query gradients in float32; gradients of expanded heads.
 
-    Output and its gradient are copied if they do not lie as [batch, length, heads].
-    To be deterministic, multiprocessors add up gradients of their own.
+    The output and its gradient are copied if they are not laid out as [batch, length,
+    heads]. In deterministic mode, each multiprocessor sums its own gradients.
     """
     del op
     gradient, query, key, _, out = tensors[:5]
@@ -85,7 +85,7 @@ def flash_backward(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> Worksp
 
 
 def _heads_inside(tensor: TensorMeta) -> TensorMeta:
-    """[batch, heads, length, width] as [batch, length, heads, width]."""
+    """Transpose [batch, heads, length, width] to [batch, length, heads, width]."""
     shape, stride = tensor.shape, tensor.stride
     return TensorMeta(
         (shape[0], shape[2], shape[1], shape[3]),
@@ -95,9 +95,9 @@ def _heads_inside(tensor: TensorMeta) -> TensorMeta:
 
 
 def cudnn_backward(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> Workspace:
-    """Sums of the softmax and gradients of queries in float32.
+    """Softmax sums and query gradients in float32, as in cuDNN's frontend.
 
-    What cuDNN's own frontend asks for; its kernels may need more.
+    Kernels of cuDNN can need more.
     """
     del op, gpu
     query = tensors[1]
@@ -106,7 +106,7 @@ def cudnn_backward(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> Worksp
 
 
 def efficient(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> Workspace:
-    """Wide outputs are added up in float32."""
+    """A float32 accumulator for wide 16-bit outputs."""
     del gpu
     query, out = tensors[0], op.returned[0]
     wide = max(query.shape[-1], out.shape[-1]) > _WIDEST_IN_REGISTERS
@@ -115,16 +115,16 @@ def efficient(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> Workspace:
 
 
 class _Tile(NamedTuple):
-    """What a kernel of the memory-efficient backward works on at once."""
+    """The tile of a kernel of the memory-efficient backward."""
 
-    rows: int  # of queries
-    columns: int  # of keys
-    keeps: bool  # gradients of keys and values, in registers
+    rows: int  # queries
+    columns: int  # keys
+    keeps: bool  # whether gradients of keys and values stay in registers
 
 
 def _tile(width: int, half: bool, capability: tuple[int, int], drops: bool) -> _Tile:
-    """As ``cutlassB.h`` lists its kernels: the first that the card can run."""
-    roomy = capability == (8, 0) or capability[0] in (9, 10)  # in shared memory
+    """The tile of the first kernel in ``cutlassB.h`` that the card can run."""
+    roomy = capability == (8, 0) or capability[0] in (9, 10)  # much shared memory
     if width <= 64 or not (half or roomy):
         return _Tile(64, 64, half)
     if half and width <= 128 and capability >= (8, 0):
@@ -137,7 +137,7 @@ def _tile(width: int, half: bool, capability: tuple[int, int], drops: bool) -> _
 def efficient_backward(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> Workspace:
     """Sums of gradient times output, then gradients in tiles of float32.
 
-    As ``kernel_backward.h`` and ``attention_backward.cu`` have it.
+    Follows ``kernel_backward.h`` and ``attention_backward.cu``.
     """
     gradient, query, key, value = tensors[:4]
     batch, heads, length, width = query.shape
@@ -157,12 +157,12 @@ def efficient_backward(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> Wo
     of_queries = tiles * (tile.rows * tile.columns + 4)
     sums = in_blocks(many * length * _FLOAT_BYTES)
     product: Blocks = ()
-    if not half:  # with its sums, and those once more as [batch, heads, length]
+    if not half:  # product, and transposed sums [batch, heads, length]
         turned = (sums,) if min(heads, length) > 1 else ()
         product = in_blocks(gradient.numel * _FLOAT_BYTES), *turned
     added = (in_blocks(many * (of_keys + of_queries) * _FLOAT_BYTES),)
     of_heads: Blocks = ()
-    if key.shape[1] != heads:  # gradients of all heads, beside their sums
+    if key.shape[1] != heads:  # gradients of all heads, besides their sums
         each = many * keys * key.dtype.itemsize
         of_heads = in_blocks(each * width), in_blocks(each * wide)
     copied = contiguous_copies((_heads_inside(gradient),))
@@ -170,7 +170,7 @@ def efficient_backward(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> Wo
 
 
 def _deterministic() -> bool:
-    """Whether torch must be, and not only warn."""
+    """Whether torch requires deterministic kernels, not only warns."""
     return (
         torch.are_deterministic_algorithms_enabled()
         and not torch.is_deterministic_algorithms_warn_only_enabled()

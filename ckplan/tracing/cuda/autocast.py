@@ -1,7 +1,7 @@
-"""CUDA's autocast on CPU tensors: its lists of ops, its policies, its cache of casts.
+"""CUDA's autocast on CPU tensors: its op lists, its policies and its cache of casts.
 
-The lists are those of torch's "Autocast Op Reference" for CUDA. That no op is missing
-is tested against the ops that torch itself registers for CUDA's autocast.
+The lists come from torch's "Autocast Op Reference" for CUDA. A test compares them with
+the ops that torch registers for CUDA's autocast.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LOWER_PRECISION = _names(
     rnn_relu_cell rnn_tanh_cell scaled_dot_product_attention
     """
 )
-"""Run in the lower precision that autocast was entered with."""
+"""Ops that run in autocast's lower precision."""
 FLOAT32 = _names(
     """
     _upsample_bicubic2d_aa _upsample_bilinear2d_aa _upsample_nearest_exact1d
@@ -50,28 +50,28 @@ FLOAT32 = _names(
     upsample_nearest3d upsample_trilinear3d
     """
 )
-"""Run in float32."""
+"""Ops that run in float32."""
 FLOAT32_RESULT = _names(
     """
     cumprod cumsum linalg_matrix_norm linalg_matrix_norm.str_ord linalg_vector_norm
     log_softmax.int prod prod.dim_int softmax.int sum sum.dim_IntList
     """
 )
-"""Asked for a float32 result, unless asked for another by name."""
+"""Ops that get ``dtype=float32`` unless the caller passes a dtype."""
 FLOAT32_APPENDED = {
     "norm.Scalar": "norm.ScalarOpt_dtype",
     "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype",
 }
-"""The same, by an overload of its own."""
+"""Ops that return float32 by a separate overload."""
 WIDEST = _names(
     """
     addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put scatter_add
     tensordot vdot
     """
 )
-"""Run in the widest type among their arguments."""
+"""Ops that run in the widest dtype among their arguments."""
 REFUSED = ("binary_cross_entropy",)
-"""An error under CUDA's autocast."""
+"""Ops that raise an error under CUDA's autocast."""
 
 _KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | (
     torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
@@ -82,8 +82,8 @@ class Autocast:
     """Kernels for autocast's key on CPU, and the cache of casts behind them.
 
     Args:
-        words: What was translated.
-        device: Whose autocast is asked which type is the lower precision.
+        words: Notes on what was translated.
+        device: Device type whose autocast gives the lower precision.
     """
 
     def __init__(self, words: TranslationNotes, device: str = "cpu") -> None:
@@ -93,7 +93,7 @@ class Autocast:
 
     @property
     def kernels(self) -> dict[str, Any]:
-        """Op name -> kernel: CUDA's lists, and nothing for what only CPU lists."""
+        """Op name -> kernel: CUDA's lists; no cast for ops in the CPU's lists only."""
         policies: dict[str, Any] = {
             **dict.fromkeys(LOWER_PRECISION, self._lower_precision),
             **dict.fromkeys(FLOAT32, self._float32),
@@ -117,12 +117,12 @@ class Autocast:
 
     @property
     def recurrent(self) -> dict[str, Any]:
-        """What asks the GPU itself in a build of torch with CUDA."""
+        """Kernels of ops that query the GPU in a build of torch with CUDA."""
         return {"_cudnn_rnn": self._recurrent}
 
     @contextmanager
     def switched(self) -> Iterator[None]:
-        """A scope in which autocast for CUDA is autocast for CPU, and says so."""
+        """A scope in which autocast for CUDA switches autocast for CPU."""
         entered = torch.autocast.__enter__
         left = torch.autocast.__exit__
         made = torch.autocast.__init__
@@ -175,7 +175,7 @@ class Autocast:
     def _recurrent(
         self, input: Any, weights: Any, count: int, buffer: Any, *rest: Any
     ) -> Any:
-        """Weights of cuDNN's nets are cast into one buffer anew, at every call."""
+        """Cast weights of cuDNN's nets into one new buffer at every call."""
         del buffer
         dtype = torch.get_autocast_dtype(self._device)
 
@@ -202,13 +202,13 @@ class Autocast:
         self._words.add_note("autocast: CUDA's lists of ops and its cache of casts")
         leaves, spec = pytree.tree_flatten((args, kwargs))
         with torch._C._ExcludeDispatchKeyGuard(_KEYS):
-            # From the last to the first, as torch's C++ is compiled.
+            # Cast the last argument first, in the order of torch's compiled C++.
             leaves = [self._cast(dtype, leaf) for leaf in reversed(leaves)][::-1]
             args, kwargs = pytree.tree_unflatten(leaves, spec)
             return op(*args, **kwargs)
 
     def _cast(self, dtype: torch.dtype, leaf: Any) -> Any:
-        """As torch's ``cached_cast``: a parameter's is kept till autocast ends."""
+        """Torch's ``cached_cast``: casts of parameters are kept until autocast ends."""
         if not _eligible(leaf) or leaf.dtype == dtype:
             return leaf
         kept = (
@@ -223,14 +223,14 @@ class Autocast:
             return leaf.to(dtype)
         found = self._casts.get(id(leaf))
         if found is None or found[0]() is not leaf:
-            with torch.enable_grad():  # for who comes next may want a gradient
+            with torch.enable_grad():  # later users of the cast can need a gradient
                 found = weakref.ref(leaf), leaf.to(dtype)
             self._casts[id(leaf)] = found
         return found[1]
 
 
 def registered(key: str) -> set[str]:
-    """Ops of aten that have a kernel of their own at a dispatch key."""
+    """Ops of aten with their own kernel at a dispatch key."""
     return {
         name.removeprefix("aten::")
         for name in torch._C._dispatch_get_all_op_names()
@@ -278,6 +278,6 @@ def _cuda_state() -> tuple[bool, torch.dtype]:
 
 
 def _set_cuda_state(enabled: bool, dtype: torch.dtype) -> None:
-    """What code that asks for the state of CUDA's autocast is told."""
+    """Answers to queries of the state of CUDA's autocast."""
     torch.set_autocast_enabled("cuda", enabled)
     torch.set_autocast_dtype("cuda", dtype)

@@ -1,10 +1,10 @@
-"""The memory that cuBLAS works in, which torch takes from its caching allocator.
+"""Workspaces of cuBLAS, which torch takes from its caching allocator.
 
-Until torch 2.14 every thread keeps it once it has multiplied: one for forward, one for
-backward. Before 2.12, what adds a bias keeps another for cuBLASLt. Where backward's
-thread comes to either only by running forward's ops again, a plan decides: see
-``Graph.unused_workspaces``. Since 2.15 every multiplication asks for its own and frees
-it.
+Until torch 2.14, every thread keeps its workspace after its first multiplication: one
+for forward, one for backward. Before 2.12, ops that add a bias keep another one for
+cuBLASLt. If backward's thread needs a workspace only to recompute forward's ops, it
+depends on the plan: see ``Graph.unused_workspaces``. Since 2.15 every multiplication
+allocates its own workspace and frees it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ckplan.tracing.cuda.translation import Capability
 from ckplan.tracing.recording.recording import TensorMeta
 
 WORKSPACE_BYTES = (2 * 4096 + 8 * 16) << 10
-"""Torch's own default, ``:4096:2:16:8``."""
+"""Torch's default, ``:4096:2:16:8``."""
 WORKSPACE_BYTES_SINCE_HOPPER = (8 * 4096) << 10
 LT_WORKSPACE_BYTES = 1 << 20
 WORKSPACE_PERSISTS = torch.__version__ < (2, 15)
@@ -27,17 +27,17 @@ _LOW = (torch.float16, torch.bfloat16)
 
 
 def workspace_bytes(capability: Capability) -> int:
-    """What cuBLAS takes on a GPU of this capability."""
+    """Bytes of cuBLAS's workspace on a GPU of this capability."""
     since_hopper = capability >= (9, 0)
     return WORKSPACE_BYTES_SINCE_HOPPER if since_hopper else WORKSPACE_BYTES
 
 
 def kept_bytes(capability: Capability, names: Collection[str]) -> list[int]:
-    """What stays from a thread's first multiplication on, once for each that keeps it.
+    """Bytes of each workspace that a thread keeps after its first multiplication.
 
     Args:
-        capability: Of the GPU.
-        names: Of the ops that the thread runs.
+        capability: Compute capability of the GPU.
+        names: Names of the ops that the thread runs.
     """
     found: list[int] = []
     if WORKSPACE_PERSISTS and MULTIPLIES & {*names}:
@@ -50,7 +50,7 @@ def kept_bytes(capability: Capability, names: Collection[str]) -> list[int]:
 def temporary_blocks(
     name: str, tensors: Collection[TensorMeta], capability: Capability
 ) -> tuple[int, ...]:
-    """What one multiplication asks for while it runs, in blocks."""
+    """Blocks that one multiplication allocates while it runs."""
     if WORKSPACE_PERSISTS:
         return ()
     added = next(iter(tensors))

@@ -1,7 +1,7 @@
-"""What stands for streams, events, generators and properties of a GPU that is not here.
+"""Fake streams, events, generators and properties for a GPU that is not installed.
 
-None of them changes a byte that a step takes: streams and events order kernels in time,
-seeds decide values, and what a card is known by is in the table of cards.
+None of them changes the bytes of a step. Streams and events order kernels in time,
+seeds decide values, and properties come from the table of cards.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from ckplan.gpus import Gpu
 from ckplan.tracing.cuda.translation import Capability
 
 _DEVICE = torch.device("cuda", 0)
-_STATE_BYTES = 16  # of a generator of CUDA: seed and offset
+_STATE_BYTES = 16  # of a CUDA generator: seed and offset
 
 
 def fake_cuda_functions(capability: Capability, gpu: Gpu | None) -> dict[str, object]:
-    """What functions of ``torch.cuda`` return, or compute, by their names."""
+    """Name of a ``torch.cuda`` function -> its result, or a function to call."""
     major, minor = capability
     stream = Stream()
     found: dict[str, object] = {
@@ -98,12 +98,12 @@ ACCELERATOR: dict[str, object] = {
     "max_memory_reserved": 0,
     "reset_peak_memory_stats": None,
 }
-"""The same of ``torch.accelerator``."""
+"""Name of a ``torch.accelerator`` function -> its result."""
 
 
 @contextmanager
 def fake_cuda_objects() -> Iterator[None]:
-    """A scope in which streams, events and generators of CUDA can be made."""
+    """A scope in which CUDA streams, events and generators can be created."""
     with ExitStack() as stack:
 
         def put(owner: Any, name: str, by: Any) -> None:
@@ -125,7 +125,7 @@ def _made_as(by: Callable[..., object]) -> Callable[..., object]:
 
 
 class Stream:
-    """A stream on which all is done at once."""
+    """A stream on which all work is already done."""
 
     device, device_index, stream_id, cuda_stream = _DEVICE, 0, 0, 0
 
@@ -133,29 +133,29 @@ class Stream:
         del args, kwargs
 
     @property  # type: ignore[misc]
-    def __class__(self) -> Any:  # which ``isinstance`` asks, too
+    def __class__(self) -> Any:  # ``isinstance`` reads this, too
         return torch.cuda.Stream
 
     @staticmethod
     def priority_range() -> tuple[int, int]:
-        """As on most cards."""
+        """Lowest and highest priority, as on most cards."""
         return 0, -5
 
     def query(self) -> bool:
-        """Whether all is done."""
+        """Whether all work is done: always True."""
         return True
 
     def synchronize(self) -> None:
-        """Nothing is to be waited for."""
+        """Do nothing, as there is nothing to wait for."""
 
     def wait_stream(self, stream: object) -> None:
-        """Nothing is to be waited for."""
+        """Do nothing, as there is nothing to wait for."""
 
     def wait_event(self, event: object) -> None:
-        """Nothing is to be waited for."""
+        """Do nothing, as there is nothing to wait for."""
 
     def record_event(self, event: Event | None = None) -> Event:
-        """An event that is over."""
+        """Return the given event or a new one, which is already done."""
         return event or Event()
 
     def __enter__(self) -> Stream:
@@ -166,7 +166,7 @@ class Stream:
 
 
 class Event:
-    """An event that is over; between two of them lies a millisecond."""
+    """An event that is already done; two events are a millisecond apart."""
 
     device, cuda_event, event_id = _DEVICE, 0, 0
 
@@ -174,24 +174,24 @@ class Event:
         del args, kwargs
 
     @property  # type: ignore[misc]
-    def __class__(self) -> Any:  # which ``isinstance`` asks, too
+    def __class__(self) -> Any:  # ``isinstance`` reads this, too
         return torch.cuda.Event
 
     def record(self, stream: object = None) -> None:
-        """Nothing is to be done."""
+        """Do nothing."""
 
     def wait(self, stream: object = None) -> None:
-        """Nothing is to be waited for."""
+        """Do nothing, as there is nothing to wait for."""
 
     def query(self) -> bool:
-        """Whether it is over."""
+        """Whether the event is done: always True."""
         return True
 
     def synchronize(self) -> None:
-        """Nothing is to be waited for."""
+        """Do nothing, as there is nothing to wait for."""
 
     def elapsed_time(self, end: object) -> float:
-        """Milliseconds; no zero, by which people divide."""
+        """One millisecond; not zero, as callers divide by it."""
         del end
         return 1.0
 
@@ -202,7 +202,7 @@ class _OfTorch(type(torch.Generator)):  # type: ignore[misc]
 
 
 class Generator(torch.Generator, metaclass=_OfTorch):
-    """One of CUDA draws on the CPU, and says that it does not."""
+    """A CUDA generator that draws on the CPU and reports CUDA as its device."""
 
     def __new__(cls, device: Any = "cpu") -> Any:  # noqa: D102
         if torch.device(device).type != "cuda":
@@ -214,13 +214,13 @@ class Generator(torch.Generator, metaclass=_OfTorch):
 
     @property
     def device(self) -> torch.device:
-        """Where it is said to draw."""
+        """The reported device."""
         return _DEVICE
 
 
 @dataclass(frozen=True)
 class Properties:
-    """What is known of a card."""
+    """Device properties of a card."""
 
     name: str
     major: int
@@ -233,7 +233,7 @@ class Properties:
 
 
 class _Ranges:
-    """Marks on a timeline that nobody draws."""
+    """NVTX ranges that do nothing."""
 
     def __getattr__(self, name: str) -> Callable[..., int]:
         return lambda *args: 0
@@ -248,5 +248,5 @@ def _random_state(device: object = None) -> torch.Tensor:
 def _computes_bf16(
     capability: Capability, device: object = None, including_emulation: bool = True
 ) -> bool:
-    """Older cards emulate it, which torch counts."""
+    """Whether a card supports bfloat16; older cards emulate it."""
     return including_emulation or capability >= (8, 0)

@@ -1,6 +1,6 @@
-"""What group norms take on a GPU while they run, beyond what they return.
+"""Workspaces of group norms on a GPU, in bytes beyond their outputs.
 
-Exact but for images of one pixel on torch 2.14, which takes less there.
+They are exact, except for images of one pixel, for which torch 2.14 needs less.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from ckplan.units import in_blocks
 
 _FLOAT_BYTES = 4
 _LOW = (torch.float16, torch.bfloat16)
-_CASTS = torch.__version__ >= (2, 14)  # statistics, that are returned in 16 bits
+_CASTS = torch.__version__ >= (2, 14)  # statistics to 16 bits
 _KEEPS_LAYOUTS = torch.__version__ >= (2, 15)
 
 
 def forward(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> Workspace:
-    """A factor and an offset per example and channel; statistics of groups, exactly."""
+    """A factor and an offset per example and channel; group statistics in float32."""
     del gpu
     input_, *affine = tensors
     last = _KEEPS_LAYOUTS and suggests_channels_last(input_)
@@ -40,7 +40,7 @@ def forward(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> Workspace:
 
 
 def backward(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> Workspace:
-    """Two sums per example and channel; for the input's gradient two per group."""
+    """Two sums per example and channel; two per group for the input's gradient."""
     del gpu
     gradient, input_, mean, _, *weight = tensors
     last = _KEEPS_LAYOUTS and suggests_channels_last(input_)
@@ -54,18 +54,18 @@ def backward(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> Workspace:
 
 
 def _by_pixel(input_: TensorMeta, last: bool) -> bool:
-    """Whether the kernel is that of channels last: small images lie both ways."""
+    """Whether the channels-last kernel runs; small images fit both layouts."""
     both = len(input_.shape) > 3 and (input_.shape[1] == 1 or not _has_pixels(input_))
     return last or (_KEEPS_LAYOUTS and both)
 
 
 def _has_pixels(image: TensorMeta) -> bool:
-    """Whether there is more than one."""
+    """Whether an image has more than one pixel."""
     return math.prod(image.shape[2:]) > 1
 
 
 def _exactly(input_: TensorMeta, mean: TensorMeta) -> tuple[int, int]:
-    """Bytes of a number for each channel of each example, and for each group."""
+    """Bytes of one number per example and channel, and of one per group."""
     width = max(input_.dtype.itemsize, _FLOAT_BYTES)
     channels = math.prod(input_.shape[:2])
     return in_blocks(channels * width), in_blocks(mean.numel * width)

@@ -17,12 +17,12 @@ from ckplan.units import in_blocks, round_up
 FLOAT_BYTES = 4
 INDEX_BYTES = 8
 _WIDTHS = 32
-_FEW_INDICES = 3072  # that gradients of an embedding are added up for without sorting
-_ROWS_PER_THREAD = 10  # of sorted indices, in gradients of an embedding
+_FEW_INDICES = 3072  # up to here, embedding gradients need no sorting
+_ROWS_PER_THREAD = 10  # sorted indices per thread in embedding gradients
 
 
 def without(blocks: Blocks, num_bytes: int) -> Blocks:
-    """Blocks without so many bytes, the last ones first: another is there for them."""
+    """Subtract bytes from blocks, starting with the last block."""
     left: list[int] = []
     for block in reversed(blocks):
         left.append(max(block - num_bytes, 0))
@@ -31,7 +31,7 @@ def without(blocks: Blocks, num_bytes: int) -> Blocks:
 
 
 def embedding_backward(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> Workspace:
-    """Sorted indices, and the sums of those that are alike, in parts."""
+    """Sorted indices, and partial sums of the gradients of equal indices."""
     gradient, indices = tensors[:2]
     copied = contiguous_copies(tensors[:2])
     rows, _, by_frequency = op.arguments[0][2:5]
@@ -54,7 +54,7 @@ def embedding_backward(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> Wo
 
 
 def index_put(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> Workspace:
-    """Sorted indices, where values are added; and the values in their order."""
+    """Sorted indices if values are accumulated, and a contiguous copy of values."""
     args, kwargs = op.arguments
     adds = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
     indices = [one for one in args[1] if one is not None]
@@ -69,6 +69,6 @@ def index_put(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> Workspace:
 
 
 def scattered(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> Workspace:
-    """How many values were taken up to every place."""
+    """The number of chosen values up to each position."""
     del op, gpu
     return Workspace((in_blocks(tensors[1].numel * INDEX_BYTES),))

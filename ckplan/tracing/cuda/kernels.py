@@ -1,7 +1,7 @@
-"""The ops that CUDA calls where CPU calls others, at the key of autograd.
+"""Kernels at autograd's key that call CUDA's ops where the CPU calls others.
 
-A kernel here replaces a composite of torch's. Where CUDA would do what CPU does, it
-lets the composite run.
+Each kernel replaces a composite of torch. It runs the composite if CUDA calls the same
+ops as the CPU.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from ckplan.tracing.cuda.translation import TranslationNotes, composite
 
 _Tensor: TypeAlias = torch.Tensor
 _aten = torch.ops.aten
-_LARGEST_CUDNN_BATCH = {True: 880_801, False: 65_535}  # in training, in evaluation
+_LARGEST_CUDNN_BATCH = {True: 880_801, False: 65_535}  # by training mode
 _SMALLEST_CUDNN_EPSILON = 1e-5
 _CUDNN_ELEMENTS = 2**31 - 1
-_LSTM, _GRU, _TANH, _RELU = 2, 3, 1, 0  # cuDNN's numbers of cells
-_MAKES_CONTIGUOUS = torch.__version__ < (2, 14)  # what group norms take; later, kernels
+_LSTM, _GRU, _TANH, _RELU = 2, 3, 1, 0  # cuDNN's cell types
+_MAKES_CONTIGUOUS = torch.__version__ < (2, 14)  # else kernels copy
 
 
 class Kernels:
-    """Kernels by op name; what they did is said in ``words``."""
+    """Kernels by op name; they add notes to ``words``."""
 
     def __init__(self, words: TranslationNotes) -> None:
         self._words = words
@@ -34,7 +34,7 @@ class Kernels:
             "rnn_tanh.input": self._rnn_tanh,
             "rnn_relu.input": self._rnn_relu,
         }
-        """Those that ask the GPU itself in a build of torch with CUDA."""
+        """Kernels of ops that query the GPU in a build of torch with CUDA."""
         self.table: dict[str, Any] = {
             "dropout": self._dropout,
             "softmax.int": self._softmax,
@@ -181,7 +181,7 @@ class Kernels:
             input.transpose(0, 1) if batch_first else input,
             weights,
             per_layer,
-            weights[0].detach(),  # for the one buffer that holds all weights
+            weights[0].detach(),  # stands for the flat buffer of all weights
             hx,
             cx,
             cell,
@@ -200,7 +200,7 @@ class Kernels:
 
 
 def _group_norm(input: _Tensor, *args: Any, **kwargs: Any) -> _Tensor:
-    """Always contiguous; on CPU as its input is."""
+    """Run with contiguous inputs; the CPU keeps the input's layout."""
     found: _Tensor = composite("group_norm", input.contiguous(), *args, **kwargs)
     return found
 
@@ -231,7 +231,7 @@ def _is_for_cudnn(
 
 
 class _FusedRmsNorm(torch.autograd.Function):
-    """What autograd does for ``_fused_rms_norm``, whose formula is CUDA's alone."""
+    """Autograd of ``_fused_rms_norm``, for which torch has a formula on CUDA only."""
 
     @staticmethod
     def forward(
@@ -241,7 +241,7 @@ class _FusedRmsNorm(torch.autograd.Function):
         weight: _Tensor | None,
         eps: float | None,
     ) -> _Tensor:
-        with torch._C._AutoDispatchBelowAutograd():  # above, it is a composite on CPU
+        with torch._C._AutoDispatchBelowAutograd():  # autograd calls a composite on CPU
             output, rstd = _aten._fused_rms_norm(input, shape, weight, eps)
         ctx.shape = shape
         ctx.save_for_backward(input, rstd, weight)

@@ -1,4 +1,4 @@
-"""Whether tensors lie as kernels want them, and what copies of others take."""
+"""Whether tensors have the layouts that kernels need, and bytes of copies."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from ckplan.tracing.recording.recording import TensorMeta
 from ckplan.units import in_blocks
 
 Blocks = tuple[int, ...]
-"""Bytes that a kernel takes from the allocator at once, each as one piece."""
+"""Sizes in bytes of blocks that a kernel allocates at once."""
 
-_IMAGES = (4, 5)  # dimensions that may have their channels last
+_IMAGES = (4, 5)  # numbers of dimensions that channels-last layouts have
 
 
 def contiguous_copies(tensors: Iterable[TensorMeta], last: bool = False) -> Blocks:
-    """Those that are not contiguous, or not with channels last."""
+    """Blocks of copies of tensors that are not contiguous (or channels-last)."""
     return tuple(
         in_blocks(t.num_bytes) for t in tensors if not has_contiguous_strides(t, last)
     )
 
 
 def has_contiguous_strides(tensor: TensorMeta, channels_last: bool = False) -> bool:
-    """Whether it is contiguous, or is with channels last."""
+    """Whether a tensor is contiguous, or contiguous in channels-last order."""
     dims = list(range(len(tensor.shape)))
     if channels_last:
         dims = [0, *dims[2:], 1]
@@ -34,9 +34,9 @@ def has_contiguous_strides(tensor: TensorMeta, channels_last: bool = False) -> b
 
 
 def suggests_channels_last(tensor: TensorMeta) -> bool:
-    """Whether its strides are more like those of channels last.
+    """Whether a tensor's strides suggest channels last.
 
-    As ``Tensor.suggest_memory_format`` says (``c10/core/MemoryFormat.h``).
+    Follows ``Tensor.suggest_memory_format`` (``c10/core/MemoryFormat.h``).
     """
     if len(tensor.shape) not in _IMAGES:
         return False

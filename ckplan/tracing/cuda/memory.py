@@ -1,7 +1,7 @@
-"""What CUDA's kernels and allocator hold beyond the tensors themselves.
+"""Bytes that CUDA's kernels and allocator use beyond the tensors themselves.
 
-The caching allocator hands out blocks of 512 bytes. What single kernels need is in
-``workspaces``, what cuBLAS keeps in ``cublas``.
+The caching allocator rounds sizes up to multiples of 512 bytes. Workspaces of single
+kernels are in ``workspaces``, those of cuBLAS in ``cublas``.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from ckplan.units import in_blocks
 
 
 def in_allocator_blocks(graph: Graph, capability: Capability) -> Graph:
-    """A graph as CUDA's allocator sees it: in blocks, and with cuBLAS's workspaces.
+    """Round a graph's bytes to the allocator's blocks and add cuBLAS's workspaces.
 
-    What cuBLAS keeps are storages of their own, alive during the whole step; those that
-    backward's thread takes only if it runs forward's ops again, never.
+    Each workspace that cuBLAS keeps is a storage that is alive during the whole step.
+    Workspaces that backward's thread needs only if it recomputes forward's ops are
+    storages that are never alive.
     """
     end = len(graph.ops)
     storages = [replace(one, bytes=in_blocks(one.bytes)) for one in graph.storages]
@@ -54,9 +55,9 @@ def with_workspaces(
     """Costs with the bytes that kernels are known to need.
 
     Args:
-        ops: Recorded.
-        costs: One for each, of which only the seconds are known.
-        gpu: The card that they run on.
+        ops: Recorded ops.
+        costs: The cost of each op, with seconds only.
+        gpu: The card that the ops run on.
     """
     found: list[Cost] = []
     for op, cost in zip(ops, costs, strict=True):
@@ -72,13 +73,13 @@ def with_workspaces(
 
 
 def _made_bytes(op: RawOp) -> int:
-    """What an op returns, if it makes that."""
+    """Bytes of an op's outputs; 0 if they alias its inputs."""
     changed = any(one.alias_info is not None for one in op.func._schema.returns)
     return 0 if changed else sum(map(_spanned_bytes, op.returned))
 
 
 def _spanned_bytes(tensor: TensorMeta) -> int:
-    """From the first element to the last one, gaps included."""
+    """Bytes from the first element to the last, including gaps."""
     dims = zip(tensor.shape, tensor.stride, strict=True)
     last = sum((size - 1) * stride for size, stride in dims)
     return (last + 1) * tensor.dtype.itemsize if tensor.numel else 0

@@ -1,4 +1,4 @@
-"""What CUDA's kernels return, where it differs from CPU's in type or size."""
+"""Correct outputs where CUDA's kernels return other dtypes or sizes."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _STATISTICS = {
     _aten.native_batch_norm.default: (1, 2),
     _aten.cudnn_batch_norm.default: (1, 2),
 }
-"""Outputs that CUDA computes in float32 whatever the input is."""
+"""Op -> indices of outputs that CUDA computes in float32 for any input."""
 _CONVOLUTIONS = {
     _aten.convolution.default: slice(0, 2),
     _aten.convolution_backward.default: slice(1, 3),
 }
-"""Where input and weight are among the arguments."""
+"""Op -> positions of input and weight among its arguments."""
 _CUDNN_ATTENTION = _aten._scaled_dot_product_cudnn_attention.default
-_GATES = {0: 1, 1: 1, 2: 4, 3: 3}  # of cuDNN's cells: RNN, RNN, LSTM, GRU
+_GATES = {0: 1, 1: 1, 2: 4, 3: 3}  # cuDNN cell -> gates
 
 
 class Outputs(TorchDispatchMode):
-    """Gives outputs the types that they have on CUDA; to be entered in a fake mode."""
+    """Gives outputs their dtypes on CUDA; entered inside a fake mode."""
 
     def __init__(self, words: TranslationNotes) -> None:
         super().__init__()
@@ -46,9 +46,9 @@ class Outputs(TorchDispatchMode):
 
     @contextmanager
     def patched_optimizer_queries(self) -> Iterator[None]:
-        """A scope in which optimizers that ask for a float are told 1.
+        """A scope in which optimizers read 1.0 for every floating value.
 
-        What Adafactor does with a norm changes no bytes.
+        For example, the norm that Adafactor reads does not change any bytes.
         """
 
         def begin(*args: object) -> None:
@@ -88,14 +88,14 @@ class Outputs(TorchDispatchMode):
         if func is _aten.native_group_norm.default and args[1] is not None:
             mixed = args[0].dtype in HALVES and args[1].dtype == torch.float32
             return _retyped(out, (1, 2)) if mixed else out
-        if func is _CUDNN_ATTENTION and not args[4]:  # what backward wants
+        if func is _CUDNN_ATTENTION and not args[4]:  # logsumexp, which backward needs
             return (out[0], None, *out[2:])
         if func is _aten._cudnn_rnn.default:
             return (*out[:3], _reserve(args), out[4])
         return out
 
     def _pin(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Memory of the host, as any other but for what it says of itself."""
+        """Make a tensor that reports pinned host memory."""
         pinned = func is _aten._pin_memory.default
         out = args[0].clone() if pinned else func(*args, **kwargs)
         self._pinned[out] = True
@@ -103,7 +103,7 @@ class Outputs(TorchDispatchMode):
 
 
 def _retyped(out: tuple[Any, ...], which: tuple[int, ...]) -> tuple[Any, ...]:
-    """Some outputs again, in float32."""
+    """Replace some outputs by float32 ones."""
     return tuple(
         torch.empty_like(one, dtype=torch.float32) if place in which else one
         for place, one in enumerate(out)
@@ -111,9 +111,10 @@ def _retyped(out: tuple[Any, ...], which: tuple[int, ...]) -> tuple[Any, ...]:
 
 
 def _laid_out(out: Any, input: torch.Tensor, weight: torch.Tensor) -> Any:
-    """Layouts as of cuDNN; torch asks the GPU whether that takes bfloat16.
+    """Give a convolution's outputs cuDNN's layout.
 
-    On a CPU they go by what its processor can do.
+    On a CPU their layout depends on the processor. Torch queries the GPU for cuDNN's
+    bfloat16 support.
     """
     formats = {suggest_memory_format(one) for one in (input, weight)}
     last = formats - {torch.contiguous_format}
@@ -188,7 +189,7 @@ def _gru_cell_backward(
 
 
 def _like(given: torch.Tensor | None, wanted: bool) -> torch.Tensor | None:
-    """A gradient, if it is wanted."""
+    """A gradient like a tensor, or None if it is not needed."""
     if given is None or not wanted:
         return None
     return torch.empty_like(given, memory_format=torch.contiguous_format)
@@ -201,13 +202,13 @@ _MADE: dict[Any, Callable[..., Any]] = {
     _aten._thnn_fused_gru_cell.default: _gru_cell,
     _aten._thnn_fused_gru_cell_backward.default: _gru_cell_backward,
 }
-"""Ops whose shapes torch knows on CUDA alone."""
+"""Op -> fake kernel, for ops without fake kernels outside CUDA."""
 
 
 def _reserve(args: tuple[Any, ...]) -> torch.Tensor:
-    """What cuDNN keeps for backward: gates, cell states and outputs of every layer.
+    """Reserve of cuDNN for backward: gates, cell states and outputs of every layer.
 
-    An estimate; cuDNN says the size only when it runs.
+    The size is an estimate, as cuDNN reports it only when it runs.
     """
     input, hx, cell, hidden, layers, dropout = (args[i] for i in (0, 4, 6, 7, 9, 11))
     directions = hx.shape[0] // layers

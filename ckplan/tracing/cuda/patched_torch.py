@@ -1,8 +1,8 @@
-"""What Python code is told while it runs as if on a GPU.
+"""Answer queries for a GPU while Python code runs without one.
 
-Code of the workload itself hears that CUDA is there and that its tensors are on it.
-Libraries hear the truth: they remember such answers, and would go on to load kernels of
-their own that cannot be traced; that they asked is said.
+Code of the workload gets the answer that CUDA is available and that its tensors are on
+it. Libraries get the true answer, because they cache it and would load kernels that
+cannot be traced. A note says which library asked.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ _PLAIN = (bool, int, float, str, tuple, list, torch.device)
 def patched_cuda_queries(
     capability: Capability, words: TranslationNotes, gpu: Gpu | None = None
 ) -> Iterator[None]:
-    """A scope in which the workload's code hears that there is a GPU.
+    """A scope in which queries of the workload's code find a GPU.
 
     Args:
-        capability: Its compute capability.
-        words: Where to say what it was told.
-        gpu: What else is known of it.
+        capability: Compute capability of the GPU.
+        words: Gets a note on each answer.
+        gpu: The card, for its name, memory and properties.
     """
     owners = (
         (torch.cuda, fake_cuda_functions(capability, gpu)),
@@ -67,14 +67,14 @@ def patched_cuda_queries(
 
 @contextmanager
 def cuda_calls_on_cpu(words: TranslationNotes) -> Iterator[None]:
-    """A scope in which what is asked for on CUDA is on CPU, and says that it is not."""
+    """A scope in which tensors for CUDA are on the CPU and report CUDA."""
     with ExitStack() as stack:
 
         def put(owner: Any, name: str, by: Any) -> None:
             stack.enter_context(mock.patch.object(owner, name, by))
 
         put(FakeTensor, "device", _device())
-        for module in (optimizer, _foreach_utils):  # lists of parameters, as on CUDA
+        for module in (optimizer, _foreach_utils):  # foreach kernels, as on CUDA
             devices = "_get_foreach_kernels_supported_devices"
             put(module, devices, lambda: ["cpu"])
         for owner, name in ((torch._C._nn, "_parse_to"), (torch, "set_default_device")):
@@ -86,7 +86,7 @@ def cuda_calls_on_cpu(words: TranslationNotes) -> Iterator[None]:
 
 
 def amp_without_gpu() -> AbstractContextManager[object]:
-    """A scope in which autocast and scalers of CUDA stay on without a GPU."""
+    """A scope in which CUDA's autocast and scalers stay enabled without a GPU."""
     missing = "amp_definitely_not_available"
     return mock.patch.object(torch.cuda.amp.common, missing, lambda: False)
 
@@ -113,18 +113,18 @@ def _told(
 
 
 def _default_device() -> torch.device | None:
-    """What ``torch.set_default_device`` was given, if anything."""
+    """The device set by ``torch.set_default_device``, or None."""
     context = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
     return None if context is None else context.device
 
 
 def _shown(told: object) -> object:
-    """Objects by their types: where they lie says nothing."""
+    """An answer for a note; objects by type, as addresses mean nothing."""
     return told if isinstance(told, _PLAIN) else f"a {type(told).__name__}"
 
 
 def is_workload(file: str) -> bool:
-    """Whether code is the user's: no library, not torch, not ours."""
+    """Whether a file belongs to the user, not to a library, torch or ckplan."""
     library = any(f"/{one}/" in file for one in _LIBRARIES)
     return not (library or file.startswith((_TORCHS, _OURS, "<", _STANDARD)))
 
@@ -142,7 +142,7 @@ def _device() -> property:
 
 
 def _first_on_cpu(real: Callable[..., Any]) -> Callable[..., Any]:
-    """A function whose first argument may be a device."""
+    """Wrap a function to move a first argument that is a CUDA device to the CPU."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return real(*map(_on_cpu, args[:1]), *args[1:], **_with_device(kwargs))
@@ -151,7 +151,7 @@ def _first_on_cpu(real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _OnCpu(TorchFunctionMode):
-    """Puts what is asked for on CUDA where the translation has it: on CPU."""
+    """Creates and moves tensors for CUDA on the CPU instead."""
 
     def __init__(self, words: TranslationNotes) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ def _on_cpu(device: Any) -> Any:
 
 
 def _type_of(device: Any) -> str | None:
-    """Of what may be a device, its name or its number."""
+    """The device type of a device, its name or its index; else None."""
     if type(device) is int:
         return "cuda"
     name = device.type if isinstance(device, torch.device) else device

@@ -1,7 +1,7 @@
-"""What reductions put aside on CUDA, where several blocks of threads share one output.
+"""Workspaces of reductions on CUDA whose blocks of threads share one output.
 
-Each block leaves what it has for the one that comes last, in memory of the caching
-allocator. Follows ``setReduceConfig`` of PyTorch's
+Each block stores its partial result, in memory of the caching allocator, for the block
+that finishes last. Follows ``setReduceConfig`` of PyTorch's
 ``aten/src/ATen/native/cuda/Reduce.cuh``, and ``TensorIterator`` for the order of
 dimensions.
 """
@@ -16,10 +16,10 @@ from typing import NamedTuple
 from ckplan.units import in_blocks
 
 _WARP = 32
-_MOST_THREADS = 512  # of a block
-_VALUES = 16, 256  # at least and at most, for each thread
-_LONG = 128  # from here on several values are loaded at once
-_FARTHEST = (1 << 31) - 1  # offset, in bytes, that one kernel reaches
+_MOST_THREADS = 512  # per block
+_VALUES = 16, 256  # fewest and most values per thread
+_LONG = 128  # from this length on, several values are loaded at once
+_FARTHEST = (1 << 31) - 1  # largest offset in bytes within one kernel
 _SEMAPHORE_BYTES = 4
 
 
@@ -28,17 +28,17 @@ class Processors:
     """The streaming multiprocessors of a card."""
 
     number: int
-    threads: int  # that each holds at once
+    threads: int  # most resident threads of each
 
 
 class Reduction(NamedTuple):
-    """What is reduced, and how."""
+    """The tensor and dimensions of a reduction."""
 
     shape: Sequence[int]
     stride: Sequence[int]  # in elements
-    dims: Collection[int]  # that are reduced, from 0
+    dims: Collection[int]  # reduced dimensions, from 0
     itemsize: int
-    partial_bytes: int  # of what a thread has for one output
+    partial_bytes: int  # of a thread's partial result for one output
     out_itemsize: int
     values_at_once: int = 4  # loaded along a reduced dimension
 
@@ -52,10 +52,10 @@ class _Dim(NamedTuple):
 def partial_result_blocks(
     reduction: Reduction, processors: Processors
 ) -> tuple[int, ...]:
-    """Blocks that a reduction allocates beside its output: partial ones, semaphores.
+    """Bytes of blocks besides the output: partial results, semaphores.
 
     >>> rows = Reduction((2048, 1536), (1536, 1), {0}, 4, 4, 4)
-    >>> put_aside(rows, Processors(108, 2048))
+    >>> partial_result_blocks(rows, Processors(108, 2048))
     (25165824, 512)
     """
     if not math.prod(reduction.shape):
@@ -72,7 +72,7 @@ def _put_aside(
         for stride in (dim.out, dim.into)
     )
     ends = (sum((dim.size - 1) * dim[way] for dim in dims) for way in (1, 2))
-    if farthest and max(ends) >= _FARTHEST:  # one kernel after the other
+    if farthest and max(ends) >= _FARTHEST:  # one kernel per half
         size = dims[place].size
         halves = (
             [*dims[:place], dims[place]._replace(size=half), *dims[place + 1 :]]
@@ -92,7 +92,7 @@ def _of_one_kernel(
     inputs = math.prod(dim.size for dim in dims if not dim.out)
     along = reduced == len(dims) or dims[0].into < dims[reduced].into
     width, height = (inputs, outputs) if along else (outputs, inputs)
-    at_once = 1  # outputs that a thread has
+    at_once = 1  # outputs per thread
     if dims[0 if along else reduced].into == reduction.itemsize:
         if along and reduced == 1 and width >= _LONG:
             width //= reduction.values_at_once
@@ -120,7 +120,7 @@ def _of_one_kernel(
 
 
 def _block(width: int, height: int, threads: int) -> tuple[int, int]:
-    """Threads of a block, in both directions."""
+    """Width and height of a block of threads."""
     widest, highest = (
         1 << (min(n, threads) or 1).bit_length() - 1 for n in (width, height)
     )
@@ -136,7 +136,7 @@ def _outputs_at_once(dims: Sequence[_Dim], reduced: int, itemsize: int) -> int:
 
 
 def _iterated(reduction: Reduction) -> list[_Dim]:
-    """Dimensions in the order of iteration, merged: first those that are reduced."""
+    """Merged dimensions in the order of iteration, reduced ones first."""
     shape, kept = reduction.shape, 1
     outs = [0] * len(shape)
     for place in reversed(range(len(shape))):
@@ -166,7 +166,7 @@ def _iterated(reduction: Reduction) -> list[_Dim]:
 
 
 def _order(one: _Dim, other: _Dim) -> int:
-    """Above 0 if they are the wrong way round, below 0 if not, 0 if nobody knows."""
+    """1 if two dimensions must be swapped, -1 if not, 0 if it is undecided."""
     if (one.out == 0) != (other.out == 0):
         return 1 if other.out == 0 else -1
     for mine, its in ((one.out, other.out), (one.into, other.into)):

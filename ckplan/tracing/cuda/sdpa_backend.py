@@ -1,7 +1,7 @@
-"""Which kernel CUDA would take for ``scaled_dot_product_attention``.
+"""Choose the kernel that CUDA runs for ``scaled_dot_product_attention``.
 
-The conditions are those of torch (``sdp_utils.cpp``) for dense tensors, 2.11 to 2.15.
-What ``torch.nn.attention.sdpa_kernel`` allows and prefers holds here as it does there.
+The conditions are those of torch 2.11 to 2.15 for dense tensors (``sdp_utils.cpp``).
+Settings of ``torch.nn.attention.sdpa_kernel`` apply in the same way.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ _FLASH, _EFFICIENT, _CUDNN, _MATH = (
     SDPBackend.MATH,
 )
 _VERSION = torch.__version__
-_ANY_DROPOUT = _VERSION < (2, 12)  # in cuDNN's kernel; later sixteenths
-_ALIGNED = _VERSION >= (2, 13)  # what the memory-efficient kernel gets, or math does
+_ANY_DROPOUT = _VERSION < (2, 12)  # in cuDNN's kernel; later only multiples of 1/16
+_ALIGNED = _VERSION >= (2, 13)  # inputs of the memory-efficient kernel
 _COUNTS_FOR_CUDNN = _VERSION >= (2, 13)  # no more sequences or heads than are launched
 _COUNTS_FOR_FLASH = _VERSION >= (2, 15)
-_WIDE_BY_CUDNN = _VERSION >= (2, 14)  # which widths it takes; earlier by the card
+_WIDE_BY_CUDNN = _VERSION >= (2, 14)  # widths depend on its version
 _SHARES_HEADS = _VERSION >= (2, 14)  # one head of keys is enough, grouped or not
 _BUNDLED_CUDNN = 92600 if _VERSION >= (2, 15) else 92400 if _WIDE_BY_CUDNN else 92000
-_PREFERRED_CUDNN = 91500  # newer ones are
-_NARROW_CUDNN = 92200  # newer ones take wide heads
+_PREFERRED_CUDNN = 91500  # newer versions are preferred
+_NARROW_CUDNN = 92200  # newer versions take wide heads
 _MOST_LAUNCHED = 65535
-_NEWEST = (12, 1)  # capability that the fused kernels are built for
+_NEWEST = (12, 1)  # newest capability of the fused kernels
 
 
 class AttentionArgs(NamedTuple):
@@ -56,15 +56,15 @@ class AttentionArgs(NamedTuple):
 
     @property
     def needs_grad(self) -> bool:
-        """Whether backward will come."""
+        """Whether the call needs a backward."""
         return torch.is_grad_enabled() and any(t.requires_grad for t in self.tensors)
 
 
 def choose_backend(asked: AttentionArgs, capability: Capability) -> SDPBackend:
-    """The kernel that a GPU of this capability takes.
+    """The kernel that a GPU of this capability runs.
 
     Raises:
-        RuntimeError: ``sdpa_kernel`` allows none of those that can.
+        RuntimeError: ``sdpa_kernel`` allows none of the kernels that fit.
     """
     fits: dict[SDPBackend, Callable[[AttentionArgs, Capability], bool]] = {
         _CUDNN: _cudnn_fits,
@@ -82,7 +82,7 @@ def choose_backend(asked: AttentionArgs, capability: Capability) -> SDPBackend:
 
 
 def _order(capability: Capability) -> list[SDPBackend]:
-    """What is preferred; Hopper and Blackwell of data centers put cuDNN first."""
+    """Kernels in order of preference; data-center Hopper and Blackwell prefer cuDNN."""
     order = [SDPBackend(number) for number in torch._C._get_sdp_priority_order()]
     untouched = order[:3] == [_FLASH, _EFFICIENT, _MATH]
     unwanted = os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED", "0") not in ("0", "")
@@ -93,7 +93,7 @@ def _order(capability: Capability) -> list[SDPBackend]:
 
 
 def _cudnn_version() -> int:
-    """Of the one that torch has; without one, of that which it comes with on CUDA."""
+    """Version of torch's cuDNN; in a CPU build, that of its CUDA build."""
     return torch.backends.cudnn.version() or _BUNDLED_CUDNN
 
 
@@ -116,7 +116,7 @@ def _flash_fits(asked: AttentionArgs, capability: Capability) -> bool:
 
 
 def _flash_backward_fits(asked: AttentionArgs, capability: Capability) -> bool:
-    """Wide heads need more shared memory than consumers' GPUs have."""
+    """Whether backward fits; consumer GPUs lack shared memory for wide heads."""
     small = (8, 6) <= capability <= (8, 9) or (12, 0) <= capability <= (12, 1)
     width = asked.query.shape[-1]
     wide = width > 192 and not (asked.dropout == 0 and width > 224)
@@ -147,7 +147,7 @@ def _efficient_fits(asked: AttentionArgs, capability: Capability) -> bool:
 
 
 def _efficient_alignment(dtype: torch.dtype, capability: Capability) -> int:
-    """Of widths and of where tensors begin, in elements."""
+    """Required alignment of widths and of tensors' addresses, in elements."""
     half = dtype in HALVES
     if capability >= (8, 0) or (capability >= (7, 0) and half):
         return 8 if half else 4  # tensor cores
@@ -175,7 +175,7 @@ def _cudnn_fits(asked: AttentionArgs, capability: Capability) -> bool:
 
 
 def _cudnn_takes_widths(asked: AttentionArgs, capability: Capability) -> bool:
-    """Up to 128; on cards of data centers some more, not all of them in backward."""
+    """Whether cuDNN takes the widths: up to 128, and more on data-center cards."""
     both = query, value = asked.query.shape[-1], asked.value.shape[-1]
     widest = max(both)
     if query % 8 or value % 8:
@@ -191,7 +191,7 @@ def _cudnn_takes_widths(asked: AttentionArgs, capability: Capability) -> bool:
 
 
 def _cudnn_takes_lengths(asked: AttentionArgs, capability: Capability) -> bool:
-    """Not one alone, nor what torch knows that a version of cuDNN gets wrong."""
+    """Whether cuDNN takes the lengths; excludes known bugs of its versions."""
     queries, keys = asked.query.shape[-2], asked.key.shape[-2]
     version = _cudnn_version()
     if keys == 1 or (queries == 1 and asked.dropout > 0):
@@ -204,7 +204,7 @@ def _cudnn_takes_lengths(asked: AttentionArgs, capability: Capability) -> bool:
 
 
 def _cudnn_takes_mask(asked: AttentionArgs) -> bool:
-    """One without a gradient, of two dimensions or of four that fit as they are."""
+    """Whether cuDNN takes the mask: no gradient, 2 or 4 broadcastable dimensions."""
     mask, (batch, heads, length, _) = asked.mask, asked.query.shape
     if mask is None:
         return True
@@ -218,14 +218,17 @@ def _is_many(query: _Tensor) -> bool:
 
 
 def _is_dense(asked: AttentionArgs, dtypes: tuple[torch.dtype, ...]) -> bool:
-    """Four dimensions, one of these types, something to attend to."""
+    """Whether tensors have 4 dimensions, one of these dtypes and nonzero lengths."""
     same = {t.dtype for t in asked.tensors} == {asked.query.dtype}
     whole = all(t.dim() == 4 and t.shape[-2] for t in asked.tensors)
     return same and whole and asked.query.dtype in dtypes
 
 
 def _heads_match(asked: AttentionArgs, *, apart: bool = False) -> bool:
-    """As many of each, or fewer of keys and values, perhaps not as many of both."""
+    """Whether numbers of heads are equal, or keys and values validly share heads.
+
+    ``apart`` allows different numbers of heads for keys and values.
+    """
     if _heads_are_as_many(asked):
         return True
     batches = {t.shape[0] for t in asked.tensors}
@@ -241,7 +244,7 @@ def _heads_are_as_many(asked: AttentionArgs) -> bool:
 
 
 def _rows_are_whole(asked: AttentionArgs, *, or_single: bool) -> bool:
-    """The last dimension has stride 1, in the mask too."""
+    """Whether last dimensions have stride 1, also in the mask."""
     rows = all(t.stride(-1) == 1 for t in asked.tensors)
     rows = rows or (or_single and asked.query.shape[-1] == 1)
     return rows and (asked.mask is None or asked.mask.stride(-1) == 1)

@@ -1,4 +1,4 @@
-"""Words that the translation's parts share."""
+"""Types and helpers that the modules of the translation share."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ HALVES = (torch.float16, torch.bfloat16)
 
 
 class TranslationNotes:
-    """What was done differently, each thing said once."""
+    """Notes on what was translated, without repeats."""
 
     def __init__(self) -> None:
         self._said: dict[str, None] = {}
 
     def add_note(self, what: str) -> None:
-        """Remember one thing."""
+        """Add a note."""
         self._said[what] = None
 
     def __iter__(self) -> Iterator[str]:
@@ -28,15 +28,15 @@ class TranslationNotes:
 
 
 def composite(name: str, *args: Any, **kwargs: Any) -> Any:
-    """Run the composite of torch's own that is below autograd's key.
+    """Run torch's C++ composite of an op, below autograd's key.
 
-    Torch has others in Python for some ops, meant for its compiler, which copy.
+    For some ops, torch also has composites in Python for its compiler; those copy.
     """
     key = torch._C.DispatchKey.CompositeImplicitAutograd
     return overload(name)._op_dk(key, *args, **kwargs)
 
 
 def overload(name: str) -> Any:
-    """``softmax.int`` as the op of torch; ``mm`` as its default overload."""
+    """The torch op of a name such as ``softmax.int``, or ``mm`` for ``mm.default``."""
     packet, _, kind = name.partition(".")
     return getattr(getattr(torch.ops.aten, packet), kind or "default")

@@ -1,7 +1,8 @@
-"""What CUDA's kernels need beyond the tensors they return, one op at a time.
+"""Workspaces of CUDA's kernels: bytes beyond their outputs, for each op.
 
-As far as torch's source fixes it: contiguous copies, partial results of reductions,
-tables of sorted indices. What cuDNN chooses when it runs is not known.
+Workspaces are known as far as torch's source fixes them: contiguous copies, partial
+results of reductions, tables of sorted indices. Workspaces that cuDNN chooses at run
+time are not known.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ from ckplan.units import in_blocks
 _LOW = (torch.float16, torch.bfloat16)
 
 _Needs = Callable[[RawOp, Sequence[TensorMeta], Gpu], Workspace]
-"""An op, its tensors and a card, to what it takes beyond what it holds."""
+"""(op, its tensors, card) -> workspace of the op."""
 
 
 def workspace_of(op: RawOp, gpu: Gpu) -> Workspace:
-    """What the kernel of an op takes at once while it runs, beyond what it holds then.
+    """The workspace of an op's kernel: blocks allocated at once, beyond its outputs.
 
-    Of kernels that take and free in turns, that is when they have most.
+    If a kernel allocates and frees several times, the largest total counts.
     """
     needs = _WORKSPACES.get(op.func.overloadpacket.__name__)
     tensors = [leaf for leaf in op.args if isinstance(leaf, TensorMeta)]
@@ -50,7 +51,7 @@ def workspace_of(op: RawOp, gpu: Gpu) -> Workspace:
 
 
 def hidden_bytes(op: RawOp) -> int:
-    """What an op returns in storages larger than the tensors in them.
+    """Bytes of an op's output storages beyond its output tensors.
 
     A reduced loss keeps the storage that its elements were computed in.
     """
@@ -60,12 +61,12 @@ def hidden_bytes(op: RawOp) -> int:
 
 
 def _reduced(partial: Callable[[torch.dtype], int]) -> _Needs:
-    """A reduction whose threads have so many bytes for each output."""
+    """Workspaces of a reduction, by the bytes of a thread's partial result."""
 
     def needs(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> Workspace:
         tensor, out = tensors[0], op.returned[0].dtype
         if op.returned[0].numel == tensor.numel:
-            return NO_WORKSPACE  # the larger of two tensors, not of one
+            return NO_WORKSPACE  # elementwise, as the maximum of two tensors
         copy: Blocks = ()
         as_is = out == tensor.dtype or (out == torch.float32 and tensor.dtype in _LOW)
         if not as_is and op.func.overloadpacket.__name__ in _CONVERTING:
@@ -98,7 +99,7 @@ def _put_aside(
 
 
 def _dims(op: RawOp, tensor: TensorMeta) -> list[int]:
-    """The dimensions that an op reduces; all if it names none."""
+    """The dimensions that an op reduces; all if none is given."""
     args, kwargs = op.arguments
     names = [argument.name for argument in op.func._schema.arguments]
     if "dim" not in names:
@@ -133,12 +134,12 @@ def _truth(dtype: torch.dtype) -> int:
 
 
 def _copied(*places: int, inside: bool = False, any_layout: bool = False) -> _Needs:
-    """The tensor arguments of these numbers are made contiguous.
+    """Workspaces of ops that make tensor arguments contiguous.
 
     Args:
-        *places: The numbers.
-        inside: In what fills the output, which is there then.
-        any_layout: Channels may be last.
+        *places: Indices of these tensor arguments.
+        inside: Whether copies are made after the output is allocated.
+        any_layout: Whether channels-last tensors are not copied.
     """
 
     def needs(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> Workspace:
@@ -157,7 +158,7 @@ def _copied(*places: int, inside: bool = False, any_layout: bool = False) -> _Ne
 
 
 def _multiplied(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> Workspace:
-    """What cuBLAS works in; copies, since it wants rows or columns side by side."""
+    """The workspace of cuBLAS, and copies of operands that it cannot read."""
     copied = (in_blocks(t.num_bytes) for t in tensors[-2:] if not _for_cublas(t))
     name = op.func.overloadpacket.__name__
     return Workspace(after=(*copied, *temporary_blocks(name, tensors, gpu.capability)))
@@ -173,14 +174,14 @@ def _for_cublas(tensor: TensorMeta) -> bool:
 
 
 def _softmax_backward(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> Workspace:
-    """The product of the gradient with the output, and both contiguous."""
+    """The product of the gradient and the output, and contiguous copies of both."""
     del op, gpu
     product = in_blocks(tensors[1].num_bytes)
     return Workspace(after=(*contiguous_copies(tensors[:2]), product))
 
 
 def _roll(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> Workspace:
-    """One dimension after the other."""
+    """A result between dimensions, or a contiguous copy for one dimension."""
     del gpu
     shifts = op.arguments[0][1]
     several = not isinstance(shifts, int) and len(shifts) > 1
@@ -190,7 +191,7 @@ def _roll(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> Workspace:
 
 
 def _convolution(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> Workspace:
-    """Input and weight in one layout."""
+    """Copies that give the input and the weight the same layout."""
     del op, gpu
     return Workspace(
         contiguous_copies(tensors[:2], any(map(suggests_channels_last, tensors[:2])))
@@ -200,9 +201,9 @@ def _convolution(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> Workspac
 def _convolution_backward(
     op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu
 ) -> Workspace:
-    """Copies for the gradient of the input, then for the weight's, then the bias's sum.
+    """The largest of the workspaces for the gradients of input, weight and bias.
 
-    What is not yet made then counts off.
+    Each gradient is computed in turn. Outputs that are allocated later are subtracted.
     """
     gradient, input_, weight = tensors[:3]
     last = suggests_channels_last(input_) or suggests_channels_last(weight)
@@ -222,7 +223,7 @@ def _convolution_backward(
 
 
 def _safe_softmax(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> Workspace:
-    """Which scores are -inf, one byte each, and which rows are nothing else."""
+    """One byte per score for "is -inf", and one per row for "all are -inf"."""
     del op, gpu
     count = tensors[0].numel
     rows = count // max(tensors[0].shape[-1], 1)
@@ -230,7 +231,12 @@ def _safe_softmax(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> Workspa
 
 
 def _elements(reduced: int, otherwise: int = 0) -> _Needs:
-    """So many tensors like the first argument, beside one that a reduced loss keeps."""
+    """Workspaces of a number of tensors like the first argument.
+
+    Args:
+        reduced: The number if the output is reduced.
+        otherwise: The number if it is not.
+    """
 
     def needs(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> Workspace:
         one, out = tensors[0], op.returned[0]
@@ -243,7 +249,7 @@ def _elements(reduced: int, otherwise: int = 0) -> _Needs:
 
 
 def _like_its_output(times: int) -> _Needs:
-    """So many tensors like what is returned."""
+    """Workspaces of a number of tensors like the output."""
 
     def needs(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> Workspace:
         del tensors, gpu
@@ -253,7 +259,7 @@ def _like_its_output(times: int) -> _Needs:
 
 
 def _counted(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> Workspace:
-    """Contiguous, and integers in the type that they are added up in."""
+    """A contiguous copy, and a copy in the output's dtype."""
     del gpu
     same = tensors[0].dtype == op.returned[0].dtype
     cast = () if same else (in_blocks(op.returned[0].num_bytes),)
@@ -261,14 +267,14 @@ def _counted(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> Workspace:
 
 
 def _bilinear_backward(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> Workspace:
-    """Contiguous, unless it is copied to a gradient of the same size."""
+    """A contiguous copy, unless the gradients have the same size."""
     if op.returned[0].shape == tensors[0].shape:
         return NO_WORKSPACE
     return _copied(0, inside=True, any_layout=True)(op, tensors, gpu)
 
 
 def _columns(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> Workspace:
-    """Contiguous, and once more."""
+    """A contiguous copy, and another tensor of the same size."""
     del op, gpu
     return Workspace((*contiguous_copies(tensors[:1]), in_blocks(tensors[0].num_bytes)))
 

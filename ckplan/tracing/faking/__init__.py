@@ -1,1 +1,1 @@
-"""Stand-ins for real tensors, and backward from Python."""
+"""Fake tensors in place of real ones, and backward run from Python."""

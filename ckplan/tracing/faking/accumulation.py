@@ -1,4 +1,4 @@
-"""How the engine adds a gradient to `.grad` of a leaf."""
+"""Add a gradient to ``.grad`` of a leaf as autograd's engine does."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def accumulate(node: Any, grads: list[Any]) -> None:
-    """Into ``.grad`` of a leaf: taken over where nobody else holds it, else copied."""
+    """Set or add to ``.grad`` of a leaf; an unshared first gradient is not copied."""
     leaf = node.variable
     first = leaf.grad is None and not torch.is_grad_enabled()
     if first and _is_unshared(grads) and _is_laid_out_like(grads[0], leaf):
@@ -22,7 +22,7 @@ def accumulate(node: Any, grads: list[Any]) -> None:
 
 
 def _is_unshared(grads: list[Any]) -> bool:
-    """Whether the only gradient in a list is held by nothing else."""
+    """Whether nothing but the list holds its only gradient."""
     return _references(grads) == _OF_ITS_LIST and grads[0]._use_count() == 1
 
 
@@ -34,7 +34,7 @@ _OF_ITS_LIST = _references([object()])
 
 
 def _is_laid_out_like(grad: torch.Tensor, leaf: torch.Tensor) -> bool:
-    """Torch's "gradient layout contract"."""
+    """Whether a gradient meets torch's "gradient layout contract"."""
     reach = 1 + sum(
         (n - 1) * step for n, step in zip(leaf.shape, leaf.stride(), strict=True)
     )

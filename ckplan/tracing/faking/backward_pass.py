@@ -1,9 +1,9 @@
-"""One backward: which node's turn it is, what it is given, what becomes of it.
+"""One backward pass: the order of nodes, their gradients and their results.
 
-As torch's engine does it (``engine.cpp``, ``input_buffer.cpp``, ``accumulate_grad.h``):
-the latest node of forward first, sums of gradients that meet, and out of place, as
-under any mode. Which references are held, and until when, is part of it: a gradient
-that nobody else holds becomes ``.grad`` of its parameter as it is.
+The pass follows torch's engine (``engine.cpp``, ``input_buffer.cpp``,
+``accumulate_grad.h``). The latest node of forward runs first. Gradients of one tensor
+are summed out of place, as under any dispatch mode. References are held as long as in
+the engine: an unshared gradient becomes ``.grad`` of its parameter without a copy.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.autograd.graph import Node
 
 from ckplan.tracing.faking.accumulation import accumulate
 
-Edge: TypeAlias = tuple[Node, int]  # a node, and which of its gradients
+Edge: TypeAlias = tuple[Node, int]  # a node, and the index of its gradient
 Hook: TypeAlias = Callable[..., Any]
 _ACCUMULATES = "AccumulateGrad"
 FREED_GRAPH_ERROR = (
@@ -31,11 +31,11 @@ FREED_GRAPH_ERROR = (
     "retain_graph=True if you need to backward through the graph a second time or if "
     "you need to access saved tensors after calling backward."
 )
-"""What the engine says of that; in the metadata of nodes that it would have freed."""
+"""The engine's error message, and the metadata key that marks freed nodes."""
 
 
 class TensorHooks(NamedTuple):
-    """Hooks on one of the tensors that a node's forward made."""
+    """Hooks on one output of a node's forward."""
 
     output: int
     hooks: dict[int, Hook]
@@ -43,26 +43,26 @@ class TensorHooks(NamedTuple):
 
 @dataclass
 class NodeHooks:
-    """What runs beside a node."""
+    """Hooks of one node."""
 
     tensor_hooks: list[TensorHooks] = field(default_factory=list)
     before: dict[int, Hook] = field(default_factory=OrderedDict)
     after: dict[int, Hook] = field(default_factory=OrderedDict)
-    retained: list[torch.Tensor] = field(default_factory=list)  # ask for their grad
+    retained: list[torch.Tensor] = field(default_factory=list)  # keep .grad
     materializes_no_grads: bool = (
-        False  # a custom function that asked not to be given zeros
+        False  # a custom function that takes None for missing gradients
     )
 
 
 class BackwardPass:
-    """One backward.
+    """One backward pass.
 
     Args:
-        roots: Nodes that are given gradients from outside, to be delivered.
-        wanted: What ``inputs`` asks for; all leaves, if nothing.
-        accumulate_grad: Whether that is added to ``.grad``, or handed out.
-        hooks_of: Says what runs beside a node.
-        done: Told of each node that ran.
+        roots: Nodes that get gradients from the caller.
+        wanted: Edges of the ``inputs`` argument of backward; empty for all leaves.
+        accumulate_grad: Whether gradients are added to ``.grad`` or returned.
+        hooks_of: Gives the hooks of a node.
+        done: Called with each node that ran.
     """
 
     def __init__(
@@ -83,9 +83,9 @@ class BackwardPass:
         self._tickets = count()
 
     def add_gradient(self, outs: list[Any], place: int, edge: Edge) -> None:
-        """Add to what a node waits for; it is ready once all of it has come.
+        """Add a gradient to a node's inputs; the node is ready when it has all of them.
 
-        What is added to another gradient stays in ``outs``, as it does in the engine.
+        A gradient that is added to another stays in ``outs``, as in the engine.
         """
         node, slot = edge
         if node not in self._needed:
@@ -101,12 +101,12 @@ class BackwardPass:
             heapq.heappush(self._ready, turn)
 
     def run_all(self) -> None:
-        """Run nodes, the latest of forward first."""
+        """Run all nodes, the latest of forward first."""
         while self._ready:
             self._visit(heapq.heappop(self._ready)[-1])
 
     def will_run(self, node: Node) -> bool:
-        """Whether it comes by a node."""
+        """Whether the pass runs a node."""
         return node in self._needed
 
     def _visit(self, node: Node) -> None:
@@ -132,14 +132,14 @@ class BackwardPass:
         return outs
 
     def _ends_at(self, node: Node) -> bool:
-        """Whether all that is wanted of a node is what comes to it."""
+        """Whether a node's inputs are captured and no later node must run."""
         mine = any(captured is node for captured, _ in self._captures)
         nexts = (target for target, _ in node.next_functions)
         return mine and not any(target in self._needed for target in nexts)
 
 
 def _dependencies(roots: list[Node]) -> defaultdict[Node, int]:
-    """How often each node below the roots is delivered to."""
+    """The number of gradients that each node below the roots receives."""
     waiting: defaultdict[Node, int] = defaultdict(int)
     for root in roots:
         waiting[root] += 1
@@ -151,7 +151,7 @@ def _dependencies(roots: list[Node]) -> defaultdict[Node, int]:
 
 
 def reachable_nodes(roots: Sequence[Node]) -> list[Node]:
-    """All nodes of a graph."""
+    """All nodes that are reachable from the roots."""
     found = dict.fromkeys(roots)
     stack = list(found)
     while stack:
@@ -163,7 +163,7 @@ def reachable_nodes(roots: Sequence[Node]) -> list[Node]:
 
 
 def _leading_to(wanted: set[Node], nodes: defaultdict[Node, int]) -> set[Node]:
-    """Nodes that must run: all, or those on the way to what is wanted."""
+    """Nodes that must run: those on paths to the wanted nodes; all if none is given."""
     if not wanted:
         return set(nodes)
     above: defaultdict[Node, list[Node]] = defaultdict(list)
@@ -212,7 +212,7 @@ def _check_alike(hook: Hook, grad: Any, found: Any) -> None:
 
 
 def _retain(tensor: torch.Tensor, grad: torch.Tensor | None) -> None:
-    """Into ``.grad`` of what is no leaf: always a copy."""
+    """Add a gradient to ``.grad`` of a non-leaf tensor, always as a copy."""
     if grad is None:
         return
     if tensor.grad is not None:
@@ -256,21 +256,21 @@ def _run(
 
 
 def _has_saved(node: Any) -> bool:
-    """Whether a formula of torch's own takes out what was saved for it."""
-    raw = "_raw"  # those of tensors have two names, one with this
+    """Whether a node of torch has saved tensors."""
+    raw = "_raw"  # prefix of the second attribute of each saved tensor
     names = [name.removeprefix(raw) for name in dir(node) if name.startswith(raw)]
     return any(getattr(node, name) is not None for name in names)
 
 
 def run_node(node: Any, grads: list[torch.Tensor | None]) -> Any:
-    """A formula of torch's own; all ops below this frame are its."""
+    """Run a formula of torch; all ops below this frame belong to it."""
     return node(*grads)
 
 
 def _materialized(
     node: Node, grads: list[torch.Tensor | None]
 ) -> list[torch.Tensor | None]:
-    """Zeros where no gradient came."""
+    """Replace missing gradients by zeros."""
     return [
         torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device)
         if grad is None
@@ -282,12 +282,12 @@ def _materialized(
 def _run_custom(
     node: Any, grads: list[torch.Tensor | None]
 ) -> list[torch.Tensor | None]:
-    """What ``backward`` of a custom function returns for its tensors."""
+    """Run ``backward`` of a custom function; return gradients of its tensors."""
     outs = node.apply(*grads)
     outs = list(outs) if isinstance(outs, tuple) else [outs]
     _check_number(node, outs)
-    # One for each argument; edges are of tensors alone, and lead somewhere only from
-    # those that want a gradient.
+    # There is one output per argument. Edges exist for tensors only, and have a target
+    # only for tensors that need a gradient.
     wants = zip(outs, node.needs_input_grad, strict=False)
     wanted = [out for out, wants_it in wants if wants_it]
     return [wanted.pop(0) if target else None for target, _ in node.next_functions]
@@ -307,14 +307,14 @@ def _check_number(node: Any, outs: list[Any]) -> None:
 
 
 def _fitting(node: Node, outs: list[Any]) -> list[Any]:
-    """Gradients in the shapes and types of what they are gradients of."""
+    """Convert gradients to the shape, dtype and device of their tensors."""
     for place, (target, slot) in enumerate(node.next_functions[: len(outs)]):
         if outs[place] is None or target is None:
             continue
         meta = target._input_metadata[slot]
-        # No name for a gradient: it would live on while the next one is cast.
+        # Do not name a gradient: it would stay alive while the next one is cast.
         if meta.is_nested_tensor:
-            continue  # it has no shape to ask for
+            continue  # it has no shape
         if outs[place].shape != torch.Size(meta.shape):
             outs[place] = outs[place].sum_to_size(meta.shape)
         if outs[place].dtype != meta.dtype:

@@ -1,4 +1,4 @@
-"""One backward that runs, and the edges of the graph that it begins at."""
+"""One running backward, and the graph edges of its outputs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ckplan.tracing.faking.backward_pass import (
 
 
 class HookedTensor:
-    """What a hook made of a saved tensor, until the node is done with it."""
+    """The packed object of a saved tensor, held until its node has run."""
 
     __slots__ = ("__weakref__", "packed", "unpack")
 
@@ -34,27 +34,27 @@ class HookedTensor:
 
 @dataclass
 class BackwardTask:
-    """A backward that runs, as others may ask the engine about it."""
+    """A running backward, with the state that callers query from the engine."""
 
     number: int
     run: BackwardPass
     keeps_graph: bool
-    takes_checkpoints: bool  # that run backward themselves
+    takes_checkpoints: bool  # whether checkpoints can run backward inside it
     callbacks: list[Callable[[], object]] = field(default_factory=list)
 
 
 def edge_of(one: torch.Tensor | GradientEdge, roots: Sequence[Edge] = ()) -> Edge:
-    """Return the edge of the graph that a tensor stands for."""
+    """Return the graph edge of a tensor."""
     if isinstance(one, GradientEdge):
         return one.node, one.output_nr
     edge = None
-    with suppress(AttributeError):  # of what torch.func wrapped while it lasted
+    with suppress(AttributeError):  # a tensor left over from a wrapper of torch.func
         edge = get_gradient_edge(one)
     if one.grad_fn is None and (edge is None or leaf_of(edge.node) is not one):
-        # Torch asks a view, which is of what is wrapped.
+        # Torch takes the edge of a view of the wrapped tensor.
         for node in reachable_nodes([root for root, _ in roots]):
             if leaf_of(node) is one:
                 return node, 0
-    if edge is None:  # nothing leads there
+    if edge is None:  # no path leads to the tensor
         edge = get_gradient_edge(torch.empty(0, requires_grad=True))
     return edge.node, edge.output_nr

@@ -1,10 +1,10 @@
-"""Fake tensors that take the same path through a model as real ones would.
+"""Fake tensors that take the same path through a model as real tensors.
 
-A fake tensor has a shape and no content, so a model that asks for content raises, or,
-as ``transformers`` does on seeing one, goes another way. Most such questions are about
-small integers, token ids, masks, positions, or about constants, such as a mask of ones
-or how probable it is that a layer is dropped. ``KnownValues`` computes those for real
-beside the fake ones and answers from them.
+A fake tensor has a shape and no content. So a model that reads content raises an error,
+or takes another path, as ``transformers`` does for fake tensors. Most reads are of
+small integers, such as token ids, masks and positions, or of constants, such as a mask
+of ones or the probability to drop a layer. ``KnownValues`` computes real values of
+these beside the fake ones, and reads return them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from ckplan.tracing.faking.kernel_layouts import as_kernels_do
 from ckplan.training.failures import first_line, untraceable_feature
 from ckplan.training.randomness import may_draw
 
-_LARGEST_BYTES = 1 << 20  # of integers
+_LARGEST_BYTES = 1 << 20  # largest known tensor of integers
 _LARGEST_FLOAT_BYTES = 1 << 16
 _QUESTIONS = (
     torch.ops.aten._local_scalar_dense.default,
@@ -55,7 +55,7 @@ EMPTY_OPS = (
 )
 _GROUPED_MM = torch.ops.aten._grouped_mm.default
 _SIZED_BY_KERNEL = (torch.ops.aten.mkldnn_rnn_layer.default,)
-"""Ops of which only the kernel knows how large a workspace backward will want."""
+"""Ops whose workspace for backward has a size that only the kernel knows."""
 SET_STORAGE_OPS = (
     torch.ops.aten.set_.source_Storage,
     torch.ops.aten.set_.source_Storage_storage_offset,
@@ -66,14 +66,14 @@ _FUSED = (
     torch.ops.aten._fused_adamw_,
     torch.ops.aten._fused_sgd_,
 )
-"""Steps of optimizers, of which torch has few fake kernels: they make nothing."""
+"""Optimizer steps; torch has few fake kernels of them. They return nothing."""
 
 
 class _Fakes(FakeTensorMode):
-    """Makes fake tensors."""
+    """A fake mode that survives copies of its tensors."""
 
     def __deepcopy__(self, memo: object) -> _Fakes:
-        """Stay the mode of copied tensors, which would be strangers to it."""
+        """Return the same mode, as copied tensors must keep it."""
         del memo
         return self
 
@@ -84,7 +84,7 @@ class _Fakes(FakeTensorMode):
         args: tuple[Any, ...] = (),
         kwargs: Any = None,
     ) -> Any:
-        """Keep storages out of torch's cache of fake kernels, which would hold them."""
+        """Keep storages out of torch's cache of fake kernels, as it holds them."""
         if func not in SET_STORAGE_OPS:
             return super().__torch_dispatch__(func, types, args, kwargs or {})
         with mock.patch.object(self, "cache_enabled", False):
@@ -92,19 +92,19 @@ class _Fakes(FakeTensorMode):
 
 
 class KnownValues(TorchDispatchMode):
-    """Keeps real values of small tensors; to be entered inside a fake mode."""
+    """Keeps real values of small tensors; entered inside a fake mode."""
 
     def __init__(self) -> None:
         super().__init__()
         self._real = WeakIdKeyDictionary()  # fake tensor -> real one
-        self._stale = WeakIdKeyDictionary()  # real storage that no longer holds
+        self._stale = WeakIdKeyDictionary()  # real storages with outdated content
 
     def learn_all(
         self, fakes: Iterable[torch.Tensor], reals: Iterable[torch.Tensor]
     ) -> None:
-        """Take real integers for what fake ones would hold, where they are small."""
+        """Take small real integer tensors as the values of fake ones."""
         for fake, real in zip(fakes, reals, strict=True):
-            if _is_small(real) and not real.is_floating_point():  # those are data
+            if _is_small(real) and not real.is_floating_point():  # floats are data
                 with _disable_current_modes():
                     self._real[fake] = real.detach().to("cpu", copy=True)
 
@@ -169,7 +169,7 @@ class KnownValues(TorchDispatchMode):
 
 
 def why_not_fake(error: BaseException) -> str:
-    """What of a model cannot be done on fake tensors, and what would help."""
+    """Explain why a model fails on fake tensors, with a remedy if there is one."""
     used = untraceable_feature(error)
     if used:
         return f"the step uses {used}"
@@ -197,19 +197,19 @@ def _is_small(tensor: torch.Tensor) -> bool:
 
 
 def _is_chance(func: Any) -> bool:
-    """Whether what an op returns does not follow from its arguments."""
+    """Whether an op's results are uninitialized or random."""
     return func in EMPTY_OPS or may_draw(func)
 
 
 def _run_real(func: Any, values: list[Any], spec: pytree.TreeSpec) -> Any:
     with _disable_current_modes():
         args, kwargs = pytree.tree_unflatten(map(_reachable, values), spec)
-        kwargs.pop("pin_memory", None)  # which a GPU is asked for
+        kwargs.pop("pin_memory", None)  # it needs a GPU
         return func(*args, **kwargs)
 
 
 def _reachable(value: Any) -> Any:
-    """What is known is computed on the CPU, with a GPU at hand, too."""
+    """Move a value to the CPU, as known values are always computed there."""
     if isinstance(value, torch.Tensor):
         return value.cpu()
     of_gpu = isinstance(value, torch.device) and value.type == "cuda"
@@ -217,7 +217,7 @@ def _reachable(value: Any) -> Any:
 
 
 def _sized_by_kernel(func: Any, args: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
-    """Fake outputs with the sizes that the kernel gives to real ones."""
+    """Fake outputs with the sizes of the real kernel's outputs."""
     with _disable_current_modes():
         real = [
             torch.zeros(x.shape, dtype=x.dtype) if isinstance(x, torch.Tensor) else x
@@ -232,7 +232,7 @@ def _sized_by_kernel(func: Any, args: tuple[Any, ...]) -> tuple[torch.Tensor, ..
 def _grouped_mm(
     a: torch.Tensor, b: torch.Tensor, stops: torch.Tensor | None
 ) -> torch.Tensor:
-    """What experts return; the fake kernel of torch refuses all but bfloat16."""
+    """A fake result of a grouped matmul; torch's fake kernel takes bfloat16 only."""
     shape = [a.shape[-2], b.shape[-1]]
     if a.dim() == b.dim():
         shape.insert(0, len(a) if stops is None else len(stops))
@@ -248,21 +248,21 @@ def _written_arguments(func: Any, args: tuple[Any, ...]) -> Iterator[torch.Tenso
 
 @contextmanager
 def fake_tensors() -> Iterator[tuple[FakeTensorMode, KnownValues]]:
-    """A scope in which everything built is fake and acts as if it were real."""
+    """A scope in which new tensors are fake and act like real ones."""
     fake, known = _Fakes(allow_non_fake_inputs=True), KnownValues()
     with ExitStack() as stack:
         stack.callback(_empty_caches_of_functions)
-        # It draws until all values are in range; a fake one never is.
+        # It draws until all values are in range; fake values never are.
         stack.enter_context(
             mock.patch.object(torch.nn.init, "_no_grad_trunc_normal_", _no_draw)
         )
-        # model.half() swaps fake parameters, and refuses to where weak references are;
-        # fake tensors have some of their own, which hold on to what stays the same.
+        # model.half() swaps fake parameters, and fails if weak references exist. Fake
+        # tensors have weak references of their own, which stay valid after a swap.
         stack.enter_context(mock.patch.object(torch.utils, "weakref", _NO_WEAKREFS))
-        # What raises there is told in our words, or not told since real tensors work.
+        # Errors logged there are reported by ckplan, or avoided by real tensors.
         logger = logging.getLogger("torch._subclasses.fake_tensor")
         stack.enter_context(mock.patch.object(logger, "disabled", True))
-        # Copying a fake tensor, torch asks where its bytes are, and warns of that.
+        # Torch reads the address of a fake tensor to copy it, and warns of that.
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         transformers = sys.modules.get("transformers.utils.import_utils")
@@ -272,7 +272,7 @@ def fake_tensors() -> Iterator[tuple[FakeTensorMode, KnownValues]]:
             )
         stack.enter_context(fake)
         stack.enter_context(known)
-        for module in (optimizer, _foreach_utils):  # which go by exact types
+        for module in (optimizer, _foreach_utils):  # these check exact types
             types = [*module._foreach_supported_types, FakeTensor]
             stack.enter_context(
                 mock.patch.object(module, "_foreach_supported_types", types)
@@ -285,9 +285,9 @@ _CachedFunction = type(functools.lru_cache(lambda: None))
 
 
 def _empty_caches_of_functions() -> None:
-    """Empty those of ``functools`` that hold fake tensors, as positions of an image.
+    """Empty ``functools`` caches that hold fake tensors, such as image positions.
 
-    They outlive the model that was traced, and the next one would be given these.
+    The caches outlive the traced model, and would return fake tensors to the next one.
     """
     for function in gc.get_objects():
         if type(function) is _CachedFunction and _holds_fakes(function):

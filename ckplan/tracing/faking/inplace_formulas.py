@@ -1,17 +1,18 @@
-"""Formulas of backward that write in place on a plain run.
+"""Formulas of backward that write in place in a plain run.
 
-Torch's own formulas, in C++, make a tensor of zeros and add to it in place, unless some
-tensor is of a subclass or a dispatch mode is active: there they go out of place, so
-that every mode can follow. Whoever watches under one sees one more tensor than there
-will be. So what such a formula does out of place to what it made is done in place here,
-and storages, lifetimes and workspaces are those of a plain run.
+Torch's C++ formulas make a tensor of zeros and add to it in place. With a tensor
+subclass or a dispatch mode, they add out of place instead, so that every mode can
+follow. A recording under a mode therefore has one tensor too many. This module turns
+such out-of-place ops on a formula's own tensors back into in-place ops. Storages,
+lifetimes and workspaces are then those of a plain run.
 
-Some formulas go another way altogether. That of ``max`` over all elements is followed.
-Those of ``prod`` and ``cumprod`` go by whether a value is zero: under a mode they take
-the way that is right for any, and are recorded so. What ``masked_fill`` by a tensor
-does with its value, and ``linalg.eig``, goes by values, too. And from torch 2.14 on,
-``quantile`` and ``nanquantile`` of a CPU sort under a mode alone: a plain run selects
-without an op, takes less, and may send a gradient to another of several equal values.
+Some formulas run entirely different ops under a mode. The formula of ``max`` over all
+elements is corrected. Those of ``prod`` and ``cumprod`` depend on whether a value is
+zero; under a mode they use the general formula, which is recorded. The formulas of
+``masked_fill`` by a tensor and of ``linalg.eig`` depend on values, too. From torch 2.14
+on, ``quantile`` and ``nanquantile`` on a CPU sort only under a mode. A plain run
+selects without an op, needs less memory, and can send a gradient to another of several
+equal values.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ _AROUND_MODES = ("torch._dynamo.eval_frame", "torch._compile")
 
 
 class _Formula(NamedTuple):
-    """What a node does in place."""
+    """Ops that a node runs in place."""
 
-    makes: frozenset[str]  # ops that make what it writes to, for itself alone
-    writes: frozenset[str]  # ops that it does in place to that
+    makes: frozenset[str]  # ops that make its private tensors
+    writes: frozenset[str]  # ops that write to those tensors in place
 
 
 def _formula(makes: str, writes: str) -> _Formula:
@@ -47,12 +48,12 @@ def _formula(makes: str, writes: str) -> _Formula:
 _SELECTING = _formula("new_zeros zeros", "scatter")
 _CUMULATIVE = _formula("new_zeros zeros", "scatter_add")
 _SHARING = _formula("where", "masked_fill")
-_CLAMP_SHARES = torch.__version__ >= (2, 14)  # the gradient, where bounds are met
+_CLAMP_SHARES = torch.__version__ >= (2, 14)  # gradient with an equal bound
 FORMULAS: Mapping[str, _Formula] = {
     "AminmaxBackward0": _formula("mul", "add"),
     "Atan2Backward0": _formula("reciprocal", "masked_fill"),
     "BinaryCrossEntropyBackward0": _formula("neg mul", "mul"),
-    # Not ``neg``, whose product with the gradient is another tensor.
+    # Not ``neg``: its product with the gradient is a new tensor.
     "BinaryCrossEntropyWithLogitsBackward0": _formula(
         "add sigmoid log_sigmoid_forward sub mul", "sub mul"
     ),
@@ -81,26 +82,26 @@ FORMULAS: Mapping[str, _Formula] = {
     "TopkBackward0": _SELECTING,
     "TraceBackward0": _formula("zeros", "index_fill"),
 }
-"""By the name of a node. Found by comparing all ops that torch's own tests know."""
+"""Node name -> formula; found by comparing all ops of torch's own tests."""
 
 EVENLY_DIVIDING_NODES = frozenset(
     ("MaxBackward1", "MedianBackward0", "MinBackward1", "NanmedianBackward0")
 )
-"""Nodes that divide a gradient among the elements that have a value."""
+"""Nodes that divide a gradient among all elements equal to the result."""
 
 RESERVE_COPYING_NODES = frozenset(("CudnnBatchNormBackward0", "CudnnRnnBackward0"))
-"""Nodes that copy cuDNN's reserve, unless the engine says that it is to go."""
+"""Nodes that copy cuDNN's reserve if the engine retains the graph."""
 
 _ENDING = _formula("", "clone")
-_DIVIDED = _formula("", "isnan logical_and mul")  # on CPU: what is done otherwise
+_DIVIDED = _formula("", "isnan logical_and mul")  # on CPU: ops to correct
 _DIVIDED_ON_CUDA = _formula("isnan", "logical_and")
 
 
 class InplaceFormulas:
-    """Follows the nodes of a backward; to be asked before each op that a mode sees.
+    """Follows the nodes of a backward and corrects each op that a mode sees.
 
     Args:
-        on_cuda: Whether the step is, or is to be, on a GPU.
+        on_cuda: Whether the step runs, or is planned for, a GPU.
     """
 
     def __init__(self, *, on_cuda: bool = False) -> None:
@@ -114,7 +115,7 @@ class InplaceFormulas:
         self._made = WeakIdKeyDictionary()  # tensor of this node -> name of its op
 
     def watch(self, node: Node) -> None:
-        """Know when a node runs."""
+        """Hook a node if it has a formula to correct."""
         formula = self._formulas.get(node.name())
         if formula is None:
             return
@@ -133,7 +134,7 @@ class InplaceFormulas:
     def engine_op(
         self, func: Any, args: tuple[Any, ...]
     ) -> tuple[Any, tuple[Any, ...]]:
-        """What the engine would run on a plain run: an op and its arguments."""
+        """The op and arguments that a plain run has instead of the given op."""
         formula = self._formula
         if formula is None or _name(func) not in formula.writes:
             return func, args
@@ -148,7 +149,7 @@ class InplaceFormulas:
         return _in_place(func, args) if mine else (func, args)
 
     def _divided(self, func: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-        """Zeros, filled where a mask says; nothing is asked for every element's NaN."""
+        """Replace ops by zeros that are filled at a mask, as in a plain run."""
         zeros = [x for x, maker in self._made.items() if maker == "new_zeros"]
         match _name(func):
             case "isnan" if args[0].dim():
@@ -160,7 +161,7 @@ class InplaceFormulas:
         return func, args
 
     def track_output(self, func: Any, out: Any) -> None:
-        """Take notice of what an op returned."""
+        """Remember the outputs of the running formula's ops."""
         if self._formula is not None and _is_asked_by_engine():
             for tensor in pytree.tree_leaves(out):
                 if isinstance(tensor, torch.Tensor):
@@ -180,11 +181,11 @@ def _in_place(func: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
 
 
 def _is_asked_by_engine() -> bool:
-    """Whether an op is a formula's own: nothing in Python is between.
+    """Whether a formula runs an op itself, with no Python frame in between.
 
-    What saved tensors are rebuilt with, by a plan or otherwise, is not.
+    Ops that rebuild saved tensors, by a plan or otherwise, have such a frame.
     """
-    frame = sys._getframe(2).f_back  # who asks is a mode
+    frame = sys._getframe(2).f_back  # the caller is a dispatch mode
     while frame is not None and frame.f_globals.get("__name__") in _AROUND_MODES:
         frame = frame.f_back
     return frame is None or frame.f_code in _RUNNING_NODES

@@ -1,4 +1,4 @@
-"""Strides that kernels return where fake implementations return others."""
+"""Correct strides and dtypes where fake kernels differ from real kernels."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SOME_MEMORY_FORMAT = (
     torch.ops.aten.native_batch_norm.default,
     _BATCH_NORM_BACKWARD,
 )
-"""Always contiguous or channels last. Fake kernels of both follow their inputs."""
+"""Real kernels return contiguous or channels-last; fake ones follow inputs."""
 _BY_ELEMENT = (
     torch.ops.aten.elu_backward.default,
     torch.ops.aten.hardsigmoid.default,
@@ -35,24 +35,24 @@ _BY_ELEMENT = (
     torch.ops.aten.mish_backward.default,
     torch.ops.aten.softplus_backward.default,
 )
-"""What torch has no tag for."""
+"""Pointwise ops without torch's tag."""
 _KEEPS_STRIDES = (
     torch.ops.aten.clone.default,
     torch.ops.aten.hardtanh.default,
 )
-"""By element, too, into memory that is laid out as what they read."""
+"""Pointwise ops whose outputs keep the strides of their inputs."""
 _NORMS = (
     torch.ops.aten.native_batch_norm.default,
     torch.ops.aten.native_group_norm.default,
     torch.ops.aten.native_layer_norm.default,
 )
-"""Their statistics are of float32 where weights are, as autocast leaves them."""
+"""Their statistics are float32 if weights are, as under autocast."""
 _GROUP_NORM_BACKWARD = torch.ops.aten.native_group_norm_backward.default
-"""Of what it was given, not of the weights as its fake kernel has it."""
+"""Its gradient has its input's dtype; the fake kernel takes that of weights."""
 
 
 def as_kernels_do(func: Any, args: tuple[Any, ...], out: Any) -> Any:
-    """What an op returned, in the types and the layout that its kernel gives it."""
+    """An op's fake output with the dtypes and strides of its real kernel."""
     if func in _NORMS and _is_mixed(args):
         out = (out[0], *(x.float() for x in out[1:]))
     elif func is _GROUP_NORM_BACKWARD and _is_mixed(args):
@@ -61,13 +61,13 @@ def as_kernels_do(func: Any, args: tuple[Any, ...], out: Any) -> Any:
 
 
 def _is_mixed(args: tuple[Any, ...]) -> bool:
-    """Whether inputs are of 16 bits and weights of 32."""
+    """Whether the input has 16 bits and weights have 32."""
     types = [x.dtype for x in args if isinstance(x, torch.Tensor)]
     return types[0].itemsize == 2 and torch.float32 in types
 
 
 def _laid_out(func: Any, args: tuple[Any, ...], out: Any) -> Any:
-    """What an op returned, as its kernel lays it out; layouts decide what runs next."""
+    """An op's output in its kernel's layout; layouts decide which ops run next."""
     if func in _ALWAYS_CONTIGUOUS or _is_by_element(func, args):
         formats = [torch.contiguous_format]
     elif func in _SOME_MEMORY_FORMAT:
@@ -80,7 +80,7 @@ def _laid_out(func: Any, args: tuple[Any, ...], out: Any) -> Any:
         ours = [one for one in ours if x.is_contiguous(memory_format=one)]
         if ours and func is _BATCH_NORM_BACKWARD:
             return x
-        # Strides of dimensions of one count, too: they say what "channels last" is.
+        # Strides of dimensions of size 1 count, too: they decide "channels last".
         one = ours[0] if ours else torch.contiguous_format
         made = torch.empty(x.shape, dtype=x.dtype, device=x.device, memory_format=one)
         return x if x.stride() == made.stride() else made
@@ -89,10 +89,11 @@ def _laid_out(func: Any, args: tuple[Any, ...], out: Any) -> Any:
 
 
 def _is_by_element(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether it goes element by element through contiguous images of one shape.
+    """Whether a pointwise op reads contiguous images of one shape.
 
-    Strides of their dimensions of one may say "channels last" all the same, as fake
-    kernels have it; torch's are sure only where it need not broadcast a number.
+    Strides of dimensions of size 1 can still mean "channels last", as fake kernels
+    assume. Real kernels return contiguous tensors for certain only without broadcasting
+    a number.
     """
     images = [x for x in pytree.tree_leaves(args) if isinstance(x, torch.Tensor)]
     if not any(1 in x.shape and x.dim() in _CHANNELS_LAST.values() for x in images):

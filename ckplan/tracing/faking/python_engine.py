@@ -1,12 +1,12 @@
 """Run backward node by node from Python, without torch's engine.
 
-The engine refuses fake CUDA tensors on a machine without a GPU: it asks for streams
-before its first node. What it does at a node is done here: hooks, the node's own
-formula, shapes and types of what it returns, sums of gradients that meet, in the order
-of forward turned round (``engine.cpp`` of torch 2.11 to 2.13).
+Torch's engine fails on fake CUDA tensors on a machine without a GPU, as it needs
+streams before its first node. This module does the engine's work at each node: it runs
+hooks and the node's formula, converts shapes and dtypes of results, and sums gradients.
+Nodes run in the reverse order of forward (``engine.cpp`` of torch 2.11 to 2.13).
 
-Gradients are bit for bit those of the engine, and so are the lives of tensors but for
-what nodes of torch's own ops save without hooks: that goes with its graph.
+Gradients are bitwise equal to the engine's. Lifetimes of tensors are equal, too, except
+for tensors that nodes of torch save without hooks. These are freed with the graph.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _register(hooks: dict[int, Hook], hook: Hook) -> RemovableHandle:
 
 
 def hook_node(node: Node, begins: Hook, ends: Hook) -> None:
-    """Call before and after a node runs, whoever runs it."""
+    """Register hooks before and after a node, with the active engine."""
     if _active:
         hooks = _active[-1].hooks[node]
         _register(hooks.before, begins)
@@ -58,13 +58,13 @@ def hook_node(node: Node, begins: Hook, ends: Hook) -> None:
 
 
 def frees_saved_tensors() -> bool:
-    """Whether what the running node saved is to go, which only the engine can do."""
+    """Whether the running node's saved tensors will be freed after it."""
     return bool(_active) and not _active[-1].keeps_graph
 
 
 @contextmanager
 def use_python_engine() -> Iterator[None]:
-    """A scope in which every backward of the process runs here."""
+    """A scope in which this module runs every backward of the process."""
     here = _PythonEngine()
     with ExitStack() as stack:
 
@@ -90,15 +90,15 @@ def use_python_engine() -> Iterator[None]:
 
 
 class _PythonEngine:
-    """Hooks, and what asks for backward."""
+    """The replacement of autograd's engine, with its hooks."""
 
     def __init__(self) -> None:
         self.hooks: defaultdict[Node, NodeHooks] = defaultdict(NodeHooks)
         self.tasks: list[BackwardTask] = []  # the innermost last
         self.retained: list[ref[torch.Tensor]] = []
         self._numbers = count()
-        self.taken_out: list[HookedTensor] = []  # by the node that runs
-        self.lets_go = False  # of what is taken out
+        self.taken_out: list[HookedTensor] = []  # unpacked by the running node
+        self.lets_go = False  # free saved tensors instead of unpacking them
         self.pushed: list[list[Hook]] = []
         self.any_on_torchs = False  # hooks on nodes of torch's own
         self._found: dict[int, Hook] | None = None
@@ -106,14 +106,14 @@ class _PythonEngine:
     # -- saved tensors ---------------------------------------------------------------
 
     def push_saved_tensors_hooks(self) -> Hook:
-        """Hold what is saved, since only the engine can make a node let go of it."""
+        """Wrap saved tensors, so that they can be freed without torch's engine."""
         real = torch._C._autograd._push_saved_tensors_default_hooks
 
         def push(pack: Hook, unpack: Hook) -> None:
             pushed = [
                 pack,
                 unpack,
-            ]  # nodes hold on to ``hold``, which must not to these
+            ]  # nodes keep ``hold`` alive; it must not keep these alive
 
             def hold(tensor: torch.Tensor) -> HookedTensor:
                 pack, unpack = pushed
@@ -125,7 +125,7 @@ class _PythonEngine:
         return push
 
     def pop_saved_tensors_hooks(self) -> Hook:
-        """The end of what was pushed."""
+        """Undo ``push_saved_tensors_hooks``."""
         real = torch._C._autograd._pop_saved_tensors_default_hooks
 
         def pop() -> None:
@@ -141,7 +141,7 @@ class _PythonEngine:
             return _NOTHING
         if held.unpack is None:
             raise RuntimeError(FREED_GRAPH_ERROR)
-        # What others than nodes take out, as torch's checkpoint does, they keep.
+        # Other callers, such as torch's checkpoint, keep the tensors they unpack.
         if sys._getframe(1).f_code is run_node.__code__:
             self.taken_out.append(held)
         return held.unpack(held.packed)
@@ -154,7 +154,7 @@ class _PythonEngine:
         def register_hook(tensor: Any, hook: Hook) -> Any:
             handle = real(tensor, hook)
             node = tensor.grad_fn
-            if node is not None:  # a leaf is asked for its hooks when its turn comes
+            if node is not None:  # hooks of a leaf are read when its node runs
                 tensor_hooks, mine = (
                     self.hooks[node].tensor_hooks,
                     tensor._backward_hooks,
@@ -182,9 +182,9 @@ class _PythonEngine:
         return register
 
     def register_on_torchs(self) -> Hook:
-        """What a node of torch's own asks for a new hook, with those that it has.
+        """Replace the function that a node of torch calls to add a hook.
 
-        That is how a node can be asked for them: see ``_hooks_on``.
+        The function receives the node's hooks, so that ``_hooks_on`` can read them.
         """
         real = _HookMixin._register_hook
 
@@ -215,7 +215,7 @@ class _PythonEngine:
         real = BackwardCFunction.set_materialize_grads
 
         def set_materialize_grads(node: Any, value: bool) -> None:
-            real(node, value)  # which cannot be asked for it
+            real(node, value)  # its value cannot be read back
             self.hooks[node].materializes_no_grads = not value
 
         return set_materialize_grads
@@ -232,7 +232,7 @@ class _PythonEngine:
         allow_unreachable: bool = False,
         accumulate_grad: bool = False,
     ) -> tuple[torch.Tensor | None, ...]:
-        """What ``torch.autograd`` asks of the engine."""
+        """Run a backward for ``torch.autograd``, with the engine's signature."""
         for place, one in enumerate(outputs):
             if isinstance(one, torch.Tensor) and not one.requires_grad:
                 raise RuntimeError(
@@ -262,7 +262,7 @@ class _PythonEngine:
                 for place, root in enumerate(roots):
                     run.add_gradient(outs, place, root)
                 run.run_all()
-            for callback in task.callbacks:  # which may ask for more of them
+            for callback in task.callbacks:  # a callback can queue more
                 callback()
         finally:
             self.tasks.remove(task)
@@ -276,7 +276,7 @@ class _PythonEngine:
         return tuple(run.captured.get(edge) for edge in wanted)
 
     def queue_callback(self, callback: Callable[[], object]) -> None:
-        """Run something when the backward that runs is over."""
+        """Queue a function to run after the running backward."""
         if not self.tasks:
             raise RuntimeError(
                 "Final callbacks can only be installed during backward pass."
@@ -284,20 +284,20 @@ class _PythonEngine:
         self.tasks[-1].callbacks.append(callback)
 
     def is_checkpoint_valid(self) -> bool:
-        """Whether a checkpoint may run backward itself."""
+        """Whether a checkpoint can run backward inside the running ones."""
         return all(task.takes_checkpoints for task in self.tasks)
 
     def current_task(self) -> int:
-        """The number of the backward that runs; -1 for none."""
+        """The number of the running backward; -1 for none."""
         return self.tasks[-1].number if self.tasks else -1
 
     def will_run(self, node: Node) -> bool:
-        """Whether the backward that runs comes by a node."""
+        """Whether the running backward runs a node."""
         return self.tasks[-1].run.will_run(node)
 
     @property
     def keeps_graph(self) -> bool:
-        """Whether the backward that runs may be asked for once more."""
+        """Whether the running backward retains its graph."""
         return bool(self.tasks) and self.tasks[-1].keeps_graph
 
     def _hooks_of(self, node: Node) -> NodeHooks:
@@ -325,18 +325,18 @@ class _PythonEngine:
         self.taken_out.clear()
 
     def _let_go_of_saved(self, node: Any) -> None:
-        """What a custom function did not ask for goes, too."""
+        """Free saved tensors that a custom function did not unpack."""
         self.lets_go = True
         try:
-            # What no hook holds is looked at, and may have been changed in place.
+            # Reading tensors without hooks fails if they were changed in place.
             with _disable_current_modes(), suppress(RuntimeError):
-                node.saved_tensors  # noqa: B018  (asked for, and so taken out)
+                node.saved_tensors  # noqa: B018  (reading frees them)
         finally:
             self.lets_go = False
 
 
 def _ASK(*args: object) -> None:  # noqa: N802
-    """No hook, but what asks for those that are there."""
+    """A marker hook that asks a node for its registered hooks."""
 
 
 _NOTHING = torch.empty(0)

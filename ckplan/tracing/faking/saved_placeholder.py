@@ -1,4 +1,4 @@
-"""What stands in for a saved tensor while a step is watched."""
+"""Placeholders of saved tensors while a step is recorded."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """A tensor without its content, and the bytes of its storage."""
+    """The layout of a tensor in elements, and the bytes of its storage."""
 
     size: torch.Size
     stride: tuple[int, ...]
@@ -21,7 +21,7 @@ class Geometry:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Geometry:
-        """Describe a tensor."""
+        """Return the geometry of a tensor."""
         return cls(
             tensor.size(),
             tensor.stride(),
@@ -33,15 +33,15 @@ class Geometry:
 
     @torch.no_grad()
     def blank(self, content: torch.Tensor | None) -> torch.Tensor:
-        """A tensor of this geometry on a storage of its own.
+        """Make a tensor of this geometry with its own storage.
 
         Args:
-            content: What to copy there, storage and all.
+            content: A tensor whose whole storage is copied; None for no content.
         """
         spans = ((n - 1) * step for n, step in zip(self.size, self.stride, strict=True))
         length = 1 + sum(spans) if self.size.numel() else 0
         whole = length * self.dtype.itemsize == self.storage_bytes
-        if whole and not self.offset:  # one op in place of three
+        if whole and not self.offset:  # one op instead of three
             tensor = torch.empty_strided(
                 self.size, self.stride, dtype=self.dtype, device=self.device
             )
@@ -53,13 +53,13 @@ class Geometry:
                 self.size, self.stride, self.offset
             )
         if content is not None:
-            # Element by element is not possible where they share memory.
+            # Elements that share memory cannot be copied one by one.
             tensor.untyped_storage().copy_(content.untyped_storage())
         return tensor
 
 
 class SavedPlaceholder:
-    """Stands in for a saved tensor; its end is autograd's letting go."""
+    """Replaces a saved tensor; calls ``released`` when autograd frees it."""
 
     __slots__ = ("__weakref__", "_released", "copy", "geometry", "number")
 

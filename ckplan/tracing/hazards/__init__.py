@@ -1,1 +1,1 @@
-"""What must not simply run again."""
+"""Hazards: calls and ops whose recomputation can give a different result."""

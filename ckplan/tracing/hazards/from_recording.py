@@ -1,11 +1,11 @@
-"""Find in a recorded step why a call, or its ops, must not simply be run again.
+"""Find hazards in a recorded step: calls or ops that are unsafe to recompute.
 
-Programs run ops again with the random numbers that they had, and no Python: they need
-only care about what changes the tensors that they read, which the simulator sees, and
-about kernels that are not deterministic. Running a module again also runs its Python.
-There the engine puts back random numbers, buffers, plain attributes and containers of
-plain values, and compares; what changes caches and other objects, or lets tensors take
-each other's place, which would live on, is left to programs all the same.
+Programs recompute ops with their original random numbers and run no Python. Only two
+things can change their results: writes to tensors that they read, which the simulator
+sees, and nondeterministic kernels. Rerunning a module also runs its Python code. The
+engine then restores random numbers, buffers, plain attributes and containers of plain
+values, and compares results. Only programs are safe for calls that change caches or
+other objects, or that replace tensors, as the replaced tensors would stay alive.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PROGRAMS: tuple[str, ...] = (PROGRAM,)
 RERUNS: tuple[str, ...] = (RERUN,)
 NO_WAY: tuple[str, ...] = ()
 _GUARDS = {"random": BOTH, "plain state": BOTH, "backward": NO_WAY}
-_REPLACES = ("copy_", "fill_", "zero_")  # whatever the tensor held
+_REPLACES = ("copy_", "fill_", "zero_")  # ops that ignore the old content
 
 
 def find_hazards(
@@ -51,7 +51,7 @@ def find_hazards(
     """The hazards of every call, each once, in order of call.
 
     Args:
-        recording: The step.
+        recording: The recorded step.
         call_number: Recorded call -> call of the graph, or ``OUTSIDE_CALLS``.
     """
     found: dict[Hazard, None] = {}
@@ -72,7 +72,7 @@ def find_hazards(
 
 
 def _of_unseen_kernels(recording: Recording) -> Iterator[int]:
-    """Calls that make bytes which are used although no op filled them."""
+    """Calls that allocate bytes which are used although no op fills them."""
     waiting: dict[int, int] = {}  # storage -> call
     for op in recording.ops:
         filled = {*op.writes} if ignores_old_content(op.func) else set()
@@ -94,9 +94,10 @@ def _of_unseen_kernels(recording: Recording) -> Iterator[int]:
 def _of_own_checkpoints(
     recording: Recording,
 ) -> Iterator[tuple[int, str, tuple[str, ...]]]:
-    """Outermost calls that the model itself runs again, and ways for regions around.
+    """(call, reason, safe mechanisms) of outermost calls that the model recomputes.
 
-    Programs turn the switch of transformers off while they run.
+    Programs turn off the ``gradient_checkpointing`` switch of transformers while they
+    run.
     """
     calls, again = recording.calls, recording.run_again
     for index, raw in enumerate(calls):
@@ -111,8 +112,8 @@ def _of_own_checkpoints(
 def _of_ops(
     recording: Recording, call: RawCall, mine: Sequence[RawOp]
 ) -> Iterator[tuple[str, str, tuple[str, ...]]]:
-    """Hazards of the ops that a call's own code runs."""
-    # Batch norms count their batches, too.
+    """(kind, reason, safe mechanisms) of ops that a call's own code runs."""
+    # Batch norms also change a buffer that counts batches.
     counts_only = any(map(_updates_statistics, mine))
     for op in mine:
         name = str(op.func.overloadpacket.__name__)
@@ -145,7 +146,7 @@ def _updates_statistics(op: RawOp) -> bool:
 
 
 def _depends(recording: Recording, call: RawCall, buffer: int) -> bool:
-    """Whether what leaves a call depends on what a buffer held when it began."""
+    """Whether results of a call depend on a buffer's content at its start."""
     storages, tainted = recording.storages, {buffer}
     for op in recording.ops[call.start : call.stop]:
         name = op.func.overloadpacket.__name__

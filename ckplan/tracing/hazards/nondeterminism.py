@@ -1,9 +1,9 @@
-"""Run forward twice on real tensors, and find what does not give the same again.
+"""Run forward twice on real tensors, and find ops and calls whose results differ.
 
-The second time everything that can be seen is put back: the model and the batch are
-copies, torch's, Python's and NumPy's random numbers are the same. If the outputs are
-bitwise equal, so is what lies between. Otherwise every op runs twice, which finds
-kernels that are not deterministic; then every call, which finds hidden state.
+Both runs start from equal states: copies of the model and the batch, and the same
+random states of torch, Python and NumPy. If the outputs are bitwise equal, the
+intermediate tensors count as equal, too. Otherwise every op runs twice, to find
+nondeterministic kernels; then every call runs twice, to find hidden state.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ def with_nondeterminism_hazards(
     """Add the hazards that running forward twice finds, if the model is small.
 
     Args:
-        graph: The recorded step.
+        graph: The graph of the recorded step.
         build: Makes its workload, on real tensors.
-        training: For its autocast.
-        device: Where those are.
+        training: Options of the step, for its autocast.
+        device: Device of the real tensors.
 
     Raises:
-        WorkloadError: The loss is NaN or infinite, which fake tensors do not show.
+        WorkloadError: The loss is NaN or infinite; fake tensors cannot show this.
     """
     if not _is_small(graph, device):
         return _noted(graph, NOTE_NOT + "it is too large")
@@ -78,7 +78,7 @@ def with_nondeterminism_hazards(
 
 
 def _is_small(graph: Graph, device: torch.device) -> bool:
-    """Whether its forward can be run on real tensors, and soon."""
+    """Whether forward fits in memory on real tensors and takes little time."""
     kinds = graph.bytes_by_kind
     copied_bytes = kinds["parameter"] + kinds["buffer"] + kinds["input"]
     flops = sum(op.flops for op in graph.ops[: graph.num_forward])
@@ -91,7 +91,7 @@ def _noted(graph: Graph, note: str) -> Graph:
 
 
 class Nondeterminism(NamedTuple):
-    """A call that gave other values when it, or one of its ops, ran again."""
+    """A call that gives other values when it, or one of its ops, reruns."""
 
     fqn: str
     number: int
@@ -103,13 +103,14 @@ class Nondeterminism(NamedTuple):
 def find_nondeterminism(
     step: TrainingStep,
 ) -> tuple[list[Nondeterminism], torch.Tensor | None]:
-    """What of a forward cannot be repeated; nothing if its outputs are the same.
+    """Find calls of a forward whose results differ between two runs.
 
     Args:
-        step: On real tensors; only copies of its model and batch run.
+        step: A step on real tensors; only copies of its model and batch run.
 
     Returns:
-        That, and the loss, if it can be had without gradients.
+        The calls, none if the outputs of forward are equal; and the loss, or None if
+        it cannot be computed without gradients.
     """
     with preserve_rng_state() as restart, torch.no_grad(), step.autocast():
 
@@ -123,7 +124,7 @@ def find_nondeterminism(
 
         workload, output = run()
         same = _same(tensors_of(output), tensors_of(run()[1]))
-        loss = _loss(workload, output)  # which may change the output
+        loss = _loss(workload, output)  # a loss can change the output
         if same:
             return [], loss
         ops = _OpsTwice()
@@ -134,7 +135,7 @@ def find_nondeterminism(
 
 
 def _loss(workload: Workload, output: Any) -> torch.Tensor | None:
-    """The loss, unless it is none or wants gradients on its way."""
+    """The loss; None if it is not one number or needs gradients."""
     try:
         loss, _ = pick_loss(workload, output)
     except Exception:
@@ -144,7 +145,7 @@ def _loss(workload: Workload, output: Any) -> torch.Tensor | None:
 
 
 class _Watch:
-    """Knows which call runs; to be put on a copy of the model."""
+    """Follows the running calls of a copy of the model."""
 
     def __init__(self) -> None:
         self.found: dict[Nondeterminism, None] = {}
@@ -167,7 +168,7 @@ class _Watch:
                 self.ended(module, output)
                 self.stack.pop()
 
-        with ExitStack() as hooks:  # which hold the model that holds them
+        with ExitStack() as hooks:  # removed at the end, as they hold the model
             for module in fqns:
                 before = module.register_forward_pre_hook
                 hooks.callback(before(enter, prepend=True, with_kwargs=True).remove)
@@ -178,10 +179,10 @@ class _Watch:
     active = True
 
     def began(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """A call begins."""
+        """Called when a call begins."""
 
     def ended(self, module: nn.Module, output: Any) -> None:
-        """The innermost call ends."""
+        """Called when the innermost call ends."""
 
 
 class _OpsTwice(_Watch):
@@ -223,23 +224,23 @@ class _EachTwice(TorchDispatchMode):
 
 
 class _CallsTwice(_Watch):
-    """Runs every call again when it has ended, as re-running a module does."""
+    """Reruns every call after it ends, as the rerun mechanism does."""
 
     def __init__(self, known: set[tuple[str, int]]) -> None:
         super().__init__()
-        self._known = known  # to be of chance
+        self._known = known  # nondeterministic because of their own ops
         self._began: list[tuple[Any, Callable[[], None]]] = []
         self._unlike_inside: list[bool] = [False]
 
     def began(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Remember what it was given."""
+        """Copy the inputs of the call."""
         del module
         given = copy.deepcopy((args, kwargs))
         self._began.append((given, torch_rng_restorer()))
         self._unlike_inside.append(self.stack[-1] in self._known)
 
     def ended(self, module: nn.Module, output: Any) -> None:
-        """Run it again, unless something inside was found to be unlike."""
+        """Rerun the call, unless a call inside already gave other values."""
         (args, kwargs), restart = self._began.pop()
         unlike = self._unlike_inside.pop()
         if not unlike:
@@ -261,11 +262,11 @@ def _same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Bit by bit, so that what is no number is equal to itself."""
+    """Compare bits, so that NaN equals itself."""
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
     if one.layout != torch.strided or one.is_quantized:
-        return True  # cannot be told
+        return True  # cannot be compared
     bits = (t.detach().contiguous().view(-1).view(torch.uint8) for t in (one, other))
     return torch.equal(*bits)
 

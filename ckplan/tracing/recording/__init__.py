@@ -1,1 +1,1 @@
-"""What a step is seen to do."""
+"""Record the ops, storages, saved tensors, calls and side effects of a step."""

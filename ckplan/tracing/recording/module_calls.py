@@ -1,4 +1,4 @@
-"""See the calls of modules: when each begins and ends, what it is given and changes."""
+"""Record module calls: their start and end, their inputs and their side effects."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from ckplan.tracing.recording.storages import Storages
 
 
 class ModuleCalls:
-    """The calls of a model's modules in the forward of a step that is recorded."""
+    """The calls of a model's modules in the forward of a recorded step."""
 
     def __init__(
         self, model: nn.Module, recording: Recording, storages: Storages
     ) -> None:
-        """Begin without any.
+        """Start without calls.
 
         Args:
-            model: Whose modules.
-            recording: Where their calls are written down.
-            storages: What they are given and hold.
+            model: The model whose modules are followed.
+            recording: The recording that calls are added to.
+            storages: The storages of the step, for inputs and state of calls.
         """
         self._recording = recording
         self._storages = storages
         named = {
             name: module
             for name, module in model.named_modules()
-            if not isinstance(module, torch.jit.ScriptModule)  # they take no hooks
+            if not isinstance(module, torch.jit.ScriptModule)  # these take no hooks
         }
         self._modules = list(named.values())
         self._fqns = {id(module): name for name, module in named.items()}
@@ -50,12 +50,12 @@ class ModuleCalls:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Everything that must be active during the step."""
+        """A scope with all hooks that must be active during the step."""
         module = nn.modules.module
         hooks = [
             module.register_module_forward_pre_hook(self._enter),
             module.register_module_forward_hook(self._leave, always_call=True),
-            *(  # those that see every module see no keywords
+            *(  # global hooks do not see keyword arguments
                 module.register_forward_pre_hook(
                     self._given, prepend=True, with_kwargs=True
                 )
@@ -68,20 +68,20 @@ class ModuleCalls:
             yield
 
     def end(self) -> None:
-        """Forward is over."""
+        """Mark the end of forward."""
         self._over = True
 
     def forget(self) -> None:
-        """Hold nothing any more."""
-        self._modules.clear()  # whose storages, until they die, hold their recorder
+        """Drop references to the modules."""
+        self._modules.clear()  # finalizers of their storages hold the recorder
 
     @property
     def current(self) -> int:
-        """The innermost one that runs."""
+        """The innermost running call."""
         return self._stack[-1] if self._stack else OUTSIDE_CALLS
 
     def call_of_node(self, node: torch.autograd.graph.Node) -> int:
-        """The innermost one that ran when a node of autograd's was made."""
+        """The innermost call that ran when autograd made a node."""
         sequence = node._sequence_nr()
         place = bisect_right(self._boundaries, sequence, key=lambda b: b[0]) - 1
         return self._boundaries[place][1] if place >= 0 else OUTSIDE_CALLS
@@ -114,7 +114,7 @@ class ModuleCalls:
         self._mark_boundary()
 
     def _is_switched(self, fqn: str) -> bool:
-        """Whether a switch of transformers runs a module again."""
+        """Whether a switch of transformers causes a module to be recomputed."""
         return any(
             getattr(module, "gradient_checkpointing", False)
             for module in self._modules

@@ -1,11 +1,12 @@
-"""Watch a training step op by op, without holding what autograd saves.
+"""Record a training step op by op, without holding tensors that autograd saves.
 
-Saved tensors go through hooks that keep only their description, so every storage is
-seen to die when nothing *but autograd* holds it. When autograd lets go is recorded
-apart. From the two the simulator can tell the life of a storage under any plan.
+Hooks replace each saved tensor by its description. So a storage is freed as soon as
+nothing *but autograd* holds it, and that time is recorded. The time when autograd frees
+it is recorded separately. From both, the simulator computes the lifetime of the storage
+under any plan.
 
-Under fake tensors a saved tensor needs no content; under real ones a copy outside the
-accounting stands in for it.
+A fake saved tensor needs no content; a real one is replaced by a copy that is not
+counted.
 """
 
 from __future__ import annotations
@@ -45,15 +46,15 @@ from ckplan.training.randomness import observed_rng_states
 _DIFFERENTIATED = "is differentiated before forward is over"
 
 
-_making: list[object] = []  # constants now, by functions that no mode looks into
+_making: list[object] = []  # functions that make a constant now, innermost last
 
 
 @contextmanager
 def hide_constant_transfers() -> Iterator[None]:
-    """A scope in which nobody sees how ``torch.tensor`` moves what it made to a GPU.
+    """A scope that hides the copy to a GPU inside ``torch.tensor``.
 
-    Without a GPU, torch lets its modes see that. With one it does not, and plans count
-    ops as they are seen there.
+    Without a GPU, torch shows this copy to dispatch modes; with one it does not. Plans
+    count ops as they appear with a GPU.
     """
 
     def unseen(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -95,7 +96,7 @@ class StepRecorder(TorchDispatchMode):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Everything that must be active during the step."""
+        """A scope with all hooks that must be active during the step."""
         hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         states = observed_rng_states(self.storages.register_rng_state)
         with ExitStack() as stack:
@@ -105,7 +106,7 @@ class StepRecorder(TorchDispatchMode):
             yield
 
     def begin_backward(self, loss: torch.Tensor) -> None:
-        """Forward is over; watch every node of the graph below the loss."""
+        """Start backward: hook every node of the autograd graph below the loss."""
         self._phase = "backward"
         self._calls.end()
         self.recording.num_forward = len(self.recording.ops)
@@ -114,7 +115,7 @@ class StepRecorder(TorchDispatchMode):
             hook_node(node, self._node_begins(node), self._node_ends)
 
     def begin_update(self) -> None:
-        """Backward is over; what follows is the optimizer."""
+        """Start the optimizer's update."""
         self._phase = "optimizer"
         recording = self.recording
         recording.num_backward = len(recording.ops) - recording.num_forward
@@ -147,7 +148,7 @@ class StepRecorder(TorchDispatchMode):
         known = len(self.recording.storages)
         returned = [x for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor)]
         outputs = self.storages.numbers(returned, "temporary", position)
-        reads += (s for s in outputs if s < known)  # also what it was not given
+        reads += (s for s in outputs if s < known)  # known, but not inputs
         changed = written_by(func, args, kwargs)
         writes = tuple(dict.fromkeys(map(self.storages.number_of, changed)))
         if writes and not func.overloadpacket.__name__.endswith("_"):
@@ -176,7 +177,7 @@ class StepRecorder(TorchDispatchMode):
         return out
 
     def _fill(self, storages: Sequence[int], position: int) -> None:
-        """What was saved for an op that fills it, autograd means as it is then."""
+        """Move the save time of tensors to after the op that fills them."""
         for saved in reversed(self.recording.saved):
             if saved.at < position:
                 break
@@ -232,7 +233,7 @@ class StepRecorder(TorchDispatchMode):
             self._paused = False
 
     def released(self, number: int) -> None:
-        """Autograd, or a node that ran, let a saved tensor go."""
+        """Record that autograd, or a node that ran, frees a saved tensor."""
         saved = self.recording.saved[number]
         saved.done = max(saved.done, len(self.recording.ops) - 1)
 
@@ -271,5 +272,5 @@ def nodes_below(loss: torch.Tensor) -> list[torch.autograd.graph.Node]:
 
 
 def _shares_its_storage(leaves: list[object]) -> bool:
-    """Whether the first one is a view, which holds its base."""
+    """Whether the first argument is a view, which shares its base's storage."""
     return any(isinstance(x, torch.Tensor) and x._is_view() for x in leaves[:1])

@@ -1,4 +1,4 @@
-"""What is seen of a step: ops, storages, saved tensors and calls, as they come."""
+"""The raw record of a step: ops, storages, saved tensors and calls, in order."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torch.utils.flop_counter import flop_registry
 STILL_ALIVE = -2
 _aten = torch.ops.aten
 _EMPTY = (_aten.empty, _aten.empty_like, _aten.new_empty, _aten.empty_strided)
-"""What makes bytes and moves none."""
+"""Ops that allocate bytes and move none."""
 _FLOPS = {
-    **flop_registry,  # which leaves out the attention of CPUs
+    **flop_registry,  # which lacks attention on CPUs
     _aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[
         _aten._scaled_dot_product_flash_attention
     ],
@@ -28,7 +28,7 @@ _FLOPS = {
 
 @dataclass(frozen=True, slots=True)
 class TensorMeta:
-    """All that a kernel's cost depends on."""
+    """Shape, stride in elements and dtype: a kernel's cost depends on these."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -36,18 +36,18 @@ class TensorMeta:
 
     @property
     def numel(self) -> int:
-        """Elements, repeated ones too."""
+        """Number of elements, counting repeated ones."""
         return math.prod(self.shape)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all elements, repeated ones too."""
+        """Bytes of all elements, counting repeated ones."""
         return self.numel * self.dtype.itemsize
 
 
 @dataclass(slots=True)
 class RawOp:
-    """An op as it ran, with what is needed to run it again alone."""
+    """An op as it ran, with the arguments needed to rerun it alone."""
 
     func: Any
     call: int
@@ -59,12 +59,12 @@ class RawOp:
     returned: tuple[TensorMeta, ...]  # of every tensor returned
     flops: int
     moved_bytes: int
-    accumulates: bool  # between two nodes of backward, into a gradient of its own
-    in_grad_mode: bool  # some kernels ask
+    accumulates: bool  # autograd's sum of two gradients, between two nodes
+    in_grad_mode: bool  # some kernels depend on it
 
     @property
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Positional ones and keywords, tensors as ``TensorMeta``."""
+        """Positional and keyword arguments, with tensors as ``TensorMeta``."""
         found: tuple[tuple[Any, ...], dict[str, Any]]
         found = pytree.tree_unflatten(self.args, self.spec)
         return found
@@ -72,13 +72,13 @@ class RawOp:
 
 @dataclass(slots=True)
 class RawStorage:
-    """A storage and when it died."""
+    """A storage, the op that made it and the last op before it was freed."""
 
     bytes: int
     kind: str
     maker: int
     last: int = STILL_ALIVE
-    dense: bool = True  # made as a tensor without gaps or overlaps
+    dense: bool = True  # its first tensor had no gaps or overlaps
 
 
 @dataclass(slots=True)
@@ -87,15 +87,15 @@ class RawSaved:
 
     storage: int
     call: int
-    at: int
-    wanted: int = -1
-    done: int = -1
-    used: int = -1
+    at: int  # ops before it was saved
+    wanted: int = -1  # ops before it was first unpacked; -1: never
+    done: int = -1  # last op before autograd freed it
+    used: int = -1  # last op before its unpacked tensor was freed
 
 
 @dataclass(slots=True)
 class RawCall:
-    """A module call that began and perhaps ended."""
+    """A module call; ``stop`` is -1 until it ends."""
 
     fqn: str
     number: int
@@ -109,44 +109,45 @@ class RawCall:
 
 @dataclass
 class Recording:
-    """Everything seen in one step."""
+    """The record of one step."""
 
     ops: list[RawOp] = field(default_factory=list)
     storages: list[RawStorage] = field(default_factory=list)
     saved: list[RawSaved] = field(default_factory=list)
     calls: list[RawCall] = field(default_factory=list)
     changes: list[tuple[int, str, str]] = field(default_factory=list)
-    """(call, kind of hazard, reason) of state beside tensors."""
+    """(call, kind of hazard, reason) for changes of state outside tensors."""
     run_again: dict[str, bool] = field(default_factory=dict)
-    """Modules that the model itself ran again in backward; whether by a switch."""
+    """Module that the model itself recomputes in backward -> whether a switch of
+    transformers (``gradient_checkpointing``) causes it."""
     on_host: list[int] = field(default_factory=list)
-    """Storages that are in the CPU's memory, whatever the device."""
+    """Storages in CPU memory, whatever the step's device."""
     num_known: int = 0  # storages that were registered before the step
     num_forward: int = 0
     num_backward: int = 0
 
 
 def meta(leaf: object) -> object:
-    """A tensor without its content, no storage; anything else as it is."""
+    """The description of a tensor, None for a storage, other leaves unchanged."""
     if isinstance(leaf, torch.UntypedStorage):
         return None
     return describe(leaf) if isinstance(leaf, torch.Tensor) else leaf
 
 
 def describe(tensor: torch.Tensor) -> TensorMeta:
-    """A tensor without its content."""
+    """The shape, stride and dtype of a tensor."""
     return TensorMeta(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
 
 
 def moved_bytes(func: Any, tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes that an op reads and writes, if these are its tensors."""
+    """Bytes that an op reads and writes, given its tensors."""
     if func.overloadpacket in _EMPTY:
         return 0
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    """What torch counts for an op; 0 where it does not."""
+    """FLOPs of an op by torch's ``flop_counter``; 0 if it has no formula."""
     formula = _FLOPS.get(func.overloadpacket)
     if formula is None:
         return 0
@@ -157,9 +158,9 @@ def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
 
 
 def _with_all_heads(args: tuple[Any, ...], *, at: int) -> tuple[Any, ...]:
-    """The shapes of keys and values if no head of the query shared its own.
+    """Shapes of keys and values as if each query head had its own.
 
-    What a kernel computes is the same; not all releases of torch count grouped heads.
+    Kernels compute the same; not all releases of torch count grouped heads.
     """
     query, *others = args[at : at + 3]
     shapes = [(*x.shape[:1], query.shape[1], *x.shape[2:]) for x in others]
@@ -169,7 +170,7 @@ def _with_all_heads(args: tuple[Any, ...], *, at: int) -> tuple[Any, ...]:
 def written_by(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[torch.Tensor]:
-    """Tensors that the op's schema says it changes."""
+    """Tensors that an op changes, according to its schema."""
     if not func._schema.is_mutable:
         return []
     written: list[torch.Tensor] = []

@@ -1,8 +1,8 @@
-"""See what module calls change beside tensors: generators, attributes, arguments.
+"""Find side effects of module calls outside tensors: generators, attributes, arguments.
 
-Looked at between the ops of one call and the next, so a change belongs to the innermost
-call whose code was running. Nothing is held, lest a tensor outlive its time: states are
-compared by identity and size.
+State is compared whenever a call begins or ends, so a change belongs to the innermost
+call that was running. States are compared by identity and size. No references are held,
+as they would extend the lifetimes of tensors.
 """
 
 from __future__ import annotations
@@ -32,41 +32,41 @@ _MOST_ITEMS = 256
 
 @dataclass(slots=True)
 class _Frame:
-    """A call that runs, and the state that it was last seen to leave."""
+    """A running call, and its state at the last comparison."""
 
     module: nn.Module
     state: dict[str, Any]
-    plain: set[str]  # names in it of what the engine puts back
-    outline: dict[str, Any]  # what can be told soon, of calls around the one that runs
+    plain: set[str]  # names of attributes that the engine restores
+    outline: dict[str, Any]  # quick comparison, for enclosing calls
     arguments: list[Any] = field(default_factory=list)
     before: list[Any] = field(default_factory=list)
 
 
 class SideEffects:
-    """Sees changes of state from one look to the next."""
+    """Finds changes of state between two comparisons."""
 
     def __init__(self) -> None:
         self._frames: list[_Frame] = []
         self._random = non_torch_rng_states()
 
     def enter(self, module: nn.Module) -> None:
-        """A call begins."""
+        """Record the start of a call."""
         self._frames.append(_Frame(module, *_state_of(module), _outline_of(module)))
 
     def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """What the call that began was given; tensors are seen op by op."""
+        """Record the containers among a call's inputs; the recorder sees tensors."""
         found = [x for x in (*args, *kwargs.values()) if _is_container(x)]
         frame = self._frames[-1]
         frame.arguments, frame.before = found, list(map(identity_of, found))
 
     def leave(self) -> None:
-        """The innermost call ended."""
+        """Record the end of the innermost call."""
         self._frames.pop()
 
     def changes(self) -> Iterator[tuple[str, str]]:
-        """Kinds of hazards and what changed since the last look.
+        """(kind of hazard, reason) of changes since the last comparison.
 
-        Plain state is what a module that runs again finds as it was.
+        The engine restores "plain state" before it reruns a module.
         """
         now = non_torch_rng_states()
         for name, state in now.items():
@@ -97,9 +97,10 @@ class SideEffects:
 
 
 def _changes_of_another(frame: _Frame) -> Iterator[tuple[str, str]]:
-    """What the code of a call inside changed of a module that is not put back with it.
+    """Changes of an enclosing module by the code of an inner call.
 
-    That module's own next look finds it, too.
+    A rerun of the inner module does not restore them. The enclosing module's own next
+    comparison finds them, too.
     """
     outline, title = _outline_of(frame.module), type(frame.module).__name__
     for name in {**frame.outline, **outline}:
@@ -112,7 +113,7 @@ _MISSING = object()
 
 
 def non_torch_rng_states() -> dict[str, Any]:
-    """Generators that nobody puts back, by what people call them."""
+    """State of random generators that reruns do not restore, by library."""
     found: dict[str, Any] = {"Python": hash(random.getstate())}
     numpy = sys.modules.get("numpy.random")
     if numpy is not None:
@@ -122,9 +123,9 @@ def non_torch_rng_states() -> dict[str, Any]:
 
 
 def identity_of(value: Any, depth: int = 0) -> Any:
-    """What can be told of a value without holding it."""
+    """A comparable summary of a value that holds no reference to it."""
     if isinstance(value, torch.Tensor):
-        return id(value)  # what is written into it is seen op by op
+        return id(value)  # the recorder sees ops that write into it
     if isinstance(value, _PLAIN):
         return value
     if depth == _DEEPEST or isinstance(value, _OPAQUE):
@@ -151,16 +152,16 @@ def _is_container(value: Any) -> bool:
 
 
 def _state_of(module: nn.Module) -> tuple[dict[str, Any], set[str]]:
-    """What can be told of it, and the names of plain values and containers of them."""
+    """Summaries of attributes, and the names of plain values and their containers."""
     own = {k: v for k, v in vars(module).items() if k not in _OF_TORCH}
     found = {name: identity_of(value) for name, value in own.items()}
-    # What is written in place is seen op by op; what is replaced is not.
+    # The recorder sees in-place writes, but not replaced buffers.
     buffers = {name: id(value) for name, value in module._buffers.items()}
     return found | buffers, {name for name, value in own.items() if _is_plain(value)}
 
 
 def _outline_of(module: nn.Module) -> dict[str, Any]:
-    """What can be told of it at every look at a call inside: values and their items."""
+    """A quick summary, taken at every inner call: attributes and their items."""
     own = (item for item in vars(module).items() if item[0] not in _OF_TORCH)
     found = {name: _outlined(value) for name, value in own}
     return found | {name: id(value) for name, value in module._buffers.items()}
@@ -177,7 +178,7 @@ def _outlined(value: Any) -> Any:
 
 
 def _is_plain(value: Any, depth: int = 0) -> bool:
-    """Whether it is put back where a module runs again, and holds no tensor."""
+    """Whether a rerun restores a value, and the value holds no tensor."""
     if isinstance(value, _PLAIN) or source_in(value) is not None:
         return True
     if not isinstance(value, (list, set, deque, dict)):
@@ -189,7 +190,11 @@ def _is_plain(value: Any, depth: int = 0) -> bool:
 
 @contextmanager
 def preserve_rng_state() -> Iterator[Callable[[], None]]:
-    """Gives what puts all global generators back, and does so at the end."""
+    """A scope that restores all global generators at its end.
+
+    Yields:
+        A function that restores them at once.
+    """
     numpy = sys.modules.get("numpy.random")
     python, torch_restart = random.getstate(), torch_rng_restorer()
     of_numpy = numpy.get_state() if numpy else None

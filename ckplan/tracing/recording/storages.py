@@ -1,4 +1,4 @@
-"""Number the storages of a step as they appear, and see each of them die."""
+"""Number the storages of a step as they appear, and record when each is freed."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ckplan.tracing.recording.recording import RawStorage, Recording
 
 
 class Storages:
-    """The live storages of a step that is recorded, by their addresses."""
+    """The live storages of a recorded step, by address."""
 
     def __init__(self, recording: Recording, placed: torch.device) -> None:
-        """Begin without any.
+        """Start without storages.
 
         Args:
-            recording: Where they are written down.
-            placed: Where the step is; what is elsewhere takes nothing.
+            recording: The recording that storages are added to.
+            placed: Device of the step; storages elsewhere count zero bytes.
         """
         self._recording = recording
         self._placed = placed.type
@@ -32,11 +32,11 @@ class Storages:
         self._over = False
 
     def end(self) -> None:
-        """What is there now outlives the step, whoever lets it go."""
+        """Mark the end of the step: storages alive now outlive it."""
         self._over = True
 
     def forget(self) -> None:
-        """Hold nothing any more."""
+        """Drop references to existing storages."""
         self._keep.clear()
 
     def register_existing(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
@@ -44,44 +44,44 @@ class Storages:
         for tensor in tensors:
             storage = _storage_of(tensor)
             if storage._cdata not in self._ids:
-                if kind != "buffer":  # which a forward may put another one in place of
+                if kind != "buffer":  # a forward can replace it
                     self._keep.append(storage)
                 self._register(storage, kind, BEFORE_STEP, self._bytes_of(tensor))
                 self._recording.num_known = len(self._recording.storages)
 
     def register_rng_state(self, state: torch.Tensor) -> None:
-        """Register a random state, which comes from no op and is on the CPU."""
+        """Register a random state, which no op makes and which is on the CPU."""
         storage = state.untyped_storage()
         number = self._register(storage, "temporary", self._now, storage.nbytes())
         self._recording.on_host.append(number)
 
     def register_constant(self, tensor: torch.Tensor) -> None:
-        """Register what Python made of numbers, as ``torch.tensor`` does.
+        """Register a constant that Python makes, as with ``torch.tensor``.
 
-        It comes from no op, so once an op reads it, it was there before the step.
+        No op makes it. Once an op reads it, it counts as made before the step.
         """
         if _storage_of(tensor)._cdata not in self._ids:
             self._unread.update(self.numbers([tensor], "temporary", self._now))
 
     @property
     def _now(self) -> int:
-        """The op before this moment; at first BEFORE_STEP."""
+        """The last recorded op; at first BEFORE_STEP."""
         return len(self._recording.ops) - 1
 
     def count_as_zero_bytes(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Count nothing for what is in another memory than the device's."""
+        """Count zero bytes for tensors outside the device's memory."""
         for tensor in tensors:
             self._recording.storages[self.number_of(tensor)].bytes = 0
 
     def set_kind(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
-        """Say what storages that the step made are."""
+        """Set the kind of storages that the step made."""
         for tensor in tensors:
             number = self.find(tensor)
             if number is not None:
                 self._recording.storages[number].kind = kind
 
     def numbers(self, leaves: Iterable[object], kind: str, maker: int) -> list[int]:
-        """The numbers of all tensors; what was not seen before is registered."""
+        """The storage numbers of all tensors; registers storages that are new."""
         numbers = []
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor):
@@ -95,11 +95,11 @@ class Storages:
         return numbers
 
     def numbers_made_in_step(self, leaves: Iterable[object]) -> Iterator[int]:
-        """The numbers of those tensors that the step made."""
+        """The storage numbers of those tensors that the step made."""
         storages = self._recording.storages
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor):
-                with suppress(UnknownArgumentError):  # it is of others that are seen
+                with suppress(UnknownArgumentError):  # its parts are recorded
                     number = self._ids.get(storage_of(leaf)._cdata)
                     if number is None or number in self._unread:
                         continue
@@ -107,15 +107,15 @@ class Storages:
                         yield number
 
     def number_of(self, tensor: torch.Tensor) -> int:
-        """The number of a tensor's storage, which was seen before."""
+        """The number of a tensor's storage, which must be known."""
         return self._ids[tensor.untyped_storage()._cdata]
 
     def find(self, tensor: torch.Tensor) -> int | None:
-        """The same if it was; None of one that was not."""
+        """The number of a tensor's storage; None if it is not known."""
         return self._find(tensor.untyped_storage())
 
     def _find(self, storage: torch.UntypedStorage) -> int | None:
-        """The number of a storage that is read, saved or told what it is."""
+        """The number of a storage that is read, saved or marked with a kind."""
         number = self._ids.get(storage._cdata)
         if number in self._unread:
             self._unread.remove(number)
@@ -126,12 +126,12 @@ class Storages:
     def alias_until_freed(
         self, tensor: torch.Tensor, number: int, died: Callable[[], None]
     ) -> None:
-        """Take a tensor for one of another storage until it dies.
+        """Count a tensor as part of another storage until it is freed.
 
         Args:
-            tensor: What stands in.
-            number: Of the storage that it stands in for.
-            died: Called then.
+            tensor: The placeholder.
+            number: The storage that the placeholder represents.
+            died: Called when the placeholder's storage is freed.
         """
         storage = tensor.untyped_storage()
         if storage._cdata in self._ids:
@@ -172,7 +172,7 @@ class Storages:
 
 
 def fills_storage(tensor: torch.Tensor) -> bool:
-    """Whether its storage has no bytes beside its own."""
+    """Whether a tensor uses every byte of its storage."""
     return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
 
 
