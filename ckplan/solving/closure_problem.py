@@ -64,10 +64,10 @@ class OneTimeCost(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SavedSet:
-    """A set of values to keep and what it costs."""
+    """A set of values to keep, and its cost in bytes and nanoseconds."""
 
     kept: frozenset[int]  # at the first moment
-    encoded: frozenset[int]  # kept there in a smaller form
+    encoded: frozenset[int]  # kept in a smaller form at the first moment
     kept_bytes: int  # weighted sum over moments
     nanoseconds: int  # of recomputed ops, and of encoding and decoding
 
@@ -274,7 +274,7 @@ class ClosureProblem:
         return self._flow.maker_of[value], value
 
     def vertex_between(self, fast: SavedSet, small: SavedSet) -> SavedSet | None:
-        """A vertex below the line through two others, if there is one."""
+        """A vertex below the line through two others; None if there is none."""
         seconds = small.nanoseconds - fast.nanoseconds
         saved = fast.kept_bytes - small.kept_bytes
         if seconds <= 0 or saved <= 0:

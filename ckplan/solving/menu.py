@@ -81,7 +81,7 @@ class Menus:
         return self.as_options(unit, regions)
 
     def _overwrites_buffers(self, call: int) -> bool:
-        """Whether rerunning a call, with buffers restored, drops more than a program.
+        """Whether rerunning a call with restored buffers drops more than a program.
 
         A program recomputes no op whose inputs have been overwritten.
         """

@@ -83,7 +83,7 @@ class Nesting:
         return self._menus.as_options(unit, [*menu, *between(flat), *pairs])
 
     def _around_pairs(self, unit: Unit, flat: Sequence[Region]) -> list[Region]:
-        """Regions on a small unit that drop pairs of neighbouring parts again."""
+        """Regions on a small unit that drop parts, or pairs of neighbours, again."""
         if len(self._simulator.view(*unit).flow.inputs) > _FEW_STEPS:
             return []
         outermost = [Region(unit[0], last=unit[1]), *flat[-_KEPT_BY_SMALL:]]
@@ -98,7 +98,7 @@ class Nesting:
         return [one.region for one in self._menus.options(unit) if one.region]
 
     def drop_all_nested(self, unit: Unit) -> Region:
-        """A region that keeps nothing, with the same kind of region on every part."""
+        """A region that keeps nothing, with such a region on every part."""
         inner = tuple(Region(call, last=last) for call, last in self._parts(unit))
         own = inner and (inner[0].call, inner[0].last) == unit
         return Region(unit[0], last=unit[1], inner=() if own else inner)

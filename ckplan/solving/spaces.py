@@ -39,7 +39,7 @@ _WORTH_FREED = 0.02  # share of droppable bytes: least gain of a wider space
 _WORTH_PEAK = 0.1  # or share of the peak
 _MOST_GAP = 0.02  # to the bound: below it, no wider search is needed
 _TIMES_PEAKS = 2  # rounds of looking for peaks
-_PLANS_FOR_PEAKS, _OPS_FOR_PEAKS = 8, 9_000  # limits for that
+_PLANS_FOR_PEAKS, _OPS_FOR_PEAKS = 8, 9_000  # most plans; plans times ops
 _TIMES_ROOT = 2.5  # of the number of calls: longest run
 _POWERS = (1 / 4, 1 / 3, 1 / 2, 2 / 3, 4 / 5)
 """Exponents for the number of calls: lengths of runs with nested regions. Longer runs
@@ -294,5 +294,5 @@ class SearchSpaces:
 
 
 def peak_of(found: ReplayedPlan) -> int:
-    """The peak of a replayed plan, in bytes."""
+    """The peak of a simulated plan, in bytes."""
     return found[0].peak_bytes
