@@ -1,7 +1,7 @@
 """The command line: parse, call, print.
 
-What a command needs is imported inside it, so that ``ckplan --help`` answers at once
-and ``show`` and ``solve`` wake no torch. How commands end stands in ``terminal.py``.
+Commands import their dependencies in their bodies, so ``ckplan --help`` is fast and
+``show`` and ``solve`` do not import torch. ``terminal.py`` defines exit codes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From what the command line says to what the rest of ckplan takes."""
+"""Convert command-line values to arguments of the rest of ckplan."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TRACES = Path("traces")
 def workload(
     target: str, settings: list[str] | None, inputs: list[str] | None
 ) -> WorkloadSpec:
-    """What is to be trained."""
+    """The workload to train."""
     from ckplan.training.loading import WorkloadSpec, parse_options
 
     return WorkloadSpec(target, parse_options(settings or ()), tuple(inputs or ()))
@@ -36,7 +36,7 @@ def make_training(
     clip: float | None,
     scaler: bool,
 ) -> Training:
-    """How it is to be trained."""
+    """The training settings of a step."""
     from ckplan.training.step import Training
 
     return Training(optimizer, amp and amp.value, accumulate, clip, scaler)
@@ -45,7 +45,7 @@ def make_training(
 def make_sharding(
     shard: Shard | None, world_size: int | None, units: list[str] | None
 ) -> Sharding | None:
-    """What the three options say together."""
+    """The sharding that the three options define; None without sharding."""
     if (shard is None) != (world_size is None) or (units and shard is None):
         raise typer.BadParameter("--shard and --world-size go together")
     if shard is None or world_size is None:
@@ -56,7 +56,7 @@ def make_sharding(
 
 
 def shard_for_rank(graph: Graph, sharding: Sharding | None) -> Graph:
-    """Make the step of one rank, if that is asked for."""
+    """Derive the step of one rank if sharding is requested."""
     if sharding is None:
         return graph
     from ckplan.graph.sharding import sharded
@@ -65,14 +65,14 @@ def shard_for_rank(graph: Graph, sharding: Sharding | None) -> Graph:
 
 
 def load_step(trace: Path | None, sharding: Sharding | None) -> Graph:
-    """The trace that was named, or the newest one, as the step of one rank."""
+    """Load the named trace or the newest one, as the step of one rank."""
     from ckplan.graph import file as trace_file
 
     return shard_for_rank(trace_file.load(trace or newest_trace()), sharding)
 
 
 def check_output(path: Path, force: bool) -> None:
-    """Say before any work that a file could not be written after it."""
+    """Raise early if the output file cannot be written."""
     if path.is_dir():
         raise CkplanError(
             f"cannot write '{path}': it is a folder",
@@ -86,7 +86,7 @@ def check_output(path: Path, force: bool) -> None:
 
 
 def check_plot_output(path: Path, force: bool) -> None:
-    """The same of a plot."""
+    """Raise early if the plot cannot be made or written."""
     from ckplan.report.plots import check_plot
 
     check_output(path, force)
@@ -94,7 +94,7 @@ def check_plot_output(path: Path, force: bool) -> None:
 
 
 def check_page_output(path: Path, force: bool) -> None:
-    """The same of a page, whose folder must exist."""
+    """Raise early if the page cannot be written; its folder must exist."""
     check_output(path, force)
     if not path.parent.is_dir():
         raise CkplanError(
@@ -105,7 +105,7 @@ def check_page_output(path: Path, force: bool) -> None:
 
 
 def print_gpu_budget(gpu: str) -> None:
-    """Say how the budget that a card is comes about."""
+    """Print how the budget follows from a card's memory."""
     from ckplan.gpus import find
     from ckplan.units import format_bytes
 
@@ -117,7 +117,7 @@ def print_gpu_budget(gpu: str) -> None:
 
 
 def newest_trace() -> Path:
-    """The trace that was written last, if none was named."""
+    """Path of the most recently written trace."""
     from ckplan import files
 
     found = files.newest(TRACES, "*.json*")
@@ -132,7 +132,7 @@ def newest_trace() -> Path:
 
 
 def find_trace(name: str, path: Path | None) -> Graph | None:
-    """The trace that was asked for, or a workload's usual one if it can be read."""
+    """Load the named trace, or the workload's default one if it is readable."""
     from ckplan.graph import file as trace_file
 
     if path is not None:
@@ -141,10 +141,10 @@ def find_trace(name: str, path: Path | None) -> Graph | None:
     try:
         return trace_file.load(usual) if usual.is_file() else None
     except CkplanError:
-        return None  # verifying does without
+        return None  # verify works without a trace
 
 
 def is_trace(data: bytes) -> bool:
-    """Whether a file is a trace, whole or damaged; anything else may be a plan."""
+    """Whether data are those of a trace, intact or damaged; else it can be a plan."""
     gzipped, json_object = data[:2] == b"\x1f\x8b", data[:1] == b"{"
     return gzipped or (json_object and b"ckplan_graph" in data[:1000])

@@ -1,4 +1,4 @@
-"""Commands that look: at a step, a file, the cards."""
+"""Commands that inspect a step, a file or the cards."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def profile(
     spec = workload(target, settings, inputs)
     path = output or TRACES / f"{spec.name}.json.gz"
     check_output(path, force)
-    # Whatever the workload prints is not the product.
+    # Output of the workload does not belong on stdout.
     with ProgressLine(sys.stderr) as progress, redirect_stdout(sys.stderr):
         graph = profile_workload(
             spec,

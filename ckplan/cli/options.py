@@ -10,14 +10,14 @@ import typer
 
 
 class Amp(str, Enum):
-    """What autocast casts to; as ``ckplan.training.step.AMP``."""
+    """Target type of autocast; as ``ckplan.training.step.AMP``."""
 
     BF16 = "bf16"
     FP16 = "fp16"
 
 
 class Shard(str, Enum):
-    """What several ranks divide; as ``ckplan.sharding.SCHEMES``."""
+    """Sharding scheme of several ranks; as ``ckplan.sharding.SCHEMES``."""
 
     DDP = "ddp"
     ZERO1 = "zero1"
@@ -27,7 +27,7 @@ class Shard(str, Enum):
 
 
 class EjectFormat(str, Enum):
-    """Whose words a plan is put in; "torch" or one of ``ckplan.elsewhere.TOOLS``."""
+    """Output format of a plan; "torch" or one of ``ckplan.elsewhere.TOOLS``."""
 
     TORCH = "torch"
     TRANSFORMERS = "transformers"
@@ -36,7 +36,7 @@ class EjectFormat(str, Enum):
 
 
 class Method(str, Enum):
-    """How far solving goes; as ``ckplan.solving.solve.METHODS``."""
+    """Solving method; as ``ckplan.solving.solve.METHODS``."""
 
     CHAIN = "chain"
     MILP = "milp"

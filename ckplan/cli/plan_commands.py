@@ -1,4 +1,4 @@
-"""Commands that plan, from a trace alone."""
+"""Commands that plan from a trace alone."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def _show_solution(
     expandable: bool,
     as_json: bool,
 ) -> None:
-    """The report of a plan, and a warning where a card may not have what it needs."""
+    """Print the report of a plan, and a warning if it may not fit on a card."""
     from ckplan.report.plans import solution_json, solution_report
     from ckplan.report.reserved import fragmentation_warning
     from ckplan.simulating.allocations import reserved_on_card

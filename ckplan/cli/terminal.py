@@ -1,4 +1,4 @@
-"""How commands speak and how they end: streams, messages and exit codes."""
+"""Terminal behaviour of commands: streams, messages and exit codes."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ BROKEN_PIPE = 141  # 128 + SIGPIPE
 
 
 class Commands(TyperGroup):
-    """Takes ``--traceback`` before the command's name and after it."""
+    """Accepts ``--traceback`` before and after the command's name."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Put it where an option of the program stands."""
+        """Move ``--traceback`` to the front, where program options stand."""
         wanted = [arg for arg in args if arg == TRACEBACK]
         others = [arg for arg in args if arg != TRACEBACK]
         return super().parse_args(ctx, [*wanted[:1], *others])
 
 
 class Command(TyperCommand):
-    """A command that ends with an exit code and a short message, whatever happens."""
+    """A command that ends every error with an exit code and a short message."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command."""
+        """Run the command; map exceptions to exit codes."""
         try:
             return super().invoke(ctx)
         except (typer.Exit, typer.Abort, typer.BadParameter):
@@ -45,8 +45,8 @@ class Command(TyperCommand):
 
 
 def write(text: str) -> None:
-    """Write the product."""
-    if sys.stdout is None:  # as `>&-` closes it
+    """Write a result to stdout."""
+    if sys.stdout is None:  # closed by `>&-`
         raise CkplanError(
             "cannot write the output: the standard output is closed",
             needed="an open standard output",
@@ -57,7 +57,7 @@ def write(text: str) -> None:
 
 
 def print_report(product: RenderableType | dict[str, Any]) -> None:
-    """Write a report as a person reads it, or a dict as JSON."""
+    """Write a report as text, or a dict as JSON, to stdout."""
     if isinstance(product, dict):
         import json
 
@@ -69,14 +69,14 @@ def print_report(product: RenderableType | dict[str, Any]) -> None:
 
 
 def print_message(text: str) -> None:
-    """Write what is no product: a message, a warning, a tip."""
+    """Write a message, a warning or a tip to stderr."""
     print(text, file=sys.stderr)
 
 
 def _explain(error: BaseException, with_traceback: bool) -> int:
-    """Say what went wrong in a few lines; returns the exit code."""
+    """Print an error in a few lines; return the exit code."""
     if isinstance(error, BrokenPipeError):
-        # Whoever read has had enough. Nothing is left to write when Python ends.
+        # The reader closed the pipe. Nothing may be left to flush when Python ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     if with_traceback:
@@ -95,7 +95,7 @@ def _unexpected(error: BaseException) -> CkplanError:
             hint="put what runs the file under `if __name__ == '__main__':`",
         )
     if isinstance(error, KeyboardInterrupt):
-        exec("")  # else Python may remember it, and end by the signal, not the code
+        exec("")  # else Python can end by the signal instead of the exit code
         return CkplanError(
             "interrupted",
             needed="time to finish; files are written whole or not at all",

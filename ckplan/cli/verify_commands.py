@@ -1,4 +1,4 @@
-"""Commands that put a plan to work: verify it, say it in plain PyTorch."""
+"""Commands that use a plan: verify it, or export it as plain PyTorch."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def _owners(trace: Graph | None, plan: Plan) -> dict[str, str]:
 
 
 def _check_report(path: Path, trace: Graph | None, force: bool) -> None:
-    """Say before any work that a page could not be written after it."""
+    """Raise early if the page cannot be made or written."""
     from ckplan.report.html import check_report
 
     if trace is None:
@@ -157,7 +157,7 @@ def _dry_run(spec: WorkloadSpec, plan: Plan, how: dict[str, Any]) -> DryRun:
     from ckplan.report.progress import ProgressLine
     from ckplan.verifying.dry_run import dry_run
 
-    # Whatever the workload prints is not the product.
+    # Output of the workload does not belong on stdout.
     with ProgressLine(sys.stderr) as progress, redirect_stdout(sys.stderr):
         return dry_run(spec, plan, progress=progress, **how)
 

@@ -1,1 +1,1 @@
-"""Records to tables and JSON. Computes nothing but shares, sums and groups."""
+"""Convert records to tables and JSON; compute only shares, sums and groups."""

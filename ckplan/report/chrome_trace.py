@@ -21,8 +21,8 @@ def save_chrome_trace(
 ) -> None:
     """Write one process for every timeline, in the JSON trace event format.
 
-    Recomputation takes no time of its own here: its bytes are seen before the op of
-    backward that needs them.
+    Recomputation has no slices of its own: its bytes appear before the op of backward
+    that needs them.
     """
     events = [
         event

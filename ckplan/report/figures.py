@@ -33,8 +33,8 @@ def memory_figure(
 
     Args:
         steps: The unplanned step and every plan, by name.
-        budget_bytes: A line, if there is a budget.
-        seen: Measured or dry-run curves, drawn beside the totals.
+        budget_bytes: Budget to draw as a line, or None.
+        seen: Measured or dry-run curves, drawn with the totals.
     """
     from plotly.subplots import make_subplots
 

@@ -1,4 +1,4 @@
-"""The whole trade-off between memory and time: the report of ``frontier``."""
+"""The report of ``frontier``: the trade-off between memory and time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def frontier_report(
 ) -> RenderableType:
     """One row for every plan of the frontier, the unplanned step last.
 
-    With a reserve, the budget that a plan needs stands beside its peak.
+    With a reserve, a column shows the budget that each plan needs.
     """
     unplanned_bytes = points[-1].peak_bytes
     columns = ("peak", "of unplanned", "overhead", "bound", "regions")
@@ -49,7 +49,7 @@ def frontier_json(
     others: Sequence[Baseline],
     reserve_bytes: int = 0,
 ) -> dict[str, Any]:
-    """The same for scripts, with the baselines."""
+    """The frontier and the baselines as JSON."""
     return {
         "model": model,
         "reserve_bytes": reserve_bytes,

@@ -1,4 +1,4 @@
-"""The cards that ckplan knows: the report of ``ckplan gpus``."""
+"""The report of ``ckplan gpus``: the cards that ckplan knows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ckplan.report.tables import add_row, key_value_table, make_table, section
 
 
 def cards_report(cards: Collection[Gpu]) -> RenderableType:
-    """A row a card: what it holds, and what it reaches at best."""
+    """One row per card: its memory and its peak rates."""
     table = make_table("", "memory", "usable", "GB/s", *RATES)
     for card in cards:
         rates = (card.flop_rates.get(rate) for rate in RATES)
@@ -34,7 +34,7 @@ def cards_report(cards: Collection[Gpu]) -> RenderableType:
 
 
 def card_report(card: Gpu) -> RenderableType:
-    """Every figure of one card and where it is from."""
+    """Every figure of one card and its source."""
     rates = (f"{name} {rate / 1e12:g}" for name, rate in card.flop_rates.items())
     figures = {
         "memory": units.format_bytes(card.memory_bytes),
@@ -60,7 +60,7 @@ def card_report(card: Gpu) -> RenderableType:
 
 
 def cards_json(cards: Collection[Gpu]) -> dict[str, Any]:
-    """The same for scripts."""
+    """The cards as JSON."""
     return {"gpus": [_card_json(card) for card in cards]}
 
 

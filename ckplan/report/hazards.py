@@ -1,4 +1,4 @@
-"""What makes calls unsafe to recompute, like calls in one row."""
+"""Hazards that make calls unsafe to recompute; equal calls share a row."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MOST_PATTERNS = 2
 
 
 def hazards_table(graph: Graph) -> Table:
-    """Rows of calls, their hazard, and the ways to recompute that guard it."""
+    """A table of calls, their hazard, and the recompute methods that handle it."""
     table = make_table("calls", "hazard", "recomputed by", texts=3)
     for row in hazard_rows(graph):
         add_row(table, *row)
@@ -23,7 +23,7 @@ def hazards_table(graph: Graph) -> Table:
 
 
 def hazard_rows(graph: Graph) -> list[tuple[str, str, str]]:
-    """The cells of these rows, like calls in one row."""
+    """The cells of these rows; equal calls share a row."""
     alike: dict[tuple[str, str, str], list[int]] = {}
     for hazard in graph.hazards:
         ways = " or ".join(hazard.guarded_by) or "nothing"
@@ -38,7 +38,7 @@ def hazard_rows(graph: Graph) -> list[tuple[str, str, str]]:
 
 
 def hazard_json(graph: Graph, hazard: Hazard) -> dict[str, Any]:
-    """The same for scripts, one call each."""
+    """One hazard of one call as JSON."""
     return {
         "call": layer_name(graph, hazard.call),
         "module": graph.calls[hazard.call].module,

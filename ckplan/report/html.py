@@ -1,4 +1,4 @@
-"""The page of ``ckplan report``: one HTML file that loads nothing from elsewhere."""
+"""The page of ``ckplan report``: one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.planner import Planner
 
 _TEMPLATE = "page.html.jinja"
-_POINTS = 16  # of the frontier
+_POINTS = 16  # budgets of the frontier
 _NOTHING_SEEN: Curves = MappingProxyType({})
 
 
 def check_report() -> None:
-    """Say before any work that a page could not be made after it.
+    """Raise early if a page cannot be made.
 
     Raises:
         CkplanError: The extra ``report`` is not installed.
     """
     try:
         import jinja2
-        import plotly  # noqa: F401 - only whether it is there
+        import plotly  # noqa: F401 - checks availability only
     except ImportError as error:
         raise CkplanError(
             f"cannot make a report: {error.name} is not installed",
@@ -50,7 +50,7 @@ def check_report() -> None:
 
 
 def timelines_of(graph: Graph, plans: Mapping[str, Plan]) -> dict[str, Timeline]:
-    """Replay the unplanned step and every plan.
+    """Simulate the unplanned step and every plan.
 
     Raises:
         PlanError: A plan is of another model, or cannot be carried out.
@@ -69,14 +69,14 @@ def save_report(
     seen: Curves = _NOTHING_SEEN,
     force: bool = False,
 ) -> None:
-    """Write a page about a step and what plans do to it.
+    """Write a page about a step and the effect of plans on it.
 
     Args:
         graph: The step.
-        plans: Plans of it, by the name that the page gives each.
+        plans: Plans of the step, by their names on the page.
         path: The HTML file to write.
         seen: Measured or dry-run curves of ``verify``.
-        force: Whether a file that exists is overwritten.
+        force: Whether to overwrite an existing file.
 
     Raises:
         CkplanError: The file cannot be written, or the extra ``report`` is missing.

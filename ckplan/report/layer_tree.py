@@ -1,7 +1,7 @@
-"""The calls of a step as a tree, like ones folded: what a plan does to each.
+"""The calls of a step as a tree of equal calls, with the plan's effect on each.
 
 A saved activation is *kept* if a region of the plan does not drop it, else *dropped*;
-bytes that recomputation makes again are *rebuilt*. Sums are over all calls of a row.
+bytes that recomputation produces are *rebuilt*. Sums are over all calls of a row.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ckplan.simulating.simulate import Timeline
 
 @dataclass(frozen=True, slots=True)
 class PlannedCost:
-    """What some calls save and recompute under a plan, in bytes and seconds."""
+    """Bytes that calls save and rebuild under a plan, and recompute seconds."""
 
     kept_bytes: int = 0
     dropped_bytes: int = 0
@@ -40,14 +40,14 @@ class PlannedCost:
 
 @dataclass(frozen=True, slots=True)
 class TreeRow:
-    """Like calls at one place of the tree."""
+    """Equal calls at one place of the tree."""
 
     depth: int
     name: str  # a pattern of plans
     module: str
     count: int
     cost: PlannedCost
-    action: str  # what the plan does to these calls; "" if nothing
+    action: str  # action of the plan on these calls; "" if none
 
 
 def layer_tree(
@@ -84,7 +84,7 @@ def _action(region: Region) -> str:
 
 
 def _costs(graph: Graph, timeline: Timeline) -> list[PlannedCost]:
-    """What every call costs with the calls inside; last, no call's."""
+    """Cost of every call including its children; the last is outside all calls."""
     own = [PlannedCost()] * (len(graph.calls) + 1)
     for number, op in enumerate(graph.ops[: graph.num_forward]):
         seconds = graph.critical_seconds[number]

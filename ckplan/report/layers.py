@@ -1,8 +1,8 @@
-"""Which calls own the activations: the rows of the layer table.
+"""The rows of the layer table: calls that own the activations.
 
 A call that owns more than ``MAX_LAYER_SHARE`` of the activations is replaced by its
-children, if these own any. What such a parent computes between its children is a row of
-its own, so the rows add up.
+children, if these own any. The parent's own ops between its children get a separate
+row, so the rows add up.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_LAYER_SHARE = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What some code costs in forward."""
+    """Cost of some ops in forward."""
 
     activation_bytes: int = 0
     flops: int = 0
@@ -39,7 +39,7 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A call with all that runs inside it, or the code of a call alone."""
+    """A call with its children, or only the own ops of a call."""
 
     call: int
     own_code: bool
@@ -48,7 +48,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Some layers that are alike, with the sum of their costs."""
+    """Equal layers, with the sum of their costs."""
 
     name: str  # a pattern of plans
     own_code: bool
@@ -60,18 +60,18 @@ class Row:
 class Forward:
     """The forward of a step, as layers."""
 
-    layers: tuple[Layer, ...]  # worth a row each, in order of their first op
-    inside: Cost  # of all calls, which is the sum of the layers
-    outside: Cost  # of what runs in no call: a loss that is no part of the model
+    layers: tuple[Layer, ...]  # one per row, in order of their first op
+    inside: Cost  # of all calls: the sum over layers
+    outside: Cost  # of ops outside all calls, such as the loss
 
 
 def total_cost(costs: Iterable[Cost]) -> Cost:
-    """The sum of some costs."""
+    """The sum of costs."""
     return sum(costs, Cost())
 
 
 def forward_costs(graph: Graph) -> Forward:
-    """Find the layers worth a row and what they cost."""
+    """Find the layers of the table and their costs."""
     own = _own_costs(graph)
     inside = _costs_inside(graph, own)
     total = total_cost(inside[call] for call in graph.children[OUTSIDE_CALLS])
@@ -91,14 +91,14 @@ def forward_costs(graph: Graph) -> Forward:
 
 
 def layer_name(graph: Graph, call: int) -> str:
-    """The pattern that means one call: its FQN, numbered if it ran more than once."""
+    """The pattern of one call: its FQN, numbered if the module ran more than once."""
     return patterns(graph, [call])[0][0]
 
 
 def fold_layers(graph: Graph, layers: Iterable[Layer]) -> list[Row]:
-    """Rows of like layers, largest first; a row has a pattern as plans write it.
+    """Rows of equal layers, largest first, named by patterns as in plans.
 
-    Alike are layers of one module type that run the same ops at the same cost.
+    Layers are equal if they have one module type and the same ops at the same cost.
     """
     alike: dict[object, list[Layer]] = defaultdict(list)
     for layer in layers:
@@ -126,7 +126,7 @@ def _rows(graph: Graph, alike: Sequence[Layer]) -> list[Row]:
 def patterns(
     graph: Graph, calls: Iterable[int]
 ) -> list[tuple[str, tuple[tuple[str, int], ...]]]:
-    """Patterns that together mean some calls, each with the calls it means."""
+    """Patterns that together match some calls, each with its matched calls."""
     chosen = [_key(graph, call) for call in calls]
     everything = [(call.fqn, call.number) for call in graph.calls]
     try:
@@ -141,7 +141,7 @@ def _key(graph: Graph, call: int) -> tuple[str, int]:
 
 
 def _own_costs(graph: Graph) -> list[Cost]:
-    """What the code of every call costs without the calls inside; last, no call's."""
+    """Cost of every call without its children; the last is outside all calls."""
     own = [Cost()] * (len(graph.calls) + 1)
     for op in graph.ops[: graph.num_forward]:
         own[op.call] += Cost(0, op.flops, op.seconds)
@@ -154,7 +154,7 @@ def _own_costs(graph: Graph) -> list[Cost]:
 
 
 def _costs_inside(graph: Graph, own: Sequence[Cost]) -> list[Cost]:
-    """What every call costs with the calls inside."""
+    """Cost of every call including its children."""
     inside = list(own)
     for index, call in reversed(list(enumerate(graph.calls))):
         inside[call.parent] += inside[index]

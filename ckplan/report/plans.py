@@ -1,4 +1,4 @@
-"""What a plan does and costs: the report of ``solve``, and of ``show PLAN``."""
+"""The reports of ``solve`` and ``show PLAN``: regions and cost of a plan."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def solution_report(
     reserve_bytes: int,
     reserved: Reserved | None = None,
 ) -> RenderableType:
-    """Before and after, how good that is, what others reach, and the regions."""
+    """Peak and time before and after, the bound, the baselines and the regions."""
     title = f"Plan for {plan.model} within {_size(solution.budget_bytes)}"
     return Group(
         section(title, _before_and_after(solution)),
@@ -48,7 +48,7 @@ def solution_json(
     path: str,
     reserved: Reserved | None = None,
 ) -> dict[str, Any]:
-    """The same for scripts; ``budget_bytes`` is the whole, with reserve and gaps."""
+    """A solution as JSON; ``budget_bytes`` includes reserve and gaps."""
     timeline = solution.timeline
     step_seconds = timeline.graph.step_seconds
     return {
@@ -79,7 +79,7 @@ def solution_json(
 
 
 def plan_report(plan: Plan) -> RenderableType:
-    """Everything that a plan file says."""
+    """The full contents of a plan file."""
     predicted = plan.predicted
     said = [("fingerprint", text) for text in _fingerprint_lines(plan)]
     if plan.budget_bytes is not None:
@@ -102,7 +102,7 @@ def plan_report(plan: Plan) -> RenderableType:
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
-    """The same for scripts, with the keys of the plan file."""
+    """A plan as JSON, with the keys of the plan file."""
     predicted = plan.predicted
     return {
         "model": plan.model,
@@ -186,7 +186,7 @@ def _exact_rows(exact: ExactResult | None) -> list[tuple[str, str]]:
 def comparison_report(
     model: str, limit: MemoryLimit, reserve_bytes: int, found: Sequence[Baseline]
 ) -> RenderableType:
-    """What people do, and the plan, under one budget from which a reserve is off."""
+    """Baselines and the plan under one budget, less a reserve."""
     title = f"Ways to train {model} within {_size(limit.bytes)}"
     if limit.of_reserved:
         title += ", gaps of PyTorch's allocator included"
@@ -198,7 +198,7 @@ def comparison_report(
 def comparison_json(
     model: str, limit: MemoryLimit, reserve_bytes: int, found: Sequence[Baseline]
 ) -> dict[str, Any]:
-    """The same for scripts; ``budget_bytes`` is the whole, reserve included."""
+    """A comparison as JSON; ``budget_bytes`` includes the reserve."""
     return {
         "model": model,
         "budget_bytes": limit.bytes + reserve_bytes,
@@ -244,7 +244,7 @@ def _regions(plan: Plan, *, in_full: bool = False) -> RenderableType:
 def _levels(
     regions: Iterable[PlannedRegion], level: int = 0
 ) -> Iterator[tuple[int, PlannedRegion]]:
-    """Regions, each followed by those inside it, with how deep they lie."""
+    """Regions with their nesting level, each followed by its inner regions."""
     for region in regions:
         yield level, region
         yield from _levels(region.inner, level + 1)

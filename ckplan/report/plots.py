@@ -1,4 +1,4 @@
-"""Pictures, with the extra ``plot``."""
+"""Plots, with matplotlib (extra ``plot``)."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _FORMATS = (".png", ".svg")
 
 
 def check_plot(path: Path) -> None:
-    """Say before any work that a picture could not be made after it.
+    """Raise early if a plot cannot be made.
 
     Raises:
-        CkplanError: It is of another format, or matplotlib is missing.
+        CkplanError: The format is not supported, or matplotlib is missing.
     """
     if path.suffix.lower() not in _FORMATS:
         raise CkplanError(
@@ -27,7 +27,7 @@ def check_plot(path: Path) -> None:
             hint=f"--plot {path.with_suffix(_FORMATS[0])}",
         )
     try:
-        import matplotlib  # noqa: F401 - only whether it is there
+        import matplotlib  # noqa: F401 - checks availability only
     except ImportError:
         raise CkplanError(
             "cannot draw: matplotlib is not installed",
@@ -37,7 +37,7 @@ def check_plot(path: Path) -> None:
 
 
 def save_figure(path: Path, figure: Figure, *, force: bool) -> None:
-    """Write a picture in the format that its name says."""
+    """Write a plot in the format of its file extension."""
     from io import BytesIO
 
     content = BytesIO()

@@ -1,8 +1,8 @@
-"""How far long work has come, on stderr, without getting in its way.
+"""Progress of long work, on stderr.
 
-A terminal shows one line that changes; there is no thread behind it, since that would
-disturb the times which ``profile`` measures. Anywhere else every stage is one line, and
-work that is done within a second says nothing.
+A terminal shows one line that is updated in place. No thread updates it, since a thread
+would disturb the times that ``profile`` measures. Without a terminal, every stage is
+one line, and work that ends within a second prints nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import TextIO
 
 _ERASE_LINE = "\r\x1b[2K"
-_SILENT_SECONDS = 1.0  # where there is no terminal
+_SILENT_SECONDS = 1.0  # without a terminal
 _FRAME_SECONDS = 0.1
 
 
@@ -42,13 +42,13 @@ class ProgressLine:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Leave the line as it was found."""
+        """Clear the line."""
         if self._terminal and self._shown:
             self._stream.write(_ERASE_LINE)
             self._stream.flush()
 
     def __call__(self, what: str, done: int, total: int) -> None:
-        """Say what is being done, how many are done, and how many there are."""
+        """Show the stage, the number of items done and their total."""
         new_stage, self._stage = what != self._stage, what
         now = self._clock()
         if not self._terminal:

@@ -1,4 +1,4 @@
-"""What the allocator of a card reserves: never the same as what is allocated."""
+"""Memory that a card's allocator reserves, which differs from allocated bytes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ckplan.simulating.simulate import Timeline
 
 
 def reserved_facts(reserved: Reserved | None) -> list[tuple[str, str]]:
-    """The lines beside a peak of tensors; none for a step that runs on no card."""
+    """Lines to show with a peak of tensors; empty for a step on the CPU."""
     if reserved is None:
         return []
     each = units.format_bytes(reserved.bytes)
@@ -24,7 +24,7 @@ def reserved_facts(reserved: Reserved | None) -> list[tuple[str, str]]:
 
 
 def reserved_json(reserved: Reserved | None) -> dict[str, Any]:
-    """The same for scripts; null for a step that runs on no card."""
+    """Reserved memory as JSON; values are null for a step on the CPU."""
     each = (None, None, None) if reserved is None else reserved
     keys = (
         "allocated_peak_bytes",
@@ -37,7 +37,7 @@ def reserved_json(reserved: Reserved | None) -> dict[str, Any]:
 def fragmentation_warning(
     timeline: Timeline, room_bytes: int, *, expandable: bool
 ) -> str:
-    """What to do if the allocator of a card fails in so much; "" if it does not."""
+    """Advice if the allocator fails within ``room_bytes``; "" if it fits."""
     if has_room(timeline, room_bytes, expandable=expandable):
         return ""
     fails = "warning: PyTorch's allocator runs out of memory in"

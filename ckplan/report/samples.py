@@ -1,4 +1,4 @@
-"""Which moments of a step a picture shows: few, and every peak among them."""
+"""The moments of a step that a plot shows: a few, including every peak."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _OF_STEP = ("parameter", "buffer", "gradient", "optimizer", "input")
 
 @dataclass(frozen=True, slots=True)
 class Alive:
-    """Tensors alive at one moment that one op, or nobody in the step, made."""
+    """Tensors alive at one moment that one op made, or that predate the step."""
 
     name: str
     kind: str
@@ -26,22 +26,22 @@ class Alive:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One moment of a step, as pictures show it."""
+    """One moment of a step, as plots show it."""
 
     place: float  # 0 to 3: every phase is 1 wide
     seconds: float  # since the step began
     where: str
     by_kind: dict[str, int]
-    alive: tuple[Alive, ...]  # the largest
+    alive: tuple[Alive, ...]  # the largest ones
 
     @property
     def live_bytes(self) -> int:
-        """All bytes alive."""
+        """Total live bytes."""
         return sum(self.by_kind.values())
 
 
 def sample_moments(timeline: Timeline, per_phase: int = _PER_PHASE) -> list[int]:
-    """Half moments in order: of each part of a phase, the one with most live bytes."""
+    """Half moments in order: the one with most live bytes in each part of a phase."""
     found: dict[int, int] = {}
     live = timeline.live_bytes
     for moment, (place, _) in enumerate(predicted_curve(timeline).placed()):
@@ -52,7 +52,7 @@ def sample_moments(timeline: Timeline, per_phase: int = _PER_PHASE) -> list[int]
 
 
 def sample(timeline: Timeline) -> list[Sample]:
-    """The moments that a picture shows, with what is alive at each."""
+    """The moments that a plot shows, with the tensors alive at each."""
     curve = predicted_curve(timeline)
     placed = curve.placed()
     return [

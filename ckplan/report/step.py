@@ -1,4 +1,4 @@
-"""What one training step costs: the report of ``profile``, and of ``show TRACE``."""
+"""The reports of ``profile`` and ``show TRACE``: the cost of a training step."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ def step_report(
 def step_json(
     graph: Graph, timeline: Timeline, trace: str, reserved: Reserved | None = None
 ) -> dict[str, Any]:
-    """The same for scripts; layers are not folded, so ``call`` names one call each.
+    """A step as JSON; layers are not folded, so each ``call`` names one call.
 
     ``activation_bytes`` is the sum over ``layers``. A layer whose ``part`` is "own
-    code" is what a call computes between the calls inside it, which have rows too.
+    code" has the ops of a call between its children, which have rows of their own.
     """
     forward = forward_costs(graph)
     both = forward.inside + forward.outside
@@ -130,7 +130,7 @@ def _memory(graph: Graph, timeline: Timeline, forward: Forward) -> Table:
 
 
 def _outside_alive(timeline: Timeline) -> int:
-    """Bytes of activations alive at the peak that no call made."""
+    """Activation bytes alive at the peak that were made outside all calls."""
     graph, moment = timeline.graph, timeline.peak_moment
     return sum(
         storage.bytes

@@ -1,4 +1,4 @@
-"""The few rich parts that every report is made of."""
+"""The rich building blocks of all reports."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ckplan import units
 
 
 def make_table(*headers: str, texts: int = 1) -> Table:
-    """A table without lines: ``texts`` columns that wrap, then numbers at the right."""
+    """A table without lines: ``texts`` columns that wrap, then right-aligned ones."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for position, header in enumerate(headers):
         if position < texts:
@@ -24,12 +24,12 @@ def make_table(*headers: str, texts: int = 1) -> Table:
 
 
 def add_row(table: Table, *cells: str, bold: bool = False) -> None:
-    """Add a row whose cells are shown as they are, brackets and all."""
+    """Add a row of plain text; brackets are not read as markup."""
     table.add_row(*map(Text, cells), style="bold" if bold else None)
 
 
 def key_value_table(rows: Iterable[tuple[str, str]]) -> Table:
-    """Names and what is said of them, one to a line."""
+    """A table of names and values, one pair per line."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
@@ -39,19 +39,19 @@ def key_value_table(rows: Iterable[tuple[str, str]]) -> Table:
 
 
 def section(title: str, *parts: RenderableType) -> Group:
-    """Parts under a bold line, with an empty line after them."""
+    """Parts under a bold title, followed by an empty line."""
     return Group(
         Text(title, style="bold"), *(Padding(p, (0, 0, 0, 2)) for p in parts), ""
     )
 
 
 def share(part: int, whole: int) -> str:
-    """A part in percent of a whole; a dash where there is no whole."""
+    """A part in percent of a whole; a dash if the whole is 0."""
     return units.format_percent(part / whole) if whole else "-"
 
 
 def render(report: RenderableType) -> str:
-    """A report as text, in colour if stdout is a terminal that wants it."""
+    """A report as text, in colour if stdout is a terminal with colours."""
     console = Console(highlight=False)
     with console.capture() as capture:
         console.print(report)

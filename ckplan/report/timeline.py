@@ -1,4 +1,4 @@
-"""Live bytes over the step, predicted beside seen: the timelines of ``verify``."""
+"""The timelines of ``verify``: predicted and measured live bytes of the step."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 _COLUMNS = 16  # of every phase
 _BLOCKS = tuple(map(chr, range(0x2581, 0x2589)))  # from an eighth to a full block
-_LETTERS = tuple(".:-=+*#@")  # where stdout cannot say blocks
+_LETTERS = tuple(".:-=+*#@")  # if stdout cannot encode blocks
 
 
 def timeline_report(curves: Curves) -> RenderableType:
-    """A row for every curve, as high as its live bytes are of the highest peak."""
+    """One sparkline per curve, scaled to the highest peak of all curves."""
     most_bytes = max(c.peak_bytes for found in curves.values() for c in found.values())
     table = make_table("", *PHASES, texts=1 + len(PHASES))
     for which, found in curves.items():

@@ -1,4 +1,4 @@
-"""What planned steps did beside unplanned ones: the report of ``verify``."""
+"""The report of ``verify``: planned steps compared with unplanned steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NONE = "n/a"
 
 
 def verification_report(found: Verification) -> RenderableType:
-    """Predicted beside measured, and whether the results are the same bits."""
+    """Predicted and measured figures, and whether results are bitwise equal."""
     said = [
         ("budget", _size(found.budget_bytes)),
         ("fits", "yes" if found.fits else "no"),
@@ -41,7 +41,7 @@ def verification_report(found: Verification) -> RenderableType:
 
 
 def dry_run_report(found: DryRun) -> RenderableType:
-    """Predicted beside dry run, and what the dry run does not show."""
+    """Predicted and dry-run figures, and the limits of a dry run."""
     table = make_table("", "predicted", "dry run")
     peaks = (found.predicted_peak_bytes, found.dry_run_peak_bytes)
     unplanned = (
@@ -64,12 +64,12 @@ def dry_run_report(found: DryRun) -> RenderableType:
 
 
 def dry_run_error(found: DryRun) -> VerifyError:
-    """Why a dry run has not passed."""
+    """The error that says why a dry run failed."""
     return _exceeds("peak of the dry run", found.dry_run_peak_bytes, found)
 
 
 def verification_error(found: Verification) -> VerifyError:
-    """Why a verification has not passed."""
+    """The error that says why a verification failed."""
     if not found.fits:
         return _exceeds("measured peak", found.measured_peak_bytes, found)
     first = ", ".join(found.different[:3])
@@ -90,7 +90,7 @@ def _exceeds(what: str, peak_bytes: int, found: AbstractOutcome) -> VerifyError:
 
 
 def _remedy(found: AbstractOutcome) -> str:
-    """What to do about a step that does not fit."""
+    """The hint for a step that does not fit."""
     if found.other:
         return "ckplan profile and solve for this workload, which is not the plan's"
     if found.regions_kept:

@@ -1,6 +1,6 @@
-"""What people do today, in the same simulator.
+"""Baselines: common strategies on whole layers, in the same simulator.
 
-The layers of everyday practice are the largest family of sibling calls of one module
+The layers of these strategies are the largest family of sibling calls of one module
 type: the blocks of a transformer, the bottlenecks of a ResNet.
 """
 
@@ -23,14 +23,14 @@ from ckplan.solving.solution import Baseline
 _T = TypeVar("_T")
 
 EXHAUSTIVE_MAX_LAYERS = 64
-"""Whatever can be done with so many is tried; with more of them, a part of it."""
+"""Up to this number of layers, all variants are tried; beyond it, a subset."""
 
-_MOST_LIMITS = 16  # of Chen's search
-_NEARLY_ALL = 0.9  # a finer family is preferred if it holds this share of the largest
+_MOST_LIMITS = 16  # most limits of Chen's search
+_NEARLY_ALL = 0.9  # a finer family is preferred if it has this share of the bytes
 
 
 def find_repeated_layers(graph: Graph, menus: Menus) -> list[int]:
-    """Calls of the module type that everyday practice recomputes, in forward order."""
+    """Calls of the module type that is usually recomputed, in forward order."""
     families: dict[str, list[int]] = defaultdict(list)
     for children in graph.children.values():
         kinds = [graph.calls[child].module for child in children]
@@ -59,7 +59,7 @@ def _outermost(graph: Graph, calls: Iterable[int]) -> list[int]:
 
 
 class StandardBaselines:
-    """What people do whatever the budget is, each replayed once."""
+    """Strategies that do not depend on the budget, each simulated once."""
 
     def __init__(self, simulator: Simulator, menus: Menus, unplanned: Timeline) -> None:
         layers = [
@@ -73,10 +73,10 @@ class StandardBaselines:
         ]
         every_call = tuple(Region(layer, RERUN) for layer in layers)
         self.plans = [(simulator.run(every_call), every_call)] if layers else []
-        """Those of them that a plan can say."""
+        """The strategies that are plans, with their timelines."""
 
     def baselines(self, limit: MemoryLimit) -> tuple[Baseline, ...]:
-        """None, every call and the best of Chen's, each with its peak and overhead."""
+        """Baselines "none", "every call" and "chen" (the best of its limits)."""
         found = [("none", self._unplanned)]
         for every_call, _ in self.plans:
             segmented = self._segmented or [self._unplanned]
@@ -100,7 +100,7 @@ def cheapest_or_smallest(
 
 
 def can_recompute(simulator: Simulator, region: Region) -> bool:
-    """Whether a region can be rebuilt at all."""
+    """Whether a region can be rebuilt."""
     try:
         simulator.effect(region)
     except PlanError:
@@ -111,8 +111,8 @@ def can_recompute(simulator: Simulator, region: Region) -> bool:
 def run_lengths(num_layers: int) -> list[int]:
     """Lengths of the runs that layers can be cut into, from one layer to all of them.
 
-    Of many layers only the shortest that make as many runs: longer ones mostly need
-    more memory, and each is replayed.
+    For many layers, only the shortest length for each number of runs is returned.
+    Longer runs mostly need more memory, and every length is simulated.
     """
     lengths = range(1, num_layers + 1)
     if num_layers <= EXHAUSTIVE_MAX_LAYERS:
@@ -124,9 +124,9 @@ def run_lengths(num_layers: int) -> list[int]:
 def min_regions_to_fit(
     simulator: Simulator, regions: Sequence[Region], limit: MemoryLimit
 ) -> int:
-    """How many of the first regions it takes to fit; all if even these do not.
+    """The least number of first regions that fits; all of them if none does.
 
-    Of many it is taken for granted that each more lowers the peak, or leaves it.
+    For many regions, the peak is assumed not to rise with their number.
     """
 
     def fits(count: int) -> bool:
@@ -141,7 +141,7 @@ def min_regions_to_fit(
 def _chen(
     simulator: Simulator, menus: Menus, layers: Sequence[int]
 ) -> Iterator[list[Region]]:
-    """Segments by Algorithm 3 of Chen et al., for its search over a budget ``b``.
+    """Segments by Algorithm 3 of Chen et al., for several of its budgets ``b``.
 
     T. Chen, B. Xu, C. Zhang, C. Guestrin, "Training Deep Nets with Sublinear Memory
     Cost", 2016: a new segment begins when the activations since the last one exceed

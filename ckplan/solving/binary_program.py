@@ -8,19 +8,19 @@ from typing import Any
 from ckplan.errors import CkplanError
 from ckplan.solving.solution import ExactResult
 
-_UNIT = 1e-9  # of the objective, in seconds
+_UNIT = 1e-9  # seconds per unit of the objective
 _RELATIVE_GAP = 1e-6
-_OPTIMAL, _LIMIT, _INFEASIBLE = 0, 1, 2  # scipy's words
+_OPTIMAL, _LIMIT, _INFEASIBLE = 0, 1, 2  # status codes of scipy
 
 
 def check_solver() -> None:
-    """Say before any work that the solver is missing.
+    """Raise early if the solver is missing.
 
     Raises:
         CkplanError: scipy, which brings HiGHS, is not installed.
     """
     try:
-        import scipy.optimize  # noqa: F401 - only whether it is there
+        import scipy.optimize  # noqa: F401 - checks availability only
     except ImportError:
         raise CkplanError(
             "cannot solve exactly: scipy, which brings HiGHS, is not installed",
@@ -38,7 +38,7 @@ class BinaryProgram:
         self._known: dict[tuple[Any, ...], int] = {}
 
     def knows(self, *key: Any) -> bool:
-        """Whether there is a variable of this key."""
+        """Whether a variable with this key exists."""
         return key in self._known
 
     def var(self, *key: Any, cost: float = 0.0) -> int:
@@ -49,11 +49,15 @@ class BinaryProgram:
         return self._known[key]
 
     def row(self, terms: Mapping[int, float], limit: float) -> None:
-        """Demand that the sum of terms is at most a limit."""
+        """Add the constraint that the sum of terms is at most a limit."""
         self._rows.append((dict(terms), limit))
 
     def solve(self, time_limit_seconds: float, step_seconds: float) -> ExactResult:
-        """Let HiGHS minimize; costs are divided by the step's seconds."""
+        """Minimize with HiGHS; results are fractions of ``step_seconds``.
+
+        Raises:
+            CkplanError: HiGHS fails.
+        """
         if any(not terms and limit < 0 for terms, limit in self._rows):
             return ExactResult(True, None, 0.0)
         if not self._costs or not step_seconds:

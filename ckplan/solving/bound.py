@@ -1,22 +1,21 @@
 """A lower bound on the overhead of any schedule of ops under a budget.
 
-Look at one moment of the step. Every value that backward will want after it is then
-either alive, and counts against the budget, or must be run again later, and so must
-what that needs. Choosing what is alive to minimise the seconds run again is the program
-of ``closure.py``; relaxed to fractions, its optimum bounds what any schedule pays,
-however it drops, keeps and rebuilds before and after, as long as it only runs ops again
-and uses the encodings of the graph. The lower convex hull of the cuts is that optimum
-for every budget at once.
+Consider one moment of the step. Every value that backward needs after it is either
+alive, and counts against the budget, or is recomputed later together with its own
+inputs. Choosing the alive values that minimise recompute seconds is the program of
+``closure_problem.py``. The optimum of its relaxation to fractions bounds the cost of
+any schedule that only recomputes ops and uses the encodings of the graph. The lower
+convex hull of the cuts is that optimum for every budget at once.
 
-Any moment gives a bound, and the largest counts. Moments taken are the peak of the
-unplanned step, or the end of forward where that peak is not in backward, and those that
-whoever asks knows to be tight: where the smallest plan has its peak. What frees enough
-at one of two moments may not free enough at the other; so their average, in a few
-weights, is taken as a moment, too: what runs again after the later one runs after the
-earlier one, and is paid once.
+Every moment gives a bound, and the largest is used. The moments are the peak of the
+unplanned step (the end of forward if that peak is not in backward) and the peak of the
+smallest plan, where the bound is tight. A choice can free enough at one of two moments
+and too little at the other, so weighted averages of two moments are used too: an op
+recomputed after the later moment is also recomputed after the earlier one, and is paid
+once.
 
-Seconds are those of plans: an op that runs again takes its own seconds and those of the
-engine, and dropping a tensor costs what ``engine_costs.py`` says.
+Seconds are the same as in plans: a recomputed op takes its own seconds and the
+engine's, and dropping a tensor has the one-time costs of ``engine_costs.py``.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ from ckplan.simulating.simulate import Simulator
 from ckplan.solving.closure_problem import NANOSECOND, ClosureProblem, Demand, SavedSet
 from ckplan.solving.engine_costs import MinEngineCosts
 
-_WEIGHTS = ((1, 1), (1, 3), (3, 1))  # of two moments, on average
+_WEIGHTS = ((1, 1), (1, 3), (3, 1))  # of the two moments of an average
 
 
 def gap(overhead: float, bound_overhead: float) -> float:
-    """How much longer a planned step may take than the best, as a fraction of that."""
+    """Most extra time of a planned step over the bound, as a fraction of the bound."""
     return (1 + overhead) / (1 + bound_overhead) - 1
 
 
@@ -49,8 +48,8 @@ class LowerBound:
         """Choose the moments.
 
         Args:
-            simulator: Of the graph.
-            tight: Ops of backward at which much is alive in good plans.
+            simulator: The simulator of the graph.
+            tight: Ops of backward at which good plans have many live bytes.
         """
         self._simulator = simulator
         self._graph = graph = simulator.graph
@@ -99,7 +98,7 @@ class LowerBound:
         return forward_encodings(self._graph, self._values[0])
 
     def _bound_at(self, moments: Sequence[_Moment], weights: Sequence[int]) -> _BoundAt:
-        """The bound of some moments on average, the earliest first."""
+        """The bound of the weighted average of moments, earliest first."""
         graph, (flow, _) = self._graph, self._values
 
         def nanoseconds(step: int) -> int:
@@ -117,22 +116,22 @@ class LowerBound:
 
 @dataclass(frozen=True, slots=True)
 class _Moment:
-    """During an op: what is alive whatever is dropped, and what backward wants."""
+    """One op: bytes that no plan can drop, and the values that backward needs."""
 
     fixed_bytes: int
     demand: Demand
 
 
 class _BoundAt:
-    """The bound that one moment gives, or several on average."""
+    """The bound of one moment, or of a weighted average of several."""
 
     def __init__(
         self, graph: Graph, closure: ClosureProblem, fixed_bytes: int, weight: int
     ) -> None:
         self._graph = graph
         self._closure = closure
-        self._fixed_bytes = fixed_bytes  # of all moments, weighted
-        self._weight = weight  # of all together
+        self._fixed_bytes = fixed_bytes  # weighted sum over moments
+        self._weight = weight  # sum over moments
         fast, small = closure.fastest(), closure.smallest()
         self._cuts = [fast] if small.kept_bytes >= fast.kept_bytes else [fast, small]
 
@@ -141,9 +140,9 @@ class _BoundAt:
         return nanoseconds * NANOSECOND / self._graph.step_seconds
 
     def _least(self, allowed_bytes: int) -> float:
-        """Nanoseconds that keeping at most so many bytes costs, on the convex hull.
+        """Least nanoseconds, on the convex hull, if at most so many bytes are kept.
 
-        Vertices of the hull are found where a budget asks for them, and stay known.
+        Vertices of the hull are computed when a budget needs them, and cached.
         """
         cuts = self._cuts  # most bytes first
         if cuts[0].kept_bytes <= allowed_bytes:
@@ -169,7 +168,7 @@ def _moment(
     one_time_costs: MinEngineCosts,
     op: int,
 ) -> _Moment:
-    """What backward wants after an op, of all values of forward."""
+    """The values of forward that backward needs after an op."""
     graph = simulator.graph
     alive_for_free = _alive_regardless(graph, op)
     droppable = _held_for_later_use(graph, op) - alive_for_free
@@ -202,7 +201,7 @@ def _on_line(fast: SavedSet, small: SavedSet, kept_bytes: int) -> float:
 
 
 def forward_values(graph: Graph) -> tuple[Flow, list[int]]:
-    """All values of forward, and of every saved tensor which one it is."""
+    """All values of forward, and the value of every saved tensor."""
     flow = Flow()
     values: list[int] = []
     at = 0
@@ -217,7 +216,7 @@ def forward_values(graph: Graph) -> tuple[Flow, list[int]]:
 
 
 def forward_encodings(graph: Graph, flow: Flow) -> dict[int, Encoding]:
-    """Values of forward that can be kept in a smaller form."""
+    """Encodings by the value of forward that each can replace."""
     return {
         flow.returned[one.op][one.output]: one
         for one in graph.encodings
@@ -226,7 +225,7 @@ def forward_encodings(graph: Graph, flow: Flow) -> dict[int, Encoding]:
 
 
 def _alive_regardless(graph: Graph, moment: int) -> set[int]:
-    """Storages alive at a moment whatever is dropped: held by the step, or in use."""
+    """Storages alive at a moment in every plan: retained by the step, or in use."""
     in_use = {s.storage for s in graph.saved if 0 <= s.wanted <= moment <= s.used}
     return in_use | {
         number
@@ -237,7 +236,7 @@ def _alive_regardless(graph: Graph, moment: int) -> set[int]:
 
 
 def _held_for_later_use(graph: Graph, moment: int) -> set[int]:
-    """Storages that saved tensors of later use, or of none, hold at a moment."""
+    """Storages retained at a moment by saved tensors that are used later or never."""
     return {
         s.storage
         for s in graph.saved

@@ -1,24 +1,24 @@
-"""The chain: choose an option for every call so that every moment fits.
+"""The chain: choose an option for every unit so that every moment fits.
 
 Calls ``0..L-1`` run forward in order and backward in reverse. While call ``i`` runs, in
-either direction, every earlier call has dropped what its option frees, so only the sum
-of what calls ``k < i`` free matters to it:
+either direction, every earlier call has dropped the bytes that its option frees, so
+only the sum of the bytes that calls ``k < i`` free matters:
 
     F(L)    = { (top, 0) }
     F(i)    = non-dominated { (max(gap_i, need_o, b - freed_o), s + seconds_o) :
                               option o of call i, (b, s) in F(i + 1) }
 
-    need_o   live bytes of call i's own moments under o, nothing earlier being freed
+    need_o   live bytes of call i's own moments under o if no earlier call frees any
     gap_i    most live bytes between the moments of calls i - 1 and i, likewise; ``top``
              is the gap between the last call's forward and its backward
-    (b, s)   with b bytes of budget, the calls from i on cost s seconds
+    (b, s)   with b bytes of budget, calls i, i + 1, ... cost s seconds
 
 F(0) is the whole frontier, in exact bytes. This is the recurrence of Beaumont,
 Eyraud-Dubois, Herrmann, Joly and Shilova ("Optimal checkpointing for heterogeneous
 chains", 2019) with a menu per block, without nested recomputation, and with whole-step
-accounting in place of activations only. Where a call can also be divided, F is the
-better of both: of the call as one unit, and of what it makes as several. Lists longer
-than ``MOST_POINTS`` are thinned: every point left is still a plan, exact in bytes.
+accounting in place of activations only. If a call can be divided, F is the better of
+both: the call as one unit, and its children as several. Lists longer than
+``MOST_POINTS`` are thinned: every remaining point is still a plan, exact in bytes.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Link:
 
 
 class UnitChoice(NamedTuple):
-    """What is done with one unit."""
+    """The choice for one unit."""
 
     unit: Unit
     region: Region | None  # None: everything is kept
@@ -65,12 +65,12 @@ class ChainFrontier:
         link: Link | None = None,
         tails: Sequence[ChainFrontier] = (),
     ) -> None:
-        """Made by ``end``, ``before`` and ``either``, one from the other.
+        """Keep the points; ``end``, ``before`` and ``either`` make frontiers.
 
         Args:
-            points: Those that cost less than all that need less, the smallest first.
-            link: The unit whose options the points choose; else they choose a tail.
-            tails: F(i + 1), or several F(i).
+            points: Non-dominated points, fewest bytes first.
+            link: The unit whose options the points choose; if None, they choose a tail.
+            tails: F(i + 1), or several F(i) without a link.
         """
         self._points = points
         self._link = link
@@ -87,7 +87,7 @@ class ChainFrontier:
         for number, option in enumerate(link.options):
             least = max(link.between_bytes, option.need_bytes)
             freed, own = option.freed_bytes, option.seconds
-            # Of those that need no more than is needed here anyway, the last is best.
+            # Of the points within the bytes needed here anyway, the last is best.
             first = max(_last_within(self._points, least + freed), 0)
             bytes_, seconds, _, _ = self._points[first]
             points.append((max(least, bytes_ - freed), own + seconds, number, first))
@@ -100,7 +100,7 @@ class ChainFrontier:
         return ChainFrontier(_best(points), link, [self])
 
     def raised_to(self, between_bytes: int) -> ChainFrontier:
-        """The same where more is alive between two units."""
+        """The same frontier with more live bytes between two units."""
         points = [
             (max(between_bytes, point[0]), point[1], 0, place)
             for place, point in enumerate(self._points)
@@ -109,7 +109,7 @@ class ChainFrontier:
 
     @staticmethod
     def either(ways: Sequence[ChainFrontier]) -> ChainFrontier:
-        """The better of several ways to run the same."""
+        """The non-dominated points of several frontiers of the same calls."""
         points = [
             (bytes_, seconds, number, place)
             for number, way in enumerate(ways)
@@ -123,17 +123,17 @@ class ChainFrontier:
         return self._points[0][0]
 
     def cheapest_first(self, budget_bytes: int) -> Iterator[tuple[UnitChoice, ...]]:
-        """Plans that fit a budget, the cheapest first, a choice for every unit."""
+        """Plans that fit a budget, cheapest first, as a choice for every unit."""
         for place in range(_last_within(self._points, budget_bytes), -1, -1):
             yield tuple(self._choices(place))
 
     def smallest_first(self) -> Iterator[tuple[UnitChoice, ...]]:
-        """All plans, those that need the least bytes first."""
+        """All plans, fewest bytes first."""
         for place in range(len(self._points)):
             yield tuple(self._choices(place))
 
     def evenly_spaced(self, count: int) -> Iterator[tuple[UnitChoice, ...]]:
-        """At most so many plans from end to end of the frontier, the smallest first."""
+        """At most ``count`` plans from the whole frontier, fewest bytes first."""
         last = len(self._points) - 1
         places = {round(i * last / max(count - 1, 1)) for i in range(count)}
         for place in sorted(places):
@@ -154,7 +154,7 @@ def solve_chain(links: Sequence[Link], top_bytes: int) -> ChainFrontier:
     """The frontier of units in the order of their forward.
 
     Args:
-        links: The units.
+        links: The units, in forward order.
         top_bytes: Most live bytes between the last forward and the first backward.
     """
     found = ChainFrontier.end(top_bytes)
@@ -178,7 +178,7 @@ def _best(points: list[_Point]) -> list[_Point]:
 
 
 def _non_dominated(points: Sequence[_Point]) -> list[_Point]:
-    """Of points sorted by bytes, those that cost less than all before."""
+    """Of points sorted by bytes, those that cost less than all earlier ones."""
     kept: list[_Point] = []
     for point in points:
         if not kept or point[1] < kept[-1][1]:
@@ -187,10 +187,11 @@ def _non_dominated(points: Sequence[_Point]) -> list[_Point]:
 
 
 def _thin(points: list[_Point]) -> list[_Point]:
-    """At most ``MOST_POINTS``, first and last among them.
+    """Keep at most ``MOST_POINTS``, including the first and the last.
 
-    Where a point is left out, the budgets from it to the next one pay for the one
-    before it. Those go first of which that is the least, of neighbours one at a time.
+    If a point is removed, budgets from it to the next one use the point before it. The
+    points with the smallest such loss are removed first, one of two neighbours at a
+    time.
     """
     while (excess := len(points) - MOST_POINTS) > 0:
         losses = [

@@ -1,30 +1,30 @@
-"""Which values of a forward to keep: a closure problem, solved by cuts.
+"""The values of a forward to keep: a closure problem, solved by minimum cuts.
 
     min  sum t_o z_o + sum c_v e_v + price * (sum b_v y_v + sum s_v e_v)
-    s.t. y_v + e_v + z_w >= 1      for every value v that backward wants, w its maker
+    s.t. y_v + e_v + z_w >= 1      for every value v that backward needs, w its maker
          y_v + e_v + z_w >= z_o    for every input v of op o, w its maker
          0 <= y, e, z <= 1;        a value overwritten in place has y = 0
 
-y: the value is kept; e: it is kept in a smaller form of s bytes, which costs c seconds
-to make and to decode; z: the op runs again. The constraints are those of a minimum cut,
-so the optimum is integral at every price, and the prices sweep out the lower convex
-hull of (bytes kept, seconds run again). With whole-forward bytes it is the lower bound
-of ``bound.py``; with those of one call it gives the options of ``menu.py``.
+y: the value is kept; e: it is kept in a smaller form of s bytes, which takes c seconds
+to encode and decode; z: the op is recomputed. The constraints are those of a minimum
+cut, so the optimum is integral at every price. The optima over all prices are the lower
+convex hull of (bytes kept, recompute seconds). With the bytes of the whole forward they
+are the lower bound of ``bound.py``; with those of one unit, the options of ``menu.py``.
 
-With several moments, every one has such variables of its own, and what runs again after
-a later one runs after the first: z'_o <= z_o. Seconds are those of the first, bytes are
-weighted and added up.
+With several moments, every moment has its own variables, and an op recomputed after a
+later moment is also recomputed after the first: z'_o <= z_o. Seconds are those of the
+first moment; bytes are a weighted sum over moments.
 
-Network: source -> wanted value (uncuttable), value -> coded value (cut: encoded,
+Network: source -> needed value (uncuttable), value -> coded value (cut: encoded,
 price * s + c), coded value -> its maker (cut: kept, price * b), op -> its inputs
-(uncuttable), op -> sink (cut: run again, t). External values go to the sink directly
-(cut: held, price * b; uncuttable where the forward overwrote them). A copy is a value
-that was overwritten and is alive again, since its maker ran again before; it saves the
-maker's inputs but not its seconds, so op -> sink becomes op -> ran -> sink, with
-copy -> ran uncuttable and copy -> op (cut: alive, price * b). An op of a later moment
-has an uncuttable edge to itself at the first one, in place of that to the sink. A fee
-is due where a wanted value is not kept: value -> gone (cut: kept) comes first then, and
-gone -> fee (uncuttable) -> sink (cut: paid).
+(uncuttable), op -> sink (cut: recomputed, t). External values have an edge to the sink
+(cut: retained, price * b; uncuttable if the forward overwrote them). A copy is a value
+that was overwritten and is alive again because its maker was recomputed earlier. It
+saves the maker's inputs but not its seconds, so op -> sink becomes op -> ran -> sink,
+with copy -> ran uncuttable and copy -> op (cut: alive, price * b). An op of a later
+moment has an uncuttable edge to itself at the first moment instead of one to the sink.
+A one-time cost is due if a needed value is not kept: value -> gone (cut: kept) comes
+first, then gone -> cost (uncuttable) -> sink (cut: paid).
 """
 
 from __future__ import annotations
@@ -43,49 +43,49 @@ NANOSECOND = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What has to be there at one moment."""
+    """The values that must be available after one moment, and their bytes."""
 
     wanted: Sequence[int]  # values that backward reads afterwards
     bytes_of: Mapping[int, int]
     """What keeping or holding a value costs; 0 for one that lives anyway; values that
     cannot be kept are left out."""
-    copies: Collection[int] = ()  # of bytes_of, those that live once their maker reran
-    weight: int = 1  # of all bytes
+    copies: Collection[int] = ()  # values of bytes_of that live once their maker reran
+    weight: int = 1  # factor of its bytes in the sum
     one_time_costs_of: Mapping[int, Collection[int]] = field(default_factory=dict)
     """Fees that are due where a wanted value is not kept."""
 
 
 class OneTimeCost(NamedTuple):
-    """What is paid once, for whatever reason it is due."""
+    """A cost in nanoseconds that is paid once, however many values cause it."""
 
     nanoseconds: int
-    others: Sequence[int] = ()  # due with it
+    others: Sequence[int] = ()  # numbers of costs due with it
 
 
 @dataclass(frozen=True, slots=True)
 class SavedSet:
-    """A set of values to keep and what it costs."""
+    """A set of values to keep, and its cost in bytes and nanoseconds."""
 
     kept: frozenset[int]  # at the first moment
-    encoded: frozenset[int]  # kept there in a smaller form
-    kept_bytes: int  # of all moments, weighted
-    nanoseconds: int  # of ops that run again, and of encoding and decoding
+    encoded: frozenset[int]  # kept in a smaller form at the first moment
+    kept_bytes: int  # weighted sum over moments
+    nanoseconds: int  # of recomputed ops, and of encoding and decoding
 
     def with_bytes(self, num_bytes: int) -> SavedSet:
-        """It needs more bytes."""
+        """Return a copy with more bytes."""
         return replace(self, kept_bytes=self.kept_bytes + num_bytes)
 
     def with_nanoseconds(self, nanoseconds: int) -> SavedSet:
-        """It takes longer."""
+        """Return a copy with more nanoseconds."""
         return replace(self, nanoseconds=self.nanoseconds + nanoseconds)
 
 
-_MAX_STATES_PER_SET = 16  # at what is no choice yet, for each one worth listing
+_MAX_STATES_PER_SET = 16  # partial choices looked at, per choice to list
 _NOTHING = SavedSet(frozenset(), frozenset(), 0, 0)
 
 
 class ClosureProblem:
-    """The closure problem of one flow, to be solved at many prices."""
+    """The closure problem of one flow, solved at many prices."""
 
     def __init__(
         self,
@@ -99,11 +99,11 @@ class ClosureProblem:
 
         Args:
             flow: A complete forward.
-            demands: One for every moment, the earliest first: it wants what all others
-                do.
-            nanoseconds: What running a step again costs.
-            encodings: Values that can be kept in a smaller form.
-            one_time_costs: By their numbers.
+            demands: One for every moment, earliest first. The first one contains the
+                needed values of all others.
+            nanoseconds: Cost of recomputing a step of the flow.
+            encodings: Encodings by the value that each can replace.
+            one_time_costs: The costs that demands refer to by index.
         """
         self._network = Network()
         self._costs: list[tuple[int, int] | None] = []  # edge -> bytes, nanoseconds
@@ -120,7 +120,7 @@ class ClosureProblem:
     def _add_steps(
         self, moment: int, nanoseconds: Callable[[int], int]
     ) -> dict[int, list[int]]:
-        """Add what may run again; returns what is read then, and the nodes that do."""
+        """Add the steps that can be recomputed; return the readers of each value."""
         flow, demand = self._flow, self._demands[moment]
         wanted = dict.fromkeys(demand.wanted)
         readers = {value: [SOURCE] for value in wanted}
@@ -140,13 +140,13 @@ class ClosureProblem:
                     self._edge(node, ran, None)
                 self._edge(ran, SINK, (0, self._times[step]))
             for read in flow.inputs[step]:
-                if read not in wanted:  # else it is there whoever reads it
+                if read not in wanted:  # needed values are available anyway
                     readers.setdefault(read, []).append(node)
                 stack.append(flow.maker_of[read])
         return readers
 
     def _add_value(self, moment: int, value: int, readers: Sequence[int]) -> None:
-        """Add a value; what one node alone reads is on its side of every cut."""
+        """Add a value; a value with one reader is on its side of every cut."""
         demand = self._demands[moment]
         if len(readers) == 1:
             node = self._nodes["value", moment, value] = readers[0]
@@ -176,7 +176,7 @@ class ClosureProblem:
         self._edge(node, self._node("step", moment, maker), keep)
 
     def _add_one_time_cost(self, number: int) -> int:
-        """Add a fee and those due with it, if they are new; returns its node."""
+        """Add a cost and those due with it, if they are new; return its node."""
         if ("fee", 0, number) in self._nodes:
             return self._nodes["fee", 0, number]
         node, fee = self._node("fee", 0, number), self._one_time_costs[number]
@@ -195,7 +195,7 @@ class ClosureProblem:
         return self._read(self._network.source_side(capacities))
 
     def fastest(self) -> SavedSet:
-        """Fewest seconds run again, then fewest bytes."""
+        """Fewest recompute seconds, then fewest bytes."""
         most = sum(cost[0] for cost in self._costs if cost)
         return self.solve(1, 1 + most)
 
@@ -208,7 +208,7 @@ class ClosureProblem:
         """Vertices of the lower convex hull, fewest seconds first.
 
         Args:
-            most_cuts: Stop after so many, the widest gaps in seconds first.
+            most_cuts: Most cuts to compute, widest gaps in seconds first.
         """
         fast, small = self.fastest(), self.smallest()
         found = [fast] if small.kept_bytes >= fast.kept_bytes else [fast, small]
@@ -226,13 +226,13 @@ class ClosureProblem:
         return sorted(found, key=lambda choice: (choice.nanoseconds, choice.kept_bytes))
 
     def enumerate_all(self, most: int) -> list[SavedSet]:
-        """All choices of which no part is idle, fewest seconds first, at one moment.
+        """All choices without idle parts at one moment, fewest seconds first.
 
-        Going back from the last op, every value that is wanted by then is kept, kept in
-        a smaller form, or made again, which makes its maker's inputs wanted.
+        From the last op back, every needed value is kept, kept in a smaller form, or
+        recomputed, which adds its maker's inputs to the needed values.
 
         Args:
-            most: How many are worth listing; none is returned if there are more.
+            most: Most choices to list; the result is empty if there are more.
         """
         makers, order = self._flow.maker_of, self._before
         (demand,) = self._demands
@@ -243,7 +243,7 @@ class ClosureProblem:
             looked_at += 1
             if (
                 looked_at > _MAX_STATES_PER_SET * most
-            ):  # in vain: little of it can be kept
+            ):  # too many partial choices: few values can be kept
                 return []
             wanted, ran, choice = stack.pop()
             if not wanted:
@@ -274,7 +274,7 @@ class ClosureProblem:
         return self._flow.maker_of[value], value
 
     def vertex_between(self, fast: SavedSet, small: SavedSet) -> SavedSet | None:
-        """A vertex below the line through two others, if there is one."""
+        """A vertex below the line through two others; None if there is none."""
         seconds = small.nanoseconds - fast.nanoseconds
         saved = fast.kept_bytes - small.kept_bytes
         if seconds <= 0 or saved <= 0:

@@ -1,17 +1,17 @@
-"""What else people do, in the same simulator: the longer list of ``ckplan compare``.
+"""Common strategies in the same simulator: the longer list of ``ckplan compare``.
 
 ===================  ==================================================================
-``every n calls``    uniform segments of n layers, each run again as a whole; the last
-                     is kept (Megatron-LM's ``uniform`` method); of many layers, the
-                     shortest segments of every number of them
+``every n calls``    uniform segments of n layers, each rerun as a whole; the last is
+                     kept (Megatron-LM's ``uniform`` method); for many layers, the
+                     shortest segments for every number of segments
 ``sqrt(n) segments`` the same with n the square root of the number of layers
-``first k calls``    as few of the first layers as the budget needs, each run again
+``first k calls``    as few of the first layers as the budget needs, each rerun
                      (Megatron-LM's ``block`` method)
 ``rotor``            Beaumont et al., "Optimal checkpointing for heterogeneous chains",
-                     2019, over whole layers: the cheapest set to run again that fits,
+                     2019, over whole layers: the cheapest set to rerun that fits,
                      without menus, and without its nesting
-``save matmuls``     in every layer, what matrix products, convolutions and attention
-                     return is kept, the rest rebuilt (selective checkpointing)
+``save matmuls``     in every layer, outputs of matrix products, convolutions and
+                     attention are kept, the rest rebuilt (selective checkpointing)
 ``save every 2nd``   the same for every second matrix product, and attention
 ``tf speed``         the same as ``save matmuls`` over the whole forward: the ``speed``
                      mode of the gradient-checkpointing package for TensorFlow
@@ -56,7 +56,7 @@ def all_baselines(planner: Planner, limit: MemoryLimit) -> tuple[Baseline, ...]:
 def strategy_baselines(
     simulator: Simulator, menus: Menus, limit: MemoryLimit
 ) -> tuple[Baseline, ...]:
-    """Every practice that the model allows, each with its peak and overhead."""
+    """Every strategy that the model allows, each with its peak and overhead."""
     found: list[Baseline] = []
     seen: set[tuple[Region, ...]] = set()
     for name, regions in _plans(simulator, menus, limit):
@@ -88,7 +88,7 @@ def _plans(
 
 
 def _segments(graph: Graph, layers: Sequence[int], length: int) -> list[Region]:
-    """Runs of so many sibling layers; the last run is kept."""
+    """Regions on runs of ``length`` sibling layers; the last run is kept."""
     runs: list[list[int]] = []
     for layer in layers:
         together = runs and graph.calls[runs[-1][0]].parent == graph.calls[layer].parent
@@ -120,7 +120,7 @@ def _rotor(
 
 
 def _saving_products(graph: Graph, call: int, every: int) -> Region:
-    """A program that keeps attention, and of every few other products one."""
+    """A program that keeps outputs of attention and of every n-th product."""
     found = graph.calls[call]
     save: set[tuple[int, int]] = set()
     products = 0
@@ -136,7 +136,7 @@ def _saving_products(graph: Graph, call: int, every: int) -> Region:
 
 
 def _saving_articulations(graph: Graph, call: int) -> Region:
-    """A program that keeps what about sqrt(n) articulation points return."""
+    """A program that keeps the outputs of about sqrt(n) articulation points."""
     import networkx
 
     found = graph.calls[call]

@@ -1,9 +1,9 @@
-"""What the engine takes at least where a tensor is dropped: fees of the bound.
+"""One-time costs of the bound: least engine time for dropping a tensor.
 
-A region watches all that its forward saves. To drop a tensor it must have the op that
-made it and the call that saved it, and it is a whole call or a run of whole siblings.
-So the least region that could drop a tensor is known, and what it takes to watch that
-is due, once for all tensors that need it.
+A region watches every tensor that its forward saves. A region that drops a tensor
+contains the op that made it and the call that saved it, and is a whole call or a run of
+whole siblings. So the smallest region that can drop a tensor is known. The engine time
+for watching it is due once for all tensors that need this region.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from ckplan.solving.closure_problem import NANOSECOND, OneTimeCost
 
 
 class MinEngineCosts:
-    """The fees of one graph."""
+    """The one-time costs of one graph."""
 
     def __init__(self, graph: Graph) -> None:
-        """No fee is known yet: they are found as they are asked for."""
+        """Know no cost yet: each is computed at its first use."""
         self.known: list[OneTimeCost] = []
         self._graph = graph
         seconds = graph.engine.watch_seconds if graph.engine_is_critical else 0.0
@@ -31,7 +31,7 @@ class MinEngineCosts:
         self._of_saved: dict[int, int] = {}
 
     def cost_of_dropping(self, saved: Saved) -> int | None:
-        """What dropping a tensor takes, as a number of ``known``; None if nothing."""
+        """Index in ``known`` of the cost of dropping a tensor; None if free."""
         maker = self._graph.storages[saved.storage].maker
         if not self._nanoseconds or not 0 <= maker < self._graph.num_forward:
             return None
@@ -39,7 +39,7 @@ class MinEngineCosts:
         return None if unit is None else self._watching(*unit)
 
     def _least_unit(self, maker: int, saved: Saved) -> tuple[int, int] | None:
-        """First and last of the calls that have an op and what saved its output."""
+        """First and last call of the least unit with an op and its saved output."""
         graph, calls = self._graph, self._graph.calls
         made, kept = graph.path(graph.ops[maker].call), graph.path(saved.call)
         common = sum(a == b for a, b in zip(made, kept, strict=False))
@@ -60,7 +60,7 @@ class MinEngineCosts:
         return children[low], children[high]
 
     def _watching(self, first: int, last: int) -> int:
-        """The fee for a call, or for a run of calls."""
+        """Index of the cost of a call, or of a run of calls."""
         if (first, last) not in self._of_unit:
             fee = self._call(first) if first == last else self._run(first, last)
             self._of_unit[first, last] = self._add(fee)
@@ -82,13 +82,13 @@ class MinEngineCosts:
         return self._together(run, own)
 
     def _together(self, calls: Sequence[int], own: Sequence[int]) -> OneTimeCost:
-        """For calls, and what the one around them saves itself."""
+        """The cost of calls and of tensors that their parent saves itself."""
         return OneTimeCost(
             0, [*(self._watching(c, c) for c in calls), *map(self._one, own)]
         )
 
     def _one(self, saved: int) -> int:
-        """The fee for what a call with calls inside saves itself."""
+        """Index of the cost of a tensor that a call with children saves itself."""
         if saved not in self._of_saved:
             self._of_saved[saved] = self._add(OneTimeCost(self._nanoseconds))
         return self._of_saved[saved]
@@ -99,7 +99,7 @@ class MinEngineCosts:
 
     @cached_property
     def _own(self) -> dict[int, list[int]]:
-        """Call -> what it saves itself, in order."""
+        """Call -> indices of the tensors that it saves itself, in order."""
         found: dict[int, list[int]] = defaultdict(list)
         for index, saved in enumerate(self._graph.saved):
             found[saved.call].append(index)

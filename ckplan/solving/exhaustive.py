@@ -1,9 +1,9 @@
-"""Every plan of a step so small that all of them can be replayed.
+"""Exhaustive search: simulate every plan of a very small step.
 
-The recurrence of ``chain.py`` adds up what units free, as if each were alone. In a step
-of a few ops, where two units share most of what there is, that is too coarse, and
-trying everything is quick: every set of values to keep on every call and every run of
-siblings, and regions inside regions where there are few enough.
+The recurrence of ``chain.py`` adds up the bytes that units free, as if each unit were
+alone. That is too coarse for a step of a few ops whose units share most tensors. Trying
+all plans is quick there: every set of saved values on every call and every run of
+siblings, and nested regions if there are few enough.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from ckplan.simulating.simulate import Simulator, Timeline
 from ckplan.solving.menu import Menus, Unit
 from ckplan.solving.segmentation import CallNode, are_siblings
 
-_MOST_PLANS, _MOST_NESTED_PLANS = 6000, 3000  # the latter share no replays
+_MOST_PLANS, _MOST_NESTED_PLANS = 6000, 3000  # the latter share no simulations
 
 _Plan: TypeAlias = tuple[Region, ...]
 
 
 class _TooManyError(Exception):
-    """There are more plans than it is worth to try."""
+    """There are too many plans to try."""
 
 
 def try_all(
     simulator: Simulator, menus: Menus, nodes: Sequence[CallNode], *, nested: bool
 ) -> list[tuple[Timeline, _Plan]]:
-    """Replays of which none needs less and costs less, the smallest first.
+    """The non-dominated plans with their timelines, smallest peak first.
 
     Args:
-        simulator: Of the graph.
-        menus: Of the same.
-        nodes: All its calls.
-        nested: Whether there may be regions inside regions.
+        simulator: The simulator of the graph.
+        menus: The menus of the graph.
+        nodes: The outermost calls, all divided.
+        nested: Whether regions can contain regions.
 
     Returns:
-        None of them if there are too many plans.
+        The plans; empty if there are too many to try.
     """
     with suppress(_TooManyError):
         plans = _PlanEnumerator(simulator, menus, nested=nested).of_siblings(nodes)
@@ -65,7 +65,7 @@ def _non_dominated(
 
 
 class _PlanEnumerator:
-    """All plans for parts of a step."""
+    """Enumerates all plans for parts of a step."""
 
     def __init__(self, simulator: Simulator, menus: Menus, *, nested: bool) -> None:
         self._simulator = simulator
@@ -76,11 +76,11 @@ class _PlanEnumerator:
     def of_siblings(
         self, nodes: Sequence[CallNode], around: Unit | None = None
     ) -> list[_Plan]:
-        """Plans for siblings, nothing among them.
+        """All plans for siblings, including the empty plan.
 
         Args:
             nodes: The siblings, in forward order.
-            around: A unit that they make up, and that is to be no region here.
+            around: The unit of all these siblings; it gets no region here.
         """
         after: list[list[_Plan]] = [[()]]
         for place in range(len(nodes) - 1, -1, -1):

@@ -1,10 +1,10 @@
-"""Options between those of the hull, for units of many parts that are alike.
+"""Options between hull vertices, for units of many equal parts.
 
-Such parts have like prices, so every vertex of the hull does with all of them what it
-does with one. Just above the floor that is too coarse: all of what lies between layers
-is kept, and more than fits, or none, and all layers are rebuilt at once, in one burst.
-One such value kept in the middle halves the burst; and for its bytes some of the masks,
-which cost least to give up, can go.
+Equal parts have equal prices, so every vertex of the hull treats all of them alike.
+Just above the floor that is too coarse: either all values between layers are kept,
+which is too much, or none are, and all layers are rebuilt at once in one burst. One
+such value kept in the middle halves the burst. To pay for its bytes, some of the masks,
+which are cheapest to drop, can be dropped.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from ckplan.plan.region import Region
 
 _Outputs: TypeAlias = frozenset[tuple[int, int]]  # op, output
 
-_KEPT = (1, 2, 3)  # of the values that a vertex keeps and the next one does not
-_SHARES = (1.0, 0.75, 0.5, 0.25)  # of what a vertex encodes and the next one does not
+_KEPT = (1, 2, 3)  # counts of values that a vertex keeps and the next does not
+_SHARES = (1.0, 0.75, 0.5, 0.25)  # of values that only the larger vertex encodes
 
 
 def between(hull: Sequence[Region]) -> list[Region]:
-    """Regions that keep little, but more than the last vertices of a hull.
+    """Regions that keep slightly more than the last vertices of a hull.
 
     Args:
-        hull: Regions on one unit, those that keep the most first.
+        hull: Regions on one unit, most kept bytes first.
     """
     for at in range(len(hull) - 1, 0, -1):
         less = hull[at]
@@ -41,7 +41,7 @@ def between(hull: Sequence[Region]) -> list[Region]:
 
 
 def _steps(sets: Iterable[_Outputs]) -> Iterator[_Outputs]:
-    """Each set but the last, and it without some of what the next one lacks."""
+    """Each set but the last, and its subsets on the way to the next set."""
     for before, after in pairwise(dict.fromkeys(sets)):
         lacked = before - after
         for share in _SHARES:
@@ -49,7 +49,7 @@ def _steps(sets: Iterable[_Outputs]) -> Iterator[_Outputs]:
 
 
 def _evenly(values: _Outputs, count: int) -> _Outputs:
-    """So many of them, evenly spaced, and half as far from both ends."""
+    """A number of evenly spaced values, half a spacing away from both ends."""
     places = (len(values) * (2 * i + 1) // (2 * count) for i in range(count))
     ordered = sorted(values)
     return frozenset(ordered[place] for place in places)

@@ -1,4 +1,4 @@
-"""What a step may take: of tensors alone, or with the gaps of a card's allocator."""
+"""Memory limit of a step: tensors alone, or with gaps of a card's allocator."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from ckplan.simulating.simulate import Timeline
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimit:
-    """So many bytes."""
+    """A limit in bytes."""
 
     bytes: int
-    of_reserved: bool = False  # for all that PyTorch's allocator reserves
+    of_reserved: bool = False  # it limits memory that PyTorch's allocator reserves
     expandable: bool = False  # with PYTORCH_ALLOC_CONF=expandable_segments:True
 
     def allows(self, timeline: Timeline) -> bool:
-        """Whether a step keeps to it."""
+        """Whether a step stays within the limit."""
         if timeline.peak_bytes > self.bytes or not self.of_reserved:
             return timeline.peak_bytes <= self.bytes
         return has_room(timeline, self.bytes, expandable=self.expandable)

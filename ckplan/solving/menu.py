@@ -1,10 +1,10 @@
-"""What can be done with one call, or one run of calls: a menu of regions.
+"""Menus: the options of one unit, which is a call or a run of sibling calls.
 
-Options are the vertices of the lower convex hull of (bytes kept, seconds run again)
-over all sets of values to keep (``closure.py``), from keeping all that is cheap to
-rebuild nothing, to keeping nothing; in small steps, all sets. Units that do the same
-share one search. Where the peak is inside of a unit's backward, there are the vertices
-for that moment, too: of them only what is wanted later counts as kept.
+Options are the vertices of the lower convex hull of (bytes kept, recompute seconds)
+over all sets of saved values (``closure_problem.py``), from the fastest to the one that
+keeps nothing. In small steps, options are all sets. Equal units share one search. If
+the peak is inside a unit's backward, the vertices for that moment are added; for them,
+only values needed after that moment count as kept.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from ckplan.solving.closure_problem import SavedSet
 from ckplan.solving.unit_closure import alive_regardless, unit_closure_problem
 
 _FEWEST_CUTS, _MOST_CUTS, _CUTS_TIMES_STEPS = 1, 40, 2500
-_LEAST_EARLY = 1 / 32  # of what a unit could drop, wanted by some moment
-_TRIED_TIMES_STEPS = 2500  # sets of values to keep, where they are all tried
+_LEAST_EARLY = 1 / 32  # least share of droppable bytes used before a peak
+_TRIED_TIMES_STEPS = 2500  # most sets times steps, if all sets are tried
 
 Unit: TypeAlias = tuple[int, int | None]
 """What can be a region: a call, and the last one if it is a run of siblings."""
@@ -37,17 +37,17 @@ _Outputs: TypeAlias = frozenset[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One way to run a unit."""
+    """One way to run a unit: a region, or none, and its cost."""
 
     region: Region | None  # None: keep everything
-    need_bytes: int  # budget its own moments need if no earlier unit drops any
-    freed_bytes: int  # what it frees between its forward and its backward
+    need_bytes: int  # budget of its own moments if no earlier unit drops any
+    freed_bytes: int  # between its forward and its backward
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class RegionDelta:
-    """What a region does to the step around it."""
+    """How a region changes the live bytes of the step."""
 
     more_bytes: list[list[int]]  # by half moment of its forward and of its backward
     freed_bytes: int  # just before its backward
@@ -58,11 +58,11 @@ class Menus:
     """Menus for the units of one graph."""
 
     def __init__(self, simulator: Simulator, *, small: bool = False) -> None:
-        """Menus that are found as they are asked for.
+        """Compute no menu yet: each is computed at its first use.
 
         Args:
-            simulator: Of the graph.
-            small: Whether few units are there, so that every set can be tried.
+            simulator: The simulator of the graph.
+            small: Whether the step is small enough to try every set.
         """
         self._simulator = simulator
         self._small = small
@@ -74,21 +74,21 @@ class Menus:
         self._changes: dict[tuple[int, Region], RegionDelta | None] = {}
 
     def options(self, unit: Unit) -> list[Option]:
-        """Every way to run a unit, cheapest first; keeping everything is the first."""
+        """Every way to run a unit, cheapest first; the first keeps everything."""
         regions = [self._moved_to_unit(kept, unit) for kept in self._kept(unit)]
         if unit[1] is None and self._overwrites_buffers(unit[0]):
             regions.append(Region(unit[0], RERUN))
         return self.as_options(unit, regions)
 
     def _overwrites_buffers(self, call: int) -> bool:
-        """Whether to run it again, with its buffers put back, saves what programs keep.
+        """Whether rerunning a call with restored buffers drops more than a program.
 
-        They run no op again that read what is overwritten by then.
+        A program recomputes no op whose inputs have been overwritten.
         """
         return any(one.kind == "buffer" for one in self._graph.hazards_in(call))
 
     def enumerate_all(self, unit: Unit, most: int) -> list[Region]:
-        """A region for every set of values to keep; none if there are too many."""
+        """A region for every set of saved values; empty if there are too many."""
         view = self._simulator.view(*unit)
         if not view.made:
             return []
@@ -97,12 +97,13 @@ class Menus:
         return [self._moved_to_unit(kept, unit) for kept in found]
 
     def backward_peak_regions(self, unit: Unit, moment: int) -> list[Region]:
-        """Regions on a unit that drop what its backward wants after a half moment.
+        """Regions on a unit that drop tensors needed after a half moment.
 
-        What it wants by then is there at that moment anyway, so they keep it.
+        Tensors that backward needs by that moment are alive at it anyway, so the
+        regions keep them.
 
-        None where that moment is not in its backward, nor where it wants so little by
-        then that the menu has hardly others.
+        The result is empty if the moment is outside the unit's backward, or if so few
+        bytes are needed by then that the menu has nearly the same regions.
         """
         graph, view = self._graph, self._simulator.view(*unit)
         first, last = view.backward_window()
@@ -123,16 +124,16 @@ class Menus:
         return [self._moved_to_unit(kept, unit) for kept in found]
 
     def whole(self, unit: Unit) -> list[Option]:
-        """The two ways of everyday practice: keep everything, or run it all again."""
+        """The two common options: keep everything, or rerun the whole unit."""
         return self.as_options(unit, [Region(unit[0], RERUN, last=unit[1])])
 
     def as_options(self, unit: Unit, regions: Iterable[Region]) -> list[Option]:
-        """Regions on a unit as options, those that free something, cheapest first."""
+        """Options of those regions on a unit that free bytes, cheapest first."""
         view = self._simulator.view(*unit)
         windows = _windows(view)
         keep = Option(None, self._need(windows), 0, 0.0)
         if not view.made or windows[1][0] <= windows[0][1]:
-            return [keep]  # nothing is dropped before backward wants it
+            return [keep]  # backward begins at once: nothing can be dropped
         timing_key = self.timing_key(unit)
         options: list[Option] = []
         for region in regions:
@@ -155,15 +156,15 @@ class Menus:
 
     @property
     def all_droppable_bytes(self) -> int:
-        """Those of the outermost calls."""
+        """Droppable bytes of all outermost calls together."""
         return sum(map(self.droppable_bytes, self._graph.children[OUTSIDE_CALLS]))
 
     def canonicalize(
         self, regions: Sequence[Region], segmentation: Sequence[Unit]
     ) -> list[Region]:
-        """The same choices, those that keep least given to the first of like units.
+        """Reorder choices among equal units so that the first ones keep the least.
 
-        Freeing early helps every later moment, and a plan in order is short to write.
+        Early freeing helps every later moment. An ordered plan has a short plan file.
         """
         chosen = {(region.call, region.last): region for region in regions}
         alike: dict[str, list[Unit]] = defaultdict(list)
@@ -184,11 +185,11 @@ class Menus:
         return sorted(tidied, key=lambda region: region.call)
 
     def relative(self, region: Region) -> Region:
-        """The region as units that do the same can share it."""
+        """The region in relative numbers, which equal units share."""
         return region.moved(-region.call, -self._graph.calls[region.call].start)
 
     def _moved_to_unit(self, region: Region, unit: Unit) -> Region:
-        """A region that units which do the same share, on one of them."""
+        """A relative region in the numbers of one unit."""
         return region.moved(unit[0], self._graph.calls[unit[0]].start)
 
     def _kept_bytes(self, region: Region) -> int:
@@ -198,13 +199,13 @@ class Menus:
         return saved + sum(graph.encoding_of[place].bytes for place in region.encode)
 
     def signature(self, unit: Unit) -> str:
-        """Equal for units that do the same."""
+        """A key that is equal for units with the same ops."""
         if unit not in self._signatures:
             self._signatures[unit] = self._graph.signature(*unit)
         return self._signatures[unit]
 
     def _kept(self, unit: Unit) -> list[Region]:
-        """The hull of a unit, as units that do the same can share it."""
+        """The hull of a unit as relative regions."""
         signature = self.signature(unit)
         if signature not in self._hulls:
             view = self._simulator.view(*unit)
@@ -227,11 +228,11 @@ class Menus:
     def _change(
         self, timing_key: int, region: Region, windows: Sequence[tuple[int, int]]
     ) -> RegionDelta | None:
-        """What a region changes; None if it cannot be rebuilt."""
+        """How a region changes live bytes; None if it cannot be rebuilt."""
         key = timing_key, self.relative(region)
         if key not in self._changes:
             self._changes[key] = None
-            with suppress(PlanError):  # a call like this one may have lost an input
+            with suppress(PlanError):  # an equal call can lack an input
                 self._changes[key] = self._find_change(region, windows)
         return self._changes[key]
 
@@ -255,7 +256,7 @@ class Menus:
         windows: Sequence[tuple[int, int]],
         more_bytes: Sequence[Sequence[int]] = (),
     ) -> int:
-        """Most live bytes over windows, with what a region adds to them."""
+        """Most live bytes over windows, with the bytes that a region adds."""
         live = self._simulator.unplanned_bytes
         own = [live[max(first, 0) : last + 1] for first, last in windows]
         if more_bytes:
@@ -263,14 +264,14 @@ class Menus:
         return max(max(window, default=0) for window in own)
 
     def timing_key(self, unit: Unit) -> int:
-        """Equal for units of which like regions change the step in the same way."""
+        """A key equal for units whose equal regions change live bytes equally."""
         graph, view = self._graph, self._simulator.view(*unit)
         windows = _windows(view)
         (start, stop), (begun, ended) = windows
         own = {*graph.saved_in(unit[0], unit[1])}
 
         def place(moment: int) -> tuple[int, int]:
-            """Where it is in the windows; all between them is one."""
+            """Position in the windows; all moments between them have one position."""
             if moment <= stop:
                 return 0, moment - start
             if moment < begun - 1:
@@ -288,7 +289,7 @@ class Menus:
         )
         found = (
             self.signature(unit),
-            unit if changed else None,  # what is overwritten may be needed until then
+            unit if changed else None,  # overwritten values may be needed until then
             tuple(last - first for first, last in windows),
             tuple(
                 (place(2 * s.wanted), place(2 * s.done), place(2 * s.used))
@@ -300,7 +301,7 @@ class Menus:
 
 
 def _non_dominated(options: Sequence[Option]) -> list[Option]:
-    """Those than which none is better in everything, the cheapest first."""
+    """The options that no other dominates, cheapest first."""
     kept: list[Option] = []
     for one in sorted(options, key=lambda o: (o.seconds, o.need_bytes, -o.freed_bytes)):
         if not any(
@@ -312,7 +313,7 @@ def _non_dominated(options: Sequence[Option]) -> list[Option]:
 
 
 def _most_cuts(view: RegionView) -> int:
-    """Large units get fewer options, so that the search stays short."""
+    """Most hull vertices of a unit; fewer for large units, to limit search time."""
     return max(
         _FEWEST_CUTS, min(_MOST_CUTS, _CUTS_TIMES_STEPS // len(view.flow.inputs))
     )
@@ -324,7 +325,7 @@ def _windows(view: RegionView) -> list[tuple[int, int]]:
 
 
 def _kept(view: RegionView, choice: SavedSet) -> Region:
-    """A region that keeps some values, counted from its unit's first call and op."""
+    """A region that keeps some values, relative to its unit's first call and op."""
     flow, (first, last) = view.flow, view.unit
 
     def outputs(values: Iterable[int]) -> _Outputs:

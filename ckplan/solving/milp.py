@@ -1,31 +1,31 @@
-"""The exact reference: the cheapest schedule of ops there is, by integer programming.
+"""The exact reference: the cheapest schedule of ops, by integer programming.
 
 P. Jain et al., "Checkmate: Breaking the Memory Wall with Optimal Tensor
 Rematerialization", 2020, over the values of this graph. A stage ``s`` is a gap before
-an op of backward that unpacks something. Binary variables:
+an op of backward that unpacks saved tensors. Binary variables:
 
     S[s, v]     value v is alive when stage s begins       (S[0, v]: kept by forward)
-    R[s, o]     op o runs again in stage s
-    E[s, v]     v's encoded form is there when stage s begins
-    D[s, v]     it is decoded in stage s
-    G[s, o]     the random state that op o began with is there
-    F[s, v, o]  v goes right after op o ran in stage s
-    W[f]        fee f is paid: what the engine takes at least (``fees.py``)
+    R[s, o]     op o is recomputed in stage s
+    E[s, v]     v's encoded form is alive when stage s begins
+    D[s, v]     v is decoded in stage s
+    G[s, o]     the random state that op o began with is retained
+    F[s, v, o]  v is freed right after op o ran in stage s
+    W[f]        one-time cost f is paid (``engine_costs.py``)
 
     min  sum seconds_o R[s, o] + encode_v E[0, v] + decode_v D[s, v] + seconds_f W[f]
-    s.t. 1 <= S[s, v] + R[s, w] + D[s, v]          v wanted in stage s, w its maker
+    s.t. 1 <= S[s, v] + R[s, w] + D[s, v]          v needed in stage s, w its maker
          R[s, o] <= S[s, v] + R[s, w] + D[s, v]    v read by o
          S[s+1, v] <= S[s, v] + R[s, w] + D[s, v]
          D[s, v] + E[s+1, v] <= E[s, v]
          R[s, o] <= G[s, o],  G[s+1, o] <= G[s, o]
          F[s, v, o] <= R[s, o],  1 - S[s+1, v],  1 - R[s, q] for readers q after o
-         1 <= S[s, v] + W[f],  W[f] <= W[g]        v wanted from s on, f due, g with it
+         1 <= S[s, v] + W[f],  W[f] <= W[g]        v needed from s on, f due, g with it
          live bytes <= budget                      at every half moment
 
-Live bytes are what the unplanned step has alive, less what only saved tensors hold, and
-what the variables say. Within a stage ops run in the order of forward, each at most
-once. Nothing runs again before forward is over. The program grows with the square of
-the ops: it is for small graphs, to check the bound and the plans of the others.
+Live bytes are those of the unplanned step, less those that only saved tensors retain,
+plus those of the variables. Within a stage, ops run in the order of forward, each at
+most once. No op is recomputed before forward ends. The program grows with the square of
+the ops: it checks the bound and the plans of other methods on small graphs.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ from ckplan.solving.solution import ExactResult
 def solve_exactly(
     simulator: Simulator, budget_bytes: int, time_limit_seconds: float
 ) -> ExactResult:
-    """Find the cheapest schedule under a budget, or how far the search came.
+    """Find the cheapest schedule under a budget, or the best within a time limit.
 
     Args:
-        simulator: Of the graph; what it says is alive unplanned is what is fixed.
+        simulator: The simulator of the graph; it says which unplanned bytes are fixed.
         budget_bytes: Limit on the total allocated peak of the step.
-        time_limit_seconds: When to stop.
+        time_limit_seconds: Seconds after which the search stops.
     """
     check_solver()
     model = _Model(simulator, budget_bytes)
@@ -70,7 +70,7 @@ class _Model:
         self._budget = budget_bytes
         self.program = BinaryProgram()
         self._one_time_costs = MinEngineCosts(self._graph)
-        self._due: list[tuple[int, int, int]] = []  # op, value that it wants, fee
+        self._due: list[tuple[int, int, int]] = []  # op, value that it needs, cost
         self._flow, values_of = forward_values(self._graph)
         flow = self._flow
         self._wanted: dict[int, set[int]] = defaultdict(set)  # op -> values
@@ -106,7 +106,7 @@ class _Model:
     # -- rows ------------------------------------------------------------------------
 
     def _hold_forward(self) -> None:
-        """Forward, and what lies between it and the first stage."""
+        """Add rows for forward and for the moments before the first stage."""
         first = self._stages[0] if self._stages else len(self._graph.ops)
         for value in self._values:
             if not self._flow.is_current(value):
@@ -114,7 +114,7 @@ class _Model:
         self._hold(0, range(2 * first))
 
     def _hold(self, stage: int, moments: range) -> None:
-        """What is alive between two stages fits."""
+        """Add rows: live bytes between two stages are within the budget."""
         worst: dict[tuple[tuple[int, float], ...], int] = {}
         for moment in moments:
             terms, fixed = self._at(stage, moment, in_gap=False)
@@ -126,7 +126,7 @@ class _Model:
     def _at(
         self, stage: int, moment: int, *, in_gap: bool
     ) -> tuple[dict[int, float], int]:
-        """Bytes of variables, and fixed bytes, alive at a half moment."""
+        """Bytes by variable, and fixed bytes, alive at a half moment."""
         fixed = self._live[moment]
         terms: dict[int, float] = {}
         current = self._flow.current
@@ -155,7 +155,7 @@ class _Model:
         return terms, fixed
 
     def _only_saved(self, storage: int, moment: int, in_gap: bool) -> bool:
-        """Whether only saved tensors of another time hold a storage now."""
+        """Whether only saved tensors that are not in use now retain a storage."""
         found = self._graph.storages[storage]
         start = 2 * found.maker + 1
         if found.maker == BEFORE_STEP or not start <= moment:
@@ -174,10 +174,10 @@ class _Model:
         )
 
     def _rebuild(self, stage: int, moment: int) -> None:
-        """What runs in the gap before an op, and what is alive while it does."""
+        """Add rows for recomputation before an op, and for live bytes during it."""
         wanted = self._wanted[moment]
         terms, fixed = self._at(stage, 2 * moment, in_gap=True)
-        level = dict(terms)  # of the memory, as ops run
+        level = dict(terms)  # live bytes by variable, as ops run
         for value in self._values:
             sources = self._sources(stage, value)
             if value in wanted:
@@ -193,7 +193,7 @@ class _Model:
             self._run(stage, op, wanted, level, fixed, terms)
 
     def _decode(self, stage: int, level: dict[int, float], fixed: float) -> None:
-        """Encoded forms come back before ops run; each is its own small peak."""
+        """Add rows for decoding before ops run; each decoding is a small peak."""
         for value, one in self._encoding.items():
             if value not in self._values:
                 continue
@@ -246,12 +246,12 @@ class _Model:
     def _goes(
         self, stage: int, value: int, op: int, again: int, alive: Mapping[int, float]
     ) -> int:
-        """The variable that says that a value goes right after an op."""
+        """The variable of freeing a value right after an op."""
         gone = self._var("F", stage, value, op)
         self._row({gone: 1, again: -1}, 0)
         if value in self._values:
             self._row({gone: 1, self._var("S", stage + 1, value): 1}, 1)
-            if self._var("S", stage, value) not in alive:  # it costs nothing here
+            if self._var("S", stage, value) not in alive:  # it takes no bytes here
                 made = self._sources(stage, value)[1:]
                 self._row({gone: 1, **dict.fromkeys(made, -1)}, 0)
         for reader in self._readers.get(value, ()):
@@ -260,7 +260,7 @@ class _Model:
         return gone
 
     def _sources(self, stage: int, value: int) -> list[int]:
-        """Where a value may come from in a stage."""
+        """The variables that make a value available in a stage."""
         maker = self._flow.maker_of[value]
         seconds = self._graph.recompute_op_seconds[maker]
         found = [
@@ -273,7 +273,7 @@ class _Model:
         return found
 
     def _paid(self, fee: int) -> int:
-        """The variable of a fee, not cheaper than with all that are due with it."""
+        """The variable of a one-time cost, with rows for all costs due with it."""
         seconds, others = self._one_time_costs.known[fee]
         new = not self.program.knows("W", fee)
         paid = self._var("W", fee, cost=seconds * NANOSECOND)
@@ -298,13 +298,13 @@ def _add(terms: dict[int, float], var: int, size: float) -> None:
 
 
 def _in_use(wanted: int, done: int, moment: int, in_gap: bool) -> bool:
-    """Whether backward has unpacked a saved tensor and not yet let it go."""
+    """Whether backward has unpacked a saved tensor and not yet freed it."""
     begins = 2 * wanted + 1 if in_gap else 2 * wanted
     return wanted >= 0 and begins <= moment <= 2 * done + 1
 
 
 def _needed(flow: Flow, wanted: set[int]) -> dict[int, None]:
-    """Values made in forward that rebuilding others may need, in order."""
+    """Values of forward that rebuilding the needed ones can need, in order."""
     seen = set(wanted)
     stack = list(wanted)
     while stack:

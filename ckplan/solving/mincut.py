@@ -2,9 +2,9 @@
 
 E. A. Dinic, "Algorithm for solution of a problem of maximum flow in networks with power
 estimation", Soviet Mathematics Doklady 11 (1970). Networks here are nearly acyclic, so
-few phases are needed. What hangs together by nothing but source and sink is cut apart,
-and parts that are alike are cut once: a model of many equal layers costs as much as one
-layer.
+few phases are needed. Parts that are connected only by source and sink are cut
+separately, and equal parts are cut once: a model of many equal layers costs as much as
+one layer.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ INFINITE = -1
 
 
 class Network:
-    """A directed network whose capacities may be set anew for every cut."""
+    """A directed network; every cut has its own capacities."""
 
     def __init__(self) -> None:
         self.edges: list[tuple[int, int]] = []  # tail, head
         self._num_nodes = 2
-        self._parts: list[_Part] = []  # of all edges, unless one was added since
+        self._parts: list[_Part] = []  # empty after an edge was added
 
     def add_node(self) -> int:
-        """A new node; ``SOURCE`` and ``SINK`` are there already."""
+        """Add a node and return it; ``SOURCE`` and ``SINK`` exist from the start."""
         self._num_nodes += 1
         return self._num_nodes - 1
 
     def add_edge(self, tail: int, head: int) -> None:
-        """A new edge, the last one in the capacities of ``source_side``."""
+        """Add an edge; the capacities of ``source_side`` are in order of addition."""
         self.edges.append((tail, head))
         self._parts = []
 
@@ -56,9 +56,9 @@ class Network:
         return sides
 
     def _divide(self) -> list[_Part]:
-        """What hangs together without source and sink, in order of the first node.
+        """The connected parts without source and sink, in order of their first node.
 
-        By hand: networkx is not imported where a plan is to be there at once.
+        This does not use networkx, whose import would delay ``solve``.
         """
         leader = list(range(self._num_nodes))
 
@@ -76,7 +76,7 @@ class Network:
             nodes[find(node)].append(node)
         edges: dict[int, list[int]] = defaultdict(list)
         for number, edge in enumerate(self.edges):
-            inner = max(edge)  # source and sink are the least
+            inner = max(edge)  # source and sink have the smallest numbers
             if inner > SINK:
                 edges[find(inner)].append(number)
         shapes: dict[tuple[tuple[int, int], ...], _Shape] = {}
@@ -102,7 +102,7 @@ class Network:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Nodes and edges of a network that reach the others over source and sink only."""
+    """Nodes and edges that reach other parts only through source and sink."""
 
     nodes: tuple[int, ...]
     edges: tuple[int, ...]
@@ -110,7 +110,7 @@ class _Part:
 
 
 class _Shape:
-    """A network of its own, which parts that are alike have in common."""
+    """A network that equal parts share."""
 
     def __init__(self, num_nodes: int, edges: Iterable[tuple[int, int]]) -> None:
         self._heads: list[int] = []  # edge -> node; edge ^ 1 is its reverse
@@ -122,7 +122,7 @@ class _Shape:
             self._edges[head].append(edge + 1)
 
     def source_side(self, capacities: Sequence[int]) -> list[bool]:
-        """As that of a network."""
+        """The smallest source side of a minimum cut; see ``Network.source_side``."""
         infinite = 1 + sum(c for c in capacities if c != INFINITE)
         left: list[int] = []
         for capacity in capacities:
@@ -136,7 +136,7 @@ class _Shape:
     def _levels(self, left: list[int]) -> list[int]:
         """Distance from the source over edges with capacity left; -1 if none.
 
-        It stops at the sink: what is as far lies on no shortest path.
+        The search stops at the sink: nodes as far away lie on no shortest path.
         """
         heads = self._heads
         level = [-1] * len(self._edges)

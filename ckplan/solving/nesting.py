@@ -1,18 +1,19 @@
-"""Options with regions inside: for long chains and large calls, where bursts are big.
+"""Options with nested regions, for long chains and large calls with large bursts.
 
-A region that keeps nothing holds, while it is rebuilt, all that its backward will want.
-With regions inside, it holds only what these need, and they rebuild the rest in their
-turn: every level costs one more run of the forward, and turns a sum of bytes into about
-a root of it. A. Griewank, A. Walther, "Revolve", 2000, is the uniform case; with a menu
-for every part it is the recurrence of Beaumont et al. ("Optimal checkpointing for
-heterogeneous chains", 2019), its splits taken from a few even ones.
+While a region that keeps nothing is rebuilt, it retains all tensors that its backward
+needs. With nested regions, it retains only their inputs, and they rebuild the rest
+later. Every level costs one more run of the forward and reduces a sum of bytes to about
+its square root. A. Griewank, A. Walther, "Revolve", 2000, is the uniform case. With a
+menu for every part it is the recurrence of Beaumont et al. ("Optimal checkpointing for
+heterogeneous chains", 2019), restricted to a few even splits.
 
-Inside one region the parts make a chain just as the units of a step do, so the same
-recurrence chooses among them (``chain.py``): live bytes are those of the step under the
-region alone, in place of the unplanned step.
+The parts of one region form a chain, as the units of a step do, so the recurrence of
+``chain.py`` chooses among them. Live bytes are those of the step under the region alone
+instead of those of the unplanned step.
 
-A region that keeps the dear part of what it makes may still drop cheap parts again, as
-the norm before a convolution: else they are held while that one runs backward.
+A region that keeps its expensive values can still drop cheap parts again, such as the
+norm before a convolution. Otherwise they are retained while the convolution runs
+backward.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ from ckplan.solving.interpolated_options import between
 from ckplan.solving.menu import Menus, Option, RegionDelta, Unit
 from ckplan.solving.segmentation import DOMINANT_PART_SHARE, are_siblings
 
-_MOST_PARTS = 12  # of a run, each call by itself; longer ones are cut into runs
+_MOST_PARTS = 12  # calls of a run as single parts; longer runs are cut into runs
 _MOST_LEVELS = 4
-_MOST_FLAT = 3  # options without regions inside, of one part
-_MOST_PLANS = 6  # of the inside of one unit
-_FEW_STEPS, _PLANS_OF_SMALL = 16, 8  # of a small unit; of the inside
-_KEPT_BY_SMALL = 6  # sets of values, beside none
+_MOST_FLAT = 3  # options of one part without nested regions
+_MOST_PLANS = 6  # nested plans of one unit
+_FEW_STEPS, _PLANS_OF_SMALL = 16, 8  # most ops of a small unit; its nested plans
+_KEPT_BY_SMALL = 6  # sets of saved values, besides the empty one
 _PAIR = 2
 
 _Choices: TypeAlias = Callable[[Unit], Iterable[Region]]
@@ -45,18 +46,19 @@ _Choices: TypeAlias = Callable[[Unit], Iterable[Region]]
 
 
 class Nesting:
-    """Options with regions inside, for the units of one graph."""
+    """Options with nested regions, for the units of one graph."""
 
     def __init__(
         self, simulator: Simulator, menus: Menus, *, small: bool = False
     ) -> None:
-        """Options that are found as they are asked for.
+        """Compute no option yet: each is computed at its first use.
 
         Args:
-            simulator: Of the graph.
-            menus: Of the same.
-            small: Whether the step is: all runs of parts are parts then, and every
-                plan of the inside counts. Of a uniform chain this is Revolve's optimum.
+            simulator: The simulator of the graph.
+            menus: The menus of the graph.
+            small: Whether the step is small. If so, all runs of parts are parts and
+                all nested plans are tried, which is Revolve's optimum for a uniform
+                chain.
         """
         self._simulator = simulator
         self._graph = simulator.graph
@@ -65,13 +67,13 @@ class Nesting:
         self._found: dict[tuple[str, int], tuple[Unit, list[Region]]] = {}
 
     def options(self, unit: Unit) -> list[Option]:
-        """The menu of a unit, options with regions inside among them."""
+        """The menu of a unit, with options that have nested regions."""
         return self._menus.as_options(unit, [*self._menu(unit), *self.regions(unit)])
 
     def near_floor_options(self, unit: Unit) -> list[Option]:
-        """The menu of a unit, and what pays just above the floor only.
+        """The menu of a unit, with options that pay only just above the floor.
 
-        That is regions between those of the menu, and around others.
+        These are regions between those of the menu, and regions around others.
         """
         menu = self._menu(unit)
         flat = _programs(menu)
@@ -81,7 +83,7 @@ class Nesting:
         return self._menus.as_options(unit, [*menu, *between(flat), *pairs])
 
     def _around_pairs(self, unit: Unit, flat: Sequence[Region]) -> list[Region]:
-        """Regions on a small unit that drop parts again, two neighbours as one."""
+        """Regions on a small unit that drop parts, or pairs of neighbours, again."""
         if len(self._simulator.view(*unit).flow.inputs) > _FEW_STEPS:
             return []
         outermost = [Region(unit[0], last=unit[1]), *flat[-_KEPT_BY_SMALL:]]
@@ -92,18 +94,18 @@ class Nesting:
         ]
 
     def _menu(self, unit: Unit) -> list[Region]:
-        """The menu of a unit without keeping everything."""
+        """The regions of a unit's menu, without the option that keeps everything."""
         return [one.region for one in self._menus.options(unit) if one.region]
 
     def drop_all_nested(self, unit: Unit) -> Region:
-        """Keep nothing, and the same for every part of it."""
+        """A region that keeps nothing, with such a region on every part."""
         inner = tuple(Region(call, last=last) for call, last in self._parts(unit))
         own = inner and (inner[0].call, inner[0].last) == unit
         return Region(unit[0], last=unit[1], inner=() if own else inner)
 
     def regions(self, unit: Unit, level: int = 1) -> list[Region]:
-        """Regions on a unit with regions inside, those that hold least first."""
-        level = 1 if self._small else level  # their parts are fewer every time
+        """Regions on a unit with nested regions, smallest peak first."""
+        level = 1 if self._small else level  # every level has fewer parts
         if level > _MOST_LEVELS:
             return []
         return self._cached_by_signature(unit, level, lambda: self._nested(unit, level))
@@ -119,7 +121,7 @@ class Nesting:
     def _cached_by_signature(
         self, unit: Unit, level: int, find: Callable[[], list[Region]]
     ) -> list[Region]:
-        """Regions on a unit, found once for all that do the same."""
+        """Regions on a unit, computed once for all equal units."""
         key = self._menus.signature(unit), level
         if key not in self._found:
             self._found[key] = unit, find()
@@ -129,18 +131,18 @@ class Nesting:
     def _inside(
         self, whole: Region, choices: _Choices, longest: int, most_plans: int
     ) -> list[Region]:
-        """A region with others inside of it, those that hold least first.
+        """A region with different nested regions, smallest peak first.
 
         Args:
-            whole: Without any inside.
-            choices: What can be done with a part while what is around it is rebuilt.
-            longest: Run of parts that may be one part.
-            most_plans: How many are taken, unless the step is small.
+            whole: The region without nested regions.
+            choices: Regions on a part while the whole is rebuilt.
+            longest: Most neighbouring parts that can form one part.
+            most_plans: Most regions to return, unless the step is small.
         """
         try:
             parts = self._parts((whole.call, whole.last))
             inside = _RegionChain(self._simulator, self._menus, whole, parts)
-        except PlanError:  # it cannot be rebuilt at all
+        except PlanError:  # it cannot be rebuilt
             return []
         if len(inside.parts) < 2:
             return []
@@ -152,7 +154,7 @@ class Nesting:
         return [replace(whole, inner=inner) for inner in insides]
 
     def _plain(self, part: Unit) -> Iterator[Region]:
-        """Regions on a part without others inside; they keep nothing encoded."""
+        """Regions on a part without nested regions and without encodings."""
         flat = _programs(self._menu(part))
         flat = [replace(one, encode=frozenset()) for one in flat]
         plain = list(dict.fromkeys(flat))
@@ -165,7 +167,7 @@ class Nesting:
         yield Region(part[0], last=part[1])
 
     def _parts(self, unit: Unit) -> list[Unit]:
-        """The calls of a run, or those that a call makes; many of them in runs."""
+        """The calls of a run, or the children of a call; many are put into runs."""
         call, last = unit
         if last is None:
             calls = self._made_by(call)
@@ -185,7 +187,7 @@ class Nesting:
         return [(run[0], run[-1] if len(run) > 1 else None) for run in runs]
 
     def _made_by(self, call: int) -> list[int]:
-        """The calls that a call makes, one that is nearly all of it divided itself."""
+        """The children of a call; a child that is nearly all of it is divided too."""
         calls: list[int] = []
         most = DOMINANT_PART_SHARE * self._menus.droppable_bytes(call)
         for child in self._graph.children[call]:
@@ -194,13 +196,13 @@ class Nesting:
         return calls
 
     def _moved(self, region: Region, like: Unit, unit: Unit) -> Region:
-        """The same region on another unit that does the same."""
+        """The same region on another, equal unit."""
         starts = [self._graph.calls[call].start for call, _ in (like, unit)]
         return region.moved(unit[0] - like[0], starts[1] - starts[0])
 
 
 def _programs(menu: Iterable[Region]) -> list[Region]:
-    """Those of a menu that others can be inside of, or around."""
+    """The regions of a menu that can be nested or contain others."""
     return [region for region in menu if region.by == PROGRAM]
 
 
@@ -232,11 +234,11 @@ class _RegionChain:
         self.parts = [part for part, window in windows if window[0] <= window[1]]
 
     def frontier(self, choices: _Choices, longest: int) -> ChainFrontier:
-        """The frontier over what can be done with the parts.
+        """The frontier over the options of the parts.
 
         Args:
             choices: Regions on a part.
-            longest: Run of parts that may be one part.
+            longest: Most neighbouring parts that can form one part.
         """
         gaps = self._live_between_units()
         after = [ChainFrontier.end(gaps[-1])]
@@ -252,12 +254,12 @@ class _RegionChain:
         return after[0]
 
     def _window(self, unit: Unit) -> tuple[int, int]:
-        """Half moments of a unit's backward that are of the region's, too."""
+        """Half moments that the backward of a unit and of the region share."""
         first, last = self._simulator.view(*unit).backward_window()
         return max(first, self._start), min(last, self._start + len(self.live) - 1)
 
     def _run(self, place: int, last: int) -> Unit | None:
-        """The parts from one to another as one, if they are siblings."""
+        """A range of parts as one unit, if they are siblings; else None."""
         if last == place:
             return self.parts[place]
         first = self.parts[place][0]
@@ -267,7 +269,7 @@ class _RegionChain:
         return first, call if end is None else end
 
     def _options(self, unit: Unit, regions: Iterable[Region]) -> list[Option]:
-        """Everything kept, and what each of the regions on a unit does instead."""
+        """The option that keeps everything, and one for each region on a unit."""
         kept = self._live(self._window(unit))
         like = self._part_key(unit)
         options: list[Option] = []
@@ -280,7 +282,7 @@ class _RegionChain:
         return [Option(None, max(kept, default=0), 0, 0.0), *options]
 
     def _part_key(self, unit: Unit) -> tuple[int, bool, bool]:
-        """Equal for parts that do the same; those at the ends are like no others."""
+        """A key that is equal for equal parts; parts at the ends have their own."""
         is_first = unit[0] == self.parts[0][0]
         is_last = _end(unit) == _end(self.parts[-1])
         return self._menus.timing_key(unit), is_first, is_last
@@ -288,7 +290,7 @@ class _RegionChain:
     def _change(
         self, like: tuple[int, bool, bool], unit: Unit, region: Region
     ) -> RegionDelta | None:
-        """What a region on a part changes; None if it cannot be rebuilt."""
+        """How a region on a part changes live bytes; None if it cannot be rebuilt."""
         key = like, self._menus.relative(region)
         if key not in self._changes:
             self._changes[key] = None
@@ -310,12 +312,12 @@ class _RegionChain:
         return RegionDelta([during], -before[0], found.seconds - whole.seconds)
 
     def _live(self, window: tuple[int, int]) -> list[int]:
-        """Live bytes over half moments with nothing inside."""
+        """Live bytes over half moments without nested regions."""
         first, last = window
         return self.live[first - self._start : last - self._start + 1]
 
     def _live_between_units(self) -> list[int]:
-        """Most live bytes outside of all parts, by how many parts have dropped."""
+        """Most live bytes outside all parts, by the number of dropped parts."""
         gaps = [0] * (len(self._windows) + 1)
         for at, live in enumerate(self.live, start=self._start):
             if not any(first <= at <= last for first, last in self._windows):

@@ -1,4 +1,4 @@
-"""Plans of one graph: searched for once, asked for with any budget."""
+"""Plans of one graph: one search answers every budget."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.solution import Floor, FrontierPoint, Solution
 from ckplan.solving.spaces import ReplayedPlan, SearchSpaces, peak_of
 
-_MOST_REPLAYS = 16  # of points that the chain thought would fit
-_SMALLEST_STEP = 2000  # of the budget, where such a plan did not fit
-_HALVINGS = 12  # of a search for a budget
+_MOST_REPLAYS = 16  # most simulations per chain and budget
+_SMALLEST_STEP = 2000  # divisor of the budget: first step down after a misfit
+_HALVINGS = 12  # bisection steps of a search for a budget
 
 
 class Planner:
-    """The plans of one graph: searched for once, asked for with any budget.
+    """The plans of one graph: one search answers every budget.
 
-    Every plan considered is replayed in exact bytes before it is accepted, so no plan
-    leaves here whose simulated peak exceeds the budget.
+    Every candidate plan is simulated in exact bytes before it is accepted. No returned
+    plan has a simulated peak above the budget.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -36,15 +36,16 @@ class Planner:
 
     @property
     def standard_baselines(self) -> StandardBaselines:
-        """Common strategies on whole layers."""
+        """Common strategies that recompute whole layers."""
         return self._spaces.standard_baselines
 
     def solve(self, budget_bytes: int, limit: MemoryLimit | None = None) -> Solution:
         """Find the cheapest plan whose simulated peak is within a budget.
 
         Args:
-            budget_bytes: Of tensors.
-            limit: What there is in all, for which others are asked; if not the budget.
+            budget_bytes: Limit on the bytes of all tensors.
+            limit: Total memory limit, which the baselines are compared with. The
+                default is the budget.
 
         Raises:
             InfeasibleError: No plan found fits; the floor and its owner are named.
@@ -66,7 +67,7 @@ class Planner:
         )
 
     def least_memory(self, max_overhead: float) -> Solution:
-        """Find the smallest peak that costs no more than a fraction of the step."""
+        """Find the smallest peak whose overhead is at most a fraction of the step."""
         low, high = self.floor.peak_bytes, self.unplanned.peak_bytes
         best: ReplayedPlan = (self.unplanned, ())
         for _ in range(_HALVINGS):
@@ -81,11 +82,11 @@ class Planner:
         return self.solve(best[0].peak_bytes)
 
     def knee(self) -> Solution:
-        """Find the plan after which memory gets dear.
+        """Find the knee: beyond it, further savings cost much more time.
 
-        On the frontier, both axes scaled to [0, 1], it is the point farthest below the
-        line between the two ends: V. Satopaa, J. Albrecht, D. Irwin, B. Raghavan,
-        "Finding a Kneedle in a Haystack", 2011.
+        Both axes of the frontier are scaled to [0, 1]. The knee is the point farthest
+        below the line between the two ends: V. Satopaa, J. Albrecht, D. Irwin,
+        B. Raghavan, "Finding a Kneedle in a Haystack", 2011.
         """
         points = self.frontier()
         first, last = points[0], points[-1]
@@ -99,10 +100,11 @@ class Planner:
         return self.solve(max(points, key=below).peak_bytes)
 
     def frontier(self, count: int = 24) -> tuple[FrontierPoint, ...]:
-        """Non-dominated plans, the smallest first, the unplanned step the last.
+        """Non-dominated plans, smallest peak first, the unplanned step last.
 
         Args:
-            count: Budgets tried, evenly from the floor to the unplanned peak.
+            count: Number of budgets, evenly spaced from the floor to the unplanned
+                peak.
         """
         low, high = self.floor.peak_bytes, self.unplanned.peak_bytes
         points: dict[int, FrontierPoint] = {}
@@ -128,7 +130,7 @@ class Planner:
 
     @cached_property
     def floor(self) -> Floor:
-        """The smallest peak of all plans, and what owns it."""
+        """The smallest peak of all plans, and the kind that owns most of it."""
         smallest, _ = self._spaces.smallest_plan
         by_kind = smallest.peak_by_kind
         owner = max(by_kind, key=lambda kind: (by_kind[kind], kind))
@@ -146,14 +148,15 @@ class Planner:
         return min(found, key=_rank, default=None)
 
     def _cheapest(self, chain: ChainFrontier, budget_bytes: int) -> ReplayedPlan | None:
-        """The cheapest plan of a chain whose replay fits, if one does.
+        """The cheapest plan of a chain whose simulated peak fits, or None.
 
-        Units that share a tensor free less together than each alone. So where a replay
-        holds too much, plans are tried that the chain thinks need so much less; then
-        those between them and the last one that did not fit.
+        Units that share a tensor free less together than the sum of both, so the
+        chain's estimate can be too low. If the simulated peak exceeds the budget, the
+        chain's target is lowered by the excess. Once a plan fits, the target is
+        bisected between it and the last one that did not fit.
         """
         best: ReplayedPlan | None = None
-        low, high = chain.least_bytes, budget_bytes  # of what the chain thinks
+        low, high = chain.least_bytes, budget_bytes  # as the chain estimates
         target, step = high, budget_bytes // _SMALLEST_STEP
         for _ in range(_MOST_REPLAYS):
             if not low <= target <= high:
@@ -171,7 +174,7 @@ class Planner:
         return best
 
     def _smaller(self, plan: Sequence[UnitChoice], budget_bytes: int) -> ReplayedPlan:
-        """The first replay of a plan that fits, or that of the smallest peak."""
+        """The first variant of a plan that fits, or the one with the smallest peak."""
         found: list[ReplayedPlan] = []
         for replay in self._spaces.replays(plan):
             found.append(replay)

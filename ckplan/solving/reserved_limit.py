@@ -1,4 +1,4 @@
-"""Plans for a card: PyTorch's allocator must find room there, with all its gaps."""
+"""Plans for a card: memory that PyTorch's allocator reserves fits, gaps included."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from ckplan.solving.planner import Planner
 from ckplan.solving.solution import Solution
 
 _SPARE_SHARE = 100
-_FIRST_SHARE = 64  # of the limit: the first part that is left to gaps
-_FINEST_SHARE = 128  # how well that part is known in the end
+_FIRST_SHARE = 64  # divisor of the limit: first size left for gaps
+_FINEST_SHARE = 128  # divisor of the limit: final precision of that size
 
 
 def solve_within_limit(planner: Planner, limit: MemoryLimit) -> Solution:
-    """Find the cheapest plan that keeps to a limit.
+    """Find the cheapest plan within a limit.
 
     On a card, segments of PyTorch's allocator have gaps that no tensor fits into, so
-    the tensors get less. How much less is found by replaying the allocator: at first a
-    small part, then twice as much until it has room, then between the two. Little is
-    spared, unless no plan leaves so much. Where no plan has room, tensors decide.
+    the budget of tensors is smaller than the limit. The size left for gaps is found by
+    simulating the allocator: it starts small, doubles until the plan fits, and is then
+    bisected. A spare segment is left free if a plan can leave it. If no plan fits with
+    gaps, the limit applies to tensors alone.
 
     Raises:
         InfeasibleError: Not even the tensors fit.
@@ -41,16 +42,17 @@ def solve_within_limit(planner: Planner, limit: MemoryLimit) -> Solution:
 
 
 def with_spare_segment(limit: MemoryLimit) -> MemoryLimit:
-    """What a replay may take: one segment is for what a step does in another order.
+    """The limit less one spare segment, for allocations in a different order.
 
-    It is a large one, of small cards a hundredth, of the smallest a small segment.
+    The spare is a large segment, at most a hundredth of the limit, and at least a
+    small segment.
     """
     spare_bytes = min(LARGE_SEGMENT_BYTES, limit.bytes // _SPARE_SHARE)
     return replace(limit, bytes=limit.bytes - max(spare_bytes, SMALL_SEGMENT_BYTES))
 
 
 def _largest_fitting(fits: Callable[[int], bool], least: int, most: int) -> int | None:
-    """A large number from a range that fits."""
+    """A nearly largest number of a range that fits; None if none is found."""
     if fits(most):
         return most
     fails, share = most, _FIRST_SHARE

@@ -1,10 +1,9 @@
-"""Which units make a chain: sets of calls of which none lies inside another.
+"""Segmentations: the units of a chain, calls of which none lies inside another.
 
-Any call may be one unit, or be divided into the calls that it makes, if it holds
-more than a share of what could be dropped and they hold most of it. Large units are
-cheap to rebuild, small ones have small bursts; the recurrence of ``chain.py`` chooses.
-Where what lies between calls is most of the memory, neighbours are put together to
-runs, which keep only what enters them.
+A call is one unit, or is divided into its children if it owns more than a share of the
+droppable bytes and they own most of it. Large units are cheap to rebuild; small units
+have small bursts. The recurrence of ``chain.py`` chooses. If tensors between calls take
+most of the memory, neighbours are joined to runs, which keep only their inputs.
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ _CHILDREN_MUST_HOLD = 0.5  # of their parent's droppable bytes
 
 @dataclass(frozen=True, slots=True)
 class CallNode:
-    """A call, and what it is divided into if it is."""
+    """A call, and the calls that it can be divided into."""
 
     call: int
     parts: tuple[CallNode, ...] = ()
-    is_unit: bool = True  # as a whole
+    is_unit: bool = True  # whether the whole call can be a unit
 
     @property
     def unit(self) -> Unit:
@@ -51,7 +50,7 @@ class CallNode:
 
 
 def full_call_tree(graph: Graph) -> tuple[CallNode, ...]:
-    """The outermost calls, all divided, in forward order: a run may begin with any."""
+    """The outermost calls in forward order, all divided: any call can begin a run."""
 
     def nodes(calls: Iterable[int]) -> tuple[CallNode, ...]:
         return tuple(CallNode(call, nodes(graph.children[call])) for call in calls)
@@ -60,7 +59,7 @@ def full_call_tree(graph: Graph) -> tuple[CallNode, ...]:
 
 
 def pruned_call_tree(graph: Graph, menus: Menus) -> tuple[CallNode, ...]:
-    """The outermost calls that hold something to drop, in forward order."""
+    """The outermost calls with droppable bytes, in forward order."""
     size, total = menus.droppable_bytes, menus.all_droppable_bytes
 
     def nodes(calls: Sequence[int]) -> tuple[CallNode, ...]:
@@ -86,7 +85,7 @@ def pruned_call_tree(graph: Graph, menus: Menus) -> tuple[CallNode, ...]:
 
 
 def candidate_units(nodes: Sequence[CallNode]) -> Iterator[Unit]:
-    """Every call that may be a unit."""
+    """Every call that can be a unit."""
     for node in nodes:
         if node.is_unit:
             yield node.unit
@@ -94,7 +93,7 @@ def candidate_units(nodes: Sequence[CallNode]) -> Iterator[Unit]:
 
 
 def leaf_units(nodes: Sequence[CallNode]) -> Iterator[Unit]:
-    """The cover by the smallest units."""
+    """The segmentation into the smallest units."""
     for node in nodes:
         yield from leaf_units(node.parts) if node.parts else (node.unit,)
 
@@ -106,13 +105,13 @@ def tree_frontier(
     *,
     runs: bool = False,
 ) -> ChainFrontier:
-    """The frontier over all ways to divide calls, and to put them together to runs.
+    """The frontier over all ways to divide calls and to join them to runs.
 
     Args:
-        simulator: Of the graph.
+        simulator: The simulator of the graph.
         nodes: The outermost calls.
         options: The menu of a unit.
-        runs: Whether every run of siblings may be a unit, too.
+        runs: Whether every run of siblings can be a unit.
     """
     everywhere = [(0, len(simulator.unplanned_bytes) - 1)]
     return _divided(simulator, nodes, options, everywhere, None, runs=runs)
@@ -127,7 +126,7 @@ def _divided(
     *,
     runs: bool,
 ) -> ChainFrontier:
-    """F before the first node; ``tail`` is F after the last, if there is any."""
+    """F before the first node; ``tail`` is F after the last, if any."""
     gaps = _live_between_units(simulator, [node.unit for node in nodes], windows)
     after = [tail.raised_to(gaps[-1]) if tail else ChainFrontier.end(gaps[-1])]
     for place in range(len(nodes) - 1, -1, -1):
@@ -151,10 +150,10 @@ def _divided(
 def uniform_segmentations(
     graph: Graph, menus: Menus
 ) -> dict[int, list[tuple[Unit, ...]]]:
-    """Covers of runs by the length of their runs, in calls.
+    """Segmentations into runs of equal length, by that length in calls.
 
-    Here a call is replaced by its children also where these hold nothing of their own:
-    what one hands to the next may be all there is.
+    A call is replaced by its children even if these own no droppable bytes, since the
+    tensors between them can be all there is to drop.
     """
     roots = graph.children[OUTSIDE_CALLS]
     total = menus.all_droppable_bytes
@@ -182,7 +181,7 @@ def uniform_segmentations(
 
 
 def _lengths(longest: int) -> Iterator[int]:
-    """Of runs, in calls: 2, 3, 4, 6, 8, 12, 16, ..."""
+    """Lengths of runs, in calls: 2, 3, 4, 6, 8, 12, 16, ..."""
     shorter, longer = 2, 3
     while shorter < longest:
         yield shorter
@@ -190,7 +189,7 @@ def _lengths(longest: int) -> Iterator[int]:
 
 
 def are_siblings(graph: Graph, one: int, other: int) -> bool:
-    """Whether a run may begin with one call and end with the other."""
+    """Whether a run can begin with one call and end with the other."""
     parent = graph.calls[one].parent
     return parent == graph.calls[other].parent != OUTSIDE_CALLS
 
@@ -204,7 +203,7 @@ def _runs(calls: Sequence[int], length: int) -> Iterator[Unit]:
 def segmentation_frontier(
     simulator: Simulator, segmentation: Sequence[Unit], options: _Options
 ) -> ChainFrontier:
-    """The frontier over the units of a cover."""
+    """The frontier over the units of a segmentation."""
     gaps = _live_between_units(
         simulator, segmentation, [(0, len(simulator.unplanned_bytes) - 1)]
     )
@@ -218,16 +217,16 @@ def segmentation_frontier(
 def _live_between_units(
     simulator: Simulator, units: Sequence[Unit], windows: Sequence[tuple[int, int]]
 ) -> list[int]:
-    """Most live bytes in windows of half moments where no unit runs.
+    """Most live bytes over the half moments where no unit runs.
 
-    One for every number of units, from the first on, that have dropped there.
+    The list has one entry for every number of first units that have dropped.
     """
     views = [simulator.view(*unit) for unit in units]
     own = [view.forward_window() for view in views]
     later = [view.backward_window() for view in views]
     spans = [*own, *(span for span in later if span[0] >= 0)]
-    # Half moments between which all units up to each one have dropped; the later ones
-    # negated, to be in order.
+    # Half moments between which all units up to each one have dropped. Those of
+    # backward are negated, so that both lists are sorted.
     since = list(accumulate((stop for _, stop in own), max))
     ends = [
         begun if begun >= 0 else stop

@@ -1,4 +1,4 @@
-"""What solving hands on: the plan, what it costs, and what stands beside it."""
+"""Results of solving: the plan, its cost, the bound and the baselines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ckplan.solving.memory_limit import MemoryLimit
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """What everyday practice would reach, by the same simulator."""
+    """The result of a common strategy in the same simulator."""
 
     name: str  # "none", "every call", "chen" and so on
     peak_bytes: int
@@ -21,7 +21,7 @@ class Baseline:
 
     @classmethod
     def of(cls, name: str, timeline: Timeline, limit: MemoryLimit) -> Baseline:
-        """What a replay says of it."""
+        """Build the baseline of a simulated timeline."""
         peak_bytes, fits = timeline.peak_bytes, limit.allows(timeline)
         return cls(name, peak_bytes, timeline.overhead, fits)
 
@@ -32,7 +32,7 @@ class Floor:
 
     peak_bytes: int
     peak_at: str
-    owner: str  # kind that owns most of it
+    owner: str  # kind of tensor that owns most of the peak
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +47,9 @@ class FrontierPoint:
 
 @dataclass(frozen=True, slots=True)
 class ExactResult:
-    """What an exact search for the cheapest schedule of ops found in its time."""
+    """Result of a time-limited exact search for the cheapest schedule of ops."""
 
-    optimal: bool  # it came to its end
+    optimal: bool  # the search completed
     overhead: float | None  # of the best schedule found; None if none was
     bound_overhead: float  # no schedule costs less
 
@@ -58,27 +58,27 @@ class ExactResult:
 class Solution:
     """The cheapest plan found that fits a budget."""
 
-    budget_bytes: int  # of tensors
-    limit: MemoryLimit  # of all
+    budget_bytes: int  # limit on the bytes of all tensors
+    limit: MemoryLimit  # total memory limit
     regions: tuple[Region, ...]
     timeline: Timeline
     unplanned: Timeline
     floor: Floor
     bound_overhead: float  # no schedule of ops under this budget costs less
     baselines: tuple[Baseline, ...]
-    exact: ExactResult | None = None  # if one was asked for
+    exact: ExactResult | None = None  # of an exact search, if one was requested
 
     @property
     def fragmentation_bytes(self) -> int:
-        """What is left to the gaps of a card's allocator, beside the budget."""
+        """Bytes of the limit that are left for gaps of a card's allocator."""
         return self.limit.bytes - self.budget_bytes
 
     @property
     def as_baseline(self) -> Baseline:
-        """The plan as a row beside the others."""
+        """The plan as a baseline, for tables beside the others."""
         return Baseline.of("this plan", self.timeline, self.limit)
 
     @property
     def gap(self) -> float:
-        """How much longer the planned step may take than the best."""
+        """Most extra time of the planned step over the bound, as a fraction."""
         return gap(self.timeline.overhead, self.bound_overhead)

@@ -1,4 +1,4 @@
-"""The front door of solving: a budget in, the cheapest plan that fits out."""
+"""Entry points of solving: find the cheapest plan that fits a budget."""
 
 from __future__ import annotations
 
@@ -52,27 +52,30 @@ def solve_plan(
     method: str = "chain",
     time_limit: float = 60.0,
 ) -> Plan:
-    """Find a plan; say either what memory there is or what else is wanted.
+    """Find a plan for exactly one of a budget, a card, an overhead or a goal.
 
     Args:
         graph: The recorded step, or the path of its file.
-        budget: As people write it: ``"12GiB"``, ``"80%"`` of the unplanned peak, or
-            bytes. The cheapest plan within it is found.
-        gpu: A card of ``ckplan gpus``: PyTorch's allocator is to find room there. If
-            nothing is said, the card that the graph was profiled for.
-        reserve: Taken off the budget, a card's too, for what is not in the graph.
-        expandable_segments: On a card: training runs with
+        budget: A size such as ``"12GiB"``, ``"80%"`` of the unplanned peak, or bytes.
+            The result is the cheapest plan within it.
+        gpu: A card of ``ckplan gpus``; the plan fits its memory as PyTorch's allocator
+            reserves it. The default, without other objectives, is the card that the
+            graph was profiled for.
+        reserve: Size subtracted from the budget or the card's memory, for memory that
+            is not in the graph.
+        expandable_segments: Whether training on the card runs with
             ``PYTORCH_ALLOC_CONF=expandable_segments:True``, which leaves fewer gaps.
-        max_overhead: ``"5%"`` or a fraction of the step: the least memory that costs
-            no more.
-        goal: ``"min-memory"`` or ``"knee"``, the plan after which memory gets dear.
+        max_overhead: ``"5%"`` or a fraction of the step. The result is the plan with
+            the smallest peak within this overhead.
+        goal: ``"min-memory"``, or ``"knee"``: beyond it, further savings cost much
+            more time.
         method: ``"chain"``, or ``"milp"`` for a tighter bound by integer programming
             (small graphs; needs the extra ``milp``).
         time_limit: Seconds that ``"milp"`` may take.
 
     Raises:
-        CkplanError: None or more than one is given of a budget, a card, a largest
-            overhead and a goal, one is unreadable, or a reserve has no budget.
+        CkplanError: Not exactly one of a budget, a card, a largest overhead and a goal
+            is passed, one cannot be parsed, or a reserve is passed without a budget.
         InfeasibleError: No plan found fits; the floor and its owner are named.
     """
     if isinstance(graph, (str, Path)):
@@ -100,17 +103,17 @@ def solve_plan(
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """What a plan is to reach: exactly one of the first four is given."""
+    """The objective of a plan: exactly one of the first four fields is set."""
 
     budget: str | int | None = None
     max_overhead: float | None = None
     goal: str | None = None
-    gpu: str | None = None  # its usable memory is what the allocator can reserve
-    reserve_bytes: int = 0  # taken off the budget first
-    expandable: bool = False  # the allocator's segments on that card
+    gpu: str | None = None  # card whose usable memory is the allocator's limit
+    reserve_bytes: int = 0  # subtracted from the budget
+    expandable: bool = False  # whether the card's allocator uses expandable segments
 
     def __post_init__(self) -> None:
-        """Refuse none and more than one, and a reserve where there is no budget."""
+        """Raise unless exactly one is set, and for a reserve without a budget."""
         if self.goal not in GOALS:
             raise CkplanError(
                 f"unknown goal {self.goal!r}",
@@ -149,7 +152,7 @@ class Objective:
 def add_exact_bound(
     planner: Planner, solution: Solution, time_limit_seconds: float
 ) -> Solution:
-    """Add what an exact search says of the same budget; the better bound counts."""
+    """Add the result of an exact search for the same budget and the better bound."""
     from ckplan.solving.milp import solve_exactly
 
     budget_bytes = solution.budget_bytes
@@ -159,7 +162,7 @@ def add_exact_bound(
 
 
 def find(planner: Planner, objective: Objective) -> Solution:
-    """Find what is wished for."""
+    """Find the plan of an objective."""
     limit = limit_of_objective(planner, objective)
     if limit is not None:
         return solve_within_limit(planner, limit)
@@ -171,10 +174,10 @@ def find(planner: Planner, objective: Objective) -> Solution:
 
 
 def limit_of_objective(planner: Planner, objective: Objective) -> MemoryLimit | None:
-    """What a step may take, a reserve being off; None if a wish does not say.
+    """The memory limit of an objective less its reserve; None if it has no limit.
 
     Raises:
-        CkplanError: It is unreadable, or all of it is reserved.
+        CkplanError: The budget cannot be parsed, or all of it is reserved.
     """
     if objective.gpu is not None:
         usable_bytes = gpus.find(objective.gpu).usable_bytes
@@ -190,7 +193,7 @@ def limit_of_objective(planner: Planner, objective: Objective) -> MemoryLimit | 
 
 
 def _budget_bytes(planner: Planner, budget: str | int, reserve_bytes: int) -> int:
-    """A budget as people write it, less a reserve."""
+    """Parse a budget and subtract the reserve, both in bytes."""
     budget_bytes = units.parse_budget(budget, planner.unplanned.peak_bytes)
     if reserve_bytes >= budget_bytes:
         whole, reserve = map(units.format_bytes, (budget_bytes, reserve_bytes))
@@ -203,7 +206,7 @@ def _budget_bytes(planner: Planner, budget: str | int, reserve_bytes: int) -> in
 
 
 def to_plan(graph: Graph, solution: Solution) -> Plan:
-    """A solution as the plan file says it."""
+    """Convert a solution to a plan, as the plan file stores it."""
     timeline = solution.timeline
     return Plan(
         model=graph.model,

@@ -1,8 +1,8 @@
-"""Which plans are searched: chains of units, wider ones only where these pay.
+"""Search spaces: chains of units, and wider spaces where they pay.
 
-Very small steps are solved exhaustively. Larger ones are searched as chains of calls,
-of runs of calls, and with regions inside regions, as far as the smallest plans of these
-spaces promise to free more memory.
+Very small steps are solved exhaustively. Larger steps are searched as chains of calls.
+Chains of runs of calls and nested regions are added if the smallest plans of these
+spaces free enough more memory.
 """
 
 from __future__ import annotations
@@ -34,37 +34,37 @@ from ckplan.solving.segmentation import (
 
 ReplayedPlan: TypeAlias = tuple[Timeline, tuple[Region, ...]]
 
-_FEW_PLANS = 4  # the smallest of a chain, one of which reaches its floor
-_WORTH_FREED = 0.02  # of what can be freed, that a wider search must free beyond
-_WORTH_PEAK = 0.1  # or of the peak
-_MOST_GAP = 0.02  # of the smallest plan, that needs no wider search
-_TIMES_PEAKS = 2  # that peaks are looked at, each time those of some plans
-_PLANS_FOR_PEAKS, _OPS_FOR_PEAKS = 8, 9_000  # of a chain, replayed for it, at most
-_TIMES_ROOT = 2.5  # of how many calls there are: longer runs hold more
+_FEW_PLANS = 4  # the smallest of a chain, tried for its floor
+_WORTH_FREED = 0.02  # share of droppable bytes: least gain of a wider space
+_WORTH_PEAK = 0.1  # or share of the peak
+_MOST_GAP = 0.02  # to the bound: below it, no wider search is needed
+_TIMES_PEAKS = 2  # rounds of looking for peaks
+_PLANS_FOR_PEAKS, _OPS_FOR_PEAKS = 8, 9_000  # most plans; plans times ops
+_TIMES_ROOT = 2.5  # of the number of calls: longest run
 _POWERS = (1 / 4, 1 / 3, 1 / 2, 2 / 3, 4 / 5)
-"""Of how many calls there are: lengths of runs with regions inside. The longer they
-are, the less is kept between them, and the more levels they need."""
+"""Exponents for the number of calls: lengths of runs with nested regions. Longer runs
+keep less between them and need more levels."""
 _FEW_OPS, _FEW_CALLS = 64, 12
-"""Of a step small enough to try every set of values to keep, every run of calls, and
-regions inside regions everywhere; of calls those count that make none themselves."""
+"""Most ops and innermost calls of a small step. A small step is searched with every set
+of saved values, every run of calls and nested regions everywhere."""
 
 
 class SearchSpaces:
     """The chains that a planner searches, each with the smallest plan it reaches."""
 
     def __init__(self, simulator: Simulator) -> None:
-        """Search nothing yet: every space is built when it is first asked for."""
+        """Build no space yet: each is built at its first use."""
         graph = self.graph = simulator.graph
         self.simulator = simulator
         innermost = sum(not graph.children[call] for call in range(len(graph.calls)))
         self._is_small = len(graph.ops) <= _FEW_OPS and innermost <= _FEW_CALLS
         self.menus = Menus(self.simulator, small=self._is_small)
         self.unplanned = self.simulator.run()
-        self._reached: dict[ChainFrontier, ReplayedPlan] = {}  # the smallest of each
+        self._reached: dict[ChainFrontier, ReplayedPlan] = {}  # smallest plan
 
     @cached_property
     def bound(self) -> LowerBound:
-        """What any schedule of the ops costs at least."""
+        """The lower bound on the overhead of any schedule."""
         smallest, _ = self._least_of(self._plain)
         return LowerBound(self.simulator, [smallest.peak_moment // 2])
 
@@ -90,13 +90,13 @@ class SearchSpaces:
 
     @cached_property
     def _outermost_chain(self) -> ChainFrontier:
-        """Outermost calls whole: what only seems to free more is not in the way."""
+        """The chain of outermost calls, each as one unit."""
         units = [node.unit for node in self._nodes]
         return segmentation_frontier(self.simulator, units, self._nesting.options)
 
     @cached_property
     def exhaustive_plans(self) -> list[ReplayedPlan]:
-        """The best plans of all, if the step is so small that all can be tried."""
+        """The non-dominated plans of a small step; empty for other steps."""
         return self._all_nested or self._all(nested=False)
 
     @cached_property
@@ -110,12 +110,12 @@ class SearchSpaces:
 
     @cached_property
     def chains(self) -> list[ChainFrontier]:
-        """What is searched."""
+        """All chains that are searched."""
         return [*self._common, *self._peak_chains]
 
     @cached_property
     def _common(self) -> list[ChainFrontier]:
-        """What is searched whichever moment is the peak."""
+        """The chains that do not depend on the moment of the peak."""
         return [
             *self._plain,
             *([self._near_floor_tree] if self._bound_leaves_room else ()),
@@ -123,7 +123,7 @@ class SearchSpaces:
 
     @cached_property
     def _plain(self) -> list[ChainFrontier]:
-        """What is searched in any case: wider spaces only where they free much more."""
+        """The basic chains; wider spaces are among them if they free much more."""
         if self.exhaustive_plans:
             return [] if self._all_nested else [self._tree]
         found = [self._tree, *([self._outermost_chain] if self._is_small else ())]
@@ -146,9 +146,9 @@ class SearchSpaces:
 
     @cached_property
     def _peak_chains(self) -> list[ChainFrontier]:
-        """With options for peaks within the backward of a unit, if there are any.
+        """Chains with options for peaks within the backward of a unit, if any.
 
-        What else would be dropped there may be made again by then.
+        The unit's other options may already have rebuilt their tensors at that peak.
         """
         found: list[ChainFrontier] = []
         moments: set[int] = set()
@@ -164,7 +164,7 @@ class SearchSpaces:
         return found
 
     def _peaks(self, chains: Sequence[ChainFrontier]) -> set[int]:
-        """Where some plans have their peaks, from the smallest to none at all."""
+        """Peak moments of some plans, from the smallest plan to the unplanned step."""
         found = [self.unplanned, self._least_of(chains)[0]]
         count = min(_OPS_FOR_PEAKS // len(self.graph.ops), _PLANS_FOR_PEAKS)
         for chain in {chains[0], chains[-1]}:
@@ -175,7 +175,7 @@ class SearchSpaces:
     def _backward_peak_regions(
         self, moments: Iterable[int]
     ) -> dict[Unit, list[Region]]:
-        """What units can drop that their backward wants after some moments."""
+        """Regions that drop tensors which backward needs after some moments."""
         backward_peak_regions = self.menus.backward_peak_regions
         return {
             unit: [
@@ -189,7 +189,7 @@ class SearchSpaces:
     def _options_with(
         self, more: Mapping[Unit, Sequence[Region]], unit: Unit
     ) -> list[Option]:
-        """The menu of a unit, and more."""
+        """The menu of a unit with more regions added."""
         found = self.menus.options(unit)
         if not more[unit]:
             return found
@@ -223,9 +223,9 @@ class SearchSpaces:
 
     @cached_property
     def _runs_pay(self) -> bool:
-        """Whether dropping what lies between calls, too, frees much more.
+        """Whether dropping tensors between calls frees much more.
 
-        Runs of about the root of their number free the most.
+        Runs whose length is about the square root of the number of calls free the most.
         """
         least = self._smallest([self._tree])[0].peak_bytes
         regions = (
@@ -236,7 +236,7 @@ class SearchSpaces:
 
     @cached_property
     def _nesting_pays(self) -> bool:
-        """Whether dropping again inside of runs, while they are rebuilt, frees more."""
+        """Whether nested regions inside runs free more while the runs are rebuilt."""
         flat = [self._tree, *(self._run_chains if self._runs_pay else ())]
         least = self._smallest(flat)[0].peak_bytes
         regions = (
@@ -264,7 +264,7 @@ class SearchSpaces:
         ]
 
     def _segmentations_near_power(self, power: float) -> list[tuple[Unit, ...]]:
-        """Covers by runs as long as about a power of how many calls there are."""
+        """Segmentations into runs of about ``calls ** power`` calls."""
         covers = self._uniform_segmentations
         if not covers:
             return []
@@ -279,20 +279,20 @@ class SearchSpaces:
         return than_bytes - peak > worth
 
     def replays(self, plan: Sequence[UnitChoice]) -> Iterator[ReplayedPlan]:
-        """A plan tidied, and as it is."""
+        """Simulate a plan in canonical form, then as it is."""
         regions = regions_of(plan)
         if not any(region.inner for region in regions):
             tidied = tuple(self.menus.canonicalize(regions, [unit for unit, _ in plan]))
-            with suppress(PlanError):  # a call may lack an input that one like it has
+            with suppress(PlanError):  # a similar call can lack an input
                 yield self.simulator.run(tidied), tidied
         yield self.simulator.run(regions), regions
 
     @cached_property
     def standard_baselines(self) -> StandardBaselines:
-        """What people do with whole layers; what a plan can say of it is tried, too."""
+        """Common strategies on whole layers; those that are plans are candidates."""
         return StandardBaselines(self.simulator, self.menus, self.unplanned)
 
 
 def peak_of(found: ReplayedPlan) -> int:
-    """The peak of a replayed plan, in bytes."""
+    """The peak of a simulated plan, in bytes."""
     return found[0].peak_bytes

@@ -1,4 +1,4 @@
-"""Which values of one unit to keep, as a closure problem."""
+"""The closure problem of one unit: the values that it keeps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ckplan.solving.closure_problem import NANOSECOND, ClosureProblem, Demand
 
 
 def alive_regardless(graph: Graph, view: RegionView) -> set[int]:
-    """Storages that stay until backward whatever a region on this call does."""
+    """Storages that stay alive until backward under any region on this unit."""
     mine = {index for index, _ in view.made}
     return {
         storage
@@ -26,7 +26,7 @@ def alive_regardless(graph: Graph, view: RegionView) -> set[int]:
 def unit_closure_problem(
     graph: Graph, view: RegionView, there: Collection[int] = ()
 ) -> ClosureProblem:
-    """The closure problem of one unit; some storages are there whatever it drops."""
+    """Build the closure problem of a unit; storages ``there`` are alive anyway."""
     flow = view.flow
     alive = alive_regardless(graph, view).union(there)
     bytes_of = {
@@ -47,6 +47,6 @@ def unit_closure_problem(
 
 
 def _can_be_kept(flow: Flow, value: int) -> bool:
-    """Whether a plan can name it: only what an op returns has a name."""
+    """Whether a plan can name the value: only outputs of ops have names."""
     maker = flow.maker_of[value]
     return maker == EXTERNAL or value in flow.returned[maker]
