@@ -52,7 +52,7 @@ SCRIPTED = (
     "verifying/test_verify.py -k 'chance or agree or alone or timing or median or "
     "again or alternate or digests'"
 )
-REPLAY = "applying/test_replay.py applying/test_restless.py"
+REPLAY = "applying/test_replay.py applying/test_dynamic.py"
 RERUN = "applying/test_surviving.py applying/test_hazards.py"
 CODES = "cli/test_cli.py -k 'not draws and not interrupt and not bad_input'"
 IN_PLACE = "tracing/test_in_place.py -k formulas"
@@ -118,8 +118,8 @@ FAULTS = [
     Fault("errors.py", "exit_code = 4", "exit_code = 1", "test_errors.py " + CODES),
     Fault(
         "encodings.py",
-        "if op_name in _POOLS and output == 1:",
-        "if op_name in _POOLS:",
+        "if op_name in _MAX_POOL_OPS and output == 1:",
+        "if op_name in _MAX_POOL_OPS:",
         "test_encodings.py",
     ),
     Fault(
@@ -187,7 +187,7 @@ FAULTS = [
         "if stop >= self.moment or self.moment % 2:",
         SIMULATE,
     ),
-    Fault("simulating/ledger.py", "self._runs[step] -= 1", "pass", SIMULATE),
+    Fault("simulating/ledger.py", "self._runs_left[step] -= 1", "pass", SIMULATE),
     Fault(
         "simulating/ledger.py",
         "Interval(moment, 2 * view.stop - 1,",
@@ -214,8 +214,8 @@ FAULTS = [
     ),
     Fault(
         "simulating/effect.py",
-        "self.spikes[gap][number] - went_bytes",
-        "self.spikes[gap][number] + went_bytes",
+        "self.gap_peaks[gap][number] - freed_bytes",
+        "self.gap_peaks[gap][number] + freed_bytes",
         SIMULATE,
     ),
     Fault(

@@ -1,4 +1,4 @@
-"""Models that never do the same twice: right for 20 steps, and ``status`` says why."""
+"""Dynamic models, whose ops vary: right for 20 steps, and ``status`` says why."""
 
 from __future__ import annotations
 
