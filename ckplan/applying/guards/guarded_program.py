@@ -64,16 +64,16 @@ class GuardedProgram:
     packed: tuple[Packed, ...]
     captures: Mapping[int, Capture]  # of saved tensors, by their number
     value_of: Mapping[int, int]  # storage of an input -> its value
-    constants: Mapping[int, Retained]  # values that the arguments of calls tell
+    constants: Mapping[int, Retained]  # values that call arguments determine
     flow: Flow
     parts: tuple[NestedRegion, ...]
     program: Program
     steps: Mapping[int, Step]  # all
     dropped_bytes: int
-    # For forwards that begin like this one, and go on op by op:
+    # For forwards that begin like this one, then miss:
     num_bytes: Sequence[int]  # of each storage
     paths: Sequence[str]  # step -> FQN of the module that ran it
-    made: Sequence[int]  # tensors that calls returned: their storages, -1 for another's
+    made: Sequence[int]  # storages of returned tensors; -1 if from outside
     draws: frozenset[int]  # steps
-    statistics: Mapping[int, int]  # running ones -> step that goes by them
-    unfilled: frozenset[int]  # storages that others than ops may write
+    statistics: Mapping[int, int]  # running statistics -> step that reads them
+    unfilled: frozenset[int]  # storages that code other than ops may write

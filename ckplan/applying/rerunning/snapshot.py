@@ -176,7 +176,7 @@ _EVERYWHERE = (
 
 
 def state_of(modules: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
-    """Buffers of modules, and plain attributes that act as some: what a copy is of."""
+    """Buffers of modules, and plain attributes used as buffers; these are copied."""
     for module in modules:
         attributes = vars(module).values()  # registries are dicts, and no tensors
         yield from filter(_is_state, (*module._buffers.values(), *attributes))
@@ -203,7 +203,7 @@ def source_in(value: Any) -> Source | None:
 
 
 def sources_on(devices: Iterable[torch.device]) -> list[Source]:
-    """All that a forward on some devices may draw from, but for its own generators."""
+    """Random sources of a forward on some devices, except its own generators."""
     cuda = (_torch_source(device) for device in devices if device.type == "cuda")
     return [*_EVERYWHERE, *cuda]
 
@@ -211,7 +211,7 @@ def sources_on(devices: Iterable[torch.device]) -> list[Source]:
 def _containers(
     values: Iterable[Any], known: set[int] | None = None
 ) -> Iterator[tuple[Any, Any]]:
-    """Lists, dicts, sets and deques, each with a copy of what is in it, each once."""
+    """Lists, dicts, sets and deques, each once, with a copy of its content."""
     known = set() if known is None else known
     for value in values:
         if isinstance(value, (list, set, deque, dict)) and id(value) not in known:
@@ -269,7 +269,7 @@ def _train(trained: Iterable[tuple[nn.Parameter, bool]]) -> None:
 
 
 def _is_state(value: Any) -> bool:
-    """Whether it is a buffer, or a plain attribute that acts as one."""
+    """Whether a tensor is a buffer, or a plain attribute used as one."""
     return isinstance(value, torch.Tensor) and not value.requires_grad
 
 

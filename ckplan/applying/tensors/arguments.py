@@ -187,7 +187,7 @@ def switches(func: Any) -> tuple[Any, ...]:
 
 
 def _attention_kernels() -> tuple[bool, ...]:
-    """Which of them ``torch.nn.attention.sdpa_kernel`` allows."""
+    """The attention kernels that ``torch.nn.attention.sdpa_kernel`` allows."""
     cuda = torch.backends.cuda
     return (
         cuda.flash_sdp_enabled(),
@@ -198,7 +198,7 @@ def _attention_kernels() -> tuple[bool, ...]:
 
 
 def settings() -> tuple[Any, ...]:
-    """Global state that decides a call's ops and is fixed during a forward."""
+    """Global state that decides a call's ops and may change between forwards."""
     backends = torch.backends
     return (
         torch.get_default_dtype(),
