@@ -1,4 +1,4 @@
-"""Put a plan on a model: the exit of the hourglass."""
+"""Apply a plan to a model."""
 
 from ckplan.applying.hooks.choices import RegionStatus
 from ckplan.applying.regions import Status, apply, planned, remove, status

@@ -1,8 +1,8 @@
-"""Attach regions to the calls of a model, and take them off again.
+"""Attach regions to the calls of a model, and remove them.
 
 A region is a pair of hooks on its module: names, types, ``state_dict`` and ``forward``
-stay as they were, and a copy of the model has regions of its own. Only ``by: rerun``
-stands in for ``forward``, as an attribute of the instance.
+stay unchanged, and a copy of the model has its own regions. Only ``by: rerun`` replaces
+``forward``, by an instance attribute.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ckplan.training.workload import check_not_lazy
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """The plan on a model, and what its regions did so far."""
+    """The plan on a model, and counters of its regions."""
 
     plan: Plan
     regions: tuple[RegionStatus, ...]
@@ -97,10 +97,10 @@ def _check_kinds(model: object, plan: object) -> None:
 
 
 def remove(model: nn.Module) -> nn.Module:
-    """Take off what ``apply`` attached to the model or to any module in it.
+    """Remove the plans of the model and of all modules in it.
 
     Raises:
-        ApplyError: It is no model.
+        ApplyError: The argument is not a model.
     """
     for module in _modules_of(model):
         _take_off(module)
@@ -119,9 +119,9 @@ def _take_off(model: nn.Module) -> None:
 
 
 def status(model: nn.Module) -> Status:
-    """What the regions of a model did so far, in the order of the plan.
+    """Counters of a model's regions, in the order of the plan.
 
-    If only modules in it have plans, the first of these is meant.
+    If only submodules have plans, the first of them is reported.
 
     Raises:
         ApplyError: It is no model, or neither it nor any module in it has a plan.
@@ -140,7 +140,7 @@ def status(model: nn.Module) -> Status:
 
 @contextmanager
 def planned(model: nn.Module, plan: Plan | str | Path) -> Iterator[nn.Module]:
-    """Put a plan on a model for a ``with`` block; what it had before comes back.
+    """Apply a plan for a ``with`` block, then restore the previous plan.
 
     Args and errors are those of ``apply``.
     """
@@ -175,9 +175,9 @@ def _session_of(model: nn.Module) -> Session | None:
 def _attach_programs(
     session: Session, modules: Mapping[str, nn.Module], programs: Sequence[Choice]
 ) -> None:
-    """Hooks where regions begin and end, around who makes runs, and for paths inside.
+    """Attach hooks to regions, to callers of runs, and to modules inside.
 
-    Hooks go in front: what is attached later begins earlier, and ends earlier.
+    Hooks are prepended: hooks attached later run earlier, at begin and at end.
     """
     regions = _region_hooks(session, modules, programs)
     makers: dict[str, ParentHooks] = {}
@@ -203,7 +203,7 @@ def _attach_programs(
 def _region_hooks(
     session: Session, modules: Mapping[str, nn.Module], programs: Sequence[Choice]
 ) -> dict[str, RegionHooks]:
-    """The modules at whose calls regions, or regions inside them, begin or end."""
+    """The modules at whose calls regions, or nested regions, begin or end."""
     inner = [pair for choice in programs for pair in choice.within()]
     ends = [fqn for c in (*programs, *(one for _, one in inner)) for fqn in c.ends]
     hooks = {fqn: RegionHooks(fqn, session) for fqn in ends}

@@ -1,9 +1,8 @@
-"""Watch a region's forward call by call: it repeats one that was written down.
+"""Check a region's forward call by call against a recorded one.
 
-As long as every call is the one expected, what autograd saves can be dropped as it was
-then, since the same program rebuilds it. From the first call that differs on, the rest
-is watched op by op (``resume.py``). Where a call that seemed to be the one expected was
-not, its ops are past: then the rest is kept.
+While every call passes its guard, saved tensors are dropped as in the recorded forward,
+since the same program rebuilds them. From the first miss on, the rest is recorded op by
+op (``resume.py``). If a miss is found only after the call's ops ran, the rest is kept.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from ckplan.encodings import Encoded, encode
 
 
 class GuardChecker(TorchFunctionMode):
-    """One forward of a region, compared with a template."""
+    """One forward of a region, compared with a guarded program."""
 
     def __init__(
         self,
@@ -50,20 +49,20 @@ class GuardChecker(TorchFunctionMode):
         expected: GuardedProgram,
         record: Callable[[], Recorder],
     ) -> None:
-        """Be ready to watch.
+        """Set up the check.
 
         Args:
-            name: What errors call the region.
-            top: FQN of the module that paths of its ops begin below.
-            expected: What the forward is compared with.
-            record: Makes what watches the rest of a forward that differs.
+            name: Name of the region in errors.
+            top: FQN of the module that op paths are relative to.
+            expected: Guarded program to compare the forward with.
+            record: Makes the recorder for the rest of a forward that misses.
         """
         super().__init__()
         self.name = name
         self.path: list[str] = [top]  # FQNs of the modules that run, innermost last
         self.expected = expected
-        self.rerecorder: Recorder | None = None  # from where it differs on
-        self.kept = False  # that rest, as it could not be watched
+        self.rerecorder: Recorder | None = None  # from the first miss on
+        self.kept = False  # the rest, since it could not be recorded
         self._record = record
         self._inner: list[tuple[CallGuard | None, str, Saves]] = []  # open ones
         self._num_begun = 0  # regions inside
@@ -84,7 +83,7 @@ class GuardChecker(TorchFunctionMode):
         self._contexts = ExitStack()
 
     def open(self) -> None:
-        """Begin to watch."""
+        """Begin to check."""
         self._num_modes = torch._C._len_torch_dispatch_stack()
         hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, unpack)
         self._contexts.enter_context(uncompiled())
@@ -92,7 +91,7 @@ class GuardChecker(TorchFunctionMode):
         self._contexts.enter_context(self)
 
     def begin_inner(self, top: str, saves: Saves) -> None:
-        """A region inside this one begins."""
+        """Begin a nested region."""
         if self.recorder is not None:
             self.recorder.begin_inner(top, saves)
         else:
@@ -100,7 +99,7 @@ class GuardChecker(TorchFunctionMode):
             self._num_begun += 1
 
     def end_inner(self) -> set[OpKey] | None:
-        """The region that began last ends; returns the saves that named an op."""
+        """End the innermost nested region; return the saves that named an op."""
         if self.recorder is not None:
             return self.recorder.end_inner()
         self._inner.pop()
@@ -108,12 +107,12 @@ class GuardChecker(TorchFunctionMode):
 
     @property
     def guards_hold(self) -> bool:
-        """Whether it does what the template did, as far as was seen."""
+        """Whether all calls so far passed their guards."""
         return self.rerecorder is None
 
     @property
     def recorder(self) -> Recorder | None:
-        """The rest of a forward that differs, unless that is kept."""
+        """Recorder of the rest after a miss; None if the rest is kept."""
         return (
             self.rerecorder
             if self.rerecorder is not None and self.rerecorder.watches
@@ -121,7 +120,7 @@ class GuardChecker(TorchFunctionMode):
         )
 
     def close(self) -> None:
-        """Forward is over: hold only what the program needs."""
+        """End the forward; retain only tensors that the program needs."""
         self._contexts.close()
         expected = self.expected
         missing = self._next is not None or self._num_packed < len(expected.packed)
@@ -141,12 +140,12 @@ class GuardChecker(TorchFunctionMode):
         self._forget()
 
     def release(self) -> None:
-        """Hold nothing of the forward any longer."""
+        """Free everything retained from the forward."""
         if self.rerecorder is not None:
             self.rerecorder.release()
 
     def abandon(self) -> None:
-        """Forward was interrupted: watch no longer."""
+        """Stop checking: the forward was interrupted."""
         self._contexts.close()
         if self.rerecorder is not None:
             self.rerecorder.abandon()
@@ -157,11 +156,11 @@ class GuardChecker(TorchFunctionMode):
             tensors.clear()
 
     def _place(self, call: CallGuard | None) -> int:
-        """The first step of a call; behind all if none is left."""
+        """The first step of a call, or the number of steps if no call is left."""
         return len(self.expected.steps) if call is None else call.start
 
     def _rerecord_from(self, stop: int) -> Recorder:
-        """Leave the template: from a step on, the rest is another forward's."""
+        """Leave the guarded program at a step and record from there on."""
         inner = [OpenInner(self._place(c), top, saves) for c, top, saves in self._inner]
         rerecorder = self.rerecorder = self._record()
         begun = Beginning(
@@ -181,7 +180,7 @@ class GuardChecker(TorchFunctionMode):
         return rerecorder
 
     def _miss_before_call(self) -> None:
-        """The call that begins now is not the template's: watch from here on."""
+        """Handle a miss before the call's ops ran: record from here on."""
         call, packed = self._next, len(self.expected.packed)
         as_expected = self._num_packed == (call.packed_before if call else packed)
         alone = torch._C._len_torch_dispatch_stack() == self._num_modes
@@ -194,10 +193,10 @@ class GuardChecker(TorchFunctionMode):
             self.kept = True
 
     def _miss_after_call(self, stop: int) -> None:
-        """A call was not the template's, and its ops ran: keep the rest.
+        """Handle a miss after the call's ops ran: keep the rest.
 
         Raises:
-            ApplyError: Something of it was dropped, for what the template's call saved.
+            ApplyError: A tensor that the call saved is already dropped.
         """
         if self._dropped_in_call:
             raise otherwise_saved(self.name)
@@ -244,14 +243,14 @@ class GuardChecker(TorchFunctionMode):
         return out
 
     def _retain_before(self, call: CallGuard) -> None:
-        """Hold what a call will change, and no op tells."""
+        """Retain random states and statistics that the call will change."""
         for step in call.random_steps:
             self._states[step] = random_state(self.expected.steps[step].device, None)
         for value in call.statistics:
             self._held[value] = retain_copy(self._held[value].tensor)
 
     def _take(self, call: CallGuard, returned: list[torch.Tensor]) -> None:
-        """Hold what a call returned, as far as it is like what the template's did."""
+        """Retain returned tensors if the returned constants pass their guards."""
         if not self._inputs.match_constants(call, returned):
             self._dropped_in_call = False
             self._miss_after_call(call.stop)
@@ -262,11 +261,11 @@ class GuardChecker(TorchFunctionMode):
     def _matches(
         self, call: CallGuard, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> bool:
-        """Whether a call is the one of the template."""
+        """Whether a call passes its guard."""
         if call.func is not func and call.func != func:
             return False
         here = CallSite(self.path[-1], self._num_begun, len(self._inner))
-        if call.place not in (None, here):  # of layers alike, another one
+        if call.place not in (None, here):  # another of several equal layers
             return False
         try:
             same = call.arguments == self._slots.freeze(args, kwargs)
@@ -284,7 +283,7 @@ class GuardChecker(TorchFunctionMode):
         self._encoded[capture.value] = small
 
     def _pack(self, tensor: torch.Tensor) -> Kept | Dropped:
-        self._packing = True  # own functions pack outside of any call
+        self._packing = True  # custom functions pack outside of any call
         try:
             return self._packed_as(tensor)
         finally:
@@ -315,7 +314,7 @@ class GuardChecker(TorchFunctionMode):
 
     @property
     def _num_expected(self) -> int:
-        """How many tensors autograd had saved by the end of what runs now."""
+        """Number of tensors saved in the recording by the end of the current call."""
         if self._next is None:
             return len(self.expected.packed)
         return self._next.packed_after if self._in_call else self._next.packed_before

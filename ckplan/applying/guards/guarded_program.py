@@ -1,4 +1,4 @@
-"""A recorded forward with its guards: what later forwards are compared with."""
+"""A recorded forward with its guards; later forwards are checked against it."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ class Capture(NamedTuple):
 
     place: int  # number of the tensor among those returned, or of the saved tensor
     value: int
-    form: str | None  # to be encoded, or to be held as it is
+    form: str | None  # its encoding; None to retain it as it is
 
 
 class TensorGuard(NamedTuple):
-    """A tensor from elsewhere that a call of the region takes, or brings."""
+    """A tensor from outside the region that a call takes or returns."""
 
     geometry: Geometry
-    storage: int  # equal for those that share one
+    storage: int  # equal for tensors that share a storage
 
 
 class CallSite(NamedTuple):
-    """Where an op runs, as far as the plan's names and regions tell places apart."""
+    """Where an op runs: its module and its nested regions."""
 
     path: str  # FQN of the module, if the plan names ops
-    num_begun: int  # regions inside that began before
-    num_open: int  # those of them that run
+    num_begun: int  # nested regions that began before
+    num_open: int  # nested regions still open
 
 
 class CallGuard(NamedTuple):
@@ -43,8 +43,8 @@ class CallGuard(NamedTuple):
     func: Callable[..., Any]
     arguments: Any  # frozen
     switches: tuple[Any, ...]
-    random_steps: tuple[int, ...]  # that draw first in it
-    statistics: tuple[int, ...]  # running ones that its norm goes by: copies are held
+    random_steps: tuple[int, ...]  # its first random steps
+    statistics: tuple[int, ...]  # running statistics that its norm reads; copied
     captures: tuple[Capture, ...]
     returned_constants: tuple[
         tuple[int, TensorGuard], ...
@@ -57,23 +57,23 @@ class CallGuard(NamedTuple):
 
 @dataclass(frozen=True)
 class GuardedProgram:
-    """A forward written down, for forwards that make the same calls."""
+    """A recorded forward, for later forwards that make the same calls."""
 
     calls: tuple[CallGuard, ...]
     inputs: tuple[TensorGuard, ...]
     packed: tuple[Packed, ...]
     captures: Mapping[int, Capture]  # of saved tensors, by their number
-    value_of: Mapping[int, int]  # storage of a given tensor -> its value
-    constants: Mapping[int, Retained]  # values that the arguments of calls tell
+    value_of: Mapping[int, int]  # storage of an input -> its value
+    constants: Mapping[int, Retained]  # values that call arguments determine
     flow: Flow
     parts: tuple[NestedRegion, ...]
     program: Program
     steps: Mapping[int, Step]  # all
     dropped_bytes: int
-    # For forwards that begin like this one, and go on op by op:
+    # For forwards that begin like this one, then miss:
     num_bytes: Sequence[int]  # of each storage
     paths: Sequence[str]  # step -> FQN of the module that ran it
-    made: Sequence[int]  # tensors that calls returned: their storages, -1 for another's
+    made: Sequence[int]  # storages of returned tensors; -1 if from outside
     draws: frozenset[int]  # steps
-    statistics: Mapping[int, int]  # running ones -> step that goes by them
-    unfilled: frozenset[int]  # storages that others than ops may write
+    statistics: Mapping[int, int]  # running statistics -> step that reads them
+    unfilled: frozenset[int]  # storages that code other than ops may write

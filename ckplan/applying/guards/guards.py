@@ -1,6 +1,6 @@
-"""A forward written down, for forwards that make the same calls to be compared with.
+"""Make a guarded program from a recorded forward.
 
-It is made of what a recorder saw op by op, if the calls alone will tell as much.
+This is possible only if the calls alone determine the ops and tensors.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ one part in so many."""
 
 @dataclass(frozen=True, slots=True)
 class _Sightings:
-    """Where a later forward sees values, the first place first."""
+    """Places where a later forward can capture values, earliest first."""
 
     returned: Mapping[int, Sequence[tuple[int, int, Geometry]]]  # call, place in it
     packed: Mapping[int, Sequence[tuple[int, Ref | None]]]
 
     @classmethod
     def of(cls, seen: Recorder) -> _Sightings:
-        """All of them, found once: a region may be a whole model."""
+        """Find all places once, since a region may be a whole model."""
         returned = defaultdict(list)
         for number, call in enumerate(seen.log.calls):
             for place, one in enumerate(call.returned):
@@ -77,7 +77,7 @@ class _Sightings:
 
 
 def make_guards(seen: Recorder) -> GuardedProgram | None:
-    """What later forwards can be compared with; None if calls do not tell all."""
+    """The guarded program of a forward; None if calls do not determine its ops."""
     log, storages, packing = seen.log, seen.storages, seen.packing
     parts, program = seen.parts, seen.program
     assert program is not None, "its forward is over"
@@ -158,7 +158,7 @@ def make_guards(seen: Recorder) -> GuardedProgram | None:
 def _places(
     seen: Recorder, parts: Sequence[NestedRegion], steps: Iterable[int]
 ) -> dict[int, CallSite]:
-    """Where some steps ran."""
+    """The places where steps ran."""
     starts = sorted(part.start for part in parts)
     stops = sorted(part.stop for part in parts)
     found = {}
@@ -171,9 +171,9 @@ def _places(
 def _returned_constants(
     seen: Recorder, there: Collection[int]
 ) -> dict[int, list[tuple[int, TensorGuard]]]:
-    """Tensors from elsewhere that calls returned before ops read them; by call.
+    """Outside tensors that calls returned before ops read them; by call.
 
-    Such as constants: of each forward its own, since nothing says that they are equal.
+    Such as constants: each forward retains its own, since they may differ.
     """
     numbers, inside = seen.storages.numbers, seen.storages.inside
     found: dict[int, list[tuple[int, TensorGuard]]] = defaultdict(list)
@@ -181,14 +181,14 @@ def _returned_constants(
         for place, one in enumerate(call.returned):
             if one.geometry is None or one.unread is None:
                 continue
-            storage = numbers.get(one.unread.cdata, -1)  # -1: of no use to any op
+            storage = numbers.get(one.unread.cdata, -1)  # -1: no op used it
             if storage >= 0 and storage not in there and storage not in inside:
                 found[number].append((place, TensorGuard(one.geometry, storage)))
     return found
 
 
 def _constants(seen: Recorder, there: Collection[int]) -> dict[int, Retained]:
-    """Values from elsewhere that torch made of the numbers that index a tensor."""
+    """Outside values that torch made of index arguments."""
     flow, found = seen.storages.flow, dict[int, Retained]()
     unknown = {
         value
@@ -206,9 +206,9 @@ def _constants(seen: Recorder, there: Collection[int]) -> dict[int, Retained]:
 
 
 def _tells(call: Call, constant: torch.Tensor) -> bool:
-    """Whether the arguments of a call tell all of a tensor that it made of them.
+    """Whether the arguments of a call determine a tensor made of them.
 
-    Those of indexing do: it makes tensors of lists, and of a number to be filled in.
+    The arguments of indexing do: it makes tensors of lists and of fill values.
     """
     sets = call.func == torch.Tensor.__setitem__
     if not sets and call.func != torch.Tensor.__getitem__:
@@ -224,11 +224,11 @@ def _seen_from_calls(
     parts: tuple[NestedRegion, ...],
     program: Program,
 ) -> Program:
-    """The same program, but that what no call shows is rebuilt if that takes little.
+    """The program with small values rebuilt that no call returns.
 
-    Such are the scalars and masks that ops make for each other inside of one torch
-    function, from nothing that the program makes. Else every forward would be written
-    down op by op.
+    Such are scalars and masks that ops pass to each other inside one torch function,
+    independent of the program's values. Otherwise every forward would be recorded op
+    by op.
     """
     flow, num_bytes = seen.storages.flow, seen.storages.num_bytes
     unseen = {
@@ -265,7 +265,7 @@ def _makers(flow: Flow, values: Iterable[int], there: Collection[int]) -> set[in
 def _captures(
     seen: Recorder, places: _Sightings, program: Program
 ) -> tuple[dict[int, list[Capture]], dict[int, Capture]] | None:
-    """Where a later forward sees what it must hold: returned, or saved."""
+    """Captures of values that a later forward must retain."""
     flow = seen.storages.flow
     wanted: list[tuple[int, int, str | None]] = [
         (value, value, None)
@@ -293,7 +293,7 @@ def _captures(
 
 
 def _scaled(seen: Recorder, changed_by: Mapping[int, int], value: int) -> int:
-    """What a draw of zeros and ones became by scaling: the same bits."""
+    """The scaled result of a draw of zeros and ones: it has the same bits."""
     flow, same = seen.storages.flow, value
     while seen.encoded[value].form == BITS and not flow.is_current(same):
         step = changed_by[same]
@@ -314,7 +314,7 @@ def _statistics(seen: Recorder, program: Program) -> dict[int, list[int]]:
 
 
 def _first_draws(seen: Recorder, program: Program) -> dict[int, list[int]] | None:
-    """The steps before which a call's random state is theirs; by call."""
+    """The first random steps of each call, for each device; by call."""
     first: dict[tuple[int, torch.device], int] = {}
     for step in seen.states:
         key = (seen.call_of[step], seen.steps[step].device)
@@ -332,11 +332,11 @@ def _first_draws(seen: Recorder, program: Program) -> dict[int, list[int]] | Non
 
 
 def _fits(small: Encoded, tensor: Geometry | Ref) -> bool:
-    """Whether a tensor has the geometry of what was encoded."""
+    """Whether a tensor has the geometry of the encoded one."""
     same = tensor.size == small.size and tensor.stride == small.stride
     return same and tensor.dtype == small.dtype and tensor.offset == 0
 
 
 def _is_factor(number: object) -> bool:
-    """Whether scaling by it keeps zeros and what is not zero apart."""
+    """Whether scaling by it keeps zeros and nonzeros apart."""
     return isinstance(number, (int, float)) and math.isfinite(number) and number != 0

@@ -1,8 +1,8 @@
-"""Go on op by op in a forward that began as an earlier one, and then differs.
+"""Record the rest of a forward op by op after it missed a guard.
 
-What was seen of the earlier one up to there is what a recorder would have seen of this.
-So the plan's choices hold for the rest as well, and what was dropped before is rebuilt
-in one program with what is dropped from there on.
+Up to the miss, the guarded program holds all that a recorder would have recorded. So
+the plan's choices apply to the rest as well, and one program rebuilds tensors that were
+dropped before and after the miss.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ckplan.simulating.program import EXTERNAL, Flow, NestedRegion
 
 
 class OpenInner(NamedTuple):
-    """A region inside, which runs when a forward begins to differ."""
+    """A nested region that is open at the miss."""
 
     start: int  # its first step
     top: str
@@ -33,7 +33,7 @@ class OpenInner(NamedTuple):
 
 
 class Beginning(NamedTuple):
-    """A forward until it differed."""
+    """A forward up to the miss."""
 
     expected: GuardedProgram
     stop: int  # the step after the last one
@@ -48,7 +48,7 @@ class Beginning(NamedTuple):
 
 
 def resume(recorder: Recorder, begun: Beginning) -> None:
-    """Let a recorder know what it would, had it watched from the beginning."""
+    """Give a recorder the state it would have after recording from the start."""
     storages = recorder.storages
     flow = storages.flow = _until(begun.expected.flow, begun.stop)
     recorder.path = begun.path
@@ -86,7 +86,7 @@ def _until(flow: Flow, stop: int) -> Flow:
 
 
 def _restore_steps(recorder: Recorder, begun: Beginning) -> None:
-    """The steps, and which of them cannot run again as they did."""
+    """Restore the steps, and which of them cannot be rerun exactly."""
     expected = begun.expected
     recorder.steps.update((step, expected.steps[step]) for step in range(begun.stop))
     recorder.paths += expected.paths[: begun.stop]
@@ -99,7 +99,7 @@ def _restore_steps(recorder: Recorder, begun: Beginning) -> None:
 
 
 def _restore_storages(storages: Storages, begun: Beginning) -> dict[int, torch.Tensor]:
-    """The storages, by their tensors that still live; returns one of these for each."""
+    """Restore the storages; return one live tensor for each."""
     expected, flow = begun.expected, storages.flow
     made_by = list(zip(flow.storage_of, flow.maker_of, strict=True))
     given = {storage for storage, maker in made_by if maker == EXTERNAL}
@@ -122,7 +122,7 @@ def _restore_storages(storages: Storages, begun: Beginning) -> dict[int, torch.T
 def _retain_unrecoverable(
     recorder: Recorder, begun: Beginning, living: Mapping[int, torch.Tensor]
 ) -> None:
-    """What the rest of the forward may read, and no step would make again."""
+    """Retain live tensors that no step can rebuild."""
     expected, storages, flow = begun.expected, recorder.storages, recorder.storages.flow
     there = _reproducible(flow, {*storages.retained, *recorder.encoded}, recorder.gone)
     for storage, tensor in living.items():
@@ -150,7 +150,7 @@ def _reproducible(
 
 
 def _name_steps(recorder: Recorder, begun: Beginning) -> None:
-    """The names that the plan gives to ops so far, and the regions inside."""
+    """Restore the names of ops so far, and the nested regions."""
     values = range(len(recorder.storages.flow.storage_of))
     parts = [part for part in begun.expected.parts if part.start <= begun.stop]
     for part in parts:
@@ -165,7 +165,7 @@ def _name_steps(recorder: Recorder, begun: Beginning) -> None:
 def _go_on_inside(
     recorder: Recorder, one: OpenInner, parts: Sequence[NestedRegion], stop: int
 ) -> None:
-    """A region inside runs: one of the template's, or else what is left is a region."""
+    """Continue a nested region: a recorded one, or a new one from here on."""
     around = recorder.open_inner[-1]
     recorder.begin_inner(one.top, one.saves)
     begun = recorder.inner[-1]

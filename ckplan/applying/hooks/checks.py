@@ -1,4 +1,4 @@
-"""What of a plan a model cannot do: refused before anything changes."""
+"""Checks that refuse a plan before the model changes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def check_modules(choice: Choice, modules: Mapping[str, nn.Module]) -> None:
 
 
 def check_ops(regions: Iterable[PlannedRegion]) -> None:
-    """Refuse ops that torch has not, in any library; which ones run is seen later."""
+    """Refuse op names that no registered library has."""
     named = [
         (region, place, op.name)
         for region in regions
@@ -72,9 +72,9 @@ def check_together(choice: Choice, other: Choice) -> None:
 
 
 def check_apart(choices: Mapping[str, Sequence[Choice]]) -> None:
-    """Refuse modules that are sure to run inside of others; both are planned.
+    """Refuse planned modules that always run inside other planned modules.
 
-    Which calls of a module lie inside some calls of another is for ``resolve``.
+    ``resolve`` checks which single calls lie inside calls of another module.
     """
     for fqn, (choice, *_) in choices.items():
         for outer, (around, *_) in choices.items():
@@ -86,7 +86,7 @@ def check_apart(choices: Mapping[str, Sequence[Choice]]) -> None:
 def check_run(
     run: Choice, runs: Iterable[Choice], choices: Mapping[str, Sequence[Choice]]
 ) -> None:
-    """Refuse what is sure to overlap a run; the rest is for ``resolve``."""
+    """Refuse choices that always overlap a run; ``resolve`` checks the rest."""
     for fqn, found in choices.items():
         every = any(choice.numbers is None for choice in found)
         for end in run.ends if every else ():

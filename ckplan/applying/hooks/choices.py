@@ -1,4 +1,4 @@
-"""What a plan chooses for one module of a model, and what came of it."""
+"""A planned region of one module, with its counters."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from ckplan.plan.plan import PlannedRegion
 
 @dataclass(frozen=True, slots=True)
 class RegionStatus:
-    """What one planned call did so far."""
+    """Counters of one planned call."""
 
     call: str  # FQN#n, or the FQN where every call is planned
     by: str
     runs: int  # forwards that were regions
-    recorded: int  # those written down op by op, if only from where they differed
-    kept: int  # those that differed where that was seen too late, and kept the rest
+    recorded: int  # those recorded op by op, at least after a guard miss
+    kept: int  # those that missed too late, and kept the rest
     dropped_bytes: int  # by its last run; 0 for re-runs, which do not count
     missing: tuple[str, ...]  # saves of the plan that named no op in its last run
 
 
 @dataclass(eq=False)
 class Choice:
-    """A planned region of one module, and what it did."""
+    """A planned region of one module, with its counters."""
 
     fqn: str  # of the call that begins it
     region: PlannedRegion
     numbers: frozenset[int] | None  # of calls; None for every call
     last: Call | None = None  # that ends it, if it is a run of calls
-    top: str = ""  # what paths are below: the FQN of its module, or of a run's maker
-    makers: tuple[str, ...] = ()  # what may make the calls of a run, innermost first
+    top: str = ""  # FQN that op paths are relative to: its module, or a run's maker
+    makers: tuple[str, ...] = ()  # FQNs that may call a run's modules, innermost first
     runs: int = 0
     recorded: int = 0
     kept: int = 0
@@ -48,12 +48,12 @@ class Choice:
 
     @property
     def title(self) -> str:
-        """What errors of its ops call it; empty for the model."""
+        """Its name in errors of its ops; empty for the model."""
         return self.fqn if self.last is None else self.region.title
 
     @property
     def name(self) -> str:
-        """What status and errors of the plan call it."""
+        """Its name in the status and in errors of the plan."""
         if self.last is not None:
             return self.region.title
         if self.numbers is None:
@@ -67,15 +67,15 @@ class Choice:
 
     @property
     def reach(self) -> str:
-        """FQN of a module that all of it is in."""
+        """FQN of a module that contains the whole region."""
         return self.makers[-1] if self.makers else self.top
 
     def below(self, running: Collection[str]) -> None:
-        """Begin its paths below the innermost of its makers that runs."""
+        """Make op paths relative to the innermost maker that runs."""
         self.top = next((fqn for fqn in self.makers if fqn in running), self.top)
 
     def begin(self, name: str, key: Hashable) -> Recorder | GuardChecker:
-        """Watch a forward: call by call if one like it is known, else op by op."""
+        """Begin a forward: check guards if a program is known, else record."""
         expected = self.programs.find(key)
         record = partial(Recorder, name, self.top, self.saves, self.encodes)
         if expected is None:
@@ -95,13 +95,13 @@ class Choice:
         *,
         learn: bool,
     ) -> None:
-        """Note what one forward of it did, and which saves inside named no op.
+        """End one forward and update the counters.
 
         Args:
             region: The forward.
-            key: What it has in common with others that may do the same.
-            missing: Those saves.
-            learn: Whether others may be compared with it: it did not raise.
+            key: Key of the forward in the program cache.
+            missing: Saves of nested regions that named no op.
+            learn: Whether to store its program: the forward did not raise.
         """
         region.close()
         self.runs += 1
@@ -128,17 +128,17 @@ class Choice:
 
     @property
     def names_ops(self) -> bool:
-        """Whether it, or a region inside, says which ops it keeps."""
+        """Whether it, or a nested region, names ops to keep."""
         return bool(self.region.ops) or any(one.names_ops for one in self.inner)
 
     def within(self) -> Iterator[tuple[Choice, Choice]]:
-        """The regions inside, each behind the one around it."""
+        """Pairs of an outer region and a nested one, outermost first."""
         for inner in self.inner:
             yield self, inner
             yield from inner.within()
 
     def status(self) -> RegionStatus:
-        """For people."""
+        """The counters, for users."""
         return RegionStatus(
             call=self.name,
             by=self.region.by,
@@ -151,7 +151,7 @@ class Choice:
 
     @cached_property
     def saves(self) -> dict[OpKey, frozenset[int] | None]:
-        """What to keep, as the recorder takes it."""
+        """Outputs to keep, as the recorder takes them."""
         found: dict[OpKey, frozenset[int] | None] = {}
         for op in self.region.save:
             outputs = found.get(key_of(op), frozenset())
@@ -163,7 +163,7 @@ class Choice:
 
     @cached_property
     def encodes(self) -> dict[OpKey, dict[int | None, str]]:
-        """What to keep in a smaller form, as the recorder takes it."""
+        """Outputs to encode, as the recorder takes them."""
         found: dict[OpKey, dict[int | None, str]] = {}
         for op, form in self.region.encode:
             found.setdefault(key_of(op), {})[op.output] = form

@@ -1,8 +1,8 @@
-"""What stands in for a module's ``forward``: an attribute of the instance.
+"""Wrappers of a module's ``forward``, set as instance attributes.
 
-It holds the module, not its bound method, so that a deep copy of the model runs the
-copied weights. Replicas, as ``nn.DataParallel`` makes them, share it: a hook tells
-whose forward begins.
+A wrapper holds the module, not its bound method, so that a deep copy of the model runs
+the copied weights. Replicas from ``nn.DataParallel`` share the wrapper, so a hook
+reports which replica runs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ckplan.applying.rerunning.rerun import Rerun
 
 
 class _Beginning(threading.local):
-    """The modules whose forwards begin now in this thread, by their stand-ins."""
+    """Modules whose forwards begin now in this thread, by wrapper id."""
 
     def __init__(self) -> None:
         self.modules: dict[int, nn.Module] = {}
@@ -32,15 +32,15 @@ _beginning = _Beginning()
 
 
 class ForwardWrapper:
-    """Runs what it stands in for; finds it anew in every copy of the module."""
+    """Runs the wrapped forward, also in copies of the module."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.previous = module.__dict__.get("forward")  # somebody else's stand-in
+        self.previous = module.__dict__.get("forward")  # another library's wrapper
         self.taken_off = False
 
     def take_off(self) -> None:
-        """Give the module its forward back, or only run that where others hold this."""
+        """Restore the module's forward; only call it if others hold this wrapper."""
         self.taken_off = True
         if self.module.__dict__.get("forward") is self:
             del self.module.forward
@@ -53,11 +53,11 @@ class ForwardWrapper:
             _beginning.modules[id(self)] = module
 
     def now(self) -> nn.Module:
-        """Whose forward begins: the module's, unless a replica's hook has just run."""
+        """The module whose forward begins: a replica if its hook just ran."""
         return _beginning.modules.pop(id(self), self.module)
 
     def forward_of(self, module: nn.Module) -> Callable[..., Any]:
-        """What it stands in for."""
+        """The wrapped forward of a module."""
         return self.previous or partial(type(module).forward, module)
 
     @property
@@ -66,7 +66,7 @@ class ForwardWrapper:
         return inspect.signature(self.forward_of(self.module))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run it."""
+        """Run the wrapped forward."""
         module, args = self.whose(args)
         return self.forward_of(module)(*args, **kwargs)
 
@@ -80,10 +80,10 @@ class ForwardWrapper:
 
 
 class GuardedForward(ForwardWrapper):
-    """Tells when a forward is interrupted: hooks are not called on Ctrl-C.
+    """Reports an interrupted forward: hooks are not called on Ctrl-C.
 
-    Under ``torch.compile`` it runs uncompiled: what backward wants of a region must be
-    the tensors that its ops made.
+    Under ``torch.compile`` it runs uncompiled: tensors that backward needs of a region
+    must be the tensors that its ops made.
     """
 
     def __init__(self, module: nn.Module, interrupted: Callable[[], None]) -> None:
@@ -103,29 +103,29 @@ class GuardedForward(ForwardWrapper):
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    """Whether somebody else than torch or ckplan watches its forward."""
+    """Whether a module has forward hooks from outside torch and ckplan."""
     hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
     homes = (getattr(hook, "__module__", "") or "" for hook in hooks)
     return any(home.partition(".")[0] not in ("torch", "ckplan") for home in homes)
 
 
 class RerunForward(ForwardWrapper):
-    """Runs a module again in backward through ``torch.utils.checkpoint``."""
+    """Reruns a module in backward through ``torch.utils.checkpoint``."""
 
     def __init__(self, module: nn.Module, chosen: Callable[[], str | None]) -> None:
         super().__init__(module)
-        self._chosen = chosen  # tells the name of the region that begins, if any
+        self._chosen = chosen  # name of the region that begins, or None
         self._told = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run forward; under gradients, keep its inputs only."""
+        """Run forward; with gradients enabled, keep only its inputs."""
         name = None if self.taken_off else self._chosen()
         if name is None:
             return super().__call__(*args, **kwargs)
         return self._again(name, args, kwargs)
 
     def _tell_hooks(self, name: str) -> None:
-        """Say once that hooks inside run again, whatever it is that they do."""
+        """Warn once that hooks inside are rerun in backward."""
         inside = (m for m in self.module.modules() if m is not self.module)
         if not self._told and any(map(_has_hooks, inside)):
             self._told = True

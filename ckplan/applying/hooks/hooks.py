@@ -29,7 +29,7 @@ class RegionHooks:
     fqn: str
     session: Session
     choices: list[Choice] = field(default_factory=list)  # of regions that begin here
-    inner: list[tuple[Choice, Choice]] = field(default_factory=list)  # inside others
+    inner: list[tuple[Choice, Choice]] = field(default_factory=list)  # nested regions
     switches: list[nn.Module] = field(default_factory=list)  # of transformers, inside
 
     @torch.compiler.disable
@@ -69,7 +69,7 @@ class RegionHooks:
         """Close the region that ends with this call; called even if forward raised."""
         del module, args, kwargs
         if not running.calls:
-            return  # abandoned: something around this call was interrupted and went on
+            return  # abandoned: an outer call was interrupted
         raised = output is None and sys.exc_info()[0] is not None
         session, call = running.calls.pop()
         if running.regions:
@@ -82,7 +82,10 @@ class RegionHooks:
 
 @dataclass
 class ParentHooks:
-    """Hooks around a module that may make the calls of runs: none outlives it."""
+    """Hooks around a module that may call the modules of runs.
+
+    A run ends no later than this module's call.
+    """
 
     fqn: str
     session: Session
@@ -90,7 +93,7 @@ class ParentHooks:
 
     @torch.compiler.disable
     def begin(self, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
-        """Runs may begin."""
+        """Note that the module runs."""
         del module, args, kwargs
         running.made_by.append((self.session, self.fqn))
 
@@ -98,7 +101,7 @@ class ParentHooks:
     def end(
         self, module: nn.Module, args: Args, kwargs: Kwargs, output: object
     ) -> None:
-        """Close what is open since the last call of its run never came."""
+        """Close a run whose last call never came."""
         del module, args, kwargs
         if (self.session, self.fqn) in running.made_by[-1:]:
             running.made_by.pop()
@@ -112,7 +115,7 @@ class ParentHooks:
 
 @dataclass
 class PathHooks:
-    """Hooks around a module inside a region: they tell whose ops run."""
+    """Hooks around a module inside a region: they track which module runs."""
 
     fqn: str
 
@@ -133,7 +136,7 @@ class PathHooks:
 
 
 def _key(module: nn.Module, args: Args, kwargs: Kwargs) -> Hashable:
-    """What forwards that may do the same have in common."""
+    """The program-cache key of a forward."""
     inputs = (x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
     given = tuple((x.shape, x.dtype, x.requires_grad) for x in inputs)
     return module.training, settings(), given
@@ -148,7 +151,7 @@ class Chooser:
     choices: list[Choice]
 
     def __call__(self) -> str | None:
-        """What errors call the region that begins now, if one does."""
+        """The name of the region that begins now; None if none begins."""
         call = self._call()
         self.session.check_began(call, self.choices)
         choice = chosen(self.choices, call[1])
@@ -158,7 +161,7 @@ class Chooser:
         return call_name(*call)
 
     def _call(self) -> Call:
-        """The call that begins; hooks counted it where others of it are programs."""
+        """The call that begins; hooks may have counted it already."""
         if running.calls:
             session, call = running.calls[-1]
             if session is self.session and call[0] == self.fqn:

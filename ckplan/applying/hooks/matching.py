@@ -1,4 +1,4 @@
-"""Which modules of a model a plan means: its regions, matched with them."""
+"""Match the regions of a plan with the modules of a model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ckplan.plan.plan import PlannedRegion
 def choices_of(
     regions: Sequence[PlannedRegion], modules: Mapping[str, nn.Module]
 ) -> list[Choice]:
-    """What is planned for which modules, checked against the model."""
+    """The choices of a plan, checked against the model."""
     whole = _whole_choices(regions, modules)
     runs = [_run_choice(region, modules) for region in regions if region.run]
     found = [*(choice for same in whole.values() for choice in same), *runs]
@@ -96,8 +96,8 @@ def _makers_of(
 ) -> Iterator[str]:
     """Modules around both that may call them, innermost first.
 
-    Which one does is seen when it runs: a ``Sequential`` may be called, or be a list
-    that somebody goes through.
+    The caller is known only at run time: a ``Sequential`` may be called, or only
+    iterated over.
     """
     if first != last and (is_around(first, last) or is_around(last, first)):
         return
@@ -112,7 +112,7 @@ def _makers_of(
 
 
 def _place(inner: Choice, region: PlannedRegion, choices: Iterable[Choice]) -> None:
-    """Put a region inside of those around it, as far as names tell."""
+    """Add a nested region to the choices around it, by module names."""
     around = [choice for choice in choices if _is_inside(inner, choice)]
     if not around:
         apart = PlanError(

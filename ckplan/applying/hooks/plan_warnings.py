@@ -1,4 +1,4 @@
-"""What applying a plan, and running a planned model, has to say to the user."""
+"""Warnings of applying a plan and running a planned model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ckplan.units import format_bytes
 
 
 def missing_ops(choice: Choice, region: Recorder) -> str:
-    """Which ops a plan names that a forward did not run, and what is near."""
+    """Message of planned ops that a forward did not run, with a near name."""
     first = choice.missing[0]
     there = [str(OpName(*key)) for key in region.names.seen]
     near = did_you_mean(first, there)
@@ -34,18 +34,18 @@ def missing_ops(choice: Choice, region: Recorder) -> str:
 
 
 IDLE = "did not run in the first step"
-"""What is said of regions whose calls never came."""
+"""Message of regions whose calls never came."""
 
 
 def idle_regions(choices: Iterable[Choice]) -> str:
-    """Which regions have not run yet; empty if all have."""
+    """Message of regions that have not run yet; empty if all have."""
     names = [choice.name for choice in choices if not choice.runs]
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return f"{', '.join(names[:3])}{more} {IDLE}" if names else ""
 
 
 def warn_of_differences(plan: Plan, model: nn.Module) -> None:
-    """Say in what a model is not the one that the plan was made for."""
+    """Warn of each difference between a model and the planned one."""
     here = {"torch": torch_version(), "parameters": parameter_shapes(model)}
     for difference in differences(plan.fingerprint, plan_fingerprint(here)):
         warnings.warn(
@@ -54,7 +54,10 @@ def warn_of_differences(plan: Plan, model: nn.Module) -> None:
 
 
 def warn_of_other_device(plan: Plan, model: nn.Module) -> bool:
-    """Not before the model runs: many are planned first and moved then."""
+    """Warn if the model runs on another device than planned; return whether.
+
+    Called when the model runs, since users often apply a plan before moving it.
+    """
     planned = plan.fingerprint.get("device")
     first = next(model.parameters(), None)
     here = planned if first is None or is_fake(first) else first.device.type
@@ -72,7 +75,7 @@ def warn_of_other_device(plan: Plan, model: nn.Module) -> bool:
 def warn_of_larger_batch(
     plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> bool:
-    """Whether a batch has more elements than the planned one; says so, too."""
+    """Warn if a batch has more elements than planned; return whether."""
     planned = plan.fingerprint.get("batch", {})
     for name, here in batch_shapes(args, kwargs).items():
         before = count_elements(planned.get(name, ""))

@@ -1,4 +1,4 @@
-"""What a plan attached to a model, and which of its regions run now."""
+"""The hooks that a plan attached to a model, and its open regions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _saved_tensors_hooks_are_enabled = torch._C._autograd._saved_tensors_hooks_is_en
 
 
 class OpenInnerRegion(NamedTuple):
-    """A region inside another one, whose forward runs now."""
+    """A nested region whose forward runs now."""
 
     choice: Choice
     last: Call  # that ends it
@@ -49,10 +49,12 @@ class OpenRegion:
     last: Call  # that ends it
     switched_off: list[nn.Module]  # modules that would checkpoint themselves
     inner: list[OpenInnerRegion] = field(default_factory=list)  # innermost last
-    missing: list[str] = field(default_factory=list)  # saves of theirs
+    missing: list[str] = field(
+        default_factory=list
+    )  # saves of nested regions that named no op
 
     def begin_inner(self, choices: Sequence[tuple[Choice, Choice]], call: Call) -> None:
-        """Open the regions inside that begin with a call."""
+        """Open the nested regions that begin with a call."""
         while choices:
             around = self.inner[-1].choice if self.inner else self.choice
             choice = chosen((c for outer, c in choices if outer is around), call[1])
@@ -63,15 +65,15 @@ class OpenRegion:
             self.inner.append(OpenInnerRegion(choice, choice.last or call))
 
     def end_inner(self, call: Call) -> None:
-        """Close the regions inside that end with a call."""
+        """Close the nested regions that end with a call."""
         while self.inner and self.inner[-1].last == call:
             choice, _ = self.inner.pop()
             found = self.region.end_inner()
-            if found is not None:  # a replay knows none
+            if found is not None:  # a guard check knows none
                 self.missing += choice.missing_of(found)
 
     def close(self, *, learn: bool) -> None:
-        """Its forward is over; learn from one that ended as others will."""
+        """End its forward; store its program if later forwards can repeat it."""
         self._switch_on()
         self.choice.end(self.region, self.key, self.missing, learn=learn)
         recorder = self.region.recorder
@@ -79,7 +81,7 @@ class OpenRegion:
             self.session.warn_once("ops", missing_ops(self.choice, recorder))
 
     def abandon(self) -> None:
-        """Its forward was interrupted."""
+        """Stop its forward, which was interrupted."""
         self._switch_on()
         self.region.abandon()
 
@@ -89,7 +91,7 @@ class OpenRegion:
 
 
 class _Running(threading.local):
-    """What runs now in this thread, innermost last."""
+    """Calls and regions that run now in this thread, innermost last."""
 
     def __init__(self) -> None:
         # Of modules at which regions begin or end:
@@ -108,14 +110,14 @@ class _Running(threading.local):
             self.regions.pop().abandon()
 
     def place(self, choice: Choice) -> None:
-        """Let paths of a region that begins be below the module that calls it."""
+        """Make op paths of a new region relative to the module that calls it."""
         if choice.makers:
             session = self.calls[-1][0]
             choice.below({fqn for around, fqn in self.made_by if around is session})
 
     @property
     def path(self) -> list[str]:
-        """Whose ops run, for the region that runs."""
+        """FQNs of the modules that run in the open region, innermost last."""
         return self.regions[-1].region.path if self.regions else []
 
 
@@ -124,7 +126,7 @@ running = _Running()
 
 @dataclass(eq=False)
 class Session:
-    """All that a plan attached to one model; copied with it."""
+    """The hooks and wrappers of a plan on one model; copied with it."""
 
     plan: Plan
     # As running.numbers, for threads where no forward of the model began: backward's
@@ -133,8 +135,8 @@ class Session:
     choices: list[Choice] = field(default_factory=list)
     handles: list[RemovableHandle] = field(default_factory=list)
     wrappers: list[ForwardWrapper] = field(default_factory=list)
-    larger: bool = False  # a batch was larger than planned, which was said
-    warned: set[str] = field(default_factory=set)  # of what else
+    larger: bool = False  # whether it warned of a batch larger than planned
+    warned: set[str] = field(default_factory=set)  # kinds of warnings already given
     began: bool = False  # the model ran, on whatever device it is now
     ended: bool = False  # and came to the end of a forward under gradients
 
@@ -162,20 +164,20 @@ class Session:
         self.ended = self.ended or torch.is_grad_enabled()
 
     def wrap_forward(self, forward: ForwardWrapper) -> None:
-        """Put something in the place of a module's forward."""
+        """Replace a module's forward by a wrapper."""
         self.wrappers.append(forward)
         self.handles.append(hook_begin(forward.module, forward.begin))
         forward.module.forward = forward
 
     def warn_once(self, of: str, what: str) -> None:
-        """Say what of the plan cannot be carried out; of each kind the first."""
+        """Warn that a part of the plan cannot be applied; once for each kind."""
         if of not in self.warned:
             self.warned.add(of)
             rest = "results are the same, memory is not; see ckplan.status(model)"
             warnings.warn(f"{what}: {rest}", stacklevel=4)
 
     def check_began(self, call: Call, choices: Iterable[Choice]) -> None:
-        """Say when numbers of calls do not begin anew: the model is not called."""
+        """Warn if call numbers never restart because the model is not called."""
         if self.began or not torch.is_grad_enabled():
             return
         fqn, number = call
@@ -189,9 +191,9 @@ class Session:
             self.warn_once("numbers", what)
 
     def interrupted(self) -> None:
-        """A forward ended by what is no ``Exception``."""
+        """Forget a forward that a ``BaseException`` ended, such as Ctrl-C."""
         running.abandon(self)
-        self.warned.add("idle")  # regions that began did not run
+        self.warned.add("idle")  # interrupted regions count as not run
 
     def count(self, fqn: str) -> int:
         """The number of the call that begins now, in this thread's forward if any."""
@@ -204,7 +206,7 @@ class Session:
 def chosen(choices: Iterable[Choice], number: int) -> Choice | None:
     """The choice for a call, if it is a region now.
 
-    Some transforms of ``torch.func`` forbid to see what autograd saves.
+    Some transforms of ``torch.func`` forbid saved-tensor hooks.
     """
     if torch.is_grad_enabled() and _saved_tensors_hooks_are_enabled():
         for choice in choices:

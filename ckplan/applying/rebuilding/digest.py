@@ -1,8 +1,8 @@
-"""What a dropped tensor looked like, to be compared with what is made again.
+"""Digests of dropped tensors, compared with the rebuilt ones.
 
-The first forward of every region is looked at, so that a kernel that writes past torch,
-or whatever else no mode shows, is told in the first step. Kernels whose results differ
-in their last bits pass. It is no error: some kernels leave what they pad unwritten.
+The first forward of every region is checked, so that writes that no mode sees are
+reported in the first step. Kernels whose results differ in their last bits pass. A
+difference is a warning, not an error: some kernels leave padding unwritten.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LEAST_ITEM_BYTES = 2  # masks and the like say little
 
 
 def digest(tensor: torch.Tensor) -> Digest | None:
-    """Three numbers of a tensor; None where there are none to be had."""
+    """Three numbers of a tensor; None if they cannot be computed."""
     if is_fake(tensor) or type(tensor) is not torch.Tensor or not tensor.numel():
         return None
     if tensor.dtype.itemsize < _LEAST_ITEM_BYTES or _is_captured(tensor):
@@ -47,13 +47,13 @@ def _is_captured(tensor: torch.Tensor) -> bool:
 
 
 def is_same(before: Digest, tensor: torch.Tensor) -> bool:
-    """Whether a tensor is what was there before, as far as three numbers tell."""
+    """Whether a tensor has the digest of the dropped one."""
     now = digest(tensor)
     return now is None or all(map(_is_equal, before, now))
 
 
 def is_alike(before: Digest, tensor: torch.Tensor) -> bool:
-    """Whether a tensor is what was there before, but for noise of its kernel."""
+    """Whether a tensor has the digest of the dropped one, up to kernel noise."""
     now = digest(tensor)
     if now is None:
         return True

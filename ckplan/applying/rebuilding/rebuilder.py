@@ -1,10 +1,10 @@
 """Rebuild what a region dropped, op by op, with the module's own forward untouched.
 
-A ``Rebuilder`` belongs to one forward of a region. When autograd wants a dropped
-tensor, just the ops that it needs run again. Which ops those are was written down while
-that forward ran (``record.py``), or in an earlier forward that this one was seen to
-repeat call by call (``replay.py``). So another shape, another branch or another number
-gives another program, never a stale one.
+A ``Rebuilder`` belongs to one forward of a region. When autograd needs a dropped
+tensor, only the ops behind it are rerun. Those ops were recorded in that forward
+(``recording/recorder.py``), or in an earlier one whose guards this forward passed
+(``guards/checker.py``). So another shape, branch or number gives another program,
+never a stale one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ckplan.simulating.program import Flow, Program
 from ckplan.simulating.rebuild import Rebuild
 
 _Place: TypeAlias = tuple[torch.device, torch.Generator | None]
-"""Whose random state: a generator, or the device's own."""
+"""Owner of a random state: a generator, or a device."""
 
 
 class Step(NamedTuple):
@@ -48,7 +48,7 @@ class Step(NamedTuple):
 
 
 class Rebuilder:
-    """What one forward of a region leaves behind for its backward."""
+    """Program and retained tensors of one forward, for its backward."""
 
     def __init__(
         self,
@@ -59,14 +59,14 @@ class Rebuilder:
         encoded: Mapping[int, Encoded],
         states: Mapping[int, torch.Tensor],
     ) -> None:
-        """Take over what a forward leaves behind.
+        """Take over the tensors and states of a forward.
 
         Args:
-            name: What errors call the region.
-            program: What rebuilds its dropped values.
+            name: Name of the region in errors.
+            program: Program that rebuilds its dropped values.
             steps: At least those that the program runs.
             retained: Values to rebuild from, at least those that the program retains.
-            encoded: Values in a smaller form, at least those that it decodes.
+            encoded: Encoded values, at least those that it decodes.
             states: Of the random generator before every random step that it runs.
         """
         self.name = name
@@ -88,14 +88,14 @@ class Rebuilder:
         self._warned = False
 
     def unpack(self, ref: Ref, part: int) -> torch.Tensor:
-        """The dropped tensor again.
+        """Rebuild a dropped tensor.
 
         Args:
             ref: The tensor.
             part: The inner region that saved it, counted from 1; 0 if none did.
 
         Raises:
-            ApplyError: What it is rebuilt from changed.
+            ApplyError: A tensor that it is rebuilt from changed.
         """
         level = self._rebuild.owner(ref.value, part)
         values = level.machine.values
@@ -118,7 +118,7 @@ class Rebuilder:
         return tensor
 
     def warn_of(self, tensor: torch.Tensor) -> None:
-        """Say of a rebuilt tensor that it is not what was dropped; once."""
+        """Warn once that a rebuilt tensor differs from the dropped one."""
         if not self._warned:
             self._warned = True
             warnings.warn(
@@ -152,7 +152,7 @@ class _RegionState:
             yield encoded.data
 
     def draw_again(self, step: int) -> None:
-        """Let a random step draw what it drew."""
+        """Set the random state that a step had in forward."""
         self.runs[step] -= 1
         state = self.states.get(step)
         if state is not None:
@@ -164,7 +164,7 @@ class _RegionState:
                 del self.states[step]
 
     def leave_generators_as_found(self) -> None:
-        """Put back the random states from before."""
+        """Restore the random states from before."""
         for place, state in self.generators.items():
             set_random_state(*place, state)
         self.generators.clear()
@@ -188,7 +188,7 @@ class _Kernels:
         return _Kernels(self._left, {}, self.values)
 
     def run(self, step: int, copies: Collection[int], keep: Collection[int]) -> None:
-        """Run an op again."""
+        """Rerun an op."""
         op, flow, values = self._left.steps[step], self._left.flow, self.values
         present, moved = self._inputs(step)
         for value in copies:
@@ -230,12 +230,12 @@ class _Kernels:
         self.values[value] = decode(self._left.encoded.pop(value))
 
     def fetch(self, value: int) -> None:
-        """Take a value from the region around."""
+        """Take a value from the outer region."""
         assert self._around is not None, "the outermost region has what it holds"
         self.values[value] = self._around[value]
 
     def free(self, value: int) -> None:
-        """Let a value go."""
+        """Free a value."""
         self.values.pop(value, None)
         if self._around is None:
             self._left.retained.pop(value, None)
@@ -259,7 +259,7 @@ def _give(
 
 
 def _below_autograd() -> AbstractContextManager[object]:
-    """As ops ran when they were recorded: what autograd and autocast made of them.
+    """The state in which ops were recorded: below autograd and autocast.
 
     Grad mode can be on below autograd, as it was for the kernels of the forward.
     """

@@ -1,4 +1,4 @@
-"""The calls of torch functions that a forward makes, written down."""
+"""The log of torch functions that a forward calls."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Returned(NamedTuple):
 
 @dataclass(slots=True)
 class Call:
-    """A call as it is written down."""
+    """A recorded call."""
 
     func: Callable[..., Any]
     arguments: Any
@@ -48,10 +48,10 @@ class Call:
 
 
 class CallLog(TorchFunctionMode):
-    """Writes down the functions that a forward calls."""
+    """Records the functions that a forward calls."""
 
     def __init__(self, storages: Storages, packing: Packing) -> None:
-        """Begin a forward: what its ops met so far, and what autograd saved."""
+        """Begin a forward with its storages and saved tensors."""
         super().__init__()
         self.calls: list[Call] = []
         self.inputs: list[tuple[Geometry, StorageWeakRef]] = []
@@ -106,13 +106,13 @@ class CallLog(TorchFunctionMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Calls that the region makes itself are not the forward's."""
+        """Record no calls that the region itself makes."""
         self._is_paused = True
         yield
         self._is_paused = False
 
     def close(self) -> None:
-        """The forward is over: what was written down is in the template."""
+        """End the forward."""
         self._slots.close()
 
     def _meet(self, tensor: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""What a plan calls the ops of a region, and which of their values it keeps."""
+"""Names of a region's ops in a plan, and the values that the plan keeps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ OpKey = tuple[str, str, int]
 
 
 def key_of(op: OpName) -> OpKey:
-    """What a plan calls an op, whichever of its outputs it means."""
+    """The key of an op, without the output."""
     return op.path, op.name, op.occurrence
 
 
@@ -22,12 +22,12 @@ Saves = Mapping[OpKey, frozenset[int] | None]
 """Outputs to keep; None for all of them."""
 
 Encodes = Mapping[OpKey, Mapping[int | None, str]]
-"""Outputs to keep in a smaller form, and in which."""
+"""Outputs to encode, with their encodings."""
 
 
 @dataclass(slots=True)
 class Names:
-    """What a plan calls the ops below a module."""
+    """Names of the ops below a module."""
 
     top: str  # FQN of the module
     saves: Saves
@@ -59,7 +59,7 @@ class Names:
 
 @dataclass(slots=True)
 class Inner:
-    """A region inside, as it is written down."""
+    """A nested region, as recorded."""
 
     start: int  # first step
     outer: int

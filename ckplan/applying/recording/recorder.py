@@ -1,8 +1,8 @@
-"""Watch a region's forward op by op: what was not seen before is written down.
+"""Record a region's forward op by op.
 
-A dispatch mode writes down the ops and saved-tensor hooks let go of what the plan
-drops. Beside it, a function mode writes down the calls that led to the ops, so that the
-next forward need only be seen to make the same calls (``replay.py``).
+A dispatch mode records the ops, and saved-tensor hooks drop tensors that the plan does
+not keep. A function mode records the calls that led to the ops, so that the next
+forward needs only a guard check of its calls (``guards/checker.py``).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ckplan.training.uninitialized import has_zero_beta
 
 
 class _Access(NamedTuple):
-    """The storages of an op, as ``program.Flow`` wants them."""
+    """The storages of an op, as ``program.Flow`` needs them."""
 
     reads: list[int]
     writes: list[int]
@@ -45,7 +45,7 @@ class _Access(NamedTuple):
 
 
 class Recorder(TorchDispatchMode):
-    """One forward of a region, seen op by op."""
+    """One forward of a region, recorded op by op."""
 
     def __init__(
         self,
@@ -56,18 +56,18 @@ class Recorder(TorchDispatchMode):
         *,
         checks_digest: bool = False,
     ) -> None:
-        """Be ready to watch.
+        """Set up the recorder.
 
         Args:
-            name: What errors call the region.
-            top: FQN of the module that paths of its ops begin below.
+            name: Name of the region in errors.
+            top: FQN of the module that op paths are relative to.
             saves: Outputs to keep.
-            encodes: Outputs to keep in a smaller form.
+            encodes: Outputs to encode.
             checks_digest: Whether rebuilt tensors are compared with dropped ones.
         """
         super().__init__()
         self.name = name
-        self.watches = False  # or only says what rebuilds what was dropped before
+        self.watches = False  # else it only rebuilds tensors dropped before
         self.path: list[str] = [top]  # FQNs of the modules that run, innermost last
         self._encodes = encodes
         self.names = Names(top, saves, {*saves, *encodes})
@@ -76,13 +76,15 @@ class Recorder(TorchDispatchMode):
         self.open_inner = [0]  # inner regions that run now, counted from 1
         self.steps: dict[int, Step] = {}
         self.states: dict[int, torch.Tensor] = {}
-        self.statistics: dict[int, int] = {}  # running ones -> step that goes by them
+        self.statistics: dict[
+            int, int
+        ] = {}  # running statistics -> step that reads them
         self.encoded: dict[int, Encoded] = {}  # value -> its smaller form
         self.storages = Storages(name)
         self.packing = Packing(name, self.storages, checks_digest=checks_digest)
         self.log = CallLog(self.storages, self.packing)
         self.call_of: list[int] = []  # step -> call
-        # Of a forward that began as a replay: steps of then that cannot run again.
+        # After a guard miss: earlier steps that cannot be rerun.
         self.gone: set[int] = set()
         # Once it is over:
         self.parts: tuple[NestedRegion, ...] = ()
@@ -94,7 +96,7 @@ class Recorder(TorchDispatchMode):
         return False  # the guard against being compiled costs more than recording an op
 
     def open(self) -> None:
-        """Begin to watch."""
+        """Begin to record."""
         self.watches = True
         hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, unpack)
         for context in (uncompiled(), hooks, self.log, self):
@@ -102,29 +104,29 @@ class Recorder(TorchDispatchMode):
 
     @property
     def recorder(self) -> Recorder:
-        """What is written down of a forward: all of it."""
+        """This recorder: it records the whole forward."""
         return self
 
     def go_on(self) -> None:
-        """Begin to watch ops where somebody else saw what came before."""
+        """Begin to record ops in the middle of a forward."""
         self.watches = True
         self._contexts.enter_context(self)
 
     def begin_inner(self, top: str, saves: Saves) -> None:
-        """A region inside this one begins."""
+        """Begin a nested region."""
         names = Names(top, saves, saves.keys())
         start = len(self.storages.flow.inputs)
         self.inner.append(Inner(start, self.open_inner[-1], names))
         self.open_inner.append(len(self.inner))
 
     def end_inner(self) -> set[OpKey]:
-        """The region that began last ends; returns the saves that named an op."""
+        """End the innermost nested region; return the saves that named an op."""
         inner = self.inner[self.open_inner.pop() - 1]
         inner.stop = len(self.storages.flow.inputs)
         return inner.names.found
 
     def close(self) -> None:
-        """Forward is over: find the program and hold only what it needs.
+        """End the forward; compile the program and retain only what it needs.
 
         Raises:
             ApplyError: The region overwrote an input that it would have to rebuild
@@ -160,14 +162,14 @@ class Recorder(TorchDispatchMode):
         self.parts, self.program = parts, program
 
     def release(self) -> None:
-        """Hold nothing of the forward any longer: it is over, and guarded or not."""
+        """Free everything retained from the forward."""
         self.log.close()
         storages = self.storages
         for one in (storages.unfilled, storages.retained, self.encoded, self.states):
             one.clear()
 
     def abandon(self) -> None:
-        """Forward was interrupted: watch no longer."""
+        """Stop recording: the forward was interrupted."""
         self._contexts.close()
 
     def __torch_dispatch__(
@@ -241,7 +243,7 @@ class Recorder(TorchDispatchMode):
     def _look_at_values(
         self, func: Any, traits: OpTraits, args: tuple[Any, ...]
     ) -> None:
-        """Calls do not tell what ops return whose shape, or number, values decide."""
+        """Mark the log as broken if output shapes or numbers depend on data."""
         if func is torch.ops.aten._local_scalar_dense.default:
             self.log.read = True
         if traits.dynamic and has_data_dependent_shape(func, tensors_in(args)):
@@ -250,7 +252,7 @@ class Recorder(TorchDispatchMode):
     def _overwrite(
         self, traits: OpTraits, fresh: int, number: int, writes: Collection[int]
     ) -> None:
-        """An op wrote values: what they were is there no more."""
+        """Handle an op that overwrote values: forget their old content."""
         overwrites = self.storages.flow.overwrites[number]
         for value in overwrites:
             self.storages.retained.pop(value, None)
@@ -279,7 +281,7 @@ class Recorder(TorchDispatchMode):
         return [self.storages.number(t) for value in changed for t in tensors_in(value)]
 
     def _save(self, name: str, number: int, returned: list[torch.Tensor]) -> None:
-        """Hold or encode the outputs that the plan names."""
+        """Retain or encode the outputs that the plan names."""
         values = self.storages.flow.returned[number]
         place = self.path[-1], name, len(values)
         key = self.names.key(*place)
@@ -300,12 +302,12 @@ class Recorder(TorchDispatchMode):
 
     def pack(self, tensor: torch.Tensor) -> Kept | Dropped:
         """Keep what autograd saves, or drop it."""
-        with self.log.paused():  # own functions pack outside of any call
+        with self.log.paused():  # custom functions pack outside of any call
             return self.packing.pack(tensor, self.open_inner[-1])
 
 
 def otherwise_saved(name: str) -> ApplyError:
-    """What autograd saved cannot be told from the calls that led to it."""
+    """The error for equal calls that saved different tensors."""
     return ApplyError(
         f"cannot rebuild {name}: the same calls of torch saved other tensors than in "
         "an earlier forward",

@@ -1,4 +1,4 @@
-"""What autograd saves in a region, and what it keeps in place of that."""
+"""Saved tensors of a region: kept, or dropped and rebuilt in backward."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ckplan.errors import ApplyError
 
 @dataclass(slots=True)
 class Handle:
-    """Where saved tensors of a forward find what rebuilds them."""
+    """The rebuilder that saved tensors of a forward share."""
 
     rebuilder: Rebuilder | None = None
     # Values that autograd saved before an op filled them -> what they are then.
@@ -35,7 +35,7 @@ class Kept(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Dropped:
-    """A saved tensor that is rebuilt when it is wanted."""
+    """A saved tensor that is rebuilt when backward needs it."""
 
     handle: Handle
     ref: Ref
@@ -45,7 +45,7 @@ class Dropped:
 
 
 class Packed(NamedTuple):
-    """A saved tensor, as it is written down."""
+    """A saved tensor, as recorded."""
 
     size: torch.Size
     value: int  # -1 for a tensor from elsewhere
@@ -60,7 +60,7 @@ class Packing:
         """Nothing is saved yet.
 
         Args:
-            region: What errors call it.
+            region: Name of the region in errors.
             storages: Of the same forward; what they hold is kept.
             checks_digest: Whether rebuilt tensors are compared with dropped ones.
         """
@@ -103,7 +103,7 @@ class Packing:
         return Dropped(self.handle, ref, part, like)
 
     def fill(self, since: int, filled: Mapping[int, int]) -> None:
-        """What was saved for an op that fills it, autograd means as it is then.
+        """Map tensors saved before their op fills them to the filled values.
 
         Such as the noise of ``rrelu_with_noise``, which is no new version.
 
@@ -125,7 +125,7 @@ class Packing:
 
 
 def unpack(packed: Kept | Dropped) -> torch.Tensor:
-    """Give autograd what it saved."""
+    """Give autograd a saved tensor, rebuilt if it was dropped."""
     if isinstance(packed, Dropped):
         if packed.tensor is not None:
             return packed.tensor
@@ -156,6 +156,6 @@ def unpack(packed: Kept | Dropped) -> torch.Tensor:
 
 
 def keep(tensor: torch.Tensor, name: str) -> Kept:
-    """What stays of what autograd saves in a region."""
+    """Keep a saved tensor with its version."""
     tensor = bare(tensor)
     return Kept(tensor, version_of(tensor), name)

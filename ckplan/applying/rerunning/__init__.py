@@ -1,1 +1,1 @@
-"""Run a module again in backward."""
+"""Rerun a module in backward."""

@@ -1,13 +1,12 @@
-"""Run a module again in backward, in the world that its forward saw.
+"""Rerun a module in backward, from a snapshot of the state of its forward.
 
-``torch.utils.checkpoint`` decides when, and puts autocast back. Around it, everything
-else that a forward may depend on or change is put back for the second run and put
-forward after it: buffers, plain attributes of modules and lists, dicts and sets in
+``torch.utils.checkpoint`` decides when, and restores autocast. All other state that a
+forward may read or change is restored for the second run and set forward after it:
+buffers, plain attributes of modules and lists, dicts and sets in
 them, hooks, the random states of torch, Python, NumPy and of generators.
-What cannot be put back is watched: inputs, parameters and tensors from elsewhere by
-their versions, and the calls of torch functions one by one, as replays are. So a module
-that does something else the second time is an error that names the region, never a
-wrong gradient.
+State that cannot be restored is checked: inputs, parameters and outside tensors by
+their versions, and calls of torch functions one by one. So a module that differs in
+the second run raises an error that names the region, never a wrong gradient.
 """
 
 from __future__ import annotations
@@ -36,13 +35,16 @@ from ckplan.applying.tensors.compiled import uncompiled
 from ckplan.applying.tensors.random_state import random_state
 from ckplan.errors import ApplyError
 
-_STOP = "_StopRecomputationError"  # torch has all that it wanted
+_STOP = "_StopRecomputationError"  # torch has all tensors that it needs
 _NOT_COMPARED = 0
-_NOT_FOLLOWED = (torch.Tensor.detach, torch._C._set_grad_enabled)  # torch's own doing
+_NOT_FOLLOWED = (
+    torch.Tensor.detach,
+    torch._C._set_grad_enabled,
+)  # torch calls these itself
 
 
 class Rerun:
-    """One forward of a module that is to run again."""
+    """One forward of a module that is rerun in backward."""
 
     def __init__(
         self,
@@ -55,11 +57,11 @@ class Rerun:
         """Begin the forward.
 
         Args:
-            name: What errors call the region.
-            module: Whose state is put back.
-            forward: What runs.
-            args: As the caller gave them.
-            kwargs: Likewise.
+            name: Name of the region in errors.
+            module: Module whose state is restored.
+            forward: Function to run.
+            args: Positional arguments of the call.
+            kwargs: Keyword arguments of the call.
         """
         self.name = name
         self._forward = forward
@@ -79,7 +81,7 @@ class Rerun:
         self.devices = [torch.empty(0, device=device) for device in devices]
 
     def __call__(self, *_: torch.Tensor) -> Any:
-        """Run the forward; the first time on what the caller gave."""
+        """Run the forward; the first time on the caller's inputs."""
         if self._first is not None:
             (args, kwargs), self._first = self._first, None
         else:
@@ -89,16 +91,16 @@ class Rerun:
     def contexts(
         self,
     ) -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
-        """What the forward runs in, and what runs again runs in."""
+        """Contexts of the forward and of its rerun."""
         return _Seen(self), _Again(self)
 
     def end(self) -> None:
-        """The forward is over: hold only what it changed."""
+        """End the forward; retain only state that it changed."""
         self.calls.close()
         self._seen += self._world.settle()
 
     def begin_again(self) -> tuple[Snapshot, _Calls]:
-        """Put everything back.
+        """Restore all state.
 
         Raises:
             ApplyError: A tensor that it reads was changed in place.
@@ -126,7 +128,7 @@ class Rerun:
                 )
 
     def changed(self, found: str) -> ApplyError:
-        """The error for a forward that does something else."""
+        """The error for a rerun that differs."""
         if [*self._modules[0].modules()] != self._modules:
             return ApplyError(
                 f"cannot run {self.name} again: its forward made or replaced a module",
@@ -142,7 +144,7 @@ class Rerun:
 
 
 class _Seen(AbstractContextManager[None]):
-    """Around the forward."""
+    """Context of the forward."""
 
     def __init__(self, rerun: Rerun) -> None:
         self._rerun = rerun
@@ -159,7 +161,7 @@ class _Seen(AbstractContextManager[None]):
 
 
 class _Again(AbstractContextManager[None]):
-    """Around every further run: there is one for each backward."""
+    """Context of every rerun: there is one for each backward."""
 
     def __init__(self, rerun: Rerun) -> None:
         self._rerun = rerun
@@ -185,19 +187,19 @@ class _Again(AbstractContextManager[None]):
 
 
 class _DifferentError(RuntimeError):
-    """Stops a run that does something else; its region says so at the end."""
+    """Stops a rerun that differs; its region raises the error at the end."""
 
 
 class _Calls(TorchFunctionMode):
-    """Follows the calls of torch functions, and compares them with earlier ones."""
+    """Compares the calls of torch functions with those of the first run."""
 
     def __init__(
         self, expected: _Calls | None = None, put_back: Collection[int] = ()
     ) -> None:
-        """Begin a run; ``put_back`` has the ids of tensors that are as they were."""
+        """Begin a run; ``put_back`` has the ids of restored tensors."""
         super().__init__()
         self.generators: list[tuple[torch.Generator, torch.Tensor]] = []
-        self.different = ""  # the first call that was another
+        self.different = ""  # the first call that differs
         self.stopped: type[Exception] | None = None
         self._expected = expected
         self._put_back = put_back
@@ -233,7 +235,7 @@ class _Calls(TorchFunctionMode):
         return out
 
     def close(self) -> None:
-        """The run is over: hold nothing but digests."""
+        """End the run; keep only digests."""
         self._slots.close()
         self._expected = None
 
@@ -255,7 +257,7 @@ class _Calls(TorchFunctionMode):
         self._check_version(tensor, what)
 
     def _check_version(self, tensor: torch.Tensor, what: str) -> None:
-        """The same tensor as in the first run must hold the same values."""
+        """Check that a tensor of the first run has the same values."""
         place, version = len(self._met), version_of(tensor)
         self._met.append((weakref.ref(tensor), version))
         if self._expected is None or self.different or id(tensor) in self._put_back:
@@ -286,7 +288,7 @@ class _Calls(TorchFunctionMode):
 
 
 def _detached(leaves: Iterable[Any]) -> list[Any]:
-    """Inputs without the graph behind them: holding that would be a cycle.
+    """Inputs without their graph, which would form a reference cycle.
 
     What was given twice is one tensor again, as attention asks: ``query is key``. What
     was no leaf is none: autocast keeps its casts of leaves. A view by ``[...]`` has all

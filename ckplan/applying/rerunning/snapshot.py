@@ -1,4 +1,4 @@
-"""The world of a forward: what it may read and change beside its inputs.
+"""Snapshot of the state that a forward may read and change beside its inputs.
 
 Parameters, as far as others take their place, and whether they require gradients,
 buffers, plain attributes of modules and lists, dicts and sets in them, hooks around
@@ -27,12 +27,12 @@ from ckplan.applying.tensors.random_state import random_state, set_random_state
 
 _REGISTRIES = frozenset(vars(nn.Module())) - {"training"}
 _HOOKS = [name for name in _REGISTRIES if name.startswith("_forward_")]
-_MOST_ITEMS = 10_000  # larger containers are taken for data, which forwards only read
+_MOST_ITEMS = 10_000  # larger containers count as data that forwards only read
 
 
 @dataclass
 class Snapshot:
-    """What a forward may read and change beside its inputs, at one moment."""
+    """State that a forward may read and change beside its inputs."""
 
     attributes: list[tuple[dict[str, Any], dict[str, Any], int]]  # and how many
     containers: list[tuple[Any, Any]]
@@ -45,7 +45,7 @@ class Snapshot:
 
     @classmethod
     def of(cls, modules: Iterable[nn.Module], sources: Iterable[Source]) -> Snapshot:
-        """What there is now."""
+        """Take a snapshot of the current state."""
         modules = list(modules)
         attributes, parameters, buffers = [], [], []
         containers: list[tuple[Any, Any]] = []
@@ -87,10 +87,10 @@ class Snapshot:
         )
 
     def settle(self) -> list[tuple[torch.Tensor, int, Digest | None]]:
-        """Let go of what is as it was.
+        """Free the state that did not change.
 
         Returns:
-            Buffers of which that is true, their versions and what they look like.
+            Unchanged buffers, with their versions and digests.
         """
         same = [
             (b, version, digest(b) if b.device.type == "cpu" else None)
@@ -103,7 +103,7 @@ class Snapshot:
         return same
 
     def restore(self) -> None:
-        """Make everything what it was."""
+        """Restore the state."""
         for everything, plain, size in self.attributes:
             everything.update(plain)
             if len(everything) > size:
@@ -128,28 +128,28 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Source:
-    """Where random numbers come from: what reads its state, sets and compares it."""
+    """A random source: functions that read, set and compare its state."""
 
     state: Callable[[], Any]
     set_state: Callable[[Any], None]
     are_same: Callable[[Any, Any], bool] = operator.eq
 
     def put(self, state: Any) -> None:
-        """Let the numbers to come be those of a state."""
+        """Set the state."""
         self.set_state(state)
 
     def is_at(self, state: Any) -> bool:
-        """Whether nothing was drawn since."""
+        """Whether nothing was drawn since a state."""
         return self.are_same(self.state(), state)
 
 
 def _look_same(one: Any, other: Any) -> bool:
-    """Whether states of NumPy's are: they have arrays in them."""
+    """Whether two NumPy states are equal: they contain arrays."""
     return pickle.dumps(one) == pickle.dumps(other)
 
 
 def _numpy_state() -> Any:
-    """That of NumPy's global generator, where somebody has imported it."""
+    """NumPy's global random source, if NumPy is imported."""
     numpy = sys.modules.get("numpy")
     return None if numpy is None else numpy.random.get_state()
 
@@ -176,7 +176,7 @@ _EVERYWHERE = (
 
 
 def state_of(modules: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
-    """Buffers of modules, and plain attributes that act as some: what a copy is of."""
+    """Buffers of modules, and plain attributes used as buffers; these are copied."""
     for module in modules:
         attributes = vars(module).values()  # registries are dicts, and no tensors
         yield from filter(_is_state, (*module._buffers.values(), *attributes))
@@ -203,7 +203,7 @@ def source_in(value: Any) -> Source | None:
 
 
 def sources_on(devices: Iterable[torch.device]) -> list[Source]:
-    """All that a forward on some devices may draw from, but for its own generators."""
+    """Random sources of a forward on some devices, except its own generators."""
     cuda = (_torch_source(device) for device in devices if device.type == "cuda")
     return [*_EVERYWHERE, *cuda]
 
@@ -211,7 +211,7 @@ def sources_on(devices: Iterable[torch.device]) -> list[Source]:
 def _containers(
     values: Iterable[Any], known: set[int] | None = None
 ) -> Iterator[tuple[Any, Any]]:
-    """Lists, dicts, sets and deques, each with a copy of what is in it, each once."""
+    """Lists, dicts, sets and deques, each once, with a copy of its content."""
     known = set() if known is None else known
     for value in values:
         if isinstance(value, (list, set, deque, dict)) and id(value) not in known:
@@ -225,7 +225,7 @@ def _containers(
 
 
 def _fill(container: Any, content: Any) -> None:
-    """Give a container its content again, if that is another now."""
+    """Restore the content of a container if it changed."""
     if isinstance(container, dict):
         now: Any = dict(container)
     else:
@@ -257,26 +257,26 @@ def _is_other(now: Any, before: Any) -> bool:
 
 
 def _is_leaf(value: Any) -> bool:
-    """Whether it may require gradients or not, as its owner likes."""
+    """Whether its ``requires_grad`` can be set."""
     return isinstance(value, nn.Parameter) and value.is_leaf
 
 
 def _train(trained: Iterable[tuple[nn.Parameter, bool]]) -> None:
-    """Let parameters require gradients or not."""
+    """Set whether parameters require gradients."""
     for parameter, requires_grad in trained:
         if parameter.requires_grad != requires_grad:
             parameter.requires_grad_(requires_grad)
 
 
 def _is_state(value: Any) -> bool:
-    """Whether it is a buffer, or a plain attribute that acts as one."""
+    """Whether a tensor is a buffer, or a plain attribute used as one."""
     return isinstance(value, torch.Tensor) and not value.requires_grad
 
 
 def _elements(buffer: torch.Tensor) -> torch.Tensor:
     """A buffer's elements, each once where it is expanded.
 
-    By ``.data``: what autograd saved stays valid whatever is written there.
+    Through ``.data``, so that writes do not invalidate saved tensors of autograd.
     """
     bare = buffer.data
     for dim, (size, stride) in enumerate(zip(bare.shape, bare.stride(), strict=True)):
@@ -286,11 +286,11 @@ def _elements(buffer: torch.Tensor) -> torch.Tensor:
 
 
 def _is_same(buffer: torch.Tensor, copy: torch.Tensor, version: int) -> bool:
-    """Whether a buffer is as it was; ``.data`` is changed without a new version."""
+    """Whether a buffer is unchanged; writes to ``.data`` add no version."""
     return version_of(buffer) == version and shows_same(buffer, copy)
 
 
 def shows_same(buffer: torch.Tensor, copy: torch.Tensor) -> bool:
-    """Whether the bytes are as they were, where looking costs little."""
+    """Whether the bytes are unchanged, if comparing is cheap."""
     checks_digest = type(buffer) is torch.Tensor and buffer.device.type == "cpu"
     return not checks_digest or torch.equal(_elements(buffer), copy)

@@ -1,12 +1,11 @@
-"""What a forward asks of torch: its calls of torch functions, in order.
+"""Arguments of torch function calls, in a form that can be compared.
 
-A forward that calls the same functions, with the same numbers, on tensors of the same
-geometry that flow in the same way, runs the same ops. So a program that was written
-down once holds for every forward that makes the same calls. Seeing the calls costs a
-fraction of seeing the ops.
+Forwards that call the same functions with the same numbers, on tensors of the same
+geometry and data flow, run the same ops. So a recorded program is valid for every
+forward that makes the same calls. Checking calls costs a fraction of recording ops.
 
-Tensors get numbers: those that a function returned 0, 1, 2 and so on, those that came
-from elsewhere -1, -2, -3, by first appearance.
+Tensors get numbers by first appearance: 0, 1, 2 and so on if a function returned them,
+-1, -2, -3 and so on if they came from outside.
 """
 
 from __future__ import annotations
@@ -94,11 +93,11 @@ _WITH_SIZES = frozenset(  # in their second argument, of packed sequences for mo
 
 
 class UnknownArgumentError(Exception):
-    """A function was called with what cannot be compared from step to step."""
+    """A function was called with an argument that cannot be compared."""
 
 
 class Geometry(NamedTuple):
-    """All of a tensor that decides which ops run on it."""
+    """The properties of a tensor that decide which ops run on it."""
 
     size: torch.Size
     stride: tuple[int, ...]
@@ -130,11 +129,11 @@ def geometry_of(tensor: torch.Tensor) -> Geometry:
 
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
-    """The bytes of a tensor.
+    """The storage of a tensor.
 
     Raises:
-        UnknownArgumentError: It has none of its own, as sparse ones, and those that
-            ``torch.func`` wraps.
+        UnknownArgumentError: It has no storage of its own, such as sparse tensors
+            and tensors that ``torch.func`` wraps.
     """
     try:
         return tensor.untyped_storage()
@@ -143,12 +142,12 @@ def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """How often a tensor was changed in place; nobody may change one of inference."""
+    """The version of a tensor; inference tensors have none."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def is_query(func: Any) -> bool:
-    """Whether a function tells a fact that a tensor's geometry decides."""
+    """Whether a function only queries a tensor's geometry."""
     if getattr(func, "__name__", "") == "__get__":
         return getattr(getattr(func, "__self__", None), "__name__", "") in _FACTS
     try:
@@ -158,19 +157,19 @@ def is_query(func: Any) -> bool:
 
 
 def hands_out(func: Any) -> bool:
-    """Whether a function hands a tensor's bytes to who may write them past torch."""
+    """Whether a function exposes a tensor's bytes to writes outside torch."""
     return getattr(func, "__name__", "") in _HANDS_OUT
 
 
 def moves(func: Any) -> bool:
-    """Whether a function gives a tensor the bytes of another."""
+    """Whether a function moves a tensor to the storage of another."""
     name = getattr(func, "__name__", "")
     of = getattr(getattr(func, "__self__", None), "__name__", "")
     return name == "set_" or (name == "__set__" and of == "data")
 
 
 def reads_sizes(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether sizes in a tensor, read past all modes, decide which ops run."""
+    """Whether sizes in a tensor, read outside all modes, decide which ops run."""
     if getattr(func, "__name__", "") not in _WITH_SIZES or len(args) < 2:
         return False
     sizes = args[1]
@@ -178,7 +177,7 @@ def reads_sizes(func: Any, args: tuple[Any, ...]) -> bool:
 
 
 def switches(func: Any) -> tuple[Any, ...]:
-    """What changes the ops of a call beside its arguments, and may change inside."""
+    """Global state that decides a call's ops and may change during a forward."""
     found = (
         torch.is_grad_enabled(),
         torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
@@ -188,7 +187,7 @@ def switches(func: Any) -> tuple[Any, ...]:
 
 
 def _attention_kernels() -> tuple[bool, ...]:
-    """Which of them ``torch.nn.attention.sdpa_kernel`` allows."""
+    """The attention kernels that ``torch.nn.attention.sdpa_kernel`` allows."""
     cuda = torch.backends.cuda
     return (
         cuda.flash_sdp_enabled(),
@@ -199,7 +198,7 @@ def _attention_kernels() -> tuple[bool, ...]:
 
 
 def settings() -> tuple[Any, ...]:
-    """What changes the ops of a call beside its arguments, from forward to forward."""
+    """Global state that decides a call's ops and may change between forwards."""
     backends = torch.backends
     return (
         torch.get_default_dtype(),
@@ -217,20 +216,20 @@ class Slots:
     """Numbers the tensors that functions take and return."""
 
     def __init__(self, meet: Callable[[torch.Tensor], None]) -> None:
-        """Begin a forward; ``meet`` sees each tensor that came from elsewhere, once."""
+        """Begin a forward; ``meet`` is called once for each outside tensor."""
         self._known: dict[int, tuple[int, weakref.ref[torch.Tensor]]] = {}
         self._meet: Callable[[torch.Tensor], None] | None = meet
         self._num_inputs = 0
         self._num_made = 0
 
     def freeze(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        """The arguments of a call as they can be compared with those of another.
+        """The arguments of a call in a form that can be compared.
 
-        Flat, since every call of every forward comes by here: what holds others is
-        its kind and its length, and they follow.
+        The form is flat, since every call of every forward needs one: a container
+        gives its type and length, then its items.
 
         Raises:
-            UnknownArgumentError: One is of no kind that can be compared.
+            UnknownArgumentError: An argument cannot be compared.
         """
         found: list[Any] = [len(args)]
         self._freeze(args, found)
@@ -278,14 +277,14 @@ class Slots:
         return self._known[id(tensor)][0]
 
     def made(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """The tensors that functions returned, as far as they still live."""
+        """The tensors that functions returned and that still live."""
         for number, found in self._known.values():
             tensor = found()
             if number >= 0 and tensor is not None:
                 yield number, tensor
 
     def close(self) -> None:
-        """The forward is over: hold nothing, so that no cycle is left to the gc."""
+        """End the forward; drop all references, so that no cycle remains."""
         self._known.clear()
         self._meet = None
 

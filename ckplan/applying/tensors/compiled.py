@@ -1,4 +1,4 @@
-"""Functions that torch compiled, inside of regions: there they run uncompiled."""
+"""Run compiled functions uncompiled inside regions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _DYNAMO = "torch._dynamo"
 
 
 class _Uncompiled:
-    """Torch's stance is the process's: the last region of all puts it back."""
+    """Torch's stance is global: the last open region restores it."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -38,7 +38,7 @@ _UNCOMPILED = _Uncompiled()
 
 
 def uncompiled() -> AbstractContextManager[object]:
-    """A scope in which they run op by op, as the modes of a region must see them."""
+    """A scope in which compiled functions run op by op, visible to modes."""
     # Where Dynamo was not imported, nothing was compiled.
     return _UNCOMPILED if _DYNAMO in sys.modules else nullcontext()
 

@@ -1,4 +1,4 @@
-"""What a recorder must know of an op, looked up once."""
+"""Traits of an op that a recorder needs, looked up once."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class OpTraits(NamedTuple):
     writes: tuple[tuple[int, str], ...]  # arguments changed in place
     may_draw: bool
     batch_norm: bool
-    dynamic: bool  # values may decide how much it returns
-    ignores_old_content: bool  # where it writes, what was there does not matter
+    dynamic: bool  # output shapes may depend on data
+    ignores_old_content: bool  # overwrites without reading
     returns_uninitialized: bool  # for others to fill
-    collective: bool  # its schema is silent on what it changes
+    collective: bool  # its schema does not declare its writes
 
 
 @cache
 def traits_of(func: Any) -> OpTraits:
-    """Look them up."""
+    """Look up the traits of an op."""
     writes = tuple(
         (position, argument.name)
         for position, argument in enumerate(func._schema.arguments)

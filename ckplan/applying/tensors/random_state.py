@@ -37,7 +37,7 @@ def _cuda_random_state(device: torch.device) -> torch.Tensor:
 def set_random_state(
     device: torch.device, generator: torch.Generator | None, state: torch.Tensor
 ) -> None:
-    """Let a generator, or a device's own, draw what it drew from a state on."""
+    """Set the state of a generator, or of a device's own."""
     if generator is not None:
         generator.set_state(state)
     elif device.type == "cuda":

@@ -1,4 +1,4 @@
-"""Tensors as a region keeps them to rebuild from, and how an op gets them again."""
+"""Tensors that a region retains to rebuild from, and views of them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Ref(NamedTuple):
 
 @dataclass(slots=True)
 class Retained:
-    """A value that a region keeps to rebuild from."""
+    """A value that a region retains to rebuild from."""
 
     tensor: torch.Tensor
     version: int
@@ -34,18 +34,18 @@ class Retained:
     size: torch.Size  # during forward
 
     def settle(self) -> None:
-        """Forward is over, or seen up to here: what it is now it must stay.
+        """Fix the version that later uses must find.
 
-        An op's output has got a graph since it was held, which may lead back to here.
+        An output got a graph after it was retained, which may lead back to here.
         """
         self.tensor = bare(self.tensor)
         self.version = version_of(self.tensor)
 
     def moved(self, region: str) -> int:
-        """By how much it now lies elsewhere in its storage; 0 for most.
+        """Change of its offset in the storage since forward, in elements; mostly 0.
 
         Raises:
-            ApplyError: It is not what it was in forward.
+            ApplyError: The tensor changed since forward.
         """
         tensor = self.tensor
         if version_of(tensor) != self.version:
@@ -57,15 +57,15 @@ class Retained:
                 needed="parameters and inputs that do not change until backward",
                 hint="update parameters after backward, or leave this call out",
             )
-        if tensor.size() != self.size:  # DeepSpeed lets go of a parameter's data
+        if tensor.size() != self.size:  # DeepSpeed frees a parameter's data
             raise _not_gathered(region, self.size)
         return tensor.storage_offset() - self.offset
 
 
 def retain(tensor: torch.Tensor) -> Retained:
-    """Hold a tensor's bytes, not the graph behind it.
+    """Retain a tensor's bytes without its graph.
 
-    Of a view of a parameter the parameter: whoever gathers it may move its bytes.
+    A view of a parameter retains the parameter, since gathering may move its bytes.
     """
     base = tensor._base
     tensor = base if isinstance(base, torch.nn.Parameter) else bare(tensor)
@@ -73,15 +73,15 @@ def retain(tensor: torch.Tensor) -> Retained:
 
 
 def bare(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor without the graph behind it: holding that would be a cycle.
+    """A tensor without its graph, which would form a reference cycle.
 
-    One that nobody collects, should backward never come by.
+    That cycle would leak if backward never runs.
     """
     return tensor if tensor.grad_fn is None else tensor.detach()
 
 
 def retain_copy(tensor: torch.Tensor) -> Retained:
-    """Hold what a tensor shows now: others write it, and nobody is told."""
+    """Retain a copy of a tensor that is written without a new version."""
     return retain(copy_of(tensor))
 
 
@@ -121,7 +121,7 @@ def _strided(tensor: torch.Tensor, ref: Ref) -> torch.Tensor:
 def copy_of(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor of the same geometry on a copy of the whole storage.
 
-    Made by an op, so that those who watch ops see it made.
+    An op makes the copy, so that dispatch modes see it.
     """
     storage = tensor.untyped_storage()
     plain = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
@@ -137,7 +137,7 @@ def copy_of(tensor: torch.Tensor) -> torch.Tensor:
 def check_gathered(
     name: str, tensors: Iterable[torch.Tensor], error: RuntimeError
 ) -> None:
-    """FSDP lets go of a parameter's bytes and keeps the parameter."""
+    """FSDP frees a parameter's bytes and keeps the parameter."""
     for tensor in tensors:
         if tensor.numel() and not tensor.untyped_storage().nbytes():
             raise _not_gathered(name, tensor.shape) from error

@@ -1,4 +1,4 @@
-"""The storages that a region's ops meet: which one a tensor is on, what is held."""
+"""Storages of a region's tensors, and the values retained on them."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from ckplan.simulating.program import Flow
 
 
 class Storages:
-    """Those of one forward, numbered as they come by."""
+    """The storages of one forward, numbered by first appearance."""
 
     def __init__(self, region: str) -> None:
-        """None yet; ``region`` is what errors call it."""
+        """Begin without storages; ``region`` is its name in errors."""
         self.flow = Flow()
         self.numbers: dict[int, int] = {}  # address of a storage -> its number
         self.num_bytes: list[int] = []  # of each
         self.inside: set[int] = set()  # those that the region made
         self.retained: dict[int, Retained] = {}  # value -> tensor
-        # Those that others than ops may write: nobody filled them yet, or their
-        # bytes were handed out, and to that there is no end.
+        # Storages that code other than ops may write: not filled yet, or their bytes
+        # were handed out, which lasts for the whole forward.
         self.unfilled: dict[int, torch.Tensor] = {}
         self.handed_out: set[int] = set()
         self._region = region
         self._addresses: list[StorageWeakRef] = []  # keep addresses from being reused
 
     def number(self, tensor: torch.Tensor, *, inside: bool = False) -> int:
-        """The number of a tensor's storage; one that came from outside is held."""
+        """The number of a tensor's storage; outside tensors are retained."""
         try:
             storage = storage_of(tensor)
         except UnknownArgumentError:
@@ -53,7 +53,7 @@ class Storages:
         return number
 
     def know(self, storage: torch.UntypedStorage, number: int) -> None:
-        """Know a storage again by its address."""
+        """Register a storage by its address."""
         self._addresses.append(StorageWeakRef(storage))
         self.numbers[storage._cdata] = number
 
@@ -70,18 +70,18 @@ class Storages:
         return self.flow.value(number) if number in self.inside else -1
 
     def hand_out(self, tensor: torch.Tensor) -> None:
-        """Somebody may write a tensor's bytes past torch."""
+        """Note that code outside torch may write a tensor's bytes."""
         if self.value_inside(tensor) >= 0:
             number = self.number(tensor)
             self.handed_out.add(number)
             self.unfilled[number] = tensor
 
     def fill(self, numbers: Iterable[int]) -> None:
-        """An op filled storages: what they hold is its output."""
+        """Note that an op filled storages: their content is its output."""
         for number in {*numbers} - self.handed_out:
             self.unfilled.pop(number, None)
 
     def hold_unfilled(self) -> None:
-        """Forward is over: what others may have written is as it is now."""
+        """Retain storages that code other than ops may have written."""
         for number, tensor in self.unfilled.items():
             self.retained[self.flow.value(number)] = retain(tensor)

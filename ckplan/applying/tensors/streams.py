@@ -1,4 +1,4 @@
-"""What is rebuilt on one stream of a GPU and used on another, in the right order."""
+"""Order of streams for tensors rebuilt on one and used on another."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 class StreamOrder:
     """The stream that a region's tensors were last made or used on.
 
-    Autograd runs a node on the stream that its forward op ran on, and what the node
-    asks for is rebuilt there. Where forward ran on several streams, a value is made on
-    one and wanted on another.
+    Autograd runs a node on the stream of its forward op, and the node's saved tensors
+    are rebuilt there. If forward ran on several streams, a value can be made on one
+    and needed on another.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -24,7 +24,7 @@ class StreamOrder:
         """Let the current stream wait for the last one, if it is another.
 
         Args:
-            tensors: What may be read there; until then, its bytes go to nobody else.
+            tensors: Tensors that may be read there; their bytes stay allocated.
         """
         now = torch.cuda.current_stream(self._device)
         if now == self._last:
@@ -37,6 +37,6 @@ class StreamOrder:
 
 
 def stream_order(tensors: Iterable[torch.Tensor]) -> StreamOrder | None:
-    """For what is rebuilt from tensors; None if they are on no GPU."""
+    """The stream order for tensors; None if they are on no GPU."""
     device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
     return None if device is None else StreamOrder(device)
