@@ -1,7 +1,7 @@
-"""What torch's allocator of a device did, from the profiler's own memory events.
+"""Log of a device's torch allocator, from memory events of the profiler.
 
-Exact to the byte, unlike resident set size. The events carry a time and a signed number
-of bytes; ``kineto_results`` is where the profiler keeps them.
+The log is exact to the byte, unlike resident set size. Each event has a time in ns and
+a signed number of bytes. The profiler stores events in ``kineto_results``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ class AllocatorLog:
     """Allocations in order of time, and named spans of time."""
 
     events: list[tuple[int, int]] = field(default_factory=list)  # (ns, signed bytes)
-    spans: dict[str, tuple[int, int]] = field(default_factory=dict)  # last ones, in ns
+    spans: dict[str, tuple[int, int]] = field(
+        default_factory=dict
+    )  # last span by name, in ns
 
     @property
     def peak_bytes(self) -> int:
@@ -43,23 +45,23 @@ class AllocatorLog:
         return sum(size for _, size in self.events)
 
     def split(self, when: int) -> tuple[AllocatorLog, AllocatorLog]:
-        """What was before a time, in ns, and what came after."""
+        """Split the log at a time in ns; returns the logs before and after it."""
         place = bisect_left(self.events, when, key=lambda event: event[0])
         before, after = self.events[:place], self.events[place:]
         return AllocatorLog(before), AllocatorLog(after, self.spans)
 
 
 class GpuAllocatorStats(NamedTuple):
-    """What a GPU's caching allocator did since its peaks were reset."""
+    """Statistics of a GPU's caching allocator since its peaks were reset."""
 
     requested_bytes: int  # now
     requested_peak_bytes: int
-    allocated_peak_bytes: int  # in blocks, which may be larger than what was asked for
+    allocated_peak_bytes: int  # in blocks, which may exceed requests
     reserved_peak_bytes: int
 
 
 def gpu_allocator_stats(device: torch.device) -> GpuAllocatorStats:
-    """Read the allocator of a GPU."""
+    """Read the statistics of a GPU's allocator."""
     stats = torch.cuda.memory_stats(device)
     return GpuAllocatorStats(
         stats["requested_bytes.all.current"],
@@ -75,12 +77,12 @@ def log_allocations(
 ) -> Iterator[AllocatorLog]:
     """Log allocations; profiler marks that begin with ``marks`` become spans.
 
-    On a GPU these are the caching allocator's, in its blocks of 512 bytes, at the times
-    at which the CPU asked for them.
+    On a GPU, sizes are blocks of the caching allocator, multiples of 512 bytes. Times
+    are those of the requests on the CPU.
     """
     log = AllocatorLog()
     gc.collect()
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it says hello on stderr
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it prints to stderr
     with profile(profile_memory=True) as profiler:
         yield log
     assert profiler.kineto_results is not None

@@ -1,4 +1,4 @@
-"""Ops that return as much as the values of their inputs decide."""
+"""Ops whose output shapes depend on data."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ MASK_DTYPES = (torch.bool, torch.uint8)
 
 
 def has_data_dependent_shape(func: Any, leaves: Iterable[object]) -> bool:
-    """Whether the shape of what an op returns is not known from those of its inputs.
+    """Whether the output shape of an op depends on values of its inputs.
 
     Args:
         func: An overload of an op.
-        leaves: Its arguments, flat; of tensors, what has a ``dtype``. Indexing counts
-            only if it is by a mask.
+        leaves: Its flattened arguments; leaves with a ``dtype`` are tensors. Indexing
+            counts only with a mask.
     """
     if torch.Tag.dynamic_output_shape not in func.tags:
         return False

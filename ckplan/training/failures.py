@@ -1,4 +1,4 @@
-"""What an exception of a workload says to its user: what, in which phase, and where."""
+"""Descriptions of a workload's exceptions: message, phase and location."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _OUT_OF_MEMORY = (
     "can't allocate memory",
     "bad_alloc",
     "_status_alloc_failed",  # of cuBLAS and cuDNN
-    "nvml_success == r",  # where CUDA's allocator wants to say what others have
+    "nvml_success == r",  # CUDA's allocator queries other processes
 )
-_DETAILS = " Of the allocated memory"  # with which torch's message goes on
+_DETAILS = " Of the allocated memory"  # start of the details in torch's message
 _NO_GPU = re.compile(
     "NVIDIA driver|CUDA driver|CUDA error|compiled with CUDA|requires CUDA support"
     "|dummy base class|without ATen_cuda|without CUDA support|support for cuda devices"
@@ -31,21 +31,21 @@ _NESTED = re.compile("NestedTensorImpl|NestedIntNode|nested_tensor")
 _NESTED_TENSORS = "nested tensors, whose bytes are not followed"
 _TRANSFORMS = "torch.func.grad or the like, which refuse the hooks of whoever watches"
 _PHASES = {"forward": "forward", "backward": "backward", "update": "the optimizer"}
-"""Methods of a ``TrainingStep`` -> what people call them."""
+"""Methods of a ``TrainingStep`` -> their names in messages."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception, or what caused it, is a want of memory."""
+    """Whether an exception or one of its causes is an out-of-memory error."""
     return any(map(_is_want_of_memory, _causes(error)))
 
 
 def wants_gpu(error: BaseException) -> bool:
-    """Whether an exception says that something of CUDA, or a GPU, is not there."""
+    """Whether an exception says that CUDA or a GPU is missing."""
     return bool(_NO_GPU.search(str(error)))
 
 
 def untraceable_feature(error: BaseException) -> str | None:
-    """What of torch a step uses that cannot be watched, if that made it fail."""
+    """The torch feature that tracing does not support, if it caused the failure."""
     if "torch.func" in str(error) and "saved tensor hooks" in str(error):
         return _TRANSFORMS
     frames = traceback.extract_tb(error.__traceback__)
@@ -54,14 +54,14 @@ def untraceable_feature(error: BaseException) -> str | None:
 
 
 def first_line(error: BaseException) -> str:
-    """What an exception says, or its type if it says nothing."""
+    """First line of an exception's message, or its type if it is empty."""
     what = error.what if isinstance(error, CkplanError) else str(error)
     line = next(iter(what.strip().splitlines()), type(error).__name__)
     return line.partition(_DETAILS)[0]
 
 
 def describe_failure(error: BaseException) -> str:
-    """``raised ValueError in backward: no such luck``."""
+    """Describe a failure, such as ``raised ValueError in backward: bad shape``."""
     frames = traceback.extract_tb(error.__traceback__)
     phases = [_PHASES.get(f.name) for f in frames if f.filename == step.__file__]
     phase = next((f" in {found}" for found in reversed(phases) if found), "")
@@ -69,7 +69,7 @@ def describe_failure(error: BaseException) -> str:
 
 
 def location_hint(error: BaseException) -> str:
-    """A hint: the innermost line that is neither torch's, Python's nor ours."""
+    """A hint: the innermost line outside torch, Python and ckplan."""
     ours = str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<"
     python = str(Path(traceback.__file__).parent)
     frames = traceback.extract_tb(error.__traceback__)
@@ -85,7 +85,7 @@ def location_hint(error: BaseException) -> str:
 
 
 def check_finite(loss: torch.Tensor, title: str) -> None:
-    """Refuse a step in which nothing is a number.
+    """Refuse a step with a non-finite loss.
 
     Raises:
         WorkloadError: The loss is NaN or infinite.

@@ -1,4 +1,4 @@
-"""What a plan depends on: versions, shapes and names."""
+"""Fingerprints of workloads: versions, shapes and names that a plan depends on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ckplan.training.workload import Workload, tensors_of
 
 
 def fingerprint(workload: Workload, device: torch.device) -> dict[str, Any]:
-    """What makes a traced step the one it is."""
+    """Identify a step by torch version, device, batch and parameter shapes."""
     batch = workload.batch
     if isinstance(batch, Mapping):
         shapes = batch_shapes((), batch)
@@ -31,14 +31,14 @@ def fingerprint(workload: Workload, device: torch.device) -> dict[str, Any]:
 def batch_shapes(
     args: tuple[Any, ...] | list[Any], kwargs: Mapping[Any, Any] | None = None
 ) -> dict[str, str]:
-    """What a model is called with, positionals by their position."""
+    """Shapes of a model's arguments by name; positionals by position."""
     named = {str(position): value for position, value in enumerate(args)}
     named.update({str(key): value for key, value in (kwargs or {}).items()})
     return {name: _describe(value) for name, value in named.items()}
 
 
 def count_elements(shapes: str) -> int:
-    """How many elements tensors of these shapes have.
+    """Number of elements in tensors of these shapes.
 
     >>> count_elements("int64[8,256] float32[]"), count_elements("NoneType")
     (2049, 0)
@@ -48,7 +48,7 @@ def count_elements(shapes: str) -> int:
 
 
 def torch_version() -> str:
-    """Without the build: ``2.13.0``."""
+    """Version of torch without the build, such as ``2.13.0``."""
     return torch.__version__.partition("+")[0]
 
 
@@ -58,7 +58,7 @@ def parameter_shapes(model: nn.Module) -> dict[str, str]:
 
 
 def _describe(value: object) -> str:
-    """``int64[8,256]``, or the type of what is no tensor."""
+    """A tensor as ``int64[8,256]``; other values by their type."""
     tensors = tensors_of(value)
     if not tensors:
         return type(value).__name__

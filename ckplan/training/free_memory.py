@@ -1,4 +1,4 @@
-"""How much memory this machine has left, and keeping to it."""
+"""Free memory of this machine, and limits on its use."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _MEMINFO, _STATUS = Path("/proc/meminfo"), Path("/proc/self/status")
 
 
 def available_bytes() -> int:
-    """Bytes that a process may still take without others being swapped out.
+    """Bytes that a process can allocate without swapping others out.
 
-    Linux says so; elsewhere all of the machine's memory is taken for available.
+    The source is ``/proc/meminfo`` on Linux. Elsewhere it is the physical memory.
     """
     if _MEMINFO.exists():
         for line in _MEMINFO.read_text().splitlines():
@@ -31,7 +31,7 @@ def available_bytes() -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that tensors on a device may still take, what its allocator keeps too."""
+    """Bytes free for tensors on a device, with the cache of its allocator."""
     if device.type != "cuda":
         return available_bytes()
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -40,9 +40,9 @@ def free_bytes(device: torch.device) -> int:
 
 @contextmanager
 def empty_cache_after(device: torch.device) -> Iterator[None]:
-    """Let a GPU's allocator keep nothing afterwards that no tensor is in.
+    """Free the unused cache of a GPU's allocator afterwards.
 
-    Other processes could not have it, such as those that verify a plan.
+    Other processes, such as those that verify a plan, cannot use cached memory.
     """
     try:
         yield
@@ -54,9 +54,9 @@ def empty_cache_after(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def limited_memory(num_bytes: int) -> Iterator[None]:
-    """Let allocations beyond so many more bytes fail, where the system can (Linux).
+    """Make allocations fail beyond ``num_bytes`` more bytes, on Linux only.
 
-    Otherwise the system may end the process, or another one, when memory runs out.
+    Without a limit, the system may kill this process or another when memory runs out.
     """
     now = _data_bytes()
     if now is None:
@@ -74,7 +74,7 @@ def limited_memory(num_bytes: int) -> Iterator[None]:
 
 
 def _data_bytes() -> int | None:
-    """What counts against the limit now; None where that is not known."""
+    """Bytes that count against the limit now; None if unknown."""
     if not _STATUS.exists():
         return None
     found = re.search(r"VmData:\s*(\d+) kB", _STATUS.read_text())

@@ -1,4 +1,4 @@
-"""Import the file or module that a user names, and say what is wrong with it."""
+"""Import a user's file or module, and explain errors in it."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def import_location(location: str) -> ModuleType:
     """Import a file by its path, or a module by its dotted name.
 
     Raises:
-        WorkloadError: It is not there, is no Python, or raises.
+        WorkloadError: It does not exist, is not Python, or raises.
     """
     if location.endswith(".py") or "/" in location or Path(location).exists():
         return _import_file(Path(location))
     try:
         return importlib.import_module(location)
     except ModuleNotFoundError as error:
-        if not f"{location}.".startswith(f"{error.name}."):  # another is missing
+        if not f"{location}.".startswith(f"{error.name}."):  # another module is missing
             raise workload_error(location, error) from error
         raise WorkloadError(
             f"cannot import the workload: {location} ({error})",
@@ -82,7 +82,7 @@ def _import_file(path: Path) -> ModuleType:
 
 
 def workload_error(name: str, error: BaseException) -> WorkloadError:
-    """What to say of an exception of the user's own code."""
+    """Convert an exception of the user's code to a ``WorkloadError``."""
     lines = str(error).strip().splitlines() or [""]
     needed, hint = f"a factory that returns {CONTRACT}", _where(error)
     if wants_gpu(error):
@@ -98,7 +98,7 @@ def workload_error(name: str, error: BaseException) -> WorkloadError:
 
 
 def _where(error: BaseException) -> str:
-    """The innermost line of the traceback that is not ours."""
+    """A hint with the innermost line of the traceback in the user's file."""
     trace = error.__traceback__
     found = "run the factory alone in Python"
     while trace is not None:

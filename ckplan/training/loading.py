@@ -1,8 +1,9 @@
-"""Load what ``model.py`` offers: a model, a batch, and what trains them.
+"""Load a workload from ``model.py``: a model, a batch, a loss and an optimizer.
 
-The contract is section "workload" of the README: a factory returns ``(model, batch)``,
-``(model, batch, loss_fn)`` or a mapping with keys ``model``, ``batch``, ``loss`` and
-``optimizer``; a file without a factory may hold one module, with ``--input``.
+Section "workload" of the README defines the contract. A factory returns
+``(model, batch)``, ``(model, batch, loss_fn)`` or a mapping with keys ``model``,
+``batch``, ``loss`` and ``optimizer``. A file without a factory may hold one module,
+used with ``--input``.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 
 @dataclass(frozen=True)
 class WorkloadSpec:
-    """Where a workload comes from: everything that a fresh process needs to build it.
+    """Location and options of a workload, from which any process can build it.
 
     ``target`` is ``path/to/model.py``, ``path/to/model.py:factory`` or
     ``package.module:factory``; ``options`` are passed to the factory; ``inputs`` are
@@ -48,10 +49,10 @@ class WorkloadSpec:
         return Path(self._split()[0]).stem.rpartition(".")[2] or "model"
 
     def load(self) -> Callable[[], Workload]:
-        """Import the target and find what builds the workload.
+        """Import the target and return a function that builds the workload.
 
         Raises:
-            WorkloadError: The target is missing, is no Python, or has no factory.
+            WorkloadError: The target is missing, is not Python, or has no factory.
         """
         location, factory_name = self._split()
         module = import_location(location)
@@ -79,7 +80,7 @@ class WorkloadSpec:
         """Import the target and make the workload on the default device.
 
         Raises:
-            WorkloadError: As for ``load``, or the factory raises or returns nonsense.
+            WorkloadError: As for ``load``; or the factory fails or returns no workload.
         """
         return self.load()()
 
@@ -118,10 +119,10 @@ class WorkloadSpec:
 
 
 def as_spec(target: object) -> WorkloadSpec:
-    """What a caller says of a workload: a ``WorkloadSpec``, or its target alone.
+    """Convert a ``WorkloadSpec`` or its target alone to a ``WorkloadSpec``.
 
     Raises:
-        WorkloadError: It is neither, like a model, which no fresh process could build.
+        WorkloadError: It is neither, such as a model, which no process can rebuild.
     """
     if isinstance(target, WorkloadSpec):
         return target
@@ -135,7 +136,7 @@ def as_spec(target: object) -> WorkloadSpec:
 
 
 def parse_options(settings: Iterable[str]) -> dict[str, Any]:
-    """``["layers=24", "name=gpt2"]`` as keyword options, values as YAML scalars."""
+    """Parse ``["layers=24", "name=gpt2"]`` as options with YAML scalars as values."""
     options: dict[str, Any] = {}
     for setting in settings:
         name, equals, value = setting.partition("=")
@@ -150,16 +151,16 @@ def parse_options(settings: Iterable[str]) -> dict[str, Any]:
 
 
 def _option(text: str) -> Any:
-    """A YAML scalar; ``1e-3``, which YAML takes for a text, is a number, too."""
+    """Parse a YAML scalar; ``1e-3``, a string in YAML, is parsed as a number."""
     if _EXPONENT.fullmatch(text):
         return float(text)
-    with suppress(yaml.YAMLError, ValueError):  # of a day that is not there
+    with suppress(yaml.YAMLError, ValueError):  # ValueError: an invalid date
         return yaml.safe_load(text) if text else ""
     return text
 
 
 def parse_input(text: str) -> torch.Tensor:
-    """``8x3x224x224:float32`` as a tensor: random floats, or integers of zeros."""
+    """Make a tensor of ``8x3x224x224:float32``: random floats or integer zeros."""
     shape, _, dtype_name = text.partition(":")
     dtype = getattr(torch, dtype_name or "float32", None)
     if not re.fullmatch(r"\d+(x\d+)*", shape) or not isinstance(dtype, torch.dtype):
@@ -175,7 +176,7 @@ def parse_input(text: str) -> torch.Tensor:
 
 
 def _own_modules(module: ModuleType) -> list[tuple[str, Any]]:
-    """Modules and argument-free module classes that a file itself defines."""
+    """Modules of a file, else its module classes that need no arguments."""
     found: list[tuple[str, Any]] = [
         (name, value)
         for name, value in vars(module).items()

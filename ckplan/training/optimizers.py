@@ -1,4 +1,4 @@
-"""The optimizers that a workload can be trained with, by name."""
+"""Optimizers and the gradient scaler for training workloads, by name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ckplan.errors import WorkloadError, did_you_mean
 
 KERNELS = ("foreach", "fused", "single")
-"""How an optimizer goes over the parameters: in lists, in one kernel, one by one."""
+"""Implementations of an update: on lists, fused in one kernel, per parameter."""
 PREDICTED_ONLY = "adamw8bit"
 
 
@@ -20,8 +20,8 @@ class Adam8bit(torch.optim.Optimizer):
     """The memory of AdamW with two states of one byte per element; it does not train.
 
     T. Dettmers, M. Lewis, S. Shleifer, L. Zettlemoyer, "8-bit Optimizers via Block-wise
-    Quantization", 2021. Its kernels update in place, need no temporaries and exist for
-    GPUs alone; the scales of its blocks, less than 2 % of the states, are not counted.
+    Quantization", 2021. Its kernels update in place, need no temporaries and run on
+    GPUs only. The scales of blocks, below 2 % of the states, are not counted.
     """
 
     def __init__(self, params: Iterable[torch.Tensor], lr: float) -> None:
@@ -29,7 +29,7 @@ class Adam8bit(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        """Allocate the states; move parameters in place, as any update would."""
+        """Allocate the states, and update parameters in place."""
         del closure
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -43,7 +43,7 @@ class Adam8bit(torch.optim.Optimizer):
 
 
 class Scaler(torch.amp.GradScaler):
-    """A gradient scaler that takes the step where fake gradients cannot say no."""
+    """A gradient scaler that always steps if gradients are fake."""
 
     def _maybe_opt_step(
         self,
@@ -71,7 +71,7 @@ OPTIMIZERS = (*_MAKERS, "none", "own")
 
 
 def check_optimizer(text: object) -> None:
-    """Refuse what is neither a name nor a name with one of its kernels.
+    """Refuse text other than ``name`` or ``name:kernel``.
 
     Raises:
         WorkloadError: There is no such optimizer, or it has no such kernel.
@@ -109,10 +109,10 @@ def _kernels_of(name: str) -> tuple[str, ...]:
 def make_optimizer(
     text: str, parameters: list[torch.nn.Parameter], device: str
 ) -> torch.optim.Optimizer:
-    """Make an optimizer of a name that was checked, with a kernel or torch's choice.
+    """Make an optimizer of a checked name, with its kernel or torch's default.
 
-    On CUDA torch goes over lists, but neither over fake parameters nor over what
-    stands for those of CUDA, so that choice is made here.
+    On CUDA, torch selects ``foreach``, but not for fake parameters or for CPU tensors
+    that emulate CUDA. This function selects it for them.
     """
     name, _, kernel = text.partition(":")
     if not kernel and device == "cuda" and _kernels_of(name):
@@ -131,7 +131,7 @@ _SWITCHES = {
 
 
 def step_counts(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Its counts of steps, which stay on the CPU whatever the parameters are on."""
+    """Step counters of an optimizer, which stay on the CPU for any parameters."""
     return [
         optimizer.state[parameter]["step"]
         for group in optimizer.param_groups

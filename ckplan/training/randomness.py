@@ -1,4 +1,4 @@
-"""Where random numbers start from, and which ops draw them."""
+"""States of random number generators, and ops that draw from them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PROBABILITY = "dropout_p"
 
 
 def seed_everything(seed: int) -> None:
-    """Make every global generator of random numbers start from here."""
+    """Seed the global generators of torch, Python and NumPy."""
     torch.manual_seed(seed)
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
@@ -41,7 +41,7 @@ def draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 def torch_rng_restorer() -> Callable[[], None]:
-    """What lets torch's own generators, those of GPUs too, draw the same again."""
+    """Return a function that restores the current states of torch's generators."""
     of_cpu = torch.get_rng_state()
     of_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
 
@@ -59,10 +59,10 @@ def state_of_generator(generator: torch.Generator) -> torch.Tensor:
 
 @contextmanager
 def observed_rng_states(see: Callable[[torch.Tensor], None]) -> Iterator[None]:
-    """Show the CPU generator's states that anybody asks for, which no op makes.
+    """Pass each requested generator state, which no op returns, to ``see``.
 
-    Torch's own checkpoint keeps one for every call. Of other generators those that we
-    ask for.
+    All requests of the CPU generator's state count: torch's checkpoint retains one per
+    call. For other generators, only requests of ckplan count.
     """
 
     def seen(real: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -1,9 +1,9 @@
 """One training step, the same for tracing and for measuring.
 
-``zero_grad(set_to_none=True); forward; loss; backward; optimizer.step()``, forward and
-loss under autocast if asked for, and all but the first and the last several times where
-gradients accumulate. The model's output lives until backward ends. Before the optimizer
-steps, gradients are unscaled and clipped if asked for.
+The step is ``zero_grad(set_to_none=True); forward; loss; backward; optimizer.step()``.
+Forward and loss run under autocast if requested. Forward, loss and backward repeat if
+gradients accumulate. The model's output lives until backward ends. Gradients are
+unscaled and clipped, if requested, before the optimizer's step.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ LOSS_IS_SUM = "loss: the sum of the output's floating tensors, as none was given
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """How a workload is trained, as far as it does not say so itself.
+    """Training options that the workload does not define itself.
 
     Raises:
         WorkloadError: ``amp`` is none of ``AMP``, ``accumulate`` less than one,
             ``clip`` not above zero, or there is no such optimizer.
     """
 
-    optimizer: str | None = None  # see optimizers.py; by default own, else adamw
-    amp: str | None = None  # forward and loss under autocast, in which type
+    optimizer: str | None = None  # see optimizers.py; default: own, else adamw
+    amp: str | None = None  # autocast type of forward and loss
     accumulate: int = 1  # backwards before the optimizer takes a step
     clip: float | None = None  # largest norm of all gradients together
-    scaler: bool = False  # the loss is scaled, and gradients unscaled before the step
+    scaler: bool = False  # whether a gradient scaler scales the loss
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be done."""
+        """Validate the options."""
         if self.amp is not None and self.amp not in AMP:
             raise WorkloadError(
                 f"cannot train under autocast to '{self.amp}'",
@@ -72,11 +72,11 @@ class Training:
 
     @property
     def predicted_only(self) -> bool:
-        """Whether its memory is known but it cannot train."""
+        """Whether the optimizer only predicts memory and cannot train."""
         return self.optimizer == PREDICTED_ONLY
 
     def as_options(self) -> dict[str, Any]:
-        """What a trace remembers of it."""
+        """The options that a trace records."""
         found: dict[str, Any] = {"optimizer": self.optimizer or "default"}
         if self.amp is not None:
             found["amp"] = self.amp
@@ -109,11 +109,11 @@ class TrainingStep:
         """Run the model and its loss.
 
         Returns:
-            The output, to be held until backward ends, the scalar loss, scaled if
-            asked for, and which rule chose it.
+            The output, to be retained until backward ends; the scalar loss, scaled if
+            requested; and the rule that chose the loss.
 
         Raises:
-            WorkloadError: The loss is no scalar or needs no gradient.
+            WorkloadError: The loss is not a scalar or requires no gradient.
         """
         with self.autocast():
             output = call_model(self.workload)
@@ -135,7 +135,7 @@ class TrainingStep:
         return value
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Run backward; gradients are added to those that are there."""
+        """Run backward; gradients are added to existing ones."""
         if self.before_backward is not None:
             self.before_backward(loss)
         loss.backward()
@@ -145,20 +145,20 @@ class TrainingStep:
             self.on_phase(phase)
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """What forward and loss run under."""
+        """Context manager of forward and loss: autocast, or none."""
         if self.training.amp is None:
             return nullcontext()
         device = next(iter(self.workload.model.parameters())).device.type
         return torch.autocast(device, AMP[self.training.amp])
 
     def zero_grad(self) -> None:
-        """Drop all gradients."""
+        """Free all gradients."""
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none=True)
         self.workload.model.zero_grad(set_to_none=True)
 
     def update(self) -> None:
-        """Let the optimizer take its step."""
+        """Unscale and clip gradients if requested, then run the optimizer's step."""
         self._enter("optimizer")
         if self.optimizer is None:
             return
@@ -185,7 +185,7 @@ class TrainingStep:
 
 
 def call_model(workload: Workload) -> Any:
-    """Pass the batch as the contract says: keywords, positionals, or alone."""
+    """Call the model on the batch: as keywords, positionals, or one argument."""
     batch = workload.batch
     if isinstance(batch, Mapping):
         return workload.model(**batch)
@@ -195,7 +195,7 @@ def call_model(workload: Workload) -> Any:
 
 
 def loss_of(workload: Workload, output: Any) -> tuple[torch.Tensor, str]:
-    """The scalar to differentiate, and which rule chose it."""
+    """The scalar loss, and the rule that chose it."""
     loss, rule = pick_loss(workload, output)
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         found = (
@@ -218,7 +218,7 @@ def loss_of(workload: Workload, output: Any) -> tuple[torch.Tensor, str]:
 
 
 def pick_loss(workload: Workload, output: Any) -> tuple[Any, str]:
-    """What is taken for the loss, whatever it is, and which rule chose it."""
+    """The loss, unchecked, and the rule that chose it."""
     if workload.loss is not None:
         return workload.loss(output, workload.batch), LOSS_IS_GIVEN
     own = output.get("loss") if isinstance(output, Mapping) else None
@@ -240,15 +240,15 @@ def pick_loss(workload: Workload, output: Any) -> tuple[Any, str]:
 def make_step(
     workload: Workload, training: Training, device: str | None = None
 ) -> TrainingStep:
-    """Give a workload its optimizer.
+    """Combine a workload and its optimizer.
 
     Args:
-        workload: On its device, in the mode it is trained in.
-        training: How to train it.
-        device: Type of what its tensors stand for, if not where they are.
+        workload: Workload on its device, in train or eval mode as needed.
+        training: Training options.
+        device: Device type that its tensors emulate; by default their own.
 
     Raises:
-        WorkloadError: ``own`` where the workload has no optimizer.
+        WorkloadError: The optimizer is ``own``, but the workload has none.
     """
     chosen = training.optimizer or (
         "own" if workload.optimizer is not None else "adamw"

@@ -1,7 +1,7 @@
-"""Which ops make bytes without content, and which give them some.
+"""Ops that return uninitialized memory, and ops that overwrite it.
 
-Kernels that no op stands for, of Triton or of an extension, write what ``empty`` made
-for them. Whoever runs the ops again gets what happens to be there.
+Kernels outside the dispatcher, of Triton or an extension, write to tensors of
+``empty``. Recomputing the ops alone leaves such tensors uninitialized.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ _WITH_BETA = ("addbmm", "addmm", "addmv", "addr", "baddbmm")
 
 
 def returns_uninitialized(func: Any) -> bool:
-    """Whether an op's output waits for somebody to fill it."""
+    """Whether an op's output is uninitialized."""
     return str(func.overloadpacket.__name__).startswith(("empty", "new_empty"))
 
 
 def reads_only_metadata(func: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether an op looks at no more of its first tensor than the geometry."""
+    """Whether an op reads only metadata of its first tensor, such as its shape."""
     name = str(func.overloadpacket.__name__)
     like = name.endswith("_like") or name.startswith("new_")
     return like or has_zero_beta(func, kwargs)
 
 
 def has_zero_beta(func: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a product leaves out its summand: Megatron-LM gives an empty one."""
+    """Whether a product ignores its summand; Megatron-LM passes an empty one."""
     return func.overloadpacket.__name__ in _WITH_BETA and kwargs.get("beta", 1) == 0
 
 
 def ignores_old_content(func: Any) -> bool:
-    """Whether what an op writes does not depend on what was there."""
+    """Whether an op's written values do not depend on the old content."""
     name = str(func.overloadpacket.__name__)
     return name in _IN_PLACE or not name.endswith("_") or may_draw(func)

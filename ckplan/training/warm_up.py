@@ -1,9 +1,9 @@
-"""What torch computes only the first time.
+"""Warm-up of kernels whose first call may round differently.
 
-MKL chooses the kernel of a vector function when it is first called. Where two threads
-make that call together, one of them may run a coarser kernel, that once
-(pytorch/pytorch#188792). So the first step of a process may have other bits than the
-same step of another, and what it rebuilds other bits than what it dropped.
+MKL selects the kernel of a vector function at its first call. If two threads make that
+call at the same time, one of them may run a less accurate kernel once
+(pytorch/pytorch#188792). The first step can then differ between processes, and a
+recomputed tensor can differ from the freed one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FUNCTIONS = (
 
 @cache
 def warm_up_vector_kernels() -> None:
-    """Call every vector function once, on one element: one thread does that alone."""
+    """Call every vector function once on one element, which uses one thread."""
     with _disable_current_modes():
         for dtype in (torch.float32, torch.float64):
             one = torch.full((1,), 0.5, dtype=dtype, device="cpu")

@@ -1,4 +1,4 @@
-"""A model, one batch, and what trains them."""
+"""A model, one batch, and optionally a loss and an optimizer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CONTRACT = "(model, batch), (model, batch, loss_fn) or a dict with 'model' and '
 
 @dataclass(frozen=True)
 class Workload:
-    """A model, one batch, and optionally how to train it."""
+    """A model, one batch, and optionally a loss and an optimizer."""
 
     model: nn.Module
     batch: Any  # a mapping is passed as keywords, a tuple or list as positionals
@@ -30,7 +30,7 @@ def as_workload(made: object, name: str) -> Workload:
     """Check what a factory returned.
 
     Raises:
-        WorkloadError: It is no workload; the message says what it was.
+        WorkloadError: It is not a workload; the message describes it.
     """
     parts: dict[str, Any]
     if isinstance(made, Mapping):
@@ -62,7 +62,7 @@ def tensors_of(value: object) -> list[torch.Tensor]:
 
 
 def rows_of(workload: Workload) -> int:
-    """How many rows a batch has: the first size of its first tensor that has one."""
+    """Number of rows of the batch: the first size of its first non-scalar tensor."""
     sizes = (t.shape[0] for t in tensors_of(workload.batch) if t.dim())
     return next(sizes, 0)
 
@@ -81,10 +81,10 @@ def first_rows(workload: Workload, rows: int) -> Workload:
 def check_not_lazy(
     model: nn.Module, cannot: str, kind: type[CkplanError] = WorkloadError
 ) -> None:
-    """Refuse a model that has not run yet, if its parameters get their shapes then.
+    """Refuse a model with lazy parameters that have no shapes yet.
 
     Raises:
-        CkplanError: Of that kind; a parameter is named.
+        CkplanError: A parameter is lazy; the error has type ``kind`` and names it.
     """
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
@@ -100,7 +100,7 @@ def on_device(workload: Workload, device: torch.device) -> Workload:
     """The workload moved to a device, model in place.
 
     Raises:
-        WorkloadError: A tensor is neither there nor on the default device.
+        WorkloadError: A tensor is neither on that device nor on the CPU.
     """
     here = " or ".join(dict.fromkeys(("cpu", device.type)))
     for tensor in tensors_of(workload.batch):

@@ -1,1 +1,1 @@
-"""Prove a plan: the same gradients, a peak within the budget, and what it costs."""
+"""Verify a plan: equal gradients, a peak within the budget, and its overhead."""

@@ -1,7 +1,7 @@
-"""The processes that are compared, and what stands in for one that does not fit.
+"""Comparison of unplanned and planned steps, each in its own process.
 
-Where the unplanned step does not fit in memory, the planned one is compared with a step
-that runs every layer again, and with the unplanned one at a smaller batch.
+If the unplanned step does not fit in memory, the planned step is compared with a step
+that recomputes every layer, and with the unplanned step at a smaller batch.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _MOST_HALVINGS = 10
 
 
 class StepPair:
-    """An unplanned and a planned process; the latter alone where both are too much."""
+    """An unplanned and a planned process; only the planned one if both do not fit."""
 
     def __init__(
         self,
@@ -48,9 +48,9 @@ class StepPair:
         start_substitute: Callable[[], StepProcess | None],
         running: ExitStack,
     ) -> None:
-        """Start both; ``start_substitute`` is for a step that does not fit."""
+        """Start both, or later the substitute for a step that does not fit."""
         self.notes: list[str] = []
-        self.fits = True  # the unplanned step does
+        self.fits = True  # whether the unplanned step fits in memory
         self._instead = start_substitute
         self._sides = sides
         self._unplanned, self._planned = (
@@ -59,11 +59,11 @@ class StepPair:
         self._together = True
 
     def first_steps(self, tell: Progress) -> tuple[FirstSteps | None, FirstSteps]:
-        """First steps of both, one after the other; None if they do not fit.
+        """Take the first steps of both in sequence; None if the unplanned do not fit.
 
-        Kernels of torch on CPU are not always deterministic. Steps that differ are
-        taken again in fresh processes, so that chance is told from a difference; if
-        those without the plan never agree, on one thread.
+        CPU kernels of torch are not always deterministic. Steps that differ are
+        repeated in fresh processes, to separate nondeterminism from a real difference.
+        If unplanned runs differ from each other, both are repeated on one thread.
         """
         unplanned, planned = self._once(tell)
         if unplanned is None or not self.fits or unplanned.digests == planned.digests:
@@ -88,7 +88,7 @@ class StepPair:
         return unplanned, planned
 
     def _on_one_thread(self, tell: Progress) -> list[dict[Result, str]]:
-        """What both compute where no two threads add to the same number."""
+        """Digests of both on one thread, where the order of summation is fixed."""
         found = []
         for side, start in enumerate(self._sides):
             tell("results differ: stepping on one thread", side, 2)
@@ -119,7 +119,7 @@ class StepPair:
         return unplanned, self._planned.first_steps()
 
     def _other(self, tell: Progress) -> FirstSteps | None:
-        """First steps of what stands in for the unplanned one, if that fits."""
+        """First steps of the substitute for the unplanned step, if it fits."""
         self._unplanned.close()
         process = self._instead()
         if process is None:
@@ -128,11 +128,13 @@ class StepPair:
         with process:
             try:
                 return process.first_steps()
-            except CkplanError:  # it is too much as well, or the trace of another model
+            except (
+                CkplanError
+            ):  # it does not fit either, or the trace is of another model
                 return None
 
     def seconds(self, steps: int, tell: Progress) -> tuple[list[float], list[float]]:
-        """Seconds of unplanned and planned steps, taken in turns."""
+        """Seconds of unplanned and planned steps, interleaved."""
         if not self._together:
             return [], interleave([self._planned], steps, tell)[0]
         pair = [self._unplanned, self._planned]
@@ -154,9 +156,9 @@ def first_steps_at_smaller_batch(
     plan: Plan | None,
     tell: Progress,
 ) -> tuple[FirstSteps, FirstSteps] | None:
-    """First steps of both at the largest half of the batch whose unplanned step fits.
+    """First steps of both at the largest halved batch whose unplanned step fits.
 
-    Quarters, eighths and so on are halves, too. None if there is no such batch.
+    The batch is halved repeatedly. None if no such batch fits.
     """
     for halvings in range(1, _MOST_HALVINGS + 1):
         tell("stepping without the plan at a smaller batch", halvings - 1, 0)
@@ -165,7 +167,7 @@ def first_steps_at_smaller_batch(
                 alone.first_steps()
         except OutOfMemoryError:
             continue
-        except CkplanError:  # it has no more rows, or a model for whole batches only
+        except CkplanError:  # no rows are left, or the model requires the whole batch
             return None
         sides = [partial(start, chosen, halvings) for chosen in (None, plan)]
         with ExitStack() as running:
@@ -179,7 +181,7 @@ def first_steps_at_smaller_batch(
 def differing_results(
     *compared: tuple[FirstSteps | None, FirstSteps] | None,
 ) -> tuple[Result, ...] | None:
-    """Results that differ, in order; None if there is nothing to compare with."""
+    """Results that differ, in order; None if there is no reference."""
     pairs = [(old.digests, new.digests) for old, new in filter(None, compared) if old]
     if not pairs:
         return None
@@ -197,7 +199,7 @@ def comparison_notes(
     planned: FirstSteps,
     fewer: tuple[FirstSteps, FirstSteps] | None,
 ) -> Iterator[str]:
-    """What was compared, if not the whole batch with the unplanned step."""
+    """Notes on a comparison other than with the unplanned step at the whole batch."""
     if fewer is not None:
         yield NOTE_FEWER.format(fewer[0].rows, planned.rows)
     elif reference is None:
@@ -205,7 +207,7 @@ def comparison_notes(
 
 
 def _chance(seen: Sequence[Sequence[FirstSteps]], compared: str) -> str:
-    """What to say of steps that are equal in some runs only."""
+    """Note for steps that are equal in some runs only."""
     without, with_plan = seen
     return (
         f"the workload is not deterministic: {len(without)} runs without the plan "
@@ -215,5 +217,5 @@ def _chance(seen: Sequence[Sequence[FirstSteps]], compared: str) -> str:
 
 
 def num_results(runs: Sequence[FirstSteps]) -> int:
-    """How many different results there are."""
+    """Number of distinct results."""
     return len({repr(sorted(one.digests.items())) for one in runs})

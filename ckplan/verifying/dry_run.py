@@ -1,8 +1,8 @@
-"""A dry run: the applied model takes its steps on tensors without bytes.
+"""A dry run: the model with its plan takes steps on fake tensors.
 
-No hardware and no memory are needed, so it works for models larger than the machine.
-It is a second opinion on ``simulate``: the same forward, backward and optimizer run as
-in earnest, regions and all, and every storage is followed from birth to death.
+It needs no GPU and allocates no data, so it works for models larger than the machine.
+It checks ``simulate`` independently: the real forward, backward and optimizer run with
+all regions, and every storage is tracked from allocation to free.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ NOTE_WORKSPACE = (
 
 @dataclass(frozen=True, kw_only=True)
 class DryRun(AbstractOutcome):
-    """What steps on tensors without bytes would have held, without a plan and with."""
+    """Memory of steps on fake tensors, without the plan and with it."""
 
     dry_run_peak_bytes: int
     unplanned_predicted_peak_bytes: int | None
@@ -76,10 +76,10 @@ class DryRun(AbstractOutcome):
 
 @dataclass(frozen=True, slots=True)
 class _Steps:
-    """What the first two steps did."""
+    """Records of the first two steps."""
 
     log: StorageLog
-    regions: tuple[RegionStatus, ...]  # of the plan, and what each did
+    regions: tuple[RegionStatus, ...]  # status of the plan's regions
     fingerprint: Mapping[str, Any]
 
 
@@ -97,28 +97,28 @@ def dry_run(
     trace: Graph | None = None,
     progress: Progress | None = None,
 ) -> DryRun:
-    """Take two steps without a plan and two with it, on tensors without bytes.
+    """Take two steps without the plan and two with it, on fake tensors.
 
     Args:
         spec: Where the workload comes from, or ``"model.py:factory"`` alone.
         plan: What to verify, or the path of its file; None compares the workload with
             itself.
-        optimizer: As for ``verify``, like all that follow.
+        optimizer: Name of the optimizer, as for ``verify``.
         amp: ``bf16`` or ``fp16``: forward and loss run under autocast.
         accumulate: Backwards before the optimizer takes a step.
         clip: Largest norm of all gradients together: ``clip_grad_norm_``.
         scaler: Whether the loss goes through a gradient scaler.
-        device: ``cpu`` or ``cuda``, GPU or not; by default what the plan is for.
+        device: ``cpu`` or ``cuda``; no GPU is needed. By default the plan's device.
         seed: Seed of all random numbers.
-        trace: Of this workload: what predicts live bytes over the step.
-        progress: Told how far the work has come.
+        trace: Trace of this workload, which predicts live bytes over the step.
+        progress: Callback that reports progress.
 
     Returns:
-        What was found. A peak over the budget is no exception.
+        The result. A peak over the budget does not raise.
 
     Raises:
-        CkplanError: The workload or the plan cannot be used, or a step fails without
-            values.
+        CkplanError: The workload or the plan cannot be used, or a step fails on fake
+            tensors.
     """
     training = Training(optimizer, amp, accumulate, clip, scaler)
     return dry_run_workload(
@@ -142,7 +142,7 @@ def dry_run_workload(
     trace: Graph | None = None,
     progress: Progress | None = None,
 ) -> DryRun:
-    """The same for anything that makes a workload; called twice."""
+    """Dry-run a workload from its factory ``make``, which is called twice."""
     tell = progress or (lambda what, done, total: None)
     place = _place(device, plan, trace)
     tell("dry run without the plan", 0, 2)
@@ -165,7 +165,7 @@ def dry_run_workload(
 
 
 def _place(device: str | None, plan: Plan | None, trace: Graph | None) -> TraceTarget:
-    """Where the steps are as if they were: on CPU, or on the card of the trace."""
+    """Target that the steps emulate: the CPU, or the GPU of the trace."""
     name = device or (plan.fingerprint.get("device") if plan else None) or "cpu"
     return find_target(name, trace.options.get("gpu") if trace else None)
 
@@ -173,7 +173,7 @@ def _place(device: str | None, plan: Plan | None, trace: Graph | None) -> TraceT
 def _costs(
     ops: Sequence[RawOp], place: TraceTarget, progress: Progress | None
 ) -> tuple[list[Cost], list[str]]:
-    """What kernels need beside their outputs, and how that is known."""
+    """Costs of ops, with workspaces of kernels, and notes on their source."""
     if place.device.type == "cuda":
         gpu = place.gpu or find(DEFAULT_GPU)
         known = [replace(c, measured=True) for c in roofline(ops, gpu)]
@@ -208,10 +208,10 @@ def _steps(
     seed: int,
     place: TraceTarget,
 ) -> _Steps:
-    """Take two steps, the second one in phases.
+    """Take two steps; the second one is logged by phase.
 
     Raises:
-        CkplanError: They fail.
+        CkplanError: A step fails.
     """
     seed_everything(seed)
     on_cuda = place.device.type == "cuda"

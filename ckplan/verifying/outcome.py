@@ -1,4 +1,4 @@
-"""What was found of a planned step, measured or not."""
+"""Fields that the results of verifications and dry runs share."""
 
 from __future__ import annotations
 
@@ -17,22 +17,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class AbstractOutcome(ABC):
-    """What the plan said, and what became of it."""
+    """Predictions of the plan, and their outcome."""
 
     predicted_peak_bytes: int | None
     budget_bytes: int | None
     fits: bool
     regions_ran: int
     regions_idle: tuple[str, ...]  # regions of the plan that never ran
-    regions_kept: tuple[str, ...]  # that dropped nothing as their ops differed
-    other: tuple[str, ...]  # in what the plan is another workload's
+    regions_kept: tuple[
+        str, ...
+    ]  # regions that freed nothing because their ops differed
+    other: tuple[str, ...]  # differences between fingerprints of plan and workload
     notes: tuple[str, ...] = ()
     curves: Curves = field(default_factory=dict)  # live bytes over the steps
 
     @property
     @abstractmethod
     def passed(self) -> bool:
-        """Whether all is as it should be."""
+        """Whether the plan is verified."""
 
     def as_json(self) -> dict[str, Any]:
         """The same as plain values, for ``--json``."""
@@ -48,12 +50,12 @@ def outcome_fields(
     regions: Sequence[RegionStatus],
     here: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The fields of any outcome, but for notes and curves.
+    """The fields of any outcome, except notes and curves.
 
     Args:
-        plan: What was put on the workload.
-        peak_bytes: Of the planned step.
-        regions: What they did.
+        plan: The applied plan, or None.
+        peak_bytes: Peak of the planned step.
+        regions: Status of the regions of the plan.
         here: The fingerprint of the workload.
     """
     predicted = plan.predicted if plan else None

@@ -1,4 +1,4 @@
-"""What a trace predicts for the steps that a verification takes."""
+"""Predictions of a trace for the steps of a verification."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 
 class Predicted(NamedTuple):
-    """Of the steps; nothing where the trace is of another workload."""
+    """Predictions for the steps; empty if the trace is of another workload."""
 
     curves: Mapping[str, Curve] = MappingProxyType({})
-    notes: tuple[str, ...] = ()  # why there is nothing
-    reserved: Reserved | None = None  # of the planned step on a card
+    notes: tuple[str, ...] = ()  # why there are no predictions
+    reserved: Reserved | None = None  # of the planned step on a GPU
 
 
 def predict(
@@ -36,9 +36,9 @@ def predict(
     """Predict live bytes, unplanned and planned.
 
     Args:
-        trace: Maybe of the workload that was verified.
-        plan: What was put on it.
-        training: How it was trained.
+        trace: A trace that may be of the verified workload.
+        plan: The applied plan, or None.
+        training: Training options.
         here: The fingerprint of the workload.
     """
     if trace is None:
@@ -65,7 +65,7 @@ def predict(
 
 
 def curves_by_step(**kinds: Mapping[str, Curve]) -> dict[str, dict[str, Curve]]:
-    """Curves by kind as curves by step: unplanned, then planned."""
+    """Regroup curves by kind as curves by step: unplanned, then planned."""
     found: dict[str, dict[str, Curve]] = {}
     for which in (UNPLANNED, PLANNED):
         for kind, curves in kinds.items():

@@ -1,4 +1,4 @@
-"""Training steps in processes of their own, of which only one runs at a time."""
+"""Training steps in child processes, of which only one runs at a time."""
 
 from __future__ import annotations
 
@@ -22,36 +22,37 @@ if TYPE_CHECKING:
     from ckplan.plan.plan import Plan
     from ckplan.tracing.costs.calibrate import Progress
 
-_KILLED = -9  # what the kernel does to a process when memory runs out
+_KILLED = -9  # SIGKILL, which the kernel sends when memory runs out
 _PATIENCE_SECONDS = 5.0
 _Self = TypeVar("_Self", bound="StepProcess")
 
 
 class Steps(Protocol):
-    """Something that takes a training step and says how long that took."""
+    """Something that takes training steps and measures their seconds."""
 
     def step(self) -> float:
-        """Seconds of one more step."""
+        """Take one step; returns its seconds."""
 
 
 class StepProcess:
-    """A workload that trains in a process of its own, with a plan or without.
+    """A workload that trains in a child process, with a plan or without.
 
-    Several may be alive at once; each is idle unless one of its methods is waited for.
-    Use it in a ``with`` statement, so that the process ends whatever happens:
+    Several may be alive at once; each is idle except during a call of its methods.
+    Use it in a ``with`` statement, so that the process always ends:
 
         with StepProcess(spec) as unplanned, StepProcess(spec, plan) as planned:
             print(unplanned.first_steps().peak_bytes, planned.first_steps().peak_bytes)
 
     Args:
         spec: Where the workload comes from.
-        plan: Put on the model before its first step, if given.
-        training: How it is trained.
-        seed: Of every random number, from building the workload on.
-        device: Where it trains.
-        cap_bytes: What a GPU's allocator may reserve at most, if anything is given.
-        halvings: How often its batch is halved.
-        one_thread: Whether kernels on CPU run on one thread: no two add to one number.
+        plan: Plan to apply to the model before its first step, or None.
+        training: Training options.
+        seed: Seed of all random numbers, set before the workload is built.
+        device: Device of the training.
+        cap_bytes: Most bytes that a GPU's allocator may reserve, or None.
+        halvings: Number of times that its batch is halved.
+        one_thread: Whether CPU kernels run on one thread, which fixes the order of
+            sums.
     """
 
     def __init__(
@@ -71,21 +72,21 @@ class StepProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start the process, without waiting for it; once more if it was closed."""
+        """Start the process without waiting for it; restarts a closed one."""
         self.close()
         self._process = subprocess.Popen(
             [sys.executable, "-c", _bootstrap()],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, **self._threads},
-            start_new_session=True,  # Ctrl-C is for the parent, which ends this one
+            start_new_session=True,  # Ctrl-C reaches only the parent
         )
 
     def first_steps(self) -> FirstSteps:
-        """Build the workload and take two steps, the second one under measurement.
+        """Build the workload and take two steps; memory of the second is measured.
 
         Raises:
-            OutOfMemoryError: There is not enough memory.
+            OutOfMemoryError: The step runs out of memory.
             CkplanError: The workload, the plan or a step fails.
         """
         found: FirstSteps = self._ask(self._job)
@@ -97,12 +98,12 @@ class StepProcess:
         return seconds
 
     def close(self, patience_seconds: float = _PATIENCE_SECONDS) -> None:
-        """End the process, by force if it is not done soon; twice is once."""
+        """End the process, by force after ``patience_seconds``; idempotent."""
         if self._process is None:
             return
         process, self._process = self._process, None
         assert process.stdin is not None and process.stdout is not None
-        with contextlib.suppress(OSError):  # it may have died unasked
+        with contextlib.suppress(OSError):  # it may have died already
             process.stdin.close()
         try:
             process.wait(patience_seconds)
@@ -157,12 +158,12 @@ class StepProcess:
 def interleave(
     processes: Sequence[Steps], rounds: int, progress: Progress | None = None
 ) -> list[list[float]]:
-    """Time steps in turns, so that whatever else the machine does hits all alike.
+    """Time interleaved steps, so that other load on the machine affects all equally.
 
     Args:
-        processes: In every second round, the last one goes first.
-        rounds: How many steps each of them takes.
-        progress: Told how many rounds are done.
+        processes: Processes to time; every second round runs them in reverse order.
+        rounds: Number of steps of each process.
+        progress: Callback that reports finished rounds.
 
     Returns:
         Seconds by process and round.
@@ -178,7 +179,7 @@ def interleave(
 
 
 def overhead_of(planned: Sequence[float], unplanned: Sequence[float]) -> float:
-    """Median over rounds of what the plan costs, in parts of the unplanned step.
+    """Median over rounds of the plan's extra time, relative to the unplanned step.
 
     >>> round(overhead_of([1.1, 2.2, 9.0], [1.0, 2.0, 3.0]), 3)
     0.1
@@ -188,7 +189,7 @@ def overhead_of(planned: Sequence[float], unplanned: Sequence[float]) -> float:
 
 
 def _bootstrap() -> str:
-    """A worker that imports from where this process does; ``__main__`` is not run."""
+    """Code of a worker with this process's import path; ``__main__`` is not run."""
     return (
         f"import sys; sys.path[:] = {sys.path!r}; "
         "from ckplan.verifying.worker import main; main()"

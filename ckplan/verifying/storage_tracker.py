@@ -1,9 +1,9 @@
-"""Follow storages from birth to death, whoever holds them: the meter of a dry run.
+"""Track storages of a dry run from allocation to free, whatever references them.
 
-It knows nothing of graphs, plans or programs: a storage is born when an op returns it
-and dead when the last reference to it is gone, autograd's and a region's alike. What a
-kernel allocates beyond that, which fake tensors do not show, is added afterwards from
-measurements of every distinct op alone.
+The tracker does not use graphs, plans or programs. A storage is born when an op returns
+it. It dies when its last reference is gone, whether autograd's or a region's. Fake
+tensors do not show the workspaces of kernels, so those are added afterwards from
+separate measurements of every distinct op.
 """
 
 from __future__ import annotations
@@ -36,35 +36,37 @@ NOT_AN_OP = -1
 
 
 class Birth(NamedTuple):
-    """Storages that appeared together."""
+    """Storages allocated by the same op."""
 
     op: int  # index among the distinct ops, or NOT_AN_OP
     storages: tuple[int, ...]
-    accumulates_into: int = -1  # the gradient that it may have been added to in place
+    accumulates_into: int = (
+        -1
+    )  # storage of the gradient that the op may add to in place
 
 
 class Death(NamedTuple):
-    """A storage that nobody holds any more."""
+    """A storage without references."""
 
     storage: int
 
 
 class Phase(NamedTuple):
-    """A part of the measured step begins."""
+    """Start of a phase of the measured step."""
 
     name: str
 
 
 @dataclass
 class StorageLog:
-    """What a meter saw, in order."""
+    """Events that a storage tracker logged, in order."""
 
     events: list[Birth | Death | Phase] = field(default_factory=list)
-    bytes: list[int] = field(default_factory=list)  # of every storage
+    bytes: list[int] = field(default_factory=list)  # by storage number
     ops: list[RawOp] = field(default_factory=list)  # distinct ones
 
     def names(self, phase: str) -> set[str]:
-        """Names of the ops that ran in a part of the measured step."""
+        """Names of the ops that ran in a phase of the measured step."""
         found: set[str] = set()
         now = ""
         for event in self.events:
@@ -78,7 +80,7 @@ class StorageLog:
         """Live bytes from the first phase on.
 
         Args:
-            costs: Of each of ``ops``: what its kernel needs beside its outputs.
+            costs: Cost of each of ``ops``, with the workspace of its kernel.
         """
         levels = _Levels(self, costs)
         for event in self._as_the_engine_does():
@@ -86,13 +88,15 @@ class StorageLog:
         return Curve(tuple(levels.points), (*levels.starts[-3:], levels.seconds))
 
     def _as_the_engine_does(self) -> Iterator[Birth | Death | Phase]:
-        """Gradients that meet are added in place where nobody else holds the first.
+        """Events, with gradients added in place if the first has no other reference.
 
-        So the engine does on a plain run; under a dispatch mode it never does.
+        The autograd engine does this in a plain run, but never under a dispatch mode.
         """
         births = [i for i, e in enumerate(self.events) if isinstance(e, Birth)]
         until = dict(pairwise([*births, len(self.events)]))
-        same: set[int] = set()  # deaths that are none
+        same: set[int] = (
+            set()
+        )  # storages that are reused in place, so their deaths are skipped
         for place, event in enumerate(self.events):
             if isinstance(event, Birth) and event.accumulates_into >= 0:
                 death = Death(event.accumulates_into)
@@ -107,7 +111,7 @@ class StorageLog:
 
 
 class _Levels:
-    """Adds up live bytes, and remembers them once the first phase began."""
+    """Sums live bytes, and records them from the first phase on."""
 
     def __init__(self, log: StorageLog, costs: Sequence[Cost]) -> None:
         self.points: list[tuple[float, int]] = []
@@ -118,7 +122,7 @@ class _Levels:
         self._level = 0
 
     def add(self, event: Birth | Death | Phase) -> None:
-        """Take the next event into account."""
+        """Add the next event."""
         if isinstance(event, Phase):
             self._begin(event)
         elif isinstance(event, Death):
@@ -136,7 +140,7 @@ class _Levels:
         cost = self._costs[birth.op] if birth.op != NOT_AN_OP else None
         made = sum(self._bytes[storage] for storage in birth.storages)
         if cost is not None and birth.storages:
-            hidden = max(0, cost.held_bytes - made)  # lives with the first output
+            hidden = max(0, cost.held_bytes - made)  # freed with the first output
             self._bytes[birth.storages[0]] += hidden
             made += hidden
         self._note(self._level + max(made, cost.peak_bytes if cost else 0))
@@ -154,7 +158,7 @@ class StorageTracker(TorchDispatchMode):
     """Logs births and deaths of storages while it is active.
 
     Args:
-        on_cuda: Whether the step is as on a GPU.
+        on_cuda: Whether the step emulates a GPU.
     """
 
     def __init__(self, *, on_cuda: bool = False) -> None:
@@ -168,10 +172,10 @@ class StorageTracker(TorchDispatchMode):
 
     @contextmanager
     def watching(self, *, random_states: bool = True) -> Iterator[None]:
-        """Everything that must be active.
+        """Activate the tracker and its patches.
 
         Args:
-            random_states: Count the CPU generator's, too, which come from no op.
+            random_states: Count states of the CPU generator, which no op returns.
         """
         if not random_states:
             with self:
@@ -186,22 +190,22 @@ class StorageTracker(TorchDispatchMode):
             yield
 
     def register(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Log tensors that no op returned."""
+        """Log storages of tensors that no op returned."""
         storages = self._new(tensors)
         if storages:
             self.log.events.append(Birth(NOT_AN_OP, storages))
 
     def count_as_zero_bytes(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Count nothing for what is in another memory than the device's."""
+        """Count zero bytes for tensors that are not in the device's memory."""
         for tensor in tensors:
             self.log.bytes[self._numbers[tensor.untyped_storage()._cdata]] = 0
 
     def begin(self, phase: str) -> None:
-        """A part of the step that is to be measured begins."""
+        """Log the start of a phase of the measured step."""
         self.log.events.append(Phase(phase))
 
     def watch_nodes(self, loss: torch.Tensor) -> None:
-        """Tell what nodes of backward do from what the engine does between them."""
+        """Separate ops of backward nodes from ops of the engine between nodes."""
         for node in nodes_below(loss):
             self._in_place.watch(node)
             node.register_prehook(self._node_begins)
@@ -240,13 +244,13 @@ class StorageTracker(TorchDispatchMode):
         return out
 
     def _shows_same(self, buffer: torch.Tensor, copy: torch.Tensor) -> bool:
-        """Whether its bytes would be as they were, as ``snapshot`` looks on a CPU."""
+        """Whether a buffer is unchanged; ``snapshot`` compares values on CPU."""
         del copy
         moved = buffer.untyped_storage()._cdata in self._moved
         return buffer.device.type != "cpu" or not moved
 
     def _new(self, tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
-        """Number storages that were not seen before."""
+        """Assign numbers to new storages."""
         found = []
         for tensor in tensors:
             storage = tensor.untyped_storage()
@@ -264,12 +268,12 @@ class StorageTracker(TorchDispatchMode):
         self.log.events.append(Death(number))
 
     def _adds_to(self, func: Any, args: tuple[Any, ...]) -> int:
-        """The first of two gradients that meet between two nodes of backward."""
+        """Storage of the first of two gradients that the engine adds, or -1."""
         between_nodes = _is_backward() and not self._in_node
         if func is not torch.ops.aten.add.Tensor or not between_nodes:
             return -1
         first = args[0]
-        if first._is_view():  # and so its storage has another holder, its base
+        if first._is_view():  # its base references the same storage
             return -1
         if not fills_storage(first):
             return -1
@@ -294,7 +298,7 @@ class StorageTracker(TorchDispatchMode):
 
 
 def _draw(generator: torch.Generator | None) -> None:
-    """Move a generator on, as fake draws do not: so a region sees that it did."""
+    """Advance a generator, which fake ops do not, so that a region detects the draw."""
     with _disable_current_modes():
         torch.rand(1, generator=generator)
 
@@ -309,7 +313,7 @@ def _raw_op(
     spec: pytree.TreeSpec,
     results: tuple[Any, ...],
 ) -> RawOp:
-    """What ``calibrate`` needs to know of an op."""
+    """The fields of an op that ``calibrate`` needs."""
     leaves = (*described, *results)
     moved_bytes = sum(x.num_bytes for x in leaves if isinstance(x, TensorMeta))
     grad = torch.is_grad_enabled()

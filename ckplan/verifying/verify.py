@@ -42,18 +42,18 @@ _MOST_NAMES = 10
 
 @dataclass(frozen=True, kw_only=True)
 class Verification(AbstractOutcome):
-    """What planned steps did beside unplanned ones.
+    """Results of planned steps compared with those of unplanned steps.
 
-    What was measured of the unplanned step is None where that one does not fit in
-    memory, what is timed also where no timing was asked for, and what is predicted
-    where the plan predicts nothing. Where the unplanned step does not fit, the results
-    compared are those at a smaller batch, and of a step that runs every layer again.
+    Measurements of the unplanned step are None if it does not fit in memory. Times are
+    None if no timing was requested. Predictions are None if the plan has none. If the
+    unplanned step does not fit, the planned step is compared with a step that
+    recomputes every layer, and with the unplanned step at a smaller batch.
     """
 
-    gradients_equal: bool | None  # equal means: the same bits, in both steps compared
+    gradients_equal: bool | None  # bitwise, in both steps
     buffers_equal: bool | None
     loss_equal: bool | None
-    random_state_equal: bool | None  # after the steps compared
+    random_state_equal: bool | None  # after both steps
     different: tuple[str, ...]  # the first results that differ
     measured_peak_bytes: int
     unplanned_measured_peak_bytes: int | None
@@ -61,7 +61,7 @@ class Verification(AbstractOutcome):
     step_seconds: float | None
     unplanned_step_seconds: float | None
     overhead: float | None
-    # Of a GPU's caching allocator: blocks handed out, and what it took for them.
+    # Peaks of a GPU's caching allocator: bytes in allocated blocks, bytes reserved.
     predicted_allocated_bytes: int | None = None
     measured_allocated_bytes: int | None = None
     predicted_reserved_bytes: int | None = None
@@ -103,24 +103,25 @@ def verify(
         plan: What to verify, or the path of its file; None compares the workload with
             itself.
         optimizer: ``adamw``, ``adam``, ``sgd``, ``momentum``, ``adafactor``, ``none``
-            or ``own``; by default the workload's own if it has one, else AdamW.
+            or ``own``; by default the workload's own optimizer, else AdamW.
         amp: ``bf16`` or ``fp16``: forward and loss run under autocast.
         accumulate: Backwards before the optimizer takes a step.
         clip: Largest norm of all gradients together: ``clip_grad_norm_``.
         scaler: Whether the loss goes through a gradient scaler.
-        device: Where the steps are taken, by default where the plan is for.
-        cap_bytes: What a GPU may give: as if the card were a smaller one.
+        device: Device of the steps; by default the plan's device.
+        cap_bytes: Most bytes that a GPU's allocator may reserve, to emulate a smaller
+            GPU.
         seed: Seed of all random numbers.
-        steps: How many steps of each are timed, in turns; 0 for none.
-        trace: Of this workload: what predicts live bytes over the step, and knows the
-            layers to run again where the unplanned step does not fit.
-        progress: Told how far the work has come.
+        steps: Number of timed steps per process, interleaved; 0 disables timing.
+        trace: Trace of this workload. It predicts live bytes over the step, and names
+            the layers to recompute if the unplanned step does not fit.
+        progress: Callback that reports progress.
 
     Returns:
-        What was found. A difference or a peak over the budget is no exception.
+        The comparison. A difference or a peak over the budget does not raise.
 
     Raises:
-        CkplanError: There is no such device here, or a cap on what has none.
+        CkplanError: The device is not available, or it does not support a cap.
         OutOfMemoryError: The planned step does not fit in memory.
         CkplanError: The workload or the plan cannot be used, or a step fails.
     """
@@ -184,7 +185,7 @@ def _check_cap(cap_bytes: int | None, device: str) -> None:
 
 
 def recompute_every_layer(trace: Graph) -> Plan | None:
-    """Everyday practice as a plan: every layer is run again, as far as it can be."""
+    """Return a plan that recomputes every possible layer; None if there is none."""
     simulator = Simulator(trace)
     layers = find_repeated_layers(trace, Menus(simulator))
     regions = [Region(layer, RERUN) for layer in layers]
@@ -194,7 +195,7 @@ def recompute_every_layer(trace: Graph) -> Plan | None:
 
 
 def step_device(device: str | None, plan: Plan | None) -> str:
-    """Where steps are taken: where they are asked for, or where the plan is for.
+    """Return the device of the steps: the requested one, or the plan's.
 
     Raises:
         CkplanError: This machine has no such device.
@@ -216,7 +217,7 @@ def _judge(
     seconds: tuple[list[float], list[float]],
     notes: tuple[str, ...],
 ) -> Verification:
-    """Put together what was predicted and what was seen, unplanned and planned."""
+    """Combine predictions and measurements of unplanned and planned steps."""
     unplanned, planned = steps
     unplanned_seconds, planned_seconds = seconds
     predicted = plan.predicted if plan else None

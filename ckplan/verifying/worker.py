@@ -1,8 +1,8 @@
-"""The process that trains: a workload, with a plan on it or without.
+"""The child process that trains a workload, with a plan or without.
 
-Requests come in through stdin and replies leave through stdout, pickled: a ``Job`` asks
-for its first steps, whatever follows for one step each. What the model prints goes to
-stderr, and what it reads from stdin is empty. An error is a reply like any other.
+Requests arrive on stdin and replies leave on stdout, both pickled. A ``Job`` requests
+the first steps; each later request asks for one step. Output that the model prints goes
+to stderr, and its stdin is empty. Errors are sent as replies.
 """
 
 from __future__ import annotations
@@ -75,17 +75,17 @@ class Job:
     training: Training
     seed: int
     device: str = "cpu"
-    cap_bytes: int | None = None  # as if the device had only so much memory
-    halvings: int = 0  # of the batch
+    cap_bytes: int | None = None  # most bytes that the device's allocator may reserve
+    halvings: int = 0  # number of times the batch is halved
 
     @property
     def title(self) -> str:
-        """What errors call its steps."""
+        """Name of its steps in error messages."""
         return "the unplanned step" if self.plan is None else "the planned step"
 
 
 class Result(NamedTuple):
-    """One thing that a step computes."""
+    """Name of a result of a step."""
 
     step: int  # 1 or 2
     kind: str  # "loss", "gradient", "buffer" or "random state"
@@ -98,11 +98,11 @@ class Result(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FirstSteps:
-    """What the first two steps computed, and what the second one needed."""
+    """Results of the first two steps, and memory of the second one."""
 
     digests: dict[Result, str]
-    peak_bytes: int  # of step 2: asked for in it, and held when it began
-    regions: tuple[RegionStatus, ...]  # of the plan, and what each did
+    peak_bytes: int  # of step 2: bytes held at its start plus those it requests
+    regions: tuple[RegionStatus, ...]  # status of the plan's regions
     curve: Curve | None = field(default=None, compare=False)  # live bytes of step 2
     fingerprint: Mapping[str, Any] = field(default_factory=dict)
     rows: int = field(default=0, compare=False)  # of the batch
@@ -112,14 +112,14 @@ class FirstSteps:
 
 
 class Worker:
-    """Builds a workload when asked for its first steps, then takes one at a time."""
+    """Builds a workload for its first steps, then takes one step per request."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
         self._step: TrainingStep | None = None
 
     def answer(self, request: str) -> FirstSteps | float | CkplanError:
-        """Do what is asked, or say in three lines why not."""
+        """Handle a request; exceptions are returned as a ``CkplanError``."""
         try:
             return self._first_steps() if request == FIRST_STEPS else self._seconds()
         except (Exception, SystemExit) as error:
@@ -148,7 +148,7 @@ class Worker:
                 **first,
                 **_buffer_digests(step, 1),
             }
-            del value  # step 2 begins with what the model holds of step 1, at most
+            del value  # so that step 2 starts without the loss of step 1
 
             step.zero_grad()
             gc.collect()
@@ -163,7 +163,9 @@ class Worker:
         peak_bytes = gpu.requested_peak_bytes if gpu else held_bytes + log.peak_bytes
         self._check(value, "step 2")
         digests[Result(2, "loss")] = digest(value)
-        digests.update(_gradient_digests(step, 2))  # there until the next zero_grad
+        digests.update(
+            _gradient_digests(step, 2)
+        )  # gradients stay until the next zero_grad
         digests.update(_buffer_digests(step, 2))
         digests[Result(2, "random state")] = random_state_digest(device)
         regions = regions_of(self._job.plan, model)
@@ -178,7 +180,7 @@ class Worker:
         )
 
     def _check(self, loss: torch.Tensor, title: str) -> None:
-        if self._job.plan is None:  # with a plan it is a difference
+        if self._job.plan is None:  # with a plan, a non-finite loss is a difference
             check_finite(loss, title)
 
     def _seconds(self) -> float:
@@ -192,7 +194,7 @@ class Worker:
 
 
 def main() -> None:
-    """Answer until nobody asks any more."""
+    """Answer requests until the parent closes the pipe."""
     requests, replies = _take_standard_streams()
     warnings.filterwarnings("ignore", f".*{IDLE}")  # it is reported
     try:
@@ -207,7 +209,7 @@ def main() -> None:
 
 
 def _mark(name: str) -> None:
-    """Leave a mark in the allocator's log."""
+    """Record a mark in the allocator's log."""
     with record_function(_MARK + name):
         pass
 
@@ -234,7 +236,7 @@ def _buffer_digests(step: TrainingStep, number: int) -> dict[Result, str]:
 
 
 def replace_plan(plan: Plan | None, model: torch.nn.Module) -> None:
-    """Put a plan on a model, in place of one that its factory may have put there."""
+    """Apply a plan to a model, after removing a plan that its factory applied."""
     from ckplan.applying import apply, remove
 
     remove(model)
@@ -243,7 +245,7 @@ def replace_plan(plan: Plan | None, model: torch.nn.Module) -> None:
 
 
 def regions_of(plan: Plan | None, model: torch.nn.Module) -> tuple[RegionStatus, ...]:
-    """The regions of a plan, and what each did."""
+    """Status of the regions of a plan."""
     if plan is None:
         return ()
     from ckplan.applying import status
@@ -252,7 +254,7 @@ def regions_of(plan: Plan | None, model: torch.nn.Module) -> tuple[RegionStatus,
 
 
 def _explain(error: BaseException, job: Job) -> CkplanError:
-    """What a user can do about an exception of the workload or of the plan on it."""
+    """Convert an exception of the workload or its plan to an error with a hint."""
     if is_out_of_memory(error):
         return out_of_memory(job, f"ran out of memory ({first_line(error)})")
     if isinstance(error, CkplanError):
@@ -266,7 +268,7 @@ def _explain(error: BaseException, job: Job) -> CkplanError:
 
 
 def out_of_memory(job: Job, found: str) -> OutOfMemoryError:
-    """The error for a worker that did not get the memory it asked for."""
+    """The error for a worker that ran out of memory."""
     return OutOfMemoryError(
         f"{job.title} {found}",
         needed="memory for the peak of the step and for a process around it",
@@ -275,7 +277,7 @@ def out_of_memory(job: Job, found: str) -> OutOfMemoryError:
 
 
 def _take_standard_streams() -> tuple[BinaryIO, BinaryIO]:
-    """Keep stdin and stdout for requests and replies, away from the model's hands."""
+    """Reserve stdin and stdout for requests and replies; the model gets neither."""
     requests = os.fdopen(os.dup(0), "rb")
     replies = os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDONLY)

@@ -1,4 +1,4 @@
-"""The state of a worker process: digests of tensors, memory that outlives a step."""
+"""State of a worker process: digests of tensors, memory that persists over steps."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     pass
 
 WeakStorages: TypeAlias = list[tuple["weakref.ref[torch.UntypedStorage]", int]]
-"""Storages, if they are still there, and their bytes."""
+"""Weak references to storages, and their bytes."""
 
 
 def halved(workload: Workload, times: int) -> Workload:
     """The same workload with the first half of its batch, or a quarter, and so on.
 
     Raises:
-        WorkloadError: There are not so many rows.
+        WorkloadError: The batch has too few rows.
     """
     rows = rows_of(workload)
     if times and rows >> times == 0:
@@ -40,9 +40,9 @@ def halved(workload: Workload, times: int) -> Workload:
 
 
 def cap_memory(cap_bytes: int | None, device: torch.device) -> None:
-    """Let the allocator of a GPU reserve no more than this, if anything is given.
+    """Limit the bytes that a GPU's allocator may reserve; None sets no limit.
 
-    So a budget is proven on a larger card: what does not fit is out of memory.
+    A larger GPU can thus verify a budget: a step over the limit is out of memory.
     """
     if cap_bytes is not None:
         total_bytes = torch.cuda.get_device_properties(device).total_memory
@@ -62,13 +62,13 @@ def digest(tensor: torch.Tensor | None) -> str:
 
 
 def wait_for(device: torch.device) -> None:
-    """Let a GPU end what it was given."""
+    """Wait until a GPU finishes its queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def bytes_held_on_gpu(device: torch.device) -> int | None:
-    """Bytes allocated when a step begins; a GPU's peak is counted from here on."""
+    """Bytes allocated at the start of a step; resets the GPU's peak. None on CPU."""
     if device.type != "cuda":
         return None
     wait_for(device)
@@ -77,9 +77,9 @@ def bytes_held_on_gpu(device: torch.device) -> int | None:
 
 
 def persistent_storages(step: TrainingStep) -> WeakStorages:
-    """Those of ``persistent_tensors``, each once, and none held.
+    """Weak references to distinct storages of ``persistent_tensors``.
 
-    Lazy parameters have none before their first forward, which the log tells of.
+    Lazy parameters have no storage before their first forward, which the log records.
     """
     held = (tensor for tensor in persistent_tensors(step) if not is_lazy(tensor))
     storages = [tensor.untyped_storage() for tensor in held]
@@ -88,7 +88,7 @@ def persistent_storages(step: TrainingStep) -> WeakStorages:
 
 
 def live_bytes_of(known: WeakStorages) -> int:
-    """Bytes of those that are still there: the allocator's log tells of no others."""
+    """Bytes of the storages that are still alive; the allocator's log lacks them."""
     return sum(size for storage, size in known if storage() is not None)
 
 

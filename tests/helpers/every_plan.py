@@ -1,4 +1,4 @@
-"""Every plan of a small step, each with its peak and its seconds.
+"""All plans of a small step, with the peak and seconds of each.
 
 A unit is a call or a run of siblings; an option is one way to make it a region: which
 of its values stay, which stay in a smaller form, and (for the smallest steps) which
@@ -46,7 +46,7 @@ NONE: Kept = frozenset()
 
 
 class TooManyError(Exception):
-    """The step has more plans than anybody wants to walk."""
+    """The step has too many plans to enumerate."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class _Effect:
 
 
 class _Witness(oracles.Memory):
-    """Writes down until when regions hold what the step made."""
+    """Records until when regions hold storages of the step."""
 
     def __init__(self, num_storages: int) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ class _Plans:
         )
 
     def none_of(self) -> _Plans:
-        """No plan at all."""
+        """The empty plan."""
         return _Plans(
             [],
             self.held_until[:0],
@@ -292,10 +292,10 @@ class EveryPlan:
         return known.values()
 
     def _choices(self, span: Span) -> list[tuple[Kept, Kept]]:
-        """What to keep and what to encode: all that makes a difference.
+        """All effective choices of outputs to keep and outputs to encode.
 
-        Going back from the last op, something is done with a value only if backward or
-        an op that runs again wants it.
+        From the last op back, a value has choices only if backward or a recomputed op
+        needs it.
         """
         if span not in self._choices_of:
             found = list(islice(self._choose(span), MOST_OPTIONS + 1))
@@ -326,7 +326,7 @@ class EveryPlan:
     def _hows(
         self, whole: oracles._Program, op: int, content: Content
     ) -> list[tuple[str, tuple[int, int]] | None]:
-        """Ways to have a value again; None: its maker runs."""
+        """Ways to restore a value; None: its op is recomputed."""
         found: list[tuple[str, tuple[int, int]] | None] = [None]
         places = [(op, m) for m, c in enumerate(whole.outputs[op]) if c == content]
         if places and whole._final[content[0]] == content[1]:
@@ -369,7 +369,7 @@ class EveryPlan:
                 yield {**one, **rest}
 
     def _useful(self, span: Span) -> list[tuple[int, int]]:
-        """Outputs that rebuilding a unit may need."""
+        """Outputs that recomputing a unit may need."""
         graph = self.graph
         needed = {graph.saved[j].storage for j in oracles.saves_of(graph, span)}
         start, stop = graph.calls[span[0]].start, graph.calls[span[1]].stop
@@ -432,7 +432,7 @@ class EveryPlan:
         )
 
     def ways_of(self, plan: int) -> list[Way]:
-        """What a plan is made of."""
+        """The options of a plan."""
         return [self.ways[number] for number in self.plans[plan]]
 
     def confirm(self, plan: int) -> None:
@@ -451,7 +451,7 @@ class EveryPlan:
         return sum(not ((peaks <= p) & (seconds <= s)).any() for p, s in pairs)
 
     def best(self) -> list[int]:
-        """Plans of which none needs less and costs less, the smallest first."""
+        """Pareto-optimal plans by peak and seconds, the smallest peak first."""
         kept: list[int] = []
         for plan in numpy.lexsort((self.seconds, self.peaks)):
             if not kept or self.seconds[plan] < self.seconds[kept[-1]] - 1e-9:
@@ -464,7 +464,7 @@ class EveryPlan:
 
 @dataclass
 class Outcome:
-    """What the planner made of one step."""
+    """Results of the planner on one step."""
 
     num_plans: int
     num_budgets: int = 0  # at which some plan fits
@@ -478,7 +478,7 @@ class Outcome:
 
     @property
     def is_best(self) -> bool:
-        """Whether the planner was never behind."""
+        """Whether the planner always matched the best plan."""
         return not self.dearer and not self.missed and not self.wrong
 
 

@@ -1,4 +1,4 @@
-"""Small training steps made by hand, for tests of everything that reads a graph.
+"""Small synthetic training steps, for tests of code that reads graphs.
 
 ``chain`` is a stack of blocks, like a transformer's. ``Forward`` makes any other step:
 
@@ -109,7 +109,7 @@ def chain(
 
 
 class Forward:
-    """A forward in the making; its backward and the optimizer follow from it.
+    """A builder of a forward, from which backward and optimizer are derived.
 
     In backward, every op reads what it saved and makes gradients for the activations
     and parameters that it read. Gradients that meet are added in place. The optimizer
@@ -207,7 +207,7 @@ class Forward:
         self._saved += ((at - 1, Saved(s, call, at, -1, -1, -1)) for s in storages)
 
     def graph(self, model: str = "Model") -> Graph:
-        """Return the whole step; nothing may be added afterwards."""
+        """Return the whole step; call this last."""
         num_forward = len(self._ops)
         done = self._backward()
         num_backward = len(self._ops) - num_forward
@@ -436,7 +436,7 @@ def _disturbed(graph: Graph, rng: Random) -> Graph:
 
 
 def with_engine(graph: Graph, rng: Random) -> Graph:
-    """The same step, where the engine takes time of its own."""
+    """The same step with time of the autograd engine."""
     costs = EngineCosts(rng.choice((0.5, 3.0)), rng.choice((0.0, 2.0)))
     return replace(graph, engine=costs)
 

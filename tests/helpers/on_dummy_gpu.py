@@ -1,4 +1,4 @@
-"""Run where there is a GPU that computes nothing: ours beside torch's own allocator.
+"""Compare ckplan's allocator model with torch's allocator on a dummy GPU.
 
 python tests/helpers/on_dummy_gpu.py reductions
 """
@@ -49,7 +49,7 @@ OPS: dict[str, tuple[Callable[[Any, list[int]], Any], Callable[[int], int]]] = {
 
 
 def reductions(seed: int = 0, count: int = 400) -> None:
-    """What reductions put aside, of tensors of all kinds."""
+    """Workspaces of reductions, for tensors of all kinds."""
     rng = random.Random(seed)
     card = torch.cuda.get_device_properties(CUDA)
     processors = Processors(
@@ -79,7 +79,7 @@ def reductions(seed: int = 0, count: int = 400) -> None:
 
 
 def some_tensor(rng: random.Random) -> torch.Tensor:
-    """Of any shape and type, its dimensions in any order, sometimes with gaps."""
+    """A tensor of random shape, dtype and order of dimensions, sometimes with gaps."""
     shape = [rng.choice(SIZES) for _ in range(rng.randint(1, 4))]
     while math.prod(shape) > MOST:
         shape[rng.randrange(len(shape))] = rng.choice((1, 2, 8))
@@ -93,7 +93,7 @@ def some_tensor(rng: random.Random) -> torch.Tensor:
 
 
 def caching_allocator() -> None:
-    """Ours is told all that torch's own is asked while a model trains."""
+    """The model gets all requests to torch's allocator while a model trains."""
     torch.cuda.memory._record_memory_history(context=None, max_entries=1_000_000)
     layers = [torch.nn.Linear(700 + 37 * n, 737 + 37 * n) for n in range(12)]
     model = torch.nn.Sequential(*layers, torch.nn.GELU()).to(CUDA)
@@ -119,9 +119,9 @@ def caching_allocator() -> None:
 
 
 def full_card(count: int = 2000) -> None:
-    """Ours fails where torch's own does, and has given back the same until then.
+    """The model runs out of memory where torch does, after freeing the same blocks.
 
-    As far as the driver's choice of addresses does not decide which block is taken.
+    This holds unless addresses chosen by the driver decide which block is taken.
     """
     rng, capacity_bytes = random.Random(int(sys.argv[2])), 1_500_000_000
     expandable = "--expandable" in sys.argv
@@ -176,7 +176,7 @@ class OnTwoStreams(torch.nn.Module):
 
 
 def streams() -> None:
-    """What is rebuilt on one stream waits for what was on the other."""
+    """Recomputation on one stream waits for work on the other."""
     model = torch.nn.Sequential(OnTwoStreams(), torch.nn.Linear(64, 64)).to(CUDA)
     ckplan.apply(model, Plan(regions=(PlannedRegion("0"),)))
     for _ in range(3):  # written down, and repeated
@@ -191,7 +191,7 @@ def streams() -> None:
 
 
 def attention(seed: int = 0, count: int = 2000) -> None:
-    """Which kernel torch takes, of arguments of all kinds."""
+    """Kernels that torch selects, for arguments of all kinds."""
     rng = random.Random(seed)
     taken = Counter[SDPBackend]()
     capability = torch.cuda.get_device_capability(CUDA)
@@ -212,7 +212,7 @@ def attention(seed: int = 0, count: int = 2000) -> None:
 
 
 def attention_workspaces(seed: int = 1, count: int = 500) -> None:
-    """What fused kernels take beside what they return, forward and backward."""
+    """Workspaces of fused kernels, forward and backward."""
     rng = random.Random(seed)
     asked_for = AskedFor("attention")
     for _ in range(count):
@@ -238,7 +238,7 @@ def attention_workspaces(seed: int = 1, count: int = 500) -> None:
 
 
 def losses() -> None:
-    """What losses and their gradients take, elements on their own or reduced."""
+    """Bytes of losses and their gradients, with reduction or without."""
     for loss in (
         functional.mse_loss,
         functional.smooth_l1_loss,
@@ -313,7 +313,7 @@ def turned(x: torch.Tensor) -> torch.Tensor:
 
 
 def sorting(seed: int = 2, count: int = 200) -> None:
-    """What adding values up by index takes: indices are sorted before."""
+    """Workspaces of accumulation by index, which sorts the indices first."""
     rng = random.Random(seed)
     asked_for = AskedFor("index_put")
     for _ in range(count):

@@ -1,8 +1,8 @@
-"""Slow and simple answers to check quick ones by; nothing of the package is called.
+"""Slow and simple reference simulators, independent of the package's code.
 
-``walk`` replays a step event by event: every block of bytes has a set of holders and is
-gone when the set is empty. ``walk_plan`` takes the regions of a plan. ``every_plan.py``
-walks every plan there is.
+``walk`` simulates a step event by event. Every block of bytes has a set of holders and
+is freed when the set is empty. ``walk_plan`` simulates the regions of a plan.
+``every_plan.py`` enumerates and walks all plans.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ Nest = Mapping[Span, "tuple[Kept, Nest]"]  # regions inside: what they keep, and
 
 
 STATE_BYTES = 5056
-"""Of torch's random generator on CPU."""
+"""Bytes of the state of torch's random generator on CPU."""
 
 
 class CannotRebuildError(Exception):
-    """What a region would be rebuilt from is overwritten."""
+    """Inputs that a region needs to recompute are overwritten."""
 
 
 @dataclass
 class Walk:
-    """What was seen."""
+    """Results of a walk."""
 
-    live_bytes: list[int] = field(default_factory=list)  # in gaps and ops, by turns
-    again: dict[Span, list[int]] = field(default_factory=dict)  # ops run again
+    live_bytes: list[int] = field(default_factory=list)  # in gaps and ops, alternating
+    again: dict[Span, list[int]] = field(default_factory=dict)  # recomputed ops
     dropped: set[int] = field(default_factory=set)  # saved tensors
-    seconds: float = 0.0  # of the ops run again
+    seconds: float = 0.0  # of the recomputed ops
 
     @property
     def peak_bytes(self) -> int:
@@ -53,18 +53,18 @@ def walk(  # noqa: C901 - one loop over moments, told in order
     inner: Mapping[Span, Nest] | None = None,
     memory: Memory | None = None,
 ) -> Walk:
-    """Walk forward and backward with regions that rebuild and regions that run again.
+    """Walk forward and backward with regions of programs and regions that rerun.
 
     Args:
         graph: The step.
-        programs: Regions that rebuild op by op, and the outputs that they keep.
-        reruns: Regions that run again as a whole.
-        encoded: Outputs that regions which rebuild keep in a smaller form.
-        inner: Regions inside regions that rebuild.
-        memory: One that looks on.
+        programs: Regions that recompute op by op, and the outputs that they keep.
+        reruns: Regions that rerun as a whole.
+        encoded: Outputs that regions of programs keep in encoded form.
+        inner: Regions inside regions of programs.
+        memory: Memory model that observes blocks.
 
     Raises:
-        CannotRebuildError: A region has lost what it needs.
+        CannotRebuildError: A region lost inputs that it needs.
     """
     memory = Memory() if memory is None else memory
     seen = Walk()
@@ -93,7 +93,7 @@ def walk(  # noqa: C901 - one loop over moments, told in order
             memory.make(s, graph.storages[s].bytes, "step")
 
     def enter(at: int) -> None:
-        """Everything that takes hold once ``at`` ops have run."""
+        """Acquire all holds that start after ``at`` ops."""
         for j in saved_at[at]:
             if j not in dropped:
                 memory.hold(graph.saved[j].storage, ("saved", j))
@@ -101,7 +101,7 @@ def walk(  # noqa: C901 - one loop over moments, told in order
             region.hold(at)
 
     def leave(done: int) -> None:
-        """Everything that lets go when op ``done`` has run."""
+        """Release all holds that end with op ``done``."""
         for s in gone_after[done]:
             memory.let_go(s, "step")
         for j in done_after[done]:
@@ -166,7 +166,7 @@ def _grouped(keys: Iterable[int]) -> defaultdict[int, list[int]]:
 
 
 class Memory:
-    """Blocks, each alive while anybody holds it."""
+    """Blocks, each alive while it has a holder."""
 
     def __init__(self) -> None:
         self.bytes = 0
@@ -175,7 +175,7 @@ class Memory:
         self._held_by: defaultdict[Hashable, dict[Hashable, None]] = defaultdict(dict)
 
     def begin(self, moment: int) -> None:
-        """A half moment begins; what went before it is gone."""
+        """Start a half moment; blocks released before it are freed."""
 
     def make(self, block: Hashable, num_bytes: int, holder: Hashable) -> None:
         assert block not in self._holders, f"{block} is made twice"
@@ -228,7 +228,7 @@ def members(graph: Graph, span: Span) -> set[int]:
 
 
 def saves_of(graph: Graph, span: Span) -> list[int]:
-    """The saved tensors of a region, what the parent does inside a run included."""
+    """The saved tensors of a region, with those of parent ops inside a run."""
     first, last = (graph.calls[call] for call in span)
     inside = members(graph, span)
     return [
@@ -273,7 +273,7 @@ class _Region:
         return self.graph.storages[storage].bytes
 
     def first_and_last(self, saves: Iterable[int]) -> tuple[int, int, int]:
-        """First and last op that wants one of the saves, last that holds one."""
+        """First and last op that needs one of the saves, and last op that holds one."""
         saved = [self.graph.saved[j] for j in saves]
         wanted = [s.wanted for s in saved if s.wanted >= 0]
         done = max((s.done for s in saved), default=-1)
@@ -281,7 +281,7 @@ class _Region:
 
 
 class _Program(_Region):
-    """Rebuilds what is wanted when it is wanted, each op once."""
+    """Recomputes needed tensors on demand, each op once."""
 
     outer: _Program | None = None
 
@@ -444,7 +444,7 @@ class _Program(_Region):
         self.memory.let_go(("coded", self.span, content), "coded")
 
     def rebuild(self, now: int) -> int:
-        """Rebuild what op ``now`` wants; returns the most bytes alive meanwhile."""
+        """Recompute tensors that op ``now`` needs; returns the peak bytes meanwhile."""
         most = 0
         for j in sorted(self.dropped):
             if self.graph.saved[j].wanted == now:
@@ -456,7 +456,7 @@ class _Program(_Region):
         return most
 
     def _provide(self, content: Content) -> int:
-        """Make a content present; returns the most bytes alive meanwhile."""
+        """Recompute a content; returns the peak bytes meanwhile."""
         most = 0
         codes, ops, asked = self._missing(content)
         for other in asked:
@@ -563,7 +563,7 @@ class _Program(_Region):
         return alive_bytes
 
     def _all_needed(self) -> Counter[int]:
-        """How often every op will run again, in regions inside, too."""
+        """How often every op will be recomputed, including in inner regions."""
         found = Counter(self._needed)
         for one in self._inner:
             found += one._all_needed()
@@ -600,7 +600,7 @@ class _Inner(_Program):
 
 
 class _Rerun(_Region):
-    """Runs the region again from its start, when the first of its saves is wanted."""
+    """Reruns the region from its start when the first of its saves is needed."""
 
     def __init__(self, graph: Graph, memory: Memory, span: Span) -> None:
         super().__init__(graph, memory, span)
@@ -708,7 +708,7 @@ class _Rerun(_Region):
         return max(most)
 
     def _casts_of(self, op: int) -> list[int]:
-        """The casts that come before an op, each where it is first read."""
+        """The casts before an op, each at its first read."""
         reads = [s for s in self.graph.ops[op].reads if s in self._casts]
         casts = [self.graph.storages[s].maker for s in reads]
         return [cast for cast in casts if cast not in self.again]
@@ -717,7 +717,7 @@ class _Rerun(_Region):
         return [j for j in self.saves if self.graph.saved[j].at == at]
 
     def _run(self, at: int) -> int:
-        """Run an op again; returns the most bytes that there were."""
+        """Recompute an op; returns the peak bytes."""
         self.again.append(at)
         for storage in self._created(at):
             block = "again", self.span, storage

@@ -76,7 +76,7 @@ class Masked(nn.Module):
 
 
 class Unrolled(nn.Module):
-    """One cell that runs several times."""
+    """A cell that is called several times."""
 
     def __init__(
         self, kind: Callable[[], nn.Module] = Residual, times: int = 4
@@ -147,7 +147,7 @@ def build(name: str) -> Workload:
 
 
 def plans(name: str) -> list[Plan]:
-    """Keep nothing, run again, keep every second op, keep all, and encode."""
+    """Plans: keep nothing, rerun, keep every second op, keep all, and encode."""
     calls = "cell" if name == "unrolled" else "[0..2]"
     workload = build(name)
     graph = ckplan.profile(workload.model, workload.batch, loss=workload.loss)
