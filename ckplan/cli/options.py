@@ -17,7 +17,7 @@ class Amp(str, Enum):
 
 
 class Shard(str, Enum):
-    """Sharding scheme of several ranks; as ``ckplan.sharding.SCHEMES``."""
+    """Sharding scheme of several ranks; as ``ckplan.graph.sharding.SCHEMES``."""
 
     DDP = "ddp"
     ZERO1 = "zero1"
@@ -27,7 +27,7 @@ class Shard(str, Enum):
 
 
 class EjectFormat(str, Enum):
-    """Output format of a plan; "torch" or one of ``ckplan.elsewhere.TOOLS``."""
+    """Output format of a plan; "torch" or one of ``ckplan.ejecting.settings.TOOLS``."""
 
     TORCH = "torch"
     TRANSFORMERS = "transformers"

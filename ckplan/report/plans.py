@@ -1,4 +1,4 @@
-"""The reports of ``solve`` and ``show PLAN``: regions and cost of a plan."""
+"""The reports of ``solve``, ``compare`` and ``show PLAN``: regions and costs."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ time are not known.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
 
@@ -41,10 +42,7 @@ _Needs = Callable[[RawOp, Sequence[TensorMeta], Gpu], Workspace]
 
 
 def workspace_of(op: RawOp, gpu: Gpu) -> Workspace:
-    """The workspace of an op's kernel: blocks allocated at once, beyond its outputs.
-
-    If a kernel allocates and frees several times, the largest total counts.
-    """
+    """Blocks that an op's kernel allocates beyond its outputs: the largest total."""
     needs = _WORKSPACES.get(op.func.overloadpacket.__name__)
     tensors = [leaf for leaf in op.args if isinstance(leaf, TensorMeta)]
     return needs(op, tensors, gpu) if needs else NO_WORKSPACE
@@ -60,7 +58,7 @@ def hidden_bytes(op: RawOp) -> int:
     return op.args[0].num_bytes - op.returned[0].num_bytes if reduced else 0
 
 
-def _reduced(partial: Callable[[torch.dtype], int]) -> _Needs:
+def _reduced(part_bytes: Callable[[torch.dtype], int]) -> _Needs:
     """Workspaces of a reduction, by the bytes of a thread's partial result."""
 
     def needs(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> Workspace:
@@ -72,7 +70,7 @@ def _reduced(partial: Callable[[torch.dtype], int]) -> _Needs:
         if not as_is and op.func.overloadpacket.__name__ in _CONVERTING:
             copy = (in_blocks(tensor.numel * out.itemsize),)
             tensor = TensorMeta(tensor.shape, tensor.stride, out)
-        aside = _put_aside(tensor, _dims(op, tensor), out, partial, gpu)
+        aside = _put_aside(tensor, _dims(op, tensor), out, part_bytes, gpu)
         return Workspace(after=(*copy, *aside))
 
     return needs
@@ -82,7 +80,7 @@ def _put_aside(
     tensor: TensorMeta,
     dims: Iterable[int],
     out: torch.dtype,
-    partial: Callable[[torch.dtype], int],
+    part_bytes: Callable[[torch.dtype], int],
     gpu: Gpu,
 ) -> Blocks:
     return partial_result_blocks(
@@ -91,7 +89,7 @@ def _put_aside(
             tensor.stride,
             frozenset(dims),
             tensor.dtype.itemsize,
-            partial(tensor.dtype),
+            part_bytes(tensor.dtype),
             out.itemsize,
         ),
         Processors(gpu.multiprocessors, gpu.threads),
@@ -134,23 +132,18 @@ def _truth(dtype: torch.dtype) -> int:
 
 
 def _copied(*places: int, inside: bool = False, any_layout: bool = False) -> _Needs:
-    """Workspaces of ops that make tensor arguments contiguous.
+    """Workspaces of ops that make the tensor arguments at some places contiguous.
 
-    Args:
-        *places: Indices of these tensor arguments.
-        inside: Whether copies are made after the output is allocated.
-        any_layout: Whether channels-last tensors are not copied.
+    Copies are made after the output is allocated if ``inside`` is set; channels-last
+    tensors are not copied if ``any_layout`` is set.
     """
 
     def needs(op: RawOp, tensors: Sequence[TensorMeta], gpu: Gpu) -> Workspace:
         del op, gpu
         these = [tensors[place] for place in places if place < len(tensors)]
         if any_layout:
-            these = [
-                one
-                for one in these
-                if not has_contiguous_strides(one, channels_last=True)
-            ]
+            lies = partial(has_contiguous_strides, channels_last=True)
+            these = [one for one in these if not lies(one)]
         copied = contiguous_copies(these)
         return Workspace(after=copied) if inside else Workspace(copied)
 
