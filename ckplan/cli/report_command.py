@@ -34,8 +34,9 @@ def report(
     force: Force = False,
 ) -> None:
     """Write one HTML page about a step and its plans; it works offline."""
-    for path in (output, chrome_trace or output):
-        check_page_output(path, force)
+    check_page_output(output, force)
+    if chrome_trace is not None:
+        check_page_output(chrome_trace, force)
     sharding = make_sharding(shard, world_size, units)
     from ckplan import files
     from ckplan.plan import file as plan_file

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from itertools import count
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -38,15 +37,14 @@ def check_report() -> None:
         CkplanError: The extra ``report`` is not installed.
     """
     try:
-        import jinja2
-        import plotly  # noqa: F401 - checks availability only
+        import jinja2  # noqa: F401 - checks availability only
+        import plotly  # noqa: F401
     except ImportError as error:
         raise CkplanError(
             f"cannot make a report: {error.name} is not installed",
             needed="the extra 'report'",
             hint="pip install 'ckplan[report]'",
         ) from None
-    del jinja2
 
 
 def timelines_of(graph: Graph, plans: Mapping[str, Plan]) -> dict[str, Timeline]:
@@ -201,7 +199,6 @@ def _differences(graph: Graph, plans: Mapping[str, Plan]) -> list[str]:
 
 def _alive_json(samples: Mapping[str, Sequence[Sample]]) -> str:
     numbers: dict[str, int] = {}
-    following = count()
     steps = {
         name: [
             [
@@ -209,9 +206,7 @@ def _alive_json(samples: Mapping[str, Sequence[Sample]]) -> str:
                 one.live_bytes,
                 [
                     [
-                        numbers[row.name]
-                        if row.name in numbers
-                        else numbers.setdefault(row.name, next(following)),
+                        numbers.setdefault(row.name, len(numbers)),
                         KINDS.index(row.kind),
                         row.count,
                         row.bytes,
