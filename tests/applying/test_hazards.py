@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import copy
 import random
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -28,9 +29,10 @@ from ckplan.applying.rebuilding import rebuilder as recompute
 from ckplan.applying.recording import recorder as record
 from ckplan.applying.recording import saved_tensors as saved
 from ckplan.applying.recording.saved_tensors import Kept
+from ckplan.applying.rerunning import attributes, call_check, checkpoint, sources
 from ckplan.applying.rerunning import rerun as rerunning
 from ckplan.applying.rerunning import snapshot as world
-from ckplan.applying.tensors import arguments as calls
+from ckplan.applying.tensors import matchers
 from ckplan.applying.tensors import op_traits as facts
 from ckplan.applying.tensors import retained as held
 from ckplan.errors import ApplyError, PlanError
@@ -120,15 +122,38 @@ def never(_: torch.Tensor) -> int:
     return 0
 
 
+def forgetful_stop(_: call_check.CallCheck) -> call_check.StopRerunError:
+    """End a second run once, though the forward may catch that."""
+    return call_check.StopRerunError()
+
+
+def unchecked_meet(check: call_check.CallCheck, tensor: torch.Tensor) -> None:
+    """Meet a tensor without a look at its values."""
+    check.met.append(weakref.ref(tensor))
+    check.versions.append(0)
+
+
 Guard: TypeAlias = tuple[Any, str, Any]
 """Where it is, its name, and what stands in for it."""
 
-_freeze = calls.Slots.freeze
+_make = matchers.Matchers.make
 
 
-def anything(slots: calls.Slots, args: Any, kwargs: Any) -> None:
-    """Take every argument of a call for the same."""
-    _freeze(slots, args, kwargs)
+def any_arguments(self: matchers.Matchers, frozen: Any) -> matchers.Matcher:
+    """Take every number for the same, and meet the tensors."""
+
+    def matches(args: Any, kwargs: Any, made: Any, met: Any, meet: Any) -> bool:
+        known = [one() for one in (*made, *met)]
+        for value in args:
+            new = isinstance(value, torch.Tensor) and all(x is not value for x in known)
+            if new and len(met) < before + count:
+                meet(len(met), value)
+        return True
+
+    before = self._num_met
+    _make(self, frozen)
+    count = self._num_met - before
+    return matches
 
 
 # -- buffers -----------------------------------------------------------------------
@@ -325,16 +350,16 @@ def test_random_numbers_are_those_of_the_forward(by: str, source: str) -> None:
 
     same(lambda: Own(source), by, steps=6)
     program: dict[str, Guard] = {  # numbers are part of calls, states of ops
-        "python": (calls.Slots, "freeze", anything),
-        "numpy": (calls.Slots, "freeze", anything),
+        "python": (matchers.Matchers, "make", any_arguments),
+        "numpy": (matchers.Matchers, "make", any_arguments),
         "torch": (recompute, "set_random_state", nothing),
         "generator": (recompute, "set_random_state", nothing),
     }
     rerun: dict[str, Guard] = {
-        "python": (world.Source, "put", nothing),
-        "numpy": (world.Source, "put", nothing),
-        "torch": (world.Source, "put", nothing),
-        "generator": (rerunning._Calls, "_draw", nothing),
+        "python": (sources.Source, "put", nothing),
+        "numpy": (sources.Source, "put", nothing),
+        "torch": (sources.Source, "put", nothing),
+        "generator": (call_check.CallCheck, "_draw", nothing),
     }
     with unguarded(*{"program": program, "rerun": rerun}[by][source]):
         same(lambda: Own(source), by, steps=6)
@@ -368,7 +393,7 @@ def test_generators_that_modules_hold_are_put_back(
 ) -> None:
     same(lambda: Holding(make()), by)
     if by == "rerun":
-        with unguarded(world, "source_in", nothing):
+        with unguarded(attributes, "source_in", nothing):
             same(lambda: Holding(make()), by)
 
 
@@ -404,7 +429,7 @@ def test_a_tensor_changed_before_backward_names_the_region(by: str, which: str) 
             out.sum().backward()
 
     run()
-    where = {"program": (held, saved), "rerun": rerunning}[by]
+    where = {"program": (held, saved), "rerun": (rerunning, call_check)}[by]
     with unguarded(where, "version_of", never):
         run()
 
@@ -436,7 +461,7 @@ def test_a_tensor_from_elsewhere_changed_before_backward_names_the_region(
             out.sum().backward()
 
     run()
-    where = {"program": (held, saved), "rerun": rerunning}[by]
+    where = {"program": (held, saved), "rerun": (rerunning, call_check)}[by]
     with unguarded(where, "version_of", never):
         run()
 
@@ -459,7 +484,7 @@ def test_statistics_of_a_module_from_elsewhere_are_never_updated_twice(by: str) 
 
     run()
     if by == "rerun":
-        with unguarded(rerunning._Calls, "_check_version", nothing):
+        with unguarded(call_check.CallCheck, "_meet", unchecked_meet):
             run()
 
 
@@ -617,10 +642,10 @@ def test_a_python_number_that_changes_is_seen(by: str) -> None:
 
     changed_before_backward()
     if by == "rerun":
-        with unguarded(rerunning._Calls, "_note", nothing):
+        with unguarded(call_check.CallCheck, "_note", nothing):
             changed_before_backward()
     else:
-        with unguarded(calls.Slots, "freeze", anything):
+        with unguarded(matchers.Matchers, "make", any_arguments):
             changed_every_step()
 
 
@@ -649,7 +674,7 @@ class Routed(nn.Module):
 def test_experts_are_chosen_once(by: str) -> None:
     same(Routed, by, steps=8)
     if by == "rerun":
-        with unguarded(world.Source, "put", nothing):
+        with unguarded(sources.Source, "put", nothing):
             same(Routed, by, steps=8)
 
 
@@ -688,14 +713,15 @@ def test_a_cache_that_grows_is_right_or_refused(by: str) -> None:
         assert torch.equal(caches[0].keys, caches[1].keys)
     else:
 
-        def grown() -> None:
-            what = "block#0 again: its forward differs"
+        def grown(found: str) -> None:
+            what = f"block#0 again: its forward differs from the first one .{found}"
             with pytest.raises(ApplyError, match=what):
                 step_of(planned, 0, Cache())
 
-        grown()
-        with unguarded(rerunning._Calls, "_note", nothing):
-            grown()
+        grown("a tensor of shape")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(call_check.CallCheck, "_note", nothing)
+            grown("it saves other tensors")
 
 
 class Catching(nn.Module):
@@ -720,7 +746,7 @@ def test_an_early_stop_is_not_swallowed(by: str) -> None:
     planned = same(Catching, by)
     assert planned.block.failed == 0
     if by == "rerun":
-        with unguarded(rerunning, "_STOP", ""):
+        with unguarded(call_check.CallCheck, "stop", forgetful_stop):
             same(Catching, by)
 
 
@@ -966,7 +992,7 @@ def test_a_capture_of_a_cuda_graph_is_an_error_that_says_so(
         if by == "program":
             recompute.random_state(device, None)
         else:
-            world.sources_on([device])[-1].state()
+            sources.sources_on([device])[-1].state()
 
 
 class Centred(nn.Module):
@@ -1051,8 +1077,8 @@ def test_several_backwards_are_right(by: str) -> None:
 
     run()
     guards: dict[str, Guard] = {
-        "program": (recompute._RegionState, "draw_again", nothing),
-        "rerun": (world.Source, "put", nothing),
+        "program": (recompute.Rebuilder, "_draw", nothing),
+        "rerun": (sources.Source, "put", nothing),
     }
     with unguarded(*guards[by]):
         run()
@@ -1100,17 +1126,21 @@ def only_below_autograd() -> ExitStack:
     return stack
 
 
-def without_autocast(**_: str) -> tuple[dict[str, bool], dict[str, bool]]:
-    return {"enabled": False}, {"enabled": False}
+def without_autocast(casting: checkpoint.Casting) -> AbstractContextManager[Any]:
+    """Cast nothing in the second run."""
+    devices = [device for device, _ in casting._types]
+    stack = ExitStack()
+    for device in devices:
+        stack.enter_context(torch.autocast(device, enabled=False))
+    return stack
 
 
 @BOTH
 @pytest.mark.parametrize("backward_inside", [False, True])
 def test_casts_of_autocast_are_the_same(by: str, backward_inside: bool) -> None:
     cast_alike(by, backward_inside)
-    if by == "rerun":  # torch's own guard
-        guard = torch.utils.checkpoint, "_get_autocast_kwargs", without_autocast
-        with unguarded(*guard):
+    if by == "rerun":
+        with unguarded(checkpoint.Casting, "again", without_autocast):
             cast_alike(by, backward_inside)
     elif backward_inside:
         with unguarded(recompute, "_below_autograd", only_below_autograd):

@@ -7,9 +7,9 @@ op (``resume.py``). If a miss is found only after the call's ops ran, the rest i
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
 from typing import Any
+from weakref import ref
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -27,13 +27,11 @@ from ckplan.applying.recording.op_keys import OpKey, Saves
 from ckplan.applying.recording.recorder import Recorder, otherwise_saved
 from ckplan.applying.recording.saved_tensors import Dropped, Handle, Kept, keep, unpack
 from ckplan.applying.tensors.arguments import (
-    Slots,
-    UnknownArgumentError,
     is_query,
     moves,
     switches,
 )
-from ckplan.applying.tensors.compiled import is_within_compiled, uncompiled
+from ckplan.applying.tensors.compiled import is_within_compiled, still_uncompiled
 from ckplan.applying.tensors.random_state import random_state
 from ckplan.applying.tensors.retained import Retained, retain, retain_copy, tensors_in
 from ckplan.encodings import Encoded, encode
@@ -66,29 +64,32 @@ class GuardChecker(TorchFunctionMode):
         self._record = record
         self._inner: list[tuple[CallGuard | None, str, Saves]] = []  # open ones
         self._num_begun = 0  # regions inside
-        self._num_modes = 0
+        self._num_modes = torch._C._len_torch_dispatch_stack()
         self._calls = iter(expected.calls)
         self._next = next(self._calls, None)
+        self._current: CallGuard | None = None  # the call that runs now
+        self._packed = expected.packed
         self._num_packed = 0
-        self._in_call = False
-        self._dropped_in_call = False
-        self._packing = False
         self._held: dict[int, Retained] = {**expected.constants}
         self._inputs = InputChecker(expected, self._held)
-        self._slots = Slots(self._inputs.check_next)
+        self._met = self._inputs.met
+        self._made: list[ref[torch.Tensor]] = []  # tensors that calls returned
         self._encoded: dict[int, Encoded] = {}
         self._states: dict[int, torch.Tensor] = {}
-        self._wanted: list[tuple[int, int]] = []  # value, part
         self._handle = Handle()
-        self._contexts = ExitStack()
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, unpack)
+        self._uncompiled = still_uncompiled()
 
     def open(self) -> None:
         """Begin to check."""
-        self._num_modes = torch._C._len_torch_dispatch_stack()
-        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, unpack)
-        self._contexts.enter_context(uncompiled())
-        self._contexts.enter_context(hooks)
-        self._contexts.enter_context(self)
+        self._uncompiled.__enter__()
+        self._hooks.__enter__()
+        self.__enter__()
+
+    def _close(self) -> None:
+        self.__exit__(None, None, None)
+        self._hooks.__exit__(None, None, None)
+        self._uncompiled.__exit__(None, None, None)
 
     def begin_inner(self, top: str, saves: Saves) -> None:
         """Begin a nested region."""
@@ -121,21 +122,15 @@ class GuardChecker(TorchFunctionMode):
 
     def close(self) -> None:
         """End the forward; retain only tensors that the program needs."""
-        self._contexts.close()
-        expected = self.expected
-        missing = self._next is not None or self._num_packed < len(expected.packed)
+        self._close()
+        missing = self._next is not None or self._num_packed < len(self._packed)
         if self.rerecorder is None and missing:
             self._rerecord_from(self._place(self._next))
         if self.rerecorder is not None:
             self.rerecorder.close()
         else:
             self._handle.rebuilder = Rebuilder(
-                self.name,
-                expected.program,
-                expected.steps,
-                self._held,
-                self._encoded,
-                self._states,
+                self.expected.schedule, self._held, self._encoded, self._states
             )
         self._forget()
 
@@ -146,12 +141,14 @@ class GuardChecker(TorchFunctionMode):
 
     def abandon(self) -> None:
         """Stop checking: the forward was interrupted."""
-        self._contexts.close()
+        self._close()
         if self.rerecorder is not None:
             self.rerecorder.abandon()
 
     def _forget(self) -> None:
-        self._slots.close()
+        """Drop references that would form cycles, or keep tensors."""
+        self._next = None
+        del self._hooks
         for tensors in (self._held, self._encoded, self._states):
             tensors.clear()
 
@@ -168,21 +165,30 @@ class GuardChecker(TorchFunctionMode):
             stop=stop,
             path=self.path,
             inner=inner,
-            made=self._slots.made(),
+            made=self._living(),
             retained=self._held,
             encoded=self._encoded,
             states=self._states,
-            wanted=self._wanted,
+            packed=self._packed[: self._num_packed],
             handle=self._handle,
         )
         resume(rerecorder, begun)
-        self._forget()
+        for tensors in (self._held, self._encoded, self._states):
+            tensors.clear()
+        self._next = None
         return rerecorder
+
+    def _living(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """The tensors that calls returned and that still live, by number."""
+        for number, one in enumerate(self._made):
+            tensor = one()
+            if tensor is not None:
+                yield number, tensor
 
     def _miss_before_call(self) -> None:
         """Handle a miss before the call's ops ran: record from here on."""
-        call, packed = self._next, len(self.expected.packed)
-        as_expected = self._num_packed == (call.packed_before if call else packed)
+        call = self._next
+        as_expected = self._num_packed == self._packed_before(call)
         alone = torch._C._len_torch_dispatch_stack() == self._num_modes
         alone &= not is_within_compiled()
         moved = any(moves(other.func) for other in self.expected.calls)
@@ -192,16 +198,20 @@ class GuardChecker(TorchFunctionMode):
         else:
             self.kept = True
 
-    def _miss_after_call(self, stop: int) -> None:
+    def _miss_after_call(self, call: CallGuard | None, stop: int) -> None:
         """Handle a miss after the call's ops ran: keep the rest.
 
         Raises:
             ApplyError: A tensor that the call saved is already dropped.
         """
-        if self._dropped_in_call:
+        saved = self._packed[self._packed_before(call) : self._num_packed]
+        if call is not None and any(one.ref is not None for one in saved):
             raise otherwise_saved(self.name)
-        self._rerecord_from(stop)
-        self.kept = True
+        self._keep_rest(stop)
+
+    def _packed_before(self, call: CallGuard | None) -> int:
+        """How many tensors were saved before a call, or in all."""
+        return len(self._packed) if call is None else call.packed_before
 
     def __torch_function__(
         self,
@@ -210,37 +220,56 @@ class GuardChecker(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        kwargs = kwargs or {}
-        rerecorder, call = self.rerecorder, self._next
-        if rerecorder is not None:
-            return rerecorder.log.__torch_function__(func, types, args, kwargs)
-        asks = (call is None or call.func is not func) and is_query(func)
-        if asks or self._packing:
-            return func(*args, **kwargs)
-        if call is None or not self._matches(call, func, args, kwargs):
+        call = self._next
+        if call is None or (call.func is not func and call.func != func):
+            return self._other(func, types, args, kwargs)
+        if not (
+            self._num_packed == call.packed_before
+            and _is_grad_enabled() is call.grad_mode
+            and call.matches(args, kwargs, self._made, self._met, self._meet)
+            and (not _is_autocast_enabled() if call.simple else self._agrees(call))
+        ):
             self._miss_before_call()
-            return self.__torch_function__(func, types, args, kwargs)
-        self._retain_before(call)
-        self._in_call, self._dropped_in_call = True, False
+            return self._other(func, types, args, kwargs)
+        if call.random_steps or call.statistics:
+            self._retain_before(call)
+        self._current = call
         try:
-            out = func(*args, **kwargs)
+            out = func(*args, **kwargs) if kwargs else func(*args)
         except BaseException:
-            self._dropped_in_call = False
-            if self.rerecorder is None:
-                self._miss_after_call(call.stop)
+            self._current = None
+            self._keep_rest(call.stop)
             raise
-        finally:
-            self._in_call = False
-        if self.rerecorder is not None:
+        self._current = None
+        return out if self.rerecorder is not None else self._returned(call, out)
+
+    def _returned(self, call: CallGuard, out: Any) -> Any:
+        """Number and retain what a call returned; pass it on."""
+        same = self._num_packed == call.packed_after
+        if same and call.returns_new and type(out) is torch.Tensor:
+            self._made.append(ref(out))
+        elif not (same and call.number(out, self._made, self._met)):
+            self._miss_after_call(call, call.start)
             return out
-        if self._num_packed != call.packed_after:
-            self._miss_after_call(call.start)
-            return out
-        self._slots.returned(out)
         self._next = next(self._calls, None)
         if call.captures or call.returned_constants:
             self._take(call, tensors_in(out))
         return out
+
+    def _keep_rest(self, stop: int) -> None:
+        """Keep what the rest of the forward saves, from a step on."""
+        if self.rerecorder is None:
+            self._rerecord_from(stop)
+            self.kept = True
+
+    def _other(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Handle a call that is not the next one."""
+        if self.rerecorder is not None:
+            return self.rerecorder.log.__torch_function__(func, types, args, kwargs)
+        if not is_query(func):
+            self._miss_before_call()
+            return self._other(func, types, args, kwargs)
+        return func(*args, **kwargs or {})
 
     def _retain_before(self, call: CallGuard) -> None:
         """Retain random states and statistics that the call will change."""
@@ -252,27 +281,24 @@ class GuardChecker(TorchFunctionMode):
     def _take(self, call: CallGuard, returned: list[torch.Tensor]) -> None:
         """Retain returned tensors if the returned constants pass their guards."""
         if not self._inputs.match_constants(call, returned):
-            self._dropped_in_call = False
-            self._miss_after_call(call.stop)
+            self._keep_rest(call.stop)
             return
         for capture in call.captures:
             self._capture(capture, returned[capture.place])
 
-    def _matches(
-        self, call: CallGuard, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> bool:
-        """Whether a call passes its guard."""
-        if call.func is not func and call.func != func:
+    def _agrees(self, call: CallGuard) -> bool:
+        """Whether global state and the place of a call are as recorded."""
+        if call.switches != switches(call.func):
             return False
         here = CallSite(self.path[-1], self._num_begun, len(self._inner))
-        if call.place not in (None, here):  # another of several equal layers
-            return False
-        try:
-            same = call.arguments == self._slots.freeze(args, kwargs)
-        except UnknownArgumentError:
-            return False
-        packed = self._num_packed == call.packed_before
-        return same and packed and call.switches == switches(func)
+        return call.place in (None, here)  # else another of several equal layers
+
+    def _meet(self, number: int, tensor: torch.Tensor) -> bool:
+        """Whether a tensor that appears for the first time passes its guard."""
+        is_parameter = type(tensor) is torch.nn.Parameter
+        if not is_parameter and any(one() is tensor for one in self._made):
+            return False  # a call returned it
+        return self._inputs.meet(number, tensor)
 
     def _capture(self, capture: Capture, tensor: torch.Tensor) -> None:
         if capture.form is None:
@@ -283,38 +309,38 @@ class GuardChecker(TorchFunctionMode):
         self._encoded[capture.value] = small
 
     def _pack(self, tensor: torch.Tensor) -> Kept | Dropped:
-        self._packing = True  # custom functions pack outside of any call
-        try:
-            return self._packed_as(tensor)
-        finally:
-            self._packing = False
-
-    def _packed_as(self, tensor: torch.Tensor) -> Kept | Dropped:
-        expected, number = self.expected, self._num_packed
+        """Keep or drop what autograd saves."""
         if self.rerecorder is not None:
-            return (
-                self.rerecorder.pack(tensor)
-                if not self.kept
-                else keep(tensor, self.name)
-            )
-        self._num_packed += 1
-        there = number < self._num_expected
-        if not there or expected.packed[number].size != tensor.size():
-            self._dropped_in_call &= self._in_call
-            self._miss_after_call(self._place(self._next))
-            return keep(tensor, self.name)
-        if number in expected.captures:
-            self._capture(expected.captures[number], tensor)
-        _, value, ref, part = expected.packed[number]
-        if ref is None:
-            return keep(tensor, self.name)
-        self._dropped_in_call |= self._in_call
-        self._wanted.append((value, part))
-        return Dropped(self._handle, ref, part)
+            return self._pack_rest(tensor)
+        call = self._current
+        if call is None:  # custom functions pack outside of any call
+            with torch._C.DisableTorchFunction():
+                expected = self._packed_before(self._next)
+                return self._pack_next(tensor, None, expected)
+        return self._pack_next(tensor, call, call.packed_after)
 
-    @property
-    def _num_expected(self) -> int:
-        """Number of tensors saved in the recording by the end of the current call."""
-        if self._next is None:
-            return len(self.expected.packed)
-        return self._next.packed_after if self._in_call else self._next.packed_before
+    def _pack_rest(self, tensor: torch.Tensor) -> Kept | Dropped:
+        assert self.rerecorder is not None
+        if self.kept:
+            return keep(tensor, self.name)
+        return self.rerecorder.pack(tensor)
+
+    def _pack_next(
+        self, tensor: torch.Tensor, call: CallGuard | None, expected: int
+    ) -> Kept | Dropped:
+        """Pack a tensor as the recorded forward did, by its number."""
+        number = self._num_packed
+        if number >= expected or self._packed[number].size != tensor.shape:
+            self._miss_after_call(call, self._place(call or self._next))
+            return keep(tensor, self.name)
+        self._num_packed = number + 1
+        captures = self.expected.captures
+        if captures and number in captures:
+            self._capture(captures[number], tensor)
+        if self._packed[number].ref is not None:
+            return Dropped(self._handle, number)
+        return keep(tensor, self.name)
+
+
+_is_grad_enabled = torch.is_grad_enabled
+_is_autocast_enabled = torch._C._is_any_autocast_enabled

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from weakref import ref
 
-from ckplan.applying.rebuilding.rebuilder import Step
-from ckplan.applying.recording.saved_tensors import Packed
+import torch
+
+from ckplan.applying.rebuilding.schedule import Packed, Schedule
+from ckplan.applying.rebuilding.step import Step
 from ckplan.applying.tensors.arguments import Geometry
-from ckplan.applying.tensors.retained import Retained
+from ckplan.applying.tensors.matchers import Matcher
+from ckplan.applying.tensors.retained import Retained, tensors_in
 from ckplan.simulating.program import Flow, NestedRegion, Program
 
 
@@ -26,6 +30,7 @@ class TensorGuard(NamedTuple):
 
     geometry: Geometry
     storage: int  # equal for tensors that share a storage
+    value: int  # of the storage, if it is from outside; else -1
 
 
 class CallSite(NamedTuple):
@@ -36,13 +41,18 @@ class CallSite(NamedTuple):
     num_open: int  # nested regions still open
 
 
-class CallGuard(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class CallGuard:
     """One call of a torch function."""
 
-    place: CallSite | None  # of its first op; None if it ran none
+    place: CallSite | None  # of its first op; None if it ran none, or all have the same
     func: Callable[..., Any]
-    arguments: Any  # frozen
+    matches: Matcher  # checks the arguments
+    grad_mode: bool
+    simple: bool  # without autocast; neither its place nor other switches count
     switches: tuple[Any, ...]
+    returned: tuple[int, ...]  # numbers of the tensors that it returned
+    returns_new: bool  # one tensor, which no call had returned or taken before
     random_steps: tuple[int, ...]  # its first random steps
     statistics: tuple[int, ...]  # running statistics that its norm reads; copied
     captures: tuple[Capture, ...]
@@ -54,6 +64,31 @@ class CallGuard(NamedTuple):
     start: int  # its first step
     stop: int  # the step after its last one
 
+    def number(
+        self,
+        out: Any,
+        made: list[ref[torch.Tensor]],
+        met: Sequence[ref[torch.Tensor]],
+    ) -> bool:
+        """Number the tensors that the call returned, if they are as recorded.
+
+        Args:
+            out: What it returned.
+            made: The tensors that calls returned before, by number; new ones are added.
+            met: The tensors from outside that were met before.
+        """
+        returned, num_made = tensors_in(out), len(made)
+        same = len(returned) == len(self.returned)
+        for number, tensor in zip(self.returned, returned, strict=False):
+            if number == len(made):
+                made.append(ref(tensor))
+            else:
+                known = made[number] if number >= 0 else met[-1 - number]
+                same &= known() is tensor
+        if not same:
+            del made[num_made:]
+        return same
+
 
 @dataclass(frozen=True)
 class GuardedProgram:
@@ -63,11 +98,11 @@ class GuardedProgram:
     inputs: tuple[TensorGuard, ...]
     packed: tuple[Packed, ...]
     captures: Mapping[int, Capture]  # of saved tensors, by their number
-    value_of: Mapping[int, int]  # storage of an input -> its value
     constants: Mapping[int, Retained]  # values that call arguments determine
     flow: Flow
     parts: tuple[NestedRegion, ...]
     program: Program
+    schedule: Schedule
     steps: Mapping[int, Step]  # all
     dropped_bytes: int
     # For forwards that begin like this one, then miss:

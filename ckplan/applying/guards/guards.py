@@ -9,7 +9,6 @@ import math
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -21,11 +20,13 @@ from ckplan.applying.guards.guarded_program import (
     GuardedProgram,
     TensorGuard,
 )
+from ckplan.applying.guards.sightings import Sightings
+from ckplan.applying.rebuilding.schedule import Schedule
 from ckplan.applying.recording.call_log import Call
 from ckplan.applying.recording.recorder import Recorder
-from ckplan.applying.tensors.arguments import Geometry
-from ckplan.applying.tensors.retained import Ref, Retained
-from ckplan.encodings import BITS, Encoded
+from ckplan.applying.tensors.matchers import Matchers
+from ckplan.applying.tensors.retained import Retained
+from ckplan.encodings import BITS
 from ckplan.simulating.program import (
     EXTERNAL,
     Flow,
@@ -41,41 +42,6 @@ _FEW_BYTES, _SMALL_SHARE = 4096, 250
 one part in so many."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Sightings:
-    """Places where a later forward can capture values, earliest first."""
-
-    returned: Mapping[int, Sequence[tuple[int, int, Geometry]]]  # call, place in it
-    packed: Mapping[int, Sequence[tuple[int, Ref | None]]]
-
-    @classmethod
-    def of(cls, seen: Recorder) -> _Sightings:
-        """Find all places once, since a region may be a whole model."""
-        returned = defaultdict(list)
-        for number, call in enumerate(seen.log.calls):
-            for place, one in enumerate(call.returned):
-                if one.geometry:
-                    returned[one.value].append((number, place, one.geometry))
-        packed = defaultdict(list)
-        for place, saved in enumerate(seen.packing.packed):
-            packed[saved.value].append((place, saved.ref))
-        return cls(returned, packed)
-
-    def in_call(self, value: int, small: Encoded | None) -> tuple[int, int] | None:
-        """The call that returns it, in the geometry to encode if there is one."""
-        for number, place, geometry in self.returned.get(value, ()):
-            if small is None or _fits(small, geometry):
-                return number, place
-        return None
-
-    def in_packed(self, value: int, small: Encoded | None) -> int | None:
-        """The number of the saved tensor that it is."""
-        for place, ref in self.packed.get(value, ()):
-            if small is None or (ref is not None and _fits(small, ref)):
-                return place
-        return None
-
-
 def make_guards(seen: Recorder) -> GuardedProgram | None:
     """The guarded program of a forward; None if calls do not determine its ops."""
     log, storages, packing = seen.log, seen.storages, seen.packing
@@ -84,14 +50,20 @@ def make_guards(seen: Recorder) -> GuardedProgram | None:
     flow = storages.flow
     if log.broken or -1 in seen.call_of:
         return None
+    made_by = enumerate(flow.maker_of)
+    value_of = {flow.storage_of[v]: v for v, maker in made_by if maker == EXTERNAL}
+    numbers = [
+        storages.numbers.get(storage.cdata, -1 - place)
+        for place, (_, storage) in enumerate(log.inputs)
+    ]
     inputs = [
-        TensorGuard(geometry, storages.numbers.get(storage.cdata, -1 - place))
-        for place, (geometry, storage) in enumerate(log.inputs)
+        TensorGuard(geometry, number, value_of.get(number, -1))
+        for (geometry, _), number in zip(log.inputs, numbers, strict=True)
     ]
     there = {one.storage for one in inputs}
     if not there.isdisjoint(storages.inside):
         return None
-    returned_constants = _returned_constants(seen, there)
+    returned_constants = _returned_constants(seen, there, value_of)
     there.update(
         one.storage for found in returned_constants.values() for _, one in found
     )
@@ -103,7 +75,7 @@ def make_guards(seen: Recorder) -> GuardedProgram | None:
         for value in program.retained
     ):
         return None
-    places = _Sightings.of(seen)
+    places = Sightings.of(seen)
     program = _seen_from_calls(seen, places, parts, program)
     captures = _captures(seen, places, program)
     random_steps = _first_draws(seen, program)
@@ -111,15 +83,21 @@ def make_guards(seen: Recorder) -> GuardedProgram | None:
         return None
     of_calls, of_packed = captures
     statistics = _statistics(seen, program)
-    numbers = range(len(log.calls) + 1)
-    ranges = [*pairwise(bisect_left(seen.call_of, number) for number in numbers)]
+    places_of = range(len(log.calls) + 1)
+    ranges = [*pairwise(bisect_left(seen.call_of, number) for number in places_of)]
     at = _places(seen, parts, (start for start, stop in ranges if start < stop))
+    moves = bool(seen.names.named or seen.inner)
+    matchers = Matchers()
     calls = tuple(
         CallGuard(
-            place=at[start] if start < stop else None,
+            place=at[start] if moves and start < stop else None,
             func=call.func,
-            arguments=call.arguments,
+            matches=matchers.make(call.arguments),
+            grad_mode=call.switches[0],
+            simple=not moves and call.switches[1:] == (False, False),
             switches=call.switches,
+            returned=tuple(call.numbers),
+            returns_new=call.returns_new,
             random_steps=tuple(random_steps.get(number, ())),
             statistics=tuple(statistics.get(number, ())),
             captures=tuple(of_calls.get(number, ())),
@@ -133,17 +111,18 @@ def make_guards(seen: Recorder) -> GuardedProgram | None:
             zip(log.calls, ranges, strict=True)
         )
     )
-    made_by = enumerate(flow.maker_of)
     return GuardedProgram(
         calls=calls,
         inputs=tuple(inputs),
         packed=tuple(packing.packed),
         captures=of_packed,
-        value_of={flow.storage_of[v]: v for v, m in made_by if m == EXTERNAL},
         constants=constants,
         flow=flow,
         parts=parts,
         program=program,
+        schedule=Schedule(
+            seen.name, program, seen.steps, packing.packed, seen.states.keys()
+        ),
         steps=seen.steps,
         dropped_bytes=packing.dropped_bytes,
         num_bytes=storages.num_bytes,
@@ -169,7 +148,7 @@ def _places(
 
 
 def _returned_constants(
-    seen: Recorder, there: Collection[int]
+    seen: Recorder, there: Collection[int], value_of: Mapping[int, int]
 ) -> dict[int, list[tuple[int, TensorGuard]]]:
     """Outside tensors that calls returned before ops read them; by call.
 
@@ -183,7 +162,8 @@ def _returned_constants(
                 continue
             storage = numbers.get(one.unread.cdata, -1)  # -1: no op used it
             if storage >= 0 and storage not in there and storage not in inside:
-                found[number].append((place, TensorGuard(one.geometry, storage)))
+                guard = TensorGuard(one.geometry, storage, value_of.get(storage, -1))
+                found[number].append((place, guard))
     return found
 
 
@@ -220,7 +200,7 @@ def _tells(call: Call, constant: torch.Tensor) -> bool:
 
 def _seen_from_calls(
     seen: Recorder,
-    places: _Sightings,
+    places: Sightings,
     parts: tuple[NestedRegion, ...],
     program: Program,
 ) -> Program:
@@ -263,7 +243,7 @@ def _makers(flow: Flow, values: Iterable[int], there: Collection[int]) -> set[in
 
 
 def _captures(
-    seen: Recorder, places: _Sightings, program: Program
+    seen: Recorder, places: Sightings, program: Program
 ) -> tuple[dict[int, list[Capture]], dict[int, Capture]] | None:
     """Captures of values that a later forward must retain."""
     flow = seen.storages.flow
@@ -329,12 +309,6 @@ def _first_draws(seen: Recorder, program: Program) -> dict[int, list[int]] | Non
     for step in sorted(needed):
         found[drawn[step]].append(step)
     return found
-
-
-def _fits(small: Encoded, tensor: Geometry | Ref) -> bool:
-    """Whether a tensor has the geometry of the encoded one."""
-    same = tensor.size == small.size and tensor.stride == small.stride
-    return same and tensor.dtype == small.dtype and tensor.offset == 0
 
 
 def _is_factor(number: object) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from weakref import ref
+
 import torch
 
 from ckplan.applying.guards.guarded_program import (
@@ -9,11 +11,7 @@ from ckplan.applying.guards.guarded_program import (
     GuardedProgram,
     TensorGuard,
 )
-from ckplan.applying.tensors.arguments import (
-    UnknownArgumentError,
-    geometry_of,
-    storage_of,
-)
+from ckplan.applying.tensors.arguments import has_geometry
 from ckplan.applying.tensors.retained import Retained, retain
 
 
@@ -26,44 +24,36 @@ class InputChecker:
     def __init__(self, expected: GuardedProgram, held: dict[int, Retained]) -> None:
         self._expected = expected
         self._held = held
-        self._num_checked = 0
+        self.met: list[ref[torch.Tensor]] = []
         self._storages: dict[int, int] = {}  # address -> storage of the program
-        self._met: set[int] = set()  # those storages
+        self._addresses: dict[int, int] = {}  # the other way round
 
-    def check_next(self, tensor: torch.Tensor) -> None:
-        """Check the next input.
-
-        Raises:
-            UnknownArgumentError: It misses its guard, or the program has no such input.
-        """
-        guards = self._expected.inputs
-        if self._num_checked == len(guards):
-            raise UnknownArgumentError
-        self._check(guards[self._num_checked], tensor)
-        self._num_checked += 1
+    def meet(self, number: int, tensor: object) -> bool:
+        """Whether the next tensor from outside passes its guard."""
+        if type(tensor) is not torch.nn.Parameter and not isinstance(
+            tensor, torch.Tensor
+        ):
+            return False
+        self.met.append(ref(tensor))
+        return self._passes(self._expected.inputs[number], tensor)
 
     def match_constants(self, call: CallGuard, returned: list[torch.Tensor]) -> bool:
         """Whether the constants that a call returned pass their guards."""
-        try:
-            for place, guard in call.returned_constants:
-                self._check(guard, returned[place])
-        except (IndexError, UnknownArgumentError):
-            return False
-        return True
+        return all(
+            place < len(returned) and self._passes(guard, returned[place])
+            for place, guard in call.returned_constants
+        )
 
-    def _check(self, guard: TensorGuard, tensor: torch.Tensor) -> None:
+    def _passes(self, guard: TensorGuard, tensor: torch.Tensor) -> bool:
         """Check the geometry, and which inputs share a storage."""
-        if guard.geometry != geometry_of(tensor):
-            raise UnknownArgumentError
-        storage, address = guard.storage, storage_of(tensor)._cdata
-        if address in self._storages:
-            shared = self._storages[address] == storage
-        else:
-            shared = storage not in self._met
-        if not shared:
-            raise UnknownArgumentError
-        self._storages[address] = storage
-        self._met.add(storage)
-        value = self._expected.value_of.get(storage)
-        if value is not None and value not in self._held:
+        geometry, storage, value = guard
+        if not has_geometry(tensor, geometry):
+            return False
+        address = tensor.untyped_storage()._cdata
+        if self._storages.setdefault(address, storage) != storage:
+            return False
+        if self._addresses.setdefault(storage, address) != address:
+            return False
+        if value >= 0 and value not in self._held:
             self._held[value] = retain(tensor)
+        return True

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from ckplan.applying.guards.guarded_program import GuardedProgram
+from ckplan.applying.rebuilding.schedule import Packed
 from ckplan.applying.recording.op_keys import Inner, Names, Saves
 from ckplan.applying.recording.recorder import Recorder
 from ckplan.applying.recording.saved_tensors import Handle
@@ -43,7 +44,7 @@ class Beginning(NamedTuple):
     retained: Mapping[int, Retained]
     encoded: Mapping[int, Encoded]
     states: Mapping[int, torch.Tensor]
-    wanted: Sequence[tuple[int, int]]
+    packed: Sequence[Packed]
     handle: Handle
 
 
@@ -57,7 +58,7 @@ def resume(recorder: Recorder, begun: Beginning) -> None:
     recorder.states.update(begun.states)
     _restore_steps(recorder, begun)
     living = _restore_storages(storages, begun)
-    recorder.packing.go_on(begun.handle, begun.wanted)
+    recorder.packing.go_on(begun.handle, begun.packed)
     for value, one in begun.retained.items():
         if value < len(flow.storage_of) and flow.is_current(value):
             one.settle()

@@ -14,11 +14,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-from ckplan.applying.rerunning.rerun import Rerun
+from ckplan.applying.rerunning.rerun import Memory, Rerun
+from ckplan.applying.tensors.compiled import uncompiled_function
 
 
 class _Beginning(threading.local):
@@ -90,7 +89,7 @@ class GuardedForward(ForwardWrapper):
         super().__init__(module)
         self._interrupted = interrupted
 
-    @torch.compiler.disable
+    @uncompiled_function
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run forward."""
         try:
@@ -110,12 +109,13 @@ def _has_hooks(module: nn.Module) -> bool:
 
 
 class RerunForward(ForwardWrapper):
-    """Reruns a module in backward through ``torch.utils.checkpoint``."""
+    """Reruns a module in backward."""
 
     def __init__(self, module: nn.Module, chosen: Callable[[], str | None]) -> None:
         super().__init__(module)
         self._chosen = chosen  # name of the region that begins, or None
         self._told = False
+        self._memory = Memory()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run forward; with gradients enabled, keep only its inputs."""
@@ -135,15 +135,11 @@ class RerunForward(ForwardWrapper):
                 stacklevel=2,
             )
 
-    @torch.compiler.disable
+    @uncompiled_function
     def _again(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._tell_hooks(name)
         module, args = self.whose(args)
-        rerun = Rerun(name, module, self.forward_of(module), args, kwargs)
-        return checkpoint(
-            rerun,
-            *rerun.devices,
-            use_reentrant=False,
-            preserve_rng_state=False,  # done there, for all devices
-            context_fn=rerun.contexts,
+        forward = self.forward_of(module)
+        return Rerun(name, module, forward, args, kwargs, self._memory).run(
+            args, kwargs
         )

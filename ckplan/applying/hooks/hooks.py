@@ -19,6 +19,7 @@ from ckplan.applying.hooks.session import (
     running,
 )
 from ckplan.applying.tensors.arguments import settings
+from ckplan.applying.tensors.compiled import uncompiled_function
 from ckplan.graph.fqn import Call, call_name
 
 
@@ -32,7 +33,7 @@ class RegionHooks:
     inner: list[tuple[Choice, Choice]] = field(default_factory=list)  # nested regions
     switches: list[nn.Module] = field(default_factory=list)  # of transformers, inside
 
-    @torch.compiler.disable
+    @uncompiled_function
     def begin(self, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         """Open a region if one begins with this call."""
         call = self.fqn, self.session.count(self.fqn)
@@ -62,7 +63,7 @@ class RegionHooks:
             what = f"{choice.name} runs inside {around.choice.name}, a region already"
             self.session.warn_once("inside", what)
 
-    @torch.compiler.disable
+    @uncompiled_function
     def end(
         self, module: nn.Module, args: Args, kwargs: Kwargs, output: object
     ) -> None:
@@ -91,13 +92,13 @@ class ParentHooks:
     session: Session
     choices: list[Choice] = field(default_factory=list)
 
-    @torch.compiler.disable
+    @uncompiled_function
     def begin(self, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         """Note that the module runs."""
         del module, args, kwargs
         running.made_by.append((self.session, self.fqn))
 
-    @torch.compiler.disable
+    @uncompiled_function
     def end(
         self, module: nn.Module, args: Args, kwargs: Kwargs, output: object
     ) -> None:
@@ -119,13 +120,13 @@ class PathHooks:
 
     fqn: str
 
-    @torch.compiler.disable
+    @uncompiled_function
     def begin(self, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         """Enter the module."""
         del module, args, kwargs
         running.path.append(self.fqn)
 
-    @torch.compiler.disable
+    @uncompiled_function
     def end(
         self, module: nn.Module, args: Args, kwargs: Kwargs, output: object
     ) -> None:

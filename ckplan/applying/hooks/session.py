@@ -23,6 +23,7 @@ from ckplan.applying.hooks.plan_warnings import (
     warn_of_other_device,
 )
 from ckplan.applying.recording.recorder import Recorder
+from ckplan.applying.tensors.compiled import uncompiled_function
 from ckplan.graph.fqn import Call, call_name
 from ckplan.plan.plan import Plan
 
@@ -140,7 +141,7 @@ class Session:
     began: bool = False  # the model ran, on whatever device it is now
     ended: bool = False  # and came to the end of a forward under gradients
 
-    @torch.compiler.disable
+    @uncompiled_function
     def begin_step(self, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         """Hook of the model itself: call numbers begin anew."""
         running.abandon(self)
@@ -157,7 +158,7 @@ class Session:
         if self.ended and (idle := idle_regions(self.choices)):
             self.warn_once("idle", idle)
 
-    @torch.compiler.disable
+    @uncompiled_function
     def end_step(self, module: nn.Module, args: Args, output: object) -> None:
         """Hook of the model itself: by now its regions have run, if they ever do."""
         del module, args, output

@@ -45,6 +45,8 @@ class Call:
     packed_before: int
     packed_after: int = 0
     returned: Sequence[Returned] = ()
+    numbers: Sequence[int] = ()  # of the tensors that it returned
+    returns_new: bool = False  # one tensor, which no call had returned or taken before
 
 
 class CallLog(TorchFunctionMode):
@@ -98,8 +100,11 @@ class CallLog(TorchFunctionMode):
         self.broken |= self.read and bool(tensors)
         call.packed_after = len(self._packing.packed)
         call.returned = [self._describe(tensor) for tensor in tensors]
-        for tensor, one in zip(tensors, call.returned, strict=True):
-            if self._slots.number_of(tensor) == len(self.made):
+        call.numbers = [self._slots.number_of(tensor) for tensor in tensors]
+        is_new = call.numbers == [len(self.made)]
+        call.returns_new = isinstance(out, torch.Tensor) and is_new
+        for number, one in zip(call.numbers, call.returned, strict=True):
+            if number == len(self.made):
                 self.made.append(one.value)
         self.calls.append(call)
         return out

@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ckplan.applying.rebuilding.rebuilder import Rebuilder, Step
+from ckplan.applying.rebuilding.rebuilder import Rebuilder
+from ckplan.applying.rebuilding.schedule import Schedule
+from ckplan.applying.rebuilding.step import Step, depth_of
 from ckplan.applying.recording.call_log import CallLog
 from ckplan.applying.recording.op_keys import Encodes, Inner, Names, OpKey, Saves
 from ckplan.applying.recording.saved_tensors import Dropped, Kept, Packing, unpack
@@ -156,8 +158,11 @@ class Recorder(TorchDispatchMode):
             raise otherwise_saved(self.name)
         for value in () if self.watches else program.retained:
             retained[value].moved(self.name)
+        schedule = Schedule(
+            self.name, program, self.steps, packing.packed, self.states.keys()
+        )
         packing.handle.rebuilder = Rebuilder(
-            self.name, program, self.steps, retained, self.encoded, self.states
+            schedule, retained, self.encoded, self.states
         )
         self.parts, self.program = parts, program
 
@@ -204,7 +209,12 @@ class Recorder(TorchDispatchMode):
                 writes += self._meet_norm(args, refs)
             number = storages.flow.add(_Access(reads, writes, outputs))
             grad = torch.is_grad_enabled()
-            self.steps[number] = Step(func, refs, named, generator, device, grad)
+            values = storages.flow.returned[number]
+            views = tuple(map(ref_of, returned, values))
+            depth = depth_of(out)
+            self.steps[number] = Step(
+                func, refs, named, generator, device, grad, views, depth
+            )
             self.paths.append(self.path[-1])
             self.call_of.append(self.log.current)
             if state is not None:

@@ -10,8 +10,9 @@ import torch
 
 from ckplan.applying.rebuilding.digest import Digest, digest, is_alike
 from ckplan.applying.rebuilding.rebuilder import Rebuilder
+from ckplan.applying.rebuilding.schedule import Packed
 from ckplan.applying.tensors.arguments import version_of
-from ckplan.applying.tensors.retained import Ref, bare, ref_of
+from ckplan.applying.tensors.retained import bare, ref_of
 from ckplan.applying.tensors.storages import Storages
 from ckplan.errors import ApplyError
 
@@ -21,8 +22,9 @@ class Handle:
     """The rebuilder that saved tensors of a forward share."""
 
     rebuilder: Rebuilder | None = None
-    # Values that autograd saved before an op filled them -> what they are then.
-    filled: dict[int, int] = field(default_factory=dict)
+    filled: set[int] = field(
+        default_factory=set
+    )  # saved tensors that an op filled then
 
 
 class Kept(NamedTuple):
@@ -33,24 +35,16 @@ class Kept(NamedTuple):
     name: str  # of the region, for errors
 
 
-@dataclass(slots=True, eq=False)
 class Dropped:
     """A saved tensor that is rebuilt when backward needs it."""
 
-    handle: Handle
-    ref: Ref
-    part: int  # the inner region that saved it, counted from 1
-    like: Digest | None = None  # what it looked like, in a first forward
-    tensor: torch.Tensor | None = None  # once wanted, until its node lets this go
+    __slots__ = ("handle", "like", "number", "tensor")
 
-
-class Packed(NamedTuple):
-    """A saved tensor, as recorded."""
-
-    size: torch.Size
-    value: int  # -1 for a tensor from elsewhere
-    ref: Ref | None = None  # of a tensor that is dropped
-    part: int = 0  # the inner region that saved it, counted from 1
+    def __init__(self, handle: Handle, number: int) -> None:
+        self.handle = handle
+        self.number = number  # among the saved tensors of its forward
+        self.like: Digest | None = None  # its digest, in a first forward
+        self.tensor: torch.Tensor | None = None  # rebuilt, until its node frees this
 
 
 class Packing:
@@ -74,11 +68,13 @@ class Packing:
         self._seen: set[int] = set()  # values that are wanted
         self._fresh = 0  # how many were packed when the last op began
 
-    def go_on(self, handle: Handle, wanted: Iterable[tuple[int, int]]) -> None:
+    def go_on(self, handle: Handle, packed: Iterable[Packed]) -> None:
         """Rebuild what was dropped before, too."""
         self.handle = handle
-        self.wanted += wanted
-        self._seen.update(value for value, _ in self.wanted)
+        self.packed += packed
+        dropped = [one for one in self.packed if one.ref is not None]
+        self.wanted += [(one.value, one.part) for one in dropped]
+        self._seen.update(one.value for one in dropped)
         num_bytes, storage_of = self._storages.num_bytes, self._storages.flow.storage_of
         self.dropped_bytes += sum(num_bytes[storage_of[value]] for value in self._seen)
 
@@ -99,8 +95,10 @@ class Packing:
         self.wanted.append((value, part))
         ref = ref_of(tensor, value)
         self.packed.append(Packed(ref.size, value, ref, part))
-        like = digest(tensor) if self._checks_digest else None
-        return Dropped(self.handle, ref, part, like)
+        dropped = Dropped(self.handle, len(self.packed) - 1)
+        if self._checks_digest:
+            dropped.like = digest(tensor)
+        return dropped
 
     def fill(self, since: int, filled: Mapping[int, int]) -> None:
         """Map tensors saved before their op fills them to the filled values.
@@ -115,7 +113,8 @@ class Packing:
             old = self.packed[place]
             if old.value not in filled:
                 continue
-            new = self.handle.filled[old.value] = filled[old.value]
+            new = filled[old.value]
+            self.handle.filled.add(place)  # its digest was taken before
             self._seen.add(new)
             ref = old.ref and old.ref._replace(value=new)
             self.packed[place] = old._replace(value=new, ref=ref)
@@ -126,9 +125,12 @@ class Packing:
 
 def unpack(packed: Kept | Dropped) -> torch.Tensor:
     """Give autograd a saved tensor, rebuilt if it was dropped."""
-    if isinstance(packed, Dropped):
-        if packed.tensor is not None:
-            return packed.tensor
+    if not isinstance(packed, Dropped):
+        if version_of(packed.tensor) != packed.version:
+            raise _changed(packed)
+        return packed.tensor
+    tensor = packed.tensor
+    if tensor is None:
         rebuilder = packed.handle.rebuilder
         if rebuilder is None:
             raise ApplyError(
@@ -136,23 +138,21 @@ def unpack(packed: Kept | Dropped) -> torch.Tensor:
                 needed="backward after forward",
                 hint="leave this call out of the plan",
             )
-        ref, filled = packed.ref, packed.handle.filled
-        if ref.value in filled:
-            ref = ref._replace(value=filled[ref.value])
-            packed.like = None  # it was looked at before
-        packed.tensor = rebuilder.unpack(ref, packed.part)
-        if packed.like is not None and not is_alike(packed.like, packed.tensor):
-            rebuilder.warn_of(packed.tensor)
-        return packed.tensor
-    if version_of(packed.tensor) != packed.version:
-        raise ApplyError(
-            f"{packed.name} kept a tensor of shape {tuple(packed.tensor.shape)} for "
-            f"backward, which was changed in place (version {packed.version} then, "
-            f"{version_of(packed.tensor)} now)",
-            needed="parameters and results that do not change until backward",
-            hint="torch refuses this without a plan, too; change a copy",
-        )
-    return packed.tensor
+        tensor = packed.tensor = rebuilder.unpack(packed.number)
+        like = None if packed.number in packed.handle.filled else packed.like
+        if like is not None and not is_alike(like, tensor):
+            rebuilder.warn_of(tensor)
+    return tensor
+
+
+def _changed(kept: Kept) -> ApplyError:
+    now = version_of(kept.tensor)
+    return ApplyError(
+        f"{kept.name} kept a tensor of shape {tuple(kept.tensor.shape)} for backward, "
+        f"which was changed in place (version {kept.version} then, {now} now)",
+        needed="parameters and results that do not change until backward",
+        hint="torch refuses this without a plan, too; change a copy",
+    )
 
 
 def keep(tensor: torch.Tensor, name: str) -> Kept:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -105,7 +105,7 @@ class Geometry(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     requires_grad: bool
-    kind: type
+    kind: type[torch.Tensor]
 
 
 def geometry_of(tensor: torch.Tensor) -> Geometry:
@@ -128,6 +128,23 @@ def geometry_of(tensor: torch.Tensor) -> Geometry:
     )
 
 
+def has_geometry(tensor: Any, geometry: Geometry) -> bool:
+    """Whether a tensor is strided and has a geometry."""
+    size, stride, offset, dtype, device, requires_grad, kind = geometry
+    return (
+        type(tensor) is kind
+        and tensor.shape == size
+        and tensor.requires_grad is requires_grad
+        and tensor.dtype is dtype
+        and tensor.layout is torch.strided
+        and tensor.stride() == stride
+        and tensor.storage_offset() == offset
+        and tensor.device == device
+        and not tensor.is_neg()
+        and not (dtype.is_complex and tensor.is_conj())
+    )
+
+
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
     """The storage of a tensor.
 
@@ -143,7 +160,10 @@ def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
 
 def version_of(tensor: torch.Tensor) -> int:
     """The version of a tensor; inference tensors have none."""
-    return 0 if tensor.is_inference() else tensor._version
+    try:
+        return tensor._version
+    except RuntimeError:
+        return 0
 
 
 def is_query(func: Any) -> bool:
@@ -183,33 +203,33 @@ def switches(func: Any) -> tuple[Any, ...]:
         torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
         torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
     )
-    return found if func is not _ATTENTION else (*found, *_attention_kernels())
+    if func is not _ATTENTION:
+        return found
+    return (*found, *[is_allowed() for is_allowed in _ATTENTION_KERNELS])
 
 
-def _attention_kernels() -> tuple[bool, ...]:
-    """The attention kernels that ``torch.nn.attention.sdpa_kernel`` allows."""
-    cuda = torch.backends.cuda
-    return (
-        cuda.flash_sdp_enabled(),
-        cuda.mem_efficient_sdp_enabled(),
-        cuda.math_sdp_enabled(),
-        cuda.cudnn_sdp_enabled(),
-    )
+_ATTENTION_KERNELS = (  # that ``torch.nn.attention.sdpa_kernel`` allows
+    torch._C._get_flash_sdp_enabled,
+    torch._C._get_mem_efficient_sdp_enabled,
+    torch._C._get_math_sdp_enabled,
+    torch._C._get_cudnn_sdp_enabled,
+)
+_SETTINGS = (
+    torch.get_default_dtype,
+    torch.is_autocast_cache_enabled,
+    torch._C._get_deterministic_algorithms,
+    torch._C._get_mkldnn_enabled,
+    torch._C._get_cudnn_enabled,
+    *_ATTENTION_KERNELS,
+)
+_DEVICES = ("cpu", "cuda")
 
 
 def settings() -> tuple[Any, ...]:
     """Global state that decides a call's ops and may change between forwards."""
-    backends = torch.backends
-    return (
-        torch.get_default_dtype(),
-        torch.get_autocast_dtype("cpu"),
-        torch.get_autocast_dtype("cuda"),
-        torch.is_autocast_cache_enabled(),
-        torch.are_deterministic_algorithms_enabled(),
-        backends.mkldnn.enabled,
-        backends.cudnn.enabled,
-        *_attention_kernels(),
-    )
+    casts = torch._C._is_any_autocast_enabled()
+    types = [torch.get_autocast_dtype(device) for device in _DEVICES] if casts else ()
+    return (*types, *[setting() for setting in _SETTINGS])
 
 
 class Slots:
@@ -276,12 +296,18 @@ class Slots:
         """The number of a tensor that some call took or returned."""
         return self._known[id(tensor)][0]
 
-    def made(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """The tensors that functions returned and that still live."""
-        for number, found in self._known.values():
-            tensor = found()
-            if number >= 0 and tensor is not None:
-                yield number, tensor
+    def resume(
+        self,
+        made: Sequence[weakref.ref[torch.Tensor]],
+        met: Sequence[weakref.ref[torch.Tensor]],
+    ) -> None:
+        """Go on after tensors were numbered elsewhere, in these orders."""
+        self._num_made, self._num_inputs = len(made), len(met)
+        numbers = (*range(len(made)), *range(-1, -1 - len(met), -1))
+        for number, one in zip(numbers, (*made, *met), strict=True):
+            tensor = one()
+            if tensor is not None:
+                self._known[id(tensor)] = (number, one)
 
     def close(self) -> None:
         """End the forward; drop all references, so that no cycle remains."""

@@ -1,16 +1,42 @@
-"""Run compiled functions uncompiled inside regions."""
+"""Keep compilation out of hooks, and run compiled functions uncompiled in regions."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache, wraps
 from threading import Lock
 from types import FrameType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 _DYNAMO = "torch._dynamo"
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def uncompiled_function(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Break the graph where a compiled model calls a function, and run it there.
+
+    In eager steps, the wrapper of ``torch.compiler.disable`` would cost more than most
+    hooks do, and its making imports Dynamo.
+    """
+
+    @wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        if torch.compiler.is_dynamo_compiling():
+            return _disabled(function)(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call
+
+
+@cache
+def _disabled(function: Callable[..., Any]) -> Callable[..., Any]:
+    disabled: Callable[..., Any] = torch.compiler.disable(function)
+    return disabled
 
 
 class _Uncompiled:
@@ -35,12 +61,23 @@ class _Uncompiled:
 
 
 _UNCOMPILED = _Uncompiled()
+_NOTHING = nullcontext()
 
 
 def uncompiled() -> AbstractContextManager[object]:
     """A scope in which compiled functions run op by op, visible to modes."""
     # Where Dynamo was not imported, nothing was compiled.
-    return _UNCOMPILED if _DYNAMO in sys.modules else nullcontext()
+    return _UNCOMPILED if _DYNAMO in sys.modules else _NOTHING
+
+
+def still_uncompiled() -> AbstractContextManager[object]:
+    """The same for a forward that calls nothing that was not called before."""
+    dynamo = sys.modules.get(_DYNAMO)
+    if dynamo is None:
+        return _NOTHING
+    backends = getattr(dynamo.eval_frame, "cached_backends", {0: "unknown"})
+    # ``torch.compiler.disable`` counts as None.
+    return _UNCOMPILED if any(backends.values()) else _NOTHING
 
 
 def is_within_compiled() -> bool:

@@ -67,8 +67,10 @@ def retain(tensor: torch.Tensor) -> Retained:
 
     A view of a parameter retains the parameter, since gathering may move its bytes.
     """
-    base = tensor._base
-    tensor = base if isinstance(base, torch.nn.Parameter) else bare(tensor)
+    if type(tensor) is not torch.nn.Parameter:
+        base = tensor._base
+        is_view = base is not None and isinstance(base, torch.nn.Parameter)
+        tensor = base if is_view else bare(tensor)
     return Retained(tensor, version_of(tensor), tensor.storage_offset(), tensor.size())
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from ckplan.applying.rerunning.snapshot import state_of
+from ckplan.applying.rerunning.attributes import state_of
 from ckplan.graph.fqn import is_around
 from ckplan.graph.records import BEFORE_STEP, OUTSIDE_CALLS
 from ckplan.tracing.recording.recording import RawCall, Recording

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckplan.applying.rerunning.snapshot import source_in
+from ckplan.applying.rerunning.sources import source_in
 from ckplan.training.randomness import torch_rng_restorer
 
 _OF_TORCH = frozenset({*vars(nn.Module()), "forward"})

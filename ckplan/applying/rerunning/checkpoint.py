@@ -1,0 +1,130 @@
+"""Save nothing of a forward; run it again when backward needs what it saved.
+
+This is ``torch.utils.checkpoint`` without reentrance, with its early stop: saved
+tensors are numbered as autograd saves them, and a second run fills the numbers that
+backward may still ask for. What a region decides by itself is left out: which inputs
+are held, and which state is restored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from typing import TypeAlias
+from weakref import ref
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+Kind: TypeAlias = tuple[torch.Size, torch.dtype, torch.device]
+
+
+class Numbered:
+    """A saved tensor, by its number; a second run fills it, and its use empties it."""
+
+    __slots__ = ("__weakref__", "checkpoint", "tensor")
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint
+        self.tensor: torch.Tensor | None = None
+
+
+class Checkpoint:
+    """What one forward saved."""
+
+    def __init__(self, run_again: Callable[[Refill], None]) -> None:
+        """Nothing is saved yet.
+
+        Args:
+            run_again: Runs the forward in ``Refill.saving``, until that is complete.
+        """
+        self._run_again = run_again
+        self.saved: list[ref[Numbered]] = []
+        self.kinds: list[Kind] = []
+
+    def saving(self) -> AbstractContextManager[None]:
+        """Context of the forward."""
+        return saved_tensors_hooks(self._pack, _unpack)
+
+    def _pack(self, tensor: torch.Tensor) -> Numbered:
+        numbered = Numbered(self)
+        self.saved.append(ref(numbered))
+        self.kinds.append((tensor.shape, tensor.dtype, tensor.device))
+        return numbered
+
+    def fill(self) -> None:
+        """Run again, and fill the saved tensors that are still to be used."""
+        self._run_again(Refill(self))
+
+
+class Refill:
+    """What a second run saved so far."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._num_saved = 0
+        self.is_complete = False
+        self.differs = False  # another shape, type or device than in the first run
+
+    def saving(
+        self, interrupt: Callable[[], BaseException]
+    ) -> AbstractContextManager[None]:
+        """Context of the second run.
+
+        Args:
+            interrupt: Makes the exception that ends the run, as soon as it is complete
+                or differs.
+        """
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            bare = tensor.detach()
+            self._fill(bare)
+            if self.is_complete or self.differs:
+                raise interrupt()
+            return bare
+
+        return saved_tensors_hooks(pack, _same)
+
+    def _fill(self, tensor: torch.Tensor) -> None:
+        number, first = self._num_saved, self._checkpoint
+        kind = tensor.shape, tensor.dtype, tensor.device
+        if number == len(first.saved) or first.kinds[number] != kind:
+            self.differs = True
+            return
+        numbered = first.saved[number]()
+        if numbered is not None:
+            numbered.tensor = tensor
+        self._num_saved = number + 1
+        self.is_complete = self._num_saved == len(first.saved)
+
+
+def _unpack(numbered: Numbered) -> torch.Tensor:
+    if numbered.tensor is None:
+        numbered.checkpoint.fill()
+    tensor, numbered.tensor = numbered.tensor, None
+    assert tensor is not None, "internal error: a complete run fills all"
+    return tensor
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+class Casting:
+    """Whether and how autocast casts now, to be the same in a second run."""
+
+    def __init__(self, device_types: set[str]) -> None:
+        self._cached = torch.is_autocast_cache_enabled()
+        self._types = [
+            (device, torch.get_autocast_dtype(device))
+            for device in sorted({"cpu", *device_types} - {"meta"})
+            if torch.is_autocast_enabled(device)
+        ]
+
+    def again(self) -> ExitStack:
+        """Context in which autocast casts as it did then."""
+        stack = ExitStack()
+        for device, dtype in self._types:
+            casts = torch.autocast(device, dtype, cache_enabled=self._cached)
+            stack.enter_context(casts)
+        return stack

@@ -1,0 +1,155 @@
+"""Compile the arguments of a recorded call into a function that checks later ones.
+
+A function tests what can differ and nothing else: that a tensor is the one that took
+this place in the recorded forward, that a number has the recorded type and value.
+Layers that are alike share their code.
+"""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from types import CodeType, FunctionType
+from typing import Any, TypeAlias
+from weakref import ref
+
+import torch
+
+_MOST_SOURCES = 4096
+_SAME = (bool, type(None), type(...))  # one object for each value
+
+Meet: TypeAlias = Callable[[int, torch.Tensor], bool]
+"""Whether a tensor from outside passes the guard of that number."""
+
+Matcher: TypeAlias = Callable[
+    [
+        tuple[Any, ...],
+        dict[str, Any] | None,
+        Sequence[ref[torch.Tensor]],
+        Sequence[ref[torch.Tensor]],
+        Meet,
+    ],
+    bool,
+]
+"""Called with arguments, the tensors that calls returned, those from outside that were
+met before, and what guards a new one."""
+
+
+class Matchers:
+    """Makes the matchers of a forward's calls, in their order."""
+
+    def __init__(self) -> None:
+        self._num_met = 0  # tensors from outside
+
+    def make(self, arguments: Sequence[Any]) -> Matcher:
+        """Make a matcher of arguments, as ``Slots.freeze`` gives them."""
+        writer = _Writer(iter(arguments), self._num_met)
+        source = writer.write()
+        self._num_met = writer.num_met
+        return FunctionType(
+            _compiled(source), {"__builtins__": builtins, **writer.names}
+        )
+
+
+@dataclass(slots=True)
+class _Writer:
+    """Writes the conditions of one call."""
+
+    frozen: Iterator[Any]
+    num_met: int
+    tests: list[str] = field(default_factory=list)
+    names: dict[str, Any] = field(default_factory=dict)
+
+    def write(self) -> str:
+        """The source of a function that checks all arguments."""
+        num_args = next(self.frozen)
+        names = [f"a{place}" for place in range(num_args)]
+        for name in names:
+            self._test(name, next(self.frozen))
+        self._test_keywords()
+        unpacking = f" {', '.join(names)}, = args" if names else " pass"
+        return "\n".join(
+            (
+                "def matches(args, kwargs, made, met, meet):",
+                f" if len(args) != {num_args}: return False",
+                unpacking,
+                f" return {' and '.join(self.tests)}",
+            )
+        )
+
+    def _test_keywords(self) -> None:
+        """Keywords, in their order, then their values."""
+        keys = []
+        kind = next(self.frozen, None)
+        while isinstance(kind, str):
+            keys.append(kind)
+            kind = next(self.frozen)
+        if not keys:
+            self.tests.append("not kwargs")
+            return
+        self.tests.append(f"kwargs and [*kwargs] == {keys!r}")
+        for number, key in enumerate(keys):
+            self._test(f"kwargs[{key!r}]", next(self.frozen) if number else kind)
+
+    def _test(self, what: str, kind: Any) -> None:
+        """Test one argument, of which the kind was read."""
+        add = self.tests.append
+        if kind is torch.Tensor:
+            self._test_tensor(what, next(self.frozen))
+        elif kind is slice:
+            add(f"type({what}) is {self._name(slice)}")
+            for bound in ("start", "stop", "step"):
+                self._test(f"{what}.{bound}", next(self.frozen))
+        elif kind is dict:
+            self._test_dict(what)
+        elif kind in (tuple, list, torch.Size):
+            length = next(self.frozen)
+            add(f"type({what}) is {self._name(kind)} and len({what}) == {length}")
+            for place in range(length):
+                self._test(f"{what}[{place}]", next(self.frozen))
+        elif kind is float:
+            self._test_float(what, next(self.frozen))
+        elif kind in _SAME:
+            add(f"{what} is {next(self.frozen)!r}")
+        else:
+            value = next(self.frozen)
+            literal = repr(value) if kind in (int, str) else self._name(value)
+            add(f"type({what}) is {self._name(kind)} and {what} == {literal}")
+
+    def _test_dict(self, what: str) -> None:
+        length = next(self.frozen)
+        keys = self._name([next(self.frozen) for _ in range(length)])
+        self.tests.append(f"type({what}) is {self._name(dict)} and [*{what}] == {keys}")
+        for place in range(length):
+            self._test(f"{what}[{keys}[{place}]]", next(self.frozen))
+
+    def _test_float(self, what: str, number: str) -> None:
+        """Test the bits: zeros have signs, and nan is not equal to itself."""
+        value = float.fromhex(number)
+        same = f"{what} == {value!r}"
+        if not value or value != value or value in (float("inf"), float("-inf")):
+            same = f"{what}.hex() == {number!r}"
+        self.tests.append(f"type({what}) is {self._name(float)} and {same}")
+
+    def _test_tensor(self, what: str, number: int) -> None:
+        if number >= 0:
+            self.tests.append(f"made[{number}]() is {what}")
+        elif -1 - number < self.num_met:
+            self.tests.append(f"met[{-1 - number}]() is {what}")
+        else:
+            self.tests.append(f"meet({self.num_met}, {what})")
+            self.num_met += 1
+
+    def _name(self, value: Any) -> str:
+        """A global name of a value: equal functions share their code."""
+        name = f"k{len(self.names)}"
+        self.names[name] = value
+        return name
+
+
+@lru_cache(_MOST_SOURCES)
+def _compiled(source: str) -> CodeType:
+    module = compile(source, "<guard>", "exec")
+    return next(one for one in module.co_consts if isinstance(one, CodeType))
