@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 from ckplan import files
 from ckplan.errors import CkplanError
-from ckplan.units import format_bytes
+from ckplan.units import format_bytes, format_percent
 
 ROOT = Path(__file__).resolve().parent.parent
 HARDWARE = "cpu"
@@ -50,7 +50,7 @@ class Report:
 
     name: str  # of the file of results
     title: str
-    claim: str  # what it proves
+    doc: str | None  # of the program: what it proves, then how to run it
     parts: Sequence[str]  # tables and paragraphs of Markdown
     broken: Sequence[str]  # where the claim does not hold; none: it does
 
@@ -59,34 +59,74 @@ class Report:
 
 
 def make_parser(
-    description: str | None, *, settings: bool = True
+    doc: str | None,
+    *,
+    settings: bool = False,
+    only: bool = False,
+    gpu: str | None = None,
+    output: bool = True,
 ) -> argparse.ArgumentParser:
-    """A parser with the option that most programs have."""
+    """A parser with options that most programs have.
+
+    Args:
+        doc: The program's docstring.
+        settings: With ``--set``.
+        only: With ``--only``.
+        gpu: With ``--gpu``, of which this is the default.
+        output: With ``-o``, the file of results.
+    """
     parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    if not settings:
-        return parser
-    parser.add_argument(
-        "--set",
-        dest="settings",
-        metavar="NAME=VALUE",
-        action="append",
-        default=[],
-        help="an option of the workload, to try this program on a small one; "
-        "repeatable",
-    )
+    many: dict[str, Any] = {"action": "append", "default": []}
+    if settings:
+        parser.add_argument(
+            "--set",
+            dest="settings",
+            metavar="NAME=VALUE",
+            help="an option of the workload, to try this program on a small one; "
+            "repeatable",
+            **many,
+        )
+    if output:
+        parser.add_argument(
+            "-o",
+            "--output",
+            type=Path,
+            help="the file of results  [default: scripts/results/NAME_cpu_YYYYMM.md, "
+            "or none if only a part is measured]",
+        )
+    if only:
+        parser.add_argument(
+            "--only",
+            metavar="NAME",
+            help="this one alone; repeatable  [default: all]",
+            **many,
+        )
+    if gpu:
+        parser.add_argument(
+            "--gpu", metavar="NAME", default=gpu, help=f"the card  [default: {gpu}]"
+        )
     return parser
 
 
-def add_output(parser: argparse.ArgumentParser) -> None:
-    """The option for programs that write a file of results."""
+def add_rounds(
+    parser: argparse.ArgumentParser, *, rounds: int, repeats: int, dropped: int
+) -> None:
+    """The options for programs that time steps in turns, with their defaults."""
     parser.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        help="the file of results  [default: scripts/results/NAME_cpu_YYYYMM.md, or "
-        "none if only a part is measured]",
+        "--rounds",
+        metavar="N",
+        type=int,
+        default=rounds,
+        help=f"steps of each, the first {dropped} dropped  [default: {rounds}]",
+    )
+    parser.add_argument(
+        "--repeats",
+        metavar="N",
+        type=int,
+        default=repeats,
+        help=f"how often all of it, in fresh processes  [default: {repeats}]",
     )
 
 
@@ -114,15 +154,23 @@ def workloads(only: Iterable[str] = ()) -> list[str]:
     """
     folder = ROOT / "configs" / "workloads"
     there = sorted(path.stem for path in folder.glob("[!_]*.py") if path.stem != _ZOO)
-    names = [name for name in (*_ORDER, *there) if name in there]
-    chosen = set(only) or set(names)
-    for name in chosen - set(names):
+    return chosen([name for name in (*_ORDER, *there) if name in there], only)
+
+
+def chosen(names: Iterable[str], only: Iterable[str]) -> list[str]:
+    """The names that ``--only`` asks for, in order; without any, all of them.
+
+    Raises:
+        CkplanError: There is no such name.
+    """
+    there, wanted = dict.fromkeys(names), set(only)
+    for name in wanted - set(there):
         raise CkplanError(
-            f"cannot find the workload {name!r}",
-            needed=f"one of {', '.join(dict.fromkeys(names))}",
-            hint=f"ls {folder}",
+            f"cannot find {name!r}",
+            needed=f"one of {', '.join(there)}",
+            hint="leave --only out for all of them",
         )
-    return [name for name in dict.fromkeys(names) if name in chosen]
+    return [name for name in there if name in wanted or not wanted]
 
 
 def zoo() -> list[str]:
@@ -130,6 +178,11 @@ def zoo() -> list[str]:
     tree = ast.parse((ROOT / workload_path(_ZOO)).read_text())
     functions = (node for node in tree.body if isinstance(node, ast.FunctionDef))
     return [function.name for function in functions if function.args.kwonlyargs]
+
+
+def everything() -> list[str]:
+    """Names of all workloads, then those of the zoo."""
+    return [*workloads(), *zoo()]
 
 
 def location_of(name: str) -> str:
@@ -167,40 +220,58 @@ def run_ckplan(*argv: str) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(done.stdout)
         return found
     raise CkplanError(
-        f"`{shlex.join(['ckplan', *argv])}` failed: {_error_line(done.stderr)}",
+        f"`{shlex.join(['ckplan', *argv])}` failed: {error_line(done.stderr)}",
         needed="a command that ends with exit code 0",
         hint="run it alone, from the root of the repository",
     )
 
 
-def _error_line(stderr: str) -> str:
+def error_line(stderr: str) -> str:
+    """The last error that a program said, or else its last line."""
     lines = stderr.strip().splitlines() or ["it said nothing"]
     errors = [line for line in lines if line.startswith("error: ")]
     return (errors or lines)[-1].removeprefix("error: ")
 
 
+def from_root(path: Path) -> Path:
+    """A path from the root of the repository, if it is within."""
+    return path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
+
+
+def recorded() -> dict[str, Path]:
+    """The files of ``traces/``, by the names of their workloads."""
+    paths = sorted((ROOT / "traces").glob("*.json.gz"))
+    return {path.name.removesuffix(".json.gz"): path for path in paths}
+
+
 # -- results -----------------------------------------------------------------------
 
 
-def finish(report: Report, output: Path | None, *, whole: bool) -> int:
+def finish(
+    report: Report, args: argparse.Namespace, *, whole: bool | None = None
+) -> int:
     """Print a report and write its file; returns the exit code.
 
     Args:
         report: What was found.
-        output: The file to write, if one was asked for.
+        args: Of a parser of ``make_parser``.
         whole: Whether all was measured; a part replaces no file that is not asked for.
+            By default, whether ``--only`` and ``--set`` were not given.
     """
+    if whole is None:
+        whole = not any(vars(args).get(part) for part in ("only", "settings"))
+    claim = (report.doc or "").partition("\n\n    ")[0]
     parts = [*report.parts, _verdict(report.broken)]
     print("\n\n".join(parts))
-    path = output or (results_path(report.name, ".md") if whole else None)
+    path = args.output or (results_path(report.name) if whole else None)
     if path is None:
         say("wrote nothing: only a part was measured; -o FILE keeps it")
     else:
-        write_page(path, report.title, [report.claim, *parts])
+        write_page(path, report.title, [claim, *parts])
     return 1 if report.broken else 0
 
 
-def results_path(name: str, suffix: str) -> Path:
+def results_path(name: str, suffix: str = ".md") -> Path:
     """The usual file of results of this month."""
     month = _now().strftime("%Y%m")
     return ROOT / "scripts" / "results" / f"{name}_{HARDWARE}_{month}{suffix}"
@@ -241,6 +312,11 @@ def format_error(predicted_bytes: int, measured_bytes: int) -> str:
     return f"{percent:+.2f} %"  # never "-0.00"
 
 
+def format_overhead(overhead: float | None) -> str:
+    """An overhead, as in a table."""
+    return "n/a" if overhead is None else format_percent(overhead, sign=True)
+
+
 def relative_error(predicted_bytes: int, measured_bytes: int) -> float:
     """The same as a fraction."""
     return predicted_bytes / measured_bytes - 1
@@ -258,8 +334,7 @@ def _verdict(broken: Sequence[str]) -> str:
 
 def _how_it_was_made() -> str:
     python = f"{platform.python_implementation()} {platform.python_version()}"
-    script = Path(sys.argv[0]).resolve()
-    name = str(script.relative_to(ROOT)) if script.is_relative_to(ROOT) else script.name
+    name = str(from_root(Path(sys.argv[0]).resolve()))
     rows = [
         ("date", _now().date().isoformat()),
         ("command", f"`{shlex.join(['python', name, *sys.argv[1:]])}`"),

@@ -14,8 +14,8 @@ difference.
     python scripts/accuracy.py --only lstm --only gru
 
 Rows are kept beside the table, in a file of JSON lines, as soon as they are known; a
-run that was cut goes on from there. ``--fresh`` begins anew. Exit code 1 if a row is
-over the line.
+run that was cut goes on from there. ``--only`` measures some anew, ``--fresh`` all.
+Exit code 1 if a row is over the line.
 """
 
 from __future__ import annotations
@@ -31,22 +31,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from _measuring import (
-    SEED,
-    Report,
-    add_output,
-    finish,
-    format_error,
-    location_of,
-    make_parser,
-    make_table,
-    relative_error,
-    results_path,
-    run,
-    say,
-    workloads,
-    zoo,
-)
+import _measuring as measuring
 
 from ckplan.errors import CkplanError
 from ckplan.plan.plan import Plan
@@ -85,7 +70,7 @@ class Row:
     @property
     def error(self) -> float:
         """Of the predicted peak, as a fraction of the measured one."""
-        return relative_error(self.predicted_bytes, self.measured_bytes)
+        return measuring.relative_error(self.predicted_bytes, self.measured_bytes)
 
     @property
     def fits(self) -> bool:
@@ -112,7 +97,7 @@ class Row:
             budget,
             format_bytes(self.predicted_bytes),
             format_bytes(self.measured_bytes),
-            format_error(self.predicted_bytes, self.measured_bytes),
+            measuring.format_error(self.predicted_bytes, self.measured_bytes),
             "yes" if self.fits else "**no**",
             "**not " + ", ".join(self.different) + "**" if self.different else "yes",
             cause,
@@ -128,12 +113,12 @@ def main() -> int:
     for name in names:
         if name in rows and name not in args.only:
             continue
-        say(f"{name} ({names.index(name) + 1} of {len(names)})")
+        measuring.say(f"{name} ({names.index(name) + 1} of {len(names)})")
         rows[name] = list(_measure(name))
         _write(rows_path, rows)
     done = [row for name in _names([]) for row in rows.get(name, ())]
     whole = all(name in rows for name in _names([]))
-    return finish(_report(done), args.output, whole=whole)
+    return measuring.finish(_report(done), args, whole=whole)
 
 
 def _measure(name: str) -> Iterator[Row]:
@@ -233,7 +218,7 @@ def _first_steps(
     warnings.simplefilter("ignore")
     if one_thread:
         torch.set_num_threads(1)
-    return Worker(Job(spec, plan, training, SEED)).answer(FIRST_STEPS)
+    return Worker(Job(spec, plan, training, measuring.SEED)).answer(FIRST_STEPS)
 
 
 # -- workloads and files -----------------------------------------------------------
@@ -241,18 +226,16 @@ def _first_steps(
 
 def _names(only: Sequence[str]) -> list[str]:
     """All workloads, or some, in order: first the zoo's."""
-    there = [*zoo(), *(f"{name}-bf16" for name in UNDER_AUTOCAST), *workloads()]
-    for name in set(only) - set(there):
-        raise CkplanError(
-            f"cannot find the workload {name!r}",
-            needed=f"one of {', '.join(there)}",
-            hint="ls configs/workloads",
-        )
-    return [name for name in there if name in only or not only]
+    there = [
+        *measuring.zoo(),
+        *(f"{name}-bf16" for name in UNDER_AUTOCAST),
+        *measuring.workloads(),
+    ]
+    return measuring.chosen(there, only)
 
 
 def _spec(name: str) -> WorkloadSpec:
-    return WorkloadSpec(location_of(name.removesuffix("-bf16")))
+    return WorkloadSpec(measuring.location_of(name.removesuffix("-bf16")))
 
 
 def _training(name: str) -> Training:
@@ -260,8 +243,7 @@ def _training(name: str) -> Training:
 
 
 def _rows_path(output: Path | None) -> Path:
-    suffix = ".jsonl"
-    return output.with_suffix(suffix) if output else results_path("accuracy", suffix)
+    return (output or measuring.results_path("accuracy")).with_suffix(".jsonl")
 
 
 def _read(path: Path) -> dict[str, list[Row]]:
@@ -277,7 +259,7 @@ def _write(path: Path, rows: dict[str, list[Row]]) -> None:
     path.write_text("\n".join(lines) + "\n")
 
 
-def _report(rows: Sequence[Row]) -> Report:
+def _report(rows: Sequence[Row]) -> measuring.Report:
     measured = [row for row in rows if not row.failed]
     errors = sorted(abs(row.error) for row in measured)
     names = {row.workload for row in rows}
@@ -288,25 +270,17 @@ def _report(rows: Sequence[Row]) -> Report:
         f"{errors[-1]:.3%}; most under the measured peak: "
         f"{max(0.0, *(-row.error for row in measured)):.3%}."
     )
-    return Report(
+    return measuring.Report(
         name="accuracy",
         title="Predicted beside measured, over workloads of all kinds",
-        claim=(__doc__ or "").partition("\n\n    ")[0],
-        parts=[summary, make_table(HEADERS, [row.cells() for row in rows])],
+        doc=__doc__,
+        parts=[summary, measuring.make_table(HEADERS, [row.cells() for row in rows])],
         broken=[", ".join(row.cells()) for row in over],
     )
 
 
 def _arguments() -> argparse.Namespace:
-    parser = make_parser(__doc__, settings=False)
-    add_output(parser)
-    parser.add_argument(
-        "--only",
-        metavar="NAME",
-        action="append",
-        default=[],
-        help="measure this workload anew; repeatable  [default: all not yet measured]",
-    )
+    parser = measuring.make_parser(__doc__, only=True)
     parser.add_argument(
         "--fresh", action="store_true", help="forget the rows of earlier runs"
     )
@@ -314,4 +288,4 @@ def _arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    run(main)
+    measuring.run(main)

@@ -32,24 +32,11 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
+import _measuring as measuring
 import torch
 from _dummy_gpu import build, environment, why_not
-from _measuring import (
-    Report,
-    add_output,
-    finish,
-    format_error,
-    location_of,
-    make_parser,
-    make_table,
-    relative_error,
-    run,
-    say,
-    workloads,
-    zoo,
-)
 
 from ckplan import gpus
 from ckplan.applying.regions import apply
@@ -67,7 +54,7 @@ from ckplan.tracing.profile import profile_workload
 from ckplan.training.allocator import gpu_allocator_stats
 from ckplan.training.loading import WorkloadSpec
 from ckplan.training.step import Training, TrainingStep, make_step
-from ckplan.training.workload import on_device, tensors_of
+from ckplan.training.workload import Workload, on_device, tensors_of
 from ckplan.units import format_bytes
 
 TYPES = {"fp32": Training(), "bf16": Training(amp="bf16")}
@@ -137,7 +124,11 @@ class Row:
         numbers = [
             cell
             for ours, its in pairs
-            for cell in (format_bytes(ours), format_bytes(its), format_error(ours, its))
+            for cell in (
+                format_bytes(ours),
+                format_bytes(its),
+                measuring.format_error(ours, its),
+            )
         ]
         cause = CAUSES.get(self.workload, "") if any(self.broken()) else ""
         return [*start, *numbers, cause]
@@ -149,7 +140,7 @@ class Row:
                 yield f"{self.name}: {self.found}"
             return
         pairs = zip(self.predicted, self.found, strict=True)
-        peak, allocated, reserved = (relative_error(*pair) for pair in pairs)
+        peak, allocated, reserved = (measuring.relative_error(*pair) for pair in pairs)
         if not -MOST_UNDER <= peak <= MOST_APART:
             yield f"{self.name}: the peak is {peak:+.2%} away"
         if abs(allocated) > MOST_ALLOCATED:
@@ -163,38 +154,32 @@ def main() -> int:
     """Profile, plan and run everything; print the table, write it."""
     if sys.argv[1:2] == ["--step"]:
         take_steps(*sys.argv[2:])
-    parser = make_parser(__doc__, settings=False)
-    add_output(parser)
-    parser.add_argument("--only", metavar="NAME", action="append", default=[])
-    parser.add_argument("--gpu", metavar="NAME", default="A100 80GB")
-    args = parser.parse_args()
+    args = measuring.make_parser(__doc__, only=True, gpu="A100 80GB").parse_args()
     check_dummy_gpu()
-    there = [*workloads(), *zoo()]
     with tempfile.TemporaryDirectory() as folder:
         library = build(Path(folder))
         rows = [
             row
-            for name in there
-            if name in args.only or not args.only
+            for name in measuring.chosen(measuring.everything(), args.only)
             for types in TYPES
             for row in rows_of(name, types, gpus.find(args.gpu), library)
         ]
-    report = Report(
+    report = measuring.Report(
         "allocated",
         "What the CUDA allocator says on a GPU that computes nothing",
-        (__doc__ or "").partition("\n    python")[0],
+        __doc__,
         [
             f"As the card {args.gpu}. No GPU was used.",
-            make_table(HEADERS, [row.cells() for row in rows], texts=3),
+            measuring.make_table(HEADERS, [row.cells() for row in rows], texts=3),
         ],
         [what for row in rows for what in row.broken()],
     )
-    return finish(report, args.output, whole=not args.only)
+    return measuring.finish(report, args)
 
 
 def rows_of(name: str, types: str, gpu: gpus.Gpu, library: Path) -> Iterator[Row]:
     """The steps of one workload."""
-    say(f"{name}, {types}")
+    measuring.say(f"{name}, {types}")
     try:
         graph = profiled(name, types, gpu)
     except CkplanError as error:
@@ -215,9 +200,10 @@ def rows_of(name: str, types: str, gpu: gpus.Gpu, library: Path) -> Iterator[Row
             regions=describe(graph, regions),
         )
         plan_file.save(plan, path, force=True)
-        done = run_alone(name, types, path, environment(library, gpu))
-        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        found = Bytes(*json.loads(done.stdout)) if not done.returncode else last
+        where = environment(library, gpu)
+        done = run_alone(__file__, [name, types, str(path)], where)
+        why = measuring.error_line(done.stderr)
+        found = why if done.returncode else Bytes(*json.loads(done.stdout))
         yield Row(name, types, step, predicted(timeline), found)
 
 
@@ -225,7 +211,7 @@ def profiled(name: str, types: str, gpu: gpus.Gpu) -> Graph:
     """The step of a workload, as on a card."""
     torch.manual_seed(0)
     return profile_workload(
-        WorkloadSpec(location_of(name)),
+        WorkloadSpec(measuring.location_of(name)),
         training=TYPES[types],
         device="cuda",
         gpu=gpu.name,
@@ -233,11 +219,11 @@ def profiled(name: str, types: str, gpu: gpus.Gpu) -> Graph:
 
 
 def run_alone(
-    name: str, types: str, plan: Path, where: Mapping[str, str]
+    program: str, words: Sequence[str], where: Mapping[str, str]
 ) -> subprocess.CompletedProcess[str]:
-    """``take_steps`` in a process and an environment of its own."""
+    """A program with ``--step``, in a process and an environment of its own."""
     return subprocess.run(
-        [sys.executable, __file__, "--step", name, types, str(plan)],
+        [sys.executable, program, "--step", *words],
         env=where,
         capture_output=True,
         text=True,
@@ -265,36 +251,43 @@ def predicted(timeline: Timeline) -> Bytes:
     return Bytes(timeline.peak_bytes, *replayed(timeline))
 
 
-def take_steps(name: str, types: str, plan: str) -> NoReturn:
-    """Take steps on the GPU that is there, and say what its allocator did."""
+def on_dummy_gpu(name: str) -> tuple[Workload, KnownValues]:
+    """A workload on the GPU that is there, and what its small integers are worth."""
     warnings.simplefilter("ignore")
-    spec = WorkloadSpec(location_of(name))
     torch.manual_seed(0)
-    workload = spec.build()
+    workload = WorkloadSpec(measuring.location_of(name)).build()
     known = [*workload.model.buffers(), *tensors_of(workload.batch)]
     values = [tensor.clone() for tensor in known]
     workload = on_device(workload, CUDA)
     known = [*workload.model.buffers(), *tensors_of(workload.batch)]
-    apply(workload.model, plan)
     follow = FollowedValues()
     follow.learn_all(known, values)
+    return workload, follow
+
+
+def take_steps(name: str, types: str, plan: str) -> NoReturn:
+    """Take steps on the GPU that is there, and say what its allocator did."""
+    workload, follow = on_dummy_gpu(name)
+    apply(workload.model, plan)
     step = make_step(workload, TYPES[types])
     for _ in range(2):
         torch.cuda.reset_peak_memory_stats(CUDA)
         one_step(step, follow)
         step.zero_grad()
     found = gpu_allocator_stats(CUDA)
-    print(
-        json.dumps(
-            [
-                found.requested_peak_bytes,
-                found.allocated_peak_bytes,
-                found.reserved_peak_bytes,
-            ]
-        ),
-        flush=True,
+    leave_with(
+        [
+            found.requested_peak_bytes,
+            found.allocated_peak_bytes,
+            found.reserved_peak_bytes,
+        ]
     )
-    os._exit(0)  # such a GPU is no good at shutting down
+
+
+def leave_with(found: list[Any]) -> NoReturn:
+    """Print JSON, and end at once: such a GPU is no good at shutting down."""
+    print(json.dumps(found), flush=True)
+    os._exit(0)
 
 
 def one_step(step: TrainingStep, follow: KnownValues) -> None:
@@ -323,4 +316,4 @@ class FollowedValues(KnownValues):
 
 
 if __name__ == "__main__":
-    run(main)
+    measuring.run(main)

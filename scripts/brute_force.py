@@ -35,19 +35,9 @@ from multiprocessing.pool import Pool as PoolOfWorkers
 from random import Random
 from typing import TypeAlias
 
-from _measuring import (
-    ROOT,
-    SEED,
-    Report,
-    add_output,
-    finish,
-    make_parser,
-    make_table,
-    run,
-    say,
-)
+import _measuring as measuring
 
-sys.path.insert(0, str(ROOT / "tests" / "helpers"))
+sys.path.insert(0, str(measuring.ROOT / "tests" / "helpers"))
 
 import every_mix
 import every_plan
@@ -73,11 +63,10 @@ SolveOne: TypeAlias = Callable[[tuple[str, str]], "Outcome | None"]
 
 def main() -> int:
     """Enumerate everything, print the tables, write them."""
-    parser = make_parser(__doc__, settings=False)
-    add_output(parser)
+    parser = measuring.make_parser(__doc__)
     parser.add_argument("--instances", type=int, default=INSTANCES, help="random steps")
     parser.add_argument("--exact", type=int, default=EXACT, help="steps solved exactly")
-    parser.add_argument("--seed", type=int, default=SEED)
+    parser.add_argument("--seed", type=int, default=measuring.SEED)
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     args = parser.parse_args()
     with Pool(max(args.jobs, 1)) as pool:
@@ -87,22 +76,22 @@ def main() -> int:
     num_chains = sum(map(every_mix.is_best, chains))
     exact = [Exactly(kind, args.seed, args.exact // len(KINDS)) for kind in KINDS]
     parts = [
-        make_table(HEADERS, [row.cells() for row in rows]),
+        measuring.make_table(HEADERS, [row.cells() for row in rows]),
         "Search alone, as for larger steps, a tenth of them:",
-        make_table(HEADERS, [row.cells() for row in alone]),
+        measuring.make_table(HEADERS, [row.cells() for row in alone]),
         f"Recurrence: {num_chains} of {args.instances} random chains are solved as well"
         " as by every combination, at every budget.",
-        make_table(EXACT_HEADERS, [row.cells() for row in exact]),
+        measuring.make_table(EXACT_HEADERS, [row.cells() for row in exact]),
         "\n".join(reason for row in exact for reason in row.reasons),
     ]
-    report = Report(
+    report = measuring.Report(
         "brute_force",
         "Plans against brute force",
-        (__doc__ or "").partition("\n    python")[0],
+        __doc__,
         parts,
         list(broken(rows[-1], alone[-1], num_chains, args.instances, exact)),
     )
-    return finish(report, args.output, whole=args.instances >= INSTANCES)
+    return measuring.finish(report, args, whole=args.instances >= INSTANCES)
 
 
 def counts(instances: int) -> dict[str, int]:
@@ -206,7 +195,7 @@ def solve_kinds(
     rows: list[Row] = []
     for kind, count in counts(instances).items():
         rows.append(Row(kind, solve_all(pool, solve_one, kind, seed, count)))
-        say(f"{kind}: best in {rows[-1].num_best} of {count} steps")
+        measuring.say(f"{kind}: best in {rows[-1].num_best} of {count} steps")
     return [*rows, Row("together", [one for row in rows for one in row.outcomes])]
 
 
@@ -328,4 +317,4 @@ def _every_plan(graph: Graph, kind: str) -> every_plan.EveryPlan | None:
 
 
 if __name__ == "__main__":
-    run(main)
+    measuring.run(main)

@@ -39,22 +39,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from unittest.mock import patch
 
+import _measuring as measuring
 import torch
-from _measuring import (
-    MOST_ERROR,
-    ROOT,
-    SEED,
-    Report,
-    add_output,
-    finish,
-    format_error,
-    make_parser,
-    make_table,
-    relative_error,
-    run,
-    say,
-    workload_path,
-)
 from _variants import OURS, PLAIN, Variant, choose
 
 from ckplan.graph.graph import Graph
@@ -64,7 +50,7 @@ from ckplan.simulating.simulate import Simulator
 from ckplan.tracing.costs.cost_cache import FOLDER_VARIABLE
 from ckplan.tracing.profile import profile_workload
 from ckplan.training.loading import WorkloadSpec, parse_options
-from ckplan.units import format_bytes, format_percent, format_seconds
+from ckplan.units import format_bytes, format_seconds
 from ckplan.verifying.compare_steps import differing_results
 from ckplan.verifying.step_process import StepProcess, interleave
 from ckplan.verifying.worker import FirstSteps
@@ -101,6 +87,7 @@ KEEP_MEMORY = {  # of glibc: no block of its own for a tensor, nothing given bac
 }
 MOST_STEP_ERROR = 0.1  # of the predicted seconds of a step
 MOST_OVERHEAD_ERROR = 0.02  # of the unplanned step
+_percent = measuring.format_overhead
 
 
 @dataclass(frozen=True)
@@ -161,7 +148,7 @@ class Outcome:
             "" if budget_bytes is None else format_bytes(budget_bytes),
             format_bytes(timeline.peak_bytes),
             format_bytes(self.peak_bytes),
-            format_error(timeline.peak_bytes, self.peak_bytes),
+            measuring.format_error(timeline.peak_bytes, self.peak_bytes),
             "" if budget_bytes is None else "yes" if self.fits else "**no**",
             "yes" if self.equal else "**no**",
             "" if bound is None else _percent(bound),
@@ -189,14 +176,15 @@ class Outcome:
             where += f" that frees {variant.share:.0%}"
             limit = limits.get(variant.name, {}).get(variant.share)
             if limit is not None and self.overhead > limit:
-                most = format_percent(limit)
+                most = _percent(limit)
                 yield f"{where}: it costs {_percent(self.overhead)}, more than {most}"
         if not self.fits:
             yield f"{where}: the measured peak is over the budget"
         if not self.equal:
             yield f"{where}: it does not compute the same bits"
-        if abs(relative_error(timeline.peak_bytes, self.peak_bytes)) > MOST_ERROR:
-            error = format_error(timeline.peak_bytes, self.peak_bytes)
+        peaks = timeline.peak_bytes, self.peak_bytes
+        if abs(measuring.relative_error(*peaks)) > measuring.MOST_ERROR:
+            error = measuring.format_error(*peaks)
             yield f"{where}: the predicted peak is off by {error}"
         off = self.predicted_seconds / self.step_seconds - 1
         if abs(off) > MOST_STEP_ERROR:
@@ -214,7 +202,7 @@ def main() -> int:
     if args.threads is not None:
         torch.set_num_threads(args.threads)
         os.environ["OMP_NUM_THREADS"] = str(args.threads)  # of processes started here
-    target = str(ROOT / workload_path(args.workload))
+    target = measuring.location_of(args.workload)
     spec = WorkloadSpec(target, parse_options(args.settings))
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -222,20 +210,20 @@ def main() -> int:
     ):
         for _ in range(PROFILES):
             graph = _profile(spec)
-        say("solving")
+        measuring.say("solving")
         variants, notes = choose(graph, args.shares, plain=args.plain)
         outcomes = measure(spec, variants, args.rounds, args.repeats)
         graph = _profile(spec)
     outcomes = [outcome.predicted_by(graph) for outcome in outcomes]
     limits = {} if args.settings else LIMITS.get(args.workload, {})
-    report = Report(
+    report = measuring.Report(
         name=_name(args),
         title=f"What freeing activations of {args.workload} costs",
-        claim=(__doc__ or "").partition("\n\n    ")[0],
+        doc=__doc__,
         parts=[_table(outcomes), _explain(graph, args.rounds, args.repeats), *notes],
         broken=[line for outcome in outcomes for line in outcome.broken(limits)],
     )
-    return finish(report, args.output, whole=not args.settings)
+    return measuring.finish(report, args)
 
 
 def _keep_memory() -> None:
@@ -292,7 +280,7 @@ def _measure_together(
     for variant, results in zip(variants, different, strict=True):
         if results:
             some = "; ".join(map(str, results[:5]))
-            say(f"{variant.name}: {len(results)} results differ: {some}")
+            measuring.say(f"{variant.name}: {len(results)} results differ: {some}")
     return [
         Outcome(
             variant,
@@ -313,7 +301,7 @@ def _measure_once(
     first: list[FirstSteps] = []
     with ExitStack() as running, ProgressLine(sys.stderr) as progress:
         processes = [
-            running.enter_context(StepProcess(spec, variant.plan, seed=SEED))
+            running.enter_context(StepProcess(spec, variant.plan, seed=measuring.SEED))
             for variant in variants
         ]
         for done, process in enumerate(processes):
@@ -330,7 +318,7 @@ def _overhead(seconds: float, unplanned_seconds: float) -> float:
 
 
 def _table(outcomes: Iterable[Outcome]) -> str:
-    return make_table(HEADERS, [outcome.cells() for outcome in outcomes])
+    return measuring.make_table(HEADERS, [outcome.cells() for outcome in outcomes])
 
 
 def _explain(graph: Graph, rounds: int, repeats: int) -> str:
@@ -343,16 +331,11 @@ def _explain(graph: Graph, rounds: int, repeats: int) -> str:
     )
 
 
-def _percent(overhead: float) -> str:
-    return format_percent(overhead, sign=True)
-
-
 def _arguments() -> argparse.Namespace:
-    parser = make_parser(__doc__)
+    parser = measuring.make_parser(__doc__, settings=True)
     parser.add_argument(
         "workload", nargs="?", default="gpt2", help="its name  [default: gpt2]"
     )
-    add_output(parser)
     parser.add_argument(
         "--plain", action="store_true", help="our plans without encodings, too"
     )
@@ -376,20 +359,7 @@ def _arguments() -> argparse.Namespace:
         default=[0.5, 0.7, 0.8],
         help="of the activation bytes, to be freed  [default: 0.5 0.7 0.8]",
     )
-    parser.add_argument(
-        "--rounds",
-        metavar="N",
-        type=int,
-        default=6,
-        help=f"steps of each, the first {DROPPED_ROUNDS} dropped  [default: 6]",
-    )
-    parser.add_argument(
-        "--repeats",
-        metavar="N",
-        type=int,
-        default=4,
-        help="how often all of it, in fresh processes  [default: 4]",
-    )
+    measuring.add_rounds(parser, rounds=6, repeats=4, dropped=DROPPED_ROUNDS)
     args = parser.parse_args()
     if args.rounds < DROPPED_ROUNDS + 2:
         parser.error(f"--rounds: at least {DROPPED_ROUNDS + 2}, not {args.rounds}")
@@ -397,4 +367,4 @@ def _arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    run(main)
+    measuring.run(main)

@@ -20,21 +20,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import _measuring as measuring
 import torch
-from _measuring import (
-    Report,
-    add_output,
-    finish,
-    format_error,
-    make_parser,
-    make_table,
-    relative_error,
-    run,
-    run_ckplan,
-    say,
-    with_settings,
-    workload_path,
-)
 
 from ckplan.units import format_bytes
 
@@ -72,21 +59,19 @@ class Peak:
         return [
             format_bytes(self.predicted_bytes),
             format_bytes(self.dry_run_bytes),
-            format_error(self.predicted_bytes, self.dry_run_bytes),
+            measuring.format_error(self.predicted_bytes, self.dry_run_bytes),
             "" if measured is None else format_bytes(measured),
         ]
 
     def broken(self) -> Iterator[str]:
         """Where the claim does not hold."""
-        error = relative_error(self.predicted_bytes, self.dry_run_bytes)
+        error = measuring.relative_error(self.predicted_bytes, self.dry_run_bytes)
         if not -MOST_UNDER <= error <= MOST_APART:
-            apart = format_error(self.predicted_bytes, self.dry_run_bytes)
-            yield f"predicted is {apart} from the dry run"
+            yield f"predicted is {error:+.2%} from the dry run"
         if self.measured_bytes is not None:
-            error = relative_error(self.predicted_bytes, self.measured_bytes)
+            error = measuring.relative_error(self.predicted_bytes, self.measured_bytes)
             if abs(error) > MOST_MEASURED:
-                apart = format_error(self.predicted_bytes, self.measured_bytes)
-                yield f"predicted is {apart} from measured"
+                yield f"predicted is {error:+.2%} from measured"
 
 
 @dataclass(frozen=True)
@@ -107,46 +92,46 @@ class Row:
 
 def main() -> int:
     """Profile, solve, run dry; print the table, write it."""
-    parser = make_parser(__doc__)
-    add_output(parser)
-    parser.add_argument("--only", metavar="NAME", action="append", default=[])
-    parser.add_argument("--gpu", metavar="NAME", default="A100 40GB")
-    args = parser.parse_args()
-    chosen = [name for name in WORKLOADS if not args.only or name in args.only]
+    options = {"settings": True, "only": True, "gpu": "A100 40GB"}
+    args = measuring.make_parser(__doc__, **options).parse_args()
     with tempfile.TemporaryDirectory() as folder:
         rows = [
             row_of(name, types, args.settings, args.gpu, Path(folder))
-            for name in chosen
+            for name in measuring.chosen(WORKLOADS, args.only)
             for types in TYPES
         ]
-    report = Report(
+    report = measuring.Report(
         "cuda",
         "What CUDA would hold",
-        (__doc__ or "").partition("\n    python")[0],
+        __doc__,
         [
             f"For the card {args.gpu}, plans of at most {OVERHEAD} overhead:",
-            make_table(HEADERS, [row.cells() for row in rows], texts=3),
+            measuring.make_table(HEADERS, [row.cells() for row in rows], texts=3),
         ],
         list(broken(rows)),
     )
-    return finish(report, args.output, whole=not (args.only or args.settings))
+    return measuring.finish(report, args)
 
 
 def row_of(
     name: str, types: str, settings: Sequence[str], gpu: str, folder: Path
 ) -> Row:
     """Profile and solve one workload, and run both steps dry."""
-    say(f"{name}, {types}")
+    measuring.say(f"{name}, {types}")
     trace, plan = str(folder / "trace.json.gz"), str(folder / "plan.yaml")
-    of = [workload_path(name), *with_settings(settings), *TYPES[types]]
+    of = [
+        measuring.workload_path(name),
+        *measuring.with_settings(settings),
+        *TYPES[types],
+    ]
     to = ["--gpu", gpu, "-o", trace, "--force"]
-    step = run_ckplan("profile", *of, "--device", "cuda", *to)
+    step = measuring.run_ckplan("profile", *of, "--device", "cuda", *to)
     goal = ["--max-overhead", OVERHEAD]
-    solved = run_ckplan("solve", trace, *goal, "-o", plan, "--force")
-    verify = ["verify", workload_path(name), plan, *of[1:]]
-    dry = run_ckplan(*verify, "--fake", "--trace", trace)
+    solved = measuring.run_ckplan("solve", trace, *goal, "-o", plan, "--force")
+    verify = ["verify", measuring.workload_path(name), plan, *of[1:]]
+    dry = measuring.run_ckplan(*verify, "--fake", "--trace", trace)
     here = torch.cuda.is_available()
-    real = run_ckplan(*verify, "--steps", "0") if here else {}
+    real = measuring.run_ckplan(*verify, "--steps", "0") if here else {}
     kernels = (n for n in step["notes"] if n.startswith(_ATTENTION))
     return Row(
         name,
@@ -174,4 +159,4 @@ def broken(rows: Sequence[Row]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    run(main)
+    measuring.run(main)

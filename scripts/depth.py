@@ -23,26 +23,16 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from _measuring import (
-    ROOT,
-    Report,
-    add_output,
-    finish,
-    make_parser,
-    make_table,
-    results_path,
-    run,
-    say,
-    workload_path,
-)
+import _measuring as measuring
 
-sys.path.insert(0, str(ROOT / "tests" / "helpers"))
+sys.path.insert(0, str(measuring.ROOT / "tests" / "helpers"))
 
 import revolve
 
 from ckplan.graph.graph import Graph
 from ckplan.simulating.simulate import Timeline
-from ckplan.solving.common_strategies import strategy_baselines
+from ckplan.solving.common_strategies import all_baselines
+from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.planner import Planner
 from ckplan.tracing.profile import profile_workload
 from ckplan.training.loading import WorkloadSpec, parse_options
@@ -137,35 +127,36 @@ class Chain:
 
 
 def main() -> int:
-    parser = make_parser(__doc__)
+    parser = measuring.make_parser(__doc__, settings=True)
     parser.add_argument("--depths", type=int, nargs="+", default=DEPTHS)
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
-    add_output(parser)
     args = parser.parse_args()
     rows = list(measured(args.depths, [*SMALL, *args.settings]))
     chains = [chain_of(length) for length in args.lengths]
-    report = Report(
+    report = measuring.Report(
         "depth",
         "Memory and time against depth",
-        (__doc__ or "").partition("\n    python")[0],
+        __doc__,
         [
-            make_table(HEADERS, [row.cells() for row in rows], texts=0),
-            make_table(HEADERS_OF_CHAINS, [one.cells() for one in chains], texts=0),
+            measuring.make_table(HEADERS, [row.cells() for row in rows], texts=0),
+            measuring.make_table(
+                HEADERS_OF_CHAINS, [one.cells() for one in chains], texts=0
+            ),
         ],
         [*broken(rows), *too_large(chains)],
     )
     asked = tuple(args.depths), tuple(args.lengths)
     whole = asked == (DEPTHS, LENGTHS) and not args.settings
     if whole:
-        draw(rows, chains, results_path("depth", ".png"))
-    return finish(report, args.output, whole=whole)
+        draw(rows, chains, measuring.results_path("depth", ".png"))
+    return measuring.finish(report, args, whole=whole)
 
 
 def measured(depths: Sequence[int], settings: Sequence[str]) -> Iterator[Row]:
     for blocks in depths:
-        say(f"{blocks} blocks")
+        measuring.say(f"{blocks} blocks")
         options = parse_options([*settings, f"layers={blocks}"])
-        target = str(ROOT / workload_path("mlp"))
+        target = measuring.location_of("mlp")
         graph = profile_workload(WorkloadSpec(target, options))
         yield row_of(blocks, graph)
 
@@ -175,8 +166,7 @@ def row_of(blocks: int, graph: Graph) -> Row:
     planner = Planner(graph)
     floor = planner.solve(planner.floor.peak_bytes)
     seconds = time.process_time() - began
-    simulator, menus, peak = planner.simulator, planner.menus, floor.budget_bytes
-    found = (*floor.baselines, *strategy_baselines(simulator, menus, peak))
+    found = all_baselines(planner, MemoryLimit(planner.floor.peak_bytes))
     known = {one.name: one for one in found}
     every, segments = known[EVERY], known[SEGMENTS]
     as_dear = planner.least_memory(every.overhead).timeline
@@ -194,7 +184,7 @@ def row_of(blocks: int, graph: Graph) -> Row:
 
 
 def chain_of(layers: int) -> Chain:
-    say(f"a chain of {layers} layers")
+    measuring.say(f"a chain of {layers} layers")
     graph = revolve.uniform(layers)
     began = time.process_time()
     planner = Planner(graph)
@@ -289,8 +279,8 @@ def draw(rows: Sequence[Row], chains: Sequence[Chain], path: Path) -> None:
     right.legend()
     figure.savefig(path, dpi=110)
     plt.close(figure)
-    say(f"wrote {path}")
+    measuring.say(f"wrote {path}")
 
 
 if __name__ == "__main__":
-    run(main)
+    measuring.run(main)

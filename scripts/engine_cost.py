@@ -35,19 +35,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import _measuring as measuring
 import torch
-from _measuring import (
-    ROOT,
-    SEED,
-    Report,
-    add_output,
-    finish,
-    make_parser,
-    make_table,
-    run,
-    say,
-    workload_path,
-)
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -63,7 +52,7 @@ from ckplan.simulating.simulate import simulate
 from ckplan.solving.solve import solve, to_plan
 from ckplan.tracing.profile import profile_workload
 from ckplan.training.loading import WorkloadSpec, parse_options
-from ckplan.units import format_bytes, format_percent
+from ckplan.units import format_bytes
 from ckplan.verifying.step_process import StepProcess, interleave
 
 DROPPED_ROUNDS = 2
@@ -93,7 +82,7 @@ POLICIES = {
 
 def by_hand(*, policy: str = "", count: int = -1, **options: Any) -> tuple[Any, Any]:
     """GPT-2 with the first layers checkpointed, under a policy if one is named."""
-    spec = WorkloadSpec(str(ROOT / workload_path("gpt2")), options)
+    spec = WorkloadSpec(measuring.location_of("gpt2"), options)
     workload = spec.build()
     layers = workload.model.transformer.h
     how: dict[str, Any] = {"use_reentrant": False}
@@ -122,6 +111,7 @@ def _contexts(policy: str) -> Any:
 
 
 # -- ways to take the step -----------------------------------------------------------
+_percent = measuring.format_overhead
 
 
 @dataclass(frozen=True)
@@ -173,7 +163,7 @@ def search(spec: WorkloadSpec, budget_bytes: int, num_layers: int) -> Iterator[W
         low, high = 1, num_layers + 1  # one more than all: it does not fit
         while low < high:
             count = (low + high) // 2
-            say(f"{policy}: {count} of {num_layers} layers")
+            measuring.say(f"{policy}: {count} of {num_layers} layers")
             options = {**spec.options, "policy": policy, "count": count}
             way = Way(
                 f"{policy} saved, {count} of {num_layers} layers",
@@ -186,11 +176,11 @@ def search(spec: WorkloadSpec, budget_bytes: int, num_layers: int) -> Iterator[W
         if low <= num_layers:
             yield best
         else:
-            say(f"{policy}: does not fit")
+            measuring.say(f"{policy}: does not fit")
 
 
 def _peak(way: Way) -> int:
-    with StepProcess(way.spec, way.plan, seed=SEED) as process:
+    with StepProcess(way.spec, way.plan, seed=measuring.SEED) as process:
         return process.first_steps().peak_bytes
 
 
@@ -200,7 +190,9 @@ def measure(ways: Sequence[Way], rounds: int, repeats: int) -> list[Outcome]:
     for _ in range(repeats):
         with ExitStack() as running, ProgressLine(sys.stderr) as progress:
             processes = [
-                running.enter_context(StepProcess(way.spec, way.plan, seed=SEED))
+                running.enter_context(
+                    StepProcess(way.spec, way.plan, seed=measuring.SEED)
+                )
                 for way in ways
             ]
             peaks = [process.first_steps().peak_bytes for process in processes]
@@ -244,7 +236,7 @@ def _forwards(
     spec: WorkloadSpec, plan: Plan, mode: Callable[[], Any], rounds: int
 ) -> dict[bool, float]:
     """Median seconds of a forward, with the plan and without it, in turns."""
-    torch.manual_seed(SEED)
+    torch.manual_seed(measuring.SEED)
     workload = spec.build()
     taken: dict[bool, list[float]] = {False: [], True: []}
     for number in range(2 * rounds + 2):
@@ -263,7 +255,8 @@ def _forwards(
 def main() -> int:
     """Measure and report."""
     args = _arguments()
-    spec = WorkloadSpec(str(ROOT / workload_path("gpt2")), parse_options(args.settings))
+    options = parse_options(args.settings)
+    spec = WorkloadSpec(measuring.location_of("gpt2"), options)
     with ProgressLine(sys.stderr) as progress:
         graph = profile_workload(spec, fresh=True, progress=progress)
     freed_bytes = graph.bytes_by_kind["activation"] // 2
@@ -277,7 +270,7 @@ def main() -> int:
     modes = without_gradients(spec, ours.plan or Plan())
     outcomes = measure(ways, args.rounds, args.repeats)
     report = _report(outcomes, extra, modes, budget_bytes, args)
-    return finish(report, args.output, whole=not args.settings)
+    return measuring.finish(report, args)
 
 
 def _report(
@@ -286,7 +279,7 @@ def _report(
     modes: dict[str, float],
     budget_bytes: int,
     args: argparse.Namespace,
-) -> Report:
+) -> measuring.Report:
     unplanned, hand, rerun, kept, ours, *policies = outcomes  # as chosen
     rows = [
         [
@@ -307,11 +300,23 @@ def _report(
     facts = [
         ["`by: rerun` over checkpoint by hand", _percent(by_rerun)],
         ["a program that rebuilds nothing", _percent(nothing_rebuilt)],
-        ["engine of `by: rerun`, beyond torch's, of the step", _percent(again)],
-        ["engine of a program that rebuilds nothing, of the step", _percent(nothing)],
-        ["our plan beyond its ops, as predicted", _percent(cost - ours.way.predicted)],
+        [
+            "engine of `by: rerun`, beyond torch's, of the step",
+            _percent(again),
+        ],
+        [
+            "engine of a program that rebuilds nothing, of the step",
+            _percent(nothing),
+        ],
+        [
+            "our plan beyond its ops, as predicted",
+            _percent(cost - ours.way.predicted),
+        ],
         ["our plan", _percent(cost)],
-        ["best policy of selective contexts", (best and _percent(best)) or "none fits"],
+        [
+            "best policy of selective contexts",
+            (best and _percent(best)) or "none fits",
+        ],
         *([f"engine under {m}, of the forward", _percent(r)] for m, r in modes.items()),
     ]
     checks = [
@@ -326,36 +331,22 @@ def _report(
         f"Budget: {format_bytes(budget_bytes)}. Fresh processes: {args.repeats} times, "
         f"{args.rounds} rounds in each, the first {DROPPED_ROUNDS} of them dropped."
     )
-    return Report(
+    return measuring.Report(
         name="engine_cost",
         title="What the engine itself costs",
-        claim=(__doc__ or "").partition("\n\n    ")[0],
-        parts=[make_table(headers, rows), make_table(("what", "cost"), facts), note],
+        doc=__doc__,
+        parts=[
+            measuring.make_table(headers, rows),
+            measuring.make_table(("what", "cost"), facts),
+            note,
+        ],
         broken=[what for holds, what in checks if not holds],
     )
 
 
-def _percent(overhead: float) -> str:
-    return format_percent(overhead, sign=True)
-
-
 def _arguments() -> argparse.Namespace:
-    parser = make_parser(__doc__)
-    add_output(parser)
-    parser.add_argument(
-        "--rounds",
-        metavar="N",
-        type=int,
-        default=8,
-        help=f"steps of each, the first {DROPPED_ROUNDS} dropped  [default: 8]",
-    )
-    parser.add_argument(
-        "--repeats",
-        metavar="N",
-        type=int,
-        default=3,
-        help="how often all of it, in fresh processes  [default: 3]",
-    )
+    parser = measuring.make_parser(__doc__, settings=True)
+    measuring.add_rounds(parser, rounds=8, repeats=3, dropped=DROPPED_ROUNDS)
     args = parser.parse_args()
     if args.rounds < DROPPED_ROUNDS + 1:
         parser.error(f"--rounds: at least {DROPPED_ROUNDS + 1}, not {args.rounds}")
@@ -363,4 +354,4 @@ def _arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    run(main)
+    measuring.run(main)

@@ -21,16 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from _measuring import (
-    ROOT,
-    Report,
-    add_output,
-    finish,
-    make_parser,
-    make_table,
-    run,
-    say,
-)
+import _measuring as measuring
 
 from ckplan.graph.file import load
 from ckplan.solving.bound import gap
@@ -98,7 +89,7 @@ class Row:
             format_percent(worst.gap) if worst else "",
             format_percent(worst.freed) if worst else "",
             *map(
-                _percent,
+                measuring.format_overhead,
                 (
                     self.at_every,
                     self.bound_at_every,
@@ -110,38 +101,31 @@ class Row:
         ]
 
 
-def _percent(overhead: float | None) -> str:
-    return "" if overhead is None else format_percent(overhead, sign=True)
-
-
 def main() -> int:
     """Solve every trace, print the table, write it."""
-    parser = make_parser(__doc__)
-    add_output(parser)
-    parser.add_argument("--only", metavar="NAME", action="append", default=[])
-    args = parser.parse_args()
-    traces = sorted((ROOT / "traces").glob("*.json.gz"))
-    chosen = [p for p in traces if not args.only or name_of(p) in args.only]
-    rows = [solve_all(path) for path in chosen]
+    args = measuring.make_parser(__doc__, only=True).parse_args()
+    traces = measuring.recorded()
+    chosen = measuring.chosen(traces, args.only)
+    rows = [solve_all(name, traces[name]) for name in chosen]
     gaps = [plan.gap for row in rows for plan in row.plans]
     median, worst = statistics.median(gaps), max(gaps)
     summary = (
         f"Over {len(gaps)} plans: median gap {format_percent(median)}, worst "
         f"{format_percent(worst)}."
     )
-    report = Report(
+    report = measuring.Report(
         "gaps",
         "How close plans are to the best there could be",
-        (__doc__ or "").partition("\n    python")[0],
-        [make_table(HEADERS, [row.cells() for row in rows]), summary],
+        __doc__,
+        [measuring.make_table(HEADERS, [row.cells() for row in rows]), summary],
         list(broken(rows, median)),
     )
-    return finish(report, args.output, whole=not args.only)
+    return measuring.finish(report, args)
 
 
-def solve_all(path: Path) -> Row:
+def solve_all(name: str, path: Path) -> Row:
     """Solve one trace for all budgets."""
-    say(name_of(path))
+    measuring.say(name)
     began = time.process_time()
     planner = Planner(load(path))
     peak_bytes = planner.unplanned.peak_bytes
@@ -156,18 +140,12 @@ def solve_all(path: Path) -> Row:
             others = all_baselines(planner, MemoryLimit(budget))
             ahead = tuple(o.name for o in others if o.fits and o.overhead < overhead)
             plans.append(Plan(freed, overhead, planner.bound(budget), ahead))
-    every = next(
-        (
-            o
-            for o in all_baselines(planner, MemoryLimit(peak_bytes))
-            if o.name == "every call"
-        ),
-        None,
-    )
+    loose = all_baselines(planner, MemoryLimit(peak_bytes))
+    every = next((o for o in loose if o.name == "every call"), None)
     found = planner.within(every.peak_bytes) if every else None
     seconds = time.process_time() - began
     return Row(
-        name_of(path),
+        name,
         planner.floor.peak_bytes,
         plans,
         every,
@@ -175,11 +153,6 @@ def solve_all(path: Path) -> Row:
         planner.bound(every.peak_bytes) if every else None,
         seconds,
     )
-
-
-def name_of(path: Path) -> str:
-    """The trace's name."""
-    return path.name.removesuffix(".json.gz")
 
 
 def broken(rows: Sequence[Row], median: float) -> Iterator[str]:
@@ -196,4 +169,4 @@ def broken(rows: Sequence[Row], median: float) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    run(main)
+    measuring.run(main)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from _measuring import ROOT, make_parser, run, say
+import _measuring as measuring
 from matplotlib.figure import Figure
 
 from ckplan.graph.file import load
@@ -19,14 +19,14 @@ from ckplan.simulating.curve import PHASES, predicted_curve
 from ckplan.solving.planner import Planner
 from ckplan.units import GIB, format_bytes, format_percent
 
-TRACE = ROOT / "traces" / "gpt2.json.gz"
+TRACE = measuring.ROOT / "traces" / "gpt2.json.gz"
 SHARE = 0.55
-OUTPUT = ROOT / "scripts" / "results" / "picture_gpt2_202611.png"
+OUTPUT = measuring.ROOT / "scripts" / "results" / "picture_gpt2_202611.png"
 
 
 def main() -> int:
     """Draw it."""
-    parser = make_parser(__doc__)
+    parser = measuring.make_parser(__doc__, output=False)
     parser.add_argument("-o", "--output", type=Path, default=OUTPUT)
     args = parser.parse_args()
     planner = Planner(load(TRACE))
@@ -47,7 +47,7 @@ def main() -> int:
         peak = timeline.peak_bytes
         place = places[levels.index(max(levels))]
         axes.annotate(f"peak {format_bytes(peak)}", (place + 0.08, peak / GIB + 0.03))
-        say(f"{name}: {format_bytes(peak)}")
+        measuring.say(f"{name}: {format_bytes(peak)}")
     axes.axhline(budget / GIB, color="#d62728", linestyle="--", linewidth=1)
     axes.text(0.02, budget / GIB + 0.03, f"budget {format_bytes(budget)}")
     axes.set_xticks([0.5, 1.5, 2.5], PHASES)
@@ -57,9 +57,9 @@ def main() -> int:
     axes.set_title("One training step of GPT-2, 12 layers, 8 x 256 tokens, CPU")
     axes.legend(loc="upper right")
     save_figure(args.output, figure, force=True)
-    say(f"wrote {args.output}")
+    measuring.say(f"wrote {args.output}")
     return 0
 
 
 if __name__ == "__main__":
-    run(main)
+    measuring.run(main)

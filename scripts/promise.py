@@ -22,26 +22,10 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
-from _measuring import (
-    MOST_ERROR,
-    SEED,
-    Report,
-    add_output,
-    finish,
-    format_error,
-    make_parser,
-    make_table,
-    relative_error,
-    run,
-    run_ckplan,
-    say,
-    with_settings,
-    workload_path,
-    workloads,
-)
+import _measuring as measuring
 
 from ckplan.errors import CkplanError
-from ckplan.units import format_bytes, format_percent
+from ckplan.units import format_bytes
 
 HEADERS = (
     "workload",
@@ -89,21 +73,21 @@ class Row:
         predicted_bytes, measured_bytes = self.unplanned
         unplanned = measured_bytes and (
             format_bytes(measured_bytes),
-            format_error(predicted_bytes, measured_bytes),
+            measuring.format_error(predicted_bytes, measured_bytes),
         )
         overhead = self.verified["overhead"]  # None if there is no memory to time both
         return [
             self.workload,
             format_bytes(self.solved["budget_bytes"]),
             *map(format_bytes, self.planned),
-            format_error(*self.planned),
+            measuring.format_error(*self.planned),
             "yes" if self.verified["fits"] else "**no**",
             "**not " + ", ".join(self.different) + "**" if self.different else "yes",
             format_bytes(predicted_bytes),
             *(unplanned or ("n/a", "n/a")),
-            _percent(self.solved["overhead"]),
-            _percent(self.solved["bound_overhead"]),
-            *([_percent(overhead)] if timed else []),
+            measuring.format_overhead(self.solved["overhead"]),
+            measuring.format_overhead(self.solved["bound_overhead"]),
+            *([measuring.format_overhead(overhead)] if timed else []),
         ]
 
     def broken(self) -> Iterator[str]:
@@ -118,8 +102,9 @@ class Row:
             yield f"{where}: not seen to be equal: {', '.join(names)}"
         peaks = (("planned", self.planned), ("unplanned", self.unplanned))
         for name, (predicted, measured) in peaks:
-            if measured and abs(relative_error(predicted, measured)) > MOST_ERROR:
-                error = format_error(predicted, measured)
+            off = measuring.relative_error(predicted, measured) if measured else 0
+            if abs(off) > measuring.MOST_ERROR:
+                error = measuring.format_error(predicted, measured)
                 yield f"{where}: the predicted {name} peak is off by {error}"
 
 
@@ -139,32 +124,36 @@ def main() -> int:
     """Measure all rows, and report."""
     args = _arguments()
     found = Findings()
-    for workload in workloads(args.only):
+    for workload in measuring.workloads(args.only):
         try:
             measure(workload, args, found)
         except CkplanError as error:
             found.failed.append(f"{workload}: {error.what}")
-    whole = not args.only and not args.settings
-    return finish(_report(found, args.steps), args.output, whole=whole)
+    return measuring.finish(_report(found, args.steps), args)
 
 
 def measure(workload: str, args: argparse.Namespace, found: Findings) -> None:
     """Profile a workload once, then solve and verify it for every budget."""
-    settings = with_settings(args.settings)
+    settings = measuring.with_settings(args.settings)
     with tempfile.TemporaryDirectory(prefix="ckplan-promise-") as folder:
         trace, plan = f"{folder}/trace.json.gz", f"{folder}/plan.yaml"
-        say(f"{workload}: profile")
-        run_ckplan(
-            "profile", workload_path(workload), *settings, "--fresh", "-o", trace
+        measuring.say(f"{workload}: profile")
+        measuring.run_ckplan(
+            "profile",
+            measuring.workload_path(workload),
+            *settings,
+            "--fresh",
+            "-o",
+            trace,
         )
-        verify = ("verify", workload_path(workload), plan, *settings)
+        verify = ("verify", measuring.workload_path(workload), plan, *settings)
         for budget_bytes in _budgets(trace, plan, args.shares):
             budget = format_bytes(budget_bytes)
-            say(f"{workload}: solve and verify at {budget}")
+            measuring.say(f"{workload}: solve and verify at {budget}")
             try:
                 solved = _solve(trace, plan, str(budget_bytes))
-                verified = run_ckplan(
-                    *verify, "--seed", str(SEED), "--steps", str(args.steps)
+                verified = measuring.run_ckplan(
+                    *verify, "--seed", str(measuring.SEED), "--steps", str(args.steps)
                 )
             except CkplanError as error:
                 found.failed.append(f"{workload} at {budget}: {error.what}")
@@ -180,35 +169,25 @@ def _budgets(trace: str, plan: str, shares: Sequence[Fraction]) -> list[int]:
 
 
 def _solve(trace: str, plan: str, budget: str) -> dict[str, Any]:
-    return run_ckplan("solve", trace, "--budget", budget, "-o", plan, "--force")
+    return measuring.run_ckplan(
+        "solve", trace, "--budget", budget, "-o", plan, "--force"
+    )
 
 
-def _report(found: Findings, steps: int) -> Report:
+def _report(found: Findings, steps: int) -> measuring.Report:
     headers = (*HEADERS, "measured overhead") if steps else HEADERS
     rows = [row.cells(timed=steps > 0) for row in found.rows]
-    return Report(
+    return measuring.Report(
         name="promise",
         title="The promise: it fits, as predicted, and computes the same",
-        claim=(__doc__ or "").partition("\n\n    ")[0],
-        parts=[make_table(headers, rows)],
+        doc=__doc__,
+        parts=[measuring.make_table(headers, rows)],
         broken=found.broken(),
     )
 
 
-def _percent(overhead: float | None) -> str:
-    return "n/a" if overhead is None else format_percent(overhead, sign=True)
-
-
 def _arguments() -> argparse.Namespace:
-    parser = make_parser(__doc__)
-    add_output(parser)
-    parser.add_argument(
-        "--only",
-        metavar="NAME",
-        action="append",
-        default=[],
-        help="measure this workload; repeatable  [default: all]",
-    )
+    parser = measuring.make_parser(__doc__, settings=True, only=True)
     parser.add_argument(
         "--shares",
         metavar="SHARE",
@@ -236,4 +215,4 @@ def _share(text: str) -> Fraction:
 
 
 if __name__ == "__main__":
-    run(main)
+    measuring.run(main)

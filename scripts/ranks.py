@@ -23,21 +23,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from _measuring import (
-    ROOT,
-    Report,
-    add_output,
-    finish,
-    format_error,
-    make_parser,
-    make_table,
-    relative_error,
-    run,
-    say,
-    workload_path,
-)
+import _measuring as measuring
 
-sys.path.insert(0, str(ROOT / "tests" / "helpers"))
+sys.path.insert(0, str(measuring.ROOT / "tests" / "helpers"))
 
 from two_ranks import Trained, train_two
 
@@ -110,7 +98,7 @@ class Row:
                 for rank in self.ranks
                 for cell in (
                     format_bytes(rank.peak_bytes),
-                    format_error(self.predicted_bytes, rank.peak_bytes),
+                    measuring.format_error(self.predicted_bytes, rank.peak_bytes),
                 )
             ),
             "yes" if self.fits else "**no**",
@@ -123,15 +111,14 @@ class Row:
             yield f"{where}: a rank exceeds the budget"
         if not self.equal:
             yield f"{where}: other parameters than without the plan"
-        error = relative_error(self.predicted_bytes, self.ranks[0].peak_bytes)
+        error = measuring.relative_error(self.predicted_bytes, self.ranks[0].peak_bytes)
         if abs(error) > MOST_ERROR:
             yield f"{where}: the prediction is off by {100 * error:+.2f} %"
 
 
 def main() -> int:
     """Measure all rows, and report."""
-    parser = make_parser(__doc__, settings=False)
-    add_output(parser)
+    parser = measuring.make_parser(__doc__)
     parser.add_argument("--only", choices=MODELS, help="measure this workload alone")
     args = parser.parse_args()
     rows = [
@@ -140,21 +127,21 @@ def main() -> int:
         for scheme in SCHEMES
         for row in measure(name, scheme)
     ]
-    report = Report(
+    report = measuring.Report(
         name="ranks",
         title="What one of several ranks needs",
-        claim=(__doc__ or "").partition("\n\n    ")[0],
-        parts=[make_table(HEADERS, [row.cells() for row in rows], texts=3)],
+        doc=__doc__,
+        parts=[measuring.make_table(HEADERS, [row.cells() for row in rows], texts=3)],
         broken=[line for row in rows for line in row.broken()],
     )
-    return finish(report, args.output, whole=args.only is None)
+    return measuring.finish(report, args)
 
 
 def measure(name: str, scheme: str) -> list[Row]:
     """Unplanned, then under two budgets."""
     options, units = MODELS[name]
-    spec = WorkloadSpec(str(ROOT / workload_path(name)), options)
-    say(f"{name}, {scheme}")
+    spec = WorkloadSpec(measuring.location_of(name), options)
+    measuring.say(f"{name}, {scheme}")
     planner = Planner(shard(profile_workload(spec), scheme, 2))
     peak_bytes, floor_bytes = planner.unplanned.peak_bytes, planner.floor.peak_bytes
     budgets = [peak_bytes - share * (peak_bytes - floor_bytes) // 3 for share in (1, 2)]
@@ -185,4 +172,4 @@ def _source(spec: WorkloadSpec, units: str) -> str:
 
 
 if __name__ == "__main__":
-    run(main)
+    measuring.run(main)

@@ -20,19 +20,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import _measuring as measuring
 import allocated
 from _dummy_gpu import build, environment
-from _measuring import (
-    Report,
-    add_output,
-    finish,
-    make_parser,
-    make_table,
-    run,
-    say,
-    workloads,
-    zoo,
-)
 
 from ckplan import gpus
 from ckplan.errors import CkplanError
@@ -103,44 +93,40 @@ class Row:
 
 def main() -> int:
     """Profile, plan and run everything; print the table, write it."""
-    parser = make_parser(__doc__, settings=False)
-    add_output(parser)
-    parser.add_argument("--only", metavar="NAME", action="append", default=[])
-    parser.add_argument("--gpu", metavar="NAME", default="A100 80GB")
-    args = parser.parse_args()
+    args = measuring.make_parser(__doc__, only=True, gpu="A100 80GB").parse_args()
     allocated.check_dummy_gpu()
     with tempfile.TemporaryDirectory() as folder:
         library = build(Path(folder))
         rows = [
             row
-            for name in (*workloads(), *zoo())
-            if name in args.only or (not args.only and name not in allocated.NOT_HERE)
+            for name in measuring.chosen(measuring.everything(), args.only)
+            if name in args.only or name not in allocated.NOT_HERE
             for types in allocated.TYPES
             for row in rows_of(name, types, gpus.find(args.gpu), library)
         ]
     full = sum(not row.tensors_run for row in rows)
-    report = Report(
+    report = measuring.Report(
         "room",
         "Plans on a card that is full, by torch's own allocator",
-        (__doc__ or "").partition("\n    python")[0],
+        __doc__,
         [
             f"As the card {args.gpu}, with less memory. No GPU was used. Where the "
             f"tensors fit, {full} of {len(rows)} plans find no room; of those for the "
             f"card, {sum(not row.runs for row in rows)}.",
-            make_table(HEADERS, [row.cells() for row in rows], texts=3),
+            measuring.make_table(HEADERS, [row.cells() for row in rows], texts=3),
         ],
         [what for row in rows for what in row.broken()],
     )
-    return finish(report, args.output, whole=not args.only)
+    return measuring.finish(report, args)
 
 
 def rows_of(name: str, types: str, gpu: gpus.Gpu, library: Path) -> Iterator[Row]:
     """One workload, with both kinds of segments."""
-    say(f"{name}, {types}")
+    measuring.say(f"{name}, {types}")
     try:
         graph = allocated.profiled(name, types, gpu)
     except CkplanError as error:
-        say(f"{name}, {types}: {error.what}")
+        measuring.say(f"{name}, {types}: {error.what}")
         return
     planner = Planner(graph)
     steps = planner.unplanned, planner.solve(planner.floor.peak_bytes).timeline
@@ -181,11 +167,11 @@ def _runs(name: str, types: str, solution: Solution, where: dict[str, str]) -> b
         path = Path(folder) / "plan.yaml"
         plan = to_plan(solution.timeline.graph, solution)
         plan_file.save(plan, path, force=True)
-        done = allocated.run_alone(name, types, path, where)
+        done = allocated.run_alone(allocated.__file__, [name, types, str(path)], where)
     if done.returncode and _FULL not in done.stderr:
         raise RuntimeError(f"{name}, {types}: {done.stderr.strip()[-500:]}")
     return not done.returncode
 
 
 if __name__ == "__main__":
-    run(main)
+    measuring.run(main)

@@ -24,18 +24,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from _measuring import (
-    Report,
-    add_output,
-    finish,
-    make_parser,
-    make_table,
-    results_path,
-    run,
-    say,
-    with_settings,
-    workload_path,
-)
+import _measuring as measuring
 from speed import Usage, use
 
 from ckplan.graph import file as trace_file
@@ -94,12 +83,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="ckplan-scaling-") as folder:
         trace = Path(folder) / "trace.json.gz"
         points = [_depth(layers, args.settings, trace) for layers in args.layers]
-        say("Llama-3 70B")
+        measuring.say("Llama-3 70B")
         large = _profile("llama", llama, ["--gpu", "H100"], trace)
         solve_seconds = _solve(trace)
     parts = [
-        make_table(HEADERS, [point.cells() for point in points], texts=0),
-        make_table(
+        measuring.make_table(HEADERS, [point.cells() for point in points], texts=0),
+        measuring.make_table(
             ("Llama-3 70B", "", "limit"),
             [
                 ["ops", str(large.num_ops), ""],
@@ -124,22 +113,24 @@ def main() -> int:
         ),
     ]
     whole = not (args.settings or args.small or args.layers != LAYERS)
-    picture = args.plot or (results_path("scaling", ".png") if whole else None)
+    picture = args.plot or (
+        measuring.results_path("scaling", ".png") if whole else None
+    )
     if picture is not None:
         draw(points, picture)
         parts.append(f"![Time and file size against the number of ops]({picture.name})")
-    report = Report(
+    report = measuring.Report(
         name="scaling",
         title="Profiling deep and large models",
-        claim=(__doc__ or "").partition("\n\n    ")[0],
+        doc=__doc__,
         parts=parts,
         broken=[*_broken(points), *_too_much(large, solve_seconds)],
     )
-    return finish(report, args.output, whole=whole)
+    return measuring.finish(report, args, whole=whole)
 
 
 def _depth(layers: int, settings: Sequence[str], trace: Path) -> Point:
-    say(f"GPT-2 with {layers} layers")
+    measuring.say(f"GPT-2 with {layers} layers")
     return _profile("gpt2", [*NARROW, *settings], ["--fresh"], trace, layers)
 
 
@@ -152,9 +143,9 @@ def _profile(
 ) -> Point:
     """Profile a workload in a process of its own and load what it wrote."""
     depth = [f"layers={layers}"] if layers else []
-    words = with_settings([*settings, *depth])
+    words = measuring.with_settings([*settings, *depth])
     path = ("-o", str(trace), "--force")
-    used = use(("profile", workload_path(workload), *words, *options, *path))
+    used = use(("profile", measuring.workload_path(workload), *words, *options, *path))
     times = []
     for _ in range(5):
         start = time.process_time()
@@ -232,7 +223,7 @@ def draw(points: Sequence[Point], path: Path) -> None:
         )
     figure.suptitle("Profiling GPT-2 of 8 to 128 layers")
     figure.savefig(path, dpi=120)
-    say(f"wrote {path}")
+    measuring.say(f"wrote {path}")
 
 
 def _layers(text: str) -> tuple[int, ...]:
@@ -240,8 +231,7 @@ def _layers(text: str) -> tuple[int, ...]:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = make_parser(__doc__)
-    add_output(parser)
+    parser = measuring.make_parser(__doc__, settings=True)
     parser.add_argument(
         "--layers",
         type=_layers,
@@ -257,4 +247,4 @@ def _arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    run(main)
+    measuring.run(main)

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 
-from _measuring import ROOT, Report, add_output, finish, make_parser, make_table, run
+import _measuring as measuring
 
 from ckplan.graph.file import load
 from ckplan.solving.chain import Link, solve_chain
@@ -56,18 +56,16 @@ class Row:
 
 def main() -> int:
     """Measure everything, print the table, write it."""
-    parser = make_parser(__doc__)
-    add_output(parser)
-    args = parser.parse_args()
+    args = measuring.make_parser(__doc__).parse_args()
     rows = [*chains(), *traces()]
-    report = Report(
+    report = measuring.Report(
         "solving",
         "Speed of solving",
-        (__doc__ or "").partition("\n    python")[0],
-        [make_table(HEADERS, [row.cells() for row in rows], texts=2)],
+        __doc__,
+        [measuring.make_table(HEADERS, [row.cells() for row in rows], texts=2)],
         list(broken(rows)),
     )
-    return finish(report, args.output, whole=True)
+    return measuring.finish(report, args)
 
 
 def chains() -> Iterator[Row]:
@@ -92,8 +90,7 @@ def _link(rng: Random, options: int) -> Link:
 
 def traces() -> Iterator[Row]:
     """Real steps, from the file to the plan."""
-    for path in sorted((ROOT / "traces").glob("*.json.gz")):
-        name = path.name.removesuffix(".json.gz")
+    for name, path in measuring.recorded().items():
         gc.collect()
         gc.freeze()  # what others left is not looked at again, as in a new process
         began = time.process_time()
@@ -126,4 +123,4 @@ def broken(rows: Sequence[Row]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    run(main)
+    measuring.run(main)

@@ -26,19 +26,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from _measuring import (
-    GPT2_XL,
-    ROOT,
-    Report,
-    add_output,
-    finish,
-    make_parser,
-    make_table,
-    run,
-    say,
-    with_settings,
-    workload_path,
-)
+import _measuring as measuring
 
 from ckplan.errors import CkplanError
 from ckplan.units import GIB, KIB, format_bytes, format_seconds
@@ -131,19 +119,21 @@ def main() -> int:
     args = _arguments()
     with tempfile.TemporaryDirectory(prefix="ckplan-speed-") as folder:
         outcomes = [measure(contest) for contest in _contests(args, folder)]
-    report = Report(
+    report = measuring.Report(
         name="speed",
         title="Speed of the command line",
-        claim=(__doc__ or "").partition("\n\n    ")[0],
-        parts=[make_table(HEADERS, [outcome.cells() for outcome in outcomes])],
+        doc=__doc__,
+        parts=[
+            measuring.make_table(HEADERS, [outcome.cells() for outcome in outcomes])
+        ],
         broken=[line for outcome in outcomes for line in outcome.broken()],
     )
-    return finish(report, args.output, whole=not args.settings)
+    return measuring.finish(report, args)
 
 
 def measure(contest: Contest) -> Outcome:
     """Run a command as often as it says."""
-    say(contest.shown)
+    measuring.say(contest.shown)
     used = [use(contest.argv) for _ in range(contest.repeats)]
     return Outcome(
         contest,
@@ -164,9 +154,13 @@ def _contests(args: argparse.Namespace, folder: str) -> list[Contest]:
             needed="a trace of configs/workloads/gpt2.py",
             hint="python scripts/make_traces --only gpt2, or --trace FILE",
         )
-    solve = ("solve", _from_root(trace), "--budget", args.budget)
-    workload = workload_path("gpt2")
-    profile = ("profile", workload, *with_settings([*GPT2_XL, *args.settings]))
+    solve = ("solve", str(measuring.from_root(trace)), "--budget", args.budget)
+    workload = measuring.workload_path("gpt2")
+    profile = (
+        "profile",
+        workload,
+        *measuring.with_settings([*measuring.GPT2_XL, *args.settings]),
+    )
     plan, step = f"{folder}/plan.yaml", f"{folder}/trace.json.gz"
     return [
         Contest(("--help",), "ckplan --help", args.repeats),
@@ -193,7 +187,7 @@ def use(argv: Sequence[str]) -> Usage:
         start = time.perf_counter()
         process = subprocess.Popen(
             [sys.executable, "-c", _RUN, *argv],
-            cwd=ROOT,
+            cwd=measuring.ROOT,
             stdout=subprocess.DEVNULL,
             stderr=errors,
         )
@@ -202,7 +196,7 @@ def use(argv: Sequence[str]) -> Usage:
         process.returncode = code = os.waitstatus_to_exitcode(status)
         if code not in (0, _TORCH_WOKEN):
             errors.seek(0)
-            say(errors.read().decode(errors="replace").rstrip())
+            measuring.say(errors.read().decode(errors="replace").rstrip())
             raise CkplanError(
                 f"`{_shown(argv)}` ended with exit code {code}",
                 needed="a command that ends with exit code 0",
@@ -211,10 +205,6 @@ def use(argv: Sequence[str]) -> Usage:
     peak_bytes = used.ru_maxrss * (1 if sys.platform == "darwin" else KIB)
     cpu_seconds = used.ru_utime + used.ru_stime
     return Usage(cpu_seconds, wall_seconds, peak_bytes, code == _TORCH_WOKEN)
-
-
-def _from_root(path: Path) -> str:
-    return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
 
 
 def _shown(argv: Sequence[str]) -> str:
@@ -226,13 +216,12 @@ def _limit(seconds: float) -> str:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = make_parser(__doc__)
-    add_output(parser)
+    parser = measuring.make_parser(__doc__, settings=True)
     parser.add_argument(
         "--trace",
         metavar="FILE",
         type=lambda text: Path(text).resolve(),
-        default=ROOT / "traces" / "gpt2.json.gz",
+        default=measuring.ROOT / "traces" / "gpt2.json.gz",
         help="what to solve  [default: traces/gpt2.json.gz]",
     )
     parser.add_argument(
@@ -249,4 +238,4 @@ def _arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    run(main)
+    measuring.run(main)

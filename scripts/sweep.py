@@ -30,20 +30,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
-from _measuring import (
-    ROOT,
-    SEED,
-    Report,
-    add_output,
-    finish,
-    format_error,
-    make_parser,
-    make_table,
-    relative_error,
-    run,
-    say,
-    workload_path,
-)
+import _measuring as measuring
 
 from ckplan.errors import CkplanError
 from ckplan.plan.plan import Plan, PlannedRegion
@@ -96,7 +83,7 @@ UNDER_AUTOCAST = ("lora", "mistral", "convnext")
 
 def zoo() -> dict[str, Case]:
     """The models of many families in configs/workloads/zoo.py."""
-    path = ROOT / workload_path("zoo")
+    path = measuring.ROOT / measuring.workload_path("zoo")
     everything = runpy.run_path(str(path))
     made = (everything["Made"], everything["MadeWithLoss"])
     return {
@@ -130,7 +117,7 @@ class Row:
     @property
     def error(self) -> float:
         """Of the predicted peak, as a fraction of the measured one."""
-        return relative_error(self.predicted_bytes, self.measured_bytes)
+        return measuring.relative_error(self.predicted_bytes, self.measured_bytes)
 
 
 @dataclass(frozen=True)
@@ -174,7 +161,7 @@ class Sweep:
             if over_bytes > 0:
                 yield f"{where}: the measured peak is {over_bytes} B over the budget"
             if not -_MOST_UNDER <= row.error <= _MOST_ABOVE:
-                off = format_error(row.predicted_bytes, row.measured_bytes)
+                off = measuring.format_error(row.predicted_bytes, row.measured_bytes)
                 yield f"{where}: predicted is {off} from the measured peak"
             if row.different:
                 yield f"{where}: {row.different} results differ from the unplanned ones"
@@ -186,17 +173,15 @@ def main() -> int:
     args = _arguments()
     cases = everything() if args.floor else zoo() if args.zoo else CASES
     budgets = _at_floor if args.floor else partial(_between, args.budgets)
-    chosen = {name: cases[name] for name in args.only or cases if name in cases}
     sweeps, failed = [], []
-    for name, case in chosen.items():
+    for name in measuring.chosen(cases, args.only):
         try:
-            sweeps.append(sweep(name, case, budgets, args.settings))
+            sweeps.append(sweep(name, cases[name], budgets, args.settings))
         except CkplanError as error:
             failed.append(f"{name}: {error.what}")
-            say(failed[-1])
-    whole = not (args.only or args.settings)
+            measuring.say(failed[-1])
     name = "sweep_floor" if args.floor else "sweep_zoo" if args.zoo else "sweep"
-    return finish(_report(name, sweeps, failed), args.output, whole=whole)
+    return measuring.finish(_report(name, sweeps, failed), args)
 
 
 def _at_floor(floor_bytes: int, unplanned_bytes: int) -> list[int]:
@@ -219,9 +204,9 @@ def sweep(
 ) -> Sweep:
     """Profile a workload once, then plan and measure it for every budget."""
     options = {**case.options, **parse_options(settings)}
-    path = ROOT / workload_path(case.file)
+    path = measuring.ROOT / measuring.workload_path(case.file)
     spec = WorkloadSpec(f"{path}:{case.factory}", options)
-    say(f"{name}: profile")
+    measuring.say(f"{name}: profile")
     graph = profile_workload(spec, training=case.training)
     planner = Planner(graph)
     top, floor = planner.unplanned.peak_bytes, planner.floor.peak_bytes
@@ -229,7 +214,7 @@ def sweep(
     rows: list[Row] = []
     measured: dict[tuple[PlannedRegion, ...], tuple[int, int]] = {}
     for budget_bytes in budgets(floor, top):
-        say(f"{name}: {format_bytes(budget_bytes)}")
+        measuring.say(f"{name}: {format_bytes(budget_bytes)}")
         solution = planner.solve(budget_bytes)
         plan = Plan(regions=to_plan(graph, solution).regions)
         if plan.regions not in measured:
@@ -238,7 +223,7 @@ def sweep(
         line, seen = solution.timeline, measured[plan.regions]
         rows.append(Row(budget_bytes, line.peak_bytes, *seen, line.overhead))
     found = Sweep(name, floor, unplanned.peak_bytes, tuple(rows))
-    say(f"{name}: " + ("; ".join(found.broken()) or "kept"))
+    measuring.say(f"{name}: " + ("; ".join(found.broken()) or "kept"))
     return found
 
 
@@ -255,7 +240,7 @@ def _compare(
 
 
 def _measure(spec: WorkloadSpec, plan: Plan | None, training: Training) -> FirstSteps:
-    found = Worker(Job(spec, plan, training, SEED)).answer(FIRST_STEPS)
+    found = Worker(Job(spec, plan, training, measuring.SEED)).answer(FIRST_STEPS)
     if isinstance(found, CkplanError):
         raise found
     assert isinstance(found, FirstSteps)
@@ -264,11 +249,11 @@ def _measure(spec: WorkloadSpec, plan: Plan | None, training: Training) -> First
 
 def _worst(rows: tuple[Row, ...]) -> str:
     worst = max(rows, key=lambda row: abs(row.error))
-    return format_error(worst.predicted_bytes, worst.measured_bytes)
+    return measuring.format_error(worst.predicted_bytes, worst.measured_bytes)
 
 
-def _report(name: str, sweeps: list[Sweep], failed: list[str]) -> Report:
-    summary = make_table(
+def _report(name: str, sweeps: list[Sweep], failed: list[str]) -> measuring.Report:
+    summary = measuring.make_table(
         (
             "workload",
             "floor",
@@ -294,26 +279,18 @@ def _report(name: str, sweeps: list[Sweep], failed: list[str]) -> Report:
         for sweep in sweeps
         for row in sweep.rows
     ]
-    details = make_table(headers, rows)
-    return Report(
+    details = measuring.make_table(headers, rows)
+    return measuring.Report(
         name=name,
         title="Every budget holds",
-        claim=(__doc__ or "").partition("\n\n    ")[0],
+        doc=__doc__,
         parts=[summary, "In bytes; the overhead is predicted.", details],
         broken=[*(line for sweep in sweeps for line in sweep.broken()), *failed],
     )
 
 
 def _arguments() -> argparse.Namespace:
-    parser = make_parser(__doc__)
-    add_output(parser)
-    parser.add_argument(
-        "--only",
-        metavar="NAME",
-        action="append",
-        default=[],
-        help=f"sweep this one; repeatable  [default: {', '.join(CASES)}]",
-    )
+    parser = measuring.make_parser(__doc__, settings=True, only=True)
     parser.add_argument(
         "--zoo",
         action="store_true",
@@ -331,4 +308,4 @@ def _arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    run(main)
+    measuring.run(main)

@@ -19,21 +19,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from unittest import mock
 
+import _measuring as measuring
 import torch
-from _measuring import (
-    Report,
-    add_output,
-    finish,
-    format_error,
-    location_of,
-    make_parser,
-    make_table,
-    relative_error,
-    run,
-    say,
-    workloads,
-    zoo,
-)
 
 from ckplan.errors import CkplanError
 from ckplan.graph.graph import Graph
@@ -73,7 +60,7 @@ class Row:
             self.types,
             f"{len(one.ops):,}",
             *map(format_bytes, peaks),
-            format_error(peaks[1], peaks[0]),
+            measuring.format_error(peaks[1], peaks[0]),
             step,
         ]
 
@@ -84,47 +71,43 @@ class Row:
             if one != other:
                 yield f"{self.workload}, {self.types}: one way alone runs"
             return
-        error = relative_error(simulate(other).peak_bytes, simulate(one).peak_bytes)
+        error = measuring.relative_error(
+            simulate(other).peak_bytes, simulate(one).peak_bytes
+        )
         if abs(error) > MOST_APART:
             yield f"{self.workload}, {self.types}: peaks are {error:+.2%} apart"
 
 
 def main() -> int:
     """Profile everything in both ways; print the table, write it."""
-    parser = make_parser(__doc__, settings=False)
-    add_output(parser)
-    parser.add_argument("--only", metavar="NAME", action="append", default=[])
-    parser.add_argument("--gpu", metavar="NAME", default="A100 40GB")
-    args = parser.parse_args()
+    args = measuring.make_parser(__doc__, only=True, gpu="A100 40GB").parse_args()
     if not torch.backends.cuda.is_built() or torch.cuda.is_available():
         raise CkplanError(
             "cannot trace in both ways here",
             needed="a build of torch with CUDA, and no GPU",
             hint="pip install torch==2.13.0",
         )
-    there = [*workloads(), *zoo()]
     rows = [
         row_of(name, types, args.gpu)
-        for name in there
-        if name in args.only or not args.only
+        for name in measuring.chosen(measuring.everything(), args.only)
         for types in TYPES
     ]
-    report = Report(
+    report = measuring.Report(
         "two_ways",
         "Two ways to trace for CUDA without a GPU",
-        (__doc__ or "").partition("\n    python")[0],
+        __doc__,
         [
             f"For the card {args.gpu}:",
-            make_table(HEADERS, [row.cells() for row in rows], texts=2),
+            measuring.make_table(HEADERS, [row.cells() for row in rows], texts=2),
         ],
         [what for row in rows for what in row.broken()],
     )
-    return finish(report, args.output, whole=not args.only)
+    return measuring.finish(report, args)
 
 
 def row_of(name: str, types: str, gpu: str) -> Row:
     """Profile one workload in both ways."""
-    say(f"{name}, {types}")
+    measuring.say(f"{name}, {types}")
     return Row(name, types, *(_seen(name, types, gpu, way) for way in (True, False)))
 
 
@@ -134,7 +117,7 @@ def _seen(name: str, types: str, gpu: str, dispatched: bool) -> Graph | str:
         try:
             torch.manual_seed(0)
             graph = profile_workload(
-                WorkloadSpec(location_of(name)),
+                WorkloadSpec(measuring.location_of(name)),
                 training=training,
                 device="cuda",
                 gpu=gpu,
@@ -162,4 +145,4 @@ def _why(notes: Sequence[str]) -> str:
 
 
 if __name__ == "__main__":
-    run(main)
+    measuring.run(main)

@@ -18,41 +18,23 @@ Exit code 1 if an op takes over 1 % more than is said, and over 64 KiB.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import tempfile
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+import _measuring as measuring
 import allocated
-import torch
-from _blocks import CUDA, AskedFor, total
+from _blocks import AskedFor, total
 from _dummy_gpu import build, environment
-from _measuring import (
-    Report,
-    add_output,
-    finish,
-    location_of,
-    make_parser,
-    make_table,
-    run,
-    say,
-    workloads,
-    zoo,
-)
 
 from ckplan import gpus
-from ckplan.training.loading import WorkloadSpec
 from ckplan.training.step import make_step
-from ckplan.training.workload import on_device, tensors_of
 from ckplan.units import format_bytes
 
 MOST_UNDER, SMALL_BYTES = 0.01, 64 << 10
-PATIENCE_SECONDS = 600
 HEADERS = (
     "op",
     "where",
@@ -106,33 +88,29 @@ def main() -> int:
     """Run everything; print the table, write it."""
     if sys.argv[1:2] == ["--step"]:
         take_step(*sys.argv[2:])
-    parser = make_parser(__doc__, settings=False)
-    add_output(parser)
-    parser.add_argument("--only", metavar="NAME", action="append", default=[])
-    parser.add_argument("--gpu", metavar="NAME", default="A100 80GB")
-    args = parser.parse_args()
+    args = measuring.make_parser(__doc__, only=True, gpu="A100 80GB").parse_args()
     allocated.check_dummy_gpu()
     rows: dict[str, Row] = {}
     failed: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         where = environment(build(Path(folder)), gpus.find(args.gpu))
-        for name in args.only or [*workloads(), *zoo()]:
+        for name in measuring.chosen(measuring.everything(), args.only):
             for types in allocated.TYPES:
-                say(f"{name}, {types}")
+                measuring.say(f"{name}, {types}")
                 found = ops_of(name, types, where)
                 if isinstance(found, str):
                     failed.append(f"{name}, {types}: {found}")
                     continue
                 for row in found:
                     rows.setdefault(row.op, Row(row.op)).add(row)
-    report = Report(
+    report = measuring.Report(
         "workspaces",
         "What kernels take, one op at a time",
-        (__doc__ or "").partition("\n    python")[0],
+        __doc__,
         [f"As the card {args.gpu}. No GPU was used.", *tables(rows.values(), failed)],
         [what for row in rows.values() for what in row.broken()],
     )
-    return finish(report, args.output, whole=not args.only)
+    return measuring.finish(report, args)
 
 
 def tables(rows: Iterable[Row], failed: Iterable[str]) -> Iterator[str]:
@@ -142,39 +120,23 @@ def tables(rows: Iterable[Row], failed: Iterable[str]) -> Iterator[str]:
     yield f"Of {runs:,} runs of {len(there)} ops, {alike:,} are alike."
     told = [row for row in there if row.working or row.alike < row.runs]
     told.sort(key=lambda row: (row.alike == row.runs, -row.working, row.op))
-    yield make_table(HEADERS, [row.cells() for row in told], texts=2)
+    yield measuring.make_table(HEADERS, [row.cells() for row in told], texts=2)
     if failed := [*failed]:
         yield "Not run: " + "; ".join(failed) + "."
 
 
 def ops_of(name: str, types: str, where: Mapping[str, str]) -> list[Row] | str:
     """Of a workload, in a process of its own; or why there is nothing."""
-    done = subprocess.run(
-        [sys.executable, __file__, "--step", name, types],
-        env=where,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_SECONDS,
-        check=False,
-    )
+    done = allocated.run_alone(__file__, [name, types], where)
     if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        return allocated.NOT_HERE.get(name) or allocated.CAUSES.get(name, last)
+        why = measuring.error_line(done.stderr)
+        return allocated.NOT_HERE.get(name) or allocated.CAUSES.get(name, why)
     return [Row(*row) for row in json.loads(done.stdout)]
 
 
 def take_step(name: str, types: str) -> NoReturn:
     """Take one step on the GPU that is there, and say what its ops asked for."""
-    warnings.simplefilter("ignore")
-    spec = WorkloadSpec(location_of(name))
-    torch.manual_seed(0)
-    workload = spec.build()
-    known = [*workload.model.buffers(), *tensors_of(workload.batch)]
-    values = [tensor.clone() for tensor in known]
-    workload = on_device(workload, CUDA)
-    known = [*workload.model.buffers(), *tensors_of(workload.batch)]
-    follow = allocated.FollowedValues()
-    follow.learn_all(known, values)
+    workload, follow = allocated.on_dummy_gpu(name)
     step = make_step(workload, allocated.TYPES[types])
     with AskedFor() as asked_for:
         allocated.one_step(step, follow)
@@ -192,9 +154,8 @@ def take_step(name: str, types: str) -> NoReturn:
                 f"{name}, {types}",
             ]
         )
-    print(json.dumps(rows), flush=True)
-    os._exit(0)  # such a GPU is no good at shutting down
+    allocated.leave_with(rows)
 
 
 if __name__ == "__main__":
-    run(main)
+    measuring.run(main)

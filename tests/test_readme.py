@@ -1,13 +1,16 @@
-"""READMEs: commands parse, code compiles, plans load, links resolve, tests exist."""
+"""READMEs: commands run, code compiles, plans load, links resolve, tests exist."""
 
 from __future__ import annotations
 
 import re
 import shlex
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 from typer.main import get_command
+from typer.testing import CliRunner
 
 from ckplan.cli import app
 from ckplan.plan.file import loads
@@ -30,6 +33,19 @@ PACKAGES = {
     "Accelerate": "accelerate",
     "peft": "peft",
 }
+KNOWN = get_command(app).commands  # type: ignore[attr-defined]
+SMALL = ["--set", "batch=2048"]  # for the model of the README, if not on a card
+WHOLE = {  # what prose names in short
+    "show FILE": "show model.json.gz",
+    "show traces/NAME.json.gz": "show traces/mlp.json.gz",
+    "profile --device cuda": "profile model.py --device cuda",
+    "eject --as deepspeed": "eject plan.yaml model.json.gz --as deepspeed",
+    "verify --report": "verify model.py plan.yaml --fake --trace model.json.gz "
+    "--report verified.html",
+}
+NOT_RUN = {  # how it begins, and why
+    "profile configs/workloads/": "minutes: large models; scripts/make_traces runs it",
+}
 IDS = [str(path.relative_to(ROOT)) for path in READMES]
 
 
@@ -51,18 +67,52 @@ def commands(path: Path) -> list[list[str]]:
     return [words[1:] for words in found if words[:1] == ["ckplan"]]
 
 
+@pytest.fixture(scope="module")
+def ready(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the model of the README, its trace and a plan."""
+    folder = tmp_path_factory.mktemp("readme")
+    (folder / "model.py").write_text(blocks(ROOT / "README.md", "python")[0])
+    shutil.copytree(ROOT / "traces", folder / "traces")
+    (folder / "configs").symlink_to(ROOT / "configs")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        run("profile model.py -o model.json.gz")
+        run("solve model.json.gz --budget 60% -o plan.yaml")
+    return folder
+
+
+def run(line: str) -> None:
+    """Run a command with a smaller model, over files that are there."""
+    words = shlex.split(line)
+    options = {option for one in KNOWN[words[0]].params for option in one.opts}
+    more = SMALL if "model.py" in words and "--gpu" not in words else []
+    more = more + ["--force"] * ("--force" in options - {*words})
+    more = more + ["--steps", "1"] * ("--steps" in options)
+    ended = CliRunner().invoke(app, [*words, *more])
+    assert ended.exit_code == 0, f"{line}\n{ended.output}"
+
+
 @pytest.mark.parametrize("path", READMES, ids=IDS)
-def test_commands_are_commands_with_options_that_exist(path: Path) -> None:
-    known = get_command(app).commands  # type: ignore[attr-defined]
-    for words in commands(path):
-        if words[0] == "--help":
-            continue
-        assert words[0] in known, words
-        options = {
-            o for p in known[words[0]].params for o in (*p.opts, *p.secondary_opts)
-        }
-        used = [w.partition("=")[0] for w in words if re.match(r"--?[a-z]", w)]
-        assert {*used} <= {*options, "--help", "-h"}, words
+def test_every_command_runs_or_parses(
+    path: Path, ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = [shlex.join(words) for words in commands(path)]
+    lines = dict.fromkeys(WHOLE.get(line, line) for line in found)
+    if not lines:
+        return
+    folder = shutil.copytree(ready, tmp_path / "folder", symlinks=True)
+    monkeypatch.chdir(folder)
+    for line in lines:
+        name, *words = shlex.split(line)
+        KNOWN[name].make_context(name, words)  # raises if there is no such option
+        if not any(line.startswith(start) for start in NOT_RUN):
+            run(line)
+
+
+@pytest.mark.parametrize("path", READMES, ids=IDS)
+def test_shell_blocks_parse(path: Path) -> None:
+    for text in blocks(path, "sh"):
+        subprocess.run(["bash", "-n"], input=text, text=True, check=True)
 
 
 @pytest.mark.parametrize("path", READMES, ids=IDS)

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from ckplan.cli.inspect_commands import gpus, profile, show
+from ckplan.cli.options import with_blocks
 from ckplan.cli.plan_commands import compare, frontier, solve
 from ckplan.cli.report_command import report
 from ckplan.cli.terminal import TRACEBACK, Command, Commands, write
@@ -26,7 +27,7 @@ app = typer.Typer(
 )
 commands = profile, solve, frontier, compare, show, report, gpus, verify, eject
 for command in commands:
-    app.command(cls=Command)(command)
+    app.command(cls=Command)(with_blocks(command))
 
 
 def main() -> None:

@@ -5,54 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import typer
-
-from ckplan.cli.options import Amp, Shard
 from ckplan.cli.terminal import print_message
 from ckplan.errors import CkplanError
 
 if TYPE_CHECKING:
     from ckplan.graph.graph import Graph
     from ckplan.graph.sharding import Sharding
-    from ckplan.training.loading import WorkloadSpec
-    from ckplan.training.step import Training
 
 TRACES = Path("traces")
-
-
-def workload(
-    target: str, settings: list[str] | None, inputs: list[str] | None
-) -> WorkloadSpec:
-    """The workload to train."""
-    from ckplan.training.loading import WorkloadSpec, parse_options
-
-    return WorkloadSpec(target, parse_options(settings or ()), tuple(inputs or ()))
-
-
-def make_training(
-    optimizer: str | None,
-    amp: Amp | None,
-    accumulate: int,
-    clip: float | None,
-    scaler: bool,
-) -> Training:
-    """The training settings of a step."""
-    from ckplan.training.step import Training
-
-    return Training(optimizer, amp and amp.value, accumulate, clip, scaler)
-
-
-def make_sharding(
-    shard: Shard | None, world_size: int | None, units: list[str] | None
-) -> Sharding | None:
-    """The sharding that the three options define; None without sharding."""
-    if (shard is None) != (world_size is None) or (units and shard is None):
-        raise typer.BadParameter("--shard and --world-size go together")
-    if shard is None or world_size is None:
-        return None
-    from ckplan.graph.sharding import Sharding
-
-    return Sharding(shard.value, world_size, tuple(units or ()))
 
 
 def shard_for_rank(graph: Graph, sharding: Sharding | None) -> Graph:

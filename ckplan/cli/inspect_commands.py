@@ -14,26 +14,15 @@ from ckplan.cli.inputs import (
     check_output,
     is_trace,
     load_step,
-    make_sharding,
-    make_training,
     shard_for_rank,
-    workload,
 )
 from ckplan.cli.options import (
-    Accumulate,
-    AmpOption,
-    Clip,
     Force,
-    Inputs,
     Json,
-    OptimizerOption,
-    Scaler,
     Seed,
-    Settings,
-    ShardOption,
+    ShardOptions,
+    StepOptions,
     Target,
-    Units,
-    WorldSize,
 )
 from ckplan.cli.terminal import print_message, print_report
 
@@ -43,13 +32,8 @@ if TYPE_CHECKING:
 
 def profile(
     target: Target,
-    settings: Settings = None,
-    inputs: Inputs = None,
-    optimizer: OptimizerOption = None,
-    amp: AmpOption = None,
-    accumulate: Accumulate = 1,
-    clip: Clip = None,
-    scaler: Scaler = False,
+    *,
+    step: StepOptions,
     device: Annotated[
         str | None,
         typer.Option(
@@ -65,9 +49,7 @@ def profile(
             "its memory as the budget of solve.",
         ),
     ] = None,
-    shard: ShardOption = None,
-    world_size: WorldSize = None,
-    units: Units = None,
+    rank: ShardOptions,
     fresh: Annotated[
         bool,
         typer.Option("--fresh", help="Measure all ops again; ignore cached costs."),
@@ -87,19 +69,19 @@ def profile(
     """Trace one training step: its memory, layers and seconds."""
     if output is not None:
         check_output(output, force)
-    sharding = make_sharding(shard, world_size, units)
+    sharding = rank.sharding()
     from ckplan.graph import file as trace_file
     from ckplan.report.progress import ProgressLine
     from ckplan.tracing.profile import profile_workload
 
-    spec = workload(target, settings, inputs)
+    spec = step.workload(target)
     path = output or TRACES / f"{spec.name}.json.gz"
     check_output(path, force)
     # Output of the workload does not belong on stdout.
     with ProgressLine(sys.stderr) as progress, redirect_stdout(sys.stderr):
         graph = profile_workload(
             spec,
-            training=make_training(optimizer, amp, accumulate, clip, scaler),
+            training=step.training(),
             device=device,
             gpu=gpu,
             fresh=fresh,
@@ -115,13 +97,11 @@ def profile(
 
 def show(
     file: Annotated[Path, typer.Argument(help="A trace or a plan.")],
-    shard: ShardOption = None,
-    world_size: WorldSize = None,
-    units: Units = None,
+    rank: ShardOptions,
     as_json: Json = False,
 ) -> None:
     """Show a trace or a plan."""
-    sharding = make_sharding(shard, world_size, units)
+    sharding = rank.sharding()
     from ckplan import files
 
     if is_trace(files.read_bytes(file, "trace or plan")):

@@ -1,12 +1,21 @@
-"""Arguments and options that several commands share."""
+"""Arguments and options that several commands share, alone and in blocks."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, is_dataclass
 from enum import Enum
+from functools import wraps
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from ckplan.graph.sharding import Sharding
+    from ckplan.training.loading import WorkloadSpec
+    from ckplan.training.step import Training
 
 
 class Amp(str, Enum):
@@ -50,62 +59,7 @@ Target = Annotated[
         "default build(), returns (model, batch), (model, batch, loss_fn) or a dict.",
     ),
 ]
-Settings = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set", metavar="NAME=VALUE", help="An option of the factory; repeatable."
-    ),
-]
-Inputs = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--input",
-        metavar="SHAPE:DTYPE",
-        help="For a model without a factory: 8x3x224x224:float32; repeatable.",
-    ),
-]
-OptimizerOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME[:KERNEL]",
-        help="adamw, adam, sgd, momentum, adafactor, adamw8bit (predicted only), none "
-        "or own; with foreach, fused or single.  [default: own if there is one, else "
-        "adamw, as torch chooses]",
-    ),
-]
-AmpOption = Annotated[
-    Amp | None, typer.Option(help="Forward and loss under autocast to this type.")
-]
-Accumulate = Annotated[
-    int, typer.Option(min=1, metavar="N", help="Batches per step of the optimizer.")
-]
-Clip = Annotated[
-    float | None,
-    typer.Option(metavar="NORM", help="Clip the gradients to this norm."),
-]
-Scaler = Annotated[
-    bool, typer.Option("--scaler", help="Scale the loss, for --amp fp16.")
-]
 Seed = Annotated[int, typer.Option(min=0, help="Seed of all random numbers.")]
-ShardOption = Annotated[
-    Shard | None,
-    typer.Option("--shard", help="Plan the step of one rank under this scheme."),
-]
-WorldSize = Annotated[
-    int | None,
-    typer.Option(
-        "--world-size", min=1, metavar="N", help="With --shard: number of ranks."
-    ),
-]
-Units = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--unit",
-        metavar="MODULES",
-        help="With fsdp2 and zero3: modules gathered together, h.[0..11]; "
-        "repeatable.  [default: the layers]",
-    ),
-]
 Trace = Annotated[
     Path | None,
     typer.Argument(help="From `ckplan profile`.  [default: newest of traces/]"),
@@ -134,3 +88,130 @@ Expandable = Annotated[
 OBJECTIVE_OPTIONS = "--budget, --gpu, --max-overhead, --min-memory or --knee"
 Force = Annotated[bool, typer.Option("--force", help="Overwrite a file that exists.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """What a workload is built with, and how its step trains."""
+
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="NAME=VALUE", help="An option of the factory; repeatable."
+        ),
+    ] = None
+    inputs: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--input",
+            metavar="SHAPE:DTYPE",
+            help="For a model without a factory: 8x3x224x224:float32; repeatable.",
+        ),
+    ] = None
+    optimizer: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME[:KERNEL]",
+            help="adamw, adam, sgd, momentum, adafactor, adamw8bit (predicted only), "
+            "none or own; with foreach, fused or single.  [default: own if there is "
+            "one, else adamw, as torch chooses]",
+        ),
+    ] = None
+    amp: Annotated[
+        Amp | None, typer.Option(help="Forward and loss under autocast to this type.")
+    ] = None
+    accumulate: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Batches per step of the optimizer.")
+    ] = 1
+    clip: Annotated[
+        float | None,
+        typer.Option(metavar="NORM", help="Clip the gradients to this norm."),
+    ] = None
+    scaler: Annotated[
+        bool, typer.Option("--scaler", help="Scale the loss, for --amp fp16.")
+    ] = False
+
+    def workload(self, target: str) -> WorkloadSpec:
+        """The workload to train."""
+        from ckplan.training.loading import WorkloadSpec, parse_options
+
+        settings = parse_options(self.settings or ())
+        return WorkloadSpec(target, settings, tuple(self.inputs or ()))
+
+    def training(self) -> Training:
+        """The training settings of a step."""
+        from ckplan.training.step import Training
+
+        return Training(**self.training_settings())
+
+    def training_settings(self) -> dict[str, Any]:
+        """The same as keyword arguments."""
+        names = "optimizer", "accumulate", "clip", "scaler"
+        amp = self.amp and self.amp.value
+        return {"amp": amp, **{name: getattr(self, name) for name in names}}
+
+
+@dataclass(frozen=True)
+class ShardOptions:
+    """The step of one rank of several."""
+
+    shard: Annotated[
+        Shard | None,
+        typer.Option("--shard", help="Plan the step of one rank under this scheme."),
+    ] = None
+    world_size: Annotated[
+        int | None,
+        typer.Option(
+            "--world-size", min=1, metavar="N", help="With --shard: number of ranks."
+        ),
+    ] = None
+    units: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--unit",
+            metavar="MODULES",
+            help="With fsdp2 and zero3: modules gathered together, h.[0..11]; "
+            "repeatable.  [default: the layers]",
+        ),
+    ] = None
+
+    def sharding(self) -> Sharding | None:
+        """The sharding that the three options define; None without sharding."""
+        shard, world_size = self.shard, self.world_size
+        if (shard is None) != (world_size is None) or (self.units and shard is None):
+            raise typer.BadParameter("--shard and --world-size go together")
+        if shard is None or world_size is None:
+            return None
+        from ckplan.graph.sharding import Sharding
+
+        return Sharding(shard.value, world_size, tuple(self.units or ()))
+
+
+def with_blocks(command: Callable[..., None]) -> Callable[..., None]:
+    """Replace every parameter that is an option block by the fields of the block.
+
+    A block is a dataclass whose fields are options. The returned function takes the
+    fields, in the place where ``command`` takes the block.
+    """
+    blocks: dict[str, tuple[Any, list[Parameter]]] = {}
+    flat: list[Parameter] = []
+    for parameter in signature(command, eval_str=True).parameters.values():
+        kind = parameter.annotation
+        if isinstance(kind, type) and is_dataclass(kind):
+            options = list(signature(kind, eval_str=True).parameters.values())
+            blocks[parameter.name] = kind, options
+            flat += options
+        else:
+            flat.append(parameter)
+    flat = [parameter.replace(kind=Parameter.KEYWORD_ONLY) for parameter in flat]
+
+    @wraps(command)
+    def run(**values: Any) -> None:
+        for block, (kind, options) in blocks.items():
+            of_block = {option.name: values.pop(option.name) for option in options}
+            values[block] = kind(**of_block)
+        command(**values)
+
+    run.__signature__ = Signature(flat)  # type: ignore[attr-defined]
+    run.__annotations__ = {one.name: one.annotation for one in flat}
+    return run

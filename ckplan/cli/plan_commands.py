@@ -13,7 +13,6 @@ from ckplan.cli.inputs import (
     check_output,
     check_plot_output,
     load_step,
-    make_sharding,
     print_gpu_budget,
 )
 from ckplan.cli.options import (
@@ -24,10 +23,8 @@ from ckplan.cli.options import (
     Json,
     Method,
     Reserve,
-    ShardOption,
+    ShardOptions,
     Trace,
-    Units,
-    WorldSize,
 )
 from ckplan.cli.terminal import print_message, print_report
 
@@ -75,9 +72,7 @@ def solve(
         float,
         typer.Option(min=0, metavar="SECONDS", help="Time limit of --method milp."),
     ] = 60.0,
-    shard: ShardOption = None,
-    world_size: WorldSize = None,
-    units: Units = None,
+    rank: ShardOptions,
     output: Annotated[Path, typer.Option("-o", help="The plan to write.")] = Path(
         "plan.yaml"
     ),
@@ -90,7 +85,7 @@ def solve(
     if len(given) > 1:
         raise typer.BadParameter(f"only one is possible: {OBJECTIVE_OPTIONS}")
     check_output(output, force)
-    sharding = make_sharding(shard, world_size, units)
+    sharding = rank.sharding()
     from ckplan.plan import file as plan_file
     from ckplan.report.progress import ProgressLine
     from ckplan.solving import solve as solving
@@ -173,14 +168,12 @@ def frontier(
         Path | None, typer.Option(metavar="FILE", help="Draw it as PNG or SVG.")
     ] = None,
     reserve: Reserve = "0",
-    shard: ShardOption = None,
-    world_size: WorldSize = None,
-    units: Units = None,
+    rank: ShardOptions,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
     """Show the whole trade-off between memory and time."""
-    sharding = make_sharding(shard, world_size, units)
+    sharding = rank.sharding()
     from ckplan.report.frontier import frontier_json, frontier_report, save_plot
     from ckplan.report.progress import ProgressLine
     from ckplan.solving.common_strategies import all_baselines
@@ -222,9 +215,7 @@ def compare(
     gpu: GpuOption = None,
     reserve: Reserve = "0",
     expandable: Expandable = False,
-    shard: ShardOption = None,
-    world_size: WorldSize = None,
-    units: Units = None,
+    rank: ShardOptions,
     as_json: Json = False,
 ) -> None:
     """Show what people do beside the plan, under one budget."""
@@ -232,7 +223,7 @@ def compare(
         raise typer.BadParameter("only one is possible: --budget or --gpu")
     if expandable and gpu is None:
         raise typer.BadParameter("--expandable-segments are those of a card: --gpu")
-    sharding = make_sharding(shard, world_size, units)
+    sharding = rank.sharding()
     from ckplan.report.plans import comparison_json, comparison_report
     from ckplan.report.progress import ProgressLine
     from ckplan.solving.common_strategies import all_baselines

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from ckplan.cli.inputs import check_page_output, is_trace, load_step, make_sharding
-from ckplan.cli.options import Force, ShardOption, Units, WorldSize
+from ckplan.cli.inputs import check_page_output, is_trace, load_step
+from ckplan.cli.options import Force, ShardOptions
 from ckplan.cli.terminal import print_message
 
 
@@ -21,6 +21,7 @@ def report(
             help="A trace, and plans of it.  [default: newest of traces/]",
         ),
     ] = None,
+    *,
     output: Annotated[Path, typer.Option("-o", help="The page to write.")] = Path(
         "report.html"
     ),
@@ -28,16 +29,14 @@ def report(
         Path | None,
         typer.Option(metavar="FILE", help="Also write live bytes for Perfetto."),
     ] = None,
-    shard: ShardOption = None,
-    world_size: WorldSize = None,
-    units: Units = None,
+    rank: ShardOptions,
     force: Force = False,
 ) -> None:
     """Write one HTML page about a step and its plans; it works offline."""
     check_page_output(output, force)
     if chrome_trace is not None:
         check_page_output(chrome_trace, force)
-    sharding = make_sharding(shard, world_size, units)
+    sharding = rank.sharding()
     from ckplan import files
     from ckplan.plan import file as plan_file
     from ckplan.report.html import check_report, save_report, timelines_of

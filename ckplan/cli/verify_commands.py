@@ -14,21 +14,13 @@ from ckplan.cli.inputs import (
     check_page_output,
     check_plot_output,
     find_trace,
-    make_training,
-    workload,
 )
 from ckplan.cli.options import (
-    Accumulate,
-    AmpOption,
-    Clip,
     EjectFormat,
     Force,
-    Inputs,
     Json,
-    OptimizerOption,
-    Scaler,
     Seed,
-    Settings,
+    StepOptions,
     Target,
 )
 from ckplan.cli.terminal import print_message, print_report, write
@@ -47,13 +39,7 @@ if TYPE_CHECKING:
 def verify(
     target: Target,
     plan: Annotated[Path, typer.Argument(help="From `ckplan solve`, or by hand.")],
-    settings: Settings = None,
-    inputs: Inputs = None,
-    optimizer: OptimizerOption = None,
-    amp: AmpOption = None,
-    accumulate: Accumulate = 1,
-    clip: Clip = None,
-    scaler: Scaler = False,
+    step: StepOptions,
     device: Annotated[
         str | None,
         typer.Option(help="cpu or cuda.  [default: the device of the plan]"),
@@ -89,19 +75,15 @@ def verify(
     loaded = plan_file.load(plan)
     if plot is not None:
         check_plot_output(plot, force)
-    spec = workload(target, settings, inputs)
-    step = find_trace(spec.name, trace)
+    spec = step.workload(target)
+    known = find_trace(spec.name, trace)
     if report is not None:
-        _check_report(report, step, force)
+        _check_report(report, known, force)
     how: dict[str, Any] = {
-        "optimizer": optimizer,
-        "amp": amp and amp.value,
-        "accumulate": accumulate,
-        "clip": clip,
-        "scaler": scaler,
+        **step.training_settings(),
         "device": device,
         "seed": seed,
-        "trace": step,
+        "trace": known,
     }
     if fake:
         found: DryRun | Verification = _dry_run(spec, loaded, how)
@@ -115,16 +97,16 @@ def verify(
         from ckplan.report.timeline import save_timeline
 
         name = loaded.model or spec.name
-        budget_bytes, owners = found.budget_bytes, _owners(step, loaded)
+        budget_bytes, owners = found.budget_bytes, _owners(known, loaded)
         save_timeline(
             plot, name, found.curves, budget_bytes, owners=owners, force=force
         )
         print_message(f"wrote {plot}")
-    if report is not None and step is not None:
+    if report is not None and known is not None:
         from ckplan.report.html import save_report
 
         plans = {plan.stem: loaded}
-        save_report(step, plans, report, seen=found.curves, force=force)
+        save_report(known, plans, report, seen=found.curves, force=force)
         print_message(f"wrote {report}")
     if error is not None:
         raise error
@@ -200,13 +182,7 @@ def eject(
         str,
         typer.Argument(metavar="TARGET", help="As for profile, or the model's trace."),
     ],
-    settings: Settings = None,
-    inputs: Inputs = None,
-    optimizer: OptimizerOption = None,
-    amp: AmpOption = None,
-    accumulate: Accumulate = 1,
-    clip: Clip = None,
-    scaler: Scaler = False,
+    step: StepOptions,
     form: Annotated[
         EjectFormat,
         typer.Option("--as", help="Code, or the nearest setting of another tool."),
@@ -230,9 +206,9 @@ def eject(
     else:
         from ckplan.tracing.profile import profile_workload
 
-        spec = workload(target, settings, inputs)
+        spec = step.workload(target)
         with ProgressLine(sys.stderr) as progress, redirect_stdout(sys.stderr):
-            training = make_training(optimizer, amp, accumulate, clip, scaler)
+            training = step.training()
             device = loaded.fingerprint.get("device", "cpu")
             how = {"training": training, "device": device, "progress": progress}
             graph = profile_workload(spec, **how)

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from ckplan.graph.graph import Graph
 from ckplan.graph.records import BEFORE_STEP, OUTSIDE_CALLS
 from ckplan.plan.region import Region
-from ckplan.report.layers import patterns
+from ckplan.report.layers import AbstractCost, costs_inside, patterns
 from ckplan.simulating.simulate import Timeline
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedCost:
+class PlannedCost(AbstractCost):
     """Bytes that calls save and rebuild under a plan, and recompute seconds."""
 
     kept_bytes: int = 0
@@ -26,16 +26,6 @@ class PlannedCost:
     rebuilt_bytes: int = 0
     forward_seconds: float = 0.0
     recompute_seconds: float = 0.0
-
-    def __add__(self, other: PlannedCost) -> PlannedCost:
-        """Add part by part."""
-        return PlannedCost(
-            self.kept_bytes + other.kept_bytes,
-            self.dropped_bytes + other.dropped_bytes,
-            self.rebuilt_bytes + other.rebuilt_bytes,
-            self.forward_seconds + other.forward_seconds,
-            self.recompute_seconds + other.recompute_seconds,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +95,4 @@ def _costs(graph: Graph, timeline: Timeline) -> list[PlannedCost]:
             own[graph.ops[step].call] += PlannedCost(
                 rebuilt_bytes=made, recompute_seconds=graph.critical_seconds[step]
             )
-    inside = list(own)
-    for index, call in reversed(list(enumerate(graph.calls))):
-        inside[call.parent] += inside[index]
-    return inside
+    return costs_inside(graph, own)

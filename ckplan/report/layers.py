@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, TypeVar
 
 from ckplan.errors import PlanError
 from ckplan.graph.fqn import call_name
@@ -17,24 +18,31 @@ from ckplan.graph.graph import Graph
 from ckplan.graph.patterns import expand_calls, fold_calls
 from ckplan.graph.records import BEFORE_STEP, OUTSIDE_CALLS
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+C = TypeVar("C", bound="AbstractCost")
+
 MAX_LAYER_SHARE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
+class AbstractCost:
+    """Numbers that are summed over ops and calls; without arguments, all are 0."""
+
+    def __add__(self, other: Self) -> Self:
+        """Add part by part."""
+        names = [field.name for field in fields(self)]
+        return type(self)(*(getattr(self, n) + getattr(other, n) for n in names))
+
+
+@dataclass(frozen=True, slots=True)
+class Cost(AbstractCost):
     """Cost of some ops in forward."""
 
     activation_bytes: int = 0
     flops: int = 0
     seconds: float = 0.0
-
-    def __add__(self, other: Cost) -> Cost:
-        """Add part by part."""
-        return Cost(
-            self.activation_bytes + other.activation_bytes,
-            self.flops + other.flops,
-            self.seconds + other.seconds,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +78,18 @@ def total_cost(costs: Iterable[Cost]) -> Cost:
     return sum(costs, Cost())
 
 
+def costs_inside(graph: Graph, own: Sequence[C]) -> list[C]:
+    """Cost of every call including its children; the last is outside all calls."""
+    inside = list(own)
+    for index, call in reversed(list(enumerate(graph.calls))):
+        inside[call.parent] += inside[index]
+    return inside
+
+
 def forward_costs(graph: Graph) -> Forward:
     """Find the layers of the table and their costs."""
     own = _own_costs(graph)
-    inside = _costs_inside(graph, own)
+    inside = costs_inside(graph, own)
     total = total_cost(inside[call] for call in graph.children[OUTSIDE_CALLS])
     layers: list[Layer] = []
     stack = graph.children[OUTSIDE_CALLS][::-1]
@@ -151,11 +167,3 @@ def _own_costs(graph: Graph) -> list[Cost]:
             maker = graph.ops[storage.maker].call if made else OUTSIDE_CALLS
             own[maker] += Cost(storage.bytes)
     return own
-
-
-def _costs_inside(graph: Graph, own: Sequence[Cost]) -> list[Cost]:
-    """Cost of every call including its children."""
-    inside = list(own)
-    for index, call in reversed(list(enumerate(graph.calls))):
-        inside[call.parent] += inside[index]
-    return inside

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from blocks import Cube
 from measured import live_bytes_of
 from torch import nn
 from torch.nn import functional
@@ -25,18 +26,6 @@ from ckplan.plan.plan import Plan, PlannedRegion
 
 ROWS, WIDTH = 64, 32
 SCALARS_BYTES = 256
-
-
-class Cube(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x, x.exp())
-        return x**3
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        x, e = ctx.saved_tensors
-        return grad * (3 * x**2 + 0 * e)
 
 
 class Op(NamedTuple):

@@ -7,6 +7,7 @@ from functools import cache
 
 import pytest
 import torch
+from tiny_gpt2 import gpt2, ids
 
 import ckplan
 from ckplan.plan.plan import Plan, PlannedRegion
@@ -15,29 +16,12 @@ from ckplan.training.step import Training, make_step
 from ckplan.training.workload import Workload
 
 STEPS = 1000
-transformers = pytest.importorskip("transformers")
-
-
-def small_gpt2() -> Workload:
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        n_layer=2,
-        n_embd=32,
-        n_head=2,
-        n_positions=16,
-        vocab_size=64,
-        bos_token_id=None,
-        eos_token_id=None,
-        use_cache=False,
-    )
-    tokens = torch.randint(64, (4, 16))
-    model = transformers.GPT2LMHeadModel(config)
-    return Workload(model, {"input_ids": tokens, "labels": tokens})
+pytest.importorskip("transformers")
 
 
 def curve(plan: Plan | None) -> tuple[list[float], int]:
     """Losses of all steps, and bytes that the last hundred left behind."""
-    workload = small_gpt2()
+    workload = Workload(gpt2(), ids())
     if plan is not None:
         ckplan.apply(workload.model, plan)
     step = make_step(workload, Training("adamw"))

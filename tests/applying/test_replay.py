@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from blocks import Batch, Block, Branching, Numbered, same_gradients
+from blocks import Batch, Block, Branching, Cube, Numbered, same_gradients
 from torch import nn
 from torch.nn import functional
 
@@ -265,18 +265,6 @@ def test_inputs_that_share_a_storage_or_do_not_are_told_apart() -> None:
         return (x, y) if step < 3 else (x, torch.cat([both, both])[2:4])
 
     trained(Two(), batch, 6)
-
-
-class Cube(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x, x.exp())
-        return x**3
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, e = ctx.saved_tensors
-        return grad * (3 * x**2 + 0 * e)
 
 
 class WithFunction(Block):

@@ -187,6 +187,14 @@ def test_a_planned_model_inside_another(plan: Plan) -> None:
     assert all(map(torch.equal, *found))
 
 
+def in_two_threads(run: Callable[[int], None]) -> None:
+    threads = [threading.Thread(target=run, args=(n,)) for n in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
 @PLANS
 def test_threads_train_replicas_side_by_side(plan: Plan) -> None:
     expected = train(build("residual"))
@@ -200,11 +208,7 @@ def test_threads_train_replicas_side_by_side(plan: Plan) -> None:
             torch.manual_seed(1)
             found[number] = state_of(step, [step.run() for _ in range(3)])
 
-    threads = [threading.Thread(target=run, args=(n,)) for n in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_two_threads(run)
     for number in range(2):
         assert all(map(torch.equal, expected, found[number]))
 
@@ -263,11 +267,7 @@ def test_replicas_of_data_parallel_run_their_own_weights_in_threads(
         def run(number: int) -> None:
             outputs[number] = replicas[number](workload.batch * (number + 1))
 
-        threads = [threading.Thread(target=run, args=(n,)) for n in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_two_threads(run)
         loss = outputs[0].square().mean() + outputs[1].square().mean()
         own = [
             tensor

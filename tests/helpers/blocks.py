@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -39,6 +40,18 @@ def same_gradients(plain: nn.Module, planned: nn.Module, batch: Batch, n: int) -
             seen.append([*grads, torch.get_rng_state()])
         assert len(seen[0]) == len(seen[1])
         assert all(map(torch.equal, *seen)), step
+
+
+class Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, x.exp())
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        x, e = ctx.saved_tensors
+        return grad * (3 * x**2 + 0 * e)
 
 
 class Numbered(Block):

@@ -13,10 +13,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from random import Random
 
+from ckplan.errors import PlanError
 from ckplan.graph.graph import Graph
 from ckplan.graph.records import (
     BEFORE_STEP,
@@ -32,6 +33,7 @@ from ckplan.graph.records import (
     Workspace,
 )
 from ckplan.plan.region import PROGRAM, RERUN, Region
+from ckplan.simulating.simulate import Simulator, Timeline
 
 FINGERPRINT = {
     "torch": "2.13.0",
@@ -471,6 +473,14 @@ def random_regions(graph: Graph, rng: Random) -> list[Region]:
             kept, coded = frozenset(save), frozenset(encode)
             found.append(Region(call, by, kept, run, coded - kept))
     return found
+
+
+def random_programs(simulator: Simulator, rng: Random, num: int) -> Iterator[Timeline]:
+    """Timelines of random regions run by programs, without those that cannot run."""
+    for _ in range(num):
+        regions = random_regions(simulator.graph, rng)
+        with suppress(PlanError):
+            yield simulator.run([r for r in regions if r.by == PROGRAM])
 
 
 def nested(graph: Graph, regions: Sequence[Region], rng: Random) -> list[Region]:

@@ -9,7 +9,7 @@ import graphs
 import pytest
 
 import ckplan
-from ckplan.errors import CkplanError, PlanError
+from ckplan.errors import CkplanError
 from ckplan.graph.records import EngineCosts
 from ckplan.simulating.simulate import Simulator
 from ckplan.solving.bound import LowerBound
@@ -30,12 +30,7 @@ def test_no_plan_of_a_random_step_beats_the_exact_schedule(
     if engine:
         graph = graphs.with_engine(graph, rng)
     simulator = Simulator(graph)
-    for _ in range(2):
-        regions = [r for r in graphs.random_regions(graph, rng) if r.by == "program"]
-        try:
-            timeline = simulator.run(regions)
-        except PlanError:
-            continue
+    for timeline in graphs.random_programs(simulator, rng, 2):
         budget = timeline.peak_bytes
         exact = solve_exactly(simulator, budget, SECONDS)
         assert exact.optimal
