@@ -198,6 +198,20 @@ def test_a_small_call_is_one_row_with_all_inside() -> None:
     assert folded(graph) == [("head", 1, 1000), ("body", 1, 16)]
 
 
+@pytest.mark.parametrize(
+    ("head_bytes", "names"),
+    [(48, ["head", "body"]), (47, ["head", "body.a", "body"])],
+)
+def test_a_call_gives_way_above_a_quarter_of_the_bytes(
+    head_bytes: int, names: list[str]
+) -> None:
+    """A body of 16 bytes is a quarter of 64 and more than a quarter of 63."""
+    graph = chain_graph(("body", 7), ("body.a", 9), ("head", head_bytes))
+    assert [
+        row.name for row in fold_layers(graph, forward_costs(graph).layers)
+    ] == names
+
+
 def test_many_rows_end_in_one_for_all_others() -> None:
     graph = chain_graph(*((f"layer{i}", 1000 + i) for i in range(40)))
     lines = shown(graph).splitlines()

@@ -354,6 +354,29 @@ def test_no_plan_of_a_random_step_beats_the_bound(seed: int, *, engine: bool) ->
         assert bound <= highest <= timeline.overhead + 1e-9
 
 
+def test_the_bound_of_independent_tensors_is_the_cheapest_that_must_go() -> None:
+    """Six tensors of 100 bytes, rebuilt in 1 to 6 s, beside an input that stays."""
+    forward = graphs.Forward()
+    x, weight = forward.given(1000), forward.given(0, "parameter")
+    made: list[int] = []
+    with forward.call("net"):
+        for seconds in range(1, 7):
+            made += forward.op("mul", [x, weight], makes=[100], seconds=seconds)
+            forward.save(made[-1])
+        made[:] = forward.op("stack", made, makes=[30])
+    forward.op("sum", made, makes=[4])
+    simulator = Simulator(forward.graph())
+    peak = max(simulator.unplanned_bytes)  # all six, their gradients, one of the stack
+    assert peak == 1000 + 6 * 100 + 6 * 100 + 30
+    step_seconds = simulator.graph.step_seconds
+    bound = LowerBound(simulator)
+    for dropped in range(7):
+        seconds = bound.overhead(peak - 100 * dropped) * step_seconds
+        assert seconds == pytest.approx(sum(range(1, dropped + 1)))
+    half = bound.overhead(peak - 250) * step_seconds  # of the third one, as a fraction
+    assert half == pytest.approx(1 + 2 + 3 / 2)
+
+
 @pytest.mark.parametrize(
     ("dropped", "watched"),
     [("leaf", 2), ("own", 4), ("first", 6)],

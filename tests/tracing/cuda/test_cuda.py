@@ -47,7 +47,12 @@ from ckplan.tracing.cuda.autocast import (
     WIDEST,
     registered,
 )
-from ckplan.tracing.cuda.cublas import WORKSPACE_BYTES, WORKSPACE_PERSISTS
+from ckplan.tracing.cuda.cublas import (
+    WORKSPACE_BYTES,
+    WORKSPACE_PERSISTS,
+    kept_bytes,
+    workspace_bytes,
+)
 from ckplan.tracing.faking.fake_mode import fake_tensors
 from ckplan.tracing.recording.recording import RawOp
 from ckplan.tracing.target import TraceTarget, find_target
@@ -166,6 +171,26 @@ def test_optimizers_step_as_on_cuda(optimizer: str, op: str, states: int) -> Non
         counts = 2 * 512 if optimizer == "adamw:fused" else 0
         held = graph.bytes_by_kind["optimizer"]
         assert held == states * 2 * 64 * 64 * 4 + counts
+
+
+@pytest.mark.parametrize(
+    ("capability", "default"),  # of torch, written as in CUBLAS_WORKSPACE_CONFIG
+    [
+        (TURING, ":4096:2:16:8"),
+        (A100, ":4096:2:16:8"),
+        (HOPPER, ":4096:8"),
+        (BLACKWELL, ":4096:8"),
+    ],
+)
+def test_workspaces_of_cublas_are_those_of_its_default_configuration(
+    capability: tuple[int, int], default: str
+) -> None:
+    sizes_and_counts = [int(number) for number in default.split(":")[1:]]
+    pairs = zip(sizes_and_counts[::2], sizes_and_counts[1::2], strict=True)
+    expected = sum(kib * count for kib, count in pairs) * 1024
+    assert workspace_bytes(capability) == expected
+    if WORKSPACE_PERSISTS:
+        assert kept_bytes(capability, {"mm"}) == [expected]
 
 
 def test_everything_is_in_blocks_and_cublas_has_its_workspaces() -> None:
