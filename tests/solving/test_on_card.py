@@ -51,6 +51,12 @@ def test_memory_that_is_just_enough_is_enough() -> None:
     with pytest.raises(NoRoomError):
         replayed(timeline, capacity_bytes=timeline.peak_bytes - 1)
     assert not has_room(timeline, timeline.peak_bytes - 1, expandable=True)
+    for limit_bytes, of_reserved in (
+        (timeline.peak_bytes, False),
+        (needed_bytes, True),
+    ):
+        assert MemoryLimit(limit_bytes, of_reserved).allows(timeline)
+        assert not MemoryLimit(timeline.peak_bytes - 1, of_reserved).allows(timeline)
 
 
 @pytest.mark.parametrize("expandable", [False, True])
