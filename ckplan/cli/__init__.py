@@ -57,7 +57,7 @@ def _ckplan(
     """Plan activation checkpointing: the fastest training step that fits in memory.
 
     Profile a model once, solve for a budget, apply the plan in Python with
-    ckplan.apply(model, "plan.yaml"), and verify that it keeps its word.
+    ckplan.apply(model, "plan.yaml"), and verify its peak and its results.
 
     Exit codes: 0 done, 1 bad input, 2 usage, 3 no plan fits, 4 verification failed.
     """

@@ -51,7 +51,7 @@ def solve(
         str | None,
         typer.Option(
             metavar="PERCENT",
-            help="Instead of a budget: least memory for this overhead, as 5%.",
+            help="Instead of a budget: least memory within this overhead, such as 5%.",
         ),
     ] = None,
     min_memory: Annotated[
@@ -62,7 +62,7 @@ def solve(
         bool,
         typer.Option(
             "--knee",
-            help="Instead of a budget: where more savings cost much more time.",
+            help="Instead of a budget: where further savings cost much more time.",
         ),
     ] = False,
     reserve: Reserve = "0",
@@ -160,14 +160,14 @@ def _show_solution(
     elif expandable:
         print_message("the plan needs PYTORCH_ALLOC_CONF=expandable_segments:True")
     elif solution.fragmentation_bytes:
-        print_message("less fragmentation: --expandable-segments, if they are on")
+        print_message("--expandable-segments lowers fragmentation, if they are on")
 
 
 def frontier(
     trace: Trace = None,
     *,
     points: Annotated[
-        int, typer.Option(min=2, max=500, help="How many budgets to try.")
+        int, typer.Option(min=2, max=500, help="Number of budgets.")
     ] = 24,
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw it as PNG or SVG.")
@@ -227,11 +227,11 @@ def compare(
     units: Units = None,
     as_json: Json = False,
 ) -> None:
-    """Show what people do beside the plan, under one budget."""
+    """Compare the plan with common strategies under one budget."""
     if budget is not None and gpu is not None:
         raise typer.BadParameter("only one is possible: --budget or --gpu")
     if expandable and gpu is None:
-        raise typer.BadParameter("--expandable-segments are those of a card: --gpu")
+        raise typer.BadParameter("--expandable-segments needs --gpu")
     sharding = make_sharding(shard, world_size, units)
     from ckplan.report.plans import comparison_json, comparison_report
     from ckplan.report.progress import ProgressLine

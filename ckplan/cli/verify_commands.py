@@ -62,7 +62,7 @@ def verify(
         str | None,
         typer.Option(metavar="SIZE", help="On a GPU: limit its memory to this size."),
     ] = None,
-    steps: Annotated[int, typer.Option(min=0, help="How many steps to time.")] = 5,
+    steps: Annotated[int, typer.Option(min=0, help="Number of steps to time.")] = 5,
     seed: Seed = 0,
     fake: Annotated[
         bool,
@@ -131,7 +131,7 @@ def verify(
 
 
 def _owners(trace: Graph | None, plan: Plan) -> dict[str, str]:
-    """Where the peaks are predicted, as far as that is known."""
+    """Step -> predicted place of its peak, where known."""
     from ckplan.simulating.curve import PLANNED, UNPLANNED
     from ckplan.simulating.simulate import simulate
 
@@ -209,14 +209,16 @@ def eject(
     scaler: Scaler = False,
     form: Annotated[
         EjectFormat,
-        typer.Option("--as", help="Code, or the nearest setting of another tool."),
+        typer.Option(
+            "--as", help="PyTorch code, or the nearest setting of another tool."
+        ),
     ] = EjectFormat.TORCH,
     output: Annotated[
         Path | None, typer.Option("-o", help="Write the code here.  [default: stdout]")
     ] = None,
     force: Force = False,
 ) -> None:
-    """Print the nearest plan in plain PyTorch, or in the words of another tool."""
+    """Print the nearest plan in plain PyTorch, or as a setting of another tool."""
     if output is not None:
         check_output(output, force)
     from ckplan import files
@@ -255,9 +257,9 @@ def _plain_code(graph: Graph, plan: Plan) -> str:
     plain = plain_form(graph, plan)
     if not plain.same:
         print_message(
-            "the plan rebuilds single ops, which has no plain form: printing the"
+            "plain PyTorch cannot rebuild single ops as the plan does: printing the"
         )
-        print_message("nearest one, with its own peak and overhead at the top")
+        print_message("nearest plan, with its own peak and overhead at the top")
     return as_code(plain, __version__)
 
 

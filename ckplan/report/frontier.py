@@ -111,7 +111,7 @@ def save_plot(
 def _practices(
     others: Sequence[Baseline],
 ) -> tuple[list[str], list[list[Baseline]], list[str]]:
-    """Strategies by name, those that differ in a number together, and a marker each."""
+    """Names of strategies, their baselines and a marker each; ``every n`` is one."""
     alike: dict[str, list[Baseline]] = {}
     for other in others:
         name = re.sub(r"^every \d+ ", "every n ", other.name)

@@ -18,7 +18,7 @@ def reserved_facts(reserved: Reserved | None) -> list[tuple[str, str]]:
     said = f"{each} by PyTorch's allocator, {expandable} with expandable_segments"
     allocated = units.format_bytes(reserved.allocated_bytes)
     return [
-        ("allocated", f"{allocated} at most, as torch.cuda.max_memory_allocated says"),
+        ("allocated", f"{allocated} at most, as in torch.cuda.max_memory_allocated"),
         ("reserved", said),
     ]
 

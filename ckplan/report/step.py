@@ -47,7 +47,7 @@ def step_report(
         ("peak", f"{_size(timeline.peak_bytes)} during {timeline.peak_at}"),
         *reserved_facts(reserved),
         ("forward", units.format_flops((forward.inside + forward.outside).flops)),
-        ("step", f"{units.format_seconds(graph.step_seconds)}, recomputing nothing"),
+        ("step", f"{units.format_seconds(graph.step_seconds)}, without recomputation"),
         ("costs", graph.costs),
         *(("note", note) for note in graph.notes),
     ]

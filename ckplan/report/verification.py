@@ -76,7 +76,7 @@ def verification_error(found: Verification) -> VerifyError:
     return VerifyError(
         f"the planned step differs from the unplanned one: {first}",
         needed="the same bits in loss, gradients, buffers and random state",
-        hint="leave these modules out of the plan, and please report it",
+        hint="leave these modules out of the plan, and report it as a bug",
     )
 
 
@@ -92,10 +92,10 @@ def _exceeds(what: str, peak_bytes: int, found: AbstractOutcome) -> VerifyError:
 def _remedy(found: AbstractOutcome) -> str:
     """The hint for a step that does not fit."""
     if found.other:
-        return "ckplan profile and solve for this workload, which is not the plan's"
+        return "ckplan profile and solve for this workload: the plan is of another one"
     if found.regions_kept:
         first = found.regions_kept[0]
-        return f"leave out {first}, whose ops differ by step, or --reserve more"
+        return f"leave out {first}, whose ops vary between steps, or a larger --reserve"
     return "ckplan solve with a smaller --budget, or with --reserve"
 
 
@@ -123,7 +123,7 @@ def _numbers(found: Verification) -> Table:
 
 
 def _regions(found: AbstractOutcome) -> list[tuple[str, str]]:
-    ran = f"{found.regions_ran} ran, {len(found.regions_idle)} never did"
+    ran = f"{found.regions_ran} ran, {len(found.regions_idle)} never ran"
     return [
         ("regions", ran),
         *(("never ran", call) for call in found.regions_idle),

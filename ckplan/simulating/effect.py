@@ -43,10 +43,12 @@ class Effect:
     # Gap -> (held storage, tick) of those freed within the gap, in order.
     freed_in_gap: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     encoding: dict[int, int] = field(default_factory=dict)  # half moment -> workspace
-    seconds: float = 0.0  # on the busier side of the step: device or launching
-    hidden_seconds: float = 0.0  # on the other side
+    seconds: float = (
+        0.0  # critical: on the device or for launches, whichever takes longer
+    )
+    hidden_seconds: float = 0.0  # of the other queue
     engine_seconds: float = 0.0  # CPU time of the engine itself
-    steps: list[int] = field(default_factory=list)  # ops that run again, in order
+    steps: list[int] = field(default_factory=list)  # ops that rerun, in order
 
     def hold(self, storage: int, until: int) -> None:
         """Keep a storage alive at least to a half moment."""

@@ -70,8 +70,8 @@ class Timeline:
     def recompute_seconds(self) -> float:
         """Extra seconds of recomputation.
 
-        If the device is the busier side of the step, the CPU's launches count only when
-        they take longer; and the other way round.
+        Kernels and launches are two queues, and the step takes as long as the longer
+        one. Seconds of the other queue count only once it becomes the longer one.
         """
         busier = sum(effect.seconds for effect in self.effects)
         other = sum(effect.hidden_seconds for effect in self.effects)

@@ -26,7 +26,9 @@ EXHAUSTIVE_MAX_LAYERS = 64
 """Up to this number of layers, all variants are tried; beyond it, a subset."""
 
 _MOST_LIMITS = 16  # most limits of Chen's search
-_NEARLY_ALL = 0.9  # a finer family is preferred if it has this share of the bytes
+_NEARLY_ALL = (
+    0.9  # a family of smaller calls is preferred if it owns this share of the bytes
+)
 
 
 def find_repeated_layers(graph: Graph, menus: Menus) -> list[int]:

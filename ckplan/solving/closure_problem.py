@@ -47,12 +47,14 @@ class Demand:
 
     wanted: Sequence[int]  # values that backward reads afterwards
     bytes_of: Mapping[int, int]
-    """What keeping or holding a value costs; 0 for one that lives anyway; values that
-    cannot be kept are left out."""
-    copies: Collection[int] = ()  # values of bytes_of that live once their maker reran
+    """Bytes that keeping a value costs: 0 for a value that is alive in any case. Values
+    that cannot be kept are missing."""
+    copies: Collection[
+        int
+    ] = ()  # values of bytes_of that are alive after their maker reran
     weight: int = 1  # factor of its bytes in the sum
     one_time_costs_of: Mapping[int, Collection[int]] = field(default_factory=dict)
-    """Fees that are due where a wanted value is not kept."""
+    """Wanted value -> numbers of the one-time costs that are due if it is not kept."""
 
 
 class OneTimeCost(NamedTuple):
@@ -80,7 +82,7 @@ class SavedSet:
         return replace(self, nanoseconds=self.nanoseconds + nanoseconds)
 
 
-_MAX_STATES_PER_SET = 16  # partial choices looked at, per choice to list
+_MAX_STATES_PER_SET = 16  # partial choices visited, per choice to list
 _NOTHING = SavedSet(frozenset(), frozenset(), 0, 0)
 
 

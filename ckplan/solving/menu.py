@@ -26,7 +26,7 @@ from ckplan.solving.unit_closure import alive_regardless, unit_closure_problem
 
 _FEWEST_CUTS, _MOST_CUTS, _CUTS_TIMES_STEPS = 1, 40, 2500
 _LEAST_EARLY = 1 / 32  # least share of droppable bytes used before a peak
-_TRIED_TIMES_STEPS = 2500  # most sets times steps, if all sets are tried
+_TRIED_TIMES_STEPS = 2500  # limit on sets times ops, if all sets are tried
 
 Unit: TypeAlias = tuple[int, int | None]
 """What can be a region: a call, and the last one if it is a run of siblings."""

@@ -38,11 +38,11 @@ _MOST_LEVELS = 4
 _MOST_FLAT = 3  # options of one part without nested regions
 _MOST_PLANS = 6  # nested plans of one unit
 _FEW_STEPS, _PLANS_OF_SMALL = 16, 8  # most ops of a small unit; its nested plans
-_KEPT_BY_SMALL = 6  # sets of saved values, besides the empty one
+_KEPT_BY_SMALL = 6  # sets of saved values of a small unit, besides the empty one
 _PAIR = 2
 
 _Choices: TypeAlias = Callable[[Unit], Iterable[Region]]
-"""Regions on a part of what is rebuilt."""
+"""Part of a region -> regions that may be nested on it."""
 
 
 class Nesting:

@@ -22,14 +22,15 @@ from ckplan.solving.chain import ChainFrontier, Link, solve_chain
 from ckplan.solving.menu import Menus, Option, Unit
 
 MIN_DIVIDED_SHARE = 1 / 32
-"""Of what could be dropped: calls that hold less are not divided."""
+"""Share of all droppable bytes: calls that own less are not divided."""
 
 LARGE_CALL_OPS, DOMINANT_PART_SHARE = 1000, 0.95
-"""A call of so many ops, one part of which holds so much of it, is no unit itself."""
+"""A call is not a unit if it has more than so many ops and one of its children owns
+more than this share of it."""
 
 RUN_SHARES = (1 / 8, 1 / 32)
 ALL_RUN_LENGTHS_MAX_OPS = 256
-"""Of a step of which runs of every length are tried."""
+"""Most ops of a step for which runs of every length are tried."""
 
 _Options: TypeAlias = Callable[[Unit], Sequence[Option]]
 _CHILDREN_MUST_HOLD = 0.5  # of their parent's droppable bytes

@@ -1,4 +1,4 @@
-"""Search spaces: chains of units, and wider spaces where they pay.
+"""Search spaces: chains of units, and wider spaces where they help.
 
 Very small steps are solved exhaustively. Larger steps are searched as chains of calls.
 Chains of runs of calls and nested regions are added if the smallest plans of these
@@ -34,16 +34,16 @@ from ckplan.solving.segmentation import (
 
 ReplayedPlan: TypeAlias = tuple[Timeline, tuple[Region, ...]]
 
-_FEW_PLANS = 4  # the smallest of a chain, tried for its floor
-_WORTH_FREED = 0.02  # share of droppable bytes: least gain of a wider space
-_WORTH_PEAK = 0.1  # or share of the peak
-_MOST_GAP = 0.02  # to the bound: below it, no wider search is needed
-_TIMES_PEAKS = 2  # rounds of looking for peaks
-_PLANS_FOR_PEAKS, _OPS_FOR_PEAKS = 8, 9_000  # most plans; plans times ops
-_TIMES_ROOT = 2.5  # of the number of calls: longest run
+_FEW_PLANS = 4  # smallest plans of a chain that are simulated to find its floor
+_WORTH_FREED = 0.02  # least gain of a wider space, as a share of droppable bytes
+_WORTH_PEAK = 0.1  # the same, as a share of the peak; the smaller one applies
+_MOST_GAP = 0.02  # gap to the bound below which no wider search is needed
+_PEAK_ROUNDS = 2  # rounds of searching for peaks
+_PLANS_FOR_PEAKS, _OPS_FOR_PEAKS = 8, 9_000  # limits on plans, and on plans times ops
+_LONGEST_RUN = 2.5  # as a multiple of the square root of the number of calls
 _POWERS = (1 / 4, 1 / 3, 1 / 2, 2 / 3, 4 / 5)
 """Exponents for the number of calls: lengths of runs with nested regions. Longer runs
-keep less between them and need more levels."""
+keep fewer tensors between them and need more levels."""
 _FEW_OPS, _FEW_CALLS = 64, 12
 """Most ops and innermost calls of a small step. A small step is searched with every set
 of saved values, every run of calls and nested regions everywhere."""
@@ -152,7 +152,7 @@ class SearchSpaces:
         """
         found: list[ChainFrontier] = []
         moments: set[int] = set()
-        for _ in range(0 if self._all_nested else _TIMES_PEAKS):
+        for _ in range(0 if self._all_nested else _PEAK_ROUNDS):
             peaks = self._peaks([*self._common, *found]) - moments
             if not peaks:
                 break
@@ -213,7 +213,7 @@ class SearchSpaces:
 
     @cached_property
     def _run_chains(self) -> list[ChainFrontier]:
-        longest = _TIMES_ROOT * max(self._uniform_segmentations, default=0) ** 0.5
+        longest = _LONGEST_RUN * max(self._uniform_segmentations, default=0) ** 0.5
         return [
             segmentation_frontier(self.simulator, segmentation, self.menus.options)
             for length, covers in self._uniform_segmentations.items()

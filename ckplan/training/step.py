@@ -205,12 +205,12 @@ def loss_of(workload: Workload, output: Any) -> tuple[torch.Tensor, str]:
         )
         raise WorkloadError(
             f"the loss is not a scalar: {found}",
-            needed="one number, as a tensor",
+            needed="a tensor with one element",
             hint="return (model, batch, loss_fn) with loss_fn(output, batch).mean()",
         )
     if not loss.requires_grad:
         raise WorkloadError(
-            "the loss needs no gradient: nothing in the step can be trained",
+            "the loss requires no gradient: the step trains nothing",
             needed="a loss that depends on a parameter with requires_grad",
             hint="look for torch.no_grad(), .detach() or frozen parameters",
         )

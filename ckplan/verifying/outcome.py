@@ -26,7 +26,7 @@ class AbstractOutcome(ABC):
     regions_idle: tuple[str, ...]  # regions of the plan that never ran
     regions_kept: tuple[
         str, ...
-    ]  # regions that freed nothing because their ops differed
+    ]  # regions that kept their tensors because their ops differed
     other: tuple[str, ...]  # differences between fingerprints of plan and workload
     notes: tuple[str, ...] = ()
     curves: Curves = field(default_factory=dict)  # live bytes over the steps

@@ -131,8 +131,8 @@ def verify(
     if training.predicted_only:
         raise WorkloadError(
             f"cannot train with '{optimizer}': its memory is only predicted",
-            needed="an optimizer that trains, like the workload's own",
-            hint="--fake, which looks at memory alone",
+            needed="an optimizer that can train, such as the workload's own",
+            hint="--fake, which checks memory only",
         )
     here = step_device(device, plan)
     _check_cap(cap_bytes, here)
