@@ -327,8 +327,8 @@ FAULTS = [
     # verifying
     Fault(
         "verifying/compare_steps.py",
-        "if alone and alone[0] == alone[1]:",
-        "if alone:",
+        "if one_threaded and one_threaded[0] == one_threaded[1]:",
+        "if one_threaded:",
         SCRIPTED,
     ),
     Fault(

@@ -34,8 +34,8 @@ def main() -> None:
     app(prog_name="ckplan")
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(show: bool) -> None:
+    if show:
         from ckplan import __version__
 
         write(f"ckplan {__version__}\n")

@@ -86,8 +86,8 @@ def solve(
 ) -> None:
     """Write the plan that fits a budget and costs the least time."""
     goals = [name for name, on in (("min-memory", min_memory), ("knee", knee)) if on]
-    given = [one for one in (budget, gpu, max_overhead, *goals) if one is not None]
-    if len(given) > 1:
+    objectives = [one for one in (budget, gpu, max_overhead, *goals) if one is not None]
+    if len(objectives) > 1:
         raise typer.BadParameter(f"only one is possible: {OBJECTIVE_OPTIONS}")
     check_output(output, force)
     sharding = make_sharding(shard, world_size, units)
@@ -104,8 +104,8 @@ def solve(
         check_solver()
     reserve_bytes = parse_bytes(reserve)
     graph = load_step(trace, sharding)
-    card = gpu if given else graph.options.get("gpu")
-    if not given and card is None:
+    card = gpu if objectives else graph.options.get("gpu")
+    if not objectives and card is None:
         raise typer.BadParameter(f"one is needed: {OBJECTIVE_OPTIONS}")
     if card is not None:
         print_gpu_budget(card)
@@ -196,14 +196,14 @@ def frontier(
         progress("solving", 0, 0)
         planner = Planner(graph)
         found = planner.frontier(points)
-        wanted = as_json or plot is not None
+        shows_baselines = as_json or plot is not None
         limit = MemoryLimit(planner.unplanned.peak_bytes)
-        others = all_baselines(planner, limit) if wanted else ()
+        baselines = all_baselines(planner, limit) if shows_baselines else ()
     if plot is not None:
-        save_plot(plot, graph.model, found, others, force=force)
+        save_plot(plot, graph.model, found, baselines, force=force)
         print_message(f"wrote {plot}")
     print_report(
-        frontier_json(graph.model, found, others, reserve_bytes)
+        frontier_json(graph.model, found, baselines, reserve_bytes)
         if as_json
         else frontier_report(graph.model, found, reserve_bytes)
     )

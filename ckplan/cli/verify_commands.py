@@ -93,7 +93,7 @@ def verify(
     step = find_trace(spec.name, trace)
     if report is not None:
         _check_report(report, step, force)
-    how: dict[str, Any] = {
+    options: dict[str, Any] = {
         "optimizer": optimizer,
         "amp": amp and amp.value,
         "accumulate": accumulate,
@@ -104,9 +104,9 @@ def verify(
         "trace": step,
     }
     if fake:
-        found: DryRun | Verification = _dry_run(spec, loaded, how)
+        found: DryRun | Verification = _dry_run(spec, loaded, options)
     else:
-        found = _real(spec, loaded, steps, cap, how)
+        found = _real(spec, loaded, steps, cap, options)
     shown, error = _report_and_error(found)
     print_report(found.as_json() if as_json else shown)
     for call in found.regions_idle:
@@ -153,17 +153,17 @@ def _check_report(path: Path, trace: Graph | None, force: bool) -> None:
     check_page_output(path, force)
 
 
-def _dry_run(spec: WorkloadSpec, plan: Plan, how: dict[str, Any]) -> DryRun:
+def _dry_run(spec: WorkloadSpec, plan: Plan, options: dict[str, Any]) -> DryRun:
     from ckplan.report.progress import ProgressLine
     from ckplan.verifying.dry_run import dry_run
 
     # Output of the workload does not belong on stdout.
     with ProgressLine(sys.stderr) as progress, redirect_stdout(sys.stderr):
-        return dry_run(spec, plan, progress=progress, **how)
+        return dry_run(spec, plan, progress=progress, **options)
 
 
 def _real(
-    spec: WorkloadSpec, plan: Plan, steps: int, cap: str | None, how: dict[str, Any]
+    spec: WorkloadSpec, plan: Plan, steps: int, cap: str | None, options: dict[str, Any]
 ) -> Verification:
     from ckplan.report.progress import ProgressLine
     from ckplan.units import parse_bytes
@@ -176,7 +176,7 @@ def _real(
             steps=steps,
             cap_bytes=None if cap is None else parse_bytes(cap),
             progress=progress,
-            **how,
+            **options,
         )
 
 
@@ -188,8 +188,8 @@ def _report_and_error(
     from ckplan.verifying.dry_run import DryRun
 
     if isinstance(found, DryRun):
-        shown, why = report.dry_run_report(found), report.dry_run_error
-        return shown, None if found.passed else why(found)
+        shown, make_error = report.dry_run_report(found), report.dry_run_error
+        return shown, None if found.passed else make_error(found)
     error = None if found.passed else report.verification_error(found)
     return report.verification_report(found), error
 
@@ -236,8 +236,8 @@ def eject(
         with ProgressLine(sys.stderr) as progress, redirect_stdout(sys.stderr):
             training = make_training(optimizer, amp, accumulate, clip, scaler)
             device = loaded.fingerprint.get("device", "cpu")
-            how = {"training": training, "device": device, "progress": progress}
-            graph = profile_workload(spec, **how)
+            options = {"training": training, "device": device, "progress": progress}
+            graph = profile_workload(spec, **options)
     text = (
         _plain_code(graph, loaded)
         if form is EjectFormat.TORCH

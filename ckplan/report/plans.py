@@ -81,22 +81,22 @@ def solution_json(
 def plan_report(plan: Plan) -> RenderableType:
     """The full contents of a plan file."""
     predicted = plan.predicted
-    said = [("fingerprint", text) for text in _fingerprint_lines(plan)]
+    rows = [("fingerprint", text) for text in _fingerprint_lines(plan)]
     if plan.budget_bytes is not None:
-        said.append(("budget", _size(plan.budget_bytes)))
+        rows.append(("budget", _size(plan.budget_bytes)))
     if predicted is not None:
         unplanned = _size(predicted.unplanned_peak_bytes)
         peak = f"{_size(predicted.peak_bytes)} during {predicted.peak_at}"
         overhead = units.format_percent(predicted.overhead, sign=True)
-        said += [
+        rows += [
             ("predicted peak", f"{peak}; unplanned {unplanned}"),
             ("predicted overhead", f"{overhead} of an unplanned step"),
         ]
     for name, least in plan.bound.items():
         percent = units.format_percent(least, sign=True)
-        said.append(("bound", f"{percent} at least ({name.replace('_', ' ')})"))
+        rows.append(("bound", f"{percent} at least ({name.replace('_', ' ')})"))
     return Group(
-        section(f"Plan for {plan.model or 'any model'}", key_value_table(said)),
+        section(f"Plan for {plan.model or 'any model'}", key_value_table(rows)),
         section("Regions", _regions(plan, in_full=True)),
     )
 

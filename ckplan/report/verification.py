@@ -22,7 +22,7 @@ _NONE = "n/a"
 
 def verification_report(found: Verification) -> RenderableType:
     """Predicted and measured figures, and whether results are bitwise equal."""
-    said = [
+    rows = [
         ("budget", _size(found.budget_bytes)),
         ("fits", "yes" if found.fits else "no"),
         ("loss", _equal(found.loss_equal)),
@@ -36,7 +36,7 @@ def verification_report(found: Verification) -> RenderableType:
     return Group(
         section("Predicted and measured", _numbers(found)),
         *([timeline_report(found.curves)] if found.curves else []),
-        section("Planned against unplanned", key_value_table(said)),
+        section("Planned against unplanned", key_value_table(rows)),
     )
 
 
@@ -50,7 +50,7 @@ def dry_run_report(found: DryRun) -> RenderableType:
     )
     add_row(table, "peak", *map(_size, peaks))
     add_row(table, "peak unplanned", *map(_size, unplanned))
-    said = [
+    rows = [
         ("budget", _size(found.budget_bytes)),
         ("fits", "yes" if found.fits else "no"),
         *_regions(found),
@@ -59,7 +59,7 @@ def dry_run_report(found: DryRun) -> RenderableType:
     return Group(
         section("Predicted and dry run, without values", table),
         timeline_report(found.curves),
-        key_value_table(said),
+        key_value_table(rows),
     )
 
 
@@ -81,9 +81,9 @@ def verification_error(found: Verification) -> VerifyError:
 
 
 def _exceeds(what: str, peak_bytes: int, found: AbstractOutcome) -> VerifyError:
-    beyond = _size(peak_bytes - (found.budget_bytes or 0))
+    excess = _size(peak_bytes - (found.budget_bytes or 0))
     return VerifyError(
-        f"the planned step exceeds its budget by {beyond}: {what} {_size(peak_bytes)}",
+        f"the planned step exceeds its budget by {excess}: {what} {_size(peak_bytes)}",
         needed=f"at most {_size(found.budget_bytes)}",
         hint=_remedy(found),
     )

@@ -68,13 +68,14 @@ class Effect:
                 hold. Intervals count these bytes for the whole gap.
         """
         moments = sorted(self.gap_peaks)
-        level = [0] * (len(moments) + 1)
+        change = [0] * (len(moments) + 1)
         for interval in self.allocated:
-            level[bisect_left(moments, interval.start)] += interval.bytes
-            level[bisect_right(moments, interval.stop)] -= interval.bytes
-        counted = zip(moments, accumulate(level), strict=False)
+            change[bisect_left(moments, interval.start)] += interval.bytes
+            change[bisect_right(moments, interval.stop)] -= interval.bytes
+        counted = zip(moments, accumulate(change), strict=False)
         gap_peaks = {
-            at: self.gap_peak(at, freed.get(at, {}))[0] - sum_ for at, sum_ in counted
+            gap: self.gap_peak(gap, freed.get(gap, {}))[0] - sum_
+            for gap, sum_ in counted
         }
         return {
             **self.encoding,

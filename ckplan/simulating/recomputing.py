@@ -46,8 +46,8 @@ def _program_effect(view: RegionView, region: Region) -> Effect:
         }
         raise _overwritten_error(view, overwritten_inputs)
     effect = Effect(dropped={*dropped})
-    held = (view.flow.storage_of[value] for value in program.retained)
-    for storage in (*view.external(), *held):
+    retained = (view.flow.storage_of[value] for value in program.retained)
+    for storage in (*view.external(), *retained):
         effect.hold(storage, 2 * view.stop - 1)
     ledger = Ledger(view, program, effect, view.encoded_values(region))
     rebuild = Rebuild(program, ByteCounter(ledger, program.retained))
@@ -85,16 +85,16 @@ def _rerun_effect(view: RegionView, region: Region) -> Effect:
     made = view.saved_by_rerun
     effect = Effect(dropped={index for index, _ in made})
     last = max((saved.done for saved in view.saves), default=-1)
-    held = {*view.external(), *view.call.given} - view.casts.keys()
-    for storage in held if view.saves else ():
+    inputs = {*view.external(), *view.call.given} - view.casts.keys()
+    for storage in inputs if view.saves else ():
         effect.hold(storage, 2 * last + 1)
     effect.allocated += _snapshot(view, 2 * last + 1)
-    wanted = [saved.wanted for saved in view.saves if saved.wanted >= 0]
-    if wanted:
-        overwritten_inputs = view.changed_inputs(min(wanted))
+    unpacked_at = [saved.wanted for saved in view.saves if saved.wanted >= 0]
+    if unpacked_at:
+        overwritten_inputs = view.changed_inputs(min(unpacked_at))
         if overwritten_inputs:
             raise _overwritten_error(view, overwritten_inputs)
-        _rerun_module(view, made, min(wanted), effect)
+        _rerun_module(view, made, min(unpacked_at), effect)
     _count_seconds(view, effect)
     return effect
 

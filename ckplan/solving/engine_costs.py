@@ -62,8 +62,8 @@ class MinEngineCosts:
     def _watching(self, first: int, last: int) -> int:
         """Index of the cost of a call, or of a run of calls."""
         if (first, last) not in self._of_unit:
-            fee = self._call(first) if first == last else self._run(first, last)
-            self._of_unit[first, last] = self._add(fee)
+            cost = self._call(first) if first == last else self._run(first, last)
+            self._of_unit[first, last] = self._add(cost)
         return self._of_unit[first, last]
 
     def _call(self, call: int) -> OneTimeCost:
@@ -93,8 +93,8 @@ class MinEngineCosts:
             self._of_saved[saved] = self._add(OneTimeCost(self._nanoseconds))
         return self._of_saved[saved]
 
-    def _add(self, fee: OneTimeCost) -> int:
-        self.known.append(fee)
+    def _add(self, cost: OneTimeCost) -> int:
+        self.known.append(cost)
         return len(self.known) - 1
 
     @cached_property

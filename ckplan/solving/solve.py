@@ -126,8 +126,8 @@ class Objective:
                 needed="a fraction of the step, 0 or more",
                 hint="ckplan.solve(graph, max_overhead=0.05)",
             )
-        given = [self.budget, self.max_overhead, self.goal, self.gpu]
-        if sum(objective is not None for objective in given) != 1:
+        objectives = [self.budget, self.max_overhead, self.goal, self.gpu]
+        if sum(objective is not None for objective in objectives) != 1:
             raise CkplanError(
                 "cannot choose the objective of the plan",
                 needed="exactly one of a budget, a card, a largest overhead and a goal "

@@ -203,8 +203,8 @@ class SearchSpaces:
     def _smallest_of(self, chain: ChainFrontier) -> ReplayedPlan:
         if chain not in self._reached:
             plans = islice(chain.smallest_first(), _FEW_PLANS)
-            replays = [one for plan in plans for one in self.replays(plan)]
-            self._reached[chain] = min(replays, key=peak_of)
+            candidates = [one for plan in plans for one in self.replays(plan)]
+            self._reached[chain] = min(candidates, key=peak_of)
         return self._reached[chain]
 
     @cached_property
@@ -268,15 +268,15 @@ class SearchSpaces:
         covers = self._uniform_segmentations
         if not covers:
             return []
-        wanted = max(covers) ** power
-        return covers[min(covers, key=lambda length: abs(length - wanted))]
+        target = max(covers) ** power
+        return covers[min(covers, key=lambda length: abs(length - target))]
 
     def _frees_more(self, plan: Iterable[Region], than_bytes: int) -> bool:
-        done = [r for r in plan if can_recompute(self.simulator, r)]
-        peak = self.simulator.run(done).peak_bytes
+        possible = [r for r in plan if can_recompute(self.simulator, r)]
+        peak = self.simulator.run(possible).peak_bytes
         freed = self.unplanned.peak_bytes - peak
-        worth = min(_WORTH_FREED * freed, _WORTH_PEAK * than_bytes)
-        return than_bytes - peak > worth
+        least_gain = min(_WORTH_FREED * freed, _WORTH_PEAK * than_bytes)
+        return than_bytes - peak > least_gain
 
     def replays(self, plan: Sequence[UnitChoice]) -> Iterator[ReplayedPlan]:
         """Simulate a plan in canonical form, then as it is."""

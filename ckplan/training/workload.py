@@ -102,21 +102,21 @@ def on_device(workload: Workload, device: torch.device) -> Workload:
     Raises:
         WorkloadError: A tensor is neither on that device nor on the CPU.
     """
-    here = " or ".join(dict.fromkeys(("cpu", device.type)))
+    accepted = " or ".join(dict.fromkeys(("cpu", device.type)))
     for tensor in tensors_of(workload.batch):
         if tensor.device.type not in ("cpu", device.type):
             raise WorkloadError(
                 f"the batch is on another device: a tensor of shape "
                 f"{tuple(tensor.shape)} is on {tensor.device}, the model goes to "
                 f"{device}",
-                needed=f"a batch on {here}",
+                needed=f"a batch on {accepted}",
                 hint="build model and batch on the default device; ckplan moves them",
             )
     for name, parameter in workload.model.named_parameters():
         if parameter.device.type not in ("cpu", device.type):
             raise WorkloadError(
                 f"the model is on another device: '{name}' is on {parameter.device}",
-                needed=f"parameters on {here}",
+                needed=f"parameters on {accepted}",
                 hint="build model and batch on the default device; ckplan moves them",
             )
 

@@ -81,8 +81,8 @@ class StepPair:
                     self.notes.append(_chance(seen, "two runs that agree"))
                     return without, with_plan
         if num_results(seen[0]) > 1:
-            alone = self._on_one_thread(tell)
-            if alone and alone[0] == alone[1]:
+            one_threaded = self._on_one_thread(tell)
+            if one_threaded and one_threaded[0] == one_threaded[1]:
                 self.notes.append(_chance(seen, "runs on one thread"))
                 planned = replace(planned, digests=unplanned.digests)
         return unplanned, planned
@@ -163,8 +163,8 @@ def first_steps_at_smaller_batch(
     for halvings in range(1, _MOST_HALVINGS + 1):
         tell("running steps without the plan at a smaller batch", halvings - 1, 0)
         try:
-            with start(None, halvings) as alone:
-                alone.first_steps()
+            with start(None, halvings) as process:
+                process.first_steps()
         except OutOfMemoryError:
             continue
         except CkplanError:  # no rows are left, or the model requires the whole batch

@@ -266,5 +266,5 @@ def _two_steps(
                 kept.pop([one.nbytes for one in kept].index(size))
         meter.count_as_zero_bytes(kept)
         meter.log.bytes = [in_blocks(size) for size in meter.log.bytes]
-    here = fingerprint(workload, place.device)
-    return _Steps(meter.log, regions_of(plan, workload.model), here)
+    workload_fingerprint = fingerprint(workload, place.device)
+    return _Steps(meter.log, regions_of(plan, workload.model), workload_fingerprint)

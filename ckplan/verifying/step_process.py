@@ -149,9 +149,9 @@ class StepProcess:
             return out_of_memory(
                 self._job, "was killed, probably because memory ran out"
             )
-        how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+        ending = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
         return VerifyError(
-            f"{self._job.title} ended its process with {how}",
+            f"{self._job.title} ended its process with {ending}",
             needed="a training step that runs to its end",
             hint="run a training step of the workload alone in Python",
         )

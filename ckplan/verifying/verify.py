@@ -134,13 +134,13 @@ def verify(
             needed="an optimizer that can train, such as the workload's own",
             hint="--fake, which checks memory only",
         )
-    here = step_device(device, plan)
-    _check_cap(cap_bytes, here)
+    device_name = step_device(device, plan)
+    _check_cap(cap_bytes, device_name)
 
     def start(
         chosen: Plan | None, halvings: int = 0, *, one_thread: bool = False
     ) -> StepProcess:
-        job = spec, chosen, training, seed, here, cap_bytes, halvings
+        job = spec, chosen, training, seed, device_name, cap_bytes, halvings
         return StepProcess(*job, one_thread=one_thread)
 
     def start_substitute() -> StepProcess | None:

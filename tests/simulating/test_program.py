@@ -151,8 +151,8 @@ def test_an_inner_region_rebuilds_what_its_own_steps_make_and_reads_the_rest() -
     dropped = [(a, 1), (b, 1), (c, 1), (d, 0)]
     program = compile_program(flow, dropped, (), parts=[part])
     (inner,) = program.inner
-    assert (inner.steps, inner.wanted, inner.retained) == ({1, 2}, {b, c}, {a})
-    assert (program.wanted, program.retained) == ({a, d}, {x})
+    assert (inner.steps, inner.needed, inner.retained) == ({1, 2}, {b, c}, {a})
+    assert (program.needed, program.retained) == ({a, d}, {x})
     assert program.runs() == {0: 1, 1: 2, 2: 2, 3: 1}
 
 

@@ -136,7 +136,7 @@ def test_the_hull_holds_the_best_closure_at_every_price(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_fees_are_paid_once_for_all_that_is_not_kept(seed: int) -> None:
+def test_one_time_costs_are_paid_once_for_all_that_is_not_kept(seed: int) -> None:
     rng = Random(seed)
     flow, times = random_flow(rng, 5)
     inside = [v for v in range(len(flow.storage_of)) if flow.maker_of[v] >= 0]
@@ -151,9 +151,11 @@ def test_fees_are_paid_once_for_all_that_is_not_kept(seed: int) -> None:
     due = {v: rng.sample(range(3), rng.randint(0, 2)) for v in wanted}
 
     def paid(dropped: set[int]) -> int:
-        numbers = {fee for v in wanted if v in dropped for fee in due[v]}
-        numbers |= {other for fee in numbers for other in one_time_costs[fee].others}
-        return sum(one_time_costs[fee].nanoseconds for fee in numbers)
+        numbers = {number for v in wanted if v in dropped for number in due[v]}
+        numbers |= {
+            other for number in numbers for other in one_time_costs[number].others
+        }
+        return sum(one_time_costs[number].nanoseconds for number in numbers)
 
     points = list(all_closures(flow, wanted, sizes, times, inside, coded, paid))
     demand = Demand(wanted, sizes, one_time_costs_of=due)
@@ -183,7 +185,7 @@ def test_of_two_moments_what_runs_again_after_both_is_paid_once(seed: int) -> No
         found = []
         for chosen in product((False, True), repeat=len(inside)):
             kept = {v for v, keep in zip(inside, chosen, strict=True) if keep}
-            again = run_again(flow, demand.wanted, {*inside} - kept)
+            again = run_again(flow, demand.needed, {*inside} - kept)
             found.append((demand.weight * sum(demand.bytes_of[v] for v in kept), again))
         return found
 

@@ -673,7 +673,10 @@ def test_what_a_kernel_returns_though_it_was_not_given_it_is_read() -> None:
         ("def build():\n    raise KeyError('x')\n", "raised KeyError"),
         ("def build():\n    return 3\n", "is of type int"),
         ("def build():\n    return 3, torch.ones(1)\n", "a model of type int"),
-        ("def build():\n    return nn.Linear(1, 1), 3\n", "has a batch without tensors"),
+        (
+            "def build():\n    return nn.Linear(1, 1), 3\n",
+            "has a batch without tensors",
+        ),
         (
             "def build():\n    x = torch.ones(1, 1, device='meta')\n"
             "    return nn.Linear(1, 1), x\n",
