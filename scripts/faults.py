@@ -75,13 +75,13 @@ FAULTS = [
     ),
     Fault(
         "graph/consistency.py",
-        "if saved.done < max(saved.wanted, saved.at - 1):",
+        "if saved.last_held < max(saved.unpacked_at, saved.packed_at - 1):",
         "if False:",
         GRAPH,
     ),
     Fault(
         "graph/consistency.py",
-        "if not saved.wanted <= saved.used <= saved.done:",
+        "if not saved.unpacked_at <= saved.last_used <= saved.last_held:",
         "if False:",
         GRAPH,
     ),
@@ -281,7 +281,7 @@ FAULTS = [
         "budget_bytes + self._fixed_bytes",
         BOUND,
     ),
-    Fault("solving/bound.py", "if saved.wanted > op and", "if", BOUND),
+    Fault("solving/bound.py", "if saved.unpacked_at > op and", "if", BOUND),
     Fault(
         "solving/bound.py",
         "fast.nanoseconds + share *",

@@ -152,7 +152,7 @@ class Simulator:
         self._effects: dict[Region, Effect] = {}
         self._end = 2 * len(graph.ops)
         self._saved_of = {
-            storage: [(index, 2 * graph.saved[index].done + 1) for index in saved]
+            storage: [(index, 2 * graph.saved[index].last_held + 1) for index in saved]
             for storage, saved in graph.saved_of.items()
         }
         self._natural_stops: list[int] = []  # without saved tensors

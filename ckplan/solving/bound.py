@@ -183,7 +183,7 @@ def _moment(
     needed: dict[int, None] = {}
     one_time_costs_of: dict[int, set[int]] = defaultdict(set)
     for value, saved in zip(values, graph.saved, strict=True):
-        if saved.wanted > op and flow.is_current(value):
+        if saved.unpacked_at > op and flow.is_current(value):
             needed[value] = None
             number = one_time_costs.cost_of_dropping(saved)
             if number is not None:
@@ -206,9 +206,9 @@ def forward_values(graph: Graph) -> tuple[Flow, list[int]]:
     values: list[int] = []
     num_ops = 0
     for saved in graph.saved:
-        for op in graph.ops[num_ops : saved.at]:
+        for op in graph.ops[num_ops : saved.packed_at]:
             flow.add(op)
-        num_ops = max(num_ops, saved.at)
+        num_ops = max(num_ops, saved.packed_at)
         values.append(flow.value(saved.storage))
     for op in graph.ops[num_ops : graph.num_forward]:
         flow.add(op)
@@ -226,7 +226,9 @@ def forward_encodings(graph: Graph, flow: Flow) -> dict[int, Encoding]:
 
 def _alive_regardless(graph: Graph, moment: int) -> set[int]:
     """Storages alive at a moment in every plan: retained by the step, or in use."""
-    in_use = {s.storage for s in graph.saved if 0 <= s.wanted <= moment <= s.used}
+    in_use = {
+        s.storage for s in graph.saved if 0 <= s.unpacked_at <= moment <= s.last_used
+    }
     return in_use | {
         number
         for number, storage in enumerate(graph.storages)
@@ -240,5 +242,5 @@ def _held_for_later_use(graph: Graph, moment: int) -> set[int]:
     return {
         s.storage
         for s in graph.saved
-        if s.wanted > moment or (s.wanted < 0 and s.done >= moment)
+        if s.unpacked_at > moment or (s.unpacked_at < 0 and s.last_held >= moment)
     }

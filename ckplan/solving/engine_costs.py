@@ -54,7 +54,7 @@ class MinEngineCosts:
         if common < len(kept):
             high = bisect_left(children, kept[common])
         else:  # and ends after it
-            high = bisect_left(children, saved.at, key=lambda c: calls[c].start)
+            high = bisect_left(children, saved.packed_at, key=lambda c: calls[c].start)
         if low < 0 or high == len(children):
             return parent, parent
         return children[low], children[high]
@@ -78,7 +78,7 @@ class MinEngineCosts:
         siblings = graph.children[parent]
         run = siblings[bisect_left(siblings, first) : bisect_right(siblings, last)]
         start, stop = calls[first].start, calls[last].stop
-        own = [s for s in self._own[parent] if start < graph.saved[s].at < stop]
+        own = [s for s in self._own[parent] if start < graph.saved[s].packed_at < stop]
         return self._together(run, own)
 
     def _together(self, calls: Sequence[int], own: Sequence[int]) -> OneTimeCost:

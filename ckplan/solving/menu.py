@@ -114,7 +114,7 @@ class Menus:
         early = {
             saved.storage
             for _, saved in view.made
-            if 0 <= saved.wanted <= moment // 2 and saved.storage in made
+            if 0 <= saved.unpacked_at <= moment // 2 and saved.storage in made
         }
         most, known = (sum(size[one].bytes for one in found) for found in (made, early))
         if known == most or known < _LEAST_EARLY * most:
@@ -294,7 +294,11 @@ class Menus:
             unit if changed else None,  # overwritten values may be needed until then
             tuple(last - first for first, last in windows),
             tuple(
-                (place(2 * s.wanted), place(2 * s.done), place(2 * s.used))
+                (
+                    place(2 * s.unpacked_at),
+                    place(2 * s.last_held),
+                    place(2 * s.last_used),
+                )
                 for _, s in view.made
             ),
             tuple(map(ends, dict.fromkeys(view.flow.storage_of))),

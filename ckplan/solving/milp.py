@@ -76,16 +76,16 @@ class _Model:
         self._unpacked: dict[int, set[int]] = defaultdict(set)  # op -> values
         self._in_use: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for saved, value in zip(self._graph.saved, values_of, strict=True):
-            if saved.wanted >= 0 and flow.maker_of[value] != EXTERNAL:
-                self._unpacked[saved.wanted].add(value)
-                self._in_use[value].append((saved.wanted, saved.done))
+            if saved.unpacked_at >= 0 and flow.maker_of[value] != EXTERNAL:
+                self._unpacked[saved.unpacked_at].add(value)
+                self._in_use[value].append((saved.unpacked_at, saved.last_held))
                 number = (
                     self._one_time_costs.cost_of_dropping(saved)
                     if flow.is_current(value)
                     else None
                 )
                 if number is not None:
-                    self._due.append((saved.wanted, value, number))
+                    self._due.append((saved.unpacked_at, value, number))
         self._stages = sorted(self._unpacked)
         self._values = _needed(flow, set().union(*self._unpacked.values()))
         self._ops = sorted({flow.maker_of[value] for value in self._values})
@@ -163,9 +163,11 @@ class _Model:
         if moment <= max(start, 2 * found.last + 1):
             return False
         saves = self._saves.get(storage, ())
-        if not any(2 * s.done + 1 >= moment for s in saves):
+        if not any(2 * s.last_held + 1 >= moment for s in saves):
             return False  # dead
-        return not any(_in_use(s.wanted, s.done, moment, in_gap) for s in saves)
+        return not any(
+            _in_use(s.unpacked_at, s.last_held, moment, in_gap) for s in saves
+        )
 
     def _used(self, value: int, moment: int, in_gap: bool) -> bool:
         return any(

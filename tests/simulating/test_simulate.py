@@ -170,7 +170,9 @@ def test_a_region_holds_its_input_to_the_end_of_its_forward() -> None:
     forward.op("sum", [y], makes=[1])
     graph = forward.graph()
     (saved,) = graph.saved
-    freed = replace(saved, wanted=-1, used=saved.at, done=saved.at)
+    freed = replace(
+        saved, unpacked_at=-1, last_used=saved.packed_at, last_held=saved.packed_at
+    )
     graph = replace(graph, saved=(freed,))
     last = 2 * graph.calls[0].stop - 1  # half moment of the region's last op
     unplanned, planned = simulate(graph), simulate(graph, [Region(0)])
@@ -187,7 +189,7 @@ def test_without_regions_a_storage_lives_from_its_maker_to_its_last_holder() -> 
     live = [0] * (2 * len(graph.ops) + 1)
     for number, storage in enumerate(graph.storages):
         start = 0 if storage.maker == BEFORE_STEP else 2 * storage.maker + 1
-        done = [saved.done for saved in graph.saved if saved.storage == number]
+        done = [saved.last_held for saved in graph.saved if saved.storage == number]
         stop = max(storage.last, *done, -1)
         for moment in range(start, min(2 * stop + 1, len(live) - 1) + 1):
             live[moment] += storage.bytes
@@ -216,7 +218,7 @@ def test_a_rerun_stops_after_its_last_saved_tensor() -> None:
     graph = graphs.chain(1)
     block = next(i for i, call in enumerate(graph.calls) if call.fqn == "h.0")
     (effect,) = simulate(graph, [Region(block, RERUN)]).effects
-    last_saved = max(graph.saved[i].at for i in graph.saved_in(block))
+    last_saved = max(graph.saved[i].packed_at for i in graph.saved_in(block))
     assert list(range(graph.calls[block].start, last_saved)) == effect.steps
 
 

@@ -118,7 +118,9 @@ def test_flash_attention_keeps_its_inputs_its_output_and_one_float_a_row() -> No
     graph = on_cuda(Attention(is_causal=True).half(), x)
     at = forward_names(graph).index("_scaled_dot_product_flash_attention")
     saved = {
-        s.storage for s in graph.saved if s.at in (at, at + 1) and s.wanted >= 0
+        s.storage
+        for s in graph.saved
+        if s.packed_at in (at, at + 1) and s.unpacked_at >= 0
     } - {i for i, s in enumerate(graph.storages) if s.kind == "input"}
     tensor, rows = batch * length * width * 2, batch * heads * length * 4
     sizes = sorted(graph.storages[s].bytes for s in saved)
