@@ -143,7 +143,7 @@ def test_solve_leaves_room_for_gaps_and_says_how_much(trace: Graph) -> None:
     assert ckplan.solve(trace).regions == plan.regions  # the card of the trace
     ended = run("--gpu", "T4")
     said = " ".join(ended.stdout.split())
-    assert f"which is {format_bytes(T4)} without {format_bytes(gap_bytes)} for" in said
+    assert f"which is {format_bytes(T4)} less {format_bytes(gap_bytes)} for" in said
     assert "--expandable-segments lowers fragmentation" in ended.stderr
     assert "warning" not in ended.stderr
 
