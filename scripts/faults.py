@@ -1,6 +1,7 @@
 """Make small faults in the package, one at a time, and see whether tests catch them.
 
-    python scripts/faults.py [--tests FOLDER] [--only WORD] [--json FILE]
+    python scripts/faults.py [--tests FOLDER] [--only WORD] [--numbers 1,24]
+        [--json FILE]
 
 Every fault changes one line of a copy of the repository and runs the few test files
 that should notice. `--tests` takes the tests from another folder, such as those of an
@@ -39,7 +40,7 @@ class Fault(NamedTuple):
     tests: str  # below tests/, and options of pytest
 
 
-GRAPH = "test_fuzz.py::test_what_does_not_hold_together_is_said graph/test_graph.py"
+GRAPH = "test_fuzz.py::test_an_inconsistent_trace_is_refused graph/test_graph.py"
 UNITS = "test_units.py"
 RESOLVE = "plan/test_resolve.py plan/test_bad_plans.py"
 PLAN = "plan/test_plan.py plan/test_bad_plans.py"
@@ -47,7 +48,7 @@ SIMULATE = "simulating/test_simulate.py simulating/test_program.py"
 ALLOCATOR = "simulating/test_caching_allocator.py solving/test_on_card.py"
 EXACT = "solving/test_brute_force.py"
 SOLVE = "solving/test_brute_force.py solving/test_solving.py"
-BOUND = "solving/test_solving.py -k bound"
+BOUND = "solving/test_solving.py -k 'bound or moments'"
 SCRIPTED = (
     "verifying/test_verify.py -k 'chance or agree or alone or timing or median or "
     "again or alternate or digests'"
@@ -55,7 +56,7 @@ SCRIPTED = (
 REPLAY = "applying/test_replay.py applying/test_dynamic.py"
 RERUN = "applying/test_surviving.py applying/test_hazards.py"
 CODES = "cli/test_cli.py -k 'not draws and not interrupt and not bad_input'"
-IN_PLACE = "tracing/test_in_place.py -k formulas"
+IN_PLACE = "tracing/test_in_place.py -k 'formulas or read_twice'"
 
 FAULTS = [
     # graph
@@ -74,13 +75,13 @@ FAULTS = [
     ),
     Fault(
         "graph/consistency.py",
-        "if saved.done < max(saved.wanted, saved.at - 1):",
+        "if saved.last_held < max(saved.unpacked_at, saved.packed_at - 1):",
         "if False:",
         GRAPH,
     ),
     Fault(
         "graph/consistency.py",
-        "if not saved.wanted <= saved.used <= saved.done:",
+        "if not saved.unpacked_at <= saved.last_used <= saved.last_held:",
         "if False:",
         GRAPH,
     ),
@@ -178,7 +179,7 @@ FAULTS = [
     Fault(
         "simulating/program.py",
         "inside = part.start <= flow.maker_of[value] < part.stop",
-        "inside = part.start <= flow.maker_of[value] <= part.stop",
+        "inside = part.start < flow.maker_of[value] < part.stop",
         SIMULATE + " solving/test_nesting.py",
     ),
     Fault(
@@ -280,7 +281,7 @@ FAULTS = [
         "budget_bytes + self._fixed_bytes",
         BOUND,
     ),
-    Fault("solving/bound.py", "if saved.wanted > op and", "if", BOUND),
+    Fault("solving/bound.py", "if saved.unpacked_at > op and", "if", BOUND),
     Fault(
         "solving/bound.py",
         "fast.nanoseconds + share *",
@@ -326,8 +327,8 @@ FAULTS = [
     # verifying
     Fault(
         "verifying/compare_steps.py",
-        "if alone and alone[0] == alone[1]:",
-        "if alone:",
+        "if one_threaded and one_threaded[0] == one_threaded[1]:",
+        "if one_threaded:",
         SCRIPTED,
     ),
     Fault(
@@ -408,7 +409,7 @@ FAULTS = [
         "applying/recording/saved_tensors.py",
         "if version_of(packed.tensor) != packed.version:",
         "if False:",
-        "applying/test_applying.py -k 'not predicted and not every_plan'",
+        "applying/test_hazards.py",
     ),
     Fault(
         "applying/rebuilding/rebuilder.py",
@@ -425,15 +426,15 @@ FAULTS = [
     ),
     Fault(
         "tracing/faking/inplace_formulas.py",
-        '_SHARING = _formula("where", "masked_fill")',
-        '_SHARING = _formula("add", "masked_fill")',
+        '_formula("ge gt lt", "logical_and logical_or")',
+        '_formula("lt", "logical_and logical_or")',
         IN_PLACE,
     ),
     Fault(
         "tracing/faking/inplace_formulas.py",
         "accumulate, True)",
         "False, True)",
-        "tracing/test_in_place.py",
+        IN_PLACE,
     ),
     Fault(
         "tracing/costs/cost_cache.py",
@@ -520,7 +521,8 @@ def run(tree: Path, tests: list[str], seconds: int) -> str:
     failed = [
         line for line in text.splitlines() if line.startswith(("FAILED", "ERROR"))
     ]
-    assert code != 98, text[-500:]
+    # 98: pytest itself failed; 4 and 5: it has no such test, which is no catch either.
+    assert code not in (4, 5, 98), text[-500:]
     return failed[0].split(" - ")[0] if failed else f"(exit code {code})"
 
 
@@ -540,6 +542,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tests", type=Path, default=ROOT / "tests")
     parser.add_argument("--only", default="", help="of which files: a pattern")
+    parser.add_argument("--numbers", default="", help="of which rows, such as 1,24")
     parser.add_argument("--seconds", type=int, default=120, help="per fault, at most")
     parser.add_argument("--json", type=Path, help="to write what was found to")
     parser.add_argument(
@@ -557,6 +560,7 @@ def main() -> None:
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
     found: dict[str, str] = {}
+    chosen = {number for number in options.numbers.split(",") if number}
     first = json.loads(options.first.read_text()) if options.first else {}
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder)
@@ -574,7 +578,8 @@ def main() -> None:
         for number, fault in enumerate(FAULTS):
             path = tree / "ckplan" / fault.file
             skipped = options.first and str(number) not in first
-            if skipped or not re.match(options.only, fault.file):
+            left_out = chosen and str(number) not in chosen
+            if skipped or left_out or not re.match(options.only, fault.file):
                 continue
             text = path.read_text()
             assert fault.old in text, fault

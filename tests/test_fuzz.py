@@ -231,12 +231,14 @@ def change_row(row: list[Any], rng: Random) -> None:
     ("key", "row", "place", "value", "found"),
     [
         ("ops", 2, 2, [20], "op 2 (gelu) reads what op "),  # a cycle
+        ("ops", 2, 2, [7], "op 2 (gelu) reads what op 2 makes"),  # its own output
         ("ops", 2, 4, [20], "op 2 (gelu) returns what op "),
         ("ops", 2, 4, [0], "op 2 (gelu) returns what it neither reads nor makes"),
         ("storages", 3, 3, -1, "storage 3 is freed before it is made"),
         ("storages", 3, 2, 99, "storage 3 has "),
         ("calls", 2, 4, 99, "call 2 covers ops"),
         ("calls", 3, 4, 7, "is not inside"),
+        ("calls", 0, 4, 8, "ends after forward"),  # which has 7 ops
         ("calls", 3, 3, 0, "begins before the one before it ends"),
         ("calls", 2, 0, "h.0", "two calls have the name h.0#0"),
         ("calls", 2, 0, 7, "7 is not a name"),

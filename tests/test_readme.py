@@ -184,7 +184,7 @@ def test_files_that_readmes_of_rooms_name_are_there() -> None:
 def rows() -> list[list[str]]:
     """Cells of the table of what plans work in."""
     text = (ROOT / "ckplan" / "applying" / "README.md").read_text()
-    section = text.partition("## In a training loop of somebody else")[2]
+    section = text.partition("## In existing training loops")[2]
     lines = (x for x in section.partition("\n##")[0].splitlines() if x[:1] == "|")
     return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
 

@@ -35,8 +35,8 @@ def main() -> None:
     app(prog_name="ckplan")
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(show: bool) -> None:
+    if show:
         from ckplan import __version__
 
         write(f"ckplan {__version__}\n")
@@ -58,7 +58,7 @@ def _ckplan(
     """Plan activation checkpointing: the fastest training step that fits in memory.
 
     Profile a model once, solve for a budget, apply the plan in Python with
-    ckplan.apply(model, "plan.yaml"), and verify that it keeps its word.
+    ckplan.apply(model, "plan.yaml"), and verify its peak and its results.
 
     Exit codes: 0 done, 1 bad input, 2 usage, 3 no plan fits, 4 verification failed.
     """

@@ -45,8 +45,8 @@ def profile(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="A card of `ckplan gpus`: its roofline in place of measured seconds, "
-            "its memory as the budget of solve.",
+            help="A card of `ckplan gpus`: seconds come from its roofline, and solve "
+            "plans for its memory.",
         ),
     ] = None,
     rank: ShardOptions,
@@ -56,7 +56,7 @@ def profile(
     ] = False,
     replay: Annotated[
         bool,
-        typer.Option(help="Run the forward of a small model twice, to compare."),
+        typer.Option(help="Run a small model's forward twice to find hazards."),
     ] = True,
     seed: Seed = 0,
     output: Annotated[
@@ -107,7 +107,7 @@ def show(
     if is_trace(files.read_bytes(file, "trace or plan")):
         _show_trace(load_step(file, sharding), file, as_json)
     elif sharding is not None:
-        raise typer.BadParameter("--shard is for traces, and this is a plan")
+        raise typer.BadParameter("--shard needs a trace, and this is a plan")
     else:
         from ckplan.plan import file as plan_file
         from ckplan.report.plans import plan_json, plan_report

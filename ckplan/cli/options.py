@@ -75,14 +75,14 @@ GpuOption = Annotated[
 Reserve = Annotated[
     str,
     typer.Option(
-        metavar="SIZE", help="Memory to leave free: taken off the budget first."
+        metavar="SIZE", help="Memory to leave free: subtracted from the budget."
     ),
 ]
 Expandable = Annotated[
     bool,
     typer.Option(
         "--expandable-segments",
-        help="With --gpu: PYTORCH_ALLOC_CONF has expandable_segments:True.",
+        help="With --gpu: train with PYTORCH_ALLOC_CONF=expandable_segments:True.",
     ),
 ]
 OBJECTIVE_OPTIONS = "--budget, --gpu, --max-overhead, --min-memory or --knee"
@@ -170,7 +170,7 @@ class ShardOptions:
         typer.Option(
             "--unit",
             metavar="MODULES",
-            help="With fsdp2 and zero3: modules gathered together, h.[0..11]; "
+            help="With fsdp2 and zero3: modules gathered together, such as h.[0..11]; "
             "repeatable.  [default: the layers]",
         ),
     ] = None

@@ -48,7 +48,7 @@ def solve(
         str | None,
         typer.Option(
             metavar="PERCENT",
-            help="Instead of a budget: least memory for this overhead, as 5%.",
+            help="Instead of a budget: least memory within this overhead, such as 5%.",
         ),
     ] = None,
     min_memory: Annotated[
@@ -59,7 +59,7 @@ def solve(
         bool,
         typer.Option(
             "--knee",
-            help="Instead of a budget: where more savings cost much more time.",
+            help="Instead of a budget: where further savings cost much more time.",
         ),
     ] = False,
     reserve: Reserve = "0",
@@ -81,8 +81,8 @@ def solve(
 ) -> None:
     """Write the plan that fits a budget and costs the least time."""
     goals = [name for name, on in (("min-memory", min_memory), ("knee", knee)) if on]
-    given = [one for one in (budget, gpu, max_overhead, *goals) if one is not None]
-    if len(given) > 1:
+    objectives = [one for one in (budget, gpu, max_overhead, *goals) if one is not None]
+    if len(objectives) > 1:
         raise typer.BadParameter(f"only one is possible: {OBJECTIVE_OPTIONS}")
     check_output(output, force)
     sharding = rank.sharding()
@@ -99,8 +99,8 @@ def solve(
         check_solver()
     reserve_bytes = parse_bytes(reserve)
     graph = load_step(trace, sharding)
-    card = gpu if given else graph.options.get("gpu")
-    if not given and card is None:
+    card = gpu if objectives else graph.options.get("gpu")
+    if not objectives and card is None:
         raise typer.BadParameter(f"one is needed: {OBJECTIVE_OPTIONS}")
     if card is not None:
         print_gpu_budget(card)
@@ -155,14 +155,14 @@ def _show_solution(
     elif expandable:
         print_message("the plan needs PYTORCH_ALLOC_CONF=expandable_segments:True")
     elif solution.fragmentation_bytes:
-        print_message("less fragmentation: --expandable-segments, if they are on")
+        print_message("--expandable-segments lowers fragmentation, if they are on")
 
 
 def frontier(
     trace: Trace = None,
     *,
     points: Annotated[
-        int, typer.Option(min=2, max=500, help="How many budgets to try.")
+        int, typer.Option(min=2, max=500, help="Number of budgets.")
     ] = 24,
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw it as PNG or SVG.")
@@ -189,14 +189,14 @@ def frontier(
         progress("solving", 0, 0)
         planner = Planner(graph)
         found = planner.frontier(points)
-        wanted = as_json or plot is not None
+        shows_baselines = as_json or plot is not None
         limit = MemoryLimit(planner.unplanned.peak_bytes)
-        others = all_baselines(planner, limit) if wanted else ()
+        baselines = all_baselines(planner, limit) if shows_baselines else ()
     if plot is not None:
-        save_plot(plot, graph.model, found, others, force=force)
+        save_plot(plot, graph.model, found, baselines, force=force)
         print_message(f"wrote {plot}")
     print_report(
-        frontier_json(graph.model, found, others, reserve_bytes)
+        frontier_json(graph.model, found, baselines, reserve_bytes)
         if as_json
         else frontier_report(graph.model, found, reserve_bytes)
     )
@@ -218,11 +218,11 @@ def compare(
     rank: ShardOptions,
     as_json: Json = False,
 ) -> None:
-    """Show what people do beside the plan, under one budget."""
+    """Compare the plan with common strategies under one budget."""
     if budget is not None and gpu is not None:
         raise typer.BadParameter("only one is possible: --budget or --gpu")
     if expandable and gpu is None:
-        raise typer.BadParameter("--expandable-segments are those of a card: --gpu")
+        raise typer.BadParameter("--expandable-segments needs --gpu")
     sharding = rank.sharding()
     from ckplan.report.plans import comparison_json, comparison_report
     from ckplan.report.progress import ProgressLine

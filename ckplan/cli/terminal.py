@@ -25,9 +25,9 @@ class Commands(TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Move ``--traceback`` to the front, where program options stand."""
-        wanted = [arg for arg in args if arg == TRACEBACK]
+        traceback_flags = [arg for arg in args if arg == TRACEBACK]
         others = [arg for arg in args if arg != TRACEBACK]
-        return super().parse_args(ctx, [*wanted[:1], *others])
+        return super().parse_args(ctx, [*traceback_flags[:1], *others])
 
 
 class Command(TyperCommand):
@@ -92,7 +92,7 @@ def _unexpected(error: BaseException) -> CkplanError:
         return CkplanError(
             f"cannot use the workload: it called sys.exit({error.code!r})",
             needed="a file that can be imported, and a model that runs to its end",
-            hint="put what runs the file under `if __name__ == '__main__':`",
+            hint="put code that runs the file under `if __name__ == '__main__':`",
         )
     if isinstance(error, KeyboardInterrupt):
         exec("")  # else Python can end by the signal instead of the exit code
@@ -104,8 +104,8 @@ def _unexpected(error: BaseException) -> CkplanError:
     if isinstance(error, OSError) and error.errno == ENOSPC:
         return CkplanError(
             f"cannot write all of the output: {str(error.strerror).lower()}",
-            needed="space where the output goes, or for temporary files",
-            hint="free some, or redirect the output to another disk",
+            needed="free space for the output and for temporary files",
+            hint="free some space, or redirect the output to another disk",
         )
     if isinstance(error, MemoryError):
         return CkplanError(
@@ -113,15 +113,15 @@ def _unexpected(error: BaseException) -> CkplanError:
             needed="more memory than this machine has left",
             hint="close other programs, or plan for a smaller model or batch",
         )
-    said = str(error).strip() or "no message"
+    message = str(error).strip() or "no message"
     if not isinstance(error, Exception):
         return CkplanError(
-            f"cannot use the workload: it raised {type(error).__name__}: {said}",
+            f"cannot use the workload: it raised {type(error).__name__}: {message}",
             needed="a model that runs to its end",
             hint=f"the same command with {TRACEBACK} shows where",
         )
     return CkplanError(
-        f"ckplan failed: {type(error).__name__}: {said}",
-        needed="no change of yours: this is a bug in ckplan",
-        hint=f"the same command with {TRACEBACK}, and report what it prints",
+        f"ckplan failed: {type(error).__name__}: {message}",
+        needed="nothing from you: this is a bug in ckplan",
+        hint=f"the same command with {TRACEBACK}, and report its output",
     )

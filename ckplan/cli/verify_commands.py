@@ -48,7 +48,7 @@ def verify(
         str | None,
         typer.Option(metavar="SIZE", help="On a GPU: limit its memory to this size."),
     ] = None,
-    steps: Annotated[int, typer.Option(min=0, help="How many steps to time.")] = 5,
+    steps: Annotated[int, typer.Option(min=0, help="Number of steps to time.")] = 5,
     seed: Seed = 0,
     fake: Annotated[
         bool,
@@ -79,16 +79,16 @@ def verify(
     known = find_trace(spec.name, trace)
     if report is not None:
         _check_report(report, known, force)
-    how: dict[str, Any] = {
+    options: dict[str, Any] = {
         **step.training_settings(),
         "device": device,
         "seed": seed,
         "trace": known,
     }
     if fake:
-        found: DryRun | Verification = _dry_run(spec, loaded, how)
+        found: DryRun | Verification = _dry_run(spec, loaded, options)
     else:
-        found = _real(spec, loaded, steps, cap, how)
+        found = _real(spec, loaded, steps, cap, options)
     shown, error = _report_and_error(found)
     print_report(found.as_json() if as_json else shown)
     for call in found.regions_idle:
@@ -113,7 +113,7 @@ def verify(
 
 
 def _owners(trace: Graph | None, plan: Plan) -> dict[str, str]:
-    """Where the peaks are predicted, as far as that is known."""
+    """Step -> predicted place of its peak, where known."""
     from ckplan.simulating.curve import PLANNED, UNPLANNED
     from ckplan.simulating.simulate import simulate
 
@@ -135,17 +135,17 @@ def _check_report(path: Path, trace: Graph | None, force: bool) -> None:
     check_page_output(path, force)
 
 
-def _dry_run(spec: WorkloadSpec, plan: Plan, how: dict[str, Any]) -> DryRun:
+def _dry_run(spec: WorkloadSpec, plan: Plan, options: dict[str, Any]) -> DryRun:
     from ckplan.report.progress import ProgressLine
     from ckplan.verifying.dry_run import dry_run
 
     # Output of the workload does not belong on stdout.
     with ProgressLine(sys.stderr) as progress, redirect_stdout(sys.stderr):
-        return dry_run(spec, plan, progress=progress, **how)
+        return dry_run(spec, plan, progress=progress, **options)
 
 
 def _real(
-    spec: WorkloadSpec, plan: Plan, steps: int, cap: str | None, how: dict[str, Any]
+    spec: WorkloadSpec, plan: Plan, steps: int, cap: str | None, options: dict[str, Any]
 ) -> Verification:
     from ckplan.report.progress import ProgressLine
     from ckplan.units import parse_bytes
@@ -158,7 +158,7 @@ def _real(
             steps=steps,
             cap_bytes=None if cap is None else parse_bytes(cap),
             progress=progress,
-            **how,
+            **options,
         )
 
 
@@ -170,8 +170,8 @@ def _report_and_error(
     from ckplan.verifying.dry_run import DryRun
 
     if isinstance(found, DryRun):
-        shown, why = report.dry_run_report(found), report.dry_run_error
-        return shown, None if found.passed else why(found)
+        shown, make_error = report.dry_run_report(found), report.dry_run_error
+        return shown, None if found.passed else make_error(found)
     error = None if found.passed else report.verification_error(found)
     return report.verification_report(found), error
 
@@ -185,14 +185,16 @@ def eject(
     step: StepOptions,
     form: Annotated[
         EjectFormat,
-        typer.Option("--as", help="Code, or the nearest setting of another tool."),
+        typer.Option(
+            "--as", help="PyTorch code, or the nearest setting of another tool."
+        ),
     ] = EjectFormat.TORCH,
     output: Annotated[
         Path | None, typer.Option("-o", help="Write the code here.  [default: stdout]")
     ] = None,
     force: Force = False,
 ) -> None:
-    """Print the nearest plan in plain PyTorch, or in the words of another tool."""
+    """Print the nearest plan in plain PyTorch, or as a setting of another tool."""
     if output is not None:
         check_output(output, force)
     from ckplan import files
@@ -210,8 +212,8 @@ def eject(
         with ProgressLine(sys.stderr) as progress, redirect_stdout(sys.stderr):
             training = step.training()
             device = loaded.fingerprint.get("device", "cpu")
-            how = {"training": training, "device": device, "progress": progress}
-            graph = profile_workload(spec, **how)
+            options = {"training": training, "device": device, "progress": progress}
+            graph = profile_workload(spec, **options)
     text = (
         _plain_code(graph, loaded)
         if form is EjectFormat.TORCH
@@ -231,9 +233,9 @@ def _plain_code(graph: Graph, plan: Plan) -> str:
     plain = plain_form(graph, plan)
     if not plain.same:
         print_message(
-            "the plan rebuilds single ops, which has no plain form: printing the"
+            "plain PyTorch cannot rebuild single ops as the plan does: printing the"
         )
-        print_message("nearest one, with its own peak and overhead at the top")
+        print_message("nearest plan, with its own peak and overhead at the top")
     return as_code(plain, __version__)
 
 

@@ -86,7 +86,7 @@ def _storages_out_of_range(graph: RecordedStep) -> Iterator[str]:
 def _saved_out_of_range(graph: RecordedStep) -> Iterator[str]:
     for saved in graph.saved:
         known = _all_in_range((saved.storage,), 0, len(graph.storages))
-        when = (saved.at, saved.wanted, saved.done, saved.used)
+        when = (saved.packed_at, saved.unpacked_at, saved.last_held, saved.last_used)
         timed = _all_in_range(when, -1, len(graph.ops) + 1)
         called = _all_in_range((saved.call,), OUTSIDE_CALLS, len(graph.calls))
         if not (known and called and timed):
@@ -101,7 +101,7 @@ def _calls_out_of_range(graph: RecordedStep) -> Iterator[str]:
             yield f"call {index} covers ops [{call.start}, {call.stop})"
         if not _all_in_range((call.number,), 0, _MOST):
             yield f"call {index} is number {call.number!r} of its module"
-        if not _all_in_range(call.given, 0, len(graph.storages)):
+        if not _all_in_range(call.arguments, 0, len(graph.storages)):
             yield f"call {index} is given a storage that is not there"
         if not _all_in_range(call.state, 0, len(graph.storages)):
             yield f"call {index} has state in a storage that is not there"
@@ -202,7 +202,7 @@ def _inconsistent_calls(graph: RecordedStep) -> Iterator[str]:
                 yield f"call {call} is not inside {around}"
         if call.stop > graph.num_forward:
             yield f"call {call} ends after forward"
-        if any(graph.storages[s].maker >= call.start for s in call.given):
+        if any(graph.storages[s].maker >= call.start for s in call.arguments):
             yield f"call {call} receives a storage that is made later"
         if any(graph.storages[s].maker >= call.start for s in call.state):
             yield f"call {call} has state in a storage that is made later"
@@ -215,22 +215,25 @@ def _inconsistent_saved(graph: RecordedStep) -> Iterator[str]:
     for index, saved in enumerate(graph.saved):
         maker = graph.storages[saved.storage].maker
         name = f"saved tensor {index}"
-        if not before <= saved.at <= graph.num_forward:
+        if not before <= saved.packed_at <= graph.num_forward:
             yield f"{name} is out of forward order"
-        if maker >= saved.at or until[saved.storage] < saved.at - 1:
+        if maker >= saved.packed_at or until[saved.storage] < saved.packed_at - 1:
             yield f"{name} refers to storage {saved.storage}, which is not alive"
-        if saved.wanted != -1 and not saved.at <= saved.wanted < graph.backward_stop:
-            yield f"{name} is unpacked at op {saved.wanted}, too early or too late"
-        if saved.done < max(saved.wanted, saved.at - 1):
-            yield f"{name} is freed at op {saved.done}, too early"
-        if not saved.wanted <= saved.used <= saved.done:
-            yield f"{name} is last used at op {saved.used}, too early or too late"
+        if (
+            saved.unpacked_at != -1
+            and not saved.packed_at <= saved.unpacked_at < graph.backward_stop
+        ):
+            yield f"{name} is unpacked at op {saved.unpacked_at}, too early or too late"
+        if saved.last_held < max(saved.unpacked_at, saved.packed_at - 1):
+            yield f"{name} is freed at op {saved.last_held}, too early"
+        if not saved.unpacked_at <= saved.last_used <= saved.last_held:
+            yield f"{name} is last used at op {saved.last_used}, too early or too late"
         if saved.call >= 0:
             call = graph.calls[saved.call]
-            if not call.start <= saved.at <= call.stop:
+            if not call.start <= saved.packed_at <= call.stop:
                 yield f"{name} is outside its call {call}"
-        before = saved.at
-        until[saved.storage] = max(until[saved.storage], saved.done)
+        before = saved.packed_at
+        until[saved.storage] = max(until[saved.storage], saved.last_held)
 
 
 def _inconsistent_encodings(graph: RecordedStep) -> Iterator[str]:

@@ -79,13 +79,14 @@ def dumps(graph: Graph) -> str:
         "num_backward": graph.num_backward,
         "names": names,
         "calls": [
-            [c.fqn, c.number, c.parent, c.start, c.stop, c.module, c.given, c.state]
+            [c.fqn, c.number, c.parent, c.start, c.stop, c.module, c.arguments, c.state]
             for c in graph.calls
         ],
         "ops": ops,
         "storages": [[s.bytes, s.kind, s.maker, s.last] for s in graph.storages],
         "saved": [
-            [s.storage, s.call, s.at, s.wanted, s.done, s.used] for s in graph.saved
+            [s.storage, s.call, s.packed_at, s.unpacked_at, s.last_held, s.last_used]
+            for s in graph.saved
         ],
         "encodings": [
             [*row[:-2], round(row[-2], 9), round(row[-1], 9)]

@@ -214,14 +214,14 @@ class Graph(RecordedStep):
             return number, found.bytes, last, is_cast
 
         parts: list[object] = [call.module]
-        parts += [[local(s) for s in group] for group in (call.given, call.state)]
+        parts += [[local(s) for s in group] for group in (call.arguments, call.state)]
         for op in self.ops[start:stop]:
             where = self.relative_path(op.call, index) if last is None else ""
             ids = [[local(s) for s in group] for group in (op.reads, op.outputs)]
             parts.append((op.name, where, ids, op.writes and local(op.writes[0])))
             parts.append((op.flops, op.workspace))
         found = (self.saved[i] for i in self.saved_in(index, last))
-        parts += [(local(s.storage)[0], s.at - start) for s in found]
+        parts += [(local(s.storage)[0], s.packed_at - start) for s in found]
         parts += [
             (one.op - start, one.output, one.name, one.bytes)
             for one in self.encodings_in(index, last)
@@ -243,12 +243,12 @@ class Graph(RecordedStep):
 
         def mine(saved: Saved) -> bool:
             if saved.call == parent:
-                return call != stop_call and first < saved.at < stop
+                return call != stop_call and first < saved.packed_at < stop
             within_last = self.is_within(saved.call, stop_call)
             return call <= saved.call and (within_last or saved.call < stop_call)
 
-        low = bisect_left(self.saved, first, key=lambda saved: saved.at)
-        high = bisect_right(self.saved, stop, key=lambda saved: saved.at)
+        low = bisect_left(self.saved, first, key=lambda saved: saved.packed_at)
+        high = bisect_right(self.saved, stop, key=lambda saved: saved.packed_at)
         return [i for i in range(low, high) if mine(self.saved[i])]
 
     def encodings_in(self, call: int, last: int | None = None) -> Sequence[Encoding]:

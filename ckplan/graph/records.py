@@ -121,10 +121,10 @@ class Saved:
 
     storage: int
     call: int  # innermost call when it was saved
-    at: int  # number of ops that had run
-    wanted: int  # backward op before which it is unpacked; -1: never
-    done: int  # last moment that autograd holds it
-    used: int  # last moment that the autograd node itself holds it
+    packed_at: int  # number of ops that had run when autograd saved it
+    unpacked_at: int  # backward op before which it is unpacked; -1: never
+    last_held: int  # last moment that autograd holds it
+    last_used: int  # last moment that the autograd node itself holds it
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,7 @@ class Call:
     start: int  # its ops are [start, stop)
     stop: int
     module: str  # type name
-    given: tuple[int, ...] = ()  # storages of its arguments
+    arguments: tuple[int, ...] = ()  # storages
     state: tuple[int, ...] = ()  # storages of its module's buffers and other tensors
 
     def __str__(self) -> str:

@@ -92,10 +92,10 @@ def save_plot(
     bounds = [100 * point.bound_overhead for point in points]
     axes.plot(peaks, overheads, drawstyle="steps-post", marker=".", label="ckplan")
     axes.plot(peaks, bounds, linestyle="--", color="gray", label="lower bound")
-    for name, alike, marker in zip(*_practices(others), strict=True):
+    for name, group, marker in zip(*_practices(others), strict=True):
         axes.plot(
-            [other.peak_bytes / units.GIB for other in alike],
-            [100 * other.overhead for other in alike],
+            [other.peak_bytes / units.GIB for other in group],
+            [100 * other.overhead for other in group],
             marker=marker,
             linestyle="",
             label=name,
@@ -109,12 +109,12 @@ def save_plot(
 
 
 def _practices(
-    others: Sequence[Baseline],
+    baselines: Sequence[Baseline],
 ) -> tuple[list[str], list[list[Baseline]], list[str]]:
-    """Strategies by name, those that differ in a number together, and a marker each."""
-    alike: dict[str, list[Baseline]] = {}
-    for other in others:
-        name = re.sub(r"^every \d+ ", "every n ", other.name)
-        alike.setdefault(name, []).append(other)
-    markers = [_MARKERS[number % len(_MARKERS)] for number in range(len(alike))]
-    return list(alike), list(alike.values()), markers
+    """Names of strategies, their baselines and a marker each; ``every n`` is one."""
+    groups: dict[str, list[Baseline]] = {}
+    for baseline in baselines:
+        name = re.sub(r"^every \d+ ", "every n ", baseline.name)
+        groups.setdefault(name, []).append(baseline)
+    markers = [_MARKERS[number % len(_MARKERS)] for number in range(len(groups))]
+    return list(groups), list(groups.values()), markers

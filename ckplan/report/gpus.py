@@ -28,7 +28,7 @@ def cards_report(cards: Collection[Gpu]) -> RenderableType:
     return Group(
         section("Cards, with dense peak rates in TFLOP/s", table),
         key_value_table(
-            [("sources", "`ckplan gpus NAME` and --json name one for every figure")]
+            [("sources", "`ckplan gpus NAME` and --json show one for each figure")]
         ),
     )
 
@@ -55,7 +55,7 @@ def card_report(card: Gpu) -> RenderableType:
     for key, value in figures.items():
         add_row(table, names.get(key, key), value, card.sources[key])
     usable = units.format_bytes(card.usable_bytes)
-    title = f"{card.name}: {usable} usable, which is capacity less context"
+    title = f"{card.name}: {usable} usable (capacity less context)"
     return Group(section(title, table))
 
 

@@ -24,16 +24,16 @@ def hazards_table(graph: Graph) -> Table:
 
 def hazard_rows(graph: Graph) -> list[tuple[str, str, str]]:
     """The cells of these rows; equal calls share a row."""
-    alike: dict[tuple[str, str, str], list[int]] = {}
+    calls_by_cells: dict[tuple[str, str, str], list[int]] = {}
     for hazard in graph.hazards:
         ways = " or ".join(hazard.guarded_by) or "nothing"
         if hazard.kind == "again":
             ways = f"calls around: {ways}"
         key = (graph.calls[hazard.call].module, hazard.reason, ways)
-        alike.setdefault(key, []).append(hazard.call)
+        calls_by_cells.setdefault(key, []).append(hazard.call)
     return [
         (_names(graph, calls), reason, ways)
-        for (_, reason, ways), calls in alike.items()
+        for (_, reason, ways), calls in calls_by_cells.items()
     ]
 
 

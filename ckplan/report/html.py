@@ -189,11 +189,11 @@ def _trees(
 
 
 def _differences(graph: Graph, plans: Mapping[str, Plan]) -> list[str]:
-    here = plan_fingerprint(graph.fingerprint)
+    fingerprint = plan_fingerprint(graph.fingerprint)
     return [
         f"{name} was made for another step: {one}"
         for name, plan in plans.items()
-        for one in differences(plan.fingerprint, here)
+        for one in differences(plan.fingerprint, fingerprint)
     ]
 
 

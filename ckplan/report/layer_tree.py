@@ -48,11 +48,11 @@ def layer_tree(
     actions = {region.call: _action(region) for region in regions}
 
     def rows(parents: Sequence[int], depth: int) -> Iterator[TreeRow]:
-        alike: dict[object, list[int]] = defaultdict(list)
+        calls_by_key: dict[object, list[int]] = defaultdict(list)
         for call in (c for parent in parents for c in graph.children[parent]):
             key = (graph.signature(call), inside[call].kept_bytes, actions.get(call))
-            alike[key].append(call)
-        for calls in alike.values():
+            calls_by_key[key].append(call)
+        for calls in calls_by_key.values():
             cost = sum((inside[call] for call in calls), PlannedCost())
             if cost == PlannedCost():
                 continue
@@ -68,9 +68,9 @@ def layer_tree(
 
 def _action(region: Region) -> str:
     counts = (("saves", region.save), ("encodes", region.encode))
-    said = [f"{verb} {len(found)} tensors" for verb, found in counts if found]
-    said += [f"{len(region.inner)} regions inside"] if region.inner else []
-    return ", ".join([region.by, *said])
+    parts = [f"{verb} {len(found)} tensors" for verb, found in counts if found]
+    parts += [f"{len(region.inner)} regions inside"] if region.inner else []
+    return ", ".join([region.by, *parts])
 
 
 def _costs(graph: Graph, timeline: Timeline) -> list[PlannedCost]:

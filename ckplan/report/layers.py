@@ -116,10 +116,10 @@ def fold_layers(graph: Graph, layers: Iterable[Layer]) -> list[Row]:
 
     Layers are equal if they have one module type and the same ops at the same cost.
     """
-    alike: dict[object, list[Layer]] = defaultdict(list)
+    equal_layers: dict[object, list[Layer]] = defaultdict(list)
     for layer in layers:
-        alike[_digest(graph, layer)].append(layer)
-    rows = [row for group in alike.values() for row in _rows(graph, group)]
+        equal_layers[_digest(graph, layer)].append(layer)
+    rows = [row for group in equal_layers.values() for row in _rows(graph, group)]
     return sorted(rows, key=lambda row: -row.cost.activation_bytes)
 
 
@@ -130,11 +130,16 @@ def _digest(graph: Graph, layer: Layer) -> object:
     return layer.own_code, call.module, size, ops
 
 
-def _rows(graph: Graph, alike: Sequence[Layer]) -> list[Row]:
-    cost_of = {_key(graph, layer.call): layer.cost for layer in alike}
-    found = patterns(graph, [layer.call for layer in alike])
+def _rows(graph: Graph, equal_layers: Sequence[Layer]) -> list[Row]:
+    cost_of = {_key(graph, layer.call): layer.cost for layer in equal_layers}
+    found = patterns(graph, [layer.call for layer in equal_layers])
     return [
-        Row(name, alike[0].own_code, len(keys), total_cost(cost_of[k] for k in keys))
+        Row(
+            name,
+            equal_layers[0].own_code,
+            len(keys),
+            total_cost(cost_of[k] for k in keys),
+        )
         for name, keys in found
     ]
 

@@ -81,22 +81,22 @@ def solution_json(
 def plan_report(plan: Plan) -> RenderableType:
     """The full contents of a plan file."""
     predicted = plan.predicted
-    said = [("fingerprint", text) for text in _fingerprint_lines(plan)]
+    rows = [("fingerprint", text) for text in _fingerprint_lines(plan)]
     if plan.budget_bytes is not None:
-        said.append(("budget", _size(plan.budget_bytes)))
+        rows.append(("budget", _size(plan.budget_bytes)))
     if predicted is not None:
         unplanned = _size(predicted.unplanned_peak_bytes)
         peak = f"{_size(predicted.peak_bytes)} during {predicted.peak_at}"
         overhead = units.format_percent(predicted.overhead, sign=True)
-        said += [
+        rows += [
             ("predicted peak", f"{peak}; unplanned {unplanned}"),
             ("predicted overhead", f"{overhead} of an unplanned step"),
         ]
     for name, least in plan.bound.items():
         percent = units.format_percent(least, sign=True)
-        said.append(("bound", f"{percent} at least ({name.replace('_', ' ')})"))
+        rows.append(("bound", f"{percent} at least ({name.replace('_', ' ')})"))
     return Group(
-        section(f"Plan for {plan.model or 'any model'}", key_value_table(said)),
+        section(f"Plan for {plan.model or 'any model'}", key_value_table(rows)),
         section("Regions", _regions(plan, in_full=True)),
     )
 
@@ -145,7 +145,7 @@ def _budget_rows(
             "allocator"
         )
     if others:
-        limit += f", which is {_size(whole)} without {' and '.join(others)}"
+        limit += f", which is {_size(whole)} less {' and '.join(others)}"
     bound = units.format_percent(solution.bound_overhead, sign=True)
     return [
         ("budget", limit),
@@ -157,8 +157,8 @@ def _budget_rows(
         ("gap", f"{units.format_percent(solution.gap)} between bound and plan"),
         (
             "floor",
-            f"{_size(floor.peak_bytes)} during {floor.peak_at}; no plan found needs "
-            f"less, and most of it is of kind {floor.owner}",
+            f"{_size(floor.peak_bytes)} during {floor.peak_at}: the smallest peak of "
+            f"any plan found; most of it is of kind {floor.owner}",
         ),
     ]
 
@@ -175,10 +175,10 @@ def _exact_rows(exact: ExactResult | None) -> list[tuple[str, str]]:
     if exact is None:
         return []
     if exact.overhead is None:
-        found = "no schedule was found in the time given"
+        found = "no schedule was found within the time limit"
     else:
         percent = units.format_percent(exact.overhead, sign=True)
-        end = "is the cheapest" if exact.optimal else "was found in the time given"
+        end = "is the cheapest" if exact.optimal else "was found within the time limit"
         found = f"{percent}: this schedule of ops {end}"
     return [("exact", found)]
 
@@ -189,7 +189,7 @@ def comparison_report(
     """Baselines and the plan under one budget, less a reserve."""
     title = f"Ways to train {model} within {_size(limit.bytes)}"
     if limit.of_reserved:
-        title += ", gaps of PyTorch's allocator included"
+        title += ", with the fragmentation of PyTorch's allocator"
     if reserve_bytes:
         title += f", with {_size(reserve_bytes)} in reserve"
     return Group(section(title, _baselines(found)))

@@ -43,11 +43,11 @@ def step_report(
 ) -> RenderableType:
     """The memory by kind, the layers that own the activations, and the notes."""
     forward = forward_costs(graph)
-    said = [
+    rows = [
         ("peak", f"{_size(timeline.peak_bytes)} during {timeline.peak_at}"),
         *reserved_facts(reserved),
         ("forward", units.format_flops((forward.inside + forward.outside).flops)),
-        ("step", f"{units.format_seconds(graph.step_seconds)}, recomputing nothing"),
+        ("step", f"{units.format_seconds(graph.step_seconds)}, without recomputation"),
         ("costs", graph.costs),
         *(("note", note) for note in graph.notes),
     ]
@@ -56,7 +56,7 @@ def step_report(
         section(f"Memory of one training step of {graph.model}", memory),
         section("Layers in forward", _layers(graph, forward)),
         *([section("Hazards", hazards_table(graph))] if graph.hazards else []),
-        key_value_table(said),
+        key_value_table(rows),
     )
 
 

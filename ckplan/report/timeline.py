@@ -67,11 +67,11 @@ def save_timeline(
 
     Args:
         path: The picture to write.
-        model: Its name, for the title.
-        curves: What is drawn.
-        budget_bytes: Drawn as a line, if there is one.
-        owners: Where the peak of each step is.
-        force: Whether to overwrite a file that exists.
+        model: Name of the model, for the title.
+        curves: Curves to draw.
+        budget_bytes: Budget to draw as a line, or None.
+        owners: Step -> place of its peak in words.
+        force: Whether to overwrite an existing file.
     """
     from matplotlib.figure import Figure
 
@@ -101,7 +101,7 @@ def save_timeline(
 
 
 def _mark_peak(axes: Axes, found: Mapping[str, Curve], owner: str) -> None:
-    """A point at the peak of the last curve, and whose it is at the top."""
+    """Mark the peak of the last curve; its owner is written at the top."""
     points = [point for curve in [*found.values()][-1:] for point in curve.placed()]
     if not points:
         return

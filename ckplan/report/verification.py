@@ -22,7 +22,7 @@ _NONE = "n/a"
 
 def verification_report(found: Verification) -> RenderableType:
     """Predicted and measured figures, and whether results are bitwise equal."""
-    said = [
+    rows = [
         ("budget", _size(found.budget_bytes)),
         ("fits", "yes" if found.fits else "no"),
         ("loss", _equal(found.loss_equal)),
@@ -36,7 +36,7 @@ def verification_report(found: Verification) -> RenderableType:
     return Group(
         section("Predicted and measured", _numbers(found)),
         *([timeline_report(found.curves)] if found.curves else []),
-        section("Planned against unplanned", key_value_table(said)),
+        section("Planned against unplanned", key_value_table(rows)),
     )
 
 
@@ -50,7 +50,7 @@ def dry_run_report(found: DryRun) -> RenderableType:
     )
     add_row(table, "peak", *map(_size, peaks))
     add_row(table, "peak unplanned", *map(_size, unplanned))
-    said = [
+    rows = [
         ("budget", _size(found.budget_bytes)),
         ("fits", "yes" if found.fits else "no"),
         *_regions(found),
@@ -59,7 +59,7 @@ def dry_run_report(found: DryRun) -> RenderableType:
     return Group(
         section("Predicted and dry run, without values", table),
         timeline_report(found.curves),
-        key_value_table(said),
+        key_value_table(rows),
     )
 
 
@@ -76,14 +76,14 @@ def verification_error(found: Verification) -> VerifyError:
     return VerifyError(
         f"the planned step differs from the unplanned one: {first}",
         needed="the same bits in loss, gradients, buffers and random state",
-        hint="leave these modules out of the plan, and please report it",
+        hint="leave these modules out of the plan, and report it as a bug",
     )
 
 
 def _exceeds(what: str, peak_bytes: int, found: AbstractOutcome) -> VerifyError:
-    beyond = _size(peak_bytes - (found.budget_bytes or 0))
+    excess = _size(peak_bytes - (found.budget_bytes or 0))
     return VerifyError(
-        f"the planned step exceeds its budget by {beyond}: {what} {_size(peak_bytes)}",
+        f"the planned step exceeds its budget by {excess}: {what} {_size(peak_bytes)}",
         needed=f"at most {_size(found.budget_bytes)}",
         hint=_remedy(found),
     )
@@ -92,10 +92,10 @@ def _exceeds(what: str, peak_bytes: int, found: AbstractOutcome) -> VerifyError:
 def _remedy(found: AbstractOutcome) -> str:
     """The hint for a step that does not fit."""
     if found.other:
-        return "ckplan profile and solve for this workload, which is not the plan's"
+        return "ckplan profile and solve for this workload: the plan is of another one"
     if found.regions_kept:
         first = found.regions_kept[0]
-        return f"leave out {first}, whose ops differ by step, or --reserve more"
+        return f"leave out {first}, whose ops vary between steps, or a larger --reserve"
     return "ckplan solve with a smaller --budget, or with --reserve"
 
 
@@ -123,7 +123,7 @@ def _numbers(found: Verification) -> Table:
 
 
 def _regions(found: AbstractOutcome) -> list[tuple[str, str]]:
-    ran = f"{found.regions_ran} ran, {len(found.regions_idle)} never did"
+    ran = f"{found.regions_ran} ran, {len(found.regions_idle)} never ran"
     return [
         ("regions", ran),
         *(("never ran", call) for call in found.regions_idle),

@@ -81,16 +81,19 @@ def _intervals(timeline: Timeline) -> Iterator[tuple[int, Interval]]:
         )
         yield _OUTPUT, Interval(start, stop, storage.bytes, stop_tick=stop_tick)
     for moment, op in enumerate(graph.ops):
-        at = 2 * moment + 1
+        half_moment = 2 * moment + 1
         for phase, blocks in zip((_BEFORE, _WORKSPACE), op.workspace, strict=True):
-            yield from ((phase, Interval(at, at, size, 0, 1)) for size in blocks)
+            yield from (
+                (phase, Interval(half_moment, half_moment, size, 0, 1))
+                for size in blocks
+            )
     for effect in timeline.effects:
         for interval in effect.allocated:
             yield _BEFORE if interval.start_tick == BEFORE_OP else _OUTPUT, interval
         yield from ((_OUTPUT, interval) for interval in effect.workspaces)
-        for at, beyond in effect.encoding.items():
-            workspace_bytes = graph.ops[at // 2].workspace.bytes + beyond
-            yield _ENCODING, Interval(at, at, workspace_bytes, 0, 1)
+        for half_moment, beyond in effect.encoding.items():
+            workspace_bytes = graph.ops[half_moment // 2].workspace.bytes + beyond
+            yield _ENCODING, Interval(half_moment, half_moment, workspace_bytes, 0, 1)
 
 
 def reserved_bytes(timeline: Timeline, *, expandable: bool = False) -> int:

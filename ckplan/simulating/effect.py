@@ -43,10 +43,12 @@ class Effect:
     # Gap -> (held storage, tick) of those freed within the gap, in order.
     freed_in_gap: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     encoding: dict[int, int] = field(default_factory=dict)  # half moment -> workspace
-    seconds: float = 0.0  # on the busier side of the step: device or launching
-    hidden_seconds: float = 0.0  # on the other side
+    seconds: float = (
+        0.0  # critical: on the device or for launches, whichever takes longer
+    )
+    hidden_seconds: float = 0.0  # of the other queue
     engine_seconds: float = 0.0  # CPU time of the engine itself
-    steps: list[int] = field(default_factory=list)  # ops that run again, in order
+    steps: list[int] = field(default_factory=list)  # ops that rerun, in order
 
     def hold(self, storage: int, until: int) -> None:
         """Keep a storage alive at least to a half moment."""
@@ -66,13 +68,14 @@ class Effect:
                 hold. Intervals count these bytes for the whole gap.
         """
         moments = sorted(self.gap_peaks)
-        level = [0] * (len(moments) + 1)
+        change = [0] * (len(moments) + 1)
         for interval in self.allocated:
-            level[bisect_left(moments, interval.start)] += interval.bytes
-            level[bisect_right(moments, interval.stop)] -= interval.bytes
-        counted = zip(moments, accumulate(level), strict=False)
+            change[bisect_left(moments, interval.start)] += interval.bytes
+            change[bisect_right(moments, interval.stop)] -= interval.bytes
+        counted = zip(moments, accumulate(change), strict=False)
         gap_peaks = {
-            at: self.gap_peak(at, freed.get(at, {}))[0] - sum_ for at, sum_ in counted
+            gap: self.gap_peak(gap, freed.get(gap, {}))[0] - sum_
+            for gap, sum_ in counted
         }
         return {
             **self.encoding,

@@ -108,7 +108,7 @@ class Program:
     retained: frozenset[int]  # kept by the region or by the region around it
     decodes: frozenset[int]  # values decoded from their encoded form
     overwritten_inputs: frozenset[int]  # retained values that forward overwrote
-    wanted: frozenset[int] = frozenset()  # values that backward reads
+    needed: frozenset[int] = frozenset()  # values that backward reads
     outer: int = 0  # as in NestedRegion
     inner: tuple[Program, ...] = ()  # one per part, in the order of parts
 
@@ -142,27 +142,27 @@ def compile_program(
     available = [current]  # per part: values that it need not rebuild
     for part in parts:
         available.append(available[part.outer] | part.kept | {*encoded})
-    wanted: list[list[int]] = [
+    needed: list[list[int]] = [
         [] for _ in available
     ]  # per part: values that backward reads
     inner_retained: list[list[int]] = [
         [] for _ in available
     ]  # per part: values that its inner parts retain
     for value, number in dropped:
-        wanted[number].append(value)
+        needed[number].append(value)
     inner: list[Program] = []
     for number in range(len(parts), 0, -1):
         part = parts[number - 1]
         made_here, from_outer = _split_by_maker(
-            flow, part, available[number], wanted[number]
+            flow, part, available[number], needed[number]
         )
-        wanted[part.outer] += from_outer
+        needed[part.outer] += from_outer
         program = _compile(
             flow, part, made_here, inner_retained[number], available[number], ()
         )
         inner_retained[part.outer] += program.retained
         inner.append(program)
-    program = _compile(flow, whole, wanted[0], inner_retained[0], current, encoded)
+    program = _compile(flow, whole, needed[0], inner_retained[0], current, encoded)
     overwritten_inputs = {
         value for value in program.retained if not flow.is_current(value)
     }
@@ -193,13 +193,13 @@ def _compile(
     available: Collection[int],
     encoded: Collection[int],
 ) -> Program:
-    wanted = [*dropped, *inner_retained]
-    uses = Counter(wanted)
+    needed = [*dropped, *inner_retained]
+    uses = Counter(needed)
     steps: set[int] = set()
     retained: set[int] = set()
     decodes: set[int] = set()
-    while wanted:
-        value = wanted.pop()
+    while needed:
+        value = needed.pop()
         maker = flow.maker_of[value]
         if value in available or not part.start <= maker < part.stop:
             retained.add(value)
@@ -208,7 +208,7 @@ def _compile(
         elif maker not in steps:
             steps.add(maker)
             uses.update(flow.inputs[maker])
-            wanted.extend(flow.inputs[maker])
+            needed.extend(flow.inputs[maker])
     return Program(
         flow,
         frozenset(steps),

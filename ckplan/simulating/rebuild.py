@@ -69,13 +69,15 @@ class Rebuild(Generic[MachineT]):
         self._outer = outer and proxy(outer)  # no cycles: they would outlive a step
         self._inner: list[Rebuild[MachineT]] = []
         for part in program.inner:
-            around = self._inner[part.outer - 1] if part.outer else self
-            self._inner.append(Rebuild(part, around.machine.nested(), around))
+            outer_rebuild = self._inner[part.outer - 1] if part.outer else self
+            self._inner.append(
+                Rebuild(part, outer_rebuild.machine.nested(), outer_rebuild)
+            )
 
     def owner(self, value: int, part: int) -> Rebuild[MachineT]:
         """The rebuild of the region that drops ``value``, which ``part`` saved."""
         found = self._inner[part - 1] if part else self
-        while value not in found._program.wanted and found._outer is not None:
+        while value not in found._program.needed and found._outer is not None:
             found = found._outer
         return found
 
@@ -84,13 +86,13 @@ class Rebuild(Generic[MachineT]):
         if value in self._present:
             return
         fetched, missing = self._missing(value)
-        for held in fetched:
+        for retained in fetched:
             assert self._outer is not None, (
                 "the outermost region retains its values itself"
             )
-            self._outer.materialize(held)
-            self.machine.fetch(held)
-            self._present.add(held)
+            self._outer.materialize(retained)
+            self.machine.fetch(retained)
+            self._present.add(retained)
         for step, decoded in missing:
             if decoded is None:
                 self._run(step)
@@ -113,9 +115,9 @@ class Rebuild(Generic[MachineT]):
         fetched: set[int] = set()
         steps: set[int] = set()
         decoded: set[int] = set()
-        wanted = [value]
-        while wanted:
-            value = wanted.pop()
+        needed = [value]
+        while needed:
+            value = needed.pop()
             maker = flow.maker_of[value]
             if value in self._present:
                 continue
@@ -125,7 +127,7 @@ class Rebuild(Generic[MachineT]):
                 decoded.add(value)
             elif maker not in steps:
                 steps.add(maker)
-                wanted.extend(flow.inputs[maker])
+                needed.extend(flow.inputs[maker])
         ordered: list[tuple[int, int | None]] = [(step, None) for step in sorted(steps)]
         if decoded:
             decodings = [(flow.maker_of[value], value) for value in sorted(decoded)]

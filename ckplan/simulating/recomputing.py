@@ -46,21 +46,21 @@ def _program_effect(view: RegionView, region: Region) -> Effect:
         }
         raise _overwritten_error(view, overwritten_inputs)
     effect = Effect(dropped={*dropped})
-    held = (view.flow.storage_of[value] for value in program.retained)
-    for storage in (*view.external(), *held):
+    retained = (view.flow.storage_of[value] for value in program.retained)
+    for storage in (*view.external(), *retained):
         effect.hold(storage, 2 * view.stop - 1)
     ledger = Ledger(view, program, effect, view.encoded_values(region))
     rebuild = Rebuild(program, ByteCounter(ledger, program.retained))
     events = [(s, v, dropped[i]) for i, s, v in view.packed if i in dropped]
-    for saved, value, part in sorted(events, key=lambda event: event[0].wanted):
-        if saved.wanted >= 0:
-            ledger.enter_gap(2 * saved.wanted)
+    for saved, value, part in sorted(events, key=lambda event: event[0].unpacked_at):
+        if saved.unpacked_at >= 0:
+            ledger.enter_gap(2 * saved.unpacked_at)
             owner = rebuild.owner(value, part)
             owner.materialize(value)
             ledger.restore_random_state()
-            owner.machine.unpack(value, 2 * saved.done + 1)
+            owner.machine.unpack(value, 2 * saved.last_held + 1)
             owner.release(value)
-    ledger.enter_gap(max((2 * s.done + 1 for s, _, _ in events), default=0))
+    ledger.enter_gap(max((2 * s.last_held + 1 for s, _, _ in events), default=0))
     rebuild.machine.close()
     ledger.close()
     _count_seconds(view, effect)
@@ -84,17 +84,17 @@ def _rerun_effect(view: RegionView, region: Region) -> Effect:
     view.parts(region)  # raises if the region has inner ones
     made = view.saved_by_rerun
     effect = Effect(dropped={index for index, _ in made})
-    last = max((saved.done for saved in view.saves), default=-1)
-    held = {*view.external(), *view.call.given} - view.casts.keys()
-    for storage in held if view.saves else ():
+    last = max((saved.last_held for saved in view.saves), default=-1)
+    inputs = {*view.external(), *view.call.arguments} - view.casts.keys()
+    for storage in inputs if view.saves else ():
         effect.hold(storage, 2 * last + 1)
     effect.allocated += _snapshot(view, 2 * last + 1)
-    wanted = [saved.wanted for saved in view.saves if saved.wanted >= 0]
-    if wanted:
-        overwritten_inputs = view.changed_inputs(min(wanted))
+    unpacked_at = [saved.unpacked_at for saved in view.saves if saved.unpacked_at >= 0]
+    if unpacked_at:
+        overwritten_inputs = view.changed_inputs(min(unpacked_at))
         if overwritten_inputs:
             raise _overwritten_error(view, overwritten_inputs)
-        _rerun_module(view, made, min(wanted), effect)
+        _rerun_module(view, made, min(unpacked_at), effect)
     _count_seconds(view, effect)
     return effect
 
@@ -130,7 +130,7 @@ def _rerun_ops(view: RegionView) -> Iterator[int]:
     for moment in range(view.start, stop):
         yield from (casts.pop(s) for s in ops[moment].reads if s in casts)
         yield moment
-    last = {saved.storage for saved in view.saves if saved.at == stop}
+    last = {saved.storage for saved in view.saves if saved.packed_at == stop}
     if stop < view.stop and not last.isdisjoint(ops[stop].reads):
         yield from (casts.pop(s) for s in ops[stop].reads if s in casts)
 
@@ -142,8 +142,8 @@ def _rerun_module(
     graph = view.graph
     until: dict[int, int] = {}
     for _, saved in made:
-        if saved.used >= first:  # torch's checkpoint passes it to the node
-            until[saved.storage] = max(until.get(saved.storage, 0), saved.used)
+        if saved.last_used >= first:  # torch's checkpoint passes it to the node
+            until[saved.storage] = max(until.get(saved.storage, 0), saved.last_used)
     gap = 2 * first
     found = sum(graph.storages[storage].bytes for storage in view.call.state)
     found += random_state_bytes(graph) * sum(view.draws)

@@ -70,8 +70,8 @@ class Timeline:
     def recompute_seconds(self) -> float:
         """Extra seconds of recomputation.
 
-        If the device is the busier side of the step, the CPU's launches count only when
-        they take longer; and the other way round.
+        Kernels and launches are two queues, and the step takes as long as the longer
+        one. Seconds of the other queue count only once it becomes the longer one.
         """
         busier = sum(effect.seconds for effect in self.effects)
         other = sum(effect.hidden_seconds for effect in self.effects)
@@ -152,7 +152,7 @@ class Simulator:
         self._effects: dict[Region, Effect] = {}
         self._end = 2 * len(graph.ops)
         self._saved_of = {
-            storage: [(index, 2 * graph.saved[index].done + 1) for index in saved]
+            storage: [(index, 2 * graph.saved[index].last_held + 1) for index in saved]
             for storage, saved in graph.saved_of.items()
         }
         self._natural_stops: list[int] = []  # without saved tensors
@@ -160,9 +160,9 @@ class Simulator:
         level = [0] * (self._end + 2)
         for storage, found in enumerate(graph.storages):
             start, natural = self._start_and_natural_stop(storage)
-            until = (done for _, done in self._saved_of.get(storage, ()))
+            held_until = (last_held for _, last_held in self._saved_of.get(storage, ()))
             self._natural_stops.append(natural)
-            self._stops.append(min(max((natural, *until)), self._end))
+            self._stops.append(min(max((natural, *held_until)), self._end))
             level[start] += found.bytes
             level[self._stops[-1] + 1] -= found.bytes
         self.unplanned_bytes = list(accumulate(level))[:-1]
@@ -250,9 +250,9 @@ class Simulator:
         stops: dict[int, int] = {}
         for storage in {*retained, *(self.graph.saved[i].storage for i in dropped)}:
             until = max(self._natural_stops[storage], retained.get(storage, -1))
-            for index, done in self._saved_of.get(storage, ()):
-                if done > until and index not in dropped:
-                    until = done
+            for index, last_held in self._saved_of.get(storage, ()):
+                if last_held > until and index not in dropped:
+                    until = last_held
             stops[storage] = min(until, self._end)
         return stops
 
@@ -302,7 +302,9 @@ class Simulator:
         The model's own code comes first, with -1 in place of a saved tensor.
         """
         natural = self._natural_stops[storage]
-        saved = [(done, index) for index, done in self._saved_of.get(storage, ())]
+        saved = [
+            (last_held, index) for index, last_held in self._saved_of.get(storage, ())
+        ]
         return [(natural, -1), *saved]
 
     def _start_and_natural_stop(self, storage: int) -> tuple[int, int]:

@@ -43,7 +43,7 @@ class RegionView:
         self._numbered = [*zip(found, self.saves, strict=True)]
         self.made = [one for one in self._numbered if self.inside(one[1].storage)]
         # A rerun must execute the ops before this one to make all saved tensors.
-        self.saved_stop = max([self.start, *(saved.at for saved in self.saves)])
+        self.saved_stop = max([self.start, *(saved.packed_at for saved in self.saves)])
 
     @property
     def call(self) -> Call:
@@ -70,13 +70,13 @@ class RegionView:
 
     @cached_property
     def _forward(self) -> tuple[Flow, list[tuple[int, Saved, int]]]:
-        flow, packed, at = Flow(), [], self.start
+        flow, packed, position = Flow(), [], self.start
         for index, saved in self.made:
-            for op in self.graph.ops[at : saved.at]:
+            for op in self.graph.ops[position : saved.packed_at]:
                 flow.add(op)
-            at = max(at, saved.at)
+            position = max(position, saved.packed_at)
             packed.append((index, saved, flow.value(saved.storage)))
-        for op in self.graph.ops[at : self.stop]:
+        for op in self.graph.ops[position : self.stop]:
             flow.add(op)
         return flow, packed
 
@@ -132,9 +132,9 @@ class RegionView:
         If backward reads none of them, the half moments at which it frees those made
         inside; (-1, -1) if there are none.
         """
-        spans = [(s.wanted, s.done) for s in self.saves if s.wanted >= 0]
+        spans = [(s.unpacked_at, s.last_held) for s in self.saves if s.unpacked_at >= 0]
         if not spans:
-            spans = [(s.done, s.done) for _, s in self.made]
+            spans = [(s.last_held, s.last_held) for _, s in self.made]
         first = min((start for start, _ in spans), default=-1)
         last = max((stop for _, stop in spans), default=-1)
         return (2 * first, 2 * last + 1) if spans else (-1, -1)
@@ -154,9 +154,9 @@ class RegionView:
 
         Autocast's cache is empty in backward.
         """
-        given, casts = self.call.given, self.graph.casts
+        arguments, casts = self.call.arguments, self.graph.casts
         outside = (s for s in self.storages if s in casts and not self.inside(s))
-        return {s: casts[s] for s in outside if s not in given}
+        return {s: casts[s] for s in outside if s not in arguments}
 
     @property
     def saved_by_rerun(self) -> list[tuple[int, Saved]]:
@@ -168,8 +168,8 @@ class RegionView:
     def changed_inputs(self, before: int) -> set[int]:
         """Inputs that ops of ``[start, before)`` change in place."""
         graph = self.graph
-        given = {s for s in self.storages if graph.storages[s].kind == "input"}
-        inputs = self.external() | given
+        step_inputs = {s for s in self.storages if graph.storages[s].kind == "input"}
+        inputs = self.external() | step_inputs
         return {s for s in inputs if graph.is_changed(s, self.start, before)}
 
     def kept_values(self, region: Region) -> set[int]:
@@ -244,11 +244,11 @@ class RegionView:
             if not (value in kept and current(value))
         ]
         parts, part_of = self.parts(region)
-        wanted = [(value, part_of.get(index, 0)) for index, value in dropped]
+        needed = [(value, part_of.get(index, 0)) for index, value in dropped]
         encoded = self.encoded_values(region)
-        program = compile_program(self.flow, wanted, kept, encoded, parts)
+        program = compile_program(self.flow, needed, kept, encoded, parts)
         indices = {index: part_of.get(index, 0) for index, _ in dropped}
-        stop = max((s.wanted for i, s in self.made if i in indices), default=-1)
+        stop = max((s.unpacked_at for i, s in self.made if i in indices), default=-1)
         storage_of = self.flow.storage_of
         late = {
             value

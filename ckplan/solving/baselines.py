@@ -26,7 +26,9 @@ EXHAUSTIVE_MAX_LAYERS = 64
 """Up to this number of layers, all variants are tried; beyond it, a subset."""
 
 _MOST_LIMITS = 16  # most limits of Chen's search
-_NEARLY_ALL = 0.9  # a finer family is preferred if it has this share of the bytes
+_NEARLY_ALL = (
+    0.9  # a family of smaller calls is preferred if it owns this share of the bytes
+)
 
 
 def find_repeated_layers(graph: Graph, menus: Menus) -> list[int]:
@@ -168,14 +170,14 @@ def _segments(
     """Runs of siblings (first, last), each closed when it exceeds a limit."""
     segments: list[tuple[int, int]] = []
     first = last = -1
-    held = 0
+    segment_bytes = 0
     for layer, size in zip(layers, sizes, strict=True):
         same_parent = graph.calls[layer].parent == graph.calls[last].parent
-        if first >= 0 and (held > limit or not same_parent):
+        if first >= 0 and (segment_bytes > limit or not same_parent):
             segments.append((first, last))
             first = -1
         if first < 0:
-            first, held = layer, 0
+            first, segment_bytes = layer, 0
         last = layer
-        held += size
+        segment_bytes += size
     return [*segments, (first, last)]

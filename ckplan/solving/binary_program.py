@@ -92,8 +92,8 @@ class BinaryProgram:
             return ExactResult(True, None, 0.0)
         if found.status not in (_OPTIMAL, _LIMIT):
             raise CkplanError(
-                f"cannot solve exactly: HiGHS says {found.message}",
-                needed="a graph that the integer program can hold",
+                f"cannot solve exactly: HiGHS reports {found.message}",
+                needed="a graph whose integer program HiGHS can solve",
                 hint="solve without --method milp",
             )
         scale = _UNIT / step_seconds

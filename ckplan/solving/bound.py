@@ -63,10 +63,10 @@ class LowerBound:
 
     def overhead(self, budget_bytes: int) -> float:
         """Least overhead, a fraction of the step, of any schedule under a budget."""
-        alone = [one.overhead(budget_bytes) for one in self._each]
-        if len(alone) < 2 or not min(alone):
-            return max(alone, default=0.0)
-        return max(*alone, *(one.overhead(budget_bytes) for one in self._averages))
+        single = [one.overhead(budget_bytes) for one in self._each]
+        if len(single) < 2 or not min(single):
+            return max(single, default=0.0)
+        return max(*single, *(one.overhead(budget_bytes) for one in self._averages))
 
     @cached_property
     def _each(self) -> list[_BoundAt]:
@@ -180,18 +180,18 @@ def _moment(
         else graph.storages[storage].bytes
         for value, storage in enumerate(flow.storage_of)
     }
-    wanted: dict[int, None] = {}
+    needed: dict[int, None] = {}
     one_time_costs_of: dict[int, set[int]] = defaultdict(set)
     for value, saved in zip(values, graph.saved, strict=True):
-        if saved.wanted > op and flow.is_current(value):
-            wanted[value] = None
-            fee = one_time_costs.cost_of_dropping(saved)
-            if fee is not None:
-                one_time_costs_of[value].add(fee)
+        if saved.unpacked_at > op and flow.is_current(value):
+            needed[value] = None
+            number = one_time_costs.cost_of_dropping(saved)
+            if number is not None:
+                one_time_costs_of[value].add(number)
     fixed_bytes = simulator.unplanned_bytes[2 * op + 1] - droppable_bytes
     return _Moment(
         fixed_bytes,
-        Demand(list(wanted), bytes_of, copies, one_time_costs_of=one_time_costs_of),
+        Demand(list(needed), bytes_of, copies, one_time_costs_of=one_time_costs_of),
     )
 
 
@@ -204,13 +204,13 @@ def forward_values(graph: Graph) -> tuple[Flow, list[int]]:
     """All values of forward, and the value of every saved tensor."""
     flow = Flow()
     values: list[int] = []
-    at = 0
+    num_ops = 0
     for saved in graph.saved:
-        for op in graph.ops[at : saved.at]:
+        for op in graph.ops[num_ops : saved.packed_at]:
             flow.add(op)
-        at = max(at, saved.at)
+        num_ops = max(num_ops, saved.packed_at)
         values.append(flow.value(saved.storage))
-    for op in graph.ops[at : graph.num_forward]:
+    for op in graph.ops[num_ops : graph.num_forward]:
         flow.add(op)
     return flow, values
 
@@ -226,7 +226,9 @@ def forward_encodings(graph: Graph, flow: Flow) -> dict[int, Encoding]:
 
 def _alive_regardless(graph: Graph, moment: int) -> set[int]:
     """Storages alive at a moment in every plan: retained by the step, or in use."""
-    in_use = {s.storage for s in graph.saved if 0 <= s.wanted <= moment <= s.used}
+    in_use = {
+        s.storage for s in graph.saved if 0 <= s.unpacked_at <= moment <= s.last_used
+    }
     return in_use | {
         number
         for number, storage in enumerate(graph.storages)
@@ -240,5 +242,5 @@ def _held_for_later_use(graph: Graph, moment: int) -> set[int]:
     return {
         s.storage
         for s in graph.saved
-        if s.wanted > moment or (s.wanted < 0 and s.done >= moment)
+        if s.unpacked_at > moment or (s.unpacked_at < 0 and s.last_held >= moment)
     }

@@ -45,14 +45,16 @@ NANOSECOND = 1e-9
 class Demand:
     """The values that must be available after one moment, and their bytes."""
 
-    wanted: Sequence[int]  # values that backward reads afterwards
+    needed: Sequence[int]  # values that backward reads afterwards
     bytes_of: Mapping[int, int]
-    """What keeping or holding a value costs; 0 for one that lives anyway; values that
-    cannot be kept are left out."""
-    copies: Collection[int] = ()  # values of bytes_of that live once their maker reran
+    """Bytes that keeping a value costs: 0 for a value that is alive in any case. Values
+    that cannot be kept are missing."""
+    copies: Collection[
+        int
+    ] = ()  # values of bytes_of that are alive after their maker reran
     weight: int = 1  # factor of its bytes in the sum
     one_time_costs_of: Mapping[int, Collection[int]] = field(default_factory=dict)
-    """Fees that are due where a wanted value is not kept."""
+    """Needed value -> numbers of the one-time costs that are due if it is not kept."""
 
 
 class OneTimeCost(NamedTuple):
@@ -80,7 +82,7 @@ class SavedSet:
         return replace(self, nanoseconds=self.nanoseconds + nanoseconds)
 
 
-_MAX_STATES_PER_SET = 16  # partial choices looked at, per choice to list
+_MAX_STATES_PER_SET = 16  # partial choices visited, per choice to list
 _NOTHING = SavedSet(frozenset(), frozenset(), 0, 0)
 
 
@@ -122,9 +124,9 @@ class ClosureProblem:
     ) -> dict[int, list[int]]:
         """Add the steps that can be recomputed; return the readers of each value."""
         flow, demand = self._flow, self._demands[moment]
-        wanted = dict.fromkeys(demand.wanted)
-        readers = {value: [SOURCE] for value in wanted}
-        stack = [flow.maker_of[value] for value in wanted]
+        needed = dict.fromkeys(demand.needed)
+        readers = {value: [SOURCE] for value in needed}
+        stack = [flow.maker_of[value] for value in needed]
         while stack:
             step = stack.pop()
             if step == EXTERNAL or ("step", moment, step) in self._nodes:
@@ -140,7 +142,7 @@ class ClosureProblem:
                     self._edge(node, ran, None)
                 self._edge(ran, SINK, (0, self._times[step]))
             for read in flow.inputs[step]:
-                if read not in wanted:  # needed values are available anyway
+                if read not in needed:  # needed values are available anyway
                     readers.setdefault(read, []).append(node)
                 stack.append(flow.maker_of[read])
         return readers
@@ -163,8 +165,8 @@ class ClosureProblem:
         if value in demand.one_time_costs_of:
             gone = self._node("gone", moment, value)
             self._edge(node, gone, keep)
-            for fee in demand.one_time_costs_of[value]:
-                self._edge(gone, self._add_one_time_cost(fee), None)
+            for number in demand.one_time_costs_of[value]:
+                self._edge(gone, self._add_one_time_cost(number), None)
             node, keep = gone, None
         if value in self._encodings:
             coded = self._node("coded", moment, value)
@@ -177,12 +179,12 @@ class ClosureProblem:
 
     def _add_one_time_cost(self, number: int) -> int:
         """Add a cost and those due with it, if they are new; return its node."""
-        if ("fee", 0, number) in self._nodes:
-            return self._nodes["fee", 0, number]
-        node, fee = self._node("fee", 0, number), self._one_time_costs[number]
-        if fee.nanoseconds:
-            self._edge(node, SINK, (0, fee.nanoseconds))
-        for other in fee.others:
+        if ("cost", 0, number) in self._nodes:
+            return self._nodes["cost", 0, number]
+        node, cost = self._node("cost", 0, number), self._one_time_costs[number]
+        if cost.nanoseconds:
+            self._edge(node, SINK, (0, cost.nanoseconds))
+        for other in cost.others:
             self._edge(node, self._add_one_time_cost(other), None)
         return node
 
@@ -237,7 +239,7 @@ class ClosureProblem:
         makers, order = self._flow.maker_of, self._before
         (demand,) = self._demands
         found: dict[SavedSet, None] = {}
-        stack = [(frozenset(demand.wanted), frozenset[int](), _NOTHING)]
+        stack = [(frozenset(demand.needed), frozenset[int](), _NOTHING)]
         looked_at = 0
         while stack and len(found) <= most:
             looked_at += 1
@@ -245,16 +247,16 @@ class ClosureProblem:
                 looked_at > _MAX_STATES_PER_SET * most
             ):  # too many partial choices: few values can be kept
                 return []
-            wanted, ran, choice = stack.pop()
-            if not wanted:
+            needed, ran, choice = stack.pop()
+            if not needed:
                 found[choice] = None
                 continue
-            value = max(wanted, key=order)
-            maker, left = makers[value], wanted - {value}
+            value = max(needed, key=order)
+            maker, left = makers[value], needed - {value}
             if value in demand.bytes_of:
-                held = choice.with_bytes(demand.bytes_of[value])
-                kept = replace(held, kept=choice.kept | {value})
-                stack.append((left, ran, held if maker == EXTERNAL else kept))
+                with_value = choice.with_bytes(demand.bytes_of[value])
+                kept = replace(with_value, kept=choice.kept | {value})
+                stack.append((left, ran, with_value if maker == EXTERNAL else kept))
             if value in self._encodings:
                 size, coding = self._encodings[value].bytes, self._coding_time(value)
                 coded = choice.with_bytes(size).with_nanoseconds(coding)
@@ -263,9 +265,9 @@ class ClosureProblem:
             if maker in ran:
                 stack.append((left, ran, choice))
             elif maker != EXTERNAL:
-                needed, again = self._flow.inputs[maker], self._times[maker]
-                rerun = choice.with_nanoseconds(again)
-                stack.append((left.union(needed), ran | {maker}, rerun))
+                inputs, nanoseconds = self._flow.inputs[maker], self._times[maker]
+                rerun = choice.with_nanoseconds(nanoseconds)
+                stack.append((left.union(inputs), ran | {maker}, rerun))
         if len(found) > most:
             return []
         return sorted(found, key=lambda c: (c.nanoseconds, c.kept_bytes))

@@ -60,11 +60,11 @@ def strategy_baselines(
     found: list[Baseline] = []
     seen: set[tuple[Region, ...]] = set()
     for name, regions in _plans(simulator, menus, limit):
-        done = tuple(region for region in regions if can_recompute(simulator, region))
-        if not done or done in seen:
+        plan = tuple(region for region in regions if can_recompute(simulator, region))
+        if not plan or plan in seen:
             continue
-        seen.add(done)
-        found.append(Baseline.of(name, simulator.run(done), limit))
+        seen.add(plan)
+        found.append(Baseline.of(name, simulator.run(plan), limit))
     return tuple(found)
 
 

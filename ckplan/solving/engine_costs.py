@@ -54,7 +54,7 @@ class MinEngineCosts:
         if common < len(kept):
             high = bisect_left(children, kept[common])
         else:  # and ends after it
-            high = bisect_left(children, saved.at, key=lambda c: calls[c].start)
+            high = bisect_left(children, saved.packed_at, key=lambda c: calls[c].start)
         if low < 0 or high == len(children):
             return parent, parent
         return children[low], children[high]
@@ -62,8 +62,8 @@ class MinEngineCosts:
     def _watching(self, first: int, last: int) -> int:
         """Index of the cost of a call, or of a run of calls."""
         if (first, last) not in self._of_unit:
-            fee = self._call(first) if first == last else self._run(first, last)
-            self._of_unit[first, last] = self._add(fee)
+            cost = self._call(first) if first == last else self._run(first, last)
+            self._of_unit[first, last] = self._add(cost)
         return self._of_unit[first, last]
 
     def _call(self, call: int) -> OneTimeCost:
@@ -78,7 +78,7 @@ class MinEngineCosts:
         siblings = graph.children[parent]
         run = siblings[bisect_left(siblings, first) : bisect_right(siblings, last)]
         start, stop = calls[first].start, calls[last].stop
-        own = [s for s in self._own[parent] if start < graph.saved[s].at < stop]
+        own = [s for s in self._own[parent] if start < graph.saved[s].packed_at < stop]
         return self._together(run, own)
 
     def _together(self, calls: Sequence[int], own: Sequence[int]) -> OneTimeCost:
@@ -93,8 +93,8 @@ class MinEngineCosts:
             self._of_saved[saved] = self._add(OneTimeCost(self._nanoseconds))
         return self._of_saved[saved]
 
-    def _add(self, fee: OneTimeCost) -> int:
-        self.known.append(fee)
+    def _add(self, cost: OneTimeCost) -> int:
+        self.known.append(cost)
         return len(self.known) - 1
 
     @cached_property

@@ -85,7 +85,7 @@ class _PlanEnumerator:
         after: list[list[_Plan]] = [[()]]
         for place in range(len(nodes) - 1, -1, -1):
             node = nodes[place]
-            mine = self._combine(self.of_siblings(node.parts), after[0])
+            plans = self._combine(self.of_siblings(node.parts), after[0])
             for last in range(place, len(nodes)):
                 together = nodes[place : last + 1]
                 unit = (node.call, None if last == place else nodes[last].call)
@@ -94,8 +94,8 @@ class _PlanEnumerator:
                     or are_siblings(self._simulator.graph, node.call, nodes[last].call)
                 ):
                     regions = [(region,) for region in self._of_unit(unit, together)]
-                    mine += self._combine(regions, after[last - place])
-            after.insert(0, mine)
+                    plans += self._combine(regions, after[last - place])
+            after.insert(0, plans)
         return after[0]
 
     def _of_unit(self, unit: Unit, nodes: Sequence[CallNode]) -> Iterator[Region]:

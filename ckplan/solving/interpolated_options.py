@@ -28,11 +28,11 @@ def between(hull: Sequence[Region]) -> list[Region]:
     Args:
         hull: Regions on one unit, most kept bytes first.
     """
-    for at in range(len(hull) - 1, 0, -1):
-        less = hull[at]
-        values = hull[at - 1].save - less.save
+    for place in range(len(hull) - 1, 0, -1):
+        less = hull[place]
+        values = hull[place - 1].save - less.save
         if len(values) > max(_KEPT):
-            encodes = [*_steps(one.encode for one in hull[at:]), hull[-1].encode]
+            encodes = [*_steps(one.encode for one in hull[place:]), hull[-1].encode]
             return [
                 replace(less, save=less.save | _evenly(values, count), encode=encode)
                 for count, encode in product(_KEPT, encodes)

@@ -26,7 +26,7 @@ from ckplan.solving.unit_closure import alive_regardless, unit_closure_problem
 
 _FEWEST_CUTS, _MOST_CUTS, _CUTS_TIMES_STEPS = 1, 40, 2500
 _LEAST_EARLY = 1 / 32  # least share of droppable bytes used before a peak
-_TRIED_TIMES_STEPS = 2500  # most sets times steps, if all sets are tried
+_TRIED_TIMES_STEPS = 2500  # limit on sets times ops, if all sets are tried
 
 Unit: TypeAlias = tuple[int, int | None]
 """What can be a region: a call, and the last one if it is a run of siblings."""
@@ -114,7 +114,7 @@ class Menus:
         early = {
             saved.storage
             for _, saved in view.made
-            if 0 <= saved.wanted <= moment // 2 and saved.storage in made
+            if 0 <= saved.unpacked_at <= moment // 2 and saved.storage in made
         }
         most, known = (sum(size[one].bytes for one in found) for found in (made, early))
         if known == most or known < _LEAST_EARLY * most:
@@ -167,11 +167,11 @@ class Menus:
         Early freeing helps every later moment. An ordered plan has a short plan file.
         """
         chosen = {(region.call, region.last): region for region in regions}
-        alike: dict[str, list[Unit]] = defaultdict(list)
+        equal_units: dict[str, list[Unit]] = defaultdict(list)
         for unit in segmentation:
-            alike[self.signature(unit)].append(unit)
+            equal_units[self.signature(unit)].append(unit)
         tidied: list[Region] = []
-        for units in alike.values():
+        for units in equal_units.values():
             saves = [self.relative(chosen[u]) for u in units if u in chosen]
             saves.sort(
                 key=lambda kept: (
@@ -267,24 +267,26 @@ class Menus:
         """A key equal for units whose equal regions change live bytes equally."""
         graph, view = self._graph, self._simulator.view(*unit)
         windows = _windows(view)
-        (start, stop), (begun, ended) = windows
+        (start, stop), (backward_start, backward_stop) = windows
         own = {*graph.saved_in(unit[0], unit[1])}
 
         def place(moment: int) -> tuple[int, int]:
             """Position in the windows; all moments between them have one position."""
             if moment <= stop:
                 return 0, moment - start
-            if moment < begun - 1:
+            if moment < backward_start - 1:
                 return 1, 0
-            return 2, min(moment, ended + 1) - begun
+            return 2, min(moment, backward_stop + 1) - backward_start
 
         def ends(storage: int) -> tuple[tuple[int, int], ...]:
             found = self._simulator.ends(storage)
             last = max(moment for moment, saved in found if saved not in own)
-            return place(last), *(place(at) for at, saved in found if saved in own)
+            return place(last), *(
+                place(moment) for moment, saved in found if saved in own
+            )
 
         changed = any(
-            graph.is_changed(storage, view.stop, ended // 2 + 1)
+            graph.is_changed(storage, view.stop, backward_stop // 2 + 1)
             for storage in view.storages
         )
         found = (
@@ -292,7 +294,11 @@ class Menus:
             unit if changed else None,  # overwritten values may be needed until then
             tuple(last - first for first, last in windows),
             tuple(
-                (place(2 * s.wanted), place(2 * s.done), place(2 * s.used))
+                (
+                    place(2 * s.unpacked_at),
+                    place(2 * s.last_held),
+                    place(2 * s.last_used),
+                )
                 for _, s in view.made
             ),
             tuple(map(ends, dict.fromkeys(view.flow.storage_of))),

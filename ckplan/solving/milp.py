@@ -73,21 +73,21 @@ class _Model:
         self._due: list[tuple[int, int, int]] = []  # op, value that it needs, cost
         self._flow, values_of = forward_values(self._graph)
         flow = self._flow
-        self._wanted: dict[int, set[int]] = defaultdict(set)  # op -> values
+        self._unpacked: dict[int, set[int]] = defaultdict(set)  # op -> values
         self._in_use: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for saved, value in zip(self._graph.saved, values_of, strict=True):
-            if saved.wanted >= 0 and flow.maker_of[value] != EXTERNAL:
-                self._wanted[saved.wanted].add(value)
-                self._in_use[value].append((saved.wanted, saved.done))
-                fee = (
+            if saved.unpacked_at >= 0 and flow.maker_of[value] != EXTERNAL:
+                self._unpacked[saved.unpacked_at].add(value)
+                self._in_use[value].append((saved.unpacked_at, saved.last_held))
+                number = (
                     self._one_time_costs.cost_of_dropping(saved)
                     if flow.is_current(value)
                     else None
                 )
-                if fee is not None:
-                    self._due.append((saved.wanted, value, fee))
-        self._stages = sorted(self._wanted)
-        self._values = _needed(flow, set().union(*self._wanted.values()))
+                if number is not None:
+                    self._due.append((saved.unpacked_at, value, number))
+        self._stages = sorted(self._unpacked)
+        self._values = _needed(flow, set().union(*self._unpacked.values()))
         self._ops = sorted({flow.maker_of[value] for value in self._values})
         self._readers: dict[int, list[int]] = defaultdict(list)
         for op in self._ops:
@@ -120,8 +120,8 @@ class _Model:
             terms, fixed = self._at(stage, moment, in_gap=False)
             key = tuple(sorted(terms.items()))
             worst[key] = max(worst.get(key, 0), fixed)
-        for held, most in worst.items():
-            self._row(dict(held), self._budget - most)
+        for live, most in worst.items():
+            self._row(dict(live), self._budget - most)
 
     def _at(
         self, stage: int, moment: int, *, in_gap: bool
@@ -163,34 +163,38 @@ class _Model:
         if moment <= max(start, 2 * found.last + 1):
             return False
         saves = self._saves.get(storage, ())
-        if not any(2 * s.done + 1 >= moment for s in saves):
+        if not any(2 * s.last_held + 1 >= moment for s in saves):
             return False  # dead
-        return not any(_in_use(s.wanted, s.done, moment, in_gap) for s in saves)
+        return not any(
+            _in_use(s.unpacked_at, s.last_held, moment, in_gap) for s in saves
+        )
 
     def _used(self, value: int, moment: int, in_gap: bool) -> bool:
         return any(
-            _in_use(wanted, done, moment, in_gap)
-            for wanted, done in self._in_use.get(value, ())
+            _in_use(unpacked_at, last_held, moment, in_gap)
+            for unpacked_at, last_held in self._in_use.get(value, ())
         )
 
     def _rebuild(self, stage: int, moment: int) -> None:
         """Add rows for recomputation before an op, and for live bytes during it."""
-        wanted = self._wanted[moment]
+        needed = self._unpacked[moment]
         terms, fixed = self._at(stage, 2 * moment, in_gap=True)
         level = dict(terms)  # live bytes by variable, as ops run
         for value in self._values:
             sources = self._sources(stage, value)
-            if value in wanted:
+            if value in needed:
                 self._row(dict.fromkeys(sources, -1), -1)
             self._row(
                 {self._var("S", stage + 1, value): 1, **dict.fromkeys(sources, -1)}, 0
             )
-        for last, value, fee in self._due:
+        for last, value, number in self._due:
             if last >= moment:
-                self._row({self._var("S", stage, value): -1, self._paid(fee): -1}, -1)
+                self._row(
+                    {self._var("S", stage, value): -1, self._paid(number): -1}, -1
+                )
         self._decode(stage, level, fixed)
         for op in self._ops:
-            self._run(stage, op, wanted, level, fixed, terms)
+            self._run(stage, op, needed, level, fixed, terms)
 
     def _decode(self, stage: int, level: dict[int, float], fixed: float) -> None:
         """Add rows for decoding before ops run; each decoding is a small peak."""
@@ -211,53 +215,53 @@ class _Model:
         self,
         stage: int,
         op: int,
-        wanted: set[int],
+        needed: set[int],
         level: dict[int, float],
         fixed: float,
         alive: Mapping[int, float],
     ) -> None:
         found = self._graph.ops[op]
-        again = self._var("R", stage, op, cost=self._graph.recompute_op_seconds[op])
+        reruns = self._var("R", stage, op, cost=self._graph.recompute_op_seconds[op])
         for value in self._flow.inputs[op]:
             if self._flow.maker_of[value] != EXTERNAL:
                 self._row(
-                    {again: 1, **dict.fromkeys(self._sources(stage, value), -1)}, 0
+                    {reruns: 1, **dict.fromkeys(self._sources(stage, value), -1)}, 0
                 )
         if found.random:
             state = self._var("G", stage, op)
-            self._row({again: 1, state: -1}, 0)
+            self._row({reruns: 1, state: -1}, 0)
             self._row({self._var("G", stage + 1, op): 1, state: -1}, 0)
         overwritten = self._flow.overwrites[op]
         outputs = self._flow.outputs[op]
         freed: dict[int, float] = {}
         for value in (*self._flow.inputs[op], *outputs):
-            if self._flow.maker_of[value] == EXTERNAL or value in wanted:
+            if self._flow.maker_of[value] == EXTERNAL or value in needed:
                 continue
-            gone = self._goes(stage, value, op, again, alive)
+            frees = self._freeing(stage, value, op, reruns, alive)
             size = -self._bytes(value)
-            _add(level if value in overwritten else freed, gone, size)
-        _add(level, again, sum(map(self._bytes, outputs)))
+            _add(level if value in overwritten else freed, frees, size)
+        _add(level, reruns, sum(map(self._bytes, outputs)))
         peak = dict(level)
-        _add(peak, again, found.workspace.bytes)
+        _add(peak, reruns, found.workspace.bytes)
         self._row(peak, self._budget - fixed)
         for var, gone_bytes in freed.items():
             _add(level, var, gone_bytes)
 
-    def _goes(
-        self, stage: int, value: int, op: int, again: int, alive: Mapping[int, float]
+    def _freeing(
+        self, stage: int, value: int, op: int, reruns: int, alive: Mapping[int, float]
     ) -> int:
         """The variable of freeing a value right after an op."""
-        gone = self._var("F", stage, value, op)
-        self._row({gone: 1, again: -1}, 0)
+        frees = self._var("F", stage, value, op)
+        self._row({frees: 1, reruns: -1}, 0)
         if value in self._values:
-            self._row({gone: 1, self._var("S", stage + 1, value): 1}, 1)
+            self._row({frees: 1, self._var("S", stage + 1, value): 1}, 1)
             if self._var("S", stage, value) not in alive:  # it takes no bytes here
                 made = self._sources(stage, value)[1:]
-                self._row({gone: 1, **dict.fromkeys(made, -1)}, 0)
+                self._row({frees: 1, **dict.fromkeys(made, -1)}, 0)
         for reader in self._readers.get(value, ()):
             if reader > op:
-                self._row({gone: 1, self._var("R", stage, reader): 1}, 1)
-        return gone
+                self._row({frees: 1, self._var("R", stage, reader): 1}, 1)
+        return frees
 
     def _sources(self, stage: int, value: int) -> list[int]:
         """The variables that make a value available in a stage."""
@@ -272,11 +276,11 @@ class _Model:
             found.append(self._var("D", stage, value, cost=one.decode_seconds))
         return found
 
-    def _paid(self, fee: int) -> int:
+    def _paid(self, number: int) -> int:
         """The variable of a one-time cost, with rows for all costs due with it."""
-        seconds, others = self._one_time_costs.known[fee]
-        new = not self.program.knows("W", fee)
-        paid = self._var("W", fee, cost=seconds * NANOSECOND)
+        seconds, others = self._one_time_costs.known[number]
+        new = not self.program.knows("W", number)
+        paid = self._var("W", number, cost=seconds * NANOSECOND)
         for other in others if new else ():
             self._row({paid: 1, self._paid(other): -1}, 0)
         return paid
@@ -297,20 +301,20 @@ def _add(terms: dict[int, float], var: int, size: float) -> None:
     terms[var] = terms.get(var, 0.0) + size
 
 
-def _in_use(wanted: int, done: int, moment: int, in_gap: bool) -> bool:
+def _in_use(unpacked_at: int, last_held: int, moment: int, in_gap: bool) -> bool:
     """Whether backward has unpacked a saved tensor and not yet freed it."""
-    begins = 2 * wanted + 1 if in_gap else 2 * wanted
-    return wanted >= 0 and begins <= moment <= 2 * done + 1
+    begins = 2 * unpacked_at + 1 if in_gap else 2 * unpacked_at
+    return unpacked_at >= 0 and begins <= moment <= 2 * last_held + 1
 
 
-def _needed(flow: Flow, wanted: set[int]) -> dict[int, None]:
+def _needed(flow: Flow, needed: set[int]) -> dict[int, None]:
     """Values of forward that rebuilding the needed ones can need, in order."""
-    seen = set(wanted)
-    stack = list(wanted)
+    found = set(needed)
+    stack = list(needed)
     while stack:
         maker = flow.maker_of[stack.pop()]
         for value in flow.inputs[maker]:
-            if flow.maker_of[value] != EXTERNAL and value not in seen:
-                seen.add(value)
+            if flow.maker_of[value] != EXTERNAL and value not in found:
+                found.add(value)
                 stack.append(value)
-    return dict.fromkeys(sorted(seen))
+    return dict.fromkeys(sorted(found))

@@ -38,11 +38,11 @@ _MOST_LEVELS = 4
 _MOST_FLAT = 3  # options of one part without nested regions
 _MOST_PLANS = 6  # nested plans of one unit
 _FEW_STEPS, _PLANS_OF_SMALL = 16, 8  # most ops of a small unit; its nested plans
-_KEPT_BY_SMALL = 6  # sets of saved values, besides the empty one
+_KEPT_BY_SMALL = 6  # sets of saved values of a small unit, besides the empty one
 _PAIR = 2
 
 _Choices: TypeAlias = Callable[[Unit], Iterable[Region]]
-"""Regions on a part of what is rebuilt."""
+"""Part of a region -> regions that may be nested on it."""
 
 
 class Nesting:
@@ -180,9 +180,9 @@ class Nesting:
             length = -(-len(calls) // _MOST_PARTS) if length == 1 else length + 1
         families = groupby(calls, lambda one: self._graph.calls[one].parent)
         runs = (
-            family[at : at + length]
+            family[first : first + length]
             for family in (list(own) for _, own in families)
-            for at in range(0, len(family), length)
+            for first in range(0, len(family), length)
         )
         return [(run[0], run[-1] if len(run) > 1 else None) for run in runs]
 
@@ -319,11 +319,11 @@ class _RegionChain:
     def _live_between_units(self) -> list[int]:
         """Most live bytes outside all parts, by the number of dropped parts."""
         gaps = [0] * (len(self._windows) + 1)
-        for at, live in enumerate(self.live, start=self._start):
-            if not any(first <= at <= last for first, last in self._windows):
+        for moment, live in enumerate(self.live, start=self._start):
+            if not any(first <= moment <= last for first, last in self._windows):
                 dropped = 0
                 for first, _ in self._windows:
-                    if first <= at:
+                    if first <= moment:
                         break
                     dropped += 1
                 gaps[dropped] = max(gaps[dropped], live)

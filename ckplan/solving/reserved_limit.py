@@ -56,14 +56,14 @@ def _largest_fitting(fits: Callable[[int], bool], least: int, most: int) -> int 
     if fits(most):
         return most
     fails, share = most, _FIRST_SHARE
-    while not fits(at := max(most - most // share, least)):
-        if at == least:
+    while not fits(size := max(most - most // share, least)):
+        if size == least:
             return None
-        fails, share = at, max(share // 2, 1)
-    while fails - at > most // _FINEST_SHARE:
-        middle = (at + fails) // 2
+        fails, share = size, max(share // 2, 1)
+    while fails - size > most // _FINEST_SHARE:
+        middle = (size + fails) // 2
         if fits(middle):
-            at = middle
+            size = middle
         else:
             fails = middle
-    return at
+    return size

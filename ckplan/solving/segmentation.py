@@ -22,14 +22,15 @@ from ckplan.solving.chain import ChainFrontier, Link, solve_chain
 from ckplan.solving.menu import Menus, Option, Unit
 
 MIN_DIVIDED_SHARE = 1 / 32
-"""Of what could be dropped: calls that hold less are not divided."""
+"""Share of all droppable bytes: calls that own less are not divided."""
 
 LARGE_CALL_OPS, DOMINANT_PART_SHARE = 1000, 0.95
-"""A call of so many ops, one part of which holds so much of it, is no unit itself."""
+"""A call is not a unit if it has more than so many ops and one of its children owns
+more than this share of it."""
 
 RUN_SHARES = (1 / 8, 1 / 32)
 ALL_RUN_LENGTHS_MAX_OPS = 256
-"""Of a step of which runs of every length are tried."""
+"""Most ops of a step for which runs of every length are tried."""
 
 _Options: TypeAlias = Callable[[Unit], Sequence[Option]]
 _CHILDREN_MUST_HOLD = 0.5  # of their parent's droppable bytes
@@ -76,9 +77,11 @@ def pruned_call_tree(graph: Graph, menus: Menus) -> tuple[CallNode, ...]:
     def parts(call: int) -> tuple[CallNode, ...]:
         children = graph.children[call]
         inside = sum(map(size, children))
-        worth = children and inside >= _CHILDREN_MUST_HOLD * size(call)
+        children_own_most = children and inside >= _CHILDREN_MUST_HOLD * size(call)
         return (
-            nodes(children) if worth and size(call) > MIN_DIVIDED_SHARE * total else ()
+            nodes(children)
+            if children_own_most and size(call) > MIN_DIVIDED_SHARE * total
+            else ()
         )
 
     return nodes(graph.children[OUTSIDE_CALLS])
@@ -222,17 +225,17 @@ def _live_between_units(
     The list has one entry for every number of first units that have dropped.
     """
     views = [simulator.view(*unit) for unit in units]
-    own = [view.forward_window() for view in views]
+    forward_windows = [view.forward_window() for view in views]
     later = [view.backward_window() for view in views]
-    spans = [*own, *(span for span in later if span[0] >= 0)]
+    spans = [*forward_windows, *(span for span in later if span[0] >= 0)]
     # Half moments between which all units up to each one have dropped. Those of
     # backward are negated, so that both lists are sorted.
-    since = list(accumulate((stop for _, stop in own), max))
+    forward_stops = list(accumulate((stop for _, stop in forward_windows), max))
     ends = [
-        begun if begun >= 0 else stop
-        for (begun, _), (_, stop) in zip(later, own, strict=True)
+        backward_start if backward_start >= 0 else stop
+        for (backward_start, _), (_, stop) in zip(later, forward_windows, strict=True)
     ]
-    until = list(accumulate((-end for end in ends), max))
+    backward_starts = list(accumulate((-end for end in ends), max))
     gaps = [0] * (len(units) + 1)
     for first, last in windows:
         edges = Counter({first: 0, last + 1: 0})
@@ -244,7 +247,10 @@ def _live_between_units(
         for start, stop in pairwise(sorted(edges)):
             running += edges[start]
             if not running:
-                number = min(bisect_left(since, start), bisect_left(until, -start))
+                number = min(
+                    bisect_left(forward_stops, start),
+                    bisect_left(backward_starts, -start),
+                )
                 most = max(simulator.unplanned_bytes[start:stop], default=0)
                 gaps[number] = max(gaps[number], most)
     return gaps

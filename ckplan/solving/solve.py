@@ -126,8 +126,8 @@ class Objective:
                 needed="a fraction of the step, 0 or more",
                 hint="ckplan.solve(graph, max_overhead=0.05)",
             )
-        given = [self.budget, self.max_overhead, self.goal, self.gpu]
-        if sum(objective is not None for objective in given) != 1:
+        objectives = [self.budget, self.max_overhead, self.goal, self.gpu]
+        if sum(objective is not None for objective in objectives) != 1:
             raise CkplanError(
                 "cannot choose the objective of the plan",
                 needed="exactly one of a budget, a card, a largest overhead and a goal "
@@ -136,15 +136,15 @@ class Objective:
             )
         if self.expandable and self.gpu is None:
             raise CkplanError(
-                "cannot tell which card has expandable segments",
-                needed="a card, with whose memory they make a difference",
+                "cannot use expandable segments: no card is named",
+                needed="a card, whose usable memory depends on them",
                 hint="--gpu 'RTX 4090', or leave out --expandable-segments",
             )
         if self.reserve_bytes and self.budget is None and self.gpu is None:
             reserve = units.format_bytes(self.reserve_bytes)
             raise CkplanError(
-                f"cannot take the reserve {reserve} off: there is no budget",
-                needed="a budget or a card beside it",
+                f"cannot subtract the reserve {reserve}: there is no budget",
+                needed="a budget or a card to subtract it from",
                 hint="leave out the reserve, or --budget 12GiB",
             )
 

@@ -1,4 +1,4 @@
-"""Search spaces: chains of units, and wider spaces where they pay.
+"""Search spaces: chains of units, and wider spaces where they help.
 
 Very small steps are solved exhaustively. Larger steps are searched as chains of calls.
 Chains of runs of calls and nested regions are added if the smallest plans of these
@@ -34,16 +34,16 @@ from ckplan.solving.segmentation import (
 
 ReplayedPlan: TypeAlias = tuple[Timeline, tuple[Region, ...]]
 
-_FEW_PLANS = 4  # the smallest of a chain, tried for its floor
-_WORTH_FREED = 0.02  # share of droppable bytes: least gain of a wider space
-_WORTH_PEAK = 0.1  # or share of the peak
-_MOST_GAP = 0.02  # to the bound: below it, no wider search is needed
-_TIMES_PEAKS = 2  # rounds of looking for peaks
-_PLANS_FOR_PEAKS, _OPS_FOR_PEAKS = 8, 9_000  # most plans; plans times ops
-_TIMES_ROOT = 2.5  # of the number of calls: longest run
+_FEW_PLANS = 4  # smallest plans of a chain that are simulated to find its floor
+_WORTH_FREED = 0.02  # least gain of a wider space, as a share of droppable bytes
+_WORTH_PEAK = 0.1  # the same, as a share of the peak; the smaller one applies
+_MOST_GAP = 0.02  # gap to the bound below which no wider search is needed
+_PEAK_ROUNDS = 2  # rounds of searching for peaks
+_PLANS_FOR_PEAKS, _OPS_FOR_PEAKS = 8, 9_000  # limits on plans, and on plans times ops
+_LONGEST_RUN = 2.5  # as a multiple of the square root of the number of calls
 _POWERS = (1 / 4, 1 / 3, 1 / 2, 2 / 3, 4 / 5)
 """Exponents for the number of calls: lengths of runs with nested regions. Longer runs
-keep less between them and need more levels."""
+keep fewer tensors between them and need more levels."""
 _FEW_OPS, _FEW_CALLS = 64, 12
 """Most ops and innermost calls of a small step. A small step is searched with every set
 of saved values, every run of calls and nested regions everywhere."""
@@ -152,7 +152,7 @@ class SearchSpaces:
         """
         found: list[ChainFrontier] = []
         moments: set[int] = set()
-        for _ in range(0 if self._all_nested else _TIMES_PEAKS):
+        for _ in range(0 if self._all_nested else _PEAK_ROUNDS):
             peaks = self._peaks([*self._common, *found]) - moments
             if not peaks:
                 break
@@ -203,8 +203,8 @@ class SearchSpaces:
     def _smallest_of(self, chain: ChainFrontier) -> ReplayedPlan:
         if chain not in self._reached:
             plans = islice(chain.smallest_first(), _FEW_PLANS)
-            replays = [one for plan in plans for one in self.replays(plan)]
-            self._reached[chain] = min(replays, key=peak_of)
+            candidates = [one for plan in plans for one in self.replays(plan)]
+            self._reached[chain] = min(candidates, key=peak_of)
         return self._reached[chain]
 
     @cached_property
@@ -213,7 +213,7 @@ class SearchSpaces:
 
     @cached_property
     def _run_chains(self) -> list[ChainFrontier]:
-        longest = _TIMES_ROOT * max(self._uniform_segmentations, default=0) ** 0.5
+        longest = _LONGEST_RUN * max(self._uniform_segmentations, default=0) ** 0.5
         return [
             segmentation_frontier(self.simulator, segmentation, self.menus.options)
             for length, covers in self._uniform_segmentations.items()
@@ -268,15 +268,15 @@ class SearchSpaces:
         covers = self._uniform_segmentations
         if not covers:
             return []
-        wanted = max(covers) ** power
-        return covers[min(covers, key=lambda length: abs(length - wanted))]
+        target = max(covers) ** power
+        return covers[min(covers, key=lambda length: abs(length - target))]
 
     def _frees_more(self, plan: Iterable[Region], than_bytes: int) -> bool:
-        done = [r for r in plan if can_recompute(self.simulator, r)]
-        peak = self.simulator.run(done).peak_bytes
+        possible = [r for r in plan if can_recompute(self.simulator, r)]
+        peak = self.simulator.run(possible).peak_bytes
         freed = self.unplanned.peak_bytes - peak
-        worth = min(_WORTH_FREED * freed, _WORTH_PEAK * than_bytes)
-        return than_bytes - peak > worth
+        least_gain = min(_WORTH_FREED * freed, _WORTH_PEAK * than_bytes)
+        return than_bytes - peak > least_gain
 
     def replays(self, plan: Sequence[UnitChoice]) -> Iterator[ReplayedPlan]:
         """Simulate a plan in canonical form, then as it is."""

@@ -13,22 +13,22 @@ from ckplan.solving.closure_problem import NANOSECOND, ClosureProblem, Demand
 
 def alive_regardless(graph: Graph, view: RegionView) -> set[int]:
     """Storages that stay alive until backward under any region on this unit."""
-    mine = {index for index, _ in view.made}
+    made_here = {index for index, _ in view.made}
     return {
         storage
         for storage in view.storages
         if graph.storages[storage].maker == BEFORE_STEP
         or graph.storages[storage].last >= graph.num_forward
-        or not mine.issuperset(graph.saved_of.get(storage, ()))
+        or not made_here.issuperset(graph.saved_of.get(storage, ()))
     }
 
 
 def unit_closure_problem(
-    graph: Graph, view: RegionView, there: Collection[int] = ()
+    graph: Graph, view: RegionView, resident: Collection[int] = ()
 ) -> ClosureProblem:
-    """Build the closure problem of a unit; storages ``there`` are alive anyway."""
+    """Build the closure problem of a unit; storages ``resident`` are alive anyway."""
     flow = view.flow
-    alive = alive_regardless(graph, view).union(there)
+    alive = alive_regardless(graph, view).union(resident)
     bytes_of = {
         value: 0 if storage in alive else graph.storages[storage].bytes
         for storage, value in flow.current.items()

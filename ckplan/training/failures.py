@@ -28,8 +28,8 @@ _NO_GPU = re.compile(
     "|is not known without it"
 )
 _NESTED = re.compile("NestedTensorImpl|NestedIntNode|nested_tensor")
-_NESTED_TENSORS = "nested tensors, whose bytes are not followed"
-_TRANSFORMS = "torch.func.grad or the like, which refuse the hooks of whoever watches"
+_NESTED_TENSORS = "nested tensors, whose bytes cannot be recorded"
+_TRANSFORMS = "torch.func.grad or a similar transform, which forbids saved-tensor hooks"
 _PHASES = {"forward": "forward", "backward": "backward", "update": "the optimizer"}
 """Methods of a ``TrainingStep`` -> their names in messages."""
 
@@ -94,7 +94,7 @@ def check_finite(loss: torch.Tensor, title: str) -> None:
     if not cmath.isfinite(value):
         raise WorkloadError(
             f"the loss of {title} is {value}",
-            needed="a finite loss: NaN equals NaN, whatever went wrong before it",
+            needed="a finite loss: NaN equals NaN, whatever differs before it",
             hint="look at the batch, the learning rate and --amp",
         )
 

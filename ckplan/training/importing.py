@@ -50,7 +50,7 @@ def _import_file(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise WorkloadError(
-            f"cannot read the workload: {path} is no Python file",
+            f"cannot read the workload: {path} is not a Python file",
             needed="a Python file with a function build()",
             hint="give the file a name that ends in .py",
         )
@@ -62,7 +62,7 @@ def _import_file(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except (SyntaxError, UnicodeDecodeError, ValueError) as error:
         raise WorkloadError(
-            f"cannot read the workload: {path} is no Python ({error})",
+            f"cannot read the workload: {path} is not valid Python ({error})",
             needed="a Python file with a function build()",
             hint=f"python -m py_compile {path}",
         ) from None
@@ -71,7 +71,7 @@ def _import_file(path: Path) -> ModuleType:
             dotted = ".".join(path.with_suffix("").parts)
             raise WorkloadError(
                 f"cannot import the workload: {path} is part of a package ({error})",
-                needed="a file of its own, or package.module:factory",
+                needed="a file outside of any package, or package.module:factory",
                 hint=f"ckplan profile {dotted}:build",
             ) from None
         raise workload_error(str(path), error) from error
@@ -86,9 +86,9 @@ def workload_error(name: str, error: BaseException) -> WorkloadError:
     lines = str(error).strip().splitlines() or [""]
     needed, hint = f"a factory that returns {CONTRACT}", _where(error)
     if wants_gpu(error):
-        needed = "a GPU; but for --device cuda none, if only the factory asks for it"
+        needed = "a GPU; with --device cuda none, if only the factory asks for one"
     if "UninitializedParameter" in lines[0]:
-        needed = "parameters with shapes: lazy ones are not made on fake tensors"
+        needed = "parameters with shapes: fake tensors cannot initialize lazy ones"
         hint = "nn.Linear(...) in place of nn.LazyLinear(...); verify without --fake"
     return WorkloadError(
         f"cannot build the workload: {name} raised {type(error).__name__}: {lines[0]}",

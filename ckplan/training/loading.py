@@ -1,6 +1,6 @@
 """Load a workload from ``model.py``: a model, a batch, a loss and an optimizer.
 
-Section "workload" of the README defines the contract. A factory returns
+``configs/README.md`` defines the contract. A factory returns
 ``(model, batch)``, ``(model, batch, loss_fn)`` or a mapping with keys ``model``,
 ``batch``, ``loss`` and ``optimizer``. A file without a factory may hold one module,
 used with ``--input``.
@@ -67,8 +67,8 @@ class WorkloadSpec:
             raise _no_factory(module, location, factory_name or DEFAULT_FACTORY)
         if self.inputs:
             raise WorkloadError(
-                f"cannot use --input beside {factory_name or DEFAULT_FACTORY}(), which "
-                "makes the batch",
+                f"cannot use --input with {factory_name or DEFAULT_FACTORY}(), which "
+                "returns the batch",
                 needed="a factory, or a module and --input, not both",
                 hint="leave out --input",
             )
@@ -109,7 +109,7 @@ class WorkloadSpec:
     ) -> Workload:
         if not self.inputs:
             raise WorkloadError(
-                f"cannot build a workload: nobody says what {location}:{name} is given",
+                f"cannot build a workload: {location}:{name} has no batch",
                 needed="--input SHAPE:DTYPE for every argument of its forward",
                 hint="ckplan profile model.py --input 8x3x224x224:float32",
             )

@@ -78,8 +78,8 @@ def check_optimizer(text: object) -> None:
     """
     if not isinstance(text, str):
         raise WorkloadError(
-            f"cannot train with a {type(text).__name__}: an optimizer is given by "
-            "its name",
+            f"cannot train with a {type(text).__name__}: an optimizer is passed by "
+            "name",
             needed="one of " + ", ".join(OPTIMIZERS),
             hint="a file whose build() returns a dict with the key 'optimizer'",
         )

@@ -36,8 +36,10 @@ def draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     if place is None:
         return True
     default = func._schema.arguments[place].default_value
-    given = args[place] if place < len(args) else kwargs.get(_PROBABILITY, default)
-    return bool(given)
+    probability = (
+        args[place] if place < len(args) else kwargs.get(_PROBABILITY, default)
+    )
+    return bool(probability)
 
 
 def torch_rng_restorer() -> Callable[[], None]:
@@ -73,10 +75,10 @@ def observed_rng_states(see: Callable[[torch.Tensor], None]) -> Iterator[None]:
 
         return ask
 
-    patch, here = mock.patch.object, sys.modules[__name__]
+    patch, this_module = mock.patch.object, sys.modules[__name__]
     with (
         patch(torch, "get_rng_state", seen(torch.get_rng_state)),
-        patch(here, "state_of_generator", seen(state_of_generator)),
+        patch(this_module, "state_of_generator", seen(state_of_generator)),
     ):
         yield
 

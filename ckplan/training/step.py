@@ -205,12 +205,12 @@ def loss_of(workload: Workload, output: Any) -> tuple[torch.Tensor, str]:
         )
         raise WorkloadError(
             f"the loss is not a scalar: {found}",
-            needed="one number, as a tensor",
+            needed="a tensor with one element",
             hint="return (model, batch, loss_fn) with loss_fn(output, batch).mean()",
         )
     if not loss.requires_grad:
         raise WorkloadError(
-            "the loss needs no gradient: nothing in the step can be trained",
+            "the loss requires no gradient: the step trains nothing",
             needed="a loss that depends on a parameter with requires_grad",
             hint="look for torch.no_grad(), .detach() or frozen parameters",
         )
@@ -221,10 +221,10 @@ def pick_loss(workload: Workload, output: Any) -> tuple[Any, str]:
     """The loss, unchecked, and the rule that chose it."""
     if workload.loss is not None:
         return workload.loss(output, workload.batch), LOSS_IS_GIVEN
-    own = output.get("loss") if isinstance(output, Mapping) else None
-    own = getattr(output, "loss", None) if own is None else own
-    if isinstance(own, torch.Tensor):
-        return own, LOSS_IS_OUTPUT_LOSS
+    output_loss = output.get("loss") if isinstance(output, Mapping) else None
+    output_loss = getattr(output, "loss", None) if output_loss is None else output_loss
+    if isinstance(output_loss, torch.Tensor):
+        return output_loss, LOSS_IS_OUTPUT_LOSS
     if isinstance(output, torch.Tensor) and output.numel() == 1:
         return output, LOSS_IS_OUTPUT
     floating = [t for t in tensors_of(output) if t.is_floating_point()]
@@ -265,8 +265,8 @@ def make_step(
     elif chosen == "none" or not trained:
         optimizer = None
     else:
-        here = trained[0].device.type
-        optimizer = make_optimizer(chosen, trained, device or here)
-    wanted = training.scaler and optimizer is not None
-    scaler = Scaler(trained[0].device.type) if wanted and trained else None
+        own_device = trained[0].device.type
+        optimizer = make_optimizer(chosen, trained, device or own_device)
+    scales = training.scaler and optimizer is not None
+    scaler = Scaler(trained[0].device.type) if scales and trained else None
     return TrainingStep(workload, optimizer, training, scaler=scaler)

@@ -44,9 +44,9 @@ def as_workload(made: object, name: str) -> Workload:
         raise _nonsense(name, f"is of type {type(made).__name__}")
     if not isinstance(parts.get("model"), nn.Module):
         kind = type(parts.get("model")).__name__
-        raise _nonsense(name, f"has a model of type {kind}, no torch.nn.Module")
+        raise _nonsense(name, f"has a model of type {kind}, not a torch.nn.Module")
     if "batch" not in parts or not tensors_of(parts["batch"]):
-        raise _nonsense(name, "has a batch without a single tensor")
+        raise _nonsense(name, "has a batch without tensors")
     if parts.get("loss") is not None and not callable(parts["loss"]):
         raise _nonsense(name, f"has a loss of type {type(parts['loss']).__name__}")
     optimizer = parts.get("optimizer")
@@ -91,8 +91,8 @@ def check_not_lazy(
             raise kind(
                 f"cannot {cannot} a {type(model).__name__} that has not run yet: its "
                 f"parameter '{name}' is lazy and has no shape",
-                needed="parameters that are there, as after a first forward",
-                hint="call the model on a batch before, in the workload's factory, too",
+                needed="parameters with shapes, as after a first forward",
+                hint="call the model on a batch first, also in the workload's factory",
             )
 
 
@@ -102,21 +102,21 @@ def on_device(workload: Workload, device: torch.device) -> Workload:
     Raises:
         WorkloadError: A tensor is neither on that device nor on the CPU.
     """
-    here = " or ".join(dict.fromkeys(("cpu", device.type)))
+    accepted = " or ".join(dict.fromkeys(("cpu", device.type)))
     for tensor in tensors_of(workload.batch):
         if tensor.device.type not in ("cpu", device.type):
             raise WorkloadError(
                 f"the batch is on another device: a tensor of shape "
                 f"{tuple(tensor.shape)} is on {tensor.device}, the model goes to "
                 f"{device}",
-                needed=f"a batch on {here}",
+                needed=f"a batch on {accepted}",
                 hint="build model and batch on the default device; ckplan moves them",
             )
     for name, parameter in workload.model.named_parameters():
         if parameter.device.type not in ("cpu", device.type):
             raise WorkloadError(
                 f"the model is on another device: '{name}' is on {parameter.device}",
-                needed=f"parameters on {here}",
+                needed=f"parameters on {accepted}",
                 hint="build model and batch on the default device; ckplan moves them",
             )
 

@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from ckplan.tracing.costs.calibrate import Progress
 
 NOTE_NOT_COMPARED = (
-    "the unplanned step does not fit in memory: nothing to compare the results with"
+    "the unplanned step does not fit in memory: results were not compared"
 )
 NOTE_INSTEAD = (
-    "the unplanned step does not fit in memory: compared with a step that runs every "
-    "layer again, by the trace's account"
+    "the unplanned step does not fit in memory: compared with a step that reruns every "
+    "layer that the trace names"
 )
 NOTE_FEWER = (
-    "the unplanned step does not fit in memory: compared with it at {} of {} rows of "
-    "the batch"
+    "the unplanned step does not fit in memory: the two steps were compared at {} of "
+    "{} rows of the batch"
 )
 NOTE_NOT_TOGETHER = (
     "the unplanned and the planned process do not fit in memory together: not timed"
@@ -70,7 +70,7 @@ class StepPair:
             return unplanned, planned
         seen = [[unplanned], [planned]]
         for side, start in [*enumerate(self._sides)] * _MOST_REPEATS:
-            tell("results differ: stepping again", len(seen[0]) + len(seen[1]) - 2, 4)
+            tell("results differ: repeating steps", len(seen[0]) + len(seen[1]) - 2, 4)
             with start() as process:
                 try:
                     seen[side].append(process.first_steps())
@@ -78,11 +78,11 @@ class StepPair:
                     break
             for without, with_plan in product(*seen):
                 if without.digests == with_plan.digests:
-                    self.notes.append(_chance(seen, "two that agree"))
+                    self.notes.append(_chance(seen, "two runs that agree"))
                     return without, with_plan
         if num_results(seen[0]) > 1:
-            alone = self._on_one_thread(tell)
-            if alone and alone[0] == alone[1]:
+            one_threaded = self._on_one_thread(tell)
+            if one_threaded and one_threaded[0] == one_threaded[1]:
                 self.notes.append(_chance(seen, "runs on one thread"))
                 planned = replace(planned, digests=unplanned.digests)
         return unplanned, planned
@@ -91,7 +91,7 @@ class StepPair:
         """Digests of both on one thread, where the order of summation is fixed."""
         found = []
         for side, start in enumerate(self._sides):
-            tell("results differ: stepping on one thread", side, 2)
+            tell("results differ: repeating steps on one thread", side, 2)
             with start(one_thread=True) as process:
                 try:
                     found.append(process.first_steps().digests)
@@ -100,7 +100,7 @@ class StepPair:
         return found
 
     def _once(self, tell: Progress) -> tuple[FirstSteps | None, FirstSteps]:
-        tell("stepping without the plan", 0, 2)
+        tell("running steps without the plan", 0, 2)
         unplanned: FirstSteps | None = None
         try:
             unplanned = self._unplanned.first_steps()
@@ -108,7 +108,7 @@ class StepPair:
             self.fits = False
             unplanned = self._other(tell)
             self._separate(NOTE_INSTEAD if unplanned else "")
-        tell("stepping with the plan", 1, 2)
+        tell("running steps with the plan", 1, 2)
         try:
             return unplanned, self._planned.first_steps()
         except OutOfMemoryError:
@@ -124,7 +124,7 @@ class StepPair:
         process = self._instead()
         if process is None:
             return None
-        tell("stepping with every layer run again", 0, 2)
+        tell("running steps with every layer rerun", 0, 2)
         with process:
             try:
                 return process.first_steps()
@@ -161,10 +161,10 @@ def first_steps_at_smaller_batch(
     The batch is halved repeatedly. None if no such batch fits.
     """
     for halvings in range(1, _MOST_HALVINGS + 1):
-        tell("stepping without the plan at a smaller batch", halvings - 1, 0)
+        tell("running steps without the plan at a smaller batch", halvings - 1, 0)
         try:
-            with start(None, halvings) as alone:
-                alone.first_steps()
+            with start(None, halvings) as process:
+                process.first_steps()
         except OutOfMemoryError:
             continue
         except CkplanError:  # no rows are left, or the model requires the whole batch
@@ -211,8 +211,8 @@ def _chance(seen: Sequence[Sequence[FirstSteps]], compared: str) -> str:
     without, with_plan = seen
     return (
         f"the workload is not deterministic: {len(without)} runs without the plan "
-        f"gave {num_results(without)} different results and {len(with_plan)} with it "
-        f"{num_results(with_plan)}; compared are {compared}"
+        f"gave {num_results(without)} different results, {len(with_plan)} runs with it "
+        f"gave {num_results(with_plan)}; {compared} were compared"
     )
 
 

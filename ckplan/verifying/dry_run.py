@@ -51,12 +51,12 @@ if TYPE_CHECKING:
     from ckplan.tracing.costs.calibrate import Progress
 
 NOTE_CUDA = (
-    "as CUDA does it, in blocks of 512 bytes: workspaces of kernels and of cuBLAS are "
-    "counted, not those of cuDNN"
+    "bytes are those of CUDA, in blocks of 512: workspaces of kernels and of cuBLAS "
+    "are counted, those of cuDNN are not"
 )
 NOTE_WORKSPACE = (
-    "workspaces of kernels, which tensors without bytes do not show: each distinct op "
-    "measured alone on this machine"
+    "fake tensors do not show workspaces of kernels: these were measured on this "
+    "machine, one distinct op at a time"
 )
 
 
@@ -152,7 +152,9 @@ def dry_run_workload(
     ops = [*unplanned.log.ops, *planned.log.ops]
     costs, notes = _costs(ops, place, progress)
     if missing := sum(not cost.measured for cost in costs):
-        notes.append(f"workspaces of {missing} ops could not be measured: taken as 0")
+        notes.append(
+            f"workspaces of {missing} ops could not be measured and count as 0"
+        )
     first = len(unplanned.log.ops)
     curves = {
         UNPLANNED: unplanned.log.curve(costs[:first]),
@@ -264,5 +266,5 @@ def _two_steps(
                 kept.pop([one.nbytes for one in kept].index(size))
         meter.count_as_zero_bytes(kept)
         meter.log.bytes = [in_blocks(size) for size in meter.log.bytes]
-    here = fingerprint(workload, place.device)
-    return _Steps(meter.log, regions_of(plan, workload.model), here)
+    workload_fingerprint = fingerprint(workload, place.device)
+    return _Steps(meter.log, regions_of(plan, workload.model), workload_fingerprint)

@@ -26,7 +26,7 @@ class AbstractOutcome(ABC):
     regions_idle: tuple[str, ...]  # regions of the plan that never ran
     regions_kept: tuple[
         str, ...
-    ]  # regions that freed nothing because their ops differed
+    ]  # regions that kept their tensors because their ops differed
     other: tuple[str, ...]  # differences between fingerprints of plan and workload
     notes: tuple[str, ...] = ()
     curves: Curves = field(default_factory=dict)  # live bytes over the steps
@@ -48,7 +48,7 @@ def outcome_fields(
     plan: Plan | None,
     peak_bytes: int,
     regions: Sequence[RegionStatus],
-    here: Mapping[str, Any],
+    workload_fingerprint: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The fields of any outcome, except notes and curves.
 
@@ -56,12 +56,12 @@ def outcome_fields(
         plan: The applied plan, or None.
         peak_bytes: Peak of the planned step.
         regions: Status of the regions of the plan.
-        here: The fingerprint of the workload.
+        workload_fingerprint: The fingerprint of the workload.
     """
     predicted = plan.predicted if plan else None
     budget_bytes = plan.budget_bytes if plan else None
     idle = tuple(r.call for r in regions if not r.runs)
-    now = plan_fingerprint(here)
+    now = plan_fingerprint(workload_fingerprint)
     return {
         "predicted_peak_bytes": predicted.peak_bytes if predicted else None,
         "budget_bytes": budget_bytes,

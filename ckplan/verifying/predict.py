@@ -31,7 +31,7 @@ def predict(
     trace: Graph | None,
     plan: Plan | None,
     training: Training,
-    here: Mapping[str, Any],
+    workload_fingerprint: Mapping[str, Any],
 ) -> Predicted:
     """Predict live bytes, unplanned and planned.
 
@@ -39,16 +39,18 @@ def predict(
         trace: A trace that may be of the verified workload.
         plan: The applied plan, or None.
         training: Training options.
-        here: The fingerprint of the workload.
+        workload_fingerprint: The fingerprint of the workload.
     """
     if trace is None:
         return Predicted()
-    other = differences(plan_fingerprint(trace.fingerprint), plan_fingerprint(here))
+    different = differences(
+        plan_fingerprint(trace.fingerprint), plan_fingerprint(workload_fingerprint)
+    )
     options = {k: v for k, v in trace.options.items() if k != "gpu"}  # costs, not bytes
     if options != training.as_options():
-        other = (*other, f"options: {options}")
-    if other:
-        first = other[0].replace(": plan ", ": trace ")
+        different = (*different, f"options: {options}")
+    if different:
+        first = different[0].replace(": plan ", ": trace ")
         why = f"no predicted timeline: the trace differs in {first}"
         return Predicted(notes=(why,))
     simulator = Simulator(trace)

@@ -146,11 +146,13 @@ class StepProcess:
     def _died(self) -> VerifyError:
         code = self._running().wait()
         if code == _KILLED:
-            return out_of_memory(self._job, "was killed, as when memory runs out")
-        how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+            return out_of_memory(
+                self._job, "was killed, probably because memory ran out"
+            )
+        ending = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
         return VerifyError(
-            f"{self._job.title} ended its process with {how}",
-            needed="a training step that returns",
+            f"{self._job.title} ended its process with {ending}",
+            needed="a training step that runs to its end",
             hint="run a training step of the workload alone in Python",
         )
 

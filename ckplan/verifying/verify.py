@@ -131,16 +131,16 @@ def verify(
     if training.predicted_only:
         raise WorkloadError(
             f"cannot train with '{optimizer}': its memory is only predicted",
-            needed="an optimizer that trains, like the workload's own",
-            hint="--fake, which looks at memory alone",
+            needed="an optimizer that can train, such as the workload's own",
+            hint="--fake, which checks memory only",
         )
-    here = step_device(device, plan)
-    _check_cap(cap_bytes, here)
+    device_name = step_device(device, plan)
+    _check_cap(cap_bytes, device_name)
 
     def start(
         chosen: Plan | None, halvings: int = 0, *, one_thread: bool = False
     ) -> StepProcess:
-        job = spec, chosen, training, seed, here, cap_bytes, halvings
+        job = spec, chosen, training, seed, device_name, cap_bytes, halvings
         return StepProcess(*job, one_thread=one_thread)
 
     def start_substitute() -> StepProcess | None:

@@ -263,7 +263,7 @@ def _explain(error: BaseException, job: Job) -> CkplanError:
     if job.plan is None:
         needed = "a workload whose training step runs"
         return WorkloadError(what, needed=needed, hint=location_hint(error))
-    needed = "a planned step that runs wherever the unplanned one does"
+    needed = "a planned step that runs to its end, as the unplanned step does"
     return VerifyError(what, needed=needed, hint=location_hint(error))
 
 
@@ -271,7 +271,7 @@ def out_of_memory(job: Job, found: str) -> OutOfMemoryError:
     """The error for a worker that ran out of memory."""
     return OutOfMemoryError(
         f"{job.title} {found}",
-        needed="memory for the peak of the step and for a process around it",
+        needed="memory for the peak of the step and for its process",
         hint="close other programs, make the batch smaller, or plan for a lower budget",
     )
 

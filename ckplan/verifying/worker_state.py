@@ -33,7 +33,7 @@ def halved(workload: Workload, times: int) -> Workload:
     if times and rows >> times == 0:
         raise WorkloadError(
             f"cannot halve a batch of {rows} rows {times} times",
-            needed="tensors whose first size is that of the batch",
+            needed="tensors whose first dimension is the batch",
             hint="a factory with a larger batch",
         )
     return first_rows(workload, rows >> times) if times else workload

@@ -332,7 +332,10 @@ def test_what_is_rebuilt_as_it_was_is_not(dtype: torch.dtype) -> None:
         model(value.to(dtype)).abs().sum().backward()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+@pytest.mark.parametrize(
+    "dtype",  # torch sums the last two in a copy of eight bytes for each
+    [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8],
+)
 def test_looking_takes_no_memory_that_a_plan_does_not_know_of(
     dtype: torch.dtype,
 ) -> None:

@@ -202,7 +202,7 @@ def test_python_takes_a_reserve_off_the_memory_of_a_card(trace: Path) -> None:
 
 
 def test_python_refuses_a_reserve_without_a_budget(trace: Path) -> None:
-    with pytest.raises(CkplanError, match=r"reserve 2\.00 GiB off: there is no"):
+    with pytest.raises(CkplanError, match=r"reserve 2\.00 GiB: there is no"):
         ckplan.solve(ckplan.load_graph(trace), goal="min-memory", reserve="2GiB")
 
 
@@ -348,8 +348,8 @@ PLAN = "ckplan: 1\nregions: []\n"
 BAD_INPUT = [
     ("profile nope.py", "cannot read the workload: nope.py is not there"),
     ("profile nope.module:build", "cannot import the workload: nope.module"),
-    ("profile notes.txt", "cannot read the workload: notes.txt is no Python file"),
-    ("profile words.py", "cannot read the workload: words.py is no Python"),
+    ("profile notes.txt", "cannot read the workload: notes.txt is not a Python file"),
+    ("profile words.py", "cannot read the workload: words.py is not valid Python"),
     ("profile empty.py", "cannot build a workload: empty.py has no factory 'build'"),
     ("profile model.py:biuld", "cannot build the workload: model.py has no function"),
     (
@@ -361,7 +361,7 @@ BAD_INPUT = [
         "cannot build the workload: what model.py:nonsense returned is of type str",
     ),
     ("profile model.py:elsewhere", "the batch is on another device: a tensor of shape"),
-    ("profile model.py:frozen", "the loss needs no gradient"),
+    ("profile model.py:frozen", "the loss requires no gradient"),
     ("profile model.py:quits", "cannot use the workload: it called sys.exit("),
     ("profile model.py --set depth=3", "model.py: the factory takes no option 'depth'"),
     ("profile model.py --set 3", "cannot read the option: --set '3'"),
@@ -386,10 +386,10 @@ BAD_INPUT = [
     ("solve --budget 0", "cannot plan for the budget '0': it is 0 bytes"),
     ("solve --budget 1GB --reserve much", "cannot read the size 'much'"),
     ("solve --budget 1GB --reserve 1GB", "cannot plan for the budget 953.67 MiB: all"),
-    ("solve --knee --reserve 1GB", "cannot take the reserve 953.67 MiB off: there"),
+    ("solve --knee --reserve 1GB", "cannot subtract the reserve 953.67 MiB: there"),
     (
         "solve --max-overhead 5% --reserve 1GB",
-        "cannot take the reserve 953.67 MiB off: there",
+        "cannot subtract the reserve 953.67 MiB: there",
     ),
     ("solve --max-overhead much", "cannot read the overhead 'much'"),
     ("solve --max-overhead -5%", "cannot read the overhead '-5%'"),
@@ -559,8 +559,8 @@ def test_bug_says_so_without_a_traceback(
     assert ended.code == 1
     assert ended.err.splitlines() == [
         "error: ckplan failed: ZeroDivisionError: division by zero",
-        "  needed: no change of yours: this is a bug in ckplan",
-        "  try:    the same command with --traceback, and report what it prints",
+        "  needed: nothing from you: this is a bug in ckplan",
+        "  try:    the same command with --traceback, and report its output",
     ]
 
 

@@ -220,7 +220,7 @@ def test_the_command_line_shards(run: Run, trace: Path) -> None:
     assert again.err.startswith("error: cannot shard the trace: it is that of one rank")
     wrong = run("show", "plan.yaml", *ways)
     assert (wrong.code, wrong.out) == (2, "")
-    assert "--shard is for traces" in wrong.err
+    assert "--shard needs a trace" in wrong.err
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -181,7 +181,7 @@ class EveryPlan:
         natural = numpy.array([2 * s.last + 1 for s in storages])
         self._natural = numpy.maximum(natural, self._start)
         self._sizes = numpy.array([s.bytes for s in storages])
-        self._done = numpy.array([2 * s.done + 1 for s in saved], dtype=int)
+        self._done = numpy.array([2 * s.last_held + 1 for s in saved], dtype=int)
         self._storage_of = numpy.array([s.storage for s in saved], dtype=int)
         self._unplanned = self._effect(None)
         self._nesting = nesting

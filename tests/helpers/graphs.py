@@ -220,7 +220,12 @@ class Forward:
             ops=tuple(self._ops),
             storages=self._storages_with_last(num_forward),
             saved=tuple(
-                replace(saved, wanted=done.get(op, -1), done=until, used=until)
+                replace(
+                    saved,
+                    unpacked_at=done.get(op, -1),
+                    last_held=until,
+                    last_used=until,
+                )
                 for op, saved in self._saved
                 for until in [done.get(op, num_forward)]
             ),
@@ -313,7 +318,7 @@ class Forward:
                 if moment < num_forward or not made_in_forward:
                     last[s] = moment
         for call in self._calls:
-            for s in call.given:
+            for s in call.arguments:
                 last[s] = max(last[s], call.start)
         return tuple(
             replace(storage, last=last[i])
@@ -415,15 +420,15 @@ def _disturbed(graph: Graph, rng: Random) -> Graph:
     last = graph.backward_stop - 1
 
     def saved_again(saved: Saved) -> Saved:
-        later = graph.ops[saved.at : graph.num_forward]
+        later = graph.ops[saved.packed_at : graph.num_forward]
         changed = any(saved.storage in op.writes for op in later)
-        if saved.wanted < 0 or changed or rng.random() < 0.1:
+        if saved.unpacked_at < 0 or changed or rng.random() < 0.1:
             done = min(graph.num_forward + rng.randint(0, 3), last)
             done = max(done, graph.num_forward)
-            return replace(saved, wanted=-1, done=done, used=done)
-        used = min(saved.wanted + rng.choice((0, 0, 1)), last)
+            return replace(saved, unpacked_at=-1, last_held=done, last_used=done)
+        used = min(saved.unpacked_at + rng.choice((0, 0, 1)), last)
         done = min(used + rng.choice((0, 0, 1)), last)
-        return replace(saved, done=done, used=used)
+        return replace(saved, last_held=done, last_used=used)
 
     def storage_again(storage: Storage) -> Storage:
         if storage.kind == "activation" and rng.random() < 0.1:

@@ -85,8 +85,8 @@ def walk(  # noqa: C901 - one loop over moments, told in order
     seen.dropped = dropped = {j for region in regions for j in region.dropped}
     made_by = _grouped(storage.maker for storage in graph.storages)
     gone_after = _grouped(storage.last for storage in graph.storages)
-    saved_at = _grouped(saved.at for saved in graph.saved)
-    done_after = _grouped(saved.done for saved in graph.saved)
+    saved_at = _grouped(saved.packed_at for saved in graph.saved)
+    done_after = _grouped(saved.last_held for saved in graph.saved)
 
     def make(maker: int) -> None:
         for s in made_by[maker]:
@@ -238,7 +238,7 @@ def saves_of(graph: Graph, span: Span) -> list[int]:
         or (
             span[0] != span[1]
             and saved.call == first.parent
-            and first.stop <= saved.at <= last.start
+            and first.stop <= saved.packed_at <= last.start
         )
     ]
 
@@ -275,8 +275,8 @@ class _Region:
     def first_and_last(self, saves: Iterable[int]) -> tuple[int, int, int]:
         """First and last op that needs one of the saves, and last op that holds one."""
         saved = [self.graph.saved[j] for j in saves]
-        wanted = [s.wanted for s in saved if s.wanted >= 0]
-        done = max((s.done for s in saved), default=-1)
+        wanted = [s.unpacked_at for s in saved if s.unpacked_at >= 0]
+        done = max((s.last_held for s in saved), default=-1)
         return min(wanted, default=-1), max(wanted, default=-1), done
 
 
@@ -309,7 +309,7 @@ class _Program(_Region):
         self._running: dict[Content, int] = {}  # statistics -> first norm that needs it
         for now in (*self.ops(), self.stop):
             for j in self.saves:
-                if graph.saved[j].at == now:
+                if graph.saved[j].packed_at == now:
                     storage = graph.saved[j].storage
                     self._content[j] = (storage, written[storage])
             if now == self.stop:
@@ -447,7 +447,7 @@ class _Program(_Region):
         """Recompute tensors that op ``now`` needs; returns the peak bytes meanwhile."""
         most = 0
         for j in sorted(self.dropped):
-            if self.graph.saved[j].wanted == now:
+            if self.graph.saved[j].unpacked_at == now:
                 level, content = self._level[j], self._content[j]
                 most = max(most, level._provide(content))
                 self.memory.let_go(("as found", self.span), "random")
@@ -604,7 +604,7 @@ class _Rerun(_Region):
 
     def __init__(self, graph: Graph, memory: Memory, span: Span) -> None:
         super().__init__(graph, memory, span)
-        self._given = {*graph.calls[span[0]].given}
+        self._given = {*graph.calls[span[0]].arguments}
         read = {s for op in self.ops() for s in self.inputs(op)}
         casts = {s for s in read - self._given if self._is_cast(s)}
         self._casts = {s for s in casts if not self.is_inside(s)}
@@ -615,7 +615,7 @@ class _Rerun(_Region):
             if self.is_inside(s) or s in self._casts
         }
         self._first, _, self._done = self.first_and_last(self.saves)
-        stop = max((graph.saved[j].at for j in self.saves), default=self.start)
+        stop = max((graph.saved[j].packed_at for j in self.saves), default=self.start)
         self._ops = range(self.start, stop)
         self._running = "running", span
         self._buffers = graph.calls[span[0]].state
@@ -671,7 +671,7 @@ class _Rerun(_Region):
 
     def let_go(self, done: int) -> None:
         for j in self.dropped:
-            if self.graph.saved[j].used == done:
+            if self.graph.saved[j].last_used == done:
                 self.memory.let_go_all(("again", j))
         if done == self._done:
             self.memory.let_go_all(("region", self.span))
@@ -714,7 +714,7 @@ class _Rerun(_Region):
         return [cast for cast in casts if cast not in self.again]
 
     def _saved_at(self, at: int) -> list[int]:
-        return [j for j in self.saves if self.graph.saved[j].at == at]
+        return [j for j in self.saves if self.graph.saved[j].packed_at == at]
 
     def _run(self, at: int) -> int:
         """Recompute an op; returns the peak bytes."""
@@ -726,10 +726,10 @@ class _Rerun(_Region):
         inside = at in self.ops()
         for j in self.dropped:
             saved = self.graph.saved[j]
-            made = saved.at == at + 1 and saved.storage not in self._casts
+            made = saved.packed_at == at + 1 and saved.storage not in self._casts
             if not inside:
                 made = saved.storage in self._created(at)
-            if made and saved.used >= self._first:
+            if made and saved.last_used >= self._first:
                 self.memory.hold(("again", self.span, saved.storage), ("again", j))
         for s, one in enumerate(self.graph.storages):
             if one.last == at and inside:

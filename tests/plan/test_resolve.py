@@ -314,6 +314,7 @@ def test_a_run_of_one_module_names_the_numbers_of_its_calls():
     ("regions", "found"),
     [
         (["run: [h.2, h.0]"], "cannot make one region of h.2 to h.0"),
+        (["run: [h.1, h.1]"], "cannot make one region of h.1 to h.1"),
         (["run: [h.0, h.1.mlp]"], "cannot make one region of h.0 to h.1.mlp"),
         (["run: [h.0, h.9]"], "no module 'h.9' ran"),
         (["run: [h.0, h.2]", "calls: h.1"], "regions overlap"),

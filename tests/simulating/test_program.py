@@ -143,6 +143,19 @@ def test_nothing_dropped_is_an_empty_program() -> None:
     assert (program.steps, program.retained, program.uses) == (set(), set(), {})
 
 
+def test_an_inner_region_rebuilds_what_its_own_steps_make_and_reads_the_rest() -> None:
+    """Steps of the inner region: the second and the third of four."""
+    flow = flow_of(*(Step([n], [n + 1]) for n in range(4)))
+    x, a, b, c, d = values(flow, *range(5))
+    part = NestedRegion(1, 3, frozenset())
+    dropped = [(a, 1), (b, 1), (c, 1), (d, 0)]
+    program = compile_program(flow, dropped, (), parts=[part])
+    (inner,) = program.inner
+    assert (inner.steps, inner.needed, inner.retained) == ({1, 2}, {b, c}, {a})
+    assert (program.needed, program.retained) == ({a, d}, {x})
+    assert program.runs() == {0: 1, 1: 2, 2: 2, 3: 1}
+
+
 # -- rebuilding ------------------------------------------------------------------------
 
 

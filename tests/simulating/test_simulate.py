@@ -157,12 +157,39 @@ def test_what_one_region_lets_go_another_may_hold() -> None:
     assert simulate(graph, regions).live_bytes == seen.live_bytes
 
 
+def test_a_region_holds_its_input_to_the_end_of_its_forward() -> None:
+    """Even where the only tensor that it saved is freed earlier in forward."""
+    forward = graphs.Forward()
+    x, weight = forward.given(1), forward.given(1, "parameter")
+    (read,) = forward.op("expand", [x, weight], makes=[100])
+    with forward.call("block"):
+        (y,) = forward.op("neg", [read], makes=[10])
+        forward.save(y)
+        (y,) = forward.op("exp", [y], makes=[10])
+        (y,) = forward.op("log", [y], makes=[10])
+    forward.op("sum", [y], makes=[1])
+    graph = forward.graph()
+    (saved,) = graph.saved
+    freed = replace(
+        saved, unpacked_at=-1, last_used=saved.packed_at, last_held=saved.packed_at
+    )
+    graph = replace(graph, saved=(freed,))
+    last = 2 * graph.calls[0].stop - 1  # half moment of the region's last op
+    unplanned, planned = simulate(graph), simulate(graph, [Region(0)])
+    held = [
+        a - b for a, b in zip(planned.live_bytes, unplanned.live_bytes, strict=True)
+    ]
+    assert graph.storages[read].last < graph.calls[0].stop - 1
+    assert held[last - 1 : last + 2] == [100, 100, 0]
+    assert planned.live_bytes[last] == 1 + 1 + 100 + 10 + 10
+
+
 def test_without_regions_a_storage_lives_from_its_maker_to_its_last_holder() -> None:
     graph = graphs.chain(3)
     live = [0] * (2 * len(graph.ops) + 1)
     for number, storage in enumerate(graph.storages):
         start = 0 if storage.maker == BEFORE_STEP else 2 * storage.maker + 1
-        done = [saved.done for saved in graph.saved if saved.storage == number]
+        done = [saved.last_held for saved in graph.saved if saved.storage == number]
         stop = max(storage.last, *done, -1)
         for moment in range(start, min(2 * stop + 1, len(live) - 1) + 1):
             live[moment] += storage.bytes
@@ -191,7 +218,7 @@ def test_a_rerun_stops_after_its_last_saved_tensor() -> None:
     graph = graphs.chain(1)
     block = next(i for i, call in enumerate(graph.calls) if call.fqn == "h.0")
     (effect,) = simulate(graph, [Region(block, RERUN)]).effects
-    last_saved = max(graph.saved[i].at for i in graph.saved_in(block))
+    last_saved = max(graph.saved[i].packed_at for i in graph.saved_in(block))
     assert list(range(graph.calls[block].start, last_saved)) == effect.steps
 
 

@@ -127,7 +127,7 @@ def test_uniform_chains_reach_the_binomial_numbers_at_every_memory_size(
 def test_what_backward_drops_without_a_look_is_dropped_at_once() -> None:
     graph = uniform(3)
     saved = list(graph.saved)
-    saved[2] = replace(saved[2], wanted=-1, done=len(graph.ops) - 1)
+    saved[2] = replace(saved[2], unpacked_at=-1, last_held=len(graph.ops) - 1)
     graph = replace(graph, saved=tuple(saved))
     planner = Planner(graph)
     assert planner.unplanned.peak_bytes == 50

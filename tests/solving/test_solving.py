@@ -136,7 +136,7 @@ def test_the_hull_holds_the_best_closure_at_every_price(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_fees_are_paid_once_for_all_that_is_not_kept(seed: int) -> None:
+def test_one_time_costs_are_paid_once_for_all_that_is_not_kept(seed: int) -> None:
     rng = Random(seed)
     flow, times = random_flow(rng, 5)
     inside = [v for v in range(len(flow.storage_of)) if flow.maker_of[v] >= 0]
@@ -151,9 +151,11 @@ def test_fees_are_paid_once_for_all_that_is_not_kept(seed: int) -> None:
     due = {v: rng.sample(range(3), rng.randint(0, 2)) for v in wanted}
 
     def paid(dropped: set[int]) -> int:
-        numbers = {fee for v in wanted if v in dropped for fee in due[v]}
-        numbers |= {other for fee in numbers for other in one_time_costs[fee].others}
-        return sum(one_time_costs[fee].nanoseconds for fee in numbers)
+        numbers = {number for v in wanted if v in dropped for number in due[v]}
+        numbers |= {
+            other for number in numbers for other in one_time_costs[number].others
+        }
+        return sum(one_time_costs[number].nanoseconds for number in numbers)
 
     points = list(all_closures(flow, wanted, sizes, times, inside, coded, paid))
     demand = Demand(wanted, sizes, one_time_costs_of=due)
@@ -183,7 +185,7 @@ def test_of_two_moments_what_runs_again_after_both_is_paid_once(seed: int) -> No
         found = []
         for chosen in product((False, True), repeat=len(inside)):
             kept = {v for v, keep in zip(inside, chosen, strict=True) if keep}
-            again = run_again(flow, demand.wanted, {*inside} - kept)
+            again = run_again(flow, demand.needed, {*inside} - kept)
             found.append((demand.weight * sum(demand.bytes_of[v] for v in kept), again))
         return found
 
@@ -347,6 +349,29 @@ def test_no_plan_of_a_random_step_beats_the_bound(seed: int, *, engine: bool) ->
         bound = LowerBound(simulator).overhead(timeline.peak_bytes)
         highest = LowerBound(simulator, everywhere).overhead(timeline.peak_bytes)
         assert bound <= highest <= timeline.overhead + 1e-9
+
+
+def test_the_bound_of_independent_tensors_is_the_cheapest_that_must_go() -> None:
+    """Six tensors of 100 bytes, rebuilt in 1 to 6 s, beside an input that stays."""
+    forward = graphs.Forward()
+    x, weight = forward.given(1000), forward.given(0, "parameter")
+    made: list[int] = []
+    with forward.call("net"):
+        for seconds in range(1, 7):
+            made += forward.op("mul", [x, weight], makes=[100], seconds=seconds)
+            forward.save(made[-1])
+        made[:] = forward.op("stack", made, makes=[30])
+    forward.op("sum", made, makes=[4])
+    simulator = Simulator(forward.graph())
+    peak = max(simulator.unplanned_bytes)  # all six, their gradients, one of the stack
+    assert peak == 1000 + 6 * 100 + 6 * 100 + 30
+    step_seconds = simulator.graph.step_seconds
+    bound = LowerBound(simulator)
+    for dropped in range(7):
+        seconds = bound.overhead(peak - 100 * dropped) * step_seconds
+        assert seconds == pytest.approx(sum(range(1, dropped + 1)))
+    half = bound.overhead(peak - 250) * step_seconds  # of the third one, as a fraction
+    assert half == pytest.approx(1 + 2 + 3 / 2)
 
 
 @pytest.mark.parametrize(

@@ -200,7 +200,11 @@ def test_a_workload_equals_itself_in_two_processes():
         found.budget_bytes,
         found.notes,
     ) == (None, ())
-    stages = ["stepping without the plan", "stepping with the plan", "timing steps"]
+    stages = [
+        "running steps without the plan",
+        "running steps with the plan",
+        "timing steps",
+    ]
     assert stages == list(dict.fromkeys(told))
 
 
@@ -410,7 +414,7 @@ def test_steps_that_never_agree_are_compared_on_one_thread(
 
     found = scripted(*differing("abcx defx"), Plan(), steps=0)
     assert (found.passed, found.different) == (True, ())
-    assert "compared are runs on one thread" in found.notes[0]
+    assert "runs on one thread were compared" in found.notes[0]
     found = scripted(*differing("abcx defy"), Plan(), steps=0)
     assert (found.passed, found.different) == (False, ("loss, step 1",))
 

@@ -98,11 +98,16 @@ class _Edit:
 
     def _saved(self, saved: Saved, calls: Sequence[Call]) -> Saved:
         """Shift a saved tensor; it is saved after the ops inserted before its call."""
-        at = self._shifted(saved.at - 1) + 1
+        packed_at = self._shifted(saved.packed_at - 1) + 1
         if saved.call >= 0:
-            at = max(at, calls[saved.call].start)
-        wanted, done, used = map(self._shifted, (saved.wanted, saved.done, saved.used))
-        return replace(saved, at=at, wanted=wanted, done=done, used=used)
+            packed_at = max(packed_at, calls[saved.call].start)
+        return replace(
+            saved,
+            packed_at=packed_at,
+            unpacked_at=self._shifted(saved.unpacked_at),
+            last_held=self._shifted(saved.last_held),
+            last_used=self._shifted(saved.last_used),
+        )
 
     def _storage(self, made: NewStorage) -> Storage:
         maker = self._place[id(made.maker)]

@@ -47,7 +47,12 @@ from ckplan.tracing.cuda.autocast import (
     WIDEST,
     registered,
 )
-from ckplan.tracing.cuda.cublas import WORKSPACE_BYTES, WORKSPACE_PERSISTS
+from ckplan.tracing.cuda.cublas import (
+    WORKSPACE_BYTES,
+    WORKSPACE_PERSISTS,
+    kept_bytes,
+    workspace_bytes,
+)
 from ckplan.tracing.faking.fake_mode import fake_tensors
 from ckplan.tracing.recording.recording import RawOp
 from ckplan.tracing.target import TraceTarget, find_target
@@ -113,7 +118,9 @@ def test_flash_attention_keeps_its_inputs_its_output_and_one_float_a_row() -> No
     graph = on_cuda(Attention(is_causal=True).half(), x)
     at = forward_names(graph).index("_scaled_dot_product_flash_attention")
     saved = {
-        s.storage for s in graph.saved if s.at in (at, at + 1) and s.wanted >= 0
+        s.storage
+        for s in graph.saved
+        if s.packed_at in (at, at + 1) and s.unpacked_at >= 0
     } - {i for i, s in enumerate(graph.storages) if s.kind == "input"}
     tensor, rows = batch * length * width * 2, batch * heads * length * 4
     sizes = sorted(graph.storages[s].bytes for s in saved)
@@ -166,6 +173,26 @@ def test_optimizers_step_as_on_cuda(optimizer: str, op: str, states: int) -> Non
         counts = 2 * 512 if optimizer == "adamw:fused" else 0
         held = graph.bytes_by_kind["optimizer"]
         assert held == states * 2 * 64 * 64 * 4 + counts
+
+
+@pytest.mark.parametrize(
+    ("capability", "default"),  # of torch, written as in CUBLAS_WORKSPACE_CONFIG
+    [
+        (TURING, ":4096:2:16:8"),
+        (A100, ":4096:2:16:8"),
+        (HOPPER, ":4096:8"),
+        (BLACKWELL, ":4096:8"),
+    ],
+)
+def test_workspaces_of_cublas_are_those_of_its_default_configuration(
+    capability: tuple[int, int], default: str
+) -> None:
+    sizes_and_counts = [int(number) for number in default.split(":")[1:]]
+    pairs = zip(sizes_and_counts[::2], sizes_and_counts[1::2], strict=True)
+    expected = sum(kib * count for kib, count in pairs) * 1024
+    assert workspace_bytes(capability) == expected
+    if WORKSPACE_PERSISTS:
+        assert kept_bytes(capability, {"mm"}) == [expected]
 
 
 def test_everything_is_in_blocks_and_cublas_has_its_workspaces() -> None:

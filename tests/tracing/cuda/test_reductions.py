@@ -6,11 +6,18 @@ A100 and on a T4, by device properties.
 
 from __future__ import annotations
 
+import ctypes
 import math
+from typing import Any
 
 import pytest
+import torch
+from torch.utils import _pytree as pytree
 
+from ckplan import gpus
 from ckplan.tracing.cuda.reductions import Processors, Reduction, partial_result_blocks
+from ckplan.tracing.cuda.workspaces import workspace_of
+from ckplan.tracing.recording.recording import RawOp, TensorMeta
 from ckplan.units import in_blocks
 
 A100, T4 = Processors(108, 2048), Processors(40, 1024)
@@ -71,3 +78,34 @@ def test_parts_are_of_whole_outputs_and_semaphores_follow(rows: int) -> None:
         assert sums % (256 * 4) == 0
         assert semaphores == in_blocks(4)
         assert math.log2(sums // (256 * 4)) >= 1
+
+
+class Indexed(ctypes.Structure):
+    """What a thread keeps of the largest element so far, as C++ lays it out."""
+
+    _fields_ = (("value", ctypes.c_float), ("index", ctypes.c_int64))
+
+
+def partial_results(op: Any, *args: Any) -> int:
+    """Bytes of the partial results of a reduction of float32 on an A100."""
+
+    def described(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        return TensorMeta(tuple(value.shape), value.stride(), value.dtype)
+
+    returned = pytree.tree_leaves(op(*args))
+    flat, spec = pytree.tree_flatten((args, {}))
+    inputs, outputs = (tuple(map(described, some)) for some in (flat, returned))
+    raw = RawOp(op, -1, (), (), (), inputs, spec, outputs, 0, 0, False, True)
+    partial, _ = workspace_of(raw, gpus.find("A100 80GB")).after  # then semaphores
+    return partial
+
+
+def test_an_index_is_kept_beside_every_value_that_may_be_the_largest() -> None:
+    aten, x = torch.ops.aten, torch.empty((2048, 1536), device="meta")
+    values = partial_results(aten.amax.default, x, [0])
+    assert values % ctypes.sizeof(ctypes.c_float) == 0
+    threads = values // ctypes.sizeof(ctypes.c_float)
+    for op in (aten.max.dim, aten.min.dim, aten.argmax.default, aten.argmin.default):
+        assert partial_results(op, x, 0) == threads * ctypes.sizeof(Indexed)
