@@ -74,6 +74,10 @@ def _ops_out_of_range(graph: RecordedStep) -> Iterator[str]:
 
 
 def _storages_out_of_range(graph: RecordedStep) -> Iterator[str]:
+    types = {one.tensor for one in graph.storages if one.tensor is not None}
+    for found in types:
+        if not _all_in_range(found.shape, 0, _MOST):
+            yield f"a storage holds a tensor of shape {found.shape}"
     for index, storage in enumerate(graph.storages):
         if storage.kind not in KINDS:
             yield f"storage {index} is of kind {storage.kind!r}"
@@ -147,6 +151,8 @@ def _inconsistent_names(graph: RecordedStep) -> Iterator[str]:
     named: list[object] = [graph.model, graph.costs, *graph.notes]
     named.append(graph.options.get("gpu", ""))
     named += [op.name for op in graph.ops]
+    named += {op.line for op in graph.ops}
+    named += {one.tensor.dtype for one in graph.storages if one.tensor is not None}
     named += [text for call in graph.calls for text in (call.fqn, call.module)]
     named += [one.name for one in graph.encodings]
     named += [hazard.reason for hazard in graph.hazards]
