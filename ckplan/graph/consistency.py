@@ -32,6 +32,7 @@ def inconsistencies(graph: RecordedStep) -> Iterator[str]:
     yield from _engine_out_of_range(graph)
     yield from _ops_out_of_range(graph)
     yield from _storages_out_of_range(graph)
+    yield from _tensors_out_of_range(graph)
     yield from _saved_out_of_range(graph)
     yield from _calls_out_of_range(graph)
     yield from _encodings_out_of_range(graph)
@@ -74,10 +75,6 @@ def _ops_out_of_range(graph: RecordedStep) -> Iterator[str]:
 
 
 def _storages_out_of_range(graph: RecordedStep) -> Iterator[str]:
-    types = {one.tensor for one in graph.storages if one.tensor is not None}
-    for found in types:
-        if not _all_in_range(found.shape, 0, _MOST):
-            yield f"a storage holds a tensor of shape {found.shape}"
     for index, storage in enumerate(graph.storages):
         if storage.kind not in KINDS:
             yield f"storage {index} is of kind {storage.kind!r}"
@@ -85,6 +82,14 @@ def _storages_out_of_range(graph: RecordedStep) -> Iterator[str]:
         moments = (storage.maker, storage.last)
         if not (sized and _all_in_range(moments, BEFORE_STEP, len(graph.ops) + 1)):
             yield f"storage {index} has {storage.bytes} B, maker {storage.maker}"
+
+
+def _tensors_out_of_range(graph: RecordedStep) -> Iterator[str]:
+    for found in {one.tensor for one in graph.storages} - {None}:
+        assert found is not None
+        dtype, shape = found
+        if str(dtype) != dtype or not _all_in_range(shape, 0, _MOST):
+            yield f"a storage holds a tensor of type {dtype!r} and shape {shape}"
 
 
 def _saved_out_of_range(graph: RecordedStep) -> Iterator[str]:
@@ -152,7 +157,6 @@ def _inconsistent_names(graph: RecordedStep) -> Iterator[str]:
     named.append(graph.options.get("gpu", ""))
     named += [op.name for op in graph.ops]
     named += {op.line for op in graph.ops}
-    named += {one.tensor.dtype for one in graph.storages if one.tensor is not None}
     named += [text for call in graph.calls for text in (call.fqn, call.module)]
     named += [one.name for one in graph.encodings]
     named += [hazard.reason for hazard in graph.hazards]

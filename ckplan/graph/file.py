@@ -18,6 +18,7 @@ from ckplan import files
 from ckplan.errors import GraphError
 from ckplan.graph.graph import FORMAT_VERSION, Graph
 from ckplan.graph.records import (
+    NO_WORKSPACE,
     Call,
     Encoding,
     EngineCosts,
@@ -172,7 +173,7 @@ def _op(
         tuple(reads),
         tuple(writes),
         tuple(outputs),
-        Workspace(tuple(before), tuple(after)),
+        Workspace(tuple(before), tuple(after)) if before or after else NO_WORKSPACE,
         flops,
         moved_bytes,
         seconds,
@@ -186,8 +187,7 @@ def _from_content(content: dict[str, Any]) -> Graph:
     names = dict(enumerate(content["names"]))
     lines, tensors = _columns(content)
     ops = tuple(
-        _op(names, line, *row)
-        for row, line in zip(content["ops"], lines, strict=True)
+        _op(names, line, *row) for row, line in zip(content["ops"], lines, strict=True)
     )
     return Graph(
         model=str(content["model"]),
