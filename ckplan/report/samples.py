@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ckplan.graph.graph import Graph
 from ckplan.graph.records import BEFORE_STEP, OUTSIDE_CALLS
 from ckplan.simulating.alive import Held, held_at
+from ckplan.simulating.allocations import Level
 from ckplan.simulating.curve import PHASES, predicted_curve
 from ckplan.simulating.effect import ENCODED
 from ckplan.simulating.simulate import Timeline
@@ -48,6 +50,7 @@ class Sample:
     where: str
     by_kind: dict[str, int]
     alive: tuple[Alive, ...]  # the largest ones
+    reserved_bytes: int | None  # by PyTorch's allocator, on a GPU
 
     @property
     def live_bytes(self) -> int:
@@ -66,8 +69,13 @@ def sample_moments(timeline: Timeline, per_phase: int = _PER_PHASE) -> list[int]
     return sorted({*found.values(), timeline.peak_moment} if live else found.values())
 
 
-def sample(timeline: Timeline) -> list[Sample]:
-    """The moments that a plot shows, with the tensors alive at each."""
+def sample(timeline: Timeline, levels: Sequence[Level] = ()) -> list[Sample]:
+    """The moments that a plot shows, with the tensors alive at each.
+
+    Args:
+        timeline: The step, planned or not.
+        levels: Levels of PyTorch's allocator at each half moment, if known.
+    """
     curve = predicted_curve(timeline)
     placed = curve.placed()
     return [
@@ -77,6 +85,7 @@ def sample(timeline: Timeline) -> list[Sample]:
             timeline.graph.place(moment // 2),
             timeline.bytes_by_kind(moment),
             largest_alive(timeline, moment),
+            levels[moment].reserved_bytes if levels else None,
         )
         for moment in sample_moments(timeline)
         if moment < len(placed)
