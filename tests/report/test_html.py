@@ -25,6 +25,7 @@ from ckplan.plan.resolve import resolve
 from ckplan.report import html
 from ckplan.report.layer_tree import layer_tree
 from ckplan.report.samples import sample, sample_moments
+from ckplan.report.step import step_json
 from ckplan.simulating.allocations import Level, reserved_on_card
 from ckplan.simulating.simulate import Simulator
 from ckplan.solving import planner
@@ -132,6 +133,29 @@ def test_a_click_names_shape_type_and_line_of_the_largest_first(tmp_path: Path) 
     assert texts_of(text, "mine", "transformer.h.0.mlp.c_fc/addmm, rebuilt")
 
 
+def test_show_names_the_largest_tensor_at_the_peak() -> None:
+    trace = TRACES / "gpt2.json.gz"
+    graph = load(trace)
+    timeline = Simulator(graph).run()
+    alive = timeline.alive(timeline.peak_moment)
+    made = [s for s in alive if graph.storages[s].kind in ("activation", "temporary")]
+    largest = max(graph.storages[s].bytes for s in made)
+    code, output = run("show", trace, "--json")
+    found = json.loads(output)["largest_at_peak"]
+    assert (code, found["bytes"]) == (0, largest * found["count"])
+    largest_ones = {
+        (str(graph.storages[s].tensor), graph.line_of(s))
+        for s in made
+        if graph.storages[s].bytes == largest
+    }
+    sizes = ",".join(map(str, found["shape"]))
+    tensor = f"{found['dtype']}[{sizes}]"
+    assert (tensor, found["line"]) in largest_ones
+    code, output = run("show", trace)
+    assert f"{tensor} by {found['made_by']}" in output
+    assert found["line"] in output
+
+
 def test_a_trace_of_an_older_format_is_reported_without_lines(tmp_path: Path) -> None:
     graph = load(MLP)
     graph = replace(
@@ -139,6 +163,7 @@ def test_a_trace_of_an_older_format_is_reported_without_lines(tmp_path: Path) ->
         ops=tuple(replace(op, line="") for op in graph.ops),
         storages=tuple(replace(one, tensor=None) for one in graph.storages),
     )
+    assert step_json(graph, Simulator(graph).run(), "x")["largest_at_peak"] is None
     ckplan.save_report(graph, {}, tmp_path / "a.html")
     found = texts_of((tmp_path / "a.html").read_text(), "unplanned")
     assert found and {texts[2:] for texts in found} == {("", "", "")}
