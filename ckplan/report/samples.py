@@ -14,7 +14,7 @@ from ckplan.simulating.effect import ENCODED
 from ckplan.simulating.simulate import Timeline
 
 _PER_PHASE = 90
-_MOST_ALIVE = 14
+_MOST_ALIVE = 24
 _OF_STEP = ("parameter", "buffer", "gradient", "optimizer", "input")
 
 
