@@ -39,7 +39,7 @@ def report(
     sharding = rank.sharding()
     from ckplan import files
     from ckplan.plan import file as plan_file
-    from ckplan.report.html import check_report, save_report, timelines_of
+    from ckplan.report.html import check_report, save_report
     from ckplan.report.progress import ProgressLine
 
     check_report()
@@ -56,10 +56,7 @@ def report(
     graph = load_step(traces[0] if traces else None, sharding)
     with ProgressLine(sys.stderr) as progress:
         progress("solving", 0, 0)
-        save_report(graph, plans, output, force=force)
+        save_report(graph, plans, output, chrome_trace=chrome_trace, force=force)
     print_message(f"wrote {output}")
     if chrome_trace is not None:
-        from ckplan.report.chrome_trace import save_chrome_trace
-
-        save_chrome_trace(chrome_trace, timelines_of(graph, plans), force=force)
         print_message(f"wrote {chrome_trace}")

@@ -32,6 +32,7 @@ def inconsistencies(graph: RecordedStep) -> Iterator[str]:
     yield from _engine_out_of_range(graph)
     yield from _ops_out_of_range(graph)
     yield from _storages_out_of_range(graph)
+    yield from _tensors_out_of_range(graph)
     yield from _saved_out_of_range(graph)
     yield from _calls_out_of_range(graph)
     yield from _encodings_out_of_range(graph)
@@ -81,6 +82,14 @@ def _storages_out_of_range(graph: RecordedStep) -> Iterator[str]:
         moments = (storage.maker, storage.last)
         if not (sized and _all_in_range(moments, BEFORE_STEP, len(graph.ops) + 1)):
             yield f"storage {index} has {storage.bytes} B, maker {storage.maker}"
+
+
+def _tensors_out_of_range(graph: RecordedStep) -> Iterator[str]:
+    for found in {one.tensor for one in graph.storages} - {None}:
+        assert found is not None
+        dtype, shape = found
+        if str(dtype) != dtype or not _all_in_range(shape, 0, _MOST):
+            yield f"a storage holds a tensor of type {dtype!r} and shape {shape}"
 
 
 def _saved_out_of_range(graph: RecordedStep) -> Iterator[str]:
@@ -147,6 +156,7 @@ def _inconsistent_names(graph: RecordedStep) -> Iterator[str]:
     named: list[object] = [graph.model, graph.costs, *graph.notes]
     named.append(graph.options.get("gpu", ""))
     named += [op.name for op in graph.ops]
+    named += {op.line for op in graph.ops}
     named += [text for call in graph.calls for text in (call.fqn, call.module)]
     named += [one.name for one in graph.encodings]
     named += [hazard.reason for hazard in graph.hazards]

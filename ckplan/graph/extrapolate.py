@@ -6,13 +6,14 @@ batch runs the same ops. Two batches give the slope and the constant.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 from ckplan.errors import GraphError
 from ckplan.graph.graph import Graph
-from ckplan.graph.records import Encoding, Op, Storage
+from ckplan.graph.records import Encoding, Op, Storage, TensorType
 
 _T = TypeVar("_T", Op, Storage, Encoding)
 _GROWS = ("bytes", "flops", "seconds")  # last word of the names of fields that grow
@@ -49,21 +50,60 @@ def extrapolate(small: Graph, large: Graph, rows: tuple[int, int, int]) -> Graph
     return replace(
         large,
         ops=extrapolated(small.ops, large.ops),
-        storages=extrapolated(small.storages, large.storages),
+        storages=tuple(
+            replace(grown, tensor=_extrapolated_tensor(one, other, grown.bytes, rows))
+            for one, other, grown in zip(
+                small.storages,
+                large.storages,
+                extrapolated(small.storages, large.storages),
+                strict=True,
+            )
+        ),
         encodings=extrapolated(*codings),
     )
 
 
 def _extrapolated(one: _T, other: _T, rows: tuple[int, int, int]) -> _T:
     """A record with quantities on the line through two others, and at least 0."""
-    few, many, wanted = rows
     found: dict[str, Any] = {}
     for field in fields(one):
         if field.name.rpartition("_")[2] in _GROWS:
             low, high = getattr(one, field.name), getattr(other, field.name)
-            value = high + (high - low) * (wanted - many) / (many - few)
-            found[field.name] = max(type(high)(0), type(high)(value))
+            found[field.name] = max(
+                type(high)(0), type(high)(_on_line(low, high, rows))
+            )
     return replace(other, **found)
+
+
+def _on_line(low: float, high: float, rows: tuple[int, int, int]) -> float:
+    few, many, wanted = rows
+    return high + (high - low) * (wanted - many) / (many - few)
+
+
+def _extrapolated_tensor(
+    one: Storage, other: Storage, num_bytes: int, rows: tuple[int, int, int]
+) -> TensorType | None:
+    """The tensor of a storage, with sizes on the lines through two others.
+
+    None where that cannot be: a size is not whole, the number of dimensions differs,
+    or the tensor filled its storage and no longer would.
+    """
+    few, many = one.tensor, other.tensor
+    if few is None or many is None or few.dtype != many.dtype:
+        return None
+    if len(few.shape) != len(many.shape):
+        return None
+    sizes = [
+        _on_line(low, high, rows)
+        for low, high in zip(few.shape, many.shape, strict=True)
+    ]
+    if any(size < 0 or size != int(size) for size in sizes):
+        return None
+    shape = tuple(map(int, sizes))
+    # Bytes per element, times the elements: sizes may differ, their ratio may not.
+    filled = one.bytes * math.prod(many.shape) == other.bytes * math.prod(few.shape)
+    fills = num_bytes * math.prod(many.shape) == other.bytes * math.prod(shape)
+    return TensorType(many.dtype, shape) if fills or not filled else None
 
 
 def _structure(graph: Graph) -> Iterator[Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
+from collections.abc import Sequence
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from ckplan import files
 from ckplan.errors import GraphError
 from ckplan.graph.graph import FORMAT_VERSION, Graph
 from ckplan.graph.records import (
+    NO_WORKSPACE,
     Call,
     Encoding,
     EngineCosts,
@@ -24,9 +26,12 @@ from ckplan.graph.records import (
     Op,
     Saved,
     Storage,
+    TensorType,
     Workspace,
 )
 
+_WITHOUT_LINES = 8  # format without lines, shapes and types; read as not known
+_NEW_KEYS = {"lines", "op_lines", "tensors", "storage_tensors"}
 _TOP_KEYS = {
     "ckplan_graph",
     "model",
@@ -44,7 +49,9 @@ _TOP_KEYS = {
     "saved",
     "encodings",
     "hazards",
+    *_NEW_KEYS,
 }
+_UNKNOWN = -1  # in place of a row of "lines" or "tensors"
 
 
 def dumps(graph: Graph) -> str:
@@ -93,8 +100,26 @@ def dumps(graph: Graph) -> str:
             for row in map(astuple, graph.encodings)
         ],
         "hazards": [astuple(hazard) for hazard in graph.hazards],
+        **_lines(graph),
+        **_tensors(graph),
     }
     return json.dumps(content, separators=(",", ":")) + "\n"
+
+
+def _lines(graph: Graph) -> dict[str, Any]:
+    """The lines, each once, and the row of each op's line."""
+    lines = sorted({op.line for op in graph.ops} - {""})
+    row = {"": _UNKNOWN} | {line: i for i, line in enumerate(lines)}
+    return {"lines": lines, "op_lines": [row[op.line] for op in graph.ops]}
+
+
+def _tensors(graph: Graph) -> dict[str, Any]:
+    """The types of tensors, each once, and the row of each storage's type."""
+    types = sorted({one.tensor for one in graph.storages if one.tensor is not None})
+    row: dict[TensorType | None, int] = {one: i for i, one in enumerate(types)}
+    row[None] = _UNKNOWN
+    rows = [row[one.tensor] for one in graph.storages]
+    return {"tensors": types, "storage_tensors": rows}
 
 
 def loads(text: str, name: str) -> Graph:
@@ -112,9 +137,10 @@ def loads(text: str, name: str) -> Graph:
     if not isinstance(content, dict) or "ckplan_graph" not in content:
         raise _unreadable(name, "is not a ckplan trace")
     version = content["ckplan_graph"]
-    if version != FORMAT_VERSION:
+    if version not in (FORMAT_VERSION, _WITHOUT_LINES):
         raise _unreadable(name, f"has format {version!r}")
-    unknown, missing = set(content) - _TOP_KEYS, _TOP_KEYS - set(content)
+    keys = _TOP_KEYS - (_NEW_KEYS if version == _WITHOUT_LINES else set())
+    unknown, missing = set(content) - keys, keys - set(content)
     if unknown or missing:
         word = "unknown" if unknown else "missing"
         raise _unreadable(name, f"has {word} key {min(unknown or missing)!r}")
@@ -128,6 +154,7 @@ def loads(text: str, name: str) -> Graph:
 
 def _op(
     names: dict[int, str],
+    line: str,
     name: int,
     call: int,
     reads: list[int],
@@ -147,23 +174,32 @@ def _op(
         tuple(reads),
         tuple(writes),
         tuple(outputs),
-        Workspace(tuple(before), tuple(after)),
+        Workspace(tuple(before), tuple(after)) if before or after else NO_WORKSPACE,
         flops,
         moved_bytes,
         seconds,
         bool(random),
         launch_seconds,
+        line,
     )
 
 
 def _from_content(content: dict[str, Any]) -> Graph:
     names = dict(enumerate(content["names"]))
-    ops = tuple(_op(names, *row) for row in content["ops"])
+    lines, tensors = _columns(content)
+    ops = tuple(
+        _op(names, line, *row) for row, line in zip(content["ops"], lines, strict=True)
+    )
     return Graph(
         model=str(content["model"]),
         fingerprint=dict(content["fingerprint"]),
         ops=ops,
-        storages=tuple(Storage(*row) for row in content["storages"]),
+        storages=tuple(
+            Storage(size, kind, maker, last, tensor)
+            for (size, kind, maker, last), tensor in zip(
+                content["storages"], tensors, strict=True
+            )
+        ),
         saved=tuple(Saved(*row) for row in content["saved"]),
         calls=tuple(
             Call(fqn, n, parent, start, stop, module, tuple(given), tuple(state))
@@ -180,6 +216,22 @@ def _from_content(content: dict[str, Any]) -> Graph:
         costs=str(content["costs"]),
         engine=EngineCosts(*content["engine"]),
         options=dict(content["options"]),
+    )
+
+
+def _columns(
+    content: dict[str, Any],
+) -> tuple[Sequence[str], Sequence[TensorType | None]]:
+    """The line of every op and the tensor of every storage."""
+    if content["ckplan_graph"] == _WITHOUT_LINES:
+        return [""] * len(content["ops"]), [None] * len(content["storages"])
+    lines = {_UNKNOWN: "", **dict(enumerate(content["lines"]))}
+    types: dict[int, TensorType | None] = {_UNKNOWN: None}
+    for row, (dtype, shape) in enumerate(content["tensors"]):
+        types[row] = TensorType(dtype, tuple(shape))
+    return (
+        [lines[row] for row in content["op_lines"]],
+        [types[row] for row in content["storage_tensors"]],
     )
 
 

@@ -31,7 +31,7 @@ from ckplan.graph.records import (
 if TYPE_CHECKING:
     import networkx
 
-FORMAT_VERSION = 8
+FORMAT_VERSION = 9
 
 
 @dataclass(frozen=True)
@@ -166,6 +166,11 @@ class Graph(RecordedStep):
             return f"{phase} of the loss"
         found = self.calls[call]
         return f"{phase} of {found.fqn or found.module}"
+
+    def line_of(self, storage: int) -> str:
+        """The line of the model that made a storage; "" if not known."""
+        maker = self.storages[storage].maker
+        return "" if maker == BEFORE_STEP else self.ops[maker].line
 
     def relative_path(self, call: int, region: int) -> str:
         """Module path of ``call`` below ``region``; "" for the region itself."""

@@ -74,6 +74,16 @@ class Workspace(NamedTuple):
 NO_WORKSPACE = Workspace()
 
 
+class TensorType(NamedTuple):
+    """Element type and shape of a tensor; prints as ``float32[8,1024]``."""
+
+    dtype: str  # of torch, without "torch."
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+
 @dataclass(frozen=True, slots=True)
 class Op:
     """One op that makes or changes bytes."""
@@ -89,6 +99,7 @@ class Op:
     seconds: float  # device time
     random: bool
     launch_seconds: float = 0.0  # CPU time to launch it on a GPU
+    line: str = ""  # "gpt2/modeling_gpt2.py:312", which ran it; "" if not known
 
     @property
     def creates(self) -> tuple[int, ...]:
@@ -113,6 +124,7 @@ class Storage:
     kind: str  # one of KINDS
     maker: int  # op, or BEFORE_STEP
     last: int  # last moment that it is held other than as a saved tensor
+    tensor: TensorType | None = None  # its first tensor; None if not known
 
 
 @dataclass(frozen=True, slots=True)

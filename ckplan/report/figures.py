@@ -52,6 +52,11 @@ def memory_figure(
         figure.add_trace(_total(name, samples, color), row=1, col=1)
         peak = max(samples, key=lambda one: one.live_bytes)
         figure.add_trace(_peak(name, peak, color), row=1, col=1)
+        reserved = [s.reserved_bytes for s in samples if s.reserved_bytes is not None]
+        if reserved:
+            along = [s.place for s in samples]
+            trace = _line(f"{name}, reserved", along, reserved, color, "dot")
+            figure.add_trace(trace, row=1, col=1)
         for kind in KINDS:
             figure.add_trace(_area(name, samples, kind, number), row=number + 2, col=1)
     for which, found in seen.items():
@@ -67,7 +72,8 @@ def memory_figure(
     _style(figure, height=330 * len(titles))
     ticks = {"tickvals": [0.5, 1.5, 2.5], "ticktext": list(PHASES)}
     figure.update_xaxes(range=[0, len(PHASES)], showticklabels=True, **ticks)
-    highest = [one.live_bytes for samples in steps.values() for one in samples]
+    every = [one for samples in steps.values() for one in samples]
+    highest = [max(one.live_bytes, one.reserved_bytes or 0) for one in every]
     highest += [curve.peak_bytes for found in seen.values() for curve in found.values()]
     top = 1.15 * max([*highest, budget_bytes or 0]) / GIB
     figure.update_yaxes(title_text="live bytes (GiB)", range=[0, top])

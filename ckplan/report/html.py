@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import astuple
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -11,16 +12,16 @@ from typing import Any
 from ckplan import files, units
 from ckplan.errors import CkplanError, PlanError
 from ckplan.graph.graph import Graph
-from ckplan.graph.records import KINDS
 from ckplan.plan.plan import Plan, differences, plan_fingerprint
 from ckplan.plan.region import Region
 from ckplan.plan.resolve import resolve
+from ckplan.report.chrome_trace import save_chrome_trace
 from ckplan.report.hazards import hazard_rows
 from ckplan.report.layer_tree import layer_tree
-from ckplan.report.samples import Sample, sample
-from ckplan.simulating.allocations import reserved_on_card
+from ckplan.report.samples import Maker, Sample, sample
+from ckplan.simulating.allocations import Level, Reserved, reserved_on_card
 from ckplan.simulating.curve import UNPLANNED, Curves
-from ckplan.simulating.simulate import Simulator, Timeline
+from ckplan.simulating.simulate import Timeline
 from ckplan.solving.common_strategies import all_baselines
 from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.planner import Planner
@@ -47,24 +48,13 @@ def check_report() -> None:
         ) from None
 
 
-def timelines_of(graph: Graph, plans: Mapping[str, Plan]) -> dict[str, Timeline]:
-    """Simulate the unplanned step and every plan.
-
-    Raises:
-        PlanError: A plan is of another model, or cannot be carried out.
-    """
-    simulator = Simulator(graph)
-    planned = {name: _regions(graph, name, plan) for name, plan in plans.items()}
-    found = {name: simulator.run(regions) for name, regions in planned.items()}
-    return {UNPLANNED: simulator.run(), **found}
-
-
 def save_report(
     graph: Graph,
     plans: Mapping[str, Plan],
     path: str | Path,
     *,
     seen: Curves = _NOTHING_SEEN,
+    chrome_trace: str | Path | None = None,
     force: bool = False,
 ) -> None:
     """Write a page about a step and the effect of plans on it.
@@ -74,15 +64,24 @@ def save_report(
         plans: Plans of the step, by their names on the page.
         path: The HTML file to write.
         seen: Measured or dry-run curves of ``verify``.
-        force: Whether to overwrite an existing file.
+        chrome_trace: Another file to write, with the same steps for Perfetto.
+        force: Whether to overwrite existing files.
 
     Raises:
         CkplanError: The file cannot be written, or the extra ``report`` is missing.
         PlanError: A plan is of another model, or cannot be carried out.
     """
     check_report()
-    timelines = timelines_of(graph, plans)
-    files.write_text(path, _render(graph, plans, timelines, seen), force=force)
+    planner = Planner(graph)
+    regions = {name: _regions(graph, name, plan) for name, plan in plans.items()}
+    timelines = {
+        UNPLANNED: planner.unplanned,
+        **{name: planner.simulator.run(found) for name, found in regions.items()},
+    }
+    page = _render(planner, plans, regions, timelines, seen)
+    files.write_text(path, page, force=force)
+    if chrome_trace is not None:
+        save_chrome_trace(Path(chrome_trace), timelines, force=force)
 
 
 def _regions(graph: Graph, name: str, plan: Plan) -> tuple[Region, ...]:
@@ -96,8 +95,9 @@ def _regions(graph: Graph, name: str, plan: Plan) -> tuple[Region, ...]:
 
 
 def _render(
-    graph: Graph,
+    planner: Planner,
     plans: Mapping[str, Plan],
+    regions: Mapping[str, Sequence[Region]],
     timelines: Mapping[str, Timeline],
     seen: Curves,
 ) -> str:
@@ -106,10 +106,15 @@ def _render(
 
     from ckplan.report.figures import frontier_figure, memory_figure
 
-    planner = Planner(graph)
+    graph = planner.graph
     points = planner.frontier(_POINTS)
     others = all_baselines(planner, MemoryLimit(planner.unplanned.peak_bytes))
-    samples = {name: sample(timeline) for name, timeline in timelines.items()}
+    levels: dict[str, list[Level]] = {name: [] for name in timelines}
+    reserved = {
+        name: reserved_on_card(timeline, levels[name])
+        for name, timeline in timelines.items()
+    }
+    samples = {name: sample(one, levels[name]) for name, one in timelines.items()}
     budgets = [p.budget_bytes for p in plans.values() if p.budget_bytes is not None]
     budget = budgets[0] if budgets else None
     memory = _chart(memory_figure(samples, budget, seen), first=True)
@@ -128,13 +133,13 @@ def _render(
     return environment.get_template(_TEMPLATE).render(
         title=f"Training step of {graph.model}",
         subtitle=f"{len(graph.ops)} ops, seconds {graph.costs}; all figures predicted",
-        cards=_cards(timelines, budget),
+        cards=_cards(timelines, reserved, budget),
         memory_chart=Markup(memory),
         frontier_chart=Markup(frontier),
         peak=_peak(last, samples[last]),
         points=points,
         others=others,
-        trees=_trees(graph, plans, timelines),
+        trees=_trees(graph, regions, timelines),
         notes=[*graph.notes, *_differences(graph, plans)],
         hazards=hazard_rows(graph),
         alive_json=Markup(_alive_json(samples)),
@@ -152,15 +157,17 @@ def _chart(figure: Any, *, first: bool) -> str:
 
 
 def _cards(
-    timelines: Mapping[str, Timeline], budget: int | None
+    timelines: Mapping[str, Timeline],
+    reserved: Mapping[str, Reserved | None],
+    budget: int | None,
 ) -> list[tuple[str, str, str]]:
     found = []
     for name, timeline in timelines.items():
         overhead = units.format_percent(timeline.overhead, sign=True)
         note = timeline.peak_at + ("" if name == UNPLANNED else f"; {overhead} time")
-        reserved = reserved_on_card(timeline)
-        if reserved is not None:
-            note += f"; reserved {units.format_bytes(reserved.bytes)}"
+        on_card = reserved[name]
+        if on_card is not None:
+            note += f"; reserved {units.format_bytes(on_card.bytes)}"
         size = units.format_bytes(timeline.peak_bytes)
         found.append((f"peak, {name}", size, note))
     if budget is not None:
@@ -175,10 +182,11 @@ def _peak(name: str, samples: Sequence[Sample]) -> dict[str, Any]:
 
 
 def _trees(
-    graph: Graph, plans: Mapping[str, Plan], timelines: Mapping[str, Timeline]
+    graph: Graph,
+    regions: Mapping[str, Sequence[Region]],
+    timelines: Mapping[str, Timeline],
 ) -> list[dict[str, Any]]:
-    regions = {name: resolve(plan, graph) for name, plan in plans.items()}
-    names = [*plans] or [UNPLANNED]
+    names = [*regions] or [UNPLANNED]
     return [
         {
             "name": name,
@@ -198,19 +206,21 @@ def _differences(graph: Graph, plans: Mapping[str, Plan]) -> list[str]:
 
 
 def _alive_json(samples: Mapping[str, Sequence[Sample]]) -> str:
-    numbers: dict[str, int] = {}
+    """The samples, with every text and every maker once."""
+    texts: dict[str, int] = {}
+    makers: dict[Maker, int] = {}
+
+    def text(one: str) -> int:
+        return texts.setdefault(one, len(texts))
+
     steps = {
         name: [
             [
-                one.where,
+                text(one.where),
                 one.live_bytes,
+                one.reserved_bytes,
                 [
-                    [
-                        numbers.setdefault(row.name, len(numbers)),
-                        KINDS.index(row.kind),
-                        row.count,
-                        row.bytes,
-                    ]
+                    [makers.setdefault(row.maker, len(makers)), row.count, row.bytes]
                     for row in one.alive
                 ],
             ]
@@ -218,5 +228,9 @@ def _alive_json(samples: Mapping[str, Sequence[Sample]]) -> str:
         ]
         for name, found in samples.items()
     }
-    content = {"names": [*numbers], "kinds": KINDS, "steps": steps}
+    content = {
+        "makers": [[text(part) for part in astuple(maker)] for maker in makers],
+        "texts": [*texts],
+        "steps": steps,
+    }
     return json.dumps(content, separators=(",", ":")).replace("<", "\\u003c")

@@ -22,6 +22,7 @@ from ckplan.report.layers import (
     total_cost,
 )
 from ckplan.report.reserved import reserved_facts, reserved_json
+from ckplan.report.samples import Alive, largest_alive
 from ckplan.report.tables import add_row, key_value_table, make_table, section, share
 from ckplan.simulating.allocations import Reserved
 from ckplan.simulating.simulate import Timeline
@@ -45,6 +46,7 @@ def step_report(
     forward = forward_costs(graph)
     rows = [
         ("peak", f"{_size(timeline.peak_bytes)} during {timeline.peak_at}"),
+        *_largest_facts(timeline),
         *reserved_facts(reserved),
         ("forward", units.format_flops((forward.inside + forward.outside).flops)),
         ("step", f"{units.format_seconds(graph.step_seconds)}, without recomputation"),
@@ -85,6 +87,7 @@ def step_json(
         "temporary_bytes": at_peak["temporary"],
         "peak_bytes": timeline.peak_bytes,
         "peak_at": timeline.peak_at,
+        "largest_at_peak": _largest_json(timeline),
         **reserved_json(reserved),
         "alive_at_peak": {f"{kind}_bytes": at_peak[kind] for kind in KINDS},
         "forward_flops": both.flops,
@@ -94,6 +97,37 @@ def step_json(
         "notes": list(graph.notes),
         "hazards": [hazard_json(graph, hazard) for hazard in graph.hazards],
         "layers": [_layer_json(graph, layer) for layer in forward.layers],
+    }
+
+
+def _largest(timeline: Timeline) -> Alive | None:
+    """The largest tensor at the peak that the step made, where it is known."""
+    rows = largest_alive(timeline, timeline.peak_moment) if timeline.graph.ops else ()
+    return next((row for row in rows if row.maker.dtype), None)
+
+
+def _largest_facts(timeline: Timeline) -> list[tuple[str, str]]:
+    found = _largest(timeline)
+    if found is None:
+        return []
+    maker, each = found.maker, _size(found.bytes // found.count)
+    count = f"{found.count} x " if found.count > 1 else ""
+    said = f"{count}{each}, {maker.dtype}[{maker.shape.strip('-')}] by {maker.name}"
+    return [("largest then", f"{said}, {maker.line}" if maker.line else said)]
+
+
+def _largest_json(timeline: Timeline) -> dict[str, Any] | None:
+    found = _largest(timeline)
+    if found is None:
+        return None
+    maker = found.maker
+    return {
+        "made_by": maker.name,
+        "shape": [int(size) for size in maker.shape.split(",") if size != "-"],
+        "dtype": maker.dtype,
+        "line": maker.line or None,
+        "count": found.count,
+        "bytes": found.bytes,
     }
 
 

@@ -8,7 +8,7 @@ that nothing holds any more are freed at the end of the op.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -34,6 +34,13 @@ class Reserved(NamedTuple):
     allocated_bytes: int
     bytes: int
     expandable_bytes: int  # with PYTORCH_ALLOC_CONF=expandable_segments:True
+
+
+class Level(NamedTuple):
+    """Most bytes of PyTorch's allocator at one half moment, once steps repeat."""
+
+    allocated_bytes: int
+    reserved_bytes: int
 
 
 class Event(NamedTuple):
@@ -102,7 +109,11 @@ def reserved_bytes(timeline: Timeline, *, expandable: bool = False) -> int:
 
 
 def replayed(
-    timeline: Timeline, *, expandable: bool = False, capacity_bytes: int | None = None
+    timeline: Timeline,
+    *,
+    expandable: bool = False,
+    capacity_bytes: int | None = None,
+    levels: list[Level] | None = None,
 ) -> Replayed:
     """Replay two steps on a model of PyTorch's CUDA allocator.
 
@@ -115,26 +126,15 @@ def replayed(
         timeline: The step, planned or not.
         expandable: With ``PYTORCH_ALLOC_CONF=expandable_segments:True``.
         capacity_bytes: Memory of the device; None for no limit.
+        levels: Output: the level at each half moment, if a list is given.
 
     Raises:
         NoRoomError: The step needs more than ``capacity_bytes``.
     """
     graph = timeline.graph
     allocator = CachingAllocator(expandable=expandable, capacity_bytes=capacity_bytes)
-    blocks: dict[int, Block] = {}
-
-    def replay(sequence: list[Event], kept_as: Mapping[int, int] | None = None) -> int:
-        most = allocator.allocated_bytes
-        for event in sequence:
-            if event.bytes:
-                blocks[event.block] = allocator.allocate(event.bytes)
-                most = max(most, allocator.allocated_bytes)
-            elif kept_as and event.block in kept_as:
-                blocks[kept_as[event.block]] = blocks.pop(event.block)
-            else:
-                allocator.free(blocks.pop(event.block))
-        return most
-
+    replay = _Replay(allocator)
+    blocks = replay.blocks
     step = events(timeline)
     before = [event for event in step if event.moment == 0 and event.bytes]
     during, update = step[len(before) :], 2 * graph.backward_stop
@@ -147,19 +147,66 @@ def replayed(
     }
     added = added_to_gradients(graph)
     later = {*first_use, *state, *added.values()}
-    replay([event for event in before if event.block not in later])
-    replay(sorted([*batch, *first_use.values()]), added)
+    replay.run([event for event in before if event.block not in later])
+    replay.run(sorted([*batch, *first_use.values()]), added)
     if added:
-        replay(batch)
-    replay([event for event in before if event.block in state])
-    replay([event for event in during if event.moment >= update])
+        replay.run(batch)
+    replay.run([event for event in before if event.block in state])
+    replay.run([event for event in during if event.moment >= update])
     exist = {event.block for event in before} - {*added.values()}
     for block in [block for block in blocks if block not in exist]:
         allocator.free(blocks.pop(block))  # gradients, freed before the next step
-    replay([event for event in before if event.block in exist - blocks.keys()])
+    replay.run([event for event in before if event.block in exist - blocks.keys()])
     if added:
-        replay(batch, added)
-    return Replayed(replay(during), allocator.reserved_bytes)
+        replay.run(batch, added)
+    most = replay.run(during, levels=levels)
+    if levels is not None:
+        replay.fill(levels, len(timeline.live_bytes))
+    return Replayed(most, allocator.reserved_bytes)
+
+
+class _Replay:
+    """The blocks of a step in an allocator."""
+
+    def __init__(self, allocator: CachingAllocator) -> None:
+        self._allocator = allocator
+        self.blocks: dict[int, Block] = {}
+
+    def run(
+        self,
+        sequence: Iterable[Event],
+        kept_as: Mapping[int, int] | None = None,
+        levels: list[Level] | None = None,
+    ) -> int:
+        """Allocate and free; returns the most bytes allocated.
+
+        Args:
+            sequence: The events.
+            kept_as: Block -> the number that it goes on with in place of being freed.
+            levels: Output: the level at each half moment, if a list is given.
+        """
+        most = self._allocator.allocated_bytes
+        for event in sequence:
+            if levels is not None:
+                self.fill(levels, event.moment + 1)
+            if event.bytes:
+                self.blocks[event.block] = self._allocator.allocate(event.bytes)
+                most = max(most, self._allocator.allocated_bytes)
+            elif kept_as and event.block in kept_as:
+                self.blocks[kept_as[event.block]] = self.blocks.pop(event.block)
+            else:
+                self._allocator.free(self.blocks.pop(event.block))
+            if levels is not None:
+                levels[-1] = Level(*map(max, levels[-1], self._level))
+        return most
+
+    def fill(self, levels: list[Level], num_moments: int) -> None:
+        """Repeat the level of now up to a number of half moments."""
+        levels += [self._level] * (num_moments - len(levels))
+
+    @property
+    def _level(self) -> Level:
+        return Level(self._allocator.allocated_bytes, self._allocator.reserved_bytes)
 
 
 def has_room(timeline: Timeline, capacity_bytes: int, *, expandable: bool) -> bool:
@@ -207,9 +254,16 @@ def is_on_card(graph: Graph) -> bool:
     return device.startswith("cuda") or "gpu" in graph.options
 
 
-def reserved_on_card(timeline: Timeline) -> Reserved | None:
-    """Predict both allocator settings; None for a step that runs on no GPU."""
+def reserved_on_card(
+    timeline: Timeline, levels: list[Level] | None = None
+) -> Reserved | None:
+    """Predict both allocator settings; None for a step that runs on no GPU.
+
+    Args:
+        timeline: The step, planned or not.
+        levels: Output: the level at each half moment, with the default settings.
+    """
     if not is_on_card(timeline.graph):
         return None
-    found = replayed(timeline)
+    found = replayed(timeline, levels=levels)
     return Reserved(*found, replayed(timeline, expandable=True).reserved_bytes)

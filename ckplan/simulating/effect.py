@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
+from math import inf
 from typing import NamedTuple
 
-BEFORE_OP = AFTER_MOMENT = -1
+BEFORE_OP = AFTER_MOMENT = NO_STORAGE = -1
+REBUILT, ENCODED, COPIED = "rebuilt", "encoded", "copied"
 
 
 class Interval(NamedTuple):
@@ -24,6 +27,8 @@ class Interval(NamedTuple):
     bytes: int
     start_tick: int = 0
     stop_tick: int = AFTER_MOMENT
+    storage: int = NO_STORAGE  # whose content it has
+    form: str = ""  # REBUILT, ENCODED or COPIED
 
 
 @dataclass(slots=True)
@@ -92,9 +97,46 @@ class Effect:
                 found, before = most, number
         return found, before
 
+    def allocated_at(self, moment: int, part: int) -> list[Interval]:
+        """Its allocations alive at a half moment; in a gap, when most bytes are.
+
+        Args:
+            moment: The half moment.
+            part: In a gap, how many held storages are freed before.
+        """
+        alive = [one for one in self.allocated if one.start <= moment <= one.stop]
+        if moment not in self.gap_peaks:
+            return alive
+        alive += (one for one in self.workspaces if one.start == moment)
+        change = Counter[float]()
+        spans = [_ticks(one, moment) for one in alive]
+        for one, (since, until) in zip(alive, spans, strict=True):
+            change[since] += one.bytes
+            change[until] -= one.bytes
+        freed = [tick for _, tick in self.freed_in_gap.get(moment, ())]
+        low, high = [-1, *freed][part], [*freed, inf][part]
+        ticks = sorted(change)
+        level = dict(
+            zip(ticks, accumulate(change[tick] for tick in ticks), strict=True)
+        )
+        within = [tick for tick in ticks if low <= tick <= high] or [low]
+        peak = max(within, key=lambda tick: level.get(tick, 0))
+        return [
+            one
+            for one, (since, until) in zip(alive, spans, strict=True)
+            if since <= peak < until
+        ]
+
     def allocated_bytes(self, moment: int, part: int) -> int:
         """Bytes of its allocations; in a gap, at most those alive there together."""
         alive = sum(i.bytes for i in self.allocated if i.start <= moment <= i.stop)
         return min(
             alive, self.gap_peaks[moment][part] if moment in self.gap_peaks else alive
         )
+
+
+def _ticks(interval: Interval, gap: int) -> tuple[float, float]:
+    """The ticks [start, stop) of a gap that an interval is alive."""
+    since = interval.start_tick if interval.start == gap else BEFORE_OP
+    ends = interval.stop == gap and interval.stop_tick != AFTER_MOMENT
+    return since, interval.stop_tick if ends else inf

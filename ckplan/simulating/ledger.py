@@ -12,7 +12,15 @@ from itertools import count
 
 from ckplan.graph.graph import Graph
 from ckplan.graph.records import Encoding, Workspace
-from ckplan.simulating.effect import AFTER_MOMENT, Effect, Interval
+from ckplan.simulating.effect import (
+    AFTER_MOMENT,
+    COPIED,
+    ENCODED,
+    NO_STORAGE,
+    REBUILT,
+    Effect,
+    Interval,
+)
 from ckplan.simulating.program import Program
 from ckplan.simulating.view import RegionView
 
@@ -58,7 +66,7 @@ class Ledger:
             if view.graph.ops[view.start + step].random
         }
         self._copies = {  # value of running statistics -> its copy
-            value: self._allocate(self._bytes_of(value), 2 * (view.start + step) + 1)
+            value: self._allocate_value(value, 2 * (view.start + step) + 1, COPIED)
             for value, step in view.statistics.items()
             if value in program.retained
         }
@@ -67,10 +75,17 @@ class Ledger:
             self._encode(encoding)
             moment = 2 * encoding.op + 1
             if value in program.decodes:
-                form = self._allocate(encoding.bytes, moment)
+                storage = self.flow.storage_of[value]
+                form = self._allocate(encoding.bytes, moment, storage, ENCODED)
                 self._encoded[value] = encoding, form
             else:  # never decoded: freed when forward ends
-                form = Interval(moment, 2 * view.stop - 1, encoding.bytes)
+                form = Interval(
+                    moment,
+                    2 * view.stop - 1,
+                    encoding.bytes,
+                    storage=self.flow.storage_of[value],
+                    form=ENCODED,
+                )
                 effect.allocated.append(form)
 
     def enter_gap(self, moment: int) -> None:
@@ -81,7 +96,7 @@ class Ledger:
 
     def allocate(self, value: int) -> Interval:
         """Allocate a value from now on."""
-        return self._allocate(self._bytes_of(value), self.moment)
+        return self._allocate_value(value, self.moment, REBUILT)
 
     def free(self, interval: Interval, stop: int) -> None:
         """Free a value at half moment ``stop``, now or later."""
@@ -171,9 +186,16 @@ class Ledger:
     def _bytes_of(self, value: int) -> int:
         return self._view.graph.storages[self.flow.storage_of[value]].bytes
 
-    def _allocate(self, num_bytes: int, moment: int) -> Interval:
+    def _allocate_value(self, value: int, moment: int, form: str) -> Interval:
+        storage = self.flow.storage_of[value]
+        return self._allocate(self._bytes_of(value), moment, storage, form)
+
+    def _allocate(
+        self, num_bytes: int, moment: int, storage: int = NO_STORAGE, form: str = ""
+    ) -> Interval:
         self._bytes += num_bytes
-        return Interval(moment, moment, num_bytes, next(self._ticks))
+        tick = next(self._ticks)
+        return Interval(moment, moment, num_bytes, tick, storage=storage, form=form)
 
 
 class ByteCounter:

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator
 from ckplan.errors import PlanError
 from ckplan.graph.records import MULTIPLIES, Saved
 from ckplan.plan.region import PROGRAM, Region
-from ckplan.simulating.effect import BEFORE_OP, Effect, Interval
+from ckplan.simulating.effect import BEFORE_OP, COPIED, REBUILT, Effect, Interval
 from ckplan.simulating.ledger import ByteCounter, Ledger, is_on_cpu, random_state_bytes
 from ckplan.simulating.rebuild import Rebuild
 from ckplan.simulating.view import RegionView
@@ -118,7 +118,14 @@ def _snapshot(view: RegionView, until: int) -> Iterator[Interval]:
             on_cpu and storage in view.moved
         )  # the engine checks for this on CPU only
         size = view.graph.storages[storage].bytes
-        yield Interval(begin, max(until, over) if changed else over, size, BEFORE_OP)
+        yield Interval(
+            begin,
+            max(until, over) if changed else over,
+            size,
+            BEFORE_OP,
+            storage=storage,
+            form=COPIED,
+        )
 
 
 def _rerun_ops(view: RegionView) -> Iterator[int]:
@@ -167,7 +174,8 @@ def _rerun_module(
             alive += size
             if storage in until:
                 stop = 2 * until[storage] + 1
-                effect.allocated.append(Interval(gap, stop, size, tick))
+                again = Interval(gap, stop, size, tick, storage=storage, form=REBUILT)
+                effect.allocated.append(again)
             else:
                 unsaved[storage] = size, tick
                 read_last[graph.storages[storage].last].append(storage)
@@ -183,11 +191,13 @@ def _rerun_module(
         for storage in read_last.get(moment, ()):
             size, since = unsaved.pop(storage)
             alive -= size
-            effect.allocated.append(Interval(gap, gap, size, since, tick))
+            again = Interval(gap, gap, size, since, tick, storage, REBUILT)
+            effect.allocated.append(again)
             tick += 1
         effect.steps.append(moment)
     effect.allocated += (
-        Interval(gap, gap, *one) for one in unsaved.values()
+        Interval(gap, gap, *one, storage=storage, form=REBUILT)
+        for storage, one in unsaved.items()
     )  # freed at the end
     effect.gap_peaks[gap] = [most_bytes]
 

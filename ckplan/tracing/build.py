@@ -20,6 +20,7 @@ from ckplan.graph.records import (
     Op,
     Saved,
     Storage,
+    TensorType,
     Workspace,
 )
 from ckplan.tracing.costs.calibrate import EncodingCost
@@ -213,6 +214,7 @@ def _op(
         seconds=round(cost.seconds, 9),
         random=may_draw(raw.func) and draws(raw.func, *raw.arguments),
         launch_seconds=round(cost.launch_seconds, 9),
+        line=raw.line,
     )
 
 
@@ -243,7 +245,15 @@ def _of_forward(recording: Recording) -> list[RawSaved]:
 def _storage(recording: Recording, number: int) -> Storage:
     raw = recording.storages[number]
     last = len(recording.ops) if raw.last == STILL_ALIVE else raw.last
-    return Storage(raw.bytes, raw.kind, raw.maker, max(last, raw.maker))
+    kind, maker = raw.kind, raw.maker
+    return Storage(raw.bytes, kind, maker, max(last, maker), _type(raw.tensor))
+
+
+def _type(tensor: TensorMeta | None) -> TensorType | None:
+    if tensor is None:
+        return None
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return TensorType(dtype, tensor.shape)
 
 
 def _name_activations(recording: Recording) -> None:

@@ -21,11 +21,33 @@ from hypothesis import strategies as st
 from ckplan.errors import CkplanError, GraphError
 from ckplan.graph.file import dumps, load, loads, save
 from ckplan.graph.graph import Graph
-from ckplan.graph.records import KINDS, OUTSIDE_CALLS, Encoding, EngineCosts
+from ckplan.graph.records import (
+    KINDS,
+    OUTSIDE_CALLS,
+    Encoding,
+    EngineCosts,
+    TensorType,
+)
 
-GRAPH = replace(
+PLAIN = replace(
     chain(2, workspace_bytes=7), encodings=(Encoding(3, 0, "bits", 5, 0, 0, 0.1, 0.1),)
 )
+
+
+def described(graph: Graph) -> Graph:
+    """With lines for ops and types for storages, some twice and some not known."""
+    ops = (
+        replace(op, line=f"m.py:{number % 5}" if number % 3 else "")
+        for number, op in enumerate(graph.ops)
+    )
+    storages = (
+        replace(one, tensor=TensorType("uint8", (1, one.bytes)) if number % 3 else None)
+        for number, one in enumerate(graph.storages)
+    )
+    return replace(graph, ops=tuple(ops), storages=tuple(storages))
+
+
+GRAPH = described(PLAIN)
 TEXT = dumps(GRAPH)
 
 TRACES = Path(__file__).parents[2] / "traces"
@@ -61,7 +83,30 @@ def call_named(graph: Graph, name: str) -> int:
 @given(rng=st.randoms(use_true_random=False))
 def test_text_of_any_graph_gives_it_back(rng: Random) -> None:
     graph = random_step(rng)
-    assert loads(dumps(graph), "x") == graph
+    for one in (graph, described(graph)):
+        assert loads(dumps(one), "x") == one
+
+
+def test_lines_and_types_stand_once_in_the_file() -> None:
+    content = json.loads(TEXT)
+    assert content["lines"] == ["m.py:0", "m.py:1", "m.py:2", "m.py:3", "m.py:4"]
+    assert len(content["op_lines"]) == len(GRAPH.ops)
+    rows = content["tensors"]
+    assert rows and len(rows) == len({str(row) for row in rows})
+    assert str(TensorType("float32", (8, 1024))) == "float32[8,1024]"
+
+
+def test_a_file_of_format_8_is_read_without_lines_and_types() -> None:
+    def aged(content: Content) -> None:
+        content["ckplan_graph"] = 8
+        for key in ("lines", "op_lines", "tensors", "storage_tensors"):
+            del content[key]
+
+    old = loads(changed(aged), "x")
+    assert old == PLAIN
+    assert dumps(old) == dumps(PLAIN)
+    with pytest.raises(GraphError, match="x has unknown key 'lines'"):
+        loads(changed(put("ckplan_graph", value=8)), "x")
 
 
 @pytest.mark.parametrize("name", ["step.json", "step.json.gz"])
@@ -147,11 +192,11 @@ def test_other_json_is_no_trace(text: str) -> None:
         loads(text, "x")
 
 
-@pytest.mark.parametrize("version", [0, 1, 7, 9, "7", None, [7]])
+@pytest.mark.parametrize("version", [0, 1, 7, 10, "9", None, [9]])
 def test_other_versions_are_refused(version: object) -> None:
     with pytest.raises(GraphError, match="has format") as caught:
         loads(changed(put("ckplan_graph", value=version)), "x")
-    assert "format 8" in caught.value.needed
+    assert "format 9" in caught.value.needed
     assert "ckplan profile" in caught.value.hint
 
 
@@ -181,6 +226,29 @@ def test_rows_of_another_length_are_refused(row: str) -> None:
     for change in (lambda c: c[row][0].append(0), lambda c: c[row][0].clear()):
         with pytest.raises(GraphError, match="malformed record"):
             loads(changed(change), "x")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        put("op_lines", 0, value=5),
+        put("op_lines", 0, value=-2),
+        put("op_lines", value=[]),
+        put("lines", 0, value=7),
+        put("storage_tensors", 0, value=1000),
+        put("storage_tensors", value=[0]),
+        put("tensors", 0, value=["uint8"]),
+        put("tensors", 0, value=["uint8", [-1]]),
+        put("tensors", 0, value=["uint8", [1.5]]),
+        put("tensors", 0, value=[8, [1]]),
+        put("tensors", 0, value=["uint8", 3]),
+    ],
+)
+def test_lines_and_types_that_are_not_there_are_refused(
+    change: Callable[[Content], None],
+) -> None:
+    with pytest.raises(GraphError, match=r"malformed|inconsistent"):
+        loads(changed(change), "x")
 
 
 INDICES = [

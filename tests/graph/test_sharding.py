@@ -247,3 +247,17 @@ def test_parameters_smaller_than_a_block_of_a_gpu_are_known(scheme: str) -> None
     assert held(rank, "parameter") == divided
     divided = weights if scheme == "ddp" else part
     assert held(rank, "optimizer") == sorted([*divided, *divided])
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_tensor_is_named_only_where_a_rank_has_the_whole_of_it(scheme: str) -> None:
+    graph = trace_file.load(Path(__file__).parents[2] / "traces" / "mlp.json.gz")
+    whole = {(one.tensor, one.bytes) for one in graph.storages if one.tensor}
+    rank = ckplan.shard(graph, scheme, 2)
+    named = [one for one in rank.storages if one.tensor]
+    assert {(one.tensor, one.bytes) for one in named} <= whole
+    unnamed = len(rank.storages) - len(named)
+    assert (unnamed > 10) == (scheme != "ddp")
+    assert [op.line for op in rank.ops if op.line] == [
+        op.line for op in graph.ops if op.line
+    ]

@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 import re
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 from typer.testing import CliRunner
 
 import ckplan
@@ -18,9 +22,13 @@ from ckplan.graph.file import load
 from ckplan.graph.records import OUTSIDE_CALLS
 from ckplan.plan.plan import Plan, PlannedRegion
 from ckplan.plan.resolve import resolve
+from ckplan.report import html
 from ckplan.report.layer_tree import layer_tree
 from ckplan.report.samples import sample, sample_moments
+from ckplan.report.step import step_json
+from ckplan.simulating.allocations import Level, reserved_on_card
 from ckplan.simulating.simulate import Simulator
+from ckplan.solving import planner
 from ckplan.units import format_bytes
 
 TRACES = Path(__file__).parents[2] / "traces"
@@ -75,7 +83,122 @@ def test_a_page_says_what_the_simulator_says(page: str, plan: Plan) -> None:
     found = re.search(r'type="application/json">(.*?)</script>', page, re.DOTALL)
     assert found
     alive = json.loads(found[1])["steps"]["unplanned"]
-    assert max(live for _, live, _ in alive) == simulator.run().peak_bytes
+    assert max(live for _, live, _, _ in alive) == simulator.run().peak_bytes
+    assert {reserved for _, _, reserved, _ in alive} == {None}  # on no GPU
+
+
+def rows_of(page: str, step: str) -> list[list[tuple[list[str], int, int]]]:
+    """For every moment, the rows that a click shows: texts, count and bytes."""
+    found = re.search(r'type="application/json">(.*?)</script>', page, re.DOTALL)
+    assert found
+    content = json.loads(found[1])
+    texts, makers = content["texts"], content["makers"]
+    return [
+        [([texts[i] for i in makers[m]], count, size) for m, count, size in rows]
+        for *_, rows in content["steps"][step]
+    ]
+
+
+def texts_of(page: str, step: str, name: str = "") -> set[tuple[str, ...]]:
+    """The texts of all rows, or of those with one name."""
+    moments = rows_of(page, step)
+    rows = {tuple(texts) for rows in moments for texts, _, _ in rows}
+    return {texts for texts in rows if name in ("", texts[0])}
+
+
+def test_a_click_names_shape_type_and_line_of_the_largest_first(tmp_path: Path) -> None:
+    graph = load(TRACES / "gpt2.json.gz")
+    plan = Plan(regions=(PlannedRegion("transformer.h.[0..11]"),))
+    ckplan.save_report(graph, {"mine": plan}, tmp_path / "a.html")
+    text = (tmp_path / "a.html").read_text()
+    made = {
+        (str(one.tensor), graph.line_of(number))
+        for number, one in enumerate(graph.storages)
+    }
+    for step in ("unplanned", "mine"):
+        moments = rows_of(text, step)
+        for rows in moments:
+            assert [size for *_, size in rows] == sorted(
+                (size for *_, size in rows), reverse=True
+            )
+        seen = [texts for rows in moments for texts, _, _ in rows if texts[3]]
+        assert seen
+        for _, _, shape, dtype, line in seen:
+            assert (f"{dtype}[{shape.strip('-')}]", line) in made
+    # The MLP of 12 x 384, on 8 x 256 tokens, as its matrix product returns it.
+    found = texts_of(text, "unplanned", "transformer.h.0.mlp.c_fc/addmm")
+    ((_, kind, shape, dtype, line),) = found
+    assert (kind, shape, dtype) == ("activation", "2048,1536", "float32")
+    assert re.fullmatch(r"transformers/pytorch_utils\.py:\d+", line)
+    assert texts_of(text, "mine", "transformer.h.0.mlp.c_fc/addmm, rebuilt")
+
+
+def test_show_names_the_largest_tensor_at_the_peak() -> None:
+    trace = TRACES / "gpt2.json.gz"
+    graph = load(trace)
+    timeline = Simulator(graph).run()
+    alive = timeline.alive(timeline.peak_moment)
+    made = [s for s in alive if graph.storages[s].kind in ("activation", "temporary")]
+    largest = max(graph.storages[s].bytes for s in made)
+    code, output = run("show", trace, "--json")
+    found = json.loads(output)["largest_at_peak"]
+    assert (code, found["bytes"]) == (0, largest * found["count"])
+    largest_ones = {
+        (str(graph.storages[s].tensor), graph.line_of(s))
+        for s in made
+        if graph.storages[s].bytes == largest
+    }
+    sizes = ",".join(map(str, found["shape"]))
+    tensor = f"{found['dtype']}[{sizes}]"
+    assert (tensor, found["line"]) in largest_ones
+    code, output = run("show", trace)
+    assert f"{tensor} by {found['made_by']}" in output
+    assert found["line"] in output
+
+
+def test_a_trace_of_an_older_format_is_reported_without_lines(tmp_path: Path) -> None:
+    graph = load(MLP)
+    graph = replace(
+        graph,
+        ops=tuple(replace(op, line="") for op in graph.ops),
+        storages=tuple(replace(one, tensor=None) for one in graph.storages),
+    )
+    assert step_json(graph, Simulator(graph).run(), "x")["largest_at_peak"] is None
+    ckplan.save_report(graph, {}, tmp_path / "a.html")
+    found = texts_of((tmp_path / "a.html").read_text(), "unplanned")
+    assert found and {texts[2:] for texts in found} == {("", "", "")}
+
+
+def test_reserved_memory_is_drawn_beside_live_bytes(tmp_path: Path) -> None:
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(3)), nn.Tanh())
+    graph = ckplan.profile(model, torch.ones(2048, 512), gpu="T4", replay=False)
+    timeline = Simulator(graph).run()
+    levels: list[Level] = []
+    reserved = reserved_on_card(timeline, levels)
+    assert reserved is not None
+    assert len(levels) == len(timeline.live_bytes)
+    assert max(one.reserved_bytes for one in levels) == reserved.bytes
+    assert max(one.allocated_bytes for one in levels) == reserved.allocated_bytes
+    for one, live in zip(levels, timeline.live_bytes, strict=True):
+        assert one.reserved_bytes >= one.allocated_bytes >= live - 512
+    ckplan.save_report(graph, {}, tmp_path / "a.html")
+    text = (tmp_path / "a.html").read_text()
+    assert '"name":"unplanned, reserved"' in text
+    assert str(reserved.bytes) in text
+
+
+def test_a_step_is_simulated_and_a_plan_resolved_once(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+
+    def counted(name: str, function: Any) -> Any:
+        return lambda *args, **kwargs: made.append(name) or function(*args, **kwargs)
+
+    monkeypatch.setattr(planner, "Simulator", counted("simulator", Simulator))
+    monkeypatch.setattr(html, "resolve", counted("resolve", resolve))
+    ckplan.save_report(load(MLP), {"mine": plan}, tmp_path / "a.html")
+    assert sorted(made) == ["resolve", "simulator"]
 
 
 @pytest.mark.parametrize("name", ["mlp", "gpt2", "unet"])

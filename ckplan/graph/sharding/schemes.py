@@ -209,7 +209,8 @@ def _divide_storages(
     def divide(chosen: Sequence[int]) -> None:
         sizes = shares([storages[number].bytes for number in chosen])
         for number, size in zip(chosen, sizes, strict=True):
-            storages[number] = replace(storages[number], bytes=size)
+            if size != storages[number].bytes:  # of another shape, too
+                storages[number] = replace(storages[number], bytes=size, tensor=None)
 
     for kind in kinds:
         divide(

@@ -40,6 +40,7 @@ from ckplan.tracing.recording.recording import (
     moved_bytes,
     written_by,
 )
+from ckplan.tracing.recording.source_lines import UNKNOWN, SourceLines
 from ckplan.tracing.recording.storages import Storages
 from ckplan.training.randomness import observed_rng_states
 
@@ -87,7 +88,9 @@ class StepRecorder(TorchDispatchMode):
         self._calls = ModuleCalls(model, self.recording, self.storages)
         self._fake = fake
         self._phase = "forward"
+        self._lines = SourceLines()
         self._node_call = OUTSIDE_CALLS
+        self._node_line = UNKNOWN
         self._in_node = False
         self._in_place = InplaceFormulas(on_cuda=on_cuda)
         self._paused = False
@@ -132,6 +135,8 @@ class StepRecorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._paused:
             return func(*args, **kwargs)
+        if self._phase == "forward":
+            self._lines.mark_op()
         if traits_of(func).makes_nothing:
             out = func(*args, **kwargs)
             if func is torch.ops.aten.lift_fresh.default:
@@ -172,6 +177,7 @@ class StepRecorder(TorchDispatchMode):
                     and not self._in_node
                     and not _shares_its_storage(flat),
                     torch.is_grad_enabled(),
+                    self._current_line(),
                 )
             )
         return out
@@ -188,6 +194,10 @@ class StepRecorder(TorchDispatchMode):
         if self._phase == "forward":
             return self._calls.current
         return self._node_call if self._phase == "backward" else OUTSIDE_CALLS
+
+    def _current_line(self) -> str:
+        line = self._lines.current()
+        return line or (self._node_line if self._phase == "backward" else UNKNOWN)
 
     # -- saved tensors ---------------------------------------------------------------
 
@@ -241,13 +251,13 @@ class StepRecorder(TorchDispatchMode):
 
     def _node_begins(self, node: torch.autograd.graph.Node) -> Callable[..., None]:
         is_leaf = node.name().endswith("AccumulateGrad")
-        call = self._calls.call_of_node(node)
+        call, line = self._calls.call_of_node(node), self._lines.of_node(node)
 
         def begins(grads: object) -> None:
             del grads
             self._in_node = True
             if not is_leaf:
-                self._node_call = call
+                self._node_call, self._node_line = call, line
 
         return begins
 

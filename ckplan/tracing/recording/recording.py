@@ -61,6 +61,7 @@ class RawOp:
     moved_bytes: int
     accumulates: bool  # autograd's sum of two gradients, between two nodes
     in_grad_mode: bool  # some kernels depend on it
+    line: str = ""  # of the model's source; "" if not known
 
     @property
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -79,6 +80,7 @@ class RawStorage:
     maker: int
     last: int = STILL_ALIVE
     dense: bool = True  # its first tensor had no gaps or overlaps
+    tensor: TensorMeta | None = None  # its first tensor, where it is told
 
 
 @dataclass(slots=True)

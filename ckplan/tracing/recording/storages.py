@@ -11,7 +11,7 @@ import torch
 from ckplan.applying.tensors.arguments import UnknownArgumentError, storage_of
 from ckplan.errors import WorkloadError
 from ckplan.graph.records import BEFORE_STEP
-from ckplan.tracing.recording.recording import RawStorage, Recording
+from ckplan.tracing.recording.recording import RawStorage, Recording, describe
 
 
 class Storages:
@@ -46,7 +46,10 @@ class Storages:
             if storage._cdata not in self._ids:
                 if kind != "buffer":  # a forward can replace it
                     self._keep.append(storage)
-                self._register(storage, kind, BEFORE_STEP, self._bytes_of(tensor))
+                number = self._register(
+                    storage, kind, BEFORE_STEP, self._bytes_of(tensor)
+                )
+                self._describe(number, tensor)
                 self._recording.num_known = len(self._recording.storages)
 
     def register_rng_state(self, state: torch.Tensor) -> None:
@@ -89,8 +92,7 @@ class Storages:
                 number = self._find(storage)
                 if number is None:
                     number = self._register(storage, kind, maker, self._bytes_of(leaf))
-                    if leaf.storage_offset() or not fills_storage(leaf):
-                        self._recording.storages[number].dense = False
+                    self._describe(number, leaf)
                 numbers.append(number)
         return numbers
 
@@ -151,6 +153,16 @@ class Storages:
         self._recording.storages.append(RawStorage(num_bytes, kind, maker))
         self._alias(storage, number, self._died)
         return number
+
+    def _describe(self, number: int, tensor: torch.Tensor) -> None:
+        """Record the first tensor of a storage.
+
+        One that existed before the step can be a part of it; then, no tensor is named.
+        """
+        found = self._recording.storages[number]
+        found.dense = not tensor.storage_offset() and fills_storage(tensor)
+        if found.dense or found.maker != BEFORE_STEP:
+            found.tensor = describe(tensor)
 
     def _alias(
         self,
