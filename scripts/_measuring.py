@@ -200,17 +200,22 @@ def finish(report: Report, output: Path | None, *, whole: bool) -> int:
     return 1 if report.broken else 0
 
 
-def results_path(name: str, suffix: str) -> Path:
+def results_path(name: str, suffix: str, hardware: str = HARDWARE) -> Path:
     """The usual file of results of this month."""
     month = _now().strftime("%Y%m")
-    return ROOT / "scripts" / "results" / f"{name}_{HARDWARE}_{month}{suffix}"
+    return ROOT / "scripts" / "results" / f"{name}_{hardware}_{month}{suffix}"
 
 
 def write_page(path: Path, title: str, parts: Iterable[str]) -> None:
     """Write a page of Markdown, with how it was made at its end."""
-    page = [f"# {title}", *(part.strip() for part in parts), _how_it_was_made()]
-    files.write_text(path, "\n\n".join(page) + "\n", force=True)
+    files.write_text(path, format_page(title, parts), force=True)
     say(f"wrote {path}")
+
+
+def format_page(title: str, parts: Iterable[str], device: str = "no GPU used") -> str:
+    """A page of Markdown, with how it was made at its end."""
+    page = [f"# {title}", *(part.strip() for part in parts), _how_it_was_made(device)]
+    return "\n\n".join(page) + "\n"
 
 
 def make_table(
@@ -256,14 +261,14 @@ def _verdict(broken: Sequence[str]) -> str:
     return "\n".join(["**Broken:**", "", *(f"- {line}" for line in broken)])
 
 
-def _how_it_was_made() -> str:
+def _how_it_was_made(device: str) -> str:
     python = f"{platform.python_implementation()} {platform.python_version()}"
     script = Path(sys.argv[0]).resolve()
     name = str(script.relative_to(ROOT)) if script.is_relative_to(ROOT) else script.name
     rows = [
         ("date", _now().date().isoformat()),
         ("command", f"`{shlex.join(['python', name, *sys.argv[1:]])}`"),
-        ("machine", _machine()),
+        ("machine", f"{_machine()}, {device}"),
         ("system", platform.platform()),
         ("Python", python),
         *((package, _version(package)) for package in _PACKAGES),
@@ -278,7 +283,7 @@ def _now() -> datetime:
 def _machine() -> str:
     memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     cores = os.cpu_count()
-    return f"{_cpu_model()}, {cores} cores, {format_bytes(memory_bytes)}, no GPU used"
+    return f"{_cpu_model()}, {cores} cores, {format_bytes(memory_bytes)}"
 
 
 def _cpu_model() -> str:
