@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -211,7 +211,6 @@ class Results:
     rows: tuple[Row, ...] = ()
     engine: tuple[EngineRow, ...] = ()
     tests: tuple[TestRow, ...] = ()
-    notes: tuple[str, ...] = field(default=())
 
     def with_rows(self, new: Iterable[Row]) -> Results:
         """The same, with rows in place of those of the same names, or at the end."""
@@ -287,7 +286,6 @@ def _from_json(plain: dict[str, Any]) -> Results:
         tuple(map(_row, plain["rows"])),
         tuple(EngineRow(**one) for one in plain["engine"]),
         tuple(TestRow(**one) for one in plain["tests"]),
-        tuple(plain["notes"]),
     )
 
 
@@ -311,7 +309,6 @@ def page_of(results: Results, title: str, claim: str, missing: Sequence[str]) ->
     parts = [
         claim,
         make_table(("machine", "is"), machine, texts=2),
-        *results.notes,
         *_section("Tests", ("test", "outcome", "why"), tests, texts=3),
         *_section("Bytes", MEMORY, memory, texts=3),
         *_section("Seconds", TIME, times, texts=3),

@@ -29,6 +29,7 @@ from _card_steps import (
     Prepared,
     Write,
     add_roofline,
+    card_like,
     halvings_for,
     planned,
     profiled,
@@ -45,7 +46,7 @@ class Card:
 
     name: str
     bytes: int | None = None
-    capability: tuple[int, int] | None = None
+    like: str | None = None  # a card of `ckplan gpus`, whose roofline is its own
 
 
 class Session:
@@ -81,7 +82,7 @@ class Session:
     @cached_property
     def card(self) -> Card:
         """The device that is there."""
-        found: Card = self._elsewhere(card_of, self.device)
+        found: Card = self._elsewhere(card_here) if self.device == "cuda" else Card(CPU)
         return found
 
     def machine(self) -> dict[str, str]:
@@ -89,6 +90,7 @@ class Session:
         card = {"card": self.card.name}
         if self.device == "cuda":
             card |= {
+                "roofline of": self.card.like or "no card that is known",
                 "driver": driver(),
                 "CUDA": str(torch.version.cuda),
                 "cuDNN": str(torch.backends.cudnn.version()),
@@ -131,11 +133,12 @@ class Session:
 
     def _with_roofline(self, prepared: Prepared, spec: WorkloadSpec) -> Prepared:
         """The roofline of a card is a prediction more: without it, the rest stays."""
-        if self.card.capability is None:
+        if self.card.like is None:
             return prepared
-        job = prepared, spec, self.device, self.card.capability
         try:
-            found: Prepared = self._elsewhere(add_roofline, *job)
+            found: Prepared = self._elsewhere(
+                add_roofline, prepared, spec, self.card.like
+            )
         except CkplanError:
             return prepared
         return found
@@ -201,12 +204,14 @@ def check_card(device: str) -> None:
     )
 
 
-def card_of(device: str) -> Card:
-    """The card that is there."""
-    if device == "cpu":
-        return Card(CPU)
-    found = torch.cuda.get_device_properties(0)
-    return Card(found.name, found.total_memory, torch.cuda.get_device_capability(0))
+def card_here() -> Card:
+    """The card that is there, asked where a context on it does no harm."""
+    found, capability = (
+        torch.cuda.get_device_properties(0),
+        torch.cuda.get_device_capability(0),
+    )
+    like = card_like(found.total_memory, capability)
+    return Card(found.name, found.total_memory, like)
 
 
 def driver() -> str:

@@ -132,23 +132,24 @@ def planned(name: str, types: str, graph: Graph) -> Prepared:
     return Prepared(tuple(rows), tuple(plans))
 
 
-def add_roofline(
-    prepared: Prepared, spec: WorkloadSpec, device: str, capability: tuple[int, int]
-) -> Prepared:
-    """The same, with what ``--gpu`` says of the card; it may be missing."""
-    cards = (c for c in gpus.load().values() if c.capability == capability)
-    card = next(cards, None)
-    if card is None:
-        return prepared
-    types = TYPES[prepared.rows[0].types]
+def add_roofline(prepared: Prepared, spec: WorkloadSpec, card: str) -> Prepared:
+    """The same, with what ``--gpu`` says of a card."""
+    training = TYPES[prepared.rows[0].types]
     graph = profile_workload(
-        spec, training=types, device=device, gpu=card.name, replay=False
+        spec, training=training, device="cuda", gpu=card, replay=False
     )
     found = []
     for row, plan in zip(prepared.rows, prepared.plans, strict=True):
         regions = resolve(plan, graph) if plan else ()
         found.append(replace(row, roofline=_costs(simulate(graph, regions))))
     return replace(prepared, rows=tuple(found))
+
+
+def card_like(num_bytes: int, capability: tuple[int, int]) -> str | None:
+    """The card of ``ckplan gpus`` with that capability, and memory most like it."""
+    cards = [card for card in gpus.load().values() if card.capability == capability]
+    apart = {card.name: abs(card.capacity_bytes - num_bytes) for card in cards}
+    return min(apart, key=apart.__getitem__, default=None)
 
 
 def _row(name: str, types: str, step: str, timeline: Timeline) -> Row:

@@ -55,7 +55,7 @@ NEEDED = ("torch", "transformers", "numpy", "networkx", "yaml", "rich", "typer")
 TYPES_IN_ORDER = ("bf16", "fp32")
 RESERVE_SECONDS = 15  # to end processes and write the page
 TESTS_SHARE, ENGINE_SHARE = 0.2, 0.1  # of all minutes, at most
-START_SECONDS = 60
+START_SECONDS = 120  # to import torch, perhaps for the first time
 MODEL_SECONDS = 150  # for one model in one type, at most
 TIMED_SHARE = 0.01  # of all minutes: the timed steps of one model in one type
 
@@ -170,14 +170,15 @@ def told(session: Session, clock: Clock) -> dict[str, str]:
     Raises:
         CkplanError: There is no card, or it does not answer.
     """
+    seconds = min(START_SECONDS, clock.left)
     try:
-        with clock.at_most(START_SECONDS):
+        with clock.at_most(seconds):
             return session.machine()
     except TimeIsUpError:
         raise CkplanError(
-            f"cannot measure on a card: it did not answer within {START_SECONDS} s",
-            needed="a card that answers",
-            hint="nvidia-smi",
+            f"cannot measure on a card: it did not answer within {seconds:.0f} s",
+            needed="a card that answers, and time to import torch",
+            hint="nvidia-smi, or more --minutes",
         ) from None
 
 

@@ -21,6 +21,7 @@ import pytest
 import torch
 
 from ckplan.errors import CkplanError
+from ckplan.tracing.profile import profile_workload
 from ckplan.training.loading import WorkloadSpec
 from ckplan.training.step import Training
 from ckplan.verifying.worker import FIRST_STEPS, FirstSteps, Job, Result, regions_of
@@ -374,6 +375,30 @@ def test_a_process_that_fails_is_a_row_and_the_others_are_timed(
     without = measured(steps, [Preset(error="ran out"), Preset()])
     assert without[1].overheads == []
     assert without[1].bits == ""
+
+
+def test_a_card_has_rows_of_its_allocator_and_its_roofline(
+    load: Callable[[str], ModuleType],
+) -> None:
+    steps = load("_card_steps")
+    spec = WorkloadSpec(str(ROOT / "configs/workloads/mlp.py"), {"layers": 3})
+    graph = profile_workload(spec, device="cuda", gpu="H100")
+    prepared = steps.planned("mlp", "fp32", graph)
+    assert [row.step for row in prepared.rows] == WAYS
+    for row in prepared.rows:
+        peak_bytes, allocated_bytes, reserved_bytes = row.predicted_bytes
+        assert peak_bytes <= allocated_bytes <= reserved_bytes
+        assert row.budget_bytes is None or peak_bytes <= row.budget_bytes
+    for row in steps.add_roofline(prepared, spec, "H100").rows:  # as was profiled
+        assert row.roofline == row.predicted
+    slower = steps.add_roofline(prepared, spec, "T4").rows
+    assert all(
+        a.roofline.step_seconds > b.predicted.step_seconds
+        for a, b in zip(slower, prepared.rows, strict=True)
+    )
+    assert steps.card_like(85_000_000_000, (9, 0)) == "H100"
+    assert steps.card_like(150_000_000_000, (9, 0)) == "H200"
+    assert steps.card_like(1, (3, 5)) is None
 
 
 def test_small_cards_get_smaller_batches(load: Callable[[str], ModuleType]) -> None:

@@ -292,7 +292,7 @@ def test_a_factory_that_raises_is_a_workload_error(target: str):
 def test_a_process_that_dies_is_an_error(
     last_words: str, kind: type[CkplanError], what: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(interleaving, "_bootstrap", lambda: f"import os; {last_words}")
+    monkeypatch.setattr(StepProcess, "main", f"import os; {last_words}")
     with StepProcess(MLP, Plan()) as process:
         with pytest.raises(kind, match=what):
             process.first_steps()
