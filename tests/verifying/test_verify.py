@@ -25,7 +25,6 @@ from ckplan.training.loading import WorkloadSpec
 from ckplan.training.step import Training, make_step
 from ckplan.training.workload import Workload
 from ckplan.verifying import compare_steps as pair
-from ckplan.verifying import step_process as interleaving
 from ckplan.verifying import verify as verifying
 from ckplan.verifying.step_process import StepProcess, interleave, overhead_of
 from ckplan.verifying.verify import Verification, verify
