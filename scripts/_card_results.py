@@ -260,7 +260,7 @@ def load(path: Path, machine: Mapping[str, str]) -> Results:
         raise CkplanError(
             f"cannot go on with '{path}': it is no file of results ({error})",
             needed="the file as an earlier run wrote it",
-            hint="--fresh, to begin anew",
+            hint="--fresh without --only, to begin anew",
         ) from None
     if found.machine != machine:
         changed = [k for k in machine if machine[k] != found.machine.get(k)]
@@ -269,7 +269,7 @@ def load(path: Path, machine: Mapping[str, str]) -> Results:
             f"({', '.join(changed) or 'it says more of it'})",
             needed=", ".join(f"{k} {found.machine.get(k)}" for k in changed)
             or "a file of this version",
-            hint="--fresh, to begin anew, or another file with -o",
+            hint="--fresh without --only, to begin anew, or another file with -o",
         )
     return found
 

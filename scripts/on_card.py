@@ -16,8 +16,8 @@ seconds are those between CUDA events, launched while it sleeps.
 
 It needs no network and no installation. The page of results and a file with its rows
 are written after every row, so that a run that was cut leaves what it had; the next one
-goes on from there. ``--fresh`` begins anew, ``--only`` measures its models anew. A row
-that fails says why, and the run goes on.
+goes on from there. ``--fresh`` begins anew, with ``--only`` for these models alone. A
+row that fails says why, and the run goes on.
 
 Exit code 1 if a test or a row fails, bits differ, or a peak is above its budget.
 """
@@ -149,9 +149,9 @@ def main() -> int:
         say(", ".join(f"{key} {value}" for key, value in machine.items()))
         page_path = args.output or default_path(machine["card"])
         results = Results(machine)
-        if not args.fresh:
+        if args.only or not args.fresh:
             results = load(rows_path(page_path), machine)
-        if args.only:
+        if args.fresh:
             results = results.without({model.name for model in models})
         keys = [f"{model.name}, {t}" for t in TYPES_IN_ORDER for model in models]
         both = () if args.only else (TESTS_KEY, ENGINE_KEY)
@@ -338,14 +338,16 @@ def arguments() -> argparse.Namespace:
         type=lambda text: text.split(","),
         action="extend",
         default=[],
-        help="measure these models anew, or the workloads of these files  [default: "
-        "all that are not yet measured]",
+        help="measure these models, or the workloads of these files, and run no tests  "
+        "[default: all]",
     )
     parser.add_argument(
         "--device", choices=("cuda", "cpu"), default="cuda", help="[default: cuda]"
     )
     parser.add_argument(
-        "--fresh", action="store_true", help="forget the rows of earlier runs"
+        "--fresh",
+        action="store_true",
+        help="forget the rows of earlier runs; with --only, those of its models",
     )
     return parser.parse_args()
 

@@ -73,6 +73,10 @@ def test_a_small_model_goes_through_all_rows_on_the_cpu(tmp_path: Path) -> None:
         )
         assert len(row["seconds"]) == len(row["unplanned_seconds"]) >= 5
         assert row["predicted"]["step_seconds"] > 0
+    again = on_card(*only, *SMALL, "-o", str(page))
+    assert again.returncode == 0
+    assert "mlp, bf16: " not in again.stderr, "nothing is left to measure"
+    assert json.loads(page.with_suffix(".json").read_text())["rows"] == rows
     peaks = [row["measured_bytes"][0] for row in rows[-3:]]
     assert peaks == sorted(peaks, reverse=True)
     assert peaks[0] < rows[5]["measured_bytes"][0]
@@ -222,7 +226,7 @@ def test_a_row_that_fails_says_why_and_the_others_are_measured(
     assert "ValueError: no such kernel " in page
     assert len(session.book.results.broken()) == len(WAYS)
     assert "**Broken:**" in page
-    assert work().asked == [], "it fails again: --only measures it anew"
+    assert work().asked == [], "it would fail again: --fresh measures it anew"
 
 
 def test_a_model_that_takes_too_long_is_left(
@@ -411,6 +415,52 @@ def test_small_cards_get_smaller_batches(load: Callable[[str], ModuleType]) -> N
     assert whole == 2 * half
     for model in steps.MODELS:  # options of the workloads as they are
         model.spec(0, {}).load()
+
+
+def test_deterministic_processes_are_that(
+    load: Callable[[str], ModuleType], tmp_path: Path
+) -> None:
+    workload = tmp_path / "chosen.py"
+    workload.write_text(
+        "import torch\n"
+        "def build():\n"
+        "    assert torch.are_deterministic_algorithms_enabled(), 'by chance'\n"
+        "    return torch.nn.Linear(2, 2), torch.ones(1, 2)\n"
+    )
+    steps, worker = load("_card_steps"), load("_card_worker")
+    spec = WorkloadSpec(str(workload))
+    with steps.start(spec, "fp32", "cpu", worker.DeterministicProcess) as process:
+        assert process.first_steps().peak_bytes > 0
+        assert process.device_time() is None
+    with (
+        steps.start(spec, "fp32", "cpu") as process,
+        pytest.raises(CkplanError, match="by chance"),
+    ):
+        process.first_steps()
+
+
+def test_a_process_that_is_ended_ends_no_session(
+    load: Callable[[str], ModuleType],
+) -> None:
+    with load("_card_session").Session("cpu") as session:
+        with pytest.raises(CkplanError, match="was ended"):
+            session._elsewhere(os._exit, 3)
+        assert session._elsewhere(divmod, 7, 2) == (3, 1)
+        with pytest.raises(CkplanError, match="ZeroDivisionError: "):
+            session._elsewhere(divmod, 7, 0)
+        assert session.machine() == {"card": "cpu", "torch": torch.__version__}
+
+
+def test_the_driver_is_what_nvidia_smi_says(
+    load: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    said = load("_card_session").driver
+    assert said() == "not known" or Path("/proc/driver/nvidia/version").exists()
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 580.65.06\n")
+    tool.chmod(0o755)
+    assert said() == "580.65.06"
 
 
 # -- the device's part of a step -----------------------------------------------------
