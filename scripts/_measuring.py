@@ -271,17 +271,22 @@ def finish(
     return 1 if report.broken else 0
 
 
-def results_path(name: str, suffix: str = ".md") -> Path:
+def results_path(name: str, suffix: str = ".md", hardware: str = HARDWARE) -> Path:
     """The usual file of results of this month."""
     month = _now().strftime("%Y%m")
-    return ROOT / "scripts" / "results" / f"{name}_{HARDWARE}_{month}{suffix}"
+    return ROOT / "scripts" / "results" / f"{name}_{hardware}_{month}{suffix}"
 
 
 def write_page(path: Path, title: str, parts: Iterable[str]) -> None:
     """Write a page of Markdown, with how it was made at its end."""
-    page = [f"# {title}", *(part.strip() for part in parts), _how_it_was_made()]
-    files.write_text(path, "\n\n".join(page) + "\n", force=True)
+    files.write_text(path, format_page(title, parts), force=True)
     say(f"wrote {path}")
+
+
+def format_page(title: str, parts: Iterable[str], device: str = "no GPU used") -> str:
+    """A page of Markdown, with how it was made at its end."""
+    page = [f"# {title}", *(part.strip() for part in parts), _how_it_was_made(device)]
+    return "\n\n".join(page) + "\n"
 
 
 def make_table(
@@ -332,13 +337,13 @@ def _verdict(broken: Sequence[str]) -> str:
     return "\n".join(["**Broken:**", "", *(f"- {line}" for line in broken)])
 
 
-def _how_it_was_made() -> str:
+def _how_it_was_made(device: str) -> str:
     python = f"{platform.python_implementation()} {platform.python_version()}"
     name = str(from_root(Path(sys.argv[0]).resolve()))
     rows = [
         ("date", _now().date().isoformat()),
         ("command", f"`{shlex.join(['python', name, *sys.argv[1:]])}`"),
-        ("machine", _machine()),
+        ("machine", f"{_machine()}, {device}"),
         ("system", platform.platform()),
         ("Python", python),
         *((package, _version(package)) for package in _PACKAGES),
@@ -353,7 +358,7 @@ def _now() -> datetime:
 def _machine() -> str:
     memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     cores = os.cpu_count()
-    return f"{_cpu_model()}, {cores} cores, {format_bytes(memory_bytes)}, no GPU used"
+    return f"{_cpu_model()}, {cores} cores, {format_bytes(memory_bytes)}"
 
 
 def _cpu_model() -> str:

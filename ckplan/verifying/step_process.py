@@ -55,6 +55,8 @@ class StepProcess:
             sums.
     """
 
+    main = "from ckplan.verifying.worker import main; main()"  # code of the child
+
     def __init__(
         self,
         spec: WorkloadSpec,
@@ -75,7 +77,7 @@ class StepProcess:
         """Start the process without waiting for it; restarts a closed one."""
         self.close()
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _bootstrap()],
+            [sys.executable, "-c", _bootstrap(self.main)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, **self._threads},
@@ -190,9 +192,6 @@ def overhead_of(planned: Sequence[float], unplanned: Sequence[float]) -> float:
     return statistics.median(with_plan / without for with_plan, without in pairs) - 1
 
 
-def _bootstrap() -> str:
+def _bootstrap(main: str) -> str:
     """Code of a worker with this process's import path; ``__main__`` is not run."""
-    return (
-        f"import sys; sys.path[:] = {sys.path!r}; "
-        "from ckplan.verifying.worker import main; main()"
-    )
+    return f"import sys; sys.path[:] = {sys.path!r}; {main}"

@@ -12,7 +12,7 @@ import os
 import pickle
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
@@ -118,12 +118,22 @@ class Worker:
         self._job = job
         self._step: TrainingStep | None = None
 
-    def answer(self, request: str) -> FirstSteps | float | CkplanError:
+    def answer(self, request: str) -> Any:
         """Handle a request; exceptions are returned as a ``CkplanError``."""
         try:
-            return self._first_steps() if request == FIRST_STEPS else self._seconds()
+            return self.handle(request)
         except (Exception, SystemExit) as error:
             return _explain(error, self._job)
+
+    def handle(self, request: str) -> Any:
+        """The reply to a request; a subclass may know more of them."""
+        return self._first_steps() if request == FIRST_STEPS else self._seconds()
+
+    @property
+    def step(self) -> TrainingStep:
+        """The step, once the first ones were taken."""
+        assert self._step is not None, "internal error: timed before the first steps"
+        return self._step
 
     def _first_steps(self) -> FirstSteps:
         warm_up_vector_kernels()
@@ -184,21 +194,20 @@ class Worker:
             check_finite(loss, title)
 
     def _seconds(self) -> float:
-        assert self._step is not None, "internal error: timed before the first steps"
-        device = torch.device(self._job.device)
+        device, step = torch.device(self._job.device), self.step
         wait_for(device)
         start = time.perf_counter()
-        self._step.run()
+        step.run()
         wait_for(device)
         return time.perf_counter() - start
 
 
-def main() -> None:
+def main(make_worker: Callable[[Job], Worker] = Worker) -> None:
     """Answer requests until the parent closes the pipe."""
     requests, replies = _take_standard_streams()
     warnings.filterwarnings("ignore", f".*{IDLE}")  # it is reported
     try:
-        worker = Worker(pickle.load(requests))
+        worker = make_worker(pickle.load(requests))
         request = FIRST_STEPS
         while True:
             pickle.dump(worker.answer(request), replies)

@@ -25,7 +25,6 @@ from ckplan.training.loading import WorkloadSpec
 from ckplan.training.step import Training, make_step
 from ckplan.training.workload import Workload
 from ckplan.verifying import compare_steps as pair
-from ckplan.verifying import step_process as interleaving
 from ckplan.verifying import verify as verifying
 from ckplan.verifying.step_process import StepProcess, interleave, overhead_of
 from ckplan.verifying.verify import Verification, verify
@@ -296,7 +295,7 @@ def test_a_factory_that_raises_is_a_workload_error(target: str):
 def test_a_process_that_dies_is_an_error(
     last_words: str, kind: type[CkplanError], what: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(interleaving, "_bootstrap", lambda: f"import os; {last_words}")
+    monkeypatch.setattr(StepProcess, "main", f"import os; {last_words}")
     with StepProcess(MLP, Plan()) as process:
         with pytest.raises(kind, match=what):
             process.first_steps()

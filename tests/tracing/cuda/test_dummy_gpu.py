@@ -6,6 +6,7 @@ where there is a real GPU: that one has tests of its own.
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -117,6 +118,29 @@ def test_the_caching_allocator_is_torchs(
 def test_what_is_rebuilt_waits_for_other_streams(library: Path) -> None:
     there = dummy.environment(library, gpus.find("A100 40GB"))
     run(there, ON_DUMMY_GPU, "streams")
+
+
+def test_a_card_is_measured_as_it_goes(library: Path, tmp_path: Path) -> None:
+    """Bytes are torch's own; what kernels would compute, bits too, is not there."""
+    page, workload = tmp_path / "x.md", str(ROOT / "configs" / "workloads" / "mlp.py")
+    small = ("--only", workload, "--set", "layers=4", "-o", str(page))
+    there = dummy.environment(library, gpus.find("A100 40GB"))
+    subprocess.run(
+        [str(ROOT / "scripts" / "on_card"), *small],
+        env={**there, "PYTHON": sys.executable},
+        check=False,
+    )
+    rows = json.loads(page.with_suffix(".json").read_text())["rows"]
+    assert len(rows) == 10
+    for row in rows:
+        assert row["done"], row
+        assert not row["failed"], row
+        predicted, found = row["predicted_bytes"], row["measured_bytes"]
+        assert predicted[0] == pytest.approx(found[0], rel=0.01)
+        assert predicted[1] == pytest.approx(found[1], rel=0.01)
+        assert predicted[2] == pytest.approx(found[2], rel=0.03, abs=20 << 20)
+        assert row["device_seconds"] is not None
+        assert row["roofline"] is not None
 
 
 @pytest.mark.parametrize("script", ["allocated", "workspaces"])
