@@ -49,6 +49,14 @@ def profile(
             "plans for its memory.",
         ),
     ] = None,
+    host: Annotated[
+        float,
+        typer.Option(
+            metavar="FACTOR",
+            help="Speed of the processor beside the GPU, relative to this one: 2 is "
+            "twice as fast.",
+        ),
+    ] = 1.0,
     rank: ShardOptions,
     fresh: Annotated[
         bool,
@@ -84,6 +92,7 @@ def profile(
             training=step.training(),
             device=device,
             gpu=gpu,
+            host=host,
             fresh=fresh,
             replay=replay,
             seed=seed,

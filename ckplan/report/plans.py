@@ -67,6 +67,8 @@ def solution_json(
         "floor_owner": solution.floor.owner,
         "overhead": timeline.overhead,
         "engine_overhead": timeline.engine_overhead,
+        "engine_seconds": timeline.engine_seconds,
+        "launch_bound": _is_launch_bound(timeline),
         "bound_overhead": solution.bound_overhead,
         "gap": solution.gap,
         "exact": solution.exact and asdict(solution.exact),
@@ -164,11 +166,30 @@ def _budget_rows(
 
 
 def _engine(after: Timeline) -> list[tuple[str, str]]:
-    if not after.engine_overhead:
-        return []
-    percent = units.format_percent(after.engine_overhead, sign=True)
-    why = "for the engine's own work; included in the overhead"
-    return [("engine", f"{percent} {why}")]
+    """The engine's share, and on a GPU what the step waits for."""
+    device, launching = map(units.format_seconds, after.queues)
+    rows = []
+    if after.engine_overhead:
+        percent = units.format_percent(after.engine_overhead, sign=True)
+        why = "for the engine's own work; included in the overhead"
+        rows.append(("engine", f"{percent} {why}"))
+    elif after.engine_seconds:
+        taken = units.format_seconds(after.engine_seconds)
+        rows.append(("engine", f"{taken} of the CPU's time, beside the device"))
+    if after.queues[1]:
+        longer = "launches" if _is_launch_bound(after) else "the device"
+        rows.append(
+            (
+                "waits for",
+                f"{longer}: device {device}, launches and engine {launching}",
+            )
+        )
+    return rows
+
+
+def _is_launch_bound(timeline: Timeline) -> bool:
+    device, launching = timeline.queues
+    return launching > device
 
 
 def _exact_rows(exact: ExactResult | None) -> list[tuple[str, str]]:

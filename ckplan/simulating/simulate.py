@@ -70,8 +70,8 @@ class Timeline:
     def recompute_seconds(self) -> float:
         """Extra seconds of recomputation.
 
-        Kernels and launches are two queues, and the step takes as long as the longer
-        one. Seconds of the other queue count only once it becomes the longer one.
+        The step takes as long as the longer one of two queues, kernels and launches.
+        Seconds of the other queue count only once it becomes the longer one.
         """
         busier = sum(effect.seconds for effect in self.effects)
         other = sum(effect.hidden_seconds for effect in self.effects)
@@ -79,12 +79,26 @@ class Timeline:
         return max(busier, other - idle)
 
     @property
+    def engine_seconds(self) -> float:
+        """CPU time of the engine, whether it adds to the step or not."""
+        return sum(effect.engine_seconds for effect in self.effects)
+
+    @cached_property
+    def queues(self) -> tuple[float, float]:
+        """Seconds of a GPU, and of the CPU beside it; without a GPU, the last is 0."""
+        graph, effects = self.graph, self.effects
+        busier = graph.step_seconds + sum(effect.seconds for effect in effects)
+        other = sum(graph.hidden_seconds) + sum(e.hidden_seconds for e in effects)
+        if not any(op.launch_seconds for op in graph.ops):
+            return busier, 0.0
+        return (other, busier) if graph.engine_is_critical else (busier, other)
+
+    @property
     def engine_overhead(self) -> float:
         """The engine's share of the overhead; 0 if the CPU has idle time for it."""
         if not (self.graph.step_seconds and self.graph.engine_is_critical):
             return 0.0
-        taken = sum(effect.engine_seconds for effect in self.effects)
-        return taken / self.graph.step_seconds
+        return self.engine_seconds / self.graph.step_seconds
 
     @property
     def overhead(self) -> float:
@@ -144,7 +158,7 @@ def simulate(graph: Graph, regions: Iterable[Region] = ()) -> Timeline:
 
 
 class Simulator:
-    """Replays one graph under many plans; caches the views and effects of regions."""
+    """Replays one graph under many plans; caches views and effects of regions."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph

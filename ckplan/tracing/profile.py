@@ -21,7 +21,7 @@ from ckplan.graph.graph import Graph
 from ckplan.graph.records import MEASURED, EngineCosts
 from ckplan.graph.sharding import Sharding, sharded
 from ckplan.tracing.build import build_graph, encodable_outputs
-from ckplan.tracing.costs.apply_overhead import calibrate_engine
+from ckplan.tracing.costs.apply_overhead import calibrate_engine, on_host
 from ckplan.tracing.costs.calibrate import (
     EncodingCost,
     Progress,
@@ -71,6 +71,7 @@ def profile_workload(
     training: Training = DEFAULT_TRAINING,
     device: str | None = None,
     gpu: str | None = None,
+    host: float = 1.0,
     fresh: bool = False,
     replay: bool = True,
     seed: int = 0,
@@ -84,6 +85,8 @@ def profile_workload(
         device: The device that the step is planned for: ``cpu`` or ``cuda``; ``cuda``
             needs no GPU and is the default if a card is named.
         gpu: A card of ``ckplan gpus``; its roofline replaces measured seconds.
+        host: Speed of the processor that will launch the step on a GPU, relative to
+            the one of this machine: 2 is twice as fast.
         fresh: Measure ops again that the cost cache already knows.
         replay: Run the forward of a small model twice, to find nondeterminism.
         seed: Seed of all random generators; ``verify`` takes the same step for the
@@ -94,7 +97,7 @@ def profile_workload(
         CkplanError: The card or the device does not exist.
         WorkloadError: The workload cannot be built or trained.
     """
-    target = find_target(device or ("cpu" if gpu is None else "cuda"), gpu)
+    target = find_target(device or ("cpu" if gpu is None else "cuda"), gpu, host)
     make = spec.load()  # imports happen outside of fake tensors
 
     def build(scope: FakeScope | None) -> Workload:
@@ -118,6 +121,7 @@ def profile(
     clip: float | None = None,
     scaler: bool = False,
     gpu: str | None = None,
+    host: float = 1.0,
     replay: bool = True,
     shard: str | None = None,
     world_size: int = 1,
@@ -143,6 +147,8 @@ def profile(
         clip: Largest total norm of the gradients, as of ``clip_grad_norm_``.
         scaler: Whether a gradient scaler scales the loss.
         gpu: A card of ``ckplan gpus``; its roofline replaces measured seconds.
+        host: Speed of the processor that will launch the step on a GPU, relative to
+            the one of this machine: 2 is twice as fast.
         replay: Run the forward of a small model twice, to find nondeterminism.
         shard: Profile the step of one rank under ``ddp``, ``zero1``, ``zero2``,
             ``zero3`` or ``fsdp2``; see ``ckplan.shard``.
@@ -163,7 +169,7 @@ def profile(
     workload = as_workload((model, batch, loss), "the call of profile()")
     check_not_lazy(model, "profile")
     here = next((str(p.device) for p in model.parameters()), "cpu")
-    target = find_target(device or (here if gpu is None else "cuda"), gpu)
+    target = find_target(device or (here if gpu is None else "cuda"), gpu, host)
 
     def build(scope: FakeScope | None) -> Workload:
         real = (workload.model, workload.batch)
@@ -271,7 +277,7 @@ def _as_graph(
         engine=_engine_costs(traced.recording, target, cache),
     )
     if target.device.type == "cuda":
-        return in_allocator_blocks(graph, target.capability)
+        return in_allocator_blocks(on_host(graph, target.host), target.capability)
     return graph
 
 
@@ -297,11 +303,10 @@ def _costs(
 def _engine_costs(
     recording: Recording, target: TraceTarget, cache: CostCache
 ) -> EngineCosts:
-    """Measure the overhead of ckplan's engine; zeros for a named card."""
-    if target.gpu is not None:
-        return EngineCosts()
+    """Measure the overhead of ckplan's engine on the processor of this machine."""
     forward = recording.ops[: recording.num_forward]
-    return calibrate_engine(forward, target.device, cache)
+    kernels_on_cpu = target.device.type == "cpu" and target.gpu is None
+    return calibrate_engine(forward if kernels_on_cpu else (), cache)
 
 
 def _coding_costs(

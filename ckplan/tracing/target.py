@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +23,7 @@ class TraceTarget:
     device: torch.device
     gpu: Gpu | None  # card whose roofline gives seconds; None: seconds are measured
     is_here: bool  # False: tracing predicts what CUDA would do
+    host: float = 1.0  # speed of the training machine's processor, as a part of ours
 
     @property
     def placed(self) -> torch.device:
@@ -57,7 +59,7 @@ class TraceTarget:
                 ) from error
 
 
-def find_target(device: str, gpu: str | None) -> TraceTarget:
+def find_target(device: str, gpu: str | None, host: float = 1.0) -> TraceTarget:
     """Check the device and the card that a step is planned for.
 
     A named card counts as local only if the local GPU has the same compute capability.
@@ -65,9 +67,12 @@ def find_target(device: str, gpu: str | None) -> TraceTarget:
     Args:
         device: ``cpu``, ``cuda`` or ``cuda:1``.
         gpu: A card of ``ckplan gpus``, or None.
+        host: Speed of the processor that will launch the step on a GPU, relative to
+            the one of this machine.
 
     Raises:
-        CkplanError: The card or the device does not exist.
+        CkplanError: The card or the device does not exist, or the speed is no positive
+            number, or another than 1 and there is no GPU to launch on.
     """
     name, _, number = device.partition(":")
     if name not in ("cpu", "cuda") or not (number or "0").isdigit():
@@ -76,12 +81,13 @@ def find_target(device: str, gpu: str | None) -> TraceTarget:
             needed="cpu or cuda; cuda needs no GPU",
             hint="--device cpu",
         )
+    _check_host(host, name)
     card = find(gpu) if gpu else None
     if name == "cpu":
         return TraceTarget(torch.device(device), card, is_here=True)
     if not torch.cuda.is_available():
         return TraceTarget(
-            torch.device(device), card or find(DEFAULT_GPU), is_here=False
+            torch.device(device), card or find(DEFAULT_GPU), is_here=False, host=host
         )
     if int(number or 0) >= (count := torch.cuda.device_count()):
         raise CkplanError(
@@ -92,4 +98,19 @@ def find_target(device: str, gpu: str | None) -> TraceTarget:
     is_like = card is None or card.capability == torch.cuda.get_device_capability(
         device
     )
-    return TraceTarget(torch.device(device), card, is_like)
+    return TraceTarget(torch.device(device), card, is_like, host)
+
+
+def _check_host(host: float, device: str) -> None:
+    if not (math.isfinite(host) and host > 0):
+        raise CkplanError(
+            f"a host cannot be {host:g} times as fast as this one",
+            needed="a positive number",
+            hint="--host 2 for a processor twice as fast",
+        )
+    if host != 1 and device == "cpu":
+        raise CkplanError(
+            "a host launches the ops of a GPU, and this step runs on the CPU itself",
+            needed="--gpu or --device cuda",
+            hint="leave out --host, and profile on the machine that trains",
+        )

@@ -10,8 +10,12 @@ import torch
 from torch import nn
 
 import ckplan
+from ckplan.errors import CkplanError
 from ckplan.graph.graph import Graph
 from ckplan.graph.records import EngineCosts
+from ckplan.plan.plan import Plan, PlannedRegion
+from ckplan.plan.resolve import resolve
+from ckplan.simulating.simulate import simulate
 from ckplan.tracing.costs import apply_overhead as engine
 from ckplan.tracing.costs.apply_overhead import calibrate_engine
 from ckplan.tracing.costs.cost_cache import CostCache
@@ -67,7 +71,9 @@ def test_caches_are_as_cold_as_the_ops_of_a_step_leave_them(
 
     monkeypatch.setattr(engine, "_measure", measure)
     for _ in range(2):  # the second time it is known
-        assert calibrate_engine(moving(*sizes), device, cache) == EngineCosts(1.0, 2.0)
+        assert calibrate_engine(
+            moving(*sizes) if device.type == "cpu" else (), cache
+        ) == EngineCosts(1.0, 2.0)
     assert asked == [flushed]
 
 
@@ -81,12 +87,58 @@ def test_measuring_leaves_everything_as_it_was() -> None:
     assert torch.equal(torch.get_rng_state(), random)
 
 
-def test_a_profile_has_what_this_machine_takes_and_none_of_another() -> None:
+@pytest.mark.parametrize("host", [0.5, 4.0])
+def test_another_host_launches_at_its_own_speed(host: float) -> None:
+    model, batch = nn.Sequential(nn.Linear(8, 16), nn.GELU()), torch.ones(4, 8)
+    here, there = (
+        ckplan.profile(model, batch, gpu="RTX 4090", host=speed)
+        for speed in (1.0, host)
+    )
+    for name in ("watch_seconds", "rerun_seconds"):
+        found = getattr(there.engine, name) * host
+        assert found == pytest.approx(getattr(here.engine, name), abs=1e-8)
+    for one, other in zip(here.ops, there.ops, strict=True):
+        assert one.seconds == other.seconds
+        assert other.launch_seconds * host == pytest.approx(one.launch_seconds)
+    assert any(f"{host:g} times as fast" in note for note in there.notes)
+
+
+@pytest.mark.parametrize("host", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_host_without_speed_is_refused(host: float) -> None:
+    model, batch = nn.Linear(8, 16), torch.ones(4, 8)
+    with pytest.raises(CkplanError, match="times as fast"):
+        ckplan.profile(model, batch, gpu="RTX 4090", host=host)
+
+
+def test_a_host_without_a_gpu_is_refused() -> None:
+    with pytest.raises(CkplanError, match="runs on the CPU itself"):
+        ckplan.profile(nn.Linear(8, 16), torch.ones(4, 8), host=2.0)
+
+
+def test_a_small_step_on_a_card_waits_for_its_launches() -> None:
+    """The longer queue is the step, and the engine is in that of the processor."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in "abc"))
+    graph = ckplan.profile(model, torch.ones(4, 8), optimizer="none", gpu="RTX 4090")
+    graph = replace(graph, engine=EngineCosts(1e-3, 1e-4))
+    plan = Plan(regions=(PlannedRegion("[0..2]"),))
+    timeline = simulate(graph, resolve(plan, graph))
+    device, launching = timeline.queues
+    assert launching > device
+    assert timeline.engine_seconds > 3e-3  # each layer saves a tensor at least
+    again = [step for effect in timeline.effects for step in effect.steps]
+    launches = sum(op.launch_seconds for op in graph.ops)
+    launches += sum(graph.ops[step].launch_seconds for step in again)
+    assert launching == pytest.approx(launches + timeline.engine_seconds)
+    step = graph.step_seconds + timeline.recompute_seconds
+    assert step == pytest.approx(launching)
+
+
+def test_a_profile_has_what_this_machine_takes() -> None:
     model, batch = nn.Sequential(nn.Linear(8, 16), nn.GELU()), torch.ones(4, 8)
     here = ckplan.profile(model, batch)
     assert here.engine.watch_seconds + here.engine.rerun_seconds > 0
     card = ckplan.profile(model, batch, gpu="RTX 4090")
-    assert card.engine == EngineCosts()
+    assert card.engine.watch_seconds + card.engine.rerun_seconds > 0
 
 
 @pytest.mark.serial

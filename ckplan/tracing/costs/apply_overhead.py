@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import astuple, replace
 from statistics import median
 
 import torch
@@ -17,6 +18,7 @@ from torch import nn
 
 from ckplan import __version__
 from ckplan.applying import apply
+from ckplan.graph.graph import Graph
 from ckplan.graph.records import EngineCosts
 from ckplan.plan.names import OpName
 from ckplan.plan.plan import Plan, PlannedRegion
@@ -29,24 +31,36 @@ _LEAST_BYTES, _MOST_BYTES = 1 << 20, 1 << 24
 _OPS_BETWEEN = 2  # per saved tensor: an op that saves one, and an op that does not
 
 
-def calibrate_engine(
-    ops: Sequence[RawOp], device: torch.device, cache: CostCache
-) -> EngineCosts:
+def calibrate_engine(ops: Sequence[RawOp], cache: CostCache) -> EngineCosts:
     """Look up the engine's overheads in the cost cache, or measure them.
 
     Args:
-        ops: Ops of the forward that is planned; the bytes that they move determine how
-            much of the processor's cache they evict.
-        device: Device of the step; kernels on a GPU evict nothing from the CPU's cache.
-        cache: The cost cache of that device.
+        ops: Ops that the processor runs in the forward that is planned: the bytes that
+            they move determine how much of its cache they evict. Empty for a GPU.
+        cache: The cost cache of the device where tensors are.
     """
-    flushed_bytes = _flushed_bytes(ops) if device.type == "cpu" else 0
+    flushed_bytes = _flushed_bytes(ops)
     keys = [f"engine {__version__} {w} {flushed_bytes}" for w in ("watch", "rerun")]
     known = cache.known(keys)
     if len(known) < len(keys):
         seconds = zip(keys, _measure(flushed_bytes), strict=True)
         known = cache.learn({k: Cost(s, 0, 0, measured=True) for k, s in seconds})
     return EngineCosts(*(known[key].seconds for key in keys))
+
+
+def on_host(graph: Graph, host: float) -> Graph:
+    """The step of a GPU, launched by another processor.
+
+    Args:
+        graph: The step as this machine would launch it.
+        host: Speed of the other processor, relative to the one of this machine.
+    """
+    if host == 1:
+        return graph
+    engine = EngineCosts(*(seconds / host for seconds in astuple(graph.engine)))
+    ops = (replace(op, launch_seconds=op.launch_seconds / host) for op in graph.ops)
+    note = f"launches and engine: of a processor {host:g} times as fast as this one"
+    return replace(graph, ops=tuple(ops), engine=engine, notes=(*graph.notes, note))
 
 
 def _flushed_bytes(ops: Sequence[RawOp]) -> int:
