@@ -29,7 +29,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ckplan.plan.region import Region
-from ckplan.solving.menu import Option, Unit
+from ckplan.solving.menu import Option
+from ckplan.solving.unit_bytes import Unit
 
 MOST_POINTS = 256
 

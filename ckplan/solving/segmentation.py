@@ -12,14 +12,15 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, combinations, pairwise
 from typing import TypeAlias
 
 from ckplan.graph.graph import Graph
 from ckplan.graph.records import OUTSIDE_CALLS
 from ckplan.simulating.simulate import Simulator
 from ckplan.solving.chain import ChainFrontier, Link, solve_chain
-from ckplan.solving.menu import Menus, Option, Unit
+from ckplan.solving.menu import Menus, Option
+from ckplan.solving.unit_bytes import Unit
 
 MIN_DIVIDED_SHARE = 1 / 32
 """Of what could be dropped: calls that hold less are not divided."""
@@ -96,6 +97,14 @@ def leaf_units(nodes: Sequence[CallNode]) -> Iterator[Unit]:
     """The segmentation into the smallest units."""
     for node in nodes:
         yield from leaf_units(node.parts) if node.parts else (node.unit,)
+
+
+def sibling_runs(graph: Graph) -> Iterator[Unit]:
+    """Every run of siblings, in a step that is not large."""
+    if len(graph.ops) <= ALL_RUN_LENGTHS_MAX_OPS:
+        for parent, calls in graph.children.items():
+            if parent != OUTSIDE_CALLS:
+                yield from combinations(calls, 2)
 
 
 def tree_frontier(

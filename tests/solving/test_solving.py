@@ -30,11 +30,12 @@ from ckplan.solving.chain import Link
 from ckplan.solving.closure_problem import ClosureProblem, Demand, OneTimeCost
 from ckplan.solving.common_strategies import all_baselines
 from ckplan.solving.memory_limit import MemoryLimit
-from ckplan.solving.menu import Menus, Option, Unit
+from ckplan.solving.menu import Menus, Option
 from ckplan.solving.mincut import INFINITE, SINK, SOURCE, Network
 from ckplan.solving.planner import Planner
 from ckplan.solving.segmentation import CallNode, leaf_units, pruned_call_tree
 from ckplan.solving.solve import frontier, solve, solve_plan, to_plan
+from ckplan.solving.unit_bytes import Unit
 
 TRACES = Path(__file__).parents[2] / "traces"
 
