@@ -21,11 +21,12 @@ from ckplan.solving.nesting import Nesting
 from ckplan.solving.nominal_seconds import NominalSimulator
 from ckplan.solving.replays import ReplayedPlan, Replays, peak_of
 from ckplan.solving.segmentation import (
+    ALL_RUN_LENGTHS_MAX_OPS,
     CallNode,
+    all_units,
     candidate_units,
     full_call_tree,
     pruned_call_tree,
-    sibling_runs,
     tree_frontier,
 )
 from ckplan.solving.unit_bytes import Unit, UnitBytes
@@ -72,7 +73,7 @@ class FloorSearch:
         smallest = [self._replays.smallest([]), *map(self._replays.smallest_of, chains)]
         if self.exhaustive_plans:
             return sorted(smallest, key=peak_of)
-        search = LocalSearch(self._simulator, self.units, self.menus.choices)
+        search = LocalSearch(self._simulator, self.menus, self.units)
         for _, regions in smallest:
             search.offer(regions)
         return search.run()
@@ -87,7 +88,9 @@ class FloorSearch:
     @cached_property
     def units(self) -> list[Unit]:
         """The calls and runs of calls whose regions local search changes."""
-        return [*candidate_units(self.nodes), *sibling_runs(self._graph)]
+        if len(self._graph.ops) <= ALL_RUN_LENGTHS_MAX_OPS:
+            return list(all_units(self._graph))
+        return list(candidate_units(self.nodes))
 
     @cached_property
     def exhaustive_plans(self) -> list[ReplayedPlan]:

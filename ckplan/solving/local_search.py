@@ -12,20 +12,37 @@ that depends on the number of ops only, so its result is the same on every machi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from ckplan.errors import PlanError
 from ckplan.graph.graph import Graph
 from ckplan.plan.region import Region
 from ckplan.simulating.simulate import Simulator, Timeline
+from ckplan.solving.menu import Menus
 from ckplan.solving.replays import ReplayedPlan
 from ckplan.solving.unit_bytes import Unit
 
 Plan: TypeAlias = tuple[Region, ...]
 
 _FEWEST, _SIMULATED_OPS = 8, 20_000  # least simulations; most, times ops of the step
+_MOST_DOMINATED = 16  # plans with neighbours, after all that are not dominated
+
+
+class _Point(NamedTuple):
+    """What the search needs to know of a plan whose neighbours are not simulated."""
+
+    peak_bytes: int
+    seconds: float
+    moment: int  # of the peak
+
+    @classmethod
+    def of(cls, timeline: Timeline) -> _Point:
+        return cls(
+            timeline.peak_bytes, timeline.recompute_seconds, timeline.peak_moment
+        )
 
 
 class LocalSearch:
@@ -34,22 +51,23 @@ class LocalSearch:
     def __init__(
         self,
         simulator: Simulator,
+        menus: Menus,
         units: Iterable[Unit],
-        choices: Callable[[Unit], Iterable[Region]],
     ) -> None:
         """Know no plan yet.
 
         Args:
             simulator: The simulator of the graph.
+            menus: The menus of the graph.
             units: Calls and runs of calls that can be regions.
-            choices: The regions on a unit.
         """
         self._simulator = simulator
         self._units = [(unit, _span(simulator.graph, unit)) for unit in units]
-        self._choices = choices
+        self._menus = menus
         self._seen: set[Plan] = set()
         # simulations left
         self.num_left = max(_FEWEST, _SIMULATED_OPS // max(len(simulator.graph.ops), 1))
+        self._unexplored: dict[Plan, _Point] = {}
         self.plans: list[ReplayedPlan] = []
 
     def offer(self, plan: Iterable[Region]) -> None:
@@ -60,14 +78,13 @@ class LocalSearch:
         self._seen.add(plan)
         self.num_left -= 1
         with suppress(PlanError):
-            self._add(self._simulator.run(plan), plan)
+            timeline = self._simulator.run(plan)
+            self._unexplored[plan] = _Point.of(timeline)
+            self._add(timeline, plan)
 
     def _add(self, timeline: Timeline, plan: Plan) -> None:
         peak, seconds = timeline.peak_bytes, timeline.recompute_seconds
-        if any(
-            one.peak_bytes <= peak and one.recompute_seconds <= seconds
-            for one, _ in self.plans
-        ):
+        if self._least_peak(seconds) <= peak:
             return
         self.plans = [
             (one, kept)
@@ -77,20 +94,44 @@ class LocalSearch:
         self.plans.append((timeline, plan))
         self.plans.sort(key=lambda found: found[0].peak_bytes)
 
+    def _least_peak(self, seconds: float) -> float:
+        """The least peak of the plans that take at most so many seconds."""
+        return next(
+            (
+                one.peak_bytes
+                for one, _ in self.plans
+                if one.recompute_seconds <= seconds
+            ),
+            math.inf,
+        )
+
     def run(self) -> list[ReplayedPlan]:
-        """Simulate neighbours of the plans, smallest peak first, while any is left."""
-        done: set[Plan] = set()
-        while todo := [found for found in self.plans if found[1] not in done]:
-            timeline, plan = todo[0]
-            done.add(plan)
-            for neighbour in self._neighbours(plan, timeline.peak_moment):
+        """Simulate neighbours of the plans, smallest peak first, while any is left.
+
+        When none is left, the dominated plans that are nearest to the others follow.
+        """
+        patience = _MOST_DOMINATED
+        while self._unexplored and self.num_left > 0:
+            todo = [plan for _, plan in self.plans if plan in self._unexplored]
+            if not todo:
+                if not patience:
+                    break
+                patience -= 1
+                todo = [min(self._unexplored, key=self._excess)]
+            point = self._unexplored.pop(todo[0])
+            for neighbour in self._neighbours(todo[0], point.moment):
                 if self.num_left <= 0:
-                    return self.plans
+                    break
                 self.offer(neighbour)
         return self.plans
 
+    def _excess(self, plan: Plan) -> float:
+        """How much larger a plan is than one that takes no longer."""
+        point = self._unexplored[plan]
+        return point.peak_bytes / max(self._least_peak(point.seconds), 1)
+
     def _neighbours(self, plan: Plan, peak_moment: int) -> Iterator[Plan]:
-        """The plans that keep one unit, or make it another region."""
+        """The plans that do something else with one unit, then with one value."""
         graph = self._simulator.graph
         spans = [_span(graph, (one.call, one.last)) for one in plan]
         for unit, (first, last) in self._by_distance(peak_moment):
@@ -100,8 +141,11 @@ class LocalSearch:
                 if stop < first or last < start
             )
             yield others
-            for region in self._choices(unit):
+            for region in self._menus.choices(unit):
                 yield (*others, region)
+        for region in plan:
+            for nearby in self._menus.nearby(region):
+                yield tuple(nearby if one is region else one for one in plan)
 
     def _by_distance(self, moment: int) -> list[tuple[Unit, tuple[int, int]]]:
         """The units, first those whose backward is at a moment, then those before."""

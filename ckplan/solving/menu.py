@@ -10,17 +10,21 @@ only values needed after that moment count as kept.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from ckplan.graph.records import OUTSIDE_CALLS
-from ckplan.plan.region import RERUN, Region
+from ckplan.plan.region import PROGRAM, RERUN, Region
 from ckplan.simulating.simulate import Simulator
 from ckplan.simulating.view import RegionView
 from ckplan.solving.closure_problem import SavedSet
 from ckplan.solving.unit_bytes import Unit, UnitBytes
-from ckplan.solving.unit_closure import alive_regardless, unit_closure_problem
+from ckplan.solving.unit_closure import (
+    alive_regardless,
+    keepable_outputs,
+    unit_closure_problem,
+)
 
 _FEWEST_CUTS, MOST_CUTS, _CUTS_TIMES_STEPS = 1, 40, 2500
 _LEAST_EARLY = 1 / 32  # least share of droppable bytes used before a peak
@@ -70,10 +74,13 @@ class Menus:
 
     def options(self, unit: Unit) -> list[Option]:
         """Every way to run a unit, cheapest first; the first keeps everything."""
+        return self.as_options(unit, self._regions(unit))
+
+    def _regions(self, unit: Unit) -> list[Region]:
         regions = [self._moved_to_unit(kept, unit) for kept in self._kept(unit)]
         if unit[1] is None and self._overwrites_buffers(unit[0]):
             regions.append(Region(unit[0], RERUN))
-        return self.as_options(unit, regions)
+        return regions
 
     def _overwrites_buffers(self, call: int) -> bool:
         """Whether rerunning a call with restored buffers drops more than a program.
@@ -83,13 +90,26 @@ class Menus:
         return any(one.kind == "buffer" for one in self._graph.hazards_in(call))
 
     def choices(self, unit: Unit) -> list[Region]:
-        """Regions on a unit that can be rebuilt: every set if there are few."""
+        """Regions on a unit for local search: every set if there are few."""
         if unit not in self._choices:
             steps = len(self._simulator.view(*unit).flow.inputs)
             found = self.enumerate_all(unit, _FEW_SETS) if steps <= _FEW_STEPS else []
-            found += (one.region for one in self.options(unit) if one.region)
-            self._choices[unit] = list(dict.fromkeys(found))
+            self._choices[unit] = list(dict.fromkeys([*found, *self._regions(unit)]))
         return self._choices[unit]
+
+    def nearby(self, region: Region) -> Iterator[Region]:
+        """Regions on the same unit that keep, encode or drop one value more."""
+        if region.by != PROGRAM:
+            return
+        save, encode = region.save, region.encode
+        for place in keepable_outputs(self._simulator.view(region.call, region.last)):
+            one = frozenset([place])
+            if place in save or place in encode:
+                yield replace(region, save=save - one, encode=encode - one)
+            if place not in save:
+                yield replace(region, save=save | one, encode=encode - one)
+            if place not in encode and place in self._graph.encoding_of:
+                yield replace(region, save=save - one, encode=encode | one)
 
     def enumerate_all(self, unit: Unit, most: int) -> list[Region]:
         """A region for every set of saved values; empty if there are too many."""

@@ -99,12 +99,13 @@ def leaf_units(nodes: Sequence[CallNode]) -> Iterator[Unit]:
         yield from leaf_units(node.parts) if node.parts else (node.unit,)
 
 
-def sibling_runs(graph: Graph) -> Iterator[Unit]:
-    """Every run of siblings, in a step that is not large."""
-    if len(graph.ops) <= ALL_RUN_LENGTHS_MAX_OPS:
-        for parent, calls in graph.children.items():
-            if parent != OUTSIDE_CALLS:
-                yield from combinations(calls, 2)
+def all_units(graph: Graph) -> Iterator[Unit]:
+    """Every call, and every run of siblings."""
+    for call in range(len(graph.calls)):
+        yield call, None
+    for parent, calls in graph.children.items():
+        if parent != OUTSIDE_CALLS:
+            yield from combinations(calls, 2)
 
 
 def tree_frontier(

@@ -79,8 +79,7 @@ class SearchSpaces:
         """Non-dominated plans of all chains, improved by local search."""
         if self.exhaustive_plans:
             return []
-        units, choices = self._floor.units, self.menus.choices
-        search = LocalSearch(self.simulator, units, choices)
+        search = LocalSearch(self.simulator, self.menus, self._floor.units)
         search.offer(())
         for _, regions in self._floor.plans:
             search.offer(regions)
