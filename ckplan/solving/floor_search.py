@@ -8,7 +8,7 @@ search improves the smallest plans of all chains.
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Callable, Sequence, Set
 from functools import cached_property, partial
 
 from ckplan.simulating.simulate import Simulator
@@ -33,6 +33,7 @@ from ckplan.solving.unit_bytes import Unit, UnitBytes
 from ckplan.solving.wide_spaces import WideSpaces
 
 _MOST_CUTS = 3  # vertices of a hull, besides the fastest and the smallest
+_MOST_POINTS = 32  # of a chain's frontier
 _MOST_PEAKS = 4  # moments of peaks for which units get more options
 
 
@@ -142,7 +143,7 @@ class FloorSearch:
                 break
             signatures |= more
             options = partial(self._options_with, frozenset(signatures))
-            found.append(tree_frontier(self._simulator, self.nodes, options))
+            found.append(self._tree_of(options))
         return found
 
     def _signatures_at(self, moment: int) -> set[str]:
@@ -167,7 +168,16 @@ class FloorSearch:
     @cached_property
     def _tree(self) -> ChainFrontier:
         options = self.nesting.options if self.is_small else self.menus.options
-        return tree_frontier(self._simulator, self.nodes, options, runs=self.is_small)
+        return self._tree_of(options)
+
+    def _tree_of(self, options: Callable[[Unit], Sequence[Option]]) -> ChainFrontier:
+        return tree_frontier(
+            self._simulator,
+            self.nodes,
+            options,
+            runs=self.is_small,
+            most_points=_MOST_POINTS,
+        )
 
     @cached_property
     def wide(self) -> WideSpaces:

@@ -27,7 +27,7 @@ from ckplan.solving.unit_bytes import Unit
 
 Plan: TypeAlias = tuple[Region, ...]
 
-_FEWEST, _SIMULATED_OPS = 8, 20_000  # least simulations; most, times ops of the step
+_FEWEST, _SIMULATED_OPS = 4, 12_000  # least simulations; most, times ops of the step
 _MOST_DOMINATED = 16  # plans with neighbours, after all that are not dominated
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import add
 from typing import TypeAlias
 
 from ckplan.graph.records import OUTSIDE_CALLS
@@ -28,7 +29,7 @@ from ckplan.solving.unit_closure import (
 
 _FEWEST_CUTS, MOST_CUTS, _CUTS_TIMES_STEPS = 1, 40, 2500
 _LEAST_EARLY = 1 / 32  # least share of droppable bytes used before a peak
-_FEW_STEPS, _FEW_SETS = 24, 64  # of a unit whose sets local search tries all
+_FEW_STEPS, _FEW_SETS = 24, 256  # of a unit whose sets local search tries all
 _TRIED_TIMES_STEPS = 2500  # most sets times steps, if all sets are tried
 
 _Outputs: TypeAlias = frozenset[tuple[int, int]]
@@ -70,11 +71,14 @@ class Menus:
         self._most_cuts = most_cuts
         self._graph = simulator.graph
         self._hulls: dict[str, list[Region]] = {}  # by signature
+        self._options: dict[Unit, list[Option]] = {}
         self._choices: dict[Unit, list[Region]] = {}
 
     def options(self, unit: Unit) -> list[Option]:
         """Every way to run a unit, cheapest first; the first keeps everything."""
-        return self.as_options(unit, self._regions(unit))
+        if unit not in self._options:
+            self._options[unit] = self.as_options(unit, self._regions(unit))
+        return self._options[unit]
 
     def _regions(self, unit: Unit) -> list[Region]:
         regions = [self._moved_to_unit(kept, unit) for kept in self._kept(unit)]
@@ -155,14 +159,18 @@ class Menus:
         """Options of those regions on a unit that free bytes, cheapest first."""
         view, found = self._simulator.view(*unit), self.bytes
         windows = found.windows(unit)
-        keep = Option(None, found.need(windows), 0, 0.0)
+        live = found.live(windows)
+        keep = Option(None, max(max(own, default=0) for own in live), 0, 0.0)
         if not view.made or windows[1][0] <= windows[0][1]:
             return [keep]  # backward begins at once: nothing can be dropped
         options: list[Option] = []
         for region in regions:
             change = found.change(unit, region)
             if change is not None and change.freed_bytes > 0:
-                need = found.need(windows, change.more_bytes)
+                need = max(
+                    max(map(add, own, more), default=0)
+                    for own, more in zip(live, change.more_bytes, strict=True)
+                )
                 seconds = self._simulator.effect(change.simulated).seconds
                 options.append(Option(region, need, change.freed_bytes, seconds))
         return [keep, *_non_dominated(options)]

@@ -83,7 +83,7 @@ class Nesting:
         menu = self._menu(unit)
         flat = _programs(menu)
         pairs = self._cached_by_signature(
-            unit, 0, lambda: self._around_pairs(unit, flat)
+            unit, 0, lambda: self._around_pairs(unit, flat[-2:] if few else flat)
         )
         more = around_middle(flat) if few else between(flat)
         regions = [*menu, *more, *pairs]

@@ -114,6 +114,7 @@ def tree_frontier(
     options: _Options,
     *,
     runs: bool = False,
+    most_points: int | None = None,
 ) -> ChainFrontier:
     """The frontier over all ways to divide calls and to join them to runs.
 
@@ -122,9 +123,11 @@ def tree_frontier(
         nodes: The outermost calls.
         options: The menu of a unit.
         runs: Whether every run of siblings can be a unit.
+        most_points: Most points of a frontier; see ``chain.py``.
     """
-    everywhere = [(0, len(simulator.unplanned_bytes) - 1)]
-    return _divided(simulator, nodes, options, everywhere, None, runs=runs)
+    windows = [(0, len(simulator.unplanned_bytes) - 1)]
+    tail = ChainFrontier.end(0, most_points)
+    return _divided(simulator, nodes, options, windows, tail, runs=runs)
 
 
 def _divided(
@@ -132,13 +135,13 @@ def _divided(
     nodes: Sequence[CallNode],
     options: _Options,
     windows: Sequence[tuple[int, int]],
-    tail: ChainFrontier | None,
+    tail: ChainFrontier,
     *,
     runs: bool,
 ) -> ChainFrontier:
-    """F before the first node; ``tail`` is F after the last, if any."""
+    """F before the first node; ``tail`` is F after the last."""
     gaps = _live_between_units(simulator, [node.unit for node in nodes], windows)
-    after = [tail.raised_to(gaps[-1]) if tail else ChainFrontier.end(gaps[-1])]
+    after = [tail.raised_to(gaps[-1])]
     for place in range(len(nodes) - 1, -1, -1):
         node, gap = nodes[place], gaps[place]
         view = simulator.view(*node.unit)

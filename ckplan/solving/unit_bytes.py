@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from operator import add, sub
+from operator import sub
 from typing import TypeAlias
 
 from ckplan.errors import PlanError
@@ -50,13 +50,10 @@ class UnitBytes:
         view = self._simulator.view(*unit)
         return [view.forward_window(), view.backward_window()]
 
-    def need(self, windows: Windows, more_bytes: Sequence[Sequence[int]] = ()) -> int:
-        """Most live bytes over windows, with the bytes that a region adds."""
+    def live(self, windows: Windows) -> list[list[int]]:
+        """Live bytes of the unplanned step over windows."""
         live = self._simulator.unplanned_bytes
-        own = [live[max(first, 0) : last + 1] for first, last in windows]
-        if more_bytes:
-            own = [list(map(add, *pair)) for pair in zip(own, more_bytes, strict=True)]
-        return max(max(window, default=0) for window in own)
+        return [live[max(first, 0) : last + 1] for first, last in windows]
 
     def droppable_bytes(self, call: int) -> int:
         """Bytes that a region on the call could drop at most."""
