@@ -19,7 +19,7 @@ from ckplan.plan.region import Region
 _Outputs: TypeAlias = frozenset[tuple[int, int]]  # op, output
 
 _KEPT = (1, 2, 3)  # counts of values that a vertex keeps and the next does not
-_SHIFTS = (-2, -1, 1, 2)  # of places
+_SHIFTS = (-2, 0, 2)  # places from the middle
 _SHARES = (1.0, 0.75, 0.5, 0.25)  # of values that only the larger vertex encodes
 
 
@@ -41,13 +41,12 @@ def between(hull: Sequence[Region]) -> list[Region]:
 
 
 def around_middle(hull: Sequence[Region]) -> list[Region]:
-    """Regions that keep the same few values, or one value at or beside the middle.
+    """The same with a single value, in the middle or beside it.
 
     Of equal parts, neighbours of the value in the middle are other values of its part.
     """
     at, values = _last_step(hull)
-    evenly = [_evenly(values, count) for count in _KEPT if values]
-    evenly += (_evenly(values, 1, shift) for shift in _SHIFTS if values)
+    evenly = (_evenly(values, 1, shift) for shift in _SHIFTS if values)
     return [
         replace(hull[at], save=hull[at].save | kept, encode=hull[-1].encode)
         for kept in evenly
