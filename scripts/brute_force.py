@@ -15,7 +15,7 @@ combination. "Exact schedules": the planner against the integer program of
 `--method milp`.
 
     python scripts/brute_force.py
-    python scripts/brute_force.py --instances 600 --exact 6
+    python scripts/brute_force.py --instances 600 --alone 1000 --exact 6
 
 Exit code 1 if a plan does not fit, is not what the oracle sees or is not the same the
 second time, if the planner is anywhere behind the best plan, or beyond 1 % of the best
@@ -65,19 +65,23 @@ def main() -> int:
     """Enumerate everything, print the tables, write them."""
     parser = measuring.make_parser(__doc__)
     parser.add_argument("--instances", type=int, default=INSTANCES, help="random steps")
+    parser.add_argument(
+        "--alone", type=int, help="steps of the search alone (a tenth of them)"
+    )
     parser.add_argument("--exact", type=int, default=EXACT, help="steps solved exactly")
     parser.add_argument("--seed", type=int, default=measuring.SEED)
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     args = parser.parse_args()
     with Pool(max(args.jobs, 1)) as pool:
         rows = solve_kinds(pool, _solve_one, args.seed, args.instances)
-        alone = solve_kinds(pool, _search_one, args.seed, args.instances // ALONE)
+        num_alone = args.instances // ALONE if args.alone is None else args.alone
+        alone = solve_kinds(pool, _search_one, args.seed, num_alone)
     chains = (Random(f"{args.seed} {n}") for n in range(args.instances))
     num_chains = sum(map(every_mix.is_best, chains))
     exact = [Exactly(kind, args.seed, args.exact // len(KINDS)) for kind in KINDS]
     parts = [
         measuring.make_table(HEADERS, [row.cells() for row in rows]),
-        "Search alone, as for larger steps, a tenth of them:",
+        "Search alone, as for larger steps:",
         measuring.make_table(HEADERS, [row.cells() for row in alone]),
         f"Recurrence: {num_chains} of {args.instances} random chains are solved as well"
         " as by every combination, at every budget.",

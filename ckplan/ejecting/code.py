@@ -26,13 +26,14 @@ from ckplan.solving.baselines import (
 )
 from ckplan.solving.chain import regions_of
 from ckplan.solving.memory_limit import MemoryLimit
-from ckplan.solving.menu import Menus, Option, Unit
+from ckplan.solving.menu import Menus, Option
 from ckplan.solving.segmentation import (
     leaf_units,
     pruned_call_tree,
     segmentation_frontier,
     tree_frontier,
 )
+from ckplan.solving.unit_bytes import Unit
 from ckplan.units import format_bytes, format_percent
 
 _TEMPLATE = '''\

@@ -29,7 +29,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ckplan.plan.region import Region
-from ckplan.solving.menu import Option, Unit
+from ckplan.solving.menu import Option
+from ckplan.solving.unit_bytes import Unit
 
 MOST_POINTS = 256
 
@@ -57,13 +58,14 @@ class UnitChoice(NamedTuple):
 class ChainFrontier:
     """F(i): the frontier of the units from i on, and the plan behind each point."""
 
-    __slots__ = ("_link", "_points", "_tails")
+    __slots__ = ("_link", "_most_points", "_points", "_tails")
 
     def __init__(
         self,
         points: list[_Point],
         link: Link | None = None,
         tails: Sequence[ChainFrontier] = (),
+        most_points: int | None = None,
     ) -> None:
         """Keep the points; ``end``, ``before`` and ``either`` make frontiers.
 
@@ -71,15 +73,17 @@ class ChainFrontier:
             points: Non-dominated points, fewest bytes first.
             link: The unit whose options the points choose; if None, they choose a tail.
             tails: F(i + 1), or several F(i) without a link.
+            most_points: Most points of frontiers made of this one (``MOST_POINTS``).
         """
+        self._most_points = most_points
         self._points = points
         self._link = link
         self._tails = tails
 
     @classmethod
-    def end(cls, top_bytes: int) -> ChainFrontier:
+    def end(cls, top_bytes: int, most_points: int | None = None) -> ChainFrontier:
         """F(L), with the live bytes between the last forward and the first backward."""
-        return cls([(top_bytes, 0.0, -1, -1)])
+        return cls([(top_bytes, 0.0, -1, -1)], most_points=most_points)
 
     def before(self, link: Link) -> ChainFrontier:
         """F(i) from F(i + 1)."""
@@ -97,7 +101,12 @@ class ChainFrontier:
                     self._points[first + 1 :], first + 1
                 )
             ]
-        return ChainFrontier(_best(points), link, [self])
+        return self._made(points, link)
+
+    def _made(self, points: list[_Point], link: Link | None) -> ChainFrontier:
+        """A frontier whose points continue with those of this one."""
+        best = _best(points, self._most_points)
+        return ChainFrontier(best, link, [self], self._most_points)
 
     def raised_to(self, between_bytes: int) -> ChainFrontier:
         """The same frontier with more live bytes between two units."""
@@ -105,7 +114,7 @@ class ChainFrontier:
             (max(between_bytes, point[0]), point[1], 0, place)
             for place, point in enumerate(self._points)
         ]
-        return ChainFrontier(_best(points), None, [self])
+        return self._made(points, None)
 
     @staticmethod
     def either(ways: Sequence[ChainFrontier]) -> ChainFrontier:
@@ -115,7 +124,8 @@ class ChainFrontier:
             for number, way in enumerate(ways)
             for place, (bytes_, seconds, _, _) in enumerate(way._points)
         ]
-        return ChainFrontier(_best(points), None, ways)
+        most_points = ways[0]._most_points
+        return ChainFrontier(_best(points, most_points), None, ways, most_points)
 
     @property
     def least_bytes(self) -> int:
@@ -150,14 +160,17 @@ class ChainFrontier:
                 (found,) = found._tails
 
 
-def solve_chain(links: Sequence[Link], top_bytes: int) -> ChainFrontier:
+def solve_chain(
+    links: Sequence[Link], top_bytes: int, most_points: int | None = None
+) -> ChainFrontier:
     """The frontier of units in the order of their forward.
 
     Args:
         links: The units, in forward order.
         top_bytes: Most live bytes between the last forward and the first backward.
+        most_points: Most points of a frontier (``MOST_POINTS``).
     """
-    found = ChainFrontier.end(top_bytes)
+    found = ChainFrontier.end(top_bytes, most_points)
     for link in reversed(links):
         found = found.before(link)
     return found
@@ -172,9 +185,9 @@ def _last_within(points: Sequence[_Point], budget_bytes: int) -> int:
     return bisect_right(points, budget_bytes, key=lambda point: point[0]) - 1
 
 
-def _best(points: list[_Point]) -> list[_Point]:
+def _best(points: list[_Point], most_points: int | None) -> list[_Point]:
     points.sort()
-    return _thin(_non_dominated(points))
+    return _thin(_non_dominated(points), most_points or MOST_POINTS)
 
 
 def _non_dominated(points: Sequence[_Point]) -> list[_Point]:
@@ -186,14 +199,14 @@ def _non_dominated(points: Sequence[_Point]) -> list[_Point]:
     return kept
 
 
-def _thin(points: list[_Point]) -> list[_Point]:
-    """Keep at most ``MOST_POINTS``, including the first and the last.
+def _thin(points: list[_Point], most_points: int) -> list[_Point]:
+    """Keep at most so many points, including the first and the last.
 
     If a point is removed, budgets from it to the next one use the point before it. The
     points with the smallest such loss are removed first, one of two neighbours at a
     time.
     """
-    while (excess := len(points) - MOST_POINTS) > 0:
+    while (excess := len(points) - most_points) > 0:
         losses = [
             (before[1] - point[1]) * (after[0] - point[0])
             for before, point, after in zip(

@@ -17,8 +17,9 @@ from typing import TypeAlias
 from ckplan.errors import PlanError
 from ckplan.plan.region import Region
 from ckplan.simulating.simulate import Simulator, Timeline
-from ckplan.solving.menu import Menus, Unit
+from ckplan.solving.menu import Menus
 from ckplan.solving.segmentation import CallNode, are_siblings
+from ckplan.solving.unit_bytes import Unit
 
 _MOST_PLANS, _MOST_NESTED_PLANS = 6000, 3000  # the latter share no simulations
 

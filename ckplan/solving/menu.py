@@ -10,26 +10,27 @@ only values needed after that moment count as kept.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from operator import add, sub
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from operator import add
 from typing import TypeAlias
 
-from ckplan.errors import PlanError
 from ckplan.graph.records import OUTSIDE_CALLS
-from ckplan.plan.region import RERUN, Region
+from ckplan.plan.region import PROGRAM, RERUN, Region
 from ckplan.simulating.simulate import Simulator
 from ckplan.simulating.view import RegionView
 from ckplan.solving.closure_problem import SavedSet
-from ckplan.solving.unit_closure import alive_regardless, unit_closure_problem
+from ckplan.solving.unit_bytes import Unit, UnitBytes
+from ckplan.solving.unit_closure import (
+    alive_regardless,
+    keepable_outputs,
+    unit_closure_problem,
+)
 
-_FEWEST_CUTS, _MOST_CUTS, _CUTS_TIMES_STEPS = 1, 40, 2500
+_FEWEST_CUTS, MOST_CUTS, _CUTS_TIMES_STEPS = 1, 40, 2500
 _LEAST_EARLY = 1 / 32  # least share of droppable bytes used before a peak
-_TRIED_TIMES_STEPS = 2500  # limit on sets times ops, if all sets are tried
-
-Unit: TypeAlias = tuple[int, int | None]
-"""What can be a region: a call, and the last one if it is a run of siblings."""
+_FEW_STEPS, _FEW_SETS = 24, 256  # of a unit whose sets local search tries all
+_TRIED_TIMES_STEPS = 2500  # most sets times steps, if all sets are tried
 
 _Outputs: TypeAlias = frozenset[tuple[int, int]]
 """(op counted from the unit's first, output)"""
@@ -45,40 +46,45 @@ class Option:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class RegionDelta:
-    """How a region changes the live bytes of the step."""
-
-    more_bytes: list[list[int]]  # by half moment of its forward and of its backward
-    freed_bytes: int  # just before its backward
-    seconds: float
-
-
 class Menus:
     """Menus for the units of one graph."""
 
-    def __init__(self, simulator: Simulator, *, small: bool = False) -> None:
+    def __init__(
+        self,
+        simulator: Simulator,
+        *,
+        small: bool = False,
+        most_cuts: int = MOST_CUTS,
+        unit_bytes: UnitBytes | None = None,
+    ) -> None:
         """Compute no menu yet: each is computed at its first use.
 
         Args:
             simulator: The simulator of the graph.
             small: Whether the step is small enough to try every set.
+            most_cuts: Most vertices of a hull.
+            unit_bytes: Bytes of the same units, to share with other menus.
         """
+        self.bytes = unit_bytes or UnitBytes(simulator)
         self._simulator = simulator
         self._small = small
+        self._most_cuts = most_cuts
         self._graph = simulator.graph
         self._hulls: dict[str, list[Region]] = {}  # by signature
-        self._signatures: dict[Unit, str] = {}
-        self._droppable: dict[int, int] = {}  # by call
-        self._timing_keys: dict[tuple[object, ...], int] = {}
-        self._changes: dict[tuple[int, Region], RegionDelta | None] = {}
+        self._options: dict[Unit, list[Option]] = {}
+        self._choices: dict[Unit, list[Region]] = {}
 
     def options(self, unit: Unit) -> list[Option]:
         """Every way to run a unit, cheapest first; the first keeps everything."""
+        if unit not in self._options:
+            self._options[unit] = self.as_options(unit, self._regions(unit))
+        return self._options[unit]
+
+    def _regions(self, unit: Unit) -> list[Region]:
         regions = [self._moved_to_unit(kept, unit) for kept in self._kept(unit)]
         if unit[1] is None and self._overwrites_buffers(unit[0]):
             regions.append(Region(unit[0], RERUN))
-        return self.as_options(unit, regions)
+        return regions
 
     def _overwrites_buffers(self, call: int) -> bool:
         """Whether rerunning a call with restored buffers drops more than a program.
@@ -86,6 +92,28 @@ class Menus:
         A program recomputes no op whose inputs have been overwritten.
         """
         return any(one.kind == "buffer" for one in self._graph.hazards_in(call))
+
+    def choices(self, unit: Unit) -> list[Region]:
+        """Regions on a unit for local search: every set if there are few."""
+        if unit not in self._choices:
+            steps = len(self._simulator.view(*unit).flow.inputs)
+            found = self.enumerate_all(unit, _FEW_SETS) if steps <= _FEW_STEPS else []
+            self._choices[unit] = list(dict.fromkeys([*found, *self._regions(unit)]))
+        return self._choices[unit]
+
+    def nearby(self, region: Region) -> Iterator[Region]:
+        """Regions on the same unit that keep, encode or drop one value more."""
+        if region.by != PROGRAM:
+            return
+        save, encode = region.save, region.encode
+        for place in keepable_outputs(self._simulator.view(region.call, region.last)):
+            one = frozenset([place])
+            if place in save or place in encode:
+                yield replace(region, save=save - one, encode=encode - one)
+            if place not in save:
+                yield replace(region, save=save | one, encode=encode - one)
+            if place not in encode and place in self._graph.encoding_of:
+                yield replace(region, save=save - one, encode=encode | one)
 
     def enumerate_all(self, unit: Unit, most: int) -> list[Region]:
         """A region for every set of saved values; empty if there are too many."""
@@ -119,7 +147,7 @@ class Menus:
         most, known = (sum(size[one].bytes for one in found) for found in (made, early))
         if known == most or known < _LEAST_EARLY * most:
             return []
-        choices = unit_closure_problem(graph, view, early).hull(_most_cuts(view))
+        choices = unit_closure_problem(graph, view, early).hull(self._num_cuts(view))
         found = dict.fromkeys(_kept(view, choice) for choice in choices)
         return [self._moved_to_unit(kept, unit) for kept in found]
 
@@ -129,30 +157,31 @@ class Menus:
 
     def as_options(self, unit: Unit, regions: Iterable[Region]) -> list[Option]:
         """Options of those regions on a unit that free bytes, cheapest first."""
-        view = self._simulator.view(*unit)
-        windows = _windows(view)
-        keep = Option(None, self._need(windows), 0, 0.0)
+        view, found = self._simulator.view(*unit), self.bytes
+        windows = found.windows(unit)
+        live = found.live(windows)
+        keep = Option(None, max(max(own, default=0) for own in live), 0, 0.0)
         if not view.made or windows[1][0] <= windows[0][1]:
             return [keep]  # backward begins at once: nothing can be dropped
-        timing_key = self.timing_key(unit)
         options: list[Option] = []
         for region in regions:
-            change = self._change(timing_key, region, windows)
+            change = found.change(unit, region)
             if change is not None and change.freed_bytes > 0:
-                need = self._need(windows, change.more_bytes)
-                options.append(Option(region, need, change.freed_bytes, change.seconds))
+                need = max(
+                    max(map(add, own, more), default=0)
+                    for own, more in zip(live, change.more_bytes, strict=True)
+                )
+                seconds = self._simulator.effect(change.simulated).seconds
+                options.append(Option(region, need, change.freed_bytes, seconds))
         return [keep, *_non_dominated(options)]
 
     def droppable_bytes(self, call: int) -> int:
         """Bytes that a region on the call could drop at most."""
-        if call not in self._droppable:
-            view = self._simulator.view(call)
-            alive = alive_regardless(self._graph, view)
-            self._droppable[call] = sum(
-                self._graph.storages[storage].bytes
-                for storage in {saved.storage for _, saved in view.made} - alive
-            )
-        return self._droppable[call]
+        return self.bytes.droppable_bytes(call)
+
+    def signature(self, unit: Unit) -> str:
+        """A key that is equal for units with the same ops."""
+        return self.bytes.signature(unit)
 
     @property
     def all_droppable_bytes(self) -> int:
@@ -172,7 +201,7 @@ class Menus:
             equal_units[self.signature(unit)].append(unit)
         tidied: list[Region] = []
         for units in equal_units.values():
-            saves = [self.relative(chosen[u]) for u in units if u in chosen]
+            saves = [self.bytes.relative(chosen[u]) for u in units if u in chosen]
             saves.sort(
                 key=lambda kept: (
                     self._kept_bytes(self._moved_to_unit(kept, units[0])),
@@ -184,10 +213,6 @@ class Menus:
             tidied += map(self._moved_to_unit, saves, units)
         return sorted(tidied, key=lambda region: region.call)
 
-    def relative(self, region: Region) -> Region:
-        """The region in relative numbers, which equal units share."""
-        return region.moved(-region.call, -self._graph.calls[region.call].start)
-
     def _moved_to_unit(self, region: Region, unit: Unit) -> Region:
         """A relative region in the numbers of one unit."""
         return region.moved(unit[0], self._graph.calls[unit[0]].start)
@@ -198,11 +223,10 @@ class Menus:
         saved = sum(graph.storages[storage].bytes for storage in storages)
         return saved + sum(graph.encoding_of[place].bytes for place in region.encode)
 
-    def signature(self, unit: Unit) -> str:
-        """A key that is equal for units with the same ops."""
-        if unit not in self._signatures:
-            self._signatures[unit] = self._graph.signature(*unit)
-        return self._signatures[unit]
+    def _num_cuts(self, view: RegionView) -> int:
+        """Most hull vertices of a unit; fewer for large units, to limit search time."""
+        affordable = _CUTS_TIMES_STEPS // len(view.flow.inputs)
+        return max(_FEWEST_CUTS, min(self._most_cuts, affordable))
 
     def _kept(self, unit: Unit) -> list[Region]:
         """The hull of a unit as relative regions."""
@@ -220,90 +244,10 @@ class Menus:
                 if self._small
                 else []
             )
-            choices = choices or closure.hull(_most_cuts(view))
+            choices = choices or closure.hull(self._num_cuts(view))
             found = (_kept(view, choice) for choice in choices)
             self._hulls[signature] = list(dict.fromkeys(found))
         return self._hulls[signature]
-
-    def _change(
-        self, timing_key: int, region: Region, windows: Sequence[tuple[int, int]]
-    ) -> RegionDelta | None:
-        """How a region changes live bytes; None if it cannot be rebuilt."""
-        key = timing_key, self.relative(region)
-        if key not in self._changes:
-            self._changes[key] = None
-            with suppress(PlanError):  # an equal call can lack an input
-                self._changes[key] = self._find_change(region, windows)
-        return self._changes[key]
-
-    def _find_change(
-        self, region: Region, windows: Sequence[tuple[int, int]]
-    ) -> RegionDelta:
-        between = windows[1][0] - 1  # the last op before its backward begins
-        live = self._simulator.live_within(region, [*windows, (between, between)])
-        unplanned = self._simulator.unplanned_bytes
-        return RegionDelta(
-            [
-                list(map(sub, found, unplanned[first : last + 1]))
-                for (first, last), found in zip(windows, live, strict=False)
-            ],
-            unplanned[between] - live[-1][0],
-            self._simulator.effect(region).seconds,
-        )
-
-    def _need(
-        self,
-        windows: Sequence[tuple[int, int]],
-        more_bytes: Sequence[Sequence[int]] = (),
-    ) -> int:
-        """Most live bytes over windows, with the bytes that a region adds."""
-        live = self._simulator.unplanned_bytes
-        own = [live[max(first, 0) : last + 1] for first, last in windows]
-        if more_bytes:
-            own = [list(map(add, *pair)) for pair in zip(own, more_bytes, strict=True)]
-        return max(max(window, default=0) for window in own)
-
-    def timing_key(self, unit: Unit) -> int:
-        """A key equal for units whose equal regions change live bytes equally."""
-        graph, view = self._graph, self._simulator.view(*unit)
-        windows = _windows(view)
-        (start, stop), (backward_start, backward_stop) = windows
-        own = {*graph.saved_in(unit[0], unit[1])}
-
-        def place(moment: int) -> tuple[int, int]:
-            """Position in the windows; all moments between them have one position."""
-            if moment <= stop:
-                return 0, moment - start
-            if moment < backward_start - 1:
-                return 1, 0
-            return 2, min(moment, backward_stop + 1) - backward_start
-
-        def ends(storage: int) -> tuple[tuple[int, int], ...]:
-            found = self._simulator.ends(storage)
-            last = max(moment for moment, saved in found if saved not in own)
-            return place(last), *(
-                place(moment) for moment, saved in found if saved in own
-            )
-
-        changed = any(
-            graph.is_changed(storage, view.stop, backward_stop // 2 + 1)
-            for storage in view.storages
-        )
-        found = (
-            self.signature(unit),
-            unit if changed else None,  # overwritten values may be needed until then
-            tuple(last - first for first, last in windows),
-            tuple(
-                (
-                    place(2 * s.unpacked_at),
-                    place(2 * s.last_held),
-                    place(2 * s.last_used),
-                )
-                for _, s in view.made
-            ),
-            tuple(map(ends, dict.fromkeys(view.flow.storage_of))),
-        )
-        return self._timing_keys.setdefault(found, len(self._timing_keys))
 
 
 def _non_dominated(options: Sequence[Option]) -> list[Option]:
@@ -316,18 +260,6 @@ def _non_dominated(options: Sequence[Option]) -> list[Option]:
         ):
             kept.append(one)
     return kept
-
-
-def _most_cuts(view: RegionView) -> int:
-    """Most hull vertices of a unit; fewer for large units, to limit search time."""
-    return max(
-        _FEWEST_CUTS, min(_MOST_CUTS, _CUTS_TIMES_STEPS // len(view.flow.inputs))
-    )
-
-
-def _windows(view: RegionView) -> list[tuple[int, int]]:
-    """Half moments of a unit's forward and of its backward."""
-    return [view.forward_window(), view.backward_window()]
 
 
 def _kept(view: RegionView, choice: SavedSet) -> Region:

@@ -29,9 +29,10 @@ from ckplan.errors import PlanError
 from ckplan.plan.region import PROGRAM, Region
 from ckplan.simulating.simulate import Simulator
 from ckplan.solving.chain import ChainFrontier, Link, regions_of
-from ckplan.solving.interpolated_options import between
-from ckplan.solving.menu import Menus, Option, RegionDelta, Unit
+from ckplan.solving.interpolated_options import around_middle, between
+from ckplan.solving.menu import Menus, Option
 from ckplan.solving.segmentation import DOMINANT_PART_SHARE, are_siblings
+from ckplan.solving.unit_bytes import RegionDelta, Unit
 
 _MOST_PARTS = 12  # calls of a run as single parts; longer runs are cut into runs
 _MOST_LEVELS = 4
@@ -70,17 +71,23 @@ class Nesting:
         """The menu of a unit, with options that have nested regions."""
         return self._menus.as_options(unit, [*self._menu(unit), *self.regions(unit)])
 
-    def near_floor_options(self, unit: Unit) -> list[Option]:
+    def near_floor_options(self, unit: Unit, *, few: bool = False) -> list[Option]:
         """The menu of a unit, with options that pay only just above the floor.
 
         These are regions between those of the menu, and regions around others.
+
+        Args:
+            unit: The unit.
+            few: Whether to vary which value is kept instead of the encodings.
         """
         menu = self._menu(unit)
         flat = _programs(menu)
         pairs = self._cached_by_signature(
-            unit, 0, lambda: self._around_pairs(unit, flat)
+            unit, 0, lambda: self._around_pairs(unit, flat[-2:] if few else flat)
         )
-        return self._menus.as_options(unit, [*menu, *between(flat), *pairs])
+        more = around_middle(flat) if few else between(flat)
+        regions = [*menu, *more, *pairs]
+        return self._menus.as_options(unit, regions)
 
     def _around_pairs(self, unit: Unit, flat: Sequence[Region]) -> list[Region]:
         """Regions on a small unit that drop parts, or pairs of neighbours, again."""
@@ -277,7 +284,8 @@ class _RegionChain:
             change = self._change(like, unit, region)
             if change is not None and change.freed_bytes > 0:
                 need = max(map(add, kept, change.more_bytes[0]))
-                options.append(Option(region, need, change.freed_bytes, change.seconds))
+                seconds = self._more_seconds(change.simulated)
+                options.append(Option(region, need, change.freed_bytes, seconds))
         options.sort(key=lambda option: option.seconds)
         return [Option(None, max(kept, default=0), 0, 0.0), *options]
 
@@ -285,13 +293,13 @@ class _RegionChain:
         """A key that is equal for equal parts; parts at the ends have their own."""
         is_first = unit[0] == self.parts[0][0]
         is_last = _end(unit) == _end(self.parts[-1])
-        return self._menus.timing_key(unit), is_first, is_last
+        return self._menus.bytes.timing_key(unit), is_first, is_last
 
     def _change(
         self, like: tuple[int, bool, bool], unit: Unit, region: Region
     ) -> RegionDelta | None:
         """How a region on a part changes live bytes; None if it cannot be rebuilt."""
-        key = like, self._menus.relative(region)
+        key = like, self._menus.bytes.relative(region)
         if key not in self._changes:
             self._changes[key] = None
             with suppress(PlanError):
@@ -308,8 +316,12 @@ class _RegionChain:
             list(map(sub, found, self._live(window)))
             for found, window in zip(now, windows, strict=True)
         )
+        return RegionDelta([during], -before[0], nested)
+
+    def _more_seconds(self, nested: Region) -> float:
+        """Seconds that a nested region adds."""
         whole, found = map(self._simulator.effect, (self._whole, nested))
-        return RegionDelta([during], -before[0], found.seconds - whole.seconds)
+        return found.seconds - whole.seconds
 
     def _live(self, window: tuple[int, int]) -> list[int]:
         """Live bytes over half moments without nested regions."""

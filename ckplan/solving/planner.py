@@ -12,8 +12,9 @@ from ckplan.simulating.simulate import Simulator
 from ckplan.solving.baselines import StandardBaselines
 from ckplan.solving.chain import ChainFrontier, UnitChoice
 from ckplan.solving.memory_limit import MemoryLimit
+from ckplan.solving.replays import ReplayedPlan, peak_of
 from ckplan.solving.solution import Floor, FrontierPoint, Solution
-from ckplan.solving.spaces import ReplayedPlan, SearchSpaces, peak_of
+from ckplan.solving.spaces import SearchSpaces
 
 _MOST_REPLAYS = 16  # most simulations per chain and budget
 _SMALLEST_STEP = 2000  # divisor of the budget: first step down after a misfit
@@ -140,9 +141,12 @@ class Planner:
         """The cheapest plan that fits, as its timeline and its regions."""
         if self.unplanned.peak_bytes <= budget_bytes:
             return self.unplanned, ()
+        if budget_bytes < self.floor.peak_bytes:
+            return None
         chosen = (self._cheapest(chain, budget_bytes) for chain in self._spaces.chains)
         found = [plan for plan in chosen if plan is not None]
-        tried = [*self._spaces.exhaustive_plans, self._spaces.smallest_plan]
+        tried = [*self._spaces.exhaustive_plans, *self._spaces.improved_plans]
+        tried.append(self._spaces.smallest_plan)
         tried += self.standard_baselines.plans
         found += (one for one in tried if one[0].peak_bytes <= budget_bytes)
         return min(found, key=_rank, default=None)
@@ -176,7 +180,7 @@ class Planner:
     def _smaller(self, plan: Sequence[UnitChoice], budget_bytes: int) -> ReplayedPlan:
         """The first variant of a plan that fits, or the one with the smallest peak."""
         found: list[ReplayedPlan] = []
-        for replay in self._spaces.replays(plan):
+        for replay in self._spaces.replays.of(plan):
             found.append(replay)
             if replay[0].peak_bytes <= budget_bytes:
                 return replay

@@ -12,14 +12,15 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, combinations, pairwise
 from typing import TypeAlias
 
 from ckplan.graph.graph import Graph
 from ckplan.graph.records import OUTSIDE_CALLS
 from ckplan.simulating.simulate import Simulator
 from ckplan.solving.chain import ChainFrontier, Link, solve_chain
-from ckplan.solving.menu import Menus, Option, Unit
+from ckplan.solving.menu import Menus, Option
+from ckplan.solving.unit_bytes import Unit
 
 MIN_DIVIDED_SHARE = 1 / 32
 """Share of all droppable bytes: calls that own less are not divided."""
@@ -101,12 +102,22 @@ def leaf_units(nodes: Sequence[CallNode]) -> Iterator[Unit]:
         yield from leaf_units(node.parts) if node.parts else (node.unit,)
 
 
+def all_units(graph: Graph) -> Iterator[Unit]:
+    """Every call, and every run of siblings."""
+    for call in range(len(graph.calls)):
+        yield call, None
+    for parent, calls in graph.children.items():
+        if parent != OUTSIDE_CALLS:
+            yield from combinations(calls, 2)
+
+
 def tree_frontier(
     simulator: Simulator,
     nodes: Sequence[CallNode],
     options: _Options,
     *,
     runs: bool = False,
+    most_points: int | None = None,
 ) -> ChainFrontier:
     """The frontier over all ways to divide calls and to join them to runs.
 
@@ -115,9 +126,11 @@ def tree_frontier(
         nodes: The outermost calls.
         options: The menu of a unit.
         runs: Whether every run of siblings can be a unit.
+        most_points: Most points of a frontier; see ``chain.py``.
     """
-    everywhere = [(0, len(simulator.unplanned_bytes) - 1)]
-    return _divided(simulator, nodes, options, everywhere, None, runs=runs)
+    windows = [(0, len(simulator.unplanned_bytes) - 1)]
+    tail = ChainFrontier.end(0, most_points)
+    return _divided(simulator, nodes, options, windows, tail, runs=runs)
 
 
 def _divided(
@@ -125,13 +138,13 @@ def _divided(
     nodes: Sequence[CallNode],
     options: _Options,
     windows: Sequence[tuple[int, int]],
-    tail: ChainFrontier | None,
+    tail: ChainFrontier,
     *,
     runs: bool,
 ) -> ChainFrontier:
-    """F before the first node; ``tail`` is F after the last, if any."""
+    """F before the first node; ``tail`` is F after the last."""
     gaps = _live_between_units(simulator, [node.unit for node in nodes], windows)
-    after = [tail.raised_to(gaps[-1]) if tail else ChainFrontier.end(gaps[-1])]
+    after = [tail.raised_to(gaps[-1])]
     for place in range(len(nodes) - 1, -1, -1):
         node, gap = nodes[place], gaps[place]
         view = simulator.view(*node.unit)

@@ -46,6 +46,17 @@ def unit_closure_problem(
     )
 
 
+def keepable_outputs(view: RegionView) -> list[tuple[int, int]]:
+    """(op, output) of every value of a unit that a plan can keep, in order."""
+    flow = view.flow
+    found = {
+        (view.start + maker, flow.returned[maker].index(value))
+        for value in flow.current.values()
+        if (maker := flow.maker_of[value]) != EXTERNAL and _can_be_kept(flow, value)
+    }
+    return sorted(found)
+
+
 def _can_be_kept(flow: Flow, value: int) -> bool:
     """Whether a plan can name the value: only outputs of ops have names."""
     maker = flow.maker_of[value]

@@ -17,10 +17,10 @@ from ckplan.plan.region import Region
 from ckplan.plan.resolve import describe, resolve
 from ckplan.simulating.simulate import simulate
 from ckplan.solving.chain import regions_of
+from ckplan.solving.floor_search import FloorSearch
 from ckplan.solving.nesting import Nesting
 from ckplan.solving.planner import Planner
 from ckplan.solving.segmentation import segmentation_frontier
-from ckplan.solving.spaces import SearchSpaces
 
 MEGABYTE = 10**6
 
@@ -54,7 +54,7 @@ def test_plans_with_regions_inside_are_what_the_walk_sees(share: float) -> None:
 
 def test_without_nesting_the_floor_is_higher(monkeypatch: pytest.MonkeyPatch) -> None:
     nested = Planner(deep(24)).floor.peak_bytes
-    monkeypatch.setattr(SearchSpaces, "_nesting_pays", False)
+    monkeypatch.setattr(FloorSearch, "nesting_pays", False)
     assert nested < 0.8 * Planner(deep(24)).floor.peak_bytes
 
 

@@ -30,11 +30,12 @@ from ckplan.solving.chain import Link
 from ckplan.solving.closure_problem import ClosureProblem, Demand, OneTimeCost
 from ckplan.solving.common_strategies import all_baselines
 from ckplan.solving.memory_limit import MemoryLimit
-from ckplan.solving.menu import Menus, Option, Unit
+from ckplan.solving.menu import Menus, Option
 from ckplan.solving.mincut import INFINITE, SINK, SOURCE, Network
 from ckplan.solving.planner import Planner
 from ckplan.solving.segmentation import CallNode, leaf_units, pruned_call_tree
 from ckplan.solving.solve import frontier, solve, solve_plan, to_plan
+from ckplan.solving.unit_bytes import Unit
 
 TRACES = Path(__file__).parents[2] / "traces"
 
@@ -290,7 +291,7 @@ def covers(nodes: Sequence[CallNode]) -> Iterator[list[Unit]]:
         yield [unit for way in mix for unit in way]
 
 
-def test_the_chain_finds_the_best_mix_of_its_menus(
+def test_no_mix_of_the_menus_is_better_than_the_plan(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("ckplan.solving.spaces._FEW_OPS", 0)
@@ -306,11 +307,12 @@ def test_the_chain_finds_the_best_mix_of_its_menus(
             chosen = [region for region in mix if region is not None]
             timeline = simulator.run(chosen)
             tried.append((timeline.peak_bytes, timeline.recompute_seconds))
-    for budget in budgets(graph, 9):
+    least = min(peak for peak, _ in tried)
+    compared = [budget for budget in budgets(graph, 9) if budget >= least]
+    assert len(compared) > 4
+    for budget in compared:  # local search may find better ones
         expected = min(seconds for peak, seconds in tried if peak <= budget)
-        assert expected == pytest.approx(
-            solve(graph, budget).timeline.recompute_seconds
-        )
+        assert solve(graph, budget).timeline.recompute_seconds <= expected + 1e-9
 
 
 def test_what_is_wanted_after_the_peak_is_dropped_before_what_is_wanted_at_it(

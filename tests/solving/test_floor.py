@@ -1,0 +1,98 @@
+"""The floor depends on bytes alone, and no plan of a small step is below it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+import pytest
+from every_plan import EveryPlan, TooManyError, search_alone
+from small_steps import KINDS, small_step
+
+from ckplan.errors import InfeasibleError
+from ckplan.graph.file import load
+from ckplan.graph.graph import Graph
+from ckplan.graph.records import EngineCosts
+from ckplan.solving.planner import Planner
+
+TRACES = Path(__file__).parents[2] / "traces"
+STEPS, EXHAUSTIVE = 6, 2
+SECONDS: dict[str, Callable[[Random, int], float]] = {
+    "all 1": lambda rng, number: 1.0,
+    "random": lambda rng, number: rng.random() ** 4,
+    "growing": lambda rng, number: 1e-3 * number,
+}
+
+
+def with_seconds(graph: Graph, how: str) -> Graph:
+    """The same step whose ops, encodings and engine take other times."""
+    rng, seconds = Random(how), SECONDS[how]
+    return replace(
+        graph,
+        ops=tuple(
+            replace(op, seconds=seconds(rng, number), launch_seconds=rng.random())
+            for number, op in enumerate(graph.ops)
+        ),
+        encodings=tuple(
+            replace(one, encode_seconds=seconds(rng, 1), decode_seconds=rng.random())
+            for one in graph.encodings
+        ),
+        engine=EngineCosts(rng.random(), rng.random()),
+    )
+
+
+def reversed_seconds(graph: Graph) -> Graph:
+    """The same step where the first op takes as long as the last one did."""
+    seconds = [op.seconds for op in reversed(graph.ops)]
+    ops = (replace(op, seconds=s) for op, s in zip(graph.ops, seconds, strict=True))
+    return replace(graph, ops=tuple(ops))
+
+
+def enumerated(kind: str, count: int = STEPS) -> list[tuple[Graph, EveryPlan]]:
+    """The first steps of a kind that are small enough, with all their plans."""
+    found: list[tuple[Graph, EveryPlan]] = []
+    number = 0
+    while len(found) < count:
+        graph = small_step(Random(f"floor {kind} {number}"), kind)
+        number += 1
+        try:
+            found.append((graph, EveryPlan(graph, nesting=kind == "nesting")))
+        except TooManyError:
+            continue
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS[:-1])
+def test_no_plan_of_a_small_step_is_below_its_floor_whatever_ops_take(
+    kind: str,
+) -> None:
+    for graph, every in enumerated(kind, EXHAUSTIVE):
+        floor = Planner(graph).floor.peak_bytes
+        assert floor <= int(every.peaks.min())
+        assert Planner(with_seconds(graph, "random")).floor.peak_bytes == floor
+
+
+@pytest.mark.parametrize("kind", KINDS[:-1])
+def test_the_floor_of_the_search_alone_is_that_of_its_bytes(kind: str) -> None:
+    reached = 0
+    for graph, every in enumerated(kind):
+        floor = search_alone(graph).floor.peak_bytes
+        reached += floor <= int(every.peaks.min())
+        others = [with_seconds(graph, how) for how in SECONDS]
+        others.append(reversed_seconds(graph))
+        assert {search_alone(one).floor.peak_bytes for one in others} == {floor}
+    assert reached >= STEPS - 1
+
+
+@pytest.mark.parametrize("name", ["mlp", "llama", "gpt2", "vit"])
+def test_the_floor_of_a_shipped_trace_is_that_of_its_bytes(name: str) -> None:
+    graph = load(TRACES / f"{name}.json.gz")
+    planner = Planner(graph)
+    floor = planner.floor.peak_bytes
+    for other in (with_seconds(graph, "random"), reversed_seconds(graph)):
+        assert Planner(other).floor.peak_bytes == floor
+    assert planner.solve(floor).timeline.peak_bytes <= floor
+    with pytest.raises(InfeasibleError):
+        planner.solve(floor - 1)
