@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from ckplan.graph.records import OUTSIDE_CALLS
 from ckplan.tracing.faking.hollow import hollow_tensors
 from ckplan.tracing.recording.recorder import StepRecorder
-from ckplan.tracing.recording.recording import Recording
+from ckplan.tracing.recording.recording import Recording, TensorMeta
 from ckplan.training.failures import first_line
 from ckplan.training.step import Training, TrainingStep, make_step
 from ckplan.training.workload import Workload, on_device
@@ -40,11 +40,12 @@ class Point(NamedTuple):
     fqn: str
     number: int  # of the call of the module
     name: str
-    made: tuple[Any, ...]  # what it returns: shapes, strides and dtypes
+    shapes: tuple[tuple[int, ...], ...]  # of what it returns
+    layouts: tuple[tuple[torch.dtype, tuple[int, ...]], ...] = ()  # and strides
 
     def __str__(self) -> str:
-        """Name, call and shapes, for a note."""
-        shapes = ", ".join("x".join(map(str, one[0])) or "1" for one in self.made)
+        """Name, shapes and call, for a note."""
+        shapes = ", ".join("x".join(map(str, one)) or "1" for one in self.shapes)
         return f"{self.name} -> {shapes or 'none'} in {self.fqn or 'the model'}"
 
 
@@ -63,7 +64,7 @@ class FunctionLog(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._made: list[tuple[int, str, tuple[Any, ...]]] = []
+        self._made: list[tuple[int, str, tuple[tuple[int, ...], ...]]] = []
         self._recorder: StepRecorder | None = None
 
     def __torch_function__(
@@ -74,13 +75,14 @@ class FunctionLog(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        if self._recorder is not None and func.__name__ not in ("__get__", "__set__"):
+        name = getattr(func, "__name__", "")
+        if self._recorder is not None and name not in ("__get__", "__set__"):
             leaves = pytree.tree_leaves(out)
             made = [x for x in leaves if isinstance(x, torch.Tensor)]
             if made:
-                name = resolve_name(func) or func.__name__
-                shapes = tuple((tuple(x.shape),) for x in made)
-                self._made.append((self._recorder.current_call, name, shapes))
+                shapes = tuple(tuple(x.shape) for x in made)
+                place = self._recorder.current_call
+                self._made.append((place, resolve_name(func) or name, shapes))
         return out
 
     @contextmanager
@@ -95,8 +97,8 @@ class FunctionLog(TorchFunctionMode):
     def points(self, recording: Recording) -> list[Point]:
         """The functions in order, with the calls of modules that they ran in."""
         return [
-            Point(*_place(recording, call), name, made)
-            for call, name, made in self._made
+            Point(*_place(recording, call), name, shapes)
+            for call, name, shapes in self._made
         ]
 
 
@@ -136,8 +138,7 @@ def check_path(
     except Exception as error:
         why = f"that fails ({type(error).__name__}: {first_line(error)})"
         return PathCheck(f"{NOTE_NOT} {why}")
-    traced, other = difference
-    said = f"fake tensors take another path than {what}: first {traced}, not {other}"
+    said = f"fake tensors take another path than {what}: first {difference}"
     return PathCheck(said, functions is None, not cheap)
 
 
@@ -176,16 +177,32 @@ def _ops(recording: Recording) -> list[Point]:
         Point(
             *_place(recording, op.call),
             op.func.name(),
-            tuple((one.shape, one.stride, one.dtype) for one in op.returned),
+            tuple(one.shape for one in op.returned),
+            tuple((one.dtype, _strides(one)) for one in op.returned),
         )
         for op in recording.ops[: recording.num_forward]
     ]
 
 
-def _first_difference(
-    theirs: Sequence[Point], ours: Sequence[Point]
-) -> tuple[Point | str, Point | str] | None:
-    for one, other in zip_longest(theirs, ours, fillvalue="the end of forward"):
-        if one != other:
-            return one, other
+def _strides(meta: TensorMeta) -> tuple[int, ...]:
+    """Strides of dimensions that have several elements; others mean nothing."""
+    pairs = zip(meta.shape, meta.stride, strict=True)
+    return tuple(stride for size, stride in pairs if size > 1)
+
+
+def _first_difference(theirs: Sequence[Point], ours: Sequence[Point]) -> str | None:
+    """The first point that differs, in words; None if all are the same."""
+    for one, other in zip_longest(theirs, ours):
+        if one == other:
+            continue
+        if one is None or other is None:
+            return f"{one or 'the end of forward'}, not {other or 'the end of forward'}"
+        if one[:4] == other[:4]:
+            return f"{one}, of {_told(one)}, not {_told(other)}"
+        return f"{one}, not {other}"
     return None
+
+
+def _told(point: Point) -> str:
+    said = (f"{dtype} with strides {strides}" for dtype, strides in point.layouts)
+    return " and ".join(said).replace("torch.", "")

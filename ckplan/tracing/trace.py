@@ -2,7 +2,8 @@
 
 The step runs under fake tensors where possible. They have shapes and no bytes, so a
 model larger than the machine's memory can be traced. Otherwise the step runs on real
-tensors, and a note of the trace says so.
+tensors, and a note of the trace says so. A forward on plain tensors proves the path of
+fake ones; where it takes another one, the step is traced on plain tensors.
 """
 
 from __future__ import annotations

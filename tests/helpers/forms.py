@@ -1,6 +1,6 @@
 """Profiles of ``form_models.py`` from a fresh process, as lines of JSON.
 
-python tests/helpers/forms.py form_models.py cpu mixtral gpt2
+python tests/helpers/forms.py form_models.py cpu,cuda mixtral gpt2
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ def of_file(file: str, device: str, name: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    _, file, device, *names = sys.argv
+    _, file, devices, *names = sys.argv
     sys.path.insert(0, str(HERE))
     assert "transformers" not in sys.modules
     for name in names:
-        print(json.dumps(of_file(file, device, name)), flush=True)
+        for device in devices.split(","):
+            print(json.dumps(of_file(file, device, name)), flush=True)

@@ -13,7 +13,7 @@ from typing import Any
 import form_models
 import pytest
 import torch
-from forms import CARD, HERE, facts_of, of_file
+from forms import CARD, HERE, facts_of
 from measured import peak_bytes_of
 from torch import nn
 from torch._subclasses import fake_tensor
@@ -118,7 +118,7 @@ class Suspicious(nn.Module):
         return out.sum()
 
 
-def profiled(model: nn.Module, *batch: torch.Tensor, device: str = "cpu") -> Graph:
+def profiled(model: nn.Module, batch: Any, device: str = "cpu") -> Graph:
     return profile(model, batch, device=device, gpu=CARD, replay=False)
 
 
@@ -129,7 +129,7 @@ def names_of(graph: Graph) -> list[str]:
 @pytest.mark.parametrize(("width", "what"), [(8, "real"), (6000, "hollow")])
 def test_another_path_is_said_and_the_real_one_is_taken(width: int, what: str) -> None:
     assert (MOST_BYTES < 4 * 2 * 6000 * 6000) and MOST_BYTES > 4 * 2 * 8 * 8
-    graph = profiled(Suspicious(width), torch.ones(2, width))
+    graph = profiled(Suspicious(width), (torch.ones(2, width),))
     assert "relu" in names_of(graph)
     assert "sigmoid" not in names_of(graph)
     said = next(note for note in graph.notes if "another path" in note)
@@ -139,7 +139,7 @@ def test_another_path_is_said_and_the_real_one_is_taken(width: int, what: str) -
 
 
 def test_another_path_for_cuda_is_said() -> None:
-    graph = profiled(Suspicious(8), torch.ones(2, 8), device="cuda")
+    graph = profiled(Suspicious(8), (torch.ones(2, 8),), device="cuda")
     said = next(note for note in graph.notes if "another path" in note)
     assert "first torch.Tensor.sigmoid -> 2x8 in the model, not" in said
     assert "torch.Tensor.relu" in said
@@ -168,7 +168,7 @@ def test_a_path_by_chance_is_not_taken_for_a_difference() -> None:
             copied.chance = self.chance
             return copied
 
-    graph = profiled(Recreated(), torch.ones(2, 8))
+    graph = profiled(Recreated(), (torch.ones(2, 8),))
     assert NOTE_VARIES in graph.notes
     assert NOTE_FAKE in graph.notes
 
@@ -180,7 +180,7 @@ def test_what_cannot_be_compared_is_said() -> None:
                 raise KeyError("no way")
             return super().forward(x)
 
-    graph = profiled(Raising(8), torch.ones(2, 8))
+    graph = profiled(Raising(8), (torch.ones(2, 8),))
     assert f"{NOTE_NOT} that fails (KeyError: 'no way')" in graph.notes
 
 
@@ -225,44 +225,41 @@ def test_small_hollow_tensors_have_values_and_large_ones_refuse() -> None:
 # -- four forms ------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def by_form() -> Any:
-    """Facts of every model: imported at the top, and imported in the factory."""
-    made = {}
-    for file in ("form_models_top.py", "form_models.py"):
-        command = [sys.executable, str(HERE / "forms.py"), file, "cpu", *NAMES]
-        made[file] = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    found = {}
-    for file, process in made.items():
-        out, _ = process.communicate(timeout=280)
-        lines = [line for line in out.splitlines() if line.startswith("{")]
-        assert process.returncode == 0
-        found[file] = dict(zip(NAMES, map(json.loads, lines), strict=True))
-    return found
+def facts_in_process(file: str, *devices: str) -> subprocess.Popen[str]:
+    command = [sys.executable, str(HERE / "forms.py"), file, ",".join(devices), *NAMES]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_four_forms_of_a_model_run_the_same_ops(name: str, by_form: Any) -> None:
-    top, inside = (by_form[f"form_models{end}.py"][name] for end in ("_top", ""))
-    assert inside == top
-    seed_everything(0)
-    model, batch = getattr(form_models, name)()
-    given = profile(model, batch, device="cpu", gpu=CARD, replay=False)
-    assert facts_of(given) == top
-    assert top["fake"]
-    assert top["path"] == [f"{NOTE_SAME} real tensors: {top['num_forward']} ops"]
-    # Other kernels run on a card, for the same functions of torch.
-    on_card = profile(model, batch, device="cuda", gpu=CARD, replay=False)
-    (path,) = facts_of(on_card)["path"]
-    assert path.startswith(f"{NOTE_SAME} tensors of torch without content")
-    on_card_inside = of_file("form_models.py", "cuda", name)
-    assert facts_of(on_card) == on_card_inside
+def facts_printed_by(process: subprocess.Popen[str]) -> list[dict[str, Any]]:
+    printed, _ = process.communicate(timeout=280)
+    assert process.returncode == 0
+    return [json.loads(x) for x in printed.splitlines() if x.startswith("{")]
+
+
+def test_four_forms_of_a_model_run_the_same_ops() -> None:
+    top = facts_in_process("form_models_top.py", "cpu")
+    inside = facts_in_process("form_models.py", "cpu", "cuda")
+    given = []
+    for factory in form_models.MODELS:
+        seed_everything(0)
+        model, batch = factory()
+        given.append(facts_of(profiled(model, batch)))
+    assert facts_printed_by(top) == given
+    both = facts_printed_by(inside)
+    assert both[::2] == given
+    for name, facts, on_card in zip(NAMES, given, both[1::2], strict=True):
+        ops = facts["num_forward"]
+        assert facts["fake"], name
+        assert facts["path"] == [f"{NOTE_SAME} real tensors: {ops} ops"], name
+        # Other kernels run on a card, for the same functions of torch.
+        (path,) = on_card["path"]
+        assert path.startswith(f"{NOTE_SAME} tensors of torch without content"), name
 
 
 def test_timm() -> None:
     pytest.importorskip("timm")
     model, batch = form_models.timm_vit()
-    notes = profiled(model, *batch).notes
+    notes = profiled(model, batch).notes
     assert any(note.startswith(NOTE_SAME) for note in notes)
 
 
