@@ -1,9 +1,9 @@
 """Proves that a trace takes the path that training takes, however a model is given.
 
 Every workload of configs/workloads, the zoo's included, and many tiny models of other
-families are profiled in four forms, each in a process that has imported no library of
-models: imported before the factory runs; imported inside the factory, while tensors are
-fake; as a real model given to ``ckplan.profile``; and inside the factory for CUDA,
+families are profiled in four forms: with libraries imported before the factory runs;
+imported inside the factory, while tensors are fake, in a process that has imported none
+before; as a real model given to ``ckplan.profile``; and inside the factory for CUDA,
 without a GPU. The first three must hold the same ops and bytes. In every form the trace
 is compared with a forward on plain tensors of torch: by op on the CPU, by function of
 torch for CUDA, where other kernels run.
@@ -23,6 +23,7 @@ import json
 import multiprocessing
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from multiprocessing.pool import Pool
 from typing import Any
 
 from _measuring import (
@@ -99,12 +100,13 @@ def main() -> int:
     if kept.exists():
         found = map(json.loads, kept.read_text().splitlines())
         rows = {one["model"]: Row(**one) for one in found}
-    for name in names:
-        if name not in rows and (name in args.only or not args.only):
-            say(name)
-            rows[name] = row_of(name)
-            with kept.open("a") as file:
-                file.write(json.dumps(asdict(rows[name])) + "\n")
+    with _process() as loaded:  # where libraries are imported
+        for name in names:
+            if name not in rows and (name in args.only or not args.only):
+                say(name)
+                rows[name] = row_of(name, loaded)
+                with kept.open("a") as file:
+                    file.write(json.dumps(asdict(rows[name])) + "\n")
     chosen = [rows[name] for name in names if name in (args.only or rows)]
     report = Report(
         "paths",
@@ -116,9 +118,9 @@ def main() -> int:
     return finish(report, args.output, whole=len(chosen) == len(names))
 
 
-def row_of(name: str) -> Row:
-    """Profile one model in four forms, each in a process of its own."""
-    facts = {form: _apart(name, form) for form in FORMS}
+def row_of(name: str, loaded: Pool) -> Row:
+    """Profile one model in four forms."""
+    facts = {form: _seen(name, form, loaded) for form in FORMS}
     here = [facts[form] for form in FORMS[:3]]
     return Row(
         name,
@@ -129,9 +131,15 @@ def row_of(name: str) -> Row:
     )
 
 
-def _apart(name: str, form: str) -> dict[str, Any]:
-    with multiprocessing.get_context("fork").Pool(1) as pool:
-        return pool.apply(_facts, (name, form))
+def _process() -> Pool:
+    return multiprocessing.get_context("fork").Pool(1)
+
+
+def _seen(name: str, form: str, loaded: Pool) -> dict[str, Any]:
+    if form in ("top", "given"):
+        return loaded.apply(_facts, (name, form))
+    with _process() as fresh:
+        return fresh.apply(_facts, (name, form))
 
 
 class _Spec(WorkloadSpec):

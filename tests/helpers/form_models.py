@@ -16,7 +16,7 @@ _SIZES = {
     "vocab_size": 128,
     "hidden_size": 32,
     "intermediate_size": 64,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,
     "num_attention_heads": 4,
 }
 _EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2}
@@ -65,7 +65,7 @@ def qwen3_moe() -> Made:
 
 def gpt2() -> Made:
     """GPT-2."""
-    return _decoder("gpt2", n_embd=32, n_layer=2, n_head=4, n_positions=64)
+    return _decoder("gpt2", n_embd=32, n_layer=1, n_head=4, n_positions=64)
 
 
 def bert() -> Made:
@@ -80,7 +80,7 @@ def t5() -> Made:
     from transformers import T5Config, T5ForConditionalGeneration
 
     config = T5Config(
-        vocab_size=128, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4
+        vocab_size=128, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4
     )
     config.decoder_start_token_id = 0
     return T5ForConditionalGeneration(config).train(), tokens()
@@ -99,7 +99,6 @@ def whisper() -> Made:
     """Whisper: audio encoder and text decoder."""
     from transformers import WhisperConfig, WhisperForConditionalGeneration
 
-    ours = {"encoder": 2, "decoder": 2}
     config = WhisperConfig(
         vocab_size=128,
         d_model=32,
@@ -108,9 +107,12 @@ def whisper() -> Made:
         max_target_positions=32,
         pad_token_id=0,
         decoder_start_token_id=1,
-        **{f"{name}_layers": number for name, number in ours.items()},
-        **{f"{name}_attention_heads": 4 for name in ours},
-        **{f"{name}_ffn_dim": 64 for name in ours},
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=64,
+        decoder_ffn_dim=64,
     )
     batch = {"input_features": torch.randn(2, 16, 64), "labels": tokens(16)["labels"]}
     return WhisperForConditionalGeneration(config).train(), batch
@@ -122,10 +124,10 @@ def unet() -> Made:
 
     model = UNet2DModel(
         sample_size=16,
-        block_out_channels=(16, 32),
+        block_out_channels=(16,),
         norm_num_groups=4,
-        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
-        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+        down_block_types=("AttnDownBlock2D",),
+        up_block_types=("AttnUpBlock2D",),
         layers_per_block=1,
     )
     return model.train(), {"sample": torch.randn(2, 3, 16, 16), "timestep": 3}

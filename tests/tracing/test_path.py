@@ -231,11 +231,13 @@ def facts_in_process(file: str, *devices: str) -> subprocess.Popen[str]:
 
 
 def facts_printed_by(process: subprocess.Popen[str]) -> list[dict[str, Any]]:
-    printed, _ = process.communicate(timeout=280)
+    with process:
+        printed, _ = process.communicate()
     assert process.returncode == 0
     return [json.loads(x) for x in printed.splitlines() if x.startswith("{")]
 
 
+@pytest.mark.timeout(900)  # three processes, on a machine that may be busy
 def test_four_forms_of_a_model_run_the_same_ops() -> None:
     top = facts_in_process("form_models_top.py", "cpu")
     inside = facts_in_process("form_models.py", "cpu", "cuda")
