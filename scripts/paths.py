@@ -112,7 +112,10 @@ def main() -> int:
         "paths",
         "The path that training takes",
         (__doc__ or "").partition("\n    python")[0],
-        [make_table(HEADERS, [row.cells() for row in chosen], texts=2)],
+        [
+            f"{len(chosen)} of {len(names)} models:",
+            make_table(HEADERS, [row.cells() for row in chosen], texts=2),
+        ],
         [what for row in chosen for what in row.broken()],
     )
     return finish(report, args.output, whole=len(chosen) == len(names))
