@@ -133,7 +133,11 @@ class UnitBytes:
             unit if changed else None,  # overwritten values may be needed until then
             tuple(last - first for first, last in windows),
             tuple(
-                (place(2 * s.wanted), place(2 * s.done), place(2 * s.used))
+                (
+                    place(2 * s.unpacked_at),
+                    place(2 * s.last_held),
+                    place(2 * s.last_used),
+                )
                 for _, s in view.made
             ),
             tuple(map(ends, dict.fromkeys(view.flow.storage_of))),

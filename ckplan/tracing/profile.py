@@ -36,13 +36,8 @@ from ckplan.tracing.recording.recording import Recording, TensorMeta
 from ckplan.tracing.recording.side_effects import preserve_rng_state
 from ckplan.tracing.smaller_batches import DoesNotFitError, profile_smaller_batches
 from ckplan.tracing.target import TraceTarget, find_target
-from ckplan.tracing.trace import (
-    BuildWorkload,
-    FakeScope,
-    TracedStep,
-    trace,
-    trace_on_real_tensors,
-)
+from ckplan.tracing.trace import trace, trace_on_real_tensors
+from ckplan.tracing.watched_step import BuildWorkload, FakeScope, TracedStep
 from ckplan.training.fingerprint import fingerprint
 from ckplan.training.free_memory import empty_cache_after
 from ckplan.training.loading import WorkloadSpec

@@ -2,64 +2,41 @@
 
 The step runs under fake tensors where possible. They have shapes and no bytes, so a
 model larger than the machine's memory can be traced. Otherwise the step runs on real
-tensors, and a note of the trace says so.
+tensors, and a note of the trace says so. A forward on plain tensors proves the path of
+fake ones; where it takes another one, the step is traced on plain tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext, suppress
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ckplan.errors import CkplanError, WorkloadError
-from ckplan.graph.records import BEFORE_STEP
 from ckplan.tracing.cuda import cpu_as_cuda, fake_cuda_with_gpu, fake_cuda_without_gpu
-from ckplan.tracing.faking.fake_mode import KnownValues, fake_tensors, why_not_fake
-from ckplan.tracing.recording.recorder import StepRecorder
-from ckplan.tracing.recording.recording import Recording
-from ckplan.tracing.recording.storages import Storages
+from ckplan.tracing.faking.fake_mode import fake_tensors, why_not_fake
+from ckplan.tracing.faking.hollow import hollow_tensors
+from ckplan.tracing.path_check import FunctionLog, PathCheck, check_path
 from ckplan.tracing.smaller_batches import DoesNotFitError
 from ckplan.tracing.target import TraceTarget
+from ckplan.tracing.watched_step import (
+    BuildWorkload,
+    TracedStep,
+    watch_step,
+)
 from ckplan.training.failures import (
-    check_finite,
-    describe_failure,
     first_line,
     is_out_of_memory,
-    location_hint,
-    untraceable_feature,
     wants_gpu,
 )
-from ckplan.training.fingerprint import fingerprint
 from ckplan.training.free_memory import available_bytes, limited_memory
-from ckplan.training.optimizers import step_counts
-from ckplan.training.step import Training, TrainingStep, make_step
-from ckplan.training.workload import Workload, check_not_lazy, on_device, tensors_of
+from ckplan.training.step import Training
 
 NOTE_FAKE = "traced under fake tensors"
-NOTE_PREDICTED = "optimizer: predicted only, as one byte for each of two states"
-NOTE_MADE = (
-    "the first forward makes modules: call the model on a batch before a plan is "
-    "applied, in the workload's factory, too"
-)
+NOTE_HOLLOW = "traced on tensors without content"
 
 _MOST_OF_MEMORY = 0.9  # fraction of available bytes that a step on real tensors may use
-
-FakeScope: TypeAlias = tuple[FakeTensorMode, KnownValues]
-BuildWorkload: TypeAlias = Callable[[FakeScope | None], Workload]
-
-
-@dataclass(frozen=True, slots=True)
-class TracedStep:
-    """A recorded step and the model that it belongs to."""
-
-    recording: Recording
-    model: str
-    fingerprint: dict[str, Any]
-    notes: list[str]
 
 
 def trace(build: BuildWorkload, training: Training, target: TraceTarget) -> TracedStep:
@@ -79,7 +56,7 @@ def trace(build: BuildWorkload, training: Training, target: TraceTarget) -> Trac
         return _trace_elsewhere(build, training, target)
     try:
         with fake_tensors() as scope, _kernels_of(target) as words:
-            traced = _watch_step(build, training, target, scope)
+            traced = watch_step(build, training, target, scope)
     except Exception as error:
         if _is_final(error):
             raise
@@ -87,7 +64,23 @@ def trace(build: BuildWorkload, training: Training, target: TraceTarget) -> Trac
         return trace_on_real_tensors(build, training, target, why)
     traced.notes.append(NOTE_FAKE)
     traced.notes.extend(f"as CUDA does it: {what}" for what in words)
+    checked = check_path(traced.recording, None, build, training, target.placed)
+    if checked.differs:
+        return _trace_where_checked(build, training, target, checked)
+    traced.notes.append(checked.note)
     return traced
+
+
+def _trace_where_checked(
+    build: BuildWorkload, training: Training, target: TraceTarget, checked: PathCheck
+) -> TracedStep:
+    """Trace on the plain tensors that took another path than fake ones."""
+    if checked.is_hollow:
+        with suppress(Exception), hollow_tensors():
+            traced = watch_step(build, training, target, None, has_values=False)
+            traced.notes.append(f"{NOTE_HOLLOW}: {checked.note}")
+            return traced
+    return trace_on_real_tensors(build, training, target, checked.note)
 
 
 def _kernels_of(target: TraceTarget) -> AbstractContextManager[Iterable[str]]:
@@ -108,9 +101,10 @@ def _trace_elsewhere(
     try:
         with (
             fake_tensors() as scope,
+            FunctionLog() as log,
             fake_cuda_without_gpu(target.capability, target.gpu) as words,
         ):
-            traced = _watch_step(build, training, target, scope, target.device)
+            traced = watch_step(build, training, target, scope, target.device, log=log)
     except Exception as error:
         if _is_final(error):
             raise
@@ -120,7 +114,16 @@ def _trace_elsewhere(
         return traced
     traced.notes.append(f"traced under fake CUDA tensors for {_card(target)}")
     traced.notes.extend(f"as CUDA does it: {what}" for what in words)
+    traced.notes.append(_path_elsewhere(traced, log, build, training))
     return traced
+
+
+def _path_elsewhere(
+    traced: TracedStep, log: FunctionLog, build: BuildWorkload, training: Training
+) -> str:
+    """What a forward on the CPU says of the path of a trace for CUDA."""
+    here = torch.device("cpu")
+    return check_path(traced.recording, log, build, training, here).note
 
 
 def _trace_translated(
@@ -140,9 +143,10 @@ def _trace_translated(
     try:
         with (
             fake_tensors() as scope,
+            FunctionLog() as log,
             cpu_as_cuda(target.capability, target.gpu) as words,
         ):
-            traced = _watch_step(build, training, target, scope)
+            traced = watch_step(build, training, target, scope, log=log)
     except Exception as error:
         if _is_final(error):
             raise
@@ -156,6 +160,7 @@ def _trace_translated(
         ) from error
     traced.notes.append(f"{NOTE_FAKE}, translated to CUDA on {_card(target)}")
     traced.notes.extend(f"as CUDA does it: {what}" for what in words)
+    traced.notes.append(_path_elsewhere(traced, log, build, training))
     return traced
 
 
@@ -212,7 +217,7 @@ def trace_on_real_tensors(
     """
     try:
         with limited_memory(int(_MOST_OF_MEMORY * available_bytes())):
-            traced = _watch_step(build, training, target, None)
+            traced = watch_step(build, training, target, None)
     except Exception as error:
         if is_out_of_memory(error):
             raise DoesNotFitError(
@@ -223,93 +228,3 @@ def trace_on_real_tensors(
         raise
     traced.notes.append(why)
     return traced
-
-
-def _watch_step(
-    build: BuildWorkload,
-    training: Training,
-    target: TraceTarget,
-    scope: FakeScope | None,
-    device: torch.device | None = None,
-) -> TracedStep:
-    """Record the second step: the steady state, with optimizer state."""
-    placed = device or target.placed
-    workload = on_device(build(scope), placed)
-    check_not_lazy(workload.model, "profile")
-    there = {name for name, _ in workload.model.named_modules()}
-    step = make_step(workload, training, target.device.type)
-    with _told("the first step"):
-        loss = step.run()
-        if scope is None:
-            check_finite(loss, "the first step")
-    with _told("the second step"):
-        step.zero_grad()
-        for _ in range(training.accumulate - 1):
-            step.accumulate()
-        on_cuda = target.device.type == "cuda"
-        fake = scope is not None
-        recorder = StepRecorder(workload.model, placed, fake=fake, on_cuda=on_cuda)
-        _know_before(recorder.storages, step)
-        if on_cuda and step.optimizer is not None:
-            recorder.storages.count_as_zero_bytes(step_counts(step.optimizer))
-        notes = _record(recorder, step)
-    made = [name for name, _ in workload.model.named_modules() if name not in there]
-    if made:
-        notes.append(f"{NOTE_MADE}: {made[0]}" + ", ..." * (len(made) > 1))
-    return TracedStep(
-        recorder.recording,
-        type(workload.model).__name__,
-        fingerprint(workload, target.device),
-        notes,
-    )
-
-
-@contextmanager
-def _told(title: str) -> Iterator[None]:
-    """Add the step and phase to an exception that the workload raises."""
-    try:
-        yield
-    except CkplanError:
-        raise
-    except Exception as error:
-        what, used = f"{title} {describe_failure(error)}", untraceable_feature(error)
-        needed = "a model that takes two steps on its batch, one after the other"
-        if used:
-            what = f"cannot trace the step: it uses {used}"
-            needed = "a step of strided tensors and torch.autograd"
-        raise WorkloadError(what, needed=needed, hint=location_hint(error)) from error
-
-
-def _record(recorder: StepRecorder, step: TrainingStep) -> list[str]:
-    with recorder.watching():
-        output, loss, rule = step.forward()
-        recorder.begin_backward(loss)
-        step.backward(loss)
-        value = loss.detach()  # a training loop keeps the loss to log it
-        del output, loss
-        recorder.begin_update()
-        parameters = step.workload.model.parameters()
-        grads = [p.grad for p in parameters if p.grad is not None]
-        recorder.storages.set_kind(grads, "gradient")
-        del grads
-        step.update()
-        del value
-    return [rule, *([NOTE_PREDICTED] if step.training.predicted_only else [])]
-
-
-def _know_before(storages: Storages, step: TrainingStep) -> None:
-    model, optimizer = step.workload.model, step.optimizer
-    storages.register_existing(model.parameters(), "parameter")
-    storages.register_existing(model.buffers(), "buffer")
-    grads = [p.grad for p in model.parameters() if p.grad is not None]
-    storages.register_existing(grads, "gradient")
-    if optimizer is not None:
-        storages.register_existing(
-            tensors_of(list(optimizer.state.values())), "optimizer"
-        )
-    storages.register_existing(tensors_of(step.workload.batch), "input")
-    # Tensors in plain attributes, which possibly no op reads. A tensor that the first
-    # step left there, as weight-norm hooks do, lives until it is replaced.
-    held = tensors_of([vars(module) for module in model.modules()])
-    plain = [x for x in held if x.layout == torch.strided and not x.is_nested]
-    storages.numbers(plain, "buffer", BEFORE_STEP)

@@ -41,7 +41,7 @@ from ckplan.plan.region import Region
 from ckplan.plan.resolve import describe, resolve
 from ckplan.simulating.simulate import simulate
 from ckplan.tracing.profile import profile_workload
-from ckplan.tracing.trace import NOTE_MADE
+from ckplan.tracing.watched_step import NOTE_MADE
 from ckplan.training.loading import WorkloadSpec
 from ckplan.training.workload import Workload
 

@@ -22,6 +22,7 @@ from ckplan.graph.extrapolate import extrapolate
 from ckplan.graph.graph import Graph
 from ckplan.simulating.simulate import simulate
 from ckplan.tracing import trace as tracing
+from ckplan.tracing import watched_step
 from ckplan.training.workload import tensors_of
 
 
@@ -188,6 +189,6 @@ def test_a_batch_of_one_row_cannot_be_made_smaller(
     def full(*args: object) -> None:
         raise RuntimeError("can't allocate memory")
 
-    monkeypatch.setattr(tracing, "check_finite", full)
+    monkeypatch.setattr(watched_step, "check_finite", full)
     with pytest.raises(CkplanError, match="does not fit in memory"):
         profiled(Branching, 1)

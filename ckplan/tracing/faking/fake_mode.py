@@ -13,10 +13,9 @@ import functools
 import gc
 import logging
 import re
-import sys
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -35,13 +34,14 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ckplan.tracing.faking.answers import answers_of_training
 from ckplan.tracing.faking.kernel_layouts import as_kernels_do
 from ckplan.training.failures import first_line, untraceable_feature
 from ckplan.training.randomness import may_draw
 
 _LARGEST_BYTES = 1 << 20  # largest known tensor of integers
 _LARGEST_FLOAT_BYTES = 1 << 16
-_QUESTIONS = (
+QUESTIONS = (
     torch.ops.aten._local_scalar_dense.default,
     torch.ops.aten.item.default,
     torch.ops.aten.is_nonzero.default,
@@ -104,7 +104,7 @@ class KnownValues(TorchDispatchMode):
     ) -> None:
         """Take small real integer tensors as the values of fake ones."""
         for fake, real in zip(fakes, reals, strict=True):
-            if _is_small(real) and not real.is_floating_point():  # floats are data
+            if is_small(real) and not real.is_floating_point():  # floats are data
                 with _disable_current_modes():
                     self._real[fake] = real.detach().to("cpu", copy=True)
 
@@ -143,12 +143,12 @@ class KnownValues(TorchDispatchMode):
             value is not None or not isinstance(leaf, torch.Tensor)
             for leaf, value in zip(leaves, values, strict=True)
         )
-        if known and func in _QUESTIONS:
+        if known and func in QUESTIONS:
             return _run_real(func, values, spec)
         out = as_kernels_do(func, args, func(*args, **kwargs))
         outputs = [x for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor)]
         known &= not (_is_chance(func) and any(x.is_floating_point() for x in outputs))
-        if known and all(_is_small(x) for x in outputs):
+        if known and all(is_small(x) for x in outputs):
             answer = pytree.tree_leaves(_run_real(func, values, spec))
             real = [x for x in answer if isinstance(x, torch.Tensor)]
             for fake, value in zip(outputs, real, strict=True):
@@ -191,7 +191,8 @@ def why_not_fake(error: BaseException) -> str:
     return f"fake ones failed ({type(error).__name__}: {first_line(error)})"
 
 
-def _is_small(tensor: torch.Tensor) -> bool:
+def is_small(tensor: torch.Tensor) -> bool:
+    """Whether the content of a tensor is computed beside its fake one."""
     most = _LARGEST_FLOAT_BYTES if tensor.is_floating_point() else _LARGEST_BYTES
     return tensor.untyped_storage().nbytes() <= most and not tensor.is_complex()
 
@@ -246,16 +247,26 @@ def _written_arguments(func: Any, args: tuple[Any, ...]) -> Iterator[torch.Tenso
             yield from (x for x in leaves if isinstance(x, torch.Tensor))
 
 
+def make_fake_mode() -> FakeTensorMode:
+    """A mode whose tensors outlive copies, not entered yet."""
+    return _Fakes(allow_non_fake_inputs=True)
+
+
+def without_draws() -> AbstractContextManager[object]:
+    """A scope in which ``trunc_normal_`` of torch does not draw.
+
+    It draws until all values are in range; values that are not computed never are.
+    """
+    return mock.patch.object(torch.nn.init, "_no_grad_trunc_normal_", _no_draw)
+
+
 @contextmanager
 def fake_tensors() -> Iterator[tuple[FakeTensorMode, KnownValues]]:
     """A scope in which new tensors are fake and act like real ones."""
-    fake, known = _Fakes(allow_non_fake_inputs=True), KnownValues()
+    fake, known = make_fake_mode(), KnownValues()
     with ExitStack() as stack:
         stack.callback(_empty_caches_of_functions)
-        # It draws until all values are in range; fake values never are.
-        stack.enter_context(
-            mock.patch.object(torch.nn.init, "_no_grad_trunc_normal_", _no_draw)
-        )
+        stack.enter_context(without_draws())
         # model.half() swaps fake parameters, and fails if weak references exist. Fake
         # tensors have weak references of their own, which stay valid after a swap.
         stack.enter_context(mock.patch.object(torch.utils, "weakref", _NO_WEAKREFS))
@@ -265,11 +276,7 @@ def fake_tensors() -> Iterator[tuple[FakeTensorMode, KnownValues]]:
         # Torch reads the address of a fake tensor to copy it, and warns of that.
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
-        transformers = sys.modules.get("transformers.utils.import_utils")
-        if hasattr(transformers, "is_fake_tensor"):
-            stack.enter_context(
-                mock.patch.object(transformers, "is_fake_tensor", lambda x: False)
-            )
+        stack.enter_context(answers_of_training())
         stack.enter_context(fake)
         stack.enter_context(known)
         for module in (optimizer, _foreach_utils):  # these check exact types

@@ -164,7 +164,7 @@ class StepRecorder(TorchDispatchMode):
             self.recording.ops.append(
                 RawOp(
                     func,
-                    self._current_call(),
+                    self.current_call,
                     tuple(dict.fromkeys(reads)),
                     writes,
                     tuple(outputs),
@@ -190,7 +190,9 @@ class StepRecorder(TorchDispatchMode):
             if saved.storage in storages:
                 saved.at = position + 1
 
-    def _current_call(self) -> int:
+    @property
+    def current_call(self) -> int:
+        """The innermost running call of a module, or the one that a node belongs to."""
         if self._phase == "forward":
             return self._calls.current
         return self._node_call if self._phase == "backward" else OUTSIDE_CALLS
@@ -205,7 +207,7 @@ class StepRecorder(TorchDispatchMode):
         number = self.storages.find(tensor)
         if number is None or self.recording.storages[number].maker == BEFORE_STEP:
             return tensor
-        packed = RawSaved(number, self._current_call(), len(self.recording.ops))
+        packed = RawSaved(number, self.current_call, len(self.recording.ops))
         self.recording.saved.append(packed)
         geometry = Geometry.of(tensor)
         copy = None if self._fake else self._blank(geometry, tensor)

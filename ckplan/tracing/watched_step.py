@@ -1,0 +1,155 @@
+"""Run two steps of a workload and record the second: the steady state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ckplan.errors import CkplanError, WorkloadError
+from ckplan.graph.records import BEFORE_STEP
+from ckplan.tracing.faking.fake_mode import KnownValues
+from ckplan.tracing.path_check import FunctionLog
+from ckplan.tracing.recording.recorder import StepRecorder
+from ckplan.tracing.recording.recording import Recording
+from ckplan.tracing.recording.storages import Storages
+from ckplan.tracing.target import TraceTarget
+from ckplan.training.failures import (
+    check_finite,
+    describe_failure,
+    location_hint,
+    untraceable_feature,
+)
+from ckplan.training.fingerprint import fingerprint
+from ckplan.training.optimizers import step_counts
+from ckplan.training.step import Training, TrainingStep, make_step
+from ckplan.training.workload import Workload, check_not_lazy, on_device, tensors_of
+
+NOTE_PREDICTED = "optimizer: predicted only, as one byte for each of two states"
+NOTE_MADE = (
+    "the first forward makes modules: call the model on a batch before a plan is "
+    "applied, in the workload's factory, too"
+)
+
+FakeScope: TypeAlias = tuple[FakeTensorMode, KnownValues]
+BuildWorkload: TypeAlias = Callable[[FakeScope | None], Workload]
+
+
+@dataclass(frozen=True, slots=True)
+class TracedStep:
+    """A recorded step and the model that it belongs to."""
+
+    recording: Recording
+    model: str
+    fingerprint: dict[str, Any]
+    notes: list[str]
+
+
+def watch_step(
+    build: BuildWorkload,
+    training: Training,
+    target: TraceTarget,
+    scope: FakeScope | None,
+    device: torch.device | None = None,
+    *,
+    log: FunctionLog | None = None,
+    has_values: bool = True,
+) -> TracedStep:
+    """Record the second step: the steady state, with optimizer state.
+
+    Args:
+        build: Makes the workload.
+        training: Options of the step.
+        target: The device that the step is planned for.
+        scope: The scope of fake tensors; None for plain ones.
+        device: Where tensors are, if not where the target says.
+        log: Keeps the functions that forward calls.
+        has_values: Whether the loss of a step on plain tensors is computed.
+    """
+    placed = device or target.placed
+    workload = on_device(build(scope), placed)
+    check_not_lazy(workload.model, "profile")
+    there = {name for name, _ in workload.model.named_modules()}
+    step = make_step(workload, training, target.device.type)
+    with _told("the first step"):
+        loss = step.run()
+        if scope is None and has_values:
+            check_finite(loss, "the first step")
+    with _told("the second step"):
+        step.zero_grad()
+        for _ in range(training.accumulate - 1):
+            step.accumulate()
+        on_cuda = target.device.type == "cuda"
+        fake = scope is not None
+        recorder = StepRecorder(workload.model, placed, fake=fake, on_cuda=on_cuda)
+        _know_before(recorder.storages, step)
+        if on_cuda and step.optimizer is not None:
+            recorder.storages.count_as_zero_bytes(step_counts(step.optimizer))
+        notes = _record(recorder, step, log)
+    made = [name for name, _ in workload.model.named_modules() if name not in there]
+    if made:
+        notes.append(f"{NOTE_MADE}: {made[0]}" + ", ..." * (len(made) > 1))
+    return TracedStep(
+        recorder.recording,
+        type(workload.model).__name__,
+        fingerprint(workload, target.device),
+        notes,
+    )
+
+
+@contextmanager
+def _told(title: str) -> Iterator[None]:
+    """Add the step and phase to an exception that the workload raises."""
+    try:
+        yield
+    except CkplanError:
+        raise
+    except Exception as error:
+        what, used = f"{title} {describe_failure(error)}", untraceable_feature(error)
+        needed = "a model that takes two steps on its batch, one after the other"
+        if used:
+            what = f"cannot trace the step: it uses {used}"
+            needed = "a step of strided tensors and torch.autograd"
+        raise WorkloadError(what, needed=needed, hint=location_hint(error)) from error
+
+
+def _record(
+    recorder: StepRecorder, step: TrainingStep, log: FunctionLog | None
+) -> list[str]:
+    with recorder.watching():
+        with log.following(recorder) if log else nullcontext():
+            output, loss, rule = step.forward()
+        recorder.begin_backward(loss)
+        step.backward(loss)
+        value = loss.detach()  # a training loop keeps the loss to log it
+        del output, loss
+        recorder.begin_update()
+        parameters = step.workload.model.parameters()
+        grads = [p.grad for p in parameters if p.grad is not None]
+        recorder.storages.set_kind(grads, "gradient")
+        del grads
+        step.update()
+        del value
+    return [rule, *([NOTE_PREDICTED] if step.training.predicted_only else [])]
+
+
+def _know_before(storages: Storages, step: TrainingStep) -> None:
+    model, optimizer = step.workload.model, step.optimizer
+    storages.register_existing(model.parameters(), "parameter")
+    storages.register_existing(model.buffers(), "buffer")
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    storages.register_existing(grads, "gradient")
+    if optimizer is not None:
+        storages.register_existing(
+            tensors_of(list(optimizer.state.values())), "optimizer"
+        )
+    storages.register_existing(tensors_of(step.workload.batch), "input")
+    # Tensors in plain attributes, which possibly no op reads. A tensor that the first
+    # step left there, as weight-norm hooks do, lives until it is replaced.
+    held = tensors_of([vars(module) for module in model.modules()])
+    plain = [x for x in held if x.layout == torch.strided and not x.is_nested]
+    storages.numbers(plain, "buffer", BEFORE_STEP)

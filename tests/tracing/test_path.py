@@ -1,0 +1,293 @@
+"""A trace takes the path that training takes, and says where it does not."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import form_models
+import pytest
+import torch
+from forms import CARD, HERE, facts_of
+from measured import peak_bytes_of
+from torch import nn
+from torch._subclasses import fake_tensor
+
+from ckplan.graph.graph import Graph
+from ckplan.simulating.simulate import simulate
+from ckplan.tracing.faking.fake_mode import fake_tensors
+from ckplan.tracing.faking.hollow import hollow_tensors
+from ckplan.tracing.path_check import MOST_BYTES, NOTE_NOT, NOTE_SAME, NOTE_VARIES
+from ckplan.tracing.profile import profile
+from ckplan.tracing.trace import NOTE_FAKE, NOTE_HOLLOW
+from ckplan.training.randomness import seed_everything
+from ckplan.training.step import DEFAULT_TRAINING, make_step
+from ckplan.training.workload import Workload
+
+NAMES = [factory.__name__ for factory in form_models.MODELS]
+ASKING = """
+import torch
+from torch._subclasses import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor as Renamed, is_fake
+from torch._guards import detect_fake_mode
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+def ask(x):
+    return [
+        isinstance(x, FakeTensor),
+        isinstance(x, Renamed),
+        isinstance(x, torch._subclasses.FakeTensor),
+        isinstance(x, getattr(torch, "_subclasses").fake_tensor.FakeTensor),
+        issubclass(type(x), Renamed),
+        type(x) is Renamed,
+        is_fake(x),
+        torch._subclasses.fake_tensor.is_fake(x),
+        detect_fake_mode([x]) is not None,
+        is_in_torch_dispatch_mode(),
+        torch.compiler.is_compiling(),
+        torch.compiler.is_dynamo_compiling(),
+        torch.jit.is_tracing(),
+        torch.jit.is_scripting(),
+        isinstance(x, torch.fx.Proxy),
+        x.is_meta,
+        torch.is_inference(x),
+    ]
+"""
+
+
+def library(name: str) -> ModuleType:
+    """A loaded module, outside torch, that asks whether tensors are fake."""
+    module = ModuleType(name)
+    sys.modules[name] = module
+    exec(ASKING, module.__dict__)
+    return module
+
+
+# -- questions -------------------------------------------------------------------------
+
+
+def test_a_library_cannot_ask_whenever_it_was_imported() -> None:
+    before = library("asking_before")
+    try:
+        with fake_tensors():
+            fake = torch.ones(2)
+            during = library("asking_during")
+            assert not any(before.ask(fake) + during.ask(fake))
+        assert before.ask(fake)[:8] == [True] * 8
+        assert during.ask(fake)[:5] == [True] * 5
+        assert before.FakeTensor is fake_tensor.FakeTensor
+        assert not any(before.ask(torch.ones(2)) + during.ask(torch.ones(2)))
+    finally:
+        del sys.modules["asking_before"], sys.modules["asking_during"]
+
+
+def test_torch_itself_still_knows_that_tensors_are_fake() -> None:
+    with fake_tensors():
+        torchs = library("torch.asking")
+        del sys.modules["torch.asking"]
+        assert torchs.ask(torch.ones(2))[:5] == [True] * 5
+
+
+def test_transformers_sees_no_tracing() -> None:
+    from transformers.utils import import_utils
+
+    with fake_tensors():
+        assert not import_utils.is_tracing(torch.ones(2))
+        assert not import_utils.is_fake_tensor(torch.ones(2))
+
+
+# -- the proof -------------------------------------------------------------------------
+
+
+class Suspicious(nn.Module):
+    """Takes another path for tensors of a class that is not torch's own."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        hidden = hidden.relu() if type(hidden) is torch.Tensor else hidden.sigmoid()
+        out: torch.Tensor = self.second(hidden)
+        return out.sum()
+
+
+def profiled(model: nn.Module, batch: Any, device: str = "cpu") -> Graph:
+    return profile(model, batch, device=device, gpu=CARD, replay=False)
+
+
+def names_of(graph: Graph) -> list[str]:
+    return [op.name for op in graph.ops[: graph.num_forward]]
+
+
+@pytest.mark.parametrize(("width", "what"), [(8, "real"), (6000, "hollow")])
+def test_another_path_is_said_and_the_real_one_is_taken(width: int, what: str) -> None:
+    assert (MOST_BYTES < 4 * 2 * 6000 * 6000) and MOST_BYTES > 4 * 2 * 8 * 8
+    graph = profiled(Suspicious(width), (torch.ones(2, width),))
+    assert "relu" in names_of(graph)
+    assert "sigmoid" not in names_of(graph)
+    said = next(note for note in graph.notes if "another path" in note)
+    assert f"first aten::sigmoid -> 2x{width} in the model, not aten::relu" in said
+    assert (NOTE_HOLLOW in said) == (what == "hollow")
+    assert NOTE_FAKE not in graph.notes
+
+
+def test_another_path_for_cuda_is_said() -> None:
+    graph = profiled(Suspicious(8), (torch.ones(2, 8),), device="cuda")
+    said = next(note for note in graph.notes if "another path" in note)
+    assert "first torch.Tensor.sigmoid -> 2x8 in the model, not" in said
+    assert "torch.Tensor.relu" in said
+
+
+class Undecided(nn.Module):
+    """Takes one of many paths by chance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.chance = random.Random(0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(self.chance.randrange(1000)):
+            x = x.relu()
+        out: torch.Tensor = self.layer(x)
+        return out.sum()
+
+
+def test_a_path_by_chance_is_not_taken_for_a_difference() -> None:
+    class Recreated(Undecided):
+        def __deepcopy__(self, memo: object) -> Undecided:
+            del memo
+            copied = Undecided()
+            copied.chance = self.chance
+            return copied
+
+    graph = profiled(Recreated(), (torch.ones(2, 8),))
+    assert NOTE_VARIES in graph.notes
+    assert NOTE_FAKE in graph.notes
+
+
+def test_what_cannot_be_compared_is_said() -> None:
+    class Raising(Suspicious):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if type(x) is torch.Tensor:
+                raise KeyError("no way")
+            return super().forward(x)
+
+    graph = profiled(Raising(8), (torch.ones(2, 8),))
+    assert f"{NOTE_NOT} that fails (KeyError: 'no way')" in graph.notes
+
+
+# -- hollow tensors --------------------------------------------------------------------
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_hollow_tensors_are_plain_and_take_no_memory() -> None:
+    before = resident_bytes()
+    with hollow_tensors():
+        layer = nn.Linear(20_000, 20_000)  # 1.5 GiB
+        x = torch.randn(10_000, 20_000)
+        out = layer(x).relu()
+        out.sum().backward()
+        assert type(out) is torch.Tensor
+        assert type(layer.weight) is nn.Parameter
+        assert out.data_ptr() != x.data_ptr() != 0
+        assert out.untyped_storage().nbytes() == 10_000 * 20_000 * 4
+        assert layer.weight.grad is not None
+        assert resident_bytes() - before < 200 << 20
+
+
+def test_small_hollow_tensors_have_values_and_large_ones_refuse() -> None:
+    with hollow_tensors():
+        assert torch.arange(5).sum().item() == 10
+        mask = torch.ones(2, 4)
+        mask[:, 1:] = 0
+        assert mask.tolist() == [[1, 0, 0, 0]] * 2
+        assert torch.tensor([0, 1, 1]).nonzero().flatten().tolist() == [1, 2]
+        large = torch.ones(1000, 1000)
+        with pytest.raises(RuntimeError, match="_local_scalar_dense"):
+            large.sum().item()
+        view = large[:2, :2]
+        assert view.untyped_storage()._cdata == large.untyped_storage()._cdata
+        assert large.add_(1) is large
+
+
+# -- four forms ------------------------------------------------------------------------
+
+
+def facts_in_process(file: str, *devices: str) -> subprocess.Popen[str]:
+    command = [sys.executable, str(HERE / "forms.py"), file, ",".join(devices), *NAMES]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def facts_printed_by(process: subprocess.Popen[str]) -> list[dict[str, Any]]:
+    with process:
+        printed, _ = process.communicate()
+    assert process.returncode == 0
+    return [json.loads(x) for x in printed.splitlines() if x.startswith("{")]
+
+
+@pytest.mark.timeout(900)  # three processes, on a machine that may be busy
+def test_four_forms_of_a_model_run_the_same_ops() -> None:
+    top = facts_in_process("form_models_top.py", "cpu")
+    inside = facts_in_process("form_models.py", "cpu", "cuda")
+    given = []
+    for factory in form_models.MODELS:
+        seed_everything(0)
+        model, batch = factory()
+        given.append(facts_of(profiled(model, batch)))
+    assert facts_printed_by(top) == given
+    both = facts_printed_by(inside)
+    assert both[::2] == given
+    for name, facts, on_card in zip(NAMES, given, both[1::2], strict=True):
+        ops = facts["num_forward"]
+        assert facts["fake"], name
+        assert facts["path"] == [f"{NOTE_SAME} real tensors: {ops} ops"], name
+        # Other kernels run on a card, for the same functions of torch.
+        (path,) = on_card["path"]
+        assert path.startswith(f"{NOTE_SAME} tensors of torch without content"), name
+
+
+def test_timm() -> None:
+    pytest.importorskip("timm")
+    model, batch = form_models.timm_vit()
+    notes = profiled(model, batch).notes
+    assert any(note.startswith(NOTE_SAME) for note in notes)
+
+
+# -- measured --------------------------------------------------------------------------
+
+
+def test_grouped_queries_have_the_peak_that_is_measured() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+    )
+    model = LlamaForCausalLM(config).train()
+    ids = torch.randint(0, 256, (8, 256))
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+    predicted_bytes = simulate(profile(model, batch, replay=False)).peak_bytes
+    step = make_step(Workload(model, batch), DEFAULT_TRAINING)
+    assert step.optimizer is not None
+    step.run()
+    held = [*model.parameters(), *model.buffers(), *batch.values()]
+    held += [x for state in step.optimizer.state.values() for x in state.values()]
+    step.zero_grad()
+    measured_bytes = peak_bytes_of(step.run, held)
+    assert predicted_bytes == pytest.approx(measured_bytes, rel=1e-3)
