@@ -12,6 +12,7 @@ from ckplan.cli.terminal import print_message
 from ckplan.errors import CkplanError
 
 if TYPE_CHECKING:
+    from ckplan.cli.source_options import SourceOptions
     from ckplan.graph.graph import Graph
     from ckplan.graph.sharding import Sharding
     from ckplan.training.loading import WorkloadSpec
@@ -21,12 +22,16 @@ TRACES = Path("traces")
 
 
 def workload(
-    target: str, settings: list[str] | None, inputs: list[str] | None
+    target: str,
+    settings: list[str] | None,
+    inputs: list[str] | None,
+    source: SourceOptions,
 ) -> WorkloadSpec:
     """The workload to train."""
     from ckplan.training.loading import WorkloadSpec, parse_options
 
-    return WorkloadSpec(target, parse_options(settings or ()), tuple(inputs or ()))
+    options = {**parse_options(settings or ()), **source.settings(target)}
+    return WorkloadSpec(target, options, tuple(inputs or ()))
 
 
 def make_training(

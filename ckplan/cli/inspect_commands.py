@@ -35,6 +35,15 @@ from ckplan.cli.options import (
     Units,
     WorldSize,
 )
+from ckplan.cli.source_options import (
+    AttentionOption,
+    Batch,
+    Dtype,
+    Lora,
+    SourceOptions,
+    Task,
+    TrustRemoteCode,
+)
 from ckplan.cli.terminal import print_message, print_report
 
 if TYPE_CHECKING:
@@ -45,6 +54,12 @@ def profile(
     target: Target,
     settings: Settings = None,
     inputs: Inputs = None,
+    task: Task = None,
+    batch: Batch = None,
+    dtype: Dtype = None,
+    lora: Lora = None,
+    attention: AttentionOption = None,
+    trust_remote_code: TrustRemoteCode = False,
     optimizer: OptimizerOption = None,
     amp: AmpOption = None,
     accumulate: Accumulate = 1,
@@ -92,7 +107,8 @@ def profile(
     from ckplan.report.progress import ProgressLine
     from ckplan.tracing.profile import profile_workload
 
-    spec = workload(target, settings, inputs)
+    source = SourceOptions(task, batch, dtype, lora, attention, trust_remote_code)
+    spec = workload(target, settings, inputs, source)
     path = output or TRACES / f"{spec.name}.json.gz"
     check_output(path, force)
     # Output of the workload does not belong on stdout.

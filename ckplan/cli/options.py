@@ -46,8 +46,9 @@ Target = Annotated[
     str,
     typer.Argument(
         metavar="TARGET",
-        help="model.py, model.py:factory or package.module:factory. The factory, by "
-        "default build(), returns (model, batch), (model, batch, loss_fn) or a dict.",
+        help="hf:ID_OR_FOLDER, timm:NAME, torchvision:NAME or diffusers:FOLDER; or "
+        "model.py[:factory] or package.module:factory, whose factory, by default "
+        "build(), returns (model, batch), (model, batch, loss_fn) or a dict.",
     ),
 ]
 Settings = Annotated[

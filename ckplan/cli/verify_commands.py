@@ -31,6 +31,15 @@ from ckplan.cli.options import (
     Settings,
     Target,
 )
+from ckplan.cli.source_options import (
+    AttentionOption,
+    Batch,
+    Dtype,
+    Lora,
+    SourceOptions,
+    Task,
+    TrustRemoteCode,
+)
 from ckplan.cli.terminal import print_message, print_report, write
 from ckplan.errors import CkplanError
 
@@ -49,6 +58,12 @@ def verify(
     plan: Annotated[Path, typer.Argument(help="From `ckplan solve`, or by hand.")],
     settings: Settings = None,
     inputs: Inputs = None,
+    task: Task = None,
+    batch: Batch = None,
+    dtype: Dtype = None,
+    lora: Lora = None,
+    attention: AttentionOption = None,
+    trust_remote_code: TrustRemoteCode = False,
     optimizer: OptimizerOption = None,
     amp: AmpOption = None,
     accumulate: Accumulate = 1,
@@ -89,7 +104,8 @@ def verify(
     loaded = plan_file.load(plan)
     if plot is not None:
         check_plot_output(plot, force)
-    spec = workload(target, settings, inputs)
+    source = SourceOptions(task, batch, dtype, lora, attention, trust_remote_code)
+    spec = workload(target, settings, inputs, source)
     step = find_trace(spec.name, trace)
     if report is not None:
         _check_report(report, step, force)
@@ -202,6 +218,12 @@ def eject(
     ],
     settings: Settings = None,
     inputs: Inputs = None,
+    task: Task = None,
+    batch: Batch = None,
+    dtype: Dtype = None,
+    lora: Lora = None,
+    attention: AttentionOption = None,
+    trust_remote_code: TrustRemoteCode = False,
     optimizer: OptimizerOption = None,
     amp: AmpOption = None,
     accumulate: Accumulate = 1,
@@ -223,14 +245,16 @@ def eject(
     from ckplan.graph import file as trace_file
     from ckplan.plan import file as plan_file
     from ckplan.report.progress import ProgressLine
+    from ckplan.sources.source import parse_source
 
     loaded = plan_file.load(plan)
-    if target.endswith((".json", ".json.gz")):
+    if target.endswith((".json", ".json.gz")) and parse_source(target) is None:
         graph = trace_file.load(Path(target))
     else:
         from ckplan.tracing.profile import profile_workload
 
-        spec = workload(target, settings, inputs)
+        source = SourceOptions(task, batch, dtype, lora, attention, trust_remote_code)
+        spec = workload(target, settings, inputs, source)
         with ProgressLine(sys.stderr) as progress, redirect_stdout(sys.stderr):
             training = make_training(optimizer, amp, accumulate, clip, scaler)
             device = loaded.fingerprint.get("device", "cpu")

@@ -252,7 +252,7 @@ def _watch_step(
         _know_before(recorder.storages, step)
         if on_cuda and step.optimizer is not None:
             recorder.storages.count_as_zero_bytes(step_counts(step.optimizer))
-        notes = _record(recorder, step)
+        notes = [*_assumed(workload, training), *_record(recorder, step)]
     made = [name for name, _ in workload.model.named_modules() if name not in there]
     if made:
         notes.append(f"{NOTE_MADE}: {made[0]}" + ", ..." * (len(made) > 1))
@@ -295,6 +295,13 @@ def _record(recorder: StepRecorder, step: TrainingStep) -> list[str]:
         step.update()
         del value
     return [rule, *([NOTE_PREDICTED] if step.training.predicted_only else [])]
+
+
+def _assumed(workload: Workload, training: Training) -> Iterator[str]:
+    """What nobody said about a workload without a file."""
+    yield from workload.assumptions
+    if workload.source and training.optimizer is None:
+        yield "assumed optimizer: adamw (--optimizer)"
 
 
 def _know_before(storages: Storages, step: TrainingStep) -> None:
