@@ -125,8 +125,8 @@ def plan_fingerprint(graph_fingerprint: Mapping[str, Any]) -> dict[str, Any]:
         graph_fingerprint: ``Graph.fingerprint``.
 
     Returns:
-        The torch version, device, source and batch, if known, and a hash of 16 hexadecimal
-        digits of the names and shapes of the parameters.
+        The torch version, device, source and batch, if known, and a hash of 16
+        hexadecimal digits of the names and shapes of the parameters.
     """
     found = {
         k: graph_fingerprint[k] for k in FINGERPRINT_KEYS if k in graph_fingerprint

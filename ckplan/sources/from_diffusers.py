@@ -12,10 +12,11 @@ from typing import Any
 import torch
 
 from ckplan.errors import WorkloadError
+from ckplan.sources.batches.sizes import Sizes
+from ckplan.sources.dtypes import parse_dtype
 from ckplan.sources.lora import parse_lora, with_lora
 from ckplan.sources.losses import Denoising
 from ckplan.sources.packages import first, require
-from ckplan.sources.sizes import Sizes, parse_dtype
 from ckplan.sources.source import CONFIG_FILE, Ask, Made, check_fields
 
 _DENOISERS = ("unet", "transformer", "prior")
@@ -112,7 +113,9 @@ def _build(
     sizes.assumptions.append("loss: mean squared error of the predicted noise")
     if options.get("lora") is not None:
         targets = options["lora"]
-        wanted = targets if "," in str(targets) else f"{targets},to_k,to_q,to_v,to_out.0"
+        wanted = (
+            targets if "," in str(targets) else f"{targets},to_k,to_q,to_v,to_out.0"
+        )
         model = with_lora(model, wanted)
     loss = Denoising(torch.randn_like(noisy))
     return Made(model, batch, loss, tuple(sizes.assumptions))

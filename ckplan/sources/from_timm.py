@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from ckplan.errors import WorkloadError, did_you_mean
+from ckplan.sources.batches.sizes import Sizes
+from ckplan.sources.dtypes import parse_dtype
 from ckplan.sources.losses import CrossEntropy
 from ckplan.sources.packages import require
-from ckplan.sources.sizes import Sizes, parse_dtype
 from ckplan.sources.source import Ask, Made
 
 
@@ -27,8 +28,8 @@ def open_source(ask: Ask) -> Callable[[], Made]:
     if not timm.is_model(ask.name):
         near = did_you_mean(ask.name, timm.list_models())
         raise WorkloadError(
-            f"cannot build 'timm:{ask.name}': timm {timm.__version__} has no such model",
-            needed=f"one of its {len(timm.list_models())} models",
+            f"cannot build 'timm:{ask.name}': there is no such model",
+            needed=f"one of timm's {len(timm.list_models())} models",
             hint=f"did you mean '{near}'?"
             if near
             else "python -c 'import timm; print(*timm.list_models())'",

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from ckplan.errors import WorkloadError, did_you_mean
+from ckplan.sources.batches.sizes import Sizes
+from ckplan.sources.dtypes import parse_dtype
 from ckplan.sources.losses import CrossEntropy, sum_of_losses
 from ckplan.sources.packages import require
-from ckplan.sources.sizes import Sizes, parse_dtype
 from ckplan.sources.source import Ask, Made
 
 _SHAPES = {

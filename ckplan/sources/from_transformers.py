@@ -13,10 +13,11 @@ from typing import Any
 
 from ckplan.errors import WorkloadError, did_you_mean
 from ckplan.sources.batches.context import Context
+from ckplan.sources.batches.sizes import Sizes
 from ckplan.sources.configurations import load_configuration, processor_settings
+from ckplan.sources.dtypes import parse_dtype
 from ckplan.sources.lora import parse_lora, with_lora
 from ckplan.sources.packages import first, missing, require
-from ckplan.sources.sizes import Sizes, parse_dtype
 from ckplan.sources.source import Ask, Made, check_fields
 from ckplan.sources.tasks import (
     TASKS,
@@ -115,7 +116,7 @@ def _choice(name: str, task: str, config: Any, note: str = "") -> Choice:
         _ = model_class.forward  # a class whose packages are missing has none
     except AttributeError:
         raise WorkloadError(
-            f"cannot use {name}: transformers {transformers.__version__} does not have it",
+            f"cannot use {name}: this transformers does not have it",
             needed="a class of transformers",
             hint="a newer transformers, or --task for another class",
         ) from None
@@ -181,6 +182,7 @@ def _build(
         sizes.assumptions.append(choice.note)
     config = copy.deepcopy(choice.config)
     _set_padding(config, choice.task, sizes)
+    _set_no_cache(config, sizes)
     how: dict[str, Any] = {"dtype": _dtype(config, options.get("dtype"), sizes)}
     if options.get("attention") is not None:
         how["attn_implementation"] = options["attention"]
@@ -238,6 +240,15 @@ def _set_padding(config: Any, task: str, sizes: Sizes) -> None:
     for one in {id(config): config, id(text): text}.values():
         one.pad_token_id = token
     sizes.assume(f"pad_token_id: {token}", "--set pad_token_id=N")
+
+
+def _set_no_cache(config: Any, sizes: Sizes) -> None:
+    """Keep no keys and values for generation, as the Trainer of transformers does."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    if getattr(text, "use_cache", False):
+        for one in {id(config): config, id(text): text}.values():
+            one.use_cache = False
+        sizes.assumptions.append("assumed use_cache: False, as the Trainer sets it")
 
 
 def _as_dtype(batch: dict[str, Any], dtype: Any) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 
 _AUXILIARY_WEIGHTS = {"image": 0.4, "pixel": 0.5}
 """Weights of auxiliary heads: Szegedy et al. 2016, and torchvision's references."""

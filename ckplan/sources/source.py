@@ -69,7 +69,9 @@ class Source:
     @property
     def title(self) -> str:
         """A short name for files, such as ``Llama-3.1-8B``."""
-        path = PurePath(Path(self.name).resolve() if self.name[:1] == "." else self.name)
+        path = PurePath(
+            Path(self.name).resolve() if self.name[:1] == "." else self.name
+        )
         last = path.parent.name if path.name == CONFIG_FILE else path.name
         return re.sub(r"[^\w.-]+", "_", last) or "model"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 from ckplan.errors import WorkloadError
-from ckplan.sources.sizes import Sizes
+from ckplan.sources.batches.sizes import Sizes
 
 DEFAULT_LENGTH = 1024
 _MULTIPLE = 8  # default lengths are multiples of it
@@ -144,7 +145,7 @@ class Context:
             rows = module.num_embeddings
             if in_text and rows in self.position_limits and rows < length:
                 raise WorkloadError(
-                    f"cannot use {length} tokens per row: '{name}' has {rows} positions",
+                    f"cannot use {length} tokens per row: '{name}' has {rows} rows",
                     needed=f"at most {rows} tokens",
                     hint=f"--batch {self.rows}x{rows - rows % _MULTIPLE or rows}",
                 )
@@ -175,7 +176,5 @@ def _widest_gap(vocab: int, special: set[int]) -> tuple[int, int]:
     (4, 10)
     """
     edges = [-1, *sorted(i for i in special if 0 <= i < vocab), vocab]
-    low, high = max(
-        zip(edges, edges[1:], strict=False), key=lambda edge: edge[1] - edge[0]
-    )
+    low, high = max(itertools.pairwise(edges), key=lambda edge: edge[1] - edge[0])
     return (low + 1, high) if high - low > 1 else (0, max(1, vocab))

@@ -9,8 +9,8 @@ import torch
 from ckplan.errors import WorkloadError
 from ckplan.sources.batches import audio, images
 from ckplan.sources.batches.context import Context
+from ckplan.sources.batches.sizes import as_text
 from ckplan.sources.batches.text import decoder_labels, tokens
-from ckplan.sources.sizes import as_text
 
 _TEXT = 128  # text tokens per row beside an image
 _PATCHES = 16  # default height and width of an image, in merged patches
@@ -44,7 +44,7 @@ def image_text(context: Context) -> dict[str, Any]:
 def audio_text(context: Context) -> dict[str, Any]:
     """One recording per row, its placeholders, then text; every token is a label."""
     heard = audio.sound(context.rows_only())
-    data = heard["input_features"] if "input_features" in heard else None
+    data = heard.get("input_features", None)
     if data is not None:
         frames = data.shape[-1] if data.shape[1] < data.shape[-1] else data.shape[1]
         for name in ("input_features_mask", "feature_attention_mask"):

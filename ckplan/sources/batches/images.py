@@ -135,9 +135,7 @@ def instance_segmentation(context: Context) -> dict[str, Any]:
     context.sizes.assume(f"objects per image: {_OBJECTS}", "a factory of your own")
     batch = dict(pixels(context))
     side, rows = image_shape(context)[1:], range(context.rows)
-    batch["mask_labels"] = [
-        torch.randint(2, (_OBJECTS, *side)).float() for _ in rows
-    ]
+    batch["mask_labels"] = [torch.randint(2, (_OBJECTS, *side)).float() for _ in rows]
     batch["class_labels"] = [context.classes(_OBJECTS) for _ in rows]
     if context.takes("task_inputs"):
         words = context.number("task_seq_len", default=77)

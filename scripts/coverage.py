@@ -1,0 +1,307 @@
+"""The share of the model classes of transformers that profile from a configuration.
+
+Every class that transformers lists for a task is built from the default configuration
+of its model type, saved as ``config.json``, and profiled as ``ckplan profile
+hf:FOLDER`` does, with a batch that ckplan makes. Fields that count layers are set to 2
+where the configuration allows that; fake tensors make every other size cheap. Seconds
+are those of a roofline, so that no op is measured. A class counts if its step is
+recorded and, for text, if the model itself returned the loss.
+
+    python scripts/coverage.py
+    python scripts/coverage.py --task causal-lm --task ctc
+    python scripts/coverage.py --only LlamaForCausalLM --again
+
+Each class runs in a process of its own, for at most SECONDS of CPU. Results are kept in a file
+of JSON lines as soon as they are known; a run that was cut goes on from there, and
+``--again`` repeats what failed. Exit code 1 if a share is below its target.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import multiprocessing
+import os
+import re
+import resource
+import signal
+import tempfile
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from _measuring import (
+    Report,
+    add_output,
+    finish,
+    make_parser,
+    make_table,
+    results_path,
+    run,
+    say,
+)
+
+from ckplan.errors import CkplanError
+from ckplan.sources.tasks import TASKS, class_names
+from ckplan.tracing.profile import profile_workload
+from ckplan.training.loading import WorkloadSpec
+from ckplan.training.step import LOSS_IS_SUM, Training
+
+NAME = "coverage"
+ROWS, LENGTH = 2, 32
+LAYERS = 2
+MOST_BYTES = 8 << 30
+GPU = "A100 40GB"
+TEXT_TARGET, OTHER_TARGET = 0.95, 0.80
+TEXT, IMAGES, SOUND, SEVERAL = "text", "images", "sound", "several kinds"
+FAMILIES: dict[str, tuple[str, ...]] = {
+    TEXT: (
+        *("causal-lm", "masked-lm", "seq2seq-lm", "sequence-classification"),
+        *("token-classification", "question-answering", "multiple-choice"),
+        "next-sentence",
+    ),
+    IMAGES: (
+        *("image-classification", "video-classification", "masked-image-modeling"),
+        *("semantic-segmentation", "instance-segmentation", "object-detection"),
+        "depth-estimation",
+    ),
+    SOUND: (
+        *("speech-to-text", "audio-classification", "audio-frame-classification"),
+        *("speaker-verification", "ctc", "transducer"),
+    ),
+    SEVERAL: ("image-text-to-text", "audio-text-to-text", "contrastive"),
+}
+LOSSLESS = ("features", "depth-estimation")
+_LAYERS = re.compile(r"(num_|n_)?(\w+_)?(hidden_)?(layers?|blocks|layer)$|depth$")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One class, what it was profiled for, and why that failed; empty if it did not."""
+
+    name: str
+    task: str
+    why: str
+    loss: str = ""
+
+
+def main() -> int:
+    """Profile the classes that are not known yet; print and write the table."""
+    args = _parser().parse_args()
+    wanted = [
+        (task, name)
+        for task in args.task or [t for tasks in FAMILIES.values() for t in tasks]
+        for name in class_names(task)
+        if not args.only or name in args.only
+    ]
+    _import_early()
+    path = args.rows or results_path(NAME, ".jsonl")
+    rows = _read(path)
+    todo = [
+        key
+        for key in dict.fromkeys(wanted)
+        if key not in rows or (args.again and rows[key].why)
+    ]
+    for number, (task, name) in enumerate(todo[: args.most]):
+        row = _in_a_process(task, name, args.seconds)
+        rows[task, name] = row
+        _write(path, rows.values())
+        say(f"{number + 1}/{len(todo)} {name} {task}: {row.why or 'profiled'}")
+    whole = not args.task and not args.only and len(todo) <= (args.most or len(todo))
+    return finish(_report(rows.values()), args.output, whole=whole)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = make_parser(__doc__, settings=False)
+    parser.add_argument("--task", action="append", choices=[*TASKS], default=[])
+    parser.add_argument("--only", action="append", default=[], metavar="CLASS")
+    parser.add_argument("--again", action="store_true", help="repeat what failed")
+    parser.add_argument("--most", type=int, metavar="N", help="stop after N classes")
+    parser.add_argument(
+        "--seconds", type=int, default=40, help="of CPU, for each class"
+    )
+    parser.add_argument("--rows", type=Path, help="the file of JSON lines")
+    add_output(parser)
+    return parser
+
+
+def _import_early() -> None:
+    """Import what every child needs once, before it is forked."""
+    from transformers.models.llama import modeling_llama
+
+    from ckplan.sources import from_transformers
+
+    del modeling_llama, from_transformers
+
+
+# -- one class ---------------------------------------------------------------------
+
+
+def _in_a_process(task: str, name: str, seconds: int) -> Row:
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe(duplex=False)
+    process = context.Process(target=_answer, args=(there, task, name, seconds))
+    process.start()
+    there.close()
+    try:
+        row: Row = here.recv() if here.poll(10 * seconds) else None
+    except EOFError:
+        row = Row(name, task, "the process ended, as when memory runs out")
+    if row is None:
+        row = Row(name, task, f"not done after {seconds} s")
+    process.kill()
+    process.join()
+    return row
+
+
+def _answer(there: Any, task: str, name: str, seconds: int) -> None:
+    warnings.simplefilter("ignore")
+    resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES))
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
+    signal.signal(signal.SIGPROF, _late)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    there.send(_profiled(task, name, seconds))
+
+
+def _late(*_: object) -> None:
+    raise TimeoutError
+
+
+def _profiled(task: str, name: str, seconds: int) -> Row:
+    """Profile a class; the first way that works counts, else the first reason."""
+    whys: list[str] = []
+    sizes = (f"{ROWS}x{LENGTH}", ROWS) if task in FAMILIES[TEXT] else (ROWS,)
+    ways = [*((LAYERS, size) for size in sizes), (None, sizes[-1])]
+    for layers, batch in ways:
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                _save(name, task, layers, folder)
+                loss = _loss_of(folder, task, batch)
+        except TimeoutError:
+            return Row(name, task, f"not done after {seconds} s of CPU")
+        except CkplanError as error:
+            whys.append(error.what)
+        except Exception as error:
+            whys.append(f"{type(error).__name__}: {error}")
+        else:
+            summed = loss == LOSS_IS_SUM and task in FAMILIES[TEXT]
+            return Row(name, task, "no loss of its own" if summed else "", loss)
+    return Row(name, task, _shortened(whys[0]))
+
+
+def _loss_of(folder: str, task: str, batch: object) -> str:
+    spec = WorkloadSpec(f"hf:{folder}", {"task": task, "batch": str(batch)})
+    training = Training("sgd")
+    graph = profile_workload(
+        spec, training=training, gpu=GPU, device="cpu", replay=False
+    )
+    return next(note for note in graph.notes if note.startswith("loss: "))
+
+
+def _shortened(why: str) -> str:
+    text = re.sub(r"/tmp/\w+", "FOLDER", " ".join(why.split()))
+    return text if len(text) <= 160 else text[:157] + "..."
+
+
+def _save(name: str, task: str, layers: int | None, folder: str) -> None:
+    """Save the default configuration of a class, with few layers where that works."""
+    from transformers import CONFIG_MAPPING
+
+    config_class = CONFIG_MAPPING[class_names(task)[name]]
+    config = config_class()
+    if layers is not None:
+        with contextlib.suppress(Exception):
+            config = config_class(**_with_few_layers(config, layers))
+    config.architectures = [name]
+    config.save_pretrained(folder)
+
+
+def _with_few_layers(config: Any, layers: int) -> dict[str, Any]:
+    """Arguments of a configuration with few layers, in every part of it."""
+    found: dict[str, Any] = {}
+    for field, value in vars(config).items():
+        if hasattr(value, "model_type") and hasattr(value, "to_dict"):
+            inner = _with_few_layers(value, layers)
+            if inner:
+                found[field] = {"model_type": value.model_type, **inner}
+        elif type(value) is int and value > layers and _LAYERS.fullmatch(field):
+            found[field] = layers
+    return found
+
+
+# -- results -----------------------------------------------------------------------
+
+
+def _read(path: Path) -> dict[tuple[str, str], Row]:
+    if not path.exists():
+        return {}
+    rows = (Row(**json.loads(line)) for line in path.read_text().splitlines())
+    return {(row.task, row.name): row for row in rows}
+
+
+def _write(path: Path, rows: Iterable[Row]) -> None:
+    text = "".join(json.dumps(asdict(row)) + "\n" for row in rows)
+    path.write_text(text)
+
+
+def _report(rows: Iterable[Row]) -> Report:
+    by_task: dict[str, list[Row]] = {}
+    for row in rows:
+        by_task.setdefault(row.task, []).append(row)
+    broken = [
+        f"{family}: {share:.1%} profile, wanted {target:.0%}"
+        for family, share, target in _shares(by_task)
+        if share < target
+    ]
+    failed = [row for found in by_task.values() for row in found if row.why]
+    parts = [
+        _summary(by_task),
+        "## Classes that do not profile",
+        make_table(
+            ["class", "task", "why"],
+            ([row.name, row.task, row.why] for row in sorted(failed, key=_order)),
+            texts=3,
+        ),
+    ]
+    title = "Models of transformers that profile without a file"
+    claim = str(__doc__).split("\n\n    python", maxsplit=1)[0]
+    return Report(NAME, title, claim, parts, broken)
+
+
+def _order(row: Row) -> tuple[str, str]:
+    return row.task, row.name
+
+
+def _shares(by_task: Mapping[str, Sequence[Row]]) -> Iterator[tuple[str, float, float]]:
+    for family, tasks in FAMILIES.items():
+        rows = [row for task in tasks for row in by_task.get(task, ())]
+        if rows:
+            target = TEXT_TARGET if family == TEXT else OTHER_TARGET
+            yield family, sum(not row.why for row in rows) / len(rows), target
+
+
+def _summary(by_task: Mapping[str, Sequence[Row]]) -> str:
+    lines: list[list[str]] = []
+    for family, tasks in FAMILIES.items():
+        rows = [row for task in tasks for row in by_task.get(task, ())]
+        if rows:
+            lines.append([f"**{family}**", *_counts(rows)])
+        lines += [[task, *_counts(by_task[task])] for task in tasks if task in by_task]
+    headers = ["task", "classes", "profile", "share", "loss of the model"]
+    return make_table(headers, lines)
+
+
+def _counts(rows: Sequence[Row]) -> list[str]:
+    good = [row for row in rows if not row.why]
+    own = sum(row.loss != LOSS_IS_SUM for row in good)
+    share = f"{len(good) / len(rows):.1%}"
+    return [str(len(rows)), str(len(good)), share, str(own)]
+
+
+if __name__ == "__main__":
+    run(main)
