@@ -217,8 +217,26 @@ def _save(name: str, task: str, layers: int | None, folder: str) -> None:
     if layers is not None:
         with contextlib.suppress(Exception):
             config = config_class(**_with_few_layers(config, layers))
+    _join_widths(config)
     config.architectures = [name]
     config.save_pretrained(folder)
+
+
+def _join_widths(config: Any) -> None:
+    """Let other parts of a configuration end in the width of the text part.
+
+    The defaults of some model types do not fit each other.
+    """
+    parts = [value for value in vars(config).values() if hasattr(value, "model_type")]
+    text = config.get_text_config()
+    if text is config or not hasattr(text, "hidden_size"):
+        return
+    for part in (config, *parts):
+        for field in ("out_hidden_size", "projection_dim", "projection_dim"):
+            if part is not text and isinstance(getattr(part, field, None), int):
+                setattr(part, field, text.hidden_size)
+        if part is not text and part.model_type == "qwen2_vl_vision":
+            part.hidden_size = text.hidden_size
 
 
 def _with_few_layers(config: Any, layers: int) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from ckplan.sources.batches.text import decoder_labels, tokens
 _TEXT = 128  # text tokens per row beside an image
 _PATCHES = 16  # default height and width of an image, in merged patches
 _IMAGE_TOKENS = ("image_token_id", "image_token_index", "media_placeholder_token_id")
+_SIZED = ("pixtral", "emu3")  # encoders that are told the sizes of images
 _AUDIO_TOKENS = ("audio_token_id", "audio_token_index")
 
 
@@ -128,16 +130,22 @@ def _visual(context: Context) -> dict[str, Any]:
     name = type(context.model).__name__
     if pixels is None:
         return batch
-    if name.startswith(("LlavaNext", "LlavaOnevision", "Granite4Vision")):
-        tiles = pixels.unsqueeze(1).repeat(1, 3, 1, 1, 1)
+    tiles_of = getattr(_module_of(context), "image_size_to_num_patches", None)
+    if tiles_of is not None:  # the image in tiles, after the whole of it
         height, width = shape(context)[1:]
-        batch["pixel_values"] = tiles
+        grids = context.config.image_grid_pinpoints
+        count = int(tiles_of([height, 2 * width], grids, height))
+        batch["pixel_values"] = pixels.unsqueeze(1).repeat(1, count, 1, 1, 1)
         batch["image_sizes"] = torch.tensor([[height, 2 * width]] * context.rows)
     elif name.startswith(("Idefics", "SmolVLM")):
         batch["pixel_values"] = pixels.unsqueeze(1)
-    elif context.takes("image_sizes"):
+    elif any(one.model_type in _SIZED for one in context.configs):
         batch["image_sizes"] = torch.tensor([shape(context)[1:]] * context.rows)
     return batch
+
+
+def _module_of(context: Context) -> Any:
+    return sys.modules[type(context.model).__module__]
 
 
 def _grid(context: Context) -> dict[str, Any]:
