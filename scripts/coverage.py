@@ -2,8 +2,8 @@
 
 Every class that transformers lists for a task is built from the default configuration
 of its model type, saved as ``config.json``, and profiled as ``ckplan profile
-hf:FOLDER`` does, with a batch that ckplan makes. Fields that count layers are set to 2
-where the configuration allows that; fake tensors make every other size cheap. Seconds
+hf:FOLDER`` does, with a batch that ckplan makes. Layers are few and narrow where the
+configuration allows that, else few, else as they are. Seconds
 are those of a roofline, so that no op is measured. A class counts if its step is
 recorded and, for text, if the model itself returned the loss.
 
@@ -11,9 +11,9 @@ recorded and, for text, if the model itself returned the loss.
     python scripts/coverage.py --task causal-lm --task ctc
     python scripts/coverage.py --only LlamaForCausalLM --again
 
-Each class runs in a process of its own, for at most SECONDS of CPU. Results are kept in a file
-of JSON lines as soon as they are known; a run that was cut goes on from there, and
-``--again`` repeats what failed. Exit code 1 if a share is below its target.
+Each class runs in a process of its own, for at most SECONDS of CPU. Results are kept in
+a file of JSON lines as soon as they are known; a run that was cut goes on from there,
+and ``--again`` repeats what failed. Exit code 1 if a share is below its target.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import resource
 import signal
 import tempfile
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -75,6 +75,14 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     SEVERAL: ("image-text-to-text", "audio-text-to-text", "contrastive"),
 }
 LOSSLESS = ("features", "depth-estimation")
+Shrink = Callable[[str, int], int]
+_NARROW = {
+    "hidden_size|d_model|n_embd|dim|embed_dim|out_hidden_size": 128,
+    r"\w*(intermediate_size|ffn_dim|mlp_dim|d_ff)": 256,
+    r"(\w*_)?(attention_heads|n_heads?|num_heads)": 4,
+    "num_key_value_heads": 2,
+    r"(num|n)_(local_|routed_)?experts": 4,
+}
 _LAYERS = re.compile(r"(num_|n_)?(\w+_)?(hidden_)?(layers?|blocks|layer)$|depth$")
 
 
@@ -176,11 +184,15 @@ def _profiled(task: str, name: str, seconds: int) -> Row:
     """Profile a class; the first way that works counts, else the first reason."""
     whys: list[str] = []
     sizes = (f"{ROWS}x{LENGTH}", ROWS) if task in FAMILIES[TEXT] else (ROWS,)
-    ways = [*((LAYERS, size) for size in sizes), (None, sizes[-1])]
-    for layers, batch in ways:
+    ways: list[tuple[Shrink | None, object]] = [
+        (_few_layers_and_narrow, sizes[0]),
+        *((_few_layers, size) for size in sizes),
+        (None, sizes[-1]),
+    ]
+    for change, batch in ways:
         try:
             with tempfile.TemporaryDirectory() as folder:
-                _save(name, task, layers, folder)
+                _save(name, task, change, folder)
                 loss = _loss_of(folder, task, batch)
         except TimeoutError:
             return Row(name, task, f"not done after {seconds} s of CPU")
@@ -191,7 +203,7 @@ def _profiled(task: str, name: str, seconds: int) -> Row:
         else:
             summed = loss == LOSS_IS_SUM and task in FAMILIES[TEXT]
             return Row(name, task, "no loss of its own" if summed else "", loss)
-    return Row(name, task, _shortened(whys[0]))
+    return Row(name, task, _shortened(whys[-1]))
 
 
 def _loss_of(folder: str, task: str, batch: object) -> str:
@@ -208,15 +220,15 @@ def _shortened(why: str) -> str:
     return text if len(text) <= 160 else text[:157] + "..."
 
 
-def _save(name: str, task: str, layers: int | None, folder: str) -> None:
-    """Save the default configuration of a class, with few layers where that works."""
+def _save(name: str, task: str, change: Shrink | None, folder: str) -> None:
+    """Save the default configuration of a class, made smaller where that works."""
     from transformers import CONFIG_MAPPING
 
     config_class = CONFIG_MAPPING[class_names(task)[name]]
     config = config_class()
-    if layers is not None:
+    if change is not None:
         with contextlib.suppress(Exception):
-            config = config_class(**_with_few_layers(config, layers))
+            config = config_class(**_shrunk(config, change))
     _join_widths(config)
     config.architectures = [name]
     config.save_pretrained(folder)
@@ -239,16 +251,27 @@ def _join_widths(config: Any) -> None:
             part.hidden_size = text.hidden_size
 
 
-def _with_few_layers(config: Any, layers: int) -> dict[str, Any]:
-    """Arguments of a configuration with few layers, in every part of it."""
+def _few_layers(field: str, value: int) -> int:
+    return LAYERS if _LAYERS.fullmatch(field) else value
+
+
+def _few_layers_and_narrow(field: str, value: int) -> int:
+    for pattern, most in _NARROW.items():
+        if re.fullmatch(pattern, field):
+            return most
+    return _few_layers(field, value)
+
+
+def _shrunk(config: Any, change: Shrink) -> dict[str, Any]:
+    """Arguments of a configuration with smaller fields, in every part of it."""
     found: dict[str, Any] = {}
     for field, value in vars(config).items():
         if hasattr(value, "model_type") and hasattr(value, "to_dict"):
-            inner = _with_few_layers(value, layers)
+            inner = _shrunk(value, change)
             if inner:
                 found[field] = {"model_type": value.model_type, **inner}
-        elif type(value) is int and value > layers and _LAYERS.fullmatch(field):
-            found[field] = layers
+        elif type(value) is int and 0 < change(field, value) < value:
+            found[field] = change(field, value)
     return found
 
 

@@ -36,6 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ckplan.tracing.faking.kernel_layouts import as_kernels_do
+from ckplan.tracing.faking.known_sizes import fake_like, tensor_of_known, with_positions
 from ckplan.training.failures import first_line, untraceable_feature
 from ckplan.training.randomness import may_draw
 
@@ -125,10 +126,10 @@ class KnownValues(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if func is torch.ops.aten.index.Tensor and self._is_unknown_float(args[0]):
+            args = with_positions(args, self._value)
         if func is torch.ops.prim.device.default:
             return func(*args, **kwargs)
-        if func is torch.ops.aten.index.Tensor:
-            args = self._with_known_masks(args)
         if func in _SIZED_BY_KERNEL and args[0].device.type == "cpu":
             return _sized_by_kernel(func, args)
         if func.overloadpacket in _FUSED:
@@ -139,6 +140,10 @@ class KnownValues(TorchDispatchMode):
             if func._schema.is_mutable:
                 self._forget(_written_arguments(func, args))
             return as_kernels_do(func, args, func(*args, **kwargs))
+        return self._run(func, args, kwargs)
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an op; learn the values of its outputs if those of its inputs are known."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
         values = [self._value(x) if isinstance(x, torch.Tensor) else x for x in leaves]
         known = all(
@@ -152,7 +157,7 @@ class KnownValues(TorchDispatchMode):
         except DynamicOutputShapeException:
             if not known:
                 raise
-            return self._sized_by_values(func, values, spec)
+            return self._learn(func, values, spec)
         outputs = [x for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor)]
         known &= not (_is_chance(func) and any(x.is_floating_point() for x in outputs))
         if known and all(_is_small(x) for x in outputs):
@@ -164,37 +169,14 @@ class KnownValues(TorchDispatchMode):
             self._forget(_written_arguments(func, args))
         return out
 
-    def _sized_by_values(
-        self, func: Any, values: list[Any], spec: pytree.TreeSpec
-    ) -> Any:
-        """Fake outputs of an op whose inputs have known values, and their values."""
-
-        def fake(real: Any) -> Any:
-            if not isinstance(real, torch.Tensor):
-                return real
-            shape, stride = real.shape, real.stride()
-            made = torch.empty_strided(shape, stride, dtype=real.dtype)
-            self._real[made] = real
-            return made
-
-        return pytree.tree_map(fake, _run_real(func, values, spec))
-
-    def _with_known_masks(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Arguments of ``x[mask]`` with positions in place of masks that are known."""
-        indices: list[Any] = []
-        for index in args[1]:
-            is_mask = isinstance(index, torch.Tensor) and index.dtype == torch.bool
-            mask = self._value(index) if is_mask else None
-            if mask is None:
-                indices.append(index)
-                continue
-            with _disable_current_modes():
-                count = int(mask.sum())
-            indices += [
-                torch.empty(count, dtype=torch.long, device=index.device)
-                for _ in range(mask.dim())
-            ]
-        return (args[0], indices, *args[2:])
+    def _learn(self, func: Any, values: list[Any], spec: pytree.TreeSpec) -> Any:
+        """Fake outputs whose shapes depend on known values, and their values."""
+        real = _run_real(func, values, spec)
+        out = pytree.tree_map_only(torch.Tensor, fake_like, real)
+        for made, value in zip(*map(pytree.tree_leaves, (out, real)), strict=True):
+            if isinstance(made, torch.Tensor):
+                self._real[made] = value
+        return out
 
     def _is_unknown_float(self, x: object) -> bool:
         floats = isinstance(x, FakeTensor) and x.dtype.is_floating_point
@@ -295,7 +277,7 @@ def fake_tensors() -> Iterator[tuple[FakeTensorMode, KnownValues]]:
         stack.enter_context(
             mock.patch.object(torch.nn.init, "_no_grad_trunc_normal_", _no_draw)
         )
-        stack.enter_context(mock.patch.object(torch, "tensor", _tensor))
+        stack.enter_context(mock.patch.object(torch, "tensor", tensor_of_known))
         # model.half() swaps fake parameters, and fails if weak references exist. Fake
         # tensors have weak references of their own, which stay valid after a swap.
         stack.enter_context(mock.patch.object(torch.utils, "weakref", _NO_WEAKREFS))
@@ -337,16 +319,6 @@ def _empty_caches_of_functions() -> None:
 def _holds_fakes(function: Any) -> bool:
     held = pytree.tree_leaves(gc.get_referents(function))
     return any(isinstance(value, FakeTensor) for value in held)
-
-
-_torch_tensor = torch.tensor
-
-
-def _tensor(data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """``torch.tensor`` that asks fake numbers in a list for their values."""
-    if isinstance(data, (list, tuple)):
-        data = pytree.tree_map_only(FakeTensor, lambda x: x.tolist(), data)
-    return _torch_tensor(data, *args, **kwargs)
 
 
 def _no_draw(tensor: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
