@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import json
 import multiprocessing
 import os
@@ -143,6 +144,8 @@ def _import_early() -> None:
     from ckplan.sources import from_transformers
 
     del modeling_llama, from_transformers
+    gc.collect()
+    gc.freeze()  # children share these objects, and need not look at them
 
 
 # -- one class ---------------------------------------------------------------------
@@ -166,6 +169,7 @@ def _in_a_process(task: str, name: str, seconds: int) -> Row:
 
 
 def _answer(there: Any, task: str, name: str, seconds: int) -> None:
+    gc.disable()
     warnings.simplefilter("ignore")
     resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES))
     null = os.open(os.devnull, os.O_WRONLY)

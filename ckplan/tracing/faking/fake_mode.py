@@ -143,7 +143,7 @@ class KnownValues(TorchDispatchMode):
         return self._run(func, args, kwargs)
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an op; learn the values of its outputs if those of its inputs are known."""
+        """Run an op; learn the values of its outputs if its inputs' are known."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
         values = [self._value(x) if isinstance(x, torch.Tensor) else x for x in leaves]
         known = all(
