@@ -54,6 +54,7 @@ from ckplan.training.step import LOSS_IS_SUM, Training
 NAME = "coverage"
 ROWS, LENGTH = 2, 32
 LAYERS = 2
+SHORT_SOUND = {"": "2x8000", "ctc": "2x8000x4"}  # --batch
 MOST_BYTES = 8 << 30
 GPU = "A100 40GB"
 TEXT_TARGET, OTHER_TARGET = 0.95, 0.80
@@ -187,9 +188,13 @@ def _late(*_: object) -> None:
 def _profiled(task: str, name: str, seconds: int) -> Row:
     """Profile a class; the first way that works counts, else the first reason."""
     whys: list[str] = []
-    sizes = (f"{ROWS}x{LENGTH}", ROWS) if task in FAMILIES[TEXT] else (ROWS,)
+    sizes: tuple[object, ...] = (ROWS,)
+    if task in FAMILIES[TEXT]:
+        sizes = f"{ROWS}x{LENGTH}", ROWS
+    elif task in FAMILIES[SOUND]:
+        sizes = SHORT_SOUND.get(task, SHORT_SOUND[""]), ROWS
     ways: list[tuple[Shrink | None, object]] = [
-        (_few_layers_and_narrow, sizes[0]),
+        *((_few_layers_and_narrow, size) for size in sizes),
         *((_few_layers, size) for size in sizes),
         (None, sizes[-1]),
     ]

@@ -99,6 +99,7 @@ class KnownValues(TorchDispatchMode):
         super().__init__()
         self._real = WeakIdKeyDictionary()  # fake tensor -> real one
         self._stale = WeakIdKeyDictionary()  # real storages with outdated content
+        self._unwritten = WeakIdKeyDictionary()  # those that no op has written yet
 
     def learn_all(
         self, fakes: Iterable[torch.Tensor], reals: Iterable[torch.Tensor]
@@ -127,7 +128,7 @@ class KnownValues(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.aten.index.Tensor and self._is_unknown_float(args[0]):
-            args = with_positions(args, self._value)
+            args = with_positions(args, self._written_value)
         if func is torch.ops.prim.device.default:
             return func(*args, **kwargs)
         if func in _SIZED_BY_KERNEL and args[0].device.type == "cpu":
@@ -155,7 +156,7 @@ class KnownValues(TorchDispatchMode):
         try:
             out = as_kernels_do(func, args, func(*args, **kwargs))
         except DynamicOutputShapeException:
-            if not known:
+            if not known or any(self._is_unwritten(x) for x in leaves):
                 raise
             return self._learn(func, values, spec)
         outputs = [x for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor)]
@@ -165,9 +166,21 @@ class KnownValues(TorchDispatchMode):
             real = [x for x in answer if isinstance(x, torch.Tensor)]
             for fake, value in zip(outputs, real, strict=True):
                 self._real[fake] = value
+                if func in EMPTY_OPS:
+                    self._unwritten[value.untyped_storage()] = True
+            for written in _written_arguments(func, args):
+                self._unwritten.pop(self._real[written].untyped_storage(), None)
         else:
             self._forget(_written_arguments(func, args))
         return out
+
+    def _is_unwritten(self, x: object) -> bool:
+        real = self._real.get(x) if isinstance(x, FakeTensor) else None
+        return real is not None and real.untyped_storage() in self._unwritten
+
+    def _written_value(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The value, or None if it is not known or what memory held by chance."""
+        return None if self._is_unwritten(tensor) else self._value(tensor)
 
     def _learn(self, func: Any, values: list[Any], spec: pytree.TreeSpec) -> Any:
         """Fake outputs whose shapes depend on known values, and their values."""
