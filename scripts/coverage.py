@@ -85,6 +85,8 @@ _NARROW = {
     "num_key_value_heads": 2,
     r"(num|n)_(local_|routed_)?experts": 4,
 }
+NEVER_EMPTY = {"vocab_size": 1000, "default_language": "en_XX"}
+"""Fields that every real configuration fills, and some default ones do not."""
 _LAYERS = re.compile(r"(num_|n_)?(\w+_)?(hidden_)?(layers?|blocks|layer)$|depth$")
 
 
@@ -239,6 +241,9 @@ def _save(name: str, task: str, change: Shrink | None, folder: str) -> None:
         with contextlib.suppress(Exception):
             config = config_class(**_shrunk(config, change))
     _join_widths(config)
+    for field, value in NEVER_EMPTY.items():
+        if getattr(config, field, value) is None:
+            setattr(config, field, value)
     config.architectures = [name]
     config.save_pretrained(folder)
 

@@ -29,6 +29,15 @@ from ckplan.sources.tasks import (
 )
 
 ATTENTION = ("sdpa", "eager")
+REMOTE_CLASSES = {
+    "causal-lm": "AutoModelForCausalLM",
+    "masked-lm": "AutoModelForMaskedLM",
+    "seq2seq-lm": "AutoModelForSeq2SeqLM",
+    "sequence-classification": "AutoModelForSequenceClassification",
+    "token-classification": "AutoModelForTokenClassification",
+    "image-classification": "AutoModelForImageClassification",
+}
+"""Names that a configuration with code of its own gives to its classes, by task."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +94,13 @@ def choose_class(config: Any, task: str | None, trust: bool = False) -> Choice:
             no task, or several tasks are possible and none is named.
     """
     named = [str(name) for name in getattr(config, "architectures", None) or ()]
+    remote = _remote_class(config, task) if trust else None
+    if remote is not None:
+        return remote
     if task is not None:
         found = classes_of(task, config)
         if not found:
-            return _remote_or_misfit(config, task, named, trust)
+            raise _misfit(config, task, named)
         chosen = next((name for name in named if name in found), found[0])
         return _choice(chosen, task, config)
     if named:
@@ -135,25 +147,26 @@ def _package_of(error: ImportError) -> str:
     return error.name or (near[0] if near else first(error))
 
 
-def _remote_or_misfit(config: Any, task: str, named: list[str], trust: bool) -> Choice:
-    transformers = require("transformers", "hf:")
-    auto = {
-        "causal-lm": "AutoModelForCausalLM",
-        "masked-lm": "AutoModelForMaskedLM",
-        "seq2seq-lm": "AutoModelForSeq2SeqLM",
-        "sequence-classification": "AutoModelForSequenceClassification",
-        "token-classification": "AutoModelForTokenClassification",
-        "image-classification": "AutoModelForImageClassification",
-    }.get(task)
-    if trust and auto in getattr(config, "auto_map", {}):
-        return Choice(getattr(transformers, str(auto)), task, config)
-    possible = ", ".join(tasks_of(config)) or "none"
+def _remote_class(config: Any, task: str | None) -> Choice | None:
+    """A class of the code that comes with a configuration, for a task or for any."""
+    named = getattr(config, "auto_map", None) or {}
+    for one, auto in REMOTE_CLASSES.items():
+        if task in (None, one) and auto in named:
+            from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+            found = get_class_from_dynamic_module(named[auto], config.name_or_path)
+            return Choice(found, one, config)
+    return None
+
+
+def _misfit(config: Any, task: str, named: list[str]) -> WorkloadError:
+    possible = tasks_of(config)
     what = named[0] if named else config.model_type
-    raise WorkloadError(
+    return WorkloadError(
         f"cannot use --task {task} with {what}: transformers has no class for a "
         f"'{config.model_type}' and this task",
-        needed=f"--task: {possible}",
-        hint="leave --task out" if named else f"--task {possible.split(', ')[0]}",
+        needed="--task: " + (", ".join(possible) or "none fits this configuration"),
+        hint=f"--task {possible[0]}" if possible else "a factory in a file: model.py",
     )
 
 
@@ -182,6 +195,7 @@ def _build(
         sizes.assumptions.append(choice.note)
     config = copy.deepcopy(choice.config)
     _set_padding(config, choice.task, sizes)
+    _set_start(config, sizes)
     _set_no_cache(config, sizes)
     how: dict[str, Any] = {"dtype": _dtype(config, options.get("dtype"), sizes)}
     if options.get("attention") is not None:
@@ -240,6 +254,20 @@ def _set_padding(config: Any, task: str, sizes: Sizes) -> None:
     for one in {id(config): config, id(text): text}.values():
         one.pad_token_id = token
     sizes.assume(f"pad_token_id: {token}", "--set pad_token_id=N")
+
+
+def _set_start(config: Any, sizes: Sizes) -> None:
+    """Name the token that starts the decoder, which shifts its labels behind it."""
+    if not getattr(config, "is_encoder_decoder", False):
+        return
+    if getattr(config, "decoder_start_token_id", None) is not None:
+        return
+    decoder = config.get_text_config(decoder=True)
+    names = "decoder_start_token_id", "bos_token_id", "pad_token_id"
+    found = (getattr(decoder, name, None) for name in names)
+    token = next((value for value in found if isinstance(value, int)), 0)
+    config.decoder_start_token_id = token
+    sizes.assume(f"decoder_start_token_id: {token}", "--set decoder_start_token_id=N")
 
 
 def _set_no_cache(config: Any, sizes: Sizes) -> None:

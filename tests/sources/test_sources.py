@@ -482,6 +482,65 @@ def test_bad_input_is_explained(
     assert len(str(caught.value).splitlines()) == 3
 
 
+OWN_CONFIGURATION = """
+from transformers import PretrainedConfig
+
+class OwnConfig(PretrainedConfig):
+    model_type = "own"
+    vocab_size = 99
+    hidden_size = 16
+"""
+OWN_MODEL = """
+import torch
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
+from .configuration_own import OwnConfig
+
+class OwnForCausalLM(PreTrainedModel):
+    config_class = OwnConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.embed = torch.nn.Embedding(config.vocab_size, config.hidden_size)
+        self.head = torch.nn.Linear(config.hidden_size, config.vocab_size)
+        self.post_init()
+
+    def get_input_embeddings(self):
+        return self.embed
+
+    def forward(self, input_ids, labels=None):
+        logits = self.head(self.embed(input_ids))
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return CausalLMOutput(loss=loss, logits=logits)
+"""
+
+
+@needs_transformers
+def test_code_of_a_model_runs_only_when_it_is_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import dynamic_module_utils
+
+    cache = str(tmp_path / "modules")
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", cache)
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "configuration_own.py").write_text(OWN_CONFIGURATION)
+    (own / "modeling_own.py").write_text(OWN_MODEL)
+    classes = {
+        "AutoConfig": "configuration_own.OwnConfig",
+        "AutoModelForCausalLM": "modeling_own.OwnForCausalLM",
+    }
+    config = {"architectures": ["OwnForCausalLM"], "auto_map": classes}
+    target = folder(own, {"model_type": "own", **config})
+    with pytest.raises(WorkloadError, match="needs Python code"):
+        WorkloadSpec(target, {"batch": "2x8"}).build()
+    assert not Path(cache).exists()
+    graph = profiled(target, batch="2x8", trust_remote_code=True)
+    assert graph.model == "OwnForCausalLM"
+    assert LOSS_IS_OUTPUT_LOSS in graph.notes
+
+
 @needs_transformers
 def test_a_missing_package_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -13,13 +13,13 @@ _SAMPLES = 160_000  # ten seconds at 16 kHz
 _FRAMES = 1000  # ten seconds of 10 ms
 _TRANSCRIPT = 64  # tokens for ten seconds of speech
 _FEATURES = (
-    "num_mel_bins",
     "feature_projection_input_dim",
+    "input_dim",
+    "num_mel_bins",
     "input_feat_per_channel",
     "mel_bins",
     "n_mels",
     "input_feat_size",
-    "input_dim",
     "feature_size",
 )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -99,6 +100,9 @@ class Context:
         limit = min(self.position_limits, default=DEFAULT_LENGTH)
         most = min(DEFAULT_LENGTH, limit)
         default = most - most % _MULTIPLE if most > _MULTIPLE else most
+        axes = getattr(self.text, "axial_pos_shape", None)
+        if axes:  # positions in a grid, as of Reformer, take rows of one length only
+            default = math.prod(axes)
         length = self.sizes.take(1, default, "tokens per row")
         self._check_positions(length)
         return length
