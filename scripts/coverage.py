@@ -54,6 +54,8 @@ from ckplan.training.step import LOSS_IS_SUM, Training
 NAME = "coverage"
 ROWS, LENGTH = 2, 32
 LAYERS = 2
+DENSE = ("object-detection", "instance-segmentation", "semantic-segmentation")
+SMALL_IMAGE = "1x3x128x128"  # --batch
 SHORT_SOUND = {"": "2x8000", "ctc": "2x8000x4"}  # --batch
 MOST_BYTES = 8 << 30
 GPU = "A100 40GB"
@@ -193,6 +195,8 @@ def _profiled(task: str, name: str, seconds: int) -> Row:
     sizes: tuple[object, ...] = (ROWS,)
     if task in FAMILIES[TEXT]:
         sizes = f"{ROWS}x{LENGTH}", ROWS
+    elif task in DENSE:
+        sizes = SMALL_IMAGE, 1
     elif task in FAMILIES[SOUND]:
         sizes = SHORT_SOUND.get(task, SHORT_SOUND[""]), ROWS
     ways: list[tuple[Shrink | None, object]] = [

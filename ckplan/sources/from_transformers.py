@@ -244,14 +244,15 @@ def _dtype(config: Any, asked: object, sizes: Sizes) -> Any:
 def _set_padding(config: Any, task: str, sizes: Sizes) -> None:
     """Name a padding token where a classifier of rows needs one to find their ends."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    if task != "sequence-classification":
+    shifts = getattr(config, "is_encoder_decoder", False)
+    if task != "sequence-classification" and not shifts:
         return
-    if getattr(text, "pad_token_id", None) is not None:
+    both = {id(config): config, id(text): text}.values()
+    lacking = [one for one in both if getattr(one, "pad_token_id", None) is None]
+    if not lacking:
         return
-    end = getattr(text, "eos_token_id", None)
-    end = end[0] if isinstance(end, list) and end else end
-    token = end if isinstance(end, int) else 0
-    for one in {id(config): config, id(text): text}.values():
+    token = _id_of(text, "pad_token_id", "eos_token_id")
+    for one in lacking:
         one.pad_token_id = token
     sizes.assume(f"pad_token_id: {token}", "--set pad_token_id=N")
 
@@ -262,12 +263,20 @@ def _set_start(config: Any, sizes: Sizes) -> None:
         return
     if getattr(config, "decoder_start_token_id", None) is not None:
         return
-    decoder = config.get_text_config(decoder=True)
-    names = "decoder_start_token_id", "bos_token_id", "pad_token_id"
-    found = (getattr(decoder, name, None) for name in names)
-    token = next((value for value in found if isinstance(value, int)), 0)
+    token = _id_of(config.get_text_config(decoder=True), "bos_token_id", "pad_token_id")
     config.decoder_start_token_id = token
     sizes.assume(f"decoder_start_token_id: {token}", "--set decoder_start_token_id=N")
+
+
+def _id_of(config: Any, *names: str) -> int:
+    """The first of these fields that is an id of the vocabulary; else 0."""
+    vocab = getattr(config, "vocab_size", None) or 0
+    for name in names:
+        value = getattr(config, name, None)
+        value = value[0] if isinstance(value, list) and value else value
+        if isinstance(value, int) and 0 <= value < vocab:
+            return value
+    return 0
 
 
 def _set_no_cache(config: Any, sizes: Sizes) -> None:

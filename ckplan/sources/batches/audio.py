@@ -27,7 +27,11 @@ _FEATURES = (
 def sound(context: Context) -> dict[str, Any]:
     """The sound argument of forward alone, without labels."""
     if context.takes("input_features"):
-        return {"input_features": torch.randn(context.rows, *_features(context))}
+        first, second = _features(context)
+        batch = {"input_features": torch.randn(context.rows, first, second)}
+        if second < first and context.takes("attention_mask"):  # one row per frame
+            batch["attention_mask"] = torch.ones(context.rows, first, dtype=torch.long)
+        return batch
     name = "input_values" if context.takes("input_values") else context.main_input
     bins = getattr(context.config, "num_mel_bins", None)
     frames = getattr(context.config, "max_length", None)

@@ -125,7 +125,7 @@ class Context:
         if isinstance(table, nn.Embedding) and self.text is self.config:
             sizes.append(table.num_embeddings)
         if not sizes:
-            return self.number("vocab_size", "num_tokens")
+            return self.number("vocab_size", "num_tokens", "num_hash_buckets")
         return min(sizes)
 
     def ids(self, *shape: int, config: Any = None) -> torch.Tensor:
