@@ -87,7 +87,13 @@ _NARROW = {
     "num_key_value_heads": 2,
     r"(num|n)_(local_|routed_)?experts": 4,
 }
-NEVER_EMPTY = {"vocab_size": 1000, "default_language": "en_XX"}
+NEVER_EMPTY = {
+    "vocab_size": 1000,
+    "pad_token_id": 0,
+    "default_language": "en_XX",
+    "num_experts_per_tok": 2,
+    "topk_method": "greedy",
+}
 """Fields that every real configuration fills, and some default ones do not."""
 _LAYERS = re.compile(r"(num_|n_)?(\w+_)?(hidden_)?(layers?|blocks|layer)$|depth$")
 
@@ -218,7 +224,8 @@ def _profiled(task: str, name: str, seconds: int) -> Row:
         else:
             summed = loss == LOSS_IS_SUM and task in FAMILIES[TEXT]
             return Row(name, task, "no loss of its own" if summed else "", loss)
-    return Row(name, task, _shortened(whys[-1]))
+    clear = [why for why in whys if "allocate" not in why and "Timeout" not in why]
+    return Row(name, task, _shortened((clear or whys)[-1]))
 
 
 def _loss_of(folder: str, task: str, batch: object) -> str:
@@ -245,7 +252,8 @@ def _save(name: str, task: str, change: Shrink | None, folder: str) -> None:
         with contextlib.suppress(Exception):
             config = config_class(**_shrunk(config, change))
     _join_widths(config)
-    for field, value in NEVER_EMPTY.items():
+    heads = getattr(config, "num_attention_heads", None)
+    for field, value in {**NEVER_EMPTY, "num_key_value_heads": heads}.items():
         if getattr(config, field, value) is None:
             setattr(config, field, value)
     config.architectures = [name]

@@ -8,6 +8,7 @@ import torch
 
 from ckplan.sources.batches.context import Context
 
+_OBJECTS = 36  # boxes per image, as LXMERT was trained on
 _CHOICES = 4  # answers per question, as of the common multiple-choice sets
 
 
@@ -17,6 +18,10 @@ def tokens(context: Context, *shape: int) -> dict[str, Any]:
     batch: dict[str, Any] = {"input_ids": context.ids(*shape)}
     if context.takes("bbox"):
         batch["bbox"] = torch.zeros(*shape, 4, dtype=torch.long)
+    if context.takes("visual_feats", "visual_pos"):
+        width = context.number("visual_feat_dim")
+        batch["visual_feats"] = torch.randn(*shape[:-1], _OBJECTS, width)
+        batch["visual_pos"] = torch.rand(*shape[:-1], _OBJECTS, 4)
     return batch
 
 
@@ -64,11 +69,19 @@ def token_classification(context: Context) -> dict[str, Any]:
 
 
 def question_answering(context: Context) -> dict[str, Any]:
-    """Positions of the first and last token of every answer."""
+    """Positions of the first and last token of every answer.
+
+    Every row ends in the end token. Where the configuration names a separator, there
+    are three, two of them behind the question, as RoBERTa and Longformer read it.
+    """
     batch = tokens(context)
+    separator = getattr(context.text, "sep_token_id", None)
     end = getattr(context.text, "eos_token_id", None)
     if isinstance(end, int) and 0 <= end < context.vocab:
         batch["input_ids"][:, -1] = end
+    if isinstance(separator, int) and context.length > 4:
+        question = context.length // 4
+        batch["input_ids"][:, [question, question + 1, -1]] = separator
     starts = torch.randint(context.length, (context.rows,))
     return {**batch, "start_positions": starts, "end_positions": starts.clone()}
 
