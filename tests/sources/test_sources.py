@@ -351,6 +351,37 @@ def test_image_tokens_and_text_fill_every_row(tmp_path: Path) -> None:
 
 
 @needs_transformers
+def test_sizes_of_images_come_from_the_processors_file(tmp_path: Path) -> None:
+    config = {
+        "model_type": "resnet",
+        "embedding_size": 8,
+        "hidden_sizes": [8, 16],
+        "depths": [1, 1],
+        "layer_type": "basic",
+    }
+    target = folder(tmp_path, config)
+    spec = WorkloadSpec(target, {"task": "image-classification", "batch": "2"})
+    assert spec.build().batch["pixel_values"].shape == (2, 3, 224, 224)
+    settings = {"size": {"shortest_edge": 48}, "crop_size": {"height": 40, "width": 32}}
+    file = tmp_path / "preprocessor_config.json"
+    file.write_text(json.dumps(settings))
+    assert spec.build().batch["pixel_values"].shape == (2, 3, 48, 48)
+    file.write_text(json.dumps({**settings, "do_center_crop": True}))
+    assert spec.build().batch["pixel_values"].shape == (2, 3, 40, 32)
+
+
+@needs_transformers
+def test_tokens_that_a_configuration_lacks_are_assumed(tmp_path: Path) -> None:
+    bare = {k: v for k, v in GPT2.items() if not k.endswith("token_id")}
+    target = folder(tmp_path, {**bare, "vocab_size": 20})
+    options = {"task": "sequence-classification", "batch": "2x8"}
+    workload = WorkloadSpec(target, options).build()
+    assert workload.model.config.pad_token_id == 0  # GPT-2's own end token is 50256
+    said = "assumed pad_token_id: 0 (--set pad_token_id=N)"
+    assert said in workload.assumptions
+
+
+@needs_transformers
 def test_random_ids_have_no_special_meaning(tmp_path: Path) -> None:
     target = folder(tmp_path, {**BERT, "vocab_size": 6, "sep_token_id": 4})
     spec = WorkloadSpec(target, {"task": "masked-lm", "batch": "8x32"})
