@@ -93,6 +93,7 @@ NEVER_EMPTY = {
     "default_language": "en_XX",
     "num_experts_per_tok": 2,
     "topk_method": "greedy",
+    "image_token_id": 5,
 }
 """Fields that every real configuration fills, and some default ones do not."""
 _LAYERS = re.compile(r"(num_|n_)?(\w+_)?(hidden_)?(layers?|blocks|layer)$|depth$")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from typing import Any
 
@@ -14,6 +15,7 @@ from ckplan.sources.batches.sizes import as_text
 from ckplan.sources.batches.text import decoder_labels, tokens
 
 _TEXT = 128  # text tokens per row beside an image
+_QUESTION = 32  # tokens of a question to a query transformer
 _PATCHES = 16  # default height and width of an image, in merged patches
 _IMAGE_TOKENS = ("image_token_id", "image_token_index", "media_placeholder_token_id")
 _SIZED = ("pixtral", "emu3")  # encoders that are told the sizes of images
@@ -63,9 +65,11 @@ def _with_places(
     what: str,
 ) -> dict[str, Any]:
     token = context.number(*token_names, default=-1)
-    if token < 0 or not hasattr(context.model, getter):
+    parts = (context.model, getattr(context.model, "model", None))
+    reader = next((part for part in parts if hasattr(part, getter)), None)
+    if token < 0 or reader is None:
         return _beside(context, data)
-    count = _places(context, data, getter)
+    count = _places(context, data, getattr(reader, getter))
     length = context.sizes.take(1, count + _TEXT, "tokens per row")
     if length <= count:
         raise WorkloadError(
@@ -98,16 +102,22 @@ def _beside(context: Context, data: dict[str, Any]) -> dict[str, Any]:
     return batch
 
 
-def _places(context: Context, data: dict[str, Any], getter: str) -> int:
+def _places(context: Context, data: dict[str, Any], reader: Any) -> int:
     """Number of placeholders per row: the features that the model makes of one."""
     training = context.model.training
     context.model.eval()
     try:
         with torch.no_grad():
-            found = getattr(context.model, getter)(**data)
+            found = reader(**_taken(reader, data))
     finally:
         context.model.train(training)
     return _feature_rows(found) // context.rows
+
+
+def _taken(function: Any, data: dict[str, Any]) -> dict[str, Any]:
+    """Those arguments that a function names."""
+    named = inspect.signature(function).parameters
+    return {name: value for name, value in data.items() if name in named}
 
 
 def _feature_rows(found: Any) -> int:
@@ -137,6 +147,18 @@ def _visual(context: Context) -> dict[str, Any]:
         count = int(tiles_of([height, 2 * width], grids, height))
         batch["pixel_values"] = pixels.unsqueeze(1).repeat(1, count, 1, 1, 1)
         batch["image_sizes"] = torch.tensor([[height, 2 * width]] * context.rows)
+    elif context.takes("aspect_ratio_ids"):  # one image of one tile, as of Mllama
+        batch["pixel_values"] = pixels[:, None, None]
+        batch["aspect_ratio_ids"] = torch.ones(context.rows, 1, dtype=torch.long)
+        tiles = context.number("max_num_tiles", default=4)
+        mask = (torch.arange(tiles) == 0).long()
+        batch["aspect_ratio_mask"] = mask.repeat(context.rows, 1, 1)
+        batch["pixel_values"] = batch["pixel_values"].repeat(1, 1, tiles, 1, 1, 1)
+    elif context.takes("high_res_pixel_values"):
+        side = context.config.high_res_vision_config.image_size
+        batch["high_res_pixel_values"] = torch.randn(context.rows, 3, side, side)
+    elif context.takes("qformer_input_ids"):
+        batch["qformer_input_ids"] = context.ids(context.rows, _QUESTION)
     elif name.startswith(("Idefics", "SmolVLM")):
         batch["pixel_values"] = pixels.unsqueeze(1)
     elif any(one.model_type in _SIZED for one in context.configs):
