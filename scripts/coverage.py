@@ -46,6 +46,7 @@ from _measuring import (
 )
 
 from ckplan.errors import CkplanError
+from ckplan.sources.batches.context import text_part
 from ckplan.sources.tasks import TASKS, class_names
 from ckplan.tracing.profile import profile_workload
 from ckplan.training.loading import WorkloadSpec
@@ -86,7 +87,7 @@ _NARROW = {
     "num_key_value_heads": 2,
     r"(num|n)_(local_|routed_)?experts": 4,
 }
-NEVER_EMPTY = {
+NEVER_EMPTY: dict[str, object] = {
     "vocab_size": 1000,
     "pad_token_id": 0,
     "default_language": "en_XX",
@@ -252,12 +253,20 @@ def _save(name: str, task: str, change: Shrink | None, folder: str) -> None:
         with contextlib.suppress(Exception):
             config = config_class(**_shrunk(config, change))
     _join_widths(config)
-    heads = getattr(config, "num_attention_heads", None)
-    for field, value in {**NEVER_EMPTY, "num_key_value_heads": heads}.items():
+    for field, value in _never_empty(config).items():
         if getattr(config, field, value) is None:
             setattr(config, field, value)
     config.architectures = [name]
     config.save_pretrained(folder)
+
+
+def _never_empty(config: Any) -> dict[str, object]:
+    heads, width = (
+        getattr(config, name, None) for name in ("num_attention_heads", "hidden_size")
+    )
+    if not isinstance(heads, int) or not isinstance(width, int):
+        return NEVER_EMPTY
+    return {**NEVER_EMPTY, "num_key_value_heads": heads, "head_dim": width // heads}
 
 
 def _join_widths(config: Any) -> None:
@@ -266,7 +275,7 @@ def _join_widths(config: Any) -> None:
     The defaults of some model types do not fit each other.
     """
     parts = [value for value in vars(config).values() if hasattr(value, "model_type")]
-    text = config.get_text_config()
+    text = text_part(config)
     if text is config or not hasattr(text, "hidden_size"):
         return
     for part in (config, *parts):

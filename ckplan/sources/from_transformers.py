@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from ckplan.errors import WorkloadError, did_you_mean
-from ckplan.sources.batches.context import Context
+from ckplan.sources.batches.context import Context, text_part
 from ckplan.sources.batches.sizes import Sizes
 from ckplan.sources.configurations import load_configuration, processor_settings
 from ckplan.sources.dtypes import parse_dtype
@@ -136,7 +136,7 @@ def _choice(name: str, task: str, config: Any, note: str = "") -> Choice:
         raise missing(_package_of(error), name) from None
     text = config.sub_configs.get("text_config") if config.sub_configs else None
     if text is not None and model_class.config_class == text:
-        config = config.get_text_config()
+        config = text_part(config)
     return Choice(model_class, task, config, note)
 
 
@@ -243,7 +243,7 @@ def _dtype(config: Any, asked: object, sizes: Sizes) -> Any:
 
 def _set_padding(config: Any, task: str, sizes: Sizes) -> None:
     """Name a padding token where a classifier of rows needs one to find their ends."""
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text = text_part(config)
     shifts = getattr(config, "is_encoder_decoder", False)
     if task != "sequence-classification" and not shifts:
         return
@@ -281,7 +281,7 @@ def _id_of(config: Any, *names: str) -> int:
 
 def _set_no_cache(config: Any, sizes: Sizes) -> None:
     """Keep no keys and values for generation, as the Trainer of transformers does."""
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text = text_part(config)
     if getattr(text, "use_cache", False):
         for one in {id(config): config, id(text): text}.values():
             one.use_cache = False

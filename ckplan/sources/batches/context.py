@@ -57,8 +57,7 @@ class Context:
     @cached_property
     def text(self) -> Any:
         """The configuration of the part that reads tokens."""
-        getter = getattr(self.config, "get_text_config", None)
-        return self.config if getter is None else getter()
+        return text_part(self.config)
 
     @cached_property
     def configs(self) -> list[Any]:
@@ -153,6 +152,17 @@ class Context:
                     needed=f"at most {rows} tokens",
                     hint=f"--batch {self.rows}x{rows - rows % _MULTIPLE or rows}",
                 )
+
+
+def text_part(config: Any) -> Any:
+    """The part of a configuration that reads tokens; of two, the decoder."""
+    getter = getattr(config, "get_text_config", None)
+    if getter is None:
+        return config
+    try:
+        return getter()
+    except ValueError:  # an encoder and a decoder, both of text
+        return getter(decoder=True)
 
 
 def _nested(config: Any) -> Iterator[Any]:
