@@ -388,6 +388,17 @@ def test_random_ids_have_no_special_meaning(tmp_path: Path) -> None:
     assert set(spec.build().batch["input_ids"].unique().tolist()) <= {3, 5}
 
 
+@needs_transformers
+@pytest.mark.parametrize("task", ["question-answering", "multiple-choice"])
+def test_questions_end_in_separators(task: str, tmp_path: Path) -> None:
+    target = folder(tmp_path, {**BERT, "sep_token_id": 5, "eos_token_id": None})
+    ids = (
+        WorkloadSpec(target, {"task": task, "batch": "2x16"}).build().batch["input_ids"]
+    )
+    places = (ids.reshape(-1, 16) == 5).nonzero()[:, 1].reshape(-1, 3)
+    assert (places == torch.tensor([4, 5, 15])).all()
+
+
 @needs("diffusers")
 def test_a_denoiser_learns_the_noise(tmp_path: Path) -> None:
     config = {

@@ -75,13 +75,10 @@ def question_answering(context: Context) -> dict[str, Any]:
     are three, two of them behind the question, as RoBERTa and Longformer read it.
     """
     batch = tokens(context)
-    separator = getattr(context.text, "sep_token_id", None)
     end = getattr(context.text, "eos_token_id", None)
     if isinstance(end, int) and 0 <= end < context.vocab:
         batch["input_ids"][:, -1] = end
-    if isinstance(separator, int) and context.length > 4:
-        question = context.length // 4
-        batch["input_ids"][:, [question, question + 1, -1]] = separator
+    _separate(context, batch["input_ids"])
     starts = torch.randint(context.length, (context.rows,))
     return {**batch, "start_positions": starts, "end_positions": starts.clone()}
 
@@ -91,7 +88,17 @@ def multiple_choice(context: Context) -> dict[str, Any]:
     rows, length = context.rows, context.length
     choices = context.sizes.take(2, _CHOICES, "choices per row")
     labels = torch.randint(choices, (rows,))
-    return {**tokens(context, rows, choices, length), "labels": labels}
+    batch = tokens(context, rows, choices, length)
+    _separate(context, batch["input_ids"])
+    return {**batch, "labels": labels}
+
+
+def _separate(context: Context, ids: torch.Tensor) -> None:
+    """Put separators behind a quarter of every row, twice, and at its end."""
+    separator = getattr(context.text, "sep_token_id", None)
+    if isinstance(separator, int) and context.length > 4:
+        question = context.length // 4
+        ids[..., [question, question + 1, -1]] = separator
 
 
 def next_sentence(context: Context) -> dict[str, Any]:
