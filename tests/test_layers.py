@@ -29,7 +29,9 @@ ROOMS: dict[str, set[str]] = {
     "solving": BASICS | CORE,
     "ejecting": BASICS | CORE | {"solving"},
     "encodings": set(),
-    "training": BASICS,
+    "sources.batches": BASICS,
+    "sources": BASICS | {"sources.batches"},
+    "training": BASICS | {"sources"},
     "applying.tensors": BASICS | CORE | {"encodings", "training"},
     "applying.rebuilding": BASICS | CORE | {"encodings", "applying.tensors"},
     "applying.recording": BASICS
@@ -73,7 +75,8 @@ ABOVE_TORCH = {*ROOMS} - {
     room
     for room in ROOMS
     if room.partition(".")[0]
-    in ("encodings", "training", "applying", "tracing", "verifying", "integrations")
+    in ("encodings", "sources", "training", "applying", "tracing", "verifying")
+    or room == "integrations"
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
 

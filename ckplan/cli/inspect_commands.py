@@ -24,6 +24,7 @@ from ckplan.cli.options import (
     StepOptions,
     Target,
 )
+from ckplan.cli.source_options import SourceOptions
 from ckplan.cli.terminal import print_message, print_report
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ def profile(
     target: Target,
     *,
     step: StepOptions,
+    source: SourceOptions,
     device: Annotated[
         str | None,
         typer.Option(
@@ -82,7 +84,7 @@ def profile(
     from ckplan.report.progress import ProgressLine
     from ckplan.tracing.profile import profile_workload
 
-    spec = step.workload(target)
+    spec = step.workload(target, source)
     path = output or TRACES / f"{spec.name}.json.gz"
     check_output(path, force)
     # Output of the workload does not belong on stdout.

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
+    from ckplan.cli.source_options import SourceOptions
     from ckplan.graph.sharding import Sharding
     from ckplan.training.loading import WorkloadSpec
     from ckplan.training.step import Training
@@ -55,8 +56,9 @@ Target = Annotated[
     str,
     typer.Argument(
         metavar="TARGET",
-        help="model.py, model.py:factory or package.module:factory. The factory, by "
-        "default build(), returns (model, batch), (model, batch, loss_fn) or a dict.",
+        help="hf:ID_OR_FOLDER, timm:NAME, torchvision:NAME or diffusers:FOLDER; or "
+        "model.py[:factory] or package.module:factory, whose factory, by default "
+        "build(), returns (model, batch), (model, batch, loss_fn) or a dict.",
     ),
 ]
 Seed = Annotated[int, typer.Option(min=0, help="Seed of all random numbers.")]
@@ -131,11 +133,11 @@ class StepOptions:
         bool, typer.Option("--scaler", help="Scale the loss, for --amp fp16.")
     ] = False
 
-    def workload(self, target: str) -> WorkloadSpec:
+    def workload(self, target: str, source: SourceOptions) -> WorkloadSpec:
         """The workload to train."""
         from ckplan.training.loading import WorkloadSpec, parse_options
 
-        settings = parse_options(self.settings or ())
+        settings = {**parse_options(self.settings or ()), **source.settings(target)}
         return WorkloadSpec(target, settings, tuple(self.inputs or ()))
 
     def training(self) -> Training:

@@ -23,6 +23,7 @@ from ckplan.cli.options import (
     StepOptions,
     Target,
 )
+from ckplan.cli.source_options import SourceOptions
 from ckplan.cli.terminal import print_message, print_report, write
 from ckplan.errors import CkplanError
 
@@ -40,6 +41,7 @@ def verify(
     target: Target,
     plan: Annotated[Path, typer.Argument(help="From `ckplan solve`, or by hand.")],
     step: StepOptions,
+    source: SourceOptions,
     device: Annotated[
         str | None,
         typer.Option(help="cpu or cuda.  [default: the device of the plan]"),
@@ -75,7 +77,7 @@ def verify(
     loaded = plan_file.load(plan)
     if plot is not None:
         check_plot_output(plot, force)
-    spec = step.workload(target)
+    spec = step.workload(target, source)
     known = find_trace(spec.name, trace)
     if report is not None:
         _check_report(report, known, force)
@@ -183,6 +185,7 @@ def eject(
         typer.Argument(metavar="TARGET", help="As for profile, or the model's trace."),
     ],
     step: StepOptions,
+    source: SourceOptions,
     form: Annotated[
         EjectFormat,
         typer.Option(
@@ -201,14 +204,15 @@ def eject(
     from ckplan.graph import file as trace_file
     from ckplan.plan import file as plan_file
     from ckplan.report.progress import ProgressLine
+    from ckplan.sources.source import parse_source
 
     loaded = plan_file.load(plan)
-    if target.endswith((".json", ".json.gz")):
+    if target.endswith((".json", ".json.gz")) and parse_source(target) is None:
         graph = trace_file.load(Path(target))
     else:
         from ckplan.tracing.profile import profile_workload
 
-        spec = step.workload(target)
+        spec = step.workload(target, source)
         with ProgressLine(sys.stderr) as progress, redirect_stdout(sys.stderr):
             training = step.training()
             device = loaded.fingerprint.get("device", "cpu")

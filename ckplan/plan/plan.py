@@ -21,7 +21,7 @@ BOUNDS = ("any_schedule", "this_plan_space")
 EXAMPLE_BY = f"by: {PROGRAM}"
 EXAMPLE_ENCODE = "encode: {attn.attn_dropout/bernoulli_: bits}"
 
-FINGERPRINT_KEYS = ("torch", "device", "batch", "parameters")
+FINGERPRINT_KEYS = ("torch", "device", "source", "batch", "parameters")
 _DECIMALS = 4  # of overheads
 
 
@@ -125,8 +125,8 @@ def plan_fingerprint(graph_fingerprint: Mapping[str, Any]) -> dict[str, Any]:
         graph_fingerprint: ``Graph.fingerprint``.
 
     Returns:
-        The torch version, device and batch, if known, and a hash of 16 hexadecimal
-        digits of the names and shapes of the parameters.
+        The torch version, device, source and batch, if known, and a hash of 16
+        hexadecimal digits of the names and shapes of the parameters.
     """
     found = {
         k: graph_fingerprint[k] for k in FINGERPRINT_KEYS if k in graph_fingerprint
@@ -142,7 +142,8 @@ def differences(
 ) -> tuple[str, ...]:
     """Return a line for every field in which two fingerprints differ.
 
-    Fields that only one of them has are not compared.
+    Fields that only one of them has are not compared, nor is the source: one model
+    has many names.
 
     >>> differences({"torch": "2.13.0", "device": "cpu"}, {"torch": "2.12.0"})
     ('torch: plan 2.13.0, here 2.12.0',)
@@ -151,7 +152,9 @@ def differences(
     return tuple(
         f"{name}: plan {value}, here {here.get(name, 'nothing')}"
         for name, value in _flat(plan_fp)
-        if name.partition(".")[0] in other_fp and here.get(name) != value
+        if name.partition(".")[0] in other_fp
+        and name != "source"
+        and here.get(name) != value
     )
 
 

@@ -89,7 +89,7 @@ def watch_step(
         _know_before(recorder.storages, step)
         if on_cuda and step.optimizer is not None:
             recorder.storages.count_as_zero_bytes(step_counts(step.optimizer))
-        notes = _record(recorder, step, log)
+        notes = [*_assumed(workload, training), *_record(recorder, step, log)]
     made = [name for name, _ in workload.model.named_modules() if name not in there]
     if made:
         notes.append(f"{NOTE_MADE}: {made[0]}" + ", ..." * (len(made) > 1))
@@ -115,6 +115,13 @@ def _told(title: str) -> Iterator[None]:
             what = f"cannot trace the step: it uses {used}"
             needed = "a step of strided tensors and torch.autograd"
         raise WorkloadError(what, needed=needed, hint=location_hint(error)) from error
+
+
+def _assumed(workload: Workload, training: Training) -> Iterator[str]:
+    """What nobody said about a workload without a file."""
+    yield from workload.assumptions
+    if workload.source and training.optimizer is None:
+        yield "assumed optimizer: adamw (--optimizer)"
 
 
 def _record(

@@ -14,7 +14,7 @@ from ckplan.training.workload import Workload, tensors_of
 
 
 def fingerprint(workload: Workload, device: torch.device) -> dict[str, Any]:
-    """Identify a step by torch version, device, batch and parameter shapes."""
+    """Identify a step by torch version, device, source, batch and parameter shapes."""
     batch = workload.batch
     if isinstance(batch, Mapping):
         shapes = batch_shapes((), batch)
@@ -23,6 +23,7 @@ def fingerprint(workload: Workload, device: torch.device) -> dict[str, Any]:
     return {
         "torch": torch_version(),
         "device": device.type,
+        **({"source": workload.source} if workload.source else {}),
         "batch": shapes,
         "parameters": parameter_shapes(workload.model),
     }

@@ -22,7 +22,8 @@ import torch
 import yaml
 from torch import nn
 
-from ckplan.errors import WorkloadError, did_you_mean
+from ckplan.errors import CkplanError, WorkloadError, did_you_mean
+from ckplan.sources.source import open_source, parse_source
 from ckplan.training.importing import import_location, workload_error
 from ckplan.training.workload import CONTRACT, Workload, as_workload
 
@@ -34,8 +35,9 @@ _EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 class WorkloadSpec:
     """Location and options of a workload, from which any process can build it.
 
-    ``target`` is ``path/to/model.py``, ``path/to/model.py:factory`` or
-    ``package.module:factory``; ``options`` are passed to the factory; ``inputs`` are
+    ``target`` is ``path/to/model.py``, ``path/to/model.py:factory``,
+    ``package.module:factory`` or a source of a model without a file, such as
+    ``hf:FOLDER``; ``options`` are passed to the factory or the source; ``inputs`` are
     ``8x3x224x224:float32`` shapes for a bare module.
     """
 
@@ -46,6 +48,9 @@ class WorkloadSpec:
     @property
     def name(self) -> str:
         """A short name for files: the stem of the path or the last module name."""
+        source = parse_source(self.target)
+        if source is not None:
+            return source.title
         return Path(self._split()[0]).stem.rpartition(".")[2] or "model"
 
     def load(self) -> Callable[[], Workload]:
@@ -54,6 +59,8 @@ class WorkloadSpec:
         Raises:
             WorkloadError: The target is missing, is not Python, or has no factory.
         """
+        if parse_source(self.target) is not None:
+            return self._from_source()
         location, factory_name = self._split()
         module = import_location(location)
         factory = getattr(module, factory_name or DEFAULT_FACTORY, None)
@@ -89,6 +96,32 @@ class WorkloadSpec:
         if colon and re.fullmatch(r"[A-Za-z_]\w*", name):
             return location, name
         return self.target, None
+
+    def _from_source(self) -> Callable[[], Workload]:
+        if self.inputs:
+            raise WorkloadError(
+                f"cannot use --input beside {self.target}, which makes the batch",
+                needed="--batch for its sizes",
+                hint="leave out --input",
+            )
+        make = open_source(self.target, self.options)
+
+        def build() -> Workload:
+            try:
+                made = make()
+            except CkplanError:
+                raise
+            except Exception as error:
+                raise workload_error(self.target, error) from error
+            return Workload(
+                made.model,
+                made.batch,
+                made.loss,
+                source=self.target,
+                assumptions=made.assumptions,
+            )
+
+        return build
 
     def _from_bare_module(self, module: ModuleType, location: str) -> Workload:
         found = _own_modules(module)

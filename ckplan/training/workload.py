@@ -24,6 +24,8 @@ class Workload:
     batch: Any  # a mapping is passed as keywords, a tuple or list as positionals
     loss: Callable[[Any, Any], torch.Tensor] | None = None
     optimizer: torch.optim.Optimizer | None = None
+    source: str = ""  # target of a model without a file, such as "hf:gpt2"
+    assumptions: tuple[str, ...] = ()  # about the batch of a source
 
 
 def as_workload(made: object, name: str) -> Workload:
@@ -126,7 +128,7 @@ def on_device(workload: Workload, device: torch.device) -> Workload:
     model = workload.model.to(device)
     moved = {id(leaf): leaf.to(device) for leaf in tensors_of(workload.batch)}
     batch = pytree.tree_map(lambda leaf: moved.get(id(leaf), leaf), workload.batch)
-    return Workload(model, batch, workload.loss, workload.optimizer)
+    return replace(workload, model=model, batch=batch)
 
 
 def _nonsense(name: str, found: str) -> WorkloadError:

@@ -11,7 +11,10 @@ from typing import Any, TypeAlias
 import pytest
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from trained import measured_peak
@@ -20,8 +23,10 @@ import ckplan
 from ckplan.errors import WorkloadError
 from ckplan.graph.graph import Graph
 from ckplan.simulating.simulate import simulate
+from ckplan.tracing.costs import calibrate
 from ckplan.tracing.faking.fake_mode import fake_tensors
 from ckplan.tracing.profile import profile_workload
+from ckplan.tracing.trace import trace_on_real_tensors
 from ckplan.training.loading import WorkloadSpec, parse_input, parse_options
 from ckplan.training.workload import Workload
 
@@ -505,6 +510,56 @@ def test_small_integers_are_known_under_fake_tensors(full: bool) -> None:
     graph = ckplan.profile(Masked(), {"x": torch.randn(4, 64), "mask": mask})
     assert "traced under fake tensors" in graph.notes
     assert full == all(op.name != "mul" for op in graph.ops[: graph.num_forward])
+
+
+class Places(nn.Module):
+    """Puts features in the places of a token, and asks how many places there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.image = nn.Embedding(9, 8), nn.Linear(8, 8)
+
+    def forward(self, ids: torch.Tensor, image: torch.Tensor) -> torch.Tensor:
+        mask = ids == 3
+        counts = torch.tensor([row.sum() for row in mask])
+        spans = torch.repeat_interleave(torch.arange(len(counts)), counts)
+        x = self.embed(ids)
+        assert x[mask].shape[0] == len(mask.nonzero()) == len(spans) == len(image)
+        x = x.masked_scatter(mask.unsqueeze(-1), self.image(image))
+        return x[mask].square().mean()
+
+
+def test_sizes_that_follow_from_known_values_are_known_under_fake_tensors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ids = torch.tensor([[3, 1, 3, 2], [3, 3, 1, 0]])
+    graph = ckplan.profile(Places(), (ids, torch.randn(4, 8)))
+    assert "traced under fake tensors" in graph.notes
+    real = functools.partial(trace_on_real_tensors, why="asked for")
+    monkeypatch.setattr("ckplan.tracing.profile.trace", real)
+    other = ckplan.profile(Places(), (ids, torch.randn(4, 8)))
+    assert "asked for" in other.notes
+    names = [(op.name, op.reads, op.outputs, op.workspace) for op in graph.ops]
+    assert [(op.name, op.reads, op.outputs, op.workspace) for op in other.ops] == names
+    assert graph.storages == other.storages
+
+
+def test_what_memory_held_by_chance_has_no_say_in_sizes() -> None:
+    with fake_tensors():
+        mask = torch.empty(4, dtype=torch.bool)
+        with pytest.raises(DynamicOutputShapeException):
+            torch.randn(4, 2)[mask]
+        assert torch.randn(4, 2)[mask.fill_(True)].shape == (4, 2)
+
+
+def test_ops_that_take_seconds_are_scaled_and_not_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8))
+    monkeypatch.setattr(calibrate, "LARGEST_FLOPS", 2 * 32 * 64 * 64)
+    graph = ckplan.profile(model, torch.randn(32, 64), fresh=True)
+    assert "seconds of 2 ops scaled from the others, not measured" in graph.notes
+    assert all(op.seconds > 0 for op in graph.ops if op.flops)
 
 
 def test_calls_are_numbered_and_backward_ops_belong_to_them() -> None:

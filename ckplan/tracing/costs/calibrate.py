@@ -2,9 +2,10 @@
 
 Ops are equal if their names, shapes, strides, dtypes and numbers are equal. Measuring
 ops alone needs memory for the largest op, or ``COLD_BYTES``, and not for the whole
-model. Ops with tensors larger than ``LARGEST_BYTES``, and ops that fail on made-up
-content, are not measured. Their seconds are scaled from the bandwidth and the FLOP rate
-that other ops reach. Ops in the cost cache are not measured again (``cost_cache``).
+model. Ops with tensors larger than ``LARGEST_BYTES``, ops of ``LARGEST_FLOPS`` or more,
+and ops that fail on made-up content, are not measured. Their seconds are scaled from
+the bandwidth and the FLOP rate that other ops reach. Ops in the cost cache are not
+measured again (``cost_cache``).
 
 In a step, other tensors evict an op's inputs from the processor's cache. So several
 copies of the inputs, of ``COLD_BYTES`` together, are used in turn.
@@ -36,6 +37,7 @@ from ckplan.training.allocator import AllocatorLog, gpu_allocator_stats, log_all
 from ckplan.training.failures import first_line, is_out_of_memory
 
 LARGEST_BYTES = 1 << 30
+LARGEST_FLOPS = 1 << 38  # seconds of one core
 _MOST_ENCODED = 1 << 24  # elements; costs of larger tensors are scaled
 _LONG_SECONDS = 0.05  # an op that takes longer is run once
 MARK = "ckplan_op_"
@@ -60,6 +62,7 @@ def calibrate(
     every = {
         key: Job(partial(make_runner, op, device), max(op.moved_bytes, input_bytes(op)))
         for key, op in distinct.items()
+        if op.flops < LARGEST_FLOPS
     }
     jobs = {key: job for key, job in every.items() if job.num_bytes <= LARGEST_BYTES}
     costs = _look_up_or_measure(jobs, device, progress or _silent, cache)

@@ -36,6 +36,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ckplan.tracing.faking.answers import answers_of_training
 from ckplan.tracing.faking.kernel_layouts import as_kernels_do
+from ckplan.tracing.faking.known_sizes import fake_like, tensor_of_known, with_positions
 from ckplan.training.failures import first_line, untraceable_feature
 from ckplan.training.randomness import may_draw
 
@@ -98,6 +99,7 @@ class KnownValues(TorchDispatchMode):
         super().__init__()
         self._real = WeakIdKeyDictionary()  # fake tensor -> real one
         self._stale = WeakIdKeyDictionary()  # real storages with outdated content
+        self._unwritten = WeakIdKeyDictionary()  # those that no op has written yet
 
     def learn_all(
         self, fakes: Iterable[torch.Tensor], reals: Iterable[torch.Tensor]
@@ -125,6 +127,8 @@ class KnownValues(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if func is torch.ops.aten.index.Tensor and self._is_unknown_float(args[0]):
+            args = with_positions(args, self._written_value)
         if func is torch.ops.prim.device.default:
             return func(*args, **kwargs)
         if func in _SIZED_BY_KERNEL and args[0].device.type == "cpu":
@@ -137,6 +141,10 @@ class KnownValues(TorchDispatchMode):
             if func._schema.is_mutable:
                 self._forget(_written_arguments(func, args))
             return as_kernels_do(func, args, func(*args, **kwargs))
+        return self._run(func, args, kwargs)
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an op; learn the values of its outputs if its inputs' are known."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
         values = [self._value(x) if isinstance(x, torch.Tensor) else x for x in leaves]
         known = all(
@@ -145,7 +153,12 @@ class KnownValues(TorchDispatchMode):
         )
         if known and func in QUESTIONS:
             return _run_real(func, values, spec)
-        out = as_kernels_do(func, args, func(*args, **kwargs))
+        try:
+            out = as_kernels_do(func, args, func(*args, **kwargs))
+        except DynamicOutputShapeException:
+            if not known or any(self._is_unwritten(x) for x in leaves):
+                raise
+            return self._learn(func, values, spec)
         outputs = [x for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor)]
         known &= not (_is_chance(func) and any(x.is_floating_point() for x in outputs))
         if known and all(is_small(x) for x in outputs):
@@ -153,8 +166,29 @@ class KnownValues(TorchDispatchMode):
             real = [x for x in answer if isinstance(x, torch.Tensor)]
             for fake, value in zip(outputs, real, strict=True):
                 self._real[fake] = value
+                if func in EMPTY_OPS:
+                    self._unwritten[value.untyped_storage()] = True
+            for written in _written_arguments(func, args):
+                self._unwritten.pop(self._real[written].untyped_storage(), None)
         else:
             self._forget(_written_arguments(func, args))
+        return out
+
+    def _is_unwritten(self, x: object) -> bool:
+        real = self._real.get(x) if isinstance(x, FakeTensor) else None
+        return real is not None and real.untyped_storage() in self._unwritten
+
+    def _written_value(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The value, or None if it is not known or what memory held by chance."""
+        return None if self._is_unwritten(tensor) else self._value(tensor)
+
+    def _learn(self, func: Any, values: list[Any], spec: pytree.TreeSpec) -> Any:
+        """Fake outputs whose shapes depend on known values, and their values."""
+        real = _run_real(func, values, spec)
+        out = pytree.tree_map_only(torch.Tensor, fake_like, real)
+        for made, value in zip(*map(pytree.tree_leaves, (out, real)), strict=True):
+            if isinstance(made, torch.Tensor):
+                self._real[made] = value
         return out
 
     def _is_unknown_float(self, x: object) -> bool:
@@ -267,6 +301,7 @@ def fake_tensors() -> Iterator[tuple[FakeTensorMode, KnownValues]]:
     with ExitStack() as stack:
         stack.callback(_empty_caches_of_functions)
         stack.enter_context(without_draws())
+        stack.enter_context(mock.patch.object(torch, "tensor", tensor_of_known))
         # model.half() swaps fake parameters, and fails if weak references exist. Fake
         # tensors have weak references of their own, which stay valid after a swap.
         stack.enter_context(mock.patch.object(torch.utils, "weakref", _NO_WEAKREFS))

@@ -1,0 +1,1 @@
+"""Batches with labels, made from a configuration: one function for every task."""

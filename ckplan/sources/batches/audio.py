@@ -1,0 +1,78 @@
+"""Batches of sound: waveforms, or features of short frames."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ckplan.sources.batches.context import Context
+from ckplan.sources.batches.text import decoder_labels
+
+_SAMPLES = 160_000  # ten seconds at 16 kHz
+_FRAMES = 1000  # ten seconds of 10 ms
+_TRANSCRIPT = 64  # tokens for ten seconds of speech
+_FEATURES = (
+    "feature_projection_input_dim",
+    "input_dim",
+    "num_mel_bins",
+    "input_feat_per_channel",
+    "mel_bins",
+    "n_mels",
+    "input_feat_size",
+    "feature_size",
+)
+
+
+def sound(context: Context) -> dict[str, Any]:
+    """The sound argument of forward alone, without labels."""
+    if context.takes("input_features"):
+        first, second = _features(context)
+        batch = {"input_features": torch.randn(context.rows, first, second)}
+        if second < first and context.takes("attention_mask"):  # one row per frame
+            batch["attention_mask"] = torch.ones(context.rows, first, dtype=torch.long)
+        return batch
+    name = "input_values" if context.takes("input_values") else context.main_input
+    bins = getattr(context.config, "num_mel_bins", None)
+    frames = getattr(context.config, "max_length", None)
+    if isinstance(bins, int) and isinstance(frames, int) and bins > 1:
+        return {name: torch.randn(context.rows, frames, bins)}  # a spectrogram
+    samples = context.sizes.take(1, _SAMPLES, "samples per row")
+    return {name: torch.randn(context.rows, samples)}
+
+
+def _features(context: Context) -> tuple[int, int]:
+    bins = context.number(*_FEATURES)
+    source = context.number("max_source_positions", default=0)
+    if source and context.config.model_type not in ("speech_to_text",):
+        return bins, 2 * source  # fixed by its table of positions, as of Whisper
+    return context.sizes.take(1, _FRAMES, "frames per row"), bins
+
+
+def classification(context: Context) -> dict[str, Any]:
+    """One label per recording."""
+    return {**sound(context), "labels": context.classes(context.rows)}
+
+
+def frame_classification(context: Context) -> dict[str, Any]:
+    """One label per frame."""
+    batch = sound(context)
+    data = next(iter(batch.values()))
+    frames = data.shape[1]
+    lengths = getattr(context.model, "_get_feat_extract_output_lengths", None)
+    if lengths is not None:
+        frames = int(lengths(torch.tensor(frames)))
+    classes = context.number("num_labels")
+    labels = torch.randint(2, (context.rows, frames, classes)).float()
+    return {**batch, "labels": labels}
+
+
+def transcription(context: Context) -> dict[str, Any]:
+    """A short transcript per recording, for CTC and transducers."""
+    length = context.sizes.take(2, _TRANSCRIPT, "transcript tokens per row")
+    return {**sound(context), "labels": context.ids(context.rows, length)}
+
+
+def speech_to_text(context: Context) -> dict[str, Any]:
+    """Sound for the encoder, a transcript for the decoder."""
+    return {**sound(context), "labels": decoder_labels(context, 2, _TRANSCRIPT)}

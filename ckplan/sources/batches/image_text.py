@@ -1,0 +1,185 @@
+"""Batches of text with images or sound in it, whose tokens hold a place for them."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from typing import Any
+
+import torch
+
+from ckplan.errors import WorkloadError
+from ckplan.sources.batches import audio, images
+from ckplan.sources.batches.context import Context
+from ckplan.sources.batches.sizes import as_text
+from ckplan.sources.batches.text import decoder_labels, tokens
+
+_TEXT = 128  # text tokens per row beside an image
+_QUESTION = 32  # tokens of a question to a query transformer
+_PATCHES = 16  # default height and width of an image, in merged patches
+_IMAGE_TOKENS = ("image_token_id", "image_token_index", "media_placeholder_token_id")
+_SIZED = ("pixtral", "emu3")  # encoders that are told the sizes of images
+_AUDIO_TOKENS = ("audio_token_id", "audio_token_index")
+
+
+def contrastive(context: Context) -> dict[str, Any]:
+    """Images and texts in pairs, with the contrastive loss of the model."""
+    batch: dict[str, Any] = {**images.pixels(context), **_short_text(context)}
+    if context.takes("return_loss"):
+        batch["return_loss"] = True
+    return batch
+
+
+def _short_text(context: Context) -> dict[str, Any]:
+    limit = min([_TEXT, *context.position_limits])
+    length = context.sizes.take(4, limit, "tokens per text")
+    return tokens(context, context.rows, length)
+
+
+def image_text(context: Context) -> dict[str, Any]:
+    """One image per row, its placeholders, then text; every token is a label.
+
+    ``--batch ROWSxTOKENS``: all tokens of a row, those of the image included.
+    """
+    visual = _visual(context.rows_only())
+    return _with_places(context, visual, "get_image_features", _IMAGE_TOKENS, "image")
+
+
+def audio_text(context: Context) -> dict[str, Any]:
+    """One recording per row, its placeholders, then text; every token is a label."""
+    heard = audio.sound(context.rows_only())
+    data = heard.get("input_features", None)
+    if data is not None:
+        frames = data.shape[-1] if data.shape[1] < data.shape[-1] else data.shape[1]
+        for name in ("input_features_mask", "feature_attention_mask"):
+            if context.takes(name):
+                heard[name] = torch.ones(context.rows, frames, dtype=torch.long)
+    return _with_places(context, heard, "get_audio_features", _AUDIO_TOKENS, "audio")
+
+
+def _with_places(
+    context: Context,
+    data: dict[str, Any],
+    getter: str,
+    token_names: tuple[str, ...],
+    what: str,
+) -> dict[str, Any]:
+    token = context.number(*token_names, default=-1)
+    parts = (context.model, getattr(context.model, "model", None))
+    reader = next((part for part in parts if hasattr(part, getter)), None)
+    if token < 0 or reader is None:
+        return _beside(context, data)
+    count = _places(context, data, getattr(reader, getter))
+    length = context.sizes.take(1, count + _TEXT, "tokens per row")
+    if length <= count:
+        raise WorkloadError(
+            f"cannot use {length} tokens per row: the {what} alone takes {count}",
+            needed=f"more than {count} tokens",
+            hint=f"--batch {as_text((context.rows, count + _TEXT))}",
+        )
+    context.sizes.assumptions.append(
+        f"one {what} of {count} tokens in every row, first of all tokens"
+    )
+    places = torch.full((context.rows, count), token)
+    ids = torch.cat([places, context.ids(context.rows, length - count)], dim=1)
+    batch = {**data, "input_ids": ids, "labels": ids.clone()}
+    if context.takes("mm_token_type_ids"):
+        batch["mm_token_type_ids"] = (ids == token).long()
+    if context.takes("token_type_ids"):
+        batch["token_type_ids"] = (ids == token).long()
+    return batch
+
+
+def _beside(context: Context, data: dict[str, Any]) -> dict[str, Any]:
+    """Text without placeholders, for models that read images by other ways."""
+    if context.takes("decoder_input_ids") and not context.takes("input_ids"):
+        return {**data, "labels": decoder_labels(context, 4, _TEXT)}
+    limit = min([_TEXT, *context.position_limits])
+    length = context.sizes.take(1, limit, "tokens per row")
+    batch = {**data, **tokens(context, context.rows, length)}
+    if context.takes("labels"):
+        batch["labels"] = batch["input_ids"].clone()
+    return batch
+
+
+def _places(context: Context, data: dict[str, Any], reader: Any) -> int:
+    """Number of placeholders per row: the features that the model makes of one."""
+    training = context.model.training
+    context.model.eval()
+    try:
+        with torch.no_grad():
+            found = reader(**_taken(reader, data))
+    finally:
+        context.model.train(training)
+    return _feature_rows(found) // context.rows
+
+
+def _taken(function: Any, data: dict[str, Any]) -> dict[str, Any]:
+    """Those arguments that a function names."""
+    named = inspect.signature(function).parameters
+    return {name: value for name, value in data.items() if name in named}
+
+
+def _feature_rows(found: Any) -> int:
+    """All rows of features, in the forms that models return them in."""
+    found = getattr(found, "pooler_output", found)
+    if isinstance(found, (list, tuple)):
+        if isinstance(found[0], torch.Tensor):
+            return sum(_feature_rows(one) for one in found)
+        return _feature_rows(found[0])
+    return int(found.numel() // found.shape[-1])
+
+
+def _visual(context: Context) -> dict[str, Any]:
+    """Pixels in the layout that forward takes."""
+    if context.takes("image_grid_thw") and context.takes("pixel_values"):
+        return _grid(context)
+    shape = images.image_shape
+    batch: dict[str, Any] = dict(images.pixels(context))
+    pixels = batch.get("pixel_values")
+    name = type(context.model).__name__
+    if pixels is None:
+        return batch
+    tiles_of = getattr(_module_of(context), "image_size_to_num_patches", None)
+    if tiles_of is not None:  # the image in tiles, after the whole of it
+        height, width = shape(context)[1:]
+        grids = context.config.image_grid_pinpoints
+        count = int(tiles_of([height, 2 * width], grids, height))
+        batch["pixel_values"] = pixels.unsqueeze(1).repeat(1, count, 1, 1, 1)
+        batch["image_sizes"] = torch.tensor([[height, 2 * width]] * context.rows)
+    elif context.takes("aspect_ratio_ids"):  # one image of one tile, as of Mllama
+        batch["pixel_values"] = pixels[:, None, None]
+        batch["aspect_ratio_ids"] = torch.ones(context.rows, 1, dtype=torch.long)
+        tiles = context.number("max_num_tiles", default=4)
+        mask = (torch.arange(tiles) == 0).long()
+        batch["aspect_ratio_mask"] = mask.repeat(context.rows, 1, 1)
+        batch["pixel_values"] = batch["pixel_values"].repeat(1, 1, tiles, 1, 1, 1)
+    elif context.takes("high_res_pixel_values"):
+        side = context.config.high_res_vision_config.image_size
+        batch["high_res_pixel_values"] = torch.randn(context.rows, 3, side, side)
+    elif context.takes("qformer_input_ids"):
+        batch["qformer_input_ids"] = context.ids(context.rows, _QUESTION)
+    elif name.startswith(("Idefics", "SmolVLM")):
+        batch["pixel_values"] = pixels.unsqueeze(1)
+    elif any(one.model_type in _SIZED for one in context.configs):
+        batch["image_sizes"] = torch.tensor([shape(context)[1:]] * context.rows)
+    return batch
+
+
+def _module_of(context: Context) -> Any:
+    return sys.modules[type(context.model).__module__]
+
+
+def _grid(context: Context) -> dict[str, Any]:
+    """Patches of all images in one matrix, and their grids, as of Qwen2-VL."""
+    patch = context.number("patch_size", default=14)
+    merge = context.number("spatial_merge_size", "merge_size", default=2)
+    frames = context.number("temporal_patch_size", default=1)
+    channels = context.number("in_channels", "in_chans", "num_channels", default=3)
+    side = _PATCHES * merge
+    context.sizes.assume(f"image: {side}x{side} patches", "a factory of your own")
+    count = context.rows * side * side
+    return {
+        "pixel_values": torch.randn(count, channels * frames * patch * patch),
+        "image_grid_thw": torch.tensor([[1, side, side]] * context.rows),
+    }
