@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import shutil
@@ -35,9 +36,20 @@ PACKAGES = {
 }
 KNOWN = get_command(app).commands  # type: ignore[attr-defined]
 SMALL = ["--set", "batch=2048"]  # for the model of the README, if not on a card
+TINY_LLAMA = {  # the model of hf:FOLDER
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+}
 WHOLE = {  # what prose names in short
     "show FILE": "show model.json.gz",
     "show traces/NAME.json.gz": "show traces/mlp.json.gz",
+    "profile hf:FOLDER": "profile hf:FOLDER --batch 8x16",
     "profile --device cuda": "profile model.py --device cuda",
     "eject --as deepspeed": "eject plan.yaml model.json.gz --as deepspeed",
     "verify --report": "verify model.py plan.yaml --fake --trace model.json.gz "
@@ -74,6 +86,8 @@ def ready(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "model.py").write_text(blocks(ROOT / "README.md", "python")[0])
     shutil.copytree(ROOT / "traces", folder / "traces")
     (folder / "configs").symlink_to(ROOT / "configs")
+    (folder / "FOLDER").mkdir()
+    (folder / "FOLDER" / "config.json").write_text(json.dumps(TINY_LLAMA))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         run("profile model.py -o model.json.gz")
@@ -92,6 +106,7 @@ def run(line: str) -> None:
     assert ended.exit_code == 0, f"{line}\n{ended.output}"
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # libraries about themselves
 @pytest.mark.parametrize("path", READMES, ids=IDS)
 def test_every_command_runs_or_parses(
     path: Path, ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
