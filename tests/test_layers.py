@@ -42,6 +42,7 @@ ROOMS: dict[str, set[str]] = {
     | ENGINE
     | {"training", "applying.guards", "applying.rerunning"},
     "applying": BASICS | WAISTS | {"training", "applying.hooks"},
+    "compiling": BASICS | CORE | {"solving", "training"},
     "tracing.faking": {"training"},
     "tracing.recording": BASICS
     | WAISTS
@@ -62,7 +63,7 @@ ROOMS: dict[str, set[str]] = {
     "verifying": BASICS
     | CORE
     | {"solving", "training", "applying", "applying.tensors", "applying.rerunning"}
-    | {"applying.hooks", "tracing", "tracing.faking", "tracing.recording"}
+    | {"compiling", "applying.hooks", "tracing", "tracing.faking", "tracing.recording"}
     | {"tracing.costs", "tracing.cuda"},
     "integrations": WAISTS | {"applying"},
     "auto": {"solving", "applying", "tracing"},
@@ -73,7 +74,8 @@ ABOVE_TORCH = {*ROOMS} - {
     room
     for room in ROOMS
     if room.partition(".")[0]
-    in ("encodings", "training", "applying", "tracing", "verifying", "integrations")
+    in {"encodings", "training", "applying", "compiling", "tracing"}
+    | {"verifying", "integrations"}
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
 
