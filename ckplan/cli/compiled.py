@@ -1,4 +1,4 @@
-"""``ckplan verify --compile``: what it takes, and what it prints."""
+"""``profile --compile`` and ``verify --compile``: what they take and print."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from ckplan.cli.terminal import print_message, print_report
 from ckplan.errors import CkplanError
 
 if TYPE_CHECKING:
+    from ckplan.graph.graph import Graph
     from ckplan.training.loading import WorkloadSpec
 
 _EXAMPLE = "ckplan verify model.py --compile --budget 80%"
@@ -22,11 +23,23 @@ def check_alone(others: Iterable[object], rest_is_default: bool) -> None:
     """Refuse options that compiled steps do not have."""
     if not rest_is_default or any(one is not None for one in others):
         raise CkplanError(
-            "cannot verify compiled steps with these options",
-            needed="--compile with --budget or a plan, --set, --input, --steps, "
-            "--seed, --save and --json alone",
+            "cannot take compiled steps with these options",
+            needed="--compile with --set, --input, --seed and --json; for verify also "
+            "a plan or --budget, --steps and --save; for profile also -o",
             hint=_EXAMPLE,
         )
+
+
+def profile_in_compiled(
+    spec: WorkloadSpec, seed: int, others: Iterable[object], rest_is_default: bool
+) -> Graph:
+    """Trace the compiled step of a workload; ``others`` are options it cannot have."""
+    check_alone(others, rest_is_default)
+    from ckplan.compiling.step import profile_compiled
+
+    # Output of the workload does not belong on stdout.
+    with redirect_stdout(sys.stderr):
+        return profile_compiled(spec, seed=seed)
 
 
 def check_plan(plan: Path | None, budget: str | None, save: Path | None) -> Path:

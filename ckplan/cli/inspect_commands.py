@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ckplan.cli.compiled import profile_in_compiled
 from ckplan.cli.inputs import (
     TRACES,
     check_output,
@@ -77,6 +78,10 @@ def profile(
         typer.Option(help="Run the forward of a small model twice, to compare."),
     ] = True,
     seed: Seed = 0,
+    compiled: Annotated[
+        bool,
+        typer.Option("--compile", help="Forward, loss and backward in torch.compile."),
+    ] = False,
     output: Annotated[
         Path | None,
         typer.Option("-o", help="The trace to write.  [default: traces/NAME.json.gz]"),
@@ -95,6 +100,14 @@ def profile(
     spec = workload(target, settings, inputs)
     path = output or TRACES / f"{spec.name}.json.gz"
     check_output(path, force)
+    if compiled:
+        others = (optimizer, amp, clip, device, gpu, sharding)
+        defaults = accumulate == 1 and replay and not (scaler or fresh)
+        graph = profile_in_compiled(spec, seed, others, defaults)
+        trace_file.save(graph, path, force=force)
+        _show_trace(graph, path, as_json)
+        print_message(f"wrote {path}")
+        return
     # Output of the workload does not belong on stdout.
     with ProgressLine(sys.stderr) as progress, redirect_stdout(sys.stderr):
         graph = profile_workload(

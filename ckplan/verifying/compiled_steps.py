@@ -10,15 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from ckplan.compiling import Backend, backend
 from ckplan.compiling.search import Chosen, Progress
+from ckplan.compiling.step import compiled_loss, loss_of_model
 from ckplan.errors import WorkloadError
 from ckplan.plan.plan import Plan
 from ckplan.training.allocator import log_allocations
 from ckplan.training.loading import WorkloadSpec, as_spec
-from ckplan.training.step import call_on_batch, pick_loss
 from ckplan.training.workload import Workload
 
 ROUNDING = 1e-4
@@ -99,8 +98,8 @@ def verify_compiled(
     workload = as_spec(spec).build()
     planned_backend = backend(plan_or_budget, progress=progress)
     compiled = {
-        False: _compiled(workload, "inductor"),
-        True: _compiled(workload, planned_backend),
+        False: compiled_loss(workload, "inductor"),
+        True: compiled_loss(workload, planned_backend),
     }
     first = {
         planned: _results(workload, call, seed) for planned, call in compiled.items()
@@ -109,19 +108,6 @@ def verify_compiled(
     seconds = _seconds(workload, compiled, steps, seed)
     eager = _eager(workload, seed)
     return _judge(chosen, first, eager, seconds), chosen.plan
-
-
-def _loss(model: nn.Module, workload: Workload) -> torch.Tensor:
-    """The loss; ``model`` is an argument, so that paths of modules begin at it."""
-    return pick_loss(workload, call_on_batch(model, workload.batch))[0]
-
-
-def _compiled(workload: Workload, chosen: Any) -> Callable[[], torch.Tensor]:
-    def step_loss(model: nn.Module) -> torch.Tensor:
-        return _loss(model, workload)
-
-    call = torch.compile(step_loss, backend=chosen, fullgraph=True, dynamic=False)
-    return lambda: call(workload.model)
 
 
 def _results(
@@ -155,7 +141,7 @@ def _results(
 
 def _eager(workload: Workload, seed: int) -> _Results | None:
     """Results of an uncompiled step; None if it draws: compiled code draws others."""
-    found = _results(workload, lambda: _loss(workload.model, workload), seed)
+    found = _results(workload, lambda: loss_of_model(workload.model, workload), seed)
     untouched = torch.Generator().manual_seed(seed).get_state()
     return found if torch.equal(found.values["random state"], untouched) else None
 
