@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import fx
@@ -92,10 +92,15 @@ class _Builder:
         self._times = Counter[str]()
 
     def add_inputs(self, joint: JointGraph) -> None:
-        """Number the storages of parameters, buffers and batch."""
+        """Number the storages of parameters, buffers and batch.
+
+        Backward returns a gradient or None for every input, in their order. Parameters
+        are those with a gradient.
+        """
         inputs = joint.forward.graph.find_nodes(op="placeholder")
-        for place, node in enumerate(inputs):
-            kind = "parameter" if place in joint.constant_inputs else "input"
+        gradients = _returned(joint.backward.graph)
+        for node, gradient in zip(inputs, gradients, strict=False):
+            kind = "input" if gradient is None else "parameter"
             self.forward_storages[node] = self._new(node, kind, BEFORE_STEP)
 
     def add_forward(self, graph: fx.Graph) -> None:
@@ -265,10 +270,14 @@ def _leaves(node: fx.Node, run: set[fx.Node]) -> bool:
     return False
 
 
-def _outputs(graph: fx.Graph) -> list[fx.Node]:
+def _returned(graph: fx.Graph) -> Sequence[object]:
     (node,) = graph.find_nodes(op="output")
-    found: Iterable[object] = node.args[0]
-    return [one for one in found if isinstance(one, fx.Node)]
+    found: Sequence[object] = node.args[0]
+    return found
+
+
+def _outputs(graph: fx.Graph) -> list[fx.Node]:
+    return [one for one in _returned(graph) if isinstance(one, fx.Node)]
 
 
 def _saved(builder: _Builder, joint: JointGraph, num_forward: int) -> Iterator[Saved]:

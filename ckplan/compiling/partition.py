@@ -36,7 +36,6 @@ class JointGraph:
 
     module: fx.GraphModule
     num_outputs: int  # of forward, before the saved values
-    constant_inputs: tuple[int, ...]  # positions of parameters and buffers
     forward: fx.GraphModule  # as torch divides it without a plan
     backward: fx.GraphModule
 
@@ -82,7 +81,6 @@ class Partitioner(CustomPartitionerFn):
         self.seen = JointGraph(
             kept,
             how["num_fwd_outputs"],
-            tuple(how.get("static_lifetime_input_indices") or ()),
             forward,
             backward,
         )

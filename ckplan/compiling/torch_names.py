@@ -211,6 +211,7 @@ def _passing(error: CkplanError) -> CkplanError:
 
     kind = type(error)
     bases = (kind, ShortenTraceback)
-    passing = type(kind.__name__, bases, {"__init__": copy_fields})
+    body = {"__init__": copy_fields, "__module__": kind.__module__}
+    passing = type(kind.__name__, bases, body)
     found: CkplanError = passing()
     return found

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from compiled import Deep, Steps, deep, planner_of, run_steps, tiny_gpt2
+from compiled import Convolutions, Deep, Steps, deep, planner_of, run_steps, tiny_gpt2
 from torch import nn
 
 import ckplan
@@ -65,6 +65,9 @@ def test_the_graph_of_a_compiled_step_has_its_calls_and_saved_values(
     backward = [op for op in graph.ops[graph.num_forward :] if op.call == layer]
     assert not any(call.fqn.startswith("L[") for call in graph.calls)
     assert backward or graph.children[layer]
+    parameters = sum(p.numel() * 4 for p in deep()[0].parameters())
+    assert graph.bytes_by_kind["parameter"] == parameters
+    assert graph.bytes_by_kind["input"] == 1024 * 32 * 4
 
 
 def test_simulation_and_replay_agree_about_the_unplanned_step(
@@ -164,6 +167,27 @@ def test_a_model_without_gradients_compiles() -> None:
     model.eval().requires_grad_(False)
     compiled = ckplan.compile(model, "50%")
     assert torch.allclose(compiled(x), model(x))
+
+
+@pytest.mark.slow
+def test_batch_norm_and_convolutions_keep_bits_and_statistics() -> None:
+    def build() -> tuple[nn.Module, torch.Tensor]:
+        torch.manual_seed(0)
+        return Convolutions(), torch.randn(8, 3, 24, 24)
+
+    found = {}
+    for budget in (None, "90%"):
+        torch._dynamo.reset()
+        model, x = build()
+        backend = "inductor" if budget is None else ckplan.backend(budget)
+        call = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
+        buffers = dict(model.named_buffers())
+        found[budget] = run_steps(call, model, x), buffers
+    (unplanned, expected), (planned, buffers) = found.values()
+    assert planned.differs_from(unplanned) == []
+    assert all(torch.equal(buffers[name], one) for name, one in expected.items())
+    assert planned.peak_bytes == backend.chosen[0].replayed.step_peak_bytes
+    assert planned.peak_bytes < unplanned.peak_bytes
 
 
 def test_a_budget_below_the_floor_names_the_replayed_floor() -> None:

@@ -41,6 +41,31 @@ class Deep(nn.Module):
         return self.head(x).square().mean()
 
 
+class Convolutions(nn.Module):
+    """Residual stages of convolution, batch norm and dropout; returns a loss."""
+
+    def __init__(self, width: int = 16, depth: int = 4) -> None:
+        super().__init__()
+        widths = [3, *[width] * (depth - 1)]
+        self.stages = nn.ModuleList(
+            nn.Sequential(
+                nn.Conv2d(before, width, 3, padding=1, bias=False),
+                nn.BatchNorm2d(width),
+                nn.ReLU(),
+                nn.Dropout(0.1),
+            )
+            for before in widths
+        )
+        self.head = nn.Linear(width, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, *others = self.stages
+        x = first(x)
+        for stage in others:
+            x = x + stage(x)
+        return self.head(x.mean((2, 3))).square().mean()
+
+
 class LossOf(nn.Module):
     """A model of transformers as one that returns its loss alone."""
 
