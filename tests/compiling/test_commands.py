@@ -30,7 +30,7 @@ def test_a_compiled_step_is_profiled_and_solved(run: Run, folder: Path) -> None:
     assert "replay of the generated code" in ended.out
     graph = load_graph(folder / "t.json")
     assert {call.fqn for call in graph.calls} >= {"", "0", "1.2"}
-    solved = run("solve", "t.json", "--goal", "min-memory", "-o", "p.yaml")
+    solved = run("solve", "t.json", "--min-memory", "-o", "p.yaml")
     assert solved.code == 0, solved.err
     plan = load_plan(folder / "p.yaml")
     assert plan.fingerprint["compiled"] == graph.fingerprint["compiled"]
