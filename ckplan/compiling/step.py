@@ -14,8 +14,12 @@ from ckplan import units
 from ckplan.compiling.graph import as_graph
 from ckplan.compiling.lowering import DynamoGraph
 from ckplan.compiling.replay import replay
-from ckplan.compiling.torch_names import errors_pass, require_hook
-from ckplan.errors import WorkloadError
+from ckplan.compiling.torch_names import (
+    TorchDynamoException,
+    errors_pass,
+    require_hook,
+)
+from ckplan.errors import CkplanError, WorkloadError
 from ckplan.graph.graph import Graph
 from ckplan.training.loading import WorkloadSpec, as_spec
 from ckplan.training.step import call_on_batch, pick_loss
@@ -35,7 +39,26 @@ def compiled_loss(workload: Workload, backend: Any) -> Callable[[], torch.Tensor
         return loss_of_model(model, workload)
 
     call = torch.compile(step_loss, backend=backend, fullgraph=True, dynamic=False)
-    return lambda: call(workload.model)
+
+    def loss() -> torch.Tensor:
+        try:
+            return call(workload.model)
+        except CkplanError:
+            raise
+        except TorchDynamoException as error:
+            raise WorkloadError(
+                f"cannot compile the step as one graph: {_first_line(error)}",
+                needed="a model and a loss that compile with fullgraph=True",
+                hint="TORCH_LOGS=graph_breaks shows where the graph breaks",
+            ) from error
+
+    return loss
+
+
+def _first_line(error: Exception) -> str:
+    """The first line of an error's message that says something."""
+    lines = (line.strip() for line in str(error).splitlines())
+    return next(filter(None, lines), type(error).__name__)
 
 
 def profile_compiled(spec: WorkloadSpec | str | Path, *, seed: int = 0) -> Graph:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import fx
 
 try:
-    from torch._dynamo.exc import ShortenTraceback
+    from torch._dynamo.exc import ShortenTraceback, TorchDynamoException
     from torch._functorch import config as functorch_config
     from torch._functorch.compile_utils import fx_graph_cse
     from torch._functorch.partitioners import (
@@ -38,6 +38,7 @@ try:
 except ImportError as missing:  # what a version lacks is said when it is needed
     MISSING: ImportError | None = missing
     CustomPartitionerFn = ShortenTraceback = object
+    TorchDynamoException = ()
 else:
     MISSING = None
 
@@ -50,6 +51,7 @@ __all__ = [
     "CustomPartitionerFn",
     "FakeTensorMode",
     "OpOverload",
+    "TorchDynamoException",
     "compile_with",
     "default_parts",
     "errors_pass",

@@ -16,6 +16,19 @@ from ckplan.plan.file import load as load_plan
 SMALL = ("--set", "layers=2", "--set", "batch=512")
 
 
+BREAKS = """
+import torch
+
+class Breaks(torch.nn.Linear):
+    def forward(self, x):
+        torch._dynamo.graph_break()
+        return super().forward(x).sum()
+
+def build():
+    return Breaks(3, 3), torch.randn(2, 3)
+"""
+
+
 @pytest.fixture(autouse=True)
 def _own_caches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Keep Inductor's caches in the test's folder."""
@@ -72,6 +85,14 @@ def test_words_that_do_not_go_together(
     ended = run("verify", "model.py", *words)
     assert ended.code == 1
     assert said in ended.err
+    assert len(ended.err.strip().splitlines()) == 3
+
+
+def test_a_model_whose_graph_breaks_is_said(run: Run, folder: Path) -> None:
+    (folder / "breaks.py").write_text(BREAKS)
+    ended = run("profile", "breaks.py", "--compile")
+    assert ended.code == 1
+    assert "cannot compile the step as one graph" in ended.err
     assert len(ended.err.strip().splitlines()) == 3
 
 
