@@ -136,9 +136,11 @@ class Backend:
         return compile_with(graph, inputs, partitioner, dict(traced.options))
 
     def _choose(self, traced: DynamoGraph) -> Chosen | None:
+        if not (torch.is_grad_enabled() and any(map(_needs_gradient, traced.inputs))):
+            return None
         joint, lowered = traced.lower(None)
         if joint is None or lowered is None:
-            return None  # nothing requires a gradient
+            return None  # no output depends on what requires a gradient
         unplanned = replay(lowered, joint.num_outputs)
         planner = CompiledPlanner(traced, joint, unplanned, progress=self._progress)
         if isinstance(self._wanted, Plan):
@@ -156,6 +158,10 @@ class Backend:
                 hint="a larger budget, or a smaller reserve",
             )
         return planner.solve(left)
+
+
+def _needs_gradient(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 def _is_plan_file(wanted: object) -> bool:

@@ -27,6 +27,7 @@ from ckplan.compiling.torch_names import (
     storage_key,
 )
 from ckplan.compiling.workspaces import KernelBytes
+from ckplan.errors import ApplyError
 
 _NO_KERNEL = {"empty_strided", "as_strided", "detach"}
 
@@ -68,11 +69,22 @@ def replay(lowered: Lowered, num_outputs: int) -> Replayed:
     Args:
         lowered: The generated code.
         num_outputs: How many outputs of forward are not saved values.
+
+    Raises:
+        ApplyError: The code does something that cannot be replayed.
     """
     kernels = KernelBytes()
-    found = _replay(lowered, num_outputs, kernels)
-    if kernels.measure():
-        return _replay(lowered, num_outputs, kernels)
+    try:
+        found = _replay(lowered, num_outputs, kernels)
+        if kernels.measure():
+            found = _replay(lowered, num_outputs, kernels)
+    except Exception as error:
+        said = str(error).partition("\n")[0]
+        raise ApplyError(
+            f"cannot replay the generated code: {type(error).__name__}: {said}",
+            needed="ops that run on fake tensors, and alone on zeros",
+            hint="torch.compile without a plan, or ckplan.apply; please report it",
+        ) from error
     return found
 
 

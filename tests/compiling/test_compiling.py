@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,8 @@ from torch import nn
 
 import ckplan
 from ckplan.compiling import nodes
+from ckplan.compiling.lowering import Code, Lowered
+from ckplan.compiling.replay import replay
 from ckplan.compiling.search import CompiledPlanner
 from ckplan.errors import ApplyError, InfeasibleError, PlanError
 from ckplan.plan.file import loads
@@ -170,6 +172,32 @@ def test_a_model_without_gradients_compiles() -> None:
 
 
 @pytest.mark.slow
+def test_200_steps_of_training_have_the_losses_of_unplanned_ones() -> None:
+    def train(call: Callable[..., torch.Tensor], model: nn.Module) -> list[float]:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        torch.manual_seed(2)
+        losses = []
+        for _ in range(200):
+            optimizer.zero_grad(set_to_none=True)
+            loss = call(torch.randn(256, 32))
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    torch._dynamo.reset()
+    model, _ = deep(1)
+    unplanned = train(torch.compile(model, fullgraph=True, dynamic=False), model)
+    torch._dynamo.reset()
+    model, _ = deep(1)
+    backend = ckplan.backend("80%")
+    call = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
+    assert train(call, model) == unplanned
+    assert len(backend.plans) == 1  # never compiled again
+    assert backend.plans[0].regions
+
+
+@pytest.mark.slow
 def test_batch_norm_and_convolutions_keep_bits_and_statistics() -> None:
     def build() -> tuple[nn.Module, torch.Tensor]:
         torch.manual_seed(0)
@@ -237,6 +265,50 @@ def test_what_cannot_be_planned_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch_names, "MISSING", ImportError("no CustomPartitionerFn"))
     with pytest.raises(ApplyError, match="no CustomPartitionerFn"):
         ckplan.backend("80%")
+
+
+def test_code_that_cannot_be_replayed_is_said() -> None:
+    code = Code("def call(args):\n    return not_there(args)", {}, [])
+    with pytest.raises(ApplyError, match="NameError: name 'not_there'"):
+        replay(Lowered(code, code), 1)
+
+
+def test_the_replay_counts_births_reuse_and_deaths() -> None:
+    x = torch.empty(256)  # 1024 bytes, as every buffer below
+    forward = """
+def call(args):
+    x, = args
+    args.clear()
+    a = empty_strided_cpu((256,), (1,), torch.float32)
+    b = a; del a  # reuse
+    c = empty_strided_cpu((256,), (1,), torch.float32)
+    extern_kernels.mm(reinterpret_tensor(x, (16, 16), (16, 1), 0),
+        reinterpret_tensor(b, (16, 16), (16, 1), 0),
+        out=reinterpret_tensor(c, (16, 16), (16, 1), 0))
+    del b
+    return (c, reinterpret_tensor(c, (2,), (1,), 0), x)
+"""
+    backward = """
+def call(args):
+    saved, x, tangent = args
+    args.clear()
+    del saved
+    g = empty_strided_cpu((512,), (1,), torch.float32)
+    del tangent
+    return (g,)
+"""
+    imports = "import torch\n"
+    given = [torch.empty(2), x, torch.empty(256)]
+    lowered = Lowered(
+        Code(imports + forward, {}, [x]), Code(imports + backward, {}, given)
+    )
+    found = replay(lowered, 1)
+    assert found.held_bytes == 1024
+    assert found.forward_peak_bytes == 2048
+    assert found.saved_bytes == 1024  # the view shares the output's memory
+    assert found.backward_peak_bytes == 1024 + 1024 + 2048
+    assert found.gradient_bytes == 1024 + 2048
+    assert found.peak_at == "compiled backward"
 
 
 def test_no_compiler_is_said(tmp_path: Path) -> None:
