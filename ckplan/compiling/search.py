@@ -100,7 +100,7 @@ class CompiledPlanner:
                 graph does not have, or its replayed peak exceeds its budget.
         """
         self._check_same_graph(plan)
-        regions = resolve(plan, self.step.graph)
+        regions = tuple(map(_flat, resolve(plan, self.step.graph)))
         saved = self._saved(regions) if regions else None
         found = self.replayed(saved)
         if plan.budget_bytes is not None and found.peak_bytes > plan.budget_bytes:
@@ -174,10 +174,12 @@ class CompiledPlanner:
         return frozenset(name_of[storage] for storage in made)
 
     def _is_far_over(self, candidate: Candidate, budget_bytes: int) -> bool:
-        first = self.candidates[0].simulated_peak_bytes
-        scale = self.unplanned.peak_bytes / max(first, 1)
+        """Whether a candidate need not be replayed; never so near the floor."""
+        simulated = [one.simulated_peak_bytes for one in self.candidates]
+        scale = self.unplanned.peak_bytes / self._planner.unplanned.peak_bytes
         expected = candidate.simulated_peak_bytes * scale
-        return expected > _MOST_OVER * budget_bytes
+        is_near_floor = candidate.simulated_peak_bytes <= _MOST_OVER * min(simulated)
+        return expected > _MOST_OVER * budget_bytes and not is_near_floor
 
     def _chosen(self, one: Candidate, found: Replayed, budget_bytes: int) -> Chosen:
         graph = self.step.graph
@@ -211,12 +213,7 @@ class CompiledPlanner:
         )
 
     def _nothing_fits(self, budget_bytes: int) -> InfeasibleError:
-        least = min(one.simulated_peak_bytes for one in self.candidates)
-        smallest = min(
-            self.replayed(one.saved).peak_bytes
-            for one in self.candidates
-            if one.simulated_peak_bytes <= _MOST_OVER * least
-        )
+        smallest = min(one.peak_bytes for one in self._replayed.values())
         budget, floor = map(units.format_bytes, (budget_bytes, smallest))
         return InfeasibleError(
             f"no plan fits {budget} in compiled code",
