@@ -117,7 +117,10 @@ class _Builder:
                 storage = self._new(node, "gradient", BEFORE_STEP)
             else:
                 made = nodes.base_of(forward[node.name])
-                storage = self.forward_storages[made]
+                known = self.forward_storages.get(made)
+                if known is None:  # a constant of the graph, or no bytes
+                    known = self._new(node, "buffer", BEFORE_STEP)
+                storage = known
             self.backward_storages[node] = storage
         first: dict[str, int] = {}
         for index, one in enumerate(self.calls):
@@ -131,7 +134,7 @@ class _Builder:
         """Keep inputs, outputs and gradients alive to the end of the step."""
         stop = len(self.ops)
         outputs = _outputs(joint.forward.graph)[: joint.num_outputs]
-        kept = {self.forward_storages[nodes.base_of(node)] for node in outputs}
+        kept = {self.forward_storages.get(nodes.base_of(node)) for node in outputs}
         found = map(nodes.base_of, _outputs(joint.backward.graph))
         gradients = {
             s

@@ -88,9 +88,9 @@ def tiny_gpt2() -> tuple[nn.Module, torch.Tensor]:
     torch.manual_seed(0)
     special = {"bos_token_id": 1, "eos_token_id": 1, "use_cache": False}
     sizes = {"n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 128}
-    model = GPT2LMHeadModel(GPT2Config(**sizes, n_positions=64, **special))
+    model = GPT2LMHeadModel(GPT2Config(**sizes, n_positions=128, **special))
     model.loss_type = "ForCausalLM"
-    return LossOf(model.train()), torch.randint(128, (4, 64))
+    return LossOf(model.train()), torch.randint(128, (8, 128))
 
 
 class Steps(NamedTuple):
