@@ -8,25 +8,22 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import typer
+
 from ckplan.cli.inputs import check_output
 from ckplan.cli.terminal import print_message, print_report
-from ckplan.errors import CkplanError
 
 if TYPE_CHECKING:
     from ckplan.graph.graph import Graph
     from ckplan.training.loading import WorkloadSpec
 
-_EXAMPLE = "ckplan verify model.py --compile --budget 80%"
-
 
 def check_alone(others: Iterable[object], rest_is_default: bool) -> None:
     """Refuse options that compiled steps do not have."""
     if not rest_is_default or any(one is not None for one in others):
-        raise CkplanError(
-            "cannot take compiled steps with these options",
-            needed="--compile with --set, --input, --seed and --json; for verify also "
-            "a plan or --budget, --steps and --save; for profile also -o",
-            hint=_EXAMPLE,
+        raise typer.BadParameter(
+            "--compile takes --set, --input, --seed and --json beside it; verify also "
+            "a plan or --budget, --steps and --save, and profile -o"
         )
 
 
@@ -45,10 +42,8 @@ def profile_in_compiled(
 def check_plan(plan: Path | None, budget: str | None, save: Path | None) -> Path:
     """The plan of a step that is not compiled."""
     if plan is None or budget is not None or save is not None:
-        raise CkplanError(
-            "cannot verify a step without the file of a plan",
-            needed="a plan; or --compile, which takes --budget and --save",
-            hint="ckplan verify model.py plan.yaml",
+        raise typer.BadParameter(
+            "a plan is missing; --budget and --save go with --compile alone"
         )
     return plan
 
@@ -91,8 +86,4 @@ def _one_of(plan: Path | None, budget: str | None) -> Path | str:
         return plan
     if budget is not None and plan is None:
         return budget
-    raise CkplanError(
-        "cannot tell what to compile with",
-        needed="exactly one of a plan and --budget",
-        hint=_EXAMPLE,
-    )
+    raise typer.BadParameter("--compile takes exactly one of a plan and --budget")
