@@ -5,8 +5,8 @@
     ckplan.apply(model, plan)
 
 Importing this package imports nothing else. Every name is loaded at its first use. Only
-``profile``, ``auto``, ``verify``, ``dry_run``, ``apply``, ``planned``, ``remove`` and
-``status`` import torch.
+``profile``, ``auto``, ``verify``, ``dry_run``, ``apply``, ``planned``, ``remove``,
+``status``, ``compile`` and ``backend`` import torch.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ckplan.applying import apply, planned, remove, status
     from ckplan.auto import auto
+    from ckplan.compiling import backend, compile
     from ckplan.errors import CkplanError
     from ckplan.graph.file import load as load_graph
     from ckplan.graph.graph import Graph
@@ -39,6 +40,8 @@ __all__ = [
     "__version__",
     "apply",
     "auto",
+    "backend",
+    "compile",
     "dry_run",
     "frontier",
     "load_graph",
@@ -59,6 +62,8 @@ _HOME = {
     "Plan": "ckplan.plan.plan:Plan",
     "apply": "ckplan.applying:apply",
     "auto": "ckplan.auto:auto",
+    "backend": "ckplan.compiling:backend",
+    "compile": "ckplan.compiling:compile",
     "dry_run": "ckplan.verifying.dry_run:dry_run",
     "frontier": "ckplan.solving.solve:frontier",
     "load_graph": "ckplan.graph.file:load",

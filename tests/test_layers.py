@@ -44,6 +44,7 @@ ROOMS: dict[str, set[str]] = {
     | ENGINE
     | {"training", "applying.guards", "applying.rerunning"},
     "applying": BASICS | WAISTS | {"training", "applying.hooks"},
+    "compiling": BASICS | CORE | {"solving", "training"},
     "tracing.faking": {"training"},
     "tracing.recording": BASICS
     | WAISTS
@@ -64,7 +65,7 @@ ROOMS: dict[str, set[str]] = {
     "verifying": BASICS
     | CORE
     | {"solving", "training", "applying", "applying.tensors", "applying.rerunning"}
-    | {"applying.hooks", "tracing", "tracing.faking", "tracing.recording"}
+    | {"compiling", "applying.hooks", "tracing", "tracing.faking", "tracing.recording"}
     | {"tracing.costs", "tracing.cuda"},
     "integrations": WAISTS | {"applying"},
     "auto": {"solving", "applying", "tracing"},
@@ -75,8 +76,8 @@ ABOVE_TORCH = {*ROOMS} - {
     room
     for room in ROOMS
     if room.partition(".")[0]
-    in ("encodings", "sources", "training", "applying", "tracing", "verifying")
-    or room == "integrations"
+    in {"encodings", "sources", "training", "applying", "compiling", "tracing"}
+    | {"verifying", "integrations"}
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
 

@@ -21,7 +21,7 @@ from ckplan.applying.hooks.hooks import Chooser, ParentHooks, PathHooks, RegionH
 from ckplan.applying.hooks.matching import choices_of
 from ckplan.applying.hooks.plan_warnings import warn_of_differences
 from ckplan.applying.hooks.session import Session, hook_begin, hook_end, running
-from ckplan.errors import ApplyError
+from ckplan.errors import ApplyError, PlanError
 from ckplan.graph.fqn import is_around
 from ckplan.plan.file import load
 from ckplan.plan.plan import Plan
@@ -61,11 +61,12 @@ def apply(model: nn.Module, plan: Plan | str | Path) -> nn.Module:
 
     Raises:
         PlanError: The plan names calls that the model does not have, or regions that
-            overlap; the model is left as it was.
+            overlap, or is for compiled code; the model is left as it was.
         ApplyError: It is no plan, or the model has lazy parameters without a shape.
     """
     plan = load(Path(plan)) if isinstance(plan, (str, Path)) else plan
     _check_kinds(model, plan)
+    _check_uncompiled(plan)
     check_not_lazy(model, "apply a plan to", ApplyError)
     modules = dict(model.named_modules())
     choices = choices_of(plan.regions, modules)
@@ -93,6 +94,15 @@ def _check_kinds(model: object, plan: object) -> None:
             f"cannot apply a {type(plan).__name__} to a {type(model).__name__}",
             needed="a plan, or the path of its file, and a module",
             hint="ckplan.apply(model, ckplan.solve(graph, budget='12GiB'))",
+        )
+
+
+def _check_uncompiled(plan: Plan) -> None:
+    if "compiled" in plan.fingerprint:
+        raise PlanError(
+            f"cannot apply the plan of '{plan.model}': it is for compiled code",
+            needed="a plan for uncompiled code, from ckplan.solve",
+            hint="ckplan.compile(model, plan)",
         )
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ckplan.cli.compiled import profile_in_compiled
 from ckplan.cli.inputs import (
     TRACES,
     check_output,
@@ -69,6 +70,10 @@ def profile(
         typer.Option(help="Run a small model's forward twice to find hazards."),
     ] = True,
     seed: Seed = 0,
+    compiled: Annotated[
+        bool,
+        typer.Option("--compile", help="Forward, loss and backward in torch.compile."),
+    ] = False,
     output: Annotated[
         Path | None,
         typer.Option("-o", help="The trace to write.  [default: traces/NAME.json.gz]"),
@@ -87,6 +92,14 @@ def profile(
     spec = step.workload(target, source)
     path = output or TRACES / f"{spec.name}.json.gz"
     check_output(path, force)
+    if compiled:
+        others = (device, gpu, sharding)
+        defaults = step.is_default and host == 1 and replay and not fresh
+        graph = profile_in_compiled(spec, seed, others, defaults)
+        trace_file.save(graph, path, force=force)
+        _show_trace(graph, path, as_json)
+        print_message(f"wrote {path}")
+        return
     # Output of the workload does not belong on stdout.
     with ProgressLine(sys.stderr) as progress, redirect_stdout(sys.stderr):
         graph = profile_workload(

@@ -146,6 +146,13 @@ class StepOptions:
 
         return Training(**self.training_settings())
 
+    @property
+    def is_default(self) -> bool:
+        """Whether the step trains as it does without any option."""
+        others = self.optimizer, self.amp, self.clip
+        alone = self.accumulate == 1 and not self.scaler
+        return alone and all(one is None for one in others)
+
     def training_settings(self) -> dict[str, Any]:
         """The same as keyword arguments."""
         names = "optimizer", "accumulate", "clip", "scaler"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ckplan.cli.compiled import check_alone, check_plan, verify_in_compiled
 from ckplan.cli.inputs import (
     check_output,
     check_page_output,
@@ -39,7 +40,11 @@ if TYPE_CHECKING:
 
 def verify(
     target: Target,
-    plan: Annotated[Path, typer.Argument(help="From `ckplan solve`, or by hand.")],
+    plan: Annotated[
+        Path | None,
+        typer.Argument(help="From `ckplan solve`, or by hand; or --budget."),
+    ] = None,
+    *,
     step: StepOptions,
     source: SourceOptions,
     device: Annotated[
@@ -56,6 +61,20 @@ def verify(
         bool,
         typer.Option("--fake", help="Memory only, by a dry run: needs no hardware."),
     ] = False,
+    compiled: Annotated[
+        bool,
+        typer.Option("--compile", help="Forward, loss and backward in torch.compile."),
+    ] = False,
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE", help="With --compile: plan for this, on the spot."
+        ),
+    ] = None,
+    save: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="With --compile: write the plan here."),
+    ] = None,
     trace: Annotated[
         Path | None,
         typer.Option(help="Predicts the timeline.  [default: traces/NAME.json.gz]"),
@@ -72,6 +91,13 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Train with a plan and without it, and compare the two."""
+    if compiled:
+        others = (device, cap, trace, plot, report)
+        check_alone(others, step.is_default and not fake)
+        spec = step.workload(target, source)
+        verify_in_compiled(spec, plan, budget, steps, seed, save, force, as_json)
+        return
+    plan = check_plan(plan, budget, save)
     from ckplan.plan import file as plan_file
 
     loaded = plan_file.load(plan)

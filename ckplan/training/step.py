@@ -186,12 +186,16 @@ class TrainingStep:
 
 def call_model(workload: Workload) -> Any:
     """Call the model on the batch: as keywords, positionals, or one argument."""
-    batch = workload.batch
+    return call_on_batch(workload.model, workload.batch)
+
+
+def call_on_batch(model: torch.nn.Module, batch: Any) -> Any:
+    """Call a model on a batch: as keywords, positionals, or one argument."""
     if isinstance(batch, Mapping):
-        return workload.model(**batch)
+        return model(**batch)
     if isinstance(batch, (tuple, list)):
-        return workload.model(*batch)
-    return workload.model(batch)
+        return model(*batch)
+    return model(batch)
 
 
 def loss_of(workload: Workload, output: Any) -> tuple[torch.Tensor, str]:

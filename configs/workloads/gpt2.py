@@ -32,4 +32,6 @@ def build(
         use_cache=False,
     )
     tokens = torch.randint(vocab, (batch, length))
-    return GPT2LMHeadModel(config), {"input_ids": tokens, "labels": tokens}
+    model = GPT2LMHeadModel(config)
+    model.loss_type = "ForCausalLM"  # its default; says so, or torch.compile breaks
+    return model, {"input_ids": tokens, "labels": tokens}

@@ -1,0 +1,89 @@
+"""``profile --compile`` and ``verify --compile``: what they take and print."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from ckplan.cli.inputs import check_output
+from ckplan.cli.terminal import print_message, print_report
+
+if TYPE_CHECKING:
+    from ckplan.graph.graph import Graph
+    from ckplan.training.loading import WorkloadSpec
+
+
+def check_alone(others: Iterable[object], rest_is_default: bool) -> None:
+    """Refuse options that compiled steps do not have."""
+    if not rest_is_default or any(one is not None for one in others):
+        raise typer.BadParameter(
+            "--compile takes --set, --input, --seed and --json beside it; verify also "
+            "a plan or --budget, --steps and --save, and profile -o"
+        )
+
+
+def profile_in_compiled(
+    spec: WorkloadSpec, seed: int, others: Iterable[object], rest_is_default: bool
+) -> Graph:
+    """Trace the compiled step of a workload; ``others`` are options it cannot have."""
+    check_alone(others, rest_is_default)
+    from ckplan.compiling.step import profile_compiled
+
+    # Output of the workload does not belong on stdout.
+    with redirect_stdout(sys.stderr):
+        return profile_compiled(spec, seed=seed)
+
+
+def check_plan(plan: Path | None, budget: str | None, save: Path | None) -> Path:
+    """The plan of a step that is not compiled."""
+    if plan is None or budget is not None or save is not None:
+        raise typer.BadParameter(
+            "a plan is missing; --budget and --save go with --compile alone"
+        )
+    return plan
+
+
+def verify_in_compiled(
+    spec: WorkloadSpec,
+    plan: Path | None,
+    budget: str | None,
+    steps: int,
+    seed: int,
+    save: Path | None,
+    force: bool,
+    as_json: bool,
+) -> None:
+    """Compare compiled steps with a plan and without; write the plan if wanted."""
+    wanted = _one_of(plan, budget)
+    if save is not None:
+        check_output(save, force)
+    from ckplan.plan import file as plan_file
+    from ckplan.report.compiled import compiled_error, compiled_report
+    from ckplan.report.progress import ProgressLine
+    from ckplan.verifying.compiled_steps import verify_compiled
+
+    # Output of the workload does not belong on stdout.
+    with ProgressLine(sys.stderr) as progress, redirect_stdout(sys.stderr):
+        found, used = verify_compiled(
+            spec, wanted, steps=steps, seed=seed, progress=progress
+        )
+    print_report(found.as_json() if as_json else compiled_report(found))
+    if save is not None:
+        plan_file.save(used, save, force=force)
+        print_message(f"wrote {save}")
+    if not found.passed:
+        raise compiled_error(found)
+
+
+def _one_of(plan: Path | None, budget: str | None) -> Path | str:
+    """The plan or the budget, whichever is there."""
+    if plan is not None and budget is None:
+        return plan
+    if budget is not None and plan is None:
+        return budget
+    raise typer.BadParameter("--compile takes exactly one of a plan and --budget")

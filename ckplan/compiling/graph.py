@@ -1,0 +1,305 @@
+"""The joint graph of a compiled step as a ``Graph``, so that the solver can plan it.
+
+One op is a run of nodes of one module that Inductor can fuse; a contraction is one of
+its own. Values that leave a run are storages. What torch saves without a plan are the
+saved tensors, and module calls come from the module stacks of the nodes. Seconds are
+estimates: a run reads its inputs and writes its outputs once, however many nodes it
+has. Where Inductor fuses across runs, its kernels move fewer bytes.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from ckplan.compiling import nodes
+from ckplan.compiling.partition import JointGraph
+from ckplan.compiling.torch_names import TANGENTS
+from ckplan.graph.graph import Graph
+from ckplan.graph.records import (
+    BEFORE_STEP,
+    NO_WORKSPACE,
+    OUTSIDE_CALLS,
+    Call,
+    Op,
+    Saved,
+    Storage,
+)
+from ckplan.training.fingerprint import torch_version
+
+COSTS = "estimated for compiled code"
+"""Source of the seconds."""
+
+
+@dataclass(frozen=True)
+class CompiledStep:
+    """A compiled step as a ``Graph``, and the values that its storages stand for."""
+
+    graph: Graph
+    name_of: Mapping[int, str]  # storage of forward -> node that makes it
+
+
+def as_graph(joint: JointGraph, model: str) -> CompiledStep:
+    """Make the ``Graph`` of a compiled step.
+
+    Args:
+        joint: The joint graph; its own division is the unplanned step.
+        model: Name of the model.
+    """
+    builder = _Builder()
+    builder.add_inputs(joint)
+    builder.add_forward(joint.forward.graph)
+    num_forward = len(builder.ops)
+    builder.add_backward(
+        joint.backward.graph, {node.name: node for node in joint.forward.graph.nodes}
+    )
+    builder.end(joint, num_forward)
+    saved = tuple(_saved(builder, joint, num_forward))
+    builder.reuse({one.storage for one in saved})
+    graph = Graph(
+        model=model,
+        fingerprint={
+            "torch": torch_version(),
+            "device": "cpu",
+            "compiled": joint.digest,
+        },
+        ops=tuple(builder.ops),
+        storages=tuple(builder.storages),
+        saved=saved,
+        calls=tuple(builder.calls),
+        num_forward=num_forward,
+        num_backward=len(builder.ops) - num_forward,
+        costs=COSTS,
+    )
+    names = {s: node.name for node, s in builder.forward_storages.items()}
+    return CompiledStep(graph, names)
+
+
+class _Builder:
+    """Appends ops in order, and numbers storages and calls."""
+
+    def __init__(self) -> None:
+        self.ops: list[Op] = []
+        self.storages: list[Storage] = []
+        self.calls: list[Call] = []
+        self.forward_storages: dict[fx.Node, int] = {}
+        self.backward_storages: dict[fx.Node, int] = {}
+        self._open: list[int] = []  # calls, the outermost first
+        self._times = Counter[str]()
+
+    def add_inputs(self, joint: JointGraph) -> None:
+        """Number the storages of parameters, buffers and batch.
+
+        Backward returns a gradient or None for every input, in their order. Parameters
+        are those with a gradient.
+        """
+        inputs = joint.forward.graph.find_nodes(op="placeholder")
+        gradients = _returned(joint.backward.graph)
+        for node, gradient in zip(inputs, gradients, strict=False):
+            kind = "input" if gradient is None else "parameter"
+            self.forward_storages[node] = self._new(node, kind, BEFORE_STEP)
+
+    def add_forward(self, graph: fx.Graph) -> None:
+        """Append the ops and calls of forward."""
+        for run in _runs(graph):
+            call = self._enter(nodes.modules_around(run[0]))
+            self._add(run, call, self.forward_storages, "activation")
+        self._close(0)
+
+    def add_backward(self, graph: fx.Graph, forward: Mapping[str, fx.Node]) -> None:
+        """Append the ops of backward, each to the call that it is the backward of."""
+        for node in graph.find_nodes(op="placeholder"):
+            if node.name.startswith(TANGENTS):
+                storage = self._new(node, "gradient", BEFORE_STEP)
+            else:
+                made = nodes.base_of(forward[node.name])
+                known = self.forward_storages.get(made)
+                if known is None:  # a constant of the graph, or no bytes
+                    known = self._new(node, "buffer", BEFORE_STEP)
+                storage = known
+            self.backward_storages[node] = storage
+        first: dict[str, int] = {}
+        for index, one in enumerate(self.calls):
+            first.setdefault(one.fqn, index)
+        for run in _runs(graph):
+            around = ("", *(path for path, _ in nodes.modules_around(run[0])))
+            call = next(first[fqn] for fqn in reversed(around) if fqn in first)
+            self._add(run, call, self.backward_storages, "temporary")
+
+    def end(self, joint: JointGraph, num_forward: int) -> None:
+        """Keep inputs, outputs and gradients alive to the end of the step."""
+        stop = len(self.ops)
+        outputs = _outputs(joint.forward.graph)[: joint.num_outputs]
+        kept = {self.forward_storages.get(nodes.base_of(node)) for node in outputs}
+        found = map(nodes.base_of, _outputs(joint.backward.graph))
+        gradients = {
+            s
+            for s in (self.backward_storages.get(node) for node in found)
+            if s is not None and self.storages[s].maker >= num_forward
+        }
+        for number, one in enumerate(self.storages):
+            if number in gradients:
+                self.storages[number] = replace(one, kind="gradient", last=stop)
+            elif number in kept or one.maker == BEFORE_STEP:
+                self.storages[number] = replace(one, last=stop)
+
+    def reuse(self, saved: Collection[int]) -> None:
+        """Let outputs take the place of equally large inputs that die in the same op.
+
+        Inductor writes them in place, so both are never alive at once. Kernels that are
+        not generated do not.
+        """
+        for number, op in enumerate(self.ops):
+            if op.flops:
+                continue
+            sizes = Counter(self.storages[s].bytes for s in op.outputs)
+            for storage in op.reads:
+                one = self.storages[storage]
+                dies = one.last == number and one.maker != BEFORE_STEP
+                if dies and storage not in saved and sizes[one.bytes]:
+                    sizes[one.bytes] -= 1
+                    self.storages[storage] = replace(one, last=number - 1)
+
+    def _new(self, node: fx.Node, kind: str, maker: int) -> int:
+        self.storages.append(Storage(nodes.num_bytes(node), kind, maker, maker))
+        return len(self.storages) - 1
+
+    def _add(
+        self, run: Sequence[fx.Node], call: int, known: dict[fx.Node, int], kind: str
+    ) -> None:
+        number, inside = len(self.ops), {*run}
+        bases = (nodes.base_of(one) for node in run for one in node.all_input_nodes)
+        reads = tuple(dict.fromkeys(known[b] for b in bases if b in known))
+        outputs = []
+        for node in filter(nodes.is_tensor, run):
+            if not nodes.is_view(node) and _leaves(node, inside):
+                known[node] = self._new(node, kind, number)
+                outputs.append(known[node])
+        for storage in (*reads, *outputs):
+            used = self.storages[storage]
+            if kind != "temporary" or used.kind == kind:  # else a saved tensor holds it
+                self.storages[storage] = replace(used, last=number)
+        moved = sum(self.storages[s].bytes for s in (*reads, *outputs))
+        arithmetic = sum(map(nodes.arithmetic_seconds, run))
+        self.ops.append(
+            Op(
+                name=nodes.name_of_op(_main(run)).strip("_"),
+                call=call,
+                reads=reads,
+                writes=(),
+                outputs=tuple(outputs),
+                workspace=NO_WORKSPACE,
+                flops=sum(map(nodes.flops_of, run)),
+                moved_bytes=moved,
+                seconds=max(arithmetic, nodes.moving_seconds(moved)),
+                random=any(map(nodes.is_draw, run)),
+            )
+        )
+
+    def _enter(self, around: nodes.Modules) -> int:
+        """Open and close calls until those around the next op are open."""
+        wanted = (("", "Model"), *around)
+        same = 0
+        while same < min(len(self._open), len(wanted)):
+            if self.calls[self._open[same]].fqn != wanted[same][0]:
+                break
+            same += 1
+        self._close(same)
+        for fqn, module in wanted[same:]:
+            parent = self._open[-1] if self._open else OUTSIDE_CALLS
+            start, number = len(self.ops), self._times[fqn]
+            self._times[fqn] += 1
+            self.calls.append(Call(fqn, number, parent, start, start, module))
+            self._open.append(len(self.calls) - 1)
+        return self._open[-1]
+
+    def _close(self, depth: int) -> None:
+        while len(self._open) > depth:
+            call = self._open.pop()
+            self.calls[call] = replace(self.calls[call], stop=len(self.ops))
+
+
+def _runs(graph: fx.Graph) -> Iterator[list[fx.Node]]:
+    """Runs of consecutive nodes of one module that Inductor can fuse.
+
+    A node without modules, such as one that Inductor added, joins the run before it.
+    Runs of views and numbers alone are left out.
+    """
+    run: list[fx.Node] = []
+    of_run: object = None
+    around: nodes.Modules = ()
+    for node in nodes.ops_of(graph):
+        around = nodes.modules_around(node) or around
+        alone = nodes.is_alone(node) and node
+        if node.target is operator.getitem and node.args[0] in run:
+            key = of_run  # an output of the node before it
+        else:
+            key = (around, alone)
+        if key != of_run and run:
+            yield from _with_bytes(run)
+            run = []
+        run.append(node)
+        of_run = key
+    yield from _with_bytes(run)
+
+
+def _with_bytes(run: list[fx.Node]) -> Iterator[list[fx.Node]]:
+    if any(nodes.num_bytes(node) and not nodes.is_view(node) for node in run):
+        yield run
+
+
+def _main(run: Sequence[fx.Node]) -> fx.Node:
+    """The node that a run is named after: a contraction, else the first kernel."""
+    alone = (node for node in run if nodes.is_alone(node))
+    made = (node for node in run if not nodes.is_view(node))
+    return next(alone, None) or next(made)
+
+
+def _leaves(node: fx.Node, run: set[fx.Node]) -> bool:
+    """Whether a node outside the run uses a node's value or a view of it."""
+    seen, todo = {node}, [node]
+    while todo:
+        for user in todo.pop().users:
+            if nodes.is_view(user):
+                if user not in seen:
+                    seen.add(user)
+                    todo.append(user)
+            elif user not in run:
+                return True
+    return False
+
+
+def _returned(graph: fx.Graph) -> Sequence[object]:
+    (node,) = graph.find_nodes(op="output")
+    found: Sequence[object] = node.args[0]
+    return found
+
+
+def _outputs(graph: fx.Graph) -> list[fx.Node]:
+    return [one for one in _returned(graph) if isinstance(one, fx.Node)]
+
+
+def _saved(builder: _Builder, joint: JointGraph, num_forward: int) -> Iterator[Saved]:
+    """The saved tensors, in order of the ops that make them; each storage once.
+
+    A saved tensor is held from its making to the last op of backward that reads it.
+    """
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for number in range(num_forward, len(builder.ops)):
+        for storage in builder.ops[number].reads:
+            first.setdefault(storage, number)
+            last[storage] = number
+    inputs = joint.backward.graph.find_nodes(op="placeholder")
+    found = {builder.backward_storages[node] for node in inputs}
+    for storage in sorted(found, key=lambda s: builder.storages[s].maker):
+        maker = builder.storages[storage].maker
+        if maker != BEFORE_STEP:
+            wanted = first.get(storage, -1)
+            done = last.get(storage, num_forward)
+            call = builder.ops[maker].call
+            yield Saved(storage, call, maker + 1, wanted, done, max(wanted, done))

@@ -1,0 +1,133 @@
+"""Facts about the nodes of a joint graph: values, views, modules, draws, costs."""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+import re
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import flop_registry
+
+from ckplan.compiling.torch_names import FORWARD_OF_BACKWARD, OpOverload
+
+Modules = tuple[tuple[str, str], ...]
+"""(FQN, type name) of the modules around a node, the outermost first."""
+
+_LOCAL = re.compile(r"^L\['\w+'\]\.?")
+# Of one CPU core. Only their ratios matter to a plan.
+_FLOPS_PER_SECOND = 45e9
+_BYTES_PER_SECOND = 8e9
+_SECONDS_PER_DRAW = 4e-9  # Inductor draws one number at a time on a CPU
+_SECONDS_PER_TRANSCENDENTAL = 6e-10
+_TRANSCENDENTAL = ("tanh", "exp", "erf", "log", "pow", "sigmoid", "sin", "cos")
+
+
+def is_tensor(node: fx.Node) -> bool:
+    """Whether the node's value is one tensor."""
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether the node's value shares the memory of its first argument."""
+    if node.target is operator.getitem:
+        made = node.args[0]
+        return isinstance(made, fx.Node) and is_view(made)
+    if not isinstance(node.target, OpOverload):
+        return False
+    return node.target.is_view or name_of_op(node) == "_unsafe_view"
+
+
+def base_of(node: fx.Node) -> fx.Node:
+    """The node that made the memory of a node's value."""
+    while is_view(node):
+        made = node.args[0]
+        assert isinstance(made, fx.Node)
+        node = made
+    return node
+
+
+def num_bytes(node: fx.Node) -> int:
+    """Bytes of the tensors of a node's value."""
+    leaves = pytree.tree_leaves(node.meta.get("val"))
+    tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def name_of_op(node: fx.Node) -> str:
+    """The aten name, such as ``addmm``."""
+    if isinstance(node.target, OpOverload):
+        return node.target.overloadpacket.__name__
+    return getattr(node.target, "__name__", str(node.target))
+
+
+def is_alone(node: fx.Node) -> bool:
+    """Whether the node is a kernel of its own: a contraction, never fused."""
+    packet = getattr(node.target, "overloadpacket", None)
+    return packet in flop_registry
+
+
+def is_draw(node: fx.Node) -> bool:
+    """Whether running the node again gives other random numbers.
+
+    Inductor's own random numbers follow from seeds, and only drawing the seeds counts.
+    """
+    seeded = torch.Tag.nondeterministic_seeded
+    return isinstance(node.target, OpOverload) and seeded in node.target.tags
+
+
+def modules_around(node: fx.Node) -> Modules:
+    """The modules whose code runs the node, or ran its forward."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get(FORWARD_OF_BACKWARD) or {}
+    found = (
+        (_LOCAL.sub("", path), kind if isinstance(kind, str) else kind.__name__)
+        for path, kind in stack.values()
+    )
+    return tuple((path, kind.rpartition(".")[2]) for path, kind in found if path)
+
+
+def ops_of(graph: fx.Graph) -> Iterator[fx.Node]:
+    """The nodes that call an op, in order."""
+    return (node for node in graph.nodes if node.op == "call_function")
+
+
+def flops_of(node: fx.Node) -> int:
+    """Floating-point operations of a contraction; 0 for every other node."""
+    if not is_alone(node):
+        return 0
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda one: one.meta["val"])
+    count = flop_registry[node.target.overloadpacket]
+    return int(count(*args, **kwargs, out_val=node.meta["val"]))
+
+
+def arithmetic_seconds(node: fx.Node) -> float:
+    """Seconds of a node besides moving its bytes, on one CPU core."""
+    name = name_of_op(node)
+    if is_alone(node):
+        return flops_of(node) / _FLOPS_PER_SECOND
+    if name.startswith("inductor_rand"):
+        return node.meta["val"].numel() * _SECONDS_PER_DRAW
+    if name in _TRANSCENDENTAL and is_tensor(node):
+        return node.meta["val"].numel() * _SECONDS_PER_TRANSCENDENTAL
+    return 0.0
+
+
+def moving_seconds(moved_bytes: int) -> float:
+    """Seconds to read or write bytes, on one CPU core."""
+    return moved_bytes / _BYTES_PER_SECOND
+
+
+def digest(graph: fx.Graph) -> str:
+    """16 hexadecimal digits, equal for equal joint graphs: ops, arguments, shapes."""
+    parts = []
+    for node in graph.nodes:
+        made = pytree.tree_map_only(torch.Tensor, _describe, node.meta.get("val"))
+        parts.append(f"{node.name}={node.target}{node.args}{node.kwargs}:{made}")
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype}{tuple(tensor.shape)}{tensor.stride()}"

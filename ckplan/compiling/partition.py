@@ -1,0 +1,138 @@
+"""Divide a joint graph into forward and backward, given which values are saved.
+
+Every other value of forward that backward needs is computed again in backward, as late
+as possible: next to its first use there. So the values of one layer are rebuilt when
+that layer's backward begins, not all at once.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeAlias
+
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from ckplan.compiling import nodes
+from ckplan.compiling.torch_names import (
+    PRIMALS,
+    TANGENTS,
+    CustomPartitionerFn,
+    default_parts,
+    tagged_parts,
+    without_duplicates,
+)
+from ckplan.errors import ApplyError
+
+Parts: TypeAlias = tuple[fx.GraphModule, fx.GraphModule]
+
+
+@dataclass(frozen=True)
+class JointGraph:
+    """The joint graph of one training step, and torch's own division of it."""
+
+    module: fx.GraphModule
+    num_outputs: int  # of forward, before the saved values
+    forward: fx.GraphModule  # as torch divides it without a plan
+    backward: fx.GraphModule
+
+    @cached_property
+    def digest(self) -> str:
+        """16 hexadecimal digits, equal for equal joint graphs."""
+        return nodes.digest(self.module.graph)
+
+    @cached_property
+    def saved_names(self) -> frozenset[str]:
+        """Names of the nodes that torch saves without a plan."""
+        inputs = self.backward.graph.find_nodes(op="placeholder")
+        given = (PRIMALS, TANGENTS)
+        return frozenset(n.name for n in inputs if not n.name.startswith(given))
+
+
+class Partitioner(CustomPartitionerFn):
+    """Saves the given values and no others; torch's own choice if there are none.
+
+    A call leaves the joint graph in ``seen``, unless the graph has no backward.
+    """
+
+    def __init__(self, saved: Collection[str] | None, key: str | None = None) -> None:
+        """``key`` identifies the choice to Inductor's caches; None: do not cache."""
+        self.saved = None if saved is None else frozenset(saved)
+        self.key = key
+        self.seen: JointGraph | None = None
+
+    def uuid(self) -> str | None:
+        """The identity of the choice."""
+        return self.key
+
+    def __call__(
+        self, joint: fx.GraphModule, inputs: Any, **how: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Divide the joint graph."""
+        how.pop("compiler", None)
+        joint = without_duplicates(joint)
+        if self.saved is not None:
+            return divide(joint, inputs, self.saved, how)
+        kept = fx.GraphModule(joint, copy.deepcopy(joint.graph))
+        forward, backward = default_parts(joint, inputs, dict(how))
+        self.seen = JointGraph(
+            kept,
+            how["num_fwd_outputs"],
+            forward,
+            backward,
+        )
+        return forward, backward
+
+
+def divide(
+    joint: fx.GraphModule, inputs: Any, saved: Collection[str], how: dict[str, Any]
+) -> Parts:
+    """Divide a joint graph so that forward saves the nodes named, and no others.
+
+    Random draws are saved whether named or not, so none is drawn again.
+
+    Args:
+        joint: The joint graph; nodes that the names stand for are in it.
+        inputs: Its example inputs.
+        saved: Names of nodes of forward that make a tensor.
+        how: What Inductor says besides, such as the number of outputs.
+
+    Raises:
+        ApplyError: A name is not that of a node.
+    """
+    names = {node.name for node in joint.graph.nodes}
+    unknown = sorted(set(saved) - names)
+    if unknown:
+        raise ApplyError(
+            f"cannot save '{unknown[0]}': the compiled graph has no such value",
+            needed="the graph that the plan was made for",
+            hint="plan again: ckplan.compile(model, budget)",
+        )
+    for node in _before_gradients(joint.graph):
+        if node.op in ("call_function", "get_attr"):
+            keep = node.name in saved or _made_by_draw(node)
+            policy = CheckpointPolicy
+            wanted = policy.MUST_SAVE if keep else policy.MUST_RECOMPUTE
+            node.meta["recompute"] = wanted
+            node.meta["ac_graph_id"] = 0  # one region: torch adds no boundaries
+    return tagged_parts(joint, inputs, how)
+
+
+def _before_gradients(graph: fx.Graph) -> Iterator[fx.Node]:
+    """The nodes that need no gradient, in order: all of forward."""
+    after: set[fx.Node] = set()
+    for node in graph.nodes:
+        is_gradient = node.op == "placeholder" and node.name.startswith(TANGENTS)
+        if is_gradient or not after.isdisjoint(node.all_input_nodes):
+            after.add(node)
+        else:
+            yield node
+
+
+def _made_by_draw(node: fx.Node) -> bool:
+    return nodes.is_draw(node) or any(
+        nodes.is_draw(one) for one in node.all_input_nodes if not nodes.is_tensor(one)
+    )

@@ -1,0 +1,243 @@
+"""Replay generated code without running kernels: live bytes, exact.
+
+The wrapper that Inductor generates for forward or backward is Python: it allocates
+buffers, calls kernels on them, reuses and frees them. Here it runs on fake tensors,
+which have sizes and no bytes; kernels do nothing. Every storage counts from its
+allocation until nothing holds it. Kernels that are not generated (matrix products,
+convolutions, sorts) may allocate scratch memory. It is measured once per distinct call,
+by running that kernel alone.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ckplan.compiling.lowering import Code, Lowered
+from ckplan.compiling.torch_names import (
+    COMPILES_KERNELS,
+    EXTERN_KERNELS,
+    FakeTensorMode,
+    storage_key,
+)
+from ckplan.compiling.workspaces import KernelBytes
+from ckplan.errors import ApplyError
+
+_NO_KERNEL = {"empty_strided", "as_strided", "detach"}
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """Bytes of one forward and backward."""
+
+    held_bytes: int  # by inputs: parameters, buffers and the batch
+    forward_peak_bytes: int  # above those
+    saved_bytes: int  # alive between forward and backward, outputs included
+    backward_peak_bytes: int
+    gradient_bytes: int  # alive at the end
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes alive at once, parameters and batch included."""
+        return self.held_bytes + self.step_peak_bytes
+
+    @property
+    def step_peak_bytes(self) -> int:
+        """Most bytes that the step allocates at once."""
+        return max(self.forward_peak_bytes, self.backward_peak_bytes)
+
+    @property
+    def peak_at(self) -> str:
+        """The half of the step that has the peak."""
+        forward = self.forward_peak_bytes >= self.backward_peak_bytes
+        return "compiled forward" if forward else "compiled backward"
+
+
+def replay(lowered: Lowered, num_outputs: int) -> Replayed:
+    """Replay one step: forward, then backward.
+
+    The caller is taken to hold every output until backward ends, and the gradient of a
+    scalar output, which ``loss.backward()`` makes. Gradients do not exist before the
+    step and are alive at its end.
+
+    Args:
+        lowered: The generated code.
+        num_outputs: How many outputs of forward are not saved values.
+
+    Raises:
+        ApplyError: The code does something that cannot be replayed.
+    """
+    kernels = KernelBytes()
+    try:
+        found = _replay(lowered, num_outputs, kernels)
+        if kernels.measure():
+            found = _replay(lowered, num_outputs, kernels)
+    except Exception as error:
+        said = str(error).partition("\n")[0]
+        raise ApplyError(
+            f"cannot replay the generated code: {type(error).__name__}: {said}",
+            needed="ops that run on fake tensors, and alone on zeros",
+            hint="torch.compile without a plan, or ckplan.apply; please report it",
+        ) from error
+    return found
+
+
+def _replay(lowered: Lowered, num_outputs: int, kernels: KernelBytes) -> Replayed:
+    ledger = _Ledger()
+    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+        given = [_fake(value) for value in lowered.forward.inputs]
+        held_bytes = sum(ledger.ignore(value) for value in given)
+        with _Meter(ledger, kernels):
+            made = _call(lowered.forward, ledger, kernels, list(given))
+            outputs, saved = made[:num_outputs], made[num_outputs:]
+            del made
+            forward_peak_bytes, saved_bytes = ledger.peak_bytes, ledger.live_bytes
+            ledger.peak_bytes = 0
+            gradients_in = lowered.backward.inputs[len(saved) :]
+            tangents = [_fake(value) for value in gradients_in]
+            roots = [t for t in tangents if isinstance(t, torch.Tensor) and not t.dim()]
+            saved += tangents
+            del tangents
+            gradients = _call(lowered.backward, ledger, kernels, saved)
+            backward_peak_bytes, gradient_bytes = ledger.peak_bytes, ledger.live_bytes
+            del outputs, roots, gradients
+    return Replayed(
+        held_bytes,
+        forward_peak_bytes,
+        saved_bytes,
+        backward_peak_bytes,
+        gradient_bytes,
+    )
+
+
+class _Ledger:
+    """Live bytes and their peak, from births and deaths of storages."""
+
+    def __init__(self) -> None:
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self._known: set[int] = set()
+
+    def ignore(self, value: object) -> int:
+        """Do not count a tensor that exists anyway; returns its bytes, once."""
+        if not isinstance(value, torch.Tensor):
+            return 0
+        return self._watch(value, self._known.discard)
+
+    def count(self, value: object) -> None:
+        """Count a tensor's storage until it is freed, unless it is known."""
+        if isinstance(value, torch.Tensor):
+            self._add(self._watch(value, self._free))
+
+    def spike(self, num_bytes: int) -> None:
+        """Count bytes that are freed at once."""
+        self._add(num_bytes)
+        self._add(-num_bytes)
+
+    def _watch(self, tensor: torch.Tensor, at_death: Callable[..., None]) -> int:
+        storage = tensor.untyped_storage()
+        key, size = storage_key(tensor), storage.nbytes()
+        if key in self._known:
+            return 0
+        self._known.add(key)
+        sized = (key, size) if at_death == self._free else (key,)
+        weakref.finalize(storage, at_death, *sized)
+        return size
+
+    def _free(self, key: int, num_bytes: int) -> None:
+        self._known.discard(key)
+        self._add(-num_bytes)
+
+    def _add(self, num_bytes: int) -> None:
+        self.live_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+
+class _Meter(TorchDispatchMode):
+    """Counts the outputs and the scratch memory of every op."""
+
+    def __init__(self, ledger: _Ledger, kernels: KernelBytes) -> None:
+        super().__init__()
+        self.ledger, self.kernels = ledger, kernels
+
+    def __torch_dispatch__(
+        self, op: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if op.overloadpacket.__name__ not in _NO_KERNEL:
+            self.ledger.spike(self.kernels.bytes_of(op, args, kwargs))
+        made = op(*args, **kwargs)
+        pytree.tree_map(self.ledger.count, made)
+        return made
+
+
+def _fake(value: Any) -> Any:
+    """A fresh tensor of the same geometry, under the active fake mode."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+
+
+class _Nothing:
+    """Stands in for whatever compiles kernels, and for the kernels."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self
+
+
+class _ExternKernels:
+    """Kernels that are not generated: only their memory counts."""
+
+    def __init__(self, ledger: _Ledger, kernels: KernelBytes) -> None:
+        self._ledger, self._kernels = ledger, kernels
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def kernel(*args: Any, out: Any = None, **kwargs: Any) -> Any:
+            if out is None:
+                return getattr(torch.ops.aten, name)(*args, **kwargs)
+            call = getattr(torch, name)
+            given = {**kwargs, "out": out}
+            self._ledger.spike(self._kernels.bytes_of(call, args, given))
+            return out
+
+        return kernel
+
+
+def _call(
+    code: Code, ledger: _Ledger, kernels: KernelBytes, args: list[Any]
+) -> list[Any]:
+    """Run a generated wrapper; like the real one, it consumes its arguments."""
+    lines = code.source.splitlines()
+    replaced = (COMPILES_KERNELS, EXTERN_KERNELS)
+    source = "\n".join(line for line in lines if line not in replaced)
+    names: dict[str, Any] = {
+        "__name__": "replayed",
+        "AsyncCompile": _Nothing(),
+        "extern_kernels": _ExternKernels(ledger, kernels),
+    }
+    exec(compile(source, "generated code", "exec"), names)
+
+    def view(tensor: torch.Tensor, size: Any, stride: Any, offset: int) -> torch.Tensor:
+        start = tensor.storage_offset() + offset
+        return torch.as_strided(tensor, size, stride, start)
+
+    def empty(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty_strided(size, stride, dtype=dtype)
+
+    names.update(
+        assert_size_stride=_Nothing(),
+        assert_alignment=_Nothing(),
+        empty_strided_cpu=empty,
+        reinterpret_tensor=view,
+        **code.constants,
+    )
+    return list(names["call"](args))

@@ -1,0 +1,227 @@
+"""The closed loop: plans for a compiled step, each replayed before it counts.
+
+The simulator proposes: it knows the ops of the joint graph, but not which buffers
+Inductor reuses. The replay of the generated code decides. So the candidates are the
+non-dominated plans of the solver, a fixed list that no budget changes, and a budget
+gets the cheapest candidate whose replayed peak is within it. More budget allows more
+candidates, so it never costs more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeAlias
+
+from ckplan import units
+from ckplan.compiling.graph import CompiledStep, as_graph
+from ckplan.compiling.lowering import DynamoGraph
+from ckplan.compiling.partition import JointGraph
+from ckplan.compiling.replay import Replayed, replay
+from ckplan.errors import InfeasibleError, PlanError
+from ckplan.graph.records import BEFORE_STEP
+from ckplan.plan.plan import Plan, Prediction, plan_fingerprint
+from ckplan.plan.region import PROGRAM, Region
+from ckplan.plan.resolve import describe, resolve
+from ckplan.solving.planner import Planner
+
+Progress: TypeAlias = Callable[[str, int, int], object]
+"""Told the stage of the work, the number of items done and their total."""
+CANDIDATES = 16
+"""Budgets, evenly spaced, for which the solver proposes a plan."""
+_MOST_OVER = 1.06
+"""A candidate is not replayed if its simulated peak, in proportion to that of the
+unplanned step, is beyond the budget by more than this factor. Simulated peaks are
+seldom that much too high, and then a plan is missed, never a budget."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A plan that the solver proposes."""
+
+    regions: tuple[Region, ...]
+    simulated_peak_bytes: int
+    overhead: float  # estimated, as a fraction of the unplanned step
+    saved: frozenset[str] | None  # nodes that forward saves; None: torch's own choice
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A plan for compiled code, and its replayed peak."""
+
+    plan: Plan
+    saved: frozenset[str] | None
+    replayed: Replayed
+    unplanned: Replayed
+
+
+class CompiledPlanner:
+    """The plans of one compiled step. Replays are remembered."""
+
+    def __init__(
+        self,
+        traced: DynamoGraph,
+        joint: JointGraph,
+        unplanned: Replayed,
+        model: str = "model",
+        progress: Progress | None = None,
+    ) -> None:
+        self.traced = traced
+        self.joint = joint
+        self.unplanned = unplanned
+        self.step: CompiledStep = as_graph(joint, model)
+        self._progress = progress
+        self._replayed: dict[frozenset[str] | None, Replayed] = {None: unplanned}
+
+    def solve(self, budget_bytes: int) -> Chosen:
+        """Find the cheapest candidate whose replayed peak is within a budget.
+
+        Args:
+            budget_bytes: Limit on the bytes alive in forward and backward, parameters
+                and batch included.
+
+        Raises:
+            InfeasibleError: None fits; the smallest replayed peak is named.
+        """
+        for candidate in self.candidates:
+            if self._is_far_over(candidate, budget_bytes):
+                continue
+            found = self.replayed(candidate.saved)
+            if found.peak_bytes <= budget_bytes:
+                return self._chosen(candidate, found, budget_bytes)
+        raise self._nothing_fits(budget_bytes)
+
+    def follow(self, plan: Plan) -> Chosen:
+        """Find the values that a plan saves, and replay it.
+
+        Raises:
+            PlanError: The plan is for uncompiled code or another graph, names what the
+                graph does not have, or its replayed peak exceeds its budget.
+        """
+        self._check_same_graph(plan)
+        regions = tuple(map(_flat, resolve(plan, self.step.graph)))
+        saved = self._saved(regions) if regions else None
+        found = self.replayed(saved)
+        if plan.budget_bytes is not None and found.peak_bytes > plan.budget_bytes:
+            peak, budget = map(
+                units.format_bytes, (found.peak_bytes, plan.budget_bytes)
+            )
+            raise PlanError(
+                f"the plan exceeds its budget: the code that this torch generates "
+                f"takes {peak} of {budget}",
+                needed="a plan for this torch and these options of torch.compile",
+                hint="ckplan.compile(model, budget), which plans again",
+            )
+        return Chosen(plan, saved, found, self.unplanned)
+
+    def replayed(self, saved: frozenset[str] | None) -> Replayed:
+        """The replayed step with the given values saved."""
+        if saved not in self._replayed:
+            if self._progress is not None:
+                done = len(self._replayed)
+                self._progress("replaying generated code", done, CANDIDATES)
+            _, lowered = self.traced.lower(saved)
+            assert lowered is not None
+            self._replayed[saved] = replay(lowered, self.joint.num_outputs)
+        return self._replayed[saved]
+
+    @cached_property
+    def candidates(self) -> tuple[Candidate, ...]:
+        """The non-dominated plans of the solver, the cheapest first."""
+        if self._progress is not None:
+            self._progress("solving", 0, 0)
+        return tuple(self._proposed())
+
+    @cached_property
+    def _planner(self) -> Planner:
+        return Planner(self.step.graph)
+
+    def _proposed(self) -> Iterator[Candidate]:
+        planner = self._planner
+        seen: set[frozenset[str] | None] = set()
+        peak_bytes = planner.unplanned.peak_bytes
+        found = [Candidate((), peak_bytes, 0.0, None)]
+        for point in planner.frontier(CANDIDATES):
+            regions = tuple(map(_flat, point.regions))
+            if regions:
+                timeline = planner.simulator.run(regions)
+                saved = self._saved(regions)
+                peak_bytes, overhead = timeline.peak_bytes, timeline.overhead
+                found.append(Candidate(regions, peak_bytes, overhead, saved))
+        for one in sorted(found, key=lambda c: (c.overhead, c.simulated_peak_bytes)):
+            if one.saved not in seen:
+                seen.add(one.saved)
+                yield one
+
+    def _saved(self, regions: Sequence[Region]) -> frozenset[str]:
+        """Names of the nodes that forward saves under regions.
+
+        They are the saved tensors that no region drops, and what the regions retain.
+        """
+        graph, name_of = self.step.graph, self.step.name_of
+        simulator = self._planner.simulator
+        dropped: set[int] = set()
+        kept: set[int] = set()
+        for region in regions:
+            dropped |= simulator.effect(region).dropped
+            last = region.call if region.last is None else region.last
+            view = simulator.view(region.call, last)
+            program, _ = view.program(region)
+            kept |= {view.flow.storage_of[value] for value in program.retained}
+        kept |= {s.storage for i, s in enumerate(graph.saved) if i not in dropped}
+        made = (s for s in kept if graph.storages[s].maker != BEFORE_STEP)
+        return frozenset(name_of[storage] for storage in made)
+
+    def _is_far_over(self, candidate: Candidate, budget_bytes: int) -> bool:
+        """Whether a candidate need not be replayed; never so near the floor."""
+        simulated = [one.simulated_peak_bytes for one in self.candidates]
+        scale = self.unplanned.peak_bytes / self._planner.unplanned.peak_bytes
+        expected = candidate.simulated_peak_bytes * scale
+        is_near_floor = candidate.simulated_peak_bytes <= _MOST_OVER * min(simulated)
+        return expected > _MOST_OVER * budget_bytes and not is_near_floor
+
+    def _chosen(self, one: Candidate, found: Replayed, budget_bytes: int) -> Chosen:
+        graph = self.step.graph
+        plan = Plan(
+            model=graph.model,
+            fingerprint=plan_fingerprint(graph.fingerprint),
+            budget_bytes=budget_bytes,
+            predicted=Prediction(
+                peak_bytes=found.peak_bytes,
+                peak_at=found.peak_at,
+                overhead=one.overhead,
+                unplanned_peak_bytes=self.unplanned.peak_bytes,
+            ),
+            regions=describe(graph, one.regions),
+        )
+        return Chosen(plan, one.saved, found, self.unplanned)
+
+    def _check_same_graph(self, plan: Plan) -> None:
+        made_for = plan.fingerprint.get("compiled")
+        if made_for == self.joint.digest:
+            return
+        what = (
+            "it is for uncompiled code"
+            if made_for is None
+            else f"it is for the compiled graph {made_for}, this is {self.joint.digest}"
+        )
+        raise PlanError(
+            f"cannot compile with the plan of '{plan.model}': {what}",
+            needed="a plan for this model, batch and torch, compiled",
+            hint="ckplan.compile(model, budget), or ckplan.apply for uncompiled code",
+        )
+
+    def _nothing_fits(self, budget_bytes: int) -> InfeasibleError:
+        smallest = min(one.peak_bytes for one in self._replayed.values())
+        budget, floor = map(units.format_bytes, (budget_bytes, smallest))
+        return InfeasibleError(
+            f"no plan fits {budget} in compiled code",
+            needed=f"at least {floor} ({smallest} B), the smallest replayed peak",
+            hint="a larger budget, a smaller batch, or ckplan.apply, uncompiled",
+        )
+
+
+def _flat(region: Region) -> Region:
+    """The region as compiled code can have it: op by op, with nothing nested."""
+    return Region(region.call, PROGRAM, region.save, region.last)

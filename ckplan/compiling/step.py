@@ -1,0 +1,101 @@
+"""The training step of a workload as one compiled graph, and its ``Graph``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from ckplan import units
+from ckplan.compiling.graph import as_graph
+from ckplan.compiling.lowering import DynamoGraph
+from ckplan.compiling.replay import replay
+from ckplan.compiling.torch_names import (
+    TorchDynamoException,
+    errors_pass,
+    require_hook,
+)
+from ckplan.errors import CkplanError, WorkloadError
+from ckplan.graph.graph import Graph
+from ckplan.training.loading import WorkloadSpec, as_spec
+from ckplan.training.step import call_on_batch, pick_loss
+from ckplan.training.workload import Workload
+
+
+def loss_of_model(model: nn.Module, workload: Workload) -> torch.Tensor:
+    """The loss; ``model`` is an argument, so that paths of modules begin at it."""
+    loss: torch.Tensor = pick_loss(workload, call_on_batch(model, workload.batch))[0]
+    return loss
+
+
+def compiled_loss(workload: Workload, backend: Any) -> Callable[[], torch.Tensor]:
+    """Forward and loss of a workload, compiled as one graph."""
+
+    def step_loss(model: nn.Module) -> torch.Tensor:
+        return loss_of_model(model, workload)
+
+    call = torch.compile(step_loss, backend=backend, fullgraph=True, dynamic=False)
+
+    def loss() -> torch.Tensor:
+        try:
+            return call(workload.model)
+        except CkplanError:
+            raise
+        except TorchDynamoException as error:
+            raise WorkloadError(
+                f"cannot compile the step as one graph: {_first_line(error)}",
+                needed="a model and a loss that compile with fullgraph=True",
+                hint="TORCH_LOGS=graph_breaks shows where the graph breaks",
+            ) from error
+
+    return loss
+
+
+def _first_line(error: Exception) -> str:
+    """The first line of an error's message that says something."""
+    lines = (line.strip() for line in str(error).splitlines())
+    return next(filter(None, lines), type(error).__name__)
+
+
+def profile_compiled(spec: WorkloadSpec | str | Path, *, seed: int = 0) -> Graph:
+    """Trace a workload's compiled step, forward, loss and backward, as a ``Graph``.
+
+    No kernel is generated for it; forward runs once, uncompiled. The unplanned step is
+    the one that torch chooses, which computes some values again as it is.
+
+    Args:
+        spec: Where the workload comes from.
+        seed: Seed of all random numbers.
+
+    Raises:
+        ApplyError: This torch lacks the hook.
+        WorkloadError: The step does not train.
+        CkplanError: The workload cannot be built.
+    """
+    require_hook()
+    torch.manual_seed(seed)
+    workload = as_spec(spec).build()
+    found: list[Graph] = []
+
+    def only_trace(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        with errors_pass():
+            joint, lowered = DynamoGraph(graph, inputs, {}).lower(None)
+            if joint is None or lowered is None:
+                raise WorkloadError(
+                    "cannot trace a compiled step: nothing requires a gradient",
+                    needed="a loss that depends on a parameter with requires_grad",
+                    hint="look for torch.no_grad(), .detach() or frozen parameters",
+                )
+            peak_bytes = replay(lowered, joint.num_outputs).peak_bytes
+            peak = units.format_bytes(peak_bytes)
+            note = f"replay of the generated code: {peak} ({peak_bytes} B) unplanned"
+            traced = as_graph(joint, type(workload.model).__name__).graph
+            found.append(replace(traced, notes=(*traced.notes, note)))
+            return graph.forward
+
+    compiled_loss(workload, only_trace)()
+    return found[0]

@@ -1,0 +1,219 @@
+"""The private names of torch that plans in compiled code stand on.
+
+No other file of this room uses a private name. The hook itself, Inductor's
+``CustomPartitionerFn``, is documented; it is called once per joint graph, after the
+joint-graph passes of Inductor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ckplan.errors import ApplyError, CkplanError
+
+if TYPE_CHECKING:
+    from torch import fx
+
+try:
+    from torch._dynamo.exc import ShortenTraceback, TorchDynamoException
+    from torch._functorch import config as functorch_config
+    from torch._functorch.compile_utils import fx_graph_cse
+    from torch._functorch.partitioners import (
+        default_partition,
+        min_cut_rematerialization_partition,
+    )
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+    from torch._inductor.exc import InvalidCxxCompiler
+    from torch._inductor.graph import GraphLowering
+except ImportError as missing:  # what a version lacks is said when it is needed
+    MISSING: ImportError | None = missing
+    CustomPartitionerFn = ShortenTraceback = object
+    TorchDynamoException = ()
+else:
+    MISSING = None
+
+__all__ = [
+    "COMPILES_KERNELS",
+    "EXTERN_KERNELS",
+    "FORWARD_OF_BACKWARD",
+    "PRIMALS",
+    "TANGENTS",
+    "CustomPartitionerFn",
+    "FakeTensorMode",
+    "OpOverload",
+    "TorchDynamoException",
+    "compile_with",
+    "default_parts",
+    "errors_pass",
+    "generate_code",
+    "require_compiler",
+    "require_hook",
+    "storage_key",
+    "tagged_parts",
+    "without_duplicates",
+]
+
+PRIMALS, TANGENTS = "primals_", "tangents_"
+"""How the inputs of a joint graph are called: those of forward, and the gradients."""
+FORWARD_OF_BACKWARD = "fwd_nn_module_stack"
+"""Where a node of backward keeps the modules that ran its forward."""
+COMPILES_KERNELS = "from torch._inductor.async_compile import AsyncCompile"
+EXTERN_KERNELS = "from torch._inductor.select_algorithm import extern_kernels"
+"""Lines of generated code that import what makes kernels, and what calls others."""
+
+_PARTITIONER = "custom_partitioner_fn"  # option of Inductor
+
+_PROBE = {"fx_graph_cache": False, "fx_graph_remote_cache": False}
+_PROBE_OF_AOT = {
+    "enable_autograd_cache": False,
+    "force_non_lazy_backward_lowering": True,
+}
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """A number that identifies a tensor's storage while it lives."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def require_hook() -> None:
+    """Raise unless this torch has what plans in compiled code need.
+
+    Raises:
+        ApplyError: It has not.
+    """
+    if MISSING is not None:
+        raise ApplyError(
+            f"cannot plan compiled code with torch {torch.__version__}: {MISSING}",
+            needed="a torch whose Inductor takes a custom partitioner (2.11 to 2.14)",
+            hint="another torch, or ckplan.apply, which plans uncompiled code",
+        )
+
+
+def require_compiler() -> None:
+    """Raise unless Inductor finds a C++ compiler.
+
+    Raises:
+        ApplyError: It finds none.
+    """
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler as missing:
+        raise ApplyError(
+            "cannot compile for the CPU: Inductor finds no C++ compiler",
+            needed="g++ 10 or later, or clang++, on PATH or named by CXX",
+            hint="apt-get install g++, or ckplan.apply, which plans uncompiled code",
+        ) from missing
+
+
+def default_parts(
+    joint: fx.GraphModule, inputs: Any, how: dict[str, Any]
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Forward and backward as torch divides the joint graph without a plan."""
+    return min_cut_rematerialization_partition(joint, inputs, "inductor", **how)
+
+
+def tagged_parts(
+    joint: fx.GraphModule, inputs: Any, how: dict[str, Any]
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Forward and backward with exactly the tagged nodes saved."""
+    return default_partition(joint, inputs, **how)
+
+
+def without_duplicates(joint: fx.GraphModule) -> fx.GraphModule:
+    """The joint graph after elimination of dead code and common subexpressions.
+
+    The default partitioner does the same first, so names of nodes agree with its own.
+    """
+    joint.graph.eliminate_dead_code()
+    joint.graph = fx_graph_cse(joint.graph)
+    joint.recompile()
+    return joint
+
+
+def compile_with(
+    gm: fx.GraphModule, inputs: Any, partitioner: Any, options: dict[str, Any]
+) -> Callable[..., Any]:
+    """Compile a graph of Dynamo with Inductor and a partitioner; None: torch's own."""
+    return compile_fx(gm, inputs, config_patches={**options, _PARTITIONER: partitioner})
+
+
+def generate_code(
+    gm: fx.GraphModule,
+    inputs: Any,
+    partitioner: Any,
+    options: dict[str, Any],
+    record: Callable[[str, dict[str, Any], Any, bool], None],
+) -> None:
+    """Lower forward and backward of a graph of Dynamo; compile and run nothing.
+
+    Args:
+        gm: The graph; it is consumed.
+        inputs: Its example inputs.
+        partitioner: Divides the joint graph.
+        options: Options of Inductor.
+        record: Given the source, its constants, the example inputs (fake tensors), and
+            whether it is backward, once for each of the two.
+    """
+
+    def inner(part: fx.GraphModule, given: Any, **how: Any) -> Any:
+        def instead(lowering: Any) -> SimpleNamespace:
+            code, _ = lowering.codegen()
+            backward = bool(how.get("is_backward"))
+            record(code.value, dict(lowering.constants), list(given), backward)
+            return SimpleNamespace(call=_not_compiled)
+
+        with mock.patch.object(GraphLowering, "compile_to_module", instead):
+            return compile_fx_inner(part, given, **how)
+
+    with functorch_config.patch(**_PROBE_OF_AOT):
+        compile_fx(
+            gm,
+            inputs,
+            inner_compile=inner,
+            config_patches={**options, **_PROBE, _PARTITIONER: partitioner},
+        )
+
+
+def _not_compiled(*_: object) -> None:
+    raise AssertionError("internal error: generated code ran that was not compiled")
+
+
+@contextmanager
+def errors_pass() -> Iterator[None]:
+    """Let an error of ckplan reach the user as it is, through Dynamo.
+
+    Dynamo wraps what a backend raises, except errors of its own. So the error becomes
+    one of those, too.
+    """
+    try:
+        yield
+    except CkplanError as error:
+        if isinstance(error, ShortenTraceback):
+            raise
+        raise _passing(error).with_traceback(error.__traceback__) from None
+
+
+def _passing(error: CkplanError) -> CkplanError:
+    """The same error as one that Dynamo does not wrap."""
+
+    def copy_fields(self: Any) -> None:
+        Exception.__init__(self, error.what)
+        self.what, self.needed, self.hint = error.what, error.needed, error.hint
+        self.first_useful_frame = None  # keep the whole traceback
+
+    kind = type(error)
+    bases = (kind, ShortenTraceback)
+    body = {"__init__": copy_fields, "__module__": kind.__module__}
+    passing = type(kind.__name__, bases, body)
+    found: CkplanError = passing()
+    return found

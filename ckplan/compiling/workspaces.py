@@ -1,0 +1,80 @@
+"""Memory that kernels allocate while they run, measured once per distinct call.
+
+The sizes of tensors do not say how much scratch memory a convolution or a sort needs.
+So each distinct call runs alone, on tensors of zeros, under the allocator's log.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from ckplan.training.allocator import AllocatorLog, log_allocations
+
+_MARK = "ckplan kernel "
+_KNOWN: dict[str, int] = {}
+
+
+class KernelBytes:
+    """Most bytes that kernels allocate at once, outputs included."""
+
+    def __init__(self) -> None:
+        self._wanted: dict[str, tuple[Callable[..., Any], Any, Any]] = {}
+
+    def bytes_of(self, op: Callable[..., Any], args: Any, kwargs: Any) -> int:
+        """Bytes of one call; 0, until ``measure``, if no such call was measured."""
+        described = pytree.tree_map(_describe, (args, kwargs))
+        key = repr((str(op), described))
+        if key not in _KNOWN:
+            self._wanted[key] = op, *described
+        return _KNOWN.get(key, 0)
+
+    def measure(self) -> bool:
+        """Measure the calls whose bytes are unknown; whether there were any."""
+        wanted, self._wanted = self._wanted, {}
+        if not wanted:
+            return False
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            for op, args, kwargs in wanted.values():
+                _run(op, args, kwargs)  # what the first run allocates stays
+            with log_allocations(_MARK) as log:
+                for number, (op, args, kwargs) in enumerate(wanted.values()):
+                    _run(op, args, kwargs, f"{_MARK}{number}")
+        for number, key in enumerate(wanted):
+            _KNOWN[key] = _peak_within(log, f"{_MARK}{number}")
+        return True
+
+
+class _Tensor(tuple[Any, ...]):
+    """Shape, stride and type of a tensor that is made when a kernel is measured."""
+
+
+def _describe(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return _Tensor((tuple(value.shape), value.stride(), value.dtype))
+
+
+def _made(value: Any) -> Any:
+    if not isinstance(value, _Tensor):
+        return value
+    shape, stride, dtype = value
+    return torch.empty_strided(shape, stride, dtype=dtype).zero_()
+
+
+def _run(op: Callable[..., Any], args: Any, kwargs: Any, mark: str = "") -> None:
+    real_args, real_kwargs = pytree.tree_map(
+        _made, (args, kwargs), is_leaf=lambda value: isinstance(value, _Tensor)
+    )
+    with torch.profiler.record_function(mark):
+        op(*real_args, **real_kwargs)  # frees its result within the mark
+
+
+def _peak_within(log: AllocatorLog, mark: str) -> int:
+    start, stop = log.spans[mark]
+    sizes = (size for at, size in log.events if start <= at <= stop)
+    return max(accumulate(sizes, initial=0))

@@ -1,0 +1,84 @@
+"""The report of ``verify --compile``: compiled steps with a plan and without one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.console import Group, RenderableType
+
+from ckplan import units
+from ckplan.errors import VerifyError
+from ckplan.report.tables import add_row, key_value_table, make_table, section
+
+if TYPE_CHECKING:
+    from ckplan.verifying.compiled_steps import CompiledVerification
+
+_NONE = "n/a"
+
+
+def compiled_report(found: CompiledVerification) -> RenderableType:
+    """Replayed and measured peaks, seconds, and whether results are bitwise equal."""
+    table = make_table("", "replayed", "measured")
+    peaks = found.replayed_peak_bytes, found.measured_peak_bytes
+    add_row(table, "peak", *map(units.format_bytes, peaks))
+    unplanned = found.unplanned_replayed_peak_bytes, found.unplanned_measured_peak_bytes
+    add_row(table, "peak unplanned", *map(units.format_bytes, unplanned))
+    equal = {
+        "loss": found.loss_equal,
+        "gradients": found.gradients_equal,
+        "buffers": found.buffers_equal,
+        "random state": found.random_state_equal,
+    }
+    limit = found.budget_bytes
+    said = [
+        ("budget", _NONE if limit is None else units.format_bytes(limit)),
+        ("fits", "yes" if found.fits else "no"),
+        *(
+            (name, "bitwise equal" if yes else "different")
+            for name, yes in equal.items()
+        ),
+        *(("differs", name) for name in found.different),
+        ("largest difference", f"{found.largest_difference:.1e}"),
+        ("from uncompiled", _difference(found.largest_difference_from_eager)),
+        ("step", _seconds(found.step_seconds)),
+        ("step unplanned", _seconds(found.unplanned_step_seconds)),
+        ("overhead", _percent(found.overhead)),
+        ("overhead estimated", _percent(found.predicted_overhead)),
+    ]
+    return Group(
+        section("Forward and backward, compiled", table),
+        section("Planned against unplanned", key_value_table(said)),
+    )
+
+
+def compiled_error(found: CompiledVerification) -> VerifyError:
+    """The error for compiled steps that differ, or exceed their budget."""
+    if not found.fits and found.budget_bytes is not None:
+        peak, budget = map(
+            units.format_bytes, (found.measured_peak_bytes, found.budget_bytes)
+        )
+        return VerifyError(
+            f"the compiled step exceeds its budget: measured peak {peak}",
+            needed=f"at most {budget}",
+            hint="report it, with the model: the replay should be exact",
+        )
+    first = ", ".join(found.different[:3])
+    return VerifyError(
+        f"the planned compiled step differs from the unplanned one: {first}",
+        needed="the same bits, or gradients that differ by rounding alone",
+        hint="train without this plan, and please report it",
+    )
+
+
+def _difference(fraction: float | None) -> str:
+    return (
+        "not compared: other random numbers" if fraction is None else f"{fraction:.1e}"
+    )
+
+
+def _seconds(seconds: float | None) -> str:
+    return _NONE if seconds is None else units.format_seconds(seconds)
+
+
+def _percent(overhead: float | None) -> str:
+    return _NONE if overhead is None else units.format_percent(overhead, sign=True)

@@ -1,0 +1,228 @@
+"""Verify a plan inside ``torch.compile``: compiled steps with it and without it."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ckplan.compiling import Backend, backend
+from ckplan.compiling.search import Chosen, Progress
+from ckplan.compiling.step import compiled_loss, loss_of_model
+from ckplan.errors import WorkloadError
+from ckplan.plan.plan import Plan
+from ckplan.training.allocator import log_allocations
+from ckplan.training.loading import WorkloadSpec, as_spec
+from ckplan.training.workload import Workload
+
+ROUNDING = 1e-4
+"""Largest difference of a gradient, relative to the largest number in it, that kernels
+of another shape may make by rounding."""
+_MOST_NAMES = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompiledVerification:
+    """Compiled steps with a plan, compared with compiled steps without one."""
+
+    budget_bytes: int | None
+    fits: bool
+    replayed_peak_bytes: int  # parameters and batch included, like all peaks here
+    measured_peak_bytes: int
+    unplanned_replayed_peak_bytes: int
+    unplanned_measured_peak_bytes: int
+    loss_equal: bool
+    gradients_equal: bool
+    buffers_equal: bool
+    random_state_equal: bool
+    different: tuple[str, ...]  # the first names
+    largest_difference: float  # of a gradient, relative to its largest number
+    # The same against uncompiled steps, which draw other random numbers: None if any.
+    largest_difference_from_eager: float | None
+    predicted_overhead: float | None
+    overhead: float | None
+    step_seconds: float | None
+    unplanned_step_seconds: float | None
+
+    @property
+    def passed(self) -> bool:
+        """Whether the plan fits and changes no more than rounding may."""
+        same_draws = self.random_state_equal
+        return self.fits and same_draws and self.largest_difference <= ROUNDING
+
+    def as_json(self) -> dict[str, Any]:
+        """The same as plain values, for ``--json``."""
+        return {"passed": self.passed, **asdict(self)}
+
+
+@dataclass(frozen=True)
+class _Results:
+    """What one step computes, and the bytes it allocates at once."""
+
+    values: dict[str, torch.Tensor]  # "loss", "gradient x", "buffer x", "random state"
+    peak_bytes: int
+
+
+def verify_compiled(
+    spec: WorkloadSpec | str | Path,
+    plan_or_budget: Plan | Path | str | int,
+    *,
+    steps: int = 5,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> tuple[CompiledVerification, Plan]:
+    """Take the same compiled steps without a plan and with it, and compare.
+
+    A step is forward, loss and backward, compiled as one graph, on the CPU.
+
+    Args:
+        spec: Where the workload comes from.
+        plan_or_budget: A plan for compiled code, or a budget; see ``ckplan.compile``.
+        steps: Number of timed steps of each, interleaved; 0 disables timing.
+        seed: Seed of all random numbers.
+        progress: Callback that reports progress.
+
+    Returns:
+        The comparison, and the plan. A difference does not raise.
+
+    Raises:
+        CkplanError: The plan or the budget cannot be used, or the model does not
+            compile as a whole.
+    """
+    torch.manual_seed(seed)
+    workload = as_spec(spec).build()
+    planned_backend = backend(plan_or_budget, progress=progress)
+    compiled = {
+        False: compiled_loss(workload, "inductor"),
+        True: compiled_loss(workload, planned_backend),
+    }
+    first = {
+        planned: _results(workload, call, seed) for planned, call in compiled.items()
+    }
+    chosen = _only(planned_backend)
+    seconds = _seconds(workload, compiled, steps, seed)
+    eager = _eager(workload, seed)
+    return _judge(chosen, first, eager, seconds), chosen.plan
+
+
+def _results(
+    workload: Workload, call: Callable[[], torch.Tensor], seed: int
+) -> _Results:
+    """Results of a first step, and the peak of a second one, from the same state."""
+    model = workload.model
+    buffers = {name: one.clone() for name, one in model.named_buffers()}
+
+    def step() -> torch.Tensor:
+        with torch.no_grad():
+            for name, one in model.named_buffers():
+                one.copy_(buffers[name])
+        model.zero_grad(set_to_none=True)
+        torch.manual_seed(seed)
+        loss = call()
+        loss.backward()
+        return loss.detach()
+
+    loss = step()
+    values = {"loss": loss.clone(), "random state": torch.get_rng_state()}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            values[f"gradient {name}"] = parameter.grad.clone()
+    values |= {f"buffer {name}": one.clone() for name, one in model.named_buffers()}
+    model.zero_grad(set_to_none=True)
+    with log_allocations() as log:
+        step()
+    return _Results(values, log.peak_bytes)
+
+
+def _eager(workload: Workload, seed: int) -> _Results | None:
+    """Results of an uncompiled step; None if it draws: compiled code draws others."""
+    found = _results(workload, lambda: loss_of_model(workload.model, workload), seed)
+    untouched = torch.Generator().manual_seed(seed).get_state()
+    return found if torch.equal(found.values["random state"], untouched) else None
+
+
+def _only(planned: Backend) -> Chosen:
+    if len(planned.chosen) != 1:
+        raise WorkloadError(
+            f"cannot verify compiled steps of {len(planned.chosen)} graphs",
+            needed="a step that trains and compiles as one graph",
+            hint="TORCH_LOGS=graph_breaks shows where the model's graph breaks",
+        )
+    return planned.chosen[0]
+
+
+def _seconds(
+    workload: Workload,
+    compiled: dict[bool, Callable[[], torch.Tensor]],
+    steps: int,
+    seed: int,
+) -> dict[bool, list[float]]:
+    """Seconds of steps with and without the plan, by turns."""
+    found: dict[bool, list[float]] = {False: [], True: []}
+    for number in range(steps):
+        for planned in (False, True) if number % 2 else (True, False):
+            workload.model.zero_grad(set_to_none=True)
+            torch.manual_seed(seed)
+            begin = time.perf_counter()
+            compiled[planned]().backward()
+            found[planned].append(time.perf_counter() - begin)
+    return found
+
+
+def _judge(
+    chosen: Chosen,
+    first: dict[bool, _Results],
+    eager: _Results | None,
+    seconds: dict[bool, list[float]],
+) -> CompiledVerification:
+    plain, planned = first[False].values, first[True].values
+    different = [n for n, value in plain.items() if not torch.equal(value, planned[n])]
+    held_bytes = chosen.replayed.held_bytes
+    budget_bytes = chosen.plan.budget_bytes
+    measured_bytes = held_bytes + first[True].peak_bytes
+    predicted = chosen.plan.predicted
+    medians = {k: statistics.median(v) if v else None for k, v in seconds.items()}
+    ratios = [p / u for p, u in zip(seconds[True], seconds[False], strict=True)]
+
+    def equal(kind: str) -> bool:
+        return not any(name.startswith(kind) for name in different)
+
+    return CompiledVerification(
+        budget_bytes=budget_bytes,
+        fits=budget_bytes is None or measured_bytes <= budget_bytes,
+        replayed_peak_bytes=chosen.replayed.peak_bytes,
+        measured_peak_bytes=measured_bytes,
+        unplanned_replayed_peak_bytes=chosen.unplanned.peak_bytes,
+        unplanned_measured_peak_bytes=held_bytes + first[False].peak_bytes,
+        loss_equal=equal("loss"),
+        gradients_equal=equal("gradient"),
+        buffers_equal=equal("buffer"),
+        random_state_equal=equal("random state"),
+        different=tuple(different[:_MOST_NAMES]),
+        largest_difference=_largest_difference(planned, plain),
+        largest_difference_from_eager=(
+            None if eager is None else _largest_difference(planned, eager.values)
+        ),
+        predicted_overhead=predicted.overhead if predicted else None,
+        overhead=statistics.median(ratios) - 1 if ratios else None,
+        step_seconds=medians[True],
+        unplanned_step_seconds=medians[False],
+    )
+
+
+def _largest_difference(
+    one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]
+) -> float:
+    """Largest difference of a gradient, relative to the largest number in it."""
+    largest = 0.0
+    for name, right in other.items():
+        if name.startswith("gradient") and right.numel():
+            scale = float(right.abs().max()) or 1.0
+            apart = float((one[name] - right).abs().max()) / scale
+            largest = max(largest, apart)
+    return largest

@@ -1,0 +1,100 @@
+"""The commands for compiled steps: ``profile --compile`` and ``verify --compile``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from commands import Run
+
+import ckplan
+from ckplan.graph.file import load as load_graph
+from ckplan.plan.file import load as load_plan
+
+SMALL = ("--set", "layers=2", "--set", "batch=512")
+
+
+BREAKS = """
+import torch
+
+class Breaks(torch.nn.Linear):
+    def forward(self, x):
+        torch._dynamo.graph_break()
+        return super().forward(x).sum()
+
+def build():
+    return Breaks(3, 3), torch.randn(2, 3)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _own_caches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Keep Inductor's caches in the test's folder."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    torch._dynamo.reset()
+
+
+def test_a_compiled_step_is_profiled_and_solved(run: Run, folder: Path) -> None:
+    ended = run("profile", "model.py", *SMALL, "--compile", "-o", "t.json")
+    assert ended.code == 0, ended.err
+    assert "replay of the generated code" in ended.out
+    graph = load_graph(folder / "t.json")
+    assert {call.fqn for call in graph.calls} >= {"", "0", "1.2"}
+    solved = run("solve", "t.json", "--min-memory", "-o", "p.yaml")
+    assert solved.code == 0, solved.err
+    plan = load_plan(folder / "p.yaml")
+    assert plan.fingerprint["compiled"] == graph.fingerprint["compiled"]
+    with pytest.raises(ckplan.CkplanError, match="it is for compiled code"):
+        ckplan.apply(torch.nn.Linear(8, 8), plan)
+
+
+@pytest.mark.slow
+def test_a_compiled_step_is_verified_within_a_budget(run: Run, folder: Path) -> None:
+    how = ("--compile", "--steps", "2", "--json")
+    words = ("verify", "model.py", "--set", "batch=512", *how)
+    ended = run(*words, "--budget", "90%", "--save", "p.yaml")
+    assert ended.code == 0, ended.err
+    found = json.loads(ended.out)
+    assert found["passed"]
+    assert found["gradients_equal"]
+    assert found["measured_peak_bytes"] == found["replayed_peak_bytes"]
+    assert found["measured_peak_bytes"] <= found["budget_bytes"]
+    torch._dynamo.reset()
+    again = run(words[0], words[1], "p.yaml", *words[2:])
+    assert again.code == 0, again.err
+    repeated = json.loads(again.out)
+    assert repeated["replayed_peak_bytes"] == found["replayed_peak_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--compile",), "exactly one of a plan and --budget"),
+        (("--compile", "p.yaml", "--budget", "1GiB"), "exactly one of a plan"),
+        (("--compile", "--budget", "80%", "--amp", "bf16"), "--compile takes --set"),
+        (("--budget", "80%"), "a plan is missing"),
+    ],
+)
+def test_words_that_do_not_go_together(
+    run: Run, words: tuple[str, ...], said: str
+) -> None:
+    ended = run("verify", "model.py", *words)
+    assert ended.code == 2
+    assert said in " ".join(ended.err.split())
+
+
+def test_a_model_whose_graph_breaks_is_said(run: Run, folder: Path) -> None:
+    (folder / "breaks.py").write_text(BREAKS)
+    ended = run("profile", "breaks.py", "--compile")
+    assert ended.code == 1
+    assert "cannot compile the step as one graph" in ended.err
+    assert len(ended.err.strip().splitlines()) == 3
+
+
+def test_profiling_a_compiled_step_for_a_card_is_refused(run: Run) -> None:
+    ended = run("profile", "model.py", "--compile", "--gpu", "RTX 4090")
+    assert ended.code == 2
+    assert "--compile takes --set" in " ".join(ended.err.split())

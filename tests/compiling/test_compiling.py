@@ -1,0 +1,345 @@
+"""Plans inside torch.compile: bits, bytes, budgets, and what is refused."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from compiled import Convolutions, Deep, Steps, deep, planner_of, run_steps, tiny_gpt2
+from torch import nn
+
+import ckplan
+from ckplan.compiling import nodes
+from ckplan.compiling.lowering import Code, Lowered
+from ckplan.compiling.replay import replay
+from ckplan.compiling.search import CompiledPlanner
+from ckplan.errors import ApplyError, InfeasibleError, PlanError
+from ckplan.plan.file import loads
+from ckplan.plan.plan import Plan
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _own_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep Inductor's caches in a folder of the test's, and its warnings to torch."""
+    folder = str(tmp_path_factory.mktemp("inductor"))
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", folder)
+        patch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+        yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture(scope="module")
+def planner() -> CompiledPlanner:
+    return planner_of(*deep())
+
+
+@pytest.fixture(scope="module")
+def unplanned() -> Steps:
+    model, x = deep()
+    return run_steps(torch.compile(model, fullgraph=True, dynamic=False), model, x)
+
+
+def compiled_within(budget: str | int | Plan) -> tuple[Steps, ckplan.Plan, int]:
+    torch._dynamo.reset()
+    model, x = deep()
+    backend = ckplan.backend(budget)
+    call = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
+    steps = run_steps(call, model, x)
+    (chosen,) = backend.chosen
+    return steps, chosen.plan, chosen.replayed.step_peak_bytes
+
+
+def test_the_graph_of_a_compiled_step_has_its_calls_and_saved_values(
+    planner: CompiledPlanner,
+) -> None:
+    graph = planner.step.graph
+    found = {call.fqn for call in graph.calls}
+    assert {"", "layers.0", "layers.1.up", "layers.1.down", "head"} <= found
+    layer = next(i for i, c in enumerate(graph.calls) if c.fqn == "layers.1")
+    saved = {graph.saved[i].storage for i in graph.saved_in(layer)}
+    names = {planner.step.name_of[s] for s in saved if s in planner.step.name_of}
+    assert names <= planner.joint.saved_names
+    assert len(saved) >= 3  # norm's input, the mask, what `down` multiplies
+    backward = [op for op in graph.ops[graph.num_forward :] if op.call == layer]
+    assert not any(call.fqn.startswith("L[") for call in graph.calls)
+    assert backward or graph.children[layer]
+    parameters = sum(p.numel() * 4 for p in deep()[0].parameters())
+    assert graph.bytes_by_kind["parameter"] == parameters
+    assert graph.bytes_by_kind["input"] == 1024 * 32 * 4
+
+
+def test_simulation_and_replay_agree_about_the_unplanned_step(
+    planner: CompiledPlanner,
+) -> None:
+    (none,) = (one for one in planner.candidates if not one.regions)
+    simulated = none.simulated_peak_bytes
+    assert simulated == pytest.approx(planner.unplanned.peak_bytes, rel=0.15)
+
+
+def test_more_budget_never_costs_more_and_no_plan_is_over(
+    planner: CompiledPlanner,
+) -> None:
+    full = planner.unplanned.peak_bytes
+    with pytest.raises(InfeasibleError) as smallest:
+        planner.solve(1)
+    floor = int(smallest.value.needed.partition("(")[2].partition(" B")[0])
+    assert floor < 0.75 * full
+    before = float("inf")
+    for place in range(21):
+        budget_bytes = floor + (full - floor) * place // 20
+        chosen = planner.solve(budget_bytes)
+        predicted = chosen.plan.predicted
+        assert predicted is not None
+        assert predicted.peak_bytes == chosen.replayed.peak_bytes <= budget_bytes
+        assert predicted.overhead <= before
+        before = predicted.overhead
+    assert before == 0
+    with pytest.raises(InfeasibleError):
+        planner.solve(floor - 1)
+
+
+def test_a_plan_read_back_saves_the_same_values(planner: CompiledPlanner) -> None:
+    budget_bytes = int(0.7 * planner.unplanned.peak_bytes)
+    chosen = planner.solve(budget_bytes)
+    from ckplan.plan.file import dumps
+
+    again = planner.follow(loads(dumps(chosen.plan), "plan"))
+    assert again.saved == chosen.saved
+    assert again.replayed == chosen.replayed
+
+
+def test_gradients_keep_their_bits_and_the_measured_peak_is_the_replayed_one(
+    unplanned: Steps,
+) -> None:
+    steps, plan, replayed_bytes = compiled_within("70%")
+    assert steps.differs_from(unplanned) == []
+    assert steps.peak_bytes == replayed_bytes
+    assert plan.regions
+    assert steps.peak_bytes < 0.75 * unplanned.peak_bytes
+    assert plan.budget_bytes is not None
+    assert plan.predicted is not None
+    assert plan.predicted.unplanned_peak_bytes - plan.predicted.peak_bytes == (
+        unplanned.peak_bytes - steps.peak_bytes
+    )
+
+
+def test_a_step_that_fits_is_torch_s_own(unplanned: Steps) -> None:
+    steps, plan, replayed_bytes = compiled_within("100%")
+    assert steps.differs_from(unplanned) == []
+    assert plan.regions == ()
+    assert steps.peak_bytes == replayed_bytes == unplanned.peak_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_gpt2_with_dropout_keeps_its_bits() -> None:
+    model, ids = tiny_gpt2()
+    torch._dynamo.reset()
+    whole = torch.compile(model, fullgraph=True, dynamic=False)
+    unplanned = run_steps(whole, model, ids)
+    torch._dynamo.reset()
+    backend = ckplan.backend("75%")
+    call = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
+    planned = run_steps(call, model, ids)
+    assert planned.differs_from(unplanned) == []
+    assert planned.peak_bytes == backend.chosen[0].replayed.step_peak_bytes
+    assert planned.peak_bytes < unplanned.peak_bytes
+
+
+def test_torch_s_own_random_numbers_are_saved_not_drawn_again() -> None:
+    planner = planner_of(*deep(1), options={"fallback_random": True})
+    draws = {
+        str(node.target)
+        for node in planner.joint.module.graph.nodes
+        if nodes.is_draw(node)
+    }
+    assert draws
+    _, lowered = planner.traced.lower([])
+    assert lowered is not None
+    for draw in draws:
+        assert draw in lowered.forward.source
+        assert draw not in lowered.backward.source
+
+
+class Odd(nn.Module):
+    """A constant, an empty tensor, a sort: values that are no activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = torch.tensor([1.0, 2.0]).repeat(8)
+        found = (self.weight * x).exp() * scale
+        best, _ = found.sort(dim=0)
+        return (best * found).sum() + (x[:0] * self.weight[:0]).sum()
+
+
+def test_constants_empty_tensors_and_sorts_are_planned() -> None:
+    planner = planner_of(Odd(), torch.randn(8, 16))
+    found = planner.replayed(frozenset())
+    assert found.peak_bytes > found.held_bytes > 0
+    assert planner.solve(planner.unplanned.peak_bytes).plan.regions == ()
+
+
+def test_a_model_without_gradients_compiles() -> None:
+    torch._dynamo.reset()
+    model, x = deep(1)
+    model.eval().requires_grad_(False)
+    compiled = ckplan.compile(model, "50%")
+    assert torch.allclose(compiled(x), model(x))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_200_steps_of_training_have_the_losses_of_unplanned_ones() -> None:
+    def train(call: Callable[..., torch.Tensor], model: nn.Module) -> list[float]:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        torch.manual_seed(2)
+        losses = []
+        for _ in range(200):
+            optimizer.zero_grad(set_to_none=True)
+            loss = call(torch.randn(1024, 32))
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    torch._dynamo.reset()
+    model, _ = deep()
+    unplanned = train(torch.compile(model, fullgraph=True, dynamic=False), model)
+    torch._dynamo.reset()
+    model, _ = deep()
+    backend = ckplan.backend("75%")
+    call = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
+    assert train(call, model) == unplanned
+    assert len(backend.plans) == 1  # never compiled again
+    assert backend.plans[0].regions
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_batch_norm_and_convolutions_keep_bits_and_statistics() -> None:
+    def build() -> tuple[nn.Module, torch.Tensor]:
+        torch.manual_seed(0)
+        return Convolutions(), torch.randn(8, 3, 24, 24)
+
+    found = {}
+    for budget in (None, "90%"):
+        torch._dynamo.reset()
+        model, x = build()
+        backend = "inductor" if budget is None else ckplan.backend(budget)
+        call = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
+        buffers = dict(model.named_buffers())
+        found[budget] = run_steps(call, model, x), buffers
+    (unplanned, expected), (planned, buffers) = found.values()
+    assert planned.differs_from(unplanned) == []
+    assert all(torch.equal(buffers[name], one) for name, one in expected.items())
+    assert planned.peak_bytes == backend.chosen[0].replayed.step_peak_bytes
+    assert planned.peak_bytes < unplanned.peak_bytes
+
+
+def test_a_budget_below_the_floor_names_the_replayed_floor() -> None:
+    torch._dynamo.reset()
+    model, x = deep(1)
+    with pytest.raises(InfeasibleError, match="compiled code") as refused:
+        ckplan.compile(model, 1000)(x)
+    assert "the smallest replayed peak" in str(refused.value)
+    assert str(refused.value).count("\n") == 2
+
+
+def test_plans_are_not_mixed_up(planner: CompiledPlanner) -> None:
+    compiled_plan = planner.solve(planner.unplanned.peak_bytes).plan
+    with pytest.raises(PlanError, match="it is for uncompiled code"):
+        planner.follow(Plan(model="m"))
+    other = Plan(model="m", fingerprint={"compiled": "0" * 16})
+    with pytest.raises(PlanError, match=f"this is {planner.joint.digest}"):
+        planner.follow(other)
+    with pytest.raises(PlanError, match="it is for compiled code"):
+        ckplan.apply(Deep(), compiled_plan)
+
+
+def test_a_plan_that_exceeds_its_budget_is_refused(planner: CompiledPlanner) -> None:
+    from dataclasses import replace
+
+    chosen = planner.solve(int(0.8 * planner.unplanned.peak_bytes))
+    tighter = replace(chosen.plan, budget_bytes=chosen.replayed.peak_bytes - 1)
+    with pytest.raises(PlanError, match="exceeds its budget"):
+        planner.follow(tighter)
+
+
+def test_what_cannot_be_planned_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ckplan.compiling import torch_names
+
+    x = torch.randn(4, 3)
+    torch._dynamo.reset()
+    with pytest.raises(ApplyError, match="dynamic shapes"):
+        ckplan.compile(nn.Linear(3, 3), "80%", dynamic=True)(x)
+    torch._dynamo.reset()
+    with pytest.raises(ApplyError, match="mode 'max-autotune'"):
+        ckplan.compile(nn.Linear(3, 3), "80%", mode="max-autotune")(x)
+    with pytest.raises(ckplan.CkplanError, match="within a NoneType"):
+        ckplan.compile(nn.Linear(3, 3), None)  # type: ignore[arg-type]
+    torch._dynamo.reset()
+    with pytest.raises(ckplan.CkplanError, match="all of it is reserved"):
+        ckplan.compile(nn.Linear(3, 3), "80%", reserve="1GiB")(x)
+    monkeypatch.setattr(torch_names, "MISSING", ImportError("no CustomPartitionerFn"))
+    with pytest.raises(ApplyError, match="no CustomPartitionerFn"):
+        ckplan.backend("80%")
+
+
+def test_code_that_cannot_be_replayed_is_said() -> None:
+    code = Code("def call(args):\n    return not_there(args)", {}, [])
+    with pytest.raises(ApplyError, match="NameError: name 'not_there'"):
+        replay(Lowered(code, code), 1)
+
+
+def test_the_replay_counts_births_reuse_and_deaths() -> None:
+    x = torch.empty(256)  # 1024 bytes, as every buffer below
+    forward = """
+def call(args):
+    x, = args
+    args.clear()
+    a = empty_strided_cpu((256,), (1,), torch.float32)
+    b = a; del a  # reuse
+    c = empty_strided_cpu((256,), (1,), torch.float32)
+    extern_kernels.mm(reinterpret_tensor(x, (16, 16), (16, 1), 0),
+        reinterpret_tensor(b, (16, 16), (16, 1), 0),
+        out=reinterpret_tensor(c, (16, 16), (16, 1), 0))
+    del b
+    return (c, reinterpret_tensor(c, (2,), (1,), 0), x)
+"""
+    backward = """
+def call(args):
+    saved, x, tangent = args
+    args.clear()
+    del saved
+    g = empty_strided_cpu((512,), (1,), torch.float32)
+    del tangent
+    return (g,)
+"""
+    imports = "import torch\n"
+    given = [torch.empty(2), x, torch.empty(256)]
+    lowered = Lowered(
+        Code(imports + forward, {}, [x]), Code(imports + backward, {}, given)
+    )
+    found = replay(lowered, 1)
+    assert found.held_bytes == 1024
+    assert found.forward_peak_bytes == 2048
+    assert found.saved_bytes == 1024  # the view shares the output's memory
+    assert found.backward_peak_bytes == 1024 + 1024 + 2048
+    assert found.gradient_bytes == 1024 + 2048
+    assert found.peak_at == "compiled backward"
+
+
+def test_no_compiler_is_said(tmp_path: Path) -> None:
+    from torch._inductor import config
+
+    torch._dynamo.reset()
+    without = config.patch({"cpp.cxx": (str(tmp_path / "no-such-compiler"),)})
+    with without, pytest.raises(ApplyError, match="no C\\+\\+ compiler"):
+        ckplan.compile(nn.Linear(3, 3), "80%")(torch.randn(4, 3))
