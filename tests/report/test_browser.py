@@ -46,7 +46,7 @@ console.log("PROBE" + JSON.stringify({
   drawn: document.querySelectorAll(".main-svg").length, changed: before !== after,
   dark: matchMedia("(prefers-color-scheme: dark)").matches,
   color: getComputedStyle(document.body).color,
-  font: chart.layout.font.color}) + "PROBE");
+  font: getComputedStyle(document.querySelector(".xtick text")).fill}) + "PROBE");
 </script>"""
 
 pytestmark = [
