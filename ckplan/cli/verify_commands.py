@@ -49,6 +49,12 @@ def verify(
         typer.Option(metavar="SIZE", help="On a GPU: limit its memory to this size."),
     ] = None,
     steps: Annotated[int, typer.Option(min=0, help="Number of steps to time.")] = 5,
+    calibrate: Annotated[
+        bool,
+        typer.Option(
+            "--calibrate", help="Keep what the engine took, for the next profiles."
+        ),
+    ] = False,
     seed: Seed = 0,
     fake: Annotated[
         bool,
@@ -77,6 +83,8 @@ def verify(
         check_plot_output(plot, force)
     spec = step.workload(target)
     known = find_trace(spec.name, trace)
+    if calibrate:
+        _check_calibration(known, steps, fake)
     if report is not None:
         _check_report(report, known, force)
     options: dict[str, Any] = {
@@ -91,6 +99,8 @@ def verify(
         found = _real(spec, loaded, steps, cap, options)
     shown, error = _report_and_error(found)
     print_report(found.as_json() if as_json else shown)
+    if calibrate and error is None and known is not None:
+        error = _calibrate(found, known, device, loaded)
     for call in found.regions_idle:
         print_message(f"warning: the region {call} never ran")
     if plot is not None:
@@ -110,6 +120,39 @@ def verify(
         print_message(f"wrote {report}")
     if error is not None:
         raise error
+
+
+def _check_calibration(trace: Graph | None, steps: int, fake: bool) -> None:
+    """Raise early if steps cannot be calibrated."""
+    from ckplan.verifying.calibrating import check_calibration
+
+    if fake:
+        raise CkplanError(
+            "cannot calibrate a dry run: it has no seconds",
+            needed="steps on the device itself",
+            hint="ckplan verify --calibrate without --fake",
+        )
+    check_calibration(trace, steps)
+
+
+def _calibrate(
+    found: DryRun | Verification, trace: Graph, device: str | None, plan: Plan
+) -> CkplanError | None:
+    """Keep what the engine took and say it; the error if it cannot be told."""
+    from ckplan.verifying.calibrating import calibrate
+    from ckplan.verifying.verify import Verification, step_device
+
+    assert isinstance(found, Verification), "internal error: calibrated a dry run"
+    try:
+        low, median, high = calibrate(found, trace, step_device(device, plan)).factor
+    except CkplanError as error:
+        return error
+    print_message(
+        f"calibrated: the engine takes {median:.2f} times what the trace says "
+        f"(quartiles {low:.2f} to {high:.2f})"
+    )
+    print_message("ckplan profile and solve again use that on this machine")
+    return None
 
 
 def _owners(trace: Graph | None, plan: Plan) -> dict[str, str]:
