@@ -895,7 +895,7 @@ def test_what_keeps_a_step_from_its_budget_is_named(tmp_path: Path) -> None:
     assert found.gradients_equal
     assert not found.fits
     assert found.regions_kept and not found.other
-    hint = f"leave out {found.regions_kept[0]}, whose ops differ"
+    hint = f"leave out {found.regions_kept[0]}, whose ops vary"
     assert hint in str(verification_error(found).hint)
 
     larger = WorkloadSpec(str(path), {"rows": 512})
