@@ -124,7 +124,7 @@ def _factor(found: Verification) -> Quartiles:
         _refuse(
             f"time could not be measured: {found.timing_problem}",
             "a machine that does nothing else",
-            "close other programs, or more rounds: --steps 20",
+            "close other programs, or wait until they have ended",
         )
     phases = found.phases
     low_high, median = found.overhead_quartiles, found.overhead
@@ -153,14 +153,14 @@ def _factor(found: Verification) -> Quartiles:
         _refuse(
             "the plan adds less than the ops that it reruns are predicted to take",
             "seconds of ops that hold on this machine",
-            "ckplan profile --fresh, or more rounds: --steps 20",
+            "ckplan profile --fresh, solve, then verify --calibrate again",
         )
     if factor.high - factor.low > MOST_SPREAD * factor.median:
         _refuse(
             f"the engine takes {factor.low:.2f} to {factor.high:.2f} times what was "
             "predicted (quartiles)",
-            f"quartiles within {units.format_percent(MOST_SPREAD)} of the factor",
-            "more rounds: --steps 20",
+            f"quartiles no further apart than {units.format_percent(MOST_SPREAD)} of it",
+            "close other programs, or a step of which the engine is a larger part",
         )
     return factor
 

@@ -120,7 +120,7 @@ def _problem(overhead: Quartiles | None, rounds: int, load: Load) -> str | None:
     if overhead is None:
         return None
     if rounds < LEAST_ROUNDS:
-        return f"{rounds} rounds have no spread; at least {LEAST_ROUNDS} are needed"
+        return f"a spread needs at least {LEAST_ROUNDS} rounds, not {rounds}"
     most = max(MOST_SPREAD, MOST_RELATIVE_SPREAD * abs(overhead.median))
     spread = overhead.high - overhead.low
     if spread <= most:
