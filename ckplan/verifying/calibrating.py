@@ -159,7 +159,7 @@ def _factor(found: Verification) -> Quartiles:
         _refuse(
             f"the engine takes {factor.low:.2f} to {factor.high:.2f} times what was "
             "predicted (quartiles)",
-            f"quartiles no further apart than {units.format_percent(MOST_SPREAD)} of it",
+            f"quartiles at most {units.format_percent(MOST_SPREAD)} of it apart",
             "close other programs, or a step of which the engine is a larger part",
         )
     return factor
