@@ -25,7 +25,6 @@ from typing import Any
 from _measuring import (
     SEED,
     Report,
-    add_output,
     finish,
     make_parser,
     make_table,
@@ -135,8 +134,7 @@ def main() -> int:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = make_parser(__doc__, settings=False)
-    add_output(parser)
+    parser = make_parser(__doc__)
     parser.add_argument(
         "--only",
         metavar="NAME",

@@ -36,7 +36,6 @@ from typing import Any
 
 from _measuring import (
     Report,
-    add_output,
     finish,
     make_parser,
     make_table,
@@ -136,7 +135,7 @@ def main() -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = make_parser(__doc__, settings=False)
+    parser = make_parser(__doc__)
     parser.add_argument("--task", action="append", choices=[*TASKS], default=[])
     parser.add_argument("--only", action="append", default=[], metavar="CLASS")
     parser.add_argument("--again", action="store_true", help="repeat what failed")
@@ -145,7 +144,6 @@ def _parser() -> argparse.ArgumentParser:
         "--seconds", type=int, default=40, help="of CPU, for each class"
     )
     parser.add_argument("--rows", type=Path, help="the file of JSON lines")
-    add_output(parser)
     return parser
 
 

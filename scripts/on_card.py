@@ -40,7 +40,7 @@ from typing import TYPE_CHECKING, Any
 
 from _card_results import CPU, EngineRow, Results, Row, load, one_line, page_of, save
 from _card_tests import ALL, run_tests
-from _measuring import add_output, make_parser, results_path, run, say
+from _measuring import make_parser, results_path, run, say
 
 from ckplan.errors import CkplanError
 
@@ -323,8 +323,7 @@ def default_path(card: str) -> Path:
 
 def arguments() -> argparse.Namespace:
     """Options of the command line."""
-    parser = make_parser(__doc__)
-    add_output(parser)
+    parser = make_parser(__doc__, settings=True)
     parser.add_argument(
         "--minutes",
         metavar="N",

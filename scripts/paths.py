@@ -28,7 +28,6 @@ from typing import Any
 
 from _measuring import (
     Report,
-    add_output,
     finish,
     location_of,
     make_parser,
@@ -87,8 +86,7 @@ class Row:
 
 def main() -> int:
     """Profile every model in four forms; print the table, write it."""
-    parser = make_parser(__doc__, settings=False)
-    add_output(parser)
+    parser = make_parser(__doc__)
     parser.add_argument("--only", metavar="NAME", action="append", default=[])
     parser.add_argument("--fresh", action="store_true")
     args = parser.parse_args()

@@ -52,10 +52,12 @@ WHOLE = {  # what prose names in short
     "profile hf:FOLDER": "profile hf:FOLDER --batch 8x16",
     "profile --device cuda": "profile model.py --device cuda",
     "eject --as deepspeed": "eject plan.yaml model.json.gz --as deepspeed",
+    "verify --compile": "verify model.py --compile --budget 80%",
     "verify --report": "verify model.py plan.yaml --fake --trace model.json.gz "
     "--report verified.html",
 }
 NOT_RUN = {  # how it begins, and why
+    "verify model.py --compile": "a C++ compiler; tests/compiling runs it",
     "profile configs/workloads/": "minutes: large models; scripts/make_traces runs it",
 }
 IDS = [str(path.relative_to(ROOT)) for path in READMES]

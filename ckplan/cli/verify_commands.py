@@ -56,6 +56,12 @@ def verify(
         typer.Option(metavar="SIZE", help="On a GPU: limit its memory to this size."),
     ] = None,
     steps: Annotated[int, typer.Option(min=0, help="Number of steps to time.")] = 5,
+    calibrate: Annotated[
+        bool,
+        typer.Option(
+            "--calibrate", help="Keep what the engine took, for the next profiles."
+        ),
+    ] = False,
     seed: Seed = 0,
     fake: Annotated[
         bool,
@@ -105,31 +111,26 @@ def verify(
         check_plot_output(plot, force)
     spec = step.workload(target, source)
     known = find_trace(spec.name, trace)
-    if report is not None:
-        _check_report(report, known, force)
+    _check_wishes(known, calibrate, steps, fake, report, force)
     options: dict[str, Any] = {
         **step.training_settings(),
         "device": device,
         "seed": seed,
         "trace": known,
     }
-    if fake:
-        found: DryRun | Verification = _dry_run(spec, loaded, options)
-    else:
-        found = _real(spec, loaded, steps, cap, options)
+    found = (
+        _dry_run(spec, loaded, options)
+        if fake
+        else _real(spec, loaded, steps, cap, options)
+    )
     shown, error = _report_and_error(found)
     print_report(found.as_json() if as_json else shown)
+    if calibrate and error is None and known is not None:
+        error = _calibrate(found, known, device, loaded)
     for call in found.regions_idle:
         print_message(f"warning: the region {call} never ran")
     if plot is not None:
-        from ckplan.report.timeline import save_timeline
-
-        name = loaded.model or spec.name
-        budget_bytes, owners = found.budget_bytes, _owners(known, loaded)
-        save_timeline(
-            plot, name, found.curves, budget_bytes, owners=owners, force=force
-        )
-        print_message(f"wrote {plot}")
+        _save_timeline(plot, loaded.model or spec.name, found, known, loaded, force)
     if report is not None and known is not None:
         from ckplan.report.html import save_report
 
@@ -138,6 +139,71 @@ def verify(
         print_message(f"wrote {report}")
     if error is not None:
         raise error
+
+
+def _save_timeline(
+    path: Path,
+    name: str,
+    found: DryRun | Verification,
+    trace: Graph | None,
+    plan: Plan,
+    force: bool,
+) -> None:
+    from ckplan.report.timeline import save_timeline
+
+    owners = _owners(trace, plan)
+    save_timeline(
+        path, name, found.curves, found.budget_bytes, owners=owners, force=force
+    )
+    print_message(f"wrote {path}")
+
+
+def _check_wishes(
+    trace: Graph | None,
+    calibrate: bool,
+    steps: int,
+    fake: bool,
+    report: Path | None,
+    force: bool,
+) -> None:
+    """Raise early if what is wanted beside the comparison cannot be had."""
+    if calibrate:
+        _check_calibration(trace, steps, fake)
+    if report is not None:
+        _check_report(report, trace, force)
+
+
+def _check_calibration(trace: Graph | None, steps: int, fake: bool) -> None:
+    """Raise early if steps cannot be calibrated."""
+    from ckplan.verifying.calibrating import check_calibration
+
+    if fake:
+        raise CkplanError(
+            "cannot calibrate a dry run: it has no seconds",
+            needed="steps on the device itself",
+            hint="ckplan verify --calibrate without --fake",
+        )
+    check_calibration(trace, steps)
+
+
+def _calibrate(
+    found: DryRun | Verification, trace: Graph, device: str | None, plan: Plan
+) -> CkplanError | None:
+    """Keep what the engine took and say it; the error if it cannot be told."""
+    from ckplan.verifying.calibrating import calibrate
+    from ckplan.verifying.verify import Verification, step_device
+
+    assert isinstance(found, Verification), "internal error: calibrated a dry run"
+    try:
+        low, median, high = calibrate(found, trace, step_device(device, plan)).factor
+    except CkplanError as error:
+        return error
+    print_message(
+        f"calibrated: the engine takes {median:.2f} times what the trace says "
+        f"(quartiles {low:.2f} to {high:.2f})"
+    )
+    print_message("ckplan profile and solve again use that on this machine")
+    return None
 
 
 def _owners(trace: Graph | None, plan: Plan) -> dict[str, str]:

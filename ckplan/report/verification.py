@@ -9,6 +9,7 @@ from rich.table import Table
 
 from ckplan import units
 from ckplan.errors import VerifyError
+from ckplan.report.phases import seconds_section
 from ckplan.report.tables import add_row, key_value_table, make_table, section
 from ckplan.report.timeline import timeline_report
 
@@ -35,6 +36,7 @@ def verification_report(found: Verification) -> RenderableType:
     ]
     return Group(
         section("Predicted and measured", _numbers(found)),
+        *seconds_section(found),
         *([timeline_report(found.curves)] if found.curves else []),
         section("Planned against unplanned", key_value_table(rows)),
     )
@@ -115,10 +117,11 @@ def _numbers(found: Verification) -> Table:
     for name, (predicted, measured) in of_gpu.items():
         if measured is not None:
             add_row(table, name, _size(predicted), _size(measured), "")
-    seconds = (found.step_seconds, found.unplanned_step_seconds)
-    add_row(table, "step", _NONE, *map(_seconds, seconds))
     overheads = (found.predicted_overhead, found.overhead)
     add_row(table, "overhead", *map(_percent, overheads), "")
+    if found.overhead_quartiles is not None:
+        low, high = map(_percent, found.overhead_quartiles)
+        add_row(table, "its quartiles", "", f"{low} to {high}", "")
     return table
 
 
@@ -134,10 +137,6 @@ def _regions(found: AbstractOutcome) -> list[tuple[str, str]]:
 
 def _size(num_bytes: int | None) -> str:
     return _NONE if num_bytes is None else units.format_bytes(num_bytes)
-
-
-def _seconds(seconds: float | None) -> str:
-    return _NONE if seconds is None else units.format_seconds(seconds)
 
 
 def _percent(overhead: float | None) -> str:

@@ -301,7 +301,8 @@ def _engine_costs(
     """Measure the overhead of ckplan's engine on the processor of this machine."""
     forward = recording.ops[: recording.num_forward]
     kernels_on_cpu = target.device.type == "cpu" and target.gpu is None
-    return calibrate_engine(forward if kernels_on_cpu else (), cache)
+    evicting = forward if kernels_on_cpu else ()
+    return calibrate_engine(evicting, target.device, cache)
 
 
 def _coding_costs(

@@ -14,7 +14,8 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from ckplan.errors import CkplanError
-from ckplan.verifying.step_process import StepProcess, interleave
+from ckplan.verifying.phases import TimedStep
+from ckplan.verifying.step_process import StepProcess, take_turns
 from ckplan.verifying.worker import FirstSteps, OutOfMemoryError, Result
 
 if TYPE_CHECKING:
@@ -133,13 +134,15 @@ class StepPair:
             ):  # it does not fit either, or the trace is of another model
                 return None
 
-    def seconds(self, steps: int, tell: Progress) -> tuple[list[float], list[float]]:
-        """Seconds of unplanned and planned steps, interleaved."""
+    def timed_steps(
+        self, steps: int, tell: Progress
+    ) -> tuple[list[TimedStep], list[TimedStep]]:
+        """Unplanned and planned steps, interleaved."""
         if not self._together:
-            return [], interleave([self._planned], steps, tell)[0]
-        pair = [self._unplanned, self._planned]
+            return [], take_turns([self._planned.timed_step], steps, tell)[0]
+        pair = [self._unplanned.timed_step, self._planned.timed_step]
         try:
-            unplanned, planned = interleave(pair, steps, tell)
+            unplanned, planned = take_turns(pair, steps, tell)
         except OutOfMemoryError:
             self._separate(NOTE_NOT_TOGETHER)
             return [], []

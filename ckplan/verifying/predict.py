@@ -7,11 +7,13 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckplan.errors import PlanError
+from ckplan.graph.records import MEASURED
 from ckplan.plan.plan import differences, plan_fingerprint
 from ckplan.plan.resolve import resolve
 from ckplan.simulating.allocations import Reserved, reserved_on_card
 from ckplan.simulating.curve import PLANNED, UNPLANNED, Curve, predicted_curve
 from ckplan.simulating.simulate import Simulator
+from ckplan.verifying.phases import PhaseSeconds, predicted_seconds
 
 if TYPE_CHECKING:
     from ckplan.graph.graph import Graph
@@ -25,6 +27,8 @@ class Predicted(NamedTuple):
     curves: Mapping[str, Curve] = MappingProxyType({})
     notes: tuple[str, ...] = ()  # why there are no predictions
     reserved: Reserved | None = None  # of the planned step on a GPU
+    unplanned: PhaseSeconds | None = None
+    planned: PhaseSeconds | None = None
 
 
 def predict(
@@ -33,7 +37,7 @@ def predict(
     training: Training,
     workload_fingerprint: Mapping[str, Any],
 ) -> Predicted:
-    """Predict live bytes, unplanned and planned.
+    """Predict live bytes and seconds, unplanned and planned.
 
     Args:
         trace: A trace that may be of the verified workload.
@@ -59,11 +63,16 @@ def predict(
         planned = simulator.run(regions)
     except PlanError as error:
         return Predicted(notes=(f"no predicted timeline: {error.what}",))
-    curves = {
-        UNPLANNED: predicted_curve(simulator.run()),
-        PLANNED: predicted_curve(planned),
-    }
-    return Predicted(curves, reserved=reserved_on_card(planned))
+    unplanned, batches = simulator.run(), training.accumulate
+    curves = {UNPLANNED: predicted_curve(unplanned), PLANNED: predicted_curve(planned)}
+    of_other = f"predicted seconds are those of a {trace.costs}"
+    return Predicted(
+        curves,
+        () if trace.costs == MEASURED else (of_other,),
+        reserved_on_card(planned),
+        predicted_seconds(unplanned, batches),
+        predicted_seconds(planned, batches),
+    )
 
 
 def curves_by_step(**kinds: Mapping[str, Curve]) -> dict[str, dict[str, Curve]]:

@@ -6,16 +6,16 @@ import contextlib
 import os
 import pickle
 import signal
-import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ckplan.errors import CkplanError, VerifyError
 from ckplan.training.loading import WorkloadSpec
 from ckplan.training.step import DEFAULT_TRAINING, Training
+from ckplan.verifying.phases import TimedStep
 from ckplan.verifying.worker import TIMED_STEP, FirstSteps, Job, out_of_memory
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 _KILLED = -9  # SIGKILL, which the kernel sends when memory runs out
 _PATIENCE_SECONDS = 5.0
 _Self = TypeVar("_Self", bound="StepProcess")
+_T = TypeVar("_T")
 
 
 class Steps(Protocol):
@@ -96,8 +97,12 @@ class StepProcess:
 
     def step(self) -> float:
         """Take one more step; returns its seconds, raises as ``first_steps`` does."""
-        seconds: float = self._ask(TIMED_STEP)
-        return seconds
+        return self.timed_step().seconds
+
+    def timed_step(self) -> TimedStep:
+        """The same, with the seconds of each phase."""
+        found: TimedStep = self._ask(TIMED_STEP)
+        return found
 
     def close(self, patience_seconds: float = _PATIENCE_SECONDS) -> None:
         """End the process, by force after ``patience_seconds``; idempotent."""
@@ -172,24 +177,25 @@ def interleave(
     Returns:
         Seconds by process and round.
     """
-    seconds: list[list[float]] = [[] for _ in processes]
+    return take_turns([process.step for process in processes], rounds, progress)
+
+
+def take_turns(
+    actions: Sequence[Callable[[], _T]], rounds: int, progress: Progress | None = None
+) -> list[list[_T]]:
+    """Call each of ``actions`` once a round, as ``interleave`` does.
+
+    Returns:
+        What they return, by action and round.
+    """
+    results: list[list[_T]] = [[] for _ in actions]
     for done in range(rounds):
         if progress is not None:
             progress("timing steps", done, rounds)
-        order = list(zip(processes, seconds, strict=True))
-        for process, taken in reversed(order) if done % 2 else order:
-            taken.append(process.step())
-    return seconds
-
-
-def overhead_of(planned: Sequence[float], unplanned: Sequence[float]) -> float:
-    """Median over rounds of the plan's extra time, relative to the unplanned step.
-
-    >>> round(overhead_of([1.1, 2.2, 9.0], [1.0, 2.0, 3.0]), 3)
-    0.1
-    """
-    pairs = zip(planned, unplanned, strict=True)
-    return statistics.median(with_plan / without for with_plan, without in pairs) - 1
+        order = list(zip(actions, results, strict=True))
+        for action, found in reversed(order) if done % 2 else order:
+            found.append(action())
+    return results
 
 
 def _bootstrap(main: str) -> str:

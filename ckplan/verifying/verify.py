@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,8 +27,10 @@ from ckplan.verifying.compare_steps import (
     first_steps_at_smaller_batch,
 )
 from ckplan.verifying.outcome import AbstractOutcome, outcome_fields
+from ckplan.verifying.phases import PhaseSeconds
 from ckplan.verifying.predict import curves_by_step, predict
-from ckplan.verifying.step_process import StepProcess, overhead_of
+from ckplan.verifying.step_process import StepProcess
+from ckplan.verifying.timing import Quartiles, Timing, compare_times, machine_load
 from ckplan.verifying.worker import FirstSteps, Result
 
 if TYPE_CHECKING:
@@ -40,14 +40,26 @@ if TYPE_CHECKING:
 _MOST_NAMES = 10
 
 
+@dataclass(frozen=True, slots=True)
+class Breakdown:
+    """Seconds of both steps by phase, side by side; None where not known."""
+
+    predicted_unplanned: PhaseSeconds | None = None
+    predicted: PhaseSeconds | None = None
+    measured_unplanned: PhaseSeconds | None = None  # medians over rounds
+    measured: PhaseSeconds | None = None
+    added_seconds: Quartiles | None = None  # measured, in forward and backward
+
+
 @dataclass(frozen=True, kw_only=True)
 class Verification(AbstractOutcome):
     """Results of planned steps compared with those of unplanned steps.
 
     Measurements of the unplanned step are None if it does not fit in memory. Times are
-    None if no timing was requested. Predictions are None if the plan has none. If the
-    unplanned step does not fit, the planned step is compared with a step that
-    recomputes every layer, and with the unplanned step at a smaller batch.
+    None if no timing was requested. If the machine is too busy to measure the overhead,
+    it is None, and ``timing_problem`` says why. Predictions are None if the plan has
+    none. If the unplanned step does not fit, the planned step is compared with a step
+    that recomputes every layer, and with the unplanned step at a smaller batch.
     """
 
     gradients_equal: bool | None  # bitwise, in both steps
@@ -61,6 +73,9 @@ class Verification(AbstractOutcome):
     step_seconds: float | None
     unplanned_step_seconds: float | None
     overhead: float | None
+    overhead_quartiles: tuple[float, float] | None = None  # of the rounds
+    timing_problem: str | None = None  # why time could not be measured
+    phases: Breakdown = Breakdown()
     # Peaks of a GPU's caching allocator: bytes in allocated blocks, bytes reserved.
     predicted_allocated_bytes: int | None = None
     measured_allocated_bytes: int | None = None
@@ -147,12 +162,13 @@ def verify(
         everything = recompute_every_layer(trace) if trace is not None else None
         return None if everything is None else start(everything)
 
+    load = machine_load()
     with ExitStack() as running:
         pair = StepPair(
             [partial(start, None), partial(start, plan)], start_substitute, running
         )
         reference, planned = pair.first_steps(tell)
-        seconds = pair.seconds(steps, tell)
+        timing = compare_times(*pair.timed_steps(steps, tell), load)
     unplanned = reference if pair.fits else None
     fewer = None if pair.fits else first_steps_at_smaller_batch(start, plan, tell)
     predicted = predict(trace, plan, training, planned.fingerprint)
@@ -161,7 +177,7 @@ def verify(
         plan,
         (unplanned, planned),
         differing_results((reference, planned), fewer),
-        seconds,
+        timing,
         (*pair.notes, *compared, *predicted.notes),
     )
     both = ((UNPLANNED, unplanned), (PLANNED, planned))
@@ -170,6 +186,13 @@ def verify(
     return replace(
         found,
         curves=curves_by_step(predicted=predicted.curves, measured=measured),
+        phases=Breakdown(
+            predicted.unplanned,
+            predicted.planned,
+            timing.unplanned,
+            timing.planned,
+            timing.added_seconds,
+        ),
         predicted_allocated_bytes=reserved and reserved.allocated_bytes,
         predicted_reserved_bytes=reserved and reserved.bytes,
     )
@@ -214,14 +237,13 @@ def _judge(
     plan: Plan | None,
     steps: tuple[FirstSteps | None, FirstSteps],
     different: tuple[Result, ...] | None,
-    seconds: tuple[list[float], list[float]],
+    timing: Timing,
     notes: tuple[str, ...],
 ) -> Verification:
     """Combine predictions and measurements of unplanned and planned steps."""
     unplanned, planned = steps
-    unplanned_seconds, planned_seconds = seconds
     predicted = plan.predicted if plan else None
-    gpu = planned.gpu_allocator_stats
+    gpu, overhead = planned.gpu_allocator_stats, timing.overhead
     return Verification(
         **outcome_fields(
             plan, planned.peak_bytes, planned.regions, planned.fingerprint
@@ -234,13 +256,11 @@ def _judge(
         measured_peak_bytes=planned.peak_bytes,
         unplanned_measured_peak_bytes=unplanned.peak_bytes if unplanned else None,
         predicted_overhead=predicted.overhead if predicted else None,
-        step_seconds=_median(planned_seconds),
-        unplanned_step_seconds=_median(unplanned_seconds),
-        overhead=(
-            overhead_of(planned_seconds, unplanned_seconds)
-            if unplanned_seconds
-            else None
-        ),
+        step_seconds=timing.planned_seconds,
+        unplanned_step_seconds=timing.unplanned_seconds,
+        overhead=overhead.median if overhead else None,
+        overhead_quartiles=(overhead.low, overhead.high) if overhead else None,
+        timing_problem=timing.problem,
         notes=notes,
         measured_allocated_bytes=gpu.allocated_peak_bytes if gpu else None,
         measured_reserved_bytes=gpu.reserved_peak_bytes if gpu else None,
@@ -251,7 +271,3 @@ def _equal(kind: str, different: tuple[Result, ...] | None) -> bool | None:
     if different is None:
         return None
     return all(result.kind != kind for result in different)
-
-
-def _median(seconds: Sequence[float]) -> float | None:
-    return statistics.median(seconds) if seconds else None

@@ -46,6 +46,7 @@ from ckplan.training.workload import on_device, rows_of
 if TYPE_CHECKING:
     from ckplan.applying.hooks.choices import RegionStatus
     from ckplan.plan.plan import Plan
+from ckplan.verifying.phases import PhaseClock, TimedStep
 from ckplan.verifying.worker_state import (
     bytes_held_on_gpu,
     cap_memory,
@@ -127,7 +128,7 @@ class Worker:
 
     def handle(self, request: str) -> Any:
         """The reply to a request; a subclass may know more of them."""
-        return self._first_steps() if request == FIRST_STEPS else self._seconds()
+        return self._first_steps() if request == FIRST_STEPS else self._timed_step()
 
     @property
     def step(self) -> TrainingStep:
@@ -193,13 +194,15 @@ class Worker:
         if self._job.plan is None:  # with a plan, a non-finite loss is a difference
             check_finite(loss, title)
 
-    def _seconds(self) -> float:
+    def _timed_step(self) -> TimedStep:
         device, step = torch.device(self._job.device), self.step
         wait_for(device)
         start = time.perf_counter()
-        step.run()
+        clock = PhaseClock(device)
+        replace(step, on_phase=clock.enter).run()
+        phases = clock.stop()
         wait_for(device)
-        return time.perf_counter() - start
+        return TimedStep(time.perf_counter() - start, phases)
 
 
 def main(make_worker: Callable[[Job], Worker] = Worker) -> None:

@@ -8,8 +8,9 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from commands import MODEL, ROOT, Run, in_traces, profiled
@@ -20,11 +21,17 @@ from ckplan.cli.options import Amp, EjectFormat, Method, Shard
 from ckplan.ejecting.settings import TOOLS
 from ckplan.errors import CkplanError
 from ckplan.gpus import find
+from ckplan.graph import file as trace_file
 from ckplan.graph.file import save
 from ckplan.graph.sharding import SCHEMES
+from ckplan.plan import file as plan_file
+from ckplan.plan.resolve import resolve
+from ckplan.simulating.simulate import simulate
 from ckplan.solving.solve import METHODS
+from ckplan.tracing.costs import apply_overhead
 from ckplan.training.step import AMP
 from ckplan.units import format_bytes
+from ckplan.verifying import timing
 from ckplan.verifying import verify as verifying
 
 BAD_STEPS = """
@@ -340,6 +347,45 @@ def test_verify_compares_and_passes(run: Run, folder: Path) -> None:
     assert (ended.code, content["passed"], content["regions_ran"]) == (0, True, 1)
 
 
+def test_a_profile_after_calibrate_has_the_costs_of_the_measured_step(
+    run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CKPLAN_CACHE", str(folder / "costs"))
+    monkeypatch.setattr(apply_overhead, "_measure", lambda _: (20e-6, 30e-6))
+    (folder / "plan.yaml").write_text("ckplan: 1\nregions: [{calls: '0'}]\n")
+    assert run("profile", "model.py").code == 0
+    before = trace_file.load(folder / "traces" / "model.json.gz")
+    plan = resolve(plan_file.load(folder / "plan.yaml"), before)
+    timeline = simulate(before, plan)
+    slower = timeline.overhead + timeline.engine_overhead  # the engine takes twice that
+    compare_times = verifying.compare_times
+
+    def compared(*args: Any) -> timing.Timing:
+        found = compare_times(*args)
+        overhead = timing.Quartiles(slower, slower, slower)
+        return replace(found, overhead=overhead, problem=None)
+
+    monkeypatch.setattr(verifying, "compare_times", compared)
+    command = ("verify", "model.py", "plan.yaml", "--steps", "3", "--calibrate")
+    ended = run(*command)
+    assert ended.code == 0
+    assert "calibrated: the engine takes 2.00 times what the trace says" in ended.err
+    assert run("profile", "model.py", "--force").code == 0
+    after = trace_file.load(folder / "traces" / "model.json.gz")
+    assert astuple(before.engine) == (20e-6, 30e-6)
+    assert astuple(after.engine) == pytest.approx((40e-6, 60e-6), rel=1e-3)
+
+    monkeypatch.setattr(verifying, "machine_load", lambda: timing.Load(9.0, 2))
+    monkeypatch.setattr(verifying, "compare_times", compare_times)
+    kept = snapshot(folder / "costs")
+    ended = run(*command)
+    assert ended.code == 1
+    error = ended.err[ended.err.index("error: ") :].splitlines()
+    assert error[0].startswith("error: cannot calibrate: time could not be measured:")
+    assert len(error) == 3
+    assert snapshot(folder / "costs") == kept
+
+
 # -- what does not -----------------------------------------------------------------
 
 NOT_PYTHON = "this is no Python\n"
@@ -406,6 +452,18 @@ BAD_INPUT = [
     ("verify model.py nope.yaml", "cannot read the plan 'nope.yaml': no such file"),
     ("verify model.py odd.yaml", "odd.yaml, line 2: unknown key 'colour'"),
     ("verify nope.py plan.yaml", "cannot read the workload: nope.py is not there"),
+    (
+        "verify model.py plan.yaml --calibrate",
+        "cannot calibrate: there is no trace of this workload",
+    ),
+    (
+        "verify model.py plan.yaml --trace traces/step.json.gz --calibrate --steps 2",
+        "cannot calibrate: 2 timed steps have no spread",
+    ),
+    (
+        "verify model.py plan.yaml --fake --calibrate",
+        "cannot calibrate a dry run: it has no seconds",
+    ),
     (
         "profile bad.py:in_backward",
         "the first step raised ValueError in backward: no gradient",

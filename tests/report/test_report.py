@@ -37,6 +37,9 @@ from ckplan.simulating.simulate import simulate
 from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.solution import Baseline, Floor, Solution
 from ckplan.units import format_percent
+from ckplan.verifying.phases import PhaseSeconds
+from ckplan.verifying.timing import Quartiles
+from ckplan.verifying.verify import Breakdown
 
 
 def chain_graph(*layers: tuple[str, int], own_bytes: int = 0) -> Graph:
@@ -370,6 +373,45 @@ def test_verification_puts_predicted_beside_measured() -> None:
     assert ["overhead", "+3.1", "%", "+3.0", "%"] in rows
     assert ["gradients", "bitwise", "equal"] in rows
     assert ["regions", "8", "ran,", "0", "never", "ran"] in rows
+
+
+def test_verification_puts_every_phase_side_by_side() -> None:
+    phases = Breakdown(
+        predicted_unplanned=PhaseSeconds(0.1, 0.2, 0.03, 0.0, 0.0),
+        predicted=PhaseSeconds(0.1, 0.2, 0.03, 0.04, 0.005),
+        measured_unplanned=PhaseSeconds(0.11, 0.21, 0.031),
+        measured=PhaseSeconds(0.115, 0.25, 0.032),
+        added_seconds=Quartiles(0.04, 0.044, 0.05),
+    )
+    found = verification(phases=phases, overhead_quartiles=(0.02, 0.045))
+    text = render(verification_report(found))
+    rows = [" ".join(line.split()) for line in text.splitlines()]
+    for row in (
+        "its quartiles +2.0 % to +4.5 %",
+        "forward 100 ms 100 ms 110 ms 115 ms",
+        "backward 200 ms 200 ms 210 ms 250 ms",
+        "optimizer 30.0 ms 30.0 ms 31.0 ms 32.0 ms",
+        "recomputation 40.0 ms",
+        "engine 5.00 ms",
+        "added 45.0 ms 44.0 ms",
+        "step 330 ms 375 ms 1.00 s 1.03 s",
+    ):
+        assert row in rows
+    assert max(map(len, text.splitlines())) <= 80
+    plain = found.as_json()["phases"]
+    assert plain["predicted"]["engine_seconds"] == 0.005
+    assert plain["measured"]["engine_seconds"] is None
+
+    problem = "the machine is busy (load average 9.0, 2 cores)"
+    busy = replace(found, overhead=None, overhead_quartiles=None)
+    busy = replace(
+        busy, timing_problem=problem, phases=replace(phases, added_seconds=None)
+    )
+    text = render(verification_report(busy))
+    rows = [" ".join(line.split()) for line in text.splitlines()]
+    assert f"time could not be measured: {problem}" in rows
+    assert "backward 200 ms 200 ms n/a n/a" in rows
+    assert "step 330 ms 375 ms n/a n/a" in rows
 
 
 def test_verification_without_an_unplanned_step_says_what_is_missing() -> None:

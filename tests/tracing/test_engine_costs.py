@@ -71,9 +71,7 @@ def test_caches_are_as_cold_as_the_ops_of_a_step_leave_them(
 
     monkeypatch.setattr(engine, "_measure", measure)
     for _ in range(2):  # the second time it is known
-        assert calibrate_engine(
-            moving(*sizes) if device.type == "cpu" else (), cache
-        ) == EngineCosts(1.0, 2.0)
+        assert calibrate_engine(moving(*sizes), device, cache) == EngineCosts(1.0, 2.0)
     assert asked == [flushed]
 
 

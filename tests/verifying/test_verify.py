@@ -18,7 +18,8 @@ from torch import nn
 import ckplan
 from ckplan.errors import CkplanError, VerifyError, WorkloadError
 from ckplan.plan.plan import Plan, PlannedRegion, Prediction
-from ckplan.report.verification import verification_error
+from ckplan.report.tables import render
+from ckplan.report.verification import verification_error, verification_report
 from ckplan.simulating.simulate import simulate
 from ckplan.tracing.profile import profile_workload
 from ckplan.training.loading import WorkloadSpec
@@ -26,7 +27,9 @@ from ckplan.training.step import Training, make_step
 from ckplan.training.workload import Workload
 from ckplan.verifying import compare_steps as pair
 from ckplan.verifying import verify as verifying
-from ckplan.verifying.step_process import StepProcess, interleave, overhead_of
+from ckplan.verifying.phases import PhaseSeconds, TimedStep
+from ckplan.verifying.step_process import StepProcess, interleave
+from ckplan.verifying.timing import NO_LOAD, Load
 from ckplan.verifying.verify import Verification, verify
 from ckplan.verifying.worker import (
     FIRST_STEPS,
@@ -141,8 +144,9 @@ class _Scripted:
     def first_steps(self) -> FirstSteps:
         return self._next()
 
-    def step(self) -> float:
-        return self._next()
+    def timed_step(self) -> TimedStep:
+        seconds = self._next()
+        return TimedStep(seconds, PhaseSeconds(seconds / 4, seconds / 2, seconds / 4))
 
     def _next(self) -> Any:
         answer = self._answers.pop(0)
@@ -169,7 +173,11 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Verification]:
     """``verify`` with an unplanned and a planned process that follow a script."""
 
     def run(
-        unplanned: _Scripted, planned: _Scripted, plan: Plan, **options: Any
+        unplanned: _Scripted,
+        planned: _Scripted,
+        plan: Plan,
+        load: Load = NO_LOAD,
+        **options: Any,
     ) -> Any:
         def process(
             spec: object, choice: Plan | None, *_: object, one_thread: bool
@@ -178,6 +186,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Verification]:
             return unplanned if choice is None else planned
 
         monkeypatch.setattr(verifying, "StepProcess", process)
+        monkeypatch.setattr(verifying, "machine_load", lambda: load)
         return verify(MLP, plan, **options)
 
     return run
@@ -194,7 +203,11 @@ def test_a_workload_equals_itself_in_two_processes():
     assert found.gradients_equal and found.buffers_equal and found.loss_equal
     assert found.measured_peak_bytes == found.unplanned_measured_peak_bytes > 0
     assert found.step_seconds and found.unplanned_step_seconds
-    assert found.overhead is not None and found.overhead > -1
+    assert found.overhead is not None or found.timing_problem is not None
+    measured = found.phases.measured
+    assert measured is not None and found.phases.predicted is None
+    assert min(measured.forward_seconds, measured.backward_seconds) > 0
+    assert measured.optimizer_seconds > 0
     assert (
         found.budget_bytes,
         found.notes,
@@ -420,13 +433,50 @@ def test_steps_that_never_agree_are_compared_on_one_thread(
 
 def test_overhead_is_the_median_of_ratios(scripted: Callable[..., Verification]):
     unplanned = _Scripted([_first_steps(), 1.0, 10.0, 1.0])
-    planned = _Scripted([_first_steps(), 1.5, 11.0, 1.25])
+    planned = _Scripted([_first_steps(), 1.375, 12.5, 1.1875])
     found = scripted(unplanned, planned, Plan(), steps=3)
-    assert (
-        found.step_seconds,
-        found.unplanned_step_seconds,
-        found.overhead,
-    ) == (1.5, 1.0, 0.25)
+    assert found.step_seconds == 1.375
+    assert found.unplanned_step_seconds == 1.0
+    assert found.overhead == 0.25
+    assert found.overhead_quartiles == (0.21875, 0.3125)
+    assert found.timing_problem is None
+    added = found.phases.added_seconds
+    assert added is not None and added.median == 0.75 * 0.375
+
+
+@pytest.mark.parametrize(
+    ("planned", "load", "problem"),
+    [
+        ([0.3, 1.5, 1.6], NO_LOAD, "the quartiles of the rounds are 65.0 points apart"),
+        ([1.1, 1.1, 1.1], Load(2.6, 2), "the machine is busy (load average 2.6, 2 "),
+        ([1.1, 1.1], NO_LOAD, "a spread needs at least 3 rounds, not 2"),
+    ],
+)
+def test_no_overhead_is_given_if_time_cannot_be_measured(
+    scripted: Callable[..., Verification],
+    planned: list[float],
+    load: Load,
+    problem: str,
+):
+    unplanned = _Scripted([_first_steps(), *(1.0 for _ in planned)])
+    sides = unplanned, _Scripted([_first_steps(), *planned])
+    found = scripted(*sides, Plan(), load, steps=len(planned))
+    assert found.passed
+    assert found.timing_problem is not None
+    assert found.timing_problem.startswith(problem)
+    assert (found.overhead, found.overhead_quartiles) == (None, None)
+    assert found.phases.added_seconds is None
+    text = render(verification_report(found))
+    assert "time could not be measured: " in text
+    assert "-70" not in text and "+10.0 %" not in text
+
+
+def test_a_busy_machine_is_no_matter_if_no_step_is_timed(
+    scripted: Callable[..., Verification],
+):
+    sides = _Scripted([_first_steps()]), _Scripted([_first_steps()])
+    found = scripted(*sides, Plan(), Load(99.0, 2), steps=0)
+    assert found.timing_problem is None
 
 
 def test_steps_alternate_who_goes_first():
@@ -443,7 +493,6 @@ def test_steps_alternate_who_goes_first():
     seconds = interleave([Named("a"), Named("b")], rounds=3)
     assert "".join(order) == "abbaab"
     assert seconds == [[1.0, 4.0, 5.0], [2.0, 3.0, 6.0]]
-    assert overhead_of([1.0], [1.0]) == 0
 
 
 def test_interrupted_processes_are_gone(monkeypatch: pytest.MonkeyPatch):
@@ -530,7 +579,7 @@ def test_digests_are_of_the_values_and_not_of_how_they_lie(dtype: torch.dtype):
 def test_a_timed_step_follows_the_first_ones(target: str):
     worker = Worker(Job(WorkloadSpec(target), None, Training("none"), 0))
     worker.answer(FIRST_STEPS)
-    assert worker.answer(TIMED_STEP) > 0
+    assert worker.answer(TIMED_STEP).seconds > 0
 
 
 @pytest.mark.slow
@@ -846,7 +895,7 @@ def test_what_keeps_a_step_from_its_budget_is_named(tmp_path: Path) -> None:
     assert found.gradients_equal
     assert not found.fits
     assert found.regions_kept and not found.other
-    hint = f"leave out {found.regions_kept[0]}, whose ops differ"
+    hint = f"leave out {found.regions_kept[0]}, whose ops vary"
     assert hint in str(verification_error(found).hint)
 
     larger = WorkloadSpec(str(path), {"rows": 512})

@@ -8,15 +8,19 @@ makes Python several times slower. So the chain reads as many bytes between its 
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Sequence
 from dataclasses import astuple, replace
+from functools import cache as cache_once
+from pathlib import Path
 from statistics import median
+from typing import Protocol
 
 import torch
 from torch import nn
 
-from ckplan import __version__
+from ckplan import __version__, applying
 from ckplan.applying import apply
 from ckplan.graph.graph import Graph
 from ckplan.graph.records import EngineCosts
@@ -29,23 +33,103 @@ _NUM_OPS = 16
 _DROPPED_STEPS, _STEPS = 2, 5
 _LEAST_BYTES, _MOST_BYTES = 1 << 20, 1 << 24
 _OPS_BETWEEN = 2  # per saved tensor: an op that saves one, and an op that does not
+_CHAIN, _STEP = "engine", "engine in a step"  # where its costs were measured
 
 
-def calibrate_engine(ops: Sequence[RawOp], cache: CostCache) -> EngineCosts:
+class MovesBytes(Protocol):
+    """An op of a recording or of a graph."""
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes read and written."""
+
+
+def calibrate_engine(
+    ops: Sequence[RawOp], device: torch.device, cache: CostCache
+) -> EngineCosts:
     """Look up the engine's overheads in the cost cache, or measure them.
 
+    Costs of training steps (``keep_engine_costs``) go before those of the chain.
+
     Args:
-        ops: Ops that the processor runs in the forward that is planned: the bytes that
-            they move determine how much of its cache they evict. Empty for a GPU.
-        cache: The cost cache of the device where tensors are.
+        ops: Ops of the forward that is planned; the bytes that they move determine how
+            much of the processor's cache they evict.
+        device: Device of the step; kernels on a GPU evict nothing from the CPU's cache.
+        cache: The cost cache of that device.
     """
-    flushed_bytes = _flushed_bytes(ops)
-    keys = [f"engine {__version__} {w} {flushed_bytes}" for w in ("watch", "rerun")]
+    for source in (_STEP, _CHAIN):
+        found = _known(source, ops, device, cache)
+        if found is not None:
+            return found
+    return _learn(_CHAIN, _measure(_flushed_bytes(ops, device)), ops, device, cache)
+
+
+def known_engine_costs(
+    ops: Sequence[MovesBytes], device: torch.device, cache: CostCache
+) -> tuple[EngineCosts, ...]:
+    """The engine's overheads in the cost cache: of training steps, of the chain."""
+    found = (_known(source, ops, device, cache) for source in (_STEP, _CHAIN))
+    return tuple(costs for costs in found if costs is not None)
+
+
+def keep_engine_costs(
+    costs: EngineCosts,
+    ops: Sequence[MovesBytes],
+    device: torch.device,
+    cache: CostCache,
+) -> EngineCosts:
+    """Keep overheads that were found in training steps of such ops.
+
+    They count for steps whose ops evict as much of the processor's cache.
+
+    Returns:
+        The median of the last few runs, which profiles use from now on.
+    """
+    seconds = costs.watch_seconds, costs.rerun_seconds
+    return _learn(_STEP, seconds, ops, device, cache)
+
+
+def _known(
+    source: str, ops: Sequence[MovesBytes], device: torch.device, cache: CostCache
+) -> EngineCosts | None:
+    keys = _keys(source, _flushed_bytes(ops, device))
     known = cache.known(keys)
     if len(known) < len(keys):
-        seconds = zip(keys, _measure(flushed_bytes), strict=True)
-        known = cache.learn({k: Cost(s, 0, 0, measured=True) for k, s in seconds})
+        return None
     return EngineCosts(*(known[key].seconds for key in keys))
+
+
+def _learn(
+    source: str,
+    seconds: tuple[float, float],
+    ops: Sequence[MovesBytes],
+    device: torch.device,
+    cache: CostCache,
+) -> EngineCosts:
+    keys = _keys(source, _flushed_bytes(ops, device))
+    costs = {
+        k: Cost(s, 0, 0, measured=True) for k, s in zip(keys, seconds, strict=True)
+    }
+    found = cache.learn(costs)
+    return EngineCosts(*(found[key].seconds for key in keys))
+
+
+def _keys(source: str, flushed_bytes: int) -> list[str]:
+    """Keys in the cost cache; another engine has other ones."""
+    engine = engine_digest()
+    return [f"{source} {engine} {w} {flushed_bytes}" for w in ("watch", "rerun")]
+
+
+@cache_once
+def engine_digest() -> str:
+    """Digest of the source of the engine, so that none has the costs of another.
+
+    Without source, the version stands for it.
+    """
+    found = hashlib.sha256(__version__.encode())
+    for path in sorted(Path(applying.__file__).parent.rglob("*.py")):
+        found.update(path.read_bytes())
+    return found.hexdigest()[:16]
 
 
 def on_host(graph: Graph, host: float) -> Graph:
@@ -63,8 +147,10 @@ def on_host(graph: Graph, host: float) -> Graph:
     return replace(graph, ops=tuple(ops), engine=engine, notes=(*graph.notes, note))
 
 
-def _flushed_bytes(ops: Sequence[RawOp]) -> int:
+def _flushed_bytes(ops: Sequence[MovesBytes], device: torch.device) -> int:
     """Bytes moved from one saved tensor to the next, rounded up to a power of 2."""
+    if device.type != "cpu":
+        return 0
     moved_bytes = _OPS_BETWEEN * sum(op.moved_bytes for op in ops) // max(len(ops), 1)
     if moved_bytes < _LEAST_BYTES:
         return 0

@@ -1,0 +1,135 @@
+"""Planned against unplanned seconds, with their spread, or why there are none.
+
+Both steps run in turns, so the ratio of each round is of the same moments. On a busy
+machine these ratios say more about the other programs than about the plan. No figure is
+given then.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ckplan.verifying.phases import PhaseSeconds, TimedStep, median_phases
+
+LEAST_ROUNDS = 3
+MOST_SPREAD = 0.10  # between the quartiles, as a fraction of the unplanned step
+MOST_RELATIVE_SPREAD = 0.25  # of the overhead itself, if that is more
+_SPARE_LOAD = 0.5  # of the system itself
+
+
+class Quartiles(NamedTuple):
+    """The quartiles of a figure over rounds."""
+
+    low: float
+    median: float
+    high: float
+
+
+class Load(NamedTuple):
+    """How busy the machine was before the steps."""
+
+    running: float  # processes that ran or waited, over the last minute
+    cores: int
+
+    @property
+    def is_high(self) -> bool:
+        """Whether the steps have to share the cores."""
+        return self.running > self.cores + _SPARE_LOAD
+
+
+NO_LOAD = Load(0.0, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Measured seconds of both steps; None where nothing was measured."""
+
+    unplanned_seconds: float | None  # medians
+    planned_seconds: float | None
+    unplanned: PhaseSeconds | None
+    planned: PhaseSeconds | None
+    overhead: Quartiles | None = None  # None too if it could not be measured
+    added_seconds: Quartiles | None = None  # by the plan, in forward and backward
+    problem: str | None = None  # why time could not be measured
+
+
+def machine_load() -> Load:
+    """The load average of the last minute; none where the system keeps none."""
+    try:
+        return Load(os.getloadavg()[0], os.cpu_count() or 1)
+    except (AttributeError, OSError):
+        return NO_LOAD
+
+
+def compare_times(
+    unplanned: Sequence[TimedStep], planned: Sequence[TimedStep], load: Load
+) -> Timing:
+    """Compare steps that ran in turns.
+
+    Args:
+        unplanned: Steps without the plan; empty if the two do not fit together.
+        planned: Steps with the plan, one per round; empty if none was timed.
+        load: Load of the machine before the steps.
+    """
+    overhead = quartiles(
+        [b.seconds / a.seconds - 1 for a, b in zip(unplanned, planned, strict=False)]
+    )
+    added = quartiles(
+        [
+            b.phases.model_seconds - a.phases.model_seconds
+            for a, b in zip(unplanned, planned, strict=False)
+        ]
+    )
+    problem = _problem(overhead, min(len(unplanned), len(planned)), load)
+    if not planned:
+        problem = None
+    return Timing(
+        _median(unplanned),
+        _median(planned),
+        median_phases(unplanned),
+        median_phases(planned),
+        None if problem else overhead,
+        None if problem else added,
+        problem,
+    )
+
+
+def quartiles(values: Sequence[float]) -> Quartiles | None:
+    """The quartiles, interpolated; None for no values.
+
+    >>> quartiles([0.3, 0.1, 0.2])
+    Quartiles(low=0.15000000000000002, median=0.2, high=0.25)
+    """
+    if not values:
+        return None
+    if len(values) == 1:
+        return Quartiles(*values, *values, *values)
+    return Quartiles(*statistics.quantiles(values, n=4, method="inclusive"))
+
+
+def _problem(overhead: Quartiles | None, rounds: int, load: Load) -> str | None:
+    """Why seconds say nothing, in one line."""
+    if load.is_high:
+        return (
+            f"the machine is busy (load average {load.running:.1f}, {load.cores} cores)"
+        )
+    if overhead is None:
+        return None
+    if rounds < LEAST_ROUNDS:
+        return f"a spread needs at least {LEAST_ROUNDS} rounds, not {rounds}"
+    most = max(MOST_SPREAD, MOST_RELATIVE_SPREAD * abs(overhead.median))
+    spread = overhead.high - overhead.low
+    if spread <= most:
+        return None
+    return (
+        f"the quartiles of the rounds are {100 * spread:.1f} points apart, more than "
+        f"{100 * most:.1f}"
+    )
+
+
+def _median(steps: Sequence[TimedStep]) -> float | None:
+    return statistics.median(step.seconds for step in steps) if steps else None
