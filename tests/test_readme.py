@@ -49,7 +49,7 @@ TINY_LLAMA = {  # the model of hf:FOLDER
 WHOLE = {  # what prose names in short
     "show FILE": "show model.json.gz",
     "show traces/NAME.json.gz": "show traces/mlp.json.gz",
-    "profile hf:FOLDER": "profile hf:FOLDER --batch 8x16",
+    "profile hf:FOLDER": "profile hf:FOLDER --batch 8x16 -o folder.json.gz",
     "profile --device cuda": "profile model.py --device cuda",
     "eject --as deepspeed": "eject plan.yaml model.json.gz --as deepspeed",
     "verify --compile": "verify model.py --compile --budget 80%",
