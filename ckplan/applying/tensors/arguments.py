@@ -18,7 +18,10 @@ from typing import Any, NamedTuple
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-_ATTENTION = torch.nn.functional.scaled_dot_product_attention
+_ATTENTION = (
+    torch.nn.functional.scaled_dot_product_attention,
+    torch.nn.functional.multi_head_attention_forward,
+)
 _KINDS = (torch.Tensor, torch.nn.Parameter, FakeTensor)  # no other subclasses
 _PLAIN = frozenset(
     {
@@ -203,7 +206,7 @@ def switches(func: Any) -> tuple[Any, ...]:
         torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
         torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
     )
-    if func is not _ATTENTION:
+    if func not in _ATTENTION:
         return found
     return (*found, *[is_allowed() for is_allowed in _ATTENTION_KERNELS])
 
@@ -270,7 +273,7 @@ class Slots:
                 self._freeze(value, found)
             elif kind is float:
                 found += kind, value.hex()
-            elif kind is dict:
+            elif kind is dict and all(type(key) is str for key in value):
                 found += kind, len(value), *value
                 self._freeze(value.values(), found)
             elif kind is slice:

@@ -134,10 +134,11 @@ class _Writer:
         self.tests.append(f"type({what}) is {self._name(float)} and {same}")
 
     def _test_tensor(self, what: str, number: int) -> None:
+        """Test which tensor it is: of one that is dead, None is not another."""
         if number >= 0:
-            self.tests.append(f"made[{number}]() is {what}")
+            self.tests.append(f"made[{number}]() is {what} is not None")
         elif -1 - number < self.num_met:
-            self.tests.append(f"met[{-1 - number}]() is {what}")
+            self.tests.append(f"met[{-1 - number}]() is {what} is not None")
         else:
             self.tests.append(f"meet({self.num_met}, {what})")
             self.num_met += 1
