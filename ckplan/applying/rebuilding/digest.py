@@ -71,7 +71,7 @@ def holds_same(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Whether tensors of one geometry have the same bytes, as far as can be seen."""
     if first.untyped_storage()._cdata == second.untyped_storage()._cdata:
         return True
-    if is_fake(first) or is_fake(second) or _is_captured(first):
+    if first.is_meta or is_fake(first) or _is_captured(first):
         return True
     both = first.detach(), second.detach()
     if any(not one.untyped_storage().nbytes() for one in both):
