@@ -207,3 +207,29 @@ def test_values_are_the_same_if_their_bytes_are() -> None:
     assert not holds_same(torch.tensor([True]), torch.tensor([False]))
     meta = torch.empty(2, device="meta")
     assert not holds_same(two, two + 1) and holds_same(meta, torch.empty_like(meta))
+
+
+def test_an_attribute_that_is_trained_no_more_is_put_back() -> None:
+    """What is state is asked in every forward, not when attributes were looked at."""
+
+    class Averaging(Outside):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = torch.ones(4, requires_grad=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if not self.scale.requires_grad:
+                self.scale.mul_(0.5)
+            return torch.sin(x * self.scale.clone()).exp() * self.linear(x)
+
+    plain = nn.Sequential(nn.Sequential(Averaging()), nn.Tanh())
+    planned = copy.deepcopy(plain)
+    applying.apply(planned, RERUN)
+    for number in range(4):
+        grads = []
+        for model in (plain, planned):
+            model.zero_grad()
+            model[0][0].scale.requires_grad_(number < 2)
+            step(model).backward()
+            grads.append([*(p.grad for p in model.parameters()), model[0][0].scale])
+        assert all(map(torch.equal, *grads)), number

@@ -92,7 +92,7 @@ class Attributes:
         self.sources = [
             source for value in self.held if (source := source_in(value)) is not None
         ]
-        self.tensors = [value for value in self.plain.values() if is_state(value)]
+        self.tensors = [v for v in self.plain.values() if isinstance(v, torch.Tensor)]
         self._is_simple = not (inside or hooked or self.sources)
 
 
