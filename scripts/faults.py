@@ -511,8 +511,8 @@ FAULTS = [
     ),
     Fault(
         "applying/guards/checker.py",
-        "and _is_grad_enabled() is call.grad_mode",
-        "",
+        "alone &= call is None or not call.finds_written(self._made)",
+        "pass",
         MATCH,
     ),
     Fault(
@@ -523,7 +523,7 @@ FAULTS = [
     ),
     Fault(
         "applying/guards/input_checker.py",
-        "if self._storages.setdefault(address, storage) != storage:",
+        "if self._addresses.setdefault(storage, address) != address:",
         "if False:",
         REPLAY,
     ),
@@ -651,6 +651,18 @@ FAULTS = [
         "applying/rerunning/call_check.py",
         "del self.met[call.num_met :], self.versions[call.num_met :]",
         "pass",
+        CALLS,
+    ),
+    Fault(
+        "applying/tensors/matchers.py",
+        "if number in self.versions:",
+        "if False:",
+        MATCH,
+    ),
+    Fault(
+        "applying/rerunning/attributes.py",
+        "self.tensors = [v for v in self.plain.values() if isinstance(v, torch.Tensor)]",
+        "self.tensors = [v for v in self.plain.values() if is_state(v)]",
         CALLS,
     ),
 ]

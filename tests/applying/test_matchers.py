@@ -319,3 +319,63 @@ def test_attention_as_one_function_is_told_apart_by_its_kernels() -> None:
     same_steps(plain, planned, change)
     (status,) = applying.status(planned).regions
     assert status.kept == 0
+
+
+def _doubled(x: torch.Tensor) -> torch.Tensor:
+    return x.mul_(2.0)
+
+
+class Unseen(Shifting):
+    """Writes, from the third step on, what no function mode sees."""
+
+    script: Any
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.sin(self.linear(x))
+        y = (h * 1.5).detach() if self.kind == "set_" else h * 1.5
+        if self.late and self.kind == "set_":
+            y.set_(self.fixed)  # type: ignore[call-overload]
+        elif self.late:
+            self.script(y)
+        return torch.sin(y.exp()) * h
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("kind", ["set_", "script"])
+def test_a_write_that_no_mode_sees_is_seen_by_its_version(kind: str) -> None:
+    Unseen.script = staticmethod(torch.jit.script(_doubled))
+    plain = Unseen(kind)
+    planned = copy.deepcopy(plain)
+    applying.apply(planned, WHOLE)
+
+    def change(model: Any, step: int) -> None:
+        model.late = step == 2
+
+    same_steps(plain, planned, change, steps=3)
+    (status,) = applying.status(planned).regions
+    assert (status.recorded, status.kept) == (1, 1)
+
+
+def test_tensors_from_outside_are_told_apart_when_they_come_again() -> None:
+    class Crossing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = (nn.Parameter(torch.rand(8, 8)) for _ in range(2))
+            self.late = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = torch.sin(x * self.one) * torch.cos(x * self.two)
+            first, second = (self.two, self.one)[:: -1 if self.late else 1]
+            return torch.sin(h * first).exp() * torch.cos(h * second)
+
+    plain = Crossing()
+    planned = copy.deepcopy(plain)
+    applying.apply(planned, WHOLE)
+    same_steps(plain, planned, lambda model, step: None)
+    assert applying.status(planned).regions[0].recorded == 1
+
+    def change(model: Any, step: int) -> None:
+        model.late = step == 1
+
+    same_steps(plain, planned, change)
+    assert applying.status(planned).regions[0].recorded > 1

@@ -244,6 +244,7 @@ class Slots:
         self._meet: Callable[[torch.Tensor], None] | None = meet
         self._num_inputs = 0
         self._num_made = 0
+        self.versions: dict[int, int] = {}  # of returned tensors that were taken last
 
     def freeze(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """The arguments of a call in a form that can be compared.
@@ -254,6 +255,7 @@ class Slots:
         Raises:
             UnknownArgumentError: An argument cannot be compared.
         """
+        self.versions = {}
         found: list[Any] = [len(args)]
         self._freeze(args, found)
         if kwargs:
@@ -319,8 +321,11 @@ class Slots:
 
     def _number(self, tensor: torch.Tensor) -> int:
         known = self._known.get(id(tensor))
-        if known is not None and known[1]() is tensor:
-            return known[0]
+        number = known[0] if known is not None and known[1]() is tensor else None
+        if number is not None:
+            if number >= 0 and not tensor.is_inference():
+                self.versions[number] = tensor._version
+            return number
         self._num_inputs += 1
         self._known[id(tensor)] = (-self._num_inputs, weakref.ref(tensor))
         assert self._meet is not None, "internal error: a call after the forward"
