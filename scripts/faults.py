@@ -525,7 +525,7 @@ FAULTS = [
         "applying/guards/input_checker.py",
         "if self._addresses.setdefault(storage, address) != address:",
         "if False:",
-        REPLAY,
+        MATCH,
     ),
     Fault(
         "applying/rebuilding/script.py",
@@ -661,8 +661,8 @@ FAULTS = [
     ),
     Fault(
         "applying/rerunning/attributes.py",
-        "self.tensors = [v for v in self.plain.values() if isinstance(v, torch.Tensor)]",
-        "self.tensors = [v for v in self.plain.values() if is_state(v)]",
+        "self.plain.values() if isinstance(v, torch.Tensor)]",
+        "self.plain.values() if is_state(v)]",
         CALLS,
     ),
 ]

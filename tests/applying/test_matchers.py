@@ -379,3 +379,25 @@ def test_tensors_from_outside_are_told_apart_when_they_come_again() -> None:
 
     same_steps(plain, planned, change)
     assert applying.status(planned).regions[0].recorded > 1
+
+
+def test_tensors_from_outside_that_shared_their_bytes_and_then_do_not() -> None:
+    class Sharing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+            self.one = torch.rand(8, 8)
+            self.two = self.one[:]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = torch.sin(self.linear(x) * self.one)
+            return torch.cos(torch.sin(h * self.two).exp() * self.two)
+
+    plain = Sharing()
+    planned = copy.deepcopy(plain)
+    applying.apply(planned, WHOLE)
+
+    def change(model: Any, step: int) -> None:
+        model.two = model.one[:] if step % 4 < 2 else torch.full((8, 8), 0.5)
+
+    same_steps(plain, planned, change, steps=8)
