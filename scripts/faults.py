@@ -195,8 +195,8 @@ FAULTS = [
     Fault("simulating/ledger.py", "self._runs_left[step] -= 1", "pass", SIMULATE),
     Fault(
         "simulating/ledger.py",
-        "Interval(moment, 2 * view.stop - 1,",
-        "Interval(moment, 2 * view.stop + 1,",
+        "2 * view.stop - 1,",
+        "2 * view.stop + 1,",
         SIMULATE + " " + EXACT,
     ),
     Fault(
@@ -350,8 +350,8 @@ FAULTS = [
     # report
     Fault(
         "report/layers.py",
-        "self.flops + other.flops",
-        "self.flops - other.flops",
+        "getattr(self, n) + getattr(other, n)",
+        "getattr(self, n) - getattr(other, n)",
         "report/test_report.py",
     ),
     Fault(
