@@ -54,6 +54,10 @@ SCRIPTED = (
     "again or alternate or digests'"
 )
 REPLAY = "applying/test_replay.py applying/test_dynamic.py"
+MATCH = "applying/test_matchers.py"
+SCRIPT = "applying/test_scripts.py"
+AGAIN = "applying/test_checkpoint.py"
+CALLS = "applying/test_call_check.py"
 RERUN = "applying/test_surviving.py applying/test_hazards.py"
 CODES = "cli/test_cli.py -k 'not draws and not interrupt and not bad_input'"
 IN_PLACE = "tracing/test_in_place.py -k 'formulas or read_twice'"
@@ -191,8 +195,8 @@ FAULTS = [
     Fault("simulating/ledger.py", "self._runs_left[step] -= 1", "pass", SIMULATE),
     Fault(
         "simulating/ledger.py",
-        "Interval(moment, 2 * view.stop - 1,",
-        "Interval(moment, 2 * view.stop + 1,",
+        "2 * view.stop - 1,",
+        "2 * view.stop + 1,",
         SIMULATE + " " + EXACT,
     ),
     Fault(
@@ -346,8 +350,8 @@ FAULTS = [
     # report
     Fault(
         "report/layers.py",
-        "self.flops + other.flops",
-        "self.flops - other.flops",
+        "getattr(self, n) + getattr(other, n)",
+        "getattr(self, n) - getattr(other, n)",
         "report/test_report.py",
     ),
     Fault(
@@ -378,20 +382,22 @@ FAULTS = [
         "applying/test_unseen.py",
     ),
     Fault("applying/rerunning/rerun.py", "self._check_unchanged()\n", "pass\n", RERUN),
-    Fault("applying/rerunning/rerun.py", "self._world.restore()", "pass", RERUN),
+    Fault("applying/rerunning/rerun.py", "        snapshot.restore()\n", "", RERUN),
     Fault("applying/rerunning/rerun.py", "        now.restore()\n", "", RERUN),
-    Fault("applying/rerunning/rerun.py", "if calls.different:", "if False:", RERUN),
     Fault(
-        "applying/guards/checker.py",
-        "same and packed and call.switches == switches(func)",
-        "same and packed",
-        REPLAY + " applying/test_applying.py -k 'not predicted and not every_plan'",
+        "applying/rerunning/rerun.py", "        if different:", "        if 0:", CALLS
     ),
     Fault(
         "applying/guards/checker.py",
-        "same = call.arguments == self._slots.freeze(args, kwargs)",
-        "same = self._slots.freeze(args, kwargs) is not None",
-        REPLAY,
+        "if call.switches != switches(call.func):",
+        "if False:",
+        MATCH,
+    ),
+    Fault(
+        "applying/tensors/matchers.py",
+        'add(f"type({what}) is {self._name(kind)} and {what} == {literal}")',
+        'add(f"{what} == {literal}")',
+        MATCH,
     ),
     Fault(
         "applying/guards/checker.py",
@@ -412,10 +418,10 @@ FAULTS = [
         "applying/test_hazards.py",
     ),
     Fault(
-        "applying/rebuilding/rebuilder.py",
-        "if value in retained and (by := retained[value].moved(self._left.name)):",
+        "applying/tensors/retained.py",
+        "if version_of(tensor) != self.version:",
         "if False:",
-        REPLAY + " applying/test_hazards.py",
+        "applying/test_hazards.py",
     ),
     # tracing
     Fault(
@@ -459,6 +465,205 @@ FAULTS = [
         "return 2 * INDEX_BYTES",
         "return INDEX_BYTES",
         "tracing/cuda/test_reductions.py",
+    ),
+    # applying: compiled guards, scripts, checkpoints
+    Fault(
+        "applying/tensors/matchers.py",
+        'f"made[{number}]() is {what} is not None"',
+        'f"made[{number}]() is {what}"',
+        MATCH,
+    ),
+    Fault(
+        "applying/tensors/matchers.py",
+        'self.tests.append(f"met[{-1 - number}]() is {what} is not None")',
+        "pass",
+        MATCH,
+    ),
+    Fault(
+        "applying/tensors/matchers.py",
+        'f"met[{-1 - number}]() is',
+        'f"met[{number}]() is',
+        MATCH,
+    ),
+    Fault(
+        "applying/tensors/matchers.py",
+        "if not value or value != value or",
+        "if value != value or",
+        MATCH,
+    ),
+    Fault(
+        "applying/tensors/matchers.py",
+        '[*kwargs] == {keys!r}"',
+        '{{*kwargs}} == {set(keys)!r}"',
+        MATCH,
+    ),
+    Fault(
+        "applying/tensors/matchers.py",
+        ' and len({what}) == {length}")',
+        '")',
+        MATCH,
+    ),
+    Fault(
+        "applying/tensors/matchers.py",
+        'add(f"{what} is {next(self.frozen)!r}")',
+        'add(f"{what} == {next(self.frozen)!r}")',
+        MATCH,
+    ),
+    Fault(
+        "applying/guards/checker.py",
+        "alone &= call is None or not call.finds_written(self._made)",
+        "pass",
+        MATCH,
+    ),
+    Fault(
+        "applying/guards/checker.py",
+        "not _is_autocast_enabled() if call.simple",
+        "True if call.simple",
+        MATCH,
+    ),
+    Fault(
+        "applying/guards/input_checker.py",
+        "if self._addresses.setdefault(storage, address) != address:",
+        "if False:",
+        MATCH,
+    ),
+    Fault(
+        "applying/rebuilding/script.py",
+        'self._add(f"del values[{key}]")',
+        "pass",
+        SCRIPT,
+    ),
+    Fault(
+        "applying/rebuilding/script.py",
+        'copy = f"copied({tensor}, region)" if retained else f"copy_of({tensor})"',
+        "copy = tensor",
+        SCRIPT,
+    ),
+    Fault(
+        "applying/rebuilding/script.py",
+        "last = not self.runs[step]",
+        "last = False",
+        SCRIPT,
+    ),
+    Fault(
+        "applying/rebuilding/script.py",
+        "if value in keep and value not in overwritten:",
+        "if value not in overwritten:",
+        SCRIPT,
+    ),
+    Fault(
+        "applying/rebuilding/rebuilder.py",
+        "            if self._found:\n",
+        "            if False:\n",
+        SCRIPT,
+    ),
+    Fault(
+        "applying/rebuilding/rebuilder.py",
+        "if self._interrupted:",
+        "if False:",
+        SCRIPT,
+    ),
+    Fault(
+        "applying/rebuilding/rebuilder.py",
+        "if answer.computes:",
+        "if False:",
+        "applying/test_hazards.py -k 'casts'",
+    ),
+    Fault(
+        "applying/rebuilding/schedule.py",
+        "        self._at = None",
+        "        pass",
+        SCRIPT,
+    ),
+    Fault(
+        "applying/rebuilding/schedule.py",
+        "            self.start = Stage()",
+        "            pass",
+        SCRIPT,
+    ),
+    Fault(
+        "applying/tensors/retained.py",
+        "if tensor.stride() != self.stride or",
+        "if",
+        SCRIPT,
+    ),
+    Fault(
+        "applying/rerunning/checkpoint.py",
+        "if first.kinds[number] != (tensor.shape, tensor.dtype, tensor.device):",
+        "if False:",
+        AGAIN,
+    ),
+    Fault(
+        "applying/rerunning/checkpoint.py",
+        "        if self.is_complete or self.differs:\n            return",
+        "        if False:\n            return",
+        AGAIN,
+    ),
+    Fault(
+        "applying/rerunning/checkpoint.py",
+        "kept, numbered.kept = numbered.kept, None",
+        "kept = numbered.kept",
+        AGAIN,
+    ),
+    Fault(
+        "applying/rerunning/checkpoint.py",
+        "return unpack(kept)",
+        "return kept.tensor",
+        AGAIN,
+    ),
+    Fault(
+        "applying/rerunning/checkpoint.py",
+        "if casts or _is_autocast_enabled(device):",
+        "if casts:",
+        AGAIN,
+    ),
+    Fault(
+        "applying/rerunning/rerun.py",
+        "if modules is None or not modules.are_of(module):",
+        "if modules is None:",
+        AGAIN,
+    ),
+    Fault(
+        "applying/rerunning/call_check.py",
+        "if not _is_like(tensor, self.known.outside[number]):",
+        "if not (self._expected or _is_like(tensor, self.known.outside[number])):",
+        CALLS,
+    ),
+    Fault(
+        "applying/rerunning/call_check.py",
+        "and not holds_same(first, tensor)",
+        "and False",
+        CALLS,
+    ),
+    Fault(
+        "applying/rerunning/call_check.py",
+        "if same and call.switches == switches(func):",
+        "if same:",
+        CALLS,
+    ),
+    Fault(
+        "applying/rerunning/call_check.py",
+        "if expected.versions[place] != version:",
+        "if False:",
+        CALLS,
+    ),
+    Fault(
+        "applying/rerunning/call_check.py",
+        "del self.met[call.num_met :], self.versions[call.num_met :]",
+        "pass",
+        CALLS,
+    ),
+    Fault(
+        "applying/tensors/matchers.py",
+        "if number in self.versions:",
+        "if False:",
+        MATCH,
+    ),
+    Fault(
+        "applying/rerunning/attributes.py",
+        "self.plain.values() if isinstance(v, torch.Tensor)]",
+        "self.plain.values() if is_state(v)]",
+        CALLS,
     ),
 ]
 

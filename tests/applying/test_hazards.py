@@ -1128,7 +1128,7 @@ def only_below_autograd() -> ExitStack:
 
 def without_autocast(casting: checkpoint.Casting) -> AbstractContextManager[Any]:
     """Cast nothing in the second run."""
-    devices = [device for device, _ in casting._types]
+    devices = [device for device, *_ in casting._types]
     stack = ExitStack()
     for device in devices:
         stack.enter_context(torch.autocast(device, enabled=False))

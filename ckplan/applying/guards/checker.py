@@ -191,6 +191,7 @@ class GuardChecker(TorchFunctionMode):
         as_expected = self._num_packed == self._packed_before(call)
         alone = torch._C._len_torch_dispatch_stack() == self._num_modes
         alone &= not is_within_compiled()
+        alone &= call is None or not call.finds_written(self._made)
         moved = any(moves(other.func) for other in self.expected.calls)
         rerecorder = self._rerecord_from(self._place(call))
         if as_expected and alone and not moved:

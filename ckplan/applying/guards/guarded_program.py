@@ -11,7 +11,7 @@ import torch
 
 from ckplan.applying.rebuilding.schedule import Packed, Schedule
 from ckplan.applying.rebuilding.step import Step
-from ckplan.applying.tensors.arguments import Geometry
+from ckplan.applying.tensors.arguments import Geometry, version_of
 from ckplan.applying.tensors.matchers import Matcher
 from ckplan.applying.tensors.retained import Retained, tensors_in
 from ckplan.simulating.program import Flow, NestedRegion, Program
@@ -49,6 +49,7 @@ class CallGuard:
     func: Callable[..., Any]
     matches: Matcher  # checks the arguments
     grad_mode: bool
+    versions: Mapping[int, int]  # of tensors of the region that it takes, by number
     simple: bool  # without autocast; neither its place nor other switches count
     switches: tuple[Any, ...]
     returned: tuple[int, ...]  # numbers of the tensors that it returned
@@ -63,6 +64,14 @@ class CallGuard:
     packed_after: int
     start: int  # its first step
     stop: int  # the step after its last one
+
+    def finds_written(self, made: Sequence[ref[torch.Tensor]]) -> bool:
+        """Whether what no function mode sees wrote a tensor that it was to take."""
+        for number, version in self.versions.items():
+            tensor = made[number]()
+            if tensor is not None and version_of(tensor) != version:
+                return True
+        return False
 
     def number(
         self,

@@ -92,8 +92,9 @@ def make_guards(seen: Recorder) -> GuardedProgram | None:
         CallGuard(
             place=at[start] if moves and start < stop else None,
             func=call.func,
-            matches=matchers.make(call.arguments),
+            matches=matchers.make(call.arguments, call.versions),
             grad_mode=call.switches[0],
+            versions=call.versions,
             simple=not moves and call.switches[1:] == (False, False),
             switches=call.switches,
             returned=tuple(call.numbers),

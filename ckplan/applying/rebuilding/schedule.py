@@ -20,6 +20,8 @@ from ckplan.applying.tensors.retained import Ref
 from ckplan.simulating.program import Program
 from ckplan.simulating.rebuild import Rebuild
 
+_MOST_ANSWERS = 4096  # compiled for orders in which backward asked; then begins anew
+
 
 class Packed(NamedTuple):
     """A saved tensor, as recorded."""
@@ -79,6 +81,7 @@ class Schedule:
         self.drawn = self.runs.keys() & drawn
         self.on_gpu = any(step.device.type == "cuda" for step in steps.values())
         self.start = Stage()
+        self._num_answers = 0
         self._lock = Lock()
         self._at: tuple[Stage, Rebuild[_Machine], Script] | None = None
 
@@ -97,8 +100,12 @@ class Schedule:
                 self._write(rebuild, script, before)
         else:
             _, rebuild, script = self._at
+        self._at = None  # what an interrupt leaves half written is not gone on with
         self._write(rebuild, script, number)
         after = Stage((stage.asked, number))
+        self._num_answers += 1
+        if self._num_answers % _MOST_ANSWERS == 0:
+            self.start = Stage()  # backwards that began go on where they are
         self._at = after, rebuild, script
         return Answer(script.end(), script.computes, after)
 

@@ -256,7 +256,8 @@ def _compiled(source: str) -> CodeType:
 def _copied(retained: Retained, region: str) -> Retained:
     retained.moved(region)
     copy = copy_of(retained.tensor)
-    return replace(retained, tensor=copy, version=version_of(copy))
+    stride = copy.stride()
+    return replace(retained, tensor=copy, version=version_of(copy), stride=stride)
 
 
 def _view_of_retained(retained: Retained, ref: Ref, region: str) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -43,6 +43,7 @@ class Call:
     arguments: Any
     switches: tuple[Any, ...]
     packed_before: int
+    versions: Mapping[int, int]  # of tensors of the region that it took, by number
     packed_after: int = 0
     returned: Sequence[Returned] = ()
     numbers: Sequence[int] = ()  # of the tensors that it returned
@@ -86,7 +87,10 @@ class CallLog(TorchFunctionMode):
         except UnknownArgumentError:
             self.broken = True
             return func(*args, **kwargs)
-        call = Call(func, arguments, switches(func), len(self._packing.packed))
+        taken = self._slots.versions
+        versions = {n: taken[n] for n in taken if self.made[n] >= 0}
+        num_packed = len(self._packing.packed)
+        call = Call(func, arguments, switches(func), num_packed, versions)
         self.current, self.read = len(self.calls), False
         try:
             out = func(*args, **kwargs)

@@ -25,19 +25,13 @@ class Modules:
     checked object by object, which is cheaper than to look at every attribute anew.
     """
 
-    def __init__(self) -> None:
-        """Know no module yet."""
-        self._found: list[Attributes] = []
+    def __init__(self, module: nn.Module) -> None:
+        """Find the modules of a module."""
+        self._found = [Attributes(one) for one in module.modules()]
 
-    def of(self, module: nn.Module) -> Modules:
-        """Make these the modules of a module, if they are not already."""
-        if (
-            not self._found
-            or self._found[0].module is not module
-            or not self.are_same()
-        ):
-            self._found = [Attributes(one) for one in module.modules()]
-        return self
+    def are_of(self, module: nn.Module) -> bool:
+        """Whether these are the modules of a module: replicas have their own."""
+        return self._found[0].module is module and self.are_same()
 
     def are_same(self) -> bool:
         """Whether no module was replaced, added or removed."""
@@ -98,7 +92,7 @@ class Attributes:
         self.sources = [
             source for value in self.held if (source := source_in(value)) is not None
         ]
-        self.tensors = [value for value in self.plain.values() if is_state(value)]
+        self.tensors = [v for v in self.plain.values() if isinstance(v, torch.Tensor)]
         self._is_simple = not (inside or hooked or self.sources)
 
 

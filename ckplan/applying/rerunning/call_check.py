@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.overrides import TorchFunctionMode
 
+from ckplan.applying.rebuilding.digest import holds_same
 from ckplan.applying.tensors.arguments import (
     Geometry,
     Slots,
@@ -175,8 +176,7 @@ class CallCheck(TorchFunctionMode):
     def _meet_known(self, number: int, tensor: torch.Tensor) -> bool:
         """Whether a tensor from outside is as it was learned."""
         assert self.known is not None
-        first = None if self._expected is None else self._expected.met[number]()
-        if first is not tensor and not _is_like(tensor, self.known.outside[number]):
+        if not _is_like(tensor, self.known.outside[number]):
             return False
         self._meet(tensor)
         if self.different:
@@ -190,10 +190,19 @@ class CallCheck(TorchFunctionMode):
         self.versions.append(version)
         if expected is None or self.different or id(tensor) in self._put_back:
             return
-        same = place < len(expected.met) and expected.met[place]() is tensor
-        if same and expected.versions[place] != version:
-            what = f"a tensor of shape {tuple(tensor.shape)}"
-            self.different = f"it reads {what} that was changed in place"
+        first = expected.met[place]() if place < len(expected.met) else None
+        if first is None:
+            return
+        what = f"tensor of shape {tuple(tensor.shape)}"
+        if first is tensor:
+            if expected.versions[place] != version:
+                self.different = f"it reads a {what} that was changed in place"
+        elif (
+            expected.versions[place] == version_of(first)
+            and first.shape == tensor.shape  # others are told by their geometry
+            and not holds_same(first, tensor)
+        ):
+            self.different = f"it reads another {what}"
 
     def _leave_known(self) -> None:
         """Go on with hashes: the next call is not the one that was learned."""

@@ -16,28 +16,32 @@ from weakref import ref
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from ckplan.applying.recording.saved_tensors import Kept, keep, unpack
+
 Kind: TypeAlias = tuple[torch.Size, torch.dtype, torch.device]
 
 
 class Numbered:
     """A saved tensor, by its number; a second run fills it, and its use empties it."""
 
-    __slots__ = ("__weakref__", "checkpoint", "tensor")
+    __slots__ = ("__weakref__", "checkpoint", "kept")
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
-        self.tensor: torch.Tensor | None = None
+        self.kept: Kept | None = None
 
 
 class Checkpoint:
     """What one forward saved."""
 
-    def __init__(self, run_again: Callable[[Refill], None]) -> None:
+    def __init__(self, name: str, run_again: Callable[[Refill], None]) -> None:
         """Nothing is saved yet.
 
         Args:
+            name: Name of the region in errors.
             run_again: Runs the forward in ``Refill.saving``, until that is complete.
         """
+        self.name = name
         self._run_again = run_again
         self.saved: list[ref[Numbered]] = []
         self.kinds: list[Kind] = []
@@ -77,33 +81,35 @@ class Refill:
         """
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
-            bare = tensor.detach()
-            self._fill(bare)
+            with torch._C.DisableTorchFunction():  # custom functions may pack
+                kept = keep(tensor, self._checkpoint.name)
+                self._fill(kept)
             if self.is_complete or self.differs:
                 raise interrupt()
-            return bare
+            return kept.tensor
 
         return saved_tensors_hooks(pack, _same)
 
-    def _fill(self, tensor: torch.Tensor) -> None:
-        number, first = self._num_saved, self._checkpoint
-        kind = tensor.shape, tensor.dtype, tensor.device
-        if number == len(first.saved) or first.kinds[number] != kind:
+    def _fill(self, kept: Kept) -> None:
+        number, first, tensor = self._num_saved, self._checkpoint, kept.tensor
+        if self.is_complete or self.differs:
+            return  # the forward caught the exception that ended it
+        if first.kinds[number] != (tensor.shape, tensor.dtype, tensor.device):
             self.differs = True
             return
         numbered = first.saved[number]()
         if numbered is not None:
-            numbered.tensor = tensor
+            numbered.kept = kept
         self._num_saved = number + 1
         self.is_complete = self._num_saved == len(first.saved)
 
 
 def _unpack(numbered: Numbered) -> torch.Tensor:
-    if numbered.tensor is None:
+    if numbered.kept is None:
         numbered.checkpoint.fill()
-    tensor, numbered.tensor = numbered.tensor, None
-    assert tensor is not None, "internal error: a complete run fills all"
-    return tensor
+    kept, numbered.kept = numbered.kept, None
+    assert kept is not None, "internal error: a complete run fills all"
+    return unpack(kept)
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
@@ -116,15 +122,19 @@ class Casting:
     def __init__(self, device_types: set[str]) -> None:
         self._cached = torch.is_autocast_cache_enabled()
         self._types = [
-            (device, torch.get_autocast_dtype(device))
+            (device, torch.get_autocast_dtype(device), _is_autocast_enabled(device))
             for device in sorted({"cpu", *device_types} - {"meta"})
-            if torch.is_autocast_enabled(device)
         ]
 
     def again(self) -> ExitStack:
         """Context in which autocast casts as it did then."""
         stack = ExitStack()
-        for device, dtype in self._types:
-            casts = torch.autocast(device, dtype, cache_enabled=self._cached)
-            stack.enter_context(casts)
+        for device, dtype, casts in self._types:
+            if casts or _is_autocast_enabled(device):
+                stack.enter_context(
+                    torch.autocast(device, dtype, casts, cache_enabled=self._cached)
+                )
         return stack
+
+
+_is_autocast_enabled = torch.is_autocast_enabled

@@ -1,9 +1,9 @@
 """Rerun a module in backward, from a snapshot of the state of its forward.
 
-``torch.utils.checkpoint`` decides when, and restores autocast. All other state that a
-forward may read or change is restored for the second run and set forward after it:
-buffers, plain attributes of modules and lists, dicts and sets in
-them, hooks, the random states of torch, Python, NumPy and of generators.
+A checkpoint (``checkpoint.py``) decides when. State that a forward may read or change
+is restored for the second run and set forward after it: autocast, buffers, plain
+attributes of modules and lists, dicts and sets in them, hooks, the random states of
+torch, Python, NumPy and of generators.
 State that cannot be restored is checked: inputs, parameters and outside tensors by
 their versions, and calls of torch functions one by one. So a module that differs in
 the second run raises an error that names the region, never a wrong gradient.
@@ -38,7 +38,14 @@ class Memory:
 
     def __init__(self) -> None:
         self.calls = CallMemory()
-        self.modules = Modules()
+        self._modules: Modules | None = None
+
+    def modules_of(self, module: nn.Module) -> Modules:
+        """The module and those inside it; other forwards keep those that they have."""
+        modules = self._modules
+        if modules is None or not modules.are_of(module):
+            modules = self._modules = Modules(module)
+        return modules
 
     def __reduce__(self) -> tuple[type[Memory], tuple[()]]:
         return type(self), ()
@@ -70,7 +77,7 @@ class Rerun:
         self._forward = forward
         leaves, self._spec = pytree.tree_flatten((args, kwargs))
         self._inputs = _detached(leaves)
-        self._modules = memory.modules.of(module)
+        self._modules = memory.modules_of(module)
         tensors = [x for x in self._inputs if isinstance(x, torch.Tensor)]
         tensors += self._modules.parameters()
         self._seen: list[tuple[torch.Tensor, int, Digest | None]] = [
@@ -83,7 +90,7 @@ class Rerun:
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the forward, on the caller's inputs."""
-        checkpoint = Checkpoint(self._run_again)
+        checkpoint = Checkpoint(self.name, self._run_again)
         calls = self._calls
         try:
             with uncompiled(), checkpoint.saving(), calls:

@@ -57,7 +57,7 @@ class Snapshot:
                     (p, p.requires_grad) for p in named.values() if _is_leaf(p)
                 ]
             found.buffers.append((buffers, dict(buffers)))
-            tensors = [*filter(is_state, buffers.values()), *one.tensors]
+            tensors = [*filter(is_state, (*buffers.values(), *one.tensors))]
             found.contents += [
                 (b, _elements(b).clone(), version_of(b)) for b in tensors
             ]

@@ -18,7 +18,10 @@ from typing import Any, NamedTuple
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-_ATTENTION = torch.nn.functional.scaled_dot_product_attention
+_ATTENTION = (
+    torch.nn.functional.scaled_dot_product_attention,
+    torch.nn.functional.multi_head_attention_forward,
+)
 _KINDS = (torch.Tensor, torch.nn.Parameter, FakeTensor)  # no other subclasses
 _PLAIN = frozenset(
     {
@@ -203,7 +206,7 @@ def switches(func: Any) -> tuple[Any, ...]:
         torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
         torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
     )
-    if func is not _ATTENTION:
+    if func not in _ATTENTION:
         return found
     return (*found, *[is_allowed() for is_allowed in _ATTENTION_KERNELS])
 
@@ -241,6 +244,7 @@ class Slots:
         self._meet: Callable[[torch.Tensor], None] | None = meet
         self._num_inputs = 0
         self._num_made = 0
+        self.versions: dict[int, int] = {}  # of returned tensors that were taken last
 
     def freeze(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """The arguments of a call in a form that can be compared.
@@ -251,6 +255,7 @@ class Slots:
         Raises:
             UnknownArgumentError: An argument cannot be compared.
         """
+        self.versions = {}
         found: list[Any] = [len(args)]
         self._freeze(args, found)
         if kwargs:
@@ -270,7 +275,7 @@ class Slots:
                 self._freeze(value, found)
             elif kind is float:
                 found += kind, value.hex()
-            elif kind is dict:
+            elif kind is dict and all(type(key) is str for key in value):
                 found += kind, len(value), *value
                 self._freeze(value.values(), found)
             elif kind is slice:
@@ -316,8 +321,11 @@ class Slots:
 
     def _number(self, tensor: torch.Tensor) -> int:
         known = self._known.get(id(tensor))
-        if known is not None and known[1]() is tensor:
-            return known[0]
+        number = known[0] if known is not None and known[1]() is tensor else None
+        if number is not None:
+            if number >= 0 and not tensor.is_inference():
+                self.versions[number] = tensor._version
+            return number
         self._num_inputs += 1
         self._known[id(tensor)] = (-self._num_inputs, weakref.ref(tensor))
         assert self._meet is not None, "internal error: a call after the forward"

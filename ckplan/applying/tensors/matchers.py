@@ -8,7 +8,7 @@ Layers that are alike share their code.
 from __future__ import annotations
 
 import builtins
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import CodeType, FunctionType
@@ -18,6 +18,7 @@ from weakref import ref
 import torch
 
 _MOST_SOURCES = 4096
+_NO_VERSIONS: Mapping[int, int] = {}
 _SAME = (bool, type(None), type(...))  # one object for each value
 
 Meet: TypeAlias = Callable[[int, torch.Tensor], bool]
@@ -43,9 +44,17 @@ class Matchers:
     def __init__(self) -> None:
         self._num_met = 0  # tensors from outside
 
-    def make(self, arguments: Sequence[Any]) -> Matcher:
-        """Make a matcher of arguments, as ``Slots.freeze`` gives them."""
-        writer = _Writer(iter(arguments), self._num_met)
+    def make(
+        self, arguments: Sequence[Any], versions: Mapping[int, int] = _NO_VERSIONS
+    ) -> Matcher:
+        """Make a matcher of arguments.
+
+        Args:
+            arguments: As ``Slots.freeze`` gives them.
+            versions: Of tensors that calls returned, by number. Another version means
+                that one was written by what no function mode sees, such as ``set_``.
+        """
+        writer = _Writer(iter(arguments), self._num_met, versions)
         source = writer.write()
         self._num_met = writer.num_met
         return FunctionType(
@@ -59,6 +68,7 @@ class _Writer:
 
     frozen: Iterator[Any]
     num_met: int
+    versions: Mapping[int, int]
     tests: list[str] = field(default_factory=list)
     names: dict[str, Any] = field(default_factory=dict)
 
@@ -75,7 +85,8 @@ class _Writer:
                 "def matches(args, kwargs, made, met, meet):",
                 f" if len(args) != {num_args}: return False",
                 unpacking,
-                f" return {' and '.join(self.tests)}",
+                f" try: return {' and '.join(self.tests)}",
+                " except RuntimeError: return False",  # of a version: no tensor has it
             )
         )
 
@@ -134,10 +145,13 @@ class _Writer:
         self.tests.append(f"type({what}) is {self._name(float)} and {same}")
 
     def _test_tensor(self, what: str, number: int) -> None:
+        """Test which tensor it is: of one that is dead, None is not another."""
         if number >= 0:
-            self.tests.append(f"made[{number}]() is {what}")
+            self.tests.append(f"made[{number}]() is {what} is not None")
+            if number in self.versions:
+                self.tests.append(f"{what}._version == {self.versions[number]}")
         elif -1 - number < self.num_met:
-            self.tests.append(f"met[{-1 - number}]() is {what}")
+            self.tests.append(f"met[{-1 - number}]() is {what} is not None")
         else:
             self.tests.append(f"meet({self.num_met}, {what})")
             self.num_met += 1

@@ -31,7 +31,9 @@ class Retained:
     tensor: torch.Tensor
     version: int
     offset: int  # in its storage, during forward
-    size: torch.Size  # during forward
+    size: torch.Size  # during forward, as the rest
+    stride: tuple[int, ...]
+    dtype: torch.dtype
 
     def settle(self) -> None:
         """Fix the version that later uses must find.
@@ -59,6 +61,13 @@ class Retained:
             )
         if tensor.size() != self.size:  # DeepSpeed frees a parameter's data
             raise _not_gathered(region, self.size)
+        if tensor.stride() != self.stride or tensor.dtype is not self.dtype:
+            raise ApplyError(
+                f"cannot rebuild {region}: a tensor of shape {tuple(self.size)} that "
+                "it reads was given another memory format or type after its forward",
+                needed="parameters and inputs that do not change until backward",
+                hint="convert the model before the step",
+            )
         return tensor.storage_offset() - self.offset
 
 
@@ -71,7 +80,14 @@ def retain(tensor: torch.Tensor) -> Retained:
         base = tensor._base
         is_view = base is not None and isinstance(base, torch.nn.Parameter)
         tensor = base if is_view else bare(tensor)
-    return Retained(tensor, version_of(tensor), tensor.storage_offset(), tensor.size())
+    return Retained(
+        tensor,
+        version_of(tensor),
+        tensor.storage_offset(),
+        tensor.size(),
+        tensor.stride(),
+        tensor.dtype,
+    )
 
 
 def bare(tensor: torch.Tensor) -> torch.Tensor:

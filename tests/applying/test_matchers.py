@@ -1,0 +1,403 @@
+"""Guards of calls: what differs is never taken for what was recorded."""
+
+from __future__ import annotations
+
+import copy
+import enum
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ckplan import applying
+from ckplan.applying.tensors.arguments import Slots, UnknownArgumentError
+from ckplan.applying.tensors.matchers import Matchers
+from ckplan.plan.plan import Plan, PlannedRegion
+
+WHOLE = Plan(regions=(PlannedRegion("."),))
+NAN = float("nan")
+
+
+class Mode(enum.IntEnum):
+    ONE = 1
+    TWO = 2
+
+
+class Name(str):
+    __slots__ = ()
+
+
+GROUPS: tuple[tuple[Any, ...], ...] = (
+    (0, False, 0.0, -0.0, None, "0", (0,), [0], 0j, numpy.int64(0), numpy.float64(0)),
+    (1, True, 1.0, Mode.ONE, Mode.TWO, numpy.float32(1), numpy.bool_(True), 10**30),
+    (NAN, float("inf"), -float("inf"), 1e-320, -1e-320, 5e-324, 0.1, 0.1 + 2**-56),
+    ("sum", Name("sum"), "Sum", "su'm\n", ""),
+    ((1, 2), [1, 2], torch.Size((1, 2)), (1, 2.0), (1, (2,)), (2, 1), (1,), (1, 2, 3)),
+    ([[1], 2], [1, [2]], [[1, 2]], [[1], [2]], [], [[]], ([],), ()),
+    ({"a": 1, "b": 2}, {"b": 2, "a": 1}, {"a": 1}, {"a": True, "b": 2}, {}),
+    (slice(1), slice(0, 1), slice(None, True), slice(1.0), slice(1, None, 1), 1),
+    (torch.float32, torch.float64, "torch.float32", torch.strided, torch.sparse_coo),
+    (torch.device("cpu"), torch.device("cpu", 0), torch.device("meta"), "cpu", ...),
+    (torch.contiguous_format, torch.channels_last, torch.preserve_format),
+)
+
+
+def matches(arguments: Any, others: Any) -> bool | None:
+    """Whether a call is taken for a recorded one; None if it is never compared."""
+    slots = Slots(lambda tensor: None)
+    try:
+        frozen = slots.freeze(*arguments)
+    except UnknownArgumentError:
+        return None
+    return Matchers().make(frozen)(*others, [], [], lambda number, tensor: False)
+
+
+@pytest.mark.parametrize("group", GROUPS, ids=lambda group: repr(group[0]))
+def test_only_the_same_value_matches(group: tuple[Any, ...]) -> None:
+    for one in group:
+        for other in group:
+            for first, second in (
+                (((one,), {}), ((other,), {})),
+                (((3, [one]), {}), ((3, [other]), {})),
+                (((), {"x": one, "y": 2}), ((), {"x": other, "y": 2})),
+                (((slice(one),), {}), ((slice(other),), {})),
+            ):
+                found = matches(first, second)
+                assert found is None or found == (one is other), (one, other)
+
+
+@pytest.mark.parametrize(
+    "first, second",
+    [
+        (((1,), {}), ((1, 1), {})),
+        (((1, 1), {}), ((1,), {})),
+        (((), {}), ((), {"x": 1})),
+        (((), {"x": 1}), ((), {})),
+        (((), {"x": 1}), ((1,), {})),
+        (((), {"x": 1, "y": 2}), ((), {"y": 2, "x": 1})),
+        (((), {"x": 1, "y": 1}), ((), {"x": 1})),
+        (((), {"x": 1}), ((), {"y": 1})),
+        ((("x",), {}), ((), {"x": 1})),
+    ],
+)
+def test_places_and_keywords_count(first: Any, second: Any) -> None:
+    assert matches(first, first) and not matches(first, second)
+
+
+def test_what_can_not_be_compared_never_matches() -> None:
+    for value in (object(), 1j, numpy.float32(1), Name("a"), {1: 2}, {True: 2}, {1, 2}):
+        assert matches(((value,), {}), ((value,), {})) is None
+
+
+def test_a_number_that_only_nan_equals_is_compared_by_its_bits() -> None:
+    assert matches(((NAN,), {}), ((-NAN,), {})) is True  # torch takes them alike
+    assert matches(((0.0,), {}), ((-0.0,), {})) is False
+
+
+# -- models ----------------------------------------------------------------------------
+
+
+class Shifting(nn.Module):
+    """Makes other calls from the third step on."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.late = kind, False
+        self.linear, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.conv = nn.Conv2d(2, 2, 3, padding=1)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.fixed = torch.full((8, 8), 0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h: torch.Tensor = torch.tanh(self.linear(x))
+        return torch.sin(getattr(self, self.kind)(h, self.late)).exp()
+
+    def a_dead_tensor_then_none(self, h: Any, late: bool) -> Any:
+        bias = self.other.bias * 2
+        if late:
+            bias = None
+        return functional.linear(h.sin(), self.other.weight, bias)
+
+    def a_dead_scale_then_none(self, h: Any, late: bool) -> Any:
+        scale = self.linear.weight[0] * 2
+        if late:
+            del scale
+        return functional.layer_norm(h, (8,), None if late else scale)
+
+    def made_then_outside(self, h: Any, late: bool) -> Any:
+        made = torch.full((8, 8), 0.5)
+        return h * (self.fixed if late else made) + made
+
+    def outside_then_made(self, h: Any, late: bool) -> Any:
+        return h * (h.detach() if late else self.fixed) + self.fixed
+
+    def twice_then_two(self, h: Any, late: bool) -> Any:
+        other = h.cos()
+        return h * (other if late else h)
+
+    def two_then_twice(self, h: Any, late: bool) -> Any:
+        other = h.cos()
+        return h * (h if late else other)
+
+    def an_id_used_again(self, h: Any, late: bool) -> Any:
+        total = h
+        for number in range(4):  # each dies before the next is made
+            made = torch.full((8, 8), float(number + late * (number == 2)))
+            total = total * made.sin() + h
+        return total
+
+    def in_place_then_not(self, h: Any, late: bool) -> Any:
+        y = h.sin()
+        z = y.mul(2) if late else y.mul_(2)
+        return z * y
+
+    def a_view_then_a_copy(self, h: Any, late: bool) -> Any:
+        y = h.sin()
+        part = y[:, :4].clone() if late else y[:, :4]
+        part.add_(1.0)
+        return y * 2
+
+    def a_list_that_is_longer(self, h: Any, late: bool) -> Any:
+        return torch.cat([h, h.cos(), h.sin()][: 2 + late]).view(-1, 8).sum(0)
+
+    def a_list_in_another_order(self, h: Any, late: bool) -> Any:
+        both = [h.cos(), h.sin()]
+        return torch.stack(both[::-1] if late else both).cumprod(0)
+
+    def zero_with_another_sign(self, h: Any, late: bool) -> Any:
+        return 1 / torch.clamp((h * (-0.0 if late else 0.0)), -1.0, 1.0).atan2(h - 2)
+
+    def a_number_that_is_true(self, h: Any, late: bool) -> Any:
+        return h.sin() * (True if late else 1) + h.sum(1, keepdim=late).sum()
+
+    def a_number_that_is_an_int(self, h: Any, late: bool) -> Any:
+        return h.pow(2 if late else 2.0) * h.mul(3 if late else 3.0)
+
+    def another_slice(self, h: Any, late: bool) -> Any:
+        return h[:: 2 - late].sin().sum(0) * h
+
+    def another_index(self, h: Any, late: bool) -> Any:
+        return h[[0, 2 + late, 1]].sin().sum(0) * h
+
+    def keywords_for_places(self, h: Any, late: bool) -> Any:
+        return torch.sum(h, dim=int(late)) * h.sin()
+
+    def without_gradients_inside(self, h: Any, late: bool) -> Any:
+        with torch.no_grad() if late else nullcontext():
+            y = self.other(h).sigmoid()
+        return y * h
+
+    def cast_inside(self, h: Any, late: bool) -> Any:
+        with torch.autocast("cpu", torch.bfloat16, enabled=late):
+            return self.other(h).float()
+
+    def cast_otherwise_inside(self, h: Any, late: bool) -> Any:
+        with torch.autocast("cpu", torch.float16 if late else torch.bfloat16):
+            return self.other(h).float()
+
+    def another_kernel_of_attention(self, h: Any, late: bool) -> Any:
+        q = h.view(1, 2, 4, 8)
+        with sdpa_kernel(SDPBackend.MATH if late else SDPBackend.FLASH_ATTENTION):
+            y = functional.scaled_dot_product_attention(q, q.sin(), q.cos())
+        return y.reshape(8, 8)
+
+    def another_parameter(self, h: Any, late: bool) -> Any:
+        return (self.linear if late else self.other)(h)
+
+    def another_layout(self, h: Any, late: bool) -> Any:
+        image = h.view(2, 2, 4, 4)
+        if late:
+            image = image.contiguous(memory_format=torch.channels_last)
+        return self.conv(image).reshape(8, 8)
+
+    def itself_returned(self, h: Any, late: bool) -> Any:
+        y = h.t() if late else h
+        return y.contiguous().sin() * y
+
+
+KINDS = [name for name in vars(Shifting) if name not in ("__init__", "forward")]
+KINDS = [name for name in KINDS if not name.startswith("_")]
+
+
+def same_steps(
+    plain: nn.Module,
+    planned: nn.Module,
+    between: Callable[[nn.Module, int], object],
+    steps: int = 6,
+) -> None:
+    for step in range(steps):
+        found = []
+        for model in (plain, planned):
+            between(model, step)
+            model.zero_grad()
+            x = torch.randn(8, 8, generator=torch.Generator().manual_seed(step))
+            x.requires_grad_()
+            out = model(x)
+            out.square().sum().backward()
+            grads = [p.grad for p in model.parameters() if p.grad is not None]
+            found.append([out.detach(), x.grad, *grads])
+        assert len(found[0]) == len(found[1])
+        for one, other in zip(*found, strict=True):
+            assert torch.equal(one.nan_to_num(7), other.nan_to_num(7)), step
+
+
+@pytest.mark.parametrize("by", ["program", "rerun"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_that_makes_another_call_is_right(kind: str, by: str) -> None:
+    def change(model: Any, step: int) -> None:
+        (model[0] if by == "rerun" else model).late = 2 <= step < 5
+
+    plain: nn.Module = Shifting(kind)
+    fqn = "."
+    if by == "rerun":
+        plain, fqn = nn.Sequential(plain), "0"
+    planned = copy.deepcopy(plain)
+    applying.apply(planned, Plan(regions=(PlannedRegion(fqn, by=by),)))
+    same_steps(plain, planned, change)
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "frozen": lambda m: m.linear.weight.requires_grad_(False),
+    "replaced": lambda m: setattr(
+        m.linear, "weight", nn.Parameter(m.linear.weight.detach().t() * 2)
+    ),
+    "shared": lambda m: setattr(m.other, "weight", m.linear.weight),
+    "data": lambda m: setattr(m.linear.weight, "data", m.linear.weight.data.t() * 2),
+    "type": lambda m: m.double().float(),
+    "buffer": lambda m: setattr(m, "fixed", torch.full((8, 8), 0.25)),
+    "trained buffer": lambda m: setattr(
+        m, "fixed", torch.full((8, 8), 0.25, requires_grad=True)
+    ),
+    "a view": lambda m: setattr(m, "fixed", m.linear.weight.detach()),
+    "evaluation": lambda m: m.eval(),
+}
+
+
+class Plain(Shifting):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.linear(x)) * self.fixed
+        return functional.dropout(torch.sin(self.other(h)), 0.0, self.training).exp()
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_model_that_changes_between_steps_is_right(change: str) -> None:
+    plain = Plain("")
+    planned = copy.deepcopy(plain)
+    applying.apply(planned, WHOLE)
+
+    def between(model: nn.Module, step: int) -> None:
+        if step == 2:
+            CHANGES[change](model)
+
+    same_steps(plain, planned, between)
+
+
+def test_attention_as_one_function_is_told_apart_by_its_kernels() -> None:
+    """``multi_head_attention_forward`` is one call, and asks inside which kernels."""
+
+    class Attending(Shifting):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            kernel = SDPBackend.MATH if self.late else SDPBackend.FLASH_ATTENTION
+            with sdpa_kernel(kernel):
+                h = x.sin()[None]
+                y = self.attention(h, h, h, need_weights=False)[0]
+            return torch.tanh(self.linear(y[0]))
+
+    plain = Attending("")
+    planned = copy.deepcopy(plain)
+    applying.apply(planned, WHOLE)
+
+    def change(model: Any, step: int) -> None:
+        model.late = 2 <= step < 5
+
+    same_steps(plain, planned, change)
+    (status,) = applying.status(planned).regions
+    assert status.kept == 0
+
+
+def _doubled(x: torch.Tensor) -> torch.Tensor:
+    return x.mul_(2.0)
+
+
+class Unseen(Shifting):
+    """Writes, from the third step on, what no function mode sees."""
+
+    script: Any
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.sin(self.linear(x))
+        y = (h * 1.5).detach() if self.kind == "set_" else h * 1.5
+        if self.late and self.kind == "set_":
+            y.set_(self.fixed)  # type: ignore[call-overload]
+        elif self.late:
+            self.script(y)
+        return torch.sin(y.exp()) * h
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("kind", ["set_", "script"])
+def test_a_write_that_no_mode_sees_is_seen_by_its_version(kind: str) -> None:
+    Unseen.script = staticmethod(torch.jit.script(_doubled))
+    plain = Unseen(kind)
+    planned = copy.deepcopy(plain)
+    applying.apply(planned, WHOLE)
+
+    def change(model: Any, step: int) -> None:
+        model.late = step == 2
+
+    same_steps(plain, planned, change, steps=3)
+    (status,) = applying.status(planned).regions
+    assert (status.recorded, status.kept) == (1, 1)
+
+
+def test_tensors_from_outside_are_told_apart_when_they_come_again() -> None:
+    class Crossing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = (nn.Parameter(torch.rand(8, 8)) for _ in range(2))
+            self.late = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = torch.sin(x * self.one) * torch.cos(x * self.two)
+            first, second = (self.two, self.one)[:: -1 if self.late else 1]
+            return torch.sin(h * first).exp() * torch.cos(h * second)
+
+    plain = Crossing()
+    planned = copy.deepcopy(plain)
+    applying.apply(planned, WHOLE)
+    same_steps(plain, planned, lambda model, step: None)
+    assert applying.status(planned).regions[0].recorded == 1
+
+    def change(model: Any, step: int) -> None:
+        model.late = step == 1
+
+    same_steps(plain, planned, change)
+    assert applying.status(planned).regions[0].recorded > 1
+
+
+def test_tensors_from_outside_that_shared_their_bytes_and_then_do_not() -> None:
+    class Sharing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+            self.one = torch.rand(8, 8)
+            self.two = self.one[:]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = torch.sin(self.linear(x) * self.one)
+            return torch.cos(torch.sin(h * self.two).exp() * self.two)
+
+    plain = Sharing()
+    planned = copy.deepcopy(plain)
+    applying.apply(planned, WHOLE)
+
+    def change(model: Any, step: int) -> None:
+        model.two = model.one[:] if step % 4 < 2 else torch.full((8, 8), 0.5)
+
+    same_steps(plain, planned, change, steps=8)
