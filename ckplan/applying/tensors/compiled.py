@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache, wraps
+from functools import wraps
 from threading import Lock
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
@@ -13,6 +13,9 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 _DYNAMO = "torch._dynamo"
+_frame_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
+"""Gives what compiles the frames that begin now; no function if none are compiled."""
+
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
@@ -26,17 +29,12 @@ def uncompiled_function(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
     @wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        if torch.compiler.is_dynamo_compiling():
-            return _disabled(function)(*args, **kwargs)
+        if torch.compiler.is_dynamo_compiling() or callable(_frame_callback()):
+            disabled: Callable[_P, _T] = torch.compiler.disable(function)
+            return disabled(*args, **kwargs)
         return function(*args, **kwargs)
 
     return call
-
-
-@cache
-def _disabled(function: Callable[..., Any]) -> Callable[..., Any]:
-    disabled: Callable[..., Any] = torch.compiler.disable(function)
-    return disabled
 
 
 class _Uncompiled:

@@ -253,7 +253,7 @@ def test_a_file_may_want_a_gpu_in_its_factory(
     path.write_text(SOURCE.format(above=above))
     try:
         graph = profile_workload(WorkloadSpec(str(path)), device="cuda")
-        with pytest.raises(WorkloadError, match="for --device cuda none"):
+        with pytest.raises(WorkloadError, match="with --device cuda none"):
             profile_workload(WorkloadSpec(str(path)), device="cpu")
     finally:
         torch.set_default_device(None)
@@ -266,7 +266,7 @@ def test_a_file_that_wants_a_gpu_when_it_is_imported_is_told_where_to_ask(
 ) -> None:
     path = tmp_path / "model.py"
     path.write_text(SOURCE.format(above=above))
-    with pytest.raises(WorkloadError, match="if only the factory asks for it"):
+    with pytest.raises(WorkloadError, match="if only the factory asks for one"):
         profile_workload(WorkloadSpec(str(path)), device="cuda")
 
 
