@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from ckplan.applying import apply
 from ckplan.solving.solve import solve_plan
 from ckplan.tracing.profile import profile
+from ckplan.training.losses import LOSS_IS_SUM
 
 if TYPE_CHECKING:
     from torch import nn
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
 def auto(model: nn.Module, batch: Any, budget: str | int, **how: Any) -> nn.Module:
     """Plan a model's training step for a budget, with the least extra time.
 
+    Warns if it knows no loss and sums the output.
+
     This takes seconds: it records the step and solves it. Ops that were measured on
     this machine before are not measured again.
 
@@ -22,10 +26,10 @@ def auto(model: nn.Module, batch: Any, budget: str | int, **how: Any) -> nn.Modu
         model: The model in training mode; changed in place.
         batch: One batch, as large as the largest batch of training.
         budget: Limit on peak memory: ``"12GiB"``, or ``"80%"`` of the unplanned peak.
-        how: Keyword arguments of ``profile``: ``loss``, ``optimizer``,
-            ``amp``, ``accumulate``, ``clip``, ``scaler``, ``device``, ``gpu`` and more.
-            With ``shard``, ``world_size`` and ``units``, the plan is for one of several
-            ranks. Wrap the model afterwards.
+        how: Keyword arguments of ``profile``: ``loss_fn``, ``target``, ``step``,
+            ``optimizer``, ``amp``, ``accumulate``, ``clip``, ``scaler``, ``device``,
+            ``gpu`` and more. With ``shard``, ``world_size`` and ``units``, the plan is
+            for one of several ranks. Wrap the model afterwards.
 
     Returns:
         The same model; ``ckplan.status(model).plan`` is its plan.
@@ -35,4 +39,7 @@ def auto(model: nn.Module, batch: Any, budget: str | int, **how: Any) -> nn.Modu
         WorkloadError: The model cannot be trained on this batch.
         InfeasibleError: No plan fits; the model is unchanged.
     """
-    return apply(model, solve_plan(profile(model, batch, **how), budget))
+    graph = profile(model, batch, **how)
+    if LOSS_IS_SUM in graph.notes:
+        warnings.warn(f"{LOSS_IS_SUM}: give loss_fn=", stacklevel=2)
+    return apply(model, solve_plan(graph, budget))

@@ -73,6 +73,7 @@ def profile(
     from ckplan.graph import file as trace_file
     from ckplan.report.progress import ProgressLine
     from ckplan.tracing.profile import profile_workload
+    from ckplan.training.losses import LOSS_IS_SUM
 
     spec = step.workload(target)
     path = output or TRACES / f"{spec.name}.json.gz"
@@ -89,6 +90,8 @@ def profile(
             seed=seed,
             progress=progress,
         )
+    if LOSS_IS_SUM in graph.notes:
+        print_message(f"warning: {LOSS_IS_SUM}: give a loss_fn, or labels")
     graph = shard_for_rank(graph, sharding)
     trace_file.save(graph, path, force=force)
     _show_trace(graph, path, as_json)

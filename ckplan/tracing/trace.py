@@ -307,7 +307,7 @@ def _know_before(storages: Storages, step: TrainingStep) -> None:
         storages.register_existing(
             tensors_of(list(optimizer.state.values())), "optimizer"
         )
-    storages.register_existing(tensors_of(step.workload.batch), "input")
+    storages.register_existing(tensors_of(step.workload.data), "input")
     # Tensors in plain attributes, which possibly no op reads. A tensor that the first
     # step left there, as weight-norm hooks do, lives until it is replaced.
     held = tensors_of([vars(module) for module in model.modules()])
