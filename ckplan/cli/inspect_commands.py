@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ckplan.cli.inputs import (
-    TRACES,
     check_output,
+    default_trace,
     is_trace,
     load_step,
     shard_for_rank,
@@ -25,9 +25,11 @@ from ckplan.cli.options import (
     Target,
 )
 from ckplan.cli.terminal import print_message, print_report
+from ckplan.errors import CkplanError
 
 if TYPE_CHECKING:
     from ckplan.graph.graph import Graph
+    from ckplan.training.loading import WorkloadSpec
 
 
 def profile(
@@ -76,8 +78,13 @@ def profile(
     from ckplan.training.losses import LOSS_IS_SUM
 
     spec = step.workload(target)
-    path = output or TRACES / f"{spec.name}.json.gz"
-    check_output(path, force)
+    path = output or _default_trace(step, spec, device, gpu, seed, rank)
+    try:
+        check_output(path, force)
+    except CkplanError:
+        with redirect_stdout(sys.stderr):
+            spec.load()  # what is wrong with the target comes first
+        raise
     # Output of the workload does not belong on stdout.
     with ProgressLine(sys.stderr) as progress, redirect_stdout(sys.stderr):
         graph = profile_workload(
@@ -96,6 +103,26 @@ def profile(
     trace_file.save(graph, path, force=force)
     _show_trace(graph, path, as_json)
     print_message(f"wrote {path}")
+
+
+def _default_trace(
+    step: StepOptions,
+    spec: WorkloadSpec,
+    device: str | None,
+    gpu: str | None,
+    seed: int,
+    rank: ShardOptions,
+) -> Path:
+    from ckplan.gpus import find
+    from ckplan.plan.workload import plan_workload
+    from ckplan.training.remembered import describe_workload
+
+    card = {} if gpu is None else {"gpu": find(gpu).name}
+    known = describe_workload(spec, seed) or {"set": step.settings or []}
+    options = {"workload": known, **step.training().as_options(), **card}
+    sharding = rank.sharding()
+    ranks = f"-{sharding.scheme}-{sharding.world_size}" if sharding else ""
+    return default_trace(f"{spec.name}{ranks}", plan_workload(options), device)
 
 
 def show(

@@ -12,9 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ckplan.cli.terminal import print_message
+
 if TYPE_CHECKING:
     from ckplan.graph.sharding import Sharding
+    from ckplan.plan.plan import Plan
     from ckplan.training.loading import WorkloadSpec
+    from ckplan.training.remembered import Remembered
     from ckplan.training.step import Training
 
 
@@ -57,6 +61,14 @@ Target = Annotated[
         metavar="TARGET",
         help="model.py, model.py:factory or package.module:factory. The factory, by "
         "default build(), returns (model, batch), (model, batch, loss_fn) or a dict.",
+    ),
+]
+TargetAndPlan = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="[TARGET] PLAN",
+        help="A plan of `ckplan solve`, or by hand. Target and options that are not "
+        "given are those that the plan remembers.",
     ),
 ]
 Seed = Annotated[int, typer.Option(min=0, help="Seed of all random numbers.")]
@@ -130,6 +142,18 @@ class StepOptions:
     scaler: Annotated[
         bool, typer.Option("--scaler", help="Scale the loss, for --amp fp16.")
     ] = False
+
+    def completed(self, target: str | None, seed: int, plan: Plan) -> Remembered:
+        """The workload to train, with what the plan remembers where none is given."""
+        from ckplan.plan.workload import as_arguments
+        from ckplan.training.remembered import complete
+
+        if plan.workload:
+            print_message(f"the plan was made for {as_arguments(plan.workload)}")
+        given = None if target is None else self.workload(target)
+        if given is None and "target" in plan.workload:
+            given = self.workload(plan.workload["target"])
+        return complete(given, self.training(), seed, plan)
 
     def workload(self, target: str) -> WorkloadSpec:
         """The workload to train."""

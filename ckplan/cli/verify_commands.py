@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 from contextlib import redirect_stdout
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ckplan.cli import inputs
 from ckplan.cli.inputs import (
     check_output,
     check_page_output,
@@ -21,7 +23,7 @@ from ckplan.cli.options import (
     Json,
     Seed,
     StepOptions,
-    Target,
+    TargetAndPlan,
 )
 from ckplan.cli.terminal import print_message, print_report, write
 from ckplan.errors import CkplanError
@@ -32,13 +34,13 @@ if TYPE_CHECKING:
     from ckplan.graph.graph import Graph
     from ckplan.plan.plan import Plan
     from ckplan.training.loading import WorkloadSpec
+    from ckplan.training.step import Training
     from ckplan.verifying.dry_run import DryRun
     from ckplan.verifying.verify import Verification
 
 
 def verify(
-    target: Target,
-    plan: Annotated[Path, typer.Argument(help="From `ckplan solve`, or by hand.")],
+    target_and_plan: TargetAndPlan,
     step: StepOptions,
     device: Annotated[
         str | None,
@@ -72,15 +74,16 @@ def verify(
     """Train with a plan and without it, and compare the two."""
     from ckplan.plan import file as plan_file
 
+    target, plan = inputs.target_and_plan(target_and_plan)
     loaded = plan_file.load(plan)
     if plot is not None:
         check_plot_output(plot, force)
-    spec = step.workload(target)
-    known = find_trace(spec.name, trace)
+    spec, training, seed = step.completed(target, seed, loaded)
+    known = find_trace(trace, _default_trace(spec, training, seed, loaded))
     if report is not None:
         _check_report(report, known, force)
     options: dict[str, Any] = {
-        **step.training_settings(),
+        **asdict(training),
         "device": device,
         "seed": seed,
         "trace": known,
@@ -110,6 +113,19 @@ def verify(
         print_message(f"wrote {report}")
     if error is not None:
         raise error
+
+
+def _default_trace(
+    spec: WorkloadSpec, training: Training, seed: int, plan: Plan
+) -> Path:
+    from ckplan.plan.workload import plan_workload
+    from ckplan.training.remembered import describe_workload
+
+    card = {"gpu": plan.workload["gpu"]} if "gpu" in plan.workload else {}
+    known = describe_workload(spec, seed)
+    options = {"workload": known, **training.as_options(), **card}
+    device = plan.fingerprint.get("device")
+    return inputs.default_trace(spec.name, plan_workload(options), device)
 
 
 def _owners(trace: Graph | None, plan: Plan) -> dict[str, str]:
@@ -177,11 +193,7 @@ def _report_and_error(
 
 
 def eject(
-    plan: Annotated[Path, typer.Argument(help="From `ckplan solve`, or by hand.")],
-    target: Annotated[
-        str,
-        typer.Argument(metavar="TARGET", help="As for profile, or the model's trace."),
-    ],
+    target_and_plan: TargetAndPlan,
     step: StepOptions,
     form: Annotated[
         EjectFormat,
@@ -194,7 +206,10 @@ def eject(
     ] = None,
     force: Force = False,
 ) -> None:
-    """Print the nearest plan in plain PyTorch, or as a setting of another tool."""
+    """Print the nearest plan in plain PyTorch, or as a setting of another tool.
+
+    TARGET can also be the model's trace.
+    """
     if output is not None:
         check_output(output, force)
     from ckplan import files
@@ -202,18 +217,23 @@ def eject(
     from ckplan.plan import file as plan_file
     from ckplan.report.progress import ProgressLine
 
+    target, plan = inputs.target_and_plan(target_and_plan)
     loaded = plan_file.load(plan)
-    if target.endswith((".json", ".json.gz")):
+    if target is not None and target.endswith((".json", ".json.gz")):
         graph = trace_file.load(Path(target))
     else:
         from ckplan.tracing.profile import profile_workload
 
-        spec = step.workload(target)
+        spec, training, seed = step.completed(target, 0, loaded)
         with ProgressLine(sys.stderr) as progress, redirect_stdout(sys.stderr):
-            training = step.training()
-            device = loaded.fingerprint.get("device", "cpu")
-            options = {"training": training, "device": device, "progress": progress}
-            graph = profile_workload(spec, **options)
+            graph = profile_workload(
+                spec,
+                training=training,
+                device=loaded.fingerprint.get("device", "cpu"),
+                gpu=loaded.workload.get("gpu"),
+                seed=seed,
+                progress=progress,
+            )
     text = (
         _plain_code(graph, loaded)
         if form is EjectFormat.TORCH

@@ -48,6 +48,7 @@ from ckplan.training.fingerprint import fingerprint
 from ckplan.training.free_memory import empty_cache_after
 from ckplan.training.loading import WorkloadSpec
 from ckplan.training.randomness import seed_everything
+from ckplan.training.remembered import describe_workload
 from ckplan.training.step import DEFAULT_TRAINING, Training
 from ckplan.training.workload import (
     Workload,
@@ -104,7 +105,10 @@ def profile_workload(
         return make()
 
     with _left_as_it_is(target):
-        return _profile(build, training, target, fresh, replay, progress)
+        graph = _profile(build, training, target, fresh, replay, progress)
+    known = describe_workload(spec, seed)
+    more: dict[str, Any] = {"workload": known} if known else {}
+    return replace(graph, options={**graph.options, **more})
 
 
 def profile(

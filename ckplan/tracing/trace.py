@@ -238,6 +238,7 @@ def _watch_step(
     check_not_lazy(workload.model, "profile")
     there = {name for name, _ in workload.model.named_modules()}
     step = make_step(workload, training, target.device.type)
+    before = fingerprint(workload, target.device)  # as `apply` and `verify` see it
     with _told("the first step"):
         loss = step.run()
         if scope is None:
@@ -259,7 +260,7 @@ def _watch_step(
     return TracedStep(
         recorder.recording,
         type(workload.model).__name__,
-        fingerprint(workload, target.device),
+        before,
         notes,
     )
 

@@ -21,8 +21,11 @@ from typing import Any
 import torch
 import yaml
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ckplan.errors import WorkloadError, did_you_mean
+from ckplan.plan.plan import plan_fingerprint
+from ckplan.training.fingerprint import parameter_shapes
 from ckplan.training.importing import import_location, workload_error
 from ckplan.training.workload import CONTRACT, Workload, as_workload
 
@@ -36,17 +39,21 @@ class WorkloadSpec:
 
     ``target`` is ``path/to/model.py``, ``path/to/model.py:factory`` or
     ``package.module:factory``; ``options`` are passed to the factory; ``inputs`` are
-    ``8x3x224x224:float32`` shapes for a bare module.
+    ``8x3x224x224:float32`` shapes for a bare module. ``parameters`` is the digest of
+    the names and shapes that the model must have, as a plan's fingerprint holds it.
     """
 
     target: str
     options: Mapping[str, Any] = field(default_factory=dict)
     inputs: tuple[str, ...] = ()
+    parameters: str | None = None
 
     @property
     def name(self) -> str:
-        """A short name for files: the stem of the path or the last module name."""
-        return Path(self._split()[0]).stem.rpartition(".")[2] or "model"
+        """A short name for files: of the file or module, then the factory."""
+        location, factory = self._split()
+        name = Path(location).name.removesuffix(".py").rpartition(".")[2] or "model"
+        return name if factory in (None, DEFAULT_FACTORY) else f"{name}-{factory}"
 
     def load(self) -> Callable[[], Workload]:
         """Import the target and return a function that builds the workload.
@@ -54,6 +61,28 @@ class WorkloadSpec:
         Raises:
             WorkloadError: The target is missing, is not Python, or has no factory.
         """
+        build = self._loaded()
+        return build if self.parameters is None else partial(self._checked, build)
+
+    def _checked(self, build: Callable[[], Workload]) -> Workload:
+        """Refuse a model with other parameters before anything runs."""
+        workload = build()
+        model = workload.model
+        if any(map(is_lazy, model.parameters())):
+            return workload  # it is refused as such
+        here = plan_fingerprint({"parameters": parameter_shapes(model)})["parameters"]
+        if here != self.parameters:
+            kind, count = type(model).__name__, len(list(model.parameters()))
+            raise WorkloadError(
+                f"{self.target} builds another model than the plan's: a {kind} with "
+                f"{count} parameters, whose names and shapes have the digest {here}",
+                needed=f"the model that was profiled, of digest {self.parameters}",
+                hint="the factory and every --set of `ckplan profile`, or leave them "
+                "out: the plan knows them",
+            )
+        return workload
+
+    def _loaded(self) -> Callable[[], Workload]:
         location, factory_name = self._split()
         module = import_location(location)
         factory = getattr(module, factory_name or DEFAULT_FACTORY, None)
