@@ -136,6 +136,8 @@ class WorkloadSpec:
     def _from_module(
         self, name: str, made: nn.Module | type[nn.Module], location: str
     ) -> Workload:
+        if isinstance(made, type):
+            _check_arguments(made, self.options, f"{location}:{name}")
         if not self.inputs:
             raise WorkloadError(
                 f"cannot build a workload: {location}:{name} has no batch",
@@ -224,16 +226,49 @@ def _own_modules(module: ModuleType) -> list[tuple[str, Any]]:
 
 
 def _needs_no_arguments(function: Callable[..., object]) -> bool:
-    return all(
-        p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-        for p in inspect.signature(function).parameters.values()
-    )
+    return all(map(_has_default, inspect.signature(function).parameters.values()))
+
+
+def _has_default(parameter: inspect.Parameter) -> bool:
+    variadic = parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD
+    return parameter.default is not parameter.empty or parameter.kind in variadic
+
+
+def _check_switch(parameter: inspect.Parameter, value: object) -> None:
+    """Refuse a value such as ``maybe`` for a switch, where it would count as on."""
+    if isinstance(parameter.default, bool) and value not in (True, False, None):
+        raise WorkloadError(
+            f"cannot use the option {parameter.name}={value}: it is a switch",
+            needed="true or false",
+            hint=f"--set {parameter.name}={str(not parameter.default).lower()}",
+        )
+
+
+def _check_arguments(
+    kind: type[nn.Module], options: Mapping[str, Any], target: str
+) -> None:
+    """Refuse a class of models whose arguments no option gives."""
+    missing = [
+        parameter.name
+        for parameter in inspect.signature(kind).parameters.values()
+        if not _has_default(parameter) and parameter.name not in options
+    ]
+    if missing:
+        names = ", ".join(missing)
+        raise WorkloadError(
+            f"{target} is a class, and its argument {names} is missing",
+            needed="a function build() in a file, that returns " + CONTRACT,
+            hint=f"in model.py: def build(): return {kind.__name__}({names}), batch",
+        )
 
 
 def _check_options(
     factory: Callable[..., object], options: Mapping[str, Any], target: str
 ) -> None:
     parameters = inspect.signature(factory).parameters
+    for name, value in options.items():
+        if name in parameters:
+            _check_switch(parameters[name], value)
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return
     for name in options:

@@ -39,9 +39,11 @@ def call_model(workload: Workload) -> Any:
         why = why_not_callable(model.forward, args, kwargs)
         if why is None:
             raise
+        names = ", ".join(inspect.signature(model.forward).parameters)
+        given = ", ".join(map(str, kwargs)) or f"{len(args)} positional"
         raise WorkloadError(
-            f"the batch does not fit {type(model).__name__}.forward: {why}",
-            needed=f"a batch for forward{inspect.signature(model.forward)}",
+            f"the batch ({given}) does not fit {type(model).__name__}.forward: {why}",
+            needed=f"arguments of forward({names})",
             hint="labels belong into 'target', which loss_fn(output, target) gets: "
             "see configs/README.md",
         ).with_traceback(error.__traceback__) from None
