@@ -29,7 +29,7 @@ ROOMS: dict[str, set[str]] = {
     "solving": BASICS | CORE,
     "ejecting": BASICS | CORE | {"solving"},
     "encodings": set(),
-    "training": BASICS,
+    "training": BASICS | {"plan"},
     "applying.tensors": BASICS | CORE | {"encodings", "training"},
     "applying.rebuilding": BASICS | CORE | {"encodings", "applying.tensors"},
     "applying.recording": BASICS
@@ -65,7 +65,7 @@ ROOMS: dict[str, set[str]] = {
     | {"applying.hooks", "tracing", "tracing.faking", "tracing.recording"}
     | {"tracing.costs", "tracing.cuda"},
     "integrations": WAISTS | {"applying"},
-    "auto": {"solving", "applying", "tracing"},
+    "auto": BASICS | {"training", "solving", "applying", "tracing"},
     "report": BASICS | CORE | {"solving", "verifying"},  # verifying: types alone
 }
 FRONT = {"cli", "__main__", "__init__"}  # which may import all

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ckplan.errors import CkplanError, WorkloadError
 from ckplan.graph.records import BEFORE_STEP
 from ckplan.tracing.cuda import cpu_as_cuda, fake_cuda_with_gpu, fake_cuda_without_gpu
-from ckplan.tracing.faking.failures import failure_of_model, is_want_of_values
+from ckplan.tracing.failures import failure_of_model, is_want_of_values
 from ckplan.tracing.faking.fake_mode import KnownValues, fake_tensors, why_not_fake
 from ckplan.tracing.recording.recorder import StepRecorder
 from ckplan.tracing.recording.recording import Recording
