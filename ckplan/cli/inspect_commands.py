@@ -69,7 +69,8 @@ def profile(
     as_json: Json = False,
 ) -> None:
     """Trace one training step: its memory, layers and seconds."""
-    if output is not None:
+    names_factory = ":" in target
+    if output is not None and not names_factory:
         check_output(output, force)
     sharding = rank.sharding()
     from ckplan.graph import file as trace_file
@@ -82,8 +83,9 @@ def profile(
     try:
         check_output(path, force)
     except CkplanError:
-        with redirect_stdout(sys.stderr):
-            spec.load()  # what is wrong with the target comes first
+        if names_factory:  # a factory that is not there comes first
+            with redirect_stdout(sys.stderr):
+                spec.load()
         raise
     # Output of the workload does not belong on stdout.
     with ProgressLine(sys.stderr) as progress, redirect_stdout(sys.stderr):

@@ -84,6 +84,8 @@ def test_a_misspelled_factory_comes_before_a_trace_that_exists(
     for name in ("model-tow", "model-two"):
         (folder / f"traces/{name}.json.gz").write_bytes(b"")
     assert "did you mean 'two'?" in run("profile", "model.py:tow").err
+    named = run("profile", "model.py:tow", "-o", "traces/model-two.json.gz")
+    assert "did you mean 'two'?" in named.err
     assert "already exists" in run("profile", "model.py:two").err
 
 
