@@ -70,11 +70,13 @@ def parse_budget(budget: str | int, unplanned_peak_bytes: int) -> int:
         The budget in bytes, rounded down and at least 1.
 
     Raises:
-        UnitError: ``budget`` cannot be read, or is zero.
+        UnitError: ``budget`` cannot be read, is zero, or is text of a small number
+            without a unit.
 
     >>> parse_budget("80%", unplanned_peak_bytes=1001)
     800
     """
+    _check_has_unit(budget)
     share = Fraction(unplanned_peak_bytes, 100)
     budget_bytes = _parse(budget, {**_BYTES_PER_UNIT, "%": share}, noun="budget")
     if budget_bytes == 0:
@@ -89,6 +91,19 @@ def parse_budget(budget: str | int, unplanned_peak_bytes: int) -> int:
             else "`ckplan frontier` lists the peaks that plans reach",
         )
     return budget_bytes
+
+
+def _check_has_unit(budget: str | int) -> None:
+    """Refuse text such as ``80``, which hardly means bytes."""
+    text = str(budget).strip()
+    alone = re.fullmatch(r"[0-9]{1,7}(\.[0-9]*)?", text)
+    if isinstance(budget, str) and alone and 1 <= float(text) < MIB:
+        percent = f" or '{text}%'" if float(text) <= 100 else ""
+        raise UnitError(
+            f"cannot read the budget '{text}': {text} of what?",
+            needed="a size with its unit, or a percentage of the unplanned peak",
+            hint=f"'{text}GB'{percent}; '{text}B' for bytes",
+        )
 
 
 def parse_percent(text: str) -> float:

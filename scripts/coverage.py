@@ -49,7 +49,8 @@ from ckplan.sources.batches.context import text_part
 from ckplan.sources.tasks import TASKS, class_names
 from ckplan.tracing.profile import profile_workload
 from ckplan.training.loading import WorkloadSpec
-from ckplan.training.step import LOSS_IS_SUM, Training
+from ckplan.training.losses import LOSS_IS_SUM
+from ckplan.training.step import Training
 
 NAME = "coverage"
 ROWS, LENGTH = 2, 32

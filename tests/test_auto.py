@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -36,8 +37,14 @@ def test_auto_fits_the_budget_and_computes_the_same() -> None:
 
 
 def test_auto_takes_all_that_profile_takes() -> None:
-    how = {"optimizer": "sgd", "gpu": "T4", "shard": "fsdp2", "world_size": 2}
+    how: dict[str, Any] = {
+        "optimizer": "sgd",
+        "gpu": "T4",
+        "shard": "fsdp2",
+        "world_size": 2,
+    }
     workload, twin = build("residual"), build("residual")
+    how["loss_fn"] = workload.loss
     ckplan.auto(workload.model, workload.batch, "200%", **how, units=["[0..1]"])
     graph = ckplan.profile(twin.model, twin.batch, **how, units=["[0..1]"])
     assert ckplan.status(workload.model).plan == ckplan.solve(graph, "200%")

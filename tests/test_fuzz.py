@@ -319,7 +319,8 @@ def test_the_integer_program_of_an_odd_step_is_no_traceback() -> None:
     ("budget", "code", "said"),
     [
         ("0", 1, "it is 0 bytes"),
-        ("1", 3, "no plan fits"),
+        ("1", 1, "1 of what?"),
+        ("1B", 3, "no plan fits"),
         ("FLOOR-1", 3, "no plan fits"),
         ("FLOOR", 0, "wrote plan.yaml"),
         ("PEAK", 0, "no plan is needed"),
@@ -341,7 +342,8 @@ def test_solve_answers_at_every_edge(
         "PEAK": planner.unplanned.peak_bytes,
     }
     (folder / "step.json").write_text(dumps(graph))
-    ended = run("solve", "step.json", "--budget", str(numbers.get(budget, budget)))
+    size = f"{numbers[budget]}B" if budget in numbers else budget
+    ended = run("solve", "step.json", "--budget", size)
     assert (ended.code, said in ended.err) == (code, True), ended.err
     assert (folder / "plan.yaml").exists() == (code == 0)
     if said == "no plan is needed":

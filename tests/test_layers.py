@@ -31,7 +31,7 @@ ROOMS: dict[str, set[str]] = {
     "encodings": set(),
     "sources.batches": BASICS,
     "sources": BASICS | {"sources.batches"},
-    "training": BASICS | {"sources"},
+    "training": BASICS | {"sources", "plan"},
     "applying.tensors": BASICS | CORE | {"encodings", "training"},
     "applying.rebuilding": BASICS | CORE | {"encodings", "applying.tensors"},
     "applying.recording": BASICS
@@ -68,7 +68,7 @@ ROOMS: dict[str, set[str]] = {
     | {"compiling", "applying.hooks", "tracing", "tracing.faking", "tracing.recording"}
     | {"tracing.costs", "tracing.cuda"},
     "integrations": WAISTS | {"applying"},
-    "auto": {"solving", "applying", "tracing"},
+    "auto": BASICS | {"training", "solving", "applying", "tracing"},
     "report": BASICS | CORE | {"solving", "verifying"},  # verifying: types alone
 }
 FRONT = {"cli", "__main__", "__init__"}  # which may import all

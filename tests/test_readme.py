@@ -15,6 +15,8 @@ from typer.testing import CliRunner
 
 from ckplan.cli import app
 from ckplan.plan.file import loads
+from ckplan.training.step import Training, make_step
+from ckplan.training.workload import as_workload
 
 ROOT = Path(__file__).parent.parent
 READMES = [
@@ -147,9 +149,9 @@ def test_the_first_model_of_the_readme_trains() -> None:
     namespace: dict[str, object] = {}
     exec(compile(text, "README.md", "exec"), namespace)
     build = namespace["build"]
-    model, batch, loss = build(layers=1, batch=4)  # type: ignore[operator]
-    loss(model(*batch), batch).backward()
-    assert all(one.grad is not None for one in model.parameters())
+    workload = as_workload(build(layers=1, batch=4), "x")  # type: ignore[operator]
+    make_step(workload, Training("none")).run()
+    assert all(one.grad is not None for one in workload.model.parameters())
 
 
 @pytest.mark.parametrize("path", READMES, ids=IDS)

@@ -10,12 +10,13 @@ from typing import Annotated
 
 import typer
 
+from ckplan.cli.eject_command import eject
 from ckplan.cli.inspect_commands import gpus, profile, show
 from ckplan.cli.options import with_blocks
 from ckplan.cli.plan_commands import compare, frontier, solve
 from ckplan.cli.report_command import report
 from ckplan.cli.terminal import TRACEBACK, Command, Commands, write
-from ckplan.cli.verify_commands import eject, verify
+from ckplan.cli.verify_command import verify
 
 app = typer.Typer(
     cls=Commands,

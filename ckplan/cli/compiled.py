@@ -39,13 +39,10 @@ def profile_in_compiled(
         return profile_compiled(spec, seed=seed)
 
 
-def check_plan(plan: Path | None, budget: str | None, save: Path | None) -> Path:
-    """The plan of a step that is not compiled."""
-    if plan is None or budget is not None or save is not None:
-        raise typer.BadParameter(
-            "a plan is missing; --budget and --save go with --compile alone"
-        )
-    return plan
+def check_not_compiled(budget: str | None, save: Path | None) -> None:
+    """Refuse options that only compiled steps have."""
+    if budget is not None or save is not None:
+        raise typer.BadParameter("--budget and --save go with --compile alone")
 
 
 def verify_in_compiled(

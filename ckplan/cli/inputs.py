@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import typer
 
 from ckplan.cli.terminal import print_message
 from ckplan.errors import CkplanError
@@ -13,6 +18,8 @@ if TYPE_CHECKING:
     from ckplan.graph.sharding import Sharding
 
 TRACES = Path("traces")
+_LONGEST_NAME = 120
+_PLAN_SUFFIXES = (".yaml", ".yml")
 
 
 def shard_for_rank(graph: Graph, sharding: Sharding | None) -> Graph:
@@ -91,17 +98,80 @@ def newest_trace() -> Path:
     return found
 
 
-def find_trace(name: str, path: Path | None) -> Graph | None:
+def default_trace(name: str, workload: Mapping[str, Any], device: str | None) -> Path:
+    """Where the trace of a workload is by default: each option changes its name.
+
+    Args:
+        name: Of the file and the factory.
+        workload: The options, as ``plan_workload`` returns them.
+        device: Device of the step; a card implies it.
+    """
+    parts = [*workload.get("set", ()), *workload.get("input", ())]
+    others = (key for key in workload if key not in ("target", "set", "input"))
+    parts += [f"{key}={workload[key]}" for key in others]
+    if device not in (None, "cpu") and "gpu" not in workload:
+        parts.append(str(device))
+    whole = re.sub(r"[^\w.=+-]", "_", "-".join((name, *parts)), flags=re.ASCII)
+    if len(whole) > _LONGEST_NAME:
+        digest = hashlib.sha256(whole.encode()).hexdigest()[:8]
+        whole = f"{whole[:_LONGEST_NAME]}-{digest}"
+    return TRACES / f"{whole}.json.gz"
+
+
+def find_trace(path: Path | None, usual: Path) -> Graph | None:
     """Load the named trace, or the workload's default one if it is readable."""
     from ckplan.graph import file as trace_file
 
     if path is not None:
         return trace_file.load(path)
-    usual = TRACES / f"{name}.json.gz"
     try:
         return trace_file.load(usual) if usual.is_file() else None
     except CkplanError:
         return None  # verify works without a trace
+
+
+def target_and_plan(given: Sequence[str]) -> tuple[str | None, Path]:
+    """Tell the target from the plan, in either order; a plan may be alone.
+
+    Raises:
+        BadParameter: There is no plan, or there are more than two arguments.
+    """
+    if len(given) > 2:
+        raise typer.BadParameter(f"a target and a plan are enough: {given[2]}")
+    plans = [text for text in given if _is_plan(text)]
+    if len(given) == 1:
+        if not plans:
+            raise typer.BadParameter(f"a plan is missing: {given[0]} PLAN")
+        return None, Path(plans[0])
+    # Where files do not tell, the plan comes last.
+    plan = plans[0] if len(plans) == 1 else given[1]
+    target = given[1] if plan is given[0] else given[0]
+    return target, Path(plan)
+
+
+def target_and_wish(
+    given: Sequence[str], budget: str | None
+) -> tuple[str, Path | None]:
+    """The target, and the plan if there is no budget.
+
+    Raises:
+        BadParameter: The target is missing, or there is not exactly one of the two.
+    """
+    if budget is not None and len(given) == 1 and not _is_plan(given[0]):
+        return given[0], None
+    if budget is not None or len(given) == 1:
+        raise typer.BadParameter(
+            "--compile takes a target, and exactly one of a plan and --budget"
+        )
+    target, plan = target_and_plan(given)
+    assert target is not None, "internal error: two arguments name a target"
+    return target, plan
+
+
+def _is_plan(text: str) -> bool:
+    path = Path(text)
+    other = path.suffix in (".py", ".json", ".gz")
+    return path.suffix in _PLAN_SUFFIXES or (path.is_file() and not other)
 
 
 def is_trace(data: bytes) -> bool:

@@ -11,8 +11,8 @@ import typer
 
 from ckplan.cli.compiled import profile_in_compiled
 from ckplan.cli.inputs import (
-    TRACES,
     check_output,
+    default_trace,
     is_trace,
     load_step,
     shard_for_rank,
@@ -27,9 +27,11 @@ from ckplan.cli.options import (
 )
 from ckplan.cli.source_options import SourceOptions
 from ckplan.cli.terminal import print_message, print_report
+from ckplan.errors import CkplanError
 
 if TYPE_CHECKING:
     from ckplan.graph.graph import Graph
+    from ckplan.training.loading import WorkloadSpec
 
 
 def profile(
@@ -82,16 +84,24 @@ def profile(
     as_json: Json = False,
 ) -> None:
     """Trace one training step: its memory, layers and seconds."""
-    if output is not None:
+    names_factory = ":" in target
+    if output is not None and not names_factory:
         check_output(output, force)
     sharding = rank.sharding()
     from ckplan.graph import file as trace_file
     from ckplan.report.progress import ProgressLine
     from ckplan.tracing.profile import profile_workload
+    from ckplan.training.losses import LOSS_IS_SUM
 
     spec = step.workload(target, source)
-    path = output or TRACES / f"{spec.name}.json.gz"
-    check_output(path, force)
+    path = output or _default_trace(step, spec, device, gpu, seed, rank)
+    try:
+        check_output(path, force)
+    except CkplanError:
+        if names_factory:  # a factory that is not there comes first
+            with redirect_stdout(sys.stderr):
+                spec.load()
+        raise
     if compiled:
         others = (device, gpu, sharding)
         defaults = step.is_default and host == 1 and replay and not fresh
@@ -113,10 +123,32 @@ def profile(
             seed=seed,
             progress=progress,
         )
+    if LOSS_IS_SUM in graph.notes:
+        print_message(f"warning: {LOSS_IS_SUM}: give a loss_fn, or labels")
     graph = shard_for_rank(graph, sharding)
     trace_file.save(graph, path, force=force)
     _show_trace(graph, path, as_json)
     print_message(f"wrote {path}")
+
+
+def _default_trace(
+    step: StepOptions,
+    spec: WorkloadSpec,
+    device: str | None,
+    gpu: str | None,
+    seed: int,
+    rank: ShardOptions,
+) -> Path:
+    from ckplan.gpus import find
+    from ckplan.plan.workload import plan_workload
+    from ckplan.training.remembered import describe_workload
+
+    card = {} if gpu is None else {"gpu": find(gpu).name}
+    known = describe_workload(spec, seed) or {"set": step.settings or []}
+    options = {"workload": known, **step.training().as_options(), **card}
+    sharding = rank.sharding()
+    ranks = f"-{sharding.scheme}-{sharding.world_size}" if sharding else ""
+    return default_trace(f"{spec.name}{ranks}", plan_workload(options), device)
 
 
 def show(

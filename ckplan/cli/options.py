@@ -12,10 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ckplan.cli.terminal import print_message
+
 if TYPE_CHECKING:
     from ckplan.cli.source_options import SourceOptions
     from ckplan.graph.sharding import Sharding
+    from ckplan.plan.plan import Plan
     from ckplan.training.loading import WorkloadSpec
+    from ckplan.training.remembered import Remembered
     from ckplan.training.step import Training
 
 
@@ -59,6 +63,14 @@ Target = Annotated[
         help="hf:ID_OR_FOLDER, timm:NAME, torchvision:NAME or diffusers:FOLDER; or "
         "model.py[:factory] or package.module:factory, whose factory, by default "
         "build(), returns (model, batch), (model, batch, loss_fn) or a dict.",
+    ),
+]
+TargetAndPlan = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="[TARGET] PLAN",
+        help="A plan of `ckplan solve`, or by hand. Target and options that are not "
+        "given are those that the plan remembers.",
     ),
 ]
 Seed = Annotated[int, typer.Option(min=0, help="Seed of all random numbers.")]
@@ -132,6 +144,20 @@ class StepOptions:
     scaler: Annotated[
         bool, typer.Option("--scaler", help="Scale the loss, for --amp fp16.")
     ] = False
+
+    def completed(
+        self, target: str | None, source: SourceOptions, seed: int, plan: Plan
+    ) -> Remembered:
+        """The workload to train, with what the plan remembers where none is given."""
+        from ckplan.plan.workload import as_arguments
+        from ckplan.training.remembered import complete
+
+        if plan.workload:
+            print_message(f"the plan was made for {as_arguments(plan.workload)}")
+        given = None if target is None else self.workload(target, source)
+        if given is None and "target" in plan.workload:
+            given = self.workload(plan.workload["target"], source)
+        return complete(given, self.training(), seed, plan)
 
     def workload(self, target: str, source: SourceOptions) -> WorkloadSpec:
         """The workload to train."""

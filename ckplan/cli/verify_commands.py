@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import sys
 from contextlib import redirect_stdout
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckplan.cli.compiled import check_alone, check_plan, verify_in_compiled
+from ckplan.cli import inputs
+from ckplan.cli.compiled import check_alone, check_not_compiled, verify_in_compiled
 from ckplan.cli.inputs import (
-    check_output,
     check_page_output,
     check_plot_output,
     find_trace,
 )
 from ckplan.cli.options import (
-    EjectFormat,
     Force,
     Json,
     Seed,
     StepOptions,
-    Target,
+    TargetAndPlan,
 )
 from ckplan.cli.source_options import SourceOptions
-from ckplan.cli.terminal import print_message, print_report, write
+from ckplan.cli.terminal import print_message, print_report
 from ckplan.errors import CkplanError
 
 if TYPE_CHECKING:
@@ -34,16 +34,13 @@ if TYPE_CHECKING:
     from ckplan.graph.graph import Graph
     from ckplan.plan.plan import Plan
     from ckplan.training.loading import WorkloadSpec
+    from ckplan.training.step import Training
     from ckplan.verifying.dry_run import DryRun
     from ckplan.verifying.verify import Verification
 
 
 def verify(
-    target: Target,
-    plan: Annotated[
-        Path | None,
-        typer.Argument(help="From `ckplan solve`, or by hand; or --budget."),
-    ] = None,
+    target_and_plan: TargetAndPlan,
     *,
     step: StepOptions,
     source: SourceOptions,
@@ -100,20 +97,22 @@ def verify(
     if compiled:
         others = (device, cap, trace, plot, report)
         check_alone(others, step.is_default and not fake)
-        spec = step.workload(target, source)
-        verify_in_compiled(spec, plan, budget, steps, seed, save, force, as_json)
+        name, chosen = inputs.target_and_wish(target_and_plan, budget)
+        spec = step.workload(name, source)
+        verify_in_compiled(spec, chosen, budget, steps, seed, save, force, as_json)
         return
-    plan = check_plan(plan, budget, save)
+    check_not_compiled(budget, save)
     from ckplan.plan import file as plan_file
 
+    target, plan = inputs.target_and_plan(target_and_plan)
     loaded = plan_file.load(plan)
     if plot is not None:
         check_plot_output(plot, force)
-    spec = step.workload(target, source)
-    known = find_trace(spec.name, trace)
+    spec, training, seed = step.completed(target, source, seed, loaded)
+    known = find_trace(trace, _default_trace(spec, training, seed, loaded))
     _check_wishes(known, calibrate, steps, fake, report, force)
     options: dict[str, Any] = {
-        **step.training_settings(),
+        **asdict(training),
         "device": device,
         "seed": seed,
         "trace": known,
@@ -206,6 +205,19 @@ def _calibrate(
     return None
 
 
+def _default_trace(
+    spec: WorkloadSpec, training: Training, seed: int, plan: Plan
+) -> Path:
+    from ckplan.plan.workload import plan_workload
+    from ckplan.training.remembered import describe_workload
+
+    card = {"gpu": plan.workload["gpu"]} if "gpu" in plan.workload else {}
+    known = describe_workload(spec, seed)
+    options = {"workload": known, **training.as_options(), **card}
+    device = plan.fingerprint.get("device")
+    return inputs.default_trace(spec.name, plan_workload(options), device)
+
+
 def _owners(trace: Graph | None, plan: Plan) -> dict[str, str]:
     """Step -> predicted place of its peak, where known."""
     from ckplan.simulating.curve import PLANNED, UNPLANNED
@@ -268,77 +280,3 @@ def _report_and_error(
         return shown, None if found.passed else make_error(found)
     error = None if found.passed else report.verification_error(found)
     return report.verification_report(found), error
-
-
-def eject(
-    plan: Annotated[Path, typer.Argument(help="From `ckplan solve`, or by hand.")],
-    target: Annotated[
-        str,
-        typer.Argument(metavar="TARGET", help="As for profile, or the model's trace."),
-    ],
-    step: StepOptions,
-    source: SourceOptions,
-    form: Annotated[
-        EjectFormat,
-        typer.Option(
-            "--as", help="PyTorch code, or the nearest setting of another tool."
-        ),
-    ] = EjectFormat.TORCH,
-    output: Annotated[
-        Path | None, typer.Option("-o", help="Write the code here.  [default: stdout]")
-    ] = None,
-    force: Force = False,
-) -> None:
-    """Print the nearest plan in plain PyTorch, or as a setting of another tool."""
-    if output is not None:
-        check_output(output, force)
-    from ckplan import files
-    from ckplan.graph import file as trace_file
-    from ckplan.plan import file as plan_file
-    from ckplan.report.progress import ProgressLine
-    from ckplan.sources.source import parse_source
-
-    loaded = plan_file.load(plan)
-    if target.endswith((".json", ".json.gz")) and parse_source(target) is None:
-        graph = trace_file.load(Path(target))
-    else:
-        from ckplan.tracing.profile import profile_workload
-
-        spec = step.workload(target, source)
-        with ProgressLine(sys.stderr) as progress, redirect_stdout(sys.stderr):
-            training = step.training()
-            device = loaded.fingerprint.get("device", "cpu")
-            options = {"training": training, "device": device, "progress": progress}
-            graph = profile_workload(spec, **options)
-    text = (
-        _plain_code(graph, loaded)
-        if form is EjectFormat.TORCH
-        else _setting(graph, loaded, form.value)
-    )
-    if output is None:
-        write(text)
-    else:
-        files.write_text(output, text, force=force)
-        print_message(f"wrote {output}")
-
-
-def _plain_code(graph: Graph, plan: Plan) -> str:
-    from ckplan import __version__
-    from ckplan.ejecting.code import as_code, plain_form
-
-    plain = plain_form(graph, plan)
-    if not plain.same:
-        print_message(
-            "plain PyTorch cannot rebuild single ops as the plan does: printing the"
-        )
-        print_message("nearest plan, with its own peak and overhead at the top")
-    return as_code(plain, __version__)
-
-
-def _setting(graph: Graph, plan: Plan, tool: str) -> str:
-    from ckplan.ejecting.settings import setting_for
-
-    setting = setting_for(graph, plan, tool)
-    for line in setting.about():
-        print_message(line)
-    return setting.text

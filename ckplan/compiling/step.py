@@ -22,13 +22,16 @@ from ckplan.compiling.torch_names import (
 from ckplan.errors import CkplanError, WorkloadError
 from ckplan.graph.graph import Graph
 from ckplan.training.loading import WorkloadSpec, as_spec
-from ckplan.training.step import call_on_batch, pick_loss
+from ckplan.training.losses import arguments_of, pick_loss
 from ckplan.training.workload import Workload
 
 
 def loss_of_model(model: nn.Module, workload: Workload) -> torch.Tensor:
     """The loss; ``model`` is an argument, so that paths of modules begin at it."""
-    loss: torch.Tensor = pick_loss(workload, call_on_batch(model, workload.batch))[0]
+    if workload.step is not None:
+        return workload.step(model, workload.batch)
+    args, kwargs = arguments_of(workload.batch)
+    loss: torch.Tensor = pick_loss(workload, model(*args, **kwargs))[0]
     return loss
 
 

@@ -6,7 +6,7 @@ tensors are saved in forward and read in backward. The simulator relies on all o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 
 from ckplan.graph.fqn import is_op_name
@@ -20,6 +20,7 @@ from ckplan.graph.records import (
 from ckplan.units import MOST_BYTES
 
 _MOST = 1 << 63  # of bytes
+_WORKLOAD_KEYS = frozenset({"target", "set", "input", "seed"})
 _MOST_SECONDS = 1e9  # of an op; in nanoseconds, sums of them are exact enough
 
 
@@ -152,9 +153,21 @@ def _are_times(seconds: tuple[float, float]) -> bool:
 # -- relations between records -----------------------------------------------------
 
 
+def _texts_of_workload(workload: object) -> list[object]:
+    """What must be text in a remembered workload; all of it, if it is none."""
+    if not isinstance(workload, Mapping) or not _WORKLOAD_KEYS.issuperset(workload):
+        return [workload]
+    several = [workload.get(key, []) for key in ("set", "input")]
+    seed = workload.get("seed", 0)
+    if type(seed) is not int or not all(isinstance(one, list) for one in several):
+        return [workload]
+    return [workload.get("target", ""), *several[0], *several[1]]
+
+
 def _inconsistent_names(graph: RecordedStep) -> Iterator[str]:
     named: list[object] = [graph.model, graph.costs, *graph.notes]
     named.append(graph.options.get("gpu", ""))
+    named += _texts_of_workload(graph.options.get("workload", {}))
     named += [op.name for op in graph.ops]
     named += {op.line for op in graph.ops}
     named += [text for call in graph.calls for text in (call.fqn, call.module)]

@@ -41,10 +41,12 @@ from ckplan.plan.plan import (
 )
 from ckplan.plan.region import PROGRAM
 from ckplan.plan.strict_yaml import YamlNode, compose, not_yaml
+from ckplan.plan.workload import read_workload
 from ckplan.units import parse_bytes
 
 FORMAT_VERSION = 1
 
+_OTHER_FILES = {".py": "a Python file", ".json": "a trace", ".gz": "a trace"}
 _MAX_COLUMNS = 88
 _PREDICTION_KEYS = tuple(field.name for field in fields(Prediction))
 _REGION_KEYS = ("calls", "run", "by", "save", "encode", "regions")
@@ -55,6 +57,9 @@ _EXAMPLES = {  # place in the file -> example
     "a region": "calls: transformer.h.[0..7]",
     "an op": "attn.c_attn/addmm",
     "'ckplan'": f"ckplan: {FORMAT_VERSION}",
+    "'workload'": "workload: {target: model.py, set: [layers=24], amp: bf16}",
+    "'set'": "set: [layers=24]",
+    "'input'": "input: ['8x3x224x224:float32']",
     "'fingerprint'": "fingerprint: {torch: 2.13.0, device: cpu}",
     "'batch'": 'batch: {input_ids: "int64[8,256]"}',
     "'budget_bytes'": "budget_bytes: 12GiB",
@@ -87,6 +92,7 @@ def dumps(plan: Plan) -> str:
     content = {
         "ckplan": FORMAT_VERSION,
         "model": plan.model or None,
+        "workload": dict(plan.workload) or None,
         "fingerprint": dict(plan.fingerprint) or None,
         "budget_bytes": plan.budget_bytes,
         "predicted": asdict(plan.predicted) if plan.predicted else None,
@@ -152,6 +158,13 @@ def load(path: str | Path) -> Plan:
         PlanError: See ``loads``.
     """
     data = files.read_bytes(path, "plan")
+    kind = _OTHER_FILES.get(Path(path).suffix)
+    if kind is not None:
+        raise PlanError(
+            f"cannot read the plan '{path}': it is {kind}",
+            needed="a plan that `ckplan solve` wrote, such as plan.yaml",
+            hint="ckplan verify model.py plan.yaml",
+        )
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
@@ -269,6 +282,7 @@ def _ends(part: YamlNode) -> tuple[str, str]:
 
 _READERS: dict[str, Callable[[YamlNode], Any]] = {
     "model": YamlNode.text,
+    "workload": read_workload,
     "fingerprint": _fingerprint,
     "budget_bytes": lambda part: part.read(parse_bytes),
     "predicted": _prediction,

@@ -112,6 +112,7 @@ class Plan:
         default_factory=dict
     )  # key of BOUNDS -> overhead
     regions: tuple[PlannedRegion, ...] = ()
+    workload: Mapping[str, Any] = field(default_factory=dict)  # see workload.py
 
     def __post_init__(self) -> None:
         """Round as the file does, so that reading gives back what was written."""

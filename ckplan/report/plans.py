@@ -11,6 +11,7 @@ from rich.table import Table
 
 from ckplan import units
 from ckplan.plan.plan import Plan, PlannedRegion
+from ckplan.plan.workload import as_arguments
 from ckplan.report.reserved import reserved_facts, reserved_json
 from ckplan.report.tables import add_row, key_value_table, make_table, section
 from ckplan.simulating.allocations import Reserved
@@ -83,7 +84,8 @@ def solution_json(
 def plan_report(plan: Plan) -> RenderableType:
     """The full contents of a plan file."""
     predicted = plan.predicted
-    rows = [("fingerprint", text) for text in _fingerprint_lines(plan)]
+    rows = [("made for", as_arguments(plan.workload))] if plan.workload else []
+    rows += [("fingerprint", text) for text in _fingerprint_lines(plan)]
     if plan.budget_bytes is not None:
         rows.append(("budget", _size(plan.budget_bytes)))
     if predicted is not None:
@@ -108,6 +110,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
     predicted = plan.predicted
     return {
         "model": plan.model,
+        "workload": dict(plan.workload),
         "fingerprint": dict(plan.fingerprint),
         "budget_bytes": plan.budget_bytes,
         "predicted": predicted

@@ -12,6 +12,7 @@ from ckplan.graph import file as trace_file
 from ckplan.graph.graph import Graph
 from ckplan.plan.plan import Plan, Prediction, plan_fingerprint
 from ckplan.plan.resolve import describe
+from ckplan.plan.workload import plan_workload
 from ckplan.simulating.allocations import is_on_card
 from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.planner import Planner
@@ -220,4 +221,5 @@ def to_plan(graph: Graph, solution: Solution) -> Plan:
         ),
         bound={"any_schedule": solution.bound_overhead},
         regions=describe(graph, solution.regions),
+        workload=plan_workload(graph.options),
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ from ckplan.training.fingerprint import fingerprint
 from ckplan.training.free_memory import empty_cache_after
 from ckplan.training.loading import WorkloadSpec
 from ckplan.training.randomness import seed_everything
+from ckplan.training.remembered import describe_workload
 from ckplan.training.step import DEFAULT_TRAINING, Training
 from ckplan.training.workload import (
     Workload,
@@ -101,13 +103,19 @@ def profile_workload(
         return make()
 
     with _left_as_it_is(target):
-        return _profile(build, training, target, fresh, replay, progress)
+        graph = _profile(build, training, target, fresh, replay, progress)
+    known = describe_workload(spec, seed)
+    more: dict[str, Any] = {"workload": known} if known else {}
+    return replace(graph, options={**graph.options, **more})
 
 
 def profile(
     model: nn.Module,
     batch: Any,
     *,
+    target: Any = None,
+    loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
+    step: Callable[[nn.Module, Any], torch.Tensor] | None = None,
     loss: Callable[[Any, Any], torch.Tensor] | None = None,
     optimizer: str | None = None,
     amp: str | None = None,
@@ -130,8 +138,12 @@ def profile(
         model: The model in its training mode; a copy of it is traced.
         batch: Inputs of the model; a mapping is passed as keyword arguments, a tuple
             or list as positional ones.
-        loss: ``loss(output, batch)``; by default ``output.loss``, a scalar output, or
-            the sum of the output's floating tensors.
+        target: What only the loss gets, such as labels.
+        loss_fn: ``loss_fn(output, target)``, or ``loss_fn(output, batch)`` without a
+            target; by default ``output.loss``, the only scalar of the output, or the
+            sum of its floating tensors.
+        step: ``step(model, batch)``, which returns the loss; instead of ``loss_fn``.
+        loss: The earlier name of ``loss_fn``.
         optimizer: ``adamw`` by default; ``adam``, ``sgd``, ``momentum``,
             ``adafactor``, ``adamw8bit`` or ``none``. With ``:foreach``, ``:fused`` or
             ``:single`` that implementation of torch, instead of torch's default.
@@ -161,25 +173,28 @@ def profile(
         WorkloadError: The model cannot be trained on this batch.
     """
     sharding = Sharding(shard, world_size, tuple(units)) if shard else None
-    workload = as_workload((model, batch, loss), "the call of profile()")
+    given = {"target": target, "loss_fn": loss_fn, "step": step, "loss": loss}
+    given = {key: value for key, value in given.items() if value is not None}
+    name = "the call of profile()"
+    workload = as_workload({"model": model, "batch": batch, **given}, name)
     check_not_lazy(model, "profile")
     here = next((str(p.device) for p in model.parameters()), "cpu")
-    target = find_target(device or (here if gpu is None else "cuda"), gpu, host)
+    place = find_target(device or (here if gpu is None else "cuda"), gpu, host)
 
     def build(scope: FakeScope | None) -> Workload:
-        real = (workload.model, workload.batch)
+        real = (workload.model, workload.data)
         if scope is None:
-            model, batch = copy.deepcopy(real)
+            model, data = copy.deepcopy(real)
         else:
             fake, known = scope
             with FakeCopyMode(fake):
-                model, batch = copy.deepcopy(real, _generators_of(workload.model))
-            known.learn_all(_values_of(model, batch), _values_of(*real))
-        return Workload(model, batch, workload.loss)
+                model, data = copy.deepcopy(real, _generators_of(workload.model))
+            known.learn_all(_values_of(model, data), _values_of(*real))
+        return replace(workload, model=model, batch=data[0], target=data[1])
 
     training = Training(optimizer, amp, accumulate, clip, scaler)
-    with _left_as_it_is(target):
-        graph = _profile(build, training, target, fresh, replay, progress)
+    with _left_as_it_is(place):
+        graph = _profile(build, training, place, fresh, replay, progress)
     return sharded(graph, sharding) if sharding else graph
 
 

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
 
 import torch
 
 from ckplan.errors import CkplanError, WorkloadError
 from ckplan.tracing.cuda import cpu_as_cuda, fake_cuda_with_gpu, fake_cuda_without_gpu
+from ckplan.tracing.failures import failure_of_model, is_want_of_values
 from ckplan.tracing.faking.fake_mode import fake_tensors, why_not_fake
 from ckplan.tracing.faking.hollow import hollow_tensors
 from ckplan.tracing.path_check import FunctionLog, PathCheck, check_path
@@ -150,6 +152,9 @@ def _trace_translated(
     except Exception as error:
         if _is_final(error):
             raise
+        plain = failure_of_model(error, partial(_watch_on_fake_cpu, build, training))
+        if plain is not None:
+            raise plain from plain.__cause__
         why = _why_not(error)
         if before not in ("", why):
             why = f"on fake CUDA tensors, {before}; translated from CPU, {why}"
@@ -162,6 +167,12 @@ def _trace_translated(
     traced.notes.extend(f"as CUDA does it: {what}" for what in words)
     traced.notes.append(_path_elsewhere(traced, log, build, training))
     return traced
+
+
+def _watch_on_fake_cpu(build: BuildWorkload, training: Training) -> None:
+    with fake_tensors() as scope:
+        target = TraceTarget(torch.device("cpu"), None, is_here=True)
+        watch_step(build, training, target, scope)
 
 
 def _why_not(error: Exception) -> str:
@@ -182,7 +193,10 @@ def _what_can_be_told(error: Exception) -> str:
 def _instead(error: Exception) -> str:
     """The hint to show when both ways of tracing for CUDA fail."""
     ways = ["--device cpu", "run this where the GPU is"]
-    if not torch.backends.cuda.is_built():
+    needs_values = is_want_of_values(error.__cause__ or error)
+    if needs_values:
+        ways[0] += ", where such a step runs on real tensors"
+    elif not torch.backends.cuda.is_built():
         ways.insert(0, "a build of torch with CUDA, which needs no GPU here")
     if isinstance(error, WorkloadError):
         ways.insert(0, error.hint)

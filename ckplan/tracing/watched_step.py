@@ -75,6 +75,7 @@ def watch_step(
     check_not_lazy(workload.model, "profile")
     there = {name for name, _ in workload.model.named_modules()}
     step = make_step(workload, training, target.device.type)
+    before = fingerprint(workload, target.device)  # as `apply` and `verify` see it
     with _told("the first step"):
         loss = step.run()
         if scope is None and has_values:
@@ -96,7 +97,7 @@ def watch_step(
     return TracedStep(
         recorder.recording,
         type(workload.model).__name__,
-        fingerprint(workload, target.device),
+        before,
         notes,
     )
 
@@ -154,7 +155,7 @@ def _know_before(storages: Storages, step: TrainingStep) -> None:
         storages.register_existing(
             tensors_of(list(optimizer.state.values())), "optimizer"
         )
-    storages.register_existing(tensors_of(step.workload.batch), "input")
+    storages.register_existing(tensors_of(step.workload.data), "input")
     # Tensors in plain attributes, which possibly no op reads. A tensor that the first
     # step left there, as weight-norm hooks do, lives until it is replaced.
     held = tensors_of([vars(module) for module in model.modules()])

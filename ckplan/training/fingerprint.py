@@ -20,6 +20,8 @@ def fingerprint(workload: Workload, device: torch.device) -> dict[str, Any]:
         shapes = batch_shapes((), batch)
     else:
         shapes = batch_shapes(batch if isinstance(batch, (tuple, list)) else (batch,))
+    if workload.step is not None:  # its batch is not the arguments of the model
+        shapes = {f"step.{name}": shape for name, shape in shapes.items()}
     return {
         "torch": torch_version(),
         "device": device.type,

@@ -21,9 +21,12 @@ from typing import Any
 import torch
 import yaml
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ckplan.errors import CkplanError, WorkloadError, did_you_mean
+from ckplan.plan.plan import plan_fingerprint
 from ckplan.sources.source import open_source, parse_source
+from ckplan.training.fingerprint import parameter_shapes
 from ckplan.training.importing import import_location, workload_error
 from ckplan.training.workload import CONTRACT, Workload, as_workload
 
@@ -38,20 +41,24 @@ class WorkloadSpec:
     ``target`` is ``path/to/model.py``, ``path/to/model.py:factory``,
     ``package.module:factory`` or a source of a model without a file, such as
     ``hf:FOLDER``; ``options`` are passed to the factory or the source; ``inputs`` are
-    ``8x3x224x224:float32`` shapes for a bare module.
+    ``8x3x224x224:float32`` shapes for a bare module. ``parameters`` is the digest of
+    the names and shapes that the model must have, as a plan's fingerprint holds it.
     """
 
     target: str
     options: Mapping[str, Any] = field(default_factory=dict)
     inputs: tuple[str, ...] = ()
+    parameters: str | None = None
 
     @property
     def name(self) -> str:
-        """A short name for files: the stem of the path or the last module name."""
+        """A short name for files: of the file or module, then the factory."""
         source = parse_source(self.target)
         if source is not None:
             return source.title
-        return Path(self._split()[0]).stem.rpartition(".")[2] or "model"
+        location, factory = self._split()
+        name = Path(location).name.removesuffix(".py").rpartition(".")[2] or "model"
+        return name if factory in (None, DEFAULT_FACTORY) else f"{name}-{factory}"
 
     def load(self) -> Callable[[], Workload]:
         """Import the target and return a function that builds the workload.
@@ -59,6 +66,28 @@ class WorkloadSpec:
         Raises:
             WorkloadError: The target is missing, is not Python, or has no factory.
         """
+        build = self._loaded()
+        return build if self.parameters is None else partial(self._checked, build)
+
+    def _checked(self, build: Callable[[], Workload]) -> Workload:
+        """Refuse a model with other parameters before anything runs."""
+        workload = build()
+        model = workload.model
+        if any(map(is_lazy, model.parameters())):
+            return workload  # it is refused as such
+        here = plan_fingerprint({"parameters": parameter_shapes(model)})["parameters"]
+        if here != self.parameters:
+            kind, count = type(model).__name__, len(list(model.parameters()))
+            raise WorkloadError(
+                f"{self.target} builds another model than the plan's: a {kind} with "
+                f"{count} parameters, whose names and shapes have the digest {here}",
+                needed=f"the model that was profiled, of digest {self.parameters}",
+                hint="the factory and every --set of `ckplan profile`, or leave them "
+                "out: the plan knows them",
+            )
+        return workload
+
+    def _loaded(self) -> Callable[[], Workload]:
         if parse_source(self.target) is not None:
             return self._from_source()
         location, factory_name = self._split()
@@ -140,6 +169,8 @@ class WorkloadSpec:
     def _from_module(
         self, name: str, made: nn.Module | type[nn.Module], location: str
     ) -> Workload:
+        if isinstance(made, type):
+            _check_arguments(made, self.options, f"{location}:{name}")
         if not self.inputs:
             raise WorkloadError(
                 f"cannot build a workload: {location}:{name} has no batch",
@@ -228,16 +259,49 @@ def _own_modules(module: ModuleType) -> list[tuple[str, Any]]:
 
 
 def _needs_no_arguments(function: Callable[..., object]) -> bool:
-    return all(
-        p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-        for p in inspect.signature(function).parameters.values()
-    )
+    return all(map(_has_default, inspect.signature(function).parameters.values()))
+
+
+def _has_default(parameter: inspect.Parameter) -> bool:
+    variadic = parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD
+    return parameter.default is not parameter.empty or parameter.kind in variadic
+
+
+def _check_switch(parameter: inspect.Parameter, value: object) -> None:
+    """Refuse a value such as ``maybe`` for a switch, where it would count as on."""
+    if isinstance(parameter.default, bool) and value not in (True, False, None):
+        raise WorkloadError(
+            f"cannot use the option {parameter.name}={value}: it is a switch",
+            needed="true or false",
+            hint=f"--set {parameter.name}={str(not parameter.default).lower()}",
+        )
+
+
+def _check_arguments(
+    kind: type[nn.Module], options: Mapping[str, Any], target: str
+) -> None:
+    """Refuse a class of models whose arguments no option gives."""
+    missing = [
+        parameter.name
+        for parameter in inspect.signature(kind).parameters.values()
+        if not _has_default(parameter) and parameter.name not in options
+    ]
+    if missing:
+        names = ", ".join(missing)
+        raise WorkloadError(
+            f"{target} is a class, and its argument {names} is missing",
+            needed="a function build() in a file, that returns " + CONTRACT,
+            hint=f"in model.py: def build(): return {kind.__name__}({names}), batch",
+        )
 
 
 def _check_options(
     factory: Callable[..., object], options: Mapping[str, Any], target: str
 ) -> None:
     parameters = inspect.signature(factory).parameters
+    for name, value in options.items():
+        if name in parameters:
+            _check_switch(parameters[name], value)
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return
     for name in options:

@@ -8,8 +8,7 @@ unscaled and clipped, if requested, before the optimizer's step.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -17,19 +16,16 @@ from typing import Any
 import torch
 
 from ckplan.errors import WorkloadError
+from ckplan.training.losses import output_and_loss
 from ckplan.training.optimizers import (
     PREDICTED_ONLY,
     Scaler,
     check_optimizer,
     make_optimizer,
 )
-from ckplan.training.workload import Workload, tensors_of
+from ckplan.training.workload import Workload
 
 AMP = {"bf16": torch.bfloat16, "fp16": torch.float16}
-LOSS_IS_GIVEN = "loss: the workload's loss function"
-LOSS_IS_OUTPUT_LOSS = "loss: output.loss"
-LOSS_IS_OUTPUT = "loss: the output"
-LOSS_IS_SUM = "loss: the sum of the output's floating tensors, as none was given"
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +112,7 @@ class TrainingStep:
             WorkloadError: The loss is not a scalar or requires no gradient.
         """
         with self.autocast():
-            output = call_model(self.workload)
-            loss, rule = loss_of(self.workload, output)
+            output, loss, rule = output_and_loss(self.workload)
             if self.training.accumulate > 1:
                 loss = loss / self.training.accumulate
         if self.scaler is not None:
@@ -182,63 +177,6 @@ class TrainingStep:
             after_backward()
         self.update()
         return value
-
-
-def call_model(workload: Workload) -> Any:
-    """Call the model on the batch: as keywords, positionals, or one argument."""
-    return call_on_batch(workload.model, workload.batch)
-
-
-def call_on_batch(model: torch.nn.Module, batch: Any) -> Any:
-    """Call a model on a batch: as keywords, positionals, or one argument."""
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    if isinstance(batch, (tuple, list)):
-        return model(*batch)
-    return model(batch)
-
-
-def loss_of(workload: Workload, output: Any) -> tuple[torch.Tensor, str]:
-    """The scalar loss, and the rule that chose it."""
-    loss, rule = pick_loss(workload, output)
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        found = (
-            f"a tensor of shape {tuple(loss.shape)}"
-            if isinstance(loss, torch.Tensor)
-            else f"a {type(loss).__name__}"
-        )
-        raise WorkloadError(
-            f"the loss is not a scalar: {found}",
-            needed="a tensor with one element",
-            hint="return (model, batch, loss_fn) with loss_fn(output, batch).mean()",
-        )
-    if not loss.requires_grad:
-        raise WorkloadError(
-            "the loss requires no gradient: the step trains nothing",
-            needed="a loss that depends on a parameter with requires_grad",
-            hint="look for torch.no_grad(), .detach() or frozen parameters",
-        )
-    return loss, rule
-
-
-def pick_loss(workload: Workload, output: Any) -> tuple[Any, str]:
-    """The loss, unchecked, and the rule that chose it."""
-    if workload.loss is not None:
-        return workload.loss(output, workload.batch), LOSS_IS_GIVEN
-    output_loss = output.get("loss") if isinstance(output, Mapping) else None
-    output_loss = getattr(output, "loss", None) if output_loss is None else output_loss
-    if isinstance(output_loss, torch.Tensor):
-        return output_loss, LOSS_IS_OUTPUT_LOSS
-    if isinstance(output, torch.Tensor) and output.numel() == 1:
-        return output, LOSS_IS_OUTPUT
-    floating = [t for t in tensors_of(output) if t.is_floating_point()]
-    if not floating:
-        raise WorkloadError(
-            f"the model's output, a {type(output).__name__}, has no floating tensor",
-            needed="an output.loss, a scalar, or floating tensors to sum",
-            hint="return (model, batch, loss_fn) from the factory",
-        )
-    return functools.reduce(torch.add, (t.sum() for t in floating)), LOSS_IS_SUM
 
 
 def make_step(

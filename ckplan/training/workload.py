@@ -1,4 +1,4 @@
-"""A model, one batch, and optionally a loss and an optimizer."""
+"""A model, one batch, and how they make a loss and train."""
 
 from __future__ import annotations
 
@@ -11,21 +11,35 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
-from ckplan.errors import CkplanError, WorkloadError
+from ckplan.errors import CkplanError, WorkloadError, did_you_mean
 
 CONTRACT = "(model, batch), (model, batch, loss_fn) or a dict with 'model' and 'batch'"
+KEYS = ("model", "batch", "target", "loss_fn", "step", "optimizer")
+_EARLIER_NAME = "loss"  # of the key 'loss_fn'
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A model, one batch, and optionally a loss and an optimizer."""
+    """A model, one batch, and how they make a loss and train.
+
+    The loss is ``step(model, batch)`` if there is a ``step``; else
+    ``loss(output, target)`` if there is a target; else ``loss(output, batch)`` if there
+    is a loss; else it is found in the output.
+    """
 
     model: nn.Module
     batch: Any  # a mapping is passed as keywords, a tuple or list as positionals
     loss: Callable[[Any, Any], torch.Tensor] | None = None
     optimizer: torch.optim.Optimizer | None = None
+    target: Any = None  # what the loss alone gets, such as labels
+    step: Callable[[nn.Module, Any], torch.Tensor] | None = None
     source: str = ""  # target of a model without a file, such as "hf:gpt2"
     assumptions: tuple[str, ...] = ()  # about the batch of a source
+
+    @property
+    def data(self) -> tuple[Any, Any]:
+        """The batch and the target."""
+        return self.batch, self.target
 
 
 def as_workload(made: object, name: str) -> Workload:
@@ -36,12 +50,10 @@ def as_workload(made: object, name: str) -> Workload:
     """
     parts: dict[str, Any]
     if isinstance(made, Mapping):
-        unknown = set(made) - {"model", "batch", "loss", "optimizer"}
-        if unknown:
-            raise _nonsense(name, f"has an unknown key {min(map(str, unknown))!r}")
         parts = {str(key): value for key, value in made.items()}
+        _check_keys(parts, name)
     elif isinstance(made, tuple) and len(made) in (2, 3):
-        parts = dict(zip(("model", "batch", "loss"), made, strict=False))
+        parts = dict(zip(("model", "batch", "loss_fn"), made, strict=False))
     else:
         raise _nonsense(name, f"is of type {type(made).__name__}")
     if not isinstance(parts.get("model"), nn.Module):
@@ -49,12 +61,58 @@ def as_workload(made: object, name: str) -> Workload:
         raise _nonsense(name, f"has a model of type {kind}, not a torch.nn.Module")
     if "batch" not in parts or not tensors_of(parts["batch"]):
         raise _nonsense(name, "has a batch without tensors")
-    if parts.get("loss") is not None and not callable(parts["loss"]):
-        raise _nonsense(name, f"has a loss of type {type(parts['loss']).__name__}")
+    for key in ("loss_fn", "step"):
+        if parts.get(key) is not None and not callable(parts[key]):
+            raise _nonsense(name, f"has a {key} of type {type(parts[key]).__name__}")
+    _check_loss(parts, name)
     optimizer = parts.get("optimizer")
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise _nonsense(name, f"has an optimizer of type {type(optimizer).__name__}")
-    return Workload(**parts)
+    return Workload(
+        parts["model"],
+        parts["batch"],
+        parts.get("loss_fn"),
+        optimizer,
+        parts.get("target"),
+        parts.get("step"),
+    )
+
+
+def _check_keys(parts: dict[str, Any], name: str) -> None:
+    """Refuse unknown keys; rename a key that has an earlier name."""
+    if _EARLIER_NAME in parts:
+        if "loss_fn" in parts:
+            raise _nonsense(name, "has both 'loss' and 'loss_fn', two names of one")
+        parts["loss_fn"] = parts.pop(_EARLIER_NAME)
+    unknown = sorted(set(parts) - set(KEYS))
+    if unknown:
+        near = did_you_mean(unknown[0], KEYS)
+        raise WorkloadError(
+            f"cannot build the workload: what {name} returned has an unknown key "
+            f"{unknown[0]!r}",
+            needed="keys of " + ", ".join(KEYS),
+            hint=f"did you mean '{near}'?" if near else "inputs belong into 'batch'",
+        )
+
+
+def _check_loss(parts: dict[str, Any], name: str) -> None:
+    """Refuse a target that nothing reads, and two ways to make the loss."""
+    target, loss, step = (parts.get(key) for key in ("target", "loss_fn", "step"))
+    if step is not None and (target is not None or loss is not None):
+        other = "target" if target is not None else "loss_fn"
+        raise WorkloadError(
+            f"cannot build the workload: what {name} returned has both 'step' and "
+            f"'{other}'",
+            needed="step(model, batch), which returns the loss itself, or loss_fn",
+            hint=f"leave '{other}' out; labels that step reads belong into 'batch'",
+        )
+    if target is not None and loss is None:
+        raise WorkloadError(
+            f"cannot build the workload: what {name} returned has a 'target' and no "
+            "'loss_fn'",
+            needed="loss_fn(output, target), which returns the loss",
+            hint="'loss_fn': torch.nn.functional.cross_entropy",
+        )
 
 
 def tensors_of(value: object) -> list[torch.Tensor]:
@@ -77,7 +135,8 @@ def first_rows(workload: Workload, rows: int) -> Workload:
         is_tensor = isinstance(leaf, torch.Tensor) and leaf.dim()
         return leaf[:rows].clone() if is_tensor and leaf.shape[0] == whole else leaf
 
-    return replace(workload, batch=pytree.tree_map(first, workload.batch))
+    batch, target = pytree.tree_map(first, workload.data)
+    return replace(workload, batch=batch, target=target)
 
 
 def check_not_lazy(
@@ -105,7 +164,7 @@ def on_device(workload: Workload, device: torch.device) -> Workload:
         WorkloadError: A tensor is neither on that device nor on the CPU.
     """
     accepted = " or ".join(dict.fromkeys(("cpu", device.type)))
-    for tensor in tensors_of(workload.batch):
+    for tensor in tensors_of(workload.data):
         if tensor.device.type not in ("cpu", device.type):
             raise WorkloadError(
                 f"the batch is on another device: a tensor of shape "
@@ -126,9 +185,11 @@ def on_device(workload: Workload, device: torch.device) -> Workload:
         return workload
 
     model = workload.model.to(device)
-    moved = {id(leaf): leaf.to(device) for leaf in tensors_of(workload.batch)}
-    batch = pytree.tree_map(lambda leaf: moved.get(id(leaf), leaf), workload.batch)
-    return replace(workload, model=model, batch=batch)
+    moved = {id(leaf): leaf.to(device) for leaf in tensors_of(workload.data)}
+    batch, target = pytree.tree_map(
+        lambda leaf: moved.get(id(leaf), leaf), workload.data
+    )
+    return replace(workload, model=model, batch=batch, target=target)
 
 
 def _nonsense(name: str, found: str) -> WorkloadError:

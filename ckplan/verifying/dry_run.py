@@ -32,9 +32,10 @@ from ckplan.tracing.recording.recording import RawOp
 from ckplan.tracing.target import DEFAULT_GPU, TraceTarget, find_target
 from ckplan.training.failures import first_line
 from ckplan.training.fingerprint import fingerprint
-from ckplan.training.loading import WorkloadSpec, as_spec
+from ckplan.training.loading import WorkloadSpec
 from ckplan.training.optimizers import step_counts
 from ckplan.training.randomness import seed_everything
+from ckplan.training.remembered import complete
 from ckplan.training.step import DEFAULT_TRAINING, Training, make_step
 from ckplan.training.workload import Workload
 from ckplan.units import in_blocks
@@ -84,8 +85,8 @@ class _Steps:
 
 
 def dry_run(
-    spec: WorkloadSpec | str | Path,
-    plan: Plan | str | Path | None,
+    spec: WorkloadSpec | str | Path | None = None,
+    plan: Plan | str | Path | None = None,
     *,
     optimizer: str | None = None,
     amp: str | None = None,
@@ -100,7 +101,8 @@ def dry_run(
     """Take two steps without the plan and two with it, on fake tensors.
 
     Args:
-        spec: Where the workload comes from, or ``"model.py:factory"`` alone.
+        spec: Where the workload comes from, or ``"model.py:factory"`` alone; by
+            default the plan's, as all options that are not given.
         plan: What to verify, or the path of its file; None compares the workload with
             itself.
         optimizer: Name of the optimizer, as for ``verify``.
@@ -120,10 +122,12 @@ def dry_run(
         CkplanError: The workload or the plan cannot be used, or a step fails on fake
             tensors.
     """
-    training = Training(optimizer, amp, accumulate, clip, scaler)
+    plan = as_plan(plan)
+    given = Training(optimizer, amp, accumulate, clip, scaler)
+    spec, training, seed = complete(spec, given, seed, plan)
     return dry_run_workload(
-        as_spec(spec).load(),
-        as_plan(plan),
+        spec.load(),
+        plan,
         training,
         device=device,
         seed=seed,
@@ -169,7 +173,8 @@ def dry_run_workload(
 def _place(device: str | None, plan: Plan | None, trace: Graph | None) -> TraceTarget:
     """Target that the steps emulate: the CPU, or the GPU of the trace."""
     name = device or (plan.fingerprint.get("device") if plan else None) or "cpu"
-    return find_target(name, trace.options.get("gpu") if trace else None)
+    known = trace.options if trace else plan.workload if plan else {}
+    return find_target(name, known.get("gpu"))
 
 
 def _costs(
@@ -247,6 +252,7 @@ def _two_steps(
     workload = make()
     replace_plan(plan, workload.model)
     step = make_step(workload, training, place.device.type)
+    workload_fingerprint = fingerprint(workload, place.device)
     step.run()
     step.zero_grad()
     meter.register(persistent_tensors(step))
@@ -266,5 +272,4 @@ def _two_steps(
                 kept.pop([one.nbytes for one in kept].index(size))
         meter.count_as_zero_bytes(kept)
         meter.log.bytes = [in_blocks(size) for size in meter.log.bytes]
-    workload_fingerprint = fingerprint(workload, place.device)
     return _Steps(meter.log, regions_of(plan, workload.model), workload_fingerprint)

@@ -50,7 +50,9 @@ def predict(
     different = differences(
         plan_fingerprint(trace.fingerprint), plan_fingerprint(workload_fingerprint)
     )
-    options = {k: v for k, v in trace.options.items() if k != "gpu"}  # costs, not bytes
+    # A card changes costs, not bytes; a workload is compared by its fingerprint.
+    apart = "gpu", "workload"
+    options = {k: v for k, v in trace.options.items() if k not in apart}
     if options != training.as_options():
         different = (*different, f"options: {options}")
     if different:

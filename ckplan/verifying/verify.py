@@ -18,7 +18,8 @@ from ckplan.simulating.simulate import Simulator
 from ckplan.solving.baselines import can_recompute, find_repeated_layers
 from ckplan.solving.menu import Menus
 from ckplan.tracing.target import find_target
-from ckplan.training.loading import WorkloadSpec, as_spec
+from ckplan.training.loading import WorkloadSpec
+from ckplan.training.remembered import complete
 from ckplan.training.step import Training
 from ckplan.verifying.compare_steps import (
     StepPair,
@@ -95,8 +96,8 @@ class Verification(AbstractOutcome):
 
 
 def verify(
-    spec: WorkloadSpec | str | Path,
-    plan: Plan | str | Path | None,
+    spec: WorkloadSpec | str | Path | None = None,
+    plan: Plan | str | Path | None = None,
     *,
     optimizer: str | None = None,
     amp: str | None = None,
@@ -114,7 +115,8 @@ def verify(
 
     Args:
         spec: Where the workload comes from, or ``"model.py:factory"`` alone; each
-            process builds its own.
+            process builds its own. By default the plan's, and all options that are not
+            given are the plan's, too.
         plan: What to verify, or the path of its file; None compares the workload with
             itself.
         optimizer: ``adamw``, ``adam``, ``sgd``, ``momentum``, ``adafactor``, ``none``
@@ -140,12 +142,13 @@ def verify(
         OutOfMemoryError: The planned step does not fit in memory.
         CkplanError: The workload or the plan cannot be used, or a step fails.
     """
-    spec, plan = as_spec(spec), as_plan(plan)
+    plan = as_plan(plan)
+    given = Training(optimizer, amp, accumulate, clip, scaler)
+    spec, training, seed = complete(spec, given, seed, plan)
     tell = progress or (lambda what, done, total: None)
-    training = Training(optimizer, amp, accumulate, clip, scaler)
     if training.predicted_only:
         raise WorkloadError(
-            f"cannot train with '{optimizer}': its memory is only predicted",
+            f"cannot train with '{training.optimizer}': its memory is only predicted",
             needed="an optimizer that can train, such as the workload's own",
             hint="--fake, which checks memory only",
         )

@@ -146,6 +146,7 @@ class Worker:
         model = workload.model
         replace_plan(self._job.plan, model)
         step = self._step = make_step(workload, self._job.training)
+        known_before = fingerprint(workload, device)
 
         first: dict[Result, str] = {}
         with log_allocations(_MARK, device) as whole:
@@ -185,7 +186,7 @@ class Worker:
             peak_bytes,
             regions,
             _curve(log, held_bytes),
-            fingerprint(workload, device),
+            known_before,
             rows_of(workload),
             gpu,
         )

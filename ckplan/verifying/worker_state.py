@@ -96,11 +96,11 @@ def persistent_tensors(step: TrainingStep) -> list[torch.Tensor]:
     """Tensors that live from one step to the next.
 
     Parameters, buffers, tensors that modules hold as plain attributes, the optimizer's
-    state and the batch.
+    state, the batch and the target.
     """
     modules = [vars(module) for module in step.workload.model.modules()]
     optimizer = [] if step.optimizer is None else list(step.optimizer.state.values())
-    return tensors_of([modules, optimizer, step.workload.batch])
+    return tensors_of([modules, optimizer, step.workload.data])
 
 
 def random_state_digest(device: torch.device) -> str:

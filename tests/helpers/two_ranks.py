@@ -36,7 +36,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.profiler import record_function
 import ckplan
 from ckplan.training.allocator import log_allocations
-from ckplan.training.step import call_model, loss_of
+from ckplan.training.losses import call_model, loss_of
 from ckplan.training.workload import tensors_of
 from dataclasses import replace
 

@@ -24,7 +24,7 @@ from ckplan.sources.source import parse_source
 from ckplan.sources.tasks import TASKS
 from ckplan.tracing.profile import profile_workload
 from ckplan.training.loading import WorkloadSpec
-from ckplan.training.step import LOSS_IS_OUTPUT_LOSS
+from ckplan.training.losses import LOSS_IS_OUTPUT_LOSS
 from ckplan.verifying.worker import FIRST_STEPS, FirstSteps, Job, Worker
 
 GPU = "A100 40GB"

@@ -46,7 +46,14 @@ def idle_regions(choices: Iterable[Choice]) -> str:
 
 def warn_of_differences(plan: Plan, model: nn.Module) -> None:
     """Warn of each difference between a model and the planned one."""
-    here = {"torch": torch_version(), "parameters": parameter_shapes(model)}
+    here = {"parameters": parameter_shapes(model)}
+    planned = plan.fingerprint.get("torch", torch_version())
+    if planned != torch_version():
+        warnings.warn(
+            f"the plan was made with torch {planned}, and this is torch "
+            f"{torch_version()}: ops that it names may be missing",
+            stacklevel=3,
+        )
     for difference in differences(plan.fingerprint, plan_fingerprint(here)):
         warnings.warn(
             f"the plan was made for another model: {difference}", stacklevel=3

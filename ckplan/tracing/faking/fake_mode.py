@@ -41,6 +41,7 @@ from ckplan.training.failures import first_line, untraceable_feature
 from ckplan.training.randomness import may_draw
 
 _LARGEST_BYTES = 1 << 20  # largest known tensor of integers
+FAILED = "fake ones failed"
 _LARGEST_FLOAT_BYTES = 1 << 16
 QUESTIONS = (
     torch.ops.aten._local_scalar_dense.default,
@@ -222,7 +223,7 @@ def why_not_fake(error: BaseException) -> str:
             f"the op {name} has no fake kernel; to trace without memory, give it one "
             "with torch.library.register_fake"
         )
-    return f"fake ones failed ({type(error).__name__}: {first_line(error)})"
+    return f"{FAILED} ({type(error).__name__}: {first_line(error)})"
 
 
 def is_small(tensor: torch.Tensor) -> bool:

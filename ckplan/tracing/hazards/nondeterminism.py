@@ -29,8 +29,9 @@ from ckplan.tracing.recording.side_effects import preserve_rng_state
 from ckplan.training.allocator import CPU
 from ckplan.training.failures import check_finite, first_line
 from ckplan.training.free_memory import free_bytes
+from ckplan.training.losses import call_model, pick_loss
 from ckplan.training.randomness import torch_rng_restorer
-from ckplan.training.step import Training, TrainingStep, call_model, pick_loss
+from ckplan.training.step import Training, TrainingStep
 from ckplan.training.warm_up import warm_up_vector_kernels
 from ckplan.training.workload import Workload, tensors_of
 
@@ -118,9 +119,9 @@ def find_nondeterminism(
             restart()
             again = _copied(step.workload)
             if watch is None:
-                return again, call_model(again)
+                return again, _output(again)
             with watch.on(again.model):
-                return again, call_model(again)
+                return again, _output(again)
 
         workload, output = run()
         same = _same(tensors_of(output), tensors_of(run()[1]))
@@ -134,10 +135,23 @@ def find_nondeterminism(
         return [*ops.found, *calls.found], loss
 
 
+def _output(workload: Workload) -> Any:
+    """What the model returns; of a workload's own step all of it, and the loss last."""
+    if workload.step is None:
+        return call_model(workload)
+    outputs: list[Any] = []
+    hook = workload.model.register_forward_hook(
+        lambda module, args, output: outputs.append(output)
+    )
+    with ExitStack() as hooks:
+        hooks.callback(hook.remove)
+        return *outputs, workload.step(workload.model, workload.batch)
+
+
 def _loss(workload: Workload, output: Any) -> torch.Tensor | None:
     """The loss; None if it is not one number or needs gradients."""
     try:
-        loss, _ = pick_loss(workload, output)
+        loss = output[-1] if workload.step else pick_loss(workload, output)[0]
     except Exception:
         return None
     is_one = isinstance(loss, torch.Tensor) and loss.numel() == 1
@@ -276,5 +290,5 @@ def _cloned(leaf: Any) -> Any:
 
 
 def _copied(workload: Workload) -> Workload:
-    model, batch = copy.deepcopy((workload.model, workload.batch))
-    return Workload(model, batch, workload.loss)
+    model, (batch, target) = copy.deepcopy((workload.model, workload.data))
+    return replace(workload, model=model, batch=batch, target=target, optimizer=None)

@@ -1,0 +1,95 @@
+"""What a trace and a plan remember of a workload, so that nobody types it twice.
+
+A trace has it as ``options["workload"]``, a plan as ``workload``: the target, the
+options of its factory as ``--set`` takes them, and how the step trains.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ckplan.errors import WorkloadError
+from ckplan.training.loading import WorkloadSpec, as_spec, parse_options
+from ckplan.training.step import Training
+
+if TYPE_CHECKING:
+    from ckplan.plan.plan import Plan
+
+
+class Remembered(NamedTuple):
+    """A workload, and how its step trains."""
+
+    spec: WorkloadSpec
+    training: Training
+    seed: int
+
+
+def describe_workload(spec: WorkloadSpec, seed: int) -> dict[str, Any]:
+    """What a trace remembers of a workload; empty if an option cannot be written."""
+    settings = [_setting(name, value) for name, value in spec.options.items()]
+    if None in settings:
+        return {}
+    found = {"target": spec.target, "set": settings, "input": [*spec.inputs]}
+    return {**{k: v for k, v in found.items() if v}, **({"seed": seed} if seed else {})}
+
+
+def complete(
+    spec: WorkloadSpec | str | Path | None,
+    training: Training,
+    seed: int,
+    plan: Plan | None,
+) -> Remembered:
+    """Add what the plan remembers to what was given; what was given comes first.
+
+    Options of the factory are those of the plan only if its target is the plan's. The
+    model of the returned workload must have the plan's parameters.
+
+    Args:
+        spec: The workload, its target alone, or None for the plan's.
+        training: How its step trains; options at their defaults count as not given.
+        seed: Seed of all random numbers; 0 counts as not given.
+        plan: The plan, or None.
+
+    Raises:
+        WorkloadError: Neither names a workload.
+    """
+    known: Mapping[str, Any] = plan.workload if plan else {}
+    if spec is None and "target" not in known:
+        raise WorkloadError(
+            "the plan does not say which workload it was made for",
+            needed="a target, as for `ckplan profile`, beside the plan",
+            hint="ckplan verify model.py plan.yaml",
+        )
+    found = as_spec(known["target"] if spec is None else spec)
+    if plan is not None:
+        found = replace(found, parameters=plan.fingerprint.get("parameters"))
+    if found.target == known.get("target"):
+        options = {**parse_options(known.get("set", ())), **found.options}
+        inputs = found.inputs or tuple(known.get("input", ()))
+        found = replace(found, options=options, inputs=inputs)
+    default = Training()
+    taken = {
+        name: known[name]
+        for name in ("optimizer", "amp", "accumulate", "clip", "scaler")
+        if name in known and getattr(training, name) == getattr(default, name)
+    }
+    return Remembered(found, replace(training, **taken), seed or known.get("seed", 0))
+
+
+def _setting(name: str, value: object) -> str | None:
+    """``name=value`` from which ``parse_options`` reads the value; None without."""
+    texts = [str(value)]
+    with suppress(TypeError, ValueError):
+        texts.append(json.dumps(value))
+    for text in texts:
+        setting = f"{name}={text}"
+        with suppress(WorkloadError):
+            again = parse_options([setting])[name]
+            if type(again) is type(value) and again == value:
+                return setting
+    return None
