@@ -28,13 +28,13 @@ from ckplan.applying.hooks import forwards
 from ckplan.applying.rebuilding import rebuilder as recompute
 from ckplan.applying.recording import recorder as record
 from ckplan.applying.recording import saved_tensors as saved
-from ckplan.applying.recording.saved_tensors import Kept
 from ckplan.applying.rerunning import attributes, call_check, checkpoint, sources
 from ckplan.applying.rerunning import rerun as rerunning
 from ckplan.applying.rerunning import snapshot as world
-from ckplan.applying.tensors import matchers
+from ckplan.applying.tensors import kept, matchers
 from ckplan.applying.tensors import op_traits as facts
 from ckplan.applying.tensors import retained as held
+from ckplan.applying.tensors.kept import Kept
 from ckplan.errors import ApplyError, PlanError
 from ckplan.graph.records import EngineCosts
 from ckplan.plan.names import OpName
@@ -429,7 +429,7 @@ def test_a_tensor_changed_before_backward_names_the_region(by: str, which: str) 
             out.sum().backward()
 
     run()
-    where = {"program": (held, saved), "rerun": (rerunning, call_check)}[by]
+    where = {"program": (held, kept), "rerun": (rerunning, call_check)}[by]
     with unguarded(where, "version_of", never):
         run()
 
@@ -461,7 +461,7 @@ def test_a_tensor_from_elsewhere_changed_before_backward_names_the_region(
             out.sum().backward()
 
     run()
-    where = {"program": (held, saved), "rerun": (rerunning, call_check)}[by]
+    where = {"program": (held, kept), "rerun": (rerunning, call_check)}[by]
     with unguarded(where, "version_of", never):
         run()
 

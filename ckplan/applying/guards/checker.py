@@ -25,13 +25,14 @@ from ckplan.applying.guards.resume import Beginning, OpenInner, resume
 from ckplan.applying.rebuilding.rebuilder import Rebuilder
 from ckplan.applying.recording.op_keys import OpKey, Saves
 from ckplan.applying.recording.recorder import Recorder, otherwise_saved
-from ckplan.applying.recording.saved_tensors import Dropped, Handle, Kept, keep, unpack
+from ckplan.applying.recording.saved_tensors import Dropped, Handle, unpack
 from ckplan.applying.tensors.arguments import (
     is_query,
     moves,
     switches,
 )
 from ckplan.applying.tensors.compiled import is_within_compiled, still_uncompiled
+from ckplan.applying.tensors.kept import Kept, keep
 from ckplan.applying.tensors.random_state import random_state
 from ckplan.applying.tensors.retained import Retained, retain, retain_copy, tensors_in
 from ckplan.encodings import Encoded, encode

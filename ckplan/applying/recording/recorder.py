@@ -19,8 +19,9 @@ from ckplan.applying.rebuilding.schedule import Schedule
 from ckplan.applying.rebuilding.step import Step, depth_of
 from ckplan.applying.recording.call_log import CallLog
 from ckplan.applying.recording.op_keys import Encodes, Inner, Names, OpKey, Saves
-from ckplan.applying.recording.saved_tensors import Dropped, Kept, Packing, unpack
+from ckplan.applying.recording.saved_tensors import Dropped, Packing, unpack
 from ckplan.applying.tensors.compiled import uncompiled
+from ckplan.applying.tensors.kept import Kept
 from ckplan.applying.tensors.op_traits import (
     RUNNING_STATISTICS,
     TRAINING,

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 
 from ckplan.applying.rebuilding.digest import Digest, digest, is_alike
 from ckplan.applying.rebuilding.rebuilder import Rebuilder
 from ckplan.applying.rebuilding.schedule import Packed
-from ckplan.applying.tensors.arguments import version_of
-from ckplan.applying.tensors.retained import bare, ref_of
+from ckplan.applying.tensors.kept import Kept, keep, unpack_kept
+from ckplan.applying.tensors.retained import ref_of
 from ckplan.applying.tensors.storages import Storages
 from ckplan.errors import ApplyError
 
@@ -25,14 +24,6 @@ class Handle:
     filled: set[int] = field(
         default_factory=set
     )  # saved tensors that an op filled then
-
-
-class Kept(NamedTuple):
-    """A saved tensor that stays, and the version autograd expects."""
-
-    tensor: torch.Tensor
-    version: int
-    name: str  # of the region, for errors
 
 
 class Dropped:
@@ -126,9 +117,7 @@ class Packing:
 def unpack(packed: Kept | Dropped) -> torch.Tensor:
     """Give autograd a saved tensor, rebuilt if it was dropped."""
     if not isinstance(packed, Dropped):
-        if version_of(packed.tensor) != packed.version:
-            raise _changed(packed)
-        return packed.tensor
+        return unpack_kept(packed)
     tensor = packed.tensor
     if tensor is None:
         rebuilder = packed.handle.rebuilder
@@ -143,19 +132,3 @@ def unpack(packed: Kept | Dropped) -> torch.Tensor:
         if like is not None and not is_alike(like, tensor):
             rebuilder.warn_of(tensor)
     return tensor
-
-
-def _changed(kept: Kept) -> ApplyError:
-    now = version_of(kept.tensor)
-    return ApplyError(
-        f"{kept.name} kept a tensor of shape {tuple(kept.tensor.shape)} for backward, "
-        f"which was changed in place (version {kept.version} then, {now} now)",
-        needed="parameters and results that do not change until backward",
-        hint="torch refuses this without a plan, too; change a copy",
-    )
-
-
-def keep(tensor: torch.Tensor, name: str) -> Kept:
-    """Keep a saved tensor with its version."""
-    tensor = bare(tensor)
-    return Kept(tensor, version_of(tensor), name)

@@ -16,7 +16,7 @@ from weakref import ref
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from ckplan.applying.recording.saved_tensors import Kept, keep, unpack
+from ckplan.applying.tensors.kept import Kept, keep, unpack_kept
 
 Kind: TypeAlias = tuple[torch.Size, torch.dtype, torch.device]
 
@@ -109,7 +109,7 @@ def _unpack(numbered: Numbered) -> torch.Tensor:
         numbered.checkpoint.fill()
     kept, numbered.kept = numbered.kept, None
     assert kept is not None, "internal error: a complete run fills all"
-    return unpack(kept)
+    return unpack_kept(kept)
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,46 @@
+"""Saved tensors that stay, with the versions that backward must find."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ckplan.applying.tensors.arguments import version_of
+from ckplan.applying.tensors.retained import bare
+from ckplan.errors import ApplyError
+
+
+class Kept(NamedTuple):
+    """A saved tensor that stays, and the version autograd expects."""
+
+    tensor: torch.Tensor
+    version: int
+    name: str  # of the region, for errors
+
+
+def keep(tensor: torch.Tensor, name: str) -> Kept:
+    """Keep a saved tensor with its version."""
+    tensor = bare(tensor)
+    return Kept(tensor, version_of(tensor), name)
+
+
+def unpack_kept(kept: Kept) -> torch.Tensor:
+    """Give autograd a tensor that stayed.
+
+    Raises:
+        ApplyError: It was changed in place.
+    """
+    if version_of(kept.tensor) != kept.version:
+        raise _changed(kept)
+    return kept.tensor
+
+
+def _changed(kept: Kept) -> ApplyError:
+    now = version_of(kept.tensor)
+    return ApplyError(
+        f"{kept.name} kept a tensor of shape {tuple(kept.tensor.shape)} for backward, "
+        f"which was changed in place (version {kept.version} then, {now} now)",
+        needed="parameters and results that do not change until backward",
+        hint="torch refuses this without a plan, too; change a copy",
+    )
