@@ -195,8 +195,9 @@ def test_files_that_readmes_of_rooms_name_are_there() -> None:
             r"`((?!test_|model\.py)[\w/]+\.(?:py|yaml))`", path.read_text()
         ):
             places = (path.parent, package, package / "cli", package / "applying", ROOT)
+            below = (room for room in path.parent.rglob("*") if room.is_dir())
             assert any(
-                (place / name).exists() for place in (*places, ROOT / "configs")
+                (place / name).exists() for place in (*places, ROOT / "configs", *below)
             ), f"{path}: {name}"
 
 

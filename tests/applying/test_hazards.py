@@ -139,7 +139,7 @@ Guard: TypeAlias = tuple[Any, str, Any]
 _make = matchers.Matchers.make
 
 
-def any_arguments(self: matchers.Matchers, frozen: Any) -> matchers.Matcher:
+def any_arguments(self: matchers.Matchers, frozen: Any, *_: Any) -> matchers.Matcher:
     """Take every number for the same, and meet the tensors."""
 
     def matches(args: Any, kwargs: Any, made: Any, met: Any, meet: Any) -> bool:

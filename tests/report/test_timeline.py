@@ -177,7 +177,7 @@ def test_a_trace_of_another_step_predicts_nothing() -> None:
         "in options": predict(graph, plan, Training(amp="bf16"), here),
         "h.9": predict(graph, Plan(regions=(PlannedRegion("h.9"),)), Training(), here),
     }
-    for said, (curves, (note,), _) in wrong.items():
+    for said, (curves, (note,), *_) in wrong.items():
         assert not curves
         assert note.startswith("no predicted timeline: ")
         assert said in note
