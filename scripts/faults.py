@@ -412,8 +412,8 @@ FAULTS = [
         "applying/test_replay.py applying/test_hazards.py",
     ),
     Fault(
-        "applying/recording/saved_tensors.py",
-        "if version_of(packed.tensor) != packed.version:",
+        "applying/tensors/kept.py",
+        "if version_of(kept.tensor) != kept.version:",
         "if False:",
         "applying/test_hazards.py",
     ),
@@ -607,7 +607,7 @@ FAULTS = [
     ),
     Fault(
         "applying/rerunning/checkpoint.py",
-        "return unpack(kept)",
+        "return unpack_kept(kept)",
         "return kept.tensor",
         AGAIN,
     ),
