@@ -226,7 +226,9 @@ def _seen_from_calls(
     too_many = sum(num_bytes[storage] for storage in made) > most_bytes
     if not unseen or too_many or makers & program.runs().keys():
         return program
-    other = compile_program(flow, seen.packing.wanted, kept, seen.encoded.keys(), parts)
+    other = compile_program(
+        flow, seen.packing.dropped, kept, seen.encoded.keys(), parts
+    )
     return program if other.overwritten_inputs else other
 
 

@@ -147,7 +147,7 @@ class Recorder(TorchDispatchMode):
         storages.hold_unfilled()
         kept = [value for value in retained if flow.maker_of[value] != EXTERNAL]
         program = compile_program(
-            flow, packing.wanted, kept, self.encoded.keys(), parts
+            flow, packing.dropped, kept, self.encoded.keys(), parts
         )
         if program.overwritten_inputs:
             raise ApplyError(

@@ -51,23 +51,25 @@ class Packing:
         """
         self.handle = Handle()
         self.packed: list[Packed] = []
-        self.wanted: list[tuple[int, int]] = []  # dropped saved tensors: value, part
         self.dropped_bytes = 0
         self._region = region
         self._storages = storages
         self._checks_digest = checks_digest
-        self._seen: set[int] = set()  # values that are wanted
+        self._seen: set[int] = set()  # values that are dropped
         self._fresh = 0  # how many were packed when the last op began
 
     def go_on(self, handle: Handle, packed: Iterable[Packed]) -> None:
         """Rebuild what was dropped before, too."""
         self.handle = handle
         self.packed += packed
-        dropped = [one for one in self.packed if one.ref is not None]
-        self.wanted += [(one.value, one.part) for one in dropped]
-        self._seen.update(one.value for one in dropped)
+        self._seen.update(value for value, _ in self.dropped)
         num_bytes, storage_of = self._storages.num_bytes, self._storages.flow.storage_of
         self.dropped_bytes += sum(num_bytes[storage_of[value]] for value in self._seen)
+
+    @property
+    def dropped(self) -> list[tuple[int, int]]:
+        """Value and part of each saved tensor that was dropped."""
+        return [(one.value, one.part) for one in self.packed if one.ref is not None]
 
     def begin_op(self) -> int:
         """An op begins; returns how many were packed when the one before did."""
@@ -83,7 +85,6 @@ class Packing:
         if value not in self._seen:
             self.dropped_bytes += tensor.untyped_storage().nbytes()
         self._seen.add(value)
-        self.wanted.append((value, part))
         ref = ref_of(tensor, value)
         self.packed.append(Packed(ref.size, value, ref, part))
         dropped = Dropped(self.handle, len(self.packed) - 1)
@@ -109,9 +110,6 @@ class Packing:
             self._seen.add(new)
             ref = old.ref and old.ref._replace(value=new)
             self.packed[place] = old._replace(value=new, ref=ref)
-            if ref is not None:
-                self.wanted.remove((old.value, old.part))
-                self.wanted.append((new, old.part))
 
 
 def unpack(packed: Kept | Dropped) -> torch.Tensor:
