@@ -14,7 +14,7 @@ from ckplan.applying.rebuilding.step import Step
 from ckplan.applying.tensors.arguments import Geometry, version_of
 from ckplan.applying.tensors.matchers import Matcher
 from ckplan.applying.tensors.retained import Retained, tensors_in
-from ckplan.simulating.program import Flow, NestedRegion, Program
+from ckplan.simulating.program import Flow, NestedRegion
 
 
 class Capture(NamedTuple):
@@ -110,7 +110,6 @@ class GuardedProgram:
     constants: Mapping[int, Retained]  # values that call arguments determine
     flow: Flow
     parts: tuple[NestedRegion, ...]
-    program: Program
     schedule: Schedule
     steps: Mapping[int, Step]  # all
     dropped_bytes: int

@@ -21,7 +21,6 @@ from ckplan.applying.guards.guarded_program import (
     TensorGuard,
 )
 from ckplan.applying.guards.sightings import Sightings
-from ckplan.applying.rebuilding.schedule import Schedule
 from ckplan.applying.recording.call_log import Call
 from ckplan.applying.recording.recorder import Recorder
 from ckplan.applying.tensors.matchers import Matchers
@@ -45,8 +44,9 @@ one part in so many."""
 def make_guards(seen: Recorder) -> GuardedProgram | None:
     """The guarded program of a forward; None if calls do not determine its ops."""
     log, storages, packing = seen.log, seen.storages, seen.packing
-    parts, program = seen.parts, seen.program
-    assert program is not None, "its forward is over"
+    parts, schedule = seen.parts, seen.schedule
+    assert schedule is not None, "its forward is over"
+    program = schedule.program
     flow = storages.flow
     if log.broken or -1 in seen.call_of:
         return None
@@ -77,6 +77,7 @@ def make_guards(seen: Recorder) -> GuardedProgram | None:
         return None
     places = Sightings.of(seen)
     program = _seen_from_calls(seen, places, parts, program)
+    same = program is schedule.program  # then its compiled stages serve on
     captures = _captures(seen, places, program)
     random_steps = _first_draws(seen, program)
     if captures is None or random_steps is None:
@@ -120,10 +121,7 @@ def make_guards(seen: Recorder) -> GuardedProgram | None:
         constants=constants,
         flow=flow,
         parts=parts,
-        program=program,
-        schedule=Schedule(
-            seen.name, program, seen.steps, packing.packed, seen.states.keys()
-        ),
+        schedule=schedule if same else seen.schedule_of(program),
         steps=seen.steps,
         dropped_bytes=packing.dropped_bytes,
         num_bytes=storages.num_bytes,

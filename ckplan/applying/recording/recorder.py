@@ -91,7 +91,7 @@ class Recorder(TorchDispatchMode):
         self.gone: set[int] = set()
         # Once it is over:
         self.parts: tuple[NestedRegion, ...] = ()
-        self.program: Program | None = None
+        self.schedule: Schedule | None = None  # of its program
         self._contexts = ExitStack()
 
     @classmethod
@@ -159,13 +159,16 @@ class Recorder(TorchDispatchMode):
             raise otherwise_saved(self.name)
         for value in () if self.watches else program.retained:
             retained[value].moved(self.name)
-        schedule = Schedule(
-            self.name, program, self.steps, packing.packed, self.states.keys()
-        )
+        self.parts, self.schedule = parts, self.schedule_of(program)
         packing.handle.rebuilder = Rebuilder(
-            schedule, retained, self.encoded, self.states
+            self.schedule, retained, self.encoded, self.states
         )
-        self.parts, self.program = parts, program
+
+    def schedule_of(self, program: Program) -> Schedule:
+        """The compiled form of a program of this forward."""
+        return Schedule(
+            self.name, program, self.steps, self.packing.packed, self.states.keys()
+        )
 
     def release(self) -> None:
         """Free everything retained from the forward."""
