@@ -225,10 +225,10 @@ class CallCheck(TorchFunctionMode):
         if generator is not None:
             self._draw(generator)
         before = len(self.met), len(self.digests)
-        arguments = self._follow(func, args, kwargs)
+        now = switches(func)
+        arguments = self._follow(func, args, kwargs, now)
         if self.different:
             raise DifferentError(self.different)
-        now = switches(func)
         out = func(*args, **kwargs)
         self._slots.returned(out)
         if self._learned is not None:
@@ -239,11 +239,11 @@ class CallCheck(TorchFunctionMode):
             )
         return out
 
-    def _follow(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _follow(self, func: Any, args: Any, kwargs: Any, now: tuple[Any, ...]) -> Any:
         arguments: Any = None
         try:
             arguments = self._slots.freeze(args, kwargs)
-            digest = hash((func, arguments, switches(func)))
+            digest = hash((func, arguments, now))
         except (UnknownArgumentError, TypeError):
             digest, self._learned = _NOT_COMPARED, None
         self._note(digest, getattr(func, "__name__", str(func)))
