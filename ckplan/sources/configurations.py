@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ckplan.errors import WorkloadError, did_you_mean
+from ckplan.sources.json_file import read_json
 from ckplan.sources.packages import first, require
 from ckplan.sources.source import CONFIG_FILE
 
@@ -54,14 +55,7 @@ def _load_folder(transformers: Any, folder: Path, trust: bool) -> Any:
     path = folder / CONFIG_FILE
     if not path.is_file():
         raise _no_file(path)
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise WorkloadError(
-            f"cannot read the configuration '{path}': {first(error)}",
-            needed="a JSON file, as save_pretrained() writes it",
-            hint=f"python -m json.tool {path}",
-        ) from None
+    content = read_json(path, written_by="save_pretrained()")
     if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
         raise WorkloadError(
             f"cannot use the configuration '{path}': it names no model_type",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -14,9 +13,10 @@ import torch
 from ckplan.errors import WorkloadError
 from ckplan.sources.batches.sizes import Sizes
 from ckplan.sources.dtypes import parse_dtype
+from ckplan.sources.json_file import read_json
 from ckplan.sources.lora import parse_lora, with_lora
 from ckplan.sources.losses import Denoising
-from ckplan.sources.packages import first, require
+from ckplan.sources.packages import require
 from ckplan.sources.source import CONFIG_FILE, Ask, Made, check_fields
 
 _DENOISERS = ("unet", "transformer", "prior")
@@ -67,14 +67,7 @@ def _configuration(folder: Path) -> Mapping[str, Any]:
             needed=f"a folder with the {CONFIG_FILE} of a model or a pipeline",
             hint="the folder that save_pretrained() or save_config() wrote",
         )
-    try:
-        content = json.loads(found[0].read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise WorkloadError(
-            f"cannot read the configuration '{found[0]}': {first(error)}",
-            needed="a JSON file, as save_config() writes it",
-            hint=f"python -m json.tool {found[0]}",
-        ) from None
+    content = read_json(found[0], written_by="save_config()")
     return content if isinstance(content, dict) else {}
 
 
