@@ -18,7 +18,6 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from ckplan.compiling import nodes
 from ckplan.compiling.torch_names import (
-    PRIMALS,
     TANGENTS,
     CustomPartitionerFn,
     default_parts,
@@ -43,13 +42,6 @@ class JointGraph:
     def digest(self) -> str:
         """16 hexadecimal digits, equal for equal joint graphs."""
         return nodes.digest(self.module.graph)
-
-    @cached_property
-    def saved_names(self) -> frozenset[str]:
-        """Names of the nodes that torch saves without a plan."""
-        inputs = self.backward.graph.find_nodes(op="placeholder")
-        given = (PRIMALS, TANGENTS)
-        return frozenset(n.name for n in inputs if not n.name.startswith(given))
 
 
 class Partitioner(CustomPartitionerFn):

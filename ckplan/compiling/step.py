@@ -21,6 +21,7 @@ from ckplan.compiling.torch_names import (
 )
 from ckplan.errors import CkplanError, WorkloadError
 from ckplan.graph.graph import Graph
+from ckplan.training.failures import first_line
 from ckplan.training.loading import WorkloadSpec, as_spec
 from ckplan.training.losses import arguments_of, pick_loss
 from ckplan.training.workload import Workload
@@ -50,18 +51,12 @@ def compiled_loss(workload: Workload, backend: Any) -> Callable[[], torch.Tensor
             raise
         except TorchDynamoException as error:
             raise WorkloadError(
-                f"cannot compile the step as one graph: {_first_line(error)}",
+                f"cannot compile the step as one graph: {first_line(error)}",
                 needed="a model and a loss that compile with fullgraph=True",
                 hint="TORCH_LOGS=graph_breaks shows where the graph breaks",
             ) from error
 
     return loss
-
-
-def _first_line(error: Exception) -> str:
-    """The first line of an error's message that says something."""
-    lines = (line.strip() for line in str(error).splitlines())
-    return next(filter(None, lines), type(error).__name__)
 
 
 def profile_compiled(spec: WorkloadSpec | str | Path, *, seed: int = 0) -> Graph:
