@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -379,3 +380,48 @@ def test_settings_that_change_inside_are_seen_there() -> None:
     for _ in range(4):
         expected, found = gradients(plain, (X,)), gradients(planned, (X,))
         assert all(map(torch.equal, expected, found))
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize("by", ["program", "rerun"])
+@pytest.mark.parametrize("inside", [True, False])
+def test_another_default_dtype_in_forward_is_that_of_what_is_rebuilt(
+    by: str, *, inside: bool
+) -> None:
+    """It decides what ``full`` makes, and what whole numbers divide to."""
+    dtypes = [torch.float64, torch.bfloat16, torch.float32, torch.bfloat16]
+
+    def body(s: Block, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        y = s.first(x).exp()
+        with default_dtype(dtype if inside else torch.get_default_dtype()):
+            thirds = torch.full((8,), 1 / 3) * (torch.arange(8) + 1) / 3
+            y = y * thirds.exp().float()
+        return s.second((y * torch.full((8,), 0.1)).float()).exp()
+
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = Block(body)
+
+        def forward(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+            with default_dtype(torch.float32 if inside else dtype):
+                return self.block(x, dtype)
+
+    torch.manual_seed(1)
+    plain = Around()
+    plan = Plan(regions=(PlannedRegion("block", by=by),))
+    planned = applying.apply(copy.deepcopy(plain), plan)
+    for dtype in dtypes:
+        expected = gradients(plain, (X, dtype))
+        found = gradients(planned, (X, dtype))
+        assert all(map(torch.equal, expected, found))
+        assert torch.get_default_dtype() is torch.float32

@@ -228,6 +228,7 @@ class GuardChecker(TorchFunctionMode):
         if not (
             self._num_packed == call.packed_before
             and _is_grad_enabled() is call.grad_mode
+            and _get_default_dtype() is call.default_dtype
             and call.matches(args, kwargs, self._made, self._met, self._meet)
             and (not _is_autocast_enabled() if call.simple else self._agrees(call))
         ):
@@ -346,3 +347,4 @@ class GuardChecker(TorchFunctionMode):
 
 _is_grad_enabled = torch.is_grad_enabled
 _is_autocast_enabled = torch._C._is_any_autocast_enabled
+_get_default_dtype = torch.get_default_dtype

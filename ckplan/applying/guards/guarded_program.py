@@ -49,6 +49,7 @@ class CallGuard:
     func: Callable[..., Any]
     matches: Matcher  # checks the arguments
     grad_mode: bool
+    default_dtype: torch.dtype
     versions: Mapping[int, int]  # of tensors of the region that it takes, by number
     simple: bool  # without autocast; neither its place nor other switches count
     switches: tuple[Any, ...]

@@ -84,6 +84,9 @@ class Rebuilder:
         in_grad_mode = torch.is_grad_enabled()  # with create_graph
         if in_grad_mode:
             torch.set_grad_enabled(False)
+        dtype = torch.get_default_dtype()
+        if dtype is not self._schedule.default_dtype:
+            torch.set_default_dtype(self._schedule.default_dtype)
         self._interrupted = True
         try:
             if answer.computes:
@@ -94,6 +97,8 @@ class Rebuilder:
         finally:
             if torch.is_grad_enabled() != in_grad_mode:
                 torch.set_grad_enabled(in_grad_mode)
+            if torch.get_default_dtype() is not dtype:
+                torch.set_default_dtype(dtype)
             if self._found:
                 self._leave_generators_as_found()
         self._stage, self._interrupted = answer.stage, False

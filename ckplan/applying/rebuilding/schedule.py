@@ -14,6 +14,8 @@ from itertools import count
 from threading import Lock
 from typing import NamedTuple, TypeAlias
 
+import torch
+
 from ckplan.applying.rebuilding.script import RETAINED, Code, Kind, Script
 from ckplan.applying.rebuilding.step import Step
 from ckplan.applying.tensors.retained import Ref
@@ -78,6 +80,7 @@ class Schedule:
         self.steps = steps
         self.packed = packed
         self.runs = program.runs()
+        self.default_dtype = _default_dtype_of(steps)
         self.drawn = self.runs.keys() & drawn
         self.on_gpu = any(step.device.type == "cuda" for step in steps.values())
         self.start = Stage()
@@ -112,7 +115,15 @@ class Schedule:
     def _begin(self) -> tuple[Rebuild[_Machine], Script]:
         kinds: dict[int, Kind] = dict.fromkeys(self.program.retained, RETAINED)
         flow = self.program.flow
-        script = Script(self.name, flow, self.steps, self.drawn, dict(self.runs), kinds)
+        script = Script(
+            self.name,
+            flow,
+            self.steps,
+            self.drawn,
+            self.default_dtype,
+            dict(self.runs),
+            kinds,
+        )
         return Rebuild(self.program, _Machine(script, count())), script
 
     def _write(self, rebuild: Rebuild[_Machine], script: Script, number: int) -> None:
@@ -123,6 +134,13 @@ class Schedule:
         level.materialize(ref.value)
         script.take(level.machine.base + ref.value, ref)
         level.release(ref.value)
+
+
+def _default_dtype_of(steps: Mapping[int, Step]) -> torch.dtype:
+    """The default type in which most programs run from end to end."""
+    for step in steps.values():
+        return step.default_dtype
+    return torch.get_default_dtype()
 
 
 def _in_order(asked: Asked) -> list[int]:

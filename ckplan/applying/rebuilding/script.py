@@ -58,6 +58,7 @@ class Script:
     flow: Flow
     steps: Mapping[int, Step]
     drawn: Collection[int]  # steps whose random state the forward kept
+    default_dtype: torch.dtype  # at the beginning and end of every function
     runs: dict[int, int]  # step -> how often it is still to run
     kinds: dict[int, Kind]  # of the values that are there
     lines: list[str] = field(default_factory=list)
@@ -66,11 +67,12 @@ class Script:
     _loaded: set[int] = field(default_factory=set)  # values in local variables
     _stored: set[int] = field(default_factory=set)  # values that were there before
     _grad_mode: bool | None = None
+    _dtype: torch.dtype | None = None  # the default that is set now
 
     def begin(self) -> None:
         """Begin a function; the values that are there are in its first argument."""
         self.lines, self.names, self._grad_mode = [], {"region": self.region}, None
-        self.computes = False
+        self.computes, self._dtype = False, self.default_dtype
         self._loaded, self._stored = set(), set(self.kinds)
 
     def run(
@@ -92,6 +94,7 @@ class Script:
         if self._grad_mode is not op.in_grad_mode:
             self._grad_mode = op.in_grad_mode
             self._add(f"set_grad_enabled({op.in_grad_mode})")
+        self._set_default_dtype(op.default_dtype)
         function = getattr(op.func, "_op", op.func)  # saves a Python frame
         call = (
             f"{self._constant(function)}({', '.join([*args, *_as_keywords(kwargs)])})"
@@ -166,6 +169,7 @@ class Script:
         """Make the function's result: a view of a value."""
         if self._grad_mode:
             self._add("set_grad_enabled(False)")
+        self._set_default_dtype(self.default_dtype)
         self._load(key)
         self._add(f"r = {self._view(key, f'x{key}', ref)}")
 
@@ -180,6 +184,11 @@ class Script:
 
     def _add(self, line: str) -> None:
         self.lines.append(line)
+
+    def _set_default_dtype(self, dtype: torch.dtype) -> None:
+        if dtype is not self._dtype:
+            self._dtype = dtype
+            self._add(f"set_default_dtype({self._constant(dtype)})")
 
     def _make(self, key: int, kind: Kind) -> None:
         self._loaded.add(key)
@@ -273,6 +282,7 @@ _GLOBALS: Final = {
     "copied": _copied,
     "copy_of": copy_of,
     "decode": decode,
+    "set_default_dtype": torch._C._set_default_dtype,
     "set_grad_enabled": torch._C._set_grad_enabled,
     "tensors_in": tensors_in,
     "view_of": view_of,

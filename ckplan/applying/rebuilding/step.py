@@ -18,6 +18,7 @@ class Step(NamedTuple):
     generator: torch.Generator | None
     device: torch.device
     in_grad_mode: bool  # some kernels ask: LSTMs keep a workspace
+    default_dtype: torch.dtype  # of what is made without a type, or of whole numbers
     returned: tuple[Ref, ...]  # the tensors that it returned
     depth: int  # of these in what it returned: 0 itself, 1 all items, 2 deeper
 

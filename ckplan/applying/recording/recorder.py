@@ -216,8 +216,9 @@ class Recorder(TorchDispatchMode):
             values = storages.flow.returned[number]
             views = tuple(map(ref_of, returned, values))
             depth = depth_of(out)
+            dtype = torch.get_default_dtype()
             self.steps[number] = Step(
-                func, refs, named, generator, device, grad, views, depth
+                func, refs, named, generator, device, grad, dtype, views, depth
             )
             self.paths.append(self.path[-1])
             self.call_of.append(self.log.current)

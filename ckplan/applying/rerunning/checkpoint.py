@@ -117,9 +117,10 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Casting:
-    """Whether and how autocast casts now, to be the same in a second run."""
+    """The types that autocast and torch choose now, to be the same in a second run."""
 
     def __init__(self, device_types: set[str]) -> None:
+        self._default_dtype = torch.get_default_dtype()
         self._cached = torch.is_autocast_cache_enabled()
         self._types = [
             (device, torch.get_autocast_dtype(device), _is_autocast_enabled(device))
@@ -127,8 +128,16 @@ class Casting:
         ]
 
     def again(self) -> ExitStack:
-        """Context in which autocast casts as it did then."""
+        """Context in which autocast casts as it did then.
+
+        A run that is ended early may leave a default type behind; the context's end
+        sets the one from before.
+        """
         stack = ExitStack()
+        now = torch.get_default_dtype()
+        stack.callback(torch.set_default_dtype, now)
+        if now is not self._default_dtype:
+            torch.set_default_dtype(self._default_dtype)
         for device, dtype, casts in self._types:
             if casts or _is_autocast_enabled(device):
                 stack.enter_context(

@@ -203,6 +203,7 @@ def switches(func: Any) -> tuple[Any, ...]:
     """Global state that decides a call's ops and may change during a forward."""
     found = (
         torch.is_grad_enabled(),
+        torch.get_default_dtype(),
         torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
         torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
     )
