@@ -8,7 +8,7 @@ from functools import cached_property
 from ckplan import units
 from ckplan.errors import InfeasibleError
 from ckplan.graph.graph import Graph
-from ckplan.simulating.simulate import Simulator
+from ckplan.simulating.simulate import Simulator, Timeline
 from ckplan.solving.baselines import StandardBaselines
 from ckplan.solving.chain import ChainFrontier, UnitChoice
 from ckplan.solving.memory_limit import MemoryLimit
@@ -62,7 +62,7 @@ class Planner:
             regions=regions,
             timeline=timeline,
             unplanned=self.unplanned,
-            floor=self.floor,
+            floor=min(self.floor, _floor_at(timeline), key=lambda f: f.peak_bytes),
             bound_overhead=self.bound(budget_bytes),
             baselines=self.standard_baselines.baselines(limit),
         )
@@ -133,16 +133,16 @@ class Planner:
     def floor(self) -> Floor:
         """The smallest peak of all plans, and the kind that owns most of it."""
         smallest, _ = self._spaces.smallest_plan
-        by_kind = smallest.peak_by_kind
-        owner = max(by_kind, key=lambda kind: (by_kind[kind], kind))
-        return Floor(smallest.peak_bytes, smallest.peak_at, owner)
+        return _floor_at(smallest)
 
     def within(self, budget_bytes: int) -> ReplayedPlan | None:
-        """The cheapest plan that fits, as its timeline and its regions."""
+        """The cheapest plan that fits, as its timeline and its regions.
+
+        The search by seconds may find a peak below the floor, which is searched by
+        bytes alone.
+        """
         if self.unplanned.peak_bytes <= budget_bytes:
             return self.unplanned, ()
-        if budget_bytes < self.floor.peak_bytes:
-            return None
         chosen = (self._cheapest(chain, budget_bytes) for chain in self._spaces.chains)
         found = [plan for plan in chosen if plan is not None]
         tried = [*self._spaces.exhaustive_plans, *self._spaces.improved_plans]
@@ -189,6 +189,12 @@ class Planner:
 
 def _rank(found: ReplayedPlan) -> tuple[float, int]:
     return found[0].recompute_seconds, found[0].peak_bytes
+
+
+def _floor_at(smallest: Timeline) -> Floor:
+    by_kind = smallest.peak_by_kind
+    owner = max(by_kind, key=lambda kind: (by_kind[kind], kind))
+    return Floor(smallest.peak_bytes, smallest.peak_at, owner)
 
 
 def _nothing_fits(graph: Graph, budget_bytes: int, floor: Floor) -> InfeasibleError:

@@ -16,6 +16,7 @@ from ckplan.graph.file import load
 from ckplan.graph.graph import Graph
 from ckplan.graph.records import EngineCosts
 from ckplan.solving.planner import Planner
+from ckplan.solving.spaces import SearchSpaces
 
 TRACES = Path(__file__).parents[2] / "traces"
 STEPS, EXHAUSTIVE = 6, 2
@@ -96,3 +97,20 @@ def test_the_floor_of_a_shipped_trace_is_that_of_its_bytes(name: str) -> None:
     assert planner.solve(floor).timeline.peak_bytes <= floor
     with pytest.raises(InfeasibleError):
         planner.solve(floor - 1)
+
+
+def test_a_plan_below_the_floor_is_offered_as_its_own_floor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The search by seconds may find less than the one by bytes alone, as was seen."""
+    graph = load(TRACES / "mlp.json.gz")
+    planner = Planner(graph)
+    smallest = planner.floor.peak_bytes
+    planned = planner.within(smallest + (planner.unplanned.peak_bytes - smallest) // 2)
+    assert planned is not None
+    monkeypatch.setattr(SearchSpaces, "smallest_plan", planned)
+    worse = Planner(graph)
+    assert worse.floor.peak_bytes > smallest
+    solution = worse.solve(worse.floor.peak_bytes - 1)
+    assert solution.timeline.peak_bytes == solution.floor.peak_bytes
+    assert solution.floor.peak_bytes < worse.floor.peak_bytes
