@@ -31,7 +31,7 @@ from ckplan.plan.resolve import resolve
 from ckplan.simulating.simulate import simulate
 from ckplan.solving.milp import solve_exactly
 from ckplan.solving.planner import Planner
-from ckplan.solving.solve import solve_plan
+from ckplan.solving.solve import Objective, find, solve_plan, to_plan
 
 EXAMPLES = 10
 MANY = 200  # in tests marked slow
@@ -50,7 +50,7 @@ def check(graph: Graph) -> None:
     assert floor <= unplanned == walk_plan(graph, ()).peak_bytes
     for budget in edges(graph, floor, unplanned):
         try:
-            plan = solve_plan(graph, budget)
+            plan = to_plan(graph, find(planner, Objective(budget)))
         except (InfeasibleError, UnitError) as error:
             assert len(str(error).splitlines()) == 3
             assert budget < floor or budget == 0

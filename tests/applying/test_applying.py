@@ -40,6 +40,8 @@ from ckplan.plan.plan import Plan, PlannedRegion
 from ckplan.plan.region import Region
 from ckplan.plan.resolve import describe, resolve
 from ckplan.simulating.simulate import simulate
+from ckplan.solving.planner import Planner
+from ckplan.solving.solve import to_plan
 from ckplan.tracing.profile import profile_workload
 from ckplan.tracing.watched_step import NOTE_MADE
 from ckplan.training.loading import WorkloadSpec
@@ -318,8 +320,9 @@ def test_every_plan_for_a_module_of_many_calls_can_be_applied() -> None:
     """Some calls of it are regions, and parts of others."""
     workload, expected, mixed = many_calls(), train(many_calls()), 0
     graph = ckplan.profile(workload.model, workload.batch, loss=workload.loss)
-    for point in ckplan.frontier(graph):
-        plan = ckplan.solve(graph, point.peak_bytes)
+    planner = Planner(graph)
+    for point in planner.frontier(8):
+        plan = to_plan(graph, planner.solve(point.peak_bytes))
         fqns = {one.calls.partition("#")[0] for one in plan.regions}
         mixed += "cell" in fqns and len(fqns) > 1
         assert all(map(torch.equal, expected, train(applying_to(many_calls(), plan))))
