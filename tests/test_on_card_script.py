@@ -55,6 +55,7 @@ def on_card(*argv: str) -> subprocess.CompletedProcess[str]:
 # -- the whole of it -----------------------------------------------------------------
 
 
+@pytest.mark.slow  # the dummy GPU goes through them, too
 def test_a_small_model_goes_through_all_rows_on_the_cpu(tmp_path: Path) -> None:
     page, workload = tmp_path / "x.md", "configs/workloads/mlp.py"
     only = "--device", "cpu", "--only", str(ROOT / workload)
