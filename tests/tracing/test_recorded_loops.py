@@ -1,0 +1,190 @@
+"""Steps of loops that others wrote: recorded, planned, trained to the same bits."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from loops import LOOPS, Loop, make_language
+from measured import peak_bytes_of
+from torch import nn
+
+import ckplan
+from ckplan.errors import WorkloadError
+from ckplan.plan.plan import Plan
+from ckplan.plan.resolve import resolve
+from ckplan.simulating.simulate import simulate
+from ckplan.tracing.record import NOTE_OVER
+
+
+def state_of(state: Any) -> list[torch.Tensor]:
+    models = [one for one in state if isinstance(one, nn.Module)]
+    optimizers = [one for one in state if isinstance(one, torch.optim.Optimizer)]
+    found = [t for m in models for t in (*m.parameters(), *m.buffers())]
+    found += [p.grad for m in models for p in m.parameters() if p.grad is not None]
+    for one in optimizers:
+        found += [t for of_p in one.state.values() for t in of_p.values()]
+    return [t.detach().clone() for t in (*found, torch.get_rng_state())]
+
+
+def trained(loop: Loop, steps: int, plan: Plan | None = None) -> list[torch.Tensor]:
+    state = loop.make()
+    if plan is not None:
+        ckplan.apply(loop.pick(state)[0], plan)
+    loop.run(state, steps)
+    return state_of(state)
+
+
+def measured_peak(loop: Loop, plan: Plan | None = None) -> int:
+    """Most bytes allocated in four steps, as the allocator of the CPU has them."""
+    state = loop.make()
+    models = [one for one in state if isinstance(one, nn.Module)]
+    held = [t for m in models for t in (*m.parameters(), *m.buffers())]
+    if plan is not None:
+        ckplan.apply(loop.pick(state)[0], plan)
+    return peak_bytes_of(lambda: loop.run(state, 4), held)
+
+
+def recorded(loop: Loop, steps: int = 3) -> tuple[ckplan.Graph, list[torch.Tensor]]:
+    state = loop.make()
+    with ckplan.record(*loop.pick(state)) as recorder:
+        loop.run(state, steps)
+    assert recorder.done
+    return recorder.graph, state_of(state)
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_loop_is_recorded_to_the_byte_and_planned_to_the_bit(name: str) -> None:
+    loop = LOOPS[name]
+    graph, state = recorded(loop)
+    assert all(map(torch.equal, state, trained(loop, 3)))
+    peak_bytes = simulate(graph).peak_bytes
+    assert peak_bytes == pytest.approx(measured_peak(loop), rel=1e-3)
+    plan = ckplan.solve(graph, loop.budget)
+    assert plan.regions
+    planned_bytes = simulate(graph, resolve(plan, graph)).peak_bytes
+    assert planned_bytes < 0.95 * peak_bytes
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert planned_bytes == pytest.approx(measured_peak(loop, plan), rel=1e-3)
+        unplanned, planned = trained(loop, 20), trained(loop, 20, plan)
+    assert len(unplanned) == len(planned)
+    assert all(map(torch.equal, unplanned, planned))
+
+
+def test_accumulated_batches_are_recorded_as_profiled_ones() -> None:
+    graph, _ = recorded(LOOPS["accumulated"])
+    assert [str(call) for call in graph.calls if call.parent < 0] == [".#0"]
+    several, _ = recorded(LOOPS["towers"])
+    assert several.fingerprint["forwards"] == 2
+
+
+def test_a_loop_takes_the_bytes_of_a_workload_of_the_same_step() -> None:
+    model, optimizer = make_language()
+    batch = torch.randint(0, 200, (8, 64)), torch.randint(0, 200, (8, 64))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss = model(*batch)[1]
+        loss.backward()
+        optimizer.step()
+
+    with ckplan.record(model, optimizer) as recorder:
+        for _ in range(2):
+            step()
+        step()
+    graph, other = recorder.graph, ckplan.profile(make_language()[0], batch)
+
+    def ops(graph: ckplan.Graph) -> list[Any]:
+        forward = graph.ops[: graph.num_forward]
+        return [(op.name, op.workspace, op.flops) for op in forward if op.call >= 0]
+
+    assert ops(graph) == ops(other)
+    logits_bytes = 8 * 64 * 200 * 4  # which `profile` holds to the end of backward
+    peaks = [simulate(one).peak_bytes for one in (graph, other)]
+    assert 0 <= peaks[1] - peaks[0] <= logits_bytes
+    plans = [ckplan.solve(one, "75%").regions for one in (graph, other)]
+    assert {region.by for region in plans[0]} == {region.by for region in plans[1]}
+
+
+def test_outputs_that_the_loop_holds_are_named_with_what_del_saves() -> None:
+    graph, _ = recorded(LOOPS["language"])
+    (note,) = (note for note in graph.notes if "`del`" in note)
+    assert "saves 800.0" in note
+
+
+def test_a_step_that_the_next_one_needs_is_noted_and_not_too_small() -> None:
+    loop = LOOPS["critic"]
+    early = loop._replace(pick=lambda state: (state[1], state[3]))
+    graph, state = recorded(early, 4)
+    assert all(map(torch.equal, state, trained(loop, 4)))
+    assert NOTE_OVER in graph.notes
+    assert simulate(graph).peak_bytes >= measured_peak(loop)
+
+
+def bad_recorder(model: Any, optimizer: Any) -> Callable[[], object]:
+    return lambda: ckplan.record(model, optimizer)
+
+
+def planned_model() -> nn.Module:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    return ckplan.apply(model, Plan())
+
+
+def unfinished() -> object:
+    model, optimizer = make_language()
+    with ckplan.record(model, optimizer) as recorder:
+        LOOPS["language"].run((model, optimizer), 1)
+    return recorder.graph
+
+
+def never_called() -> object:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with ckplan.record(model, optimizer) as recorder:
+        for _ in range(3):
+            model.weight.sum().backward()
+            optimizer.step()
+    return recorder.graph
+
+
+LINEAR, OTHER = nn.Linear(2, 2), nn.Linear(2, 2)
+BAD = {
+    "cannot record a int": bad_recorder(3, torch.optim.SGD(LINEAR.parameters(), 0.1)),
+    "which is no optimizer": bad_recorder(LINEAR, "sgd"),
+    "cannot record the steps of nothing": bad_recorder(LINEAR, ()),
+    "steps no parameter": bad_recorder(
+        LINEAR, torch.optim.SGD(OTHER.parameters(), 0.1)
+    ),
+    "its optimizer stepped 1 time ": unfinished,
+    "ran no backward through a call": never_called,
+}
+
+
+@pytest.mark.parametrize("said", BAD)
+def test_what_cannot_be_recorded_is_said(said: str) -> None:
+    with pytest.raises(WorkloadError) as error:
+        BAD[said]()
+    lines = str(error.value).splitlines()
+    assert said in lines[0]
+    assert [line.split()[0] for line in lines] == ["error:", "needed:", "try:"]
+
+
+def test_a_planned_model_is_not_recorded() -> None:
+    model = planned_model()
+    with pytest.raises(WorkloadError, match="has a plan already"):
+        ckplan.record(model, torch.optim.SGD(model.parameters(), 0.1))
+
+
+def test_a_loop_that_raises_leaves_nothing_behind() -> None:
+    model, optimizer = make_language()
+    with pytest.raises(KeyError), ckplan.record(model, optimizer) as recorder:
+        LOOPS["language"].run((model, optimizer), 1)
+        raise KeyError("data")
+    assert not recorder.done
+    assert not optimizer._optimizer_step_post_hooks
+    LOOPS["language"].run((model, optimizer), 1)
+    assert recorder.steps == 1
