@@ -33,15 +33,15 @@ from ckplan.tracing.target import find_target
 from ckplan.tracing.watched_loop import LoopWatch
 from ckplan.tracing.watched_step import TracedStep
 from ckplan.training.fingerprint import parameter_shapes, torch_version
-from ckplan.training.step import Training
+from ckplan.training.step import DEFAULT_TRAINING
 from ckplan.training.workload import check_not_lazy
 from ckplan.units import format_bytes
 
 NOTE_RECORDED = "recorded from a running loop: its step number 2, on real tensors"
 NOTE_OVER = (
-    "a backward of the next step needs tensors of this one, which are counted up to the "
-    "end of the last backward: of several optimizers, the one that steps last in the "
-    "loop should end the step"
+    "a backward of the next step needs tensors of this one, which are counted up to "
+    "the end of the last backward: of several optimizers, the one that steps last in "
+    "the loop should end the step"
 )
 _MENTIONED_BYTES = 1 << 20
 
@@ -60,7 +60,7 @@ class LoopRecorder:
     ) -> None:
         """Check the arguments; see ``record``."""
         several = isinstance(optimizer, Sequence)
-        optimizers = [*optimizer] if several else [optimizer]  # type: ignore[list-item]
+        optimizers = [*optimizer] if several else [optimizer]
         _check_arguments(model, optimizers)
         self.steps = 0  # that ended since the recorder began
         self._model = model
@@ -85,6 +85,17 @@ class LoopRecorder:
         if self._watch is not None:
             self._watch.end()
             self._watch = None
+
+    def start(self) -> LoopRecorder:
+        """Begin with the step that begins now: the optimizers have just stepped."""
+        self.__enter__()
+        self._stepped()
+        return self
+
+    @property
+    def batch(self) -> dict[str, str]:
+        """Shapes of what the model was given in the recorded step, by name."""
+        return self._batch
 
     @property
     def done(self) -> bool:
@@ -122,8 +133,7 @@ class LoopRecorder:
         traced = TracedStep(found, type(model).__name__, fingerprint, self._notes())
         with left_as_it_is(target):
             cache = cost_cache(target.placed, fresh=self._fresh)
-            training = Training("own")
-            graph = as_graph(traced, training, target, cache, self._progress)
+            graph = as_graph(traced, DEFAULT_TRAINING, target, cache, self._progress)
         return held_outputs(graph)
 
     def _notes(self) -> list[str]:

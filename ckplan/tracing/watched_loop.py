@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Variable
 from torch.autograd.graph import Node
 
+from ckplan.errors import WorkloadError
 from ckplan.graph.records import BEFORE_STEP, OUTSIDE_CALLS
 from ckplan.tracing.faking.backward_pass import leaf_of, reachable_nodes
 from ckplan.tracing.recording.recorder import StepRecorder
@@ -56,6 +57,12 @@ class LoopWatch:
             optimizers: Those that step; the last one ends the step.
             placed: Where the parameters of the model are.
         """
+        if _watching:
+            raise WorkloadError(
+                "cannot record two loops at once: another recorder is open",
+                needed="one recorder at a time",
+                hint="record one model, then the other one",
+            )
         self.rounds: list[Round] = []
         self.batch: dict[str, str] = {}  # of the largest call of the model
         self.holds_over = False  # a later step runs backward through this forward
@@ -80,6 +87,8 @@ class LoopWatch:
         hook = model.register_forward_pre_hook(self._given, with_kwargs=True)
         self._scopes.callback(hook.remove)
         self._scopes.enter_context(self._recorder.watching())
+        _watching.append(self)
+        self._scopes.callback(_watching.remove, self)
         _stop_in_forks(self._recorder)
 
     def end(self) -> None:
@@ -134,6 +143,9 @@ class LoopWatch:
             self.rounds.append(Round(before, start, len(recording.ops)))
             grads = [leaf.grad for leaf in leaves if leaf.grad is not None]
             recorder.storages.set_kind(grads, "gradient")
+
+
+_watching: list[LoopWatch] = []
 
 
 class _WatchedEngine:

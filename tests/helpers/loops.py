@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -200,7 +201,7 @@ def make_denoiser() -> Any:
         return nn.Sequential(*layers)
 
     widths = (4, 16, 16, 16, 16)
-    blocks = [block(*pair) for pair in zip(widths, widths[1:], strict=False)]
+    blocks = [block(*pair) for pair in pairwise(widths)]
     model = nn.Sequential(*blocks, nn.Conv2d(16, 3, 3, padding=1))
     return model, torch.optim.AdamW(model.parameters())
 

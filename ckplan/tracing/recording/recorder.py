@@ -168,6 +168,8 @@ class StepRecorder(TorchDispatchMode):
             return out
         if _making and func is torch.ops.aten._to_copy.default:
             return func(*args, **kwargs)
+        if func.overloadpacket is torch.ops.aten.set_:  # as batches of workers arrive
+            return func(*args, **kwargs)
         func, args = self._in_place.engine_op(func, args)
         flat, spec = pytree.tree_flatten((args, kwargs))
         reads = self.storages.numbers(flat, "buffer", BEFORE_STEP)
