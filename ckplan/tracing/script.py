@@ -256,9 +256,10 @@ def _ran(
 
 def _code_of(ended: SystemExit | None) -> int:
     """The exit code, as Python makes it of an argument of ``sys.exit``."""
-    if ended is None or ended.code is None or isinstance(ended.code, int):
-        return (ended and ended.code) or 0
-    print(ended.code, file=sys.stderr)
+    code = ended.code if ended else 0
+    if code is None or isinstance(code, int):
+        return code or 0
+    print(code, file=sys.stderr)
     return 1
 
 
