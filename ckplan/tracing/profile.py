@@ -72,6 +72,7 @@ def profile_workload(
     fresh: bool = False,
     replay: bool = True,
     seed: int = 0,
+    change: Callable[[Workload], Workload] | None = None,
     progress: Progress | None = None,
 ) -> Graph:
     """Profile a workload that a file defines.
@@ -88,6 +89,7 @@ def profile_workload(
         replay: Run the forward of a small model twice, to find nondeterminism.
         seed: Seed of all random generators; ``verify`` takes the same step for the
             same seed.
+        change: Changes the workload once it is built, such as the length of its batch.
         progress: Called with the progress of the work.
 
     Raises:
@@ -100,7 +102,7 @@ def profile_workload(
     def build(scope: FakeScope | None) -> Workload:
         del scope
         seed_everything(seed)
-        return make()
+        return change(make()) if change else make()
 
     with left_as_it_is(target):
         graph = _profile(build, training, target, fresh, replay, progress)
