@@ -188,12 +188,10 @@ class _WatchedEngine:
 def _alive_before() -> Iterator[tuple[str, torch.Tensor]]:
     """(kind, tensor) of what Python holds: also outputs of the step before."""
     gc.collect()  # what nobody holds must not be freed within the step
-    for thing in gc.get_objects():
-        kind = type(thing)
-        if not issubclass(kind, torch.Tensor) or issubclass(kind, FakeTensor):
-            continue
-        tensor: torch.Tensor = thing
-        del thing
+    kinds = set(_kinds_of_tensors(torch.Tensor))
+    found = [thing for thing in gc.get_objects() if type(thing) in kinds]
+    while found:
+        tensor: torch.Tensor = found.pop()
         if tensor.layout != torch.strided or tensor.is_nested or tensor.is_meta:
             continue
         is_leaf = tensor.is_leaf and tensor.requires_grad
@@ -201,6 +199,15 @@ def _alive_before() -> Iterator[tuple[str, torch.Tensor]]:
             yield "gradient", tensor.grad
         yield _kind_of(tensor, is_leaf), tensor
         del tensor
+
+
+def _kinds_of_tensors(kind: type) -> Iterator[type]:
+    """Classes of tensors that have bytes."""
+    if kind is not FakeTensor:
+        yield kind
+        below: list[type] = type.__subclasses__(kind)
+        for one in below:
+            yield from _kinds_of_tensors(one)
 
 
 def _kind_of(tensor: torch.Tensor, is_leaf: bool) -> str:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
 import pytest
-from commands import ROOT, Run
+from commands import Run
 
 from ckplan.graph import file as trace_file
 from ckplan.plan.plan import plan_fingerprint
@@ -91,19 +90,21 @@ def test_a_script_is_recorded_and_ends_after_its_second_step(
 
 
 def test_a_script_that_goes_on_prints_and_returns_what_it_does_alone(
-    run: Run, folder: Path, script: str
+    run: Run,
+    folder: Path,
+    script: str,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    alone = subprocess.run(
-        [sys.executable, script, "code"],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert alone.returncode == 7, alone.stderr
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as exits:
+        patch.setattr(sys, "argv", [script, "code"])
+        patch.syspath_prepend(folder / "code")
+        runpy.run_path(script, run_name="__main__")
+    assert exits.value.code == 7
+    alone = capfd.readouterr().out
+    assert "ends" in alone
     ended = run("record", "--continue", script, "code")
-    assert (ended.code, ended.out) == (7, alone.stdout)
+    assert (ended.code, ended.out) == (7, alone)
     assert (folder / "traces" / "train-code.json.gz").is_file()
 
 

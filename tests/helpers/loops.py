@@ -38,7 +38,7 @@ class Language(nn.Module):
     def __init__(self, width: int = 64, vocabulary: int = 200) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocabulary, width)
-        self.blocks = nn.ModuleList([Block(width) for _ in range(4)])
+        self.blocks = nn.ModuleList([Block(width) for _ in range(3)])
         self.head = nn.Linear(width, vocabulary)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
@@ -57,7 +57,7 @@ def make_language() -> Any:
 
 def _tokens(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     """A batch made on the fly."""
-    found = torch.stack([torch.randint(0, 200, (65,)) for _ in range(rows)])
+    found = torch.stack([torch.randint(0, 200, (33,)) for _ in range(rows)])
     return found[:, :-1].contiguous(), found[:, 1:].contiguous()
 
 
@@ -76,13 +76,13 @@ def run_language(state: Any, steps: int) -> None:
     for step in range(steps):
         if step % 2 == 1:
             _evaluate(model)
-        x, y = _tokens(16)
+        x, y = _tokens(8)
         logits, loss = model(x, y)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         del x, y
-    assert logits.shape[0] == 16
+    assert logits.shape[0] == 8
 
 
 def run_accumulated(state: Any, steps: int) -> None:
@@ -93,7 +93,7 @@ def run_accumulated(state: Any, steps: int) -> None:
     for _ in range(steps):
         optimizer.zero_grad()
         for _ in range(3):
-            _, loss = model(*_tokens(8))
+            _, loss = model(*_tokens(4))
             (loss / 3).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -228,7 +228,7 @@ def run_denoiser(state: Any, steps: int) -> None:
 
 LOOPS = {
     "language": Loop(make_language, run_language, lambda s: s, "70%"),
-    "accumulated": Loop(make_language, run_accumulated, lambda s: s, "75%"),
+    "accumulated": Loop(make_language, run_accumulated, lambda s: s, "85%"),
     "generator": Loop(make_gan, run_gan, lambda s: (s[0], s[2]), "93%"),
     "critic": Loop(make_gan, run_gan, lambda s: (s[1], (s[3], s[2])), "85%"),
     "towers": Loop(make_towers, run_towers, lambda s: s, "75%"),
