@@ -35,6 +35,12 @@ def record(
             "most parameters]",
         ),
     ] = None,
+    steps: Annotated[
+        int,
+        typer.Option(
+            min=1, help="Steps to record; the one with the largest batch is kept."
+        ),
+    ] = 1,
     goes_on: Annotated[
         bool,
         typer.Option("--continue", help="Let the script go on after the second step."),
@@ -65,6 +71,7 @@ def record(
             script,
             arguments,
             model=model,
+            num_steps=steps,
             goes_on=goes_on,
             fresh=fresh,
             progress=progress,

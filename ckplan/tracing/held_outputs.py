@@ -21,11 +21,10 @@ def held_outputs(graph: Graph) -> Graph:
     held = [number for number in range(len(graph.storages)) if _is_held(graph, number)]
     if not held:
         return graph
-    storages = list(graph.storages)
+    storages, last_use = list(graph.storages), _last_uses(graph)
     for number in held:
         one = storages[number]
-        last = one.maker if one.maker >= 0 else BEFORE_STEP
-        last = max((last, *_reads(graph, number)))
+        last = max(last_use.get(number, BEFORE_STEP), one.maker)
         storages[number] = replace(one, last=min(last, one.last))
     peak_bytes = simulate(graph).peak_bytes
     saved_bytes = (
@@ -50,13 +49,15 @@ def _is_held(graph: Graph, number: int) -> bool:
     return made and one.last >= graph.num_forward
 
 
-def _reads(graph: Graph, number: int) -> list[int]:
-    """Ops of forward that use a storage."""
-    return [
-        place
-        for place, op in enumerate(graph.ops[: graph.num_forward])
-        if number in op.reads or number in op.writes or number in op.outputs
-    ]
+def _last_uses(graph: Graph) -> dict[int, int]:
+    """Storage -> the last op of forward that uses it, or is run before it is saved."""
+    found: dict[int, int] = {}
+    for place, op in enumerate(graph.ops[: graph.num_forward]):
+        found.update(dict.fromkeys((*op.reads, *op.writes, *op.outputs), place))
+    for saved in graph.saved:
+        before = found.get(saved.storage, BEFORE_STEP)
+        found[saved.storage] = max(before, saved.packed_at - 1)
+    return found
 
 
 def _named(graph: Graph, number: int) -> str:

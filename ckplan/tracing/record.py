@@ -30,14 +30,15 @@ from ckplan.tracing.held_outputs import held_outputs
 from ckplan.tracing.profile import as_graph, left_as_it_is
 from ckplan.tracing.recording.trimming import Trimmed
 from ckplan.tracing.target import find_target
-from ckplan.tracing.watched_loop import LoopWatch
+from ckplan.tracing.watched_loop import LoopWatch, elements
 from ckplan.tracing.watched_step import TracedStep
 from ckplan.training.fingerprint import parameter_shapes, torch_version
 from ckplan.training.step import DEFAULT_TRAINING
 from ckplan.training.workload import check_not_lazy
 from ckplan.units import format_bytes
 
-NOTE_RECORDED = "recorded from a running loop: its step number 2, on real tensors"
+NOTE_RECORDED = "recorded from a running loop, on real tensors: its step number"
+NOTE_NOT_TWICE = "forward was not run twice to compare: that can change a running loop"
 NOTE_OVER = (
     "a backward of the next step needs tensors of this one, which are counted up to "
     "the end of the last backward: of several optimizers, the one that steps last in "
@@ -54,6 +55,7 @@ class LoopRecorder:
         model: nn.Module,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         *,
+        num_steps: int = 1,
         fresh: bool = False,
         progress: Progress | None = None,
         on_done: Callable[[], object] | None = None,
@@ -62,6 +64,13 @@ class LoopRecorder:
         several = isinstance(optimizer, Sequence)
         optimizers = [*optimizer] if several else [optimizer]
         _check_arguments(model, optimizers)
+        if num_steps < 1:
+            raise WorkloadError(
+                f"cannot record {num_steps} steps",
+                needed="one or more, of which that with the largest batch is kept",
+                hint="ckplan.record(model, optimizer, num_steps=10)",
+            )
+        self._left = num_steps  # steps to record
         self.steps = 0  # that ended since the recorder began
         self._model = model
         self._optimizers = [*map(_unwrapped, optimizers)]
@@ -71,6 +80,7 @@ class LoopRecorder:
         self._found: Trimmed | None = None
         self._batch: dict[str, str] = {}
         self._holds_over = False
+        self._number = 0  # of the step that is kept
 
     def __enter__(self) -> LoopRecorder:
         """Begin to watch the optimizer."""
@@ -99,8 +109,8 @@ class LoopRecorder:
 
     @property
     def done(self) -> bool:
-        """Whether a step is recorded: the loop may end."""
-        return self._found is not None
+        """Whether all wanted steps are recorded: the loop may end."""
+        return self._left == 0
 
     @cached_property
     def graph(self) -> Graph:
@@ -138,7 +148,8 @@ class LoopRecorder:
 
     def _notes(self) -> list[str]:
         assert self._found is not None, "internal error: no step is recorded"
-        notes, beside_bytes = [NOTE_RECORDED], self._found.beside_bytes
+        notes = [f"{NOTE_RECORDED} {self._number}", NOTE_NOT_TWICE]
+        beside_bytes = self._found.beside_bytes
         if beside_bytes >= _MENTIONED_BYTES:
             notes.append(
                 f"{format_bytes(beside_bytes)} in tensors that the step does not use "
@@ -154,22 +165,30 @@ class LoopRecorder:
         self.steps += 1
         if self._watch is not None:
             self._watch.end()
-            self._found, self._batch = self._watch.result(), self._watch.batch
-            self._holds_over = self._watch.holds_over
+            self._keep_largest(self._watch)
             self._watch = None
-            if self._hook is not None:
-                self._hook.remove()
-            if self._on_done is not None:
-                self._on_done()
-        elif self._found is None:
+            self._left -= 1
+        if self._left:
             placed = torch.device(_device_of(self._model))
             self._watch = LoopWatch(self._model, self._optimizers, placed)
+            return
+        if self._hook is not None:
+            self._hook.remove()
+        if self._on_done is not None:
+            self._on_done()
+
+    def _keep_largest(self, watch: LoopWatch) -> None:
+        """Keep a step if its batch is larger than that of the one before."""
+        if self._found is None or elements(watch.batch) > elements(self._batch):
+            self._found, self._batch = watch.result(), watch.batch
+            self._holds_over, self._number = watch.holds_over, self.steps
 
 
 def record(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     *,
+    num_steps: int = 1,
     fresh: bool = False,
     progress: Progress | None = None,
 ) -> LoopRecorder:
@@ -179,13 +198,15 @@ def record(
     anything: run several forwards, losses, backwards and other models, accumulate and
     clip gradients, make data. The second whole step is recorded; its results are those
     of the loop without a recorder, bit for bit. Of accumulated batches that run the
-    same ops, the last one is the step, as for ``profile(accumulate=...)``.
+    same ops, the largest one is the step, as for ``profile(accumulate=...)`` the last.
 
     Args:
         model: The module that is to be planned, without a plan; other models of the
             loop are recorded as they are.
         optimizer: The optimizer whose step ends a step of the loop; or several, in the
             order in which they step, of which the last one does.
+        num_steps: Steps to record, one after the other, if batches differ: the one with
+            the largest batch is kept.
         fresh: Measure ops again that the cost cache already knows.
         progress: Called with the progress of the measurement.
 
@@ -197,7 +218,8 @@ def record(
         WorkloadError: These are no model and optimizer, the optimizer trains nothing of
             the model, or the model has a plan.
     """
-    return LoopRecorder(model, optimizer, fresh=fresh, progress=progress)
+    how: dict[str, Any] = {"num_steps": num_steps, "fresh": fresh}
+    return LoopRecorder(model, optimizer, progress=progress, **how)
 
 
 def _check_arguments(model: object, optimizers: Sequence[object]) -> None:

@@ -39,6 +39,7 @@ class ScriptRecorder:
         self,
         wanted: str | None = None,
         *,
+        num_steps: int = 1,
         fresh: bool = False,
         progress: Progress | None = None,
         on_done: Callable[[LoopRecorder], object],
@@ -47,6 +48,7 @@ class ScriptRecorder:
 
         Args:
             wanted: Type of the model, if the script trains several.
+            num_steps: Steps to record; the one with the largest batch is kept.
             fresh: Measure ops again that the cost cache already knows.
             progress: Called with the progress of the measurement.
             on_done: Called once, in the optimizer that ends the recorded step.
@@ -56,7 +58,11 @@ class ScriptRecorder:
         self.optimizers: list[torch.optim.Optimizer] = []  # in the order of first steps
         self.error: CkplanError | None = None
         self._wanted, self._on_done = wanted, on_done
-        self._how: dict[str, Any] = {"fresh": fresh, "progress": progress}
+        self._how: dict[str, Any] = {
+            "num_steps": num_steps,
+            "fresh": fresh,
+            "progress": progress,
+        }
         self._roots: dict[nn.Module, None] = {}
         self._running: list[nn.Module] = []
         self._pid = os.getpid()
@@ -178,6 +184,7 @@ def record_script(
     arguments: Sequence[str],
     *,
     model: str | None = None,
+    num_steps: int = 1,
     goes_on: bool = False,
     fresh: bool = False,
     progress: Progress | None = None,
@@ -190,6 +197,7 @@ def record_script(
         arguments: Its arguments.
         model: Type of the model, if the script trains several; by default the one with
             most parameters.
+        num_steps: Steps to record; the one with the largest batch is kept.
         goes_on: Let the script go on after the recorded step, instead of ending it.
         fresh: Measure ops again that the cost cache already knows.
         progress: Called with the progress of the measurement.
@@ -214,7 +222,9 @@ def record_script(
         except CkplanError as error:
             watch.error = error
 
-    watch = ScriptRecorder(model, fresh=fresh, progress=progress, on_done=done)
+    watch = ScriptRecorder(
+        model, num_steps=num_steps, fresh=fresh, progress=progress, on_done=done
+    )
     ended = _ran(path, arguments, watch)
     if watch.error is not None:
         raise watch.error

@@ -26,7 +26,7 @@ from ckplan.graph.records import BEFORE_STEP, OUTSIDE_CALLS
 from ckplan.tracing.faking.backward_pass import leaf_of, reachable_nodes
 from ckplan.tracing.recording.recorder import StepRecorder
 from ckplan.tracing.recording.recording import STILL_ALIVE, RawStorage, Recording
-from ckplan.tracing.recording.trimming import Trimmed, trimmed
+from ckplan.tracing.recording.trimming import Kept, Trimmed, largest_moment, trimmed
 from ckplan.tracing.watched_step import know_before
 from ckplan.training.fingerprint import batch_shapes, count_elements
 from ckplan.training.optimizers import step_counts
@@ -96,12 +96,19 @@ class LoopWatch:
         self._scopes.close()
 
     def result(self) -> Trimmed:
-        """The step; of accumulated batches that are alike, the last one."""
+        """The step; of accumulated batches that run the same ops, the largest one."""
         recording, rounds = self._recorder.recording, self.rounds
         self.holds_over = _hold_over(recording)
         alike = {_signature(recording, one) for one in rounds}
-        is_cut = len(rounds) > 1 and len(alike) == 1 and alike != {()}
-        return trimmed(recording, rounds[-1].start if is_cut else 0)
+        if len(rounds) < 2 or len(alike) > 1 or alike == {()}:
+            return trimmed(recording)
+        moment = largest_moment(recording)
+        largest = next((one for one in rounds if moment < one.stop), rounds[-1])
+        kept = Kept(largest.start, largest.stop, rounds[-1].stop)
+        found = trimmed(recording, kept)
+        found.recording.num_forward = largest.backward - largest.start
+        found.recording.num_backward = largest.stop - largest.backward
+        return found
 
     def _given(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -111,7 +118,7 @@ class LoopWatch:
         if not torch.is_grad_enabled():
             return
         shapes = batch_shapes(args, kwargs)
-        if _elements(shapes) > _elements(self.batch):
+        if elements(shapes) > elements(self.batch):
             self.batch = shapes
         storages, recording = self._recorder.storages, self._recorder.recording
         given = [x for x in tensors_of([args, kwargs]) if not x.requires_grad]
@@ -246,7 +253,8 @@ def _hold_over(recording: Recording) -> bool:
     return bool(over)
 
 
-def _elements(shapes: Mapping[str, str]) -> int:
+def elements(shapes: Mapping[str, str]) -> int:
+    """Number of elements in all tensors of a batch."""
     return sum(map(count_elements, shapes.values()))
 
 

@@ -153,6 +153,58 @@ def run_towers(state: Any, steps: int) -> None:
         optimizer.step()
 
 
+def run_lengths(state: Any, steps: int) -> None:
+    """Accumulates batches of several sizes, the largest one in the middle."""
+    model, optimizer = state
+    torch.manual_seed(3)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        for rows in (64, 256, 128):
+            model(torch.randn(rows, 32)).square().mean().backward()
+        optimizer.step()
+
+
+class UNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+
+        def block(first: int, last: int) -> nn.Module:
+            convolution = nn.Conv2d(first, last, 3, padding=1)
+            return nn.Sequential(convolution, nn.BatchNorm2d(last), nn.ReLU(True))
+
+        self.first, self.second = block(3, 16), block(16, 32)
+        self.third, self.up = block(32, 32), block(64, 16)
+        self.classes = nn.Conv2d(32, 5, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = self.first(x)
+        second = self.second(functional.max_pool2d(first, 2))
+        third = self.third(functional.max_pool2d(second, 2))
+        up = functional.interpolate(third, scale_factor=2)
+        up = self.up(torch.cat([second, up], 1))
+        up = functional.interpolate(up, scale_factor=2)
+        return self.classes(torch.cat([first, up], 1))
+
+
+def make_segmenter() -> Any:
+    torch.manual_seed(0)
+    model = UNet()
+    return model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+
+
+def run_segmenter(state: Any, steps: int) -> None:
+    model, optimizer = state
+    torch.manual_seed(3)
+    for _ in range(steps):
+        image, classes = torch.randn(4, 3, 32, 32), torch.randint(0, 5, (4, 32, 32))
+        out = model(image)
+        overlap = functional.softmax(out, 1).gather(1, classes[:, None]).mean()
+        loss = functional.cross_entropy(out, classes) + 1 - overlap
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
 class Policy(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -232,6 +284,8 @@ LOOPS = {
     "generator": Loop(make_gan, run_gan, lambda s: (s[0], s[2]), "93%"),
     "critic": Loop(make_gan, run_gan, lambda s: (s[1], (s[3], s[2])), "85%"),
     "towers": Loop(make_towers, run_towers, lambda s: s, "75%"),
+    "lengths": Loop(make_towers, run_lengths, lambda s: s, "80%"),
+    "segmenter": Loop(make_segmenter, run_segmenter, lambda s: s, "80%"),
     "ppo": Loop(make_ppo, run_ppo, lambda s: s, "80%"),
     "denoiser": Loop(make_denoiser, run_denoiser, lambda s: s, "70%"),
 }
