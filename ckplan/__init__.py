@@ -5,8 +5,8 @@
     ckplan.apply(model, plan)
 
 Importing this package imports nothing else. Every name is loaded at its first use. Only
-``profile``, ``auto``, ``verify``, ``dry_run``, ``apply``, ``planned``, ``remove``,
-``status``, ``compile`` and ``backend`` import torch.
+``profile``, ``record``, ``auto``, ``verify``, ``dry_run``, ``apply``, ``planned``,
+``remove``, ``status``, ``compile`` and ``backend`` import torch.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ckplan.solving.solve import frontier
     from ckplan.solving.solve import solve_plan as solve
     from ckplan.tracing.profile import profile
+    from ckplan.tracing.record import record
     from ckplan.verifying.dry_run import dry_run
     from ckplan.verifying.verify import verify
 
@@ -48,6 +49,7 @@ __all__ = [
     "load_plan",
     "planned",
     "profile",
+    "record",
     "remove",
     "save_report",
     "shard",
@@ -70,6 +72,7 @@ _HOME = {
     "load_plan": "ckplan.plan.file:load",
     "planned": "ckplan.applying:planned",
     "profile": "ckplan.tracing.profile:profile",
+    "record": "ckplan.tracing.record:record",
     "remove": "ckplan.applying:remove",
     "save_report": "ckplan.report.html:save_report",
     "shard": "ckplan.graph.sharding:shard",

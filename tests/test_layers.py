@@ -67,7 +67,7 @@ ROOMS: dict[str, set[str]] = {
     | {"solving", "training", "applying", "applying.tensors", "applying.rerunning"}
     | {"compiling", "applying.hooks", "tracing", "tracing.faking", "tracing.recording"}
     | {"tracing.costs", "tracing.cuda"},
-    "integrations": WAISTS | {"applying"},
+    "integrations": BASICS | WAISTS | {"applying", "solving", "tracing"},
     "auto": BASICS | {"training", "solving", "applying", "tracing"},
     "report": BASICS | CORE | {"solving", "verifying"},  # verifying: types alone
 }

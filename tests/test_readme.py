@@ -48,6 +48,14 @@ TINY_LLAMA = {  # the model of hf:FOLDER
     "num_key_value_heads": 2,
     "vocab_size": 64,
 }
+TRAIN = """
+import torch
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for _ in range(3):
+    model(torch.randn(4, 8)).sum().backward()
+    optimizer.step()
+"""
 WHOLE = {  # what prose names in short
     "show FILE": "show model.json.gz",
     "show traces/NAME.json.gz": "show traces/mlp.json.gz",
@@ -90,6 +98,7 @@ def ready(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "model.py").write_text(blocks(ROOT / "README.md", "python")[0])
     shutil.copytree(ROOT / "traces", folder / "traces")
     (folder / "configs").symlink_to(ROOT / "configs")
+    (folder / "train.py").write_text(TRAIN)
     (folder / "FOLDER").mkdir()
     (folder / "FOLDER" / "config.json").write_text(json.dumps(TINY_LLAMA))
     with pytest.MonkeyPatch.context() as patch:

@@ -118,6 +118,23 @@ def default_trace(name: str, workload: Mapping[str, Any], device: str | None) ->
     return TRACES / f"{whole}.json.gz"
 
 
+def mean_trace(path: Path) -> Path:
+    """Where the trace of the mean length is, beside that of the longest."""
+    head, dot, tail = path.name.partition(".")
+    return path.with_name(f"{head}.mean{dot}{tail}")
+
+
+def find_mean(graph: Graph, path: Path, sharding: Sharding | None) -> Graph | None:
+    """The step at the mean length, if the trace was made of several lengths."""
+    from ckplan.graph import file as trace_file
+
+    beside = mean_trace(path)
+    if "lengths" not in graph.options or not beside.is_file():
+        return None
+    found = shard_for_rank(trace_file.load(beside), sharding)
+    return found if found.options == graph.options else None
+
+
 def find_trace(path: Path | None, usual: Path) -> Graph | None:
     """Load the named trace, or the workload's default one if it is readable."""
     from ckplan.graph import file as trace_file

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from contextlib import redirect_stdout
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,6 +17,7 @@ from ckplan.cli.inputs import (
     default_trace,
     is_trace,
     load_step,
+    mean_trace,
     shard_for_rank,
 )
 from ckplan.cli.options import (
@@ -72,6 +75,14 @@ def profile(
         typer.Option(help="Run a small model's forward twice to find hazards."),
     ] = True,
     seed: Seed = 0,
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,N,...",
+            help="Lengths of batches, or a file of them: the trace is of the longest, "
+            "and `solve` also tells what its plan costs at their mean.",
+        ),
+    ] = None,
     compiled: Annotated[
         bool,
         typer.Option("--compile", help="Forward, loss and backward in torch.compile."),
@@ -91,10 +102,13 @@ def profile(
     from ckplan.graph import file as trace_file
     from ckplan.report.progress import ProgressLine
     from ckplan.tracing.profile import profile_workload
+    from ckplan.training.lengths import parse_lengths
     from ckplan.training.losses import LOSS_IS_SUM
 
     spec = step.workload(target, source)
     path = output or _default_trace(step, spec, device, gpu, seed, rank)
+    if lengths is not None and output is None:
+        path = path.with_name(f"lengths-{path.name}")
     try:
         check_output(path, force)
     except CkplanError:
@@ -104,28 +118,41 @@ def profile(
         raise
     if compiled:
         others = (device, gpu, sharding)
-        defaults = step.is_default and host == 1 and replay and not fresh
+        defaults = (
+            step.is_default and host == 1 and replay and not fresh and lengths is None
+        )
         graph = profile_in_compiled(spec, seed, others, defaults)
         trace_file.save(graph, path, force=force)
         _show_trace(graph, path, as_json)
         print_message(f"wrote {path}")
         return
+    of_batches = None if lengths is None else parse_lengths(lengths)
+    mean = None
     # Output of the workload does not belong on stdout.
     with ProgressLine(sys.stderr) as progress, redirect_stdout(sys.stderr):
-        graph = profile_workload(
+        at = partial(
+            profile_workload,
             spec,
             training=step.training(),
             device=device,
             gpu=gpu,
             host=host,
             fresh=fresh,
-            replay=replay,
             seed=seed,
             progress=progress,
         )
+        graph = at(replay=replay, change=of_batches.whole if of_batches else None)
+        if of_batches:
+            mean = at(replay=False, change=of_batches.cut_to_mean)
     if LOSS_IS_SUM in graph.notes:
         print_message(f"warning: {LOSS_IS_SUM}: give a loss_fn, or labels")
     graph = shard_for_rank(graph, sharding)
+    if mean is not None and of_batches is not None:
+        named = {"lengths": ",".join(map(str, of_batches.lengths))}
+        graph = replace(graph, options={**graph.options, **named})
+        mean = replace(shard_for_rank(mean, sharding), options=graph.options)
+        trace_file.save(mean, mean_trace(path), force=True)
+        print_message(f"wrote {mean_trace(path)}, of the mean length {of_batches.mean}")
     trace_file.save(graph, path, force=force)
     _show_trace(graph, path, as_json)
     print_message(f"wrote {path}")

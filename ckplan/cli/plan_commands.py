@@ -12,7 +12,9 @@ import typer
 from ckplan.cli.inputs import (
     check_output,
     check_plot_output,
+    find_mean,
     load_step,
+    newest_trace,
     print_gpu_budget,
 )
 from ckplan.cli.options import (
@@ -29,6 +31,7 @@ from ckplan.cli.options import (
 from ckplan.cli.terminal import print_message, print_report
 
 if TYPE_CHECKING:
+    from ckplan.graph.graph import Graph
     from ckplan.plan.plan import Plan
     from ckplan.solving.solution import Solution
 
@@ -98,6 +101,7 @@ def solve(
 
         check_solver()
     reserve_bytes = parse_bytes(reserve)
+    trace = trace or newest_trace()
     graph = load_step(trace, sharding)
     card = gpu if objectives else graph.options.get("gpu")
     if not objectives and card is None:
@@ -121,7 +125,26 @@ def solve(
     plan_file.save(plan, output, force=force)
     found = solution, plan, reserve_bytes
     _show_solution(*found, output, expandable=expandable, as_json=as_json)
+    mean = find_mean(graph, trace, sharding)
+    if mean is not None:
+        _tell_mean(plan, mean)
     print_message(f"wrote {output}")
+
+
+def _tell_mean(plan: Plan, mean: Graph) -> None:
+    """Print what a plan costs at the mean length of the batches."""
+    from ckplan.errors import CkplanError
+    from ckplan.plan.resolve import resolve
+    from ckplan.simulating.simulate import simulate
+    from ckplan.units import format_bytes
+
+    try:
+        timeline = simulate(mean, resolve(plan, mean))
+    except CkplanError as error:  # other kernels run at other lengths
+        print_message(f"at the mean length: not known ({error.what})")
+        return
+    peak = format_bytes(timeline.peak_bytes)
+    print_message(f"at the mean length: peak {peak}, time +{timeline.overhead:.1%}")
 
 
 def _show_solution(

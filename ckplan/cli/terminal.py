@@ -25,6 +25,8 @@ class Commands(TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Move ``--traceback`` to the front, where program options stand."""
+        if args[:1] == ["record"]:  # what follows may be the script's
+            return super().parse_args(ctx, args)
         traceback_flags = [arg for arg in args if arg == TRACEBACK]
         others = [arg for arg in args if arg != TRACEBACK]
         return super().parse_args(ctx, [*traceback_flags[:1], *others])

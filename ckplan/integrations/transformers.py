@@ -1,5 +1,6 @@
-"""A plan for the Trainer of transformers.
+"""A plan for the Trainer of transformers, and thereby those of TRL.
 
+Trainer(..., callbacks=[PlanCallback(budget="12GiB")])
 Trainer(..., callbacks=[PlanCallback("plan.yaml")])
 """
 
@@ -8,33 +9,50 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import TrainerCallback
 
-from ckplan.applying import apply, remove
+from ckplan.integrations.loop import LoopPlanner
 from ckplan.plan.plan import Plan
 
 
 class PlanCallback(TrainerCallback):
     """Applies a plan to the model while it is trained.
 
+    With a budget, the second step of the optimizer is recorded, without a plan, and the
+    plan is solved from it and applied.
+
     Args:
         plan: A plan for the Trainer's model, or the path of its file.
+        budget: Instead of a plan, the limit on peak memory: ``"12GiB"`` or ``"80%"``.
+
+    Raises:
+        CkplanError: There is not exactly one of the two.
     """
 
-    def __init__(self, plan: Plan | str | Path) -> None:
-        self.plan = plan
+    def __init__(
+        self, plan: Plan | str | Path | None = None, *, budget: str | int | None = None
+    ) -> None:
+        self._planner = LoopPlanner(plan, budget)
 
     def on_train_begin(
-        self, args: Any, state: Any, control: Any, *, model: nn.Module, **others: Any
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        *,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        **others: Any,
     ) -> None:
-        """Apply the plan."""
+        """Apply the plan, or begin to record."""
         del args, state, control, others
-        apply(model, self.plan)
+        self._planner.begin(model, optimizer)
 
     def on_train_end(
         self, args: Any, state: Any, control: Any, *, model: nn.Module, **others: Any
     ) -> None:
         """Remove the plan."""
         del args, state, control, others
-        remove(model)
+        self._planner.end(model)

@@ -207,8 +207,12 @@ def loads(text: str, name: str) -> Plan:
 
 
 def _fingerprint(part: YamlNode) -> dict[str, Any]:
+    readers: dict[str, Callable[[YamlNode], Any]] = {
+        "batch": _batch,
+        "forwards": lambda entry: entry.read(_forwards),
+    }
     return {
-        key: _batch(entry) if key == "batch" else entry.text()
+        key: readers.get(key, YamlNode.text)(entry)
         for key, entry in part.record(FINGERPRINT_KEYS).items()
     }
 
@@ -303,6 +307,12 @@ def _version(text: str) -> None:
 def _whole_number(text: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) <= 18):
         raise _not_a_number(text, "a whole number of bytes, without a unit")
+    return int(text)
+
+
+def _forwards(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and 1 <= len(text) <= 9 and int(text)):
+        raise _not_a_number(text, "forwards of the model per step, one or more")
     return int(text)
 
 

@@ -21,8 +21,12 @@ BOUNDS = ("any_schedule", "this_plan_space")
 EXAMPLE_BY = f"by: {PROGRAM}"
 EXAMPLE_ENCODE = "encode: {attn.attn_dropout/bernoulli_: bits}"
 
-FINGERPRINT_KEYS = ("torch", "device", "source", "batch", "parameters", "compiled")
-"""``compiled`` is the digest of a joint graph; plans for uncompiled code lack it."""
+FINGERPRINT_KEYS = (
+    *("torch", "device", "source", "batch", "parameters", "forwards", "compiled"),
+)
+"""``forwards``: how often a step runs the model, if more than once; calls are numbered
+over all of them. ``compiled`` is the digest of a joint graph; plans for uncompiled code
+lack it."""
 _DECIMALS = 4  # of overheads
 
 

@@ -72,6 +72,7 @@ def profile_workload(
     fresh: bool = False,
     replay: bool = True,
     seed: int = 0,
+    change: Callable[[Workload], Workload] | None = None,
     progress: Progress | None = None,
 ) -> Graph:
     """Profile a workload that a file defines.
@@ -88,6 +89,7 @@ def profile_workload(
         replay: Run the forward of a small model twice, to find nondeterminism.
         seed: Seed of all random generators; ``verify`` takes the same step for the
             same seed.
+        change: Changes the workload once it is built, such as the length of its batch.
         progress: Called with the progress of the work.
 
     Raises:
@@ -100,9 +102,9 @@ def profile_workload(
     def build(scope: FakeScope | None) -> Workload:
         del scope
         seed_everything(seed)
-        return make()
+        return change(make()) if change else make()
 
-    with _left_as_it_is(target):
+    with left_as_it_is(target):
         graph = _profile(build, training, target, fresh, replay, progress)
     known = describe_workload(spec, seed)
     more: dict[str, Any] = {"workload": known} if known else {}
@@ -193,13 +195,13 @@ def profile(
         return replace(workload, model=model, batch=data[0], target=data[1])
 
     training = Training(optimizer, amp, accumulate, clip, scaler)
-    with _left_as_it_is(place):
+    with left_as_it_is(place):
         graph = _profile(build, training, place, fresh, replay, progress)
     return sharded(graph, sharding) if sharding else graph
 
 
 @contextmanager
-def _left_as_it_is(target: TraceTarget) -> Iterator[None]:
+def left_as_it_is(target: TraceTarget) -> Iterator[None]:
     """A scope that restores random states and frees cached GPU memory at its end."""
     target.begin()
     with preserve_rng_state(), empty_cache_after(target.placed):
@@ -242,7 +244,7 @@ def _profile(
     except DoesNotFitError as error:
         too_large = error.without_traceback()  # its frames must not keep memory
     if too_large is None:
-        graph = _as_graph(traced, training, target, cache, progress)
+        graph = as_graph(traced, training, target, cache, progress)
     else:
         tell("tracing smaller batches", 0, 0)
         graph = profile_smaller_batches(
@@ -250,7 +252,7 @@ def _profile(
             lambda smaller: trace_on_real_tensors(
                 smaller, training, target, too_large.needed
             ),
-            lambda traced: _as_graph(traced, training, target, cache, progress),
+            lambda traced: as_graph(traced, training, target, cache, progress),
             lambda workload: fingerprint(workload, target.device)["batch"],
             too_large,
         )
@@ -265,7 +267,7 @@ def _profile(
     )
 
 
-def _as_graph(
+def as_graph(
     traced: TracedStep,
     training: Training,
     target: TraceTarget,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ckplan.errors import CkplanError, WorkloadError
@@ -87,7 +88,8 @@ def watch_step(
         on_cuda = target.device.type == "cuda"
         fake = scope is not None
         recorder = StepRecorder(workload.model, placed, fake=fake, on_cuda=on_cuda)
-        _know_before(recorder.storages, step)
+        optimizers = [] if step.optimizer is None else [step.optimizer]
+        know_before(recorder.storages, workload.model, optimizers, workload.data)
         if on_cuda and step.optimizer is not None:
             recorder.storages.count_as_zero_bytes(step_counts(step.optimizer))
         notes = [*_assumed(workload, training), *_record(recorder, step, log)]
@@ -145,17 +147,22 @@ def _record(
     return [rule, *([NOTE_PREDICTED] if step.training.predicted_only else [])]
 
 
-def _know_before(storages: Storages, step: TrainingStep) -> None:
-    model, optimizer = step.workload.model, step.optimizer
+def know_before(
+    storages: Storages,
+    model: nn.Module,
+    optimizers: Iterable[torch.optim.Optimizer],
+    data: object = None,
+) -> None:
+    """Register what exists before the step: of the model, optimizers, the batch."""
     storages.register_existing(model.parameters(), "parameter")
     storages.register_existing(model.buffers(), "buffer")
     grads = [p.grad for p in model.parameters() if p.grad is not None]
     storages.register_existing(grads, "gradient")
-    if optimizer is not None:
+    for optimizer in optimizers:
         storages.register_existing(
             tensors_of(list(optimizer.state.values())), "optimizer"
         )
-    storages.register_existing(tensors_of(step.workload.data), "input")
+    storages.register_existing(tensors_of(data), "input")
     # Tensors in plain attributes, which possibly no op reads. A tensor that the first
     # step left there, as weight-norm hooks do, lives until it is replaced.
     held = tensors_of([vars(module) for module in model.modules()])

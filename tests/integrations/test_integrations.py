@@ -160,6 +160,84 @@ def test_the_trainer_of_transformers(tmp_path: Path) -> None:
     assert seen == [2, 2, 4, 4, 6, 6]
 
 
+def test_the_trainer_plans_for_a_budget(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    from ckplan.integrations.transformers import PlanCallback
+
+    data = [{key: value[0] for key, value in ids(n).items()} for n in range(1, 9)]
+    seen: list[tuple[int, int]] = []
+
+    class Look(transformers.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kw: Any) -> None:
+            if state.global_step >= 2:
+                regions = ckplan.status(kw["model"]).regions
+                assert all(r.dropped_bytes for r in regions if r.runs)
+                seen.append((state.global_step, sum(r.runs for r in regions)))
+
+    found = []
+    for callbacks in ([], [PlanCallback(budget="80%"), Look()]):
+        args = transformers.TrainingArguments(
+            str(tmp_path),
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=2,
+            max_steps=4,
+            report_to=[],
+            use_cpu=True,
+            save_strategy="no",
+            disable_tqdm=True,
+        )
+        model = gpt2()
+        transformers.Trainer(
+            model, args, train_dataset=data, callbacks=callbacks
+        ).train()
+        found.append([p.detach().clone() for p in model.parameters()])
+        assert not any(m._forward_pre_hooks for m in model.modules())
+    assert all(map(torch.equal, *found))
+    steps = [step for step, runs in seen if runs]
+    assert steps == [3, 4]  # the first two are recorded
+
+
+def test_a_callback_needs_a_plan_or_a_budget() -> None:
+    from ckplan.integrations.transformers import PlanCallback
+
+    for given in ({}, {"plan": LAYERS, "budget": "1GiB"}):
+        with pytest.raises(ckplan.CkplanError, match="cannot plan in a loop"):
+            PlanCallback(**given)  # type: ignore[arg-type]
+
+
+def test_accelerate_is_recorded() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+    found = []
+    plan = None
+    for step in range(3):
+        model = gpt2()
+        if plan:
+            ckplan.apply(model, plan)
+        model, optimizer = accelerator.prepare(
+            model, torch.optim.AdamW(model.parameters(), 1e-3)
+        )
+
+        def train() -> None:
+            torch.manual_seed(0)
+            for _ in range(3):
+                optimizer.zero_grad()  # noqa: B023
+                accelerator.backward(model(**ids()).loss)  # noqa: B023
+                optimizer.step()  # noqa: B023
+
+        if step == 1:
+            with ckplan.record(model, optimizer) as recorder:
+                train()
+            plan = ckplan.solve(recorder.graph, "80%")
+            assert plan.regions
+        else:
+            train()
+        found.append([p.detach().clone() for p in model.parameters()])
+    assert all(map(torch.equal, found[0], found[1]))
+    assert all(map(torch.equal, found[0], found[2]))
+
+
 def test_accelerate() -> None:
     accelerate = pytest.importorskip("accelerate")
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
@@ -209,7 +287,9 @@ def test_lightning(tmp_path: Path) -> None:
     data = torch.utils.data.DataLoader(
         [{key: value[0] for key, value in ids(n).items()} for n in range(1, 9)], 4
     )
-    for callbacks in ([], [PlanCallback(LAYERS, module="model"), Look()]):
+    in_loop = PlanCallback(module="model", budget="85%")
+    given = PlanCallback(LAYERS, module="model")
+    for callbacks in ([], [given, Look()], [in_loop, Look()]):
         module = Module()
         torch.manual_seed(0)
         trainer = lightning.Trainer(
@@ -225,8 +305,10 @@ def test_lightning(tmp_path: Path) -> None:
         trainer.fit(module, data)
         found.append([p.detach().clone() for p in module.parameters()])
         assert not any(m._forward_pre_hooks for m in module.model.modules())
-    assert all(map(torch.equal, *found))
-    assert seen == [4, 4]
+    assert all(map(torch.equal, found[0], found[1]))
+    assert all(map(torch.equal, found[0], found[2]))
+    assert seen[:2] == [4, 4]
+    assert set(seen[2:]) == {2}  # after the two steps that were recorded
 
 
 @pytest.mark.parametrize(

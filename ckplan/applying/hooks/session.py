@@ -136,6 +136,7 @@ class Session:
     choices: list[Choice] = field(default_factory=list)
     handles: list[RemovableHandle] = field(default_factory=list)
     wrappers: list[ForwardWrapper] = field(default_factory=list)
+    forwards: int = 0  # of the model under gradients, in this step
     larger: bool = False  # whether it warned of a batch larger than planned
     warned: set[str] = field(default_factory=set)  # kinds of warnings already given
     began: bool = False  # the model ran, on whatever device it is now
@@ -143,10 +144,17 @@ class Session:
 
     @uncompiled_function
     def begin_step(self, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
-        """Hook of the model itself: call numbers begin anew."""
+        """Hook of the model itself: call numbers begin anew.
+
+        If a step runs the model several times under gradients, they go on until then.
+        """
         running.abandon(self)
-        self.calls.clear()
-        running.numbers[self] = {}
+        planned = self.plan.fingerprint.get("forwards", 1)
+        if not (torch.is_grad_enabled() and 0 < self.forwards < planned):
+            self.calls.clear()
+            running.numbers[self] = {}
+        if torch.is_grad_enabled():
+            self.forwards = self.forwards % planned + 1
         if not self.began:
             self.began = True
             if warn_of_other_device(self.plan, module):
@@ -162,7 +170,8 @@ class Session:
     def end_step(self, module: nn.Module, args: Args, output: object) -> None:
         """Hook of the model itself: by now its regions have run, if they ever do."""
         del module, args, output
-        self.ended = self.ended or torch.is_grad_enabled()
+        is_last = self.forwards == self.plan.fingerprint.get("forwards", 1)
+        self.ended = self.ended or (is_last and torch.is_grad_enabled())
 
     def wrap_forward(self, forward: ForwardWrapper) -> None:
         """Replace a module's forward by a wrapper."""

@@ -47,6 +47,7 @@ class ModuleCalls:
         self._watch = SideEffects()
         self._boundaries: list[tuple[int, int]] = []  # (autograd sequence, call)
         self._over = False
+        self._unseen = False  # the model itself runs without gradients
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -71,6 +72,10 @@ class ModuleCalls:
         """Mark the end of forward."""
         self._over = True
 
+    def resume(self) -> None:
+        """Mark the end of a backward that another forward can follow."""
+        self._over = False
+
     def forget(self) -> None:
         """Drop references to the modules."""
         self._modules.clear()  # finalizers of their storages hold the recorder
@@ -87,7 +92,7 @@ class ModuleCalls:
         return self._boundaries[place][1] if place >= 0 else OUTSIDE_CALLS
 
     def _counts(self, module: nn.Module) -> bool:
-        return not self._over and id(module) in self._fqns
+        return not (self._over or self._unseen) and id(module) in self._fqns
 
     def _enter(self, module: nn.Module, args: object) -> None:
         del args
@@ -96,6 +101,10 @@ class ModuleCalls:
         fqn = self._fqns[id(module)]
         if self._over:
             self._recording.run_again[fqn] = self._is_switched(fqn)
+            return
+        is_apart = not (fqn or self._stack or torch.is_grad_enabled())
+        self._unseen = self._unseen or is_apart
+        if self._unseen:
             return
         self._look()
         self._watch.enter(module)
@@ -131,7 +140,9 @@ class ModuleCalls:
 
     def _leave(self, module: nn.Module, args: object, output: object) -> None:
         del args, output
-        if self._counts(module):
+        if self._unseen and not self._over and not self._fqns.get(id(module), "?"):
+            self._unseen = False
+        elif self._counts(module):
             self._look()
             self._watch.leave()
             self._recording.calls[self._stack.pop()].stop = len(self._recording.ops)

@@ -11,7 +11,7 @@ counted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 from types import TracebackType
@@ -110,12 +110,36 @@ class StepRecorder(TorchDispatchMode):
 
     def begin_backward(self, loss: torch.Tensor) -> None:
         """Start backward: hook every node of the autograd graph below the loss."""
+        self.begin_backward_of(nodes_below(loss))
+
+    def begin_backward_of(self, nodes: Iterable[torch.autograd.graph.Node]) -> None:
+        """Start backward of nodes. The last one that starts ends forward."""
         self._phase = "backward"
         self._calls.end()
         self.recording.num_forward = len(self.recording.ops)
-        for node in nodes_below(loss):
+        for node in nodes:
             self._in_place.watch(node)
             hook_node(node, self._node_begins(node), self._node_ends)
+
+    def end_backward(self) -> None:
+        """End a backward that another forward can follow."""
+        self.begin_update()
+        self._phase = "forward"
+        self._calls.resume()
+
+    @property
+    def in_call(self) -> bool:
+        """Whether the forward of a module runs."""
+        return self._phase == "forward" and self._calls.current != OUTSIDE_CALLS
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward runs."""
+        return self._phase == "backward"
+
+    def pause(self) -> None:
+        """Record no more ops, as in a fork of the process."""
+        self._paused = True
 
     def begin_update(self) -> None:
         """Start the optimizer's update."""
@@ -143,6 +167,8 @@ class StepRecorder(TorchDispatchMode):
                 self.storages.register_constant(out)
             return out
         if _making and func is torch.ops.aten._to_copy.default:
+            return func(*args, **kwargs)
+        if func.overloadpacket is torch.ops.aten.set_:  # as batches of workers arrive
             return func(*args, **kwargs)
         func, args = self._in_place.engine_op(func, args)
         flat, spec = pytree.tree_flatten((args, kwargs))

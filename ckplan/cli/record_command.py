@@ -1,0 +1,102 @@
+"""The command that records a step of a script."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ckplan.cli.inputs import check_output, default_trace
+from ckplan.cli.options import Force
+from ckplan.cli.terminal import print_message
+
+if TYPE_CHECKING:
+    from ckplan.tracing.script import ScriptRecorder
+
+
+def record(
+    script: Annotated[
+        Path,
+        typer.Argument(metavar="SCRIPT", help="A Python file that trains a model."),
+    ],
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[ARGS]", help="Its own arguments."),
+    ] = None,
+    *,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TYPE",
+            help="Type of the model, if there are several.  [default: the one with "
+            "most parameters]",
+        ),
+    ] = None,
+    steps: Annotated[
+        int,
+        typer.Option(
+            min=1, help="Steps to record; the one with the largest batch is kept."
+        ),
+    ] = 1,
+    goes_on: Annotated[
+        bool,
+        typer.Option("--continue", help="Let the script go on after the second step."),
+    ] = False,
+    fresh: Annotated[
+        bool,
+        typer.Option("--fresh", help="Measure all ops again; ignore cached costs."),
+    ] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", help="The trace to write.  [default: traces/NAME.json.gz]"),
+    ] = None,
+    force: Force = False,
+) -> None:
+    """Run a training script and trace its second step.
+
+    The script runs as `python SCRIPT ARGS` would run it, and ends after its second
+    step. Options of ckplan stand before SCRIPT. Standard output is the script's own.
+    """
+    arguments = arguments or []
+    path = output or default_trace(script.stem, {"set": arguments}, None)
+    check_output(path, force)
+    from ckplan.report.progress import ProgressLine
+    from ckplan.tracing.script import record_script
+
+    with ProgressLine(sys.stderr) as progress:
+        code = record_script(
+            script,
+            arguments,
+            model=model,
+            num_steps=steps,
+            goes_on=goes_on,
+            fresh=fresh,
+            progress=progress,
+            recorded=lambda watch: _write(watch, path, force),
+        )
+    if code:
+        raise typer.Exit(code)
+
+
+def _write(watch: ScriptRecorder, path: Path, force: bool) -> None:
+    """Write the trace and tell what it is of, on the standard error."""
+    if os.environ.get("RANK", "0") != "0":
+        return  # the first of several ranks writes
+    from ckplan.graph import file as trace_file
+    from ckplan.report.step import step_report
+    from ckplan.report.tables import render
+    from ckplan.simulating.simulate import simulate
+
+    recorder, names = watch.recorder, [type(one).__name__ for one in watch.optimizers]
+    assert recorder is not None, "internal error: nothing is recorded"
+    graph = recorder.graph
+    trace_file.save(graph, path, force=force)
+    batch = ", ".join(f"{key} {shape}" for key, shape in recorder.batch.items())
+    batch = batch or "not known, as the model itself is not called"
+    print_message(render(step_report(graph, simulate(graph))))
+    print_message(f"recorded {graph.model}, stepped by {' and '.join(names)}")
+    print_message(f"its batch: {batch}")
+    print_message(f"wrote {path}")

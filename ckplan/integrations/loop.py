@@ -1,0 +1,93 @@
+"""Plan a model inside the loop that trains it: record, solve, apply."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ckplan.applying import apply, remove
+from ckplan.errors import CkplanError
+from ckplan.plan.plan import Plan
+from ckplan.solving.solve import solve_plan
+from ckplan.tracing.record import LoopRecorder
+
+
+class LoopPlanner:
+    """Puts a plan on the model of a loop: a given one, or one made in the loop.
+
+    With a budget, the first two steps run without a plan. The second one is recorded.
+    When it ends, the plan is solved and applied, and the loop goes on.
+
+    Args:
+        plan: A plan for the model, or the path of its file.
+        budget: Instead of it, the limit on peak memory: ``"12GiB"``, or ``"80%"`` of
+            the unplanned peak.
+
+    Raises:
+        CkplanError: There is not exactly one of the two.
+    """
+
+    def __init__(
+        self, plan: Plan | str | Path | None, budget: str | int | None
+    ) -> None:
+        if (plan is None) == (budget is None):
+            given = "no plan and no budget" if plan is None else "a plan and a budget"
+            raise CkplanError(
+                f"cannot plan in a loop: there is {given}",
+                needed="a plan, or a budget for a plan that is made in the loop",
+                hint="PlanCallback(budget='12GiB') or PlanCallback('plan.yaml')",
+            )
+        self.plan = plan
+        self.budget = budget
+        self._recorder: LoopRecorder | None = None
+
+    def begin(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    ) -> None:
+        """Apply the plan, or begin to record.
+
+        Args:
+            model: The model.
+            optimizer: Its optimizer, or those of the loop in the order in which they
+                step.
+
+        Raises:
+            CkplanError: The plan is not for the model, or the optimizer does not train
+                it. Later, in the optimizer's second step: no plan fits the budget.
+        """
+        if self.plan is not None:
+            apply(model, self.plan)
+            return
+
+        def recorded() -> None:
+            assert self._recorder is not None, "internal error: nothing is recorded"
+            recorder = self._recorder
+            self.stop()
+            apply(model, solve_plan(recorder.graph, self.budget))
+
+        while _open:
+            _open[-1].stop()  # a Trainer that raised tells no callback
+        self._recorder = LoopRecorder(model, optimizer, on_done=recorded)
+        self._recorder.__enter__()
+        _open.append(self)
+
+    def end(self, model: nn.Module) -> None:
+        """Remove the plan; stop recording."""
+        self.stop()
+        remove(model)
+
+    def stop(self) -> None:
+        """Stop recording, as when the loop has raised."""
+        if self._recorder is not None:
+            self._recorder.__exit__()
+            self._recorder = None
+        if self in _open:
+            _open.remove(self)
+
+
+_open: list[LoopPlanner] = []  # that record

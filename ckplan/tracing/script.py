@@ -1,0 +1,336 @@
+"""Run a training script, find its model and optimizer, and record its second step.
+
+The script runs as under ``python``: as ``__main__``, with its own arguments, and with
+its folder first on the path. Until an optimizer has stepped, calls of modules are
+watched: the outermost ones that run under gradients are the models. If another
+optimizer steps later in the loop, the step ends there.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from ckplan.errors import CkplanError, WorkloadError, did_you_mean
+from ckplan.tracing.costs.calibrate import Progress
+from ckplan.tracing.record import LoopRecorder
+from ckplan.training.failures import first_line, location_hint
+
+_WRAPPERS = ("DistributedDataParallel", "DataParallel")
+
+
+class _RecordedError(BaseException):
+    """Ends the script; no ``except Exception`` of it stops this."""
+
+
+class ScriptRecorder:
+    """Finds the model of a running script and records a step of it."""
+
+    def __init__(
+        self,
+        wanted: str | None = None,
+        *,
+        num_steps: int = 1,
+        fresh: bool = False,
+        progress: Progress | None = None,
+        on_done: Callable[[LoopRecorder], object],
+    ) -> None:
+        """Start before the script runs.
+
+        Args:
+            wanted: Type of the model, if the script trains several.
+            num_steps: Steps to record; the one with the largest batch is kept.
+            fresh: Measure ops again that the cost cache already knows.
+            progress: Called with the progress of the measurement.
+            on_done: Called once, in the optimizer that ends the recorded step.
+        """
+        self.recorder: LoopRecorder | None = None
+        self.model: nn.Module | None = None
+        self.optimizers: list[torch.optim.Optimizer] = []  # in the order of first steps
+        self.error: CkplanError | None = None
+        self._wanted, self._on_done = wanted, on_done
+        self._how: dict[str, Any] = {
+            "num_steps": num_steps,
+            "fresh": fresh,
+            "progress": progress,
+        }
+        self._roots: dict[nn.Module, None] = {}
+        self._running: list[nn.Module] = []
+        self._pid = os.getpid()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """A scope in which modules and optimizers are watched."""
+        module = nn.modules.module
+        hooks = [
+            module.register_module_forward_pre_hook(self._enter),
+            module.register_module_forward_hook(self._leave, always_call=True),
+            register_optimizer_step_post_hook(self._stepped),
+        ]
+        with ExitStack() as stack:
+            for hook in hooks:
+                stack.callback(hook.remove)
+            self._calls = hooks[:2]
+            yield
+        if self.recorder is not None:
+            self.recorder.__exit__()
+
+    @property
+    def done(self) -> bool:
+        """Whether a step is recorded."""
+        return self.recorder is not None and self.recorder.done
+
+    @property
+    def steps(self) -> int:
+        """Number of whole steps before the recorded one was complete."""
+        return int(bool(self.optimizers)) + int(self.done)
+
+    def _enter(self, module: nn.Module, args: object) -> None:
+        del args
+        if not self._running and torch.is_grad_enabled():
+            self._roots[module] = None
+        self._running.append(module)
+
+    def _leave(self, module: nn.Module, args: object, output: object) -> None:
+        del args, output
+        while self._running and self._running.pop() is not module:
+            pass  # calls that an exception ended
+
+    def _stepped(self, optimizer: torch.optim.Optimizer, *given: object) -> None:
+        """Hook of all optimizers: one has stepped."""
+        del given
+        if os.getpid() != self._pid or self.done or self.error:
+            return
+        if any(optimizer is known for known in self.optimizers):
+            return  # the recorder has its own hook
+        self.optimizers.append(optimizer)
+        if self.recorder is not None:
+            self.recorder.__exit__()
+        try:
+            self.model = chosen_model(self._roots, self.optimizers, self._wanted)
+            if self.model is not None:
+                self.recorder = LoopRecorder(
+                    self.model, self.optimizers, on_done=self._done, **self._how
+                ).start()
+        except CkplanError as error:
+            self.error = error
+            raise _RecordedError from None
+
+    def _done(self) -> None:
+        for hook in self._calls:
+            hook.remove()
+        assert self.recorder is not None, "internal error: nothing is recorded"
+        self._on_done(self.recorder)
+
+
+def chosen_model(
+    roots: Sequence[nn.Module] | dict[nn.Module, None],
+    optimizers: Sequence[torch.optim.Optimizer],
+    wanted: str | None,
+) -> nn.Module | None:
+    """The model to record: of those that are trained, the one with most parameters.
+
+    Args:
+        roots: The modules that ran outside all others, under gradients.
+        optimizers: The optimizers that have stepped.
+        wanted: Its type; None for any.
+
+    Returns:
+        The model; None if no root is trained so far.
+
+    Raises:
+        WorkloadError: No root has the wanted type.
+    """
+    trained = {
+        id(p)
+        for one in optimizers
+        for group in one.param_groups
+        for p in group["params"]
+    }
+    found = [
+        module.module if type(module).__name__ in _WRAPPERS else module
+        for module in roots
+    ]
+    models = [m for m in found if any(id(p) in trained for p in m.parameters())]
+    if wanted is not None:
+        named = [m for m in models if type(m).__name__ == wanted]
+        if models and not named:
+            names = sorted({type(m).__name__ for m in models})
+            near = did_you_mean(wanted, names) or names[0]
+            raise WorkloadError(
+                f"cannot record a {wanted}: the script trains none",
+                needed=f"--model {' or '.join(names)}",
+                hint=f"--model {near}",
+            )
+        models = named
+    return max(models, key=_size_of, default=None)
+
+
+def _size_of(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def record_script(
+    path: Path,
+    arguments: Sequence[str],
+    *,
+    model: str | None = None,
+    num_steps: int = 1,
+    goes_on: bool = False,
+    fresh: bool = False,
+    progress: Progress | None = None,
+    recorded: Callable[[ScriptRecorder], object],
+) -> int:
+    """Run a script and record its second step.
+
+    Args:
+        path: The script.
+        arguments: Its arguments.
+        model: Type of the model, if the script trains several; by default the one with
+            most parameters.
+        num_steps: Steps to record; the one with the largest batch is kept.
+        goes_on: Let the script go on after the recorded step, instead of ending it.
+        fresh: Measure ops again that the cost cache already knows.
+        progress: Called with the progress of the measurement.
+        recorded: Called with the recorded step: in the loop if the script goes on, else
+            after it has ended.
+
+    Returns:
+        The exit code of the script, if it went on; else 0.
+
+    Raises:
+        WorkloadError: The script is not there, raises or exits before its second step
+            is over, or trains nothing; or it raises later.
+    """
+    _check_script(path)
+
+    def done(recorder: LoopRecorder) -> None:
+        del recorder
+        if not goes_on:
+            raise _RecordedError
+        try:
+            recorded(watch)
+        except CkplanError as error:
+            watch.error = error
+
+    watch = ScriptRecorder(
+        model, num_steps=num_steps, fresh=fresh, progress=progress, on_done=done
+    )
+    ended = _ran(path, arguments, watch)
+    if watch.error is not None:
+        raise watch.error
+    if not watch.done:
+        raise _not_recorded(path, watch, ended)
+    if not goes_on:
+        recorded(watch)
+        return 0
+    if ended is None or isinstance(ended, SystemExit):
+        return _code_of(ended)
+    raise _raised(path, ended, "after its second step, which is recorded")
+
+
+def _check_script(path: Path) -> None:
+    if not path.is_file():
+        near = did_you_mean(path.name, [p.name for p in path.parent.glob("*.py")])
+        raise WorkloadError(
+            f"cannot run the script: {path} is not there",
+            needed="a Python file that trains a model, and its arguments",
+            hint=f"did you mean '{near}'?" if near else "ckplan record train.py --lr 1",
+        )
+
+
+def _ran(
+    path: Path, arguments: Sequence[str], watch: ScriptRecorder
+) -> BaseException | None:
+    """Run the script; return what it ended with, if not by itself."""
+    with watch.watching(), _as_python_runs(path, arguments):
+        try:
+            runpy.run_path(str(path), run_name="__main__")
+        except _RecordedError:
+            return None
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # whatever a script may end with
+            return error
+    return None
+
+
+def _code_of(ended: SystemExit | None) -> int:
+    """The exit code, as Python makes it of an argument of ``sys.exit``."""
+    code = ended.code if ended else 0
+    if code is None or isinstance(code, int):
+        return code or 0
+    print(code, file=sys.stderr)
+    return 1
+
+
+@contextmanager
+def _as_python_runs(path: Path, arguments: Sequence[str]) -> Iterator[None]:
+    argv, first = sys.argv, sys.path[:1]
+    sys.argv = [str(path), *arguments]
+    sys.path[:1] = [str(path.resolve().parent)]
+    try:
+        yield
+    finally:
+        sys.argv = argv
+        sys.path[:1] = first
+
+
+def _not_recorded(
+    path: Path, watch: ScriptRecorder, ended: BaseException | None
+) -> WorkloadError:
+    when = "before its second step was over"
+    if isinstance(ended, SystemExit):
+        return WorkloadError(
+            f"cannot record {path}: it called sys.exit({ended.code!r}) {when}",
+            needed="a script that trains for two steps",
+            hint=f"python {path} with the same arguments; they follow its name",
+        )
+    if ended is not None:
+        return _raised(path, ended, when)
+    if not watch.optimizers:
+        return WorkloadError(
+            f"cannot record {path}: it ended, and no optimizer stepped in its process",
+            needed="a loop that calls optimizer.step() of a torch.optim.Optimizer in "
+            "the process of the script, not in one that it starts",
+            hint=f"one process: torchrun --nproc-per-node 1 -m ckplan record {path}",
+        )
+    if watch.model is None:
+        return WorkloadError(
+            f"cannot record {path}: its optimizer steps parameters of no module that "
+            "was called under gradients",
+            needed="models that are called, as model(batch)",
+            hint="in Python: ckplan.record(model, optimizer)",
+        )
+    return WorkloadError(
+        f"cannot record {path}: it ended after one step",
+        needed="two steps: the first one makes the optimizer's state, the second one "
+        "is recorded",
+        hint="more steps or batches, by the arguments of the script",
+    )
+
+
+def _raised(path: Path, error: BaseException, when: str) -> WorkloadError:
+    if isinstance(error, SyntaxError):
+        return WorkloadError(
+            f"cannot run the script: {path} is not valid Python ({error})",
+            needed="a Python file that trains a model",
+            hint=f"python -m py_compile {path}",
+        )
+    failed = WorkloadError(
+        f"cannot record {path}: it raised {type(error).__name__}: {first_line(error)}, "
+        f"{when}",
+        needed="a script that trains for two steps",
+        hint=location_hint(error),
+    )
+    failed.__cause__ = error
+    return failed

@@ -1,0 +1,91 @@
+"""`profile --lengths`: a plan fits the longest batch; its cost is told at the mean."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from commands import Run
+
+from ckplan.graph import file as trace_file
+from ckplan.plan import file as plan_file
+from ckplan.plan.resolve import resolve
+from ckplan.simulating.simulate import simulate
+from ckplan.units import format_bytes
+
+MODEL = """
+import torch
+from torch import nn
+
+class Tokens(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(50, 16)
+        block = lambda: nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+        self.layers = nn.Sequential(*(block() for _ in range(4)))
+        self.head = nn.Linear(16, 50)
+
+    def forward(self, ids, mask):
+        hidden = self.embed(ids) * mask[..., None]
+        return self.head(self.layers(hidden))
+
+def loss(output, target):
+    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+def build(length=96):
+    ids = torch.randint(50, (4, length))
+    batch = {"ids": ids, "mask": torch.ones(4, length)}
+    return {"model": Tokens(), "batch": batch, "target": ids, "loss_fn": loss}
+"""
+
+
+@pytest.fixture
+def tokens(folder: Path) -> Path:
+    (folder / "tokens.py").write_text(MODEL)
+    return folder
+
+
+def test_the_plan_fits_the_longest_batch_and_costs_as_the_mean(
+    run: Run, tokens: Path
+) -> None:
+    (tokens / "lengths.txt").write_text("24\n24 96\n")
+    output = "-o", "t.json.gz", "--no-replay"
+    ended = run("profile", "tokens.py", "--lengths", "lengths.txt", *output)
+    assert ended.code == 0, ended.err
+    assert run("profile", "tokens.py", "-o", "one.json.gz", "--no-replay").code == 0
+    whole = "length=48", "-o", "two.json.gz", "--no-replay"
+    assert run("profile", "tokens.py", "--set", *whole).code == 0
+    longest, mean = (
+        trace_file.load(tokens / name) for name in ("t.json.gz", "t.mean.json.gz")
+    )
+    alone, at_mean = (
+        trace_file.load(tokens / name) for name in ("one.json.gz", "two.json.gz")
+    )
+    assert simulate(longest).peak_bytes == simulate(alone).peak_bytes
+    assert simulate(mean).peak_bytes == simulate(at_mean).peak_bytes
+    assert mean.fingerprint["batch"] == at_mean.fingerprint["batch"]
+
+    ended = run("solve", "t.json.gz", "--budget", "70%")
+    (said,) = (x for x in ended.err.splitlines() if x.startswith("at the mean length"))
+    timeline = simulate(mean, resolve(plan_file.load(tokens / "plan.yaml"), mean))
+    assert format_bytes(timeline.peak_bytes) in said
+    assert f"+{timeline.overhead:.1%}" in said
+    again = run("solve", "one.json.gz", "--budget", "70%", "--force")
+    assert "at the mean length" not in again.err
+
+
+BAD = {
+    "96,0": "cannot read the lengths: '0' is none",
+    "96;24": "cannot read the lengths: '96;24' is none",
+    "24,48": "the batch is 96 long, and the longest of --lengths is 48",
+    "96,192": "the batch is 96 long, and the longest of --lengths is 192",
+}
+
+
+@pytest.mark.parametrize("lengths", BAD)
+def test_other_lengths_are_refused(run: Run, tokens: Path, lengths: str) -> None:
+    ended = run("profile", "tokens.py", "--lengths", lengths)
+    assert ended.code == 1
+    assert BAD[lengths] in ended.err
+    assert "needed:" in ended.err
+    assert not (tokens / "traces").exists()

@@ -1,0 +1,161 @@
+"""`ckplan record`: scripts run as under python, and leave a trace."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+from commands import Run
+
+from ckplan.graph import file as trace_file
+from ckplan.plan.plan import plan_fingerprint
+
+TRAIN = """
+import sys
+import torch
+import beside
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+
+    def forward(self, x):
+        return torch.tanh(self.layers(x))
+
+def main(kind="plain", steps=4):
+    print("begins", __name__, sys.argv[1:], beside.VALUE)
+    if kind == "exits":
+        sys.exit("no data")
+    torch.manual_seed(0)
+    net, head = Net(), nn.Linear(8, 1)
+    optimizer = torch.optim.Adam([*net.parameters(), *head.parameters()])
+    workers = 2 if kind == "workers" else 0
+    data = DataLoader(TensorDataset(torch.randn(16, 8)), 4, num_workers=workers)
+    for step, (x,) in zip(range(int(steps)), data):
+        if kind == "raises" or (kind == "late" and step > 2):
+            raise KeyError("label")
+        loss = head(net(x)).square().mean()
+        loss.backward()
+        if kind == "never":
+            with torch.no_grad():
+                for p in net.parameters():
+                    p -= 0.1 * p.grad
+            continue
+        optimizer.step()
+        optimizer.zero_grad()
+    print("ends", loss.item())
+    if kind == "code":
+        sys.exit(7)
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["forks"]:
+        from multiprocessing import get_context
+        child = get_context("fork").Process(target=main)
+        child.start()
+        child.join()
+    else:
+        main(*sys.argv[1:])
+"""
+
+
+@pytest.fixture
+def script(folder: Path) -> str:
+    (folder / "code").mkdir()
+    (folder / "code" / "beside.py").write_text("VALUE = 3")
+    (folder / "code" / "train.py").write_text(TRAIN)
+    return "code/train.py"
+
+
+def test_a_script_is_recorded_and_ends_after_its_second_step(
+    run: Run, script: str
+) -> None:
+    ended = run("record", "-o", "t.json.gz", script, "plain", "4")
+    assert ended.out == "begins __main__ ['plain', '4'] 3\n"
+    assert ended.code == 0, ended.err
+    assert "recorded Net, stepped by Adam" in ended.err
+    assert "its batch: 0 float32[4,8]" in ended.err
+    graph = trace_file.load(Path("t.json.gz"))
+    assert graph.model == "Net"
+    assert [str(call) for call in graph.calls if call.parent < 0] == [".#0"]
+    assert plan_fingerprint(graph.fingerprint)["batch"] == {"0": "float32[4,8]"}
+    again = run("record", "-o", "t.json.gz", script)
+    assert (again.code, again.out) == (1, "")
+    assert "t.json.gz" in again.err.splitlines()[0]
+    assert run("solve", "t.json.gz", "--min-memory").code == 0
+
+
+def test_a_script_that_goes_on_prints_and_returns_what_it_does_alone(
+    run: Run,
+    folder: Path,
+    script: str,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as exits:
+        patch.setattr(sys, "argv", [script, "code"])
+        patch.syspath_prepend(folder / "code")
+        runpy.run_path(script, run_name="__main__")
+    assert exits.value.code == 7
+    alone = capfd.readouterr().out
+    assert "ends" in alone
+    ended = run("record", "--continue", script, "code")
+    assert (ended.code, ended.out) == (7, alone)
+    assert (folder / "traces" / "train-code.json.gz").is_file()
+
+
+def test_one_of_several_models_is_recorded(run: Run, script: str) -> None:
+    ended = run("record", "--model", "Linear", "-o", "t.json.gz", script)
+    assert ended.code == 0, ended.err
+    assert trace_file.load(Path("t.json.gz")).model == "Linear"
+    ended = run("record", "--model", "Nett", "-o", "other.json.gz", script)
+    assert ended.code == 1
+    assert "--model Linear or Net" in ended.err
+    assert not Path("other.json.gz").exists()
+
+
+def test_workers_of_a_data_loader_are_left_alone(run: Run, script: str) -> None:
+    ended = run("record", "-o", "t.json.gz", script, "workers")
+    assert ended.code == 0, ended.err
+    assert trace_file.load(Path("t.json.gz")).num_backward
+
+
+BAD = {
+    "never": "no optimizer stepped in its process",
+    "forks": "no optimizer stepped in its process",
+    "exits": "called sys.exit('no data') before its second step was over",
+    "raises": "raised KeyError: 'label', before its second step was over",
+    "plain 1": "it ended after one step",
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_script_that_takes_no_two_steps_is_told(
+    run: Run, script: str, kind: str
+) -> None:
+    ended = run("record", "-o", "t.json.gz", script, *kind.split())
+    assert ended.code == 1
+    lines = [line for line in ended.err.splitlines() if line.strip()][-3:]
+    assert BAD[kind] in lines[0]
+    assert [line.split()[0] for line in lines] == ["error:", "needed:", "try:"]
+    assert not Path("t.json.gz").exists()
+
+
+def test_a_script_that_fails_later_has_left_its_trace(run: Run, script: str) -> None:
+    ended = run("record", "--continue", "-o", "t.json.gz", script, "late")
+    assert ended.code == 1
+    assert "after its second step, which is recorded" in ended.err
+    assert trace_file.load(Path("t.json.gz")).model == "Net"
+
+
+def test_a_script_that_is_not_there_or_no_python_is_told(
+    run: Run, folder: Path
+) -> None:
+    (folder / "train.py").write_text("def")
+    assert "is not valid Python" in run("record", "train.py").err
+    ended = run("record", "trains.py")
+    assert (ended.code, "did you mean 'train.py'" in ended.err) == (1, True)

@@ -1,0 +1,269 @@
+"""Steps of loops that others wrote: recorded, planned, trained to the same bits."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from loops import LOOPS, Loop, make_language
+from measured import peak_bytes_of
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import ckplan
+from ckplan.errors import WorkloadError
+from ckplan.plan.plan import Plan
+from ckplan.plan.resolve import resolve
+from ckplan.simulating.simulate import simulate
+from ckplan.tracing.record import NOTE_OVER
+
+
+def state_of(state: Any) -> list[torch.Tensor]:
+    models = [one for one in state if isinstance(one, nn.Module)]
+    optimizers = [one for one in state if isinstance(one, torch.optim.Optimizer)]
+    found = [t for m in models for t in (*m.parameters(), *m.buffers())]
+    found += [p.grad for m in models for p in m.parameters() if p.grad is not None]
+    for one in optimizers:
+        found += [t for of_p in one.state.values() for t in of_p.values()]
+    return [t.detach().clone() for t in (*found, torch.get_rng_state())]
+
+
+def trained(loop: Loop, steps: int, plan: Plan | None = None) -> list[torch.Tensor]:
+    state = loop.make()
+    if plan is not None:
+        ckplan.apply(loop.pick(state)[0], plan)
+    loop.run(state, steps)
+    return state_of(state)
+
+
+def measured_peak(loop: Loop, plan: Plan | None = None) -> int:
+    """Most bytes allocated in three steps, as the allocator of the CPU has them."""
+    state = loop.make()
+    models = [one for one in state if isinstance(one, nn.Module)]
+    held = [t for m in models for t in (*m.parameters(), *m.buffers())]
+    if plan is not None:
+        ckplan.apply(loop.pick(state)[0], plan)
+    return peak_bytes_of(lambda: loop.run(state, 3), held)
+
+
+def recorded(loop: Loop, steps: int = 3) -> tuple[ckplan.Graph, list[torch.Tensor]]:
+    state = loop.make()
+    with ckplan.record(*loop.pick(state)) as recorder:
+        loop.run(state, steps)
+    assert recorder.done
+    return recorder.graph, state_of(state)
+
+
+def _check_what_is_kept(name: str, graph: ckplan.Graph) -> None:
+    """Equal batches count once, forwards are counted, held outputs are named."""
+    whole = [str(call) for call in graph.calls if not call.fqn]
+    assert whole == [f".#{n}" for n in range({"critic": 3, "towers": 2}.get(name, 1))]
+    assert graph.fingerprint.get("forwards", 1) == len(whole)
+    notes = [note for note in graph.notes if "`del`" in note]
+    assert bool(notes) or name not in ("language", "accumulated")
+    assert name != "language" or "saves 200.0" in notes[0]
+
+
+FAST = ("language", "accumulated", "critic", "towers")
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in LOOPS]
+)
+def test_a_loop_is_recorded_to_the_byte_and_planned_to_the_bit(name: str) -> None:
+    loop = LOOPS[name]
+    graph, state = recorded(loop)
+    assert all(map(torch.equal, state, trained(loop, 3)))
+    _check_what_is_kept(name, graph)
+    peak_bytes = simulate(graph).peak_bytes
+    assert peak_bytes == pytest.approx(measured_peak(loop), rel=1e-3)
+    plan = ckplan.solve(graph, loop.budget)
+    assert plan.regions
+    planned_bytes = simulate(graph, resolve(plan, graph)).peak_bytes
+    assert planned_bytes < 0.95 * peak_bytes
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert planned_bytes == pytest.approx(measured_peak(loop, plan), rel=1e-3)
+        steps = 5 if name in FAST else 20
+        unplanned, planned = trained(loop, steps), trained(loop, steps, plan)
+    assert len(unplanned) == len(planned)
+    assert all(map(torch.equal, unplanned, planned))
+
+
+def test_a_loop_takes_the_bytes_of_a_workload_of_the_same_step() -> None:
+    model, optimizer = make_language()
+    batch = torch.randint(0, 200, (8, 64)), torch.randint(0, 200, (8, 64))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss = model(*batch)[1]
+        loss.backward()
+        optimizer.step()
+
+    with ckplan.record(model, optimizer) as recorder:
+        for _ in range(2):
+            step()
+        step()
+    graph, other = recorder.graph, ckplan.profile(make_language()[0], batch)
+
+    def ops(graph: ckplan.Graph) -> list[Any]:
+        forward = graph.ops[: graph.num_forward]
+        return [(op.name, op.workspace, op.flops) for op in forward if op.call >= 0]
+
+    assert ops(graph) == ops(other)
+    logits_bytes = 8 * 64 * 200 * 4  # which `profile` holds to the end of backward
+    peaks = [simulate(one).peak_bytes for one in (graph, other)]
+    assert 0 <= peaks[1] - peaks[0] <= logits_bytes
+    plans = [ckplan.solve(one, "75%").regions for one in (graph, other)]
+    assert {region.by for region in plans[0]} == {region.by for region in plans[1]}
+
+
+def test_a_step_that_the_next_one_needs_is_noted_and_not_too_small() -> None:
+    loop = LOOPS["critic"]
+    early = loop._replace(pick=lambda state: (state[1], state[3]))
+    graph, state = recorded(early, 4)
+    assert all(map(torch.equal, state, trained(loop, 4)))
+    assert NOTE_OVER in graph.notes
+    assert simulate(graph).peak_bytes >= measured_peak(loop)
+
+
+def penalized(model: nn.Module) -> None:
+    x = torch.randn(16, 32, requires_grad=True)
+    out = model(x)
+    (grad,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    (out.mean() + (grad.norm(dim=1) - 1).square().mean()).backward()
+
+
+def adversarial(model: nn.Module) -> None:
+    x = torch.randn(16, 32, requires_grad=True)
+    (grad,) = torch.autograd.grad(model(x).sum(), x)
+    model((x + 0.1 * grad.sign()).detach()).square().mean().backward()
+
+
+def twice(model: nn.Module) -> None:
+    out = model(torch.randn(16, 32))
+    out.mean().backward(retain_graph=True)
+    out.square().mean().backward()
+
+
+def scaled(model: nn.Module) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(torch.randn(16, 32)).square().mean()
+    (loss * 1024).backward()
+
+
+def checkpointed(model: nn.Module) -> None:
+    """The model itself is not called, only modules in it."""
+    first, second, *others = model.children()
+    x = checkpoint(second, first(torch.randn(16, 32)), use_reentrant=True)
+    for module in others:
+        x = module(x)
+    x.square().mean().backward()
+
+
+MORE = (pytest.param(one, marks=pytest.mark.slow) for one in (adversarial, scaled))
+
+
+@pytest.mark.parametrize("step", [penalized, twice, checkpointed, *MORE])
+def test_unusual_steps_keep_their_bits(step: Callable[[nn.Module], None]) -> None:
+    def run(state: Any, steps: int) -> None:
+        torch.manual_seed(4)
+        for _ in range(steps):
+            state[1].zero_grad()
+            step(state[0])
+            state[1].step()
+
+    loop = LOOPS["towers"]._replace(run=run)
+    graph, state = recorded(loop, 4)
+    assert all(map(torch.equal, state, trained(loop, 4)))
+    plan = ckplan.solve(graph, goal="min-memory")
+    assert all(map(torch.equal, state, trained(loop, 4, plan)))
+
+
+def test_of_several_steps_that_with_the_largest_batch_is_kept() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with ckplan.record(model, optimizer, num_steps=3) as recorder:
+        for rows in (9, 3, 7, 5, 8):
+            assert not recorder.done or rows == 8
+            model(torch.randn(rows, 4)).sum().backward()
+            optimizer.step()
+    assert recorder.graph.fingerprint["batch"] == {"0": "float32[7,4]"}
+    with pytest.raises(WorkloadError, match="cannot record 0 steps"):
+        ckplan.record(model, optimizer, num_steps=0)
+
+
+def test_two_recorders_are_not_open_at_once() -> None:
+    one, other = make_language(), make_language()
+    with ckplan.record(*one), ckplan.record(*other):
+        LOOPS["language"].run(one, 1)
+        with pytest.raises(WorkloadError, match="two loops at once"):
+            LOOPS["language"].run(other, 1)
+
+
+def bad_recorder(model: Any, optimizer: Any) -> Callable[[], object]:
+    return lambda: ckplan.record(model, optimizer)
+
+
+def planned_model() -> nn.Module:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    return ckplan.apply(model, Plan())
+
+
+def unfinished() -> object:
+    model, optimizer = make_language()
+    with ckplan.record(model, optimizer) as recorder:
+        LOOPS["language"].run((model, optimizer), 1)
+    return recorder.graph
+
+
+def never_called() -> object:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with ckplan.record(model, optimizer) as recorder:
+        for _ in range(3):
+            model.weight.sum().backward()
+            optimizer.step()
+    return recorder.graph
+
+
+LINEAR, OTHER = nn.Linear(2, 2), nn.Linear(2, 2)
+BAD = {
+    "cannot record a int": bad_recorder(3, torch.optim.SGD(LINEAR.parameters(), 0.1)),
+    "which is no optimizer": bad_recorder(LINEAR, "sgd"),
+    "cannot record the steps of nothing": bad_recorder(LINEAR, ()),
+    "steps no parameter": bad_recorder(
+        LINEAR, torch.optim.SGD(OTHER.parameters(), 0.1)
+    ),
+    "its optimizer stepped 1 time ": unfinished,
+    "ran no backward through a call": never_called,
+}
+
+
+@pytest.mark.parametrize("said", BAD)
+def test_what_cannot_be_recorded_is_said(said: str) -> None:
+    with pytest.raises(WorkloadError) as error:
+        BAD[said]()
+    lines = str(error.value).splitlines()
+    assert said in lines[0]
+    assert [line.split()[0] for line in lines] == ["error:", "needed:", "try:"]
+
+
+def test_a_planned_model_is_not_recorded() -> None:
+    model = planned_model()
+    with pytest.raises(WorkloadError, match="has a plan already"):
+        ckplan.record(model, torch.optim.SGD(model.parameters(), 0.1))
+
+
+def test_a_loop_that_raises_leaves_nothing_behind() -> None:
+    model, optimizer = make_language()
+    with pytest.raises(KeyError), ckplan.record(model, optimizer) as recorder:
+        LOOPS["language"].run((model, optimizer), 1)
+        raise KeyError("data")
+    assert not recorder.done
+    assert not optimizer._optimizer_step_post_hooks
+    LOOPS["language"].run((model, optimizer), 1)
+    assert recorder.steps == 1
