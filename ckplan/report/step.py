@@ -49,7 +49,7 @@ def step_report(
         *_largest_facts(timeline),
         *reserved_facts(reserved),
         ("forward", units.format_flops((forward.inside + forward.outside).flops)),
-        ("step", f"{units.format_seconds(graph.step_seconds)}, without recomputation"),
+        ("step", _step_seconds(graph)),
         ("costs", graph.costs),
         *(("note", note) for note in graph.notes),
     ]
@@ -93,11 +93,17 @@ def step_json(
         "forward_flops": both.flops,
         "forward_seconds": both.seconds,
         "step_seconds": graph.step_seconds,
+        "batches_per_step": graph.num_batches,
         "costs": graph.costs,
         "notes": list(graph.notes),
         "hazards": [hazard_json(graph, hazard) for hazard in graph.hazards],
         "layers": [_layer_json(graph, layer) for layer in forward.layers],
     }
+
+
+def _step_seconds(graph: Graph) -> str:
+    batches = f" of {graph.num_batches} batches" if graph.num_batches > 1 else ""
+    return f"{units.format_seconds(graph.step_seconds)}{batches}, without recomputation"
 
 
 def _largest(timeline: Timeline) -> Alive | None:

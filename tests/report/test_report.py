@@ -312,6 +312,7 @@ def test_solution_json_has_the_keys_that_scripts_use(solution: Solution) -> None
     assert content["baselines"][1] == {
         "name": "every call",
         "peak_bytes": 32 * MIB,
+        "reserved_bytes": None,
         "overhead": 0.35,
         "fits": False,
     }
