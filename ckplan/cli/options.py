@@ -110,6 +110,14 @@ class StepOptions:
             help="For a model without a factory: 8x3x224x224:float32; repeatable.",
         ),
     ] = None
+    micro_batch: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="ROWS",
+            help="Cut or repeat the rows of the workload's batch to this number.",
+        ),
+    ] = None
     optimizer: Annotated[
         str | None,
         typer.Option(
@@ -152,7 +160,8 @@ class StepOptions:
         from ckplan.training.loading import WorkloadSpec, parse_options
 
         settings = {**parse_options(self.settings or ()), **source.settings(target)}
-        return WorkloadSpec(target, settings, tuple(self.inputs or ()))
+        inputs = tuple(self.inputs or ())
+        return WorkloadSpec(target, settings, inputs, rows=self.micro_batch)
 
     def training(self) -> Training:
         """The training settings of a step."""
