@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ckplan.auto import auto
     from ckplan.compiling import backend, compile
     from ckplan.errors import CkplanError
+    from ckplan.fitting.fit import fit
     from ckplan.graph.file import load as load_graph
     from ckplan.graph.graph import Graph
     from ckplan.graph.sharding import shard
@@ -43,6 +44,7 @@ __all__ = [
     "backend",
     "compile",
     "dry_run",
+    "fit",
     "frontier",
     "load_graph",
     "load_plan",
@@ -65,6 +67,7 @@ _HOME = {
     "backend": "ckplan.compiling:backend",
     "compile": "ckplan.compiling:compile",
     "dry_run": "ckplan.verifying.dry_run:dry_run",
+    "fit": "ckplan.fitting.fit:fit",
     "frontier": "ckplan.solving.solve:frontier",
     "load_graph": "ckplan.graph.file:load",
     "load_plan": "ckplan.plan.file:load",

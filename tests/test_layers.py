@@ -27,6 +27,7 @@ ROOMS: dict[str, set[str]] = {
     "gpus": BASICS | {"plan"},
     "simulating": BASICS | WAISTS,
     "solving": BASICS | CORE,
+    "fitting": BASICS | CORE | {"solving"},
     "ejecting": BASICS | CORE | {"solving"},
     "encodings": set(),
     "sources.batches": BASICS,
@@ -69,7 +70,9 @@ ROOMS: dict[str, set[str]] = {
     | {"tracing.costs", "tracing.cuda"},
     "integrations": WAISTS | {"applying"},
     "auto": BASICS | {"training", "solving", "applying", "tracing"},
-    "report": BASICS | CORE | {"solving", "verifying"},  # verifying: types alone
+    "report": BASICS
+    | CORE
+    | {"solving", "fitting", "verifying"},  # verifying: types alone
 }
 FRONT = {"cli", "__main__", "__init__"}  # which may import all
 ABOVE_TORCH = {*ROOMS} - {

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from ckplan.cli.eject_command import eject
+from ckplan.cli.fit_command import fit
 from ckplan.cli.inspect_commands import gpus, profile, show
 from ckplan.cli.options import with_blocks
 from ckplan.cli.plan_commands import compare, frontier, solve
@@ -26,7 +27,10 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-commands = profile, solve, frontier, compare, show, report, gpus, verify, eject
+commands = (
+    *(profile, solve, frontier, compare, fit),
+    *(show, report, gpus, verify, eject),
+)
 for command in commands:
     app.command(cls=Command)(with_blocks(command))
 

@@ -38,7 +38,7 @@ def frontier_report(
     columns = ["budget"] if reserve_bytes else []
     columns += ["peak", *(["reserved", "fits"] if on_card else []), "of unplanned"]
     table = make_table(*columns, "overhead", "bound", "regions", texts=0)
-    rooms = on_card or [None] * len(points)
+    rooms: Sequence[Baseline | None] = on_card or [None] * len(points)
     by_memory = {
         units.format_bytes(point.peak_bytes): (point, room)
         for point, room in zip(points, rooms, strict=True)
@@ -73,7 +73,7 @@ def frontier_json(
     on_card: Sequence[Baseline] = (),
 ) -> dict[str, Any]:
     """The frontier and the baselines as JSON; ``fits`` is null without a card."""
-    rooms = on_card or [None] * len(points)
+    rooms: Sequence[Baseline | None] = on_card or [None] * len(points)
     return {
         "model": model,
         "reserve_bytes": reserve_bytes,
@@ -81,8 +81,8 @@ def frontier_json(
             {
                 "budget_bytes": point.peak_bytes + reserve_bytes,
                 "peak_bytes": point.peak_bytes,
-                "reserved_bytes": room and room.reserved_bytes,
-                "fits": room and room.fits,
+                "reserved_bytes": None if room is None else room.reserved_bytes,
+                "fits": None if room is None else room.fits,
                 "overhead": point.overhead,
                 "bound_overhead": point.bound_overhead,
                 "regions": len(point.regions),

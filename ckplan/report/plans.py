@@ -71,6 +71,7 @@ def solution_json(
         "floor_bytes": solution.floor.peak_bytes,
         "floor_at": solution.floor.peak_at,
         "floor_owner": solution.floor.owner,
+        "floor_tensors": list(solution.floor.largest),
         "overhead": timeline.overhead,
         "engine_overhead": timeline.engine_overhead,
         "engine_seconds": timeline.engine_seconds,
@@ -171,8 +172,9 @@ def _budget_rows(
         (
             "floor",
             f"{_size(floor.peak_bytes)} during {floor.peak_at}: the smallest peak of "
-            f"any plan found; most of it is of kind {floor.owner}",
+            f"any plan found",
         ),
+        *(("", tensors) for tensors in floor.largest),
     ]
 
 

@@ -35,6 +35,7 @@ class Floor:
     peak_bytes: int
     peak_at: str
     owner: str  # kind of tensor that owns most of the peak
+    largest: tuple[str, ...] = ()  # the tensors at the peak, in words
 
 
 @dataclass(frozen=True, slots=True)
