@@ -58,6 +58,7 @@ for _ in range(3):
 """
 WHOLE = {  # what prose names in short
     "show FILE": "show model.json.gz",
+    "gpus NAME": "gpus T4",
     "show traces/NAME.json.gz": "show traces/mlp.json.gz",
     "profile hf:FOLDER": "profile hf:FOLDER --batch 8x16 -o folder.json.gz",
     "profile --device cuda": "profile model.py --device cuda",

@@ -11,12 +11,14 @@ from typing import Annotated
 import typer
 
 from ckplan.cli.eject_command import eject
+from ckplan.cli.fit_command import fit
 from ckplan.cli.inspect_commands import gpus, profile, show
 from ckplan.cli.options import with_blocks
 from ckplan.cli.plan_commands import compare, frontier, solve
 from ckplan.cli.record_command import record
 from ckplan.cli.report_command import report
 from ckplan.cli.terminal import TRACEBACK, Command, Commands, write
+from ckplan.cli.tune_command import tune
 from ckplan.cli.verify_command import verify
 
 app = typer.Typer(
@@ -28,7 +30,10 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 OF_A_SCRIPT = {"ignore_unknown_options": True, "allow_interspersed_args": False}
-commands = profile, solve, frontier, compare, show, report, gpus, verify, eject
+commands = (
+    *(profile, solve, frontier, compare, fit, tune),
+    *(show, report, gpus, verify, eject),
+)
 for command in commands:
     app.command(cls=Command)(with_blocks(command))
 app.command(cls=Command, context_settings=OF_A_SCRIPT)(with_blocks(record))

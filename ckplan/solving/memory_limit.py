@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ckplan.simulating.allocations import has_room
+from ckplan.simulating.allocations import has_room, replayed
 from ckplan.simulating.simulate import Timeline
 
 
@@ -21,3 +21,16 @@ class MemoryLimit:
         if timeline.peak_bytes > self.bytes or not self.of_reserved:
             return timeline.peak_bytes <= self.bytes
         return has_room(timeline, self.bytes, expandable=self.expandable)
+
+    def reserved_bytes(self, timeline: Timeline) -> int | None:
+        """What PyTorch's allocator reserves; None if the limit is on tensors alone.
+
+        A step that fits is replayed within the limit: the allocator frees segments
+        that it caches before it fails.
+        """
+        if not self.of_reserved:
+            return None
+        within = self.bytes if self.allows(timeline) else None
+        return replayed(
+            timeline, expandable=self.expandable, capacity_bytes=within
+        ).reserved_bytes

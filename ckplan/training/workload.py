@@ -139,6 +139,34 @@ def first_rows(workload: Workload, rows: int) -> Workload:
     return replace(workload, batch=batch, target=target)
 
 
+def with_rows(workload: Workload, rows: int) -> Workload:
+    """The same workload with another number of rows: cut, or repeated in order.
+
+    Raises:
+        WorkloadError: The first sizes of the tensors differ, or there are none.
+    """
+    whole = rows_of(workload)
+    firsts = {t.shape[0] for t in tensors_of(workload.data) if t.dim()} - {1, whole}
+    if whole == 0 or firsts:
+        shapes = [str(tuple(t.shape)) for t in tensors_of(workload.data)]
+        raise WorkloadError(
+            f"cannot find the rows of the batch: its tensors are {', '.join(shapes)}",
+            needed="tensors whose first size is the number of rows",
+            hint="a factory that puts the batch dimension first in every tensor",
+        )
+
+    def resized(leaf: Any) -> Any:
+        if not (isinstance(leaf, torch.Tensor) and leaf.dim()):
+            return leaf
+        if leaf.shape[0] != whole or (whole == 1 and leaf.dim() == 1):
+            return leaf
+        times = -(-rows // whole)
+        return leaf.repeat(times, *(1 for _ in leaf.shape[1:]))[:rows].clone()
+
+    batch, target = pytree.tree_map(resized, workload.data)
+    return replace(workload, batch=batch, target=target)
+
+
 def check_not_lazy(
     model: nn.Module, cannot: str, kind: type[CkplanError] = WorkloadError
 ) -> None:
