@@ -476,3 +476,12 @@ def test_what_only_one_side_knows_is_no_difference():
     assert differences({}, plan) == ()
     assert differences(plan, {}) == ()
     assert differences({"batch": {}}, plan) == ()
+
+
+def test_a_plan_says_how_often_a_step_runs_the_model() -> None:
+    plan = Plan(regions=(), fingerprint={"forwards": 3})
+    assert loads(dumps(plan), "plan.yaml").fingerprint == {"forwards": 3}
+    for wrong in ("0", "many", "-1"):
+        text = f"ckplan: 1\nfingerprint: {{forwards: {wrong}}}\nregions: []\n"
+        with pytest.raises(PlanError, match=f"cannot read the number '{wrong}'"):
+            loads(text, "plan.yaml")
