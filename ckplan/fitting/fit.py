@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ckplan import gpus, units
 from ckplan.errors import CkplanError
-from ckplan.fitting.batches import Batches, batches_of, largest_rows
+from ckplan.fitting.batches import KnownBatches, batches_of, largest_rows
 from ckplan.fitting.other_card import estimated, on_card
 from ckplan.graph import file as trace_file
 from ckplan.graph.graph import Graph
@@ -99,7 +99,7 @@ def fit(
 
 
 def fit_batches(
-    batches: Batches,
+    batches: KnownBatches,
     *,
     gpu: str | Sequence[str] | None = None,
     budget: str | int | None = None,
@@ -145,7 +145,7 @@ def _cheapest(answers: Sequence[CardFit]) -> str | None:
 
 
 def _as_fit(
-    batches: Batches,
+    batches: KnownBatches,
     answers: tuple[CardFit, ...],
     *,
     cheapest: str | None,
@@ -166,7 +166,7 @@ def _cost(card: gpus.Gpu) -> tuple[bool, float, int, int]:
 class _Asked:
     """One step and its plans, which all cards share."""
 
-    def __init__(self, batches: Batches, *, in_steps: bool) -> None:
+    def __init__(self, batches: KnownBatches, *, in_steps: bool) -> None:
         self._batches = batches
         self._in_steps = in_steps
         self._sizes: dict[tuple[int, bool, bool], int] = {}

@@ -17,7 +17,7 @@ import ckplan
 from ckplan import gpus
 from ckplan.cli import app
 from ckplan.errors import CkplanError, InfeasibleError
-from ckplan.fitting.batches import STEPS, Batches, batches_of, largest_rows
+from ckplan.fitting.batches import STEPS, KnownBatches, batches_of, largest_rows
 from ckplan.fitting.fit import AT_NO_BATCH, fit_batches
 from ckplan.fitting.other_card import estimated, on_card
 from ckplan.graph.file import save
@@ -170,7 +170,7 @@ def test_expandable_segments_have_a_row_where_they_are_cheaper() -> None:
     priced = 0
     for share in (0.7, 0.9, 1.0):
         size = round(share * simulate(graph).peak_bytes)
-        batches = Batches(graph, 4)
+        batches = KnownBatches(graph, 4)
         with pytest.MonkeyPatch.context() as patch:
             card = replace(gpus.find("T4"), capacity_bytes=size, context_bytes=0)
             patch.setattr(gpus, "find", lambda name, card=card: card)
