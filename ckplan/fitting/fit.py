@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 from ckplan import gpus, units
@@ -16,12 +16,12 @@ from ckplan.graph.graph import Graph
 from ckplan.plan.region import Region
 from ckplan.simulating.allocations import is_on_card, reserved_bytes
 from ckplan.simulating.simulate import Simulator, Timeline
+from ckplan.solving.alternatives import expandable, plan_within
 from ckplan.solving.card_memory import check_profiled_for
 from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.planner import Planner
 from ckplan.solving.remedies import SAME, SMALLER, Remedy, by_cost, remedies
 from ckplan.solving.replays import ReplayedPlan
-from ckplan.solving.reserved_limit import solve_within_limit
 
 AS_IT_IS = "as it is"
 WITH_A_PLAN = "with a plan"
@@ -233,28 +233,13 @@ class _Asked:
             found = tuple(one for one in found if one.name != SMALLER)
         if answer.fits:  # nothing else is needed; what is cheaper is worth a row
             found = tuple(one for one in found if one.overhead is not None)
-        return sorted([*found, *self._expandable(limit, card, answer)], key=by_cost)
-
-    def _expandable(
-        self, limit: MemoryLimit, card: gpus.Gpu | None, answer: CardFit
-    ) -> Iterator[Remedy]:
-        """Expandable segments, if they make the step fit or a plan cheaper."""
-        if not limit.of_reserved:
-            return
-        expandable = replace(limit, expandable=True)
-        found = self._solved(expandable)
-        if found is None:
-            return
-        overhead = self._at_seconds_of(card, found)
-        if answer.planned_overhead is None or overhead < answer.planned_overhead:
-            yield Remedy(
-                "no gaps between segments of PyTorch's allocator",
-                "PYTORCH_ALLOC_CONF=expandable_segments:True, --expandable-segments",
-                expandable.reserved_bytes(found[0]) or found[0].peak_bytes,
-                SAME,
-                overhead=overhead,
-                fits=True,
-            )
+        expanded = expandable(
+            self.planner,
+            limit,
+            answer.planned_overhead,
+            partial(self._at_seconds_of, card),
+        )
+        return sorted([*found, *expanded], key=by_cost)
 
     def _overhead(self, limit: MemoryLimit, card: gpus.Gpu | None) -> float | None:
         """Of the cheapest plan found, at the seconds of the card; None if none fits."""
@@ -266,11 +251,7 @@ class _Asked:
         unplanned = self.planner.unplanned
         if self._needed(limit, planned=False) <= limit.bytes:
             return unplanned, ()
-        if limit.bytes < self.planner.floor.peak_bytes:
-            return None
-        found = solve_within_limit(self.planner, limit)
-        fits = limit.allows(found.timeline)
-        return (found.timeline, found.regions) if fits else None
+        return plan_within(self.planner, limit)
 
     def _at_seconds_of(self, card: gpus.Gpu | None, found: ReplayedPlan) -> float:
         """The overhead of a plan at the seconds of another card."""
@@ -304,8 +285,6 @@ class _Asked:
     def _needed(self, limit: MemoryLimit, *, planned: bool) -> int:
         """What the batch that is asked for needs within a limit, or beyond it."""
         timeline = self._timeline(self._own_rows, planned=planned)
-        if limit.expandable:
-            return limit.reserved_bytes(timeline) or timeline.peak_bytes
         size = self._size(
             self._own_rows, planned=planned, of_reserved=limit.of_reserved
         )

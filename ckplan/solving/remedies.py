@@ -118,19 +118,23 @@ def without_caches(graph: Graph) -> Graph:
     )
 
 
+def cache_remedy(graph: Graph, caches: frozenset[int], peak_bytes: int) -> Remedy:
+    """The row of ``use_cache=False``."""
+    some = graph.storages[min(caches)]
+    return Remedy(
+        f"no cache: {len(caches)} x {some.tensor} live until backward ends",
+        "use_cache=False in the model's configuration",
+        peak_bytes,
+        SAME,
+        overhead=0.0,
+    )
+
+
 def _caches(graph: Graph, regions: tuple[Region, ...]) -> Iterator[Remedy]:
     caches = held_caches(graph)
     if caches:
         peak_bytes = Simulator(without_caches(graph)).run(regions).peak_bytes
-        some = graph.storages[min(caches)]
-        yield Remedy(
-            f"no cache of keys and values: {len(caches)} x {some.tensor} live until "
-            "backward ends",
-            "use_cache=False in the model's configuration, then profile again",
-            peak_bytes,
-            SAME,
-            overhead=0.0,
-        )
+        yield cache_remedy(graph, caches, peak_bytes)
 
 
 def _smaller_batch(

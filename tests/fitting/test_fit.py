@@ -23,8 +23,11 @@ from ckplan.fitting.other_card import estimated, on_card
 from ckplan.graph.file import save
 from ckplan.graph.graph import Graph
 from ckplan.graph.records import BEFORE_STEP, Storage, TensorType
+from ckplan.report.step import step_report
+from ckplan.report.tables import render
 from ckplan.simulating.allocations import has_room, reserved_bytes
 from ckplan.simulating.simulate import Simulator, simulate
+from ckplan.solving.alternatives import alternatives
 from ckplan.solving.planner import Planner
 from ckplan.solving.remedies import CHANGES, CLOSE, SAME, held_caches, remedies
 
@@ -262,6 +265,17 @@ def test_caches_that_outlive_forward_are_found_and_priced() -> None:
     assert (first.bits, first.overhead) == (SAME, 0.0)
     assert first.peak_bytes == simulate(graph).peak_bytes
     assert first.peak_bytes < simulate(cached).peak_bytes
+    planner = Planner(cached)
+    limit = (3 * planner.floor.peak_bytes + planner.unplanned.peak_bytes) // 4
+    planned = planner.solve(limit)
+    row = next(one for one in alternatives(planner, planned) if "cache" in one.how)
+    without = Planner(graph).solve(limit)
+    assert row.overhead == pytest.approx(without.timeline.overhead)
+    assert row.overhead < planned.timeline.overhead
+    assert row.peak_bytes == without.timeline.peak_bytes
+    shown = render(step_report(cached, simulate(cached)))
+    assert "advice" in shown and "use_cache=False" in shown
+    assert "advice" not in render(step_report(graph, simulate(graph)))
 
 
 def test_an_infeasible_budget_names_tensors_and_gives_the_cheapest_ways() -> None:
