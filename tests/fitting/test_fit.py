@@ -30,6 +30,7 @@ from ckplan.simulating.simulate import Simulator, simulate
 from ckplan.solving.alternatives import alternatives
 from ckplan.solving.planner import Planner
 from ckplan.solving.remedies import CHANGES, CLOSE, SAME, held_caches, remedies
+from ckplan.units import format_bytes
 
 MIB = 2**20
 NAMES = [*gpus.load()]
@@ -273,6 +274,14 @@ def test_caches_that_outlive_forward_are_found_and_priced() -> None:
     assert row.overhead == pytest.approx(without.timeline.overhead)
     assert row.overhead < planned.timeline.overhead
     assert row.peak_bytes == without.timeline.peak_bytes
+    floor = planner.floor.peak_bytes
+    with pytest.raises(InfeasibleError) as caught:
+        planner.solve(floor - 1)
+    less = Planner(graph).floor.peak_bytes
+    assert less < 0.95 * floor
+    assert f"use_cache=False in the model's configuration ({format_bytes(less)})" in (
+        caught.value.hint
+    )
     shown = render(step_report(cached, simulate(cached)))
     assert "advice" in shown and "use_cache=False" in shown
     assert "advice" not in render(step_report(graph, simulate(graph)))
