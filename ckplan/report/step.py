@@ -59,7 +59,7 @@ def step_report(
     memory = _memory(graph, timeline, forward)
     return Group(
         section(f"Memory of one training step of {graph.model}", memory),
-        section("Layers in forward", _layers(graph, forward)),
+        section(_layers_title(graph), _layers(graph, forward)),
         *([section("Hazards", hazards_table(graph))] if graph.hazards else []),
         key_value_table(rows),
     )
@@ -105,6 +105,11 @@ def step_json(
         "hazards": [hazard_json(graph, hazard) for hazard in graph.hazards],
         "layers": [_layer_json(graph, layer) for layer in forward.layers],
     }
+
+
+def _layers_title(graph: Graph) -> str:
+    one = f" of one of {graph.num_batches} batches" if graph.num_batches > 1 else ""
+    return f"Layers in forward{one}"
 
 
 def _step_seconds(graph: Graph) -> str:
