@@ -117,14 +117,24 @@ def fit_batches(
         peak_bytes = asked.planner.unplanned.peak_bytes
         limit = MemoryLimit(units.parse_budget(budget, peak_bytes))
         alone = asked.card_fit(units.format_bytes(limit.bytes), limit, None)
+        alone = asked.with_remedies(alone, limit, None)
         return _as_fit(batches, (alone,), cheapest=None, all_named=True)
     if not is_on_card(batches.graph):
         check_profiled_for(batches.graph, gpus.find(names[0]) if names else None)
     cards = [gpus.find(name) for name in names or gpus.load()]
+    limits = [MemoryLimit(card.usable_bytes, of_reserved=True) for card in cards]
     answers = tuple(
-        asked.card_fit(card.name, MemoryLimit(card.usable_bytes, True), card)
-        for card in cards
+        asked.card_fit(card.name, limit, card)
+        for card, limit in zip(cards, limits, strict=True)
     )
+    if names or not any(answer.fits for answer in answers):
+        roomiest = max(card.usable_bytes for card in cards)
+        answers = tuple(
+            asked.with_remedies(answer, limit, card)
+            if names or limit.bytes == roomiest
+            else answer
+            for answer, limit, card in zip(answers, limits, cards, strict=True)
+        )
     return _as_fit(batches, answers, cheapest=_cheapest(answers), all_named=bool(names))
 
 
@@ -192,7 +202,7 @@ class _Asked:
         how = AS_IT_IS if overhead == 0.0 else WITH_A_PLAN
         if overhead is None:
             how = NOT if planned is None else SMALLER_BATCH if planned else AT_NO_BATCH
-        answer = CardFit(
+        return CardFit(
             name,
             limit.bytes,
             self._needed(limit, planned=False),
@@ -203,14 +213,18 @@ class _Asked:
             planned,
             uncertain=tuple(estimated(self._batches.graph, card)) if card else (),
         )
-        if how == AS_IT_IS:
+
+    def with_remedies(
+        self, answer: CardFit, limit: MemoryLimit, card: gpus.Gpu | None
+    ) -> CardFit:
+        """The same answer, with what would make it fit, or fit at less cost."""
+        if answer.how == AS_IT_IS:
             return answer
         return replace(answer, remedies=tuple(self._remedies(limit, card, answer)))
 
     def _remedies(
         self, limit: MemoryLimit, card: gpus.Gpu | None, answer: CardFit
     ) -> list[Remedy]:
-        """What would make it fit, or fit at less cost, in order of cost."""
         gaps = answer.least_bytes - self._planned.peak_bytes
         graph = self._batches.graph
         found = remedies(graph, self._smallest, limit.bytes - gaps)

@@ -128,12 +128,20 @@ def rows_of(workload: Workload) -> int:
 
 
 def first_rows(workload: Workload, rows: int) -> Workload:
-    """The same workload with the first rows of its batch, copied."""
+    """The same workload with the first rows of its batch, copied.
+
+    A tensor that comes twice, as inputs and labels, is one tensor in the copy, too.
+    """
     whole = rows_of(workload)
+    copied: dict[int, torch.Tensor] = {}
 
     def first(leaf: Any) -> Any:
         is_tensor = isinstance(leaf, torch.Tensor) and leaf.dim()
-        return leaf[:rows].clone() if is_tensor and leaf.shape[0] == whole else leaf
+        if not is_tensor or leaf.shape[0] != whole:
+            return leaf
+        if id(leaf) not in copied:
+            copied[id(leaf)] = leaf[:rows].clone()
+        return copied[id(leaf)]
 
     batch, target = pytree.tree_map(first, workload.data)
     return replace(workload, batch=batch, target=target)

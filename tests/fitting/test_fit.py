@@ -357,6 +357,11 @@ def build(batch: int = 64):
 
 def alone():
     return build(1)
+
+def twice():  # one tensor as inputs and labels, as language models have it
+    model, x = build()
+    return {"model": model, "batch": x, "target": x,
+            "loss_fn": nn.functional.mse_loss}
 """
 
 
@@ -369,6 +374,8 @@ def test_the_command_profiles_a_workload_at_two_batches(
     assert found["cheapest"] == "T4"
     for card in found["cards"]:
         assert card["largest_batch_planned"] >= card["largest_batch_unplanned"] > 64
+    twice = json.loads(run("model.py:twice", "--budget", "1GB", "--json").stdout)
+    assert twice["cards"][0]["largest_batch_planned"] > 64
     alone = json.loads(run("model.py:alone", "--budget", "1GB", "--json").stdout)
     assert alone["cards"][0]["largest_batch_planned"] is None
     assert "not known from a batch of 1 row" in alone["notes"][0]
