@@ -70,10 +70,10 @@ ROOMS: dict[str, set[str]] = {
     | {"compiling", "applying.hooks", "tracing", "tracing.faking", "tracing.recording"}
     | {"tracing.costs", "tracing.cuda"},
     "integrations": WAISTS | {"applying"},
-    "auto": BASICS | {"training", "solving", "applying", "tracing"},
+    "auto": BASICS | {"graph", "training", "solving", "tuning", "applying", "tracing"},
     "report": BASICS
     | CORE
-    | {"solving", "fitting", "verifying"},  # verifying: types alone
+    | {"solving", "fitting", "tuning", "verifying"},  # verifying: types alone
 }
 FRONT = {"cli", "__main__", "__init__"}  # which may import all
 ABOVE_TORCH = {*ROOMS} - {

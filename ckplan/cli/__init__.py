@@ -17,6 +17,7 @@ from ckplan.cli.options import with_blocks
 from ckplan.cli.plan_commands import compare, frontier, solve
 from ckplan.cli.report_command import report
 from ckplan.cli.terminal import TRACEBACK, Command, Commands, write
+from ckplan.cli.tune_command import tune
 from ckplan.cli.verify_command import verify
 
 app = typer.Typer(
@@ -28,7 +29,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 commands = (
-    *(profile, solve, frontier, compare, fit),
+    *(profile, solve, frontier, compare, fit, tune),
     *(show, report, gpus, verify, eject),
 )
 for command in commands:

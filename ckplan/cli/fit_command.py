@@ -157,10 +157,10 @@ def _profiled(
 
         graph = profiled(None)
         rows = batch_rows(graph)
-        if rows is None or rows < 2:
-            why = f"other batches: not known from a batch of {rows} row"
+        if rows is None:
+            why = "other batches: not known, as the batch has no rows"
             return KnownBatches(graph, rows, why_one=why)
         try:
-            return batches_of((graph, profiled(rows // 2)))
+            return batches_of((graph, profiled(rows // 2 or 2)))
         except CkplanError as error:
             return KnownBatches(graph, rows, why_one=f"other batches: {error.what}")

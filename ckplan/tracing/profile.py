@@ -49,9 +49,9 @@ from ckplan.training.workload import (
     Workload,
     as_workload,
     check_not_lazy,
-    first_rows,
     on_device,
     tensors_of,
+    with_rows,
 )
 
 NOTE_SECONDS = "seconds and workspaces: each distinct op measured alone on this machine"
@@ -90,7 +90,7 @@ def profile_workload(
         replay: Run the forward of a small model twice, to find nondeterminism.
         seed: Seed of all random generators; ``verify`` takes the same step for the
             same seed.
-        rows: Of its batch, if not all of them: the first ones.
+        rows: Of its batch, if not as many as it has: cut, or repeated.
         progress: Called with the progress of the work.
 
     Raises:
@@ -103,7 +103,7 @@ def profile_workload(
     def build(scope: FakeScope | None) -> Workload:
         del scope
         seed_everything(seed)
-        return make() if rows is None else first_rows(make(), rows)
+        return make() if rows is None else with_rows(make(), rows)
 
     with _left_as_it_is(target):
         graph = _profile(build, training, target, fresh, replay, progress)

@@ -163,13 +163,18 @@ def with_rows(workload: Workload, rows: int) -> Workload:
             hint="a factory that puts the batch dimension first in every tensor",
         )
 
+    copied: dict[int, torch.Tensor] = {}  # inputs that are labels, too, are one tensor
+
     def resized(leaf: Any) -> Any:
         if not (isinstance(leaf, torch.Tensor) and leaf.dim()):
             return leaf
         if leaf.shape[0] != whole or (whole == 1 and leaf.dim() == 1):
             return leaf
-        times = -(-rows // whole)
-        return leaf.repeat(times, *(1 for _ in leaf.shape[1:]))[:rows].clone()
+        if id(leaf) not in copied:
+            times = -(-rows // whole)
+            repeated = leaf.repeat(times, *(1 for _ in leaf.shape[1:]))
+            copied[id(leaf)] = repeated[:rows].clone()
+        return copied[id(leaf)]
 
     batch, target = pytree.tree_map(resized, workload.data)
     return replace(workload, batch=batch, target=target)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
+from functools import partial
 
 from ckplan.errors import InfeasibleError, PlanError
 from ckplan.graph.graph import Graph
@@ -56,24 +56,28 @@ def largest_batch(
         start: Where the search begins.
         most: Largest number to try.
     """
-    known: list[tuple[Region, ...]] = []  # plans that fit at other batches
+    simulators: dict[int, Simulator] = {}
 
-    def fits(rows: int) -> bool:
-        simulator = Simulator(graph_at(rows))
-        if memory_limit.allows(simulator.run()):
-            return True
-        if not planned:
+    def replayed(rows: int, regions: tuple[Region, ...]) -> bool:
+        if rows not in simulators:
+            simulators[rows] = Simulator(graph_at(rows))
+        try:
+            return memory_limit.allows(simulators[rows].run(regions))
+        except PlanError:  # the step runs other ops there
             return False
-        for regions in known[-2:]:
-            with suppress(PlanError):  # the step runs other ops there
-                if memory_limit.allows(simulator.run(regions)):
-                    return True
-        found = _smallest_within(simulator.graph, memory_limit)
-        if found is not None:
-            known.append(found[1])
-        return found is not None
 
-    return largest_that(fits, start, most)
+    largest = largest_that(lambda rows: replayed(rows, ()), start, most)
+    # The smallest plan of one batch is nearly that of others: replays find the largest
+    # batch for it, and a search one row further finds whether another plan is smaller.
+    tried = largest + 1
+    while planned and tried <= most:
+        found = _smallest_within(graph_at(tried), memory_limit)
+        if found is None:
+            break
+        fits = partial(replayed, regions=found[1])
+        largest = max(largest_that(fits, tried, most), tried)
+        tried = largest + 1
+    return largest
 
 
 def _smallest_within(graph: Graph, limit: MemoryLimit) -> ReplayedPlan | None:

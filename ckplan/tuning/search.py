@@ -1,21 +1,25 @@
 """The setting with the most samples per second, of one way to train.
 
 Samples per second rise with the batch while the step has constant costs (launches, the
-optimizer), and fall once plans must recompute. All batches are tried if they are few.
-Else a geometric grid is, with the largest batch unplanned and planned; then the
-neighbourhood of the best is halved until no batch in it can be better by more than
-``_CLOSE``: no plan makes a step faster, so the unplanned step bounds each batch.
+optimizer), and fall once plans must recompute. Unplanned steps are compared first,
+without solving. No plan makes a step faster, and plans of larger batches cost no
+smaller part of it. So the unplanned step and the last plan bound every batch, and only
+batches whose bound is better than the best setting so far are solved for. They are
+tried in steps, and then the neighbourhood of the best is halved, until no batch in it
+can be better by more than ``_CLOSE``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 
 from ckplan.errors import WorkloadError
 from ckplan.graph.graph import Graph
-from ckplan.simulating.simulate import Timeline
+from ckplan.simulating.simulate import Simulator, Timeline
 from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.replays import ReplayedPlan
 from ckplan.tuning.batches import Batches
@@ -24,7 +28,10 @@ from ckplan.tuning.settings import Setting, Way
 
 _ALL = 24  # largest number of batches that are all tried
 _GRID = 12  # batches of a grid
+_STEPS = 32  # most batches beyond the largest unplanned one, each 1/8 larger
+_POINTS = 5  # of the curve, beyond the largest unplanned batch
 _CLOSE = 1e-3  # relative gain that is not worth another batch
+_WORTH = 1 + _CLOSE
 
 
 @dataclass
@@ -81,8 +88,10 @@ class WaySearch:
         if rows in self.refused:
             return None
         graph = self.graph_at(rows)
-        found = plan_within(graph, self.limit)
-        if found is None or (found[1] and not planned):
+        if rows <= self.largest_unplanned:
+            return self._setting_of(rows, (Simulator(graph).run(), ()))
+        found = plan_within(graph, self.limit) if planned else None
+        if found is None:
             return None
         return self._setting_of(rows, found)
 
@@ -101,18 +110,23 @@ class WaySearch:
 
     def best(self, *, planned: bool = True) -> Setting | None:
         """The setting with the most samples per second; None if not one row fits."""
-        most = self.largest_planned if planned else self.largest_unplanned
-        tried = [self.setting(n, planned=planned) for n in self._first(most)]
-        found = [one for one in tried if one is not None]
-        if not found:
-            return None
-        best = max(found, key=_speed)
-        while self.total is None:
-            rows = self._next(best, planned, most)
-            if rows is None:
-                return best
-            one = self.setting(rows, planned=planned)
-            best = max((one for one in (best, one) if one), key=_speed)
+        best = None
+        for rows in self._first(self.largest_unplanned):
+            best = _better(best, self.setting(rows, planned=False))
+        best = self._refined(best, planned=False)
+        if not planned:
+            return best
+        overhead = 0.0  # a larger batch must free more: it costs no less
+        for rows in self._beyond():
+            bound = self._bound(rows) / (1 + overhead)
+            if best is None or bound > best.samples_per_second * _WORTH:
+                one = self.setting(rows)
+                if one is None and rows not in self.refused:
+                    break
+                overhead = max(overhead, one.overhead if one else 0.0)
+                best = _better(best, one)
+        if best is not None and best.regions:
+            best = self._refined(best, planned=True)
         return best
 
     def _first(self, most: int) -> list[int]:
@@ -120,15 +134,37 @@ class WaySearch:
             return []
         if self.total is not None:
             return [n for n in range(1, most + 1) if self.total % n == 0]
-        return grid(most, {self.largest_unplanned} & {*range(1, most + 1)})
+        return grid(most)
 
-    def _next(self, best: Setting, planned: bool, most: int) -> int | None:
+    def _beyond(self) -> Iterator[int]:
+        """Batches larger than the largest unplanned one, in growing steps."""
+        rows = self.largest_unplanned
+        if self.total is not None:
+            more = range(rows + 1, self.total + 1)
+            yield from (n for n in more if self.total % n == 0)
+            return
+        for _ in range(_STEPS):
+            rows += 1 if rows < _ALL else rows // 8
+            yield rows
+
+    def _refined(self, best: Setting | None, *, planned: bool) -> Setting | None:
+        while best is not None and self.total is None:
+            rows = self._next(best, planned)
+            if rows is None:
+                break
+            best = _better(best, self.setting(rows, planned=planned))
+        return best
+
+    def _next(self, best: Setting, planned: bool) -> int | None:
         """A batch between the best and a neighbour that may be better yet."""
-        known = sorted(n for n, plan in self._settings if plan == planned and n <= most)
+        kinds = {n for n, plan in self._settings if plan == planned}
+        known = sorted(kinds | {best.batch, self.largest_unplanned})
         place = known.index(best.batch)
-        gaps = zip(known[max(place - 1, 0) :], known[place : place + 2], strict=False)
-        for low, high in sorted(gaps, key=lambda gap: gap[0] - gap[1]):
-            least = best.samples_per_second * (1 + _CLOSE)
+        near = known[max(place - 1, 0) : place + 2]
+        for low, high in sorted(pairwise(near), key=lambda gap: gap[0] - gap[1]):
+            at_low = self._settings.get((low, planned))
+            overhead = 1 + (at_low.overhead if at_low else 0.0)
+            least = best.samples_per_second * _WORTH * overhead
             if high - low > 1 and self._bound(high) > least:
                 return (low + high) // 2
         return None
@@ -137,26 +173,57 @@ class WaySearch:
         """Samples per second of the unplanned step, whether it fits or not."""
         return rows * self.accumulation(rows) / self.graph_at(rows).step_seconds
 
+    def planned_settings(self) -> list[Setting]:
+        """The settings with a plan that were tried; at least one, if one fits."""
+        found = [one for one in self._settings.values() if one and one.regions]
+        if not found:
+            one = self.setting(next(self._beyond(), self.largest_unplanned))
+            found = [one] if one is not None and one.regions else []
+        return found
+
     def curve(self) -> list[tuple[int, Setting | None, Setting | None]]:
         """(batch, setting without a plan, with the best plan), smallest batch first."""
-        rows = {n for n, _ in self._settings} or {*self._first(self.largest_planned)}
+        least, most = self.largest_unplanned, self.largest_planned
+        rows = {*self._first(least), least, most} | {n for n, _ in self._settings}
+        if self.total is None and most > least:
+            ratio = most / max(least, 1)
+            rows |= {
+                round(max(least, 1) * ratio ** (k / _POINTS)) for k in range(_POINTS)
+            }
+        elif self.total is not None:
+            rows = {n for n in rows | {*range(1, most + 1)} if n and not self.total % n}
         return [
             (n, self.setting(n, planned=False), self.setting(n))
             for n in sorted(rows)
-            if self.setting(n) is not None
+            if 0 < n <= most and self.setting(n) is not None
         ]
 
     def check(self, rows: int) -> None:
-        """Record the step at a batch; settings found on drawn steps are forgotten."""
+        """Record the step at a batch.
+
+        Settings found on drawn steps are forgotten, unless the drawn step at this batch
+        is like the recorded one.
+        """
         batches = self.batches_of(rows)
-        if rows not in batches.recorded:
-            try:
-                batches.recorded_at(rows)
-            except WorkloadError as error:
-                self.refused[rows] = error.what
-            self._settings.clear()
-            for name in ("largest_unplanned", "largest_planned"):
-                self.__dict__.pop(name, None)
+        drawn = self.graph_at(rows)
+        try:
+            batches.recorded_at(rows)
+        except WorkloadError as error:
+            self.refused[rows] = error.what
+        if rows not in self.refused and _are_alike(drawn, self.graph_at(rows)):
+            for planned in (False, True):
+                self._settings.pop((rows, planned), None)
+            return
+        self._settings.clear()
+        for name in ("largest_unplanned", "largest_planned"):
+            self.__dict__.pop(name, None)
+
+
+def _are_alike(one: Graph, other: Graph) -> bool:
+    """Whether peaks are equal, and seconds nearly."""
+    peaks = {Simulator(graph).run().peak_bytes for graph in (one, other)}
+    close = math.isclose(one.step_seconds, other.step_seconds, rel_tol=_CLOSE)
+    return len(peaks) == 1 and close
 
 
 def seconds_of(timeline: Timeline) -> float:
@@ -164,7 +231,7 @@ def seconds_of(timeline: Timeline) -> float:
     return timeline.graph.step_seconds + timeline.recompute_seconds
 
 
-def grid(most: int, more: Iterable[int] = ()) -> list[int]:
+def grid(most: int) -> list[int]:
     """Batches up to the largest one, at most ``_ALL``, in geometric steps.
 
     >>> grid(3), grid(1000)[-3:]
@@ -173,11 +240,11 @@ def grid(most: int, more: Iterable[int] = ()) -> list[int]:
     if most <= _ALL:
         return [*range(1, most + 1)]
     steps = {round(most ** (k / (_GRID - 1))) for k in range(_GRID)}
-    return sorted({*steps, *more})
+    return sorted(steps)
 
 
-def _speed(setting: Setting) -> float:
-    return setting.samples_per_second
-
-
-Search = Callable[[Way], WaySearch]
+def _better(one: Setting | None, other: Setting | None) -> Setting | None:
+    """The faster of two settings, of equal ones the first."""
+    if one is None or other is None:
+        return one or other
+    return max(one, other, key=lambda setting: setting.samples_per_second)

@@ -9,7 +9,7 @@ done again.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from ckplan.errors import CkplanError, InfeasibleError
@@ -18,8 +18,9 @@ from ckplan.simulating.simulate import Simulator
 from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.planner import Planner
 from ckplan.tuning.batches import Batches
-from ckplan.tuning.search import WaySearch
+from ckplan.tuning.search import WaySearch, grid
 from ckplan.tuning.settings import SAME, Lever, Setting, Way, conflict, levers_of
+from ckplan.tuning.tuned import Alternative, LeverRow, Tuned, gives_up, pays_over
 from ckplan.units import format_bytes
 
 RECOMPUTE = "recompute"
@@ -29,48 +30,6 @@ Record = Callable[[Way, int, int], Graph]
 Tell = Callable[[str], None]
 _MOST_CHECKS = 4
 _MANY = 4  # micro-batches of the row 'accumulate'
-
-
-@dataclass(frozen=True, slots=True)
-class LeverRow:
-    """What one lever does to this model, alone and on top of the best setting."""
-
-    name: str
-    bits: str
-    saved_bytes: int | None  # of the unplanned peak, at the batch of the base
-    seconds_per_sample: float | None  # of its best setting; None if nothing fits
-    pays: bool  # fewer seconds per sample than without it
-    crossover: int | None  # smallest batch from which on it pays; None: at none
-    on_best_seconds_per_sample: float | None  # the best setting with it, or without it
-    in_best: bool
-    refused: str | None = None  # why it cannot be pulled
-
-
-@dataclass(frozen=True, slots=True)
-class Alternative:
-    """A setting that is not the best, and what it gives up."""
-
-    setting: Setting
-    gives_up: str
-
-
-@dataclass(frozen=True)
-class Tuned:
-    """The answer of ``tune``."""
-
-    best: Setting
-    graph: Graph  # recorded at the best batch
-    limit: MemoryLimit
-    base: Setting | None  # the best without any lever
-    next: tuple[Alternative, ...]
-    levers: tuple[LeverRow, ...]
-    largest_unplanned: int
-    largest_planned: int
-    curve: tuple[tuple[int, Setting | None, Setting | None], ...]
-    peak_at: str
-    peak_owner: str  # kind of tensor
-    notes: tuple[str, ...] = ()
-    tokens_per_sample: int | None = None
 
 
 class Tuning:
@@ -167,6 +126,9 @@ class Tuning:
         way = best.way
         self._tell("comparing levers")
         search = self.search(way)
+        for batches in (search.one, search.several):
+            if batches.not_linear:
+                self._notes.append(f"every batch is profiled: {batches.not_linear}")
         graph = search.graph_at(best.batch)
         timeline = Simulator(graph).run(best.regions)
         owner = max(timeline.peak_by_kind.items(), key=lambda item: item[1])[0]
@@ -287,9 +249,7 @@ class Tuning:
                 for one in (base, self.search(way))
             ]
             saved = peaks[0] - peaks[1]
-        pays = alone is not None and (
-            without is None or alone.seconds_per_sample < without.seconds_per_sample
-        )
+        pays = pays_over(alone, without)
         return LeverRow(
             name=lever.name,
             bits=lever.bits,
@@ -305,14 +265,10 @@ class Tuning:
     def _row_of_plan(self, best: Setting) -> LeverRow:
         search = self.search(self._way)
         without, planned = search.best(planned=False), search.best()
-        smallest = search.largest_planned
-        there = search.setting(smallest) if smallest else None
-        saved = None
-        if there is not None:
-            unplanned = Simulator(search.graph_at(smallest)).run().peak_bytes
-            saved = unplanned - there.peak_bytes
-        forced = [s for n, _, s in search.curve() if s is not None and s.regions]
+        forced = search.planned_settings()
         best_planned = min(forced, key=lambda s: s.seconds_per_sample, default=None)
+        planner = Planner(search.graph_at(self._rows))
+        saved = planner.unplanned.peak_bytes - planner.floor.peak_bytes
         pays = planned is not None and bool(planned.regions)
         bare = self.search(best.way).best(planned=False)
         least = None if without is None else without.seconds_per_sample
@@ -341,14 +297,13 @@ class Tuning:
         """``_MANY`` micro-batches without a plan: they share one optimizer step."""
         base = self.search(self._way)
         way_search = replace(base, accumulate=_MANY, _settings={})
+        way_search.start = max(base.largest_unplanned, 1)
         alone, without = way_search.best(planned=False), base.best(planned=False)
         peaks = [
             Simulator(one.graph_at(self._rows)).run().peak_bytes
             for one in (base, way_search)
         ]
-        pays = alone is not None and (
-            without is None or alone.seconds_per_sample < without.seconds_per_sample
-        )
+        pays = pays_over(alone, without)
         return LeverRow(
             name=f"{ACCUMULATE} {_MANY}",
             bits="close",
@@ -363,10 +318,12 @@ class Tuning:
     def _crossover(self, way: Way) -> int | None:
         """Smallest batch at which a way beats the base, as far as both were tried."""
         base, other = self.search(self._way), self.search(way)
-        for rows, _, setting in other.curve():
-            least = base.setting(rows) if rows <= base.largest_planned else None
-            if setting is not None and (
-                least is None or setting.seconds_per_sample < least.seconds_per_sample
+        best = base.best()
+        for rows in sorted({*grid(other.largest_unplanned), other.largest_unplanned}):
+            one = other.setting(rows, planned=False)
+            least = base.setting(rows, planned=False) or best
+            if one is not None and (
+                least is None or one.seconds_per_sample < least.seconds_per_sample
             ):
                 return rows
         return None
@@ -378,7 +335,7 @@ class Tuning:
             if way in self._refused:
                 continue
             kinds = search.best(), search.best(planned=False)
-            for one in {kind for kind in kinds if kind is not None}:
+            for one in filter(None, kinds):
                 same = one.way == best.way and bool(one.regions) == bool(best.regions)
                 if not same:
                     found.append(one)
@@ -388,16 +345,6 @@ class Tuning:
             found.append(halved)
         found.sort(key=lambda one: -one.samples_per_second)
         return tuple(
-            Alternative(one, _gives_up(one, best))
+            Alternative(one, gives_up(one, best))
             for one in list(dict.fromkeys(found))[:2]
         )
-
-
-def _gives_up(one: Setting, best: Setting) -> str:
-    slower = 1 - one.samples_per_second / best.samples_per_second
-    parts = [f"{100 * slower:.1f} % of the samples per second"]
-    more = one.peak_bytes - best.peak_bytes
-    if more:
-        word = "more" if more > 0 else "less"
-        parts.append(f"needs {format_bytes(abs(more))} {word}")
-    return "; ".join(parts)

@@ -93,7 +93,9 @@ def test_the_largest_batches_fit_and_the_next_ones_do_not() -> None:
     swapped = ckplan.fit(LARGE, SMALL, gpu="T4")
     assert swapped.cards[0].largest_planned == card.largest_planned
     assert swapped.rows == 4
-    (alone,) = ckplan.fit(SMALL, gpu="T4").cards
+    single = ckplan.fit(SMALL, gpu="T4")
+    assert "not known from one trace" in single.notes[0]
+    (alone,) = single.cards
     assert alone.largest_planned is alone.largest_unplanned is None
 
 
@@ -358,6 +360,13 @@ def build(batch: int = 64):
 def alone():
     return build(1)
 
+class Two(nn.Linear):
+    def forward(self, x, y):
+        return super().forward(x).mean() + super().forward(y).mean()
+
+def two():
+    return Two(8, 8), (torch.randn(4, 8), torch.randn(6, 8))
+
 def twice():  # one tensor as inputs and labels, as language models have it
     model, x = build()
     return {"model": model, "batch": x, "target": x,
@@ -377,5 +386,8 @@ def test_the_command_profiles_a_workload_at_two_batches(
     twice = json.loads(run("model.py:twice", "--budget", "1GB", "--json").stdout)
     assert twice["cards"][0]["largest_batch_planned"] > 64
     alone = json.loads(run("model.py:alone", "--budget", "1GB", "--json").stdout)
-    assert alone["cards"][0]["largest_batch_planned"] is None
-    assert "not known from a batch of 1 row" in alone["notes"][0]
+    assert (alone["batch"], alone["notes"]) == (1, [])
+    assert alone["cards"][0]["largest_batch_planned"] > 64
+    two = json.loads(run("model.py:two", "--budget", "1GB", "--json").stdout)
+    assert two["cards"][0]["largest_batch_planned"] is None
+    assert "other batches: cannot find the rows of the batch" in two["notes"][0]
