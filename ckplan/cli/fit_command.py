@@ -17,7 +17,7 @@ from ckplan.cli.source_options import SourceOptions
 from ckplan.cli.terminal import print_report
 
 if TYPE_CHECKING:
-    from ckplan.fitting.batches import Batches
+    from ckplan.fitting.batches import KnownBatches
     from ckplan.fitting.fit import Fit
     from ckplan.graph.graph import Graph
 
@@ -135,9 +135,9 @@ def _profiled(
     source: SourceOptions,
     seed: int,
     gpu: str | None,
-) -> Batches:
+) -> KnownBatches:
     from ckplan.errors import CkplanError
-    from ckplan.fitting.batches import Batches, batches_of
+    from ckplan.fitting.batches import KnownBatches, batches_of
     from ckplan.graph.batch import batch_rows
     from ckplan.report.progress import ProgressLine
     from ckplan.tracing.profile import profile_workload
@@ -157,10 +157,10 @@ def _profiled(
 
         graph = profiled(None)
         rows = batch_rows(graph)
-        if rows is None or rows < 2:
-            why = f"other batches: not known from a batch of {rows} row"
-            return Batches(graph, rows, why_one=why)
+        if rows is None:
+            why = "other batches: not known, as the batch has no rows"
+            return KnownBatches(graph, rows, why_one=why)
         try:
-            return batches_of((graph, profiled(rows // 2)))
+            return batches_of((graph, profiled(rows // 2 or 2)))
         except CkplanError as error:
-            return Batches(graph, rows, why_one=f"other batches: {error.what}")
+            return KnownBatches(graph, rows, why_one=f"other batches: {error.what}")

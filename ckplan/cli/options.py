@@ -224,15 +224,17 @@ class CardOptions:
             CkplanError: The step was not profiled for the card.
         """
         from ckplan.gpus import ASSUMED_CONTEXT_BYTES, find
-        from ckplan.solving.card_memory import card_bytes
+        from ckplan.solving.card_memory import card_bytes, doubts
         from ckplan.units import format_bytes
 
         if not self.given:
             return
         usable_bytes = card_bytes(graph, self.gpu, self.gpu_memory)
         name, context_bytes = f"a card of {self.gpu_memory}", ASSUMED_CONTEXT_BYTES
-        if self.gpu is not None:
-            card = find(self.gpu)
+        card = None if self.gpu is None else find(self.gpu)
+        if doubt := doubts(graph, card):
+            print_message(f"warning: {doubt}")
+        if card is not None:
             name, context_bytes = card.name, card.context_bytes
         sizes = usable_bytes + context_bytes, context_bytes
         capacity, context = map(format_bytes, sizes)

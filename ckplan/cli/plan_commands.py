@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from ckplan.graph.graph import Graph
     from ckplan.plan.plan import Plan
     from ckplan.solving.memory_limit import MemoryLimit
+    from ckplan.solving.remedies import Remedy
     from ckplan.solving.solution import Solution
 
 
@@ -92,6 +94,7 @@ def solve(
     from ckplan.plan import file as plan_file
     from ckplan.report.progress import ProgressLine
     from ckplan.solving import solve as solving
+    from ckplan.solving.alternatives import alternatives
     from ckplan.solving.planner import Planner
     from ckplan.units import parse_bytes, parse_percent
 
@@ -130,7 +133,8 @@ def solve(
     plan = solving.to_plan(graph, solution)
     plan_file.save(plan, output, force=force)
     found = solution, plan, reserve_bytes
-    _show_solution(*found, output, expandable=card.expandable, as_json=as_json)
+    instead = alternatives(planner, solution)
+    _show_solution(*found, instead, output, expandable=card.expandable, as_json=as_json)
     mean = find_mean(graph, trace, sharding)
     if mean is not None:
         _tell_mean(plan, mean)
@@ -157,6 +161,7 @@ def _show_solution(
     solution: Solution,
     plan: Plan,
     reserve_bytes: int,
+    instead: Sequence[Remedy],
     output: Path,
     *,
     expandable: bool,
@@ -171,9 +176,9 @@ def _show_solution(
     reserved = reserved_on_card(timeline)
     found = solution, plan, reserve_bytes
     print_report(
-        solution_json(*found, str(output), reserved)
+        solution_json(*found, str(output), reserved, instead)
         if as_json
-        else solution_report(*found, reserved)
+        else solution_report(*found, reserved, instead)
     )
     if reserved is None:
         return

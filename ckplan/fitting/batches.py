@@ -8,16 +8,16 @@ from dataclasses import dataclass, field
 
 from ckplan.errors import CkplanError
 from ckplan.graph.batch import batch_rows, batch_shapes
-from ckplan.graph.extrapolate import extrapolate
 from ckplan.graph.graph import Graph
+from ckplan.tuning.batches import batches
 
 STEPS = (1, 2, 3, *(n << e for e in range(17) for n in (4, 5, 6, 7)))
-"""Batches of a coarse search: four in every doubling."""
+"""KnownBatches of a coarse search: four in every doubling."""
 _FINEST = 64  # part of the batch: precision of the search
 
 
 @dataclass
-class Batches:
+class KnownBatches:
     """A step at any number of rows of its batch.
 
     With one profile only its own batch is known.
@@ -36,11 +36,9 @@ class Batches:
         if rows == self.rows:
             return self.graph
         if rows not in self._drawn:
-            few, many = sorted(
-                ((self.rows, self.graph), (self.other_rows, self.other)),
-                key=lambda pair: pair[0],
-            )
-            self._drawn[rows] = extrapolate(few[1], many[1], (few[0], many[0], rows))
+            two = (self.other_rows, self.other), (self.rows, self.graph)
+            (few, small), (many, large) = sorted(two, key=lambda pair: pair[0])
+            self._drawn[rows] = batches(small, large, (few, many))(rows)
         return self._drawn[rows]
 
 
@@ -73,15 +71,15 @@ def largest_rows(
     return low
 
 
-def batches_of(graphs: tuple[Graph, ...]) -> Batches:
-    """Batches from one profile, or from two of the same step.
+def batches_of(graphs: tuple[Graph, ...]) -> KnownBatches:
+    """KnownBatches from one profile, or from two of the same step.
 
     Raises:
         CkplanError: The two differ in more than the rows of their batch.
     """
     first, *others = graphs
     if not others:
-        return Batches(
+        return KnownBatches(
             first,
             batch_rows(first),
             why_one="other batches: not known from one trace; name a second one of "
@@ -89,7 +87,7 @@ def batches_of(graphs: tuple[Graph, ...]) -> Batches:
         )
     (second,) = others
     rows, other_rows = _rows_of_both(first, second)
-    found = Batches(first, rows, second, other_rows)
+    found = KnownBatches(first, rows, second, other_rows)
     found.at(2 * max(rows, other_rows))  # raises if the ops differ
     return found
 

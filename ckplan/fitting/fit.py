@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 from ckplan import gpus, units
 from ckplan.errors import CkplanError
-from ckplan.fitting.batches import Batches, batches_of, largest_rows
+from ckplan.fitting.batches import KnownBatches, batches_of, largest_rows
 from ckplan.fitting.other_card import estimated, on_card
 from ckplan.graph import file as trace_file
 from ckplan.graph.graph import Graph
 from ckplan.plan.region import Region
 from ckplan.simulating.allocations import is_on_card, reserved_bytes
 from ckplan.simulating.simulate import Simulator, Timeline
+from ckplan.solving.alternatives import expandable, plan_within
 from ckplan.solving.card_memory import check_profiled_for
 from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.planner import Planner
 from ckplan.solving.remedies import SAME, SMALLER, Remedy, by_cost, remedies
 from ckplan.solving.replays import ReplayedPlan
-from ckplan.solving.reserved_limit import solve_within_limit
 
 AS_IT_IS = "as it is"
 WITH_A_PLAN = "with a plan"
@@ -99,7 +99,7 @@ def fit(
 
 
 def fit_batches(
-    batches: Batches,
+    batches: KnownBatches,
     *,
     gpu: str | Sequence[str] | None = None,
     budget: str | int | None = None,
@@ -117,14 +117,24 @@ def fit_batches(
         peak_bytes = asked.planner.unplanned.peak_bytes
         limit = MemoryLimit(units.parse_budget(budget, peak_bytes))
         alone = asked.card_fit(units.format_bytes(limit.bytes), limit, None)
+        alone = asked.with_remedies(alone, limit, None)
         return _as_fit(batches, (alone,), cheapest=None, all_named=True)
     if not is_on_card(batches.graph):
         check_profiled_for(batches.graph, gpus.find(names[0]) if names else None)
     cards = [gpus.find(name) for name in names or gpus.load()]
+    limits = [MemoryLimit(card.usable_bytes, of_reserved=True) for card in cards]
     answers = tuple(
-        asked.card_fit(card.name, MemoryLimit(card.usable_bytes, True), card)
-        for card in cards
+        asked.card_fit(card.name, limit, card)
+        for card, limit in zip(cards, limits, strict=True)
     )
+    if names or not any(answer.fits for answer in answers):
+        roomiest = max(card.usable_bytes for card in cards)
+        answers = tuple(
+            asked.with_remedies(answer, limit, card)
+            if names or limit.bytes == roomiest
+            else answer
+            for answer, limit, card in zip(answers, limits, cards, strict=True)
+        )
     return _as_fit(batches, answers, cheapest=_cheapest(answers), all_named=bool(names))
 
 
@@ -145,7 +155,7 @@ def _cheapest(answers: Sequence[CardFit]) -> str | None:
 
 
 def _as_fit(
-    batches: Batches,
+    batches: KnownBatches,
     answers: tuple[CardFit, ...],
     *,
     cheapest: str | None,
@@ -166,7 +176,7 @@ def _cost(card: gpus.Gpu) -> tuple[bool, float, int, int]:
 class _Asked:
     """One step and its plans, which all cards share."""
 
-    def __init__(self, batches: Batches, *, in_steps: bool) -> None:
+    def __init__(self, batches: KnownBatches, *, in_steps: bool) -> None:
         self._batches = batches
         self._in_steps = in_steps
         self._sizes: dict[tuple[int, bool, bool], int] = {}
@@ -192,7 +202,7 @@ class _Asked:
         how = AS_IT_IS if overhead == 0.0 else WITH_A_PLAN
         if overhead is None:
             how = NOT if planned is None else SMALLER_BATCH if planned else AT_NO_BATCH
-        answer = CardFit(
+        return CardFit(
             name,
             limit.bytes,
             self._needed(limit, planned=False),
@@ -203,14 +213,18 @@ class _Asked:
             planned,
             uncertain=tuple(estimated(self._batches.graph, card)) if card else (),
         )
-        if how == AS_IT_IS:
+
+    def with_remedies(
+        self, answer: CardFit, limit: MemoryLimit, card: gpus.Gpu | None
+    ) -> CardFit:
+        """The same answer, with what would make it fit, or fit at less cost."""
+        if answer.how == AS_IT_IS:
             return answer
         return replace(answer, remedies=tuple(self._remedies(limit, card, answer)))
 
     def _remedies(
         self, limit: MemoryLimit, card: gpus.Gpu | None, answer: CardFit
     ) -> list[Remedy]:
-        """What would make it fit, or fit at less cost, in order of cost."""
         gaps = answer.least_bytes - self._planned.peak_bytes
         graph = self._batches.graph
         found = remedies(graph, self._smallest, limit.bytes - gaps)
@@ -233,28 +247,13 @@ class _Asked:
             found = tuple(one for one in found if one.name != SMALLER)
         if answer.fits:  # nothing else is needed; what is cheaper is worth a row
             found = tuple(one for one in found if one.overhead is not None)
-        return sorted([*found, *self._expandable(limit, card, answer)], key=by_cost)
-
-    def _expandable(
-        self, limit: MemoryLimit, card: gpus.Gpu | None, answer: CardFit
-    ) -> Iterator[Remedy]:
-        """Expandable segments, if they make the step fit or a plan cheaper."""
-        if not limit.of_reserved:
-            return
-        expandable = replace(limit, expandable=True)
-        found = self._solved(expandable)
-        if found is None:
-            return
-        overhead = self._at_seconds_of(card, found)
-        if answer.planned_overhead is None or overhead < answer.planned_overhead:
-            yield Remedy(
-                "no gaps between segments of PyTorch's allocator",
-                "PYTORCH_ALLOC_CONF=expandable_segments:True, --expandable-segments",
-                expandable.reserved_bytes(found[0]) or found[0].peak_bytes,
-                SAME,
-                overhead=overhead,
-                fits=True,
-            )
+        expanded = expandable(
+            self.planner,
+            limit,
+            answer.planned_overhead,
+            partial(self._at_seconds_of, card),
+        )
+        return sorted([*found, *expanded], key=by_cost)
 
     def _overhead(self, limit: MemoryLimit, card: gpus.Gpu | None) -> float | None:
         """Of the cheapest plan found, at the seconds of the card; None if none fits."""
@@ -266,11 +265,7 @@ class _Asked:
         unplanned = self.planner.unplanned
         if self._needed(limit, planned=False) <= limit.bytes:
             return unplanned, ()
-        if limit.bytes < self.planner.floor.peak_bytes:
-            return None
-        found = solve_within_limit(self.planner, limit)
-        fits = limit.allows(found.timeline)
-        return (found.timeline, found.regions) if fits else None
+        return plan_within(self.planner, limit)
 
     def _at_seconds_of(self, card: gpus.Gpu | None, found: ReplayedPlan) -> float:
         """The overhead of a plan at the seconds of another card."""
@@ -304,8 +299,6 @@ class _Asked:
     def _needed(self, limit: MemoryLimit, *, planned: bool) -> int:
         """What the batch that is asked for needs within a limit, or beyond it."""
         timeline = self._timeline(self._own_rows, planned=planned)
-        if limit.expandable:
-            return limit.reserved_bytes(timeline) or timeline.peak_bytes
         size = self._size(
             self._own_rows, planned=planned, of_reserved=limit.of_reserved
         )

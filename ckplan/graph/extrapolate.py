@@ -23,6 +23,17 @@ _GROWS = ("bytes", "flops", "seconds")  # last word of the names of fields that 
 _SIZES = re.compile(r"\d+")
 
 
+_GROWING = {
+    record: tuple(
+        field.name
+        for field in fields(record)
+        if field.name.rpartition("_")[2] in _GROWS
+    )
+    for record in (Op, Storage, Encoding)
+}
+"""Record -> its fields that grow with the rows."""
+
+
 def extrapolate(small: Graph, large: Graph, rows: tuple[int, int, int]) -> Graph:
     """Return the step with another number of rows.
 
@@ -59,15 +70,13 @@ def extrapolate(small: Graph, large: Graph, rows: tuple[int, int, int]) -> Graph
         large,
         fingerprint={**large.fingerprint, **({"batch": batch} if batch else {})},
         ops=tuple(
-            replace(
-                op, workspace=_extrapolated_blocks(one.workspace, op.workspace, rows)
-            )
+            _with(op, workspace=_extrapolated_blocks(one.workspace, op.workspace, rows))
             for one, op in zip(
                 small.ops, extrapolated(small.ops, large.ops), strict=True
             )
         ),
         storages=tuple(
-            replace(grown, tensor=_extrapolated_tensor(one, other, grown.bytes, rows))
+            _with(grown, tensor=_extrapolated_tensor(one, other, grown.bytes, rows))
             for one, other, grown in zip(
                 small.storages,
                 large.storages,
@@ -95,14 +104,12 @@ def _in_blocks(small: Graph, large: Graph, grown: Graph) -> Graph:
                 if in_blocks(item * math.prod(few.shape)) == one.bytes and (
                     in_blocks(item * math.prod(many.shape)) == other.bytes
                 ):
-                    return replace(made, bytes=in_blocks(item * math.prod(new.shape)))
-        return replace(made, bytes=in_blocks(made.bytes))
+                    return _with(made, bytes=in_blocks(item * math.prod(new.shape)))
+        return _with(made, bytes=in_blocks(made.bytes))
 
     return replace(
         grown,
-        ops=tuple(
-            replace(op, workspace=op.workspace.map(in_blocks)) for op in grown.ops
-        ),
+        ops=tuple(_with(op, workspace=op.workspace.map(in_blocks)) for op in grown.ops),
         storages=tuple(
             sized(*three)
             for three in zip(
@@ -183,13 +190,17 @@ def _extrapolated_shapes(one: Any, other: Any, rows: tuple[int, int, int]) -> An
 def _extrapolated(one: _T, other: _T, rows: tuple[int, int, int]) -> _T:
     """A record with quantities on the line through two others, and at least 0."""
     found: dict[str, Any] = {}
-    for field in fields(one):
-        if field.name.rpartition("_")[2] in _GROWS:
-            low, high = getattr(one, field.name), getattr(other, field.name)
-            found[field.name] = max(
-                type(high)(0), type(high)(_on_line(low, high, rows))
-            )
-    return replace(other, **found)
+    for name in _GROWING[type(other)]:
+        low, high = getattr(one, name), getattr(other, name)
+        if low != high:
+            found[name] = max(type(high)(0), type(high)(_on_line(low, high, rows)))
+    return replace(other, **found) if found else other
+
+
+def _with(record: _T, **values: Any) -> _T:
+    """A record with other values; the same one if they are its own."""
+    same = all(getattr(record, name) == value for name, value in values.items())
+    return record if same else replace(record, **values)
 
 
 def _on_line(low: float, high: float, rows: tuple[int, int, int]) -> float:

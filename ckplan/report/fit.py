@@ -15,14 +15,13 @@ from ckplan.fitting.fit import (
     CardFit,
     Fit,
 )
+from ckplan.report.remedies import remedies_table, remedy_json
 from ckplan.report.tables import add_row, key_value_table, make_table, section
 from ckplan.simulating.alive import peak_tensors
 from ckplan.simulating.simulate import simulate
-from ckplan.solving.remedies import Remedy
 
 _MOST_NAMED = 3
 _MOST_CARDS = 3  # with remedies of their own
-_RESULTS = {"same": "same bits", "close": "close", "changes": "other training"}
 
 
 def fit_report(found: Fit) -> RenderableType:
@@ -31,7 +30,7 @@ def fit_report(found: Fit) -> RenderableType:
     cards = _with_remedies(found)
     return Group(
         section(f"Where {found.graph.model} fits{batch}", _cards(found)),
-        *(section(_why(card), _remedies(card)) for card in cards),
+        *(section(_why(card), remedies_table(card.remedies)) for card in cards),
         key_value_table(_facts(found)),
     )
 
@@ -128,21 +127,6 @@ def _why(card: CardFit) -> str:
     return f"{card.name}: {short} short under the smallest plan; what would make it fit"
 
 
-def _remedies(card: CardFit) -> Table:
-    table = make_table("", "needs", "time", "results", "fits", texts=1)
-    for one in card.remedies:
-        overhead = one.overhead
-        add_row(
-            table,
-            one.how,
-            ("about " if one.about else "") + units.format_bytes(one.peak_bytes),
-            "-" if overhead is None else units.format_percent(overhead, sign=True),
-            _RESULTS[one.bits],
-            {True: "yes", False: "no", None: "-"}[one.fits],
-        )
-    return table
-
-
 def _card_json(card: CardFit) -> dict[str, Any]:
     return {
         "name": card.name,
@@ -155,17 +139,5 @@ def _card_json(card: CardFit) -> dict[str, Any]:
         "needed_bytes": card.needed_bytes,
         "least_bytes": card.least_bytes,
         "uncertain": list(card.uncertain),
-        "remedies": [_remedy_json(one) for one in card.remedies],
-    }
-
-
-def _remedy_json(one: Remedy) -> dict[str, Any]:
-    return {
-        "name": one.name,
-        "how": one.how,
-        "bits": one.bits,
-        "needed_bytes": one.peak_bytes,
-        "estimated": one.about,
-        "overhead": one.overhead,
-        "fits": one.fits,
+        "remedies": [remedy_json(one) for one in card.remedies],
     }

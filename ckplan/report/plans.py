@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -17,11 +17,15 @@ from ckplan.report.comparison import (
     baselines_legend,
     baselines_table,
 )
+from ckplan.report.remedies import remedies_table, remedy_json
 from ckplan.report.reserved import reserved_facts, reserved_json
 from ckplan.report.tables import add_row, key_value_table, make_table, section
 from ckplan.simulating.allocations import Reserved
 from ckplan.simulating.simulate import Timeline
+from ckplan.solving.remedies import Remedy
 from ckplan.solving.solution import ExactResult, Solution
+
+_INSTEAD = "In place of this plan, or for a cheaper one"
 
 
 def solution_report(
@@ -29,11 +33,13 @@ def solution_report(
     plan: Plan,
     reserve_bytes: int,
     reserved: Reserved | None = None,
+    instead: Sequence[Remedy] = (),
 ) -> RenderableType:
-    """Peak and time before and after, the bound, the baselines and the regions."""
+    """Peak and time before and after, what else would do, the bound, the baselines."""
     title = f"Plan for {plan.model} within {_size(solution.budget_bytes)}"
     return Group(
         section(title, _before_and_after(solution)),
+        *([section(_INSTEAD, remedies_table(instead))] if instead else []),
         section(
             "Budget, bound and floor",
             key_value_table(_budget_rows(solution, reserve_bytes, reserved)),
@@ -53,6 +59,7 @@ def solution_json(
     reserve_bytes: int,
     path: str,
     reserved: Reserved | None = None,
+    instead: Sequence[Remedy] = (),
 ) -> dict[str, Any]:
     """A solution as JSON; ``budget_bytes`` includes reserve and gaps."""
     timeline = solution.timeline
@@ -83,6 +90,7 @@ def solution_json(
         "batches_per_step": timeline.graph.num_batches,
         "unplanned_step_seconds": step_seconds,
         "step_seconds": step_seconds + timeline.recompute_seconds,
+        "instead": [remedy_json(one) for one in instead],
         "baselines": [baseline_json(baseline) for baseline in solution.baselines],
         "regions": [_region_json(region) for region in plan.regions],
     }

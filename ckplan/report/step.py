@@ -26,6 +26,7 @@ from ckplan.report.tables import add_row, key_value_table, make_table, section, 
 from ckplan.simulating.alive import Alive, peak_tensors
 from ckplan.simulating.allocations import Reserved
 from ckplan.simulating.simulate import Timeline
+from ckplan.solving.remedies import cache_remedy, held_caches
 
 _MOST_ROWS = 16
 _MOST_AT_PEAK = 4
@@ -48,6 +49,7 @@ def step_report(
     rows = [
         ("peak", f"{_size(timeline.peak_bytes)} during {timeline.peak_at}"),
         *_largest_facts(timeline),
+        *_caches(graph),
         *reserved_facts(reserved),
         ("forward", units.format_flops((forward.inside + forward.outside).flops)),
         ("step", _step_seconds(graph)),
@@ -57,7 +59,7 @@ def step_report(
     memory = _memory(graph, timeline, forward)
     return Group(
         section(f"Memory of one training step of {graph.model}", memory),
-        section("Layers in forward", _layers(graph, forward)),
+        section(_layers_title(graph), _layers(graph, forward)),
         *([section("Hazards", hazards_table(graph))] if graph.hazards else []),
         key_value_table(rows),
     )
@@ -105,6 +107,11 @@ def step_json(
     }
 
 
+def _layers_title(graph: Graph) -> str:
+    one = f" of one of {graph.num_batches} batches" if graph.num_batches > 1 else ""
+    return f"Layers in forward{one}"
+
+
 def _step_seconds(graph: Graph) -> str:
     batches = f" of {graph.num_batches} batches" if graph.num_batches > 1 else ""
     return f"{units.format_seconds(graph.step_seconds)}{batches}, without recomputation"
@@ -115,6 +122,15 @@ def _largest_facts(timeline: Timeline) -> list[tuple[str, str]]:
     found = peak_tensors(timeline, _MOST_AT_PEAK)
     names = ["largest then", *[""] * len(found)]
     return [(name, str(row)) for name, row in zip(names, found, strict=False)]
+
+
+def _caches(graph: Graph) -> list[tuple[str, str]]:
+    """Advice, if the output holds a cache of keys and values until backward ends."""
+    caches = held_caches(graph)
+    if not caches:
+        return []
+    found = cache_remedy(graph, caches, 0)
+    return [("advice", f"{found.how}: {found.name}")]
 
 
 def _alive_json(row: Alive) -> dict[str, Any]:

@@ -36,8 +36,8 @@ def check_profiled_for(graph: Graph, card: gpus.Gpu | None) -> None:
 
     Args:
         graph: The recorded step.
-        card: The card, or None for one of which only the size is known: then any step
-            on a GPU will do.
+        card: The card, or None for one of which only the size is known. For that one,
+            and for one whose kernels are not known, any step on a GPU will do.
 
     Raises:
         CkplanError: With the command that profiles for that card.
@@ -45,7 +45,9 @@ def check_profiled_for(graph: Graph, card: gpus.Gpu | None) -> None:
     made_for = graph.options.get("gpu")
     if made_for is None and is_on_card(graph):
         return  # seconds of the GPU that profiled, whose name is not recorded
-    if made_for is not None and (card is None or made_for == card.name):
+    if made_for is not None and (
+        card is None or card.platform != "cuda" or made_for == card.name
+    ):
         return
     wanted = "a GPU" if card is None else card.name
     whose = "the CPU" if made_for is None else made_for
@@ -56,10 +58,24 @@ def check_profiled_for(graph: Graph, card: gpus.Gpu | None) -> None:
     )
 
 
+def doubts(graph: Graph, card: gpus.Gpu | None) -> str:
+    """What of a step is not of the card that it is planned for; "" if all is."""
+    if str(graph.fingerprint.get("device")) == "cpu":
+        return "bytes are those of a CPU, as the trace was made with --device cpu"
+    if card is not None and card.platform != "cuda":
+        made_for = graph.options.get("gpu", "another GPU")
+        return (
+            f"bytes and seconds are those of {made_for}: the kernels of "
+            f"{card.platform} are not known"
+        )
+    return ""
+
+
 def profile_command(graph: Graph, card: gpus.Gpu | None) -> str:
     """The command that profiles the same workload for a card."""
-    known = {**plan_workload(graph.options)}
+    known = plan_workload(graph.options)
     known.pop("gpu", None)
     workload = as_arguments(known) if "target" in known else "model.py"
-    name = gpus.DEFAULT if card is None else card.name
+    is_cuda = card is not None and card.platform == "cuda"
+    name = card.name if card is not None and is_cuda else gpus.DEFAULT
     return f"ckplan profile {workload} --gpu {shlex.quote(name)}"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ckplan.simulating.allocations import has_room, replayed
+from ckplan.simulating.allocations import has_room, replayed, reserved_bytes
+from ckplan.simulating.caching_allocator import NoRoomError
 from ckplan.simulating.simulate import Timeline
 
 
@@ -30,7 +31,12 @@ class MemoryLimit:
         """
         if not self.of_reserved:
             return None
-        within = self.bytes if self.allows(timeline) else None
-        return replayed(
-            timeline, expandable=self.expandable, capacity_bytes=within
-        ).reserved_bytes
+        needed_bytes = reserved_bytes(timeline, expandable=self.expandable)
+        if needed_bytes <= self.bytes or timeline.peak_bytes > self.bytes:
+            return needed_bytes
+        try:
+            return replayed(
+                timeline, expandable=self.expandable, capacity_bytes=self.bytes
+            ).reserved_bytes
+        except NoRoomError:
+            return needed_bytes

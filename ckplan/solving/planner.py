@@ -159,7 +159,7 @@ class Planner:
         """The error, whose hints are the remedies that fit, in order of cost."""
         floor, (_, regions) = self.floor, self._spaces.smallest_plan
         budget, least = map(units.format_bytes, (budget_bytes, floor.peak_bytes))
-        found = remedies(self.graph, regions, budget_bytes)
+        found = remedies(self.graph, regions, budget_bytes, _floor_bytes)
         hints = [one for one in found if one.fits]
         start = "" if hints else "several changes together, as none alone is enough: "
         listed = "; or ".join(map(str, (hints or found)[:_MOST_HINTS]))
@@ -206,6 +206,10 @@ class Planner:
             if replay[0].peak_bytes <= budget_bytes:
                 return replay
         return min(found, key=peak_of)
+
+
+def _floor_bytes(graph: Graph) -> int:
+    return Planner(graph).floor.peak_bytes
 
 
 def _rank(found: ReplayedPlan) -> tuple[float, int]:

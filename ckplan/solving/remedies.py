@@ -48,7 +48,10 @@ class Remedy:
 
 
 def remedies(
-    graph: Graph, regions: tuple[Region, ...], limit_bytes: int | None = None
+    graph: Graph,
+    regions: tuple[Region, ...],
+    limit_bytes: int | None = None,
+    floor_of: Callable[[Graph], int] | None = None,
 ) -> tuple[Remedy, ...]:
     """What lowers the peak of the smallest plan, in order of cost.
 
@@ -59,10 +62,11 @@ def remedies(
         graph: The step.
         regions: Its smallest plan.
         limit_bytes: The limit on its tensors, to mark what fits.
+        floor_of: The least bytes of another step; by default those of the same plan.
     """
     smallest = Simulator(graph).run(regions)
     found = [
-        *_caches(graph, regions),
+        *_caches(graph, floor_of or (lambda other: _peak(other, regions))),
         *_smaller_batch(graph, regions, limit_bytes),
         *_chunks(graph, regions),
         *_smaller_state(graph, regions),
@@ -118,19 +122,26 @@ def without_caches(graph: Graph) -> Graph:
     )
 
 
-def _caches(graph: Graph, regions: tuple[Region, ...]) -> Iterator[Remedy]:
+def cache_remedy(graph: Graph, caches: frozenset[int], peak_bytes: int) -> Remedy:
+    """The row of ``use_cache=False``."""
+    some = graph.storages[min(caches)]
+    return Remedy(
+        f"no cache: {len(caches)} x {some.tensor} live until backward ends",
+        "use_cache=False in the model's configuration",
+        peak_bytes,
+        SAME,
+        overhead=0.0,
+    )
+
+
+def _caches(graph: Graph, floor_of: Callable[[Graph], int]) -> Iterator[Remedy]:
     caches = held_caches(graph)
     if caches:
-        peak_bytes = Simulator(without_caches(graph)).run(regions).peak_bytes
-        some = graph.storages[min(caches)]
-        yield Remedy(
-            f"no cache of keys and values: {len(caches)} x {some.tensor} live until "
-            "backward ends",
-            "use_cache=False in the model's configuration, then profile again",
-            peak_bytes,
-            SAME,
-            overhead=0.0,
-        )
+        yield cache_remedy(graph, caches, floor_of(without_caches(graph)))
+
+
+def _peak(graph: Graph, regions: tuple[Region, ...]) -> int:
+    return Simulator(graph).run(regions).peak_bytes
 
 
 def _smaller_batch(

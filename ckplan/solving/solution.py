@@ -23,8 +23,8 @@ class Baseline:
     @classmethod
     def of(cls, name: str, timeline: Timeline, limit: MemoryLimit) -> Baseline:
         """Build the baseline of a simulated timeline."""
-        peak_bytes, fits = timeline.peak_bytes, limit.allows(timeline)
-        reserved_bytes = limit.reserved_bytes(timeline)
+        peak_bytes, reserved_bytes = timeline.peak_bytes, limit.reserved_bytes(timeline)
+        fits = max(peak_bytes, reserved_bytes or 0) <= limit.bytes
         return cls(name, peak_bytes, timeline.overhead, fits, reserved_bytes)
 
 

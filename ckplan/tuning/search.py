@@ -198,8 +198,8 @@ class WaySearch:
             if 0 < n <= most and self.setting(n) is not None
         ]
 
-    def check(self, rows: int) -> None:
-        """Record the step at a batch.
+    def check(self, rows: int) -> bool:
+        """Record the step at a batch; whether it is like the drawn one.
 
         Settings found on drawn steps are forgotten, unless the drawn step at this batch
         is like the recorded one.
@@ -213,10 +213,11 @@ class WaySearch:
         if rows not in self.refused and _are_alike(drawn, self.graph_at(rows)):
             for planned in (False, True):
                 self._settings.pop((rows, planned), None)
-            return
+            return True
         self._settings.clear()
         for name in ("largest_unplanned", "largest_planned"):
             self.__dict__.pop(name, None)
+        return False
 
 
 def _are_alike(one: Graph, other: Graph) -> bool:

@@ -249,6 +249,22 @@ def test_a_card_by_its_size_alone(run: Run, trace: Path) -> None:
     )
 
 
+def test_what_is_not_of_the_card_is_said(run: Run, trace: Path) -> None:
+    for_card(trace, "H200")
+    ended = run("solve", str(trace), "--gpu", "MI300X")
+    assert ended.code == 0
+    assert "warning: bytes are those of a CPU" in ended.err  # as this trace was
+    graph = ckplan.load_graph(trace)
+    on_cuda = {**graph.fingerprint, "device": "cuda"}
+    save(replace(graph, fingerprint=on_cuda), trace, force=True)
+    ended = run("solve", str(trace), "--gpu", "MI300X", "--force")
+    assert (
+        "warning: bytes and seconds are those of H200: the kernels of rocm are not "
+        "known" in ended.err
+    )
+    assert "warning" not in run("solve", str(trace), "--gpu", "H200", "--force").err
+
+
 def test_python_takes_a_reserve_off_the_memory_of_a_card(trace: Path) -> None:
     for_card(trace, "A100 40GB")
     plan = ckplan.solve(ckplan.load_graph(trace), gpu="A100 40GB", reserve="2GiB")

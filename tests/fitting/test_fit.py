@@ -17,16 +17,20 @@ import ckplan
 from ckplan import gpus
 from ckplan.cli import app
 from ckplan.errors import CkplanError, InfeasibleError
-from ckplan.fitting.batches import STEPS, Batches, batches_of, largest_rows
+from ckplan.fitting.batches import STEPS, KnownBatches, batches_of, largest_rows
 from ckplan.fitting.fit import AT_NO_BATCH, fit_batches
 from ckplan.fitting.other_card import estimated, on_card
 from ckplan.graph.file import save
 from ckplan.graph.graph import Graph
 from ckplan.graph.records import BEFORE_STEP, Storage, TensorType
+from ckplan.report.step import step_report
+from ckplan.report.tables import render
 from ckplan.simulating.allocations import has_room, reserved_bytes
 from ckplan.simulating.simulate import Simulator, simulate
+from ckplan.solving.alternatives import alternatives
 from ckplan.solving.planner import Planner
 from ckplan.solving.remedies import CHANGES, CLOSE, SAME, held_caches, remedies
+from ckplan.units import format_bytes
 
 MIB = 2**20
 NAMES = [*gpus.load()]
@@ -89,7 +93,9 @@ def test_the_largest_batches_fit_and_the_next_ones_do_not() -> None:
     swapped = ckplan.fit(LARGE, SMALL, gpu="T4")
     assert swapped.cards[0].largest_planned == card.largest_planned
     assert swapped.rows == 4
-    (alone,) = ckplan.fit(SMALL, gpu="T4").cards
+    single = ckplan.fit(SMALL, gpu="T4")
+    assert "not known from one trace" in single.notes[0]
+    (alone,) = single.cards
     assert alone.largest_planned is alone.largest_unplanned is None
 
 
@@ -170,7 +176,7 @@ def test_expandable_segments_have_a_row_where_they_are_cheaper() -> None:
     priced = 0
     for share in (0.7, 0.9, 1.0):
         size = round(share * simulate(graph).peak_bytes)
-        batches = Batches(graph, 4)
+        batches = KnownBatches(graph, 4)
         with pytest.MonkeyPatch.context() as patch:
             card = replace(gpus.find("T4"), capacity_bytes=size, context_bytes=0)
             patch.setattr(gpus, "find", lambda name, card=card: card)
@@ -262,6 +268,25 @@ def test_caches_that_outlive_forward_are_found_and_priced() -> None:
     assert (first.bits, first.overhead) == (SAME, 0.0)
     assert first.peak_bytes == simulate(graph).peak_bytes
     assert first.peak_bytes < simulate(cached).peak_bytes
+    planner = Planner(cached)
+    limit = (3 * planner.floor.peak_bytes + planner.unplanned.peak_bytes) // 4
+    planned = planner.solve(limit)
+    row = next(one for one in alternatives(planner, planned) if "cache" in one.how)
+    without = Planner(graph).solve(limit)
+    assert row.overhead == pytest.approx(without.timeline.overhead)
+    assert row.overhead < planned.timeline.overhead
+    assert row.peak_bytes == without.timeline.peak_bytes
+    floor = planner.floor.peak_bytes
+    with pytest.raises(InfeasibleError) as caught:
+        planner.solve(floor - 1)
+    less = Planner(graph).floor.peak_bytes
+    assert less < 0.95 * floor
+    assert f"use_cache=False in the model's configuration ({format_bytes(less)})" in (
+        caught.value.hint
+    )
+    shown = render(step_report(cached, simulate(cached)))
+    assert "advice" in shown and "use_cache=False" in shown
+    assert "advice" not in render(step_report(graph, simulate(graph)))
 
 
 def test_an_infeasible_budget_names_tensors_and_gives_the_cheapest_ways() -> None:
@@ -334,6 +359,18 @@ def build(batch: int = 64):
 
 def alone():
     return build(1)
+
+class Two(nn.Linear):
+    def forward(self, x, y):
+        return super().forward(x).mean() + super().forward(y).mean()
+
+def two():
+    return Two(8, 8), (torch.randn(4, 8), torch.randn(6, 8))
+
+def twice():  # one tensor as inputs and labels, as language models have it
+    model, x = build()
+    return {"model": model, "batch": x, "target": x,
+            "loss_fn": nn.functional.mse_loss}
 """
 
 
@@ -346,6 +383,11 @@ def test_the_command_profiles_a_workload_at_two_batches(
     assert found["cheapest"] == "T4"
     for card in found["cards"]:
         assert card["largest_batch_planned"] >= card["largest_batch_unplanned"] > 64
+    twice = json.loads(run("model.py:twice", "--budget", "1GB", "--json").stdout)
+    assert twice["cards"][0]["largest_batch_planned"] > 64
     alone = json.loads(run("model.py:alone", "--budget", "1GB", "--json").stdout)
-    assert alone["cards"][0]["largest_batch_planned"] is None
-    assert "not known from a batch of 1 row" in alone["notes"][0]
+    assert (alone["batch"], alone["notes"]) == (1, [])
+    assert alone["cards"][0]["largest_batch_planned"] > 64
+    two = json.loads(run("model.py:two", "--budget", "1GB", "--json").stdout)
+    assert two["cards"][0]["largest_batch_planned"] is None
+    assert "other batches: cannot find the rows of the batch" in two["notes"][0]

@@ -191,6 +191,20 @@ def test_expandable_segments_leave_fewer_gaps_and_must_be_set(trace: Graph) -> N
         ckplan.solve(trace, "14GiB", expandable_segments=True)
 
 
+def test_what_would_do_in_place_of_a_plan_is_said_with_its_price(trace: Graph) -> None:
+    del trace
+    fixed = json.loads(run("--gpu", "T4", "--json").stdout)
+    (row,) = (one for one in fixed["instead"] if "expandable" in one["how"])
+    found = json.loads(run("--gpu", "T4", "--expandable-segments", "--json").stdout)
+    assert row["overhead"] == pytest.approx(found["overhead"])
+    assert row["overhead"] < fixed["overhead"]
+    assert not any("expandable" in one["how"] for one in found["instead"])
+    said = run("--gpu", "T4").stdout
+    assert said.index("In place of this plan") < said.index("Budget, bound and floor")
+    unplanned = json.loads(run("--budget", "100%", "--json").stdout)
+    assert unplanned["instead"] == []
+
+
 def test_a_budget_is_of_tensors_and_warns_where_the_allocator_fails(
     trace: Graph,
 ) -> None:
