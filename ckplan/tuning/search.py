@@ -249,3 +249,16 @@ def _better(one: Setting | None, other: Setting | None) -> Setting | None:
     if one is None or other is None:
         return one or other
     return max(one, other, key=lambda setting: setting.samples_per_second)
+
+
+def crossover(base: WaySearch, other: WaySearch) -> int | None:
+    """Smallest batch at which a way beats the base unplanned; None if at none."""
+    best = base.best()
+    for rows in sorted({*grid(other.largest_unplanned), other.largest_unplanned}):
+        one = other.setting(rows, planned=False)
+        least = base.setting(rows, planned=False) or best
+        if one is not None and (
+            least is None or one.seconds_per_sample < least.seconds_per_sample
+        ):
+            return rows
+    return None

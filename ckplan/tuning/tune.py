@@ -18,7 +18,7 @@ from ckplan.simulating.simulate import Simulator
 from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.planner import Planner
 from ckplan.tuning.batches import Batches
-from ckplan.tuning.search import WaySearch, grid
+from ckplan.tuning.search import WaySearch, crossover
 from ckplan.tuning.settings import SAME, Lever, Setting, Way, conflict, levers_of
 from ckplan.tuning.tuned import (
     Alternative,
@@ -269,7 +269,7 @@ class Tuning:
             saved_bytes=saved,
             seconds_per_sample=alone.seconds_per_sample if alone else None,
             pays=pays,
-            crossover=self._crossover(way) if refused is None else None,
+            crossover=crossover(base, self.search(way)) if refused is None else None,
             on_best_seconds_per_sample=other.seconds_per_sample if other else None,
             in_best=in_best,
             refused=refused,
@@ -285,7 +285,7 @@ class Tuning:
         pays = planned is not None and bool(planned.regions)
         bare = self.search(best.way).best(planned=False)
         least = None if without is None else without.seconds_per_sample
-        crossover = min(
+        first = min(
             (s.batch for s in forced if least is None or s.seconds_per_sample < least),
             default=None,
         )
@@ -297,7 +297,7 @@ class Tuning:
             if best_planned
             else None,
             pays=pays,
-            crossover=crossover,
+            crossover=first,
             on_best_seconds_per_sample=(
                 (bare.seconds_per_sample if bare else None)
                 if best.regions
@@ -327,19 +327,6 @@ class Tuning:
             on_best_seconds_per_sample=None,
             in_best=False,
         )
-
-    def _crossover(self, way: Way) -> int | None:
-        """Smallest batch at which a way beats the base, as far as both were tried."""
-        base, other = self.search(self._way), self.search(way)
-        best = base.best()
-        for rows in sorted({*grid(other.largest_unplanned), other.largest_unplanned}):
-            one = other.setting(rows, planned=False)
-            least = base.setting(rows, planned=False) or best
-            if one is not None and (
-                least is None or one.seconds_per_sample < least.seconds_per_sample
-            ):
-                return rows
-        return None
 
     def _next(self, best: Setting) -> tuple[Alternative, ...]:
         """The best setting of two other kinds: another way, or without a plan."""
