@@ -6,7 +6,8 @@
 
 Importing this package imports nothing else. Every name is loaded at its first use. Only
 ``profile``, ``auto``, ``verify``, ``dry_run``, ``apply``, ``planned``, ``remove``,
-``status``, ``compile`` and ``backend`` import torch.
+``status``, ``compile``, ``backend``, ``tiled_cross_entropy`` and ``check_bits`` import
+torch.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ckplan.applying import apply, planned, remove, status
+    from ckplan.applying.tiling import check_bits, tiled_cross_entropy
     from ckplan.auto import auto
     from ckplan.compiling import backend, compile
     from ckplan.errors import CkplanError
@@ -41,6 +43,7 @@ __all__ = [
     "apply",
     "auto",
     "backend",
+    "check_bits",
     "compile",
     "dry_run",
     "frontier",
@@ -53,6 +56,7 @@ __all__ = [
     "shard",
     "solve",
     "status",
+    "tiled_cross_entropy",
     "verify",
 ]
 
@@ -63,6 +67,7 @@ _HOME = {
     "apply": "ckplan.applying:apply",
     "auto": "ckplan.auto:auto",
     "backend": "ckplan.compiling:backend",
+    "check_bits": "ckplan.applying.tiling:check_bits",
     "compile": "ckplan.compiling:compile",
     "dry_run": "ckplan.verifying.dry_run:dry_run",
     "frontier": "ckplan.solving.solve:frontier",
@@ -75,6 +80,7 @@ _HOME = {
     "shard": "ckplan.graph.sharding:shard",
     "solve": "ckplan.solving.solve:solve_plan",
     "status": "ckplan.applying:status",
+    "tiled_cross_entropy": "ckplan.applying.tiling:tiled_cross_entropy",
     "verify": "ckplan.verifying.verify:verify",
 }
 

@@ -39,6 +39,7 @@ ROOMS: dict[str, set[str]] = {
     | {"encodings", "training", "applying.tensors", "applying.rebuilding"},
     "applying.guards": BASICS | CORE | ENGINE | {"encodings"},
     "applying.rerunning": BASICS | {"applying.tensors", "applying.rebuilding"},
+    "applying.tiling": BASICS | {"plan"},
     "applying.hooks": BASICS
     | WAISTS
     | ENGINE
