@@ -6,8 +6,8 @@
 
 Importing this package imports nothing else. Every name is loaded at its first use. Only
 ``profile``, ``auto``, ``verify``, ``dry_run``, ``apply``, ``planned``, ``remove``,
-``status``, ``compile``, ``backend``, ``tiled_cross_entropy`` and ``check_bits`` import
-torch.
+``status``, ``compile``, ``backend``, ``tile_head``,
+``tiled_cross_entropy`` and ``check_bits`` import torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ckplan.applying import apply, planned, remove, status
-    from ckplan.applying.tiling import check_bits, tiled_cross_entropy
+    from ckplan.applying.tiling import check_bits, tile_head, tiled_cross_entropy
     from ckplan.auto import auto
     from ckplan.compiling import backend, compile
     from ckplan.errors import CkplanError
@@ -56,6 +56,7 @@ __all__ = [
     "shard",
     "solve",
     "status",
+    "tile_head",
     "tiled_cross_entropy",
     "verify",
 ]
@@ -80,6 +81,7 @@ _HOME = {
     "shard": "ckplan.graph.sharding:shard",
     "solve": "ckplan.solving.solve:solve_plan",
     "status": "ckplan.applying:status",
+    "tile_head": "ckplan.applying.tiling:tile_head",
     "tiled_cross_entropy": "ckplan.applying.tiling:tiled_cross_entropy",
     "verify": "ckplan.verifying.verify:verify",
 }

@@ -39,12 +39,12 @@ ROOMS: dict[str, set[str]] = {
     | {"encodings", "training", "applying.tensors", "applying.rebuilding"},
     "applying.guards": BASICS | CORE | ENGINE | {"encodings"},
     "applying.rerunning": BASICS | {"applying.tensors", "applying.rebuilding"},
-    "applying.tiling": BASICS | {"plan"},
     "applying.hooks": BASICS
     | WAISTS
     | ENGINE
     | {"training", "applying.guards", "applying.rerunning"},
-    "applying": BASICS | WAISTS | {"training", "applying.hooks"},
+    "applying.tiling": BASICS | {"plan", "applying.hooks"},
+    "applying": BASICS | WAISTS | {"training", "applying.hooks", "applying.tiling"},
     "compiling": BASICS | CORE | {"solving", "training"},
     "tracing.faking": {"training"},
     "tracing.recording": BASICS
