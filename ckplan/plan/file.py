@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ from ckplan.plan.plan import (
 )
 from ckplan.plan.region import PROGRAM
 from ckplan.plan.strict_yaml import YamlNode, compose, not_yaml
+from ckplan.plan.tiles import SAME_BITS, Tiles, check_bits
 from ckplan.plan.workload import read_workload
 from ckplan.units import parse_bytes
 
@@ -49,7 +51,7 @@ FORMAT_VERSION = 1
 _OTHER_FILES = {".py": "a Python file", ".json": "a trace", ".gz": "a trace"}
 _MAX_COLUMNS = 88
 _PREDICTION_KEYS = tuple(field.name for field in fields(Prediction))
-_REGION_KEYS = ("calls", "run", "by", "save", "encode", "regions")
+_REGION_KEYS = ("calls", "run", "by", "save", "encode", "tiles", "bits", "regions")
 _LATER_REGION_KEYS = ("offload",)
 _MOST_LEVELS = 16  # of nested regions
 _EXAMPLES = {  # place in the file -> example
@@ -71,6 +73,8 @@ _EXAMPLES = {  # place in the file -> example
     "'by'": EXAMPLE_BY,
     "'save'": "save: [attn.c_attn/addmm, mlp.c_fc/addmm]",
     "'encode'": EXAMPLE_ENCODE,
+    "'tiles'": "tiles: {tokens: 16, vocabulary: 16}",
+    "'bits'": f"bits: {SAME_BITS}",
 }
 
 
@@ -114,6 +118,9 @@ def _region_content(region: PlannedRegion) -> dict[str, object]:
         content["save"] = [str(op) for op in region.save]
     if region.encode:
         content["encode"] = {str(op): name for op, name in region.encode}
+    if region.tiles is not None:
+        content["tiles"] = asdict(region.tiles)
+        content["bits"] = SAME_BITS
     if region.inner:
         content["regions"] = [_region_content(one) for one in region.inner]
     return content
@@ -254,7 +261,18 @@ def _region(part: YamlNode, level: int = 1) -> PlannedRegion:
             hint="leave the innermost regions out",
         )
     inner = tuple(_region(one, level + 1) for one in inside)
-    return part.locate(PlannedRegion, calls, by, save, encode, where, run, inner)
+    tiles = _tiles(entries)
+    return part.locate(PlannedRegion, calls, by, save, encode, where, run, inner, tiles)
+
+
+def _tiles(entries: Mapping[str, YamlNode]) -> Tiles | None:
+    if "bits" in entries:
+        entries["bits"].read(check_bits)
+    if "tiles" not in entries:
+        return None
+    part = entries["tiles"]
+    counts = part.record(("tokens", "vocabulary"))
+    return part.locate(partial(Tiles, **{k: v.read(_count) for k, v in counts.items()}))
 
 
 def _calls_or_run(entries: Mapping[str, YamlNode]) -> None:
@@ -303,6 +321,16 @@ def _version(text: str) -> None:
 def _whole_number(text: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) <= 18):
         raise _not_a_number(text, "a whole number of bytes, without a unit")
+    return int(text)
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) <= 9):
+        raise PlanError(
+            f"cannot read the number of tiles {text!r}",
+            needed="a whole number of tiles, 1 or more",
+            hint=_EXAMPLES["'tiles'"],
+        )
     return int(text)
 
 

@@ -12,6 +12,9 @@ from itertools import pairwise
 
 from ckplan.errors import PlanError
 
+SAME_BITS = "same"
+"""``bits`` of a region by tiles: loss and gradients are bit for bit the plain ones."""
+
 _ROWS = 32  # smallest tile of tokens; cuts lie at multiples
 _COLUMNS = 64  # same, for the vocabulary
 
@@ -59,3 +62,18 @@ def _cut(size: int, count: int, unit: int) -> list[slice]:
     if len(edges) > 2 and edges[-1] - edges[-2] < unit:
         del edges[-2]
     return [slice(a, b) for a, b in pairwise(edges)]
+
+
+def check_bits(text: str) -> str:
+    """Return ``text`` if a plan may say it of the bits of tiles.
+
+    Raises:
+        PlanError: It may not.
+    """
+    if text == SAME_BITS:
+        return text
+    raise PlanError(
+        f"cannot promise bits {text!r}",
+        needed=f"bits: {SAME_BITS}; heads whose tiles give other bits stay whole",
+        hint="ckplan verify, which compares every bit",
+    )

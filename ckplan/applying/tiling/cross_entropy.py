@@ -131,13 +131,13 @@ def _reduce(
 
     ``nll_loss`` of one column sums rows in the same order as of all words.
     """
-    picked, sums, target, ignored = map(chosen, (*rows, target, ignored))
+    picked, target, ignored = map(chosen, (rows[0], target, ignored))
     column = torch.where(ignored, _IGNORED, 0)
     of_row = None if class_weight is None else class_weight[target]
     nll = _nll(picked, column, of_row, reduction)
     if not smoothing:
         return nll
-    smooth = (-sums).masked_fill(ignored, 0.0)
+    smooth = (-chosen(rows[1])).masked_fill(ignored, 0.0)
     if reduction == "sum":
         smooth = smooth.sum()
     elif reduction == "mean" and of_row is None:

@@ -11,11 +11,12 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from ckplan.applying.hooks.choices import Choice
 from ckplan.applying.hooks.forwards import ForwardWrapper
 from ckplan.applying.tiling.cross_entropy import tiled_cross_entropy
 from ckplan.applying.tiling.lazy import LazyLogits, Logits, make_lazy
 from ckplan.applying.tiling.recognizing import recognize
-from ckplan.errors import ApplyError, did_you_mean
+from ckplan.errors import ApplyError, PlanError, did_you_mean
 from ckplan.plan.tiles import Tiles
 
 _hooks_are_enabled = torch._C._autograd._saved_tensors_hooks_is_enabled
@@ -24,8 +25,11 @@ _hooks_are_enabled = torch._C._autograd._saved_tensors_hooks_is_enabled
 class TiledHead(ForwardWrapper):
     """A head whose loss runs in tiles, with its counters."""
 
-    def __init__(self, module: nn.Linear, name: str, tiles: Tiles) -> None:
+    def __init__(
+        self, module: nn.Module, name: str, tiles: Tiles, choice: Choice | None = None
+    ) -> None:
         super().__init__(module)
+        self.choice = choice  # of a plan, with its counters
         self.name = name
         self.tiles = tiles
         self.tiled = 0  # losses that ran in tiles
@@ -58,14 +62,10 @@ class TiledHead(ForwardWrapper):
 
     def _applies(self, module: nn.Module, hidden: Any) -> bool:
         """Whether to wait with the logits of a call."""
-        modes = _get_current_function_mode_stack()
         return (
             not self.taken_off
             and self.previous is None
-            and torch.is_grad_enabled()
-            and _hooks_are_enabled()
-            and _get_current_dispatch_mode() is None
-            and all(isinstance(mode, DeviceContext) for mode in modes)
+            and not _is_watched()
             and type(module) is nn.Linear
             and type(hidden) is Tensor
             and type(module.weight) is nn.Parameter
@@ -98,7 +98,7 @@ class TiledHead(ForwardWrapper):
         self, lazy: LazyLogits, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Tensor | None:
         """The loss in tiles, if the call is understood."""
-        options = recognize(lazy, args, kwargs)
+        options = None if _is_watched() else recognize(lazy, args, kwargs)
         if options is None:
             return None
         logits = lazy.logits
@@ -116,6 +116,8 @@ class TiledHead(ForwardWrapper):
         except ApplyError:
             return None  # torch has its own words for it
         self.tiled += 1
+        if self.choice is not None:
+            self.choice.runs += 1
         if loss.dim():
             return loss.reshape(-1)
         if loss.requires_grad:
@@ -124,17 +126,49 @@ class TiledHead(ForwardWrapper):
 
     def _learn(self, gradient: Tensor) -> None:
         """Note the gradient of the loss: the next one is most likely the same."""
-        self._expected = gradient.detach().clone()
+        one = gradient.detach()
+        self._expected = float(one) if one.device.type == "cpu" else one.clone()
 
     def _tell_reader(self, reader: str, has_loss: bool) -> None:
         """Warn once that logits are made whole."""
         self.whole += 1
+        if self.choice is not None:
+            self.choice.kept += 1
         if self.whole == 1:
             rest = "results are the same, memory is not"
             if has_loss:
                 rest = "a gradient through them is added to that of the loss in tiles"
             what = f"the logits of {self.name} were read by {reader}"
             warnings.warn(f"{what}: they are made whole; {rest}", stacklevel=5)
+
+
+def check_head(name: str, module: nn.Module) -> None:
+    """Refuse modules whose products are not known.
+
+    Raises:
+        PlanError: It is no plain ``nn.Linear``.
+    """
+    if type(module) is not nn.Linear:
+        raise _no_head(name, module, "as a head")
+
+
+def _no_head(name: str, module: nn.Module, what: str) -> PlanError:
+    return PlanError(
+        f"cannot tile {name}: it is a {type(module).__name__} {what}",
+        needed="a plain nn.Linear, not wrapped or tiled already",
+        hint="apply adapters and wrappers to other layers, or leave the head whole",
+    )
+
+
+def _is_watched() -> bool:
+    """Whether gradients are off, or modes see the ops that run."""
+    modes = _get_current_function_mode_stack()
+    return not (
+        torch.is_grad_enabled()
+        and _hooks_are_enabled()
+        and _get_current_dispatch_mode() is None
+        and all(isinstance(mode, DeviceContext) for mode in modes)
+    )
 
 
 def tile_head(
@@ -162,18 +196,14 @@ def tile_head(
         made after all.
 
     Raises:
-        ApplyError: There is no such head, it is no plain ``nn.Linear``, or its forward
-            is replaced already.
-        PlanError: A number of tiles is below 1.
+        ApplyError: There is no such head.
+        PlanError: It is no plain ``nn.Linear``, its forward is replaced already, or a
+            number of tiles is below 1.
     """
     name, module = _find(model, head)
-    if type(module) is not nn.Linear or "forward" in vars(module):
-        what = "with a replaced forward" if "forward" in vars(module) else "as a head"
-        raise ApplyError(
-            f"cannot tile {name}: it is a {type(module).__name__} {what}",
-            needed="a plain nn.Linear, not wrapped or tiled already",
-            hint="apply adapters and wrappers to other layers, or leave the head whole",
-        )
+    check_head(name, module)
+    if "forward" in vars(module):
+        raise _no_head(name, module, "with a replaced forward")
     wrapper = TiledHead(module, name, Tiles(*tiles))
     module.forward = wrapper
     return wrapper

@@ -183,30 +183,48 @@ def by_vocabulary(
     logs, seeds, outs = (
         _Buffer(like, size * (most + 1), head.dtype).zero() for _ in range(3)
     )
-    everyone = slice(0, size)
     for words in cuts:
         num_words = words.stop - words.start
-        raw = head.logits(everyone, words, made.view(size, num_words))
-        logits, tangents = head.cap(raw)
-        log = logs.view(size, num_words + 1)
-        log[:, -1] = 0.0
-        _log_probabilities(logits, values, out=log[:, :-1])
-        seed, out = (one.view(size, num_words + 1) for one in (seeds, outs))
-        inside = (head.target >= words.start) & (head.target < words.stop)
-        place = torch.where(inside, head.target - words.start, num_words)[:, None]
-        if totals is None:
-            # The extra column gets the gradients of the words outside the tile, so
-            # that the kernel's sums by row are those of whole rows.
-            seed.zero_().scatter_(1, place, given.picked[:, None])
-            _log_softmax_backward(seed, log, 1, head.dtype, out=out)
-        else:
-            _backward_of_sums(head, given, totals, (seed, log, out), place, words)
-        flat = made.view(size, num_words).copy_(out[:, :-1])
-        flat = head.uncap(flat, tangents)
-        if wanted.weight is not None:
-            torch.mm(flat.t(), head.hidden, out=wanted.weight[words])
-        if wanted.bias is not None:
-            wanted.bias[words] = flat.sum(0)
+        seed, log, out = (one.view(size, num_words + 1) for one in (seeds, logs, outs))
+        flat = made.view(size, num_words)
+        _by_words(head, given, values, totals, wanted, words, (seed, log, out, flat))
+
+
+def _by_words(
+    head: Head,
+    given: RowGradients,
+    values: RowValues,
+    totals: Tensor | None,
+    wanted: WeightGradients,
+    words: slice,
+    buffers: tuple[Tensor, Tensor, Tensor, Tensor],
+) -> None:
+    """One tile of the vocabulary; buffers have a column more, but for the last."""
+    seed, log, out, flat = buffers
+    logits, tangents = head.cap(head.logits(slice(0, len(flat)), words, flat))
+    log[:, -1] = 0.0
+    _log_probabilities(logits, values, out=log[:, :-1])
+    place = _places(head.target, words)
+    if totals is None:
+        # The extra column gets the gradients of the words outside the tile, so that
+        # the kernel's sums by row are those of whole rows.
+        seed.zero_().scatter_(1, place, given.picked[:, None])
+        _log_softmax_backward(seed, log, 1, head.dtype, out=out)
+    else:
+        _backward_of_sums(head, given, totals, (seed, log, out), place, words)
+    gradient = head.uncap(flat.copy_(out[:, :-1]), tangents)
+    if wanted.weight is not None:
+        torch.mm(gradient.t(), head.hidden, out=wanted.weight[words])
+    if wanted.bias is not None:
+        wanted.bias[words] = gradient.sum(0)
+
+
+def _places(target: Tensor, words: slice) -> Tensor:
+    """Column of every target in a tile, [T, 1]; one past the last if it is outside."""
+    place = target - words.start
+    num_words = words.stop - words.start
+    place.masked_fill_((place < 0) | (place >= num_words), num_words)
+    return place[:, None]
 
 
 def _backward_of_sums(
@@ -237,7 +255,7 @@ def _log_probabilities(logits: Tensor, values: RowValues, out: Tensor) -> None:
     """Log-probabilities of a tile, by the kernel's own two subtractions."""
     highest, log_sum = values.highest[:, None], values.log_sum[:, None]
     if out.dtype == highest.dtype:
-        torch.sub(logits, highest, out=out).sub_(log_sum)
+        out.copy_(logits).sub_(highest).sub_(log_sum)
     else:
         out.copy_((logits - highest).sub_(log_sum))
 
@@ -255,12 +273,11 @@ def _row_totals(seed: Tensor) -> Tensor:
 
 
 def _empty_values(head: Head, size: int) -> RowValues:
-    made = (
-        head.hidden.new_empty(size, dtype=dtype)
-        for dtype in (head.dtype, head.dtype, head.wide, head.wide)
-    )
-    picked, sums, highest, log_sum = made
-    return RowValues(picked, sums if head.has_sums else None, highest, log_sum)
+    def rows(dtype: torch.dtype) -> Tensor:
+        return head.hidden.new_empty(size, dtype=dtype)
+
+    sums = rows(head.dtype) if head.has_sums else None
+    return RowValues(rows(head.dtype), sums, rows(head.wide), rows(head.wide))
 
 
 def _keep_values(

@@ -43,7 +43,7 @@ def row_values(
             makes the logits once more.
 
     Returns:
-        Two tensors of shape [T]; the sums are zeros if the head has none.
+        Two tensors of shape [T]; in place of the sums a zero, if the head has none.
     """
     picked, sums = _RowValues.apply(*weights, make_head, expected)
     return picked, sums
@@ -70,16 +70,24 @@ class _RowValues(torch.autograd.Function):
         kept = (hidden, weight, bias, head.sum_weight, made, totals)
         expected_rows = ahead or (None, None)
         ctx.save_for_backward(*kept, values.highest, values.log_sum, *expected_rows)
+        ctx.set_materialize_grads(False)
         sums = values.sums
-        return values.picked, torch.zeros_like(values.picked) if sums is None else sums
+        return values.picked, hidden.new_zeros(()) if sums is None else sums
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, picked: Tensor, sums: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, picked: Tensor | None, sums: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, _, made, totals, *rest = ctx.saved_tensors
         highest, log_sum, *expected = rest
         head = ctx.make_head(hidden, weight, bias)
-        given = RowGradients(picked, sums if head.has_sums else None)
+        rows = torch.zeros_like(highest, dtype=head.dtype)
+        given = RowGradients(
+            rows if picked is None else picked,
+            (rows if sums is None else sums) if head.has_sums else None,
+        )
+        del rows
         for_hidden, for_weight, for_bias = ctx.needs_input_grad[:3]
         with _without_autocast(hidden):
             if not (ctx.is_ahead and _are_equal(given, RowGradients(*expected))):
@@ -92,7 +100,7 @@ class _RowValues(torch.autograd.Function):
                 torch.empty_like(bias) if bias is not None and for_bias else None,
             )
             if for_weight or for_bias:
-                values = RowValues(picked, None, highest, log_sum)
+                values = RowValues(given.picked, None, highest, log_sum)
                 by_vocabulary(head, given, values, totals, wanted)
         return made if for_hidden else None, *wanted, None, None
 
