@@ -41,6 +41,10 @@ class Tiles:
                     hint="tiles: {tokens: 16, vocabulary: 16}",
                 )
 
+    def __str__(self) -> str:
+        """Read as: the tokens in 16 tiles, the vocabulary in 16."""
+        return f"tokens in {self.tokens} tiles, vocabulary in {self.vocabulary}"
+
     def of_tokens(self, size: int) -> list[slice]:
         """Cut ``size`` tokens.
 

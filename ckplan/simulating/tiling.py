@@ -203,7 +203,9 @@ def tile_graph(graph: Graph, call: int, tiles: Tiles) -> Graph:
     for number in found.never_whole:
         storages[number] = replace(storages[number], bytes=0, tensor=None)
     _move(found, ops, storages)
-    rows = Storage(3 * found.tokens * _LOG_BYTES, "activation", 0, found.backward)
+    # By row: two statistics, the expected gradient, and the class.
+    row_bytes = 3 * _LOG_BYTES + _INDEX_BYTES
+    rows = Storage(found.tokens * row_bytes, "activation", 0, found.backward)
     ops[found.log_softmax] = replace(
         ops[found.log_softmax],
         outputs=(*ops[found.log_softmax].outputs, len(storages)),
@@ -293,12 +295,12 @@ def _forward_bytes(found: HeadOps, tiles: Tiles) -> int:
     most: int = max(one.stop - one.start for one in cuts)
     cast = _LOG_BYTES if found.item_bytes != _LOG_BYTES else 0
     logits = found.item_bytes + cast + 2 * _LOG_BYTES  # log-probabilities, gradients
-    of_targets = _INDEX_BYTES + 1  # classes, and whether they are ignored
+    ignored = found.tokens  # whether each row is
     shifted = 0
     if found.is_shifted:  # targets padded in front, then behind
         shifted = _INDEX_BYTES * (2 * found.tokens + found.sequences)
-    values = 2 * most * _LOG_BYTES + _LOG_BYTES * found.tokens
-    return most * found.words * logits + values + of_targets * found.tokens + shifted
+    values = _LOG_BYTES * (2 * most + found.tokens)
+    return most * found.words * logits + values + ignored + shifted
 
 
 def _backward_bytes(found: HeadOps, tiles: Tiles, has_bias: bool) -> int:
