@@ -74,6 +74,7 @@ def apply(model: nn.Module, plan: Plan | str | Path) -> nn.Module:
     tiled = [choice for choice in choices if choice.region.by == TILES]
     for choice in tiled:
         choice.region.check(check_head, choice.fqn, modules[choice.fqn])
+        choice.region.check(_check_every_call, choice)
     warn_of_differences(plan, model)
     _take_off(model)
     heads = [_tiled_head(choice, modules[choice.fqn]) for choice in tiled]
@@ -93,6 +94,15 @@ def apply(model: nn.Module, plan: Plan | str | Path) -> nn.Module:
     session.handles.append(hook_begin(model, session.begin_step))
     session.handles.append(model.register_forward_hook(session.end_step))
     return model
+
+
+def _check_every_call(choice: Choice) -> None:
+    if choice.numbers is not None:
+        raise PlanError(
+            f"cannot tile single calls of {choice.fqn}: {choice.name}",
+            needed="tiles for every call of a head",
+            hint=f"calls: {choice.fqn}",
+        )
 
 
 def _tiled_head(choice: Choice, module: nn.Module) -> TiledHead:

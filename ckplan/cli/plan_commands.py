@@ -21,6 +21,7 @@ from ckplan.cli.options import (
     Force,
     GpuOption,
     Json,
+    Lever,
     Method,
     Reserve,
     ShardOptions,
@@ -72,6 +73,10 @@ def solve(
         float,
         typer.Option(min=0, metavar="SECONDS", help="Time limit of --method milp."),
     ] = 60.0,
+    allow: Annotated[
+        list[Lever] | None,
+        typer.Option(help="tiles: the head and its loss may run in tiles."),
+    ] = None,
     rank: ShardOptions,
     output: Annotated[Path, typer.Option("-o", help="The plan to write.")] = Path(
         "plan.yaml"
@@ -111,7 +116,7 @@ def solve(
     with ProgressLine(sys.stderr) as progress:
         progress("solving", 0, 0)
         planner = Planner(graph)
-        solution = solving.find(planner, objective)
+        solution = solving.find(planner, objective, [one.value for one in allow or ()])
         if method is Method.MILP:
             progress("solving exactly", 0, 0)
             solution = solving.add_exact_bound(planner, solution, time_limit)
