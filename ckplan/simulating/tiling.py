@@ -15,7 +15,14 @@ from math import prod
 
 from ckplan.errors import PlanError
 from ckplan.graph.graph import Graph
-from ckplan.graph.records import NO_WORKSPACE, Op, Storage, Workspace
+from ckplan.graph.records import (
+    NO_WORKSPACE,
+    OUTSIDE_CALLS,
+    Hazard,
+    Op,
+    Storage,
+    Workspace,
+)
 from ckplan.plan.region import Region
 from ckplan.plan.tiles import Tiles
 
@@ -216,6 +223,7 @@ def tile_graph(graph: Graph, call: int, tiles: Tiles) -> Graph:
     values.update(
         ops=tuple(_costed(graph, found, tiles, ops)),
         storages=tuple(storages),
+        hazards=tuple(sorted(_hazards(graph, call, found), key=lambda one: one.call)),
         encodings=tuple(
             one
             for one in graph.encodings
@@ -224,6 +232,13 @@ def tile_graph(graph: Graph, call: int, tiles: Tiles) -> Graph:
         ),
     )
     return Graph(**values)
+
+
+def _hazards(graph: Graph, call: int, found: HeadOps) -> Iterator[Hazard]:
+    """Those of the step; no region can rebuild the head or its loss."""
+    yield from graph.hazards
+    for one in {call, graph.ops[found.log_softmax].call} - {OUTSIDE_CALLS}:
+        yield Hazard(one, "unseen", "runs in tiles", ())
 
 
 def _move(found: HeadOps, ops: list[Op], storages: list[Storage]) -> None:
