@@ -6,7 +6,8 @@
 
 Importing this package imports nothing else. Every name is loaded at its first use. Only
 ``profile``, ``record``, ``auto``, ``verify``, ``dry_run``, ``apply``, ``planned``,
-``remove``, ``status``, ``compile`` and ``backend`` import torch.
+``remove``, ``status``, ``compile``, ``backend``, ``tune``, ``largest_batch``,
+``tile_head``, ``tiled_cross_entropy`` and ``check_bits`` import torch.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ckplan.applying import apply, planned, remove, status
+    from ckplan.applying.tiling import check_bits, tile_head, tiled_cross_entropy
     from ckplan.auto import auto
     from ckplan.autotune import largest_batch, tune
     from ckplan.compiling import backend, compile
@@ -45,6 +47,7 @@ __all__ = [
     "apply",
     "auto",
     "backend",
+    "check_bits",
     "compile",
     "dry_run",
     "fit",
@@ -60,6 +63,8 @@ __all__ = [
     "shard",
     "solve",
     "status",
+    "tile_head",
+    "tiled_cross_entropy",
     "tune",
     "tuned_plan",
     "verify",
@@ -72,6 +77,7 @@ _HOME = {
     "apply": "ckplan.applying:apply",
     "auto": "ckplan.auto:auto",
     "backend": "ckplan.compiling:backend",
+    "check_bits": "ckplan.applying.tiling:check_bits",
     "compile": "ckplan.compiling:compile",
     "dry_run": "ckplan.verifying.dry_run:dry_run",
     "fit": "ckplan.fitting.fit:fit",
@@ -87,6 +93,8 @@ _HOME = {
     "shard": "ckplan.graph.sharding:shard",
     "solve": "ckplan.solving.solve:solve_plan",
     "status": "ckplan.applying:status",
+    "tile_head": "ckplan.applying.tiling:tile_head",
+    "tiled_cross_entropy": "ckplan.applying.tiling:tiled_cross_entropy",
     "tune": "ckplan.autotune:tune",
     "tuned_plan": "ckplan.tuning.answer:plan_of",
     "verify": "ckplan.verifying.verify:verify",

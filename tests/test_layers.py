@@ -45,7 +45,8 @@ ROOMS: dict[str, set[str]] = {
     | WAISTS
     | ENGINE
     | {"training", "applying.guards", "applying.rerunning"},
-    "applying": BASICS | WAISTS | {"training", "applying.hooks"},
+    "applying.tiling": BASICS | {"plan", "applying.hooks"},
+    "applying": BASICS | WAISTS | {"training", "applying.hooks", "applying.tiling"},
     "compiling": BASICS | CORE | {"solving", "training"},
     "tracing.faking": {"training"},
     "tracing.recording": BASICS

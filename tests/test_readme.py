@@ -29,7 +29,8 @@ READMES = [
     ),
 ]
 MOST_LINES = 200
-LONG = {"", "applying", "tracing/cuda"}  # rooms whose README is a document of its own
+# Rooms whose README is a document of its own:
+LONG = {"", "applying", "applying/tiling", "tracing/cuda"}
 PACKAGES = {
     "transformers": "transformers",
     "Lightning": "lightning",

@@ -21,11 +21,12 @@ from ckplan.applying.hooks.hooks import Chooser, ParentHooks, PathHooks, RegionH
 from ckplan.applying.hooks.matching import choices_of
 from ckplan.applying.hooks.plan_warnings import warn_of_differences
 from ckplan.applying.hooks.session import Session, hook_begin, hook_end, running
+from ckplan.applying.tiling.heads import TiledHead, check_head
 from ckplan.errors import ApplyError, PlanError
 from ckplan.graph.fqn import is_around
 from ckplan.plan.file import load
 from ckplan.plan.plan import Plan
-from ckplan.plan.region import RERUN
+from ckplan.plan.region import PROGRAM, RERUN, TILES
 from ckplan.training.warm_up import warm_up_vector_kernels
 from ckplan.training.workload import check_not_lazy
 
@@ -70,22 +71,43 @@ def apply(model: nn.Module, plan: Plan | str | Path) -> nn.Module:
     check_not_lazy(model, "apply a plan to", ApplyError)
     modules = dict(model.named_modules())
     choices = choices_of(plan.regions, modules)
+    tiled = [choice for choice in choices if choice.region.by == TILES]
+    for choice in tiled:
+        choice.region.check(check_head, choice.fqn, modules[choice.fqn])
+        choice.region.check(_check_every_call, choice)
     warn_of_differences(plan, model)
     _take_off(model)
+    heads = [_tiled_head(choice, modules[choice.fqn]) for choice in tiled]
     warm_up_vector_kernels()
     session = Session(plan, choices=choices)
     reruns: dict[str, list[Choice]] = {}
+    for head in heads:
+        session.wrap_forward(head)
     for choice in choices:
         if choice.region.by == RERUN:
             reruns.setdefault(choice.fqn, []).append(choice)
     for fqn, found in reruns.items():
         chooser = Chooser(session, fqn, found)
         session.wrap_forward(RerunForward(modules[fqn], chooser))
-    programs = [choice for choice in choices if choice.region.by != RERUN]
+    programs = [choice for choice in choices if choice.region.by == PROGRAM]
     _attach_programs(session, modules, programs)
     session.handles.append(hook_begin(model, session.begin_step))
     session.handles.append(model.register_forward_hook(session.end_step))
     return model
+
+
+def _check_every_call(choice: Choice) -> None:
+    if choice.numbers is not None:
+        raise PlanError(
+            f"cannot tile single calls of {choice.fqn}: {choice.name}",
+            needed="tiles for every call of a head",
+            hint=f"calls: {choice.fqn}",
+        )
+
+
+def _tiled_head(choice: Choice, module: nn.Module) -> TiledHead:
+    assert choice.region.tiles is not None
+    return TiledHead(module, choice.fqn, choice.region.tiles, choice)
 
 
 def _check_kinds(model: object, plan: object) -> None:

@@ -22,6 +22,7 @@ from ckplan.cli.options import (
     CardOptions,
     Force,
     Json,
+    Lever,
     Method,
     Reserve,
     ShardOptions,
@@ -75,6 +76,10 @@ def solve(
         float,
         typer.Option(min=0, metavar="SECONDS", help="Time limit of --method milp."),
     ] = 60.0,
+    allow: Annotated[
+        list[Lever] | None,
+        typer.Option(help="tiles: the head and its loss may run in tiles."),
+    ] = None,
     rank: ShardOptions,
     output: Annotated[Path, typer.Option("-o", help="The plan to write.")] = Path(
         "plan.yaml"
@@ -124,7 +129,7 @@ def solve(
     with ProgressLine(sys.stderr) as progress:
         progress("solving", 0, 0)
         planner = Planner(graph)
-        solution = solving.find(planner, objective)
+        solution = solving.find(planner, objective, [one.value for one in allow or ()])
         if method is Method.MILP:
             progress("solving exactly", 0, 0)
             solution = solving.add_exact_bound(planner, solution, time_limit)

@@ -15,9 +15,9 @@ is executed. Unknown content is an error that names its line.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from ckplan import files
 from ckplan.errors import PlanError
 from ckplan.graph.patterns import parse_call
 from ckplan.plan.names import OpName
+from ckplan.plan.numbers import count, fraction, whole_number
 from ckplan.plan.plan import (
     BOUNDS,
     EXAMPLE_BY,
@@ -41,6 +42,7 @@ from ckplan.plan.plan import (
 )
 from ckplan.plan.region import PROGRAM
 from ckplan.plan.strict_yaml import YamlNode, compose, not_yaml
+from ckplan.plan.tiles import SAME_BITS, Tiles, check_bits
 from ckplan.plan.workload import TRAINING_KEYS, read_workload
 from ckplan.units import parse_bytes
 
@@ -49,7 +51,7 @@ FORMAT_VERSION = 1
 _OTHER_FILES = {".py": "a Python file", ".json": "a trace", ".gz": "a trace"}
 _MAX_COLUMNS = 88
 _PREDICTION_KEYS = tuple(field.name for field in fields(Prediction))
-_REGION_KEYS = ("calls", "run", "by", "save", "encode", "regions")
+_REGION_KEYS = ("calls", "run", "by", "save", "encode", "tiles", "bits", "regions")
 _LATER_REGION_KEYS = ("offload",)
 _MOST_LEVELS = 16  # of nested regions
 _EXAMPLES = {  # place in the file -> example
@@ -72,6 +74,8 @@ _EXAMPLES = {  # place in the file -> example
     "'by'": EXAMPLE_BY,
     "'save'": "save: [attn.c_attn/addmm, mlp.c_fc/addmm]",
     "'encode'": EXAMPLE_ENCODE,
+    "'tiles'": "tiles: {tokens: 16, vocabulary: 16}",
+    "'bits'": f"bits: {SAME_BITS}",
 }
 
 
@@ -119,6 +123,9 @@ def _region_content(region: PlannedRegion) -> dict[str, object]:
         content["save"] = [str(op) for op in region.save]
     if region.encode:
         content["encode"] = {str(op): name for op, name in region.encode}
+    if region.tiles is not None:
+        content["tiles"] = asdict(region.tiles)
+        content["bits"] = SAME_BITS
     if region.inner:
         content["regions"] = [_region_content(one) for one in region.inner]
     return content
@@ -215,7 +222,7 @@ def loads(text: str, name: str) -> Plan:
 def _fingerprint(part: YamlNode) -> dict[str, Any]:
     readers: dict[str, Callable[[YamlNode], Any]] = {
         "batch": _batch,
-        "forwards": lambda entry: entry.read(_forwards),
+        "forwards": lambda entry: entry.read(count),
     }
     return {
         key: readers.get(key, YamlNode.text)(entry)
@@ -230,15 +237,15 @@ def _batch(part: YamlNode) -> dict[str, str]:
 def _prediction(part: YamlNode) -> Prediction:
     entries = part.record(_PREDICTION_KEYS, required=_PREDICTION_KEYS)
     return Prediction(
-        peak_bytes=entries["peak_bytes"].read(_whole_number),
+        peak_bytes=entries["peak_bytes"].read(whole_number),
         peak_at=entries["peak_at"].text(),
-        overhead=entries["overhead"].read(_fraction),
-        unplanned_peak_bytes=entries["unplanned_peak_bytes"].read(_whole_number),
+        overhead=entries["overhead"].read(fraction),
+        unplanned_peak_bytes=entries["unplanned_peak_bytes"].read(whole_number),
     )
 
 
 def _bound(part: YamlNode) -> dict[str, float]:
-    return {key: entry.read(_fraction) for key, entry in part.record(BOUNDS).items()}
+    return {key: entry.read(fraction) for key, entry in part.record(BOUNDS).items()}
 
 
 def _region(part: YamlNode, level: int = 1) -> PlannedRegion:
@@ -264,7 +271,18 @@ def _region(part: YamlNode, level: int = 1) -> PlannedRegion:
             hint="leave the innermost regions out",
         )
     inner = tuple(_region(one, level + 1) for one in inside)
-    return part.locate(PlannedRegion, calls, by, save, encode, where, run, inner)
+    tiles = _tiles(entries)
+    return part.locate(PlannedRegion, calls, by, save, encode, where, run, inner, tiles)
+
+
+def _tiles(entries: Mapping[str, YamlNode]) -> Tiles | None:
+    if "bits" in entries:
+        entries["bits"].read(check_bits)
+    if "tiles" not in entries:
+        return None
+    part = entries["tiles"]
+    counts = part.record(("tokens", "vocabulary"))
+    return part.locate(partial(Tiles, **{k: v.read(count) for k, v in counts.items()}))
 
 
 def _calls_or_run(entries: Mapping[str, YamlNode]) -> None:
@@ -309,30 +327,3 @@ def _version(text: str) -> None:
             needed=f"ckplan: {FORMAT_VERSION}",
             hint="run `ckplan solve` again, with this version of ckplan",
         )
-
-
-def _whole_number(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and len(text) <= 18):
-        raise _not_a_number(text, "a whole number of bytes, without a unit")
-    return int(text)
-
-
-def _forwards(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and 1 <= len(text) <= 9 and int(text)):
-        raise _not_a_number(text, "forwards of the model per step, one or more")
-    return int(text)
-
-
-def _fraction(text: str) -> float:
-    try:
-        fraction = float(text)
-    except ValueError:
-        fraction = math.nan
-    if not math.isfinite(fraction):
-        raise _not_a_number(text, "a fraction of an unplanned step: 0.031 for 3.1 %")
-    return fraction
-
-
-def _not_a_number(text: str, needed: str) -> PlanError:
-    hint = "leave 'predicted' and 'bound' out, if you write by hand"
-    return PlanError(f"cannot read the number {text!r}", needed=needed, hint=hint)

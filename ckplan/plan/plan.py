@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from ckplan.errors import PlanError, did_you_mean
 from ckplan.plan.names import OpName
-from ckplan.plan.region import PROGRAM, RERUN
+from ckplan.plan.region import PROGRAM, RERUN, TILES
+from ckplan.plan.tiles import Tiles
 
-WAYS = (PROGRAM, RERUN)
+WAYS = (PROGRAM, RERUN, TILES)
 ENCODINGS = ("bits", "int16", "int32")
 BOUNDS = ("any_schedule", "this_plan_space")
 EXAMPLE_BY = f"by: {PROGRAM}"
@@ -36,11 +37,12 @@ class PlannedRegion:
 
     Raises:
         PlanError: ``by`` is not in ``WAYS``, or an encoding is not in ``ENCODINGS``. Or
-            a region by RERUN saves or encodes ops, is a run of calls, or is nested.
+            a region that is not by PROGRAM saves or encodes ops, is a run of calls, or
+            is nested. Or one that is not by TILES has tiles.
     """
 
     calls: str  # a pattern (names.py); every call it matches is a region
-    by: str = PROGRAM  # PROGRAM: rebuild op by op; RERUN: run the module again
+    by: str = PROGRAM  # see region.py
     save: tuple[OpName, ...] = ()
     encode: tuple[tuple[OpName, str], ...] = ()  # (op, encoding)
     # File and line of `calls` or `run`, then of every op in `save` and in `encode`.
@@ -49,6 +51,7 @@ class PlannedRegion:
     inner: tuple[
         PlannedRegion, ...
     ] = ()  # regions inside, used while this one is recomputed
+    tiles: Tiles | None = None  # of a region by TILES, which has them always
 
     def __post_init__(self) -> None:
         """Check the combination of fields."""
@@ -70,6 +73,14 @@ class PlannedRegion:
             )
         if self.inner and self.by != PROGRAM:
             raise _not_nested(f"{self.title!r}, which runs again as a whole,")
+        if self.tiles is not None and self.by != TILES:
+            raise PlanError(
+                f"cannot cut {self.title!r} into tiles: tiles need by: {TILES}",
+                needed=f"by: {TILES}, or no tiles",
+                hint=f"by: {TILES}, which runs a head and its loss in tiles",
+            )
+        if self.tiles is None and self.by == TILES:
+            object.__setattr__(self, "tiles", Tiles())
         for one in self.inner:
             if one.by != PROGRAM or one.encode:
                 raise _not_nested(repr(one.title))
@@ -88,6 +99,13 @@ class PlannedRegion:
         """Add file and line to an error; ``place`` is an index into ``where``."""
         what = ": ".join((*self.where[place : place + 1], error.what))
         return PlanError(what, needed=error.needed, hint=error.hint)
+
+    def check(self, check: Callable[..., None], *args: object) -> None:
+        """Run a check; adds file and line to its error."""
+        try:
+            check(*args)
+        except PlanError as error:
+            raise self.located(error) from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,11 @@ from itertools import pairwise
 from ckplan.errors import PlanError
 from ckplan.graph.graph import Graph
 from ckplan.graph.records import Call
+from ckplan.plan.tiles import Tiles
 
-PROGRAM, RERUN = "program", "rerun"
-"""Ways to recompute: rebuild single ops, or rerun the whole module."""
+PROGRAM, RERUN, TILES = "program", "rerun", "tiles"
+"""Rebuild single ops, or rerun the whole module; or run a head and its loss in tiles,
+without the logits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,7 @@ class Region:
     encode: frozenset[tuple[int, int]] = frozenset()  # (op, output) kept encoded
     # Regions inside; they save their outputs only while this one is rebuilt.
     inner: tuple[Region, ...] = ()
+    tiles: Tiles | None = None  # of a region by TILES
 
     def moved(self, calls: int, ops: int) -> Region:
         """The same region on a later call: shift all indices."""
@@ -35,6 +38,7 @@ class Region:
             None if self.last is None else self.last + calls,
             frozenset([(op + ops, output) for op, output in self.encode]),
             tuple([inner.moved(calls, ops) for inner in self.inner]),
+            self.tiles,
         )
 
 

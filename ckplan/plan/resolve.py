@@ -60,11 +60,8 @@ def _regions(
         ]
         used.update(inner for inner, _ in inner_pairs)
         inner = _in_call_order(graph, inner_pairs)
-        region = Region(call, planned.by, save, last, encode, inner)
-        try:
-            refuse_hazards(graph, region)
-        except PlanError as refused:
-            raise planned.located(refused) from None
+        region = Region(call, planned.by, save, last, encode, inner, planned.tiles)
+        planned.check(refuse_hazards, graph, region)
         yield region, planned
     for inner_region, one in inside:
         if inner_region not in used:
@@ -118,9 +115,11 @@ def describe(graph: Graph, regions: Iterable[Region]) -> tuple[PlannedRegion, ..
             frozenset(save),
             frozenset(encode),
             _inner_structure(graph, region),
+            region.tiles,
         )
         if like not in alike:
-            planned.append(PlannedRegion("", region.by, save, encode))
+            one = PlannedRegion("", region.by, save, encode, tiles=region.tiles)
+            planned.append(one)
         alike.setdefault(like, []).append(region)
     folded = (
         replace(one, calls=pattern, inner=_describe_inner(graph, pattern, chosen))

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from ckplan import units
 from ckplan.plan.plan import Plan, PlannedRegion
+from ckplan.plan.tiles import SAME_BITS
 from ckplan.plan.workload import as_arguments
 from ckplan.report.comparison import (
     baseline_json,
@@ -233,12 +234,19 @@ def _regions(plan: Plan, *, in_full: bool = False) -> RenderableType:
     columns = ["calls", "by", "saves", *(["encodes"] if encodes else [])]
     table = make_table(*columns, texts=len(columns))
     for level, region in levels:
-        cells = [_ops([str(op) for op in region.save], in_full=in_full)]
+        cells = [_kept(region, in_full=in_full)]
         if encodes:
             forms = [f"{op}: {form}" for op, form in region.encode]
             cells.append(_ops(forms, in_full=in_full))
         add_row(table, "  " * level + region.title, region.by, *cells)
     return table
+
+
+def _kept(region: PlannedRegion, *, in_full: bool) -> str:
+    """What a region keeps, or into how many tiles it is cut."""
+    if region.tiles is None:
+        return _ops([str(op) for op in region.save], in_full=in_full)
+    return f"{region.tiles}, bits {SAME_BITS}"
 
 
 def _levels(
@@ -264,6 +272,8 @@ def _region_json(region: PlannedRegion) -> dict[str, Any]:
         "save": [str(op) for op in region.save],
         "encode": {str(op): form for op, form in region.encode},
     }
+    if region.tiles is not None:
+        content |= {"tiles": asdict(region.tiles), "bits": SAME_BITS}
     if region.inner:
         content["regions"] = [_region_json(inner) for inner in region.inner]
     return content

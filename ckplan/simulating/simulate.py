@@ -15,131 +15,23 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate
 from operator import add
 
 from ckplan.errors import PlanError
 from ckplan.graph.graph import Graph
-from ckplan.graph.records import BEFORE_STEP, GATHER, KINDS
+from ckplan.graph.records import BEFORE_STEP, GATHER
 from ckplan.plan.hazards import refuse_hazards
 from ckplan.plan.region import Region, check_apart
 from ckplan.simulating.effect import Effect, Interval
 from ckplan.simulating.recomputing import find_effect
+from ckplan.simulating.tiling import refuse_regions_of_loss, tile_graph
+from ckplan.simulating.timeline import Timeline
 from ckplan.simulating.view import RegionView
 
-
-@dataclass(frozen=True)
-class Timeline:
-    """Live bytes of a step at every half moment."""
-
-    graph: Graph
-    live_bytes: list[int]
-    effects: tuple[Effect, ...]
-    unplanned_stops: Sequence[int]  # storage -> last half moment alive
-    changed_stops: Mapping[int, int]  # same, for storages that regions change
-    freed_ticks: Mapping[int, int]  # storage freed within a gap -> tick
-
-    @cached_property
-    def stops(self) -> list[int]:
-        """The last half moment that each storage is alive."""
-        moved = self.changed_stops
-        return [moved.get(s, stop) for s, stop in enumerate(self.unplanned_stops)]
-
-    @cached_property
-    def peak_bytes(self) -> int:
-        """Most bytes alive at once."""
-        return max(self.live_bytes, default=0)
-
-    @cached_property
-    def peak_moment(self) -> int:
-        """First half moment of the peak."""
-        return self.live_bytes.index(self.peak_bytes) if self.live_bytes else 0
-
-    @property
-    def peak_at(self) -> str:
-        """The place of the peak in words: ``backward of transformer.h.11``."""
-        if not self.graph.ops:
-            return "nowhere"
-        place = self.graph.place(self.peak_moment // 2)
-        recomputing = any(self.peak_moment in e.gap_peaks for e in self.effects)
-        return f"recomputation in {place}" if recomputing else place
-
-    @cached_property
-    def recompute_seconds(self) -> float:
-        """Extra seconds of recomputation in a step of the optimizer.
-
-        Of its two queues, kernels and launches, only the longer one counts.
-        """
-        graph, batches = self.graph, self.graph.num_batches
-        busier = batches * sum(effect.seconds for effect in self.effects)
-        other = batches * sum(effect.hidden_seconds for effect in self.effects)
-        idle = graph.step_seconds - graph.step_total(graph.hidden_seconds)
-        return max(busier, other - idle)
-
-    @property
-    def engine_seconds(self) -> float:
-        """CPU time of the engine, whether it adds to the step or not."""
-        return self.graph.num_batches * sum(e.engine_seconds for e in self.effects)
-
-    @cached_property
-    def queues(self) -> tuple[float, float]:
-        """Seconds of a GPU, and of the CPU beside it; without a GPU, the last is 0."""
-        graph, batches = self.graph, self.graph.num_batches
-        hidden = batches * sum(e.hidden_seconds for e in self.effects)
-        busier = graph.step_seconds + batches * sum(e.seconds for e in self.effects)
-        other = graph.step_total(graph.hidden_seconds) + hidden
-        if not any(op.launch_seconds for op in graph.ops):
-            return busier, 0.0
-        return (other, busier) if graph.engine_is_critical else (busier, other)
-
-    @property
-    def engine_overhead(self) -> float:
-        """The engine's share of the overhead; 0 if the CPU has idle time for it."""
-        if not (self.graph.step_seconds and self.graph.engine_is_critical):
-            return 0.0
-        return self.engine_seconds / self.graph.step_seconds
-
-    @property
-    def overhead(self) -> float:
-        """Extra seconds as a fraction of the unplanned step."""
-        step = self.graph.step_seconds
-        return self.recompute_seconds / step if step else 0.0
-
-    @cached_property
-    def peak_by_kind(self) -> dict[str, int]:
-        """Bytes alive at the peak by kind."""
-        return self.bytes_by_kind(self.peak_moment)
-
-    def alive(self, moment: int) -> list[int]:
-        """Storages of the unplanned step that are alive at a half moment."""
-        return [
-            number
-            for number, (one, stop) in enumerate(
-                zip(self.graph.storages, self.stops, strict=True)
-            )
-            if 2 * one.maker + 1 <= moment <= stop
-        ]
-
-    def bytes_by_kind(self, moment: int) -> dict[str, int]:
-        """Bytes alive at a half moment by kind; they add up to ``live_bytes``.
-
-        Memory that regions allocate counts as activation; the rest, such as workspaces,
-        as temporary.
-        """
-        storages, moved = self.graph.storages, self.changed_stops
-        freed = {s: storages[s].bytes for s in self.freed_ticks if moved[s] == moment}
-        total = dict.fromkeys(KINDS, 0)
-        for storage in self.alive(moment):
-            total[storages[storage].kind] += storages[storage].bytes
-        for effect in self.effects:
-            part = effect.gap_peak(moment, freed)[1]
-            total["activation"] += effect.allocated_bytes(moment, part)
-            for went, _ in effect.freed_in_gap.get(moment, ())[:part]:
-                total[storages[went].kind] -= freed.get(went, 0)
-        total["temporary"] += self.live_bytes[moment] - sum(total.values())
-        return total
+__all__ = ["Simulator", "Timeline", "simulate"]
 
 
 def simulate(graph: Graph, regions: Iterable[Region] = ()) -> Timeline:
@@ -165,6 +57,7 @@ class Simulator:
         self.graph = graph
         self._views: dict[tuple[int, int], RegionView] = {}
         self._effects: dict[Region, Effect] = {}
+        self._tiled: dict[Region, Simulator] = {}
         self._end = 2 * len(graph.ops)
         self._saved_of = {
             storage: [(index, 2 * graph.saved[index].last_held + 1) for index in saved]
@@ -212,6 +105,9 @@ class Simulator:
         """
         regions = sorted(regions, key=lambda region: region.call)
         check_apart(self.graph, regions)
+        head = next((one for one in regions if one.tiles is not None), None)
+        if head is not None:
+            return self._run_tiled(head, [one for one in regions if one is not head])
         effects = tuple(self.effect(region) for region in regions)
         moved = self._moved_stops(effects)
         excess = Counter[int]()
@@ -222,6 +118,16 @@ class Simulator:
         changes = self._changes(moved, effects)
         live = self._replay(changes, excess, 0, len(self.unplanned_bytes) - 1)
         return Timeline(self.graph, live, effects, self._stops, moved, freed_ticks)
+
+    def _run_tiled(self, head: Region, others: Sequence[Region]) -> Timeline:
+        """Replay the step with a head in tiles, and other regions."""
+        assert head.tiles is not None
+        if head not in self._tiled:
+            self._tiled[head] = Simulator(tile_graph(self.graph, head.call, head.tiles))
+        refuse_regions_of_loss(self.graph, head.call, others)
+        found = self._tiled[head].run(others)
+        more = found.graph.step_seconds - self.graph.step_seconds
+        return replace(found, tile_seconds=found.tile_seconds + more)
 
     def live_within(
         self, region: Region, windows: Iterable[tuple[int, int]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,9 +19,12 @@ from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.planner import Planner
 from ckplan.solving.reserved_limit import solve_within_limit
 from ckplan.solving.solution import FrontierPoint, Solution
+from ckplan.solving.tiled_heads import solve_with_tiles
 
 GOALS = (None, "min-memory", "knee")
 METHODS = ("chain", "milp")
+LEVERS = ("tiles",)
+"""What a plan may do besides recomputation, if it is allowed."""
 
 
 def solve(graph: Graph, budget_bytes: int) -> Solution:
@@ -53,6 +57,7 @@ def solve_plan(
     goal: str | None = None,
     method: str = "chain",
     time_limit: float = 60.0,
+    allow: Collection[str] = (),
 ) -> Plan:
     """Find a plan for exactly one of a budget, a card, an overhead or a goal.
 
@@ -76,6 +81,8 @@ def solve_plan(
         method: ``"chain"``, or ``"milp"`` for a tighter bound by integer programming
             (small graphs; needs the extra ``milp``).
         time_limit: Seconds that ``"milp"`` may take.
+        allow: ``["tiles"]``: the head and its loss may run in tiles, without the
+            logits. For a budget, a card, or the least memory.
 
     Raises:
         CkplanError: Not exactly one of a budget, a card, a largest overhead and a goal
@@ -106,7 +113,7 @@ def solve_plan(
         gpu_memory,
     )
     planner = Planner(graph)
-    solution = find(planner, objective)
+    solution = find(planner, objective, allow)
     if method == "milp":
         solution = add_exact_bound(planner, solution, time_limit)
     return to_plan(graph, solution)
@@ -175,9 +182,14 @@ def add_exact_bound(
     return replace(solution, exact=exact, bound_overhead=bound)
 
 
-def find(planner: Planner, objective: Objective) -> Solution:
-    """Find the plan of an objective."""
+def find(
+    planner: Planner, objective: Objective, allow: Collection[str] = ()
+) -> Solution:
+    """Find the plan of an objective; ``allow`` is as in ``solve_plan``."""
     limit = limit_of_objective(planner, objective)
+    if allow:
+        _check_levers(allow, objective, limit)
+        return solve_with_tiles(planner, limit)
     if limit is not None:
         return solve_within_limit(planner, limit)
     if objective.max_overhead is not None:
@@ -185,6 +197,24 @@ def find(planner: Planner, objective: Objective) -> Solution:
     if objective.goal == "knee":
         return planner.knee()
     return planner.solve(planner.floor.peak_bytes)
+
+
+def _check_levers(
+    allow: Collection[str], objective: Objective, limit: MemoryLimit | None
+) -> None:
+    unknown = [one for one in allow if one not in LEVERS]
+    if unknown or isinstance(allow, str):
+        raise CkplanError(
+            f"cannot allow {allow if isinstance(allow, str) else unknown[0]!r}",
+            needed=f"a list with {' or '.join(LEVERS)}",
+            hint="ckplan.solve(graph, budget='12GiB', allow=['tiles'])",
+        )
+    if limit is None and objective.goal != "min-memory":
+        raise CkplanError(
+            "cannot choose tiles for this objective",
+            needed="a budget, a card, or the least memory",
+            hint="--budget 12GiB, or leave out --allow",
+        )
 
 
 def limit_of_objective(planner: Planner, objective: Objective) -> MemoryLimit | None:

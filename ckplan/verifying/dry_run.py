@@ -189,6 +189,16 @@ def _costs(
     return costs, [NOTE_WORKSPACE]
 
 
+def _check_without_tiles(plan: Plan | None) -> None:
+    if plan is not None and any(region.tiles for region in plan.regions):
+        raise VerifyError(
+            "cannot dry-run the plan: it runs a head in tiles, which fake tensors "
+            "cannot",
+            needed="a plan without by: tiles",
+            hint="leave out --fake, which takes real steps",
+        )
+
+
 def _judge(
     plan: Plan | None,
     curves: Mapping[str, Curve],
@@ -250,6 +260,7 @@ def _two_steps(
     place: TraceTarget,
 ) -> _Steps:
     workload = make()
+    _check_without_tiles(plan)
     replace_plan(plan, workload.model)
     step = make_step(workload, training, place.device.type)
     workload_fingerprint = fingerprint(workload, place.device)

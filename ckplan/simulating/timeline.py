@@ -1,0 +1,129 @@
+"""The replay of a step: live bytes at every half moment, and extra seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from ckplan.graph.graph import Graph
+from ckplan.graph.records import KINDS
+from ckplan.simulating.effect import Effect
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Live bytes of a step at every half moment."""
+
+    graph: Graph
+    live_bytes: list[int]
+    effects: tuple[Effect, ...]
+    unplanned_stops: Sequence[int]  # storage -> last half moment alive
+    changed_stops: Mapping[int, int]  # same, for storages that regions change
+    freed_ticks: Mapping[int, int]  # storage freed within a gap -> tick
+    tile_seconds: float = 0.0  # of `graph` beyond the unplanned step: tiles of heads
+
+    @cached_property
+    def stops(self) -> list[int]:
+        """The last half moment that each storage is alive."""
+        moved = self.changed_stops
+        return [moved.get(s, stop) for s, stop in enumerate(self.unplanned_stops)]
+
+    @cached_property
+    def peak_bytes(self) -> int:
+        """Most bytes alive at once."""
+        return max(self.live_bytes, default=0)
+
+    @cached_property
+    def peak_moment(self) -> int:
+        """First half moment of the peak."""
+        return self.live_bytes.index(self.peak_bytes) if self.live_bytes else 0
+
+    @property
+    def peak_at(self) -> str:
+        """The place of the peak in words: ``backward of transformer.h.11``."""
+        if not self.graph.ops:
+            return "nowhere"
+        place = self.graph.place(self.peak_moment // 2)
+        recomputing = any(self.peak_moment in e.gap_peaks for e in self.effects)
+        return f"recomputation in {place}" if recomputing else place
+
+    @cached_property
+    def recompute_seconds(self) -> float:
+        """Extra seconds of recomputation and tiles in a step of the optimizer.
+
+        Of its two queues, kernels and launches, only the longer one counts.
+        """
+        graph, batches = self.graph, self.graph.num_batches
+        busier = batches * sum(effect.seconds for effect in self.effects)
+        other = batches * sum(effect.hidden_seconds for effect in self.effects)
+        idle = graph.step_seconds - graph.step_total(graph.hidden_seconds)
+        return max(busier, other - idle) + self.tile_seconds
+
+    @property
+    def unplanned_seconds(self) -> float:
+        """Seconds of the unplanned step."""
+        return self.graph.step_seconds - self.tile_seconds
+
+    @property
+    def engine_seconds(self) -> float:
+        """CPU time of the engine, whether it adds to the step or not."""
+        return self.graph.num_batches * sum(e.engine_seconds for e in self.effects)
+
+    @cached_property
+    def queues(self) -> tuple[float, float]:
+        """Seconds of a GPU, and of the CPU beside it; without a GPU, the last is 0."""
+        graph, batches = self.graph, self.graph.num_batches
+        hidden = batches * sum(e.hidden_seconds for e in self.effects)
+        busier = graph.step_seconds + batches * sum(e.seconds for e in self.effects)
+        other = graph.step_total(graph.hidden_seconds) + hidden
+        if not any(op.launch_seconds for op in graph.ops):
+            return busier, 0.0
+        return (other, busier) if graph.engine_is_critical else (busier, other)
+
+    @property
+    def engine_overhead(self) -> float:
+        """The engine's share of the overhead; 0 if the CPU has idle time for it."""
+        if not (self.unplanned_seconds and self.graph.engine_is_critical):
+            return 0.0
+        return self.engine_seconds / self.unplanned_seconds
+
+    @property
+    def overhead(self) -> float:
+        """Extra seconds as a fraction of the unplanned step."""
+        step = self.unplanned_seconds
+        return self.recompute_seconds / step if step else 0.0
+
+    @cached_property
+    def peak_by_kind(self) -> dict[str, int]:
+        """Bytes alive at the peak by kind."""
+        return self.bytes_by_kind(self.peak_moment)
+
+    def alive(self, moment: int) -> list[int]:
+        """Storages of the unplanned step that are alive at a half moment."""
+        return [
+            number
+            for number, (one, stop) in enumerate(
+                zip(self.graph.storages, self.stops, strict=True)
+            )
+            if 2 * one.maker + 1 <= moment <= stop
+        ]
+
+    def bytes_by_kind(self, moment: int) -> dict[str, int]:
+        """Bytes alive at a half moment by kind; they add up to ``live_bytes``.
+
+        Memory that regions allocate counts as activation; the rest, such as workspaces,
+        as temporary.
+        """
+        storages, moved = self.graph.storages, self.changed_stops
+        freed = {s: storages[s].bytes for s in self.freed_ticks if moved[s] == moment}
+        total = dict.fromkeys(KINDS, 0)
+        for storage in self.alive(moment):
+            total[storages[storage].kind] += storages[storage].bytes
+        for effect in self.effects:
+            part = effect.gap_peak(moment, freed)[1]
+            total["activation"] += effect.allocated_bytes(moment, part)
+            for went, _ in effect.freed_in_gap.get(moment, ())[:part]:
+                total[storages[went].kind] -= freed.get(went, 0)
+        total["temporary"] += self.live_bytes[moment] - sum(total.values())
+        return total

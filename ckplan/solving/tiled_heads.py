@@ -1,0 +1,97 @@
+"""Plans with the head and its loss in tiles, if they are allowed.
+
+A head in tiles is another graph (``simulating/tiling.py``), which is solved like any
+other; the cheapest plan over a few numbers of tiles, and over the whole head, is taken.
+The bound holds for schedules of the whole head, and of these tiles.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ckplan.errors import InfeasibleError, PlanError
+from ckplan.graph.graph import Graph
+from ckplan.plan.region import TILES, Region
+from ckplan.plan.tiles import Tiles
+from ckplan.simulating.tiling import find_head, tile_graph
+from ckplan.solving.memory_limit import MemoryLimit
+from ckplan.solving.planner import Planner
+from ckplan.solving.reserved_limit import solve_within_limit
+from ckplan.solving.solution import Solution
+
+_COUNTS = (8, 32)  # tiles of tokens, and of the vocabulary
+
+
+def find_tileable_head(graph: Graph) -> int:
+    """The last call that can run in tiles.
+
+    Raises:
+        PlanError: There is none; the error says why the last linear layer cannot.
+    """
+    why: PlanError | None = None
+    for call in reversed(range(len(graph.calls))):
+        if graph.calls[call].module == "Linear":
+            try:
+                find_head(graph, call)
+            except PlanError as error:
+                why = why or error
+            else:
+                return call
+    raise why or PlanError(
+        f"cannot tile a head of {graph.model}: it has no linear layer",
+        needed="a linear layer whose logits F.cross_entropy reads",
+        hint="leave out --allow tiles",
+    )
+
+
+def solve_with_tiles(planner: Planner, limit: MemoryLimit | None) -> Solution:
+    """The cheapest plan within a limit, with the head whole or in tiles.
+
+    Args:
+        planner: Of the graph with the head whole.
+        limit: The limit; None for the smallest peak.
+
+    Raises:
+        InfeasibleError: No plan found fits; the smallest peak found is named.
+        PlanError: No head can run in tiles.
+    """
+    graph = planner.graph
+    call = find_tileable_head(graph)
+    heads = [Region(call, TILES, tiles=Tiles(n, n)) for n in _COUNTS]
+    tiled = [Planner(tile_graph(graph, call, Tiles(n, n))) for n in _COUNTS]
+    if limit is None:
+        least = min(one.floor.peak_bytes for one in (planner, *tiled))
+        limit = MemoryLimit(least)
+    found: list[Solution] = []
+    refused: dict[int, InfeasibleError] = {}  # smallest peak -> the error
+    for head, one in ((None, planner), *zip(heads, tiled, strict=True)):
+        try:
+            solution = solve_within_limit(one, limit)
+        except InfeasibleError as error:
+            refused[one.floor.peak_bytes] = error
+        else:
+            found.append(_on_graph(planner, head, solution) if head else solution)
+    if not found:
+        raise refused[min(refused)]
+    best = min(found, key=lambda one: (one.timeline.overhead, one.timeline.peak_bytes))
+    bounds = [planner.bound(limit.bytes), *(one.bound_overhead for one in found)]
+    return replace(
+        best,
+        bound_overhead=max(0.0, min(bounds)),
+        baselines=planner.standard_baselines.baselines(limit),
+    )
+
+
+def _on_graph(planner: Planner, head: Region, tiled: Solution) -> Solution:
+    """A solution of the graph with tiles, as one of the graph itself."""
+    regions = tuple(sorted((*tiled.regions, head), key=lambda one: one.call))
+    timeline = planner.simulator.run(regions)
+    longer = tiled.unplanned.graph.step_seconds / (timeline.unplanned_seconds or 1.0)
+    bound = (1 + tiled.bound_overhead) * longer - 1
+    return replace(
+        tiled,
+        regions=regions,
+        timeline=timeline,
+        unplanned=planner.unplanned,
+        bound_overhead=bound,
+    )

@@ -1,0 +1,203 @@
+"""Plans with a head in tiles: written, read, simulated, solved, and as they run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import ckplan
+from ckplan.errors import InfeasibleError, PlanError
+from ckplan.graph.graph import Graph
+from ckplan.plan import file as plan_file
+from ckplan.plan.plan import Plan, PlannedRegion
+from ckplan.plan.resolve import describe, resolve
+from ckplan.plan.tiles import Tiles
+from ckplan.simulating.simulate import simulate
+from tests.helpers.measured import peak_bytes_of
+
+WORDS, TOKENS, WIDTH = 1200, 96, 16
+
+
+class Model(nn.Module):
+    """An embedding, a layer and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, WIDTH)
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Logits [B, S, V]."""
+        logits: Tensor = self.head(torch.tanh(self.layer(self.embedding(ids))))
+        return logits
+
+
+def batch() -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, WORDS, (3, TOKENS), generator=generator)
+
+
+def plain_loss(logits: Tensor, ids: Tensor) -> Tensor:
+    return F.cross_entropy(logits.view(-1, WORDS), ids.view(-1))
+
+
+def shifted_loss(logits: Tensor, ids: Tensor) -> Tensor:
+    flat = logits[:, :-1].float().reshape(-1, WORDS)
+    return F.cross_entropy(flat, ids[:, 1:].reshape(-1))
+
+
+LOSSES = {"plain": plain_loss, "shifted": shifted_loss}
+
+
+@pytest.fixture(scope="module", params=LOSSES)
+def step(request: pytest.FixtureRequest) -> tuple[str, Graph]:
+    loss = LOSSES[request.param]
+    graph = ckplan.profile(
+        Model(),
+        (batch(),),
+        loss_fn=lambda out, given: loss(out, given[0]),
+        optimizer="none",
+    )
+    return request.param, graph
+
+
+def plan_of(tokens: int, vocabulary: int, calls: str = "head") -> Plan:
+    region = PlannedRegion(calls, "tiles", tiles=Tiles(tokens, vocabulary))
+    return Plan(regions=(region,))
+
+
+def measured(name: str, plan: Plan | None) -> tuple[int, list[Tensor]]:
+    """Peak of the second step, and its gradients."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model, ids = Model(), batch()
+    if plan is not None:
+        ckplan.apply(model, plan)
+
+    def run() -> None:
+        output = model(ids)  # stays until backward ends
+        LOSSES[name](output, ids).backward()
+
+    run()
+    model.zero_grad()
+    held = [*model.parameters(), ids]
+    try:
+        peak = peak_bytes_of(run, held)
+    finally:
+        torch.set_num_threads(threads)
+    if plan is not None:
+        (region,) = ckplan.status(model).regions
+        assert (region.by, region.runs, region.kept) == ("tiles", 2, 0)
+    return peak, [one.grad for one in model.parameters() if one.grad is not None]
+
+
+@pytest.mark.parametrize("tiles", [(1, 1), (1, 4), (3, 1), (4, 8)])
+def test_the_peak_is_predicted_to_the_byte_and_gradients_are_the_same(
+    step: tuple[str, Graph], tiles: tuple[int, int]
+) -> None:
+    name, graph = step
+    plan = plan_of(*tiles)
+    peak, gradients = measured(name, plan)
+    plain, expected = measured(name, None)
+    assert simulate(graph).peak_bytes == plain
+    assert simulate(graph, resolve(plan, graph)).peak_bytes == peak
+    assert all(map(torch.equal, gradients, expected))
+    assert len(gradients) == 5
+
+
+def test_tiles_cost_time_and_other_ops_stay(step: tuple[str, Graph]) -> None:
+    _, graph = step
+    timeline = simulate(graph, resolve(plan_of(4, 8), graph))
+    assert timeline.overhead > 0
+    assert timeline.unplanned_seconds == pytest.approx(graph.step_seconds)
+    assert len(timeline.graph.ops) == len(graph.ops)
+    assert timeline.graph.calls == graph.calls
+
+
+def test_plans_with_tiles_are_written_and_read(
+    step: tuple[str, Graph], tmp_path: Path
+) -> None:
+    _, graph = step
+    plan = replace(plan_of(3, 5), model="Model")
+    plan_file.save(plan, tmp_path / "plan.yaml", force=False)
+    text = (tmp_path / "plan.yaml").read_text()
+    assert "tiles: {tokens: 3, vocabulary: 5}" in text
+    assert "bits: same" in text
+    assert plan_file.load(tmp_path / "plan.yaml") == plan
+    regions = resolve(plan, graph)
+    assert describe(graph, regions) == plan.regions
+    short = plan_file.loads("ckplan: 1\nregions: [{calls: head, by: tiles}]", "x")
+    assert short.regions[0].tiles == Tiles(16, 16)
+
+
+@pytest.mark.parametrize(
+    ("region", "message"),
+    [
+        ("{calls: head, tiles: {tokens: 4}}", "tiles need by: tiles"),
+        ("{calls: head, by: tiles, tiles: {rows: 4}}", "unknown key 'rows'"),
+        ("{calls: head, by: tiles, tiles: {tokens: 0}}", "into 0 tiles"),
+        ("{calls: head, by: tiles, tiles: {tokens: x}}", "the number 'x'"),
+        ("{calls: head, by: tiles, bits: close}", "cannot promise bits 'close'"),
+        ("{calls: head, by: tiles, save: [./addmm]}", "save needs by: program"),
+    ],
+)
+def test_bad_tiles_are_refused_with_their_line(region: str, message: str) -> None:
+    with pytest.raises(PlanError, match=message) as error:
+        plan_file.loads(f"ckplan: 1\nregions:\n  - {region}\n", "plan.yaml")
+    assert "plan.yaml, line 3" in str(error.value)
+
+
+def test_calls_that_are_no_heads_are_refused(step: tuple[str, Graph]) -> None:
+    _, graph = step
+    for calls, why in (("layer", "tanh reads its logits"), ("embedding", "no linear")):
+        with pytest.raises(PlanError, match=why):
+            simulate(graph, resolve(plan_of(2, 2, calls), graph))
+    with pytest.raises(PlanError, match="it is a Embedding"):
+        ckplan.apply(Model(), plan_of(2, 2, "embedding"))
+    with pytest.raises(PlanError, match="cannot tile single calls"):
+        ckplan.apply(Model(), plan_of(2, 2, "head#0"))
+
+
+def test_removing_a_plan_takes_its_tiles_off() -> None:
+    model = ckplan.apply(Model(), plan_of(2, 2))
+    ckplan.apply(model, plan_of(3, 3))
+    assert type(model(batch())) is not Tensor
+    ckplan.remove(model)
+    assert type(model(batch())) is Tensor
+    assert "forward" not in vars(model.head)
+
+
+def test_solve_takes_tiles_where_the_budget_needs_them(step: tuple[str, Graph]) -> None:
+    name, graph = step
+    least = ckplan.solve(graph, goal="min-memory").predicted
+    assert least is not None
+    with pytest.raises(InfeasibleError):
+        ckplan.solve(graph, budget=least.peak_bytes // 2)
+    plan = ckplan.solve(graph, budget=least.peak_bytes // 2, allow=["tiles"])
+    assert [one.by for one in plan.regions if one.tiles] == ["tiles"]
+    assert plan.predicted is not None
+    peak, gradients = measured(name, plan_of_head(plan))
+    assert peak <= least.peak_bytes // 2
+    assert all(map(torch.equal, gradients, measured(name, None)[1]))
+    whole = ckplan.solve(graph, budget="100%", allow=["tiles"])
+    assert not whole.regions
+    smallest = ckplan.solve(graph, goal="min-memory", allow=["tiles"]).predicted
+    assert smallest is not None
+    assert smallest.peak_bytes <= plan.predicted.peak_bytes
+    for bad in (["tile"], "tiles"):
+        with pytest.raises(ckplan.CkplanError, match="cannot allow"):
+            ckplan.solve(graph, budget="50%", allow=bad)
+    with pytest.raises(ckplan.CkplanError, match="cannot choose tiles"):
+        ckplan.solve(graph, max_overhead=0.5, allow=["tiles"])
+
+
+def plan_of_head(plan: Plan) -> Plan:
+    """Its tiles alone."""
+    return replace(plan, regions=tuple(one for one in plan.regions if one.tiles))
