@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ckplan.cli.compiled import check_alone, compare_in_compiled
 from ckplan.cli.inputs import (
     check_output,
     check_plot_output,
@@ -23,6 +24,7 @@ from ckplan.cli.options import (
     Json,
     Method,
     Reserve,
+    Seed,
     ShardOptions,
     Trace,
 )
@@ -216,9 +218,30 @@ def compare(
     reserve: Reserve = "0",
     expandable: Expandable = False,
     rank: ShardOptions,
+    compiled: Annotated[
+        bool,
+        typer.Option(
+            "--compile", help="With a target: torch.compile's own choices instead."
+        ),
+    ] = False,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="NAME=VALUE",
+            help="With --compile: an option of the factory; repeatable.",
+        ),
+    ] = None,
+    seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
     """Compare the plan with common strategies under one budget."""
+    if compiled:
+        check_alone((gpu, rank.sharding()), reserve == "0" and not expandable)
+        compare_in_compiled(trace, settings, budget, seed, as_json)
+        return
+    if settings or seed:
+        raise typer.BadParameter("--set and --seed go with --compile alone")
     if budget is not None and gpu is not None:
         raise typer.BadParameter("only one is possible: --budget or --gpu")
     if expandable and gpu is None:

@@ -55,6 +55,7 @@ __all__ = [
     "compile_with",
     "default_parts",
     "errors_pass",
+    "frugal_parts",
     "generate_code",
     "require_compiler",
     "require_hook",
@@ -120,6 +121,14 @@ def default_parts(
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Forward and backward as torch divides the joint graph without a plan."""
     return min_cut_rematerialization_partition(joint, inputs, "inductor", **how)
+
+
+def frugal_parts(
+    joint: fx.GraphModule, inputs: Any, how: dict[str, Any], share: float
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Forward and backward under torch's ``activation_memory_budget``, 0 to 1."""
+    with functorch_config.patch(activation_memory_budget=share):
+        return default_parts(joint, inputs, how)
 
 
 def tagged_parts(

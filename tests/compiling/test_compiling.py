@@ -15,7 +15,7 @@ import ckplan
 from ckplan.compiling import nodes
 from ckplan.compiling.lowering import Code, Lowered
 from ckplan.compiling.replay import replay
-from ckplan.compiling.search import CompiledPlanner
+from ckplan.compiling.search import CANDIDATES, CompiledPlanner
 from ckplan.compiling.torch_names import PRIMALS, TANGENTS
 from ckplan.errors import ApplyError, InfeasibleError, PlanError
 from ckplan.plan.file import loads
@@ -103,6 +103,18 @@ def test_more_budget_never_costs_more_and_no_plan_is_over(
     assert before == 0
     with pytest.raises(InfeasibleError):
         planner.solve(floor - 1)
+
+
+def test_near_the_floor_plans_without_nesting_are_tried(
+    planner: CompiledPlanner,
+) -> None:
+    """Plans that nest regions lose by flattening; closer budgets find flat ones."""
+    solver = planner._planner
+    evenly = [q for q in solver.frontier(CANDIDATES) if q.regions]
+    flat = [planner.candidate(q.regions).simulated_peak_bytes for q in evenly]
+    found = [one.simulated_peak_bytes for one in planner.candidates]
+    assert min(found) <= min(flat)
+    assert len({*found} - {*flat}) > 2
 
 
 def test_a_plan_read_back_saves_the_same_values(planner: CompiledPlanner) -> None:
