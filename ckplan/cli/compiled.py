@@ -55,10 +55,10 @@ def compare_in_compiled(
     """Compare a plan for a compiled step with torch's own choices there."""
     if target is None:
         raise typer.BadParameter("--compile takes a target, as for profile")
-    from ckplan.verifying.compiled_comparison import compare_compiled
     from ckplan.report.compiled import compared_report
     from ckplan.report.progress import ProgressLine
     from ckplan.training.loading import WorkloadSpec, parse_options
+    from ckplan.verifying.compiled_comparison import compare_compiled
 
     spec = WorkloadSpec(str(target), parse_options(settings or ()))
     # Output of the workload does not belong on stdout.

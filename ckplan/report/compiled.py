@@ -90,7 +90,7 @@ def compared_report(found: CompiledComparison) -> RenderableType:
             bold=one is found.steps[-1],
         )
     title = f"{found.model}, compiled, within {budget}: peaks replayed, time estimated"
-    parts = [section(title, table)]
+    parts: list[RenderableType] = [section(title, table)]
     if any(one.draws_again for one in found.steps):
         parts.append(Text("wrong: backward draws other random numbers than forward"))
     return Group(*parts)
