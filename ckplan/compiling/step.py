@@ -16,13 +16,12 @@ from ckplan.compiling.lowering import DynamoGraph, Lowered
 from ckplan.compiling.partition import JointGraph
 from ckplan.compiling.replay import replay
 from ckplan.compiling.torch_names import (
-    TorchDynamoException,
+    compile_errors,
     errors_pass,
     require_hook,
 )
-from ckplan.errors import CkplanError, WorkloadError
+from ckplan.errors import WorkloadError
 from ckplan.graph.graph import Graph
-from ckplan.training.failures import first_line
 from ckplan.training.loading import WorkloadSpec, as_spec
 from ckplan.training.losses import arguments_of, pick_loss
 from ckplan.training.workload import Workload
@@ -48,16 +47,8 @@ def compiled_loss(workload: Workload, backend: Any) -> Callable[[], torch.Tensor
     call = torch.compile(step_loss, backend=backend, fullgraph=True, dynamic=False)
 
     def loss() -> torch.Tensor:
-        try:
+        with compile_errors("the step"):
             return call(workload.model)
-        except CkplanError:
-            raise
-        except TorchDynamoException as error:
-            raise WorkloadError(
-                f"cannot compile the step as one graph: {first_line(error)}",
-                needed="a model and a loss that compile with fullgraph=True",
-                hint="TORCH_LOGS=graph_breaks shows where the graph breaks",
-            ) from error
 
     return loss
 
