@@ -70,6 +70,7 @@ WHOLE = {  # what prose names in short
 }
 NOT_RUN = {  # how it begins, and why
     "verify model.py --compile": "a C++ compiler; tests/compiling runs it",
+    "compare model.py --compile": "a minute of planning; tests/compiling runs one",
     "profile configs/workloads/": "minutes: large models; scripts/make_traces runs it",
 }
 IDS = [str(path.relative_to(ROOT)) for path in READMES]

@@ -10,11 +10,12 @@ from typing import Annotated
 
 import typer
 
+from ckplan.cli.compare_command import compare
 from ckplan.cli.eject_command import eject
 from ckplan.cli.fit_command import fit
 from ckplan.cli.inspect_commands import gpus, profile, show
 from ckplan.cli.options import with_blocks
-from ckplan.cli.plan_commands import compare, frontier, solve
+from ckplan.cli.plan_commands import frontier, solve
 from ckplan.cli.record_command import record
 from ckplan.cli.report_command import report
 from ckplan.cli.terminal import TRACEBACK, Command, Commands, write

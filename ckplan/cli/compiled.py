@@ -1,4 +1,4 @@
-"""``profile --compile`` and ``verify --compile``: what they take and print."""
+"""``--compile`` of profile, compare and verify: what they take and print."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def check_alone(others: Iterable[object], rest_is_default: bool) -> None:
     if not rest_is_default or any(one is not None for one in others):
         raise typer.BadParameter(
             "--compile takes --set, --input, --seed and --json beside it; verify also "
-            "a plan or --budget, --steps and --save, and profile -o"
+            "a plan or --budget, --steps and --save, profile -o, and compare --budget"
         )
 
 
@@ -43,6 +43,28 @@ def check_not_compiled(budget: str | None, save: Path | None) -> None:
     """Refuse options that only compiled steps have."""
     if budget is not None or save is not None:
         raise typer.BadParameter("--budget and --save go with --compile alone")
+
+
+def compare_in_compiled(
+    target: Path | None,
+    settings: list[str] | None,
+    budget: str | None,
+    seed: int,
+    as_json: bool,
+) -> None:
+    """Compare a plan for a compiled step with torch's own choices there."""
+    if target is None:
+        raise typer.BadParameter("--compile takes a target, as for profile")
+    from ckplan.report.compiled import compared_report
+    from ckplan.report.progress import ProgressLine
+    from ckplan.training.loading import WorkloadSpec, parse_options
+    from ckplan.verifying.compiled_comparison import compare_compiled
+
+    spec = WorkloadSpec(str(target), parse_options(settings or ()))
+    # Output of the workload does not belong on stdout.
+    with ProgressLine(sys.stderr) as progress, redirect_stdout(sys.stderr):
+        found = compare_compiled(spec, budget or "80%", seed=seed, progress=progress)
+    print_report(found.as_json() if as_json else compared_report(found))
 
 
 def verify_in_compiled(

@@ -45,16 +45,17 @@ class DynamoGraph:
         return copied
 
     def lower(
-        self, saved: Collection[str] | None
+        self, saved: Collection[str] | None, share: float | None = None
     ) -> tuple[JointGraph | None, Lowered | None]:
         """Generate the code with the given values saved.
 
         Args:
             saved: Names of nodes of the joint graph; None for torch's own choice.
+            share: With None, torch's ``activation_memory_budget``.
 
         Returns:
-            The joint graph, if torch itself divided it, and the code; two times None if
-            nothing requires a gradient.
+            The joint graph as it was divided, and the code; two times None if nothing
+            requires a gradient.
         """
         found: dict[bool, Code] = {}
 
@@ -63,7 +64,7 @@ class DynamoGraph:
         ) -> None:
             found[backward] = Code(source, constants, inputs)
 
-        partitioner = Partitioner(saved)
+        partitioner = Partitioner(saved, share=share)
         options = dict(self.options)
         generate_code(self.copied(), self.inputs, partitioner, options, record)
         lowered = Lowered(found[False], found[True]) if len(found) == 2 else None

@@ -21,6 +21,7 @@ from ckplan.compiling.torch_names import (
     TANGENTS,
     CustomPartitionerFn,
     default_parts,
+    frugal_parts,
     tagged_parts,
     without_duplicates,
 )
@@ -31,11 +32,11 @@ Parts: TypeAlias = tuple[fx.GraphModule, fx.GraphModule]
 
 @dataclass(frozen=True)
 class JointGraph:
-    """The joint graph of one training step, and torch's own division of it."""
+    """The joint graph of one training step, and one division of it."""
 
     module: fx.GraphModule
     num_outputs: int  # of forward, before the saved values
-    forward: fx.GraphModule  # as torch divides it without a plan
+    forward: fx.GraphModule
     backward: fx.GraphModule
 
     @cached_property
@@ -50,10 +51,22 @@ class Partitioner(CustomPartitionerFn):
     A call leaves the joint graph in ``seen``, unless the graph has no backward.
     """
 
-    def __init__(self, saved: Collection[str] | None, key: str | None = None) -> None:
-        """``key`` identifies the choice to Inductor's caches; None: do not cache."""
+    def __init__(
+        self,
+        saved: Collection[str] | None,
+        key: str | None = None,
+        share: float | None = None,
+    ) -> None:
+        """Divide joint graphs in one way.
+
+        Args:
+            saved: Names of the nodes to save; None: torch chooses.
+            key: Identifies the choice to Inductor's caches; None: do not cache.
+            share: If torch chooses, its ``activation_memory_budget``, 0 to 1.
+        """
         self.saved = None if saved is None else frozenset(saved)
         self.key = key
+        self.share = share
         self.seen: JointGraph | None = None
 
     def uuid(self) -> str | None:
@@ -66,17 +79,15 @@ class Partitioner(CustomPartitionerFn):
         """Divide the joint graph."""
         how.pop("compiler", None)
         joint = without_duplicates(joint)
-        if self.saved is not None:
-            return divide(joint, inputs, self.saved, how)
         kept = fx.GraphModule(joint, copy.deepcopy(joint.graph))
-        forward, backward = default_parts(joint, inputs, dict(how))
-        self.seen = JointGraph(
-            kept,
-            how["num_fwd_outputs"],
-            forward,
-            backward,
-        )
-        return forward, backward
+        if self.saved is not None:
+            parts = divide(joint, inputs, self.saved, how)
+        elif self.share is not None:
+            parts = frugal_parts(joint, inputs, dict(how), self.share)
+        else:
+            parts = default_parts(joint, inputs, dict(how))
+        self.seen = JointGraph(kept, how["num_fwd_outputs"], *parts)
+        return parts
 
 
 def divide(

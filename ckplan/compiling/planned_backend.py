@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from ckplan import units
 from ckplan.compiling.lowering import DynamoGraph
@@ -16,6 +17,8 @@ from ckplan.compiling.partition import Partitioner
 from ckplan.compiling.replay import replay
 from ckplan.compiling.search import Chosen, CompiledPlanner, Progress
 from ckplan.compiling.torch_names import (
+    compilation,
+    compile_errors,
     compile_with,
     errors_pass,
     require_compiler,
@@ -62,13 +65,18 @@ def compile(
     Raises:
         ApplyError: This torch lacks the hook, or the step is not on a CPU; or there is
             no C++ compiler. This and the next two are raised by the first forward.
+        WorkloadError: The model does not compile as one graph.
         PlanError: The plan is for uncompiled code or another graph, or exceeds its
             budget.
         InfeasibleError: No plan fits; the smallest replayed peak is named.
     """
     how = {"fullgraph": True, "dynamic": False, **how}
     planned = backend(plan_or_budget, reserve=reserve, progress=progress)
-    return torch.compile(model, backend=planned, **how)
+    compiled = torch.compile(model, backend=planned, **how)
+    if isinstance(compiled, nn.Module):
+        compiled.forward = _with_short_errors(compiled.forward)
+        return compiled
+    return _with_short_errors(compiled)
 
 
 def backend(
@@ -79,8 +87,9 @@ def backend(
 ) -> Backend:
     """Make a backend for ``torch.compile(model, backend=...)``; see ``compile``.
 
-    A model with graph breaks has several graphs. Each is planned within the budget by
-    itself, and values of one that live while another runs are not counted.
+    One backend is for one graph, recompiled for other shapes as torch wants. A step
+    that graph breaks divide into several is refused, because each part would need to
+    know what the others keep alive.
     """
     require_hook()
     if isinstance(plan_or_budget, Path) or _is_plan_file(plan_or_budget):
@@ -95,7 +104,7 @@ def backend(
 
 
 class Backend:
-    """A backend for ``torch.compile`` that plans each graph it is given."""
+    """A backend for ``torch.compile`` that plans the graph it is given."""
 
     __name__ = "ckplan"
 
@@ -108,11 +117,12 @@ class Backend:
         self._wanted = plan_or_budget
         self._reserve_bytes = reserve_bytes
         self._progress = progress
-        self.chosen: list[Chosen] = []  # one per graph compiled for training
+        self.chosen: list[Chosen] = []  # one per shape compiled for training
+        self._compilations: list[tuple[int | None, int | None]] = []  # of those
 
     @property
     def plans(self) -> list[Plan]:
-        """The plans so far, one per graph compiled for training."""
+        """The plans so far, one per shape compiled for training."""
         return [one.plan for one in self.chosen]
 
     def __call__(
@@ -125,12 +135,13 @@ class Backend:
     ) -> Callable[..., Any]:
         """Plan and compile a graph of Dynamo."""
         with errors_pass():
-            _check(inputs, mode)
+            _check(inputs, mode, options or {})
             require_compiler()
             traced = DynamoGraph(graph, inputs, dict(options or {}))
             chosen = self._choose(traced)
         if chosen is not None:
             self.chosen.append(chosen)
+            self._compilations.append(compilation())
         saved = None if chosen is None else chosen.saved
         partitioner = None if saved is None else Partitioner(saved, _key(saved))
         return compile_with(graph, inputs, partitioner, dict(traced.options))
@@ -138,6 +149,7 @@ class Backend:
     def _choose(self, traced: DynamoGraph) -> Chosen | None:
         if not (torch.is_grad_enabled() and any(map(_needs_gradient, traced.inputs))):
             return None
+        self._check_is_whole(traced.module)
         joint, lowered = traced.lower(None)
         if joint is None or lowered is None:
             return None  # no output depends on what requires a gradient
@@ -159,6 +171,38 @@ class Backend:
             )
         return planner.solve(left)
 
+    def _check_is_whole(self, graph: fx.GraphModule) -> None:
+        """Refuse the second graph of a step."""
+        this = compilation()
+        others = self._compilations
+        if others and (this in others or this[0] != others[0][0]):
+            raise ApplyError(
+                "cannot plan several graphs of one step within one budget: the second "
+                f"begins at {_place_of(graph)}",
+                needed="a step that compiles as one graph, and a backend of its own",
+                hint="fullgraph=True or TORCH_LOGS=graph_breaks, which show the break; "
+                "under DDP, torch._dynamo.config.optimize_ddp=False",
+            )
+
+
+def _place_of(graph: fx.GraphModule) -> str:
+    """Where in the user's code a graph begins: the source of its first op."""
+    for node in graph.graph.nodes:
+        lines = (node.stack_trace or "").splitlines()
+        code = [line.strip() for line in lines if line.strip(" ^~")]
+        if node.op != "placeholder" and code:
+            return f"'{code[-1]}'"
+    return "an unknown line"
+
+
+def _with_short_errors(call: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        with compile_errors("the model"):
+            return call(*args, **kwargs)
+
+    return checked
+
 
 def _needs_gradient(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad
@@ -174,8 +218,15 @@ def _key(saved: frozenset[str]) -> str:
     return f"ckplan {hashlib.sha256(text.encode()).hexdigest()}"
 
 
-def _check(inputs: Sequence[Any], mode: str | None) -> None:
+def _check(inputs: Sequence[Any], mode: str | None, options: Mapping[str, Any]) -> None:
     """Refuse what the replay was not shown to be exact for."""
+    tuned = [name for name, on in options.items() if on and "max_autotune" in name]
+    if tuned:
+        raise ApplyError(
+            f"cannot plan code that is compiled with the option {tuned[0]}",
+            needed="kernels that do not depend on what autotuning measures",
+            hint="leave out the option",
+        )
     if mode not in _MODES:
         raise ApplyError(
             f"cannot plan code that is compiled with mode {mode!r}",

@@ -30,6 +30,9 @@ Progress: TypeAlias = Callable[[str, int, int], object]
 """Told the stage of the work, the number of items done and their total."""
 CANDIDATES = 16
 """Budgets, evenly spaced, for which the solver proposes a plan."""
+NEAR_FLOOR = 8
+"""More of them between the two smallest, and as many in the quarter above: there, the
+solver nests regions, which are flattened, and a plan without them is often smaller."""
 _MOST_OVER = 1.06
 """A candidate is not replayed if its simulated peak, in proportion to that of the
 unplanned step, is beyond the budget by more than this factor. Simulated peaks are
@@ -92,6 +95,18 @@ class CompiledPlanner:
                 return self._chosen(candidate, found, budget_bytes)
         raise self._nothing_fits(budget_bytes)
 
+    @property
+    def smallest(self) -> Candidate:
+        """The candidate with the smallest replayed peak, of those replayed."""
+        known = [one for one in self.candidates if one.saved in self._replayed]
+        return min(known, key=lambda one: self._replayed[one.saved].peak_bytes)
+
+    @property
+    def every_layer(self) -> tuple[Candidate, ...]:
+        """Every layer recomputed from its input; empty if there are no layers."""
+        plans = self._planner.standard_baselines.plans
+        return tuple(self.candidate(regions) for _, regions in plans)
+
     def follow(self, plan: Plan) -> Chosen:
         """Find the values that a plan saves, and replay it.
 
@@ -133,6 +148,13 @@ class CompiledPlanner:
             self._progress("solving", 0, 0)
         return tuple(self._proposed())
 
+    def candidate(self, regions: Sequence[Region]) -> Candidate:
+        """What compiled code can have of a plan for single ops: nothing nested."""
+        flat = tuple(map(_flat, regions))
+        timeline = self._planner.simulator.run(flat)
+        peak_bytes, overhead = timeline.peak_bytes, timeline.overhead
+        return Candidate(flat, peak_bytes, overhead, self._saved(flat))
+
     @cached_property
     def _planner(self) -> Planner:
         return Planner(self.step.graph)
@@ -140,15 +162,13 @@ class CompiledPlanner:
     def _proposed(self) -> Iterator[Candidate]:
         planner = self._planner
         seen: set[frozenset[str] | None] = set()
-        peak_bytes = planner.unplanned.peak_bytes
-        found = [Candidate((), peak_bytes, 0.0, None)]
-        for point in planner.frontier(CANDIDATES):
-            regions = tuple(map(_flat, point.regions))
-            if regions:
-                timeline = planner.simulator.run(regions)
-                saved = self._saved(regions)
-                peak_bytes, overhead = timeline.peak_bytes, timeline.overhead
-                found.append(Candidate(regions, peak_bytes, overhead, saved))
+        found = [Candidate((), planner.unplanned.peak_bytes, 0.0, None)]
+        for budget_bytes in _budgets(
+            planner.floor.peak_bytes, planner.unplanned.peak_bytes
+        ):
+            plan = planner.within(budget_bytes)
+            if plan is not None and plan[1]:
+                found.append(self.candidate(plan[1]))
         for one in sorted(found, key=lambda c: (c.overhead, c.simulated_peak_bytes)):
             if one.saved not in seen:
                 seen.add(one.saved)
@@ -220,6 +240,17 @@ class CompiledPlanner:
             needed=f"at least {floor} ({smallest} B), the smallest replayed peak",
             hint="a larger budget, a smaller batch, or ckplan.apply, uncompiled",
         )
+
+
+def _budgets(low: int, high: int) -> Iterator[int]:
+    """Budgets for the solver: evenly spaced, and closer near the floor."""
+    parts = CANDIDATES - 1
+    for place in range(CANDIDATES):
+        yield low + (high - low) * place // parts
+    for place in range(1, NEAR_FLOOR):
+        yield low + (high - low) * place // (parts * NEAR_FLOOR)
+    for place in range(1, NEAR_FLOOR):
+        yield low + (high - low) * place // (4 * NEAR_FLOOR)
 
 
 def _flat(region: Region) -> Region:

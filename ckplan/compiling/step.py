@@ -5,26 +5,28 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx, nn
 
 from ckplan import units
 from ckplan.compiling.graph import as_graph
-from ckplan.compiling.lowering import DynamoGraph
+from ckplan.compiling.lowering import DynamoGraph, Lowered
+from ckplan.compiling.partition import JointGraph
 from ckplan.compiling.replay import replay
 from ckplan.compiling.torch_names import (
-    TorchDynamoException,
+    compile_errors,
     errors_pass,
     require_hook,
 )
-from ckplan.errors import CkplanError, WorkloadError
+from ckplan.errors import WorkloadError
 from ckplan.graph.graph import Graph
-from ckplan.training.failures import first_line
 from ckplan.training.loading import WorkloadSpec, as_spec
 from ckplan.training.losses import arguments_of, pick_loss
 from ckplan.training.workload import Workload
+
+_T = TypeVar("_T")
 
 
 def loss_of_model(model: nn.Module, workload: Workload) -> torch.Tensor:
@@ -45,16 +47,8 @@ def compiled_loss(workload: Workload, backend: Any) -> Callable[[], torch.Tensor
     call = torch.compile(step_loss, backend=backend, fullgraph=True, dynamic=False)
 
     def loss() -> torch.Tensor:
-        try:
+        with compile_errors("the step"):
             return call(workload.model)
-        except CkplanError:
-            raise
-        except TorchDynamoException as error:
-            raise WorkloadError(
-                f"cannot compile the step as one graph: {first_line(error)}",
-                needed="a model and a loss that compile with fullgraph=True",
-                hint="TORCH_LOGS=graph_breaks shows where the graph breaks",
-            ) from error
 
     return loss
 
@@ -77,22 +71,42 @@ def profile_compiled(spec: WorkloadSpec | str | Path, *, seed: int = 0) -> Graph
     require_hook()
     torch.manual_seed(seed)
     workload = as_spec(spec).build()
-    found: list[Graph] = []
+
+    def describe(_: DynamoGraph, joint: JointGraph, lowered: Lowered) -> Graph:
+        peak_bytes = replay(lowered, joint.num_outputs).peak_bytes
+        peak = units.format_bytes(peak_bytes)
+        note = f"replay of the generated code: {peak} ({peak_bytes} B) unplanned"
+        traced = as_graph(joint, type(workload.model).__name__).graph
+        return replace(traced, notes=(*traced.notes, note))
+
+    return trace_step(workload, describe)
+
+
+def trace_step(
+    workload: Workload, use: Callable[[DynamoGraph, JointGraph, Lowered], _T]
+) -> _T:
+    """Trace a compiled step, which runs once, uncompiled; return what ``use`` makes.
+
+    Args:
+        workload: Its forward and loss are compiled as one graph.
+        use: Given the graph, the joint graph as torch divides it, and its code.
+
+    Raises:
+        WorkloadError: The step does not train, or does not compile as one graph.
+    """
+    found: list[_T] = []
 
     def only_trace(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         with errors_pass():
-            joint, lowered = DynamoGraph(graph, inputs, {}).lower(None)
+            traced = DynamoGraph(graph, inputs, {})
+            joint, lowered = traced.lower(None)
             if joint is None or lowered is None:
                 raise WorkloadError(
                     "cannot trace a compiled step: nothing requires a gradient",
                     needed="a loss that depends on a parameter with requires_grad",
                     hint="look for torch.no_grad(), .detach() or frozen parameters",
                 )
-            peak_bytes = replay(lowered, joint.num_outputs).peak_bytes
-            peak = units.format_bytes(peak_bytes)
-            note = f"replay of the generated code: {peak} ({peak_bytes} B) unplanned"
-            traced = as_graph(joint, type(workload.model).__name__).graph
-            found.append(replace(traced, notes=(*traced.notes, note)))
+            found.append(use(traced, joint, lowered))
             return graph.forward
 
     compiled_loss(workload, only_trace)()

@@ -17,7 +17,8 @@ import torch
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ckplan.errors import ApplyError, CkplanError
+from ckplan.errors import ApplyError, CkplanError, WorkloadError
+from ckplan.training.failures import first_line
 
 if TYPE_CHECKING:
     from torch import fx
@@ -30,6 +31,7 @@ try:
         default_partition,
         min_cut_rematerialization_partition,
     )
+    from torch._guards import CompileContext
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
@@ -52,9 +54,12 @@ __all__ = [
     "FakeTensorMode",
     "OpOverload",
     "TorchDynamoException",
+    "compilation",
+    "compile_errors",
     "compile_with",
     "default_parts",
     "errors_pass",
+    "frugal_parts",
     "generate_code",
     "require_compiler",
     "require_hook",
@@ -115,11 +120,28 @@ def require_compiler() -> None:
         ) from missing
 
 
+def compilation() -> tuple[int | None, int | None]:
+    """The code that Dynamo compiles, and how often it has compiled it before.
+
+    Parts of one step, divided by graph breaks, are different code.
+    """
+    found = CompileContext.current_compile_id()
+    return (None, None) if found is None else (found.frame_id, found.frame_compile_id)
+
+
 def default_parts(
     joint: fx.GraphModule, inputs: Any, how: dict[str, Any]
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Forward and backward as torch divides the joint graph without a plan."""
     return min_cut_rematerialization_partition(joint, inputs, "inductor", **how)
+
+
+def frugal_parts(
+    joint: fx.GraphModule, inputs: Any, how: dict[str, Any], share: float
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Forward and backward under torch's ``activation_memory_budget``, 0 to 1."""
+    with functorch_config.patch(activation_memory_budget=share):
+        return default_parts(joint, inputs, how)
 
 
 def tagged_parts(
@@ -201,6 +223,25 @@ def errors_pass() -> Iterator[None]:
         if isinstance(error, ShortenTraceback):
             raise
         raise _passing(error).with_traceback(error.__traceback__) from None
+
+
+@contextmanager
+def compile_errors(what: str) -> Iterator[None]:
+    """Say in three lines what torch cannot compile.
+
+    Raises:
+        WorkloadError: Dynamo or Inductor refused it.
+    """
+    try:
+        yield
+    except CkplanError:
+        raise
+    except TorchDynamoException as error:
+        raise WorkloadError(
+            f"cannot compile {what} as one graph: {first_line(error)}",
+            needed="a model and a loss that compile with fullgraph=True",
+            hint="TORCH_LOGS=graph_breaks shows where the graph breaks",
+        ) from error
 
 
 def _passing(error: CkplanError) -> CkplanError:

@@ -1,16 +1,18 @@
-"""The report of ``verify --compile``: compiled steps with a plan and without one."""
+"""The reports of ``verify --compile`` and ``compare --compile``."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
+from rich.text import Text
 
 from ckplan import units
 from ckplan.errors import VerifyError
 from ckplan.report.tables import add_row, key_value_table, make_table, section
 
 if TYPE_CHECKING:
+    from ckplan.verifying.compiled_comparison import CompiledComparison
     from ckplan.verifying.compiled_steps import CompiledVerification
 
 _NONE = "n/a"
@@ -68,6 +70,30 @@ def compiled_error(found: CompiledVerification) -> VerifyError:
         needed="the same bits, or gradients that differ by rounding alone",
         hint="train without this plan, and please report it",
     )
+
+
+def compared_report(found: CompiledComparison) -> RenderableType:
+    """Ways to divide a compiled step: replayed peaks, estimated seconds."""
+    budget = units.format_bytes(found.budget_bytes)
+    headers = ("", "peak", "saved", "step", "overhead", "fits", "gradients")
+    table = make_table(*headers)
+    for one in found.steps:
+        add_row(
+            table,
+            one.name,
+            units.format_bytes(one.peak_bytes),
+            units.format_bytes(one.saved_bytes),
+            units.format_seconds(one.step_seconds),
+            _percent(one.overhead),
+            "yes" if one.fits else "no",
+            "wrong" if one.draws_again else "right",
+            bold=one is found.steps[-1],
+        )
+    title = f"{found.model}, compiled, within {budget}: peaks replayed, time estimated"
+    parts: list[RenderableType] = [section(title, table)]
+    if any(one.draws_again for one in found.steps):
+        parts.append(Text("wrong: backward draws other random numbers than forward"))
+    return Group(*parts)
 
 
 def _difference(fraction: float | None) -> str:

@@ -28,6 +28,24 @@ def build():
     return Breaks(3, 3), torch.randn(2, 3)
 """
 
+DROPS = """
+import torch
+from torch import nn
+
+class Drops(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x):
+        h = torch.tanh(self.up(x))
+        return self.down(self.drop(h * h.exp())).square().mean()
+
+def build():
+    return Drops(), torch.randn(512, 16)
+"""
+
 
 @pytest.fixture(autouse=True)
 def _own_caches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -49,6 +67,50 @@ def test_a_compiled_step_is_profiled_and_solved(run: Run, folder: Path) -> None:
     assert plan.fingerprint["compiled"] == graph.fingerprint["compiled"]
     with pytest.raises(ckplan.CkplanError, match="it is for compiled code"):
         ckplan.apply(torch.nn.Linear(8, 8), plan)
+
+
+def test_a_plan_is_compared_with_torch_s_own_choices(run: Run, folder: Path) -> None:
+    (folder / "drops.py").write_text(DROPS)
+    ended = run("compare", "drops.py", "--compile", "--budget", "85%", "--json")
+    assert ended.code == 0, ended.err
+    found = json.loads(ended.out)
+    steps = {one["name"]: one for one in found["steps"]}
+    assert [*steps] == [
+        "torch",
+        *(f"torch, {share}" for share in ("0.75", "0.5", "0.25", "0")),
+        "every layer",
+        "everything",
+        "this plan",
+    ]
+    own, plan = steps["torch"], steps["this plan"]
+    assert own["overhead"] == 0
+    assert not own["fits"]
+    assert plan["fits"]
+    assert plan["peak_bytes"] <= found["budget_bytes"] < own["peak_bytes"]
+    assert found["budget_bytes"] == int(0.85 * own["peak_bytes"])
+    assert plan["step_seconds"] > own["step_seconds"]
+    # torch draws dropout masks anew in backward, where it recomputes them
+    assert steps["torch, 0"]["draws_again"]
+    assert not any(
+        steps[n]["draws_again"] for n in ("torch", "everything", "this plan")
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--compile",), "--compile takes a target"),
+        (("model.py", "--compile", "--gpu", "T4"), "--compile takes --set"),
+        (("model.py", "--compile", "--reserve", "1GiB"), "--compile takes --set"),
+        (("--set", "layers=2"), "go with --compile alone"),
+    ],
+)
+def test_comparisons_refuse_what_does_not_go_together(
+    run: Run, words: tuple[str, ...], said: str
+) -> None:
+    ended = run("compare", *words)
+    assert ended.code == 2
+    assert said in " ".join(ended.err.split())
 
 
 @pytest.mark.slow

@@ -12,12 +12,12 @@ from compiled import Convolutions, Deep, Steps, deep, planner_of, run_steps, tin
 from torch import nn
 
 import ckplan
-from ckplan.compiling import nodes
+from ckplan.compiling import nodes, planned_backend
 from ckplan.compiling.lowering import Code, Lowered
 from ckplan.compiling.replay import replay
-from ckplan.compiling.search import CompiledPlanner
+from ckplan.compiling.search import CANDIDATES, CompiledPlanner
 from ckplan.compiling.torch_names import PRIMALS, TANGENTS
-from ckplan.errors import ApplyError, InfeasibleError, PlanError
+from ckplan.errors import ApplyError, InfeasibleError, PlanError, WorkloadError
 from ckplan.plan.file import loads
 from ckplan.plan.plan import Plan
 
@@ -103,6 +103,18 @@ def test_more_budget_never_costs_more_and_no_plan_is_over(
     assert before == 0
     with pytest.raises(InfeasibleError):
         planner.solve(floor - 1)
+
+
+def test_near_the_floor_plans_without_nesting_are_tried(
+    planner: CompiledPlanner,
+) -> None:
+    """Plans that nest regions lose by flattening; closer budgets find flat ones."""
+    solver = planner._planner
+    evenly = [q for q in solver.frontier(CANDIDATES) if q.regions]
+    flat = [planner.candidate(q.regions).simulated_peak_bytes for q in evenly]
+    found = [one.simulated_peak_bytes for one in planner.candidates]
+    assert min(found) <= min(flat)
+    assert len({*found} - {*flat}) > 2
 
 
 def test_a_plan_read_back_saves_the_same_values(planner: CompiledPlanner) -> None:
@@ -285,6 +297,9 @@ def test_what_cannot_be_planned_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     torch._dynamo.reset()
     with pytest.raises(ApplyError, match="mode 'max-autotune'"):
         ckplan.compile(nn.Linear(3, 3), "80%", mode="max-autotune")(x)
+    torch._dynamo.reset()
+    with pytest.raises(ApplyError, match="the option max_autotune"):
+        ckplan.compile(nn.Linear(3, 3), "80%", options={"max_autotune": True})(x)
     with pytest.raises(ckplan.CkplanError, match="within a NoneType"):
         ckplan.compile(nn.Linear(3, 3), None)  # type: ignore[arg-type]
     torch._dynamo.reset()
@@ -293,6 +308,67 @@ def test_what_cannot_be_planned_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch_names, "MISSING", ImportError("no CustomPartitionerFn"))
     with pytest.raises(ApplyError, match="no CustomPartitionerFn"):
         ckplan.backend("80%")
+
+
+class Broken(nn.Module):
+    """Its graph breaks in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.up(x).tanh()
+        torch._dynamo.graph_break()
+        return self.down(x).square().sum()
+
+
+@pytest.fixture
+def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plan as ever, but run the graph uncompiled: seconds of g++ fewer."""
+
+    def uncompiled(graph: torch.fx.GraphModule, *_: object) -> Callable[..., object]:
+        return graph.forward
+
+    monkeypatch.setattr(planned_backend, "compile_with", uncompiled)
+
+
+@pytest.mark.usefixtures("no_kernels")
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo's, after a break
+def test_several_graphs_of_one_step_are_refused_by_name() -> None:
+    torch._dynamo.reset()
+    model, x = Broken(), torch.randn(16, 8)
+    with pytest.raises(ApplyError, match="several graphs of one step") as refused:
+        ckplan.compile(model, "100%", fullgraph=False)(x)
+    assert "return self.down(x)" in str(refused.value)
+    assert str(refused.value).count("\n") == 2
+    torch._dynamo.reset()
+    with pytest.raises(WorkloadError, match="the model as one graph") as broken:
+        ckplan.compile(model, "100%")(x)
+    assert str(broken.value).count("\n") == 2
+
+
+@pytest.mark.usefixtures("no_kernels")
+def test_another_shape_is_planned_again_by_the_same_backend() -> None:
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    planned = ckplan.backend("100%")
+    call = torch.compile(model, backend=planned, fullgraph=True, dynamic=False)
+    for rows in (16, 32, 16):
+        call(torch.randn(rows, 8)).sum().backward()
+    assert len(planned.plans) == 2
+
+
+@pytest.mark.usefixtures("no_kernels")
+def test_the_compiled_model_keeps_its_parameters_and_its_mode() -> None:
+    torch._dynamo.reset()
+    model, x = nn.Linear(8, 1), torch.randn(16, 8)
+    compiled = ckplan.compile(model, "100%", mode="reduce-overhead")
+    assert isinstance(compiled, nn.Module)
+    assert [*compiled.parameters()] == [*model.parameters()]
+    torch.testing.assert_close(compiled(x), model(x))
+    function = ckplan.compile(lambda x: model(x).sum(), "100%")
+    torch.testing.assert_close(function(x), model(x).sum())
 
 
 def test_code_that_cannot_be_replayed_is_said() -> None:
