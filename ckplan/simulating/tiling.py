@@ -210,14 +210,24 @@ def tile_graph(graph: Graph, call: int, tiles: Tiles) -> Graph:
     for number in found.never_whole:
         storages[number] = replace(storages[number], bytes=0, tensor=None)
     _move(found, ops, storages)
-    # By row: two statistics, the expected gradient, and the class.
-    row_bytes = 3 * _LOG_BYTES + _INDEX_BYTES
-    rows = Storage(found.tokens * row_bytes, "activation", 0, found.backward)
+    # By row: two statistics and the expected gradient; and the class, which the loss
+    # holds. Lazy logits hold the hidden state as long as the model's output lives.
+    loss = ops[found.last].outputs[0]
+    made = len(storages)
+    for size, last in (
+        (3 * _LOG_BYTES, found.backward),
+        (_INDEX_BYTES, storages[loss].last),
+    ):
+        bytes_ = found.tokens * size
+        storages.append(Storage(bytes_, "activation", found.log_softmax, last))
     ops[found.log_softmax] = replace(
         ops[found.log_softmax],
-        outputs=(*ops[found.log_softmax].outputs, len(storages)),
+        outputs=(*ops[found.log_softmax].outputs, made, made + 1),
     )
-    storages.append(replace(rows, maker=found.log_softmax))
+    hidden = _hidden(graph, graph.ops[found.product])
+    (logits,) = graph.ops[found.product].outputs
+    until = max(storages[hidden].last, storages[logits].last)
+    storages[hidden] = replace(storages[hidden], last=until)
     skipped = {found.product, found.log_softmax}
     values = {name: getattr(graph, name) for name in graph.__dataclass_fields__}
     values.update(
