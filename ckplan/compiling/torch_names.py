@@ -7,6 +7,7 @@ joint-graph passes of Inductor.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -186,9 +187,12 @@ def generate_code(
         record: Given the source, its constants, the example inputs (fake tensors), and
             whether it is backward, once for each of the two.
     """
+    this_thread, compiled = threading.get_ident(), GraphLowering.compile_to_module
 
     def inner(part: fx.GraphModule, given: Any, **how: Any) -> Any:
-        def instead(lowering: Any) -> SimpleNamespace:
+        def instead(lowering: Any) -> Any:
+            if threading.get_ident() != this_thread:
+                return compiled(lowering)  # another thread compiles in earnest
             code, _ = lowering.codegen()
             backward = bool(how.get("is_backward"))
             record(code.value, dict(lowering.constants), list(given), backward)

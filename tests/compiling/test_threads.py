@@ -1,0 +1,37 @@
+"""Threads that compile while another plans."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compiled import planner_of
+from torch import nn
+
+from ckplan.compiling.partition import Partitioner
+from ckplan.compiling.torch_names import generate_code
+
+
+def test_another_thread_compiles_in_earnest_while_one_plans(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    planner = planner_of(nn.Linear(3, 1), torch.randn(4, 3))
+    traced = planner.traced
+    found: list[torch.Tensor] = []
+    x = torch.randn(8)
+
+    def other() -> None:
+        found.append(torch.compile(lambda v: v.sin() + 1)(x))
+
+    def record(*_: Any) -> None:
+        if not found:
+            thread = threading.Thread(target=other)
+            thread.start()
+            thread.join()
+
+    generate_code(traced.copied(), traced.inputs, Partitioner(None), {}, record)
+    assert torch.allclose(found[0], x.sin() + 1)
