@@ -555,13 +555,17 @@ def _ask(
 
 
 def _ask_below(planner: Planner, least_peak: int, outcome: Outcome) -> None:
-    """One byte below the least peak; and at and below the planner's own floor."""
+    """One byte below the least peak; and at and below the planner's own floor.
+
+    The floor is searched by bytes alone; the search by seconds may find less.
+    """
     floor = planner.floor.peak_bytes
     outcome.floor_excess = max(floor / max(least_peak, 1) - 1, 0.0)
     found = planner.within(least_peak - 1)
     if found is not None and max(map(_depth, found[1]), default=1) == 1:
         outcome.wrong.append(f"a plan fits {least_peak - 1} B, and none can")
-    if planner.within(floor) is None or planner.within(floor - 1) is not None:
+    lower = planner.within(floor - 1)
+    if planner.within(floor) is None or (lower and lower[0].peak_bytes >= floor):
         outcome.wrong.append(f"the floor is not {floor} B")
 
 

@@ -43,7 +43,8 @@ def of_card(num_blocks: int = 8) -> Graph:
         hidden_bytes=147 * MIB,
         weight_bytes=9 * MIB,
     )
-    return replace(graph, options={"gpu": "T4"})
+    fingerprint = {**graph.fingerprint, "device": "cuda"}
+    return replace(graph, options={"gpu": "T4"}, fingerprint=fingerprint)
 
 
 def test_memory_that_is_just_enough_is_enough() -> None:
