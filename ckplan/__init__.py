@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ckplan.applying import apply, planned, remove, status
-    from ckplan.auto import auto
+    from ckplan.auto import auto, largest_batch, tune
     from ckplan.compiling import backend, compile
     from ckplan.errors import CkplanError
+    from ckplan.fitting.fit import fit
     from ckplan.graph.file import load as load_graph
     from ckplan.graph.graph import Graph
     from ckplan.graph.sharding import shard
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from ckplan.solving.solve import frontier
     from ckplan.solving.solve import solve_plan as solve
     from ckplan.tracing.profile import profile
+    from ckplan.tuning.answer import plan_of as tuned_plan
     from ckplan.verifying.dry_run import dry_run
     from ckplan.verifying.verify import verify
 
@@ -43,7 +45,9 @@ __all__ = [
     "backend",
     "compile",
     "dry_run",
+    "fit",
     "frontier",
+    "largest_batch",
     "load_graph",
     "load_plan",
     "planned",
@@ -53,6 +57,8 @@ __all__ = [
     "shard",
     "solve",
     "status",
+    "tune",
+    "tuned_plan",
     "verify",
 ]
 
@@ -65,7 +71,9 @@ _HOME = {
     "backend": "ckplan.compiling:backend",
     "compile": "ckplan.compiling:compile",
     "dry_run": "ckplan.verifying.dry_run:dry_run",
+    "fit": "ckplan.fitting.fit:fit",
     "frontier": "ckplan.solving.solve:frontier",
+    "largest_batch": "ckplan.auto:largest_batch",
     "load_graph": "ckplan.graph.file:load",
     "load_plan": "ckplan.plan.file:load",
     "planned": "ckplan.applying:planned",
@@ -75,6 +83,8 @@ _HOME = {
     "shard": "ckplan.graph.sharding:shard",
     "solve": "ckplan.solving.solve:solve_plan",
     "status": "ckplan.applying:status",
+    "tune": "ckplan.auto:tune",
+    "tuned_plan": "ckplan.tuning.answer:plan_of",
     "verify": "ckplan.verifying.verify:verify",
 }
 

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from ckplan import gpus
 from ckplan.cli import app
 from ckplan.errors import CkplanError, PlanError
+from ckplan.tracing.target import find_target
 
 ROOT = Path(__file__).parent.parent
 TABLE = (ROOT / "configs" / "gpus.yaml").read_text()
@@ -22,17 +23,32 @@ WANTED = [
     "RTX 3060 12GB",
     "RTX 3090",
     "RTX 4060 Ti 16GB",
+    "RTX 4070",
+    "RTX 4080",
+    "RTX 4090 Laptop",
     "RTX 4090",
+    "RTX 5070 Ti",
+    "RTX 5080",
     "RTX 5090",
+    "RTX A6000",
+    "RTX 6000 Ada",
     "T4",
     "V100 16GB",
     "A10G",
     "L4",
+    "L40S",
     "A100 40GB",
     "A100 80GB",
+    "A100 40GB MIG 1g.5gb",
+    "A100 40GB MIG 2g.10gb",
+    "A100 40GB MIG 3g.20gb",
+    "A100 80GB MIG 1g.10gb",
+    "A100 80GB MIG 2g.20gb",
+    "A100 80GB MIG 3g.40gb",
     "H100",
     "H200",
     "B200",
+    "MI300X",
 ]
 
 # What a card is made of: FP32 cores, boost clock in GHz, bits of the memory's bus and
@@ -41,6 +57,20 @@ MADE_OF = {
     "RTX 3060 12GB": (3584, 1.777, 192, 15),
     "RTX 3090": (10496, 1.695, 384, 19.5),
     "RTX 4060 Ti 16GB": (4352, 2.535, 128, 18),
+    "RTX 4070": (5888, 2.475, 192, 21),
+    "RTX 4080": (9728, 2.505, 256, 22.4),
+    "RTX 4090 Laptop": (9728, 1.950, 256, 18),
+    "RTX 5070 Ti": (8960, 2.452, 256, 28),
+    "RTX 5080": (10752, 2.617, 256, 30),
+    "RTX A6000": (10752, 1.800, 384, 16),
+    "RTX 6000 Ada": (18176, 2.505, 384, 20),
+    "L40S": (18176, 2.520, 384, 18),
+    "A100 40GB MIG 1g.5gb": (896, 1.410, 640, 2.430),
+    "A100 40GB MIG 2g.10gb": (1792, 1.410, 1280, 2.430),
+    "A100 40GB MIG 3g.20gb": (2688, 1.410, 2560, 2.430),
+    "A100 80GB MIG 1g.10gb": (896, 1.410, 640, 3.186),
+    "A100 80GB MIG 2g.20gb": (1792, 1.410, 1280, 3.186),
+    "A100 80GB MIG 3g.40gb": (2688, 1.410, 2560, 3.186),
     "RTX 4090": (16384, 2.520, 384, 21),
     "RTX 5090": (21760, 2.407, 512, 28),
     "T4": (2560, 1.590, 256, 10),
@@ -53,7 +83,11 @@ MADE_OF = {
     "H200": (16896, 1.980, 6144, 6.25),
 }
 
-SMALL = {"T4", "V100 16GB", "A100 40GB", "A100 80GB"}  # of 64 cores a multiprocessor
+SMALL = {
+    "T4",
+    "V100 16GB",
+    *(name for name in WANTED if "A100" in name),
+}  # of 64 cores a multiprocessor
 
 
 def test_every_card_that_was_asked_for_is_there() -> None:
@@ -98,6 +132,9 @@ def test_an_op_takes_as_long_as_the_slower_of_computing_and_moving() -> None:
         ("v100", "V100 16GB"),
         ("a100-80gb", "A100 80GB"),
         ("RTX 3060", "RTX 3060 12GB"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "RTX 4090 Laptop"),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada"),
+        ("AMD Instinct MI300X", "MI300X"),
     ],
 )
 def test_cards_go_by_the_names_that_people_write(said: str, meant: str) -> None:
@@ -108,9 +145,11 @@ def test_cards_go_by_the_names_that_people_write(said: str, meant: str) -> None:
     ("said", "needed", "hint"),
     [
         ("A100", "one of A100 40GB, A100 80GB", "--gpu 'A100 40GB'"),
-        ("RTX 4060", "RTX 4060 Ti 16GB", "--gpu 'RTX 4060 Ti 16GB'"),  # another card
-        ("RTX 4091", "RTX 4090", "--gpu 'RTX 4090'"),
-        ("MI300X", "H200", "ckplan gpus"),
+        ("RXT 4090", "RTX 4090", "--gpu 'RTX 4090'"),
+        ("RTX 4060", "RTX 4060 Ti 16GB", "--gpu-memory SIZE"),  # of 8 GB
+        ("RTX 3080", "RTX 3090", "--gpu-memory SIZE"),  # of 10 GB
+        ("RTX 5070", "RTX 5070 Ti", "--gpu-memory SIZE"),  # of 12 GB
+        ("RTX 4091", "RTX 4090", "--gpu-memory SIZE"),
         ("", "H200", "ckplan gpus"),
     ],
 )
@@ -144,6 +183,38 @@ def test_the_table_is_read_strictly(old: str, new: str, found: str) -> None:
     with pytest.raises(PlanError, match=r"gpus.yaml, line \d+: ") as caught:
         gpus.parse(TABLE.replace(old, new, 1), "gpus.yaml")
     assert found in caught.value.what
+
+
+OWN = """\
+ckplan_gpus: 1
+gpus:
+  Mine 20GB: {memory: 20GB, bandwidth: 500GB, tflops: {fp32: 30}, price: 0.4}
+  RTX 4090: {memory: 48GiB, bandwidth: 1008GB, tflops: {fp32: 82.6}}
+"""
+
+
+def test_cards_of_ones_own_by_size_and_rates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.yaml").write_text(OWN)
+    monkeypatch.setenv("CKPLAN_GPUS", str(tmp_path / "mine.yaml"))
+    card = gpus.find("mine")
+    assert card.usable_bytes == int(0.975 * 20e9) - 600 * 2**20
+    assert card.assumed == (
+        *("capacity", "context", "launch_us", "capability", "multiprocessors"),
+    )
+    assert card.price == 0.4
+    assert gpus.find("RTX 4090").memory_bytes == 48 * 2**30  # it replaces the other
+    assert [*gpus.load()] == [*WANTED, "Mine 20GB"]
+    monkeypatch.setenv("CKPLAN_GPUS", "nope.yaml")
+    with pytest.raises(CkplanError, match=r"table of cards 'nope\.yaml': no such file"):
+        gpus.load()
+
+
+def test_no_step_is_traced_for_kernels_that_are_not_known() -> None:
+    with pytest.raises(CkplanError, match="kernels of rocm") as caught:
+        find_target("cuda", "MI300X")
+    assert "--gpu-memory" in caught.value.hint
 
 
 def test_the_command_lists_cards_and_says_where_a_figure_is_from() -> None:

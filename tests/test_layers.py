@@ -27,6 +27,8 @@ ROOMS: dict[str, set[str]] = {
     "gpus": BASICS | {"plan"},
     "simulating": BASICS | WAISTS,
     "solving": BASICS | CORE,
+    "tuning": BASICS | CORE | {"solving"},
+    "fitting": BASICS | CORE | {"solving", "tuning"},
     "ejecting": BASICS | CORE | {"solving"},
     "encodings": set(),
     "sources.batches": BASICS,
@@ -68,8 +70,10 @@ ROOMS: dict[str, set[str]] = {
     | {"compiling", "applying.hooks", "tracing", "tracing.faking", "tracing.recording"}
     | {"tracing.costs", "tracing.cuda"},
     "integrations": WAISTS | {"applying"},
-    "auto": BASICS | {"training", "solving", "applying", "tracing"},
-    "report": BASICS | CORE | {"solving", "verifying"},  # verifying: types alone
+    "auto": BASICS | {"graph", "training", "solving", "tuning", "applying", "tracing"},
+    "report": BASICS
+    | CORE
+    | {"solving", "fitting", "tuning", "verifying"},  # verifying: types alone
 }
 FRONT = {"cli", "__main__", "__init__"}  # which may import all
 ABOVE_TORCH = {*ROOMS} - {

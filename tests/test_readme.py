@@ -50,6 +50,7 @@ TINY_LLAMA = {  # the model of hf:FOLDER
 }
 WHOLE = {  # what prose names in short
     "show FILE": "show model.json.gz",
+    "gpus NAME": "gpus T4",
     "show traces/NAME.json.gz": "show traces/mlp.json.gz",
     "profile hf:FOLDER": "profile hf:FOLDER --batch 8x16 -o folder.json.gz",
     "profile --device cuda": "profile model.py --device cuda",

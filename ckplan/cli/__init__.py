@@ -11,11 +11,13 @@ from typing import Annotated
 import typer
 
 from ckplan.cli.eject_command import eject
+from ckplan.cli.fit_command import fit
 from ckplan.cli.inspect_commands import gpus, profile, show
 from ckplan.cli.options import with_blocks
 from ckplan.cli.plan_commands import compare, frontier, solve
 from ckplan.cli.report_command import report
 from ckplan.cli.terminal import TRACEBACK, Command, Commands, write
+from ckplan.cli.tune_command import tune
 from ckplan.cli.verify_command import verify
 
 app = typer.Typer(
@@ -26,7 +28,10 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-commands = profile, solve, frontier, compare, show, report, gpus, verify, eject
+commands = (
+    *(profile, solve, frontier, compare, fit, tune),
+    *(show, report, gpus, verify, eject),
+)
 for command in commands:
     app.command(cls=Command)(with_blocks(command))
 

@@ -71,18 +71,6 @@ def check_page_output(path: Path, force: bool) -> None:
         )
 
 
-def print_gpu_budget(gpu: str) -> None:
-    """Print how the budget follows from a card's memory."""
-    from ckplan.gpus import find
-    from ckplan.units import format_bytes
-
-    card = find(gpu)
-    capacity, context = map(format_bytes, (card.capacity_bytes, card.context_bytes))
-    print_message(
-        f"budget of {card.name}: {capacity} less {context} for CUDA's context"
-    )
-
-
 def newest_trace() -> Path:
     """Path of the most recently written trace."""
     from ckplan import files

@@ -16,6 +16,7 @@ from ckplan.cli.terminal import print_message
 
 if TYPE_CHECKING:
     from ckplan.cli.source_options import SourceOptions
+    from ckplan.graph.graph import Graph
     from ckplan.graph.sharding import Sharding
     from ckplan.plan.plan import Plan
     from ckplan.training.loading import WorkloadSpec
@@ -78,28 +79,15 @@ Trace = Annotated[
     Path | None,
     typer.Argument(help="From `ckplan profile`.  [default: newest of traces/]"),
 ]
-GpuOption = Annotated[
-    str | None,
-    typer.Option(
-        "--gpu",
-        metavar="NAME",
-        help="Instead of a budget: the memory of a card of `ckplan gpus`.",
-    ),
-]
 Reserve = Annotated[
     str,
     typer.Option(
         metavar="SIZE", help="Memory to leave free: subtracted from the budget."
     ),
 ]
-Expandable = Annotated[
-    bool,
-    typer.Option(
-        "--expandable-segments",
-        help="With --gpu: train with PYTORCH_ALLOC_CONF=expandable_segments:True.",
-    ),
-]
-OBJECTIVE_OPTIONS = "--budget, --gpu, --max-overhead, --min-memory or --knee"
+OBJECTIVE_OPTIONS = (
+    "--budget, --gpu, --gpu-memory, --max-overhead, --min-memory or --knee"
+)
 Force = Annotated[bool, typer.Option("--force", help="Overwrite a file that exists.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 
@@ -120,6 +108,14 @@ class StepOptions:
             "--input",
             metavar="SHAPE:DTYPE",
             help="For a model without a factory: 8x3x224x224:float32; repeatable.",
+        ),
+    ] = None
+    micro_batch: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="ROWS",
+            help="Cut or repeat the rows of the workload's batch to this number.",
         ),
     ] = None
     optimizer: Annotated[
@@ -164,7 +160,8 @@ class StepOptions:
         from ckplan.training.loading import WorkloadSpec, parse_options
 
         settings = {**parse_options(self.settings or ()), **source.settings(target)}
-        return WorkloadSpec(target, settings, tuple(self.inputs or ()))
+        inputs = tuple(self.inputs or ())
+        return WorkloadSpec(target, settings, inputs, rows=self.micro_batch)
 
     def training(self) -> Training:
         """The training settings of a step."""
@@ -184,6 +181,64 @@ class StepOptions:
         names = "optimizer", "accumulate", "clip", "scaler"
         amp = self.amp and self.amp.value
         return {"amp": amp, **{name: getattr(self, name) for name in names}}
+
+
+@dataclass(frozen=True)
+class CardOptions:
+    """A card whose memory is the limit, as PyTorch's allocator reserves it."""
+
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            "--gpu",
+            metavar="NAME",
+            help="Instead of a budget: the memory of a card of `ckplan gpus`, for "
+            "which the trace was made.",
+        ),
+    ] = None
+    gpu_memory: Annotated[
+        str | None,
+        typer.Option(
+            "--gpu-memory",
+            metavar="SIZE",
+            help="Instead of a budget: the memory of any other card, such as 16GB.",
+        ),
+    ] = None
+    expandable: Annotated[
+        bool,
+        typer.Option(
+            "--expandable-segments",
+            help="On a card: train with PYTORCH_ALLOC_CONF=expandable_segments:True.",
+        ),
+    ] = False
+
+    @property
+    def given(self) -> list[str]:
+        """The values that are given."""
+        return [one for one in (self.gpu, self.gpu_memory) if one is not None]
+
+    def check_and_announce(self, graph: Graph) -> None:
+        """Print how the budget follows from the card's memory.
+
+        Raises:
+            CkplanError: The step was not profiled for the card.
+        """
+        from ckplan.gpus import ASSUMED_CONTEXT_BYTES, find
+        from ckplan.solving.card_memory import card_bytes, doubts
+        from ckplan.units import format_bytes
+
+        if not self.given:
+            return
+        usable_bytes = card_bytes(graph, self.gpu, self.gpu_memory)
+        name, context_bytes = f"a card of {self.gpu_memory}", ASSUMED_CONTEXT_BYTES
+        card = None if self.gpu is None else find(self.gpu)
+        if doubt := doubts(graph, card):
+            print_message(f"warning: {doubt}")
+        if card is not None:
+            name, context_bytes = card.name, card.context_bytes
+        sizes = usable_bytes + context_bytes, context_bytes
+        capacity, context = map(format_bytes, sizes)
+        print_message(f"budget of {name}: {capacity} less {context} for CUDA's context")
 
 
 @dataclass(frozen=True)

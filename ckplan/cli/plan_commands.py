@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,13 +14,11 @@ from ckplan.cli.inputs import (
     check_output,
     check_plot_output,
     load_step,
-    print_gpu_budget,
 )
 from ckplan.cli.options import (
     OBJECTIVE_OPTIONS,
-    Expandable,
+    CardOptions,
     Force,
-    GpuOption,
     Json,
     Method,
     Reserve,
@@ -29,7 +28,10 @@ from ckplan.cli.options import (
 from ckplan.cli.terminal import print_message, print_report
 
 if TYPE_CHECKING:
+    from ckplan.graph.graph import Graph
     from ckplan.plan.plan import Plan
+    from ckplan.solving.memory_limit import MemoryLimit
+    from ckplan.solving.remedies import Remedy
     from ckplan.solving.solution import Solution
 
 
@@ -43,7 +45,7 @@ def solve(
             help="Limit on the whole peak: 12GB, 12GiB, or 80% of the unplanned peak.",
         ),
     ] = None,
-    gpu: GpuOption = None,
+    card: CardOptions,
     max_overhead: Annotated[
         str | None,
         typer.Option(
@@ -63,7 +65,6 @@ def solve(
         ),
     ] = False,
     reserve: Reserve = "0",
-    expandable: Expandable = False,
     method: Annotated[
         Method,
         typer.Option(help="milp: a tighter bound, exact for small graphs."),
@@ -81,7 +82,9 @@ def solve(
 ) -> None:
     """Write the plan that fits a budget and costs the least time."""
     goals = [name for name, on in (("min-memory", min_memory), ("knee", knee)) if on]
-    objectives = [one for one in (budget, gpu, max_overhead, *goals) if one is not None]
+    objectives = [
+        one for one in (budget, max_overhead, *goals, *card.given) if one is not None
+    ]
     if len(objectives) > 1:
         raise typer.BadParameter(f"only one is possible: {OBJECTIVE_OPTIONS}")
     check_output(output, force)
@@ -89,6 +92,7 @@ def solve(
     from ckplan.plan import file as plan_file
     from ckplan.report.progress import ProgressLine
     from ckplan.solving import solve as solving
+    from ckplan.solving.alternatives import alternatives
     from ckplan.solving.planner import Planner
     from ckplan.units import parse_bytes, parse_percent
 
@@ -99,14 +103,20 @@ def solve(
         check_solver()
     reserve_bytes = parse_bytes(reserve)
     graph = load_step(trace, sharding)
-    card = gpu if objectives else graph.options.get("gpu")
-    if not objectives and card is None:
-        raise typer.BadParameter(f"one is needed: {OBJECTIVE_OPTIONS}")
-    if card is not None:
-        print_gpu_budget(card)
+    if not objectives:
+        card = replace(card, gpu=graph.options.get("gpu"))
+        if card.gpu is None:
+            raise typer.BadParameter(f"one is needed: {OBJECTIVE_OPTIONS}")
+    card.check_and_announce(graph)
     goal = goals[0] if goals else None
     objective = solving.Objective(
-        budget, fraction, goal, card, reserve_bytes, expandable
+        budget,
+        fraction,
+        goal,
+        card.gpu,
+        reserve_bytes,
+        card.expandable,
+        card.gpu_memory,
     )
     with ProgressLine(sys.stderr) as progress:
         progress("solving", 0, 0)
@@ -120,7 +130,8 @@ def solve(
     plan = solving.to_plan(graph, solution)
     plan_file.save(plan, output, force=force)
     found = solution, plan, reserve_bytes
-    _show_solution(*found, output, expandable=expandable, as_json=as_json)
+    instead = alternatives(planner, solution)
+    _show_solution(*found, instead, output, expandable=card.expandable, as_json=as_json)
     print_message(f"wrote {output}")
 
 
@@ -128,6 +139,7 @@ def _show_solution(
     solution: Solution,
     plan: Plan,
     reserve_bytes: int,
+    instead: Sequence[Remedy],
     output: Path,
     *,
     expandable: bool,
@@ -142,9 +154,9 @@ def _show_solution(
     reserved = reserved_on_card(timeline)
     found = solution, plan, reserve_bytes
     print_report(
-        solution_json(*found, str(output), reserved)
+        solution_json(*found, str(output), reserved, instead)
         if as_json
-        else solution_report(*found, reserved)
+        else solution_report(*found, reserved, instead)
     )
     if reserved is None:
         return
@@ -167,39 +179,62 @@ def frontier(
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw it as PNG or SVG.")
     ] = None,
+    card: CardOptions,
     reserve: Reserve = "0",
     rank: ShardOptions,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
-    """Show the whole trade-off between memory and time."""
+    """Show the whole trade-off between memory and time, and what fits on a card."""
+    if len(card.given) > 1:
+        raise typer.BadParameter("only one is possible: --gpu or --gpu-memory")
+    if card.expandable and not card.given:
+        raise typer.BadParameter("--expandable-segments needs --gpu or --gpu-memory")
     sharding = rank.sharding()
     from ckplan.report.frontier import frontier_json, frontier_report, save_plot
     from ckplan.report.progress import ProgressLine
     from ckplan.solving.common_strategies import all_baselines
     from ckplan.solving.memory_limit import MemoryLimit
     from ckplan.solving.planner import Planner
+    from ckplan.solving.solution import Baseline
     from ckplan.units import parse_bytes
 
     reserve_bytes = parse_bytes(reserve)
     if plot is not None:
         check_plot_output(plot, force)
     graph = load_step(trace, sharding)
+    room = _card_limit(graph, card, reserve_bytes)
     with ProgressLine(sys.stderr) as progress:
         progress("solving", 0, 0)
         planner = Planner(graph)
         found = planner.frontier(points)
         shows_baselines = as_json or plot is not None
-        limit = MemoryLimit(planner.unplanned.peak_bytes)
+        limit = room or MemoryLimit(planner.unplanned.peak_bytes)
         baselines = all_baselines(planner, limit) if shows_baselines else ()
+        run = planner.simulator.run
+        on_card = [Baseline.of("", run(p.regions), room) for p in found if room]
     if plot is not None:
         save_plot(plot, graph.model, found, baselines, force=force)
         print_message(f"wrote {plot}")
     print_report(
-        frontier_json(graph.model, found, baselines, reserve_bytes)
+        frontier_json(graph.model, found, baselines, reserve_bytes, on_card)
         if as_json
-        else frontier_report(graph.model, found, reserve_bytes)
+        else frontier_report(graph.model, found, reserve_bytes, on_card)
     )
+
+
+def _card_limit(
+    graph: Graph, card: CardOptions, reserve_bytes: int
+) -> MemoryLimit | None:
+    """The memory of a card less the reserve; None without a card."""
+    from ckplan.solving.card_memory import card_bytes
+    from ckplan.solving.memory_limit import MemoryLimit
+
+    if not card.given:
+        return None
+    card.check_and_announce(graph)
+    whole_bytes = card_bytes(graph, card.gpu, card.gpu_memory)
+    return MemoryLimit(whole_bytes - reserve_bytes, True, card.expandable)
 
 
 def compare(
@@ -212,19 +247,21 @@ def compare(
             help="As for solve.  [default: 80% of the unplanned peak]",
         ),
     ] = None,
-    gpu: GpuOption = None,
+    card: CardOptions,
     reserve: Reserve = "0",
-    expandable: Expandable = False,
     rank: ShardOptions,
     as_json: Json = False,
 ) -> None:
     """Compare the plan with common strategies under one budget."""
-    if budget is not None and gpu is not None:
-        raise typer.BadParameter("only one is possible: --budget or --gpu")
-    if expandable and gpu is None:
-        raise typer.BadParameter("--expandable-segments needs --gpu")
+    limits = [*card.given, *([] if budget is None else [budget])]
+    if len(limits) > 1:
+        raise typer.BadParameter(
+            "only one is possible: --budget, --gpu or --gpu-memory"
+        )
+    if card.expandable and not card.given:
+        raise typer.BadParameter("--expandable-segments needs --gpu or --gpu-memory")
     sharding = rank.sharding()
-    from ckplan.report.plans import comparison_json, comparison_report
+    from ckplan.report.comparison import comparison_json, comparison_report
     from ckplan.report.progress import ProgressLine
     from ckplan.solving.common_strategies import all_baselines
     from ckplan.solving.planner import Planner
@@ -234,14 +271,15 @@ def compare(
     from ckplan.units import parse_bytes
 
     reserve_bytes = parse_bytes(reserve)
-    if gpu is not None:
-        print_gpu_budget(gpu)
-    elif budget is None:
-        budget = "80%"
     objective = Objective(
-        budget, gpu=gpu, reserve_bytes=reserve_bytes, expandable=expandable
+        budget if limits else "80%",
+        gpu=card.gpu,
+        reserve_bytes=reserve_bytes,
+        expandable=card.expandable,
+        gpu_memory=card.gpu_memory,
     )
     graph = load_step(trace, sharding)
+    card.check_and_announce(graph)
     with ProgressLine(sys.stderr) as progress:
         progress("solving", 0, 0)
         planner = Planner(graph)

@@ -20,7 +20,7 @@ from ckplan.graph.records import (
 from ckplan.units import MOST_BYTES
 
 _MOST = 1 << 63  # of bytes
-_WORKLOAD_KEYS = frozenset({"target", "set", "input", "seed"})
+_WORKLOAD_KEYS = frozenset({"target", "set", "input", "seed", "micro_batch"})
 _MOST_SECONDS = 1e9  # of an op; in nanoseconds, sums of them are exact enough
 
 
@@ -158,8 +158,8 @@ def _texts_of_workload(workload: object) -> list[object]:
     if not isinstance(workload, Mapping) or not _WORKLOAD_KEYS.issuperset(workload):
         return [workload]
     several = [workload.get(key, []) for key in ("set", "input")]
-    seed = workload.get("seed", 0)
-    if type(seed) is not int or not all(isinstance(one, list) for one in several):
+    numbers = {type(workload.get(key, 0)) for key in ("seed", "micro_batch")}
+    if numbers != {int} or not all(isinstance(one, list) for one in several):
         return [workload]
     return [workload.get("target", ""), *several[0], *several[1]]
 

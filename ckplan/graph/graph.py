@@ -66,13 +66,27 @@ class Graph(RecordedStep):
 
     @cached_property
     def step_seconds(self) -> float:
-        """Seconds of the unplanned step: device time or launch time, the longer one."""
-        return sum(self.critical_seconds)
+        """Seconds of the unplanned step: device time or launch time, the longer one.
+
+        It is a step of the optimizer, with all the batches that it accumulates.
+        """
+        return self.step_total(self.critical_seconds)
+
+    @cached_property
+    def num_batches(self) -> int:
+        """Forwards and backwards per step of the optimizer; one is recorded."""
+        given = self.options.get("accumulate", 1)
+        return given if isinstance(given, int) and given > 0 else 1
+
+    def step_total(self, op_seconds: Sequence[float]) -> float:
+        """Seconds of all batches and of the optimizer, from those of every op."""
+        stop = self.backward_stop
+        return self.num_batches * sum(op_seconds[:stop]) + sum(op_seconds[stop:])
 
     @cached_property
     def critical_seconds(self) -> tuple[float, ...]:
         """Seconds of every op on the busier side: the device, or the launching CPU."""
-        return max(self._device_and_launch, key=sum)
+        return max(self._device_and_launch, key=self.step_total)
 
     @cached_property
     def hidden_seconds(self) -> tuple[float, ...]:

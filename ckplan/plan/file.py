@@ -41,7 +41,7 @@ from ckplan.plan.plan import (
 )
 from ckplan.plan.region import PROGRAM
 from ckplan.plan.strict_yaml import YamlNode, compose, not_yaml
-from ckplan.plan.workload import read_workload
+from ckplan.plan.workload import TRAINING_KEYS, read_workload
 from ckplan.units import parse_bytes
 
 FORMAT_VERSION = 1
@@ -58,6 +58,7 @@ _EXAMPLES = {  # place in the file -> example
     "an op": "attn.c_attn/addmm",
     "'ckplan'": f"ckplan: {FORMAT_VERSION}",
     "'workload'": "workload: {target: model.py, set: [layers=24], amp: bf16}",
+    "'training'": "training: {micro_batch: 12, accumulate: 4, amp: bf16}",
     "'set'": "set: [layers=24]",
     "'input'": "input: ['8x3x224x224:float32']",
     "'fingerprint'": "fingerprint: {torch: 2.13.0, device: cpu}",
@@ -89,10 +90,14 @@ def save(plan: Plan, path: str | Path, *, force: bool) -> None:
 
 def dumps(plan: Plan) -> str:
     """Return a plan as YAML, the same text for the same plan."""
+    workload, training = dict(plan.workload), {}
+    if "micro_batch" in workload:  # a setting of `tune`, apart from the workload
+        training = {k: workload.pop(k) for k in TRAINING_KEYS if k in workload}
     content = {
         "ckplan": FORMAT_VERSION,
         "model": plan.model or None,
-        "workload": dict(plan.workload) or None,
+        "workload": workload or None,
+        "training": training or None,
         "fingerprint": dict(plan.fingerprint) or None,
         "budget_bytes": plan.budget_bytes,
         "predicted": asdict(plan.predicted) if plan.predicted else None,
@@ -203,7 +208,8 @@ def loads(text: str, name: str) -> Plan:
         version.read(_version)
     entries = root.record(("ckplan", *_READERS), required=("ckplan", "regions"))
     found = {key: _READERS[key](entries[key]) for key in _READERS if key in entries}
-    return Plan(**found)
+    training = found.pop("training", {})
+    return Plan(**{**found, "workload": {**found.get("workload", {}), **training}})
 
 
 def _fingerprint(part: YamlNode) -> dict[str, Any]:
@@ -283,6 +289,7 @@ def _ends(part: YamlNode) -> tuple[str, str]:
 _READERS: dict[str, Callable[[YamlNode], Any]] = {
     "model": YamlNode.text,
     "workload": read_workload,
+    "training": lambda part: read_workload(part, TRAINING_KEYS),
     "fingerprint": _fingerprint,
     "budget_bytes": lambda part: part.read(parse_bytes),
     "predicted": _prediction,

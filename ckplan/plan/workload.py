@@ -16,8 +16,10 @@ from ckplan.plan.strict_yaml import YamlNode
 
 WORKLOAD_KEYS = (
     *("target", "set", "input", "seed", "gpu"),
-    *("optimizer", "amp", "accumulate", "clip", "scaler"),
+    *("micro_batch", "optimizer", "amp", "accumulate", "clip", "scaler"),
 )
+TRAINING_KEYS = WORKLOAD_KEYS[5:]
+"""What the plan file has under ``training``: how the step trains."""
 
 
 def plan_workload(graph_options: Mapping[str, Any]) -> dict[str, Any]:
@@ -41,22 +43,24 @@ def as_arguments(workload: Mapping[str, Any]) -> str:
     """
     words = [workload["target"]] if "target" in workload else []
     for key in WORKLOAD_KEYS[1:]:
-        value = workload.get(key, [])
+        value, flag = workload.get(key, []), "--" + key.replace("_", "-")
         if value is True:
-            words.append(f"--{key}")
+            words.append(flag)
         elif value is not False:
             values = value if isinstance(value, list) else [value]
-            words += [word for one in values for word in (f"--{key}", str(one))]
+            words += [word for one in values for word in (flag, str(one))]
     return shlex.join(words)
 
 
-def read_workload(part: YamlNode) -> dict[str, Any]:
-    """Read what ``plan_workload`` returned from YAML.
+def read_workload(
+    part: YamlNode, keys: tuple[str, ...] = WORKLOAD_KEYS
+) -> dict[str, Any]:
+    """Read what ``plan_workload`` returned, or some of its keys, from YAML.
 
     Raises:
         PlanError: A key is unknown, or a value is of another kind.
     """
-    entries = part.record(WORKLOAD_KEYS)
+    entries = part.record(keys)
     return {key: _READERS.get(key, YamlNode.text)(one) for key, one in entries.items()}
 
 
@@ -95,6 +99,7 @@ _READERS: dict[str, Callable[[YamlNode], Any]] = {
     "set": _texts,
     "input": _texts,
     "seed": lambda part: part.read(_whole),
+    "micro_batch": lambda part: part.read(_whole),
     "accumulate": lambda part: part.read(_whole),
     "clip": lambda part: part.read(_norm),
     "scaler": lambda part: part.read(_switch),

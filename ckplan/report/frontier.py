@@ -18,21 +18,38 @@ _MARKERS = "xsDP^*vhX<>pd8"
 
 
 def frontier_report(
-    model: str, points: Sequence[FrontierPoint], reserve_bytes: int = 0
+    model: str,
+    points: Sequence[FrontierPoint],
+    reserve_bytes: int = 0,
+    on_card: Sequence[Baseline] = (),
 ) -> RenderableType:
-    """One row for every plan of the frontier, the unplanned step last.
+    """One row for every memory of the frontier, the unplanned step last.
 
-    With a reserve, a column shows the budget that each plan needs.
+    Of plans whose memory prints alike, the cheapest is shown. With a reserve, a column
+    shows the budget that each plan needs.
+
+    Args:
+        model: Its name.
+        points: The frontier.
+        reserve_bytes: Memory to leave free.
+        on_card: What each point reserves on a card, and whether it fits; or nothing.
     """
     unplanned_bytes = points[-1].peak_bytes
-    columns = ("peak", "of unplanned", "overhead", "bound", "regions")
-    table = make_table(*(["budget"] if reserve_bytes else []), *columns, texts=0)
-    for point in points:
+    columns = ["budget"] if reserve_bytes else []
+    columns += ["peak", *(["reserved", "fits"] if on_card else []), "of unplanned"]
+    table = make_table(*columns, "overhead", "bound", "regions", texts=0)
+    rooms: Sequence[Baseline | None] = on_card or [None] * len(points)
+    by_memory = {
+        units.format_bytes(point.peak_bytes): (point, room)
+        for point, room in zip(points, rooms, strict=True)
+    }
+    for peak, (point, room) in by_memory.items():
         budget = units.format_bytes(point.peak_bytes + reserve_bytes)
         add_row(
             table,
             *([budget] if reserve_bytes else []),
-            units.format_bytes(point.peak_bytes),
+            peak,
+            *(_room(room) if room is not None else []),
             share(point.peak_bytes, unplanned_bytes),
             units.format_percent(point.overhead, sign=True),
             units.format_percent(point.bound_overhead, sign=True),
@@ -43,13 +60,20 @@ def frontier_report(
     return Group(section(title, table))
 
 
+def _room(room: Baseline) -> list[str]:
+    reserved = room.reserved_bytes or room.peak_bytes
+    return [units.format_bytes(reserved), "yes" if room.fits else "no"]
+
+
 def frontier_json(
     model: str,
     points: Sequence[FrontierPoint],
     others: Sequence[Baseline],
     reserve_bytes: int = 0,
+    on_card: Sequence[Baseline] = (),
 ) -> dict[str, Any]:
-    """The frontier and the baselines as JSON."""
+    """The frontier and the baselines as JSON; ``fits`` is null without a card."""
+    rooms: Sequence[Baseline | None] = on_card or [None] * len(points)
     return {
         "model": model,
         "reserve_bytes": reserve_bytes,
@@ -57,11 +81,13 @@ def frontier_json(
             {
                 "budget_bytes": point.peak_bytes + reserve_bytes,
                 "peak_bytes": point.peak_bytes,
+                "reserved_bytes": None if room is None else room.reserved_bytes,
+                "fits": None if room is None else room.fits,
                 "overhead": point.overhead,
                 "bound_overhead": point.bound_overhead,
                 "regions": len(point.regions),
             }
-            for point in points
+            for point, room in zip(points, rooms, strict=True)
         ],
         "baselines": [
             {

@@ -14,14 +14,14 @@ from ckplan.report.tables import add_row, key_value_table, make_table, section
 
 def cards_report(cards: Collection[Gpu]) -> RenderableType:
     """One row per card: its memory and its peak rates."""
-    table = make_table("", "memory", "usable", "GB/s", *RATES)
+    table = make_table("", "GiB", "usable", "GB/s", *RATES)
     for card in cards:
         rates = (card.flop_rates.get(rate) for rate in RATES)
         add_row(
             table,
             card.name,
-            units.format_bytes(card.memory_bytes),
-            units.format_bytes(card.usable_bytes),
+            f"{card.memory_bytes / units.GIB:.4g}",
+            f"{card.usable_bytes / units.GIB:.2f}",
             f"{card.bandwidth / 1e9:.0f}",
             *("-" if rate is None else f"{rate / 1e12:g}" for rate in rates),
         )

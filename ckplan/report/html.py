@@ -18,7 +18,8 @@ from ckplan.plan.resolve import resolve
 from ckplan.report.chrome_trace import save_chrome_trace
 from ckplan.report.hazards import hazard_rows
 from ckplan.report.layer_tree import layer_tree
-from ckplan.report.samples import Maker, Sample, sample
+from ckplan.report.samples import Sample, sample
+from ckplan.simulating.alive import Maker
 from ckplan.simulating.allocations import Level, Reserved, reserved_on_card
 from ckplan.simulating.curve import UNPLANNED, Curves
 from ckplan.simulating.simulate import Timeline

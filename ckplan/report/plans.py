@@ -1,4 +1,4 @@
-"""The reports of ``solve``, ``compare`` and ``show PLAN``: regions and costs."""
+"""The reports of ``solve`` and ``show PLAN``: regions and costs."""
 
 from __future__ import annotations
 
@@ -12,12 +12,20 @@ from rich.table import Table
 from ckplan import units
 from ckplan.plan.plan import Plan, PlannedRegion
 from ckplan.plan.workload import as_arguments
+from ckplan.report.comparison import (
+    baseline_json,
+    baselines_legend,
+    baselines_table,
+)
+from ckplan.report.remedies import remedies_table, remedy_json
 from ckplan.report.reserved import reserved_facts, reserved_json
 from ckplan.report.tables import add_row, key_value_table, make_table, section
 from ckplan.simulating.allocations import Reserved
 from ckplan.simulating.simulate import Timeline
-from ckplan.solving.memory_limit import MemoryLimit
-from ckplan.solving.solution import Baseline, ExactResult, Solution
+from ckplan.solving.remedies import Remedy
+from ckplan.solving.solution import ExactResult, Solution
+
+_INSTEAD = "In place of this plan, or for a cheaper one"
 
 
 def solution_report(
@@ -25,18 +33,21 @@ def solution_report(
     plan: Plan,
     reserve_bytes: int,
     reserved: Reserved | None = None,
+    instead: Sequence[Remedy] = (),
 ) -> RenderableType:
-    """Peak and time before and after, the bound, the baselines and the regions."""
+    """Peak and time before and after, what else would do, the bound, the baselines."""
     title = f"Plan for {plan.model} within {_size(solution.budget_bytes)}"
     return Group(
         section(title, _before_and_after(solution)),
+        *([section(_INSTEAD, remedies_table(instead))] if instead else []),
         section(
             "Budget, bound and floor",
             key_value_table(_budget_rows(solution, reserve_bytes, reserved)),
         ),
         section(
             "Common strategies under the same budget",
-            _baselines([*solution.baselines, solution.as_baseline]),
+            baselines_table([*solution.baselines, solution.as_baseline]),
+            baselines_legend(solution.baselines),
         ),
         section("Regions", _regions(plan)),
     )
@@ -48,6 +59,7 @@ def solution_json(
     reserve_bytes: int,
     path: str,
     reserved: Reserved | None = None,
+    instead: Sequence[Remedy] = (),
 ) -> dict[str, Any]:
     """A solution as JSON; ``budget_bytes`` includes reserve and gaps."""
     timeline = solution.timeline
@@ -66,6 +78,7 @@ def solution_json(
         "floor_bytes": solution.floor.peak_bytes,
         "floor_at": solution.floor.peak_at,
         "floor_owner": solution.floor.owner,
+        "floor_tensors": list(solution.floor.largest),
         "overhead": timeline.overhead,
         "engine_overhead": timeline.engine_overhead,
         "engine_seconds": timeline.engine_seconds,
@@ -74,9 +87,11 @@ def solution_json(
         "gap": solution.gap,
         "exact": solution.exact and asdict(solution.exact),
         "recompute_seconds": timeline.recompute_seconds,
+        "batches_per_step": timeline.graph.num_batches,
         "unplanned_step_seconds": step_seconds,
         "step_seconds": step_seconds + timeline.recompute_seconds,
-        "baselines": [_baseline_json(baseline) for baseline in solution.baselines],
+        "instead": [remedy_json(one) for one in instead],
+        "baselines": [baseline_json(baseline) for baseline in solution.baselines],
         "regions": [_region_json(region) for region in plan.regions],
     }
 
@@ -131,7 +146,9 @@ def _before_and_after(solution: Solution) -> Table:
     planned_seconds = seconds + after.recompute_seconds
     table = make_table("predicted", "unplanned", "planned")
     add_row(table, "peak", _size(before.peak_bytes), _size(after.peak_bytes))
-    add_row(table, "step", *map(units.format_seconds, (seconds, planned_seconds)))
+    batches = after.graph.num_batches
+    step = "step" if batches == 1 else f"step of {batches} batches"
+    add_row(table, step, *map(units.format_seconds, (seconds, planned_seconds)))
     overhead = units.format_percent(after.overhead, sign=True)
     add_row(table, "overhead", "", overhead, bold=True)
     return table
@@ -163,8 +180,9 @@ def _budget_rows(
         (
             "floor",
             f"{_size(floor.peak_bytes)} during {floor.peak_at}: the smallest peak of "
-            f"any plan found; most of it is of kind {floor.owner}",
+            f"any plan found",
         ),
+        *(("", tensors) for tensors in floor.largest),
     ]
 
 
@@ -205,48 +223,6 @@ def _exact_rows(exact: ExactResult | None) -> list[tuple[str, str]]:
         end = "is the cheapest" if exact.optimal else "was found within the time limit"
         found = f"{percent}: this schedule of ops {end}"
     return [("exact", found)]
-
-
-def comparison_report(
-    model: str, limit: MemoryLimit, reserve_bytes: int, found: Sequence[Baseline]
-) -> RenderableType:
-    """Baselines and the plan under one budget, less a reserve."""
-    title = f"Ways to train {model} within {_size(limit.bytes)}"
-    if limit.of_reserved:
-        title += ", with the fragmentation of PyTorch's allocator"
-    if reserve_bytes:
-        title += f", with {_size(reserve_bytes)} in reserve"
-    return Group(section(title, _baselines(found)))
-
-
-def comparison_json(
-    model: str, limit: MemoryLimit, reserve_bytes: int, found: Sequence[Baseline]
-) -> dict[str, Any]:
-    """A comparison as JSON; ``budget_bytes`` includes the reserve."""
-    return {
-        "model": model,
-        "budget_bytes": limit.bytes + reserve_bytes,
-        "reserve_bytes": reserve_bytes,
-        "baselines": [_baseline_json(baseline) for baseline in found],
-    }
-
-
-def _baselines(found: Iterable[Baseline]) -> Table:
-    table = make_table("", "peak", "overhead", "fits")
-    for baseline in found:
-        percent = units.format_percent(baseline.overhead, sign=True)
-        fits = "yes" if baseline.fits else "no"
-        add_row(table, baseline.name, _size(baseline.peak_bytes), percent, fits)
-    return table
-
-
-def _baseline_json(baseline: Baseline) -> dict[str, Any]:
-    return {
-        "name": baseline.name,
-        "peak_bytes": baseline.peak_bytes,
-        "overhead": baseline.overhead,
-        "fits": baseline.fits,
-    }
 
 
 def _regions(plan: Plan, *, in_full: bool = False) -> RenderableType:

@@ -22,12 +22,14 @@ from ckplan.report.layers import (
     total_cost,
 )
 from ckplan.report.reserved import reserved_facts, reserved_json
-from ckplan.report.samples import Alive, largest_alive
 from ckplan.report.tables import add_row, key_value_table, make_table, section, share
+from ckplan.simulating.alive import Alive, peak_tensors
 from ckplan.simulating.allocations import Reserved
 from ckplan.simulating.simulate import Timeline
+from ckplan.solving.remedies import cache_remedy, held_caches
 
 _MOST_ROWS = 16
+_MOST_AT_PEAK = 4
 _OUTSIDE = "loss, outside the model"
 _LABELS = {
     "parameter": "parameters",
@@ -47,16 +49,17 @@ def step_report(
     rows = [
         ("peak", f"{_size(timeline.peak_bytes)} during {timeline.peak_at}"),
         *_largest_facts(timeline),
+        *_caches(graph),
         *reserved_facts(reserved),
         ("forward", units.format_flops((forward.inside + forward.outside).flops)),
-        ("step", f"{units.format_seconds(graph.step_seconds)}, without recomputation"),
+        ("step", _step_seconds(graph)),
         ("costs", graph.costs),
         *(("note", note) for note in graph.notes),
     ]
     memory = _memory(graph, timeline, forward)
     return Group(
         section(f"Memory of one training step of {graph.model}", memory),
-        section("Layers in forward", _layers(graph, forward)),
+        section(_layers_title(graph), _layers(graph, forward)),
         *([section("Hazards", hazards_table(graph))] if graph.hazards else []),
         key_value_table(rows),
     )
@@ -78,6 +81,8 @@ def step_json(
         if kind not in ("activation", "temporary")
     }
     at_peak = timeline.peak_by_kind
+    at_peak_rows = [_alive_json(row) for row in peak_tensors(timeline, _MOST_ROWS)]
+    typed = [row for row in at_peak_rows if row["dtype"]]
     return {
         "model": graph.model,
         "trace": trace,
@@ -87,12 +92,14 @@ def step_json(
         "temporary_bytes": at_peak["temporary"],
         "peak_bytes": timeline.peak_bytes,
         "peak_at": timeline.peak_at,
-        "largest_at_peak": _largest_json(timeline),
+        "largest_at_peak": next(iter(typed), None),
+        "tensors_at_peak": at_peak_rows,
         **reserved_json(reserved),
         "alive_at_peak": {f"{kind}_bytes": at_peak[kind] for kind in KINDS},
         "forward_flops": both.flops,
         "forward_seconds": both.seconds,
         "step_seconds": graph.step_seconds,
+        "batches_per_step": graph.num_batches,
         "costs": graph.costs,
         "notes": list(graph.notes),
         "hazards": [hazard_json(graph, hazard) for hazard in graph.hazards],
@@ -100,34 +107,42 @@ def step_json(
     }
 
 
-def _largest(timeline: Timeline) -> Alive | None:
-    """The largest tensor at the peak that the step made, where it is known."""
-    rows = largest_alive(timeline, timeline.peak_moment) if timeline.graph.ops else ()
-    return next((row for row in rows if row.maker.dtype), None)
+def _layers_title(graph: Graph) -> str:
+    one = f" of one of {graph.num_batches} batches" if graph.num_batches > 1 else ""
+    return f"Layers in forward{one}"
+
+
+def _step_seconds(graph: Graph) -> str:
+    batches = f" of {graph.num_batches} batches" if graph.num_batches > 1 else ""
+    return f"{units.format_seconds(graph.step_seconds)}{batches}, without recomputation"
 
 
 def _largest_facts(timeline: Timeline) -> list[tuple[str, str]]:
-    found = _largest(timeline)
-    if found is None:
+    """The tensors that own most of the peak, the largest first."""
+    found = peak_tensors(timeline, _MOST_AT_PEAK)
+    names = ["largest then", *[""] * len(found)]
+    return [(name, str(row)) for name, row in zip(names, found, strict=False)]
+
+
+def _caches(graph: Graph) -> list[tuple[str, str]]:
+    """Advice, if the output holds a cache of keys and values until backward ends."""
+    caches = held_caches(graph)
+    if not caches:
         return []
-    maker, each = found.maker, _size(found.bytes // found.count)
-    count = f"{found.count} x " if found.count > 1 else ""
-    said = f"{count}{each}, {maker.dtype}[{maker.shape.strip('-')}] by {maker.name}"
-    return [("largest then", f"{said}, {maker.line}" if maker.line else said)]
+    found = cache_remedy(graph, caches, 0)
+    return [("advice", f"{found.how}: {found.name}")]
 
 
-def _largest_json(timeline: Timeline) -> dict[str, Any] | None:
-    found = _largest(timeline)
-    if found is None:
-        return None
-    maker = found.maker
+def _alive_json(row: Alive) -> dict[str, Any]:
+    maker = row.maker
     return {
         "made_by": maker.name,
-        "shape": [int(size) for size in maker.shape.split(",") if size != "-"],
-        "dtype": maker.dtype,
+        "kind": maker.kind,
+        "shape": [int(size) for size in maker.shape.split(",") if size not in "-"],
+        "dtype": maker.dtype or None,
         "line": maker.line or None,
-        "count": found.count,
-        "bytes": found.bytes,
+        "count": row.count,
+        "bytes": row.bytes,
     }
 
 

@@ -156,7 +156,8 @@ def replayed(
     exist = {event.block for event in before} - {*added.values()}
     for block in [block for block in blocks if block not in exist]:
         allocator.free(blocks.pop(block))  # gradients, freed before the next step
-    replay.run([event for event in before if event.block in exist - blocks.keys()])
+    gone = exist - blocks.keys()
+    replay.run([event for event in before if event.block in gone])
     if added:
         replay.run(batch, added)
     most = replay.run(during, levels=levels)

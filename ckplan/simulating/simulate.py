@@ -68,27 +68,28 @@ class Timeline:
 
     @cached_property
     def recompute_seconds(self) -> float:
-        """Extra seconds of recomputation.
+        """Extra seconds of recomputation in a step of the optimizer.
 
-        The step takes as long as the longer one of two queues, kernels and launches.
-        Seconds of the other queue count only once it becomes the longer one.
+        Of its two queues, kernels and launches, only the longer one counts.
         """
-        busier = sum(effect.seconds for effect in self.effects)
-        other = sum(effect.hidden_seconds for effect in self.effects)
-        idle = self.graph.step_seconds - sum(self.graph.hidden_seconds)
+        graph, batches = self.graph, self.graph.num_batches
+        busier = batches * sum(effect.seconds for effect in self.effects)
+        other = batches * sum(effect.hidden_seconds for effect in self.effects)
+        idle = graph.step_seconds - graph.step_total(graph.hidden_seconds)
         return max(busier, other - idle)
 
     @property
     def engine_seconds(self) -> float:
         """CPU time of the engine, whether it adds to the step or not."""
-        return sum(effect.engine_seconds for effect in self.effects)
+        return self.graph.num_batches * sum(e.engine_seconds for e in self.effects)
 
     @cached_property
     def queues(self) -> tuple[float, float]:
         """Seconds of a GPU, and of the CPU beside it; without a GPU, the last is 0."""
-        graph, effects = self.graph, self.effects
-        busier = graph.step_seconds + sum(effect.seconds for effect in effects)
-        other = sum(graph.hidden_seconds) + sum(e.hidden_seconds for e in effects)
+        graph, batches = self.graph, self.graph.num_batches
+        hidden = batches * sum(e.hidden_seconds for e in self.effects)
+        busier = graph.step_seconds + batches * sum(e.seconds for e in self.effects)
+        other = graph.step_total(graph.hidden_seconds) + hidden
         if not any(op.launch_seconds for op in graph.ops):
             return busier, 0.0
         return (other, busier) if graph.engine_is_critical else (busier, other)

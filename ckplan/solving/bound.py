@@ -137,7 +137,8 @@ class _BoundAt:
 
     def overhead(self, budget_bytes: int) -> float:
         nanoseconds = self._least(self._weight * budget_bytes - self._fixed_bytes)
-        return nanoseconds * NANOSECOND / self._graph.step_seconds
+        seconds = self._graph.num_batches * nanoseconds * NANOSECOND
+        return seconds / self._graph.step_seconds
 
     def _least(self, allowed_bytes: int) -> float:
         """Least nanoseconds, on the convex hull, if at most so many bytes are kept.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ckplan.simulating.allocations import has_room
+from ckplan.simulating.allocations import has_room, replayed, reserved_bytes
+from ckplan.simulating.caching_allocator import NoRoomError
 from ckplan.simulating.simulate import Timeline
 
 
@@ -21,3 +22,21 @@ class MemoryLimit:
         if timeline.peak_bytes > self.bytes or not self.of_reserved:
             return timeline.peak_bytes <= self.bytes
         return has_room(timeline, self.bytes, expandable=self.expandable)
+
+    def reserved_bytes(self, timeline: Timeline) -> int | None:
+        """What PyTorch's allocator reserves; None if the limit is on tensors alone.
+
+        A step that fits is replayed within the limit: the allocator frees segments
+        that it caches before it fails.
+        """
+        if not self.of_reserved:
+            return None
+        needed_bytes = reserved_bytes(timeline, expandable=self.expandable)
+        if needed_bytes <= self.bytes or timeline.peak_bytes > self.bytes:
+            return needed_bytes
+        try:
+            return replayed(
+                timeline, expandable=self.expandable, capacity_bytes=self.bytes
+            ).reserved_bytes
+        except NoRoomError:
+            return needed_bytes

@@ -58,7 +58,9 @@ def solve_exactly(
     """
     check_solver()
     model = _Model(simulator, budget_bytes)
-    return model.program.solve(time_limit_seconds, simulator.graph.step_seconds)
+    graph = simulator.graph
+    one_batch = graph.step_seconds / graph.num_batches  # its costs are of one
+    return model.program.solve(time_limit_seconds, one_batch)
 
 
 class _Model:

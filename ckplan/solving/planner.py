@@ -8,16 +8,20 @@ from functools import cached_property
 from ckplan import units
 from ckplan.errors import InfeasibleError
 from ckplan.graph.graph import Graph
+from ckplan.simulating.alive import peak_tensors
 from ckplan.simulating.simulate import Simulator, Timeline
 from ckplan.solving.baselines import StandardBaselines
 from ckplan.solving.chain import ChainFrontier, UnitChoice
 from ckplan.solving.memory_limit import MemoryLimit
+from ckplan.solving.remedies import remedies
 from ckplan.solving.replays import ReplayedPlan, peak_of
 from ckplan.solving.solution import Floor, FrontierPoint, Solution
 from ckplan.solving.spaces import SearchSpaces
 
 _MOST_REPLAYS = 16  # most simulations per chain and budget
 _SMALLEST_STEP = 2000  # divisor of the budget: first step down after a misfit
+_MOST_NAMED = 3  # tensors of the floor
+_MOST_HINTS = 3
 _HALVINGS = 12  # bisection steps of a search for a budget
 
 
@@ -53,7 +57,7 @@ class Planner:
         """
         found = self.within(budget_bytes)
         if found is None:
-            raise _nothing_fits(self.graph, budget_bytes, self.floor)
+            raise self._nothing_fits(budget_bytes)
         timeline, regions = found
         limit = limit or MemoryLimit(budget_bytes)
         return Solution(
@@ -131,7 +135,7 @@ class Planner:
 
     @cached_property
     def floor(self) -> Floor:
-        """The smallest peak of all plans, and the kind that owns most of it."""
+        """The smallest peak of all plans, and the tensors that own most of it."""
         smallest, _ = self._spaces.smallest_plan
         return _floor_at(smallest)
 
@@ -150,6 +154,23 @@ class Planner:
         tried += self.standard_baselines.plans
         found += (one for one in tried if one[0].peak_bytes <= budget_bytes)
         return min(found, key=_rank, default=None)
+
+    def _nothing_fits(self, budget_bytes: int) -> InfeasibleError:
+        """The error, whose hints are the remedies that fit, in order of cost."""
+        floor, (_, regions) = self.floor, self._spaces.smallest_plan
+        budget, least = map(units.format_bytes, (budget_bytes, floor.peak_bytes))
+        found = remedies(self.graph, regions, budget_bytes, _floor_bytes)
+        hints = [one for one in found if one.fits]
+        start = "" if hints else "several changes together, as none alone is enough: "
+        listed = "; or ".join(map(str, (hints or found)[:_MOST_HINTS]))
+        return InfeasibleError(
+            f"no plan fits {budget}: the floor of {self.graph.model} is {least}",
+            needed=f"at least {least} ({floor.peak_bytes} B); in {floor.peak_at}, "
+            f"{'; '.join(floor.largest)}",
+            hint=f"{start}{listed}"
+            if listed
+            else "a smaller model: no plan can drop its parameters",
+        )
 
     def _cheapest(self, chain: ChainFrontier, budget_bytes: int) -> ReplayedPlan | None:
         """The cheapest plan of a chain whose simulated peak fits, or None.
@@ -187,6 +208,10 @@ class Planner:
         return min(found, key=peak_of)
 
 
+def _floor_bytes(graph: Graph) -> int:
+    return Planner(graph).floor.peak_bytes
+
+
 def _rank(found: ReplayedPlan) -> tuple[float, int]:
     return found[0].recompute_seconds, found[0].peak_bytes
 
@@ -194,22 +219,5 @@ def _rank(found: ReplayedPlan) -> tuple[float, int]:
 def _floor_at(smallest: Timeline) -> Floor:
     by_kind = smallest.peak_by_kind
     owner = max(by_kind, key=lambda kind: (by_kind[kind], kind))
-    return Floor(smallest.peak_bytes, smallest.peak_at, owner)
-
-
-def _nothing_fits(graph: Graph, budget_bytes: int, floor: Floor) -> InfeasibleError:
-    budget, least = map(units.format_bytes, (budget_bytes, floor.peak_bytes))
-    return InfeasibleError(
-        f"no plan fits {budget}: the floor of {graph.model} is {least}",
-        needed=f"at least {floor.peak_bytes} bytes; most of the floor is of kind "
-        f"'{floor.owner}', in {floor.peak_at}",
-        hint=_remedy(floor.owner),
-    )
-
-
-def _remedy(owner: str) -> str:
-    if owner == "optimizer":
-        return "an optimizer with less state: ckplan profile --optimizer sgd"
-    if owner in ("parameter", "gradient", "buffer"):
-        return "a smaller model, or parameters in 16 bits: no plan can drop them"
-    return "a smaller batch: ckplan profile model.py --set batch=..."
+    largest = tuple(map(str, peak_tensors(smallest, _MOST_NAMED)))
+    return Floor(smallest.peak_bytes, smallest.peak_at, owner, largest)

@@ -18,12 +18,14 @@ class Baseline:
     peak_bytes: int
     overhead: float
     fits: bool
+    reserved_bytes: int | None = None  # by PyTorch's allocator, if the limit is on it
 
     @classmethod
     def of(cls, name: str, timeline: Timeline, limit: MemoryLimit) -> Baseline:
         """Build the baseline of a simulated timeline."""
-        peak_bytes, fits = timeline.peak_bytes, limit.allows(timeline)
-        return cls(name, peak_bytes, timeline.overhead, fits)
+        peak_bytes, reserved_bytes = timeline.peak_bytes, limit.reserved_bytes(timeline)
+        fits = max(peak_bytes, reserved_bytes or 0) <= limit.bytes
+        return cls(name, peak_bytes, timeline.overhead, fits, reserved_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,7 @@ class Floor:
     peak_bytes: int
     peak_at: str
     owner: str  # kind of tensor that owns most of the peak
+    largest: tuple[str, ...] = ()  # the tensors at the peak, in words
 
 
 @dataclass(frozen=True, slots=True)

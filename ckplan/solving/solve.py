@@ -6,14 +6,14 @@ import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ckplan import gpus, units
+from ckplan import units
 from ckplan.errors import CkplanError
 from ckplan.graph import file as trace_file
 from ckplan.graph.graph import Graph
 from ckplan.plan.plan import Plan, Prediction, plan_fingerprint
 from ckplan.plan.resolve import describe
 from ckplan.plan.workload import plan_workload
-from ckplan.simulating.allocations import is_on_card
+from ckplan.solving.card_memory import card_bytes
 from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.planner import Planner
 from ckplan.solving.reserved_limit import solve_within_limit
@@ -46,6 +46,7 @@ def solve_plan(
     budget: str | int | None = None,
     *,
     gpu: str | None = None,
+    gpu_memory: str | int | None = None,
     reserve: str | int = 0,
     expandable_segments: bool = False,
     max_overhead: float | str | None = None,
@@ -62,6 +63,8 @@ def solve_plan(
         gpu: A card of ``ckplan gpus``; the plan fits its memory as PyTorch's allocator
             reserves it. The default, without other objectives, is the card that the
             graph was profiled for.
+        gpu_memory: Instead of its name, the memory of a card that is not listed, such
+            as ``"16GB"``.
         reserve: Size subtracted from the budget or the card's memory, for memory that
             is not in the graph.
         expandable_segments: Whether training on the card runs with
@@ -76,7 +79,8 @@ def solve_plan(
 
     Raises:
         CkplanError: Not exactly one of a budget, a card, a largest overhead and a goal
-            is passed, one cannot be parsed, or a reserve is passed without a budget.
+            is passed, one cannot be parsed, a reserve is passed without a budget, or
+            the graph was profiled for another card or the CPU.
         InfeasibleError: No plan found fits; the floor and its owner are named.
     """
     if isinstance(graph, (str, Path)):
@@ -87,13 +91,19 @@ def solve_plan(
             needed=f"one of {', '.join(METHODS)}",
             hint="ckplan.solve(graph, budget='12GiB')",
         )
-    if budget is None and max_overhead is None and goal is None:
+    if budget is max_overhead is goal is gpu_memory is None:
         gpu = gpu or graph.options.get("gpu")
     if isinstance(max_overhead, str):
         max_overhead = units.parse_percent(max_overhead)
     reserve_bytes = units.parse_bytes(reserve)
     objective = Objective(
-        budget, max_overhead, goal, gpu, reserve_bytes, expandable_segments
+        budget,
+        max_overhead,
+        goal,
+        gpu,
+        reserve_bytes,
+        expandable_segments,
+        gpu_memory,
     )
     planner = Planner(graph)
     solution = find(planner, objective)
@@ -104,7 +114,7 @@ def solve_plan(
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """The objective of a plan: exactly one of the first four fields is set."""
+    """The objective of a plan: exactly one of the first four or the last is set."""
 
     budget: str | int | None = None
     max_overhead: float | None = None
@@ -112,6 +122,7 @@ class Objective:
     gpu: str | None = None  # card whose usable memory is the allocator's limit
     reserve_bytes: int = 0  # subtracted from the budget
     expandable: bool = False  # whether the card's allocator uses expandable segments
+    gpu_memory: str | int | None = None  # of a card that is not listed
 
     def __post_init__(self) -> None:
         """Raise unless exactly one is set, and for a reserve without a budget."""
@@ -128,6 +139,7 @@ class Objective:
                 hint="ckplan.solve(graph, max_overhead=0.05)",
             )
         objectives = [self.budget, self.max_overhead, self.goal, self.gpu]
+        objectives.append(self.gpu_memory)
         if sum(objective is not None for objective in objectives) != 1:
             raise CkplanError(
                 "cannot choose the objective of the plan",
@@ -135,13 +147,14 @@ class Objective:
                 f"({' or '.join(filter(None, GOALS))})",
                 hint="ckplan.solve(graph, budget='12GiB')",
             )
-        if self.expandable and self.gpu is None:
+        names_card = self.gpu is not None or self.gpu_memory is not None
+        if self.expandable and not names_card:
             raise CkplanError(
                 "cannot use expandable segments: no card is named",
                 needed="a card, whose usable memory depends on them",
                 hint="--gpu 'RTX 4090', or leave out --expandable-segments",
             )
-        if self.reserve_bytes and self.budget is None and self.gpu is None:
+        if self.reserve_bytes and self.budget is None and not names_card:
             reserve = units.format_bytes(self.reserve_bytes)
             raise CkplanError(
                 f"cannot subtract the reserve {reserve}: there is no budget",
@@ -178,14 +191,13 @@ def limit_of_objective(planner: Planner, objective: Objective) -> MemoryLimit | 
     """The memory limit of an objective less its reserve; None if it has no limit.
 
     Raises:
-        CkplanError: The budget cannot be parsed, or all of it is reserved.
+        CkplanError: The budget cannot be parsed, all of it is reserved, or the graph
+            was profiled for another card or the CPU.
     """
-    if objective.gpu is not None:
-        usable_bytes = gpus.find(objective.gpu).usable_bytes
+    if objective.gpu is not None or objective.gpu_memory is not None:
+        usable_bytes = card_bytes(planner.graph, objective.gpu, objective.gpu_memory)
         budget_bytes = _budget_bytes(planner, usable_bytes, objective.reserve_bytes)
-        return MemoryLimit(
-            budget_bytes, is_on_card(planner.graph), objective.expandable
-        )
+        return MemoryLimit(budget_bytes, True, objective.expandable)
     if objective.budget is not None:
         return MemoryLimit(
             _budget_bytes(planner, objective.budget, objective.reserve_bytes)

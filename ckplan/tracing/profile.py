@@ -51,6 +51,7 @@ from ckplan.training.workload import (
     check_not_lazy,
     on_device,
     tensors_of,
+    with_rows,
 )
 
 NOTE_SECONDS = "seconds and workspaces: each distinct op measured alone on this machine"
@@ -72,6 +73,7 @@ def profile_workload(
     fresh: bool = False,
     replay: bool = True,
     seed: int = 0,
+    rows: int | None = None,
     progress: Progress | None = None,
 ) -> Graph:
     """Profile a workload that a file defines.
@@ -88,6 +90,7 @@ def profile_workload(
         replay: Run the forward of a small model twice, to find nondeterminism.
         seed: Seed of all random generators; ``verify`` takes the same step for the
             same seed.
+        rows: Of its batch, if not as many as it has: cut, or repeated.
         progress: Called with the progress of the work.
 
     Raises:
@@ -100,7 +103,7 @@ def profile_workload(
     def build(scope: FakeScope | None) -> Workload:
         del scope
         seed_everything(seed)
-        return make()
+        return make() if rows is None else with_rows(make(), rows)
 
     with _left_as_it_is(target):
         graph = _profile(build, training, target, fresh, replay, progress)

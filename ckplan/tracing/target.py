@@ -8,12 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from ckplan.errors import CkplanError
-from ckplan.gpus import Gpu, find
+from ckplan.gpus import DEFAULT, Gpu, find
 from ckplan.tracing.cuda.translation import Capability
 from ckplan.training.failures import first_line
-
-DEFAULT_GPU = "A100 40GB"
-"""The card for ``cuda`` if no GPU is installed and none is named."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +80,18 @@ def find_target(device: str, gpu: str | None, host: float = 1.0) -> TraceTarget:
         )
     _check_host(host, name)
     card = find(gpu) if gpu else None
+    if card is not None and card.platform != "cuda" and name != "cpu":
+        raise CkplanError(
+            f"cannot profile for {card.name}: the kernels of {card.platform} are not "
+            "known",
+            needed="a card of CUDA, whose bytes are close, for a plan with a reserve",
+            hint=f"--gpu H200, then ckplan solve --gpu-memory {card.capacity_bytes}B",
+        )
     if name == "cpu":
         return TraceTarget(torch.device(device), card, is_here=True)
     if not torch.cuda.is_available():
         return TraceTarget(
-            torch.device(device), card or find(DEFAULT_GPU), is_here=False, host=host
+            torch.device(device), card or find(DEFAULT), is_here=False, host=host
         )
     if int(number or 0) >= (count := torch.cuda.device_count()):
         raise CkplanError(

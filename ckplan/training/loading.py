@@ -28,7 +28,7 @@ from ckplan.plan.plan import plan_fingerprint
 from ckplan.sources.source import open_source, parse_source
 from ckplan.training.fingerprint import parameter_shapes
 from ckplan.training.importing import import_location, workload_error
-from ckplan.training.workload import CONTRACT, Workload, as_workload
+from ckplan.training.workload import CONTRACT, Workload, as_workload, with_rows
 
 DEFAULT_FACTORY = "build"
 _EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
@@ -43,12 +43,14 @@ class WorkloadSpec:
     ``hf:FOLDER``; ``options`` are passed to the factory or the source; ``inputs`` are
     ``8x3x224x224:float32`` shapes for a bare module. ``parameters`` is the digest of
     the names and shapes that the model must have, as a plan's fingerprint holds it.
+    ``rows`` is the number of rows to which the batch is cut or repeated.
     """
 
     target: str
     options: Mapping[str, Any] = field(default_factory=dict)
     inputs: tuple[str, ...] = ()
     parameters: str | None = None
+    rows: int | None = None
 
     @property
     def name(self) -> str:
@@ -66,7 +68,10 @@ class WorkloadSpec:
         Raises:
             WorkloadError: The target is missing, is not Python, or has no factory.
         """
-        build = self._loaded()
+        build, rows = self._loaded(), self.rows
+        if rows is not None:
+            whole = build
+            build = lambda: with_rows(whole(), rows)  # noqa: E731
         return build if self.parameters is None else partial(self._checked, build)
 
     def _checked(self, build: Callable[[], Workload]) -> Workload:

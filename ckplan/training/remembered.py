@@ -35,7 +35,8 @@ def describe_workload(spec: WorkloadSpec, seed: int) -> dict[str, Any]:
     if None in settings:
         return {}
     found = {"target": spec.target, "set": settings, "input": [*spec.inputs]}
-    return {**{k: v for k, v in found.items() if v}, **({"seed": seed} if seed else {})}
+    more = {"seed": seed, "micro_batch": spec.rows or 0}
+    return {key: value for key, value in {**found, **more}.items() if value}
 
 
 def complete(
@@ -71,7 +72,8 @@ def complete(
     if found.target == known.get("target"):
         options = {**parse_options(known.get("set", ())), **found.options}
         inputs = found.inputs or tuple(known.get("input", ()))
-        found = replace(found, options=options, inputs=inputs)
+        rows = found.rows or known.get("micro_batch")
+        found = replace(found, options=options, inputs=inputs, rows=rows)
     default = Training()
     taken = {
         name: known[name]

@@ -128,14 +128,55 @@ def rows_of(workload: Workload) -> int:
 
 
 def first_rows(workload: Workload, rows: int) -> Workload:
-    """The same workload with the first rows of its batch, copied."""
+    """The same workload with the first rows of its batch, copied.
+
+    A tensor that comes twice, as inputs and labels, is one tensor in the copy, too.
+    """
     whole = rows_of(workload)
+    copied: dict[int, torch.Tensor] = {}
 
     def first(leaf: Any) -> Any:
         is_tensor = isinstance(leaf, torch.Tensor) and leaf.dim()
-        return leaf[:rows].clone() if is_tensor and leaf.shape[0] == whole else leaf
+        if not is_tensor or leaf.shape[0] != whole:
+            return leaf
+        if id(leaf) not in copied:
+            copied[id(leaf)] = leaf[:rows].clone()
+        return copied[id(leaf)]
 
     batch, target = pytree.tree_map(first, workload.data)
+    return replace(workload, batch=batch, target=target)
+
+
+def with_rows(workload: Workload, rows: int) -> Workload:
+    """The same workload with another number of rows: cut, or repeated in order.
+
+    Raises:
+        WorkloadError: The first sizes of the tensors differ, or there are none.
+    """
+    whole = rows_of(workload)
+    firsts = {t.shape[0] for t in tensors_of(workload.data) if t.dim()} - {1, whole}
+    if whole == 0 or firsts:
+        shapes = [str(tuple(t.shape)) for t in tensors_of(workload.data)]
+        raise WorkloadError(
+            f"cannot find the rows of the batch: its tensors are {', '.join(shapes)}",
+            needed="tensors whose first size is the number of rows",
+            hint="a factory that puts the batch dimension first in every tensor",
+        )
+
+    copied: dict[int, torch.Tensor] = {}  # inputs that are labels, too, are one tensor
+
+    def resized(leaf: Any) -> Any:
+        if not (isinstance(leaf, torch.Tensor) and leaf.dim()):
+            return leaf
+        if leaf.shape[0] != whole or (whole == 1 and leaf.dim() == 1):
+            return leaf
+        if id(leaf) not in copied:
+            times = -(-rows // whole)
+            repeated = leaf.repeat(times, *(1 for _ in leaf.shape[1:]))
+            copied[id(leaf)] = repeated[:rows].clone()
+        return copied[id(leaf)]
+
+    batch, target = pytree.tree_map(resized, workload.data)
     return replace(workload, batch=batch, target=target)
 
 

@@ -18,7 +18,7 @@ import torch
 
 from ckplan.applying.hooks.plan_warnings import IDLE
 from ckplan.errors import CkplanError, VerifyError
-from ckplan.gpus import find
+from ckplan.gpus import DEFAULT, find
 from ckplan.plan.file import as_plan
 from ckplan.simulating.curve import PLANNED, UNPLANNED, Curve
 from ckplan.tracing.costs.calibrate import calibrate
@@ -29,7 +29,7 @@ from ckplan.tracing.cuda.cublas import kept_bytes
 from ckplan.tracing.cuda.memory import with_workspaces
 from ckplan.tracing.faking.fake_mode import fake_tensors
 from ckplan.tracing.recording.recording import RawOp
-from ckplan.tracing.target import DEFAULT_GPU, TraceTarget, find_target
+from ckplan.tracing.target import TraceTarget, find_target
 from ckplan.training.failures import first_line
 from ckplan.training.fingerprint import fingerprint
 from ckplan.training.loading import WorkloadSpec
@@ -182,7 +182,7 @@ def _costs(
 ) -> tuple[list[Cost], list[str]]:
     """Costs of ops, with workspaces of kernels, and notes on their source."""
     if place.device.type == "cuda":
-        gpu = place.gpu or find(DEFAULT_GPU)
+        gpu = place.gpu or find(DEFAULT)
         known = [replace(c, measured=True) for c in roofline(ops, gpu)]
         return with_workspaces(ops, known, gpu), [NOTE_CUDA]
     costs = calibrate(ops, place.device, progress, cost_cache(place.device))

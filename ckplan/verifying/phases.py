@@ -52,18 +52,15 @@ class TimedStep(NamedTuple):
     phases: PhaseSeconds
 
 
-def predicted_seconds(timeline: Timeline, batches: int = 1) -> PhaseSeconds:
+def predicted_seconds(timeline: Timeline) -> PhaseSeconds:
     """Seconds of a simulated step.
 
     Forward and backward are those of the unplanned step. Recomputation and engine are
     the parts of ``timeline.recompute_seconds`` that are not hidden behind the other
     queue.
-
-    Args:
-        timeline: The replayed step: one forward, one backward and the optimizer.
-        batches: Forwards and backwards before the optimizer takes a step.
     """
     graph, added = timeline.graph, timeline.recompute_seconds
+    batches = graph.num_batches
     seconds, start, stop = (
         graph.critical_seconds,
         graph.num_forward,
@@ -74,8 +71,8 @@ def predicted_seconds(timeline: Timeline, batches: int = 1) -> PhaseSeconds:
         batches * sum(seconds[:start]),
         batches * sum(seconds[start:stop]),
         sum(seconds[stop:]),
-        batches * (added - engine),
-        batches * engine,
+        added - engine,
+        engine,
     )
 
 

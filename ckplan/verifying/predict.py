@@ -65,15 +65,15 @@ def predict(
         planned = simulator.run(regions)
     except PlanError as error:
         return Predicted(notes=(f"no predicted timeline: {error.what}",))
-    unplanned, batches = simulator.run(), training.accumulate
+    unplanned = simulator.run()
     curves = {UNPLANNED: predicted_curve(unplanned), PLANNED: predicted_curve(planned)}
     of_other = f"predicted seconds are those of a {trace.costs}"
     return Predicted(
         curves,
         () if trace.costs == MEASURED else (of_other,),
         reserved_on_card(planned),
-        predicted_seconds(unplanned, batches),
-        predicted_seconds(planned, batches),
+        predicted_seconds(unplanned),
+        predicted_seconds(planned),
     )
 
 

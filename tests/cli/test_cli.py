@@ -185,7 +185,15 @@ def test_solve_takes_the_reserve_off_the_budget(run: Run, trace: Path) -> None:
     assert ckplan.load_plan("plan.yaml").budget_bytes == 2_000_000
 
 
+def for_card(trace: Path, gpu: str) -> Path:
+    """The same trace, as if it were profiled for a card."""
+    graph = ckplan.load_graph(trace)
+    save(replace(graph, options={**graph.options, "gpu": gpu}), trace, force=True)
+    return trace
+
+
 def test_solve_takes_the_memory_of_a_card(run: Run, trace: Path) -> None:
+    for_card(trace, "L4")
     ended = run("solve", str(trace), "--gpu", "l4", "--reserve", "1GiB", "--json")
     usable_bytes = find("L4").usable_bytes
     assert json.loads(ended.out)["budget_bytes"] == usable_bytes
@@ -195,15 +203,70 @@ def test_solve_takes_the_memory_of_a_card(run: Run, trace: Path) -> None:
 
 
 def test_solve_takes_the_card_that_a_trace_is_for(run: Run, trace: Path) -> None:
-    graph = ckplan.load_graph(trace)
-    save(replace(graph, options={"gpu": "T4"}), trace, force=True)
-    content = json.loads(run("solve", str(trace), "--json").out)
+    content = json.loads(run("solve", str(for_card(trace, "T4")), "--json").out)
     usable_bytes = find("T4").usable_bytes
     assert content["budget_bytes"] == usable_bytes
     assert ckplan.solve(ckplan.load_graph(trace)).budget_bytes == usable_bytes
 
 
+@pytest.mark.parametrize("command", ["solve", "compare", "frontier"])
+def test_a_trace_of_the_cpu_or_of_another_card_is_refused_with_the_command(
+    command: str, run: Run, trace: Path, folder: Path
+) -> None:
+    ended = run(command, str(trace), "--gpu", "L4")
+    assert (ended.code, ended.out) == (1, "")
+    assert ended.err.splitlines() == [
+        "error: cannot plan for L4: this trace has the bytes and seconds of the CPU",
+        "  needed: a trace for L4; no GPU is needed to make it",
+        "  try:    ckplan profile model.py --gpu L4",
+    ]
+    of_size = run(command, str(trace), "--gpu-memory", "16GB")
+    assert (
+        "cannot plan for a GPU: this trace has the bytes and seconds of the CPU"
+        in of_size.err
+    )
+    for_card(trace, "RTX 4090")
+    ended = run(command, str(trace), "--gpu", "A10G")
+    assert ended.code == 1
+    assert "cannot plan for A10G: this trace has the bytes and seconds of RTX 4090" in (
+        ended.err
+    )
+    assert "--gpu A10G" in ended.err.splitlines()[-1]
+    assert not (folder / "plan.yaml").exists()
+
+
+def test_a_card_by_its_size_alone(run: Run, trace: Path) -> None:
+    for_card(trace, "RTX 4090")
+    ended = run("solve", str(trace), "--gpu-memory", "16GB", "--json")
+    assert json.loads(ended.out)["budget_bytes"] == 16 * 10**9 - 600 * 2**20
+    assert "budget of a card of 16GB: 14.90 GiB less 600.00 MiB" in ended.err
+    plan = ckplan.solve(trace, gpu_memory="16GB")
+    assert plan == ckplan.load_plan("plan.yaml")
+    small = run("solve", str(trace), "--gpu-memory", "500MB", "--force")
+    assert (small.code, small.err.splitlines()[0]) == (
+        1,
+        "error: cannot plan for a card of 476.84 MiB: CUDA itself takes 600.00 MiB",
+    )
+
+
+def test_what_is_not_of_the_card_is_said(run: Run, trace: Path) -> None:
+    for_card(trace, "H200")
+    ended = run("solve", str(trace), "--gpu", "MI300X")
+    assert ended.code == 0
+    assert "warning: bytes are those of a CPU" in ended.err  # as this trace was
+    graph = ckplan.load_graph(trace)
+    on_cuda = {**graph.fingerprint, "device": "cuda"}
+    save(replace(graph, fingerprint=on_cuda), trace, force=True)
+    ended = run("solve", str(trace), "--gpu", "MI300X", "--force")
+    assert (
+        "warning: bytes and seconds are those of H200: the kernels of rocm are not "
+        "known" in ended.err
+    )
+    assert "warning" not in run("solve", str(trace), "--gpu", "H200", "--force").err
+
+
 def test_python_takes_a_reserve_off_the_memory_of_a_card(trace: Path) -> None:
+    for_card(trace, "A100 40GB")
     plan = ckplan.solve(ckplan.load_graph(trace), gpu="A100 40GB", reserve="2GiB")
     assert plan.budget_bytes == find("A100 40GB").usable_bytes - 2 * 2**30
 
@@ -227,6 +290,7 @@ def test_frontier_adds_the_reserve_to_what_a_plan_needs(
 
 
 def test_compare_takes_the_reserve_off_the_budget(run: Run, large_trace: Path) -> None:
+    for_card(large_trace, "T4")
     argv = ("compare", str(large_trace), "--gpu", "T4", "--reserve", "1GiB")
     content = json.loads(run(*argv, "--json").out)
     assert content["budget_bytes"] == find("T4").usable_bytes
@@ -282,6 +346,24 @@ def test_frontier_goes_from_the_floor_to_the_unplanned_step(
     assert table.startswith("Frontier of Sequential\n")
     assert "100.0 %" in table.splitlines()[-1]
     assert max(map(len, table.splitlines())) <= 80
+
+
+def test_frontier_marks_what_fits_on_a_card_and_shows_no_memory_twice(
+    run: Run, large_trace: Path
+) -> None:
+    for_card(large_trace, "T4")
+    argv = ("frontier", str(large_trace), "--points", "500")
+    size = json.loads(run(*argv, "--json").out)["points"][-1]["peak_bytes"]
+    card = ("--gpu-memory", f"{size + 600 * 2**20}B")
+    points = json.loads(run(*argv, *card, "--json").out)["points"]
+    assert {point["fits"] for point in points} == {True, False}
+    for point in points:
+        assert point["fits"] == (point["reserved_bytes"] <= size)
+    table = run(*argv, *card).out.splitlines()
+    assert table[1].split()[:3] == ["peak", "reserved", "fits"]
+    peaks = [" ".join(line.split()[:2]) for line in table[2:]]
+    assert len(peaks) == len({*peaks}) < len(points)
+    assert max(map(len, table)) <= 80
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,11 @@ def test_frontier_and_compare_wake_no_torch(command: str, folder: Path) -> None:
     assert not found & {"torch", "transformers", "matplotlib"}
 
 
+def test_fit_of_a_trace_wakes_no_torch(folder: Path) -> None:
+    found = after_command("fit", "trace.json.gz", "--budget", "1GiB", folder=folder)
+    assert not found & {"torch", "transformers"}
+
+
 def test_eject_of_a_trace_wakes_no_torch(folder: Path) -> None:
     argv = ("eject", "plan.yaml", "trace.json.gz")
     assert not after_command(*argv, folder=folder) & {"torch", "transformers"}
@@ -103,7 +108,16 @@ def test_public_names_are_there(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["CkplanError", "Graph", "Plan", "frontier", "load_graph", "load_plan", "solve"],
+    [
+        "CkplanError",
+        "Graph",
+        "Plan",
+        "fit",
+        "frontier",
+        "load_graph",
+        "load_plan",
+        "solve",
+    ],
 )
 def test_names_of_the_core_wake_no_torch(name: str, folder: Path) -> None:
     assert "torch" not in woken(f"import ckplan; ckplan.{name}", folder)

@@ -6,6 +6,7 @@ import io
 from dataclasses import replace
 from itertools import count
 
+import graphs
 import pytest
 import torch
 from torch import nn
@@ -35,8 +36,10 @@ from ckplan.report.tables import render
 from ckplan.report.verification import verification_error, verification_report
 from ckplan.simulating.simulate import simulate
 from ckplan.solving.memory_limit import MemoryLimit
+from ckplan.solving.planner import Planner
 from ckplan.solving.solution import Baseline, Floor, Solution
-from ckplan.units import format_percent
+from ckplan.solving.solve import Objective, find, to_plan
+from ckplan.units import format_percent, format_seconds
 from ckplan.verifying.phases import PhaseSeconds
 from ckplan.verifying.timing import Quartiles
 from ckplan.verifying.verify import Breakdown
@@ -220,7 +223,7 @@ def test_many_rows_end_in_one_for_all_others() -> None:
     lines = shown(graph).splitlines()
     others = next(line for line in lines if "all others" in line)
     assert "x24" in others
-    assert len(lines) < 40
+    assert len(lines) < 45
 
 
 def test_names_that_plans_cannot_write_are_still_shown() -> None:
@@ -312,6 +315,7 @@ def test_solution_json_has_the_keys_that_scripts_use(solution: Solution) -> None
     assert content["baselines"][1] == {
         "name": "every call",
         "peak_bytes": 32 * MIB,
+        "reserved_bytes": None,
         "overhead": 0.35,
         "fits": False,
     }
@@ -511,3 +515,28 @@ def test_regions_inside_regions_are_shown_below_the_one_around_them() -> None:
     assert lines[outside + 1].startswith("    h.[0..1].mlp")
     (region,) = plan_json(plan)["regions"]
     assert [one["calls"] for one in region["regions"]] == ["h.[0..1].mlp"]
+
+
+def test_seconds_are_those_of_a_step_of_the_optimizer() -> None:
+    """With ``--accumulate 3``: three forwards and backwards, and one update."""
+    once = graphs.chain(3)
+    graph = replace(once, options={"accumulate": 3})
+    update = sum(op.seconds for op in once.ops[once.backward_stop :])
+    assert update > 0
+    step_seconds = 3 * (once.step_seconds - update) + update
+    timeline = simulate(graph)
+    found = step_json(graph, timeline, "t")
+    assert found["step_seconds"] == pytest.approx(step_seconds)
+    assert found["batches_per_step"] == 3
+    text = render(step_report(graph, timeline))
+    assert f"{format_seconds(step_seconds)} of 3 batches" in text
+    assert "Layers in forward of one of 3 batches" in text
+    solution = find(Planner(graph), Objective(goal="min-memory"))
+    content = solution_json(solution, to_plan(graph, solution), 0, "plan.yaml")
+    alone = find(Planner(once), Objective(goal="min-memory"))
+    assert content["unplanned_step_seconds"] == pytest.approx(step_seconds)
+    extra = alone.timeline.recompute_seconds
+    assert content["recompute_seconds"] == pytest.approx(3 * extra)
+    assert content["overhead"] == pytest.approx(3 * extra / step_seconds)
+    shown = render(solution_report(solution, to_plan(graph, solution), 0))
+    assert "step of 3 batches" in shown

@@ -19,9 +19,12 @@ from ckplan.cli import app
 from ckplan.errors import CkplanError, InfeasibleError
 from ckplan.graph.file import save
 from ckplan.graph.graph import Graph
+from ckplan.report.comparison import comparison_report
+from ckplan.report.tables import render
 from ckplan.simulating.allocations import has_room, replayed, reserved_bytes
 from ckplan.simulating.caching_allocator import NoRoomError
 from ckplan.simulating.simulate import simulate
+from ckplan.solving.common_strategies import all_baselines
 from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.planner import Planner
 from ckplan.solving.reserved_limit import solve_within_limit, with_spare_segment
@@ -88,9 +91,25 @@ def test_without_a_card_tensors_are_all_there_is() -> None:
     found = solve_within_limit(planner, MemoryLimit(budget_bytes))
     assert (found.budget_bytes, found.fragmentation_bytes) == (budget_bytes, 0)
     assert found == planner.solve(budget_bytes)
-    on_t4 = find(planner, Objective(gpu="T4"))
-    assert (on_t4.budget_bytes, on_t4.fragmentation_bytes) == (T4, 0)
-    assert on_t4 == planner.solve(T4)
+    for card in (Objective(gpu="T4"), Objective(gpu_memory="16GB")):
+        with pytest.raises(CkplanError, match="bytes and seconds of the CPU"):
+            find(planner, card)
+
+
+@pytest.mark.parametrize("share", [0.6, 0.8, 1.0])
+def test_what_fits_agrees_with_the_bytes_that_are_shown(share: float) -> None:
+    planner = Planner(of_card())
+    limit = MemoryLimit(round(share * planner.unplanned.peak_bytes), of_reserved=True)
+    rows = all_baselines(planner, limit)
+    assert {row.fits for row in rows} == {True, False}
+    for row in rows:
+        assert row.reserved_bytes is not None
+        assert row.fits == (row.reserved_bytes <= limit.bytes), row
+        assert row.reserved_bytes >= row.peak_bytes
+    text = render(comparison_report("m", limit, 0, rows))
+    assert " reserved " in text.splitlines()[1]
+    for name in ("chen", "rotor", "tf speed", "tf memory"):
+        assert sum(line.startswith(name) for line in text.splitlines()) == 1
 
 
 def test_where_no_plan_leaves_room_tensors_decide() -> None:
@@ -170,6 +189,20 @@ def test_expandable_segments_leave_fewer_gaps_and_must_be_set(trace: Graph) -> N
     assert "cannot use expandable segments: no card is named" in alone.stderr
     with pytest.raises(CkplanError, match="expandable segments: no card is named"):
         ckplan.solve(trace, "14GiB", expandable_segments=True)
+
+
+def test_what_would_do_in_place_of_a_plan_is_said_with_its_price(trace: Graph) -> None:
+    del trace
+    fixed = json.loads(run("--gpu", "T4", "--json").stdout)
+    (row,) = (one for one in fixed["instead"] if "expandable" in one["how"])
+    found = json.loads(run("--gpu", "T4", "--expandable-segments", "--json").stdout)
+    assert row["overhead"] == pytest.approx(found["overhead"])
+    assert row["overhead"] < fixed["overhead"]
+    assert not any("expandable" in one["how"] for one in found["instead"])
+    said = run("--gpu", "T4").stdout
+    assert said.index("In place of this plan") < said.index("Budget, bound and floor")
+    unplanned = json.loads(run("--budget", "100%", "--json").stdout)
+    assert unplanned["instead"] == []
 
 
 def test_a_budget_is_of_tensors_and_warns_where_the_allocator_fails(

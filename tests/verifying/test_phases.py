@@ -23,19 +23,31 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("batches", [1, 4])
 def test_predicted_phases_add_up_to_the_predicted_step(batches: int) -> None:
     engine = EngineCosts(watch_seconds=1e-3, rerun_seconds=2e-3)
-    graph = replace(graphs.chain(4), engine=engine)
+    once = replace(graphs.chain(4), engine=engine)
+    graph = replace(once, options={"accumulate": batches})
     plan = ckplan.solve(graph, goal="min-memory")
     timeline = simulate(graph, resolve(plan, graph))
-    found = predicted_seconds(timeline, batches)
+    found = predicted_seconds(timeline)
     assert found.engine_seconds and found.recomputation_seconds
     engine_seconds = sum(effect.engine_seconds for effect in timeline.effects)
     assert found.engine_seconds == pytest.approx(batches * engine_seconds)
     added = found.recomputation_seconds + found.engine_seconds
-    assert added == pytest.approx(batches * timeline.recompute_seconds)
-    once = graph.step_seconds + timeline.recompute_seconds
-    more = (batches - 1) * (once - found.optimizer_seconds)
-    assert found.total_seconds == pytest.approx(once + more)
-    unplanned = predicted_seconds(simulate(graph), batches)
+    assert added == pytest.approx(timeline.recompute_seconds)
+    one_batch = simulate(once, resolve(plan, once)).recompute_seconds
+    assert added == pytest.approx(batches * one_batch)
+    total = graph.step_seconds + timeline.recompute_seconds
+    assert found.total_seconds == pytest.approx(total)
+    more = (batches - 1) * (once.step_seconds - found.optimizer_seconds)
+    assert graph.step_seconds == pytest.approx(once.step_seconds + more)
+    assert plan.predicted is not None
+    alone = ckplan.solve(once, goal="min-memory")
+    assert alone.predicted is not None
+    assert plan.predicted.overhead == pytest.approx(timeline.overhead, abs=1e-4)
+    both = plan.bound["any_schedule"] * alone.predicted.overhead
+    assert both == pytest.approx(
+        alone.bound["any_schedule"] * plan.predicted.overhead, rel=0.01
+    )  # bound and plan grow alike
+    unplanned = predicted_seconds(simulate(graph))
     assert unplanned.forward_seconds == found.forward_seconds
     assert unplanned.engine_seconds == unplanned.recomputation_seconds == 0
 

@@ -1,0 +1,191 @@
+"""The report of ``tune``: the best setting, the levers, and the curve over batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+
+from ckplan import units
+from ckplan.report.tables import add_row, key_value_table, make_table, section
+from ckplan.tuning.settings import Setting
+from ckplan.tuning.tuned import LeverRow, Tuned
+
+_CURVE_ROWS = 12
+
+
+def tuned_report(found: Tuned) -> RenderableType:
+    """The best setting, two others, a row for every lever, and the curve."""
+    limit = units.format_bytes(found.limit.bytes)
+    return Group(
+        section(
+            f"Most {_unit(found)}s per second of {found.graph.model} in {limit}",
+            key_value_table(_best(found)),
+        ),
+        section(
+            "Levers alone, and with the best setting (bold: it has them; then without)",
+            _levers(found),
+        ),
+        section("Samples per second by batch", _curve(found)),
+    )
+
+
+def _unit(found: Tuned) -> str:
+    return "sample" if found.tokens_per_sample is None else "token"
+
+
+def _speed(found: Tuned, setting: Setting) -> str:
+    times = found.tokens_per_sample or 1
+    return f"{setting.samples_per_second * times:,.1f} {_unit(found)}s per second"
+
+
+def _words(setting: Setting) -> str:
+    parts = [f"batch {setting.batch}"]
+    if setting.accumulate > 1:
+        parts.append(f"accumulated {setting.accumulate} times")
+    plan = "no plan"
+    if setting.regions:
+        plan = f"a plan at {units.format_percent(setting.overhead, sign=True)}"
+    return ", ".join([*parts, plan, setting.way.title])
+
+
+def _best(found: Tuned) -> Iterator[tuple[str, str]]:
+    best = found.best
+    yield "best", _words(best)
+    yield "", _speed(found, best)
+    yield "step", units.format_seconds(best.step_seconds) + f" ({found.graph.costs})"
+    yield "peak", f"{units.format_bytes(best.peak_bytes)}, in {found.peak_at}"
+    yield "owner", f"'{found.peak_owner}' has most of the peak"
+    yield (
+        "largest batch",
+        f"{found.largest_unplanned} without a plan, {found.largest_planned} with one",
+    )
+    for number, other in enumerate(found.next):
+        name = "next" if number == 0 else ""
+        yield name, f"{_words(other.setting)}: {_speed(found, other.setting)}"
+        yield "", f"gives up {other.gives_up}"
+    for note in found.notes:
+        yield "note", note
+
+
+def _levers(found: Tuned) -> Table:
+    table = make_table(
+        "",
+        *("results", "saves", "per sample", "pays", "from", "on best"),
+        texts=2,
+    )
+    for row in found.levers:
+        if row.refused is not None:
+            add_row(table, row.name, f"refused: {row.refused}", *("-" for _ in "12345"))
+            continue
+        add_row(
+            table,
+            row.name,
+            row.bits,
+            _bytes(row.saved_bytes),
+            _seconds(row.seconds_per_sample),
+            "yes" if row.pays else "no",
+            "-" if row.crossover is None else str(row.crossover),
+            _seconds(row.on_best_seconds_per_sample),
+            bold=row.in_best,
+        )
+    return table
+
+
+def _bytes(size: int | None) -> str:
+    return "-" if size is None else units.format_bytes(size)
+
+
+def _seconds(seconds: float | None) -> str:
+    return "-" if seconds is None else units.format_seconds(seconds)
+
+
+def _curve(found: Tuned) -> Table:
+    table = make_table("batch", "no plan", "with a plan", "overhead", "peak")
+    rows = found.curve
+    step = max(-(-len(rows) // _CURVE_ROWS), 1)
+    shown = [
+        row
+        for number, row in enumerate(rows)
+        if number % step == 0
+        or row[0] in (found.best.batch, found.largest_unplanned, found.largest_planned)
+    ]
+    for batch, bare, planned in shown:
+        assert planned is not None, "internal error: a batch that does not fit"
+        add_row(
+            table,
+            str(batch),
+            "does not fit" if bare is None else f"{bare.samples_per_second:,.1f}",
+            f"{planned.samples_per_second:,.1f}",
+            units.format_percent(planned.overhead, sign=True),
+            units.format_bytes(planned.peak_bytes),
+            bold=batch == found.best.batch,
+        )
+    return table
+
+
+def tuned_json(found: Tuned) -> dict[str, Any]:
+    """The same for scripts; seconds and rates are of samples."""
+    return {
+        "model": found.graph.model,
+        "limit_bytes": found.limit.bytes,
+        "best": _setting_json(found.best),
+        "next": [
+            {**_setting_json(one.setting), "gives_up": one.gives_up}
+            for one in found.next
+        ],
+        "levers": [_lever_json(row) for row in found.levers],
+        "largest_batch": {
+            "unplanned": found.largest_unplanned,
+            "planned": found.largest_planned,
+        },
+        "curve": [
+            {
+                "batch": batch,
+                "unplanned": bare.samples_per_second if bare else None,
+                "planned": planned.samples_per_second if planned else None,
+                "overhead": planned.overhead if planned else None,
+                "peak_bytes": planned.peak_bytes if planned else None,
+            }
+            for batch, bare, planned in found.curve
+        ],
+        "peak_at": found.peak_at,
+        "peak_owner": found.peak_owner,
+        "tokens_per_sample": found.tokens_per_sample,
+        "costs": found.graph.costs,
+        "notes": list(found.notes),
+    }
+
+
+def _setting_json(setting: Setting) -> dict[str, Any]:
+    way = setting.way
+    return {
+        "batch": setting.batch,
+        "accumulate": setting.accumulate,
+        "amp": way.amp,
+        "optimizer": way.optimizer,
+        "scaler": way.scaler,
+        "options": dict(way.options),
+        "samples_per_second": setting.samples_per_second,
+        "step_seconds": setting.step_seconds,
+        "peak_bytes": setting.peak_bytes,
+        "overhead": setting.overhead,
+        "planned": bool(setting.regions),
+        "profiled": setting.profiled,
+    }
+
+
+def _lever_json(row: LeverRow) -> dict[str, Any]:
+    return {
+        "name": row.name,
+        "bits": row.bits,
+        "saved_bytes": row.saved_bytes,
+        "seconds_per_sample": row.seconds_per_sample,
+        "pays": row.pays,
+        "crossover": row.crossover,
+        "on_best_seconds_per_sample": row.on_best_seconds_per_sample,
+        "in_best": row.in_best,
+        "refused": row.refused,
+    }

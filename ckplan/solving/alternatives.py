@@ -1,0 +1,99 @@
+"""What to do in place of a plan, or for a cheaper one: rows beside the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from ckplan.solving.memory_limit import MemoryLimit
+from ckplan.solving.planner import Planner
+from ckplan.solving.remedies import (
+    SAME,
+    Remedy,
+    by_cost,
+    cache_remedy,
+    held_caches,
+    remedies,
+    without_caches,
+)
+from ckplan.solving.replays import ReplayedPlan
+from ckplan.solving.reserved_limit import solve_within_limit
+from ckplan.solving.solution import Solution
+
+
+def alternatives(planner: Planner, solution: Solution) -> tuple[Remedy, ...]:
+    """What makes the step fit without a plan, or the plan cheaper, in order of cost.
+
+    Args:
+        planner: The plans of the step.
+        solution: The plan; without regions, nothing is needed in its place.
+    """
+    if not solution.regions:
+        return ()
+    limit, unplanned = solution.limit, solution.unplanned
+    reserved = limit.reserved_bytes(unplanned) or unplanned.peak_bytes
+    room = limit.bytes - (reserved - unplanned.peak_bytes)
+    found = [one for one in remedies(planner.graph, (), room) if one.fits]
+    found += _without_caches(planner, limit, solution.timeline.overhead)
+    found += expandable(
+        planner, limit, solution.timeline.overhead, lambda plan: plan[0].overhead
+    )
+    return tuple(sorted(found, key=by_cost))
+
+
+def expandable(
+    planner: Planner,
+    limit: MemoryLimit,
+    overhead: float | None,
+    overhead_of: Callable[[ReplayedPlan], float],
+) -> Iterator[Remedy]:
+    """Expandable segments, if they make the step fit or its plan cheaper.
+
+    Args:
+        planner: The plans of the step.
+        limit: The limit, of reserved memory.
+        overhead: Of the plan without them; None if no plan fits.
+        overhead_of: The overhead of a plan at the seconds that count.
+    """
+    if not limit.of_reserved or limit.expandable:
+        return
+    wider = replace(limit, expandable=True)
+    found = plan_within(planner, wider)
+    if found is None:
+        return
+    then = overhead_of(found)
+    if overhead is None or then < overhead:
+        yield Remedy(
+            "no gaps between segments of PyTorch's allocator",
+            "PYTORCH_ALLOC_CONF=expandable_segments:True, --expandable-segments",
+            wider.reserved_bytes(found[0]) or found[0].peak_bytes,
+            SAME,
+            overhead=then,
+            fits=True,
+        )
+
+
+def plan_within(planner: Planner, limit: MemoryLimit) -> ReplayedPlan | None:
+    """The step as it is or under the cheapest plan that fits; None if none does."""
+    if limit.allows(planner.unplanned):
+        return planner.unplanned, ()
+    if limit.bytes < planner.floor.peak_bytes:
+        return None
+    found = solve_within_limit(planner, limit)
+    return (found.timeline, found.regions) if limit.allows(found.timeline) else None
+
+
+def _without_caches(
+    planner: Planner, limit: MemoryLimit, overhead: float
+) -> Iterator[Remedy]:
+    """``use_cache=False``, with the plan that it then needs, if that is cheaper."""
+    caches = held_caches(planner.graph)
+    if not caches:
+        return
+    found = plan_within(Planner(without_caches(planner.graph)), limit)
+    if found is not None and found[1] and found[0].overhead < overhead:
+        yield replace(
+            cache_remedy(planner.graph, caches, found[0].peak_bytes),
+            overhead=found[0].overhead,
+            fits=True,
+        )

@@ -1,0 +1,268 @@
+"""What would make a step fit, each with its price: the hints where no plan does.
+
+A remedy is priced by replaying the step with it, under the smallest plan, unless it
+says that its bytes are about right.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+from ckplan import units
+from ckplan.graph.batch import batch_rows
+from ckplan.graph.graph import Graph
+from ckplan.graph.records import BEFORE_STEP, OUTSIDE_CALLS, Storage, TensorType
+from ckplan.plan.region import Region
+from ckplan.simulating.simulate import Simulator, Timeline
+
+SAME, CLOSE, CHANGES = "same", "close", "changes"
+BITS = (SAME, CLOSE, CHANGES)
+"""Results bit for bit; up to rounding; another training."""
+
+SMALLER = "a smaller batch, accumulated to the same total"
+_SMALLEST_SHARE = 0.02  # of the peak: what frees less is no remedy
+_CHUNKS = 8
+_FEWEST_CACHED = 4  # tensors of one type, which layers hand out until backward ends
+_SIXTEEN = ("float16", "bfloat16")
+
+
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """One change of the training that lowers the peak."""
+
+    name: str
+    how: str  # the option or edit
+    peak_bytes: int  # of the step with it, under the smallest plan
+    bits: str  # one of BITS
+    overhead: float | None = None  # of the time per sample; None: not known
+    about: bool = False  # whether the bytes are an estimate
+    fits: bool | None = None  # in the limit that was asked for; None without one
+
+    def __str__(self) -> str:
+        """The edit and what it needs then."""
+        about = "about " if self.about else ""
+        return f"{self.how} ({about}{units.format_bytes(self.peak_bytes)})"
+
+
+def remedies(
+    graph: Graph,
+    regions: tuple[Region, ...],
+    limit_bytes: int | None = None,
+    floor_of: Callable[[Graph], int] | None = None,
+) -> tuple[Remedy, ...]:
+    """What lowers the peak of the smallest plan, in order of cost.
+
+    Results bit for bit come first, then those up to rounding, then those that change
+    training; among each the cheaper ones, then the ones that free most.
+
+    Args:
+        graph: The step.
+        regions: Its smallest plan.
+        limit_bytes: The limit on its tensors, to mark what fits.
+        floor_of: The least bytes of another step; by default those of the same plan.
+    """
+    smallest = Simulator(graph).run(regions)
+    found = [
+        *_caches(graph, floor_of or (lambda other: _peak(other, regions))),
+        *_smaller_batch(graph, regions, limit_bytes),
+        *_chunks(graph, regions),
+        *_smaller_state(graph, regions),
+        *_sixteen_bits(smallest),
+    ]
+    most = smallest.peak_bytes * (1 - _SMALLEST_SHARE)
+    kept = (one for one in found if one.peak_bytes <= most)
+    if limit_bytes is not None:
+        kept = (replace(one, fits=one.peak_bytes <= limit_bytes) for one in kept)
+    return tuple(sorted(kept, key=by_cost))
+
+
+def by_cost(one: Remedy) -> tuple[int, bool, float, int]:
+    """Sort key: results, then time, then memory."""
+    unknown = one.overhead is None
+    return BITS.index(one.bits), unknown, one.overhead or 0.0, one.peak_bytes
+
+
+def held_caches(graph: Graph) -> frozenset[int]:
+    """Tensors that layers hand out and the output holds until backward ends.
+
+    They are keys and values of a cache (``use_cache=True``), or hidden states: several
+    activations of one type, made by several calls, that not autograd alone holds.
+    """
+    of_type: dict[object, list[int]] = {}
+    for number, one in enumerate(graph.storages):
+        if _is_handed_out(graph, one):
+            of_type.setdefault((one.tensor, graph.ops[one.maker].name), []).append(
+                number
+            )
+    groups = [group for group in of_type.values() if len(group) >= _FEWEST_CACHED]
+    return frozenset(number for group in groups for number in group)
+
+
+def _is_handed_out(graph: Graph, one: Storage) -> bool:
+    if one.kind != "activation" or not 0 <= one.maker < graph.num_forward:
+        return False
+    call = graph.ops[one.maker].call
+    inside = call != OUTSIDE_CALLS and graph.calls[call].parent != OUTSIDE_CALLS
+    wide = one.tensor is not None and len(one.tensor.shape) >= 3
+    return inside and wide and one.last >= graph.backward_stop - 1
+
+
+def without_caches(graph: Graph) -> Graph:
+    """The step whose output does not hold what ``held_caches`` finds."""
+    caches = held_caches(graph)
+    last = {number: graph.storages[number].maker for number in caches}
+    for moment, op in enumerate(graph.ops[: graph.num_forward]):
+        last |= {number: moment for number in (*op.reads, *op.writes) if number in last}
+    return _with(
+        graph,
+        lambda number, one: replace(one, last=last[number]) if number in last else one,
+    )
+
+
+def cache_remedy(graph: Graph, caches: frozenset[int], peak_bytes: int) -> Remedy:
+    """The row of ``use_cache=False``."""
+    some = graph.storages[min(caches)]
+    return Remedy(
+        f"no cache: {len(caches)} x {some.tensor} live until backward ends",
+        "use_cache=False in the model's configuration",
+        peak_bytes,
+        SAME,
+        overhead=0.0,
+    )
+
+
+def _caches(graph: Graph, floor_of: Callable[[Graph], int]) -> Iterator[Remedy]:
+    caches = held_caches(graph)
+    if caches:
+        yield cache_remedy(graph, caches, floor_of(without_caches(graph)))
+
+
+def _peak(graph: Graph, regions: tuple[Region, ...]) -> int:
+    return Simulator(graph).run(regions).peak_bytes
+
+
+def _smaller_batch(
+    graph: Graph, regions: tuple[Region, ...], limit_bytes: int | None
+) -> Iterator[Remedy]:
+    """The largest part of the batch that fits; what the step makes shrinks with it."""
+    rows = batch_rows(graph) or 1
+    for parts in (2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128):
+        if parts > rows:
+            return
+        smaller = _with(graph, partial(_in_parts, parts, graph.backward_stop))
+        peak_bytes = Simulator(smaller).run(regions).peak_bytes
+        if limit_bytes is None or peak_bytes <= limit_bytes:
+            yield Remedy(
+                SMALLER,
+                f"a batch of {rows // parts} in place of {rows}, with --accumulate "
+                f"{parts}",
+                peak_bytes,
+                SAME,
+                about=True,
+            )
+            return
+
+
+def _in_parts(parts: int, stop: int, number: int, one: Storage) -> Storage:
+    """A tensor of one part of the batch, if it is made before the optimizer's step."""
+    del number
+    grows = one.kind in ("activation", "input") or (
+        one.kind == "temporary" and BEFORE_STEP < one.maker < stop
+    )
+    return replace(one, bytes=-(-one.bytes // parts)) if grows else one
+
+
+def _chunks(graph: Graph, regions: tuple[Region, ...]) -> Iterator[Remedy]:
+    """Cross entropy in chunks of tokens, for the logits and their gradients."""
+    logits = _logits(graph)
+    if logits is None:
+        return
+
+    def in_chunks(number: int, one: Storage) -> Storage:
+        del number
+        is_of = one.maker != BEFORE_STEP and _has_size(one.tensor, logits)
+        return replace(one, bytes=one.bytes // _CHUNKS) if is_of else one
+
+    yield Remedy(
+        f"cross entropy in chunks of tokens: logits are {logits}",
+        "a loss in chunks, such as Liger's or cut-cross-entropy",
+        Simulator(_with(graph, in_chunks)).run(regions).peak_bytes,
+        CLOSE,
+        about=True,
+    )
+
+
+def _logits(graph: Graph) -> TensorType | None:
+    """The largest tensor that a cross entropy makes in forward."""
+    made = (
+        graph.storages[storage].tensor
+        for op in graph.ops[: graph.num_forward]
+        if op.name == "_log_softmax"
+        for storage in op.outputs
+    )
+    found = (tensor for tensor in made if tensor is not None and tensor.shape)
+    return max(found, key=lambda one: math.prod(one.shape), default=None)
+
+
+def _has_size(tensor: TensorType | None, logits: TensorType) -> bool:
+    if tensor is None or tensor.shape[-1:] != logits.shape[-1:]:
+        return False
+    return math.prod(tensor.shape) == math.prod(logits.shape)
+
+
+def _smaller_state(graph: Graph, regions: tuple[Region, ...]) -> Iterator[Remedy]:
+    if graph.options.get("optimizer") in ("sgd", "adamw8bit"):
+        return
+    parts_of = {"adamw8bit": 2 if _is_sixteen(graph) else 4, "sgd": 0}
+    for name, parts in parts_of.items():
+        smaller = _with(graph, partial(_shrunk, parts))
+        yield Remedy(
+            f"an optimizer with {'a smaller' if parts else 'no'} state",
+            f"--optimizer {name}",
+            Simulator(smaller).run(regions).peak_bytes,
+            CHANGES,
+            about=bool(parts),
+        )
+
+
+def _shrunk(parts: int, number: int, one: Storage) -> Storage:
+    """State of the optimizer divided by a number, or dropped if it is 0."""
+    del number
+    if one.kind != "optimizer":
+        return one
+    return replace(one, bytes=one.bytes // parts if parts else 0)
+
+
+def _sixteen_bits(smallest: Timeline) -> Iterator[Remedy]:
+    """Half of the bytes of a model that is in 32 bits."""
+    if _is_sixteen(smallest.graph):
+        return
+    at_peak = smallest.peak_by_kind
+    halved = sum(at_peak[kind] for kind in ("parameter", "gradient", "optimizer"))
+    yield Remedy(
+        "parameters in 16 bits",
+        "a model in bf16",
+        smallest.peak_bytes - halved // 2,
+        CHANGES,
+        about=True,
+    )
+
+
+def _is_sixteen(graph: Graph) -> bool:
+    """Whether most bytes of the parameters are of 16 bits."""
+    of_sixteen = sum(
+        one.bytes
+        for one in graph.storages
+        if one.kind == "parameter" and one.tensor and one.tensor.dtype in _SIXTEEN
+    )
+    return 2 * of_sixteen >= graph.bytes_by_kind["parameter"]
+
+
+def _with(graph: Graph, change: Callable[[int, Storage], Storage]) -> Graph:
+    return replace(
+        graph,
+        storages=tuple(change(n, one) for n, one in enumerate(graph.storages)),
+    )

@@ -1,0 +1,1 @@
+"""Settings of training above a plan: batch, accumulation, precision, optimizer."""

@@ -1,0 +1,51 @@
+"""From the best setting to its plan, and what the graph says of its batch."""
+
+from __future__ import annotations
+
+from ckplan.errors import CkplanError
+from ckplan.graph.batch import batch_shapes
+from ckplan.graph.graph import Graph
+from ckplan.plan.plan import Plan, Prediction, plan_fingerprint
+from ckplan.plan.resolve import describe
+from ckplan.plan.workload import plan_workload
+from ckplan.simulating.simulate import Simulator
+from ckplan.solving.planner import Planner
+from ckplan.tuning.tuned import Tuned
+
+
+def plan_of(tuned: Tuned) -> Plan:
+    """The plan of the best setting; it remembers the setting as its ``training``."""
+    graph, regions = tuned.graph, tuned.best.regions
+    simulator = Simulator(graph)
+    timeline, unplanned = simulator.run(regions), simulator.run()
+    return Plan(
+        model=graph.model,
+        fingerprint=plan_fingerprint(graph.fingerprint),
+        budget_bytes=tuned.limit.bytes,
+        predicted=Prediction(
+            peak_bytes=timeline.peak_bytes,
+            peak_at=timeline.peak_at,
+            overhead=timeline.overhead,
+            unplanned_peak_bytes=unplanned.peak_bytes,
+        ),
+        bound={"any_schedule": Planner(graph).bound(timeline.peak_bytes)},
+        regions=describe(graph, regions),
+        workload={**plan_workload(graph.options), "micro_batch": tuned.best.batch},
+    )
+
+
+def tokens_per_sample(graph: Graph) -> int:
+    """Second size of the first tensor of the batch that has two dimensions.
+
+    Raises:
+        CkplanError: The batch has none.
+    """
+    for shape in batch_shapes(graph):
+        if len(shape) == 2 and shape[1] > 1:
+            return shape[1]
+    raise CkplanError(
+        f"cannot count the tokens of {graph.model}: no tensor of its batch is rows "
+        "times tokens",
+        needed="a batch such as int64[8,1024]",
+        hint="leave out --tokens: samples per second",
+    )

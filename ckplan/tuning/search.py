@@ -1,0 +1,250 @@
+"""The setting with the most samples per second, of one way to train.
+
+Samples per second rise with the batch while the step has constant costs (launches, the
+optimizer), and fall once plans must recompute. Unplanned steps are compared first,
+without solving. No plan makes a step faster, and plans of larger batches cost no
+smaller part of it. So the unplanned step and the last plan bound every batch, and only
+batches whose bound is better than the best setting so far are solved for. They are
+tried in steps, and then the neighbourhood of the best is halved, until no batch in it
+can be better by more than ``_CLOSE``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+
+from ckplan.errors import WorkloadError
+from ckplan.graph.graph import Graph
+from ckplan.simulating.simulate import Simulator, Timeline
+from ckplan.solving.memory_limit import MemoryLimit
+from ckplan.solving.replays import ReplayedPlan
+from ckplan.tuning.batches import Batches
+from ckplan.tuning.largest import largest_batch, plan_within
+from ckplan.tuning.settings import Setting, Way
+
+_ALL = 24  # largest number of batches that are all tried
+_GRID = 12  # batches of a grid
+_STEPS = 32  # most batches beyond the largest unplanned one, each 1/8 larger
+_POINTS = 5  # of the curve, beyond the largest unplanned batch
+_CLOSE = 1e-3  # relative gain that is not worth another batch
+_WORTH = 1 + _CLOSE
+
+
+@dataclass
+class WaySearch:
+    """The settings of one way to train."""
+
+    way: Way
+    one: Batches  # no accumulation
+    several: Batches  # accumulates
+    limit: MemoryLimit
+    accumulate: int = 1  # micro-batches per step of the optimizer
+    total: int | None = None  # rows per step of the optimizer, if they are given
+    start: int = 8  # batch where searches begin
+    refused: dict[int, str] = field(default_factory=dict)  # batch -> why
+    _settings: dict[tuple[int, bool], Setting | None] = field(default_factory=dict)
+
+    @cached_property
+    def largest_unplanned(self) -> int:
+        """Largest micro-batch without a plan; 0 if not one row fits."""
+        return self._largest(planned=False)
+
+    @cached_property
+    def largest_planned(self) -> int:
+        """Largest micro-batch with some plan; 0 if not one row fits."""
+        return max(self._largest(planned=True), self.largest_unplanned)
+
+    def _largest(self, *, planned: bool) -> int:
+        most = {} if self.total is None else {"most": self.total}
+        return largest_batch(
+            self.graph_at, self.limit, planned, start=self.start, **most
+        )
+
+    def accumulation(self, rows: int) -> int:
+        """Micro-batches of a step of the optimizer."""
+        return self.accumulate if self.total is None else max(self.total // rows, 1)
+
+    def batches_of(self, rows: int) -> Batches:
+        """The steps among which that of a micro-batch is."""
+        return self.one if self.accumulation(rows) == 1 else self.several
+
+    def graph_at(self, rows: int) -> Graph:
+        """The step at a micro-batch."""
+        batches = self.batches_of(rows)
+        return batches.with_accumulation(rows, self.accumulation(rows))
+
+    def setting(self, rows: int, *, planned: bool = True) -> Setting | None:
+        """The fastest setting at a micro-batch; None if none fits."""
+        key = rows, planned
+        if key not in self._settings:
+            self._settings[key] = self._find(rows, planned)
+        return self._settings[key]
+
+    def _find(self, rows: int, planned: bool) -> Setting | None:
+        if rows in self.refused:
+            return None
+        graph = self.graph_at(rows)
+        if rows <= self.largest_unplanned:
+            return self._setting_of(rows, (Simulator(graph).run(), ()))
+        found = plan_within(graph, self.limit) if planned else None
+        if found is None:
+            return None
+        return self._setting_of(rows, found)
+
+    def _setting_of(self, rows: int, found: ReplayedPlan) -> Setting:
+        timeline, regions = found
+        return Setting(
+            way=self.way,
+            batch=rows,
+            accumulate=self.accumulation(rows),
+            regions=regions,
+            peak_bytes=timeline.peak_bytes,
+            step_seconds=seconds_of(timeline),
+            overhead=timeline.overhead,
+            profiled=rows in self.batches_of(rows).recorded,
+        )
+
+    def best(self, *, planned: bool = True) -> Setting | None:
+        """The setting with the most samples per second; None if not one row fits."""
+        best = None
+        for rows in self._first(self.largest_unplanned):
+            best = _better(best, self.setting(rows, planned=False))
+        best = self._refined(best, planned=False)
+        if not planned:
+            return best
+        overhead = 0.0  # a larger batch must free more: it costs no less
+        for rows in self._beyond():
+            bound = self._bound(rows) / (1 + overhead)
+            if best is None or bound > best.samples_per_second * _WORTH:
+                one = self.setting(rows)
+                if one is None and rows not in self.refused:
+                    break
+                overhead = max(overhead, one.overhead if one else 0.0)
+                best = _better(best, one)
+        if best is not None and best.regions:
+            best = self._refined(best, planned=True)
+        return best
+
+    def _first(self, most: int) -> list[int]:
+        if most < 1:
+            return []
+        if self.total is not None:
+            return [n for n in range(1, most + 1) if self.total % n == 0]
+        return grid(most)
+
+    def _beyond(self) -> Iterator[int]:
+        """Batches larger than the largest unplanned one, in growing steps."""
+        rows = self.largest_unplanned
+        if self.total is not None:
+            more = range(rows + 1, self.total + 1)
+            yield from (n for n in more if self.total % n == 0)
+            return
+        for _ in range(_STEPS):
+            rows += 1 if rows < _ALL else rows // 8
+            yield rows
+
+    def _refined(self, best: Setting | None, *, planned: bool) -> Setting | None:
+        while best is not None and self.total is None:
+            rows = self._next(best, planned)
+            if rows is None:
+                break
+            best = _better(best, self.setting(rows, planned=planned))
+        return best
+
+    def _next(self, best: Setting, planned: bool) -> int | None:
+        """A batch between the best and a neighbour that may be better yet."""
+        kinds = {n for n, plan in self._settings if plan == planned}
+        known = sorted(kinds | {best.batch, self.largest_unplanned})
+        place = known.index(best.batch)
+        near = known[max(place - 1, 0) : place + 2]
+        for low, high in sorted(pairwise(near), key=lambda gap: gap[0] - gap[1]):
+            at_low = self._settings.get((low, planned))
+            overhead = 1 + (at_low.overhead if at_low else 0.0)
+            least = best.samples_per_second * _WORTH * overhead
+            if high - low > 1 and self._bound(high) > least:
+                return (low + high) // 2
+        return None
+
+    def _bound(self, rows: int) -> float:
+        """Samples per second of the unplanned step, whether it fits or not."""
+        return rows * self.accumulation(rows) / self.graph_at(rows).step_seconds
+
+    def planned_settings(self) -> list[Setting]:
+        """The settings with a plan that were tried; at least one, if one fits."""
+        found = [one for one in self._settings.values() if one and one.regions]
+        if not found:
+            one = self.setting(next(self._beyond(), self.largest_unplanned))
+            found = [one] if one is not None and one.regions else []
+        return found
+
+    def curve(self) -> list[tuple[int, Setting | None, Setting | None]]:
+        """(batch, setting without a plan, with the best plan), smallest batch first."""
+        least, most = self.largest_unplanned, self.largest_planned
+        rows = {*self._first(least), least, most} | {n for n, _ in self._settings}
+        if self.total is None and most > least:
+            ratio = most / max(least, 1)
+            rows |= {
+                round(max(least, 1) * ratio ** (k / _POINTS)) for k in range(_POINTS)
+            }
+        elif self.total is not None:
+            rows = {n for n in rows | {*range(1, most + 1)} if n and not self.total % n}
+        return [
+            (n, self.setting(n, planned=False), self.setting(n))
+            for n in sorted(rows)
+            if 0 < n <= most and self.setting(n) is not None
+        ]
+
+    def check(self, rows: int) -> None:
+        """Record the step at a batch.
+
+        Settings found on drawn steps are forgotten, unless the drawn step at this batch
+        is like the recorded one.
+        """
+        batches = self.batches_of(rows)
+        drawn = self.graph_at(rows)
+        try:
+            batches.recorded_at(rows)
+        except WorkloadError as error:
+            self.refused[rows] = error.what
+        if rows not in self.refused and _are_alike(drawn, self.graph_at(rows)):
+            for planned in (False, True):
+                self._settings.pop((rows, planned), None)
+            return
+        self._settings.clear()
+        for name in ("largest_unplanned", "largest_planned"):
+            self.__dict__.pop(name, None)
+
+
+def _are_alike(one: Graph, other: Graph) -> bool:
+    """Whether peaks are equal, and seconds nearly."""
+    peaks = {Simulator(graph).run().peak_bytes for graph in (one, other)}
+    close = math.isclose(one.step_seconds, other.step_seconds, rel_tol=_CLOSE)
+    return len(peaks) == 1 and close
+
+
+def seconds_of(timeline: Timeline) -> float:
+    """Seconds of a step of the optimizer: all micro-batches and all recomputation."""
+    return timeline.graph.step_seconds + timeline.recompute_seconds
+
+
+def grid(most: int) -> list[int]:
+    """Batches up to the largest one, at most ``_ALL``, in geometric steps.
+
+    >>> grid(3), grid(1000)[-3:]
+    ([1, 2, 3], [285, 534, 1000])
+    """
+    if most <= _ALL:
+        return [*range(1, most + 1)]
+    steps = {round(most ** (k / (_GRID - 1))) for k in range(_GRID)}
+    return sorted(steps)
+
+
+def _better(one: Setting | None, other: Setting | None) -> Setting | None:
+    """The faster of two settings, of equal ones the first."""
+    if one is None or other is None:
+        return one or other
+    return max(one, other, key=lambda setting: setting.samples_per_second)

@@ -1,0 +1,146 @@
+"""Settings and levers: what ``tune`` may change about a step, as records.
+
+A *setting* is a way to train: rows of the micro-batch, how many of them a step of the
+optimizer accumulates, precision, optimizer, and a plan. A *lever* changes a setting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ckplan.errors import CkplanError, did_you_mean
+from ckplan.plan.region import Region
+
+SAME, CLOSE, CHANGES = "same", "close", "changes"
+"""Results of training: bit for bit, up to rounding, or other ones."""
+KERNELS = ("fused", "foreach", "single")
+_WITH_KERNELS = ("adamw", "adam", "sgd", "momentum")
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How a step trains, whatever its batch and its plan."""
+
+    amp: str | None = None  # autocast type
+    optimizer: str | None = None  # name and kernel; None: as the step has it
+    scaler: bool = False  # of gradients
+    options: tuple[tuple[str, str], ...] = ()  # more options of the workload
+
+    @property
+    def title(self) -> str:
+        """In words, such as ``bf16, adamw:fused``."""
+        parts = [self.amp, self.optimizer, *(f"{k} {v}" for k, v in self.options)]
+        return ", ".join(filter(None, parts)) or "as given"
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A way to train that fits in memory, and what it costs."""
+
+    way: Way
+    batch: int  # rows of a micro-batch
+    accumulate: int  # micro-batches per step of the optimizer
+    regions: tuple[Region, ...]  # of its plan; none: unplanned
+    peak_bytes: int  # of all tensors
+    step_seconds: float  # of a step of the optimizer, all micro-batches included
+    overhead: float  # of the plan, as a fraction of the step without it
+    profiled: bool  # the graph was recorded at this batch, not drawn
+
+    @property
+    def samples_per_second(self) -> float:
+        """Rows trained on per second."""
+        return self.batch * self.accumulate / self.step_seconds
+
+    @property
+    def seconds_per_sample(self) -> float:
+        """Its inverse."""
+        return self.step_seconds / (self.batch * self.accumulate)
+
+
+@dataclass(frozen=True, slots=True)
+class Lever:
+    """One change of a way to train.
+
+    ``sets`` are fields of ``Way``; two levers that set the same field exclude each
+    other. ``excludes`` names further ones, with the reason.
+    """
+
+    name: str
+    bits: str  # SAME, CLOSE or CHANGES
+    sets: tuple[tuple[str, Any], ...]
+    excludes: tuple[tuple[str, str], ...] = ()  # lever -> why not with it
+
+    def pulled(self, way: Way) -> Way:
+        """The way with this lever."""
+        if dict(self.sets).get("options"):
+            options = (*way.options, *dict(self.sets)["options"])
+            return replace(way, options=tuple(dict(options).items()))
+        return replace(way, **dict(self.sets))
+
+    def is_in(self, way: Way) -> bool:
+        """Whether a way already has this lever."""
+        return self.pulled(way) == way
+
+
+_IN_16_BITS = "the parameters are in 16 bits already: autocast has nothing to cast"
+ALLOWED = {
+    lever.name: lever
+    for lever in (
+        Lever("bf16", CHANGES, (("amp", "bf16"), ("scaler", False))),
+        Lever("fp16", CHANGES, (("amp", "fp16"), ("scaler", True))),
+        Lever(
+            "pure-bf16",
+            CHANGES,
+            (("options", (("dtype", "bf16"),)),),
+            (("bf16", _IN_16_BITS), ("fp16", _IN_16_BITS)),
+        ),
+        Lever("adafactor", CHANGES, (("optimizer", "adafactor"),)),
+        Lever("adamw8bit", CHANGES, (("optimizer", "adamw8bit"),)),
+        Lever("lora", CHANGES, (("options", (("lora", "r=16"),)),)),
+    )
+}
+"""Levers that change the numbers of training: only with ``--allow``."""
+
+
+def levers_of(way: Way, allow: Iterable[str]) -> tuple[Lever, ...]:
+    """The levers that may change a way: kernels of its optimizer, and allowed ones.
+
+    Raises:
+        CkplanError: A name is not one of ``ALLOWED``.
+    """
+    found = [*_kernels(way)]
+    for name in dict.fromkeys(allow):
+        if name not in ALLOWED:
+            near = did_you_mean(name, ALLOWED)
+            raise CkplanError(
+                f"cannot allow {name!r}: there is no such lever",
+                needed="one or more of " + ", ".join(ALLOWED),
+                hint=f"--allow {near or 'bf16'}",
+            )
+        found.append(ALLOWED[name])
+    return tuple(found)
+
+
+def _kernels(way: Way) -> list[Lever]:
+    name, colon, _ = (way.optimizer or "adamw").partition(":")
+    if colon or name not in _WITH_KERNELS:
+        return []
+    return [
+        Lever(f"{name}:{kernel}", CLOSE, (("optimizer", f"{name}:{kernel}"),))
+        for kernel in KERNELS
+    ]
+
+
+def conflict(levers: Iterable[Lever], lever: Lever) -> str | None:
+    """Why a lever cannot join others; None if it can."""
+    for other in levers:
+        for one, two in ((lever, other), (other, lever)):
+            reason = dict(one.excludes).get(two.name)
+            if reason is not None:
+                return reason
+        both = {key for key, _ in lever.sets} & {key for key, _ in other.sets}
+        if both - {"options"} and other.name != lever.name:
+            return f"{lever.name} and {other.name} set the same: {', '.join(both)}"
+    return None

@@ -1,0 +1,202 @@
+"""Settings above a plan: the search against every setting, one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import graphs
+import pytest
+
+from ckplan.errors import CkplanError, GraphError, InfeasibleError
+from ckplan.graph.graph import Graph
+from ckplan.solving.memory_limit import MemoryLimit
+from ckplan.solving.planner import Planner
+from ckplan.solving.replays import ReplayedPlan
+from ckplan.tuning.answer import plan_of
+from ckplan.tuning.batches import batches
+from ckplan.tuning.largest import largest_batch, largest_that
+from ckplan.tuning.settings import ALLOWED, Way, conflict, levers_of
+from ckplan.tuning.tune import Tuning
+from ckplan.tuning.tuned import Tuned
+
+CONSTANT = 3.0  # seconds of every op that no row adds to
+
+
+def step_at(rows: int, *, constant: float = CONSTANT, blocks: int = 1) -> Graph:
+    """A chain whose activations and seconds grow with the rows."""
+    graph = graphs.chain(
+        blocks,
+        width_bytes=10 * rows,
+        hidden_bytes=40 * rows,
+        stats_bytes=rows,
+        weight_bytes=50,
+        seconds=constant + rows,
+    )
+    stop = graph.backward_stop
+    ops = tuple(
+        replace(op, seconds=constant if number >= stop else op.seconds)
+        for number, op in enumerate(graph.ops)
+    )
+    return replace(graph, ops=ops)
+
+
+def record(way: Way, rows: int, accumulate: int) -> Graph:
+    """A fused optimizer is twice as fast; autocast halves all bytes but a fifth."""
+    graph = step_at(rows)
+    stop, factor = graph.backward_stop, 0.5 if way.optimizer == "adamw:fused" else 1.0
+    part = 0.8 if way.amp == "bf16" else 1.0
+    ops = tuple(
+        replace(op, seconds=op.seconds * (factor if number >= stop else part))
+        for number, op in enumerate(graph.ops)
+    )
+    options: dict[str, Any] = {"accumulate": accumulate} if accumulate > 1 else {}
+    return replace(graph, ops=ops, options=options)
+
+
+def tuned(limit_bytes: int, **how: Any) -> Tuned:
+    limit = MemoryLimit(limit_bytes)
+    return Tuning(record, limit, way=Way(), rows=4, **how).run()
+
+
+@cache
+def plan_at(rows: int, amp: str | None, limit_bytes: int) -> ReplayedPlan | None:
+    return Planner(record(Way(amp=amp), rows, 1)).within(limit_bytes)
+
+
+def every_setting(limit_bytes: int, ways: list[Way], total: int | None) -> float:
+    """Most samples per second of all settings, each computed alone."""
+    best = 0.0
+    for way in ways:
+        for rows in range(1, 1000):
+            many = 1 if total is None else total // rows
+            if total is not None and total % rows:
+                continue
+            graph = record(way, rows, 1)
+            found = plan_at(rows, way.amp, limit_bytes)
+            if found is None:
+                break
+            stop = graph.backward_stop
+            micro = sum(op.seconds for op in graph.ops[:stop])
+            micro += sum(effect.seconds for effect in found[0].effects)
+            update = sum(op.seconds for op in graph.ops[stop:])
+            best = max(best, rows * many / (many * micro + update))
+    return best
+
+
+KERNELS = [Way(), *(Way(optimizer=f"adamw:{k}") for k in ("fused", "foreach"))]
+
+
+@pytest.mark.parametrize("total", [None, 12])
+@pytest.mark.parametrize("limit_bytes", [500, 1_300])
+def test_no_setting_is_faster_than_the_tuned_one(
+    limit_bytes: int, total: int | None
+) -> None:
+    best = tuned(limit_bytes, total=total).best
+    expected = every_setting(limit_bytes, KERNELS, total)
+    assert best.samples_per_second == pytest.approx(expected, rel=1e-3)
+    assert best.profiled
+    assert best.peak_bytes <= limit_bytes
+    assert best.way.optimizer == "adamw:fused"
+    if total is not None:
+        assert best.batch * best.accumulate == total
+
+
+def test_a_lever_that_changes_results_is_pulled_only_if_allowed() -> None:
+    without, allowed = tuned(900), tuned(900, allow=["bf16"])
+    assert without.best.way.amp is None
+    assert allowed.best.way == Way(amp="bf16", optimizer="adamw:fused")
+    expected = every_setting(900, [allowed.best.way], None)
+    assert allowed.best.samples_per_second == pytest.approx(expected, rel=1e-3)
+    rows = {row.name: row for row in allowed.levers}
+    assert rows["bf16"].pays
+    assert rows["bf16"].bits == "changes"
+    assert not rows["adamw:foreach"].pays
+    assert rows["adamw:fused"].crossover == 1
+
+
+def test_the_plan_of_the_best_setting_replays_at_its_batch() -> None:
+    found = tuned(900)
+    plan = plan_of(found)
+    assert plan.workload["micro_batch"] == found.best.batch
+    again = graphs.simulate(step_at(found.best.batch), found.best.regions)
+    assert again.peak_bytes == found.best.peak_bytes
+    assert plan.predicted is not None
+    assert plan.predicted.peak_bytes == found.best.peak_bytes
+
+
+@pytest.mark.parametrize("planned", [False, True])
+def test_the_largest_batch_is_the_last_that_fits(planned: bool) -> None:
+    limit = MemoryLimit(1_200)
+    found = largest_batch(step_at, limit, planned, start=3)
+
+    def fits(rows: int) -> bool:
+        planner = Planner(step_at(rows))
+        least = planner.floor if planned else planner.unplanned
+        return least.peak_bytes <= limit.bytes
+
+    assert [fits(found), fits(found + 1)] == [True, False]
+
+
+@pytest.mark.parametrize("start", [1, 5, 100, 4000])
+@pytest.mark.parametrize("largest", [0, 1, 2, 63, 100])
+def test_a_bisection_finds_the_end_from_anywhere(start: int, largest: int) -> None:
+    assert largest_that(lambda n: n <= largest, start, most=100) == largest
+
+
+def test_a_drawn_step_is_the_recorded_one() -> None:
+    drawn = batches(step_at(4), step_at(8), (4, 8))(37)
+    real = step_at(37)
+    assert [one.bytes for one in drawn.storages] == [one.bytes for one in real.storages]
+    assert drawn.step_seconds == pytest.approx(real.step_seconds)
+
+
+def quadratic(rows: int) -> Graph:
+    graph = step_at(rows)
+    grown = (replace(one, bytes=one.bytes * one.bytes) for one in graph.storages)
+    return replace(graph, storages=tuple(grown))
+
+
+def test_bytes_that_are_not_linear_are_an_error_and_every_batch_is_recorded() -> None:
+    with pytest.raises(GraphError, match="not linear in the rows"):
+        batches(quadratic(4), quadratic(8), (4, 8))(37)
+    asked: list[int] = []
+
+    def recorded(way: Way, rows: int, accumulate: int) -> Graph:
+        asked.append(rows)
+        return quadratic(rows)
+
+    limit = MemoryLimit(40_000)
+    found = Tuning(recorded, limit, way=Way(optimizer="none"), rows=4).run()
+    peak = Planner(quadratic(found.best.batch)).unplanned.peak_bytes
+    assert found.best.peak_bytes <= min(peak, limit.bytes)
+    assert found.best.batch in asked
+    assert any("not linear" in note for note in found.notes)
+
+
+def test_a_limit_below_one_sample_names_the_floor() -> None:
+    with pytest.raises(InfeasibleError, match="at one sample is") as raised:
+        tuned(100)
+    assert raised.value.exit_code == 3
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda: levers_of(Way(), ["bf61"]), "cannot allow 'bf61'"),
+        (lambda: tuned(900, total=0), "a total batch of 0"),
+    ],
+)
+def test_bad_input_is_named(wrong: Callable[[], object], message: str) -> None:
+    with pytest.raises(CkplanError, match=message):
+        wrong()
+
+
+def test_levers_that_set_the_same_exclude_each_other() -> None:
+    bf16, pure = ALLOWED["bf16"], ALLOWED["pure-bf16"]
+    assert conflict([bf16], ALLOWED["fp16"]) is not None
+    assert "16 bits already" in str(conflict([bf16], pure))
+    assert conflict([bf16], ALLOWED["adafactor"]) is None
+    assert levers_of(Way(optimizer="adamw:fused"), []) == ()
