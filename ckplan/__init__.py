@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ckplan.applying import apply, planned, remove, status
-    from ckplan.auto import auto, largest_batch, tune
+    from ckplan.auto import auto
+    from ckplan.autotune import largest_batch, tune
     from ckplan.compiling import backend, compile
     from ckplan.errors import CkplanError
     from ckplan.fitting.fit import fit
@@ -73,7 +74,7 @@ _HOME = {
     "dry_run": "ckplan.verifying.dry_run:dry_run",
     "fit": "ckplan.fitting.fit:fit",
     "frontier": "ckplan.solving.solve:frontier",
-    "largest_batch": "ckplan.auto:largest_batch",
+    "largest_batch": "ckplan.autotune:largest_batch",
     "load_graph": "ckplan.graph.file:load",
     "load_plan": "ckplan.plan.file:load",
     "planned": "ckplan.applying:planned",
@@ -83,7 +84,7 @@ _HOME = {
     "shard": "ckplan.graph.sharding:shard",
     "solve": "ckplan.solving.solve:solve_plan",
     "status": "ckplan.applying:status",
-    "tune": "ckplan.auto:tune",
+    "tune": "ckplan.autotune:tune",
     "tuned_plan": "ckplan.tuning.answer:plan_of",
     "verify": "ckplan.verifying.verify:verify",
 }

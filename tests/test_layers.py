@@ -70,7 +70,9 @@ ROOMS: dict[str, set[str]] = {
     | {"compiling", "applying.hooks", "tracing", "tracing.faking", "tracing.recording"}
     | {"tracing.costs", "tracing.cuda"},
     "integrations": WAISTS | {"applying"},
-    "auto": BASICS | {"graph", "training", "solving", "tuning", "applying", "tracing"},
+    "autotune": BASICS | {"graph", "training", "solving", "tuning", "tracing"},
+    "auto": BASICS
+    | {"training", "solving", "tuning", "applying", "tracing", "autotune"},
     "report": BASICS
     | CORE
     | {"solving", "fitting", "tuning", "verifying"},  # verifying: types alone
@@ -167,7 +169,7 @@ def test_the_core_imports_no_torch(room: str) -> None:
         assert not any(name.partition(".")[0] == "torch" for name in found), path
         torch_side = {*ROOMS} - ABOVE_TORCH
         for other in modules_imported(path, types=False):
-            allowed = room == "auto" or room_of(other) not in torch_side
+            allowed = room in ("auto", "autotune") or room_of(other) not in torch_side
             assert allowed, f"{path} imports {other}"
 
 

@@ -76,7 +76,7 @@ def tune(
         raise typer.BadParameter("only one is possible: --total-batch or --accumulate")
     if output is not None:
         check_output(output, force)
-    from ckplan.auto import recorder_of_spec, tune_recorded
+    from ckplan.autotune import recorder_of_spec, tune_recorded
     from ckplan.plan import file as plan_file
     from ckplan.report.progress import ProgressLine
     from ckplan.report.tuning import tuned_json, tuned_report

@@ -198,8 +198,8 @@ class WaySearch:
             if 0 < n <= most and self.setting(n) is not None
         ]
 
-    def check(self, rows: int) -> None:
-        """Record the step at a batch.
+    def check(self, rows: int) -> bool:
+        """Record the step at a batch; whether it is like the drawn one.
 
         Settings found on drawn steps are forgotten, unless the drawn step at this batch
         is like the recorded one.
@@ -213,10 +213,11 @@ class WaySearch:
         if rows not in self.refused and _are_alike(drawn, self.graph_at(rows)):
             for planned in (False, True):
                 self._settings.pop((rows, planned), None)
-            return
+            return True
         self._settings.clear()
         for name in ("largest_unplanned", "largest_planned"):
             self.__dict__.pop(name, None)
+        return False
 
 
 def _are_alike(one: Graph, other: Graph) -> bool:
@@ -248,3 +249,16 @@ def _better(one: Setting | None, other: Setting | None) -> Setting | None:
     if one is None or other is None:
         return one or other
     return max(one, other, key=lambda setting: setting.samples_per_second)
+
+
+def crossover(base: WaySearch, other: WaySearch) -> int | None:
+    """Smallest batch at which a way beats the base unplanned; None if at none."""
+    best = base.best()
+    for rows in sorted({*grid(other.largest_unplanned), other.largest_unplanned}):
+        one = other.setting(rows, planned=False)
+        least = base.setting(rows, planned=False) or best
+        if one is not None and (
+            least is None or one.seconds_per_sample < least.seconds_per_sample
+        ):
+            return rows
+    return None

@@ -12,15 +12,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from ckplan.errors import CkplanError, InfeasibleError
+from ckplan.errors import CkplanError
 from ckplan.graph.graph import Graph
 from ckplan.simulating.simulate import Simulator
 from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.planner import Planner
 from ckplan.tuning.batches import Batches
-from ckplan.tuning.search import WaySearch, grid
+from ckplan.tuning.search import WaySearch, crossover
 from ckplan.tuning.settings import SAME, Lever, Setting, Way, conflict, levers_of
-from ckplan.tuning.tuned import Alternative, LeverRow, Tuned, gives_up, pays_over
+from ckplan.tuning.tuned import (
+    Alternative,
+    LeverRow,
+    Tuned,
+    gives_up,
+    nothing_fits,
+    pays_over,
+)
 from ckplan.units import format_bytes
 
 RECOMPUTE = "recompute"
@@ -75,6 +82,7 @@ class Tuning:
         self._searches: dict[Way, WaySearch] = {}
         self._refused: dict[Way, str] = {}
         self._notes: list[str] = []
+        self._unlike = False  # a recorded step was not like the drawn one
 
     def search(self, way: Way) -> WaySearch:
         """The settings of a way to train."""
@@ -117,10 +125,9 @@ class Tuning:
             InfeasibleError: Not one row fits, with any plan or lever.
             CkplanError: The model cannot be trained as given.
         """
+        best, on_top = self._checked_climb()
         alone = {lever: self.best_of(lever.pulled(self._way)) for lever in self.levers}
         base = self.best_of(self._way)
-        way, on_top = self._climb()
-        best = self._checked(way)
         if best is None:
             raise self._nothing_fits()
         way = best.way
@@ -177,6 +184,22 @@ class Tuning:
             way = best.pulled(way)
             pulled.append(best)
 
+    def _checked_climb(self) -> tuple[Setting | None, dict[Lever, Setting | None]]:
+        """The best setting, recorded, and every lever on top of it.
+
+        If the step recorded there is not like the drawn one, all ways are recorded
+        there, too, and compared again.
+        """
+        way, on_top = self._climb()
+        best = self._checked(way)
+        if best is None or not self._unlike:
+            return best, on_top
+        for search in [*self._searches.values()]:
+            if search.way not in self._refused:
+                search.check(best.batch)
+        way, on_top = self._climb()
+        return self._checked(way), on_top
+
     def _checked(self, way: Way) -> Setting | None:
         """The best setting of a way, at a batch that is recorded."""
         search = self.search(way)
@@ -184,7 +207,7 @@ class Tuning:
             best = self.best_of(way)
             if best is None or best.profiled:
                 return best
-            search.check(best.batch)
+            self._unlike = not search.check(best.batch) or self._unlike
             if best.batch in search.refused:
                 why = search.refused[best.batch]
                 self._notes.append(f"the model refuses batch {best.batch}: {why}")
@@ -213,17 +236,7 @@ class Tuning:
                 needed="a total batch with more divisors",
                 hint=f"--total-batch {2 ** self._total.bit_length()}",
             )
-        graph = search.graph_at(1)
-        planner = Planner(graph)
-        floor = planner.floor
-        limit = format_bytes(self._limit.bytes)
-        return InfeasibleError(
-            f"no batch fits {limit}: the floor of {graph.model} at one sample is "
-            f"{format_bytes(floor.peak_bytes)}",
-            needed=f"at least {floor.peak_bytes} bytes, most of them of kind "
-            f"'{floor.owner}', in {floor.peak_at}",
-            hint="a larger card, --allow bf16,adafactor, or a smaller model",
-        )
+        return nothing_fits(search.graph_at(1), self._limit)
 
     def _row(
         self,
@@ -256,7 +269,7 @@ class Tuning:
             saved_bytes=saved,
             seconds_per_sample=alone.seconds_per_sample if alone else None,
             pays=pays,
-            crossover=self._crossover(way) if refused is None else None,
+            crossover=crossover(base, self.search(way)) if refused is None else None,
             on_best_seconds_per_sample=other.seconds_per_sample if other else None,
             in_best=in_best,
             refused=refused,
@@ -272,7 +285,7 @@ class Tuning:
         pays = planned is not None and bool(planned.regions)
         bare = self.search(best.way).best(planned=False)
         least = None if without is None else without.seconds_per_sample
-        crossover = min(
+        first = min(
             (s.batch for s in forced if least is None or s.seconds_per_sample < least),
             default=None,
         )
@@ -284,7 +297,7 @@ class Tuning:
             if best_planned
             else None,
             pays=pays,
-            crossover=crossover,
+            crossover=first,
             on_best_seconds_per_sample=(
                 (bare.seconds_per_sample if bare else None)
                 if best.regions
@@ -314,19 +327,6 @@ class Tuning:
             on_best_seconds_per_sample=None,
             in_best=False,
         )
-
-    def _crossover(self, way: Way) -> int | None:
-        """Smallest batch at which a way beats the base, as far as both were tried."""
-        base, other = self.search(self._way), self.search(way)
-        best = base.best()
-        for rows in sorted({*grid(other.largest_unplanned), other.largest_unplanned}):
-            one = other.setting(rows, planned=False)
-            least = base.setting(rows, planned=False) or best
-            if one is not None and (
-                least is None or one.seconds_per_sample < least.seconds_per_sample
-            ):
-                return rows
-        return None
 
     def _next(self, best: Setting) -> tuple[Alternative, ...]:
         """The best setting of two other kinds: another way, or without a plan."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ckplan.errors import InfeasibleError
 from ckplan.graph.graph import Graph
 from ckplan.solving.memory_limit import MemoryLimit
+from ckplan.solving.planner import Planner
 from ckplan.tuning.settings import Setting
 from ckplan.units import format_bytes
 
@@ -68,3 +70,15 @@ def pays_over(one: Setting | None, without: Setting | None) -> bool:
     if one is None or without is None:
         return one is not None
     return one.seconds_per_sample < without.seconds_per_sample
+
+
+def nothing_fits(graph: Graph, limit: MemoryLimit) -> InfeasibleError:
+    """The error for a step of one row that no plan fits into a limit."""
+    floor = Planner(graph).floor
+    return InfeasibleError(
+        f"no batch fits {format_bytes(limit.bytes)}: the floor of {graph.model} at one "
+        f"sample is {format_bytes(floor.peak_bytes)}",
+        needed=f"at least {floor.peak_bytes} bytes, most of them of kind "
+        f"'{floor.owner}', in {floor.peak_at}",
+        hint="a larger card, --allow bf16,adafactor, or a smaller model",
+    )

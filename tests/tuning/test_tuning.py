@@ -12,6 +12,7 @@ import pytest
 
 from ckplan.errors import CkplanError, GraphError, InfeasibleError
 from ckplan.graph.graph import Graph
+from ckplan.simulating.simulate import Simulator
 from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.planner import Planner
 from ckplan.solving.replays import ReplayedPlan
@@ -89,8 +90,7 @@ def every_setting(limit_bytes: int, ways: list[Way], total: int | None) -> float
 KERNELS = [Way(), *(Way(optimizer=f"adamw:{k}") for k in ("fused", "foreach"))]
 
 
-@pytest.mark.parametrize("total", [None, 12])
-@pytest.mark.parametrize("limit_bytes", [500, 1_300])
+@pytest.mark.parametrize(("limit_bytes", "total"), [(500, None), (900, 12)])
 def test_no_setting_is_faster_than_the_tuned_one(
     limit_bytes: int, total: int | None
 ) -> None:
@@ -99,16 +99,15 @@ def test_no_setting_is_faster_than_the_tuned_one(
     assert best.samples_per_second == pytest.approx(expected, rel=1e-3)
     assert best.profiled
     assert best.peak_bytes <= limit_bytes
-    assert best.way.optimizer == "adamw:fused"
+    assert best.way == Way(optimizer="adamw:fused")  # bf16 was not allowed
     if total is not None:
         assert best.batch * best.accumulate == total
 
 
 def test_a_lever_that_changes_results_is_pulled_only_if_allowed() -> None:
-    without, allowed = tuned(900), tuned(900, allow=["bf16"])
-    assert without.best.way.amp is None
+    allowed = tuned(500, allow=["bf16"])
     assert allowed.best.way == Way(amp="bf16", optimizer="adamw:fused")
-    expected = every_setting(900, [allowed.best.way], None)
+    expected = every_setting(500, [allowed.best.way], None)
     assert allowed.best.samples_per_second == pytest.approx(expected, rel=1e-3)
     rows = {row.name: row for row in allowed.levers}
     assert rows["bf16"].pays
@@ -118,10 +117,10 @@ def test_a_lever_that_changes_results_is_pulled_only_if_allowed() -> None:
 
 
 def test_the_plan_of_the_best_setting_replays_at_its_batch() -> None:
-    found = tuned(900)
+    found = tuned(500)
     plan = plan_of(found)
     assert plan.workload["micro_batch"] == found.best.batch
-    again = graphs.simulate(step_at(found.best.batch), found.best.regions)
+    again = Simulator(step_at(found.best.batch)).run(found.best.regions)
     assert again.peak_bytes == found.best.peak_bytes
     assert plan.predicted is not None
     assert plan.predicted.peak_bytes == found.best.peak_bytes

@@ -1,0 +1,241 @@
+"""Search the settings of a model or a workload: profile, and tune."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ckplan.errors import CkplanError, WorkloadError
+from ckplan.graph.graph import Graph
+from ckplan.solving.planner import Planner
+from ckplan.solving.solve import Objective, limit_of_objective
+from ckplan.tracing.profile import profile, profile_workload
+from ckplan.training.loading import WorkloadSpec
+from ckplan.training.rows import spec_rows
+from ckplan.training.step import DEFAULT_TRAINING, Training
+from ckplan.training.workload import as_workload, rows_of, with_rows
+from ckplan.tuning.answer import tokens_per_sample
+from ckplan.tuning.settings import Way
+from ckplan.tuning.tune import Record, Tuning
+from ckplan.tuning.tuned import Tuned
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def tune(
+    model: nn.Module,
+    batch: Any,
+    budget: str | int | None = None,
+    *,
+    total_batch: int | None = None,
+    allow: Sequence[str] = (),
+    expandable_segments: bool = False,
+    **how: Any,
+) -> Tuned:
+    """Search the setting with the most samples per second that fits in memory.
+
+    Searched are the micro-batch, accumulation (with ``total_batch``), plans, and
+    kernels of the optimizer; further levers where ``allow`` has them.
+
+    Args:
+        model: The model in training mode; copies are traced.
+        batch: One batch of any number of rows; rows are cut or repeated.
+        budget: As of ``auto``; by default the memory of the card that ``gpu`` names.
+        total_batch: Rows per step of the optimizer: micro-batches divide it.
+        allow: Levers that change results: ``bf16``, ``fp16``, ``adafactor``,
+            ``adamw8bit``; of a file or a source also ``pure-bf16`` and ``lora``.
+        expandable_segments: Whether the card's allocator uses them.
+        how: Keyword arguments of ``profile``.
+
+    Returns:
+        The best setting, the table of levers, and the curve over batches;
+        ``ckplan.tuned_plan`` makes its plan.
+
+    Raises:
+        WorkloadError: The rows of the batch cannot be found, or the model cannot be
+            trained.
+        InfeasibleError: Not one row fits.
+        CkplanError: As of ``auto``, or a lever in ``allow`` is unknown.
+    """
+    record, rows = recorder(model, batch, how)
+    return tune_recorded(
+        record,
+        rows,
+        _way(how),
+        budget=budget,
+        gpu=how.get("gpu"),
+        expandable=expandable_segments,
+        accumulate=how.get("accumulate", 1),
+        total_batch=total_batch,
+        allow=allow,
+    )
+
+
+def largest_batch(
+    model: nn.Module,
+    batch: Any,
+    budget: str | int | None = None,
+    *,
+    planned: bool = True,
+    expandable_segments: bool = False,
+    **how: Any,
+) -> int:
+    """The largest number of rows that fits in memory; 0 if not one does.
+
+    Args:
+        model: The model in training mode.
+        batch: One batch of any number of rows; rows are cut or repeated.
+        budget: As of ``auto``; by default the memory of the card that ``gpu`` names.
+        planned: With the best plan, or without any.
+        expandable_segments: Whether the card's allocator uses them.
+        how: Keyword arguments of ``profile``.
+
+    Raises:
+        WorkloadError: As of ``tune``.
+        CkplanError: As of ``auto``.
+    """
+    record, rows = recorder(model, batch, how)
+    way, accumulate = _way(how), how.get("accumulate", 1)
+    objective = _objective(budget, how.get("gpu"), expandable_segments)
+    planner = Planner(record(way, rows, min(accumulate, 2)))
+    limit = limit_of_objective(planner, objective)
+    assert limit is not None, "internal error: no limit"
+    found = Tuning(record, limit, way=way, rows=rows, accumulate=accumulate).search(way)
+    largest = found.largest_planned if planned else found.largest_unplanned
+    if largest and largest not in found.batches_of(largest).recorded:
+        found.check(largest)  # what was drawn is now recorded there
+        largest = found.largest_planned if planned else found.largest_unplanned
+    return largest
+
+
+def tune_recorded(
+    record: Record,
+    rows: int,
+    way: Way,
+    *,
+    budget: str | int | None,
+    gpu: str | None,
+    expandable: bool = False,
+    accumulate: int = 1,
+    total_batch: int | None = None,
+    allow: Sequence[str] = (),
+    tokens: bool = False,
+    tell: Callable[[str], None] = lambda what: None,
+) -> Tuned:
+    """Search the settings of any step that ``record`` records; see ``tune``."""
+    objective = _objective(budget, gpu, expandable)
+    tell(f"profiling {way.title} at batch {rows}")
+    accumulates = accumulate > 1 or total_batch is not None
+    graph = record(way, rows, 2 if accumulates else 1)
+    per_sample = tokens_per_sample(graph) if tokens else None
+    limit = limit_of_objective(Planner(graph), objective)
+    assert limit is not None, "internal error: no limit"
+    tuning = Tuning(
+        record,
+        limit,
+        way=way,
+        rows=rows,
+        accumulate=accumulate,
+        total=total_batch,
+        allow=allow,
+        tell=tell,
+    )
+    return replace(tuning.run(), tokens_per_sample=per_sample)
+
+
+def recorder(model: nn.Module, batch: Any, how: dict[str, Any]) -> tuple[Record, int]:
+    """A function that profiles a model at any batch, and the rows of this batch.
+
+    Raises:
+        WorkloadError: The rows of the batch cannot be found.
+    """
+    fixed = {k: v for k, v in how.items() if k not in _OF_WAY}
+    parts = {"model": model, "batch": batch, "target": fixed.pop("target", None)}
+    keys = ("loss_fn", "step")
+    parts |= {key: fixed.pop(key) for key in keys if fixed.get(key) is not None}
+    whole = as_workload(parts, "the call of tune()")
+    rows = rows_of(with_rows(whole, max(rows_of(whole), 1)))
+
+    def profiled(way: Way, rows: int, accumulate: int) -> Graph:
+        if way.options:
+            raise WorkloadError(
+                f"cannot change {way.title} of a model that exists already",
+                needed="a file or a source, from which the model can be made again",
+                hint="ckplan tune model.py --allow " + way.options[0][0],
+            )
+        cut = with_rows(whole, rows)
+        graph = profile(
+            model,
+            cut.batch,
+            target=cut.target,
+            loss_fn=whole.loss,
+            step=whole.step,
+            optimizer=way.optimizer,
+            amp=way.amp,
+            scaler=way.scaler,
+            accumulate=accumulate,
+            replay=False,
+            **{k: v for k, v in fixed.items() if k != "replay"},
+        )
+        options: dict[str, Any] = {**graph.options, "micro_batch": rows}
+        return replace(graph, options=options)
+
+    return _remembering(profiled), rows
+
+
+def recorder_of_spec(
+    spec: WorkloadSpec, training: Training = DEFAULT_TRAINING, **how: Any
+) -> tuple[Record, int, Way]:
+    """The same for a workload of a file or a source, and how its step trains.
+
+    Args:
+        spec: The workload.
+        training: How its step trains before any lever is pulled.
+        how: Keyword arguments of ``profile_workload``.
+    """
+    way = Way(training.amp, training.optimizer, training.scaler)
+
+    def profiled(way: Way, rows: int, accumulate: int) -> Graph:
+        options = {**spec.options, **dict(way.options)}
+        how_now = Training(
+            way.optimizer, way.amp, accumulate, training.clip, way.scaler
+        )
+        at_rows = replace(spec, rows=rows, options=options)
+        return profile_workload(at_rows, training=how_now, replay=False, **how)
+
+    rows = spec.rows or spec_rows(spec)
+    return _remembering(profiled), rows, way
+
+
+def _remembering(record: Record) -> Record:
+    """Record every step once."""
+    known: dict[tuple[Way, int, int], Graph] = {}
+
+    def remembered(way: Way, rows: int, accumulate: int) -> Graph:
+        key = way, rows, accumulate
+        if key not in known:
+            known[key] = record(*key)
+        return known[key]
+
+    return remembered
+
+
+_OF_WAY = ("amp", "optimizer", "scaler", "accumulate")
+
+
+def _way(how: dict[str, Any]) -> Way:
+    return Way(how.get("amp"), how.get("optimizer"), how.get("scaler", False))
+
+
+def _objective(
+    budget: str | int | None, gpu: str | None, expandable: bool
+) -> Objective:
+    if budget is None and gpu is None:
+        raise CkplanError(
+            "cannot search without a limit: there is neither a budget nor a card",
+            needed="budget='12GiB' or budget='80%', or gpu=, a card of `ckplan gpus`",
+            hint="ckplan.tune(model, batch, budget='12GiB')",
+        )
+    return Objective(budget, gpu=gpu if budget is None else None, expandable=expandable)

@@ -1,0 +1,99 @@
+"""``tune``, ``largest_batch`` and ``auto(tune=True)`` on real models, end to end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ckplan
+from ckplan.errors import CkplanError, InfeasibleError, WorkloadError
+from ckplan.plan import file as plan_file
+from ckplan.training.workload import as_workload, with_rows
+from ckplan.units import MIB
+
+WIDTH = 64
+HOW: dict[str, Any] = {
+    "loss_fn": nn.functional.mse_loss,
+    "optimizer": "sgd:single",
+    "replay": False,
+    "gpu": "RTX 4090",  # its roofline: nothing is measured
+}
+
+
+def model() -> nn.Sequential:
+    blocks = [
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.1))
+        for _ in range(4)
+    ]
+    return nn.Sequential(*blocks)
+
+
+def batch(rows: int = 64) -> dict[str, Any]:
+    return {"batch": torch.randn(rows, WIDTH), "target": torch.randn(rows, WIDTH)}
+
+
+def peak(rows: int) -> int:
+    graph = ckplan.profile(model(), **batch(rows), **HOW)
+    return ckplan.solve(graph, goal="min-memory").predicted.unplanned_peak_bytes
+
+
+@pytest.mark.slow
+def test_the_largest_batch_is_the_largest_whose_profile_fits() -> None:
+    rows = ckplan.largest_batch(
+        model(), **batch(), budget=24 * MIB, planned=False, **HOW
+    )
+    assert peak(rows) <= 24 * MIB < peak(rows + 1)
+    assert ckplan.largest_batch(model(), **batch(), budget=24 * MIB, **HOW) > rows
+
+
+def test_auto_applies_the_tuned_plan_and_says_its_setting() -> None:
+    planned = ckplan.auto(
+        model(), **batch(), budget="24MiB", tune=True, total_batch=2**14, **HOW
+    )
+    plan = ckplan.status(planned).plan
+    assert plan is not None
+    rows, many = plan.workload["micro_batch"], plan.workload["accumulate"]
+    assert rows * many == 2**14
+    assert many > 1
+    assert plan.fingerprint["batch"] == {"0": f"float32[{rows},{WIDTH}]"}
+    again = plan_file.loads(plan_file.dumps(plan), "plan.yaml")
+    assert again.workload == plan.workload
+    assert f"training: {{micro_batch: {rows}" in plan_file.dumps(plan)
+
+
+@pytest.mark.parametrize(
+    ("made", "how", "error", "message"),
+    [
+        (
+            {"batch": torch.randn(5, 3, WIDTH), "target": torch.randn(3, WIDTH)},
+            {"budget": "1GiB"},
+            WorkloadError,
+            "cannot find the rows",
+        ),
+        (batch(), {"budget": "1kB"}, InfeasibleError, "no batch fits"),
+        (
+            batch(),
+            {"budget": None, "gpu": None},
+            CkplanError,
+            "neither a budget nor a card",
+        ),
+        (batch(), {"budget": "1GiB", "allow": ["x"]}, CkplanError, "cannot allow"),
+    ],
+)
+def test_bad_input(
+    made: dict[str, Any], how: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        ckplan.tune(model(), **{**made, **HOW, **how})
+
+
+def test_rows_are_cut_and_repeated_in_order() -> None:
+    given = torch.arange(6.0).reshape(3, 2)
+    workload = as_workload({"model": model(), "batch": (given, torch.tensor(1))}, "f")
+    cut, number = with_rows(workload, 2).batch
+    assert torch.equal(cut, given[:2])
+    assert number == 1
+    assert torch.equal(with_rows(workload, 4).batch[0], torch.cat([given, given[:1]]))
