@@ -61,6 +61,7 @@ WHOLE = {  # what prose names in short
 }
 NOT_RUN = {  # how it begins, and why
     "verify model.py --compile": "a C++ compiler; tests/compiling runs it",
+    "tune ": "a minute each; tests/test_tune.py and tests/tuning search",
     "profile configs/workloads/": "minutes: large models; scripts/make_traces runs it",
 }
 IDS = [str(path.relative_to(ROOT)) for path in READMES]
