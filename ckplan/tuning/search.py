@@ -185,7 +185,9 @@ class WaySearch:
     def curve(self) -> list[tuple[int, Setting | None, Setting | None]]:
         """(batch, setting without a plan, with the best plan), smallest batch first."""
         least, most = self.largest_unplanned, self.largest_planned
-        rows = {*self.first_batches(least), least, most} | {n for n, _ in self._settings}
+        rows = {*self.first_batches(least), least, most} | {
+            n for n, _ in self._settings
+        }
         if self.total is None and most > least:
             ratio = most / max(least, 1)
             rows |= {
