@@ -111,7 +111,7 @@ class WaySearch:
     def best(self, *, planned: bool = True) -> Setting | None:
         """The setting with the most samples per second; None if not one row fits."""
         best = None
-        for rows in self._first(self.largest_unplanned):
+        for rows in self.first_batches(self.largest_unplanned):
             best = _better(best, self.setting(rows, planned=False))
         best = self._refined(best, planned=False)
         if not planned:
@@ -129,7 +129,8 @@ class WaySearch:
             best = self._refined(best, planned=True)
         return best
 
-    def _first(self, most: int) -> list[int]:
+    def first_batches(self, most: int) -> list[int]:
+        """Batches up to the largest one that are tried first; none if it is 0."""
         if most < 1:
             return []
         if self.total is not None:
@@ -184,7 +185,9 @@ class WaySearch:
     def curve(self) -> list[tuple[int, Setting | None, Setting | None]]:
         """(batch, setting without a plan, with the best plan), smallest batch first."""
         least, most = self.largest_unplanned, self.largest_planned
-        rows = {*self._first(least), least, most} | {n for n, _ in self._settings}
+        rows = {*self.first_batches(least), least, most} | {
+            n for n, _ in self._settings
+        }
         if self.total is None and most > least:
             ratio = most / max(least, 1)
             rows |= {
@@ -254,7 +257,7 @@ def _better(one: Setting | None, other: Setting | None) -> Setting | None:
 def crossover(base: WaySearch, other: WaySearch) -> int | None:
     """Smallest batch at which a way beats the base unplanned; None if at none."""
     best = base.best()
-    for rows in sorted({*grid(other.largest_unplanned), other.largest_unplanned}):
+    for rows in other.first_batches(other.largest_unplanned):
         one = other.setting(rows, planned=False)
         least = base.setting(rows, planned=False) or best
         if one is not None and (

@@ -116,6 +116,24 @@ def test_a_lever_that_changes_results_is_pulled_only_if_allowed() -> None:
     assert rows["adamw:fused"].crossover == 1
 
 
+def test_a_lever_that_fits_at_no_batch_pays_from_no_batch_on() -> None:
+    def heavy(way: Way, rows: int, accumulate: int) -> Graph:
+        graph = record(way, rows, accumulate)
+        if way.optimizer != "adamw:foreach":
+            return graph
+        larger = (
+            replace(one, bytes=one.bytes + 10_000 * (one.kind == "parameter"))
+            for one in graph.storages
+        )
+        return replace(graph, storages=tuple(larger))
+
+    found = Tuning(heavy, MemoryLimit(900), way=Way(), rows=4).run()
+    row = next(row for row in found.levers if row.name == "adamw:foreach")
+    assert row.seconds_per_sample is None
+    assert row.crossover is None
+    assert not row.pays
+
+
 def test_the_plan_of_the_best_setting_replays_at_its_batch() -> None:
     found = tuned(500)
     plan = plan_of(found)
