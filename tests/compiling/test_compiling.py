@@ -8,8 +8,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from compiled import Convolutions, Deep, Steps, deep, planner_of, run_steps, tiny_gpt2
+from compiled import (
+    Convolutions,
+    Deep,
+    Steps,
+    deep,
+    planner_of,
+    run_steps,
+    tiny_gpt2,
+    train,
+)
 from torch import nn
+from two_ranks import run_two
 
 import ckplan
 from ckplan.compiling import nodes, planned_backend
@@ -18,7 +28,7 @@ from ckplan.compiling.replay import replay
 from ckplan.compiling.search import CANDIDATES, CompiledPlanner
 from ckplan.compiling.torch_names import PRIMALS, TANGENTS
 from ckplan.errors import ApplyError, InfeasibleError, PlanError, WorkloadError
-from ckplan.plan.file import loads
+from ckplan.plan.file import loads, save
 from ckplan.plan.plan import Plan
 
 
@@ -52,6 +62,11 @@ def compiled_within(budget: str | int | Plan) -> tuple[Steps, ckplan.Plan, int]:
     steps = run_steps(call, model, x)
     (chosen,) = backend.chosen
     return steps, chosen.plan, chosen.replayed.step_peak_bytes
+
+
+@pytest.fixture(scope="module")
+def planned() -> tuple[Steps, Plan, int]:
+    return compiled_within("70%")
 
 
 def test_the_graph_of_a_compiled_step_has_its_calls_and_saved_values(
@@ -128,9 +143,9 @@ def test_a_plan_read_back_saves_the_same_values(planner: CompiledPlanner) -> Non
 
 
 def test_gradients_keep_their_bits_and_the_measured_peak_is_the_replayed_one(
-    unplanned: Steps,
+    unplanned: Steps, planned: tuple[Steps, Plan, int]
 ) -> None:
-    steps, plan, replayed_bytes = compiled_within("70%")
+    steps, plan, replayed_bytes = planned
     assert steps.differs_from(unplanned) == []
     assert steps.peak_bytes == replayed_bytes
     assert plan.regions
@@ -209,31 +224,70 @@ def test_a_model_without_gradients_compiles() -> None:
     assert torch.allclose(compiled(x), model(x))
 
 
+@pytest.mark.parametrize(
+    "steps", [20, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(900)])]
+)
+def test_training_has_the_losses_of_unplanned_steps_in_flat_memory(
+    steps: int, planned: tuple[Steps, Plan, int]
+) -> None:
+    _, plan, replayed_bytes = planned
+    torch._dynamo.reset()
+    model, _ = deep()
+    unplanned = train(torch.compile(model, fullgraph=True, dynamic=False), model, steps)
+    torch._dynamo.reset()
+    model, _ = deep()
+    backend = ckplan.backend(plan)
+    call = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
+    counters = torch._dynamo.utils.counters["stats"]
+    graphs = counters["unique_graphs"]
+    found = train(call, model, steps)
+    assert found.losses == unplanned.losses
+    assert len({*found.losses}) == steps
+    assert counters["unique_graphs"] == graphs + 1
+    assert len(backend.plans) == 1  # never compiled again
+    assert {*found.peaks[1:]} == {replayed_bytes}
+    assert max(found.peaks[1:]) < min(unplanned.peaks[1:])
+
+
+DDP = """
+from torch import nn
+import ckplan
+from compiled import deep
+
+def trained(plan):
+    torch._dynamo.reset()
+    model, _ = deep()
+    if plan:
+        backend = ckplan.backend(plan)
+        compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
+    else:
+        compiled = torch.compile(model, fullgraph=True, dynamic=False)
+    whole = nn.parallel.DistributedDataParallel(compiled)
+    optimizer = torch.optim.AdamW(whole.parameters(), 1e-3)
+    torch.manual_seed(1 + rank)
+    for _ in range(3):
+        optimizer.zero_grad(set_to_none=True)
+        loss = whole(torch.randn(1024, 32))
+        loss.backward()
+        optimizer.step()
+    if plan:
+        assert [bool(one.regions) for one in backend.plans] == [True]
+    return [p.detach().clone() for p in model.parameters()], loss.item()
+
+planned, loss = trained(sys.argv[2])
+unplanned, expected = trained(None)
+print(loss == expected, all(map(torch.equal, planned, unplanned)))
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_200_steps_of_training_have_the_losses_of_unplanned_ones() -> None:
-    def train(call: Callable[..., torch.Tensor], model: nn.Module) -> list[float]:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        torch.manual_seed(2)
-        losses = []
-        for _ in range(200):
-            optimizer.zero_grad(set_to_none=True)
-            loss = call(torch.randn(1024, 32))
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-        return losses
-
-    torch._dynamo.reset()
-    model, _ = deep()
-    unplanned = train(torch.compile(model, fullgraph=True, dynamic=False), model)
-    torch._dynamo.reset()
-    model, _ = deep()
-    backend = ckplan.backend("75%")
-    call = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
-    assert train(call, model) == unplanned
-    assert len(backend.plans) == 1  # never compiled again
-    assert backend.plans[0].regions
+def test_two_ranks_of_ddp_train_the_same_parameters(
+    planned: tuple[Steps, Plan, int], tmp_path: Path
+) -> None:
+    save(planned[1], tmp_path / "plan.yaml", force=False)
+    said = run_two(tmp_path, DDP, str(tmp_path / "plan.yaml"))
+    assert [one.split() for one in said] == [["True", "True"]] * 2
 
 
 @pytest.mark.slow
