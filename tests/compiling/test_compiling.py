@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ import ckplan
 from ckplan.compiling import nodes, planned_backend
 from ckplan.compiling.lowering import Code, Lowered
 from ckplan.compiling.replay import replay
-from ckplan.compiling.search import CANDIDATES, CompiledPlanner
+from ckplan.compiling.search import CompiledPlanner, budgets_to_try
 from ckplan.compiling.torch_names import PRIMALS, TANGENTS
 from ckplan.errors import ApplyError, InfeasibleError, PlanError, WorkloadError
 from ckplan.plan.file import loads, save
@@ -120,16 +121,25 @@ def test_more_budget_never_costs_more_and_no_plan_is_over(
         planner.solve(floor - 1)
 
 
-def test_near_the_floor_plans_without_nesting_are_tried(
+def test_budgets_are_closer_near_the_floor() -> None:
+    """There the solver nests regions, which lose by flattening; others may not."""
+    tried = sorted({*budgets_to_try(1000, 2000)})
+    assert (tried[0], tried[-1]) == (1000, 2000)
+    gaps = [after - before for before, after in pairwise(tried)]
+    assert max(gaps[:7]) <= 10
+    assert max(gaps[:14]) <= 35
+    assert max(gaps) <= 67
+
+
+def test_candidates_are_ordered_and_none_is_far_above_a_cheaper_one(
     planner: CompiledPlanner,
 ) -> None:
-    """Plans that nest regions lose by flattening; closer budgets find flat ones."""
-    solver = planner._planner
-    evenly = [q for q in solver.frontier(CANDIDATES) if q.regions]
-    flat = [planner.candidate(q.regions).simulated_peak_bytes for q in evenly]
-    found = [one.simulated_peak_bytes for one in planner.candidates]
-    assert min(found) <= min(flat)
-    assert len({*found} - {*flat}) > 2
+    found = planner.candidates
+    assert [c.overhead for c in found] == sorted(c.overhead for c in found)
+    assert len({c.saved for c in found}) == len(found)
+    for place, one in enumerate(found[1:], 1):
+        smallest = min(c.simulated_peak_bytes for c in found[:place])
+        assert one.simulated_peak_bytes <= 1.02 * smallest
 
 
 def test_a_plan_read_back_saves_the_same_values(planner: CompiledPlanner) -> None:
