@@ -5,12 +5,14 @@ forward, loss and backward compiled by torch alone, and compiled within the budg
 turns. Budgets are parts of the unplanned compiled peak, parameters and batch included.
 The promise is kept where the measured peak is within the budget and equal to the
 replayed one, to the byte, unplanned too, and where loss, gradients and random state
-have the bits of the unplanned step or differ by rounding alone.
+have the bits of the unplanned step or differ by rounding alone. What is refused, with
+an error, stays in as a row.
 
 Rows are kept beside the page, as JSON, so that some can be measured again:
 
     python scripts/compiled.py
     python scripts/compiled.py --only gpt2 --budgets 75%
+    python scripts/compiled.py --only bert --train 200
 
 Exit code 1 if any row breaks the promise.
 """
@@ -37,18 +39,45 @@ from _measuring import (
 )
 
 from ckplan import files
+from ckplan.errors import CkplanError
 from ckplan.units import format_bytes, format_percent
 
 SETTINGS = {
     "gpt2": ("layers=6", "width=256", "heads=4", "batch=4", "length=128"),
     "llama": ("layers=3", "width=256", "heads=4", "batch=4", "vocab=4096"),
     "vit": ("layers=3", "width=256", "heads=4", "batch=8", "size=112"),
+    "bert": ("layers=1", "width=64", "heads=2", "batch=8", "length=32", "vocab=200"),
+    "zoo:t5": ("layers=1", "batch=2", "length=64"),
+    "zoo:convnext": ("batch=2", "size=64"),
+    "zoo:mixtral": ("layers=1", "batch=2", "length=32"),
+    "zoo:lstm": ("batch=4", "length=8", "width=64"),
+    "resnet50": ("layers=38", "batch=2", "size=64", "classes=10"),
+    "unet": ("layers=1", "width=32", "batch=1", "size=32"),
 }
 BUDGETS = {
     "gpt2": ("85%", "75%", "65%"),
     "llama": ("85%", "75%"),
     "vit": ("85%", "80%"),  # nearer to its floor
+    "bert": ("85%",),
+    "zoo:t5": ("90%",),
+    "zoo:convnext": ("90%",),
+    "zoo:mixtral": ("90%",),
+    "zoo:lstm": ("90%",),
+    "resnet50": ("90%",),
+    "unet": ("90%",),
 }
+TRAINING_HEADERS = (
+    "trained",
+    "budget",
+    "steps",
+    "equal losses",
+    "first loss",
+    "last loss",
+    "graphs",
+    "second step",
+    "last step",
+    "largest step",
+)
 HEADERS = (
     "workload",
     "budget",
@@ -66,6 +95,17 @@ HEADERS = (
 def broken(row: dict[str, Any]) -> Iterator[str]:
     """What of the promise does not hold."""
     where = f"{row['workload']} at {row['budget']}"
+    if "refused" in row:
+        yield f"{where}: refused: {row['refused']}"
+        return
+    trained = row.get("training")
+    if trained is not None:
+        if trained["equal_losses"] != trained["steps"]:
+            yield f"{where}: losses of training differ"
+        if trained["graphs"] != 1:
+            yield f"{where}: compiled {trained['graphs']} times in training"
+        if trained["most_bytes"] != trained["second_step_bytes"]:
+            yield f"{where}: memory grows in training"
     if not row["passed"]:
         yield f"{where}: did not pass: {', '.join(row['different'])}"
     for which in ("", "unplanned_"):
@@ -77,11 +117,14 @@ def broken(row: dict[str, Any]) -> Iterator[str]:
 
 def cells(row: dict[str, Any]) -> list[str]:
     """A row of the table."""
+    first = [f"{row['workload']} ({', '.join(SETTINGS[row['workload']])})"]
+    if "refused" in row:
+        return [*first, row["budget"], "refused", *[""] * (len(HEADERS) - 3)]
     equal = row["loss_equal"] and row["gradients_equal"] and row["buffers_equal"]
     sizes = ("budget_bytes", "replayed_peak_bytes", "measured_peak_bytes")
     shares = (row["predicted_overhead"], row["overhead"])
     return [
-        f"{row['workload']} ({', '.join(SETTINGS[row['workload']])})",
+        *first,
         row["budget"],
         *(format_bytes(row[size]) for size in sizes),
         format_bytes(row["unplanned_measured_peak_bytes"]),
@@ -89,6 +132,62 @@ def cells(row: dict[str, Any]) -> list[str]:
         f"{row['largest_difference']:.0e}" if row["largest_difference"] else "0",
         *("n/a" if s is None else format_percent(s, sign=True) for s in shares),
     ]
+
+
+def training_cells(row: dict[str, Any]) -> list[str]:
+    """A row of the table of training."""
+    found = row["training"]
+    sizes = ("second_step_bytes", "last_step_bytes", "most_bytes")
+    return [
+        row["workload"],
+        row["budget"],
+        *(str(found[count]) for count in ("steps", "equal_losses")),
+        *(f"{found[loss]:.6f}" for loss in ("first_loss", "last_loss")),
+        str(found["graphs"]),
+        *(format_bytes(found[size]) for size in sizes),
+    ]
+
+
+def target_of(workload: str) -> str:
+    """A workload's file, and its factory if it is not the only one."""
+    name, _, factory = workload.partition(":")
+    return workload_path(name) + (f":{factory}" if factory else "")
+
+
+def trained(workload: str, budget: str, steps: int) -> dict[str, Any]:
+    """The row there is, with what training within the budget does."""
+    from _compiled_training import training
+
+    from ckplan.training.loading import WorkloadSpec, parse_options
+
+    known = [
+        row
+        for row in kept_rows()
+        if (row["workload"], row["budget"]) == (workload, budget)
+    ]
+    if not known:
+        raise CkplanError(
+            f"cannot train {workload} within {budget}: there is no row of it",
+            needed="a row that a run without --train measured",
+            hint=f"python scripts/compiled.py --only {workload} --budgets {budget}",
+        )
+    spec = WorkloadSpec(target_of(workload), parse_options(SETTINGS[workload]))
+    return {**known[0], "training": training(spec, budget, steps, SEED)}
+
+
+def verified(workload: str, budget: str, steps: int) -> dict[str, Any]:
+    """What ``verify --compile`` finds, or why it refuses."""
+    try:
+        return run_ckplan(
+            "verify",
+            target_of(workload),
+            *with_settings(SETTINGS[workload]),
+            "--compile",
+            *("--budget", budget, "--steps", str(steps)),
+            *("--seed", str(SEED)),
+        )
+    except CkplanError as error:
+        return {"refused": error.what.partition(" failed: ")[2]}
 
 
 def kept_rows() -> list[dict[str, Any]]:
@@ -112,25 +211,26 @@ def main() -> int:
     args = _arguments()
     for workload in args.only or SETTINGS:
         for budget in BUDGETS[workload] if args.budgets is None else args.budgets:
-            say(f"{workload}: verify within {budget}")
-            found = run_ckplan(
-                "verify",
-                workload_path(workload),
-                *with_settings(SETTINGS[workload]),
-                "--compile",
-                *("--budget", budget, "--steps", str(args.steps)),
-                *("--seed", str(SEED)),
+            say(f"{workload}: {'train' if args.train else 'verify'} within {budget}")
+            found = (
+                trained(workload, budget, args.train)
+                if args.train
+                else verified(workload, budget, args.steps)
             )
             keep({"workload": workload, "budget": budget, **found})
     ordered = kept_rows()
+    parts = [make_table(HEADERS, map(cells, ordered), texts=2)]
+    trainings = [training_cells(row) for row in ordered if "training" in row]
+    if trainings:
+        parts.append(make_table(TRAINING_HEADERS, trainings, texts=2))
     report = Report(
         name="compiled",
         title="Plans inside torch.compile",
-        claim=(__doc__ or "").partition("\n\nRows are")[0],
-        parts=[make_table(HEADERS, map(cells, ordered), texts=2)],
+        doc=(__doc__ or "").partition("\n\nRows are")[0],
+        parts=parts,
         broken=[line for row in ordered for line in broken(row)],
     )
-    return finish(report, args.output, whole=True)
+    return finish(report, args, whole=True)
 
 
 def _arguments() -> argparse.Namespace:
@@ -155,6 +255,14 @@ def _arguments() -> argparse.Namespace:
         type=int,
         default=12,
         help="time so many steps of each  [default: 12]",
+    )
+    parser.add_argument(
+        "--train",
+        metavar="N",
+        type=int,
+        default=0,
+        help="instead, take N steps of AdamW with and without the plan, and add to the "
+        "rows whether losses, graphs and bytes are the same",
     )
     return parser.parse_args()
 

@@ -38,6 +38,10 @@ _MOST_OVER = 1.06
 unplanned step, is beyond the budget by more than this factor. Simulated peaks are
 seldom that much too high, and then a plan is missed, never a budget."""
 
+_MOST_DOMINATED = 1.02
+"""A candidate whose simulated peak exceeds that of a cheaper one by more than this
+factor is left out. Replayed peaks of nearly equal ones may be in another order."""
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
@@ -134,8 +138,9 @@ class CompiledPlanner:
         """The replayed step with the given values saved."""
         if saved not in self._replayed:
             if self._progress is not None:
-                done = len(self._replayed)
-                self._progress("replaying generated code", done, CANDIDATES)
+                proposed = len(self.__dict__.get("candidates", ()))
+                done = len(self._replayed) if proposed else 0
+                self._progress("replaying generated code", done, proposed)
             _, lowered = self.traced.lower(saved)
             assert lowered is not None
             self._replayed[saved] = replay(lowered, self.joint.num_outputs)
@@ -143,7 +148,7 @@ class CompiledPlanner:
 
     @cached_property
     def candidates(self) -> tuple[Candidate, ...]:
-        """The non-dominated plans of the solver, the cheapest first."""
+        """The plans of the solver, flattened, the cheapest first."""
         if self._progress is not None:
             self._progress("solving", 0, 0)
         return tuple(self._proposed())
@@ -163,14 +168,17 @@ class CompiledPlanner:
         planner = self._planner
         seen: set[frozenset[str] | None] = set()
         found = [Candidate((), planner.unplanned.peak_bytes, 0.0, None)]
-        for budget_bytes in _budgets(
+        for budget_bytes in budgets_to_try(
             planner.floor.peak_bytes, planner.unplanned.peak_bytes
         ):
             plan = planner.within(budget_bytes)
             if plan is not None and plan[1]:
                 found.append(self.candidate(plan[1]))
+        smallest = float("inf")
         for one in sorted(found, key=lambda c: (c.overhead, c.simulated_peak_bytes)):
-            if one.saved not in seen:
+            is_promising = one.simulated_peak_bytes <= _MOST_DOMINATED * smallest
+            smallest = min(smallest, one.simulated_peak_bytes)
+            if is_promising and one.saved not in seen:
                 seen.add(one.saved)
                 yield one
 
@@ -242,7 +250,7 @@ class CompiledPlanner:
         )
 
 
-def _budgets(low: int, high: int) -> Iterator[int]:
+def budgets_to_try(low: int, high: int) -> Iterator[int]:
     """Budgets for the solver: evenly spaced, and closer near the floor."""
     parts = CANDIDATES - 1
     for place in range(CANDIDATES):

@@ -4,21 +4,32 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
-from compiled import Convolutions, Deep, Steps, deep, planner_of, run_steps, tiny_gpt2
+from compiled import (
+    Convolutions,
+    Deep,
+    Steps,
+    deep,
+    planner_of,
+    run_steps,
+    tiny_gpt2,
+    train,
+)
 from torch import nn
+from two_ranks import run_two
 
 import ckplan
 from ckplan.compiling import nodes, planned_backend
 from ckplan.compiling.lowering import Code, Lowered
 from ckplan.compiling.replay import replay
-from ckplan.compiling.search import CANDIDATES, CompiledPlanner
+from ckplan.compiling.search import CompiledPlanner, budgets_to_try
 from ckplan.compiling.torch_names import PRIMALS, TANGENTS
 from ckplan.errors import ApplyError, InfeasibleError, PlanError, WorkloadError
-from ckplan.plan.file import loads
+from ckplan.plan.file import loads, save
 from ckplan.plan.plan import Plan
 
 
@@ -52,6 +63,11 @@ def compiled_within(budget: str | int | Plan) -> tuple[Steps, ckplan.Plan, int]:
     steps = run_steps(call, model, x)
     (chosen,) = backend.chosen
     return steps, chosen.plan, chosen.replayed.step_peak_bytes
+
+
+@pytest.fixture(scope="module")
+def planned() -> tuple[Steps, Plan, int]:
+    return compiled_within("70%")
 
 
 def test_the_graph_of_a_compiled_step_has_its_calls_and_saved_values(
@@ -105,16 +121,25 @@ def test_more_budget_never_costs_more_and_no_plan_is_over(
         planner.solve(floor - 1)
 
 
-def test_near_the_floor_plans_without_nesting_are_tried(
+def test_budgets_are_closer_near_the_floor() -> None:
+    """There the solver nests regions, which lose by flattening; others may not."""
+    tried = sorted({*budgets_to_try(1000, 2000)})
+    assert (tried[0], tried[-1]) == (1000, 2000)
+    gaps = [after - before for before, after in pairwise(tried)]
+    assert max(gaps[:7]) <= 10
+    assert max(gaps[:14]) <= 35
+    assert max(gaps) <= 67
+
+
+def test_candidates_are_ordered_and_none_is_far_above_a_cheaper_one(
     planner: CompiledPlanner,
 ) -> None:
-    """Plans that nest regions lose by flattening; closer budgets find flat ones."""
-    solver = planner._planner
-    evenly = [q for q in solver.frontier(CANDIDATES) if q.regions]
-    flat = [planner.candidate(q.regions).simulated_peak_bytes for q in evenly]
-    found = [one.simulated_peak_bytes for one in planner.candidates]
-    assert min(found) <= min(flat)
-    assert len({*found} - {*flat}) > 2
+    found = planner.candidates
+    assert [c.overhead for c in found] == sorted(c.overhead for c in found)
+    assert len({c.saved for c in found}) == len(found)
+    for place, one in enumerate(found[1:], 1):
+        smallest = min(c.simulated_peak_bytes for c in found[:place])
+        assert one.simulated_peak_bytes <= 1.02 * smallest
 
 
 def test_a_plan_read_back_saves_the_same_values(planner: CompiledPlanner) -> None:
@@ -128,9 +153,9 @@ def test_a_plan_read_back_saves_the_same_values(planner: CompiledPlanner) -> Non
 
 
 def test_gradients_keep_their_bits_and_the_measured_peak_is_the_replayed_one(
-    unplanned: Steps,
+    unplanned: Steps, planned: tuple[Steps, Plan, int]
 ) -> None:
-    steps, plan, replayed_bytes = compiled_within("70%")
+    steps, plan, replayed_bytes = planned
     assert steps.differs_from(unplanned) == []
     assert steps.peak_bytes == replayed_bytes
     assert plan.regions
@@ -209,31 +234,70 @@ def test_a_model_without_gradients_compiles() -> None:
     assert torch.allclose(compiled(x), model(x))
 
 
+@pytest.mark.parametrize(
+    "steps", [20, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(900)])]
+)
+def test_training_has_the_losses_of_unplanned_steps_in_flat_memory(
+    steps: int, planned: tuple[Steps, Plan, int]
+) -> None:
+    _, plan, replayed_bytes = planned
+    torch._dynamo.reset()
+    model, _ = deep()
+    unplanned = train(torch.compile(model, fullgraph=True, dynamic=False), model, steps)
+    torch._dynamo.reset()
+    model, _ = deep()
+    backend = ckplan.backend(plan)
+    call = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
+    counters = torch._dynamo.utils.counters["stats"]
+    graphs = counters["unique_graphs"]
+    found = train(call, model, steps)
+    assert found.losses == unplanned.losses
+    assert len({*found.losses}) == steps
+    assert counters["unique_graphs"] == graphs + 1
+    assert len(backend.plans) == 1  # never compiled again
+    assert {*found.peaks[1:]} == {replayed_bytes}
+    assert max(found.peaks[1:]) < min(unplanned.peaks[1:])
+
+
+DDP = """
+from torch import nn
+import ckplan
+from compiled import deep
+
+def trained(plan):
+    torch._dynamo.reset()
+    model, _ = deep()
+    if plan:
+        backend = ckplan.backend(plan)
+        compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
+    else:
+        compiled = torch.compile(model, fullgraph=True, dynamic=False)
+    whole = nn.parallel.DistributedDataParallel(compiled)
+    optimizer = torch.optim.AdamW(whole.parameters(), 1e-3)
+    torch.manual_seed(1 + rank)
+    for _ in range(3):
+        optimizer.zero_grad(set_to_none=True)
+        loss = whole(torch.randn(1024, 32))
+        loss.backward()
+        optimizer.step()
+    if plan:
+        assert [bool(one.regions) for one in backend.plans] == [True]
+    return [p.detach().clone() for p in model.parameters()], loss.item()
+
+planned, loss = trained(sys.argv[2])
+unplanned, expected = trained(None)
+print(loss == expected, all(map(torch.equal, planned, unplanned)))
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_200_steps_of_training_have_the_losses_of_unplanned_ones() -> None:
-    def train(call: Callable[..., torch.Tensor], model: nn.Module) -> list[float]:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        torch.manual_seed(2)
-        losses = []
-        for _ in range(200):
-            optimizer.zero_grad(set_to_none=True)
-            loss = call(torch.randn(1024, 32))
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-        return losses
-
-    torch._dynamo.reset()
-    model, _ = deep()
-    unplanned = train(torch.compile(model, fullgraph=True, dynamic=False), model)
-    torch._dynamo.reset()
-    model, _ = deep()
-    backend = ckplan.backend("75%")
-    call = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
-    assert train(call, model) == unplanned
-    assert len(backend.plans) == 1  # never compiled again
-    assert backend.plans[0].regions
+def test_two_ranks_of_ddp_train_the_same_parameters(
+    planned: tuple[Steps, Plan, int], tmp_path: Path
+) -> None:
+    save(planned[1], tmp_path / "plan.yaml", force=False)
+    said = run_two(tmp_path, DDP, str(tmp_path / "plan.yaml"))
+    assert [one.split() for one in said] == [["True", "True"]] * 2
 
 
 @pytest.mark.slow

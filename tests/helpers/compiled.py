@@ -131,6 +131,31 @@ def run_steps(call: Callable[..., Any], model: nn.Module, x: torch.Tensor) -> St
     return Steps(loss, gradients, torch.get_rng_state(), log.peak_bytes)
 
 
+class Trained(NamedTuple):
+    """Losses of steps of AdamW, and the bytes that each allocates at once."""
+
+    losses: list[float]
+    peaks: list[int]
+
+
+def train(call: Callable[..., Any], model: nn.Module, steps: int) -> Trained:
+    """Train on random batches of the size of ``deep``'s."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    torch.manual_seed(2)
+    found = Trained([], [])
+    for _ in range(steps):
+        optimizer.zero_grad(set_to_none=True)
+        x = torch.randn(1024, 32)
+        with log_allocations() as log:
+            loss = call(x)
+            loss.backward()
+        optimizer.step()
+        found.losses.append(loss.item())
+        del loss  # else it is freed within the next step
+        found.peaks.append(log.peak_bytes)
+    return found
+
+
 def planner_of(
     model: nn.Module, *batch: Any, options: dict[str, Any] | None = None
 ) -> CompiledPlanner:
