@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 from commands import folder, run, trace, traced  # noqa: F401 - fixtures
 from hypothesis import HealthCheck, settings
@@ -20,6 +22,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="yes",
         help="whether tests marked serial run: with the others, not, or alone",
     )
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Collect garbage less often: a fifth of the tests' time goes to that."""
+    del session
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
 
 
 def pytest_collection_modifyitems(
