@@ -78,7 +78,11 @@ class WaySearch:
         return batches.with_accumulation(rows, self.accumulation(rows))
 
     def setting(self, rows: int, *, planned: bool = True) -> Setting | None:
-        """The fastest setting at a micro-batch; None if none fits."""
+        """The fastest setting at a micro-batch; None if none fits.
+
+        Where the unplanned step fits, it is the same one with plans and without.
+        """
+        planned = planned and rows > self.largest_unplanned
         key = rows, planned
         if key not in self._settings:
             self._settings[key] = self._find(rows, planned)
@@ -255,13 +259,14 @@ def _better(one: Setting | None, other: Setting | None) -> Setting | None:
 
 
 def crossover(base: WaySearch, other: WaySearch) -> int | None:
-    """Smallest batch at which a way beats the base unplanned; None if at none."""
-    best = base.best()
-    for rows in other.first_batches(other.largest_unplanned):
+    """Smallest batch from which on a way beats the base unplanned; None if at none."""
+    best, found = base.best(), None
+    for rows in reversed(other.first_batches(other.largest_unplanned)):
         one = other.setting(rows, planned=False)
         least = base.setting(rows, planned=False) or best
-        if one is not None and (
-            least is None or one.seconds_per_sample < least.seconds_per_sample
+        if one is None or (
+            least is not None and one.seconds_per_sample >= least.seconds_per_sample
         ):
-            return rows
-    return None
+            break
+        found = rows
+    return found
