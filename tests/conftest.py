@@ -27,8 +27,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Collect garbage less often: a fifth of the tests' time goes to that."""
     del session
-    gc.collect()
-    gc.freeze()
     gc.set_threshold(50_000, 20, 50)
 
 

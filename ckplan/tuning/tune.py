@@ -340,8 +340,7 @@ class Tuning:
                 # What was drawn and not recorded is not known to be faster.
                 if not same and one.samples_per_second <= best.samples_per_second:
                     found.append(one)
-        mine = self.search(best.way)
-        halved = mine.setting(max(best.batch // 2, 1))
+        halved = self.search(best.way).setting(max(best.batch // 2, 1))
         if self._total is None and halved is not None and best.batch > 1:
             found.append(halved)
         found.sort(key=lambda one: -one.samples_per_second)

@@ -86,7 +86,9 @@ def test_a_plan_for_a_card_has_room_where_one_for_its_tensors_may_not(
 
 
 def test_without_a_card_tensors_are_all_there_is() -> None:
-    graph = replace(of_card(40), options={})
+    graph = of_card(40)
+    on_cpu = {**graph.fingerprint, "device": "cpu"}
+    graph = replace(graph, options={}, fingerprint=on_cpu)
     planner = Planner(graph)
     budget_bytes = round(0.7 * planner.unplanned.peak_bytes)
     found = solve_within_limit(planner, MemoryLimit(budget_bytes))
