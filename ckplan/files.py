@@ -57,7 +57,7 @@ def read_bytes(path: str | Path, what: str) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        near = _nearest(path)
+        near = nearest(path)
         raise CkplanError(
             f"cannot read the {what} '{path}': {_reason(error)}",
             needed=f"the path of a {what} that exists and may be read",
@@ -142,11 +142,11 @@ def _reason(error: OSError) -> str:
     return (error.strerror or str(error)).lower()
 
 
-def _nearest(path: Path) -> Path | None:
+def nearest(path: Path, pattern: str = "*") -> Path | None:
     """Return the file in the same folder with the most similar name, if any."""
     try:
-        names = sorted(file.name for file in path.parent.iterdir() if file.is_file())
+        found = [file.name for file in path.parent.glob(pattern) if file.is_file()]
     except OSError:
         return None
-    near = did_you_mean(path.name, names)
+    near = did_you_mean(path.name, sorted(found))
     return path.with_name(near) if near else None

@@ -22,11 +22,13 @@ from ckplan.cli.inputs import (
 )
 from ckplan.cli.options import (
     Force,
+    Fresh,
     Json,
     Seed,
     ShardOptions,
     StepOptions,
     Target,
+    TraceOutput,
 )
 from ckplan.cli.source_options import SourceOptions
 from ckplan.cli.terminal import print_message, print_report
@@ -66,10 +68,7 @@ def profile(
         ),
     ] = 1.0,
     rank: ShardOptions,
-    fresh: Annotated[
-        bool,
-        typer.Option("--fresh", help="Measure all ops again; ignore cached costs."),
-    ] = False,
+    fresh: Fresh = False,
     replay: Annotated[
         bool,
         typer.Option(help="Run a small model's forward twice to find hazards."),
@@ -87,10 +86,7 @@ def profile(
         bool,
         typer.Option("--compile", help="Forward, loss and backward in torch.compile."),
     ] = False,
-    output: Annotated[
-        Path | None,
-        typer.Option("-o", help="The trace to write.  [default: traces/NAME.json.gz]"),
-    ] = None,
+    output: TraceOutput = None,
     force: Force = False,
     as_json: Json = False,
 ) -> None:

@@ -95,6 +95,13 @@ OBJECTIVE_OPTIONS = (
     "--budget, --gpu, --gpu-memory, --max-overhead, --min-memory or --knee"
 )
 Force = Annotated[bool, typer.Option("--force", help="Overwrite a file that exists.")]
+Fresh = Annotated[
+    bool, typer.Option("--fresh", help="Measure all ops again; ignore cached costs.")
+]
+TraceOutput = Annotated[
+    Path | None,
+    typer.Option("-o", help="The trace to write.  [default: traces/NAME.json.gz]"),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 
 

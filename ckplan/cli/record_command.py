@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ckplan.cli.inputs import check_output, default_trace
-from ckplan.cli.options import Force
+from ckplan.cli.options import Force, Fresh, TraceOutput
 from ckplan.cli.terminal import print_message
 
 if TYPE_CHECKING:
@@ -45,14 +45,8 @@ def record(
         bool,
         typer.Option("--continue", help="Let the script go on after the second step."),
     ] = False,
-    fresh: Annotated[
-        bool,
-        typer.Option("--fresh", help="Measure all ops again; ignore cached costs."),
-    ] = False,
-    output: Annotated[
-        Path | None,
-        typer.Option("-o", help="The trace to write.  [default: traces/NAME.json.gz]"),
-    ] = None,
+    fresh: Fresh = False,
+    output: TraceOutput = None,
     force: Force = False,
 ) -> None:
     """Run a training script and trace its second step.

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 from ckplan.errors import CkplanError
 from ckplan.graph.batch import batch_rows, batch_shapes
+from ckplan.graph.extrapolate import extrapolate
 from ckplan.graph.graph import Graph
-from ckplan.tuning.batches import batches
 
 STEPS = (1, 2, 3, *(n << e for e in range(17) for n in (4, 5, 6, 7)))
-"""KnownBatches of a coarse search: four in every doubling."""
+"""Rows of a coarse search: four in every doubling."""
 _FINEST = 64  # part of the batch: precision of the search
 
 
@@ -38,7 +38,7 @@ class KnownBatches:
         if rows not in self._drawn:
             two = (self.other_rows, self.other), (self.rows, self.graph)
             (few, small), (many, large) = sorted(two, key=lambda pair: pair[0])
-            self._drawn[rows] = batches(small, large, (few, many))(rows)
+            self._drawn[rows] = extrapolate(small, large, (few, many, rows))
         return self._drawn[rows]
 
 
@@ -72,7 +72,7 @@ def largest_rows(
 
 
 def batches_of(graphs: tuple[Graph, ...]) -> KnownBatches:
-    """KnownBatches from one profile, or from two of the same step.
+    """The batches known from one profile, or from two of the same step.
 
     Raises:
         CkplanError: The two differ in more than the rows of their batch.

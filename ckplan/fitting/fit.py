@@ -16,12 +16,13 @@ from ckplan.graph.graph import Graph
 from ckplan.plan.region import Region
 from ckplan.simulating.allocations import is_on_card, reserved_bytes
 from ckplan.simulating.simulate import Simulator, Timeline
-from ckplan.solving.alternatives import expandable, plan_within
+from ckplan.solving.alternatives import expandable
 from ckplan.solving.card_memory import check_profiled_for
 from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.planner import Planner
 from ckplan.solving.remedies import SAME, SMALLER, Remedy, by_cost, remedies
 from ckplan.solving.replays import ReplayedPlan
+from ckplan.solving.reserved_limit import plan_within
 
 AS_IT_IS = "as it is"
 WITH_A_PLAN = "with a plan"

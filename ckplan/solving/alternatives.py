@@ -17,7 +17,7 @@ from ckplan.solving.remedies import (
     without_caches,
 )
 from ckplan.solving.replays import ReplayedPlan
-from ckplan.solving.reserved_limit import solve_within_limit
+from ckplan.solving.reserved_limit import plan_within
 from ckplan.solving.solution import Solution
 
 
@@ -71,16 +71,6 @@ def expandable(
             overhead=then,
             fits=True,
         )
-
-
-def plan_within(planner: Planner, limit: MemoryLimit) -> ReplayedPlan | None:
-    """The step as it is or under the cheapest plan that fits; None if none does."""
-    if limit.allows(planner.unplanned):
-        return planner.unplanned, ()
-    if limit.bytes < planner.floor.peak_bytes:
-        return None
-    found = solve_within_limit(planner, limit)
-    return (found.timeline, found.regions) if limit.allows(found.timeline) else None
 
 
 def _without_caches(

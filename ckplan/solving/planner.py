@@ -66,7 +66,7 @@ class Planner:
             regions=regions,
             timeline=timeline,
             unplanned=self.unplanned,
-            floor=min(self.floor, _floor_at(timeline), key=lambda f: f.peak_bytes),
+            floor=self._floor_for(timeline),
             bound_overhead=self.bound(budget_bytes),
             baselines=self.standard_baselines.baselines(limit),
         )
@@ -138,6 +138,11 @@ class Planner:
         """The smallest peak of all plans, and the tensors that own most of it."""
         smallest, _ = self._spaces.smallest_plan
         return _floor_at(smallest)
+
+    def _floor_for(self, timeline: Timeline) -> Floor:
+        """The floor; a plan below it is its own."""
+        below = timeline.peak_bytes < self.floor.peak_bytes
+        return _floor_at(timeline) if below else self.floor
 
     def within(self, budget_bytes: int) -> ReplayedPlan | None:
         """The cheapest plan that fits, as its timeline and its regions.

@@ -8,6 +8,7 @@ from dataclasses import replace
 from ckplan.simulating.caching_allocator import LARGE_SEGMENT_BYTES, SMALL_SEGMENT_BYTES
 from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.planner import Planner
+from ckplan.solving.replays import ReplayedPlan
 from ckplan.solving.solution import Solution
 
 _SPARE_SHARE = 100
@@ -39,6 +40,16 @@ def solve_within_limit(planner: Planner, limit: MemoryLimit) -> Solution:
         if budget_bytes is not None:
             return planner.solve(budget_bytes, limit)
     return planner.solve(limit.bytes, limit)
+
+
+def plan_within(planner: Planner, limit: MemoryLimit) -> ReplayedPlan | None:
+    """The step as it is or under the cheapest plan that fits; None if none does."""
+    if limit.allows(planner.unplanned):
+        return planner.unplanned, ()
+    if limit.bytes < planner.floor.peak_bytes:
+        return None
+    found = solve_within_limit(planner, limit)
+    return (found.timeline, found.regions) if limit.allows(found.timeline) else None
 
 
 def with_spare_segment(limit: MemoryLimit) -> MemoryLimit:

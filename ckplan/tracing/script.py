@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from ckplan import files
 from ckplan.errors import CkplanError, WorkloadError, did_you_mean
 from ckplan.tracing.costs.calibrate import Progress
 from ckplan.tracing.record import LoopRecorder
@@ -240,11 +241,14 @@ def record_script(
 
 def _check_script(path: Path) -> None:
     if not path.is_file():
-        near = did_you_mean(path.name, [p.name for p in path.parent.glob("*.py")])
+        near = files.nearest(path, "*.py")
+        hint = (
+            f"did you mean '{near.name}'?" if near else "ckplan record train.py --lr 1"
+        )
         raise WorkloadError(
             f"cannot run the script: {path} is not there",
             needed="a Python file that trains a model, and its arguments",
-            hint=f"did you mean '{near}'?" if near else "ckplan record train.py --lr 1",
+            hint=hint,
         )
 
 

@@ -10,7 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 
-from ckplan.errors import WorkloadError, did_you_mean
+from ckplan import files
+from ckplan.errors import WorkloadError
 from ckplan.training.failures import wants_gpu
 from ckplan.training.workload import CONTRACT
 
@@ -39,11 +40,11 @@ def import_location(location: str) -> ModuleType:
 
 def _import_file(path: Path) -> ModuleType:
     if not path.is_file():
-        near = did_you_mean(path.name, [p.name for p in path.parent.glob("*.py")])
+        near = files.nearest(path, "*.py")
         raise WorkloadError(
             f"cannot read the workload: {path} is not there",
             needed="a Python file with a function build()",
-            hint=f"did you mean '{near}'?" if near else "check the path",
+            hint=f"did you mean '{near.name}'?" if near else "check the path",
         )
     digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]
     name = f"ckplan_workload_{path.stem}_{digest}"

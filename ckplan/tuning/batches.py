@@ -82,21 +82,3 @@ class Batches:
             options: dict[str, Any] = {**graph.options, "accumulate": accumulate}
             self._several[key] = replace(graph, options=options)
         return self._several[key]
-
-
-def batches(few: Graph, many: Graph, rows: tuple[int, int]) -> Callable[[int], Graph]:
-    """From one step at two batches, the step at any batch.
-
-    Args:
-        few: The step at the first number of rows.
-        many: The step at the second.
-        rows: The two numbers.
-
-    Returns:
-        A function from a number of rows to the step.
-
-    Raises:
-        GraphError: From that function: the steps run different ops, or bytes are not
-            linear in the rows.
-    """
-    return lambda wanted: extrapolate(few, many, (*rows, wanted))

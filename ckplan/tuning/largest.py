@@ -5,36 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from ckplan.errors import InfeasibleError, PlanError
+from ckplan.errors import PlanError
 from ckplan.graph.graph import Graph
 from ckplan.plan.region import Region
 from ckplan.simulating.simulate import Simulator
 from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.planner import Planner
 from ckplan.solving.replays import ReplayedPlan
-from ckplan.solving.reserved_limit import solve_within_limit
+from ckplan.solving.reserved_limit import plan_within
 
 MOST_ROWS = 2**24
-
-
-def plan_within(graph: Graph, limit: MemoryLimit) -> ReplayedPlan | None:
-    """The cheapest plan of a step within a limit, gaps included; None if none is.
-
-    No regions if the unplanned step fits.
-    """
-    unplanned = Simulator(graph).run()
-    if limit.allows(unplanned):
-        return unplanned, ()
-    planner = Planner(graph)
-    if planner.floor.peak_bytes > limit.bytes:
-        return None
-    try:
-        found = solve_within_limit(planner, limit)
-    except InfeasibleError:
-        return None
-    if not limit.allows(found.timeline):
-        return None
-    return found.timeline, found.regions
 
 
 def largest_batch(
@@ -86,7 +66,7 @@ def _smallest_within(graph: Graph, limit: MemoryLimit) -> ReplayedPlan | None:
     smallest = planner.within(planner.floor.peak_bytes)
     if smallest is not None and limit.allows(smallest[0]):
         return smallest
-    return plan_within(graph, limit)
+    return plan_within(planner, limit)
 
 
 def largest_that(fits: Callable[[int], bool], start: int, most: int) -> int:

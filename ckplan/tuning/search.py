@@ -21,9 +21,11 @@ from ckplan.errors import WorkloadError
 from ckplan.graph.graph import Graph
 from ckplan.simulating.simulate import Simulator, Timeline
 from ckplan.solving.memory_limit import MemoryLimit
+from ckplan.solving.planner import Planner
 from ckplan.solving.replays import ReplayedPlan
+from ckplan.solving.reserved_limit import plan_within
 from ckplan.tuning.batches import Batches
-from ckplan.tuning.largest import largest_batch, plan_within
+from ckplan.tuning.largest import largest_batch
 from ckplan.tuning.settings import Setting, Way
 
 _ALL = 24  # largest number of batches that are all tried
@@ -94,7 +96,7 @@ class WaySearch:
         graph = self.graph_at(rows)
         if rows <= self.largest_unplanned:
             return self._setting_of(rows, (Simulator(graph).run(), ()))
-        found = plan_within(graph, self.limit) if planned else None
+        found = plan_within(Planner(graph), self.limit) if planned else None
         if found is None:
             return None
         return self._setting_of(rows, found)

@@ -92,7 +92,7 @@ def compare_compiled(
         unplanned = replay(lowered, joint.num_outputs)
         budget_bytes = units.parse_budget(budget, unplanned.peak_bytes)
         planner = CompiledPlanner(traced, joint, unplanned, model, progress)
-        rows = _Rows(budget_bytes, as_graph(joint, model).graph.step_seconds)
+        rows = _Rows(budget_bytes)
         rows.add("torch", joint, unplanned)
         for number, (name, saved, share) in enumerate(_others(planner)):
             if progress is not None:
@@ -105,12 +105,11 @@ def compare_compiled(
 
 
 class _Rows:
-    """Collects compared steps."""
+    """Collects compared steps; the first is what overheads are relative to."""
 
-    def __init__(self, budget_bytes: int, unplanned_seconds: float) -> None:
+    def __init__(self, budget_bytes: int) -> None:
         self.steps: list[ComparedStep] = []
         self._budget_bytes = budget_bytes
-        self._unplanned_seconds = unplanned_seconds
 
     def lower(
         self,
@@ -128,13 +127,14 @@ class _Rows:
     def add(self, name: str, joint: JointGraph, found: Replayed) -> None:
         """Add the row of a division that was replayed."""
         seconds = as_graph(joint, name).graph.step_seconds
+        first = self.steps[0].step_seconds if self.steps else seconds
         self.steps.append(
             ComparedStep(
                 name=name,
                 peak_bytes=found.peak_bytes,
                 saved_bytes=found.saved_bytes,
                 step_seconds=seconds,
-                overhead=seconds / self._unplanned_seconds - 1,
+                overhead=seconds / first - 1,
                 fits=found.peak_bytes <= self._budget_bytes,
                 draws_again=any(map(nodes.is_draw, joint.backward.graph.nodes)),
             )

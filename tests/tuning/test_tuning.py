@@ -11,13 +11,13 @@ import graphs
 import pytest
 
 from ckplan.errors import CkplanError, GraphError, InfeasibleError
+from ckplan.graph.extrapolate import extrapolate
 from ckplan.graph.graph import Graph
 from ckplan.simulating.simulate import Simulator
 from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.planner import Planner
 from ckplan.solving.replays import ReplayedPlan
 from ckplan.tuning.answer import plan_of
-from ckplan.tuning.batches import batches
 from ckplan.tuning.largest import largest_batch, largest_that
 from ckplan.tuning.settings import ALLOWED, Way, conflict, levers_of
 from ckplan.tuning.tune import Tuning
@@ -192,7 +192,7 @@ def test_a_bisection_finds_the_end_from_anywhere(start: int, largest: int) -> No
 
 
 def test_a_drawn_step_is_the_recorded_one() -> None:
-    drawn = batches(step_at(4), step_at(8), (4, 8))(37)
+    drawn = extrapolate(step_at(4), step_at(8), (4, 8, 37))
     real = step_at(37)
     assert [one.bytes for one in drawn.storages] == [one.bytes for one in real.storages]
     assert drawn.step_seconds == pytest.approx(real.step_seconds)
@@ -206,7 +206,7 @@ def quadratic(rows: int) -> Graph:
 
 def test_bytes_that_are_not_linear_are_an_error_and_every_batch_is_recorded() -> None:
     with pytest.raises(GraphError, match="not linear in the rows"):
-        batches(quadratic(4), quadratic(8), (4, 8))(37)
+        extrapolate(quadratic(4), quadratic(8), (4, 8, 37))
     asked: list[int] = []
 
     def recorded(way: Way, rows: int, accumulate: int) -> Graph:
