@@ -14,6 +14,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ckplan.training.allocator import AllocatorLog, log_allocations
+from ckplan.training.collector import collection_off
 
 _MARK = "ckplan kernel "
 _KNOWN: dict[str, int] = {}
@@ -41,7 +42,7 @@ class KernelBytes:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             for op, args, kwargs in wanted.values():
                 _run(op, args, kwargs)  # what the first run allocates stays
-            with log_allocations(_MARK) as log:
+            with collection_off(), log_allocations(_MARK) as log:
                 for number, (op, args, kwargs) in enumerate(wanted.values()):
                     _run(op, args, kwargs, f"{_MARK}{number}")
         for number, key in enumerate(wanted):

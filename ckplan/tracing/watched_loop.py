@@ -28,6 +28,7 @@ from ckplan.tracing.recording.recorder import StepRecorder
 from ckplan.tracing.recording.recording import STILL_ALIVE, RawStorage, Recording
 from ckplan.tracing.recording.trimming import Kept, Trimmed, largest_moment, trimmed
 from ckplan.tracing.watched_step import know_before
+from ckplan.training.collector import every_object
 from ckplan.training.fingerprint import batch_shapes, count_elements
 from ckplan.training.optimizers import step_counts
 from ckplan.training.workload import tensors_of
@@ -196,16 +197,20 @@ def _alive_before() -> Iterator[tuple[str, torch.Tensor]]:
     """(kind, tensor) of what Python holds: also outputs of the step before."""
     gc.collect()  # what nobody holds must not be freed within the step
     kinds = set(_kinds_of_tensors(torch.Tensor))
-    found = [thing for thing in gc.get_objects() if type(thing) in kinds]
+    found = [thing for thing in every_object() if type(thing) in kinds]
+    found = [one for one in found if _has_bytes(one)]
+    yield from _gradients_of(found)  # first, as they are also among what is found
     while found:
-        tensor: torch.Tensor = found.pop()
-        if tensor.layout != torch.strided or tensor.is_nested or tensor.is_meta:
-            continue
-        is_leaf = tensor.is_leaf and tensor.requires_grad
-        if is_leaf and tensor.grad is not None and not tensor.grad.is_sparse:
-            yield "gradient", tensor.grad
-        yield _kind_of(tensor, is_leaf), tensor
-        del tensor
+        yield _kind_of(found[-1]), found.pop()
+
+
+def _gradients_of(
+    tensors: Sequence[torch.Tensor],
+) -> Iterator[tuple[str, torch.Tensor]]:
+    for tensor in tensors:
+        grad = tensor.grad if _is_parameter(tensor) else None
+        if grad is not None and not grad.is_sparse:
+            yield "gradient", grad
 
 
 def _kinds_of_tensors(kind: type) -> Iterator[type]:
@@ -217,8 +222,18 @@ def _kinds_of_tensors(kind: type) -> Iterator[type]:
             yield from _kinds_of_tensors(one)
 
 
-def _kind_of(tensor: torch.Tensor, is_leaf: bool) -> str:
-    if is_leaf:
+def _has_bytes(tensor: torch.Tensor) -> bool:
+    return (
+        tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_meta
+    )
+
+
+def _is_parameter(tensor: torch.Tensor) -> bool:
+    return tensor.is_leaf and tensor.requires_grad
+
+
+def _kind_of(tensor: torch.Tensor) -> str:
+    if _is_parameter(tensor):
         return "parameter"
     return "activation" if tensor.requires_grad else "input"
 

@@ -6,7 +6,6 @@ a signed number of bytes. The profiler stores events in ``kineto_results``.
 
 from __future__ import annotations
 
-import gc
 import os
 from bisect import bisect_left
 from collections.abc import Iterator
@@ -81,7 +80,6 @@ def log_allocations(
     are those of the requests on the CPU.
     """
     log = AllocatorLog()
-    gc.collect()
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it prints to stderr
     with profile(profile_memory=True) as profiler:
         yield log

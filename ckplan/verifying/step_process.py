@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from ckplan.errors import CkplanError, VerifyError
 from ckplan.training.loading import WorkloadSpec
 from ckplan.training.step import DEFAULT_TRAINING, Training
+from ckplan.verifying.fork_server import ForkedProcess, can_fork, fork_to
 from ckplan.verifying.phases import TimedStep
 from ckplan.verifying.worker import TIMED_STEP, FirstSteps, Job, out_of_memory
 
@@ -72,18 +73,22 @@ class StepProcess:
     ) -> None:
         self._threads = {"OMP_NUM_THREADS": "1"} if one_thread else {}
         self._job = Job(spec, plan, training, seed, device, cap_bytes, halvings)
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | ForkedProcess | None = None
 
     def start(self) -> None:
         """Start the process without waiting for it; restarts a closed one."""
         self.close()
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _bootstrap(self.main)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, **self._threads},
-            start_new_session=True,  # Ctrl-C reaches only the parent
-        )
+        code, environ = _bootstrap(self.main), {**os.environ, **self._threads}
+        if self._job.device == "cpu" and can_fork():
+            self._process = fork_to(code, environ)
+        else:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", code],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=environ,
+                start_new_session=True,  # Ctrl-C reaches only the parent
+            )
 
     def first_steps(self) -> FirstSteps:
         """Build the workload and take two steps; memory of the second is measured.
@@ -133,6 +138,11 @@ class StepProcess:
     ) -> None:
         self.close(_PATIENCE_SECONDS if kind is None else 0.0)
 
+    @property
+    def pid(self) -> int:
+        """Id of the process, which was started."""
+        return self._running().pid
+
     def _ask(self, request: object) -> Any:
         process = self._running()
         assert process.stdin is not None and process.stdout is not None
@@ -146,7 +156,7 @@ class StepProcess:
             raise reply
         return reply
 
-    def _running(self) -> subprocess.Popen[bytes]:
+    def _running(self) -> subprocess.Popen[bytes] | ForkedProcess:
         assert self._process is not None, "internal error: the process was not started"
         return self._process
 

@@ -149,6 +149,7 @@ class Worker:
         known_before = fingerprint(workload, device)
 
         first: dict[Result, str] = {}
+        gc.collect()
         with log_allocations(_MARK, device) as whole:
             known = persistent_storages(step)
             value = step.run(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -55,6 +57,16 @@ def recorded(loop: Loop, steps: int = 3) -> tuple[ckplan.Graph, list[torch.Tenso
         loop.run(state, steps)
     assert recorder.done
     return recorder.graph, state_of(state)
+
+
+def test_tensors_that_the_collector_set_apart_are_known():
+    loop = LOOPS["generator"]
+    state = loop.make()
+    gc.freeze()
+    with ckplan.record(*loop.pick(state)) as recorder:
+        loop.run(state, 3)
+    expected = recorded(loop)[0]
+    assert Counter(recorder.graph.storages) == Counter(expected.storages)
 
 
 def _check_what_is_kept(name: str, graph: ckplan.Graph) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -416,8 +417,11 @@ class Positioned(nn.Module):
 
 
 @pytest.mark.parametrize("asking", [False, True])
-def test_no_cache_of_a_function_keeps_a_fake_tensor(asking: bool) -> None:
+@pytest.mark.parametrize("frozen", [False, True])
+def test_no_cache_of_a_function_keeps_a_fake_tensor(asking: bool, frozen: bool) -> None:
     positions.cache_clear()
+    if frozen:  # the collector then lists only what is newer
+        gc.freeze()
     model, batch = Positioned(asking=asking), torch.randn(256, 64)
     graph = ckplan.profile(model, batch, loss=mean_square)
     assert ("traced under fake tensors" in graph.notes) is not asking

@@ -496,23 +496,23 @@ def test_steps_alternate_who_goes_first():
 
 
 def test_interrupted_processes_are_gone(monkeypatch: pytest.MonkeyPatch):
-    started: list[subprocess.Popen[bytes]] = []
-    popen = subprocess.Popen
+    started: list[int] = []
+    start = StepProcess.start
 
-    def remember(*args: Any, **options: Any) -> subprocess.Popen[bytes]:
-        started.append(popen(*args, **options))
-        return started[-1]
+    def remember(process: StepProcess) -> None:
+        start(process)
+        started.append(process.pid)
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(subprocess, "Popen", remember)
+    monkeypatch.setattr(StepProcess, "start", remember)
     with pytest.raises(KeyboardInterrupt):
         verify(MLP, None, progress=interrupt)
     assert len(started) == 2
-    for process in started:
+    for pid in started:
         with pytest.raises(ProcessLookupError):
-            os.kill(process.pid, 0)
+            os.kill(pid, 0)
 
 
 def test_the_held_bytes_are_each_storage_once():

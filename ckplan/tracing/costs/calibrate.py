@@ -34,6 +34,7 @@ from ckplan.tracing.costs.op_arguments import (
 from ckplan.tracing.costs.timing import Job, launch_seconds, seconds_of, time_runs
 from ckplan.tracing.recording.recording import RawOp, TensorMeta
 from ckplan.training.allocator import AllocatorLog, gpu_allocator_stats, log_allocations
+from ckplan.training.collector import collection_off
 from ckplan.training.failures import first_line, is_out_of_memory
 
 LARGEST_BYTES = 1 << 30
@@ -153,6 +154,7 @@ def _measure(
     with (
         torch.random.fork_rng(devices),
         torch.no_grad(),
+        collection_off(),
         log_allocations(MARK, device) as log,
     ):
         for number, (key, job) in enumerate(jobs.items()):

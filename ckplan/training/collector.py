@@ -1,0 +1,30 @@
+"""Python's garbage collector: what it knows, and when it must keep still."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+def every_object() -> list[object]:
+    """All containers that are alive, also those that ``gc.freeze`` set apart.
+
+    They are thawed, since the collector lists only others; what was frozen is collected
+    with the others from then on.
+    """
+    if gc.get_freeze_count():
+        gc.unfreeze()
+    return gc.get_objects()
+
+
+@contextmanager
+def collection_off() -> Iterator[None]:
+    """Let no older garbage be freed meanwhile, and so be seen by an allocator's log."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
