@@ -5,6 +5,9 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TypeVar
+
+_T = TypeVar("_T")
 
 
 def every_object() -> list[object]:
@@ -13,9 +16,19 @@ def every_object() -> list[object]:
     They are thawed, since the collector lists only others; what was frozen is collected
     with the others from then on.
     """
+    _thaw()
+    return gc.get_objects()
+
+
+def instances_of(kind: type[_T]) -> list[_T]:
+    """Containers of one type, without its subclasses; faster than to list all."""
+    _thaw()
+    return [one for one in gc.get_referrers(kind) if type(one) is kind]
+
+
+def _thaw() -> None:
     if gc.get_freeze_count():
         gc.unfreeze()
-    return gc.get_objects()
 
 
 @contextmanager

@@ -37,7 +37,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ckplan.tracing.faking.answers import answers_of_training
 from ckplan.tracing.faking.kernel_layouts import as_kernels_do
 from ckplan.tracing.faking.known_sizes import fake_like, tensor_of_known, with_positions
-from ckplan.training.collector import every_object
+from ckplan.training.collector import instances_of
 from ckplan.training.failures import first_line, untraceable_feature
 from ckplan.training.randomness import may_draw
 
@@ -333,8 +333,8 @@ def _empty_caches_of_functions() -> None:
 
     The caches outlive the traced model, and would return fake tensors to the next one.
     """
-    for function in every_object():
-        if type(function) is _CachedFunction and _holds_fakes(function):
+    for function in instances_of(_CachedFunction):
+        if function.cache_info().currsize and _holds_fakes(function):
             function.cache_clear()
 
 
