@@ -61,6 +61,8 @@ class _Entry:
         return Cost(seconds, self.peak_bytes, self.held_bytes, measured=True)
 
     def since(self, oldest: float) -> _Entry | None:
+        if self.runs[0][0] >= oldest:
+            return self
         runs = tuple(run for run in self.runs if run[0] >= oldest)
         return replace(self, runs=runs) if runs else None
 
@@ -106,7 +108,7 @@ class CostCache:
             with suppress(FileNotFoundError):
                 try:
                     if self.path is not None:
-                        self._entries = _parse(self.path.read_bytes())
+                        self._entries = _entries_of(self.path)
                 except FileNotFoundError:
                     raise
                 except (OSError, ValueError, TypeError, KeyError, AttributeError):
@@ -130,6 +132,7 @@ class CostCache:
         text = json.dumps(content, separators=(",", ":"))
         try:
             files.write_text(self.path, text, force=True)
+            _parsed[self.path] = _stamp(self.path), dict(entries)
         except CkplanError as error:
             self._note(f"measured costs are not kept: {error.what}")
 
@@ -187,6 +190,25 @@ def _processor() -> str:
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+# Entries of each file that was read, and the state of the file then.
+_parsed: dict[Path, tuple[tuple[int, ...], dict[str, _Entry]]] = {}
+
+
+def _entries_of(path: Path) -> dict[str, _Entry]:
+    """The entries of a file, which is parsed once for each of its states."""
+    stamp = _stamp(path)  # before it is read: a later state is read again
+    before, entries = _parsed.get(path, ((), {}))
+    if before != stamp:
+        entries = _parse(path.read_bytes())
+        _parsed[path] = stamp, entries
+    return dict(entries)
+
+
+def _stamp(path: Path) -> tuple[int, ...]:
+    found = path.stat()
+    return found.st_ino, found.st_mtime_ns, found.st_size
 
 
 def _parse(data: bytes) -> dict[str, _Entry]:
