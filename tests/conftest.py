@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 
 import pytest
 from commands import folder, run, trace, traced  # noqa: F401 - fixtures
@@ -49,6 +50,15 @@ def _costs_of_this_session(tmp_path_factory: pytest.TempPathFactory) -> object:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CKPLAN_CACHE", str(tmp_path_factory.mktemp("costs")))
         yield
+
+
+@pytest.fixture
+def quick_collector() -> Iterator[None]:
+    """Let the collector look only at what a test makes."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

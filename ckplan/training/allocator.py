@@ -6,6 +6,7 @@ a signed number of bytes. The profiler stores events in ``kineto_results``.
 
 from __future__ import annotations
 
+import gc
 import os
 from bisect import bisect_left
 from collections.abc import Iterator
@@ -76,10 +77,13 @@ def log_allocations(
 ) -> Iterator[AllocatorLog]:
     """Log allocations; profiler marks that begin with ``marks`` become spans.
 
-    On a GPU, sizes are blocks of the caching allocator, multiples of 512 bytes. Times
-    are those of the requests on the CPU.
+    Garbage is collected before, so that it is not freed meanwhile; unless the collector
+    is off. On a GPU, sizes are blocks of the caching allocator, multiples of 512 bytes.
+    Times are those of the requests on the CPU.
     """
     log = AllocatorLog()
+    if gc.isenabled():
+        gc.collect()
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it prints to stderr
     with profile(profile_memory=True) as profiler:
         yield log

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import statistics
 import time
 from collections.abc import Callable
@@ -135,7 +134,6 @@ def _results(
             values[f"gradient {name}"] = parameter.grad.clone()
     values |= {f"buffer {name}": one.clone() for name, one in model.named_buffers()}
     model.zero_grad(set_to_none=True)
-    gc.collect()
     with log_allocations() as log:
         step()
     return _Results(values, log.peak_bytes)

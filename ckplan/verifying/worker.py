@@ -149,7 +149,6 @@ class Worker:
         known_before = fingerprint(workload, device)
 
         first: dict[Result, str] = {}
-        gc.collect()
         with log_allocations(_MARK, device) as whole:
             known = persistent_storages(step)
             value = step.run(

@@ -85,6 +85,7 @@ def test_tiny_values_inside_a_function_are_rebuilt_rather_than_never_replayed() 
 @pytest.mark.parametrize(
     "make", [Block, lambda: Flipping(), lambda: Constant("number")]
 )
+@pytest.mark.usefixtures("quick_collector")
 def test_a_step_leaves_nothing_to_the_garbage_collector(
     make: Callable[[], nn.Module],
 ) -> None:
@@ -100,6 +101,7 @@ def test_a_step_leaves_nothing_to_the_garbage_collector(
             gc.enable()
 
 
+@pytest.mark.usefixtures("quick_collector")
 def test_what_backward_never_runs_is_not_held() -> None:
     """What a region keeps must not hold the graph that is to rebuild from it."""
     model = Block()

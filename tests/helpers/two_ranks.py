@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+from ckplan.verifying.fork_server import fork_to
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,6 +27,13 @@ dist.destroy_process_group()
 sys.stdout.flush()
 # Gloo's threads may still let go of tensors, and abort where Python is gone before.
 os._exit(0)
+"""
+
+BEGIN = """
+import os, runpy, sys
+sys.argv[1:] = ["{0}", *{1!r}]
+os.dup2(os.open("{3}", os.O_CREAT | os.O_WRONLY | os.O_TRUNC), 2)
+runpy.run_path("{2}", run_name="__main__")
 """
 
 TRAIN = """
@@ -125,23 +134,23 @@ def run_two(folder: Path, source: str, *options: str) -> list[str]:
     places = {"paths": [*sys.path, str(ROOT)], "meet": meet}
     script.write_text(RANK.format(source=source, **places))
     meet.unlink(missing_ok=True)
+    errors = [folder / f"errors{rank}" for rank in range(2)]
     processes = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(rank), *options],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
+        fork_to(BEGIN.format(rank, options, script, file), os.environ)
+        for rank, file in enumerate(errors)
     ]
     try:
-        said = [process.communicate(timeout=240) for process in processes]
+        said = [process.stdout.read().decode() for process in processes]
+        codes = [process.wait() for process in processes]
     finally:
         for process in processes:
             process.kill()
-    for process, (_, err) in zip(processes, said, strict=True):
-        assert process.returncode == 0, err[-3000:]
-    return [out for out, _ in said]
+            process.wait()
+            process.stdin.close()
+            process.stdout.close()
+    for code, file in zip(codes, errors, strict=True):
+        assert code == 0, file.read_text()[-3000:]
+    return said
 
 
 def train_two(

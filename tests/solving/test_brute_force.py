@@ -14,7 +14,7 @@ from small_steps import KINDS, small_step
 from ckplan.graph.graph import Graph
 from ckplan.solving.planner import Planner
 
-STEPS, FEWER = 9, {"nesting": 3}
+STEPS, FEWER = 6, {"nesting": 3}
 LEAST_EQUAL = 1.0  # of the budgets; see the table in scripts/results
 LEAST_ALONE = 0.95
 

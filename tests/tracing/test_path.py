@@ -30,11 +30,11 @@ from ckplan.training.randomness import seed_everything
 from ckplan.training.step import DEFAULT_TRAINING, make_step
 from ckplan.training.workload import Workload
 
-FEW = (  # masks of grouped queries, experts, an encoder, convolutions
+FEW = (  # masks of grouped queries, experts, an encoder, a convolution
     form_models.llama_grouped,
     form_models.qwen3_moe,
     form_models.t5,
-    form_models.unet,
+    form_models.vit,
 )
 ASKING = """
 import torch

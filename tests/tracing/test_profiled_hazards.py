@@ -401,6 +401,7 @@ def test_what_was_run_is_let_go(kind: type[Block]) -> None:
     assert blocks_alive() == before
 
 
+@pytest.mark.usefixtures("quick_collector")
 def test_what_ran_twice_is_let_go_at_once() -> None:
     step = make_step(build(Chance), Training())
     gc.collect()
