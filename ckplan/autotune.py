@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ckplan.errors import CkplanError, WorkloadError
+from ckplan.errors import WorkloadError
 from ckplan.graph.graph import Graph
 from ckplan.solving.planner import Planner
-from ckplan.solving.solve import Objective, limit_of_objective
+from ckplan.solving.solve import limit_of_objective
+from ckplan.tracing.path_check import NOTE_SAME
 from ckplan.tracing.profile import profile, profile_workload
 from ckplan.training.loading import WorkloadSpec
 from ckplan.training.rows import spec_rows
 from ckplan.training.step import DEFAULT_TRAINING, Training
 from ckplan.training.workload import as_workload, rows_of, with_rows
-from ckplan.tuning.answer import tokens_per_sample
+from ckplan.tuning.recorded import objective_of, tune_recorded
+from ckplan.tuning.searches import Record
 from ckplan.tuning.settings import Way
-from ckplan.tuning.tune import Record, Tuning
+from ckplan.tuning.tune import Tuning
 from ckplan.tuning.tuned import Tuned
 
 if TYPE_CHECKING:
@@ -98,7 +100,7 @@ def largest_batch(
     """
     record, rows = recorder(model, batch, how)
     way, accumulate = _way(how), how.get("accumulate", 1)
-    objective = _objective(budget, how.get("gpu"), expandable_segments)
+    objective = objective_of(budget, how.get("gpu"), expandable_segments)
     planner = Planner(record(way, rows, min(accumulate, 2)))
     limit = limit_of_objective(planner, objective)
     assert limit is not None, "internal error: no limit"
@@ -108,41 +110,6 @@ def largest_batch(
         found.check(largest)  # what was drawn is now recorded there
         largest = found.largest_planned if planned else found.largest_unplanned
     return largest
-
-
-def tune_recorded(
-    record: Record,
-    rows: int,
-    way: Way,
-    *,
-    budget: str | int | None,
-    gpu: str | None,
-    expandable: bool = False,
-    accumulate: int = 1,
-    total_batch: int | None = None,
-    allow: Sequence[str] = (),
-    tokens: bool = False,
-    tell: Callable[[str], None] = lambda what: None,
-) -> Tuned:
-    """Search the settings of any step that ``record`` records; see ``tune``."""
-    objective = _objective(budget, gpu, expandable)
-    tell(f"profiling {way.title} at batch {rows}")
-    accumulates = accumulate > 1 or total_batch is not None
-    graph = record(way, rows, 2 if accumulates else 1)
-    per_sample = tokens_per_sample(graph) if tokens else None
-    limit = limit_of_objective(Planner(graph), objective)
-    assert limit is not None, "internal error: no limit"
-    tuning = Tuning(
-        record,
-        limit,
-        way=way,
-        rows=rows,
-        accumulate=accumulate,
-        total=total_batch,
-        allow=allow,
-        tell=tell,
-    )
-    return replace(tuning.run(), tokens_per_sample=per_sample)
 
 
 def recorder(model: nn.Module, batch: Any, how: dict[str, Any]) -> tuple[Record, int]:
@@ -157,6 +124,7 @@ def recorder(model: nn.Module, batch: Any, how: dict[str, Any]) -> tuple[Record,
     parts |= {key: fixed.pop(key) for key in keys if fixed.get(key) is not None}
     whole = as_workload(parts, "the call of tune()")
     rows = rows_of(with_rows(whole, max(rows_of(whole), 1)))
+    proved = _ProvedPaths()
 
     def profiled(way: Way, rows: int, accumulate: int) -> Graph:
         if way.options:
@@ -177,8 +145,15 @@ def recorder(model: nn.Module, batch: Any, how: dict[str, Any]) -> tuple[Record,
             scaler=way.scaler,
             accumulate=accumulate,
             replay=False,
-            **{k: v for k, v in fixed.items() if k != "replay"},
+            in_step=False,
+            check=not proved.has(way),
+            **{
+                k: v
+                for k, v in fixed.items()
+                if k not in ("replay", "check", "in_step")
+            },
         )
+        proved.learn(way, graph)
         options: dict[str, Any] = {**graph.options, "micro_batch": rows}
         return replace(graph, options=options)
 
@@ -203,10 +178,30 @@ def recorder_of_spec(
             way.optimizer, way.amp, accumulate, training.clip, way.scaler
         )
         at_rows = replace(spec, rows=rows, options=options)
-        return profile_workload(at_rows, training=how_now, replay=False, **how)
+        check = not proved.has(way)
+        graph = profile_workload(
+            at_rows, training=how_now, replay=False, check=check, in_step=False, **how
+        )
+        proved.learn(way, graph)
+        return graph
 
+    proved = _ProvedPaths()
     rows = spec.rows or spec_rows(spec)
     return _remembering(profiled), rows, way
+
+
+class _ProvedPaths:
+    """Ways whose path on fake tensors was proved at some batch."""
+
+    def __init__(self) -> None:
+        self._proved: set[tuple[str | None, tuple[tuple[str, str], ...]]] = set()
+
+    def has(self, way: Way) -> bool:
+        return (way.amp, way.options) in self._proved
+
+    def learn(self, way: Way, graph: Graph) -> None:
+        if any(note.startswith(NOTE_SAME) for note in graph.notes):
+            self._proved.add((way.amp, way.options))
 
 
 def _remembering(record: Record) -> Record:
@@ -227,15 +222,3 @@ _OF_WAY = ("amp", "optimizer", "scaler", "accumulate")
 
 def _way(how: dict[str, Any]) -> Way:
     return Way(how.get("amp"), how.get("optimizer"), how.get("scaler", False))
-
-
-def _objective(
-    budget: str | int | None, gpu: str | None, expandable: bool
-) -> Objective:
-    if budget is None and gpu is None:
-        raise CkplanError(
-            "cannot search without a limit: there is neither a budget nor a card",
-            needed="budget='12GiB' or budget='80%', or gpu=, a card of `ckplan gpus`",
-            hint="ckplan.tune(model, batch, budget='12GiB')",
-        )
-    return Objective(budget, gpu=gpu if budget is None else None, expandable=expandable)

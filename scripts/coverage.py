@@ -132,7 +132,7 @@ def main() -> int:
         _write(path, rows.values())
         say(f"{number + 1}/{len(todo)} {name} {task}: {row.why or 'profiled'}")
     whole = not args.task and not args.only and len(todo) <= (args.most or len(todo))
-    return finish(_report(rows.values()), args.output, whole=whole)
+    return finish(_report(rows.values()), args, whole=whole)
 
 
 def _parser() -> argparse.ArgumentParser:

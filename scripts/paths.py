@@ -41,6 +41,7 @@ from _measuring import (
 from _path_models import MODELS
 from forms import CARD, facts_of
 
+from ckplan.errors import CkplanError
 from ckplan.tracing.path_check import NOTE_SAME
 from ckplan.tracing.profile import profile, profile_workload
 from ckplan.training.loading import WorkloadSpec
@@ -98,11 +99,16 @@ def main() -> int:
     if kept.exists():
         found = map(json.loads, kept.read_text().splitlines())
         rows = {one["model"]: Row(**one) for one in found}
+    refused: list[str] = []
     with _process() as loaded:  # where libraries are imported
         for name in names:
             if name not in rows and (name in args.only or not args.only):
                 say(name)
-                rows[name] = row_of(name, loaded)
+                try:
+                    rows[name] = row_of(name, loaded)
+                except CkplanError as error:
+                    refused.append(f"{name}: refused: {error.what}")
+                    continue
                 with kept.open("a") as file:
                     file.write(json.dumps(asdict(rows[name])) + "\n")
     chosen = [rows[name] for name in names if name in (args.only or rows)]
@@ -114,9 +120,9 @@ def main() -> int:
             f"{len(chosen)} of {len(names)} models:",
             make_table(HEADERS, [row.cells() for row in chosen], texts=2),
         ],
-        [what for row in chosen for what in row.broken()],
+        [*refused, *(what for row in chosen for what in row.broken())],
     )
-    return finish(report, args.output, whole=len(chosen) == len(names))
+    return finish(report, args, whole=len(chosen) == len(names))
 
 
 def row_of(name: str, loaded: Pool) -> Row:

@@ -2,12 +2,13 @@
 
 ``ckplan --help`` and ``ckplan solve`` run several times, each in a new process, and
 must not wake torch; the medians are shown. ``ckplan profile`` records one step of GPT-2
-XL (1.6 billion parameters) once, which would need tens of GiB if it really ran. CPU
-seconds, wall seconds and the most resident memory are those the system counted for the
-process.
+XL (1.6 billion parameters) once, which would need tens of GiB if it really ran, and one
+of a model of 8 billion parameters from nothing but its ``config.json``. CPU seconds,
+wall seconds and the most resident memory are those the system counted for the process.
 
     python scripts/speed.py
     python scripts/speed.py --set layers=2 --set width=400 --repeats 1
+    python scripts/speed.py --only "hf:" -o 8b.md
 
 Exit code 1 if any limit is broken.
 """
@@ -15,6 +16,7 @@ Exit code 1 if any limit is broken.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shlex
 import statistics
@@ -42,6 +44,20 @@ HEADERS = (
     "limit",
     "torch woken",
 )
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "rope_theta": 500000.0,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
 _TORCH_WOKEN = 77  # exit code of a command that should not have
 _RUN = f"""
 import sys
@@ -118,7 +134,11 @@ def main() -> int:
     """Run all commands, and report."""
     args = _arguments()
     with tempfile.TemporaryDirectory(prefix="ckplan-speed-") as folder:
-        outcomes = [measure(contest) for contest in _contests(args, folder)]
+        outcomes = [
+            measure(contest)
+            for contest in _contests(args, folder)
+            if not args.only or args.only in contest.shown
+        ]
     report = measuring.Report(
         name="speed",
         title="Speed of the command line",
@@ -162,6 +182,7 @@ def _contests(args: argparse.Namespace, folder: str) -> list[Contest]:
         *measuring.with_settings([*measuring.GPT2_XL, *args.settings]),
     )
     plan, step = f"{folder}/plan.yaml", f"{folder}/trace.json.gz"
+    large, sizes = f"{folder}/8b.json.gz", ("--batch", "1x2048", "--dtype", "bf16")
     return [
         Contest(("--help",), "ckplan --help", args.repeats),
         Contest(
@@ -178,7 +199,23 @@ def _contests(args: argparse.Namespace, folder: str) -> list[Contest]:
             peak_bytes=2 * GIB,
             may_wake_torch=True,
         ),
+        Contest(
+            ("profile", f"hf:{_folder_of_8b(folder)}", *sizes, "-o", large, "--fresh"),
+            _shown(("profile", "hf:LLAMA_8B", *sizes)),
+            1,
+            wall_seconds=30.0,
+            peak_bytes=2 * GIB,
+            may_wake_torch=True,
+        ),
     ]
+
+
+def _folder_of_8b(folder: str) -> Path:
+    """A folder with the configuration of a model of 8 billion parameters."""
+    path = Path(folder) / "llama-8b" / "config.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps(LLAMA_8B))
+    return path.parent
 
 
 def use(argv: Sequence[str]) -> Usage:
@@ -233,6 +270,9 @@ def _arguments() -> argparse.Namespace:
         type=int,
         default=5,
         help="runs of --help and solve  [default: 5]",
+    )
+    parser.add_argument(
+        "--only", metavar="TEXT", default="", help="only commands with this text"
     )
     return parser.parse_args()
 

@@ -15,7 +15,9 @@ MAX_LINES = 350
 BASICS = {"errors", "units", "files"}
 WAISTS = {"graph", "plan"}
 CORE = WAISTS | {"simulating", "gpus"}
-ENGINE = {"applying.tensors", "applying.rebuilding", "applying.recording"}
+ENGINE = {"applying.tensors", "applying.moving", "applying.rebuilding"} | {
+    "applying.recording"
+}
 # In import order: each room imports only from rooms above it, and only from these.
 ROOMS: dict[str, set[str]] = {
     "errors": set(),
@@ -35,10 +37,14 @@ ROOMS: dict[str, set[str]] = {
     "sources": BASICS | {"sources.batches"},
     "training": BASICS | {"sources", "plan"},
     "applying.tensors": BASICS | CORE | {"encodings", "training"},
-    "applying.rebuilding": BASICS | CORE | {"encodings", "applying.tensors"},
+    "applying.moving": BASICS | {"simulating", "encodings", "applying.tensors"},
+    "applying.rebuilding": BASICS
+    | CORE
+    | {"encodings", "applying.tensors", "applying.moving"},
     "applying.recording": BASICS
     | CORE
-    | {"encodings", "training", "applying.tensors", "applying.rebuilding"},
+    | {"encodings", "training", "applying.tensors", "applying.moving"}
+    | {"applying.rebuilding"},
     "applying.guards": BASICS | CORE | ENGINE | {"encodings"},
     "applying.rerunning": BASICS | {"applying.tensors", "applying.rebuilding"},
     "applying.hooks": BASICS
@@ -46,7 +52,9 @@ ROOMS: dict[str, set[str]] = {
     | ENGINE
     | {"training", "applying.guards", "applying.rerunning"},
     "applying.tiling": BASICS | {"plan", "applying.hooks"},
-    "applying": BASICS | WAISTS | {"training", "applying.hooks", "applying.tiling"},
+    "applying": BASICS
+    | WAISTS
+    | {"training", "applying.moving", "applying.hooks", "applying.tiling"},
     "compiling": BASICS | CORE | {"solving", "training"},
     "tracing.faking": {"training"},
     "tracing.recording": BASICS
@@ -54,20 +62,25 @@ ROOMS: dict[str, set[str]] = {
     | {"training", "applying.tensors", "applying.rerunning", "tracing.faking"},
     "tracing.costs": BASICS
     | CORE
-    | {"encodings", "training", "applying", "tracing.recording"},
+    | {"encodings", "training", "applying", "applying.moving", "tracing.recording"},
     "tracing.hazards": BASICS
     | CORE
     | {"training", "applying.tensors", "tracing.faking", "tracing.recording"},
     "tracing.cuda": BASICS
     | CORE
     | {"tracing.faking", "tracing.recording", "tracing.costs"},
+    "tracing.steps": BASICS
+    | CORE
+    | {"solving", "training", "applying", "tracing.costs"},
     "tracing": BASICS
     | CORE
     | {"graph.sharding", "encodings", "training", "applying", "tracing.faking"}
-    | {"tracing.recording", "tracing.costs", "tracing.hazards", "tracing.cuda"},
+    | {"tracing.recording", "tracing.costs", "tracing.hazards", "tracing.cuda"}
+    | {"tracing.steps"},
     "verifying": BASICS
     | CORE
     | {"solving", "training", "applying", "applying.tensors", "applying.rerunning"}
+    | {"applying.moving"}
     | {"compiling", "applying.hooks", "tracing", "tracing.faking", "tracing.recording"}
     | {"tracing.costs", "tracing.cuda"},
     "integrations": BASICS | WAISTS | {"applying", "solving", "tracing"},

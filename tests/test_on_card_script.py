@@ -24,7 +24,7 @@ from ckplan.errors import CkplanError
 from ckplan.tracing.profile import profile_workload
 from ckplan.training.loading import WorkloadSpec
 from ckplan.training.step import Training
-from ckplan.verifying.worker import FIRST_STEPS, FirstSteps, Job, Result, regions_of
+from ckplan.verifying.worker import FIRST_STEPS, FirstSteps, Job, Result, status_of
 
 ROOT = Path(__file__).parents[1]
 SMALL = ("--set", "layers=2", "--set", "width=32", "--set", "batch=64")
@@ -602,7 +602,7 @@ def test_the_engine_is_timed_in_every_way(
     ]
     assert min(rows[0].forward_seconds, rows[0].backward_seconds) > 0
     assert all(len(row.cells()) == len(load("_card_results").ENGINE) for row in rows)
-    regions = [regions_of(plan, one.step.workload.model) for plan, one in workers]
+    regions = [status_of(plan, one.step.workload.model)[0] for plan, one in workers]
     assert [len(found) for found in regions] == [0, 0, 2, 2, 2]
     assert all(region.runs for found in regions for region in found)
     spec = WorkloadSpec(str(ROOT / "configs/workloads/gpt2.py"), engine.TINY)

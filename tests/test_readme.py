@@ -30,7 +30,9 @@ READMES = [
 ]
 MOST_LINES = 200
 # Rooms whose README is a document of its own:
-LONG = {"", "applying", "compiling", "applying/tiling", "tracing/cuda"}
+LONG = {"", "applying", "compiling", "applying/moving", "applying/tiling"} | {
+    "tracing/cuda"
+}
 PACKAGES = {
     "transformers": "transformers",
     "Lightning": "lightning",

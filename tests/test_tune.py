@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +12,11 @@ from torch import nn
 
 import ckplan
 from ckplan.errors import CkplanError, InfeasibleError, WorkloadError
+from ckplan.graph.graph import Graph
+from ckplan.graph.transplant import transplanted
+from ckplan.integrations.loop import LoopPlanner
 from ckplan.plan import file as plan_file
+from ckplan.plan.plan import Plan
 from ckplan.training.workload import as_workload, with_rows
 from ckplan.units import MIB
 
@@ -40,6 +46,22 @@ def peak(rows: int) -> int:
     return ckplan.solve(graph, goal="min-memory").predicted.unplanned_peak_bytes
 
 
+@pytest.mark.parametrize(
+    "other", [{"accumulate": 2}, {"optimizer": "adafactor"}, {"optimizer": "sgd:fused"}]
+)
+def test_another_way_at_another_batch_is_as_recorded(other: dict[str, Any]) -> None:
+    base = model()
+
+    def at(rows: int, **how: Any) -> Graph:
+        return ckplan.profile(base, **batch(rows), **{**HOW, **how})
+
+    few, many = 4, 64
+    found = transplanted(at(many, **other), at(many), at(few))
+    assert found == at(few, **other)
+    wider = ckplan.profile(nn.Sequential(*base, *base), **batch(many), **HOW)
+    assert transplanted(wider, at(many), at(few)) is None
+
+
 @pytest.mark.slow
 def test_the_largest_batch_is_the_largest_whose_profile_fits() -> None:
     rows = ckplan.largest_batch(
@@ -47,6 +69,10 @@ def test_the_largest_batch_is_the_largest_whose_profile_fits() -> None:
     )
     assert peak(rows) <= 24 * MIB < peak(rows + 1)
     assert ckplan.largest_batch(model(), **batch(), budget=24 * MIB, **HOW) > rows
+
+
+def loss_of(model: nn.Module, rows: int) -> torch.Tensor:
+    return model(torch.randn(rows, WIDTH)).square().mean()
 
 
 def test_auto_applies_the_tuned_plan_and_says_its_setting() -> None:
@@ -59,6 +85,20 @@ def test_auto_applies_the_tuned_plan_and_says_its_setting() -> None:
     assert rows * many == 2**14
     assert many > 1
     assert plan.fingerprint["batch"] == {"0": f"float32[{rows},{WIDTH}]"}
+    plan = replace(plan, fingerprint={**plan.fingerprint, "device": "cpu"})
+    ckplan.apply(planned, plan)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # the setting itself
+        loss_of(planned, rows).backward()
+    ckplan.apply(planned, plan)
+    with pytest.warns(UserWarning, match=f"a micro-batch of {rows}, and 0 is"):
+        loss_of(planned, rows // 2)
+    ckplan.apply(planned, plan)
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.warns(UserWarning, match="no autocast, and forward runs with autocast"),
+    ):
+        loss_of(planned, rows)
     again = plan_file.loads(plan_file.dumps(plan), "plan.yaml")
     assert again.workload == plan.workload
     assert f"training: {{micro_batch: {rows}" in plan_file.dumps(plan)
@@ -97,3 +137,16 @@ def test_rows_are_cut_and_repeated_in_order() -> None:
     assert torch.equal(cut, given[:2])
     assert number == 1
     assert torch.equal(with_rows(workload, 4).batch[0], torch.cat([given, given[:1]]))
+
+
+def test_a_loop_is_told_what_it_does_otherwise() -> None:
+    plan = Plan("Sequential", workload={"micro_batch": 4, "accumulate": 2})
+    same = {"micro_batch": 4, "accumulate": 2, "amp": None}
+    trained = model()
+    optimizer = torch.optim.SGD(trained.parameters())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        LoopPlanner(plan, None).begin(trained, optimizer, same)
+    other = {**same, "accumulate": 1, "amp": "bf16"}
+    with pytest.warns(UserWarning, match="accumulate 1 in place of 2, amp bf16 in"):
+        LoopPlanner(plan, None).begin(trained, optimizer, other)

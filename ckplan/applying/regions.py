@@ -21,6 +21,7 @@ from ckplan.applying.hooks.hooks import Chooser, ParentHooks, PathHooks, RegionH
 from ckplan.applying.hooks.matching import choices_of
 from ckplan.applying.hooks.plan_warnings import warn_of_differences
 from ckplan.applying.hooks.session import Session, hook_begin, hook_end, running
+from ckplan.applying.moving.mover import Mover
 from ckplan.applying.tiling.heads import TiledHead, check_head
 from ckplan.errors import ApplyError, PlanError
 from ckplan.graph.fqn import is_around
@@ -37,6 +38,7 @@ class Status:
 
     plan: Plan
     regions: tuple[RegionStatus, ...]
+    spilled_bytes: int = 0  # of the file that tensors move to
 
     def __str__(self) -> str:
         """One line per region."""
@@ -47,7 +49,9 @@ class Status:
         )
 
 
-def apply(model: nn.Module, plan: Plan | str | Path) -> nn.Module:
+def apply(
+    model: nn.Module, plan: Plan | str | Path, *, spill: str | Path | None = None
+) -> nn.Module:
     """Rewrite a model in place so that its regions drop and rebuild activations.
 
     Names, types, ``state_dict`` and results stay as they are. Applying replaces what an
@@ -56,6 +60,7 @@ def apply(model: nn.Module, plan: Plan | str | Path) -> nn.Module:
     Args:
         model: The model that the plan was made for.
         plan: A plan, or the path of a plan file.
+        spill: Folder of the file that tensors move to, for plans with ``offload``.
 
     Returns:
         The same model.
@@ -63,14 +68,23 @@ def apply(model: nn.Module, plan: Plan | str | Path) -> nn.Module:
     Raises:
         PlanError: The plan names calls that the model does not have, or regions that
             overlap, or is for compiled code; the model is left as it was.
-        ApplyError: It is no plan, or the model has lazy parameters without a shape.
+        ApplyError: It is no plan, the model has lazy parameters without a shape, or
+            ``spill`` is missing or cannot be written.
     """
     plan = load(Path(plan)) if isinstance(plan, (str, Path)) else plan
     _check_kinds(model, plan)
+    mover = mover_for(plan, spill)
+    return apply_with(model, plan, mover)
+
+
+def apply_with(model: nn.Module, plan: Plan, mover: Mover) -> nn.Module:
+    """Apply a plan as ``apply`` does, with what moves its offloaded tensors."""
     _check_uncompiled(plan)
     check_not_lazy(model, "apply a plan to", ApplyError)
     modules = dict(model.named_modules())
     choices = choices_of(plan.regions, modules)
+    for choice in choices:
+        choice.mover = mover
     tiled = [choice for choice in choices if choice.region.by == TILES]
     for choice in tiled:
         choice.region.check(check_head, choice.fqn, modules[choice.fqn])
@@ -79,7 +93,7 @@ def apply(model: nn.Module, plan: Plan | str | Path) -> nn.Module:
     _take_off(model)
     heads = [_tiled_head(choice, modules[choice.fqn]) for choice in tiled]
     warm_up_vector_kernels()
-    session = Session(plan, choices=choices)
+    session = Session(plan, mover, choices=choices)
     reruns: dict[str, list[Choice]] = {}
     for head in heads:
         session.wrap_forward(head)
@@ -94,6 +108,24 @@ def apply(model: nn.Module, plan: Plan | str | Path) -> nn.Module:
     session.handles.append(hook_begin(model, session.begin_step))
     session.handles.append(model.register_forward_hook(session.end_step))
     return model
+
+
+def mover_for(plan: Plan, spill: str | Path | None) -> Mover:
+    """What moves the offloaded tensors of a plan to a folder.
+
+    Raises:
+        ApplyError: The plan needs a folder and has none, the folder cannot be written,
+            or it has too little room for what the plan is predicted to move.
+    """
+    if not any(region.offload for region in plan.regions):
+        return Mover(None)
+    if spill is None:
+        raise ApplyError(
+            "cannot offload: the plan moves tensors to a file, and no folder is given",
+            needed="a folder on a local disk that can be written",
+            hint="--spill FOLDER, or ckplan.apply(model, plan, spill=FOLDER)",
+        )
+    return Mover(Path(spill), plan.predicted.moved_bytes if plan.predicted else 0)
 
 
 def _check_every_call(choice: Choice) -> None:
@@ -167,23 +199,25 @@ def status(model: nn.Module) -> Status:
             hint="ckplan.apply(model, 'plan.yaml')",
         )
     regions = tuple(choice.status() for choice in session.choices)
-    return Status(session.plan, regions)
+    return Status(session.plan, regions, session.mover.file_bytes)
 
 
 @contextmanager
-def planned(model: nn.Module, plan: Plan | str | Path) -> Iterator[nn.Module]:
+def planned(
+    model: nn.Module, plan: Plan | str | Path, *, spill: str | Path | None = None
+) -> Iterator[nn.Module]:
     """Apply a plan for a ``with`` block, then restore the previous plan.
 
     Args and errors are those of ``apply``.
     """
     before = _session_of(model)
-    apply(model, plan)
+    apply(model, plan, spill=spill)
     try:
         yield model
     finally:
         _take_off(model)
         if before is not None:
-            apply(model, before.plan)
+            apply_with(model, before.plan, before.mover)
 
 
 def _modules_of(model: object) -> Iterator[nn.Module]:

@@ -25,6 +25,8 @@ from ckplan.cli.terminal import print_message, write
 if TYPE_CHECKING:
     from ckplan.graph.graph import Graph
     from ckplan.plan.plan import Plan
+    from ckplan.training.loading import WorkloadSpec
+    from ckplan.training.step import Training
 
 
 def eject(
@@ -51,7 +53,7 @@ def eject(
     from ckplan import files
     from ckplan.graph import file as trace_file
     from ckplan.plan import file as plan_file
-    from ckplan.report.progress import ProgressLine
+    from ckplan.plan.plan import plan_fingerprint
     from ckplan.sources.source import parse_source
 
     target, plan = inputs.target_and_plan(target_and_plan)
@@ -60,18 +62,15 @@ def eject(
     if target is not None and is_trace and parse_source(target) is None:
         graph = trace_file.load(Path(target))
     else:
-        from ckplan.tracing.profile import profile_workload
-
         spec, training, seed = step.completed(target, source, 0, loaded)
-        with ProgressLine(sys.stderr) as progress, redirect_stdout(sys.stderr):
-            graph = profile_workload(
-                spec,
-                training=training,
-                device=loaded.fingerprint.get("device", "cpu"),
-                gpu=loaded.workload.get("gpu"),
-                seed=seed,
-                progress=progress,
-            )
+        usual = inputs.trace_of_plan(spec, training, seed, loaded)
+        known = inputs.find_trace(None, usual)
+        if known is not None and plan_fingerprint(known.fingerprint) == (
+            loaded.fingerprint
+        ):  # the plan was made from these seconds
+            graph = known
+        else:
+            graph = _profiled(spec, training, seed, loaded)
     text = (
         _plain_code(graph, loaded)
         if form is EjectFormat.TORCH
@@ -82,6 +81,21 @@ def eject(
     else:
         files.write_text(output, text, force=force)
         print_message(f"wrote {output}")
+
+
+def _profiled(spec: WorkloadSpec, training: Training, seed: int, plan: Plan) -> Graph:
+    from ckplan.report.progress import ProgressLine
+    from ckplan.tracing.profile import profile_workload
+
+    with ProgressLine(sys.stderr) as progress, redirect_stdout(sys.stderr):
+        return profile_workload(
+            spec,
+            training=training,
+            device=plan.fingerprint.get("device", "cpu"),
+            gpu=plan.workload.get("gpu"),
+            seed=seed,
+            progress=progress,
+        )
 
 
 def _plain_code(graph: Graph, plan: Plan) -> str:

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckplan.cli.inputs import is_trace
+from ckplan.cli.inputs import is_trace_file
 from ckplan.cli.options import Json, Seed, StepOptions
 from ckplan.cli.source_options import SourceOptions
-from ckplan.cli.terminal import print_report
+from ckplan.cli.terminal import fewer_collections, print_report
 
 if TYPE_CHECKING:
-    from ckplan.fitting.batches import KnownBatches
     from ckplan.fitting.fit import Fit
     from ckplan.graph.graph import Graph
+    from ckplan.tuning.known_batches import KnownBatches
 
 DOES_NOT_FIT = 3
 
@@ -70,18 +70,20 @@ def fit(
     from ckplan.report.fit import fit_json, fit_report
     from ckplan.report.sarif import fit_sarif
 
-    traces = [Path(one) for one in sources if _is_trace_file(one)]
+    traces = [Path(one) for one in sources if is_trace_file(one)]
     if len(traces) == len(sources):
         from ckplan.fitting.fit import fit as fit_traces
 
         plain = step.is_default and not step.settings and not step.inputs
         if not plain or source.settings(sources[0]):
             raise typer.BadParameter("options of the step are for a workload")
-        found = fit_traces(*traces, gpu=gpu, budget=budget)
+        with fewer_collections():
+            found = fit_traces(*traces, gpu=gpu, budget=budget)
     elif len(sources) > 1:
         raise typer.BadParameter(f"two sources are two traces: {' '.join(sources)}")
     else:
-        found = _fit_workload(sources[0], step, source, seed, gpu, budget)
+        with fewer_collections():
+            found = _fit_workload(sources[0], step, source, seed, gpu, budget)
     if sarif:
         print_report(fit_sarif(found, _file_of(sources[0]), __version__))
     else:
@@ -95,13 +97,6 @@ def _file_of(source: str) -> str:
     """The file of a source, which results are shown at."""
     file, _, name = source.rpartition(":")
     return file if file.endswith(".py") and name.isidentifier() else source
-
-
-def _is_trace_file(source: str) -> bool:
-    path = Path(source)
-    if path.name.endswith((".json", ".json.gz")):
-        return True
-    return path.is_file() and is_trace(path.read_bytes()[:1000])
 
 
 def _fit_workload(
@@ -137,10 +132,11 @@ def _profiled(
     gpu: str | None,
 ) -> KnownBatches:
     from ckplan.errors import CkplanError
-    from ckplan.fitting.batches import KnownBatches, batches_of
     from ckplan.graph.batch import batch_rows
     from ckplan.report.progress import ProgressLine
     from ckplan.tracing.profile import profile_workload
+    from ckplan.tuning.batches import probe_rows
+    from ckplan.tuning.known_batches import KnownBatches, batches_of
 
     spec, training = step.workload(target, source), step.training()
     with ProgressLine(sys.stderr) as progress, redirect_stdout(sys.stderr):
@@ -152,6 +148,7 @@ def _profiled(
                 gpu=gpu,
                 seed=seed,
                 replay=rows is None,
+                check=rows is None,
                 progress=progress,
             )
 
@@ -161,6 +158,7 @@ def _profiled(
             why = "other batches: not known, as the batch has no rows"
             return KnownBatches(graph, rows, why_one=why)
         try:
-            return batches_of((graph, profiled(rows // 2 or 2)))
+            first, other = probe_rows(rows)
+            return batches_of((graph, profiled(other if first == rows else first)))
         except CkplanError as error:
             return KnownBatches(graph, rows, why_one=f"other batches: {error.what}")

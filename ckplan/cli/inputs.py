@@ -16,6 +16,9 @@ from ckplan.errors import CkplanError
 if TYPE_CHECKING:
     from ckplan.graph.graph import Graph
     from ckplan.graph.sharding import Sharding
+    from ckplan.plan.plan import Plan
+    from ckplan.training.loading import WorkloadSpec
+    from ckplan.training.step import Training
 
 TRACES = Path("traces")
 _LONGEST_NAME = 120
@@ -106,6 +109,20 @@ def default_trace(name: str, workload: Mapping[str, Any], device: str | None) ->
     return TRACES / f"{whole}.json.gz"
 
 
+def trace_of_plan(
+    spec: WorkloadSpec, training: Training, seed: int, plan: Plan
+) -> Path:
+    """Where the trace of a plan's workload is by default."""
+    from ckplan.plan.workload import plan_workload
+    from ckplan.training.remembered import describe_workload
+
+    card = {"gpu": plan.workload["gpu"]} if "gpu" in plan.workload else {}
+    known = describe_workload(spec, seed)
+    options = {"workload": known, **training.as_options(), **card}
+    device = plan.fingerprint.get("device")
+    return default_trace(spec.name, plan_workload(options), device)
+
+
 def mean_trace(path: Path) -> Path:
     """Where the trace of the mean length is, beside that of the longest."""
     head, dot, tail = path.name.partition(".")
@@ -177,6 +194,14 @@ def _is_plan(text: str) -> bool:
     path = Path(text)
     other = path.suffix in (".py", ".json", ".gz")
     return path.suffix in _PLAN_SUFFIXES or (path.is_file() and not other)
+
+
+def is_trace_file(source: str) -> bool:
+    """Whether a source is the file of a trace, by its name or its content."""
+    path = Path(source)
+    if path.name.endswith((".json", ".json.gz")):
+        return True
+    return path.is_file() and is_trace(path.read_bytes()[:1000])
 
 
 def is_trace(data: bytes) -> bool:

@@ -73,6 +73,14 @@ def profile(
         bool,
         typer.Option(help="Run a small model's forward twice to find hazards."),
     ] = True,
+    in_step: Annotated[
+        bool | None,
+        typer.Option(
+            "--in-step/--no-in-step",
+            help="Take steps with and without plans on the CPU, for truer seconds.  "
+            "[default: if they take a few seconds]",
+        ),
+    ] = None,
     seed: Seed = 0,
     lengths: Annotated[
         str | None,
@@ -114,8 +122,12 @@ def profile(
         raise
     if compiled:
         others = (device, gpu, sharding)
-        defaults = (
-            step.is_default and host == 1 and replay and not fresh and lengths is None
+        defaults = step.is_default and (host, replay, fresh, lengths, in_step) == (
+            1,
+            True,
+            False,
+            None,
+            None,
         )
         graph = profile_in_compiled(spec, seed, others, defaults)
         trace_file.save(graph, path, force=force)
@@ -134,6 +146,7 @@ def profile(
             gpu=gpu,
             host=host,
             fresh=fresh,
+            in_step=in_step,
             seed=seed,
             progress=progress,
         )

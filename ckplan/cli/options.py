@@ -94,6 +94,12 @@ Reserve = Annotated[
 OBJECTIVE_OPTIONS = (
     "--budget, --gpu, --gpu-memory, --max-overhead, --min-memory or --knee"
 )
+Spill = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FOLDER", help="Where the file of offloaded tensors is, for a time."
+    ),
+]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite a file that exists.")]
 Fresh = Annotated[
     bool, typer.Option("--fresh", help="Measure all ops again; ignore cached costs.")

@@ -29,6 +29,7 @@ from ckplan.cli.options import (
     Trace,
 )
 from ckplan.cli.terminal import print_message, print_report
+from ckplan.errors import CkplanError
 
 if TYPE_CHECKING:
     from ckplan.graph.graph import Graph
@@ -80,6 +81,18 @@ def solve(
         list[Lever] | None,
         typer.Option(help="tiles: the head and its loss may run in tiles."),
     ] = None,
+    offload: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FOLDER", help="Activations may move to a file there; or none."
+        ),
+    ] = None,
+    spill_rate: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE", help="Bytes per second of that disk.  [default: measured]"
+        ),
+    ] = None,
     rank: ShardOptions,
     output: Annotated[Path, typer.Option("-o", help="The plan to write.")] = Path(
         "plan.yaml"
@@ -116,6 +129,7 @@ def solve(
         if card.gpu is None:
             raise typer.BadParameter(f"one is needed: {OBJECTIVE_OPTIONS}")
     card.check_and_announce(graph)
+    rate = _link_rate(offload, spill_rate)
     goal = goals[0] if goals else None
     objective = solving.Objective(
         budget,
@@ -129,7 +143,8 @@ def solve(
     with ProgressLine(sys.stderr) as progress:
         progress("solving", 0, 0)
         planner = Planner(graph)
-        solution = solving.find(planner, objective, [one.value for one in allow or ()])
+        levers = [one.value for one in allow or ()]
+        solution = solving.find(planner, objective, levers, rate)
         if method is Method.MILP:
             progress("solving exactly", 0, 0)
             solution = solving.add_exact_bound(planner, solution, time_limit)
@@ -144,6 +159,31 @@ def solve(
     if mean is not None:
         _tell_mean(plan, mean)
     print_message(f"wrote {output}")
+
+
+def _link_rate(offload: str | None, rate: str | None) -> float | None:
+    """Bytes per second of the disk to offload to; None without offload."""
+    from ckplan.solving.solve import parse_rate
+    from ckplan.units import format_bytes
+
+    if offload in (None, "none"):
+        if rate is not None:
+            raise typer.BadParameter("--spill-rate needs --offload FOLDER")
+        return None
+    assert offload is not None
+    if offload == "host":
+        raise CkplanError(
+            "cannot offload to host memory: it is for GPUs, and not supported yet",
+            needed="a folder for a file, with a step on the CPU",
+            hint="--offload /tmp",
+        )
+    if rate is not None:
+        return parse_rate(rate)
+    from ckplan.tracing.costs.spill_rate import spill_rate
+
+    found = spill_rate(offload)
+    print_message(f"the disk of {offload} moves {format_bytes(int(found))} per second")
+    return found
 
 
 def _tell_mean(plan: Plan, mean: Graph) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -41,6 +42,14 @@ def record(
             min=1, help="Steps to record; the one with the largest batch is kept."
         ),
     ] = 1,
+    reduce: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="For a script that does not fit: record it at one row of N of its "
+            "batches, and at half of that, and extrapolate.",
+        ),
+    ] = None,
     goes_on: Annotated[
         bool,
         typer.Option("--continue", help="Let the script go on after the second step."),
@@ -66,16 +75,19 @@ def record(
             arguments,
             model=model,
             num_steps=steps,
+            reduce=reduce,
             goes_on=goes_on,
             fresh=fresh,
             progress=progress,
-            recorded=lambda watch: _write(watch, path, force),
+            recorded=lambda watch: _write(
+                watch, [str(script), *arguments], path, force
+            ),
         )
     if code:
         raise typer.Exit(code)
 
 
-def _write(watch: ScriptRecorder, path: Path, force: bool) -> None:
+def _write(watch: ScriptRecorder, script: list[str], path: Path, force: bool) -> None:
     """Write the trace and tell what it is of, on the standard error."""
     if os.environ.get("RANK", "0") != "0":
         return  # the first of several ranks writes
@@ -87,8 +99,11 @@ def _write(watch: ScriptRecorder, path: Path, force: bool) -> None:
     recorder, names = watch.recorder, [type(one).__name__ for one in watch.optimizers]
     assert recorder is not None, "internal error: nothing is recorded"
     graph = recorder.graph
+    options: dict[str, Any] = {**graph.options, "workload": {"script": script}}
+    graph = replace(graph, options=options)
     trace_file.save(graph, path, force=force)
-    batch = ", ".join(f"{key} {shape}" for key, shape in recorder.batch.items())
+    given = graph.fingerprint["batch"]
+    batch = ", ".join(f"{key} {shape}" for key, shape in given.items())
     batch = batch or "not known, as the model itself is not called"
     print_message(render(step_report(graph, simulate(graph))))
     print_message(f"recorded {graph.model}, stepped by {' and '.join(names)}")

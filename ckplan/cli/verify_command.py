@@ -16,11 +16,13 @@ from ckplan.cli.inputs import (
     check_page_output,
     check_plot_output,
     find_trace,
+    trace_of_plan,
 )
 from ckplan.cli.options import (
     Force,
     Json,
     Seed,
+    Spill,
     StepOptions,
     TargetAndPlan,
 )
@@ -34,7 +36,6 @@ if TYPE_CHECKING:
     from ckplan.graph.graph import Graph
     from ckplan.plan.plan import Plan
     from ckplan.training.loading import WorkloadSpec
-    from ckplan.training.step import Training
     from ckplan.verifying.dry_run import DryRun
     from ckplan.verifying.verify import Verification
 
@@ -52,6 +53,7 @@ def verify(
         str | None,
         typer.Option(metavar="SIZE", help="On a GPU: limit its memory to this size."),
     ] = None,
+    spill: Spill = None,
     steps: Annotated[int, typer.Option(min=0, help="Number of steps to time.")] = 5,
     calibrate: Annotated[
         bool,
@@ -95,7 +97,7 @@ def verify(
 ) -> None:
     """Train with a plan and without it, and compare the two."""
     if compiled:
-        others = (device, cap, trace, plot, report)
+        others = (device, cap, spill, trace, plot, report)
         check_alone(others, step.is_default and not fake)
         name, chosen = inputs.target_and_wish(target_and_plan, budget)
         spec = step.workload(name, source)
@@ -109,7 +111,7 @@ def verify(
     if plot is not None:
         check_plot_output(plot, force)
     spec, training, seed = step.completed(target, source, seed, loaded)
-    known = find_trace(trace, _default_trace(spec, training, seed, loaded))
+    known = find_trace(trace, trace_of_plan(spec, training, seed, loaded))
     _check_wishes(known, calibrate, steps, fake, report, force)
     options: dict[str, Any] = {
         **asdict(training),
@@ -120,7 +122,7 @@ def verify(
     found = (
         _dry_run(spec, loaded, options)
         if fake
-        else _real(spec, loaded, steps, cap, options)
+        else _real(spec, loaded, steps, cap, {**options, "spill": spill})
     )
     shown, error = _report_and_error(found)
     print_report(found.as_json() if as_json else shown)
@@ -203,19 +205,6 @@ def _calibrate(
     )
     print_message("ckplan profile and solve again use that on this machine")
     return None
-
-
-def _default_trace(
-    spec: WorkloadSpec, training: Training, seed: int, plan: Plan
-) -> Path:
-    from ckplan.plan.workload import plan_workload
-    from ckplan.training.remembered import describe_workload
-
-    card = {"gpu": plan.workload["gpu"]} if "gpu" in plan.workload else {}
-    known = describe_workload(spec, seed)
-    options = {"workload": known, **training.as_options(), **card}
-    device = plan.fingerprint.get("device")
-    return inputs.default_trace(spec.name, plan_workload(options), device)
 
 
 def _owners(trace: Graph | None, plan: Plan) -> dict[str, str]:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
 
 from ckplan.compiling.partition import JointGraph, Partitioner
-from ckplan.compiling.torch_names import generate_code
+from ckplan.compiling.torch_names import (
+    QUICK,
+    Record,
+    compile_with,
+    copy_of,
+    generate_code,
+)
 
 
 @dataclass(frozen=True)
@@ -40,32 +45,56 @@ class DynamoGraph:
 
     def copied(self) -> fx.GraphModule:
         """A copy that Inductor may change; parameters and constants are shared."""
-        copied = fx.GraphModule(self.module, copy.deepcopy(self.module.graph))
-        copied.meta = dict(self.module.meta)
-        return copied
+        return copy_of(self.module)
+
+    def compile(
+        self, partitioner: Partitioner | None
+    ) -> tuple[Callable[..., Any], Lowered | None]:
+        """Compile with a partitioner, None for torch's own.
+
+        Returns:
+            What runs the graph, and its generated code; None where a cache has it.
+        """
+        found, record = _recorder()
+        options = dict(self.options)
+        call = compile_with(self.copied(), self.inputs, partitioner, options, record)
+        return call, _both(found)
 
     def lower(
-        self, saved: Collection[str] | None, share: float | None = None
+        self,
+        saved: Collection[str] | None,
+        share: float | None = None,
+        quick: bool = False,
     ) -> tuple[JointGraph | None, Lowered | None]:
         """Generate the code with the given values saved.
 
         Args:
             saved: Names of nodes of the joint graph; None for torch's own choice.
             share: With None, torch's ``activation_memory_budget``.
+            quick: The code need not be that which would run. Its bytes nearly always
+                are, but what is chosen by them must be checked.
 
         Returns:
             The joint graph as it was divided, and the code; two times None if nothing
             requires a gradient.
         """
-        found: dict[bool, Code] = {}
-
-        def record(
-            source: str, constants: dict[str, Any], inputs: Any, backward: bool
-        ) -> None:
-            found[backward] = Code(source, constants, inputs)
-
+        found, record = _recorder()
         partitioner = Partitioner(saved, share=share)
-        options = dict(self.options)
+        options = {**self.options, **(QUICK if quick else {})}
         generate_code(self.copied(), self.inputs, partitioner, options, record)
-        lowered = Lowered(found[False], found[True]) if len(found) == 2 else None
-        return partitioner.seen, lowered
+        return partitioner.seen, _both(found)
+
+
+def _recorder() -> tuple[dict[bool, Code], Record]:
+    found: dict[bool, Code] = {}
+
+    def record(
+        source: str, constants: dict[str, Any], inputs: Any, backward: bool
+    ) -> None:
+        found[backward] = Code(source, constants, inputs)
+
+    return found, record
+
+
+def _both(found: Mapping[bool, Code]) -> Lowered | None:
+    return Lowered(found[False], found[True]) if len(found) == 2 else None

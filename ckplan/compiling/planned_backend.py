@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,15 @@ from torch import fx, nn
 
 from ckplan import units
 from ckplan.compiling.lowering import DynamoGraph
+from ckplan.compiling.outside import Outside
 from ckplan.compiling.partition import Partitioner
+from ckplan.compiling.parts import Parts, find_parts, key_of
+from ckplan.compiling.refusals import check_inputs, place_of, trains
 from ckplan.compiling.replay import replay
 from ckplan.compiling.search import Chosen, CompiledPlanner, Progress
 from ckplan.compiling.torch_names import (
     compilation,
     compile_errors,
-    compile_with,
     errors_pass,
     require_compiler,
     require_hook,
@@ -28,14 +31,14 @@ from ckplan.errors import ApplyError, CkplanError
 from ckplan.plan.file import load
 from ckplan.plan.plan import Plan
 
-_MODES = (None, "default", "reduce-overhead")
-
 
 def compile(
     model: Callable[..., Any],
     plan_or_budget: Plan | Path | str | int,
     *,
     reserve: str | int = 0,
+    optimizer: torch.optim.Optimizer | None = None,
+    accumulate: bool = False,
     progress: Progress | None = None,
     **how: Any,
 ) -> Any:
@@ -53,11 +56,16 @@ def compile(
             parameters and batch: ``"12GiB"``, ``"80%"`` of the unplanned compiled step,
             or bytes. Or a plan for compiled code, or the path of its YAML file.
         reserve: Size subtracted from the budget, for memory that is not part of forward
-            and backward, such as the optimizer's state.
+            and backward.
+        optimizer: Its state, and what its step allocates, count against the budget.
+        accumulate: Several backwards come before a step of the optimizer, so gradients
+            are there before backward; needs the optimizer.
         progress: Told the stage of planning, the items done and their total.
         how: Keyword arguments of ``torch.compile``, except ``backend``. By default,
             the model must compile as a whole (``fullgraph=True``), and every batch
-            shape is compiled and planned by itself (``dynamic=False``).
+            shape is compiled and planned by itself (``dynamic=False``). With
+            ``fullgraph=False``, a module may break into several graphs, which share
+            the budget; the first forward then runs twice more, uncompiled.
 
     Returns:
         The compiled model.
@@ -71,10 +79,19 @@ def compile(
         InfeasibleError: No plan fits; the smallest replayed peak is named.
     """
     how = {"fullgraph": True, "dynamic": False, **how}
-    planned = backend(plan_or_budget, reserve=reserve, progress=progress)
+    planned = backend(
+        plan_or_budget,
+        reserve=reserve,
+        optimizer=optimizer,
+        accumulate=accumulate,
+        progress=progress,
+    )
     compiled = torch.compile(model, backend=planned, **how)
+    prepare = None
+    if not how["fullgraph"] and isinstance(model, nn.Module):
+        prepare = functools.partial(planned.find_parts, model, model, how)
     if isinstance(compiled, nn.Module):
-        compiled.forward = _with_short_errors(compiled.forward)
+        compiled.forward = _with_short_errors(compiled.forward, prepare)
         return compiled
     return _with_short_errors(compiled)
 
@@ -83,13 +100,15 @@ def backend(
     plan_or_budget: Plan | Path | str | int,
     *,
     reserve: str | int = 0,
+    optimizer: torch.optim.Optimizer | None = None,
+    accumulate: bool = False,
     progress: Progress | None = None,
 ) -> Backend:
     """Make a backend for ``torch.compile(model, backend=...)``; see ``compile``.
 
     One backend is for one graph, recompiled for other shapes as torch wants. A step
     that graph breaks divide into several is refused, because each part would need to
-    know what the others keep alive.
+    know what the others keep alive: ``ckplan.compile(..., fullgraph=False)`` finds out.
     """
     require_hook()
     if isinstance(plan_or_budget, Path) or _is_plan_file(plan_or_budget):
@@ -100,7 +119,14 @@ def backend(
             needed="a budget, a plan, or the path of its file",
             hint="ckplan.compile(model, '80%')",
         )
-    return Backend(plan_or_budget, units.parse_bytes(reserve), progress)
+    if accumulate and optimizer is None:
+        raise CkplanError(
+            "cannot count accumulated gradients: which parameters have them is unknown",
+            needed="the optimizer of these parameters",
+            hint="optimizer=optimizer, accumulate=True",
+        )
+    outside = Outside(units.parse_bytes(reserve), optimizer, accumulate)
+    return Backend(plan_or_budget, outside, progress)
 
 
 class Backend:
@@ -111,14 +137,27 @@ class Backend:
     def __init__(
         self,
         plan_or_budget: Plan | str | int,
-        reserve_bytes: int,
+        outside: Outside,
         progress: Progress | None,
     ) -> None:
         self._wanted = plan_or_budget
-        self._reserve_bytes = reserve_bytes
+        self.outside = outside
         self._progress = progress
         self.chosen: list[Chosen] = []  # one per shape compiled for training
+        self.parts: Parts | None = None  # of a step that may break
+        self._shares: Mapping[str, Chosen] = {}  # by key of a graph of those
         self._compilations: list[tuple[int | None, int | None]] = []  # of those
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes alive at once in a training step; 0 before one is planned."""
+        if self.parts is not None:
+            replayed = {key: one.replayed for key, one in self._shares.items()}
+            peak = self.parts.peak_bytes(replayed)
+            return self.outside.peak_bytes(peak, self.parts.held_bytes)
+        found = (one.replayed for one in self.chosen)
+        peaks = (self.outside.peak_bytes(r.peak_bytes, r.held_bytes) for r in found)
+        return max(peaks, default=0)
 
     @property
     def plans(self) -> list[Plan]:
@@ -135,41 +174,105 @@ class Backend:
     ) -> Callable[..., Any]:
         """Plan and compile a graph of Dynamo."""
         with errors_pass():
-            _check(inputs, mode, options or {})
+            check_inputs(inputs, mode, options or {})
             require_compiler()
             traced = DynamoGraph(graph, inputs, dict(options or {}))
-            chosen = self._choose(traced)
-        if chosen is not None:
-            self.chosen.append(chosen)
-            self._compilations.append(compilation())
-        saved = None if chosen is None else chosen.saved
-        partitioner = None if saved is None else Partitioner(saved, _key(saved))
-        return compile_with(graph, inputs, partitioner, dict(traced.options))
+            if self.parts is not None:
+                return self._part(traced)
+            planner = self._planner(traced)
+            if planner is None:
+                return traced.compile(None)[0]
+            chosen, call = self._compiled(planner)
+        self.chosen.append(chosen)
+        self._compilations.append(compilation())
+        return call
 
-    def _choose(self, traced: DynamoGraph) -> Chosen | None:
-        if not (torch.is_grad_enabled() and any(map(_needs_gradient, traced.inputs))):
+    def find_parts(
+        self,
+        call: Callable[..., Any],
+        model: nn.Module,
+        how: Mapping[str, Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        """Before the first forward of a step that may break: plan all of its graphs.
+
+        Raises:
+            ApplyError: A plan is for one graph alone, or no graph trains.
+            InfeasibleError: No plans fit together.
+        """
+        if self.parts is not None or not torch.is_grad_enabled():
+            return
+        if isinstance(self._wanted, Plan):
+            raise ApplyError(
+                "cannot compile a step that may break with a plan for one graph",
+                needed="a budget, which the graphs of the step share",
+                hint="ckplan.compile(model, '80%', fullgraph=False)",
+            )
+        require_compiler()
+        parts = find_parts(call, model, args, kwargs, how, self._progress)
+        left = self._left(parts.unplanned_peak_bytes, parts.held_bytes)
+        self._shares = parts.share(left)
+        self.parts = parts
+        if parts.saved_uncompiled_bytes or parts.uncompiled:
+            held = units.format_bytes(parts.saved_uncompiled_bytes)
+            warnings.warn(
+                f"{len(parts.runs)} graphs of the step are compiled within the budget; "
+                f"code between them runs uncompiled and keeps {held} for backward, "
+                "which the budget includes",
+                stacklevel=3,
+            )
+
+    def _part(self, traced: DynamoGraph) -> Callable[..., Any]:
+        """Compile a graph of a step that may break."""
+        assert self.parts is not None
+        key = key_of(traced.module, traced.inputs)
+        if key in self.parts.uncompiled:
+            return traced.module.forward
+        if key not in self._shares:
+            if not trains(traced):
+                return traced.compile(None)[0]
+            raise ApplyError(
+                "cannot plan a graph that the first forward did not have: it begins at "
+                f"{place_of(traced.module)}",
+                needed="steps that run the same graphs as the first one",
+                hint="ckplan.compile again for other shapes, or for another branch",
+            )
+        chosen = self._shares[key]
+        self.chosen.append(chosen)
+        return traced.compile(_partitioner(chosen))[0]
+
+    def _compiled(self, planner: CompiledPlanner) -> tuple[Chosen, Callable[..., Any]]:
+        """The plan, and the code with it, whose replayed peak is that of the plan."""
+        while True:
+            chosen = self._choose(planner)
+            call, lowered = planner.traced.compile(_partitioner(chosen))
+            if planner.check(chosen, lowered):
+                return chosen, call
+
+    def _planner(self, traced: DynamoGraph) -> CompiledPlanner | None:
+        """What plans a graph; None if it is not for training."""
+        if not trains(traced):
             return None
         self._check_is_whole(traced.module)
         joint, lowered = traced.lower(None)
         if joint is None or lowered is None:
             return None  # no output depends on what requires a gradient
         unplanned = replay(lowered, joint.num_outputs)
-        planner = CompiledPlanner(traced, joint, unplanned, progress=self._progress)
+        return CompiledPlanner(
+            traced, joint, unplanned, progress=self._progress, quick=True
+        )
+
+    def _choose(self, planner: CompiledPlanner) -> Chosen:
         if isinstance(self._wanted, Plan):
             return planner.follow(self._wanted)
-        budget_bytes = units.parse_budget(self._wanted, unplanned.peak_bytes)
-        left = budget_bytes - self._reserve_bytes
-        if left <= 0:
-            budget, reserve = map(
-                units.format_bytes, (budget_bytes, self._reserve_bytes)
-            )
-            raise CkplanError(
-                f"cannot plan for the budget {budget}: all of it is reserved "
-                f"({reserve})",
-                needed="a reserve that is smaller than the budget",
-                hint="a larger budget, or a smaller reserve",
-            )
-        return planner.solve(left)
+        unplanned = planner.unplanned
+        return planner.solve(self._left(unplanned.peak_bytes, unplanned.held_bytes))
+
+    def _left(self, unplanned_bytes: int, held_bytes: int) -> int:
+        """What the budget leaves for forward and backward."""
+        assert not isinstance(self._wanted, Plan)
+        return self.outside.left_by(self._wanted, unplanned_bytes, held_bytes)
 
     def _check_is_whole(self, graph: fx.GraphModule) -> None:
         """Refuse the second graph of a step."""
@@ -178,34 +281,30 @@ class Backend:
         if others and (this in others or this[0] != others[0][0]):
             raise ApplyError(
                 "cannot plan several graphs of one step within one budget: the second "
-                f"begins at {_place_of(graph)}",
+                f"begins at {place_of(graph)}",
                 needed="a step that compiles as one graph, and a backend of its own",
-                hint="fullgraph=True or TORCH_LOGS=graph_breaks, which show the break; "
-                "under DDP, torch._dynamo.config.optimize_ddp=False",
+                hint="ckplan.compile(model, budget, fullgraph=False); TORCH_LOGS="
+                "graph_breaks shows the break; under DDP, "
+                "torch._dynamo.config.optimize_ddp=False",
             )
 
 
-def _place_of(graph: fx.GraphModule) -> str:
-    """Where in the user's code a graph begins: the source of its first op."""
-    for node in graph.graph.nodes:
-        lines = (node.stack_trace or "").splitlines()
-        code = [line.strip() for line in lines if line.strip(" ^~")]
-        if node.op != "placeholder" and code:
-            return f"'{code[-1]}'"
-    return "an unknown line"
-
-
-def _with_short_errors(call: Callable[..., Any]) -> Callable[..., Any]:
+def _with_short_errors(
+    call: Callable[..., Any], prepare: Callable[..., None] | None = None
+) -> Callable[..., Any]:
     @functools.wraps(call)
     def checked(*args: Any, **kwargs: Any) -> Any:
         with compile_errors("the model"):
+            if prepare is not None:
+                prepare(args, kwargs)
             return call(*args, **kwargs)
 
     return checked
 
 
-def _needs_gradient(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.requires_grad
+def _partitioner(chosen: Chosen) -> Partitioner | None:
+    saved = chosen.saved
+    return None if saved is None else Partitioner(saved, _key(saved))
 
 
 def _is_plan_file(wanted: object) -> bool:
@@ -216,34 +315,3 @@ def _key(saved: frozenset[str]) -> str:
     """Identify a choice to Inductor's caches, which also know the graph."""
     text = "\n".join(sorted(saved))
     return f"ckplan {hashlib.sha256(text.encode()).hexdigest()}"
-
-
-def _check(inputs: Sequence[Any], mode: str | None, options: Mapping[str, Any]) -> None:
-    """Refuse what the replay was not shown to be exact for."""
-    tuned = [name for name, on in options.items() if on and "max_autotune" in name]
-    if tuned:
-        raise ApplyError(
-            f"cannot plan code that is compiled with the option {tuned[0]}",
-            needed="kernels that do not depend on what autotuning measures",
-            hint="leave out the option",
-        )
-    if mode not in _MODES:
-        raise ApplyError(
-            f"cannot plan code that is compiled with mode {mode!r}",
-            needed=f"one of {', '.join(map(str, _MODES))}",
-            hint="leave out mode",
-        )
-    for value in inputs:
-        if isinstance(value, torch.SymInt):
-            raise ApplyError(
-                "cannot plan a graph with dynamic shapes: its bytes are not known",
-                needed="a graph per batch shape",
-                hint="dynamic=False, and batches of few different shapes",
-            )
-        if isinstance(value, torch.Tensor) and value.device.type != "cpu":
-            raise ApplyError(
-                f"cannot plan compiled code for {value.device.type}: the replay of "
-                "generated code was measured on CPUs alone",
-                needed="a model and a batch on the CPU",
-                hint="ckplan.apply, which plans uncompiled code on GPUs",
-            )

@@ -89,11 +89,11 @@ def replay(lowered: Lowered, num_outputs: int) -> Replayed:
 
 
 def _replay(lowered: Lowered, num_outputs: int, kernels: KernelBytes) -> Replayed:
-    ledger = _Ledger()
+    ledger = Ledger()
     with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
         given = [_fake(value) for value in lowered.forward.inputs]
         held_bytes = sum(ledger.ignore(value) for value in given)
-        with _Meter(ledger, kernels):
+        with Meter(ledger, kernels):
             made = _call(lowered.forward, ledger, kernels, list(given))
             outputs, saved = made[:num_outputs], made[num_outputs:]
             del made
@@ -116,7 +116,7 @@ def _replay(lowered: Lowered, num_outputs: int, kernels: KernelBytes) -> Replaye
     )
 
 
-class _Ledger:
+class Ledger:
     """Live bytes and their peak, from births and deaths of storages."""
 
     def __init__(self) -> None:
@@ -159,10 +159,10 @@ class _Ledger:
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
 
-class _Meter(TorchDispatchMode):
+class Meter(TorchDispatchMode):
     """Counts the outputs and the scratch memory of every op."""
 
-    def __init__(self, ledger: _Ledger, kernels: KernelBytes) -> None:
+    def __init__(self, ledger: Ledger, kernels: KernelBytes) -> None:
         super().__init__()
         self.ledger, self.kernels = ledger, kernels
 
@@ -197,7 +197,7 @@ class _Nothing:
 class _ExternKernels:
     """Kernels that are not generated: only their memory counts."""
 
-    def __init__(self, ledger: _Ledger, kernels: KernelBytes) -> None:
+    def __init__(self, ledger: Ledger, kernels: KernelBytes) -> None:
         self._ledger, self._kernels = ledger, kernels
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -213,7 +213,7 @@ class _ExternKernels:
 
 
 def _call(
-    code: Code, ledger: _Ledger, kernels: KernelBytes, args: list[Any]
+    code: Code, ledger: Ledger, kernels: KernelBytes, args: list[Any]
 ) -> list[Any]:
     """Run a generated wrapper; like the real one, it consumes its arguments."""
     lines = code.source.splitlines()

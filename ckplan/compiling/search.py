@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 from ckplan import units
 from ckplan.compiling.graph import CompiledStep, as_graph
-from ckplan.compiling.lowering import DynamoGraph
+from ckplan.compiling.lowering import DynamoGraph, Lowered
 from ckplan.compiling.partition import JointGraph
 from ckplan.compiling.replay import Replayed, replay
 from ckplan.errors import InfeasibleError, PlanError
@@ -73,13 +73,26 @@ class CompiledPlanner:
         unplanned: Replayed,
         model: str = "model",
         progress: Progress | None = None,
+        quick: bool = False,
     ) -> None:
+        """Plan one step.
+
+        Args:
+            traced: The graph of Dynamo.
+            joint: Its joint graph, divided as torch does.
+            unplanned: The replay of that.
+            model: Name of the model.
+            progress: Told of the work.
+            quick: Replay code that is not vectorized. ``check`` what is compiled then.
+        """
         self.traced = traced
         self.joint = joint
         self.unplanned = unplanned
         self.step: CompiledStep = as_graph(joint, model)
         self._progress = progress
+        self._quick = quick
         self._replayed: dict[frozenset[str] | None, Replayed] = {None: unplanned}
+        self._real = dict(self._replayed)  # of code that is, or would be, compiled
 
     def solve(self, budget_bytes: int) -> Chosen:
         """Find the cheapest candidate whose replayed peak is within a budget.
@@ -91,13 +104,23 @@ class CompiledPlanner:
         Raises:
             InfeasibleError: None fits; the smallest replayed peak is named.
         """
-        for candidate in self.candidates:
-            if self._is_far_over(candidate, budget_bytes):
-                continue
-            found = self.replayed(candidate.saved)
-            if found.peak_bytes <= budget_bytes:
-                return self._chosen(candidate, found, budget_bytes)
-        raise self._nothing_fits(budget_bytes)
+        found = self._first_within(budget_bytes)
+        if found is None and not self._is_real(self.smallest.saved):
+            found = self._first_within(budget_bytes)
+        if found is None:
+            raise self._nothing_fits(budget_bytes)
+        return found
+
+    def check(self, chosen: Chosen, lowered: Lowered | None) -> bool:
+        """Whether code that was compiled takes the bytes that a plan says.
+
+        If not, nothing more is replayed quickly, and the plan is to be made again.
+
+        Args:
+            chosen: The plan.
+            lowered: The code; None if it is to be generated for this.
+        """
+        return self._is_real(chosen.saved, lowered)
 
     @property
     def smallest(self) -> Candidate:
@@ -121,6 +144,7 @@ class CompiledPlanner:
         self._check_same_graph(plan)
         regions = tuple(map(_flat, resolve(plan, self.step.graph)))
         saved = self._saved(regions) if regions else None
+        self._is_real(saved)
         found = self.replayed(saved)
         if plan.budget_bytes is not None and found.peak_bytes > plan.budget_bytes:
             peak, budget = map(
@@ -141,10 +165,41 @@ class CompiledPlanner:
                 proposed = len(self.__dict__.get("candidates", ()))
                 done = len(self._replayed) if proposed else 0
                 self._progress("replaying generated code", done, proposed)
-            _, lowered = self.traced.lower(saved)
+            _, lowered = self.traced.lower(saved, quick=self._quick)
             assert lowered is not None
             self._replayed[saved] = replay(lowered, self.joint.num_outputs)
         return self._replayed[saved]
+
+    def _first_within(self, budget_bytes: int) -> Chosen | None:
+        for candidate in self.candidates:
+            if self._is_far_over(candidate, budget_bytes):
+                continue
+            found = self.replayed(candidate.saved)
+            if found.peak_bytes <= budget_bytes:
+                return self.chosen(candidate, budget_bytes)
+        return None
+
+    def _is_real(
+        self, saved: frozenset[str] | None, lowered: Lowered | None = None
+    ) -> bool:
+        """Whether the code that runs takes what was replayed; if not, forget the rest.
+
+        Args:
+            saved: What forward saves.
+            lowered: The code that runs; None: it is generated.
+        """
+        if not self._quick or saved in self._real:
+            return True
+        if lowered is None:
+            _, lowered = self.traced.lower(saved)
+            assert lowered is not None
+        found = replay(lowered, self.joint.num_outputs)
+        self._real[saved] = found
+        if self._replayed.setdefault(saved, found) == found:
+            return True
+        self._quick = False
+        self._replayed = dict(self._real)
+        return False
 
     @cached_property
     def candidates(self) -> tuple[Candidate, ...]:
@@ -159,6 +214,26 @@ class CompiledPlanner:
         timeline = self._planner.simulator.run(flat)
         peak_bytes, overhead = timeline.peak_bytes, timeline.overhead
         return Candidate(flat, peak_bytes, overhead, self._saved(flat))
+
+    def chosen(self, one: Candidate, budget_bytes: int | None = None) -> Chosen:
+        """A candidate as a plan; by default, its budget is what it takes."""
+        found = self.replayed(one.saved)
+        if budget_bytes is None:
+            budget_bytes = found.peak_bytes
+        graph = self.step.graph
+        plan = Plan(
+            model=graph.model,
+            fingerprint=plan_fingerprint(graph.fingerprint),
+            budget_bytes=budget_bytes,
+            predicted=Prediction(
+                peak_bytes=found.peak_bytes,
+                peak_at=found.peak_at,
+                overhead=one.overhead,
+                unplanned_peak_bytes=self.unplanned.peak_bytes,
+            ),
+            regions=describe(graph, one.regions),
+        )
+        return Chosen(plan, one.saved, found, self.unplanned)
 
     @cached_property
     def _planner(self) -> Planner:
@@ -208,22 +283,6 @@ class CompiledPlanner:
         expected = candidate.simulated_peak_bytes * scale
         is_near_floor = candidate.simulated_peak_bytes <= _MOST_OVER * min(simulated)
         return expected > _MOST_OVER * budget_bytes and not is_near_floor
-
-    def _chosen(self, one: Candidate, found: Replayed, budget_bytes: int) -> Chosen:
-        graph = self.step.graph
-        plan = Plan(
-            model=graph.model,
-            fingerprint=plan_fingerprint(graph.fingerprint),
-            budget_bytes=budget_bytes,
-            predicted=Prediction(
-                peak_bytes=found.peak_bytes,
-                peak_at=found.peak_at,
-                overhead=one.overhead,
-                unplanned_peak_bytes=self.unplanned.peak_bytes,
-            ),
-            regions=describe(graph, one.regions),
-        )
-        return Chosen(plan, one.saved, found, self.unplanned)
 
     def _check_same_graph(self, plan: Plan) -> None:
         made_for = plan.fingerprint.get("compiled")

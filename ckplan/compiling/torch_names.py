@@ -7,22 +7,21 @@ joint-graph passes of Inductor.
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 from unittest import mock
 
 import torch
+from torch import fx
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ckplan.errors import ApplyError, CkplanError, WorkloadError
 from ckplan.training.failures import first_line
-
-if TYPE_CHECKING:
-    from torch import fx
 
 try:
     from torch._dynamo.exc import ShortenTraceback, TorchDynamoException
@@ -50,14 +49,17 @@ __all__ = [
     "EXTERN_KERNELS",
     "FORWARD_OF_BACKWARD",
     "PRIMALS",
+    "QUICK",
     "TANGENTS",
     "CustomPartitionerFn",
     "FakeTensorMode",
     "OpOverload",
+    "Record",
     "TorchDynamoException",
     "compilation",
     "compile_errors",
     "compile_with",
+    "copy_of",
     "default_parts",
     "errors_pass",
     "frugal_parts",
@@ -76,6 +78,13 @@ FORWARD_OF_BACKWARD = "fwd_nn_module_stack"
 COMPILES_KERNELS = "from torch._inductor.async_compile import AsyncCompile"
 EXTERN_KERNELS = "from torch._inductor.select_algorithm import extern_kernels"
 """Lines of generated code that import what makes kernels, and what calls others."""
+
+_SOURCES_OF_PARAMETERS, _SOURCE = "_param_name_to_source", "_dynamo_source"
+"""Attributes of a graph of Dynamo and of its inputs: where the user has them."""
+
+QUICK = {"cpp.simdlen": 0}
+"""Options of Inductor for code that is replayed, not run: loops are not vectorized. To
+vectorize them takes a quarter of the time of generating code."""
 
 _PARTITIONER = "custom_partitioner_fn"  # option of Inductor
 
@@ -163,11 +172,60 @@ def without_duplicates(joint: fx.GraphModule) -> fx.GraphModule:
     return joint
 
 
+def copy_of(graph: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a graph of Dynamo; parameters and constants are shared.
+
+    AOTAutograd finds in it where inputs come from, as in the graph itself. Otherwise it
+    would not know which are parameters, and would save views of them in their place.
+    """
+    copied = fx.GraphModule(graph, copy.deepcopy(graph.graph))
+    copied.meta = dict(graph.meta)
+    sources = getattr(graph, _SOURCES_OF_PARAMETERS, None)
+    if sources is not None:
+        setattr(copied, _SOURCES_OF_PARAMETERS, sources)
+    places = zip(graph.graph.nodes, copied.graph.nodes, strict=True)
+    for node, its_copy in places:
+        if hasattr(node, _SOURCE):
+            setattr(its_copy, _SOURCE, getattr(node, _SOURCE))
+    return copied
+
+
+Record: TypeAlias = Callable[[str, dict[str, Any], Any, bool], None]
+"""Given the source, its constants, the example inputs (fake tensors), and whether it is
+backward."""
+
+
 def compile_with(
-    gm: fx.GraphModule, inputs: Any, partitioner: Any, options: dict[str, Any]
+    gm: fx.GraphModule,
+    inputs: Any,
+    partitioner: Any,
+    options: dict[str, Any],
+    record: Record | None = None,
 ) -> Callable[..., Any]:
-    """Compile a graph of Dynamo with Inductor and a partitioner; None: torch's own."""
-    return compile_fx(gm, inputs, config_patches={**options, _PARTITIONER: partitioner})
+    """Compile a graph of Dynamo with Inductor.
+
+    Args:
+        gm: The graph; it is consumed.
+        inputs: Its example inputs.
+        partitioner: Divides the joint graph; None: torch's own.
+        options: Options of Inductor.
+        record: Given the generated code of forward and of backward, both before this
+            returns; neither if a cache of AOTAutograd has the graph.
+    """
+    patches = {**options, _PARTITIONER: partitioner}
+    if record is None:
+        return compile_fx(gm, inputs, config_patches=patches)
+
+    def inner(part: fx.GraphModule, given: Any, **how: Any) -> Any:
+        made = compile_fx_inner(part, given, **how)
+        source = getattr(made, "source_code", None)
+        if source is not None:
+            constants = dict(made.constants or {})
+            record(source, constants, list(given), bool(how.get("is_backward")))
+        return made
+
+    with functorch_config.patch(force_non_lazy_backward_lowering=True):
+        return compile_fx(gm, inputs, inner_compile=inner, config_patches=patches)
 
 
 def generate_code(
@@ -175,7 +233,7 @@ def generate_code(
     inputs: Any,
     partitioner: Any,
     options: dict[str, Any],
-    record: Callable[[str, dict[str, Any], Any, bool], None],
+    record: Record,
 ) -> None:
     """Lower forward and backward of a graph of Dynamo; compile and run nothing.
 
@@ -184,8 +242,7 @@ def generate_code(
         inputs: Its example inputs.
         partitioner: Divides the joint graph.
         options: Options of Inductor.
-        record: Given the source, its constants, the example inputs (fake tensors), and
-            whether it is backward, once for each of the two.
+        record: Called once for each of the two.
     """
     this_thread, compiled = threading.get_ident(), GraphLowering.compile_to_module
 

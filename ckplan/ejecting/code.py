@@ -15,7 +15,7 @@ from operator import itemgetter
 from ckplan.errors import PlanError
 from ckplan.graph.graph import Graph
 from ckplan.plan.hazards import refuse_torch_rerun, updates_statistics_twice
-from ckplan.plan.plan import Plan
+from ckplan.plan.plan import Plan, Prediction
 from ckplan.plan.region import RERUN, Region
 from ckplan.plan.resolve import resolve
 from ckplan.simulating.simulate import Simulator, Timeline
@@ -216,11 +216,17 @@ def _calls_of(plain: PlainPlan) -> Mapping[str, Sequence[int] | None]:
 
 def _header_lines(plain: PlainPlan, version: str) -> Iterator[str]:
     yield f"Made by `ckplan eject` of ckplan {version}. Predicted for this code:"
-    yield f"peak {peak_and_overhead(plain.timeline)}."
+    predicted = plain.plan.predicted
+    own = predicted if plain.same else None
+    yield f"peak {peak_and_overhead(plain.timeline, own)}."
     if not plain.same:
         yield ""
         yield "The plan it stands for rebuilds single ops, which has no plain form:"
-        yield f"its own peak is {peak_and_overhead(plain.planned)}."
+        yield f"its own peak is {peak_and_overhead(plain.planned, predicted)}."
+    if any(region.offload for region in plain.plan.regions):
+        yield ""
+        yield "It also moves tensors to a file. The nearest of torch moves all that is"
+        yield "saved under it: torch.autograd.graph.save_on_cpu, from a GPU to memory."
     if updates_statistics_twice(plain.graph, plain.regions):
         yield ""
         yield "Running statistics of these modules are updated twice a step: gradients"
@@ -232,7 +238,16 @@ def _header_lines(plain: PlainPlan, version: str) -> Iterator[str]:
         yield "does. This is the one with the smallest peak."
 
 
-def peak_and_overhead(timeline: Timeline) -> str:
-    """Peak and overhead of a step, in words."""
-    overhead = format_percent(timeline.overhead, sign=True)
-    return f"{format_bytes(timeline.peak_bytes)}, overhead {overhead}"
+def peak_and_overhead(timeline: Timeline, predicted: Prediction | None = None) -> str:
+    """Peak and overhead of a step, in words.
+
+    Args:
+        timeline: The step.
+        predicted: What its plan says of it: seconds of the same step that were measured
+            again must not give another figure.
+    """
+    overhead = timeline.overhead
+    if predicted is not None and predicted.peak_bytes == timeline.peak_bytes:
+        overhead = predicted.overhead
+    shown = format_percent(overhead, sign=True)
+    return f"{format_bytes(timeline.peak_bytes)}, overhead {shown}"

@@ -19,7 +19,7 @@ from ckplan.ejecting.code import limit_of, peak_and_overhead, torch_can_rerun
 from ckplan.errors import PlanError
 from ckplan.graph.graph import Graph
 from ckplan.plan.hazards import refuse_torch_rerun, updates_statistics_twice
-from ckplan.plan.plan import Plan
+from ckplan.plan.plan import Plan, Prediction
 from ckplan.plan.region import RERUN, Region
 from ckplan.plan.resolve import resolve
 from ckplan.simulating.simulate import Simulator, Timeline
@@ -56,6 +56,7 @@ class Setting:
     limit: MemoryLimit
     same: bool  # whether the setting equals the plan
     updates_twice: bool  # running statistics
+    predicted: Prediction | None = None  # by the plan itself
 
     @property
     def fits(self) -> bool:
@@ -64,9 +65,10 @@ class Setting:
 
     def about(self) -> Iterator[str]:
         """Yield notes on the setting, one line each."""
-        yield f"predicted: peak {peak_and_overhead(self.timeline)}"
+        predicted = self.predicted if self.same else None
+        yield f"predicted: peak {peak_and_overhead(self.timeline, predicted)}"
         if not self.same:
-            planned = peak_and_overhead(self.planned)
+            planned = peak_and_overhead(self.planned, self.predicted)
             yield f"the plan itself, beyond {self.tool}: peak {planned}"
         if not self.fits:
             limit = format_bytes(self.limit.bytes)
@@ -123,7 +125,7 @@ def setting_for(graph: Graph, plan: Plan, tool: str) -> Setting:
     same = [one for one in candidates if set(one[1]) == set(regions)]
     best = cheapest_or_smallest(same or candidates, limit, itemgetter(2))
     twice = updates_statistics_twice(graph, best[1])
-    return Setting(tool, *best, planned, limit, bool(same), twice)
+    return Setting(tool, *best, planned, limit, bool(same), twice, plan.predicted)
 
 
 @dataclass(frozen=True, slots=True)

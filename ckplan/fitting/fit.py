@@ -9,7 +9,6 @@ from pathlib import Path
 
 from ckplan import gpus, units
 from ckplan.errors import CkplanError
-from ckplan.fitting.batches import KnownBatches, batches_of, largest_rows
 from ckplan.fitting.other_card import estimated, on_card
 from ckplan.graph import file as trace_file
 from ckplan.graph.graph import Graph
@@ -23,6 +22,8 @@ from ckplan.solving.planner import Planner
 from ckplan.solving.remedies import SAME, SMALLER, Remedy, by_cost, remedies
 from ckplan.solving.replays import ReplayedPlan
 from ckplan.solving.reserved_limit import plan_within
+from ckplan.tuning.known_batches import STEPS, KnownBatches, batches_of
+from ckplan.tuning.largest import largest_number
 
 AS_IT_IS = "as it is"
 WITH_A_PLAN = "with a plan"
@@ -289,12 +290,12 @@ class _Asked:
         def size(rows: int) -> int:
             return self._size(rows, planned=planned, of_reserved=limit.of_reserved)
 
-        sizes = size(self._own_rows), size(batches.other_rows)
-        per_row = (sizes[0] - sizes[1]) / (self._own_rows - batches.other_rows)
-        fixed = sizes[0] - per_row * self._own_rows
-        guess = int((limit.bytes - fixed) / max(per_row, 1.0))
-        return largest_rows(
-            lambda rows: size(rows) <= limit.bytes, guess, in_steps=self._in_steps
+        return largest_number(
+            lambda rows: self._timeline(rows, planned=planned).peak_bytes,
+            lambda rows: size(rows) <= limit.bytes,
+            limit.bytes,
+            STEPS if self._in_steps else range(1, STEPS[-1]),
+            self._own_rows,
         )
 
     def _needed(self, limit: MemoryLimit, *, planned: bool) -> int:
@@ -305,7 +306,7 @@ class _Asked:
         )
         if size <= limit.bytes or timeline.peak_bytes > limit.bytes:
             return size
-        return limit.reserved_bytes(timeline) or size
+        return limit.reserved_bytes(timeline, size) or size
 
     def _size(self, rows: int, *, planned: bool, of_reserved: bool) -> int:
         """What a batch needs, unplanned or under the smallest plan, cached."""

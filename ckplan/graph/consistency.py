@@ -7,6 +7,7 @@ tensors are saved in forward and read in backward. The simulator relies on all o
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import astuple
 from itertools import chain
 
 from ckplan.graph.fqn import is_op_name
@@ -20,7 +21,7 @@ from ckplan.graph.records import (
 from ckplan.units import MOST_BYTES
 
 _MOST = 1 << 63  # of bytes
-_WORKLOAD_KEYS = frozenset({"target", "set", "input", "seed", "micro_batch"})
+_WORKLOAD_KEYS = frozenset({"target", "set", "input", "seed", "micro_batch", "script"})
 _MOST_SECONDS = 1e9  # of an op; in nanoseconds, sums of them are exact enough
 
 
@@ -58,7 +59,7 @@ def _phases_out_of_range(graph: RecordedStep) -> Iterator[str]:
 
 
 def _engine_out_of_range(graph: RecordedStep) -> Iterator[str]:
-    if not _are_times((graph.engine.watch_seconds, graph.engine.rerun_seconds)):
+    if not _are_times(astuple(graph.engine)):
         yield f"the engine takes {graph.engine}"
 
 
@@ -144,10 +145,9 @@ def _all_in_range(numbers: Iterable[int], low: int, high: int) -> bool:
     return True
 
 
-def _are_times(seconds: tuple[float, float]) -> bool:
-    """Whether both are times that an op may take."""
-    one, other = seconds
-    return 0 <= one <= _MOST_SECONDS and 0 <= other <= _MOST_SECONDS
+def _are_times(seconds: tuple[float, ...]) -> bool:
+    """Whether all are times that an op may take."""
+    return not [one for one in seconds if not 0 <= one <= _MOST_SECONDS]
 
 
 # -- relations between records -----------------------------------------------------
@@ -157,11 +157,11 @@ def _texts_of_workload(workload: object) -> list[object]:
     """What must be text in a remembered workload; all of it, if it is none."""
     if not isinstance(workload, Mapping) or not _WORKLOAD_KEYS.issuperset(workload):
         return [workload]
-    several = [workload.get(key, []) for key in ("set", "input")]
+    several = [workload.get(key, []) for key in ("set", "input", "script")]
     numbers = {type(workload.get(key, 0)) for key in ("seed", "micro_batch")}
     if numbers != {int} or not all(isinstance(one, list) for one in several):
         return [workload]
-    return [workload.get("target", ""), *several[0], *several[1]]
+    return [workload.get("target", ""), *chain(*several)]
 
 
 def _inconsistent_names(graph: RecordedStep) -> Iterator[str]:

@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
+from functools import cached_property
 from itertools import zip_longest
 from typing import Any, TypeVar
 
@@ -34,8 +35,121 @@ _GROWING = {
 """Record -> its fields that grow with the rows."""
 
 
+class StepLine:
+    """One step at every number of rows, on the lines through two recorded ones.
+
+    Only the records that grow are made anew; all others are those of ``large``.
+    """
+
+    def __init__(self, small: Graph, large: Graph, few: int, many: int) -> None:
+        """Check and draw nothing yet.
+
+        Args:
+            small: The step at the first number of rows.
+            large: The step at the second one; what does not grow comes from it.
+            few: Rows of ``small``.
+            many: Rows of ``large``.
+        """
+        self._small, self._large, self._few, self._many = small, large, few, many
+        self._blocks = _is_in_blocks(large)
+
+    def at(self, rows: int) -> Graph:
+        """The step with a number of rows.
+
+        Raises:
+            GraphError: The two steps do not run the same ops, or a tensor grows faster
+                than the rows.
+        """
+        small, large, three = self._small, self._large, (self._few, self._many, rows)
+        if not self._is_checked:
+            _check_same(small, large, three)
+            _check_linear(small, large, three)
+            self._is_checked = True
+        ops = list(large.ops)
+        for place in self._growing_ops:
+            ops[place] = self._op(small.ops[place], large.ops[place], three)
+        storages = list(large.storages)
+        for place, item in self._growing_storages:
+            one, other = small.storages[place], large.storages[place]
+            storages[place] = self._storage(one, other, three, item)
+        shapes = [graph.fingerprint.get("batch") for graph in (small, large)]
+        batch = _extrapolated_shapes(shapes[0], shapes[1], three)
+        return replace(
+            large,
+            fingerprint={**large.fingerprint, **({"batch": batch} if batch else {})},
+            ops=tuple(ops),
+            storages=tuple(storages),
+            encodings=tuple(
+                self._encoding(a, b, three) for a, b in zip(*self._codings, strict=True)
+            ),
+        )
+
+    _is_checked = False
+
+    @cached_property
+    def _growing_ops(self) -> list[int]:
+        pairs = enumerate(zip(self._small.ops, self._large.ops, strict=True))
+        return [
+            place
+            for place, (one, other) in pairs
+            if one.workspace != other.workspace
+            or any(getattr(one, k) != getattr(other, k) for k in _GROWING[Op])
+        ]
+
+    @cached_property
+    def _growing_storages(self) -> list[tuple[int, int]]:
+        """Storages that grow, and the bytes of an element where these explain both."""
+        pairs = enumerate(zip(self._small.storages, self._large.storages, strict=True))
+        return [
+            (place, _item_bytes(one, other) if self._blocks else 0)
+            for place, (one, other) in pairs
+            if one.bytes != other.bytes or one.tensor != other.tensor
+        ]
+
+    @cached_property
+    def _codings(self) -> tuple[list[Encoding], list[Encoding]]:
+        """The encodings that both steps have."""
+        both = self._small.encoding_of.keys() & self._large.encoding_of.keys()
+        small, large = (
+            [one for one in graph.encodings if (one.op, one.output) in both]
+            for graph in (self._small, self._large)
+        )
+        return small, large
+
+    def _op(self, one: Op, other: Op, rows: tuple[int, int, int]) -> Op:
+        grown = _extrapolated(one, other, rows)
+        if one.workspace == other.workspace:
+            return grown
+        workspace = _extrapolated_blocks(one.workspace, other.workspace, rows)
+        workspace = workspace.map(in_blocks) if self._blocks else workspace
+        return replace(grown, workspace=workspace)
+
+    def _storage(
+        self, one: Storage, other: Storage, rows: tuple[int, int, int], item: int
+    ) -> Storage:
+        size = max(0, int(_on_line(one.bytes, other.bytes, rows)))
+        tensor = _extrapolated_tensor(one, other, size, rows)
+        if item and tensor is not None:
+            size = item * math.prod(tensor.shape)
+        size = in_blocks(size) if self._blocks else size
+        return Storage(size, other.kind, other.maker, other.last, tensor)
+
+    def _encoding(
+        self, one: Encoding, other: Encoding, rows: tuple[int, int, int]
+    ) -> Encoding:
+        grown = _extrapolated(one, other, rows)
+        if not self._blocks:
+            return grown
+        return replace(
+            grown,
+            bytes=in_blocks(grown.bytes),
+            encode_workspace_bytes=in_blocks(grown.encode_workspace_bytes),
+            decode_workspace_bytes=in_blocks(grown.decode_workspace_bytes),
+        )
+
+
 def extrapolate(small: Graph, large: Graph, rows: tuple[int, int, int]) -> Graph:
-    """Return the step with another number of rows.
+    """The step with another number of rows: ``StepLine``, for one number.
 
     Args:
         small: The step at the first number of rows.
@@ -43,9 +157,13 @@ def extrapolate(small: Graph, large: Graph, rows: tuple[int, int, int]) -> Graph
         rows: The rows of ``small``, of ``large``, and of the step to return.
 
     Raises:
-        GraphError: The two steps do not run the same ops, or a tensor grows faster
-            than the rows.
+        GraphError: As of ``StepLine.at``.
     """
+    few, many, wanted = rows
+    return StepLine(small, large, few, many).at(wanted)
+
+
+def _check_same(small: Graph, large: Graph, rows: tuple[int, int, int]) -> None:
     if any(a != b for a, b in zip(_structure(small), _structure(large), strict=True)):
         raise GraphError(
             f"cannot extrapolate the step to a batch of {rows[2]} rows: it runs other "
@@ -54,78 +172,22 @@ def extrapolate(small: Graph, large: Graph, rows: tuple[int, int, int]) -> Graph
             hint="profile where the whole batch fits in memory, or a smaller batch",
         )
 
-    def extrapolated(ones: tuple[_T, ...], others: tuple[_T, ...]) -> tuple[_T, ...]:
-        pairs = zip(ones, others, strict=True)
-        return tuple(_extrapolated(one, other, rows) for one, other in pairs)
 
-    _check_linear(small, large, rows)
-    both = small.encoding_of.keys() & large.encoding_of.keys()
-    codings = (
-        tuple(one for one in graph.encodings if (one.op, one.output) in both)
-        for graph in (small, large)
-    )
-    one, other = (graph.fingerprint.get("batch") for graph in (small, large))
-    batch = _extrapolated_shapes(one, other, rows)
-    grown = replace(
-        large,
-        fingerprint={**large.fingerprint, **({"batch": batch} if batch else {})},
-        ops=tuple(
-            _with(op, workspace=_extrapolated_blocks(one.workspace, op.workspace, rows))
-            for one, op in zip(
-                small.ops, extrapolated(small.ops, large.ops), strict=True
-            )
-        ),
-        storages=tuple(
-            _with(grown, tensor=_extrapolated_tensor(one, other, grown.bytes, rows))
-            for one, other, grown in zip(
-                small.storages,
-                large.storages,
-                extrapolated(small.storages, large.storages),
-                strict=True,
-            )
-        ),
-        encodings=extrapolated(*codings),
-    )
-    return _in_blocks(small, large, grown) if _is_in_blocks(large) else grown
+def _item_bytes(one: Storage, other: Storage) -> int:
+    """Bytes of an element that explain two storages in whole blocks; 0 if none do."""
+    few, many = one.tensor, other.tensor
+    if few is None or many is None or not math.prod(many.shape):
+        return 0
+    for item in (1, 2, 4, 8, 16):
+        if in_blocks(item * math.prod(few.shape)) == one.bytes and (
+            in_blocks(item * math.prod(many.shape)) == other.bytes
+        ):
+            return item
+    return 0
 
 
 def _is_in_blocks(graph: Graph) -> bool:
     return str(graph.fingerprint.get("device", "")).startswith("cuda")
-
-
-def _in_blocks(small: Graph, large: Graph, grown: Graph) -> Graph:
-    """Sizes in blocks of CUDA's allocator, exact where the tensor is known."""
-
-    def sized(one: Storage, other: Storage, made: Storage) -> Storage:
-        few, many, new = one.tensor, other.tensor, made.tensor
-        if few and many and new and math.prod(many.shape):
-            # The item size that explains both storages in whole blocks.
-            for item in (1, 2, 4, 8, 16):
-                if in_blocks(item * math.prod(few.shape)) == one.bytes and (
-                    in_blocks(item * math.prod(many.shape)) == other.bytes
-                ):
-                    return _with(made, bytes=in_blocks(item * math.prod(new.shape)))
-        return _with(made, bytes=in_blocks(made.bytes))
-
-    return replace(
-        grown,
-        ops=tuple(_with(op, workspace=op.workspace.map(in_blocks)) for op in grown.ops),
-        storages=tuple(
-            sized(*three)
-            for three in zip(
-                small.storages, large.storages, grown.storages, strict=True
-            )
-        ),
-        encodings=tuple(
-            replace(
-                one,
-                bytes=in_blocks(one.bytes),
-                encode_workspace_bytes=in_blocks(one.encode_workspace_bytes),
-                decode_workspace_bytes=in_blocks(one.decode_workspace_bytes),
-            )
-            for one in grown.encodings
-        ),
-    )
 
 
 def _check_linear(small: Graph, large: Graph, rows: tuple[int, int, int]) -> None:
@@ -192,15 +254,31 @@ def _extrapolated(one: _T, other: _T, rows: tuple[int, int, int]) -> _T:
     found: dict[str, Any] = {}
     for name in _GROWING[type(other)]:
         low, high = getattr(one, name), getattr(other, name)
-        if low != high:
-            found[name] = max(type(high)(0), type(high)(_on_line(low, high, rows)))
+        if low == high:
+            continue
+        if name.endswith("seconds"):
+            few, many, wanted = rows
+            slope = seconds_per_row((few, low), (many, high))
+            found[name] = high + slope * (wanted - many)
+        else:
+            found[name] = max(0, int(_on_line(low, high, rows)))
     return replace(other, **found) if found else other
 
 
-def _with(record: _T, **values: Any) -> _T:
-    """A record with other values; the same one if they are its own."""
-    same = all(getattr(record, name) == value for name, value in values.items())
-    return record if same else replace(record, **values)
+def seconds_per_row(one: tuple[int, float], other: tuple[int, float]) -> float:
+    """What a row adds to the seconds of an op, from (rows, seconds) at two batches.
+
+    More rows take no less time, and at most in proportion: what measuring adds to that
+    is noise, which a line would carry far.
+
+    >>> seconds_per_row((1, 3.0), (2, 4.0)), seconds_per_row((1, 3.0), (2, 2.0))
+    (1.0, 0.0)
+    >>> seconds_per_row((1, 1.0), (2, 4.0))
+    2.0
+    """
+    (few, low), (many, high) = one, other
+    most, seconds = max(one, other)
+    return min(max((high - low) / (many - few), 0.0), seconds / most)
 
 
 def _on_line(low: float, high: float, rows: tuple[int, int, int]) -> float:

@@ -51,6 +51,7 @@ _TOP_KEYS = {
     "hazards",
     *_NEW_KEYS,
 }
+_LEAST_ENGINE_COSTS = 2  # earlier versions wrote no more
 _UNKNOWN = -1  # in place of a row of "lines" or "tensors"
 
 
@@ -81,7 +82,7 @@ def dumps(graph: Graph) -> str:
         "options": dict(graph.options),
         "notes": graph.notes,
         "costs": graph.costs,
-        "engine": [round(seconds, 9) for seconds in astuple(graph.engine)],
+        "engine": _engine_row(graph.engine),
         "num_forward": graph.num_forward,
         "num_backward": graph.num_backward,
         "names": names,
@@ -217,6 +218,14 @@ def _from_content(content: dict[str, Any]) -> Graph:
         engine=EngineCosts(*content["engine"]),
         options=dict(content["options"]),
     )
+
+
+def _engine_row(costs: EngineCosts) -> list[float]:
+    """The costs of the engine; the last ones are left out if nothing was measured."""
+    row, default = [round(cost, 9) for cost in astuple(costs)], astuple(EngineCosts())
+    while len(row) > _LEAST_ENGINE_COSTS and row[-1] == default[len(row) - 1]:
+        row.pop()
+    return row
 
 
 def _columns(

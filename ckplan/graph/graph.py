@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from ckplan.errors import GraphError
 from ckplan.graph.consistency import inconsistencies
 from ckplan.graph.fqn import relative_path
+from ckplan.graph.queues import Span, span, visible_share
 from ckplan.graph.records import (
     BEFORE_STEP,
     KINDS,
@@ -66,17 +67,35 @@ class Graph(RecordedStep):
 
     @cached_property
     def step_seconds(self) -> float:
-        """Seconds of the unplanned step: device time or launch time, the longer one.
+        """Seconds of the unplanned step; on a GPU, until the device is done.
 
         It is a step of the optimizer, with all the batches that it accumulates.
         """
-        return self.step_total(self.critical_seconds)
+        if not self.is_launched:
+            return self.step_total(self.critical_seconds)
+        return self.step_span(self.batch_span).seconds
 
     @cached_property
-    def num_batches(self) -> int:
-        """Forwards and backwards per step of the optimizer; one is recorded."""
-        given = self.options.get("accumulate", 1)
-        return given if isinstance(given, int) and given > 0 else 1
+    def is_launched(self) -> bool:
+        """Whether a CPU launches the ops on a device that runs beside it."""
+        return any(op.launch_seconds for op in self.ops)
+
+    @cached_property
+    def batch_span(self) -> Span:
+        """Forward and backward of one batch, unplanned, in both queues."""
+        device, launch = self.device_and_launch
+        return span(launch[: self.backward_stop], device[: self.backward_stop])
+
+    def step_span(self, batch: Span) -> Span:
+        """A step of the optimizer in both queues, from forward and backward."""
+        device, launch = self.device_and_launch
+        stop = self.backward_stop
+        return batch.times(self.num_batches).then(span(launch[stop:], device[stop:]))
+
+    @cached_property
+    def waiting_seconds(self) -> float:
+        """Seconds of the unplanned step that its busier queue waits for the other."""
+        return self.step_seconds - self.step_total(self.critical_seconds)
 
     def step_total(self, op_seconds: Sequence[float]) -> float:
         """Seconds of all batches and of the optimizer, from those of every op."""
@@ -86,13 +105,7 @@ class Graph(RecordedStep):
     @cached_property
     def critical_seconds(self) -> tuple[float, ...]:
         """Seconds of every op on the busier side: the device, or the launching CPU."""
-        return max(self._device_and_launch, key=self.step_total)
-
-    @cached_property
-    def hidden_seconds(self) -> tuple[float, ...]:
-        """Seconds of every op on the side that is less busy."""
-        device, launch = self._device_and_launch
-        return launch if self.critical_seconds is device else device
+        return max(self.device_and_launch, key=self.step_total)
 
     @cached_property
     def engine_is_critical(self) -> bool:
@@ -100,17 +113,29 @@ class Graph(RecordedStep):
 
         The CPU runs its own ops, or launches those of a GPU.
         """
-        _, launch = self._device_and_launch
-        return self.critical_seconds is launch or not any(launch)
+        _, launch = self.device_and_launch
+        return self.critical_seconds is launch or not self.is_launched
+
+    @cached_property
+    def engine_share(self) -> float:
+        """Share of the engine's CPU time that adds to the step, as solvers estimate."""
+        if self.engine_is_critical:
+            return 1.0
+        saves = [saved.packed_at for saved in self.saved]
+        halves = self.num_forward, self.backward_stop
+        costs = self.engine.watch_seconds, self.engine.rerun_seconds
+        return visible_share(*self.device_and_launch, halves, saves, costs)
 
     @cached_property
     def recompute_op_seconds(self) -> tuple[float, ...]:
         """Seconds that every op adds to the busier side when it reruns."""
         more = self.engine.rerun_seconds if self.engine_is_critical else 0.0
-        return tuple(seconds + more for seconds in self.critical_seconds)
+        again = self.engine.again
+        return tuple(again * seconds + more for seconds in self.critical_seconds)
 
     @cached_property
-    def _device_and_launch(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    def device_and_launch(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Seconds of every op on the device, and to launch it; the latter may be 0."""
         device = tuple(op.seconds for op in self.ops)
         return device, tuple(op.launch_seconds for op in self.ops)
 

@@ -114,6 +114,19 @@ class EngineCosts:
 
     watch_seconds: float = 0.0  # per tensor that a region's forward saves
     rerun_seconds: float = 0.0  # per op that reruns
+    module_seconds: float = 0.0  # more per op that reruns with its whole module
+    region_seconds: float = 0.0  # per region
+    again: float = 1.0  # seconds of an op in backward, as a factor of its own
+
+    def times(self, factor: float) -> EngineCosts:
+        """The costs of an engine that takes ``factor`` times as long."""
+        return EngineCosts(
+            factor * self.watch_seconds,
+            factor * self.rerun_seconds,
+            factor * self.module_seconds,
+            factor * self.region_seconds,
+            self.again,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,3 +221,9 @@ class RecordedStep:
     def backward_stop(self) -> int:
         """First op of the optimizer."""
         return self.num_forward + self.num_backward
+
+    @property
+    def num_batches(self) -> int:
+        """Forwards and backwards per step of the optimizer; one is recorded."""
+        given = self.options.get("accumulate", 1)
+        return given if isinstance(given, int) and given > 0 else 1

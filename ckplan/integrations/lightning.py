@@ -43,7 +43,9 @@ class PlanCallback(Callback):
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Apply the plan, or begin to record."""
         model = pl_module.get_submodule(self.module)
-        self._planner.begin(model, trainer.optimizers)
+        amp = {"bf16-mixed": "bf16", "16-mixed": "fp16"}.get(str(trainer.precision))
+        setting = {"accumulate": trainer.accumulate_grad_batches, "amp": amp}
+        self._planner.begin(model, trainer.optimizers, setting)
 
     def on_fit_end(self, trainer: Any, pl_module: LightningModule) -> None:
         """Remove the plan."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
-from ckplan.applying import apply, remove
+from ckplan.applying import apply, remove, status
 from ckplan.errors import CkplanError
 from ckplan.plan.plan import Plan
 from ckplan.solving.solve import solve_plan
@@ -48,13 +50,18 @@ class LoopPlanner:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        setting: Mapping[str, Any] | None = None,
     ) -> None:
         """Apply the plan, or begin to record.
+
+        A plan of ``ckplan tune`` has a setting, too. What the loop does otherwise is
+        said, as it is too late to change it.
 
         Args:
             model: The model.
             optimizer: Its optimizer, or those of the loop in the order in which they
                 step.
+            setting: What the loop does, by the names of ``training:`` in plan files.
 
         Raises:
             CkplanError: The plan is not for the model, or the optimizer does not train
@@ -62,6 +69,7 @@ class LoopPlanner:
         """
         if self.plan is not None:
             apply(model, self.plan)
+            _warn_of_other_setting(status(model).plan.workload, setting or {})
             return
 
         def recorded() -> None:
@@ -88,6 +96,25 @@ class LoopPlanner:
             self._recorder = None
         if self in _open:
             _open.remove(self)
+
+
+def _warn_of_other_setting(planned: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    """Say what a loop does otherwise than the setting that a plan was tuned for."""
+    if "micro_batch" not in planned:
+        return
+    wanted = {"accumulate": 1, "amp": None, **planned}
+    others = [
+        f"{key} {value if value is not None else 'none'} in place of "
+        f"{wanted[key] if wanted[key] is not None else 'none'}"
+        for key, value in here.items()
+        if wanted[key] != value
+    ]
+    if others:
+        warnings.warn(
+            f"the plan was tuned for another setting than this Trainer's: "
+            f"{', '.join(others)}; gradients are exact, the speed is another",
+            stacklevel=4,
+        )
 
 
 _open: list[LoopPlanner] = []  # that record

@@ -47,8 +47,14 @@ class PlanCallback(TrainerCallback):
         **others: Any,
     ) -> None:
         """Apply the plan, or begin to record."""
-        del args, state, control, others
-        self._planner.begin(model, optimizer)
+        del state, control, others
+        amp = "bf16" if args.bf16 else "fp16" if args.fp16 else None
+        setting = {
+            "micro_batch": args.per_device_train_batch_size,
+            "accumulate": args.gradient_accumulation_steps,
+            "amp": amp,
+        }
+        self._planner.begin(model, optimizer, setting)
 
     def on_train_end(
         self, args: Any, state: Any, control: Any, *, model: nn.Module, **others: Any

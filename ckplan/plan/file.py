@@ -6,8 +6,9 @@
     regions:
       - calls: transformer.h.[0..7]
         by: program
-        save: [attn.c_attn/addmm, mlp.c_fc/addmm]
+        save: [attn.c_attn/addmm]
         encode: {attn.attn_dropout/bernoulli_: bits}
+        offload: [mlp.c_fc/addmm]
 
 All scalars are read as strings and then checked: ``1.10`` is a name. Nothing in a plan
 is executed. Unknown content is an error that names its line.
@@ -51,8 +52,10 @@ FORMAT_VERSION = 1
 _OTHER_FILES = {".py": "a Python file", ".json": "a trace", ".gz": "a trace"}
 _MAX_COLUMNS = 88
 _PREDICTION_KEYS = tuple(field.name for field in fields(Prediction))
-_REGION_KEYS = ("calls", "run", "by", "save", "encode", "tiles", "bits", "regions")
-_LATER_REGION_KEYS = ("offload",)
+_PREDICTED_ALWAYS = _PREDICTION_KEYS[:4]  # the others are of offloaded tensors
+_REGION_KEYS = (
+    *("calls", "run", "by", "save", "encode", "offload", "tiles", "bits", "regions"),
+)
 _MOST_LEVELS = 16  # of nested regions
 _EXAMPLES = {  # place in the file -> example
     "the plan": "`ckplan solve` writes one",
@@ -74,6 +77,7 @@ _EXAMPLES = {  # place in the file -> example
     "'by'": EXAMPLE_BY,
     "'save'": "save: [attn.c_attn/addmm, mlp.c_fc/addmm]",
     "'encode'": EXAMPLE_ENCODE,
+    "'offload'": "offload: [mlp.c_fc/addmm]",
     "'tiles'": "tiles: {tokens: 16, vocabulary: 16}",
     "'bits'": f"bits: {SAME_BITS}",
 }
@@ -104,7 +108,7 @@ def dumps(plan: Plan) -> str:
         "training": training or None,
         "fingerprint": dict(plan.fingerprint) or None,
         "budget_bytes": plan.budget_bytes,
-        "predicted": asdict(plan.predicted) if plan.predicted else None,
+        "predicted": _prediction_content(plan.predicted) if plan.predicted else None,
         "bound": dict(plan.bound) or None,
         "regions": [_region_content(region) for region in plan.regions],
     }
@@ -116,6 +120,11 @@ def dumps(plan: Plan) -> str:
     return _serialize(root)
 
 
+def _prediction_content(predicted: Prediction) -> dict[str, object]:
+    kept = _PREDICTION_KEYS if predicted.moved_bytes else _PREDICTED_ALWAYS
+    return {key: value for key, value in asdict(predicted).items() if key in kept}
+
+
 def _region_content(region: PlannedRegion) -> dict[str, object]:
     place = {"run": list(region.run)} if region.run else {"calls": region.calls}
     content: dict[str, object] = {**place, "by": region.by}
@@ -123,6 +132,8 @@ def _region_content(region: PlannedRegion) -> dict[str, object]:
         content["save"] = [str(op) for op in region.save]
     if region.encode:
         content["encode"] = {str(op): name for op, name in region.encode}
+    if region.offload:
+        content["offload"] = [str(op) for op in region.offload]
     if region.tiles is not None:
         content["tiles"] = asdict(region.tiles)
         content["bits"] = SAME_BITS
@@ -235,12 +246,16 @@ def _batch(part: YamlNode) -> dict[str, str]:
 
 
 def _prediction(part: YamlNode) -> Prediction:
-    entries = part.record(_PREDICTION_KEYS, required=_PREDICTION_KEYS)
+    entries = part.record(_PREDICTION_KEYS, required=_PREDICTED_ALWAYS)
+    moved = entries.get("moved_bytes")
+    stalls = entries.get("stall_seconds")
     return Prediction(
         peak_bytes=entries["peak_bytes"].read(whole_number),
         peak_at=entries["peak_at"].text(),
         overhead=entries["overhead"].read(fraction),
         unplanned_peak_bytes=entries["unplanned_peak_bytes"].read(whole_number),
+        moved_bytes=moved.read(whole_number) if moved else 0,
+        stall_seconds=stalls.read(fraction) if stalls else 0.0,
     )
 
 
@@ -249,7 +264,7 @@ def _bound(part: YamlNode) -> dict[str, float]:
 
 
 def _region(part: YamlNode, level: int = 1) -> PlannedRegion:
-    entries = part.record(_REGION_KEYS, later=_LATER_REGION_KEYS)
+    entries = part.record(_REGION_KEYS)
     part.locate(_calls_or_run, entries)
     place = entries.get("calls") or entries["run"]
     run = _ends(place) if "run" in entries else None
@@ -261,7 +276,9 @@ def _region(part: YamlNode, level: int = 1) -> PlannedRegion:
         (form.locate(OpName.parse, op), form.read(check_encoding))
         for op, form in coded.items()
     )
-    where = tuple(named.where for named in (place, *ops, *coded.values()))
+    moved = entries["offload"].items("an op") if "offload" in entries else []
+    offload = tuple(op.read(OpName.parse) for op in moved)
+    where = tuple(named.where for named in (place, *ops, *coded.values(), *moved))
     calls = "" if run else place.text()
     inside = entries["regions"].items("a region") if "regions" in entries else []
     if inside and level == _MOST_LEVELS:
@@ -272,7 +289,8 @@ def _region(part: YamlNode, level: int = 1) -> PlannedRegion:
         )
     inner = tuple(_region(one, level + 1) for one in inside)
     tiles = _tiles(entries)
-    return part.locate(PlannedRegion, calls, by, save, encode, where, run, inner, tiles)
+    lists = save, encode, where
+    return part.locate(PlannedRegion, calls, by, *lists, run, inner, tiles, offload)
 
 
 def _tiles(entries: Mapping[str, YamlNode]) -> Tiles | None:

@@ -28,7 +28,7 @@ FINGERPRINT_KEYS = (
 """``forwards``: how often a step runs the model, if more than once; calls are numbered
 over all of them. ``compiled`` is the digest of a joint graph; plans for uncompiled code
 lack it."""
-_DECIMALS = 4  # of overheads
+DECIMALS = 4  # of overheads
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,29 +37,30 @@ class PlannedRegion:
 
     Raises:
         PlanError: ``by`` is not in ``WAYS``, or an encoding is not in ``ENCODINGS``. Or
-            a region that is not by PROGRAM saves or encodes ops, is a run of calls, or
-            is nested. Or one that is not by TILES has tiles.
+            a region that is not by PROGRAM names ops, is a run of calls, or is nested.
+            Or one that is not by TILES has tiles.
     """
 
     calls: str  # a pattern (names.py); every call it matches is a region
     by: str = PROGRAM  # see region.py
     save: tuple[OpName, ...] = ()
     encode: tuple[tuple[OpName, str], ...] = ()  # (op, encoding)
-    # File and line of `calls` or `run`, then of every op in `save` and in `encode`.
+    # File and line of `calls` or `run`, then of every op: see `ops`.
     where: tuple[str, ...] = field(default=(), compare=False, repr=False)
     run: tuple[str, str] | None = None  # first and last of sibling calls, one region
     inner: tuple[
         PlannedRegion, ...
     ] = ()  # regions inside, used while this one is recomputed
     tiles: Tiles | None = None  # of a region by TILES, which has them always
+    offload: tuple[OpName, ...] = ()  # kept elsewhere: see applying/moving
 
     def __post_init__(self) -> None:
         """Check the combination of fields."""
         check_way(self.by)
         for _, name in self.encode:
             check_encoding(name)
-        if (self.save or self.encode) and self.by != PROGRAM:
-            word = "save" if self.save else "encode"
+        if self.ops and self.by != PROGRAM:
+            word = "save" if self.save else "encode" if self.encode else "offload"
             raise PlanError(
                 f"cannot {word} ops of {self.title!r}: {word} needs by: program",
                 needed=f"by: program, or no {word}",
@@ -82,7 +83,7 @@ class PlannedRegion:
         if self.tiles is None and self.by == TILES:
             object.__setattr__(self, "tiles", Tiles())
         for one in self.inner:
-            if one.by != PROGRAM or one.encode:
+            if one.by != PROGRAM or one.encode or one.offload:
                 raise _not_nested(repr(one.title))
 
     @property
@@ -92,8 +93,8 @@ class PlannedRegion:
 
     @property
     def ops(self) -> tuple[OpName, ...]:
-        """The saved ops, then the encoded ones, in the order of ``where``."""
-        return (*self.save, *(op for op, _ in self.encode))
+        """The saved ops, the encoded and the offloaded ones, as in ``where``."""
+        return (*self.save, *(op for op, _ in self.encode), *self.offload)
 
     def located(self, error: PlanError, place: int = 0) -> PlanError:
         """Add file and line to an error; ``place`` is an index into ``where``."""
@@ -116,10 +117,13 @@ class Prediction:
     peak_at: str
     overhead: float  # fraction of an unplanned step
     unplanned_peak_bytes: int
+    moved_bytes: int = 0  # of offloaded tensors, out; the same come back
+    stall_seconds: float = 0.0  # in the overhead: a step waits for their copies
 
     def __post_init__(self) -> None:
         """Round as the file does, so that reading gives back what was written."""
         object.__setattr__(self, "overhead", _rounded(self.overhead))
+        object.__setattr__(self, "stall_seconds", round(float(self.stall_seconds), 9))
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +195,7 @@ def _flat(fingerprint: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
 
 
 def _rounded(overhead: float) -> float:
-    return round(float(overhead), _DECIMALS)
+    return round(float(overhead), DECIMALS)
 
 
 def check_way(text: str) -> str:
@@ -227,6 +231,6 @@ def _check_choice(
 def _not_nested(what: str) -> PlanError:
     return PlanError(
         f"cannot nest {what} in this way",
-        needed="by: program for both regions, and no encode for the inner one",
-        hint="encode in the outermost region; all regions can use the encoded form",
+        needed="by: program for both, and no encode or offload for the inner one",
+        hint="encode and offload in the outermost region; all regions can use it",
     )

@@ -28,6 +28,7 @@ class Region:
     # Regions inside; they save their outputs only while this one is rebuilt.
     inner: tuple[Region, ...] = ()
     tiles: Tiles | None = None  # of a region by TILES
+    offload: frozenset[tuple[int, int]] = frozenset()  # (op, output) kept elsewhere
 
     def moved(self, calls: int, ops: int) -> Region:
         """The same region on a later call: shift all indices."""
@@ -39,6 +40,7 @@ class Region:
             frozenset([(op + ops, output) for op, output in self.encode]),
             tuple([inner.moved(calls, ops) for inner in self.inner]),
             self.tiles,
+            frozenset([(op + ops, output) for op, output in self.offload]),
         )
 
 

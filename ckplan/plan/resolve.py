@@ -4,23 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from difflib import get_close_matches
 from itertools import pairwise
-from typing import TypeAlias
 
 from ckplan.errors import PlanError
 from ckplan.graph.fqn import Call, call_name
 from ckplan.graph.graph import Graph
 from ckplan.graph.patterns import expand_calls, fold_calls
-from ckplan.graph.records import OUTSIDE_CALLS, Encoding
+from ckplan.graph.records import OUTSIDE_CALLS
 from ckplan.plan.hazards import refuse_hazards
-from ckplan.plan.names import OpCounter, OpName
+from ckplan.plan.names import OpName
+from ckplan.plan.outputs import find_outputs, name_ops
 from ckplan.plan.plan import Plan, PlannedRegion
 from ckplan.plan.region import Region
-
-_MAX_LISTED = 5
-_Outputs: TypeAlias = frozenset[tuple[int, int]]
-"""(op, output) of each."""
 
 
 def resolve(plan: Plan, graph: Graph) -> tuple[Region, ...]:
@@ -50,7 +45,7 @@ def _regions(
     inside = [pair for one in planned.inner for pair in _regions(graph, one, index_of)]
     used: set[Region] = set()
     for call, last in _call_spans(graph, planned, index_of):
-        save, encode = _find_outputs(graph, call, last, planned)
+        outputs = find_outputs(graph, call, last, planned)
         inner_pairs = [
             (inner, one)
             for inner, one in inside
@@ -60,7 +55,10 @@ def _regions(
         ]
         used.update(inner for inner, _ in inner_pairs)
         inner = _in_call_order(graph, inner_pairs)
-        region = Region(call, planned.by, save, last, encode, inner, planned.tiles)
+        region = Region(
+            *(call, planned.by, outputs.save, last, outputs.encode),
+            *(inner, planned.tiles, outputs.offload),
+        )
         planned.check(refuse_hazards, graph, region)
         yield region, planned
     for inner_region, one in inside:
@@ -104,10 +102,14 @@ def describe(graph: Graph, regions: Iterable[Region]) -> tuple[PlannedRegion, ..
         names = _names_in(graph, region)
         save = tuple(_name_outputs(graph, names, region.save))
         encode = tuple(_name_encodings(graph, names, region.encode))
+        offload = tuple(_name_outputs(graph, names, region.offload))
+        ops = save, encode, ()
         if region.last is not None:
             first, last = (_name_call(graph, c) for c in (region.call, region.last))
             inner = describe(graph, region.inner)
-            one = PlannedRegion("", region.by, save, encode, (), (first, last), inner)
+            one = PlannedRegion(
+                *("", region.by, *ops, (first, last), inner), offload=offload
+            )
             runs.append(one)
             continue
         like = (
@@ -116,9 +118,12 @@ def describe(graph: Graph, regions: Iterable[Region]) -> tuple[PlannedRegion, ..
             frozenset(encode),
             _inner_structure(graph, region),
             region.tiles,
+            frozenset(offload),
         )
         if like not in alike:
-            one = PlannedRegion("", region.by, save, encode, tiles=region.tiles)
+            one = PlannedRegion(
+                *("", region.by, *ops), tiles=region.tiles, offload=offload
+            )
             planned.append(one)
         alike.setdefault(like, []).append(region)
     folded = (
@@ -156,20 +161,6 @@ def _describe_inner(
         for one in region.inner
     )
     return describe(graph, inner)
-
-
-def name_ops(graph: Graph, call: int, last: int | None = None) -> list[OpName]:
-    """Return the names of a region's ops, in execution order.
-
-    Paths are relative to the call or, for a run of calls, to their parent.
-    """
-    found, counter = graph.calls[call], OpCounter()
-    top = call if last is None else found.parent
-    stop = graph.calls[call if last is None else last].stop
-    return [
-        counter.name(graph.relative_path(op.call, top), op.name)
-        for op in graph.ops[found.start : stop]
-    ]
 
 
 def _index_of_calls(graph: Graph) -> dict[Call, int]:
@@ -224,46 +215,9 @@ def _expand(planned: PlannedRegion, calls: Iterable[Call]) -> tuple[Call, ...]:
         raise planned.located(error) from None
 
 
-def _find_outputs(
-    graph: Graph, call: int, last: int | None, planned: PlannedRegion
-) -> tuple[_Outputs, _Outputs]:
-    """(op, output) of the outputs that a region saves, and of those it encodes."""
-    if not (planned.save or planned.encode):
-        return frozenset(), frozenset()
-    start = graph.calls[call].start
-    op_of = {name: start + i for i, name in enumerate(name_ops(graph, call, last))}
-
-    def find(place: int, word: str, name: OpName) -> Iterator[tuple[int, int]]:
-        failed = f"cannot {word} '{name}' in region {planned.title!r}"
-        op = op_of.get(replace(name, output=None))
-        if op is None:
-            what = f"{failed}: {graph.calls[call]} runs no such op"
-            raise planned.located(_no_op(what, name, op_of), place)
-        outputs = range(len(graph.ops[op].outputs))
-        if not outputs or name.output not in (None, *outputs):
-            what = f"{failed}: in {graph.calls[call]} it has no such output"
-            raise planned.located(_no_output(what, outputs), place)
-        yield from (
-            (op, m) for m in (outputs if name.output is None else [name.output])
-        )
-
-    save: set[tuple[int, int]] = set()
-    encode: set[tuple[int, int]] = set()
-    for place, name in enumerate(planned.save, start=1):
-        save.update(find(place, "save", name))
-    for place, (name, form) in enumerate(planned.encode, start=1 + len(planned.save)):
-        for output in find(place, "encode", name):
-            known = graph.encoding_of.get(output)
-            if known is None or known.name != form or output in save:
-                error = _no_encoding(planned, name, form, known)
-                raise planned.located(error, place)
-            encode.add(output)
-    return frozenset(save), frozenset(encode)
-
-
 def _names_in(graph: Graph, region: Region) -> Mapping[int, OpName]:
-    """Op -> its name in the region; empty if the region saves and encodes nothing."""
-    if not (region.save or region.encode):
+    """Op -> its name in the region; empty if the region names nothing."""
+    if not (region.save or region.encode or region.offload):
         return {}
     names = name_ops(graph, region.call, region.last)
     return dict(enumerate(names, graph.calls[region.call].start))
@@ -309,41 +263,3 @@ def _check_disjoint(
                 hint="remove one of the two",
             )
             raise other.located(error)
-
-
-def _no_op(what: str, name: OpName, ops: Iterable[OpName]) -> PlanError:
-    there = list(map(str, ops))
-    near = get_close_matches(str(replace(name, output=None)), there, n=_MAX_LISTED)
-    listed = near or [*there[:_MAX_LISTED], "..."]
-    return PlanError(
-        what,
-        needed=f"an op of that call, such as {', '.join(listed)}",
-        hint=f"did you mean {near[0]!r}?" if near else "leave it out",
-    )
-
-
-def _no_encoding(
-    planned: PlannedRegion, name: OpName, form: str, known: Encoding | None
-) -> PlanError:
-    what = f"cannot encode '{name}' as {form} in region {planned.title!r}"
-    if known is not None and known.name == form:
-        return PlanError(
-            f"{what}: the region saves it as well",
-            needed="either save or encode",
-            hint="leave it out of save",
-        )
-    return PlanError(
-        what,
-        needed=f"'{known.name}'" if known else "an op whose tensor has a smaller form",
-        hint="masks of dropout: attn.attn_dropout/bernoulli_: bits",
-    )
-
-
-def _no_output(what: str, outputs: range) -> PlanError:
-    there = ", ".join(f"@{output}" for output in outputs)
-    every = "leave '@' and the number out, to save every output"
-    return PlanError(
-        what,
-        needed=there or "an op that returns a tensor",
-        hint=every if there else "leave it out",
-    )

@@ -79,24 +79,20 @@ class YamlNode:
         keys: Collection[str],
         *,
         required: Collection[str] = (),
-        later: Collection[str] = (),
     ) -> dict[str, YamlNode]:
         """Return the entries of this mapping, after checking its keys.
 
         Args:
             keys: Allowed keys.
             required: Required keys.
-            later: Keys that only other versions of ckplan read.
         """
         entries = self.entries()
         needed = f"one of {', '.join(keys)}"
         for key in entries:
             if key not in keys:
-                near = did_you_mean(key, keys) if key not in later else None
+                near = did_you_mean(key, keys)
                 hint = f"did you mean {near!r}?" if near else f"leave {key!r} out"
                 found = f"unknown key {key!r} in {self.what}"
-                if key in later:
-                    found = f"{key!r} in {self.what} is not supported by this version"
                 raise entries[key].error(found, needed=needed, hint=hint)
         for key in required:
             if key not in entries:

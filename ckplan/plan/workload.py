@@ -1,7 +1,8 @@
 """What a plan remembers of the workload that was profiled, and its YAML.
 
 The keys are options of the command line: ``set: [layers=24]`` is ``--set layers=24``.
-``verify`` and ``eject`` need nothing else.
+``verify`` and ``eject`` need nothing else. A step of a script has ``script`` instead:
+what was run, with its arguments.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from ckplan.plan.strict_yaml import YamlNode
 WORKLOAD_KEYS = (
     *("target", "set", "input", "seed", "gpu"),
     *("micro_batch", "optimizer", "amp", "accumulate", "clip", "scaler"),
+    "script",
 )
-TRAINING_KEYS = WORKLOAD_KEYS[5:]
+TRAINING_KEYS = WORKLOAD_KEYS[5:-1]
 """What the plan file has under ``training``: how the step trains."""
 
 
@@ -40,7 +42,11 @@ def as_arguments(workload: Mapping[str, Any]) -> str:
 
     >>> as_arguments({"target": "a.py", "set": ["n=4"], "clip": 1.0, "scaler": True})
     'a.py --set n=4 --clip 1.0 --scaler'
+    >>> as_arguments({"script": ["train.py", "--lr", "1"]})
+    'train.py --lr 1'
     """
+    if "script" in workload:
+        return shlex.join(workload["script"])
     words = [workload["target"]] if "target" in workload else []
     for key in WORKLOAD_KEYS[1:]:
         value, flag = workload.get(key, []), "--" + key.replace("_", "-")
@@ -97,6 +103,7 @@ def _unreadable(text: str, needed: str) -> PlanError:
 
 _READERS: dict[str, Callable[[YamlNode], Any]] = {
     "set": _texts,
+    "script": _texts,
     "input": _texts,
     "seed": lambda part: part.read(_whole),
     "micro_batch": lambda part: part.read(_whole),

@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from ckplan import units
-from ckplan.plan.plan import Plan, PlannedRegion
+from ckplan.plan.plan import Plan, PlannedRegion, Prediction
 from ckplan.plan.tiles import SAME_BITS
 from ckplan.plan.workload import as_arguments
 from ckplan.report.comparison import (
@@ -39,7 +39,7 @@ def solution_report(
     """Peak and time before and after, what else would do, the bound, the baselines."""
     title = f"Plan for {plan.model} within {_size(solution.budget_bytes)}"
     return Group(
-        section(title, _before_and_after(solution)),
+        section(title, _before_and_after(solution, plan.predicted)),
         *([section(_INSTEAD, remedies_table(instead))] if instead else []),
         section(
             "Budget, bound and floor",
@@ -82,7 +82,10 @@ def solution_json(
         "floor_tensors": list(solution.floor.largest),
         "overhead": timeline.overhead,
         "engine_overhead": timeline.engine_overhead,
+        "moved_bytes": timeline.moves.moved_bytes,
+        "stall_seconds": timeline.stall_seconds,
         "engine_seconds": timeline.engine_seconds,
+        "engine_hidden_seconds": timeline.hidden_engine_seconds,
         "launch_bound": _is_launch_bound(timeline),
         "bound_overhead": solution.bound_overhead,
         "gap": solution.gap,
@@ -111,6 +114,7 @@ def plan_report(plan: Plan) -> RenderableType:
         rows += [
             ("predicted peak", f"{peak}; unplanned {unplanned}"),
             ("predicted overhead", f"{overhead} of an unplanned step"),
+            *_moves(predicted.moved_bytes, predicted.stall_seconds),
         ]
     for name, least in plan.bound.items():
         percent = units.format_percent(least, sign=True)
@@ -135,13 +139,15 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             "peak_at": predicted.peak_at,
             "overhead": predicted.overhead,
             "unplanned_peak_bytes": predicted.unplanned_peak_bytes,
+            "moved_bytes": predicted.moved_bytes,
+            "stall_seconds": predicted.stall_seconds,
         },
         "bound": dict(plan.bound),
         "regions": [_region_json(region) for region in plan.regions],
     }
 
 
-def _before_and_after(solution: Solution) -> Table:
+def _before_and_after(solution: Solution, predicted: Prediction | None) -> Table:
     before, after = solution.unplanned, solution.timeline
     seconds = after.graph.step_seconds
     planned_seconds = seconds + after.recompute_seconds
@@ -150,7 +156,8 @@ def _before_and_after(solution: Solution) -> Table:
     batches = after.graph.num_batches
     step = "step" if batches == 1 else f"step of {batches} batches"
     add_row(table, step, *map(units.format_seconds, (seconds, planned_seconds)))
-    overhead = units.format_percent(after.overhead, sign=True)
+    rounded = after.overhead if predicted is None else predicted.overhead
+    overhead = units.format_percent(rounded, sign=True)  # as `show` rounds it
     add_row(table, "overhead", "", overhead, bold=True)
     return table
 
@@ -187,16 +194,27 @@ def _budget_rows(
     ]
 
 
+def _moves(moved_bytes: int, stall_seconds: float) -> list[tuple[str, str]]:
+    """What moves to a file, and how long a step waits for it."""
+    if not moved_bytes:
+        return []
+    waits = units.format_seconds(stall_seconds)
+    return [("offload", f"{_size(moved_bytes)} out and back; a step waits {waits}")]
+
+
 def _engine(after: Timeline) -> list[tuple[str, str]]:
-    """The engine's share, and on a GPU what the step waits for."""
+    """The engine's share, what moves, and on a GPU what the step waits for."""
     device, launching = map(units.format_seconds, after.queues)
-    rows = []
+    rows = _moves(after.moves.moved_bytes, after.stall_seconds)
+    taken = units.format_seconds(after.engine_seconds)
+    beside = after.hidden_engine_seconds
     if after.engine_overhead:
         percent = units.format_percent(after.engine_overhead, sign=True)
         why = "for the engine's own work; included in the overhead"
+        if beside:
+            why += f" ({units.format_seconds(beside)} of {taken} beside the device)"
         rows.append(("engine", f"{percent} {why}"))
     elif after.engine_seconds:
-        taken = units.format_seconds(after.engine_seconds)
         rows.append(("engine", f"{taken} of the CPU's time, beside the device"))
     if after.queues[1]:
         longer = "launches" if _is_launch_bound(after) else "the device"
@@ -231,13 +249,17 @@ def _regions(plan: Plan, *, in_full: bool = False) -> RenderableType:
         return key_value_table([("none", "nothing is recomputed")])
     levels = list(_levels(plan.regions))
     encodes = any(region.encode for _, region in levels)
+    moves = any(region.offload for _, region in levels)
     columns = ["calls", "by", "saves", *(["encodes"] if encodes else [])]
+    columns += ["offloads"] if moves else []
     table = make_table(*columns, texts=len(columns))
     for level, region in levels:
         cells = [_kept(region, in_full=in_full)]
         if encodes:
             forms = [f"{op}: {form}" for op, form in region.encode]
             cells.append(_ops(forms, in_full=in_full))
+        if moves:
+            cells.append(_ops([str(op) for op in region.offload], in_full=in_full))
         add_row(table, "  " * level + region.title, region.by, *cells)
     return table
 
@@ -272,6 +294,8 @@ def _region_json(region: PlannedRegion) -> dict[str, Any]:
         "save": [str(op) for op in region.save],
         "encode": {str(op): form for op, form in region.encode},
     }
+    if region.offload:
+        content["offload"] = [str(op) for op in region.offload]
     if region.tiles is not None:
         content |= {"tiles": asdict(region.tiles), "bits": SAME_BITS}
     if region.inner:

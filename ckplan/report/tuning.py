@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 
 from ckplan import units
+from ckplan.report.plots import save_figure
 from ckplan.report.tables import add_row, key_value_table, make_table, section
 from ckplan.tuning.settings import Setting
 from ckplan.tuning.tuned import LeverRow, Tuned
@@ -38,7 +40,18 @@ def _unit(found: Tuned) -> str:
 
 def _speed(found: Tuned, setting: Setting) -> str:
     times = found.tokens_per_sample or 1
-    return f"{setting.samples_per_second * times:,.1f} {_unit(found)}s per second"
+    speed = _number(setting.samples_per_second * times)
+    return f"{speed} {_unit(found)}s per second"
+
+
+def _number(rate: float) -> str:
+    """A rate with four digits, or as a whole number.
+
+    >>> _number(1.6389), _number(16.389), _number(624.56), _number(71234.5)
+    ('1.639', '16.39', '624.6', '71,234')
+    """
+    whole = len(str(int(rate)))
+    return f"{rate:,.{max(4 - whole, 0)}f}"
 
 
 def _words(setting: Setting) -> str:
@@ -117,13 +130,48 @@ def _curve(found: Tuned) -> Table:
         add_row(
             table,
             str(batch),
-            "does not fit" if bare is None else f"{bare.samples_per_second:,.1f}",
-            f"{planned.samples_per_second:,.1f}",
+            "does not fit" if bare is None else _number(bare.samples_per_second),
+            _number(planned.samples_per_second),
             units.format_percent(planned.overhead, sign=True),
             units.format_bytes(planned.peak_bytes),
             bold=batch == found.best.batch,
         )
     return table
+
+
+def save_tuned_plot(path: Path, found: Tuned, *, force: bool) -> None:
+    """Draw samples or tokens per second by batch, without plans and with them.
+
+    Args:
+        path: The picture, .png or .svg.
+        found: The answer of ``tune``.
+        force: Whether to replace a file.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, 4.0), layout="constrained")
+    axes = figure.add_subplot()
+    times = found.tokens_per_sample or 1
+    planned = [(batch, one) for batch, _, one in found.curve if one]
+    bare = [(batch, one) for batch, one, _ in found.curve if one]
+    for name, style, points in (
+        ("with a plan", "o-", planned),
+        ("no plan", "s--", bare),
+    ):
+        speeds = [times * one.samples_per_second for _, one in points]
+        axes.plot([batch for batch, _ in points], speeds, style, label=name)
+    speed = times * found.best.samples_per_second
+    axes.plot([found.best.batch], [speed], "*", markersize=14, label="best")
+    if found.largest_unplanned:
+        axes.axvline(found.largest_unplanned, linestyle=":", color="gray")
+    axes.set_xscale("log", base=2)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("batch (dotted: the largest without a plan)")
+    axes.set_ylabel(f"{_unit(found)}s per second")
+    limit = units.format_bytes(found.limit.bytes)
+    axes.set_title(f"{found.graph.model} in {limit}")
+    axes.legend()
+    save_figure(path, figure, force=force)
 
 
 def tuned_json(found: Tuned) -> dict[str, Any]:

@@ -31,6 +31,7 @@ def verification_report(found: Verification) -> RenderableType:
         ("buffers", _equal(found.buffers_equal)),
         ("random state", _equal(found.random_state_equal)),
         *(("differs", name) for name in found.different),
+        *_spilled(found),
         *_regions(found),
         *(("note", note) for note in found.notes),
     ]
@@ -123,6 +124,12 @@ def _numbers(found: Verification) -> Table:
         low, high = map(_percent, found.overhead_quartiles)
         add_row(table, "its quartiles", "", f"{low} to {high}", "")
     return table
+
+
+def _spilled(found: Verification) -> list[tuple[str, str]]:
+    if not found.spilled_bytes:
+        return []
+    return [("offload", f"{_size(found.spilled_bytes)} in a file, while steps run")]
 
 
 def _regions(found: AbstractOutcome) -> list[tuple[str, str]]:

@@ -155,7 +155,8 @@ class _Pool:
 
     def take(self, num_bytes: int) -> Block:
         block = self._best(num_bytes) or self._reserve(num_bytes)
-        if self._worth_splitting(block.bytes - num_bytes):
+        remaining = block.bytes - num_bytes
+        if remaining and self._worth_splitting(remaining):
             self._add_free(self._split(block, num_bytes))
         return block
 

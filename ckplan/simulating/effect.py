@@ -11,7 +11,7 @@ from math import inf
 from typing import NamedTuple
 
 BEFORE_OP = AFTER_MOMENT = NO_STORAGE = -1
-REBUILT, ENCODED, COPIED = "rebuilt", "encoded", "copied"
+REBUILT, ENCODED, COPIED, RETURNED = "rebuilt", "encoded", "copied", "returned"
 
 
 class Interval(NamedTuple):
@@ -28,7 +28,16 @@ class Interval(NamedTuple):
     start_tick: int = 0
     stop_tick: int = AFTER_MOMENT
     storage: int = NO_STORAGE  # whose content it has
-    form: str = ""  # REBUILT, ENCODED or COPIED
+    form: str = ""  # REBUILT, ENCODED, COPIED or RETURNED
+
+
+class Work(NamedTuple):
+    """What a region adds to the two queues of a GPU's step at a half moment."""
+
+    moment: int
+    launch_seconds: float  # of the CPU, the engine left out
+    device_seconds: float
+    engine_seconds: float = 0.0  # of the CPU
 
 
 @dataclass(slots=True)
@@ -49,11 +58,22 @@ class Effect:
     freed_in_gap: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     encoding: dict[int, int] = field(default_factory=dict)  # half moment -> workspace
     seconds: float = (
-        0.0  # critical: on the device or for launches, whichever takes longer
+        0.0  # in the busier queue of the unplanned step: what solvers add up
     )
-    hidden_seconds: float = 0.0  # of the other queue
     engine_seconds: float = 0.0  # CPU time of the engine itself
     steps: list[int] = field(default_factory=list)  # ops that rerun, in order
+    gaps: list[int] = field(default_factory=list)  # half moment of each of these
+    coded: list[tuple[int, float]] = field(
+        default_factory=list
+    )  # (half moment, seconds) of encoding and decoding
+    work: list[Work] = field(default_factory=list)  # on a GPU: more in its queues
+    # Moved values, see moving.py:
+    moved: dict[int, int] = field(default_factory=dict)  # storage -> op that made it
+    asked: int = -1  # gap of the first dropped tensor that backward asks for
+    begun: int = 0  # how many of them begin to return then
+    returns: list[tuple[int, int]] = field(default_factory=list)  # (storage, gap)
+    wants: list[tuple[int, int]] = field(default_factory=list)  # (storage, gap)
+    exhausted: int = -1  # gap in which the last of them is wanted
 
     def hold(self, storage: int, until: int) -> None:
         """Keep a storage alive at least to a half moment."""

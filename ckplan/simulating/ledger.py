@@ -18,11 +18,13 @@ from ckplan.simulating.effect import (
     ENCODED,
     NO_STORAGE,
     REBUILT,
+    RETURNED,
     Effect,
     Interval,
 )
+from ckplan.simulating.moving import Returns
 from ckplan.simulating.program import Program
-from ckplan.simulating.view import RegionView
+from ckplan.simulating.view import MOVED, RegionView
 
 RANDOM_STATE_BYTES = 5056
 """Size of torch's CPU generator state, which is kept to rerun a random op on CPU."""
@@ -87,6 +89,35 @@ class Ledger:
                     form=ENCODED,
                 )
                 effect.allocated.append(form)
+        moved = {
+            value for value, (one, _) in self._encoded.items() if one.name == MOVED
+        }
+        storage_of = self.flow.storage_of
+        for value in moved:
+            effect.moved[storage_of[value]] = encodings[value].op
+        by_op = sorted(moved, key=lambda value: encodings[value].op)
+        self._returns = Returns(effect, [(value, storage_of[value]) for value in by_op])
+        self._returned: dict[int, Interval] = {}  # on their way back
+
+    def ask(self) -> None:
+        """Backward asks for a dropped tensor: moved values may begin to come back."""
+        for value in self._returns.ask(self.moment):
+            self._begin_return(value)
+
+    def fetch(self, value: int) -> Interval | None:
+        """Wait for a moved value; None if it is no such value."""
+        encoding, _ = self._encoded.get(value, (None, None))
+        if encoding is None or encoding.name != MOVED:
+            return None
+        for begins in self._returns.want(value, self.moment):
+            self._begin_return(begins)
+        self._record_alive(self._bytes)
+        self.decoded(value)
+        return self._returned.pop(value)
+
+    def _begin_return(self, value: int) -> None:
+        returned = self._allocate_value(value, self.moment, RETURNED)
+        self._returned[value] = returned
 
     def enter_gap(self, moment: int) -> None:
         """Enter the gap at half moment ``moment``, in which steps now run."""
@@ -123,6 +154,7 @@ class Ledger:
         number = self._view.start + step
         op = self._view.graph.ops[number]
         self.effect.steps.append(number)
+        self.effect.gaps.append(self.moment)
         self._runs_left[step] -= 1
         if op.random:
             self._replay_random_op(step)
@@ -144,7 +176,7 @@ class Ledger:
     def decode(self, value: int) -> Workspace:
         """Begin to decode a value; returns the workspace."""
         encoding, _ = self._encoded[value]
-        self.effect.seconds += encoding.decode_seconds
+        self.effect.coded.append((self.moment, encoding.decode_seconds))
         return Workspace(after=(encoding.decode_workspace_bytes,))
 
     def decoded(self, value: int) -> None:
@@ -168,7 +200,8 @@ class Ledger:
     def close(self) -> None:
         """Free encoded forms and random states that were not used."""
         forms = (form for _, form in self._encoded.values())
-        for left in (*forms, *self._random_states.values()):
+        returned = self._returned.values()
+        for left in (*forms, *self._random_states.values(), *returned):
             self.free(left, self.moment)
 
     def _encode(self, encoding: Encoding) -> None:
@@ -177,7 +210,7 @@ class Ledger:
         beyond = encoding.encode_workspace_bytes - op.workspace.bytes
         moment, most = 2 * encoding.op + 1, self.effect.encoding
         most[moment] = max(most.get(moment, 0), beyond)
-        self.effect.seconds += encoding.encode_seconds
+        self.effect.coded.append((moment, encoding.encode_seconds))
 
     def _record_alive(self, alive_bytes: int) -> None:
         parts = self.effect.gap_peaks.setdefault(self.moment, [0])
@@ -239,6 +272,10 @@ class ByteCounter:
 
     def decode(self, value: int) -> None:
         """Decode a value and free its encoded form."""
+        returned = self._ledger.fetch(value)
+        if returned is not None:
+            self._alive[value] = returned
+            return
         workspace, begun = self._ledger.decode(value), self._ledger.tick()
         self._alive[value] = self._ledger.allocate(value)
         self._ledger.record_peak(workspace, begun)

@@ -7,15 +7,15 @@ A rerun runs the whole module at once, as ``torch.utils.checkpoint`` does.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from ckplan.errors import PlanError
-from ckplan.graph.records import MULTIPLIES, Saved
+from ckplan.graph.records import MULTIPLIES, Encoding, Saved
 from ckplan.plan.region import PROGRAM, Region
-from ckplan.simulating.effect import BEFORE_OP, COPIED, REBUILT, Effect, Interval
+from ckplan.simulating.effect import BEFORE_OP, COPIED, REBUILT, Effect, Interval, Work
 from ckplan.simulating.ledger import ByteCounter, Ledger, is_on_cpu, random_state_bytes
 from ckplan.simulating.rebuild import Rebuild
-from ckplan.simulating.view import RegionView
+from ckplan.simulating.view import MOVED, RegionView
 
 
 def find_effect(view: RegionView, region: Region) -> Effect:
@@ -45,16 +45,19 @@ def _program_effect(view: RegionView, region: Region) -> Effect:
             view.flow.storage_of[value] for value in program.overwritten_inputs
         }
         raise _overwritten_error(view, overwritten_inputs)
+    encoded = view.encoded_values(region)
+    _check_wanted(view, encoded, program.decodes)
     effect = Effect(dropped={*dropped})
     retained = (view.flow.storage_of[value] for value in program.retained)
     for storage in (*view.external(), *retained):
         effect.hold(storage, 2 * view.stop - 1)
-    ledger = Ledger(view, program, effect, view.encoded_values(region))
+    ledger = Ledger(view, program, effect, encoded)
     rebuild = Rebuild(program, ByteCounter(ledger, program.retained))
     events = [(s, v, dropped[i]) for i, s, v in view.packed if i in dropped]
     for saved, value, part in sorted(events, key=lambda event: event[0].unpacked_at):
         if saved.unpacked_at >= 0:
             ledger.enter_gap(2 * saved.unpacked_at)
+            ledger.ask()
             owner = rebuild.owner(value, part)
             owner.materialize(value)
             ledger.restore_random_state()
@@ -63,20 +66,46 @@ def _program_effect(view: RegionView, region: Region) -> Effect:
     ledger.enter_gap(max((2 * s.last_held + 1 for s, _, _ in events), default=0))
     rebuild.machine.close()
     ledger.close()
-    _count_seconds(view, effect)
+    _count_seconds(view, region, effect)
     return effect
 
 
-def _count_seconds(view: RegionView, effect: Effect) -> None:
-    graph, engine = view.graph, view.graph.engine
-    effect.seconds += sum(graph.critical_seconds[op] for op in effect.steps)
-    effect.hidden_seconds += sum(graph.hidden_seconds[op] for op in effect.steps)
+def _check_wanted(
+    view: RegionView, encoded: Mapping[int, Encoding], wanted: Collection[int]
+) -> None:
+    """Refuse to move values that backward does not want."""
+    for value, one in encoded.items():
+        if one.name == MOVED and value not in wanted:
+            op = view.graph.ops[one.op]
+            raise PlanError(
+                f"cannot offload {op.name} of {view.graph.calls[op.call]}: backward "
+                "does not want it",
+                needed="values that backward reads, or that others are rebuilt from",
+                hint="leave it out of offload",
+            )
+
+
+def _count_seconds(view: RegionView, region: Region, effect: Effect) -> None:
+    graph, engine, steps = view.graph, view.graph.engine, effect.steps
+    per_op = engine.rerun_seconds
+    if region.by != PROGRAM:
+        per_op += engine.module_seconds
+    effect.engine_seconds += engine.region_seconds
     effect.engine_seconds += engine.watch_seconds * len(view.saves)
-    effect.engine_seconds += engine.rerun_seconds * len(effect.steps)
-    if graph.engine_is_critical:
-        effect.seconds += effect.engine_seconds
-    else:
-        effect.hidden_seconds += effect.engine_seconds
+    effect.engine_seconds += per_op * len(steps)
+    effect.seconds += sum(seconds for _, seconds in effect.coded)
+    effect.seconds += engine.again * sum(graph.critical_seconds[op] for op in steps)
+    effect.seconds += graph.engine_share * effect.engine_seconds
+    if not graph.is_launched:
+        return
+    watch, (device, launch) = engine.watch_seconds, graph.device_and_launch
+    effect.work.append(Work(2 * view.start, 0.0, 0.0, engine.region_seconds))
+    effect.work += (Work(2 * one.packed_at, 0.0, 0.0, watch) for one in view.saves)
+    effect.work += (Work(moment, taken, taken) for moment, taken in effect.coded)
+    effect.work += (
+        Work(gap, launch[op], engine.again * device[op], per_op)
+        for gap, op in zip(effect.gaps, steps, strict=True)
+    )
 
 
 def _rerun_effect(view: RegionView, region: Region) -> Effect:
@@ -95,7 +124,7 @@ def _rerun_effect(view: RegionView, region: Region) -> Effect:
         if overwritten_inputs:
             raise _overwritten_error(view, overwritten_inputs)
         _rerun_module(view, made, min(unpacked_at), effect)
-    _count_seconds(view, effect)
+    _count_seconds(view, region, effect)
     return effect
 
 
@@ -195,6 +224,7 @@ def _rerun_module(
             effect.allocated.append(again)
             tick += 1
         effect.steps.append(moment)
+        effect.gaps.append(gap)
     effect.allocated += (
         Interval(gap, gap, *one, storage=storage, form=REBUILT)
         for storage, one in unsaved.items()

@@ -26,6 +26,7 @@ from ckplan.graph.records import BEFORE_STEP, GATHER
 from ckplan.plan.hazards import refuse_hazards
 from ckplan.plan.region import Region, check_apart
 from ckplan.simulating.effect import Effect, Interval
+from ckplan.simulating.moving import Moves, find_moves
 from ckplan.simulating.recomputing import find_effect
 from ckplan.simulating.tiling import refuse_regions_of_loss, tile_graph
 from ckplan.simulating.timeline import Timeline
@@ -53,8 +54,15 @@ def simulate(graph: Graph, regions: Iterable[Region] = ()) -> Timeline:
 class Simulator:
     """Replays one graph under many plans; caches views and effects of regions."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, link_rate: float | None = None) -> None:
+        """Prepare the replays of a step.
+
+        Args:
+            graph: The step.
+            link_rate: Bytes per second of the copies of offloaded values, if known.
+        """
         self.graph = graph
+        self.link_rate = link_rate
         self._views: dict[tuple[int, int], RegionView] = {}
         self._effects: dict[Region, Effect] = {}
         self._tiled: dict[Region, Simulator] = {}
@@ -109,21 +117,25 @@ class Simulator:
         if head is not None:
             return self._run_tiled(head, [one for one in regions if one is not head])
         effects = tuple(self.effect(region) for region in regions)
-        moved = self._moved_stops(effects)
+        moves = find_moves(self.graph, effects, self.link_rate)
+        moved = self._moved_stops(effects, moves)
         excess = Counter[int]()
         freed_ticks = self._freed_in_gap(effects, moved)
         sizes = self._freed_bytes(freed_ticks, moved)
         for effect in effects:
             excess.update(effect.excess(sizes))
-        changes = self._changes(moved, effects)
+        changes = self._changes(moved, effects, moves)
         live = self._replay(changes, excess, 0, len(self.unplanned_bytes) - 1)
-        return Timeline(self.graph, live, effects, self._stops, moved, freed_ticks)
+        stops = self._stops, moved, freed_ticks
+        return Timeline(self.graph, live, effects, *stops, moves=moves)
 
     def _run_tiled(self, head: Region, others: Sequence[Region]) -> Timeline:
         """Replay the step with a head in tiles, and other regions."""
         assert head.tiles is not None
         if head not in self._tiled:
-            self._tiled[head] = Simulator(tile_graph(self.graph, head.call, head.tiles))
+            self._tiled[head] = Simulator(
+                tile_graph(self.graph, head.call, head.tiles), self.link_rate
+            )
         refuse_regions_of_loss(self.graph, head.call, others)
         found = self._tiled[head].run(others)
         more = found.graph.step_seconds - self.graph.step_seconds
@@ -134,8 +146,9 @@ class Simulator:
     ) -> list[list[int]]:
         """Live bytes under one region, over windows of half moments [first, last]."""
         effects = (self.effect(region),)
-        moved = self._moved_stops(effects)
-        changes = list(self._changes(moved, effects))
+        moves = find_moves(self.graph, effects)
+        moved = self._moved_stops(effects, moves)
+        changes = list(self._changes(moved, effects, moves))
         freed_ticks = self._freed_in_gap(effects, moved)
         excess = effects[0].excess(self._freed_bytes(freed_ticks, moved))
         return [self._replay(changes, excess, *window) for window in windows]
@@ -161,10 +174,10 @@ class Simulator:
                 live[moment - start] += more_bytes
         return live
 
-    def _moved_stops(self, effects: Sequence[Effect]) -> dict[int, int]:
+    def _moved_stops(self, effects: Sequence[Effect], moves: Moves) -> dict[int, int]:
         """Storage -> its last half moment, for storages that regions drop or hold."""
         dropped = set().union(*(effect.dropped for effect in effects))
-        retained: dict[int, int] = {}
+        retained = dict(moves.holds)
         for effect in effects:
             for storage, until in effect.retained.items():
                 retained[storage] = max(retained.get(storage, -1), until)
@@ -205,7 +218,7 @@ class Simulator:
         return found
 
     def _changes(
-        self, moved: Mapping[int, int], effects: Sequence[Effect]
+        self, moved: Mapping[int, int], effects: Sequence[Effect], moves: Moves
     ) -> Iterator[Interval]:
         """Changes to the unplanned bytes as intervals, with negative bytes if freed."""
         for storage, new in moved.items():
@@ -214,6 +227,7 @@ class Simulator:
                 yield Interval(new + 1, old, -size)
             elif new > old:
                 yield Interval(old + 1, new, size)
+        yield from moves.early
         for effect in effects:
             yield from effect.allocated
 

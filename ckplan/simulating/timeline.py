@@ -7,8 +7,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ckplan.graph.graph import Graph
+from ckplan.graph.queues import Span
 from ckplan.graph.records import KINDS
 from ckplan.simulating.effect import Effect
+from ckplan.simulating.moving import NO_MOVES, Moves
+from ckplan.simulating.queues import planned_span
+
+_ROUNDING = 1e-9  # of sums of seconds
 
 
 @dataclass(frozen=True)
@@ -22,6 +27,7 @@ class Timeline:
     changed_stops: Mapping[int, int]  # same, for storages that regions change
     freed_ticks: Mapping[int, int]  # storage freed within a gap -> tick
     tile_seconds: float = 0.0  # of `graph` beyond the unplanned step: tiles of heads
+    moves: Moves = NO_MOVES
 
     @cached_property
     def stops(self) -> list[int]:
@@ -50,15 +56,23 @@ class Timeline:
 
     @cached_property
     def recompute_seconds(self) -> float:
-        """Extra seconds of recomputation and tiles in a step of the optimizer.
+        """Extra seconds of recomputation, tiles and stalls in an optimizer step.
 
-        Of its two queues, kernels and launches, only the longer one counts.
+        On a GPU, the step with all that regions add to its two queues, less the
+        unplanned one.
         """
-        graph, batches = self.graph, self.graph.num_batches
-        busier = batches * sum(effect.seconds for effect in self.effects)
-        other = batches * sum(effect.hidden_seconds for effect in self.effects)
-        idle = graph.step_seconds - graph.step_total(graph.hidden_seconds)
-        return max(busier, other - idle) + self.tile_seconds
+        if self.graph.is_launched:
+            planned = self._queued(engine=True).seconds
+            more = planned - self.graph.step_seconds
+        else:
+            seconds = sum(effect.seconds for effect in self.effects)
+            more = self.graph.num_batches * seconds
+        return more + self.tile_seconds + self.stall_seconds
+
+    @property
+    def stall_seconds(self) -> float:
+        """Seconds that ops wait for copies of offloaded values."""
+        return self.graph.num_batches * self.moves.stall_seconds
 
     @property
     def unplanned_seconds(self) -> float:
@@ -73,20 +87,34 @@ class Timeline:
     @cached_property
     def queues(self) -> tuple[float, float]:
         """Seconds of a GPU, and of the CPU beside it; without a GPU, the last is 0."""
-        graph, batches = self.graph, self.graph.num_batches
-        hidden = batches * sum(e.hidden_seconds for e in self.effects)
-        busier = graph.step_seconds + batches * sum(e.seconds for e in self.effects)
-        other = graph.step_total(graph.hidden_seconds) + hidden
-        if not any(op.launch_seconds for op in graph.ops):
-            return busier, 0.0
-        return (other, busier) if graph.engine_is_critical else (busier, other)
+        if not self.graph.is_launched:
+            return self.graph.step_seconds + self.recompute_seconds, 0.0
+        planned = self._queued(engine=True)
+        return planned.device_seconds, planned.launch_seconds
+
+    @cached_property
+    def engine_overhead(self) -> float:
+        """The engine's share of the overhead; 0 if all of it is beside the device."""
+        if not self.unplanned_seconds:
+            return 0.0
+        seconds = self.engine_seconds
+        if self.graph.is_launched:
+            without = self._queued(engine=False).seconds
+            seconds = self._queued(engine=True).seconds - without
+        return seconds / self.unplanned_seconds
 
     @property
-    def engine_overhead(self) -> float:
-        """The engine's share of the overhead; 0 if the CPU has idle time for it."""
-        if not (self.unplanned_seconds and self.graph.engine_is_critical):
+    def hidden_engine_seconds(self) -> float:
+        """CPU time of the engine that passes beside a GPU's kernels."""
+        if not self.graph.is_launched:
             return 0.0
-        return self.engine_seconds / self.unplanned_seconds
+        added = self.engine_overhead * self.unplanned_seconds
+        hidden = self.engine_seconds - added
+        return hidden if hidden > _ROUNDING * self.engine_seconds else 0.0
+
+    def _queued(self, *, engine: bool) -> Span:
+        """The step in the two queues of a GPU."""
+        return planned_span(self.graph, self.effects, engine=engine)
 
     @property
     def overhead(self) -> float:
@@ -125,5 +153,8 @@ class Timeline:
             total["activation"] += effect.allocated_bytes(moment, part)
             for went, _ in effect.freed_in_gap.get(moment, ())[:part]:
                 total[storages[went].kind] -= freed.get(went, 0)
+        total["activation"] += sum(
+            one.bytes for one in self.moves.early if one.start <= moment <= one.stop
+        )
         total["temporary"] += self.live_bytes[moment] - sum(total.values())
         return total

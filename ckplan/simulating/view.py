@@ -25,6 +25,9 @@ from ckplan.simulating.program import (
     compile_program,
 )
 
+MOVED = "moved"
+"""Name of the form of a value that is elsewhere, where it takes no bytes."""
+
 
 class RegionView:
     """The values and saved tensors of one call, or of a run of sibling calls."""
@@ -178,12 +181,12 @@ class RegionView:
         return {returned[op - self.start][output] for op, output in region.save}
 
     def encoded_values(self, region: Region) -> dict[int, Encoding]:
-        """Value -> its encoding, for the values that ``region.encode`` names."""
-        returned = self.flow.returned
-        return {
-            returned[op - self.start][output]: self.graph.encoding_of[op, output]
-            for op, output in sorted(region.encode)
-        }
+        """Value -> its encoding, for values that the region encodes or moves."""
+        returned, coding = self.flow.returned, self.graph.encoding_of
+        moved = (Encoding(*place, MOVED, 0, 0, 0, 0.0, 0.0) for place in region.offload)
+        found = [*(coding[place] for place in region.encode), *moved]
+        found.sort(key=lambda one: (one.op, one.output))
+        return {returned[one.op - self.start][one.output]: one for one in found}
 
     def parts(self, region: Region) -> tuple[list[NestedRegion], dict[int, int]]:
         """The inner regions as program parts, and saved tensor -> number of its part.
@@ -219,11 +222,11 @@ class RegionView:
 
     def _check_nested(self, one: Region, around: Region) -> None:
         graph = self.graph
-        if one.by != PROGRAM or around.by != PROGRAM or one.encode:
+        if {one.by, around.by} != {PROGRAM} or one.encode or one.offload:
             raise PlanError(
                 f"cannot nest {graph.calls[one.call]} in {graph.calls[around.call]}",
-                needed="by: program for both, and no encode for the inner one",
-                hint="encode in the outer region, or remove the inner region",
+                needed="by: program for both; no encode or offload for the inner one",
+                hint="encode and offload in the outer region, or remove the inner one",
             )
         last = one.call if one.last is None else one.last
         same = (one.call, one.last) == (around.call, around.last)

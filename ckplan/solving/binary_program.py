@@ -52,8 +52,18 @@ class BinaryProgram:
         """Add the constraint that the sum of terms is at most a limit."""
         self._rows.append((dict(terms), limit))
 
-    def solve(self, time_limit_seconds: float, step_seconds: float) -> ExactResult:
+    def solve(
+        self,
+        time_limit_seconds: float,
+        step_seconds: float,
+        waiting_seconds: float = 0.0,
+    ) -> ExactResult:
         """Minimize with HiGHS; results are fractions of ``step_seconds``.
+
+        Args:
+            time_limit_seconds: Seconds after which the search stops.
+            step_seconds: Of one batch.
+            waiting_seconds: Of these, that the costs may fill without an overhead.
 
         Raises:
             CkplanError: HiGHS fails.
@@ -99,4 +109,5 @@ class BinaryProgram:
         scale = _UNIT / step_seconds
         overhead = None if found.x is None else max(float(found.fun) * scale, 0.0)
         bound = float(found.mip_dual_bound or 0.0) * scale
+        bound -= waiting_seconds / step_seconds
         return ExactResult(found.status == _OPTIMAL, overhead, max(bound, 0.0))

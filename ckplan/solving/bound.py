@@ -138,7 +138,8 @@ class _BoundAt:
     def overhead(self, budget_bytes: int) -> float:
         nanoseconds = self._least(self._weight * budget_bytes - self._fixed_bytes)
         seconds = self._graph.num_batches * nanoseconds * NANOSECOND
-        return seconds / self._graph.step_seconds
+        waited = self._graph.waiting_seconds  # which recomputation may fill
+        return max(seconds - waited, 0.0) / self._graph.step_seconds
 
     def _least(self, allowed_bytes: int) -> float:
         """Least nanoseconds, on the convex hull, if at most so many bytes are kept.

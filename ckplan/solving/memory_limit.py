@@ -23,7 +23,9 @@ class MemoryLimit:
             return timeline.peak_bytes <= self.bytes
         return has_room(timeline, self.bytes, expandable=self.expandable)
 
-    def reserved_bytes(self, timeline: Timeline) -> int | None:
+    def reserved_bytes(
+        self, timeline: Timeline, unlimited_bytes: int | None = None
+    ) -> int | None:
         """What PyTorch's allocator reserves; None if the limit is on tensors alone.
 
         A step that fits is replayed within the limit: the allocator frees segments
@@ -31,7 +33,9 @@ class MemoryLimit:
         """
         if not self.of_reserved:
             return None
-        needed_bytes = reserved_bytes(timeline, expandable=self.expandable)
+        needed_bytes = unlimited_bytes
+        if needed_bytes is None:
+            needed_bytes = reserved_bytes(timeline, expandable=self.expandable)
         if needed_bytes <= self.bytes or timeline.peak_bytes > self.bytes:
             return needed_bytes
         try:

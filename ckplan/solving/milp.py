@@ -60,7 +60,8 @@ def solve_exactly(
     model = _Model(simulator, budget_bytes)
     graph = simulator.graph
     one_batch = graph.step_seconds / graph.num_batches  # its costs are of one
-    return model.program.solve(time_limit_seconds, one_batch)
+    waiting = graph.waiting_seconds / graph.num_batches
+    return model.program.solve(time_limit_seconds, one_batch, waiting)
 
 
 class _Model:

@@ -51,7 +51,6 @@ class NominalSimulator(Simulator):
             self._effects[region] = replace(
                 effect,
                 seconds=seconds + sum(codings),
-                hidden_seconds=0.0,
                 engine_seconds=0.0,
             )
         return self._effects[region]

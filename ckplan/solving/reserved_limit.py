@@ -28,9 +28,12 @@ def solve_within_limit(planner: Planner, limit: MemoryLimit) -> Solution:
     Raises:
         InfeasibleError: Not even the tensors fit.
     """
-    if not limit.of_reserved:
-        return planner.solve(limit.bytes, limit)
-    for within in (with_spare_segment(limit), limit):
+    return planner.solve(_budget_within(planner, limit), limit)
+
+
+def _budget_within(planner: Planner, limit: MemoryLimit) -> int:
+    """The budget of tensors whose plan fits within a limit; the limit if none does."""
+    for within in (with_spare_segment(limit), limit) if limit.of_reserved else ():
 
         def fits(budget_bytes: int, within: MemoryLimit = within) -> bool:
             found = planner.within(budget_bytes)
@@ -38,8 +41,8 @@ def solve_within_limit(planner: Planner, limit: MemoryLimit) -> Solution:
 
         budget_bytes = _largest_fitting(fits, planner.floor.peak_bytes, limit.bytes)
         if budget_bytes is not None:
-            return planner.solve(budget_bytes, limit)
-    return planner.solve(limit.bytes, limit)
+            return budget_bytes
+    return limit.bytes
 
 
 def plan_within(planner: Planner, limit: MemoryLimit) -> ReplayedPlan | None:
@@ -48,8 +51,8 @@ def plan_within(planner: Planner, limit: MemoryLimit) -> ReplayedPlan | None:
         return planner.unplanned, ()
     if limit.bytes < planner.floor.peak_bytes:
         return None
-    found = solve_within_limit(planner, limit)
-    return (found.timeline, found.regions) if limit.allows(found.timeline) else None
+    found = planner.within(_budget_within(planner, limit))
+    return found if found is not None and limit.allows(found[0]) else None
 
 
 def with_spare_segment(limit: MemoryLimit) -> MemoryLimit:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from ckplan.plan.plan import DECIMALS
 from ckplan.plan.region import Region
 from ckplan.simulating.simulate import Timeline
 from ckplan.solving.bound import gap
@@ -79,7 +80,8 @@ class Solution:
     @property
     def as_baseline(self) -> Baseline:
         """The plan as a baseline, for tables beside the others."""
-        return Baseline.of("this plan", self.timeline, self.limit)
+        found = Baseline.of("this plan", self.timeline, self.limit)
+        return replace(found, overhead=round(found.overhead, DECIMALS))
 
     @property
     def gap(self) -> float:

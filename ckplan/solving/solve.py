@@ -16,6 +16,7 @@ from ckplan.plan.resolve import describe
 from ckplan.plan.workload import plan_workload
 from ckplan.solving.card_memory import card_bytes
 from ckplan.solving.memory_limit import MemoryLimit
+from ckplan.solving.offloading import solve_with_moves
 from ckplan.solving.planner import Planner
 from ckplan.solving.reserved_limit import solve_within_limit
 from ckplan.solving.solution import FrontierPoint, Solution
@@ -58,6 +59,7 @@ def solve_plan(
     method: str = "chain",
     time_limit: float = 60.0,
     allow: Collection[str] = (),
+    spill_rate: str | float | None = None,
 ) -> Plan:
     """Find a plan for exactly one of a budget, a card, an overhead or a goal.
 
@@ -83,6 +85,9 @@ def solve_plan(
         time_limit: Seconds that ``"milp"`` may take.
         allow: ``["tiles"]``: the head and its loss may run in tiles, without the
             logits. For a budget, a card, or the least memory.
+        spill_rate: Bytes per second of a disk that activations may move to, such as
+            ``"2GB"``, or as ``ckplan.spill_rate(folder)`` measures it. For a budget or
+            the least memory, on the CPU. The plan needs ``apply(..., spill=FOLDER)``.
 
     Raises:
         CkplanError: Not exactly one of a budget, a card, a largest overhead and a goal
@@ -113,7 +118,8 @@ def solve_plan(
         gpu_memory,
     )
     planner = Planner(graph)
-    solution = find(planner, objective, allow)
+    rate = None if spill_rate is None else parse_rate(spill_rate)
+    solution = find(planner, objective, allow, rate)
     if method == "milp":
         solution = add_exact_bound(planner, solution, time_limit)
     return to_plan(graph, solution)
@@ -183,10 +189,16 @@ def add_exact_bound(
 
 
 def find(
-    planner: Planner, objective: Objective, allow: Collection[str] = ()
+    planner: Planner,
+    objective: Objective,
+    allow: Collection[str] = (),
+    spill_rate: float | None = None,
 ) -> Solution:
-    """Find the plan of an objective; ``allow`` is as in ``solve_plan``."""
+    """Find the plan of an objective; the last two are as in ``solve_plan``."""
     limit = limit_of_objective(planner, objective)
+    if spill_rate is not None:
+        _check_moves(planner.graph, allow, objective, limit)
+        return solve_with_moves(planner, limit, spill_rate)
     if allow:
         _check_levers(allow, objective, limit)
         return solve_with_tiles(planner, limit)
@@ -197,6 +209,44 @@ def find(
     if objective.goal == "knee":
         return planner.knee()
     return planner.solve(planner.floor.peak_bytes)
+
+
+def parse_rate(rate: str | float) -> float:
+    """Read bytes per second, such as ``2GB``.
+
+    Raises:
+        CkplanError: It is no rate above zero.
+    """
+    found = float(units.parse_bytes(rate)) if isinstance(rate, str) else float(rate)
+    if not 0 < found < math.inf:
+        raise CkplanError(
+            f"cannot move {rate} per second",
+            needed="the bytes that a disk moves per second, more than 0",
+            hint="--spill-rate 2GB, or leave it out to measure it",
+        )
+    return found
+
+
+def _check_moves(
+    graph: Graph,
+    allow: Collection[str],
+    objective: Objective,
+    limit: MemoryLimit | None,
+) -> None:
+    device = graph.fingerprint.get("device", "cpu")
+    if device != "cpu":
+        what, needed = f"from {device}: files take tensors of the CPU", "a step on CPU"
+    elif allow:
+        what, needed = "beside tiles", "one of the two"
+    elif limit is None and objective.goal != "min-memory":
+        what, needed = "for this objective", "a budget, or the least memory"
+    else:
+        return
+    raise CkplanError(
+        f"cannot plan to offload {what}",
+        needed=needed,
+        hint="--budget 12GiB --offload FOLDER, or leave out --offload",
+    )
 
 
 def _check_levers(
@@ -260,6 +310,8 @@ def to_plan(graph: Graph, solution: Solution) -> Plan:
             peak_at=timeline.peak_at,
             overhead=timeline.overhead,
             unplanned_peak_bytes=solution.unplanned.peak_bytes,
+            moved_bytes=timeline.moves.moved_bytes,
+            stall_seconds=timeline.stall_seconds,
         ),
         bound={"any_schedule": solution.bound_overhead},
         regions=describe(graph, solution.regions),

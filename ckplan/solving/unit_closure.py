@@ -38,10 +38,16 @@ def unit_closure_problem(
         flow.returned[one.op - view.start][one.output]: one
         for one in graph.encodings_in(*view.unit)
     }
+    more = graph.engine_share * graph.engine.rerun_seconds
+
+    def nanoseconds(step: int) -> int:
+        seconds = graph.critical_seconds[view.start + step]
+        return round((graph.engine.again * seconds + more) / NANOSECOND)
+
     return ClosureProblem(
         flow,
         [Demand([value for _, _, value in view.packed], bytes_of)],
-        lambda step: round(graph.recompute_op_seconds[view.start + step] / NANOSECOND),
+        nanoseconds,
         encodings,
     )
 

@@ -32,6 +32,7 @@ MOST_FLOPS, MOST_BYTES = 10**10, 1 << 28
 NOTE_SAME = "path of the trace: as in a forward on"
 NOTE_VARIES = "path of the trace: the forward takes another one from run to run"
 NOTE_NOT = "path of the trace: not compared with a forward on real tensors, as"
+NOTE_KNOWN = "path of the trace: as compared at another batch"
 _REAL, _HOLLOW = "real tensors", "tensors of torch without content"
 
 

@@ -19,23 +19,20 @@ from torch._subclasses.fake_tensor import FakeCopyMode
 
 from ckplan.applying import remove
 from ckplan.graph.graph import Graph
-from ckplan.graph.records import MEASURED, EngineCosts
+from ckplan.graph.records import MEASURED
 from ckplan.graph.sharding import Sharding, sharded
-from ckplan.tracing.build import build_graph, encodable_outputs
-from ckplan.tracing.costs.apply_overhead import calibrate_engine, on_host
+from ckplan.tracing.build import build_graph
+from ckplan.tracing.costs.apply_overhead import on_host
 from ckplan.tracing.costs.calibrate import (
-    EncodingCost,
     Progress,
-    calibrate,
-    calibrate_encodings,
 )
-from ckplan.tracing.costs.cost_cache import Cost, CostCache, cost_cache
-from ckplan.tracing.costs.roofline import roofline, roofline_encodings
-from ckplan.tracing.cuda.memory import in_allocator_blocks, with_workspaces
+from ckplan.tracing.costs.cost_cache import CostCache, cost_cache
+from ckplan.tracing.cuda.memory import in_allocator_blocks
 from ckplan.tracing.hazards.nondeterminism import with_nondeterminism_hazards
-from ckplan.tracing.recording.recording import Recording, TensorMeta
 from ckplan.tracing.recording.side_effects import preserve_rng_state
+from ckplan.tracing.seconds import coding_costs_of, costs_of, engine_costs_of
 from ckplan.tracing.smaller_batches import DoesNotFitError, profile_smaller_batches
+from ckplan.tracing.steps.measured import with_seconds_in_step
 from ckplan.tracing.target import TraceTarget, find_target
 from ckplan.tracing.trace import trace, trace_on_real_tensors
 from ckplan.tracing.watched_step import BuildWorkload, FakeScope, TracedStep
@@ -53,14 +50,6 @@ from ckplan.training.workload import (
     tensors_of,
 )
 
-NOTE_SECONDS = "seconds and workspaces: each distinct op measured alone on this machine"
-NOTE_ROOFLINE = "seconds: the least that the card needs; workspaces are not counted"
-NOTE_SOME_WORKSPACES = (
-    "seconds: the least that the card needs; bytes: in blocks of 512, with the "
-    "workspaces of kernels and of cuBLAS, not those of cuDNN"
-)
-NOTE_CPU_BYTES = "bytes: as on a CPU, where kernels keep other tensors than on a card"
-
 
 def profile_workload(
     spec: WorkloadSpec,
@@ -71,6 +60,8 @@ def profile_workload(
     host: float = 1.0,
     fresh: bool = False,
     replay: bool = True,
+    check: bool = True,
+    in_step: bool | None = None,
     seed: int = 0,
     change: Callable[[Workload], Workload] | None = None,
     progress: Progress | None = None,
@@ -87,6 +78,9 @@ def profile_workload(
             the one of this machine: 2 is twice as fast.
         fresh: Measure ops again that the cost cache already knows.
         replay: Run the forward of a small model twice, to find nondeterminism.
+        check: Compare the path of fake tensors with a forward on plain ones.
+        in_step: Take steps on the CPU, with plans and without, so that seconds are
+            those of a real step; by default if that takes a few seconds.
         seed: Seed of all random generators; ``verify`` takes the same step for the
             same seed.
         change: Changes the workload once it is built, such as the length of its batch.
@@ -105,7 +99,9 @@ def profile_workload(
         return change(make()) if change else make()
 
     with left_as_it_is(target):
-        graph = _profile(build, training, target, fresh, replay, progress)
+        graph = _profile(
+            build, training, target, fresh, replay, check, in_step, progress
+        )
     known = describe_workload(spec, seed)
     more: dict[str, Any] = {"workload": known} if known else {}
     return replace(graph, options={**graph.options, **more})
@@ -128,6 +124,8 @@ def profile(
     gpu: str | None = None,
     host: float = 1.0,
     replay: bool = True,
+    check: bool = True,
+    in_step: bool | None = None,
     shard: str | None = None,
     world_size: int = 1,
     units: Sequence[str] = (),
@@ -159,6 +157,9 @@ def profile(
         host: Speed of the processor that will launch the step on a GPU, relative to
             the one of this machine: 2 is twice as fast.
         replay: Run the forward of a small model twice, to find nondeterminism.
+        check: Compare the path of fake tensors with a forward on plain ones.
+        in_step: Take steps on the CPU, with plans and without, so that seconds are
+            those of a real step; by default if that takes a few seconds.
         shard: Profile the step of one rank under ``ddp``, ``zero1``, ``zero2``,
             ``zero3`` or ``fsdp2``; see ``ckplan.shard``.
         world_size: Number of ranks.
@@ -196,7 +197,9 @@ def profile(
 
     training = Training(optimizer, amp, accumulate, clip, scaler)
     with left_as_it_is(place):
-        graph = _profile(build, training, place, fresh, replay, progress)
+        graph = _profile(
+            build, training, place, fresh, replay, check, in_step, progress
+        )
     return sharded(graph, sharding) if sharding else graph
 
 
@@ -228,6 +231,8 @@ def _profile(
     target: TraceTarget,
     fresh: bool,
     replay: bool,
+    check: bool,
+    in_step: bool | None,
     progress: Progress | None,
 ) -> Graph:
     cache = cost_cache(target.placed, fresh=fresh)
@@ -240,7 +245,8 @@ def _profile(
 
     tell("tracing", 0, 0)
     try:
-        traced, too_large = trace(unplanned, training, target), None
+        traced = trace(unplanned, training, target, check=check)
+        too_large = None
     except DoesNotFitError as error:
         too_large = error.without_traceback()  # its frames must not keep memory
     if too_large is None:
@@ -256,14 +262,20 @@ def _profile(
             lambda workload: fingerprint(workload, target.device)["batch"],
             too_large,
         )
-    if not (replay and target.is_here):
+    if not target.is_here:
         return graph
-    tell("running forward twice", 0, 0)
-    return with_nondeterminism_hazards(
-        graph,
-        lambda: on_device(unplanned(None), target.placed),
-        training,
-        target.placed,
+
+    def real() -> Workload:
+        return on_device(unplanned(None), target.placed)
+
+    if replay:
+        tell("running forward twice", 0, 0)
+        place = target.placed
+        graph = with_nondeterminism_hazards(graph, real, training, place)
+    if target.device.type != "cpu" or target.gpu or too_large or in_step is False:
+        return graph
+    return with_seconds_in_step(
+        graph, real, training, cache, asked=bool(in_step), progress=progress
     )
 
 
@@ -275,60 +287,21 @@ def as_graph(
     progress: Progress | None,
 ) -> Graph:
     """Measure the ops of a recorded step and build its graph."""
-    costs, notes = _costs(traced.recording, target, cache, progress)
+    costs, notes = costs_of(traced.recording, target, cache, progress)
     options, gpu = training.as_options(), target.gpu
+    if traced.own_optimizer:
+        options["optimizer"] = "own"
     graph = build_graph(
         traced.recording,
         costs,
-        _coding_costs(traced.recording, target, cache),
+        coding_costs_of(traced.recording, target, cache),
         model=traced.model,
         fingerprint=traced.fingerprint,
         options=options if gpu is None else {**options, "gpu": gpu.name},
         notes=[*traced.notes, *notes, *cache.notes],
         cost_source=MEASURED if gpu is None else f"roofline {gpu.name}",
-        engine=_engine_costs(traced.recording, target, cache),
+        engine=engine_costs_of(traced.recording, target, cache),
     )
     if target.device.type == "cuda":
         return in_allocator_blocks(on_host(graph, target.host), target.capability)
     return graph
-
-
-def _costs(
-    recording: Recording,
-    target: TraceTarget,
-    cache: CostCache,
-    progress: Progress | None,
-) -> tuple[list[Cost], list[str]]:
-    """The cost of every op, and notes on how the costs were found."""
-    ops, gpu = recording.ops, target.gpu
-    if gpu is not None and target.device.type == "cuda":
-        return with_workspaces(ops, roofline(ops, gpu), gpu), [NOTE_SOME_WORKSPACES]
-    if gpu is not None:
-        return roofline(ops, gpu), [NOTE_ROOFLINE, NOTE_CPU_BYTES]
-    costs, notes = calibrate(ops, target.device, progress, cache), [NOTE_SECONDS]
-    if not all(cost.measured for cost in costs):
-        some = sum(not cost.measured for cost in costs)
-        notes.append(f"seconds of {some} ops scaled from the others, not measured")
-    return costs, notes
-
-
-def _engine_costs(
-    recording: Recording, target: TraceTarget, cache: CostCache
-) -> EngineCosts:
-    """Measure the overhead of ckplan's engine on the processor of this machine."""
-    forward = recording.ops[: recording.num_forward]
-    kernels_on_cpu = target.device.type == "cpu" and target.gpu is None
-    evicting = forward if kernels_on_cpu else ()
-    return calibrate_engine(evicting, target.device, cache)
-
-
-def _coding_costs(
-    recording: Recording, target: TraceTarget, cache: CostCache
-) -> dict[tuple[str, TensorMeta], EncodingCost]:
-    forms = ((form, meta) for _, _, form, meta in encodable_outputs(recording))
-    encoding_costs = calibrate_encodings(forms, target.placed, cache)
-    return (
-        encoding_costs
-        if target.gpu is None
-        else roofline_encodings(encoding_costs, target.gpu)
-    )

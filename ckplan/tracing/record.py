@@ -14,19 +14,24 @@ optimizer's steps is watched.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from types import TracebackType
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ckplan.applying import status
-from ckplan.errors import ApplyError, WorkloadError
+from ckplan.errors import WorkloadError
+from ckplan.graph.extrapolate import extrapolate
 from ckplan.graph.graph import Graph
 from ckplan.tracing.costs.calibrate import Progress
 from ckplan.tracing.costs.cost_cache import cost_cache
+from ckplan.tracing.cut_batches import BatchCutter, check_alike, cutter_of
 from ckplan.tracing.held_outputs import held_outputs
+from ckplan.tracing.loop_errors import check_loop, too_few_steps
 from ckplan.tracing.profile import as_graph, left_as_it_is
 from ckplan.tracing.recording.trimming import Trimmed
 from ckplan.tracing.target import find_target
@@ -45,6 +50,10 @@ NOTE_OVER = (
     "the loop should end the step"
 )
 _MENTIONED_BYTES = 1 << 20
+# Which steps after the first one are recorded of batches that are cut: a loader can be
+# one batch ahead, and what a step leaves behind must be of the same cut. Both numbers
+# are odd, as some loops do something else in every second step.
+_CUT_STEPS = (False, True, False, False, False, True)
 
 
 class LoopRecorder:
@@ -58,43 +67,66 @@ class LoopRecorder:
         num_steps: int = 1,
         fresh: bool = False,
         progress: Progress | None = None,
+        cutter: BatchCutter | None = None,
         on_done: Callable[[], object] | None = None,
     ) -> None:
-        """Check the arguments; see ``record``."""
+        """Check the arguments; see ``record``.
+
+        With a ``cutter``, a step at each of its two cuts is recorded.
+        """
         several = isinstance(optimizer, Sequence)
         optimizers = [*optimizer] if several else [optimizer]
-        _check_arguments(model, optimizers)
+        check_loop(model, optimizers)
         if num_steps < 1:
             raise WorkloadError(
                 f"cannot record {num_steps} steps",
                 needed="one or more, of which that with the largest batch is kept",
                 hint="ckplan.record(model, optimizer, num_steps=10)",
             )
-        self._left = num_steps  # steps to record
+        # Of the steps ahead, which ones are recorded.
+        self._ahead = [True] * num_steps if cutter is None else [*_CUT_STEPS]
+        self._done = False
+        self.wanted = 1 + len(self._ahead)  # steps until it is done
+        self._cutter = cutter
+        self._scope = ExitStack()  # of a cutter that nobody has opened
         self.steps = 0  # that ended since the recorder began
         self._model = model
         self._optimizers = [*map(_unwrapped, optimizers)]
         self._fresh, self._progress, self._on_done = fresh, progress, on_done
         self._hook: RemovableHandle | None = None
         self._watch: LoopWatch | None = None
-        self._found: Trimmed | None = None
-        self._batch: dict[str, str] = {}
-        self._holds_over = False
-        self._number = 0  # of the step that is kept
+        self._kept: list[_Kept] = []  # one step; with a cutter, one of each cut
 
     def __enter__(self) -> LoopRecorder:
         """Begin to watch the optimizer."""
         check_not_lazy(self._model, "record")
+        if self._cutter is not None:
+            self._cutter.begin()
+            if not self._cutter.is_open:
+                self._scope.enter_context(self._cutter.cutting())
         self._hook = self._optimizers[-1].register_step_post_hook(self._stepped)
         return self
 
-    def __exit__(self, *error: object) -> None:
-        """Stop watching; a step that did not end is dropped."""
+    def __exit__(
+        self,
+        kind: type[BaseException] | None = None,
+        error: BaseException | None = None,
+        trace: TracebackType | None = None,
+    ) -> None:
+        """Stop watching; a step that did not end is dropped.
+
+        Raises:
+            WorkloadError: The loop has failed on a batch that was cut.
+        """
+        del kind, trace
+        self._scope.close()
         if self._hook is not None:
             self._hook.remove()
         if self._watch is not None:
             self._watch.end()
             self._watch = None
+        if self._cutter is not None and not self.done:
+            self._cutter.explain(error)
 
     def start(self) -> LoopRecorder:
         """Begin with the step that begins now: the optimizers have just stepped."""
@@ -105,59 +137,63 @@ class LoopRecorder:
     @property
     def batch(self) -> dict[str, str]:
         """Shapes of what the model was given in the recorded step, by name."""
-        return self._batch
+        return self._kept[0].batch if self._kept else {}
 
     @property
     def done(self) -> bool:
         """Whether all wanted steps are recorded: the loop may end."""
-        return self._left == 0
+        return self._done
 
     @cached_property
     def graph(self) -> Graph:
         """The recorded step, its ops measured when this is read first.
 
         Raises:
-            WorkloadError: The loop has not taken two steps so far, or the recorded one
-                ran no backward of the model.
+            WorkloadError: The loop has not taken enough steps so far, or the recorded
+                one ran no backward of the model; or batches could not be cut.
+            GraphError: The step is not linear in the rows of the batch that was cut.
         """
-        if self._found is None:
-            raise _too_few_steps(self.steps, type(self._model).__name__)
-        found, model = self._found.recording, self._model
-        if not (found.num_forward and found.calls):
-            raise WorkloadError(
-                f"cannot plan for {type(model).__name__}: the recorded step ran no "
-                "backward through a call of it",
-                needed="the model that the loop trains, and its optimizer",
-                hint="ckplan.record(model, optimizer) with the module that is called",
-            )
+        model = self._model
+        if not self._kept or (self._cutter and not self.done):
+            raise too_few_steps(self.steps, type(model).__name__, self.wanted)
+        for kept in self._kept:
+            if not (kept.step.recording.num_forward and kept.step.recording.calls):
+                raise WorkloadError(
+                    f"cannot plan for {type(model).__name__}: the recorded step ran no "
+                    "backward through a call of it",
+                    needed="the model that the loop trains, and its optimizer",
+                    hint="ckplan.record(model, optimizer) with the module that is "
+                    "called",
+                )
+        if self._cutter is None:
+            return held_outputs(self._as_graph(self._kept[0]))
+        rows = self._cutter.rows()
+        many, few = self._kept
+        check_alike(few.batch, many.batch, rows)
+        graph = extrapolate(self._as_graph(few), self._as_graph(many), rows)
+        where = "a DataLoader" if self._cutter.from_loader else "a call of a model"
+        said = (
+            f"extrapolated linearly from batches of {rows[0]} and {rows[1]} rows to "
+            f"{rows[2]}: first rows of the first batch, cut where it leaves {where}"
+        )
+        return held_outputs(replace(graph, notes=(*graph.notes, said)))
+
+    def _as_graph(self, kept: _Kept) -> Graph:
+        model, found = self._model, kept.step.recording
         target = find_target(_device_of(model), None)
         calls = [call for call in found.calls if not call.fqn]
         several = {"forwards": len(calls)} if len(calls) > 1 else {}
         fingerprint: dict[str, Any] = {
             "torch": torch_version(),
             "device": target.device.type,
-            "batch": self._batch,
+            "batch": kept.batch,
             "parameters": parameter_shapes(model),
             **several,
         }
-        traced = TracedStep(found, type(model).__name__, fingerprint, self._notes())
+        traced = TracedStep(found, type(model).__name__, fingerprint, _notes(kept))
         with left_as_it_is(target):
             cache = cost_cache(target.placed, fresh=self._fresh)
-            graph = as_graph(traced, DEFAULT_TRAINING, target, cache, self._progress)
-        return held_outputs(graph)
-
-    def _notes(self) -> list[str]:
-        assert self._found is not None, "internal error: no step is recorded"
-        notes = [f"{NOTE_RECORDED} {self._number}", NOTE_NOT_TWICE]
-        beside_bytes = self._found.beside_bytes
-        if beside_bytes >= _MENTIONED_BYTES:
-            notes.append(
-                f"{format_bytes(beside_bytes)} in tensors that the step does not use "
-                "are not counted: leave them free with --reserve"
-            )
-        if self._holds_over:
-            notes.append(NOTE_OVER)
-        return notes
+            return as_graph(traced, DEFAULT_TRAINING, target, cache, self._progress)
 
     def _stepped(self, *given: object) -> None:
         """Hook of the optimizer: a step has ended."""
@@ -165,23 +201,51 @@ class LoopRecorder:
         self.steps += 1
         if self._watch is not None:
             self._watch.end()
-            self._keep_largest(self._watch)
+            self._keep(self._watch)
             self._watch = None
-            self._left -= 1
-        if self._left:
+        if not self._ahead:
+            self._done = True
+            self._scope.close()
+            if self._hook is not None:
+                self._hook.remove()
+            if self._on_done is not None:
+                self._on_done()
+        elif self._ahead.pop(0):
             placed = torch.device(_device_of(self._model))
             self._watch = LoopWatch(self._model, self._optimizers, placed)
-            return
-        if self._hook is not None:
-            self._hook.remove()
-        if self._on_done is not None:
-            self._on_done()
 
-    def _keep_largest(self, watch: LoopWatch) -> None:
-        """Keep a step if its batch is larger than that of the one before."""
-        if self._found is None or elements(watch.batch) > elements(self._batch):
-            self._found, self._batch = watch.result(), watch.batch
-            self._holds_over, self._number = watch.holds_over, self.steps
+    def _keep(self, watch: LoopWatch) -> None:
+        """Keep each step of a cutter; else the one with the largest batch."""
+        if self._cutter is not None:
+            self._cutter.halve()
+        elif self._kept:
+            if elements(watch.batch) <= elements(self._kept[0].batch):
+                return
+            self._kept.clear()
+        step = watch.result()
+        self._kept.append(_Kept(step, watch.batch, watch.holds_over, self.steps))
+
+
+class _Kept(NamedTuple):
+    """A recorded step."""
+
+    step: Trimmed
+    batch: dict[str, str]
+    holds_over: bool
+    number: int
+
+
+def _notes(kept: _Kept) -> list[str]:
+    notes = [f"{NOTE_RECORDED} {kept.number}", NOTE_NOT_TWICE]
+    beside_bytes = kept.step.beside_bytes
+    if beside_bytes >= _MENTIONED_BYTES:
+        notes.append(
+            f"{format_bytes(beside_bytes)} in tensors that the step does not use "
+            "are not counted: leave them free with --reserve"
+        )
+    if kept.holds_over:
+        notes.append(NOTE_OVER)
+    return notes
 
 
 def record(
@@ -189,6 +253,7 @@ def record(
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     *,
     num_steps: int = 1,
+    reduce: int | None = None,
     fresh: bool = False,
     progress: Progress | None = None,
 ) -> LoopRecorder:
@@ -207,6 +272,12 @@ def record(
             order in which they step, of which the last one does.
         num_steps: Steps to record, one after the other, if batches differ: the one with
             the largest batch is kept.
+        reduce: Record a loop that does not fit: until two steps are recorded, batches
+            are cut to one row of so many, then to half of that, and the step of whole
+            batches is extrapolated from both. A ``DataLoader`` hands out the first
+            rows of its first batch, again and again; without one, inputs of models are
+            cut where a model is called. What the loop trains meanwhile is to be thrown
+            away.
         fresh: Measure ops again that the cost cache already knows.
         progress: Called with the progress of the measurement.
 
@@ -216,49 +287,11 @@ def record(
 
     Raises:
         WorkloadError: These are no model and optimizer, the optimizer trains nothing of
-            the model, or the model has a plan.
+            the model, or the model has a plan. Later: the loop fails on a batch that
+            was cut.
     """
-    how: dict[str, Any] = {"num_steps": num_steps, "fresh": fresh}
-    return LoopRecorder(model, optimizer, progress=progress, **how)
-
-
-def _check_arguments(model: object, optimizers: Sequence[object]) -> None:
-    if not isinstance(model, nn.Module):
-        raise WorkloadError(
-            f"cannot record a {type(model).__name__}",
-            needed="one model of the loop, a torch.nn.Module, and its optimizer",
-            hint="ckplan.record(model, optimizer)",
-        )
-    others = [one for one in optimizers if not isinstance(one, torch.optim.Optimizer)]
-    if others or not optimizers:
-        kind = type(others[0]).__name__ if others else "nothing"
-        raise WorkloadError(
-            f"cannot record the steps of {kind}, which is no optimizer",
-            needed="the torch.optim.Optimizer whose step() ends a step of the loop",
-            hint="ckplan.record(model, optimizer)",
-        )
-    stepped = [p for one in optimizers for p in _parameters_of(one)]
-    mine = {id(p) for p in model.parameters()}
-    if not any(id(p) in mine for p in stepped):
-        raise WorkloadError(
-            f"cannot record {type(model).__name__} with this optimizer: it steps no "
-            "parameter of the model",
-            needed="a model, and an optimizer of its parameters",
-            hint="for several models, a recorder of each with its own optimizer",
-        )
-    try:
-        status(model)
-    except ApplyError:
-        return
-    raise WorkloadError(
-        f"cannot record {type(model).__name__}: it has a plan already",
-        needed="the model without a plan",
-        hint="ckplan.remove(model)",
-    )
-
-
-def _parameters_of(optimizer: Any) -> list[torch.Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
+    how: dict[str, Any] = {"num_steps": num_steps, "fresh": fresh, "progress": progress}
+    return LoopRecorder(model, optimizer, cutter=cutter_of(reduce, num_steps), **how)
 
 
 def _unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -269,13 +302,3 @@ def _unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 def _device_of(model: nn.Module) -> str:
     return next((str(p.device) for p in model.parameters()), "cpu")
-
-
-def _too_few_steps(steps: int, model: str) -> WorkloadError:
-    return WorkloadError(
-        f"no step of {model} is recorded: its optimizer stepped {steps} "
-        f"time{'s' * (steps != 1)} while the recorder was open",
-        needed="two steps: the first one makes the optimizer's state, the second one "
-        "is recorded",
-        hint="run more of the loop in `with ckplan.record(model, optimizer):`",
-    )

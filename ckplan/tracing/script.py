@@ -20,11 +20,11 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ckplan import files
 from ckplan.errors import CkplanError, WorkloadError, did_you_mean
 from ckplan.tracing.costs.calibrate import Progress
+from ckplan.tracing.cut_batches import BatchCutter, cutter_of
+from ckplan.tracing.loop_errors import check_script, not_recorded, script_raised
 from ckplan.tracing.record import LoopRecorder
-from ckplan.training.failures import first_line, location_hint
 
 _WRAPPERS = ("DistributedDataParallel", "DataParallel")
 
@@ -41,6 +41,7 @@ class ScriptRecorder:
         wanted: str | None = None,
         *,
         num_steps: int = 1,
+        cutter: BatchCutter | None = None,
         fresh: bool = False,
         progress: Progress | None = None,
         on_done: Callable[[LoopRecorder], object],
@@ -50,6 +51,7 @@ class ScriptRecorder:
         Args:
             wanted: Type of the model, if the script trains several.
             num_steps: Steps to record; the one with the largest batch is kept.
+            cutter: Cuts the batches of the script from its beginning.
             fresh: Measure ops again that the cost cache already knows.
             progress: Called with the progress of the measurement.
             on_done: Called once, in the optimizer that ends the recorded step.
@@ -58,9 +60,10 @@ class ScriptRecorder:
         self.model: nn.Module | None = None
         self.optimizers: list[torch.optim.Optimizer] = []  # in the order of first steps
         self.error: CkplanError | None = None
-        self._wanted, self._on_done = wanted, on_done
+        self.cutter, self._wanted, self._on_done = cutter, wanted, on_done
         self._how: dict[str, Any] = {
             "num_steps": num_steps,
+            "cutter": cutter,
             "fresh": fresh,
             "progress": progress,
         }
@@ -80,6 +83,8 @@ class ScriptRecorder:
         with ExitStack() as stack:
             for hook in hooks:
                 stack.callback(hook.remove)
+            if self.cutter is not None:
+                stack.enter_context(self.cutter.cutting())
             self._calls = hooks[:2]
             yield
         if self.recorder is not None:
@@ -91,9 +96,9 @@ class ScriptRecorder:
         return self.recorder is not None and self.recorder.done
 
     @property
-    def steps(self) -> int:
-        """Number of whole steps before the recorded one was complete."""
-        return int(bool(self.optimizers)) + int(self.done)
+    def wanted(self) -> int:
+        """How often the optimizer must step until a step is recorded."""
+        return 2 if self.recorder is None else self.recorder.wanted
 
     def _enter(self, module: nn.Module, args: object) -> None:
         del args
@@ -186,6 +191,7 @@ def record_script(
     *,
     model: str | None = None,
     num_steps: int = 1,
+    reduce: int | None = None,
     goes_on: bool = False,
     fresh: bool = False,
     progress: Progress | None = None,
@@ -199,6 +205,7 @@ def record_script(
         model: Type of the model, if the script trains several; by default the one with
             most parameters.
         num_steps: Steps to record; the one with the largest batch is kept.
+        reduce: Cut batches to one row of so many, and to half of that, and extrapolate.
         goes_on: Let the script go on after the recorded step, instead of ending it.
         fresh: Measure ops again that the cost cache already knows.
         progress: Called with the progress of the measurement.
@@ -212,7 +219,7 @@ def record_script(
         WorkloadError: The script is not there, raises or exits before its second step
             is over, or trains nothing; or it raises later.
     """
-    _check_script(path)
+    check_script(path)
 
     def done(recorder: LoopRecorder) -> None:
         del recorder
@@ -223,33 +230,45 @@ def record_script(
         except CkplanError as error:
             watch.error = error
 
-    watch = ScriptRecorder(
-        model, num_steps=num_steps, fresh=fresh, progress=progress, on_done=done
-    )
+    cutter = cutter_of(reduce, num_steps)
+    if cutter is not None and goes_on:
+        raise WorkloadError(
+            "cannot go on with the script: its first steps trained on batches that "
+            "were cut",
+            needed="one of both: a smaller batch, or a script that goes on",
+            hint="--reduce without --continue",
+        )
+    how: dict[str, Any] = {"num_steps": num_steps, "fresh": fresh, "cutter": cutter}
+    watch = ScriptRecorder(model, progress=progress, on_done=done, **how)
     ended = _ran(path, arguments, watch)
-    if watch.error is not None:
-        raise watch.error
-    if not watch.done:
-        raise _not_recorded(path, watch, ended)
+    _check_recorded(path, watch, ended)
     if not goes_on:
         recorded(watch)
         return 0
     if ended is None or isinstance(ended, SystemExit):
         return _code_of(ended)
-    raise _raised(path, ended, "after its second step, which is recorded")
+    raise script_raised(path, ended, "after its second step, which is recorded")
 
 
-def _check_script(path: Path) -> None:
-    if not path.is_file():
-        near = files.nearest(path, "*.py")
-        hint = (
-            f"did you mean '{near.name}'?" if near else "ckplan record train.py --lr 1"
-        )
-        raise WorkloadError(
-            f"cannot run the script: {path} is not there",
-            needed="a Python file that trains a model, and its arguments",
-            hint=hint,
-        )
+def _check_recorded(
+    path: Path, watch: ScriptRecorder, ended: BaseException | None
+) -> None:
+    """Refuse a script that ended before its step was recorded."""
+    if watch.error is not None:
+        raise watch.error
+    if watch.done:
+        return
+    if isinstance(ended, CkplanError):
+        raise ended
+    if watch.cutter is not None:
+        watch.cutter.explain(ended)
+    raise not_recorded(
+        path,
+        ended,
+        steps=bool(watch.optimizers),
+        model=watch.model is not None,
+        wanted=watch.wanted,
+    )
 
 
 def _ran(
@@ -287,54 +306,3 @@ def _as_python_runs(path: Path, arguments: Sequence[str]) -> Iterator[None]:
     finally:
         sys.argv = argv
         sys.path[:1] = first
-
-
-def _not_recorded(
-    path: Path, watch: ScriptRecorder, ended: BaseException | None
-) -> WorkloadError:
-    when = "before its second step was over"
-    if isinstance(ended, SystemExit):
-        return WorkloadError(
-            f"cannot record {path}: it called sys.exit({ended.code!r}) {when}",
-            needed="a script that trains for two steps",
-            hint=f"python {path} with the same arguments; they follow its name",
-        )
-    if ended is not None:
-        return _raised(path, ended, when)
-    if not watch.optimizers:
-        return WorkloadError(
-            f"cannot record {path}: it ended, and no optimizer stepped in its process",
-            needed="a loop that calls optimizer.step() of a torch.optim.Optimizer in "
-            "the process of the script, not in one that it starts",
-            hint=f"one process: torchrun --nproc-per-node 1 -m ckplan record {path}",
-        )
-    if watch.model is None:
-        return WorkloadError(
-            f"cannot record {path}: its optimizer steps parameters of no module that "
-            "was called under gradients",
-            needed="models that are called, as model(batch)",
-            hint="in Python: ckplan.record(model, optimizer)",
-        )
-    return WorkloadError(
-        f"cannot record {path}: it ended after one step",
-        needed="two steps: the first one makes the optimizer's state, the second one "
-        "is recorded",
-        hint="more steps or batches, by the arguments of the script",
-    )
-
-
-def _raised(path: Path, error: BaseException, when: str) -> WorkloadError:
-    if isinstance(error, SyntaxError):
-        return WorkloadError(
-            f"cannot run the script: {path} is not valid Python ({error})",
-            needed="a Python file that trains a model",
-            hint=f"python -m py_compile {path}",
-        )
-    failed = WorkloadError(
-        f"cannot record {path}: it raised {type(error).__name__}: {first_line(error)}, "
-        f"{when}",
-        needed="a script that trains for two steps",
-        hint=location_hint(error),
-    )
-    failed.__cause__ = error
-    return failed

@@ -19,7 +19,7 @@ from ckplan.tracing.cuda import cpu_as_cuda, fake_cuda_with_gpu, fake_cuda_witho
 from ckplan.tracing.failures import failure_of_model, is_want_of_values
 from ckplan.tracing.faking.fake_mode import fake_tensors, why_not_fake
 from ckplan.tracing.faking.hollow import hollow_tensors
-from ckplan.tracing.path_check import FunctionLog, PathCheck, check_path
+from ckplan.tracing.path_check import NOTE_KNOWN, FunctionLog, PathCheck, check_path
 from ckplan.tracing.smaller_batches import DoesNotFitError
 from ckplan.tracing.target import TraceTarget
 from ckplan.tracing.watched_step import (
@@ -41,7 +41,9 @@ NOTE_HOLLOW = "traced on tensors without content"
 _MOST_OF_MEMORY = 0.9  # fraction of available bytes that a step on real tensors may use
 
 
-def trace(build: BuildWorkload, training: Training, target: TraceTarget) -> TracedStep:
+def trace(
+    build: BuildWorkload, training: Training, target: TraceTarget, *, check: bool = True
+) -> TracedStep:
     """Trace under fake tensors, or on real tensors where the model needs values.
 
     Args:
@@ -49,13 +51,21 @@ def trace(build: BuildWorkload, training: Training, target: TraceTarget) -> Trac
             tensors.
         training: Options of the step.
         target: The device that the step is planned for.
+        check: Whether a forward on plain tensors proves the path of fake ones; False
+            if another batch of the same model has proved it.
 
     Raises:
         DoesNotFitError: The step needs real tensors, and memory is too small for them.
         WorkloadError: The model cannot be trained on its batch.
     """
     if not target.is_here:
-        return _trace_elsewhere(build, training, target)
+        traced, log = _trace_elsewhere(build, training, target)
+        here = torch.device("cpu")
+        note = NOTE_KNOWN
+        if check:
+            note = check_path(traced.recording, log, build, training, here).note
+        traced.notes.append(note)
+        return traced
     try:
         with fake_tensors() as scope, _kernels_of(target) as words:
             traced = watch_step(build, training, target, scope)
@@ -66,6 +76,9 @@ def trace(build: BuildWorkload, training: Training, target: TraceTarget) -> Trac
         return trace_on_real_tensors(build, training, target, why)
     traced.notes.append(NOTE_FAKE)
     traced.notes.extend(f"as CUDA does it: {what}" for what in words)
+    if not check:
+        traced.notes.append(NOTE_KNOWN)
+        return traced
     checked = check_path(traced.recording, None, build, training, target.placed)
     if checked.differs:
         return _trace_where_checked(build, training, target, checked)
@@ -92,8 +105,11 @@ def _kernels_of(target: TraceTarget) -> AbstractContextManager[Iterable[str]]:
 
 def _trace_elsewhere(
     build: BuildWorkload, training: Training, target: TraceTarget
-) -> TracedStep:
+) -> tuple[TracedStep, FunctionLog]:
     """Trace a step for CUDA without a GPU; there is no fallback to real tensors.
+
+    Returns:
+        The step, and the functions of torch that its forward called.
 
     Raises:
         WorkloadError: The step cannot be traced on fake tensors.
@@ -111,27 +127,18 @@ def _trace_elsewhere(
         if _is_final(error):
             raise
         why = _why_not(error)
-        traced = _trace_translated(build, training, target, why)
+        traced, log = _trace_translated(build, training, target, why)
         traced.notes.append(f"not traced on fake CUDA tensors: {why}")
-        return traced
+        return traced, log
     traced.notes.append(f"traced under fake CUDA tensors for {_card(target)}")
     traced.notes.extend(f"as CUDA does it: {what}" for what in words)
-    traced.notes.append(_path_elsewhere(traced, log, build, training))
-    return traced
-
-
-def _path_elsewhere(
-    traced: TracedStep, log: FunctionLog, build: BuildWorkload, training: Training
-) -> str:
-    """What a forward on the CPU says of the path of a trace for CUDA."""
-    here = torch.device("cpu")
-    return check_path(traced.recording, log, build, training, here).note
+    return traced, log
 
 
 def _trace_translated(
     build: BuildWorkload, training: Training, target: TraceTarget, before: str = ""
-) -> TracedStep:
-    """Trace a step for CUDA on fake CPU tensors.
+) -> tuple[TracedStep, FunctionLog]:
+    """Trace a step for CUDA on fake CPU tensors; see ``_trace_elsewhere``.
 
     Args:
         build: Makes the workload.
@@ -165,8 +172,7 @@ def _trace_translated(
         ) from error
     traced.notes.append(f"{NOTE_FAKE}, translated to CUDA on {_card(target)}")
     traced.notes.extend(f"as CUDA does it: {what}" for what in words)
-    traced.notes.append(_path_elsewhere(traced, log, build, training))
-    return traced
+    return traced, log
 
 
 def _watch_on_fake_cpu(build: BuildWorkload, training: Training) -> None:

@@ -48,6 +48,7 @@ class TracedStep:
     model: str
     fingerprint: dict[str, Any]
     notes: list[str]
+    own_optimizer: bool = False  # of the workload
 
 
 def watch_step(
@@ -101,6 +102,7 @@ def watch_step(
         type(workload.model).__name__,
         before,
         notes,
+        step.optimizer is not None and step.optimizer is workload.optimizer,
     )
 
 

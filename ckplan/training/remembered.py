@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckplan.errors import WorkloadError
+from ckplan.plan.workload import as_arguments
 from ckplan.training.loading import WorkloadSpec, as_spec, parse_options
 from ckplan.training.step import Training
 
@@ -60,6 +61,16 @@ def complete(
         WorkloadError: Neither names a workload.
     """
     known: Mapping[str, Any] = plan.workload if plan else {}
+    if spec is None and "script" in known:
+        script = known["script"]
+        raise WorkloadError(
+            "the plan was made for a step of a script, which this command does not "
+            f"run: {as_arguments(known)}",
+            needed="a workload file of the same step, or for `eject` the trace that "
+            "`ckplan record` wrote",
+            hint=f"ckplan eject traces/{Path(script[0]).stem}.json.gz plan.yaml; to "
+            f"train with it, ckplan.apply(model, 'plan.yaml') in {script[0]}",
+        )
     if spec is None and "target" not in known:
         raise WorkloadError(
             "the plan does not say which workload it was made for",

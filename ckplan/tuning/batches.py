@@ -6,16 +6,31 @@ nearest ones. If bytes are not linear in the rows, every batch is recorded.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 from ckplan.errors import GraphError
-from ckplan.graph.extrapolate import extrapolate
+from ckplan.graph.extrapolate import StepLine, seconds_per_row
 from ckplan.graph.graph import Graph
+from ckplan.graph.transplant import transplanted
+from ckplan.solving.planner import Planner
 
 RecordAt = Callable[[int, int], Graph]
 """Records a step: rows of the micro-batch, micro-batches per optimizer step."""
+_KEPT, _KEPT_PLANNERS = 24, 8  # drawn steps, and those whose plans were searched
+
+
+def probe_rows(rows: int) -> tuple[int, int]:
+    """Two batches to record: that of the workload if it has two rows, and another.
+
+    A batch of one row often runs other ops than all others, which need no copies.
+
+    >>> probe_rows(1), probe_rows(3), probe_rows(8)
+    ((2, 4), (3, 6), (8, 4))
+    """
+    first = max(rows, 2)
+    return first, first // 2 if first >= 4 else 2 * first
 
 
 class Batches:
@@ -25,60 +40,137 @@ class Batches:
         record: Records a step.
         probes: Batches that are recorded first; two different ones.
         accumulates: Whether gradients of several micro-batches are added up.
+        like: The batches of a way with the same forward and backward, except for ops
+            that no row adds to: one probe is then enough.
     """
 
     def __init__(
-        self, record: RecordAt, probes: tuple[int, int], *, accumulates: bool
+        self,
+        record: RecordAt,
+        probes: tuple[int, int],
+        *,
+        accumulates: bool = False,
+        like: Batches | None = None,
     ) -> None:
         self._record = record
         self._probes = probes
+        self._like = like
         self.accumulates = accumulates
         self.recorded: dict[int, Graph] = {}
         self.not_linear: str | None = None  # why every batch is recorded
-        self._drawn: dict[int, Graph] = {}
-        self._several: dict[tuple[int, int], Graph] = {}
+        self._ends: dict[int, Graph] = {}  # of lines: recorded, and the second probe
+        self._lines: dict[tuple[int, int], StepLine] = {}
+        self._drawn: dict[tuple[int, int], Graph] = {}
+        self._planners: dict[tuple[int, int], Planner] = {}
 
     def recorded_at(self, rows: int) -> Graph:
         """The step at a batch, recorded; drawn ones are then drawn anew."""
         if rows not in self.recorded:
-            self.recorded[rows] = self._record(rows, 2 if self.accumulates else 1)
+            graph = self._record(rows, 2 if self.accumulates else 1)
+            self.recorded[rows] = self._ends[rows] = graph
             self._drawn.clear()
-            self._several.clear()
+            self._planners.clear()
         return self.recorded[rows]
 
-    def at(self, rows: int) -> Graph:
-        """The step at a batch: recorded, or drawn through two recorded ones."""
+    def at(self, rows: int, accumulate: int = 1) -> Graph:
+        """The step at a batch: recorded, or drawn through two recorded ones.
+
+        Args:
+            rows: Rows of a micro-batch.
+            accumulate: Micro-batches of an optimizer step, all of whose seconds count.
+        """
+        key = rows, accumulate
+        if key not in self._drawn:
+            graph = self._at(rows)
+            if graph.num_batches != accumulate:
+                options: dict[str, Any] = {**graph.options, "accumulate": accumulate}
+                graph = replace(graph, options=options)
+            if len(self._drawn) >= _KEPT:
+                del self._drawn[next(iter(self._drawn))]
+            self._drawn[key] = graph
+        return self._drawn[key]
+
+    def planner(self, rows: int, accumulate: int = 1) -> Planner:
+        """The plans of the step at a batch, which several limits share."""
+        key = rows, accumulate
+        if key not in self._planners:
+            graph = self.at(rows, accumulate)
+            if len(self._planners) >= _KEPT_PLANNERS:
+                del self._planners[next(iter(self._planners))]
+            self._planners[key] = Planner(graph)
+        return self._planners[key]
+
+    def step_seconds(self, rows: int, accumulate: int = 1) -> float:
+        """Seconds of the unplanned step at a batch, which is not drawn for them."""
+        self._record_probes()
+        if rows in self._ends or self.not_linear:
+            return self.at(rows, accumulate).step_seconds
+        few, many = self._nearest(rows)
+        totals = self._totals(few, many, accumulate)
+        return max(seconds + slope * (rows - many) for seconds, slope in totals)
+
+    def _totals(
+        self, few: int, many: int, accumulate: int
+    ) -> Iterator[tuple[float, float]]:
+        """Seconds at the upper end of a line, and per row: of the device, of launches.
+
+        They grow with the rows as the seconds of every op do.
+        """
+        small, large = self._ends[few], self._ends[many]
+        stop = large.backward_stop
+        for name in ("seconds", "launch_seconds"):
+            low, high = ([getattr(op, name) for op in g.ops] for g in (small, large))
+            slopes = [
+                seconds_per_row((few, a), (many, b))
+                for a, b in zip(low, high, strict=False)
+            ]
+            total, slope = (
+                accumulate * sum(found[:stop]) + sum(found[stop:])
+                for found in (high, slopes)
+            )
+            yield total, slope
+
+    def _at(self, rows: int) -> Graph:
         if rows in self.recorded or self.not_linear:
             return self.recorded_at(rows)
-        for probe in self._probes:
-            self.recorded_at(probe)
-        if rows in self.recorded:
-            return self.recorded[rows]
-        if rows not in self._drawn:
-            below = sorted(r for r in self.recorded if r < rows)
-            above = sorted(r for r in self.recorded if r > rows)
-            few, many = sorted(
-                (below[-1], above[0])
-                if below and above
-                else (below[-2:] if below else above[:2])
-            )
-            try:
-                drawn = extrapolate(
-                    self.recorded[few], self.recorded[many], (few, many, rows)
+        self._record_probes()
+        if rows in self._ends:
+            return self._ends[rows]
+        pairs = dict.fromkeys((self._nearest(rows), self._second_choice()))
+        for few, many in pairs:
+            if (few, many) not in self._lines:
+                self._lines[few, many] = StepLine(
+                    self._ends[few], self._ends[many], few, many
                 )
+            try:
+                return self._lines[few, many].at(rows)
             except GraphError as error:
-                self.not_linear = error.what
-                return self.recorded_at(rows)
-            self._drawn[rows] = drawn
-        return self._drawn[rows]
+                why = error.what
+        self.not_linear = why
+        return self.recorded_at(rows)
 
-    def with_accumulation(self, rows: int, accumulate: int) -> Graph:
-        """The step at a batch, with the seconds of all its micro-batches."""
-        graph = self.at(rows)
-        if graph.num_batches == accumulate:
-            return graph
-        key = rows, accumulate
-        if key not in self._several:
-            options: dict[str, Any] = {**graph.options, "accumulate": accumulate}
-            self._several[key] = replace(graph, options=options)
-        return self._several[key]
+    def _record_probes(self) -> None:
+        first, second = self._probes
+        self.recorded_at(first)
+        if second in self._ends:
+            return
+        if self._like is not None and self._like is not self:
+            here, there = (self._like.recorded_at(n) for n in self._probes)
+            made = transplanted(self.recorded[first], here, there)
+            if made is not None:
+                self._ends[second] = made
+                return
+        self.recorded_at(second)
+
+    def _second_choice(self) -> tuple[int, int]:
+        few, many = sorted(self._probes)
+        return few, many
+
+    def _nearest(self, rows: int) -> tuple[int, int]:
+        """The two ends around a batch, or the two nearest ones."""
+        below = sorted(n for n in self._ends if n < rows)
+        above = sorted(n for n in self._ends if n > rows)
+        if below and above:
+            return below[-1], above[0]
+        few, many = below[-2:] if below else above[:2]
+        return few, many

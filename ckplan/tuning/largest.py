@@ -1,26 +1,31 @@
-"""The largest batch that fits in memory, unplanned or with some plan."""
+"""The largest batch that fits in memory, unplanned or with some plan.
+
+Peaks are nearly linear in the rows, so the largest batch whose tensors fit is found in
+a few replays. What a card's allocator reserves beyond them is replayed only near it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 
 from ckplan.errors import PlanError
 from ckplan.graph.graph import Graph
 from ckplan.plan.region import Region
-from ckplan.simulating.simulate import Simulator
+from ckplan.simulating.simulate import Simulator, Timeline
 from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.planner import Planner
 from ckplan.solving.replays import ReplayedPlan
 from ckplan.solving.reserved_limit import plan_within
 
 MOST_ROWS = 2**24
+_SECANTS = 8  # most steps on a line before halving
 
 
 def largest_batch(
     graph_at: Callable[[int], Graph],
     memory_limit: MemoryLimit,
-    planned: bool,
+    planner_at: Callable[[int], Planner] | None = None,
     *,
     start: int = 1,
     most: int = MOST_ROWS,
@@ -32,60 +37,144 @@ def largest_batch(
     Args:
         graph_at: The step at a number of rows.
         memory_limit: Of a budget, or of a card's allocator.
-        planned: Whether plans are tried.
+        planner_at: The plans at a number of rows; without it, none is tried.
         start: Where the search begins.
         most: Largest number to try.
     """
-    simulators: dict[int, Simulator] = {}
-
-    def replayed(rows: int, regions: tuple[Region, ...]) -> bool:
-        if rows not in simulators:
-            simulators[rows] = Simulator(graph_at(rows))
-        try:
-            return memory_limit.allows(simulators[rows].run(regions))
-        except PlanError:  # the step runs other ops there
-            return False
-
-    largest = largest_that(lambda rows: replayed(rows, ()), start, most)
+    replays = _Replays(graph_at, memory_limit, most)
+    largest = replays.largest_under((), start)
     # The smallest plan of one batch is nearly that of others: replays find the largest
     # batch for it, and a search one row further finds whether another plan is smaller.
     tried = largest + 1
-    while planned and tried <= most:
-        found = _smallest_within(graph_at(tried), memory_limit)
+    while planner_at is not None and tried <= most:
+        found = _smallest_within(planner_at(tried), memory_limit)
         if found is None:
             break
-        fits = partial(replayed, regions=found[1])
-        largest = max(largest_that(fits, tried, most), tried)
+        largest = max(replays.largest_under(found[1], tried), tried)
         tried = largest + 1
     return largest
 
 
-def _smallest_within(graph: Graph, limit: MemoryLimit) -> ReplayedPlan | None:
+def largest_under(
+    graph_at: Callable[[int], Graph],
+    limit: MemoryLimit,
+    regions: tuple[Region, ...],
+    near: int,
+) -> int:
+    """The largest number of rows that fits under one plan; 0 if not even one does."""
+    return _Replays(graph_at, limit, MOST_ROWS).largest_under(regions, near)
+
+
+class _Replays:
+    """The step at any number of rows, under any plan, within a limit."""
+
+    def __init__(
+        self, graph_at: Callable[[int], Graph], limit: MemoryLimit, most: int
+    ) -> None:
+        self._graph_at, self._limit, self._most = graph_at, limit, most
+        self._simulators: dict[int, Simulator] = {}
+        self._timelines: dict[tuple[int, tuple[Region, ...]], Timeline | None] = {}
+
+    def largest_under(self, regions: tuple[Region, ...], near: int) -> int:
+        """The largest number of rows that fits under a plan."""
+
+        def peak_of(rows: int) -> int:
+            timeline = self._at(rows, regions)
+            return 2 * self._limit.bytes if timeline is None else timeline.peak_bytes
+
+        def fits(rows: int) -> bool:
+            timeline = self._at(rows, regions)
+            return timeline is not None and self._limit.allows(timeline)
+
+        numbers = range(1, self._most + 1)
+        return largest_number(peak_of, fits, self._limit.bytes, numbers, near)
+
+    def _at(self, rows: int, regions: tuple[Region, ...]) -> Timeline | None:
+        if (rows, regions) not in self._timelines:
+            if rows not in self._simulators:
+                self._simulators[rows] = Simulator(self._graph_at(rows))
+            try:
+                timeline = self._simulators[rows].run(regions)
+            except PlanError:  # the step runs other ops there
+                timeline = None
+            self._timelines[rows, regions] = timeline
+        return self._timelines[rows, regions]
+
+
+def _smallest_within(planner: Planner, limit: MemoryLimit) -> ReplayedPlan | None:
     """A plan within a limit, the smallest one if that has room; None if none has."""
-    planner = Planner(graph)
     smallest = planner.within(planner.floor.peak_bytes)
     if smallest is not None and limit.allows(smallest[0]):
         return smallest
     return plan_within(planner, limit)
 
 
-def largest_that(fits: Callable[[int], bool], start: int, most: int) -> int:
-    """The largest of 1 to ``most`` that fits; 0 if none does.
+def largest_number(
+    size_of: Callable[[int], int],
+    fits: Callable[[int], bool],
+    limit_bytes: int,
+    numbers: Sequence[int],
+    near: int,
+) -> int:
+    """The largest number of rows that fits; 0 if none does.
 
-    >>> largest_that(lambda n: n <= 13, start=4, most=100)
-    13
+    Args:
+        size_of: Bytes of a number of rows, at least: cheap to know, nearly linear.
+        fits: Whether a number of rows fits; then all smaller ones are taken to fit.
+        limit_bytes: What has a larger size does not fit.
+        numbers: The numbers to try, ascending.
+        near: Where the search begins.
+
+    >>> largest_number(
+    ...     lambda n: 5 * n, lambda n: n <= 11, 66, range(1, 100), near=40
+    ... )
+    11
     """
-    low, high = 0, most + 1  # fits, does not fit
-    guess = min(max(start, 1), most)
+    top = _last_within(size_of, limit_bytes, numbers, near)
+    low, high, step = -1, top + 1, 1  # places: fits, does not fit
+    place = top
     while high - low > 1:
-        if fits(guess):
-            low = guess
-            grown = 2 * low
-            guess = grown if high > most else (low + high) // 2
+        if fits(numbers[place]):
+            low = place
         else:
-            high = guess
-            guess = (low + high) // 2 if low else max(high // 2, 1)
-        guess = min(max(guess, low + 1), max(high - 1, low + 1))
-        if high == 1:
-            break
+            high = place
+        middle = (low + high) // 2 if low >= 0 else high - step
+        place, step = max(middle, 0), 2 * step
+    return numbers[low] if low >= 0 else 0
+
+
+def _last_within(
+    size_of: Callable[[int], int], limit_bytes: int, numbers: Sequence[int], near: int
+) -> int:
+    """The place of the last number whose size is within a limit; -1 if there is none.
+
+    Steps follow the line through the last two sizes; later ones halve what is left.
+    """
+    sizes: dict[int, int] = {}  # rows -> bytes
+    low, high = -1, len(numbers)
+    place = max(bisect_right(numbers, near) - 1, 0)
+    while high - low > 1:
+        rows = numbers[place]
+        sizes[rows] = size_of(rows)
+        if sizes[rows] <= limit_bytes:
+            low = place
+        else:
+            high = place
+        crossing = _crossing(sizes, limit_bytes) if len(sizes) < _SECANTS else None
+        if crossing is not None:
+            place = bisect_right(numbers, crossing) - 1
+        elif high == len(numbers):
+            place = 2 * place + 1
+        else:
+            place = (low + high) // 2
+        place = min(max(place, low + 1), high - 1)
     return low
+
+
+def _crossing(sizes: dict[int, int], limit_bytes: int) -> float | None:
+    """Where the line through the two sizes nearest to a limit crosses it."""
+    near = sorted(sizes, key=lambda rows: abs(sizes[rows] - limit_bytes))[:2]
+    if len(near) < 2 or (near[0] < near[1]) != (sizes[near[0]] < sizes[near[1]]):
+        return None
+    slope = (sizes[near[1]] - sizes[near[0]]) / (near[1] - near[0])
+    return near[0] + (limit_bytes - sizes[near[0]]) / slope if slope else None

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -31,7 +31,7 @@ from ckplan.tuning.settings import Setting, Way
 _ALL = 24  # largest number of batches that are all tried
 _GRID = 12  # batches of a grid
 _STEPS = 32  # most batches beyond the largest unplanned one, each 1/8 larger
-_POINTS = 5  # of the curve, beyond the largest unplanned batch
+_POINTS = 3  # of the curve, beyond the largest unplanned batch
 _CLOSE = 1e-3  # relative gain that is not worth another batch
 _WORTH = 1 + _CLOSE
 
@@ -47,6 +47,7 @@ class WaySearch:
     accumulate: int = 1  # micro-batches per step of the optimizer
     total: int | None = None  # rows per step of the optimizer, if they are given
     start: int = 8  # batch where searches begin
+    like: WaySearch | None = None  # of the same forward and backward
     refused: dict[int, str] = field(default_factory=dict)  # batch -> why
     _settings: dict[tuple[int, bool], Setting | None] = field(default_factory=dict)
 
@@ -62,9 +63,11 @@ class WaySearch:
 
     def _largest(self, *, planned: bool) -> int:
         most = {} if self.total is None else {"most": self.total}
-        return largest_batch(
-            self.graph_at, self.limit, planned, start=self.start, **most
-        )
+        start, like = self.start, self.like
+        if like is not None:
+            start = like.largest_planned if planned else like.largest_unplanned
+        planner_at = self.planner_at if planned else None
+        return largest_batch(self.graph_at, self.limit, planner_at, start=start, **most)
 
     def accumulation(self, rows: int) -> int:
         """Micro-batches of a step of the optimizer."""
@@ -76,8 +79,11 @@ class WaySearch:
 
     def graph_at(self, rows: int) -> Graph:
         """The step at a micro-batch."""
-        batches = self.batches_of(rows)
-        return batches.with_accumulation(rows, self.accumulation(rows))
+        return self.batches_of(rows).at(rows, self.accumulation(rows))
+
+    def planner_at(self, rows: int) -> Planner:
+        """The plans at a micro-batch."""
+        return self.batches_of(rows).planner(rows, self.accumulation(rows))
 
     def setting(self, rows: int, *, planned: bool = True) -> Setting | None:
         """The fastest setting at a micro-batch; None if none fits.
@@ -93,13 +99,20 @@ class WaySearch:
     def _find(self, rows: int, planned: bool) -> Setting | None:
         if rows in self.refused:
             return None
-        graph = self.graph_at(rows)
         if rows <= self.largest_unplanned:
-            return self._setting_of(rows, (Simulator(graph).run(), ()))
-        found = plan_within(Planner(graph), self.limit) if planned else None
-        if found is None:
-            return None
-        return self._setting_of(rows, found)
+            return self._setting_of(rows, (Simulator(self.graph_at(rows)).run(), ()))
+        found = self._plan_at(rows) if planned else None
+        return None if found is None else self._setting_of(rows, found)
+
+    def _plan_at(self, rows: int) -> ReplayedPlan | None:
+        """The cheapest plan that fits, until the step is recorded that of ``like``."""
+        if self.like is not None and rows not in self.batches_of(rows).recorded:
+            twin = self.like.setting(rows)
+            if twin is not None and twin.regions:
+                timeline = Simulator(self.graph_at(rows)).run(twin.regions)
+                if self.limit.allows(timeline):
+                    return timeline, twin.regions
+        return plan_within(self.planner_at(rows), self.limit)
 
     def _setting_of(self, rows: int, found: ReplayedPlan) -> Setting:
         timeline, regions = found
@@ -178,7 +191,12 @@ class WaySearch:
 
     def _bound(self, rows: int) -> float:
         """Samples per second of the unplanned step, whether it fits or not."""
-        return rows * self.accumulation(rows) / self.graph_at(rows).step_seconds
+        many, batches = self.accumulation(rows), self.batches_of(rows)
+        return rows * many / batches.step_seconds(rows, many)
+
+    def with_limit(self, limit: MemoryLimit) -> WaySearch:
+        """The same steps within another limit."""
+        return replace(self, limit=limit, like=None, _settings={})
 
     def planned_settings(self) -> list[Setting]:
         """The settings with a plan that were tried; at least one, if one fits."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckplan.errors import CkplanError, did_you_mean
+from ckplan.graph.graph import Graph
 from ckplan.plan.region import Region
 
 SAME, CLOSE, CHANGES = "same", "close", "changes"
@@ -131,6 +132,16 @@ def _kernels(way: Way) -> list[Lever]:
         Lever(f"{name}:{kernel}", CLOSE, (("optimizer", f"{name}:{kernel}"),))
         for kernel in KERNELS
     ]
+
+
+def kernel_of(graph: Graph) -> str | None:
+    """The kernels of a step's optimizer, one of ``KERNELS``; None of an own one."""
+    if graph.options.get("optimizer") == "own":
+        return None
+    names = {op.name for op in graph.ops[graph.backward_stop :]}
+    if any(name.startswith("_fused_") for name in names):
+        return "fused"
+    return "foreach" if names & {"_foreach_addcdiv_", "_foreach_add_"} else "single"
 
 
 def conflict(levers: Iterable[Lever], lever: Lever) -> str | None:

@@ -8,35 +8,33 @@ done again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Sequence
+from contextlib import suppress
 
 from ckplan.errors import CkplanError
-from ckplan.graph.graph import Graph
 from ckplan.simulating.simulate import Simulator
 from ckplan.solving.memory_limit import MemoryLimit
-from ckplan.solving.planner import Planner
-from ckplan.tuning.batches import Batches
-from ckplan.tuning.search import WaySearch, crossover
-from ckplan.tuning.settings import SAME, Lever, Setting, Way, conflict, levers_of
-from ckplan.tuning.tuned import (
-    Alternative,
-    LeverRow,
-    Tuned,
-    gives_up,
-    nothing_fits,
-    pays_over,
+from ckplan.tuning.batches import probe_rows
+from ckplan.tuning.lever_rows import (
+    row_of,
+    row_of_accumulation,
+    row_of_expandable_segments,
+    row_of_plan,
 )
+from ckplan.tuning.searches import Record, Searches, Tell
+from ckplan.tuning.settings import (
+    CLOSE,
+    Lever,
+    Setting,
+    Way,
+    conflict,
+    kernel_of,
+    levers_of,
+)
+from ckplan.tuning.tuned import Alternative, Tuned, gives_up, nothing_fits
 from ckplan.units import format_bytes
 
-RECOMPUTE = "recompute"
-ACCUMULATE = "accumulate"
-Record = Callable[[Way, int, int], Graph]
-"""Records a step: the way, rows of the micro-batch, micro-batches."""
-Tell = Callable[[str], None]
 _MOST_CHECKS = 4
-_MANY = 4  # micro-batches of the row 'accumulate'
 
 
 class Tuning:
@@ -75,48 +73,12 @@ class Tuning:
                 needed="1 or more",
                 hint="--total-batch 512",
             )
-        self._record, self._limit, self._tell = record, limit, tell
-        self._way, self._rows, self._total = way, rows, total
-        self._accumulate = accumulate
+        self.searches = Searches(record, limit, way, rows, accumulate, total, tell)
+        self.search, self.best_of = self.searches.of, self.searches.best_of
+        self._way, self._rows, self._total, self._limit = way, rows, total, limit
         self.levers = levers_of(way, allow)
-        self._searches: dict[Way, WaySearch] = {}
-        self._refused: dict[Way, str] = {}
         self._notes: list[str] = []
         self._unlike = False  # a recorded step was not like the drawn one
-
-    def search(self, way: Way) -> WaySearch:
-        """The settings of a way to train."""
-        if way not in self._searches:
-            few = max(self._rows // 2, 1)
-            probes = self._rows, few if few != self._rows else 2
-            record = partial(self._recorded, way)
-            self._searches[way] = WaySearch(
-                way,
-                Batches(record, probes, accumulates=False),
-                Batches(record, probes, accumulates=True),
-                self._limit,
-                self._accumulate,
-                self._total,
-                self._rows,
-            )
-        return self._searches[way]
-
-    def _recorded(self, way: Way, rows: int, accumulate: int) -> Graph:
-        self._tell(f"profiling {way.title} at batch {rows}")
-        return self._record(way, rows, accumulate)
-
-    def best_of(self, way: Way) -> Setting | None:
-        """The best setting of a way; None if the model refuses it or nothing fits."""
-        if way in self._refused:
-            return None
-        search = self.search(way)
-        try:
-            return search.best()
-        except CkplanError as error:
-            if way == self._way:
-                raise
-            self._refused[way] = error.what
-            return None
 
     def run(self) -> Tuned:
         """Search.
@@ -125,13 +87,14 @@ class Tuning:
             InfeasibleError: Not one row fits, with any plan or lever.
             CkplanError: The model cannot be trained as given.
         """
+        self.levers = self._without_own_kernel()
         best, on_top = self._checked_climb()
         alone = {lever: self.best_of(lever.pulled(self._way)) for lever in self.levers}
         base = self.best_of(self._way)
         if best is None:
             raise self._nothing_fits()
         way = best.way
-        self._tell("comparing levers")
+        self.searches.tell("comparing levers")
         search = self.search(way)
         for batches in (search.one, search.several):
             if batches.not_linear:
@@ -139,10 +102,16 @@ class Tuning:
         graph = search.graph_at(best.batch)
         timeline = Simulator(graph).run(best.regions)
         owner = max(timeline.peak_by_kind.items(), key=lambda item: item[1])[0]
-        rows = [self._row_of_plan(best)]
-        rows += [self._row(lever, alone[lever], best, on_top) for lever in self.levers]
-        if self._total is None and self._accumulate == 1:
-            rows.insert(1, self._row_of_accumulation())
+        rows = [row_of_plan(self.searches, best)]
+        rows += [
+            row_of(self.searches, lever, alone[lever], best, on_top)
+            for lever in self.levers
+        ]
+        if self._total is None and self.searches.accumulate == 1:
+            with suppress(CkplanError):  # traces hold no other number of them
+                rows.insert(1, row_of_accumulation(self.searches))
+        if self._limit.of_reserved and not self._limit.expandable:
+            rows.insert(1, row_of_expandable_segments(self.searches, best))
         return Tuned(
             best=best,
             graph=graph,
@@ -156,6 +125,18 @@ class Tuning:
             peak_at=timeline.peak_at,
             peak_owner=owner,
             notes=tuple(self._notes),
+        )
+
+    def _without_own_kernel(self) -> tuple[Lever, ...]:
+        """The levers less the kernel that the step has already.
+
+        An optimizer that the workload brings itself has no other kernels.
+        """
+        kernel = kernel_of(self.search(self._way).graph_at(probe_rows(self._rows)[0]))
+        return tuple(
+            one
+            for one in self.levers
+            if one.bits != CLOSE or (kernel and not one.name.endswith(f":{kernel}"))
         )
 
     def _climb(self) -> tuple[Way, dict[Lever, Setting | None]]:
@@ -194,9 +175,8 @@ class Tuning:
         best = self._checked(way)
         if best is None or not self._unlike:
             return best, on_top
-        for search in [*self._searches.values()]:
-            if search.way not in self._refused:
-                search.check(best.batch)
+        for search in self.searches.begun():
+            search.check(best.batch)
         way, on_top = self._climb()
         return self._checked(way), on_top
 
@@ -238,102 +218,10 @@ class Tuning:
             )
         return nothing_fits(search.graph_at(1), self._limit)
 
-    def _row(
-        self,
-        lever: Lever,
-        alone: Setting | None,
-        best: Setting,
-        on_top: dict[Lever, Setting | None],
-    ) -> LeverRow:
-        way = lever.pulled(self._way)
-        base = self.search(self._way)
-        refused = self._refused.get(way)
-        without = base.best()
-        in_best = lever.is_in(best.way) and not lever.is_in(self._way)
-        other = on_top.get(lever)
-        if in_best:
-            fields = {key: getattr(self._way, key) for key, _ in lever.sets}
-            other = self.best_of(replace(best.way, **fields))
-        saved = None
-        if refused is None:
-            rows = self._rows
-            peaks = [
-                Simulator(one.graph_at(rows)).run().peak_bytes
-                for one in (base, self.search(way))
-            ]
-            saved = peaks[0] - peaks[1]
-        pays = pays_over(alone, without)
-        return LeverRow(
-            name=lever.name,
-            bits=lever.bits,
-            saved_bytes=saved,
-            seconds_per_sample=alone.seconds_per_sample if alone else None,
-            pays=pays,
-            crossover=crossover(base, self.search(way)) if refused is None else None,
-            on_best_seconds_per_sample=other.seconds_per_sample if other else None,
-            in_best=in_best,
-            refused=refused,
-        )
-
-    def _row_of_plan(self, best: Setting) -> LeverRow:
-        search = self.search(self._way)
-        without, planned = search.best(planned=False), search.best()
-        forced = search.planned_settings()
-        best_planned = min(forced, key=lambda s: s.seconds_per_sample, default=None)
-        planner = Planner(search.graph_at(self._rows))
-        saved = planner.unplanned.peak_bytes - planner.floor.peak_bytes
-        pays = planned is not None and bool(planned.regions)
-        bare = self.search(best.way).best(planned=False)
-        least = None if without is None else without.seconds_per_sample
-        first = min(
-            (s.batch for s in forced if least is None or s.seconds_per_sample < least),
-            default=None,
-        )
-        return LeverRow(
-            name=RECOMPUTE,
-            bits=SAME,
-            saved_bytes=saved,
-            seconds_per_sample=best_planned.seconds_per_sample
-            if best_planned
-            else None,
-            pays=pays,
-            crossover=first,
-            on_best_seconds_per_sample=(
-                (bare.seconds_per_sample if bare else None)
-                if best.regions
-                else best.seconds_per_sample
-            ),
-            in_best=bool(best.regions),
-        )
-
-    def _row_of_accumulation(self) -> LeverRow:
-        """``_MANY`` micro-batches without a plan: they share one optimizer step."""
-        base = self.search(self._way)
-        way_search = replace(base, accumulate=_MANY, _settings={})
-        way_search.start = max(base.largest_unplanned, 1)
-        alone, without = way_search.best(planned=False), base.best(planned=False)
-        peaks = [
-            Simulator(one.graph_at(self._rows)).run().peak_bytes
-            for one in (base, way_search)
-        ]
-        pays = pays_over(alone, without)
-        return LeverRow(
-            name=f"{ACCUMULATE} {_MANY}",
-            bits="close",
-            saved_bytes=peaks[0] - peaks[1],
-            seconds_per_sample=alone.seconds_per_sample if alone else None,
-            pays=pays,
-            crossover=alone.batch * _MANY if pays and alone else None,
-            on_best_seconds_per_sample=None,
-            in_best=False,
-        )
-
     def _next(self, best: Setting) -> tuple[Alternative, ...]:
         """The best setting of two other kinds: another way, or without a plan."""
         found: list[Setting] = []
-        for way, search in self._searches.items():
-            if way in self._refused:
-                continue
+        for search in self.searches.begun():
             kinds = search.best(), search.best(planned=False)
             for one in filter(None, kinds):
                 same = one.way == best.way and bool(one.regions) == bool(best.regions)

@@ -91,7 +91,7 @@ def calibrate(found: Verification, trace: Graph, device: str) -> Calibration:
             "a trace by this version on this machine, with its torch and threads",
             "ckplan profile, solve, then verify --calibrate again",
         )
-    fitted = EngineCosts(*(factor.median * cost for cost in astuple(trace.engine)))
+    fitted = trace.engine.times(factor.median)
     kept = keep_engine_costs(fitted, forward, place, cache)
     if cache.notes:
         _refuse(

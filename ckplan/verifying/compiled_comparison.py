@@ -91,7 +91,7 @@ def compare_compiled(
     ) -> CompiledComparison:
         unplanned = replay(lowered, joint.num_outputs)
         budget_bytes = units.parse_budget(budget, unplanned.peak_bytes)
-        planner = CompiledPlanner(traced, joint, unplanned, model, progress)
+        planner = CompiledPlanner(traced, joint, unplanned, model, progress, quick=True)
         rows = _Rows(budget_bytes)
         rows.add("torch", joint, unplanned)
         for number, (name, saved, share) in enumerate(_others(planner)):

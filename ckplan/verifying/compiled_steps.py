@@ -113,14 +113,20 @@ def verify_compiled(
 def _results(
     workload: Workload, call: Callable[[], torch.Tensor], seed: int
 ) -> _Results:
-    """Results of a first step, and the peak of a second one, from the same state."""
+    """Results of a first step, and the peak of a second one, from the same state.
+
+    Buffers are left as they were, so that the next steps begin with them, too.
+    """
     model = workload.model
     buffers = {name: one.clone() for name, one in model.named_buffers()}
 
+    @torch.no_grad()
+    def restore() -> None:
+        for name, one in model.named_buffers():
+            one.copy_(buffers[name])
+
     def step() -> torch.Tensor:
-        with torch.no_grad():
-            for name, one in model.named_buffers():
-                one.copy_(buffers[name])
+        restore()
         model.zero_grad(set_to_none=True)
         torch.manual_seed(seed)
         loss = call()
@@ -136,6 +142,7 @@ def _results(
     model.zero_grad(set_to_none=True)
     with log_allocations() as log:
         step()
+    restore()
     return _Results(values, log.peak_bytes)
 
 

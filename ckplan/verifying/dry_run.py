@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ckplan.applying.hooks.plan_warnings import IDLE
+from ckplan.applying.moving.mover import Mover
+from ckplan.applying.regions import apply_with, remove
 from ckplan.errors import CkplanError, VerifyError
 from ckplan.gpus import DEFAULT, find
 from ckplan.plan.file import as_plan
@@ -42,7 +44,7 @@ from ckplan.units import in_blocks
 from ckplan.verifying.outcome import AbstractOutcome, outcome_fields
 from ckplan.verifying.predict import curves_by_step, predict
 from ckplan.verifying.storage_tracker import StorageLog, StorageTracker
-from ckplan.verifying.worker import regions_of, replace_plan
+from ckplan.verifying.worker import status_of
 from ckplan.verifying.worker_state import persistent_tensors
 
 if TYPE_CHECKING:
@@ -261,7 +263,9 @@ def _two_steps(
 ) -> _Steps:
     workload = make()
     _check_without_tiles(plan)
-    replace_plan(plan, workload.model)
+    remove(workload.model)
+    if plan is not None:
+        apply_with(workload.model, plan, Mover(None))  # moves no bytes
     step = make_step(workload, training, place.device.type)
     workload_fingerprint = fingerprint(workload, place.device)
     step.run()
@@ -283,4 +287,5 @@ def _two_steps(
                 kept.pop([one.nbytes for one in kept].index(size))
         meter.count_as_zero_bytes(kept)
         meter.log.bytes = [in_blocks(size) for size in meter.log.bytes]
-    return _Steps(meter.log, regions_of(plan, workload.model), workload_fingerprint)
+    regions, _ = status_of(plan, workload.model)
+    return _Steps(meter.log, regions, workload_fingerprint)

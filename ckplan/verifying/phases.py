@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 import torch
 
+from ckplan.graph.graph import Graph
+from ckplan.graph.queues import span
 from ckplan.simulating.curve import PHASES
 from ckplan.simulating.simulate import Timeline
 
@@ -50,30 +52,37 @@ class TimedStep(NamedTuple):
 
     seconds: float  # from an idle device to an idle device
     phases: PhaseSeconds
+    cpu_seconds: float = 0.0  # of the process, all threads together
 
 
 def predicted_seconds(timeline: Timeline) -> PhaseSeconds:
     """Seconds of a simulated step.
 
     Forward and backward are those of the unplanned step. Recomputation and engine are
-    the parts of ``timeline.recompute_seconds`` that are not hidden behind the other
-    queue.
+    the parts of ``timeline.recompute_seconds`` that no other queue hides.
     """
     graph, added = timeline.graph, timeline.recompute_seconds
-    batches = graph.num_batches
-    seconds, start, stop = (
-        graph.critical_seconds,
-        graph.num_forward,
-        graph.backward_stop,
-    )
     engine = min(added, timeline.engine_overhead * graph.step_seconds)
-    return PhaseSeconds(
-        batches * sum(seconds[:start]),
-        batches * sum(seconds[start:stop]),
-        sum(seconds[stop:]),
-        added - engine,
-        engine,
-    )
+    forward, backward, optimizer = _unplanned_phases(graph)
+    return PhaseSeconds(forward, backward, optimizer, added - engine, engine)
+
+
+def _unplanned_phases(graph: Graph) -> tuple[float, float, float]:
+    """Seconds of forward, backward and optimizer: until the device is done with each.
+
+    Of several batches that a GPU's queues overlap, phases have the proportions of one.
+    """
+    start, stop, batches = graph.num_forward, graph.backward_stop, graph.num_batches
+    if not graph.is_launched:
+        seconds = graph.critical_seconds
+        halves = sum(seconds[:start]), sum(seconds[start:stop])
+        return batches * halves[0], batches * halves[1], sum(seconds[stop:])
+    device, launch = graph.device_and_launch
+    one = graph.batch_span
+    all_batches = one.times(batches).seconds
+    share = span(launch[:start], device[:start]).seconds / (one.seconds or 1.0)
+    forward = share * all_batches
+    return forward, all_batches - forward, graph.step_seconds - all_batches
 
 
 def median_phases(steps: Iterable[TimedStep]) -> PhaseSeconds | None:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -53,6 +54,7 @@ class StepProcess:
         device: Device of the training.
         cap_bytes: Most bytes that a GPU's allocator may reserve, or None.
         halvings: Number of times that its batch is halved.
+        spill: Folder that offloaded tensors move to.
         one_thread: Whether CPU kernels run on one thread, which fixes the order of
             sums.
     """
@@ -68,11 +70,12 @@ class StepProcess:
         device: str = "cpu",
         cap_bytes: int | None = None,
         halvings: int = 0,
+        spill: Path | None = None,
         *,
         one_thread: bool = False,
     ) -> None:
         self._threads = {"OMP_NUM_THREADS": "1"} if one_thread else {}
-        self._job = Job(spec, plan, training, seed, device, cap_bytes, halvings)
+        self._job = Job(spec, plan, training, seed, device, cap_bytes, halvings, spill)
         self._process: subprocess.Popen[bytes] | ForkedProcess | None = None
 
     def start(self) -> None:

@@ -7,41 +7,18 @@ given then.
 
 from __future__ import annotations
 
-import os
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
+from ckplan.tracing.costs.spread import Load, Quartiles, machine_load, quartiles
 from ckplan.verifying.phases import PhaseSeconds, TimedStep, median_phases
+
+__all__ = ["Load", "Quartiles", "Timing", "compare_times", "machine_load", "quartiles"]
 
 LEAST_ROUNDS = 3
 MOST_SPREAD = 0.10  # between the quartiles, as a fraction of the unplanned step
 MOST_RELATIVE_SPREAD = 0.25  # of the overhead itself, if that is more
-_SPARE_LOAD = 0.5  # of the system itself
-
-
-class Quartiles(NamedTuple):
-    """The quartiles of a figure over rounds."""
-
-    low: float
-    median: float
-    high: float
-
-
-class Load(NamedTuple):
-    """How busy the machine was before the steps."""
-
-    running: float  # processes that ran or waited, over the last minute
-    cores: int
-
-    @property
-    def is_high(self) -> bool:
-        """Whether the steps have to share the cores."""
-        return self.running > self.cores + _SPARE_LOAD
-
-
-NO_LOAD = Load(0.0, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +32,6 @@ class Timing:
     overhead: Quartiles | None = None  # None too if it could not be measured
     added_seconds: Quartiles | None = None  # by the plan, in forward and backward
     problem: str | None = None  # why time could not be measured
-
-
-def machine_load() -> Load:
-    """The load average of the last minute; none where the system keeps none."""
-    try:
-        return Load(os.getloadavg()[0], os.cpu_count() or 1)
-    except (AttributeError, OSError):
-        return NO_LOAD
 
 
 def compare_times(
@@ -96,19 +65,6 @@ def compare_times(
         None if problem else added,
         problem,
     )
-
-
-def quartiles(values: Sequence[float]) -> Quartiles | None:
-    """The quartiles, interpolated; None for no values.
-
-    >>> quartiles([0.3, 0.1, 0.2])
-    Quartiles(low=0.15000000000000002, median=0.2, high=0.25)
-    """
-    if not values:
-        return None
-    if len(values) == 1:
-        return Quartiles(*values, *values, *values)
-    return Quartiles(*statistics.quantiles(values, n=4, method="inclusive"))
 
 
 def _problem(overhead: Quartiles | None, rounds: int, load: Load) -> str | None:

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ckplan.applying.regions import mover_for
 from ckplan.errors import CkplanError, WorkloadError
 from ckplan.plan.file import as_plan
 from ckplan.plan.plan import Plan
@@ -82,6 +83,7 @@ class Verification(AbstractOutcome):
     measured_allocated_bytes: int | None = None
     predicted_reserved_bytes: int | None = None
     measured_reserved_bytes: int | None = None
+    spilled_bytes: int = 0  # of the file that offloaded tensors move to
 
     @property
     def passed(self) -> bool:
@@ -106,6 +108,7 @@ def verify(
     scaler: bool = False,
     device: str | None = None,
     cap_bytes: int | None = None,
+    spill: str | Path | None = None,
     seed: int = 0,
     steps: int = 5,
     trace: Graph | None = None,
@@ -128,6 +131,7 @@ def verify(
         device: Device of the steps; by default the plan's device.
         cap_bytes: Most bytes that a GPU's allocator may reserve, to emulate a smaller
             GPU.
+        spill: Folder of the file that tensors move to, for plans with ``offload``.
         seed: Seed of all random numbers.
         steps: Number of timed steps per process, interleaved; 0 disables timing.
         trace: Trace of this workload. It predicts live bytes over the step, and names
@@ -153,12 +157,15 @@ def verify(
             hint="--fake, which checks memory only",
         )
     device_name = step_device(device, plan)
+    if plan is not None:
+        mover_for(plan, spill)  # raises early
     _check_cap(cap_bytes, device_name)
 
     def start(
         chosen: Plan | None, halvings: int = 0, *, one_thread: bool = False
     ) -> StepProcess:
-        job = spec, chosen, training, seed, device_name, cap_bytes, halvings
+        folder = Path(spill) if spill is not None and chosen is plan else None
+        job = spec, chosen, training, seed, device_name, cap_bytes, halvings, folder
         return StepProcess(*job, one_thread=one_thread)
 
     def start_substitute() -> StepProcess | None:
@@ -186,6 +193,9 @@ def verify(
     both = ((UNPLANNED, unplanned), (PLANNED, planned))
     measured = {which: one.curve for which, one in both if one and one.curve}
     reserved = predicted.reserved
+    if plan is not None and plan.predicted is None and PLANNED in predicted.curves:
+        peak_bytes = predicted.curves[PLANNED].peak_bytes  # of a plan by hand
+        found = replace(found, predicted_peak_bytes=peak_bytes)
     return replace(
         found,
         curves=curves_by_step(predicted=predicted.curves, measured=measured),
@@ -267,6 +277,7 @@ def _judge(
         notes=notes,
         measured_allocated_bytes=gpu.allocated_peak_bytes if gpu else None,
         measured_reserved_bytes=gpu.reserved_peak_bytes if gpu else None,
+        spilled_bytes=planned.spilled_bytes,
     )
 
 

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import torch
@@ -78,6 +79,7 @@ class Job:
     device: str = "cpu"
     cap_bytes: int | None = None  # most bytes that the device's allocator may reserve
     halvings: int = 0  # number of times the batch is halved
+    spill: Path | None = None  # folder that offloaded tensors move to
 
     @property
     def title(self) -> str:
@@ -110,6 +112,7 @@ class FirstSteps:
     gpu_allocator_stats: GpuAllocatorStats | None = field(
         default=None, compare=False
     )  # after step 2
+    spilled_bytes: int = field(default=0, compare=False)  # of the file
 
 
 class Worker:
@@ -144,7 +147,7 @@ class Worker:
         workload = halved(self._job.spec.build(), self._job.halvings)
         workload = on_device(workload, device)
         model = workload.model
-        replace_plan(self._job.plan, model)
+        replace_plan(self._job.plan, model, self._job.spill)
         step = self._step = make_step(workload, self._job.training)
         known_before = fingerprint(workload, device)
 
@@ -180,7 +183,7 @@ class Worker:
         )  # gradients stay until the next zero_grad
         digests.update(_buffer_digests(step, 2))
         digests[Result(2, "random state")] = random_state_digest(device)
-        regions = regions_of(self._job.plan, model)
+        regions, spilled_bytes = status_of(self._job.plan, model)
         return FirstSteps(
             digests,
             peak_bytes,
@@ -189,6 +192,7 @@ class Worker:
             known_before,
             rows_of(workload),
             gpu,
+            spilled_bytes,
         )
 
     def _check(self, loss: torch.Tensor, title: str) -> None:
@@ -198,12 +202,13 @@ class Worker:
     def _timed_step(self) -> TimedStep:
         device, step = torch.device(self._job.device), self.step
         wait_for(device)
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         clock = PhaseClock(device)
         replace(step, on_phase=clock.enter).run()
         phases = clock.stop()
         wait_for(device)
-        return TimedStep(time.perf_counter() - start, phases)
+        seconds, cpu_seconds = time.perf_counter() - start, time.process_time()
+        return TimedStep(seconds, phases, cpu_seconds - cpu_start)
 
 
 def main(make_worker: Callable[[Job], Worker] = Worker) -> None:
@@ -248,22 +253,25 @@ def _buffer_digests(step: TrainingStep, number: int) -> dict[Result, str]:
     return {Result(number, "buffer", name): digest(value) for name, value in named}
 
 
-def replace_plan(plan: Plan | None, model: torch.nn.Module) -> None:
+def replace_plan(plan: Plan | None, model: torch.nn.Module, spill: Path | None) -> None:
     """Apply a plan to a model, after removing a plan that its factory applied."""
     from ckplan.applying import apply, remove
 
     remove(model)
     if plan is not None:
-        apply(model, plan)
+        apply(model, plan, spill=spill)
 
 
-def regions_of(plan: Plan | None, model: torch.nn.Module) -> tuple[RegionStatus, ...]:
-    """Status of the regions of a plan."""
+def status_of(
+    plan: Plan | None, model: torch.nn.Module
+) -> tuple[tuple[RegionStatus, ...], int]:
+    """Status of the regions of a plan, and bytes of the file that tensors move to."""
     if plan is None:
-        return ()
+        return (), 0
     from ckplan.applying import status
 
-    return status(model).regions
+    found = status(model)
+    return found.regions, found.spilled_bytes
 
 
 def _explain(error: BaseException, job: Job) -> CkplanError:

@@ -8,12 +8,18 @@ from transformers import ResNetConfig, ResNetForImageClassification
 
 
 def build(
-    *, layers: int = 50, batch: int = 16, size: int = 128, classes: int = 1000
+    *,
+    layers: int = 50,
+    batch: int = 16,
+    size: int = 128,
+    classes: int = 1000,
+    stages: int = 4,
 ) -> tuple[ResNetForImageClassification, dict[str, torch.Tensor]]:
-    """Return the model and one batch of random images."""
+    """Return the model, its first stages alone if wanted, and one batch."""
     config = ResNetConfig(
         layer_type="bottleneck",
-        depths=[3, 4, (layers - 32) // 3, 3],
+        hidden_sizes=[256, 512, 1024, 2048][:stages],
+        depths=[3, 4, (layers - 32) // 3, 3][:stages],
         num_labels=classes,
     )
     return ResNetForImageClassification(config), {

@@ -244,10 +244,13 @@ def swin(*, batch: int = 8, size: int = 224) -> Made:
     return transformers.SwinForImageClassification(config), images(100, batch, size)
 
 
-def convnext(*, batch: int = 8, size: int = 96) -> Made:
+def convnext(*, batch: int = 8, size: int = 96, stages: int = 4) -> Made:
     """Wide depthwise convolutions, and norms over channels."""
     config = transformers.ConvNextConfig(
-        hidden_sizes=[48, 96, 192, 384], depths=[2, 2, 4, 2], num_labels=100
+        num_stages=stages,
+        hidden_sizes=[48, 96, 192, 384][:stages],
+        depths=[2, 2, 4, 2][:stages],
+        num_labels=100,
     )
     return transformers.ConvNextForImageClassification(config), images(100, batch, size)
 

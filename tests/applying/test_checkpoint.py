@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -229,13 +230,11 @@ def test_what_the_second_run_itself_writes_over_is_an_error() -> None:
     ],
 )
 def test_a_second_run_fills_only_what_is_like_the_first(other: torch.Tensor) -> None:
-    made: list[Refill] = []
-    first = Checkpoint("region", made.append)
+    first = Checkpoint("region", lambda refill: None)
     weight = torch.ones(2, requires_grad=True)
     with first.saving():
         out = weight.exp()
-    first.fill()
-    (refill,) = made
+    refill = Refill(first)
     with refill.saving(lambda: RuntimeError("stop")), pytest.raises(RuntimeError):
         other.requires_grad_().exp()
     assert refill.differs and not refill.is_complete
@@ -330,3 +329,54 @@ def test_a_module_exchanged_between_two_forwards_keeps_the_first_apart() -> None
         second.sum().backward()
         found.append([x.grad, first.detach(), torch.get_rng_state()])
     assert all(map(torch.equal, *found))
+
+
+# -- an argument that holds its own graph ------------------------------------------
+
+
+class Kept:
+    """An argument that the forward fills, as caches of keys and values are."""
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+
+
+class Fills(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, kept: Kept) -> torch.Tensor:
+        kept.tensors.append(self.linear(x).sin())
+        return kept.tensors[-1].exp() * kept.tensors[-1]
+
+
+class Around(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Fills()
+        self.seen: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept = Kept()
+        self.seen = weakref.ref(kept)
+        return self.inner(x, kept)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_argument_that_holds_its_own_graph_is_freed(*, fails: bool) -> None:
+    """Also if it cannot run again; a second try says so again."""
+    model = Around()
+    applying.apply(model, Plan(regions=(PlannedRegion("inner", "rerun"),)))
+    loss = model(torch.ones(2, 4, requires_grad=True)).sum()
+    if fails:
+        with torch.no_grad():
+            model.inner.linear.weight.add_(1.0)
+        for _ in range(2):
+            with pytest.raises(ApplyError, match="was changed in place"):
+                loss.backward(retain_graph=True)
+    else:
+        loss.backward()
+    del loss
+    gc.collect()
+    assert model.seen() is None

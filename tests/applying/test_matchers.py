@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import enum
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -40,6 +41,9 @@ GROUPS: tuple[tuple[Any, ...], ...] = (
     ("sum", Name("sum"), "Sum", "su'm\n", ""),
     ((1, 2), [1, 2], torch.Size((1, 2)), (1, 2.0), (1, (2,)), (2, 1), (1,), (1, 2, 3)),
     ([[1], 2], [1, [2]], [[1, 2]], [[1], [2]], [], [[]], ([],), ()),
+    ([*range(20)], (*range(20),), [*range(19), 19.0], [*range(19), 20], [*range(21)]),
+    ([*range(1, 21)], [True, *range(2, 21)], [*range(1, 20), Mode.TWO], [*range(20)]),
+    ([*range(20), [1]], [*range(20), [2]], [*range(20), 1, [1]], [1, *range(19), [1]]),
     ({"a": 1, "b": 2}, {"b": 2, "a": 1}, {"a": 1}, {"a": True, "b": 2}, {}),
     (slice(1), slice(0, 1), slice(None, True), slice(1.0), slice(1, None, 1), 1),
     (torch.float32, torch.float64, "torch.float32", torch.strided, torch.sparse_coo),
@@ -401,3 +405,13 @@ def test_tensors_from_outside_that_shared_their_bytes_and_then_do_not() -> None:
         model.two = model.one[:] if step % 4 < 2 else torch.full((8, 8), 0.5)
 
     same_steps(plain, planned, change, steps=8)
+
+
+def test_a_long_list_of_numbers_is_compiled_at_once() -> None:
+    """A test of its own for each number would take seconds to compile."""
+    numbers = [*range(20_000)]
+    begin = time.thread_time()
+    arguments = ((numbers,), {})
+    assert matches(arguments, arguments)
+    assert not matches(arguments, (([*numbers[:-1], 0],), {}))
+    assert time.thread_time() - begin < 0.5

@@ -22,8 +22,8 @@ from ckplan.applying.rebuilding.rebuilder import Rebuilder
 from ckplan.applying.recording import recorder as record
 from ckplan.applying.tensors import arguments as calls
 from ckplan.plan.names import OpName
+from ckplan.plan.outputs import name_ops
 from ckplan.plan.plan import Plan, PlannedRegion
-from ckplan.plan.resolve import name_ops
 
 WHOLE = Plan(regions=(PlannedRegion("."),))
 

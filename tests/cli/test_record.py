@@ -10,7 +10,9 @@ import pytest
 from commands import Run
 
 from ckplan.graph import file as trace_file
+from ckplan.plan import file as plan_file
 from ckplan.plan.plan import plan_fingerprint
+from ckplan.simulating.simulate import simulate
 
 TRAIN = """
 import sys
@@ -35,7 +37,10 @@ def main(kind="plain", steps=4):
     net, head = Net(), nn.Linear(8, 1)
     optimizer = torch.optim.Adam([*net.parameters(), *head.parameters()])
     workers = 2 if kind == "workers" else 0
-    data = DataLoader(TensorDataset(torch.randn(16, 8)), 4, num_workers=workers)
+    rows = 32 if kind == "many" else 4
+    data = DataLoader(
+        TensorDataset(torch.randn(rows * int(steps), 8)), rows, num_workers=workers
+    )
     for step, (x,) in zip(range(int(steps)), data):
         if kind == "raises" or (kind == "late" and step > 2):
             raise KeyError("label")
@@ -86,7 +91,19 @@ def test_a_script_is_recorded_and_ends_after_its_second_step(
     again = run("record", "-o", "t.json.gz", script)
     assert (again.code, again.out) == (1, "")
     assert "t.json.gz" in again.err.splitlines()[0]
-    assert run("solve", "t.json.gz", "--min-memory").code == 0
+    solved = run("solve", "t.json.gz", "--min-memory", "-o", "plan.yaml")
+    assert solved.code == 0
+    assert plan_file.load(Path("plan.yaml")).workload == {
+        "script": [script, "plain", "4"]
+    }
+    assert f"{script} plain 4" in run("show", "plan.yaml").out
+    for command in ("verify", "eject"):
+        told = run(command, "plan.yaml")
+        assert told.code == 1
+        lines = [line for line in told.err.splitlines() if line.strip()][-3:]
+        assert f"this command does not run: {script} plain 4" in lines[0]
+        assert [line.split()[0] for line in lines] == ["error:", "needed:", "try:"]
+    assert run("eject", "t.json.gz", "plan.yaml").code == 0
 
 
 def test_a_script_that_goes_on_prints_and_returns_what_it_does_alone(
@@ -115,6 +132,30 @@ def test_one_of_several_models_is_recorded(run: Run, script: str) -> None:
     ended = run("record", "--model", "Nett", "-o", "other.json.gz", script)
     assert ended.code == 1
     assert "--model Linear or Net" in ended.err
+    assert not Path("other.json.gz").exists()
+
+
+def test_a_script_that_does_not_fit_is_recorded_at_cut_batches(
+    run: Run, script: str
+) -> None:
+    options = ("record", "--reduce", "4", "-o", "t.json.gz")
+    ended = run(*options, script, "many", "9")
+    assert ended.code == 0, ended.err
+    assert ended.out == "begins __main__ ['many', '9'] 3\n"
+    assert "its batch: 0 float32[32,8]" in ended.err
+    assert run("record", "-o", "whole.json.gz", script, "many", "9").code == 0
+    small, whole = (trace_file.load(Path(f"{n}.json.gz")) for n in ("t", "whole"))
+    assert simulate(small).peak_bytes == simulate(whole).peak_bytes
+    bad = {
+        ("--reduce", "16"): "cannot cut a batch of 32 rows",
+        ("--reduce", "4", "--continue"): "cannot go on with the script",
+    }
+    for more, said in bad.items():
+        ended = run("record", *more, "-o", "other.json.gz", script, "many", "9")
+        assert ended.code == 1
+        assert said in ended.err.splitlines()[0]
+    ended = run("record", "--reduce", "4", "-o", "other.json.gz", script, "many", "6")
+    assert "before its 7th step was over" in ended.err
     assert not Path("other.json.gz").exists()
 
 

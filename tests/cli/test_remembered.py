@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import graphs
 import pytest
 import typer
 from commands import Run
@@ -18,11 +21,13 @@ from ckplan.cli import inputs
 from ckplan.errors import CkplanError, PlanError, WorkloadError
 from ckplan.graph import file as trace_file
 from ckplan.plan import file as plan_file
-from ckplan.plan.plan import Plan
+from ckplan.plan.plan import Plan, Prediction
 from ckplan.plan.workload import as_arguments, plan_workload
+from ckplan.solving.planner import Planner
 from ckplan.training.loading import WorkloadSpec
 from ckplan.training.remembered import complete, describe_workload
 from ckplan.training.step import Training
+from ckplan.units import format_percent
 
 WORKLOAD = {
     "target": "model.py:two",
@@ -38,6 +43,50 @@ ARGUMENTS = (
     "model.py:two --set layers=2 --set 'name=a b' --seed 3 --optimizer sgd --amp bf16 "
     "--accumulate 2 --clip 0.5 --scaler"
 )
+
+
+DEEP = """
+from torch import nn, ones
+
+def build():
+    block = lambda: nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8))
+    return nn.Sequential(*(block() for _ in range(4))), ones(256, 8)
+"""
+
+
+def overheads(text: str) -> list[str]:
+    """The overheads in a text, without the unit."""
+    return re.findall(r"overhead\W*([+-][\d.]+) ?%", text)
+
+
+def test_solve_show_and_eject_print_one_overhead(run: Run, folder: Path) -> None:
+    """Also where seconds measured again would give another one."""
+    (folder / "deep.py").write_text(DEEP)
+    assert run("profile", "deep.py").code == 0
+    solved = run("solve", "--min-memory").out
+    (said,) = {*overheads(solved)}
+    assert overheads(run("show", "plan.yaml").out) == [said]
+    assert said in overheads(run("eject", "plan.yaml").out)
+    (trace,) = (folder / "traces").iterdir()
+    graph = trace_file.load(trace)
+    slower = [replace(op, seconds=n * op.seconds) for n, op in enumerate(graph.ops)]
+    trace_file.save(replace(graph, ops=tuple(slower)), trace, force=True)
+    assert said in overheads(run("eject", "plan.yaml").out)
+    for tool in ("torch", "deepspeed"):
+        ejected = run("eject", "plan.yaml", "--as", tool)
+        assert said in overheads(ejected.out + ejected.err)
+
+
+@pytest.mark.parametrize("overhead", [0.12949, 0.13051, 0.1305])
+def test_an_overhead_is_rounded_once(overhead: float) -> None:
+    found = Planner(graphs.chain(4)).solve(10**9)
+    timeline = SimpleNamespace(overhead=overhead, peak_bytes=1)
+    solution = replace(found, timeline=timeline)  # type: ignore[arg-type]
+    predicted = Prediction(1, "", overhead, 2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(found.limit), "reserved_bytes", lambda *_: None)
+        row = solution.as_baseline.overhead
+    assert format_percent(row) == format_percent(predicted.overhead)
 
 
 def test_verify_and_eject_need_the_plan_alone(run: Run, folder: Path) -> None:

@@ -47,14 +47,6 @@ def build():
 """
 
 
-@pytest.fixture(autouse=True)
-def _own_caches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Keep Inductor's caches in the test's folder."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
-    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    torch._dynamo.reset()
-
-
 def test_a_compiled_step_is_profiled_and_solved(run: Run, folder: Path) -> None:
     ended = run("profile", "model.py", *SMALL, "--compile", "-o", "t.json")
     assert ended.code == 0, ended.err

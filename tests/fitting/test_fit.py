@@ -17,7 +17,6 @@ import ckplan
 from ckplan import gpus
 from ckplan.cli import app
 from ckplan.errors import CkplanError, InfeasibleError
-from ckplan.fitting.batches import STEPS, KnownBatches, batches_of, largest_rows
 from ckplan.fitting.fit import AT_NO_BATCH, fit_batches
 from ckplan.fitting.other_card import estimated, on_card
 from ckplan.graph.file import save
@@ -30,6 +29,7 @@ from ckplan.simulating.simulate import Simulator, simulate
 from ckplan.solving.alternatives import alternatives
 from ckplan.solving.planner import Planner
 from ckplan.solving.remedies import CHANGES, CLOSE, SAME, held_caches, remedies
+from ckplan.tuning.known_batches import KnownBatches, batches_of
 from ckplan.units import format_bytes
 
 MIB = 2**20
@@ -113,21 +113,6 @@ def test_a_batch_that_does_not_fit_says_which_does() -> None:
     ).cards
     assert (card.how, card.largest_planned) == (AT_NO_BATCH, 0)
     assert all(one.how[:7] != "a batch" for one in card.remedies)
-
-
-@pytest.mark.parametrize("most", [0, 1, 2, 3, 5, 9, 63, 64, 100, 1000, 12345])
-@pytest.mark.parametrize("guess", [-3, 1, 50, 20000])
-def test_the_search_for_a_batch_ends_at_the_last_that_fits(
-    most: int, guess: int
-) -> None:
-    def fits(rows: int) -> bool:
-        return rows <= most
-
-    assert largest_rows(fits, guess, in_steps=True) == max(
-        (one for one in STEPS if one <= most), default=0
-    )
-    exact = largest_rows(fits, guess)
-    assert exact <= most <= exact + max(exact // 64, 0)
 
 
 def test_other_batches_need_two_traces_of_one_step() -> None:

@@ -18,13 +18,12 @@ from ckplan.training.allocator import log_allocations
 class Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(width)
         self.up = nn.Linear(width, 4 * width)
         self.drop = nn.Dropout(0.1)
         self.down = nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(self.drop(F.gelu(self.up(self.norm(x)))))
+        return x + self.down(self.drop(F.gelu(self.up(x))))
 
 
 class Deep(nn.Module):
@@ -157,7 +156,10 @@ def train(call: Callable[..., Any], model: nn.Module, steps: int) -> Trained:
 
 
 def planner_of(
-    model: nn.Module, *batch: Any, options: dict[str, Any] | None = None
+    model: nn.Module,
+    *batch: Any,
+    options: dict[str, Any] | None = None,
+    quick: bool = True,
 ) -> CompiledPlanner:
     """The planner of a model's compiled step; the model itself runs uncompiled."""
     found: list[CompiledPlanner] = []
@@ -168,7 +170,7 @@ def planner_of(
         assert joint is not None
         assert lowered is not None
         unplanned = replay(lowered, joint.num_outputs)
-        found.append(CompiledPlanner(traced, joint, unplanned))
+        found.append(CompiledPlanner(traced, joint, unplanned, quick=quick))
         return graph.forward
 
     torch.compile(model, backend=only_plan, fullgraph=True, dynamic=False)(*batch)

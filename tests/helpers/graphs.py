@@ -444,7 +444,13 @@ def _disturbed(graph: Graph, rng: Random) -> Graph:
 
 def with_engine(graph: Graph, rng: Random) -> Graph:
     """The same step with time of the autograd engine."""
-    costs = EngineCosts(rng.choice((0.5, 3.0)), rng.choice((0.0, 2.0)))
+    costs = EngineCosts(
+        rng.choice((0.5, 3.0)),
+        rng.choice((0.0, 2.0)),
+        rng.choice((0.0, 1.0)),
+        rng.choice((0.0, 4.0)),
+        rng.choice((0.5, 1.0, 1.5)),
+    )
     return replace(graph, engine=costs)
 
 

@@ -127,12 +127,15 @@ def walk(  # noqa: C901 - one loop over moments, told in order
     seen.live_bytes.append(memory.bytes)
     seen.again = {region.span: region.again for region in regions}
     ran = concatenate.from_iterable(seen.again.values())
-    seen.seconds = sum(graph.ops[op].seconds for op in ran)
+    seen.seconds = graph.engine.again * sum(graph.ops[op].seconds for op in ran)
     seen.seconds += sum(region.coding_seconds for region in regions)
     if not any(op.launch_seconds for op in graph.ops):  # else the CPU is no device
         for region in regions:
             seen.seconds += graph.engine.watch_seconds * len(region.saves)
             seen.seconds += graph.engine.rerun_seconds * len(region.again)
+            seen.seconds += graph.engine.region_seconds
+            if not isinstance(region, _Program):
+                seen.seconds += graph.engine.module_seconds * len(region.again)
     return seen
 
 

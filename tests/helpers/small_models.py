@@ -10,9 +10,10 @@ from torch import nn
 from torch.nn import functional
 
 import ckplan
+from ckplan.plan.outputs import name_ops
 from ckplan.plan.plan import Plan, PlannedRegion
 from ckplan.plan.region import Region
-from ckplan.plan.resolve import describe, name_ops, resolve
+from ckplan.plan.resolve import describe, resolve
 from ckplan.training.workload import Workload
 
 

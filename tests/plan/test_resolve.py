@@ -9,9 +9,10 @@ from ckplan.errors import PlanError
 from ckplan.graph.graph import Graph
 from ckplan.plan.file import dumps, loads
 from ckplan.plan.names import OpName
+from ckplan.plan.outputs import name_ops
 from ckplan.plan.plan import Plan, PlannedRegion
 from ckplan.plan.region import PROGRAM, RERUN, Region
-from ckplan.plan.resolve import describe, name_ops, resolve
+from ckplan.plan.resolve import describe, resolve
 from ckplan.simulating.simulate import simulate
 
 BLOCKS = chain(4)

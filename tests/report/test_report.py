@@ -336,6 +336,32 @@ def test_what_the_engine_takes_is_shown_where_it_takes_any(solution: Solution) -
     assert solution_json(solution, PLAN, 0, "plan.yaml")["engine_overhead"] == 0.0
 
 
+@pytest.mark.parametrize(
+    ("launch", "watch", "engine", "waits"),
+    [
+        (1e-5, 1e-6, "engine 2.00 us of the CPU's time, beside the device", "device"),
+        (1e-5, 1e-2, "engine +", "launches"),
+        (1.0, 1e-3, "engine +", "launches"),
+    ],
+)
+def test_on_a_card_the_engine_and_what_is_hidden_of_it_are_shown(
+    solution: Solution, launch: float, watch: float, engine: str, waits: str
+) -> None:
+    graph = chain_graph(("h.0", 3 * MIB), ("h.1", 5 * MIB))
+    ops = [replace(op, seconds=1e-3, launch_seconds=launch) for op in graph.ops]
+    graph = replace(graph, ops=tuple(ops), engine=EngineCosts(watch))
+    timeline = simulate(graph, [Region(0)])
+    found = replace(solution, timeline=timeline)
+    text = " ".join(render(solution_report(found, PLAN, reserve_bytes=0)).split())
+    assert engine in text
+    assert f"waits for {'the ' * (waits == 'device')}{waits}: device" in text
+    content = solution_json(found, PLAN, 0, "plan.yaml")
+    hidden = content["engine_hidden_seconds"]
+    assert ("beside the device" in text) == (hidden > 0)
+    added = content["engine_overhead"] * graph.step_seconds
+    assert hidden + added == pytest.approx(content["engine_seconds"])
+
+
 def test_plan_is_shown_in_full() -> None:
     text = render(plan_report(PLAN))
     for said in (

@@ -21,6 +21,7 @@ from ckplan.tracing.costs.apply_overhead import calibrate_engine
 from ckplan.tracing.costs.cost_cache import CostCache
 from ckplan.tracing.recording.recording import RawOp
 
+COSTS = EngineCosts(1.0, 2.0, 3.0, 4.0)
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
@@ -40,9 +41,12 @@ def moving(*sizes: int) -> list[RawOp]:
 
 
 def test_the_engine_takes_microseconds_and_more_where_caches_are_cold() -> None:
-    warm, cold = engine._measure(0), engine._measure(1 << 24)
-    assert min(*warm, *cold) >= 0.0  # one may drown in the noise of the other
-    assert 1e-6 < sum(warm) < sum(cold) < 5e-3
+    for _ in range(5):  # a busy moment of the machine slows either
+        warm, cold = engine._measure(0), engine._measure(1 << 24)
+        assert min(*warm, *cold) >= 0.0  # one may drown in the noise of the other
+        if sum(warm[:2]) < sum(cold[:2]):
+            break
+    assert 1e-6 < sum(warm[:2]) < sum(cold[:2]) < 5e-3
 
 
 @pytest.mark.parametrize(
@@ -65,13 +69,13 @@ def test_caches_are_as_cold_as_the_ops_of_a_step_leave_them(
 ) -> None:
     asked: list[int] = []
 
-    def measure(flushed_bytes: int) -> tuple[float, float]:
+    def measure(flushed_bytes: int) -> tuple[float, ...]:
         asked.append(flushed_bytes)
-        return 1.0, 2.0
+        return 1.0, 2.0, 3.0, 4.0
 
     monkeypatch.setattr(engine, "_measure", measure)
     for _ in range(2):  # the second time it is known
-        assert calibrate_engine(moving(*sizes), device, cache) == EngineCosts(1.0, 2.0)
+        assert calibrate_engine(moving(*sizes), device, cache) == COSTS
     assert asked == [flushed]
 
 
@@ -92,7 +96,7 @@ def test_another_host_launches_at_its_own_speed(host: float) -> None:
         ckplan.profile(model, batch, gpu="RTX 4090", host=speed)
         for speed in (1.0, host)
     )
-    for name in ("watch_seconds", "rerun_seconds"):
+    for name in ("watch_seconds", "rerun_seconds", "module_seconds", "region_seconds"):
         found = getattr(there.engine, name) * host
         assert found == pytest.approx(getattr(here.engine, name), abs=1e-8)
     for one, other in zip(here.ops, there.ops, strict=True):

@@ -309,3 +309,29 @@ def test_grouped_queries_have_the_peak_that_is_measured() -> None:
     step.zero_grad()
     measured_bytes = peak_bytes_of(step.run, held)
     assert predicted_bytes == pytest.approx(measured_bytes, rel=1e-3)
+
+
+class _Cubed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * x * x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        return 3 * x * x * grads[0]
+
+
+class _Own(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.other(_Cubed.apply(self.one(x))).mean()
+
+
+def test_what_is_saved_by_own_functions_is_no_function_of_the_model() -> None:
+    graph = profile(_Own(), torch.randn(4, 8), gpu=CARD, device="cuda", replay=False)
+    assert any(note.startswith(NOTE_SAME) for note in graph.notes), graph.notes

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import graphs
@@ -13,12 +14,16 @@ import pytest
 from ckplan.errors import CkplanError, GraphError, InfeasibleError
 from ckplan.graph.extrapolate import extrapolate
 from ckplan.graph.graph import Graph
+from ckplan.report.tuning import save_tuned_plot
 from ckplan.simulating.simulate import Simulator
 from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.planner import Planner
 from ckplan.solving.replays import ReplayedPlan
 from ckplan.tuning.answer import plan_of
-from ckplan.tuning.largest import largest_batch, largest_that
+from ckplan.tuning.known_batches import STEPS
+from ckplan.tuning.largest import largest_batch, largest_number
+from ckplan.tuning.lever_rows import EXPANDABLE
+from ckplan.tuning.recorded import tune_traces
 from ckplan.tuning.settings import ALLOWED, Way, conflict, levers_of
 from ckplan.tuning.tune import Tuning
 from ckplan.tuning.tuned import Tuned
@@ -175,7 +180,8 @@ def test_the_plan_of_the_best_setting_replays_at_its_batch() -> None:
 @pytest.mark.parametrize("planned", [False, True])
 def test_the_largest_batch_is_the_last_that_fits(planned: bool) -> None:
     limit = MemoryLimit(1_200)
-    found = largest_batch(step_at, limit, planned, start=3)
+    planner_at = (lambda rows: Planner(step_at(rows))) if planned else None
+    found = largest_batch(step_at, limit, planner_at, start=3)
 
     def fits(rows: int) -> bool:
         planner = Planner(step_at(rows))
@@ -187,8 +193,17 @@ def test_the_largest_batch_is_the_last_that_fits(planned: bool) -> None:
 
 @pytest.mark.parametrize("start", [1, 5, 100, 4000])
 @pytest.mark.parametrize("largest", [0, 1, 2, 63, 100])
-def test_a_bisection_finds_the_end_from_anywhere(start: int, largest: int) -> None:
-    assert largest_that(lambda n: n <= largest, start, most=100) == largest
+@pytest.mark.parametrize("gap", [0, 1, 7])
+def test_the_largest_number_is_found_from_anywhere(
+    start: int, largest: int, gap: int
+) -> None:
+    def bent(rows: int) -> int:
+        return 100 + 3 * rows + max(rows - 50, 0) ** 2
+
+    limit = bent(largest + gap)
+    for numbers in (range(1, 101), STEPS):
+        found = largest_number(bent, lambda n: n <= largest, limit, numbers, start)
+        assert found == max((n for n in numbers if n <= largest), default=0)
 
 
 def test_a_drawn_step_is_the_recorded_one() -> None:
@@ -196,6 +211,58 @@ def test_a_drawn_step_is_the_recorded_one() -> None:
     real = step_at(37)
     assert [one.bytes for one in drawn.storages] == [one.bytes for one in real.storages]
     assert drawn.step_seconds == pytest.approx(real.step_seconds)
+
+
+def traced(rows: int, **options: Any) -> Graph:
+    batch = {"batch": {"x": f"float32[{rows},10]"}}
+    return replace(step_at(rows), fingerprint=batch, options=options)
+
+
+def test_two_traces_are_tuned_as_they_train(tmp_path: Path) -> None:
+    found = tune_traces([traced(4), traced(8)], budget=500)
+    expected = every_setting(500, [Way()], None)
+    assert found.best.samples_per_second == pytest.approx(expected, rel=1e-3)
+    assert not found.best.profiled
+    assert any("drawn through the two traces" in note for note in found.notes)
+    assert [row.name for row in found.levers] == ["recompute"]
+    path = tmp_path / "curve.svg"
+    save_tuned_plot(path, found, force=False)
+    assert "samples per second" in path.read_text()
+
+
+@pytest.mark.parametrize(
+    ("traces", "how", "message"),
+    [
+        ([traced(4)], {"budget": 500}, "cannot search batches in 1 trace"),
+        ([traced(4), traced(4)], {"budget": 500}, "do not differ in the rows"),
+        ([traced(4), traced(8)], {"gpu": "RTX 4090"}, "cannot plan for RTX 4090"),
+        ([traced(4), traced(8)], {"budget": 500, "total_batch": 8}, "not in the trace"),
+    ],
+)
+def test_traces_that_cannot_be_tuned_are_named(
+    traces: list[Graph], how: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(CkplanError, match=message):
+        tune_traces(traces, **how)
+
+
+def test_fewer_gaps_are_a_row_of_a_card() -> None:
+    def wide(way: Way, rows: int, accumulate: int) -> Graph:
+        graph = record(way, rows, accumulate)
+        sizes = (replace(one, bytes=one.bytes << 14) for one in graph.storages)
+        return replace(graph, storages=tuple(sizes))
+
+    limit = MemoryLimit(40 << 20, of_reserved=True)
+    found = Tuning(wide, limit, way=Way(), rows=4).run()
+    row = next(row for row in found.levers if row.name == EXPANDABLE)
+    wider = replace(limit, expandable=True)
+    alone = Tuning(wide, wider, way=Way(), rows=4)
+    best = alone.search(Way()).best()
+    assert best is not None and row.seconds_per_sample == best.seconds_per_sample
+    assert found.base is not None
+    assert row.pays == (best.samples_per_second > found.base.samples_per_second)
+    assert row.saved_bytes == 2 << 20  # reserved of a batch of 4, in whole segments
+    assert EXPANDABLE not in {one.name for one in alone.run().levers}
 
 
 def quadratic(rows: int) -> Graph:

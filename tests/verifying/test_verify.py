@@ -21,6 +21,7 @@ from ckplan.plan.plan import Plan, PlannedRegion, Prediction
 from ckplan.report.tables import render
 from ckplan.report.verification import verification_error, verification_report
 from ckplan.simulating.simulate import simulate
+from ckplan.tracing.costs.spread import NO_LOAD, Load
 from ckplan.tracing.profile import profile_workload
 from ckplan.training.loading import WorkloadSpec
 from ckplan.training.step import Training, make_step
@@ -29,7 +30,6 @@ from ckplan.verifying import compare_steps as pair
 from ckplan.verifying import verify as verifying
 from ckplan.verifying.phases import PhaseSeconds, TimedStep
 from ckplan.verifying.step_process import StepProcess, interleave
-from ckplan.verifying.timing import NO_LOAD, Load
 from ckplan.verifying.verify import Verification, verify
 from ckplan.verifying.worker import (
     FIRST_STEPS,
@@ -91,13 +91,14 @@ class Net(nn.Module):
                 self.norm(x)
         return self.drop(self.norm(self.linear(x)))
 
-def apply(model, plan):
+def apply(model, plan, spill=None):
     model.action = plan.model
 
 def status(model):
     regions = [("linear#0", 2), ("norm#0", 0)]
     return types.SimpleNamespace(
-        regions=[types.SimpleNamespace(call=c, runs=n, kept=0) for c, n in regions]
+        regions=[types.SimpleNamespace(call=c, runs=n, kept=0) for c, n in regions],
+        spilled_bytes=0,
     )
 
 sys.modules["ckplan.applying"] = types.ModuleType("ckplan.applying")
@@ -617,7 +618,7 @@ def test_an_unplanned_step_that_does_not_fit_is_compared_with_every_layer_run_ag
             spec: object, choice: Plan | None, *how: object, one_thread: bool
         ) -> _Scripted:
             assert not one_thread
-            if how[-1]:
+            if how[-2]:
                 return _Scripted([VerifyError("no rows", needed="rows", hint="more")])
             if choice is None:
                 return scripts["unplanned"]
@@ -662,8 +663,8 @@ def test_a_difference_at_a_smaller_batch_counts(
         spec: object, choice: Plan | None, *how: Any, one_thread: bool
     ) -> _Scripted:
         assert not one_thread
-        name = f"{how[-1]}, {choice is None}" if how[-1] else "whole"
-        fits = choice is not None or how[-1] == fits_at
+        name = f"{how[-2]}, {choice is None}" if how[-2] else "whole"
+        fits = choice is not None or how[-2] == fits_at
         return _Scripted([_first_steps(60, loss=name), 1.0] if fits else [FULL])
 
     monkeypatch.setattr(verifying, "StepProcess", process)

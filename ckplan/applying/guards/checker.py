@@ -22,20 +22,16 @@ from ckplan.applying.guards.guarded_program import (
 )
 from ckplan.applying.guards.input_checker import InputChecker
 from ckplan.applying.guards.resume import Beginning, OpenInner, resume
+from ckplan.applying.moving.mover import Form, Mover
 from ckplan.applying.rebuilding.rebuilder import Rebuilder
 from ckplan.applying.recording.op_keys import OpKey, Saves
 from ckplan.applying.recording.recorder import Recorder, otherwise_saved
 from ckplan.applying.recording.saved_tensors import Dropped, Handle, unpack
-from ckplan.applying.tensors.arguments import (
-    is_query,
-    moves,
-    switches,
-)
+from ckplan.applying.tensors.arguments import is_query, moves, switches
 from ckplan.applying.tensors.compiled import is_within_compiled, still_uncompiled
 from ckplan.applying.tensors.kept import Kept, keep
 from ckplan.applying.tensors.random_state import random_state
 from ckplan.applying.tensors.retained import Retained, retain, retain_copy, tensors_in
-from ckplan.encodings import Encoded, encode
 
 
 class GuardChecker(TorchFunctionMode):
@@ -47,6 +43,7 @@ class GuardChecker(TorchFunctionMode):
         top: str,
         expected: GuardedProgram,
         record: Callable[[], Recorder],
+        mover: Mover,
     ) -> None:
         """Set up the check.
 
@@ -55,6 +52,7 @@ class GuardChecker(TorchFunctionMode):
             top: FQN of the module that op paths are relative to.
             expected: Guarded program to compare the forward with.
             record: Makes the recorder for the rest of a forward that misses.
+            mover: Encodes and moves.
         """
         super().__init__()
         self.name = name
@@ -62,7 +60,7 @@ class GuardChecker(TorchFunctionMode):
         self.expected = expected
         self.rerecorder: Recorder | None = None  # from the first miss on
         self.kept = False  # the rest, since it could not be recorded
-        self._record = record
+        self._record, self._mover = record, mover
         self._inner: list[tuple[CallGuard | None, str, Saves]] = []  # open ones
         self._num_begun = 0  # regions inside
         self._num_modes = torch._C._len_torch_dispatch_stack()
@@ -75,7 +73,7 @@ class GuardChecker(TorchFunctionMode):
         self._inputs = InputChecker(expected, self._held)
         self._met = self._inputs.met
         self._made: list[ref[torch.Tensor]] = []  # tensors that calls returned
-        self._encoded: dict[int, Encoded] = {}
+        self._encoded: dict[int, Form] = {}
         self._states: dict[int, torch.Tensor] = {}
         self._handle = Handle()
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, unpack)
@@ -143,6 +141,7 @@ class GuardChecker(TorchFunctionMode):
     def abandon(self) -> None:
         """Stop checking: the forward was interrupted."""
         self._close()
+        self._encoded.clear()
         if self.rerecorder is not None:
             self.rerecorder.abandon()
 
@@ -307,7 +306,7 @@ class GuardChecker(TorchFunctionMode):
         if capture.form is None:
             self._held[capture.value] = retain(tensor)
             return
-        small = encode(capture.form, tensor)
+        small = self._mover.encode(capture.form, tensor)
         assert small is not None, "the template's tensor was dense"
         self._encoded[capture.value] = small
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from ckplan.applying.guards.guarded_program import GuardedProgram
+from ckplan.applying.moving.mover import Form
 from ckplan.applying.rebuilding.schedule import Packed
 from ckplan.applying.recording.op_keys import Inner, Names, Saves
 from ckplan.applying.recording.recorder import Recorder
@@ -21,7 +22,6 @@ from ckplan.applying.tensors.arguments import storage_of
 from ckplan.applying.tensors.op_traits import traits_of
 from ckplan.applying.tensors.retained import Retained, retain, retain_copy
 from ckplan.applying.tensors.storages import Storages
-from ckplan.encodings import Encoded
 from ckplan.simulating.program import EXTERNAL, Flow, NestedRegion
 
 
@@ -42,7 +42,7 @@ class Beginning(NamedTuple):
     inner: Sequence[OpenInner]  # innermost last
     made: Iterable[tuple[int, torch.Tensor]]  # tensors that calls returned, by number
     retained: Mapping[int, Retained]
-    encoded: Mapping[int, Encoded]
+    encoded: Mapping[int, Form]
     states: Mapping[int, torch.Tensor]
     packed: Sequence[Packed]
     handle: Handle

@@ -6,10 +6,10 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ckplan.applying.moving.mover import Form
 from ckplan.applying.recording.recorder import Recorder
 from ckplan.applying.tensors.arguments import Geometry
 from ckplan.applying.tensors.retained import Ref
-from ckplan.encodings import Encoded
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +32,14 @@ class Sightings:
             packed[saved.value].append((place, saved.ref))
         return cls(returned, packed)
 
-    def in_call(self, value: int, small: Encoded | None) -> tuple[int, int] | None:
+    def in_call(self, value: int, small: Form | None) -> tuple[int, int] | None:
         """The call that returns it, in the geometry to encode if there is one."""
         for number, place, geometry in self.returned.get(value, ()):
             if small is None or _fits(small, geometry):
                 return number, place
         return None
 
-    def in_packed(self, value: int, small: Encoded | None) -> int | None:
+    def in_packed(self, value: int, small: Form | None) -> int | None:
         """The number of the saved tensor that it is."""
         for place, ref in self.packed.get(value, ()):
             if small is None or (ref is not None and _fits(small, ref)):
@@ -47,7 +47,7 @@ class Sightings:
         return None
 
 
-def _fits(small: Encoded, tensor: Geometry | Ref) -> bool:
+def _fits(small: Form, tensor: Geometry | Ref) -> bool:
     """Whether a tensor has the geometry of the encoded one."""
     same = tensor.size == small.size and tensor.stride == small.stride
     return same and tensor.dtype == small.dtype and tensor.offset == 0

@@ -9,6 +9,7 @@ from functools import cached_property, partial
 from ckplan.applying.guards.checker import GuardChecker
 from ckplan.applying.guards.guards import make_guards
 from ckplan.applying.guards.program_cache import ProgramCache
+from ckplan.applying.moving.mover import FILE, Mover
 from ckplan.applying.recording.op_keys import OpKey, key_of
 from ckplan.applying.recording.recorder import Recorder
 from ckplan.graph.fqn import Call, call_name
@@ -45,6 +46,7 @@ class Choice:
     missing: tuple[str, ...] = ()
     programs: ProgramCache = field(default_factory=ProgramCache)
     inner: list[Choice] = field(default_factory=list)
+    mover: Mover = field(default_factory=partial(Mover, None))
 
     @property
     def title(self) -> str:
@@ -77,15 +79,14 @@ class Choice:
     def begin(self, name: str, key: Hashable) -> Recorder | GuardChecker:
         """Begin a forward: check guards if a program is known, else record."""
         expected = self.programs.find(key)
-        record = partial(Recorder, name, self.top, self.saves, self.encodes)
+        record = partial(Recorder, name, self.top, self.saves, self.encodes, self.mover)
         if expected is None:
             recorder = record(checks_digest=not self.recorded)
             recorder.log.broken = not self.programs.can_guard(key)
             return recorder
         checks_digest = self.programs.is_static(key)
-        return GuardChecker(
-            name, self.top, expected, partial(record, checks_digest=checks_digest)
-        )
+        record = partial(record, checks_digest=checks_digest)
+        return GuardChecker(name, self.top, expected, record, self.mover)
 
     def end(
         self,
@@ -163,8 +164,9 @@ class Choice:
 
     @cached_property
     def encodes(self) -> dict[OpKey, dict[int | None, str]]:
-        """Outputs to encode, as the recorder takes them."""
+        """Outputs to encode or move, as the recorder takes them."""
         found: dict[OpKey, dict[int | None, str]] = {}
-        for op, form in self.region.encode:
+        moved = ((op, FILE) for op in self.region.offload)
+        for op, form in (*self.region.encode, *moved):
             found.setdefault(key_of(op), {})[op.output] = form
         return found

@@ -43,6 +43,7 @@ class RegionHooks:
         if choice is not None and running.regions:
             self._warn_inside(choice, running.regions[-1])
         elif choice is not None:
+            self.session.check_autocast(module, self.fqn)
             running.place(choice)
             key = _key(module, args, kwargs)
             region = choice.begin(choice.title or type(module).__name__, key)

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import nn
 from torch._subclasses.fake_tensor import is_fake
 
@@ -20,6 +21,7 @@ from ckplan.training.fingerprint import (
     parameter_shapes,
     torch_version,
 )
+from ckplan.training.step import AMP
 from ckplan.units import format_bytes
 
 
@@ -77,6 +79,43 @@ def warn_of_other_device(plan: Plan, model: nn.Module) -> bool:
             stacklevel=4,
         )
     return other
+
+
+def warn_of_smaller_batch(
+    plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Warn if a tuned plan's first batch has fewer rows than its setting."""
+    rows = plan.workload.get("micro_batch")
+    planned = plan.fingerprint.get("batch", {})
+    if rows is None:
+        return
+    for name, here in batch_shapes(args, kwargs).items():
+        before = count_elements(planned.get(name, ""))
+        if 0 < count_elements(here) < before:
+            warnings.warn(
+                f"the plan was tuned for a micro-batch of {rows}, and {name} is "
+                f"{here}, planned was {planned[name]}: a batch this small needs less "
+                "recomputation, or none",
+                stacklevel=4,
+            )
+            return
+
+
+def other_autocast(plan: Plan, device: str) -> str:
+    """Message of a forward under another autocast than a plan says; "" if it is not."""
+    planned = plan.workload.get("amp")
+    if planned is None and "micro_batch" not in plan.workload:
+        return ""  # nobody said how the step trains
+    here = None
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        here = next((name for name, one in AMP.items() if one == dtype), str(dtype))
+    if here == planned:
+        return ""
+    said, found = (
+        f"autocast to {name}" if name else "no autocast" for name in (planned, here)
+    )
+    return f"the plan is for a step with {said}, and forward runs with {found}"
 
 
 def warn_of_larger_batch(

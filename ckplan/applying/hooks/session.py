@@ -19,9 +19,12 @@ from ckplan.applying.hooks.forwards import ForwardWrapper
 from ckplan.applying.hooks.plan_warnings import (
     idle_regions,
     missing_ops,
+    other_autocast,
     warn_of_larger_batch,
     warn_of_other_device,
+    warn_of_smaller_batch,
 )
+from ckplan.applying.moving.mover import Mover
 from ckplan.applying.recording.recorder import Recorder
 from ckplan.applying.tensors.compiled import uncompiled_function
 from ckplan.graph.fqn import Call, call_name
@@ -78,7 +81,7 @@ class OpenRegion:
         self._switch_on()
         self.choice.end(self.region, self.key, self.missing, learn=learn)
         recorder = self.region.recorder
-        if recorder is not None and self.choice.missing:
+        if learn and recorder is not None and self.choice.missing:
             self.session.warn_once("ops", missing_ops(self.choice, recorder))
 
     def abandon(self) -> None:
@@ -130,6 +133,7 @@ class Session:
     """The hooks and wrappers of a plan on one model; copied with it."""
 
     plan: Plan
+    mover: Mover
     # As running.numbers, for threads where no forward of the model began: backward's
     # on a GPU, where checkpoints run modules again.
     calls: dict[str, int] = field(default_factory=dict)
@@ -149,6 +153,7 @@ class Session:
         If a step runs the model several times under gradients, they go on until then.
         """
         running.abandon(self)
+        self.mover.settle(quiet=True)
         planned = self.plan.fingerprint.get("forwards", 1)
         if not (torch.is_grad_enabled() and 0 < self.forwards < planned):
             self.calls.clear()
@@ -161,6 +166,9 @@ class Session:
                 self.warned.add("ops")  # which are other ones there
         if not torch.is_grad_enabled():
             return
+        if not self.ended:
+            warn_of_smaller_batch(self.plan, args, kwargs)
+            self.check_autocast(module, "")
         if not self.larger:
             self.larger = warn_of_larger_batch(self.plan, args, kwargs)
         if self.ended and (idle := idle_regions(self.choices)):
@@ -170,6 +178,7 @@ class Session:
     def end_step(self, module: nn.Module, args: Args, output: object) -> None:
         """Hook of the model itself: by now its regions have run, if they ever do."""
         del module, args, output
+        self.mover.settle()
         is_last = self.forwards == self.plan.fingerprint.get("forwards", 1)
         self.ended = self.ended or (is_last and torch.is_grad_enabled())
 
@@ -185,6 +194,20 @@ class Session:
             self.warned.add(of)
             rest = "results are the same, memory is not; see ckplan.status(model)"
             warnings.warn(f"{what}: {rest}", stacklevel=4)
+
+    def check_autocast(self, module: nn.Module, fqn: str) -> None:
+        """Warn if the first region's forward runs under another autocast than planned.
+
+        Trainers may begin autocast inside the model's call, where its parts see it, and
+        the model itself does not.
+        """
+        first = next(module.parameters(), None)
+        if self.ended or first is None:
+            return
+        device = first.device.type
+        other = other_autocast(self.plan, device)
+        if other and (fqn or torch.is_autocast_enabled(device)):
+            self.warn_once("autocast", other)
 
     def check_began(self, call: Call, choices: Iterable[Choice]) -> None:
         """Warn if call numbers never restart because the model is not called."""

@@ -16,12 +16,12 @@ from typing import TypeAlias
 
 import torch
 
+from ckplan.applying.moving.mover import Form, Group, Moved
 from ckplan.applying.rebuilding.schedule import Schedule
 from ckplan.applying.rebuilding.script import Code
 from ckplan.applying.tensors.random_state import random_state, set_random_state
 from ckplan.applying.tensors.retained import Retained, check_gathered
 from ckplan.applying.tensors.streams import stream_order
-from ckplan.encodings import Encoded
 from ckplan.errors import ApplyError
 
 _Place: TypeAlias = tuple[torch.device, torch.Generator | None]
@@ -35,7 +35,7 @@ class Rebuilder:
         self,
         schedule: Schedule,
         retained: Mapping[int, Retained],
-        encoded: Mapping[int, Encoded],
+        encoded: Mapping[int, Form],
         states: Mapping[int, torch.Tensor],
     ) -> None:
         """Take over the tensors and states of a forward.
@@ -43,7 +43,7 @@ class Rebuilder:
         Args:
             schedule: Program that rebuilds its dropped values.
             retained: Values to rebuild from, at least those that the program retains.
-            encoded: Encoded values, at least those that it decodes.
+            encoded: Encoded and moved values, at least those that it decodes.
             states: Of the random generator before every random step that it runs.
         """
         program = schedule.program
@@ -55,6 +55,10 @@ class Rebuilder:
             if type(one.tensor) is not torch.nn.Parameter:
                 one.settle()
         self._encoded = {value: encoded[value] for value in program.decodes}
+        moved = [one for one in self._encoded.values() if isinstance(one, Moved)]
+        self._moved = (
+            Group(sorted(moved, key=lambda one: one.number)) if moved else None
+        )
         self._states = {step: states[step] for step in schedule.drawn}
         self._found: dict[_Place, torch.Tensor] = {}  # random states to restore
         self._order = stream_order(self._tensors()) if schedule.on_gpu else None
@@ -75,6 +79,8 @@ class Rebuilder:
             ApplyError: A tensor that it is rebuilt from changed, or a backward before
                 was interrupted while it rebuilt.
         """
+        if self._moved is not None:
+            self._moved.ask()
         stage = self._stage
         answer = stage.answers.get(number) or self._schedule.answer(stage, number)
         if self._interrupted:
@@ -134,7 +140,8 @@ class Rebuilder:
         for one in self._values.values():
             yield one.tensor if isinstance(one, Retained) else one
         for encoded in self._encoded.values():
-            yield encoded.data
+            if encoded.data is not None:
+                yield encoded.data
 
     def _is_interrupted(self) -> ApplyError:
         return ApplyError(

@@ -17,6 +17,7 @@ from typing import Any, Final, TypeAlias
 
 import torch
 
+from ckplan.applying.moving.mover import decode
 from ckplan.applying.rebuilding.step import Step
 from ckplan.applying.tensors.arguments import version_of
 from ckplan.applying.tensors.retained import (
@@ -26,7 +27,6 @@ from ckplan.applying.tensors.retained import (
     tensors_in,
     view_of,
 )
-from ckplan.encodings import decode
 from ckplan.simulating.program import Flow
 
 _MOST_SOURCES = 4096

@@ -22,7 +22,7 @@ Saves = Mapping[OpKey, frozenset[int] | None]
 """Outputs to keep; None for all of them."""
 
 Encodes = Mapping[OpKey, Mapping[int | None, str]]
-"""Outputs to encode, with their encodings."""
+"""Outputs to encode or move, with their forms."""
 
 
 @dataclass(slots=True)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ckplan.applying.moving.mover import Form, Mover
 from ckplan.applying.rebuilding.rebuilder import Rebuilder
 from ckplan.applying.rebuilding.schedule import Schedule
 from ckplan.applying.rebuilding.step import Step, depth_of
@@ -31,7 +32,6 @@ from ckplan.applying.tensors.op_traits import (
 from ckplan.applying.tensors.random_state import random_state
 from ckplan.applying.tensors.retained import ref_of, retain, retain_copy, tensors_in
 from ckplan.applying.tensors.storages import Storages
-from ckplan.encodings import Encoded, encode
 from ckplan.errors import ApplyError
 from ckplan.simulating.program import EXTERNAL, NestedRegion, Program, compile_program
 from ckplan.training.data_dependent import has_data_dependent_shape
@@ -56,6 +56,7 @@ class Recorder(TorchDispatchMode):
         top: str,
         saves: Saves,
         encodes: Encodes,
+        mover: Mover,
         *,
         checks_digest: bool = False,
     ) -> None:
@@ -65,14 +66,15 @@ class Recorder(TorchDispatchMode):
             name: Name of the region in errors.
             top: FQN of the module that op paths are relative to.
             saves: Outputs to keep.
-            encodes: Outputs to encode.
+            encodes: Outputs to encode or move.
+            mover: Encodes and moves.
             checks_digest: Whether rebuilt tensors are compared with dropped ones.
         """
         super().__init__()
         self.name = name
         self.watches = False  # else it only rebuilds tensors dropped before
         self.path: list[str] = [top]  # FQNs of the modules that run, innermost last
-        self._encodes = encodes
+        self._encodes, self._mover = encodes, mover
         self.names = Names(top, saves, {*saves, *encodes})
         self.paths: list[str] = []  # step -> FQN of the module that ran it
         self.inner: list[Inner] = []
@@ -82,7 +84,7 @@ class Recorder(TorchDispatchMode):
         self.statistics: dict[
             int, int
         ] = {}  # running statistics -> step that reads them
-        self.encoded: dict[int, Encoded] = {}  # value -> its smaller form
+        self.encoded: dict[int, Form] = {}  # value -> its other form
         self.storages = Storages(name)
         self.packing = Packing(name, self.storages, checks_digest=checks_digest)
         self.log = CallLog(self.storages, self.packing)
@@ -180,6 +182,7 @@ class Recorder(TorchDispatchMode):
     def abandon(self) -> None:
         """Stop recording: the forward was interrupted."""
         self._contexts.close()
+        self.release()
 
     def __torch_dispatch__(
         self,
@@ -311,7 +314,11 @@ class Recorder(TorchDispatchMode):
             forms = self._encodes[key]
             for position, value in enumerate(values):
                 form = forms.get(position, forms.get(None))
-                small = encode(form, returned[position]) if form else None
+                if form is None:
+                    continue
+                in_place = value in self.storages.flow.overwrites[number].values()
+                tensor = returned[position]
+                small = self._mover.encode(form, tensor, in_place=in_place)
                 if small is not None:
                     self.encoded[value] = small
 

@@ -17,6 +17,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from ckplan.applying.tensors.kept import Kept, keep, unpack_kept
+from ckplan.errors import ApplyError
 
 Kind: TypeAlias = tuple[torch.Size, torch.dtype, torch.device]
 
@@ -43,6 +44,7 @@ class Checkpoint:
         """
         self.name = name
         self._run_again = run_again
+        self._failed: ApplyError | None = None
         self.saved: list[ref[Numbered]] = []
         self.kinds: list[Kind] = []
 
@@ -57,15 +59,29 @@ class Checkpoint:
         return numbered
 
     def fill(self) -> None:
-        """Run again, and fill the saved tensors that are still to be used."""
-        self._run_again(Refill(self))
+        """Run again, and fill the saved tensors that are still to be used.
+
+        Autograd holds the hooks of the second graph, which must hold nothing of the
+        first. A forward that cannot run again never will: what it holds is let go, as
+        an argument may hold its own graph, and the error is raised again.
+        """
+        if self._failed is not None:
+            raise _again(self._failed)
+        refill = Refill(self)
+        try:
+            self._run_again(refill)
+        except ApplyError as error:
+            self._failed, self._run_again = _again(error), _nothing
+            raise
+        finally:
+            refill.close()
 
 
 class Refill:
     """What a second run saved so far."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint = checkpoint
+        self._checkpoint: Checkpoint | None = checkpoint
         self._num_saved = 0
         self.is_complete = False
         self.differs = False  # another shape, type or device than in the first run
@@ -82,6 +98,7 @@ class Refill:
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             with torch._C.DisableTorchFunction():  # custom functions may pack
+                assert self._checkpoint is not None, "internal error: it has ended"
                 kept = keep(tensor, self._checkpoint.name)
                 self._fill(kept)
             if self.is_complete or self.differs:
@@ -90,9 +107,13 @@ class Refill:
 
         return saved_tensors_hooks(pack, _same)
 
+    def close(self) -> None:
+        """End the second run."""
+        self._checkpoint = None
+
     def _fill(self, kept: Kept) -> None:
         number, first, tensor = self._num_saved, self._checkpoint, kept.tensor
-        if self.is_complete or self.differs:
+        if self.is_complete or self.differs or first is None:
             return  # the forward caught the exception that ended it
         if first.kinds[number] != (tensor.shape, tensor.dtype, tensor.device):
             self.differs = True
@@ -110,6 +131,15 @@ def _unpack(numbered: Numbered) -> torch.Tensor:
     kept, numbered.kept = numbered.kept, None
     assert kept is not None, "internal error: a complete run fills all"
     return unpack_kept(kept)
+
+
+def _again(error: ApplyError) -> ApplyError:
+    """The same error without its frames, which hold tensors."""
+    return ApplyError(error.what, needed=error.needed, hint=error.hint)
+
+
+def _nothing(refill: Refill) -> None:
+    del refill
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:

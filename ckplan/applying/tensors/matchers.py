@@ -18,6 +18,7 @@ from weakref import ref
 import torch
 
 _MOST_SOURCES = 4096
+_MANY = 16  # numbers in a row that are tested all at once
 _NO_VERSIONS: Mapping[int, int] = {}
 _SAME = (bool, type(None), type(...))  # one object for each value
 
@@ -116,10 +117,7 @@ class _Writer:
         elif kind is dict:
             self._test_dict(what)
         elif kind in (tuple, list, torch.Size):
-            length = next(self.frozen)
-            add(f"type({what}) is {self._name(kind)} and len({what}) == {length}")
-            for place in range(length):
-                self._test(f"{what}[{place}]", next(self.frozen))
+            self._test_sequence(what, kind)
         elif kind is float:
             self._test_float(what, next(self.frozen))
         elif kind in _SAME:
@@ -128,6 +126,39 @@ class _Writer:
             value = next(self.frozen)
             literal = repr(value) if kind in (int, str) else self._name(value)
             add(f"type({what}) is {self._name(kind)} and {what} == {literal}")
+
+    def _test_sequence(self, what: str, kind: type) -> None:
+        """Test a sequence; numbers at the start of a long one all at once."""
+        length, numbers = next(self.frozen), list[int]()
+        self.tests.append(
+            f"type({what}) is {self._name(kind)} and len({what}) == {length}"
+        )
+        for place in range(length):
+            inner = next(self.frozen)
+            if inner is int and place == len(numbers):
+                numbers.append(next(self.frozen))
+                continue
+            if place == len(numbers):
+                self._test_numbers(what, numbers)
+            self._test(f"{what}[{place}]", inner)
+        if length == len(numbers):
+            self._test_numbers(what, numbers)
+
+    def _test_numbers(self, what: str, numbers: list[int]) -> None:
+        """Test the first items of a sequence, which are numbers."""
+        count = len(numbers)
+        if count < _MANY:
+            for place, number in enumerate(numbers):
+                item = f"{what}[{place}]"
+                self.tests.append(
+                    f"type({item}) is {self._name(int)} and {item} == {number!r}"
+                )
+            return
+        first, types = f"[*{what}[:{count}]]", self._name({int})
+        self.tests.append(
+            f"{{*{self._name(map)}({self._name(type)}, {first})}} == {types}"
+        )
+        self.tests.append(f"{first} == {self._name(numbers)}")
 
     def _test_dict(self, what: str) -> None:
         length = next(self.frozen)

@@ -1,16 +1,18 @@
 """Measure the CPU time that applying a plan adds to the ops themselves.
 
-A chain of tiny ops runs unplanned, under a plan that saves every tensor, and under a
-plan that saves every second tensor; the differences give the overheads. In a large
-step, kernels evict Python's data from the processor's cache between two ops, which
-makes Python several times slower. So the chain reads as many bytes between its ops.
+A chain of tiny ops runs unplanned and under plans that drop every tensor: as programs
+of one region and of several, and with the whole module run again. What forward and
+backward take longer gives the overheads. In a large step, kernels evict Python's data
+from the processor's cache between two ops, which makes Python several times slower. So
+the chain reads as many bytes between its ops. Seconds are those of the thread, where
+the system counts them: other programs take none of them.
 """
 
 from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, replace
 from functools import cache as cache_once
 from pathlib import Path
@@ -24,16 +26,17 @@ from ckplan import __version__, applying
 from ckplan.applying import apply
 from ckplan.graph.graph import Graph
 from ckplan.graph.records import EngineCosts
-from ckplan.plan.names import OpName
 from ckplan.plan.plan import Plan, PlannedRegion
 from ckplan.tracing.costs.cost_cache import Cost, CostCache
 from ckplan.tracing.recording.recording import RawOp
 
-_NUM_OPS = 16
-_DROPPED_STEPS, _STEPS = 2, 5
+_NUM_LINKS, _OPS_PER_LINK = 4, 4
+_NUM_OPS = _NUM_LINKS * _OPS_PER_LINK
+_DROPPED_STEPS, _STEPS = 2, 9
+_FINE_SECONDS = 1e-6  # resolution of a clock that single ops need
 _LEAST_BYTES, _MOST_BYTES = 1 << 20, 1 << 24
 _OPS_BETWEEN = 2  # per saved tensor: an op that saves one, and an op that does not
-_CHAIN, _STEP = "engine", "engine in a step"  # where its costs were measured
+_CHAIN, _STEP = "engine in a chain", "engine in a step"  # where its costs were measured
 
 
 class MovesBytes(Protocol):
@@ -85,8 +88,7 @@ def keep_engine_costs(
     Returns:
         The median of the last few runs, which profiles use from now on.
     """
-    seconds = costs.watch_seconds, costs.rerun_seconds
-    return _learn(_STEP, seconds, ops, device, cache)
+    return _learn(_STEP, _seconds_of(costs), ops, device, cache)
 
 
 def _known(
@@ -101,7 +103,7 @@ def _known(
 
 def _learn(
     source: str,
-    seconds: tuple[float, float],
+    seconds: Sequence[float],
     ops: Sequence[MovesBytes],
     device: torch.device,
     cache: CostCache,
@@ -117,7 +119,14 @@ def _learn(
 def _keys(source: str, flushed_bytes: int) -> list[str]:
     """Keys in the cost cache; another engine has other ones."""
     engine = engine_digest()
-    return [f"{source} {engine} {w} {flushed_bytes}" for w in ("watch", "rerun")]
+    return [f"{source} {engine} {what} {flushed_bytes}" for what in _MEASURED_COSTS]
+
+
+_MEASURED_COSTS = ("watch", "rerun", "module", "region")  # as EngineCosts has them
+
+
+def _seconds_of(costs: EngineCosts) -> tuple[float, ...]:
+    return astuple(costs)[: len(_MEASURED_COSTS)]
 
 
 @cache_once
@@ -141,7 +150,7 @@ def on_host(graph: Graph, host: float) -> Graph:
     """
     if host == 1:
         return graph
-    engine = EngineCosts(*(seconds / host for seconds in astuple(graph.engine)))
+    engine = graph.engine.times(1 / host)
     ops = (replace(op, launch_seconds=op.launch_seconds / host) for op in graph.ops)
     note = f"launches and engine: of a processor {host:g} times as fast as this one"
     return replace(graph, ops=tuple(ops), engine=engine, notes=(*graph.notes, note))
@@ -157,26 +166,47 @@ def _flushed_bytes(ops: Sequence[MovesBytes], device: torch.device) -> int:
     return min(1 << (moved_bytes - 1).bit_length(), _MOST_BYTES)
 
 
-def _measure(flushed_bytes: int) -> tuple[float, float]:
-    """Seconds per saved tensor, and per recomputed op."""
-    ops = [OpName("", "sin", occurrence) for occurrence in range(_NUM_OPS)]
+def _measure(flushed_bytes: int) -> tuple[float, ...]:
+    """Seconds per saved tensor, per op that reruns, and so on: ``_MEASURED_COSTS``."""
+    plans = [
+        Plan(regions=(PlannedRegion("links"),)),
+        Plan(regions=(PlannedRegion(f"links.[0..{_NUM_LINKS - 1}]"),)),
+        Plan(regions=(PlannedRegion("links", "rerun"),)),
+    ]
     with (
         torch.inference_mode(mode=False),
         torch.enable_grad(),
         torch.autocast("cpu", enabled=False),
     ):
-        ways = [_Chain(flushed_bytes) for _ in range(3)]
-        for way, saved in zip(ways[1:], (ops, ops[1::2]), strict=True):
-            apply(way, Plan(regions=(PlannedRegion("links", save=tuple(saved)),)))
-        times: list[list[float]] = [[] for _ in ways]
+        ways = [_Chain(flushed_bytes) for _ in range(1 + len(plans))]
+        for way, plan in zip(ways[1:], plans, strict=True):
+            apply(way, plan)
+        times: list[list[tuple[float, float]]] = [[] for _ in ways]
         for number in range(_DROPPED_STEPS + _STEPS):
             for way, found in zip(ways, times, strict=True):
                 found.append(way.step_seconds(first=number == 0))
-    unplanned, watched, rerun = (median(found[_DROPPED_STEPS:]) for found in times)
-    return (
-        max(watched - unplanned, 0.0) / _NUM_OPS,
-        max(rerun - watched, 0.0) / len(ops[::2]),
+    (forward, backward), *planned = (
+        tuple(map(median, zip(*found[_DROPPED_STEPS:], strict=True))) for found in times
     )
+    added = [(one - forward, other - backward) for one, other in planned]
+    program, several, module = added
+    region = max(sum(several) - sum(program), 0.0) / (_NUM_LINKS - 1)
+    watch = max(program[0] - region, 0.0) / _NUM_OPS
+    rerun = max(program[1] / _NUM_OPS - ways[0].op_seconds(), 0.0)
+    more = max(sum(module) - sum(program), 0.0) / _NUM_OPS
+    return watch, rerun, more, region
+
+
+def _thread_clock() -> Callable[[], float]:
+    """The clock of this thread's own time, or else of the wall."""
+    try:
+        fine = time.get_clock_info("thread_time").resolution <= _FINE_SECONDS
+    except (AttributeError, ValueError):
+        fine = False
+    return time.thread_time if fine else time.perf_counter
+
+
+_clock = _thread_clock()
 
 
 class _Chain(nn.Module):
@@ -185,38 +215,61 @@ class _Chain(nn.Module):
     def __init__(self, flushed_bytes: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(4, dtype=torch.float32, device="cpu"))
-        self.links = _Links(flushed_bytes)
+        self._cache = _Evicted(flushed_bytes)
+        self.links = nn.Sequential(*(_Link(self._cache) for _ in range(_NUM_LINKS)))
 
-    def step_seconds(self, *, first: bool) -> float:
-        """Seconds of forward and backward without the flushes of the cache."""
-        links = self.links
-        links.cold, links.flush_seconds = not first, 0.0
-        start = time.perf_counter()
-        links(self.weight * 1.0).sum().backward()
-        return time.perf_counter() - start - links.flush_seconds
+    def step_seconds(self, *, first: bool) -> tuple[float, float]:
+        """Seconds of forward and of backward, without the flushes of the cache."""
+        cache = self._cache
+        cache.cold, cache.seconds = not first, 0.0  # the first forward is recorded
+        start = _clock()
+        loss = self.links(self.weight * 1.0).sum()
+        half, flushes = _clock(), cache.seconds
+        loss.backward()
+        end = _clock()
+        return half - start - flushes, end - half - (cache.seconds - flushes)
+
+    def op_seconds(self) -> float:
+        """Seconds of an op alone."""
+        taken, x = [], self.weight.detach()
+        for _ in range(_NUM_OPS):
+            self._cache.flush()
+            start = _clock()
+            torch.sin(x)
+            taken.append(_clock() - start)
+        return median(taken)
 
 
-class _Links(nn.Module):
+class _Evicted:
+    """The processor's cache: what ops of a large step do to it."""
+
     def __init__(self, flushed_bytes: int) -> None:
-        super().__init__()
-        self.cold = False  # the recording of the first forward must not contain flushes
-        self.flush_seconds = 0.0
+        self.cold = False
+        self.seconds = 0.0
         self._flushed = torch.zeros(
             flushed_bytes // 4, dtype=torch.float32, device="cpu"
         )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for _ in range(_NUM_OPS):
-            with torch._C.DisableTorchFunction():
-                self._flush()
-                x.register_hook(self._flush)
-            x = torch.sin(x)
-        return x
-
-    def _flush(self, gradient: torch.Tensor | None = None) -> None:
+    def flush(self, gradient: torch.Tensor | None = None) -> None:
+        """Read as many bytes as the ops between two saved tensors."""
         del gradient
-        start = time.perf_counter()
+        start = _clock()
         if self.cold:
             with torch._C.DisableTorchFunction(), torch.no_grad():
                 self._flushed.sum()
-        self.flush_seconds += time.perf_counter() - start
+        self.seconds += _clock() - start
+
+
+class _Link(nn.Module):
+    def __init__(self, cache: _Evicted) -> None:
+        super().__init__()
+        self._cache = (cache,)  # in a tuple: not state that a rerun restores
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        (cache,) = self._cache
+        for _ in range(_OPS_PER_LINK):
+            with torch._C.DisableTorchFunction():
+                cache.flush()
+                x.register_hook(cache.flush)
+            x = torch.sin(x).view(-1)  # most models make twice as many calls
+        return x

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from ckplan.applying.rerunning.attributes import state_of
 from ckplan.graph.fqn import is_around
 from ckplan.graph.records import BEFORE_STEP, OUTSIDE_CALLS
+from ckplan.tracing.recording.flattening import flatten
 from ckplan.tracing.recording.recording import RawCall, Recording
 from ckplan.tracing.recording.side_effects import SideEffects
 from ckplan.tracing.recording.storages import Storages
@@ -133,9 +133,7 @@ class ModuleCalls:
     def _given(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if self._counts(module):
             self._watch.arguments(args, kwargs)
-            found = self._storages.numbers_made_in_step(
-                pytree.tree_leaves((args, kwargs))
-            )
+            found = self._storages.numbers_made_in_step(flatten(args, kwargs)[0])
             self._recording.calls[self.current].given = tuple(dict.fromkeys(found))
 
     def _leave(self, module: nn.Module, args: object, output: object) -> None:

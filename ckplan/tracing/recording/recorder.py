@@ -20,7 +20,6 @@ from unittest import mock
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckplan.applying.tensors.op_traits import traits_of
@@ -29,6 +28,7 @@ from ckplan.tracing.faking.backward_pass import reachable_nodes
 from ckplan.tracing.faking.inplace_formulas import InplaceFormulas
 from ckplan.tracing.faking.python_engine import hook_node
 from ckplan.tracing.faking.saved_placeholder import Geometry, SavedPlaceholder
+from ckplan.tracing.recording.flattening import flatten, tensors_in
 from ckplan.tracing.recording.module_calls import ModuleCalls
 from ckplan.tracing.recording.recording import (
     RawOp,
@@ -159,9 +159,9 @@ class StepRecorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._paused:
             return func(*args, **kwargs)
-        if self._phase == "forward":
-            self._lines.mark_op()
-        if traits_of(func).makes_nothing:
+        line = self._lines.mark_op() if self._phase == "forward" else None
+        traits = traits_of(func)
+        if traits.makes_nothing:
             out = func(*args, **kwargs)
             if func is torch.ops.aten.lift_fresh.default:
                 self.storages.register_constant(out)
@@ -171,16 +171,16 @@ class StepRecorder(TorchDispatchMode):
         if func.overloadpacket is torch.ops.aten.set_:  # as batches of workers arrive
             return func(*args, **kwargs)
         func, args = self._in_place.engine_op(func, args)
-        flat, spec = pytree.tree_flatten((args, kwargs))
+        flat, spec = flatten(args, kwargs)
         reads = self.storages.numbers(flat, "buffer", BEFORE_STEP)
         out = func(*args, **kwargs)
         self._in_place.track_output(func, out)
         position = len(self.recording.ops)
         known = len(self.recording.storages)
-        returned = [x for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor)]
+        returned = tensors_in(out)
         outputs = self.storages.numbers(returned, "temporary", position)
         reads += (s for s in outputs if s < known)  # known, but not inputs
-        changed = written_by(func, args, kwargs)
+        changed = written_by(traits_of(func), args, kwargs)
         writes = tuple(dict.fromkeys(map(self.storages.number_of, changed)))
         if writes and not func.overloadpacket.__name__.endswith("_"):
             self._fill(writes, position)
@@ -203,7 +203,7 @@ class StepRecorder(TorchDispatchMode):
                     and not self._in_node
                     and not _shares_its_storage(flat),
                     torch.is_grad_enabled(),
-                    self._current_line(),
+                    self._current_line() if line is None else line,
                 )
             )
         return out
@@ -266,7 +266,8 @@ class StepRecorder(TorchDispatchMode):
     def _blank(self, geometry: Geometry, content: torch.Tensor | None) -> torch.Tensor:
         self._paused = True
         try:
-            return geometry.blank(content)
+            with torch._C.DisableTorchFunction():  # no function of the model
+                return geometry.blank(content)
         finally:
             self._paused = False
 

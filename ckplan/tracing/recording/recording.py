@@ -11,6 +11,8 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
+from ckplan.applying.tensors.op_traits import OpTraits
+
 STILL_ALIVE = -2
 _aten = torch.ops.aten
 _EMPTY = (_aten.empty, _aten.empty_like, _aten.new_empty, _aten.empty_strided)
@@ -145,7 +147,7 @@ def moved_bytes(func: Any, tensors: Iterable[torch.Tensor]) -> int:
     """Bytes that an op reads and writes, given its tensors."""
     if func.overloadpacket in _EMPTY:
         return 0
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return sum([tensor.nbytes for tensor in tensors])
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
@@ -170,16 +172,12 @@ def _with_all_heads(args: tuple[Any, ...], *, at: int) -> tuple[Any, ...]:
 
 
 def written_by(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    traits: OpTraits, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[torch.Tensor]:
     """Tensors that an op changes, according to its schema."""
-    if not func._schema.is_mutable:
-        return []
     written: list[torch.Tensor] = []
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = args[position] if position < len(args) else kwargs.get(argument.name)
+    for position, name in traits.writes:
+        value = args[position] if position < len(args) else kwargs.get(name)
         leaves = pytree.tree_leaves(value)
         written += [x for x in leaves if isinstance(x, torch.Tensor)]
     return written

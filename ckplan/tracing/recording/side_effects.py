@@ -25,6 +25,7 @@ from ckplan.training.randomness import torch_rng_restorer
 
 _OF_TORCH = frozenset({*vars(nn.Module()), "forward"})
 _PLAIN = (int, float, complex, str, bytes, bool, type(None))
+_PLAIN_TYPES = frozenset(_PLAIN)  # asked first, as that is quick
 _OPAQUE = (type, nn.Module, FunctionType, MethodType, BuiltinFunctionType, ModuleType)
 _DEEPEST = 3
 _MOST_ITEMS = 256
@@ -80,7 +81,7 @@ class SideEffects:
             if around.module is not frame.module:
                 yield from _changes_of_another(around)
         state, plain = _state_of(frame.module)
-        for name in {**frame.state, **state}:
+        for name in {**frame.state, **state} if state != frame.state else ():
             if frame.state.get(name, _MISSING) != state.get(name, _MISSING):
                 known = name in frame.plain and name in plain
                 kind = "plain state" if known else "state"
@@ -103,6 +104,8 @@ def _changes_of_another(frame: _Frame) -> Iterator[tuple[str, str]]:
     comparison finds them, too.
     """
     outline, title = _outline_of(frame.module), type(frame.module).__name__
+    if outline == frame.outline:
+        return
     for name in {**frame.outline, **outline}:
         if frame.outline.get(name, _MISSING) != outline.get(name, _MISSING):
             yield "state", f"changes the attribute '{name}' of the {title} around it"
@@ -124,6 +127,8 @@ def non_torch_rng_states() -> dict[str, Any]:
 
 def identity_of(value: Any, depth: int = 0) -> Any:
     """A comparable summary of a value that holds no reference to it."""
+    if type(value) in _PLAIN_TYPES:
+        return value
     if isinstance(value, torch.Tensor):
         return id(value)  # the recorder sees ops that write into it
     if isinstance(value, _PLAIN):
@@ -162,9 +167,12 @@ def _state_of(module: nn.Module) -> tuple[dict[str, Any], set[str]]:
 
 def _outline_of(module: nn.Module) -> dict[str, Any]:
     """A quick summary, taken at every inner call: attributes and their items."""
-    own = (item for item in vars(module).items() if item[0] not in _OF_TORCH)
-    found = {name: _outlined(value) for name, value in own}
-    return found | {name: id(value) for name, value in module._buffers.items()}
+    found = {name: id(value) for name, value in module._buffers.items()}
+    for name, value in vars(module).items():
+        if name not in _OF_TORCH:
+            plain = type(value) in _PLAIN_TYPES
+            found[name] = value if plain else _outlined(value)
+    return found
 
 
 def _outlined(value: Any) -> Any:

@@ -44,12 +44,19 @@ class SourceLines:
             frame = frame.f_back
         return UNKNOWN
 
-    def mark_op(self) -> None:
-        """Remember the line for the nodes that autograd has made for an op."""
+    def mark_op(self) -> str | None:
+        """Remember the line for the nodes that autograd has made for an op.
+
+        Returns:
+            The line; None if it was not looked up.
+        """
         sequence = torch.autograd._get_sequence_nr()
-        if not self._sequences or self._sequences[-1] != sequence:
-            self._sequences.append(sequence)
-            self._ran.append(self.current())
+        if self._sequences and self._sequences[-1] == sequence:
+            return None
+        line = self.current()
+        self._sequences.append(sequence)
+        self._ran.append(line)
+        return line
 
     def of_node(self, node: torch.autograd.graph.Node) -> str:
         """The line of the forward op that a node differentiates."""

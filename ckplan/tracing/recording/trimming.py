@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 from ckplan.graph.records import BEFORE_STEP, OUTSIDE_CALLS
@@ -82,6 +82,7 @@ def trimmed(recording: Recording, kept: Kept = _ALL) -> Trimmed:
             keep.append(number)
         elif is_alive:
             beside_bytes += storage.bytes
+    keep = _in_order(keep, ops, recording)
     renamed = {old: new for new, old in enumerate(keep)}
     found = Recording(
         [_op(op, renamed, numbers) for op in ops],
@@ -96,6 +97,27 @@ def trimmed(recording: Recording, kept: Kept = _ALL) -> Trimmed:
         recording.num_backward,
     )
     return Trimmed(found, beside_bytes)
+
+
+def _in_order(keep: list[int], ops: list[RawOp], recording: Recording) -> list[int]:
+    """Storages, those that were found alive in the order of their first use.
+
+    Python tells what is alive in an order that varies from step to step.
+    """
+    known, storages = recording.num_known, recording.storages
+    first: dict[int, int] = {}
+    for storage in chain.from_iterable((*op.reads, *op.writes) for op in ops):
+        first.setdefault(storage, len(first))
+
+    def key(number: int) -> tuple[int, int, str, int, int]:
+        one = storages[number]
+        sizes = len(one.tensor.shape) if one.tensor else 0
+        use = first.get(number, len(first))
+        return use, one.last, one.kind, sizes, one.bytes
+
+    found = [s for s in keep if s >= known and storages[s].maker == BEFORE_STEP]
+    moved = dict(zip(found, sorted(found, key=key), strict=True))
+    return [moved.get(number, number) for number in keep]
 
 
 def largest_moment(recording: Recording) -> int:

@@ -289,7 +289,7 @@ def test_recurrent_nets_are_measured_with_all_weights_in_one_buffer(
         seen.extend(ops)
         return roofline(ops, gpu)
 
-    monkeypatch.setattr("ckplan.tracing.profile.roofline", costs)
+    monkeypatch.setattr("ckplan.tracing.seconds.roofline", costs)
     net = nn.LSTM(16, 32, num_layers=2, proj_size=8)
     on_cuda(Recurrent(net), torch.randn(4, 10, 16))
     found = [op for op in seen if "_cudnn_rnn" in str(op.func)]

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 
 from ckplan.errors import CkplanError
 from ckplan.graph.batch import batch_rows, batch_shapes
-from ckplan.graph.extrapolate import extrapolate
+from ckplan.graph.extrapolate import StepLine
 from ckplan.graph.graph import Graph
 
 STEPS = (1, 2, 3, *(n << e for e in range(17) for n in (4, 5, 6, 7)))
 """Rows of a coarse search: four in every doubling."""
-_FINEST = 64  # part of the batch: precision of the search
 
 
 @dataclass
@@ -28,47 +26,20 @@ class KnownBatches:
     other: Graph | None = None  # the same step with another number of rows
     other_rows: int = 0
     why_one: str = ""  # why other batches are not known
-    _drawn: dict[int, Graph] = field(default_factory=dict)
 
     def at(self, rows: int) -> Graph:
         """The step with a number of rows, drawn through the two profiles."""
         assert self.other is not None and self.rows is not None
         if rows == self.rows:
             return self.graph
-        if rows not in self._drawn:
-            two = (self.other_rows, self.other), (self.rows, self.graph)
-            (few, small), (many, large) = sorted(two, key=lambda pair: pair[0])
-            self._drawn[rows] = extrapolate(small, large, (few, many, rows))
-        return self._drawn[rows]
+        return self.other if rows == self.other_rows else self._line.at(rows)
 
-
-def largest_rows(
-    fits: Callable[[int], bool], guess: int, *, in_steps: bool = False
-) -> int:
-    """The largest number of rows that fits; 0 if none does.
-
-    Args:
-        fits: Whether a number of rows fits; then all smaller ones are taken to fit.
-        guess: Where the search begins.
-        in_steps: Whether only the numbers of ``STEPS`` are tried, which searches for
-            several limits share; else the answer is exact to 1/64.
-    """
-    place = max(bisect_right(STEPS, guess) - 1, 0)
-    if fits(STEPS[place]):
-        while place + 1 < len(STEPS) and fits(STEPS[place + 1]):
-            place += 1
-    else:
-        place -= 1
-        while place >= 0 and not fits(STEPS[place]):
-            place -= 1
-    low = STEPS[place] if place >= 0 else 0
-    if in_steps or place + 1 == len(STEPS):
-        return low
-    high = STEPS[place + 1]
-    while high - low > max(low // _FINEST, 1):
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    @cached_property
+    def _line(self) -> StepLine:
+        assert self.other is not None and self.rows is not None
+        two = (self.other_rows, self.other), (self.rows, self.graph)
+        (few, small), (many, large) = sorted(two, key=lambda pair: pair[0])
+        return StepLine(small, large, few, many)
 
 
 def batches_of(graphs: tuple[Graph, ...]) -> KnownBatches:

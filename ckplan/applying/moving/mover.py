@@ -1,0 +1,294 @@
+"""Which tensor is copied when: few on their way out, few on their way back.
+
+The order of copies follows the order of ops alone, never the speed of the disk, so
+live bytes are those that ``simulating/moving.py``, which states the rules, predicts.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
+from weakref import ref
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ckplan import encodings
+from ckplan.applying.moving.spill_file import Jobs, SpillFile, wait
+from ckplan.applying.tensors.arguments import version_of
+from ckplan.encodings import Encoded
+from ckplan.errors import ApplyError
+from ckplan.simulating.moving import IN_FLIGHT
+
+FILE = "file"
+"""The form of a value that is kept in a file."""
+
+Form: TypeAlias = "Encoded | Moved"
+"""What is kept of a value in place of its tensor."""
+
+
+class _Remains(NamedTuple):
+    """What is left of a moved tensor that nobody wants any more."""
+
+    jobs: Jobs
+    offset: int
+    num_bytes: int
+    memory: tuple[torch.Tensor | None, ...]  # which the jobs may still use
+
+
+class Moved:
+    """A tensor that is elsewhere, with its size, stride and dtype."""
+
+    form = FILE
+
+    def __init__(
+        self, mover: Mover, number: int, tensor: torch.Tensor, offset: int, version: int
+    ) -> None:
+        self.number = number  # in the order of moves
+        self.data: torch.Tensor | None = tensor  # until its copy out is over
+        self.size, self.stride = tensor.size(), tensor.stride()
+        self.dtype, self.device = tensor.dtype, tensor.device
+        self.num_bytes = tensor.untyped_storage().nbytes()
+        self.version = version  # of the tensor, as long as it has not changed
+        self.offset = offset  # in the file
+        self.jobs: Jobs = []  # copies under way
+        self.back: torch.Tensor | None = None  # from the beginning of its copy back
+        self.group: ref[Group] | None = None
+        self.lost: ApplyError | None = None  # why it cannot come back
+        self.mover = mover
+
+    def decode(self) -> torch.Tensor:
+        """Return the tensor to memory, once."""
+        return self.mover.fetch(self)
+
+    def __del__(self) -> None:
+        """Leave the room in the file to later tensors."""
+        self.mover.forget(self)
+
+
+class Group:
+    """The moved tensors of one forward of a region, for its backward."""
+
+    def __init__(self, moved: Iterable[Moved]) -> None:
+        self.away = list(moved)  # in the order in which they were moved
+        self.ahead: list[Moved] = []  # on their way back, not wanted yet
+        self.begun = False  # to come back
+        mover = self.away[0].mover
+        for one in self.away:
+            one.group = ref(self)
+        self._mover = mover
+        mover.add(self)
+
+    def ask(self) -> None:
+        """Backward asks for a dropped tensor of the region."""
+        if not self.begun:
+            self._mover.begin(self)
+
+
+class Mover:
+    """Moves tensors of one model; a copy of the model gets its own."""
+
+    def __init__(self, folder: Path | None, num_bytes: int = 0) -> None:
+        """Create the file; without a folder, only fake tensors can be moved.
+
+        Raises:
+            ApplyError: The folder cannot be written, or has too little room.
+        """
+        self._folder, self._num_bytes = folder, num_bytes
+        self._lock = threading.RLock()
+        self._leaving: deque[ref[Moved]] = deque()  # the last ones handed over
+        self._count = 0  # of tensors moved so far
+        self._groups: list[ref[Group]] = []  # in the order of their forwards
+        self._remains: deque[_Remains] = deque()
+        self._process = os.getpid()
+        self._file = SpillFile(folder, num_bytes) if folder else None
+
+    def __reduce__(self) -> tuple[type[Mover], tuple[Path | None, int]]:
+        return type(self), (self._folder, self._num_bytes)
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of the file."""
+        return self._file.num_bytes if self._file else 0
+
+    def encode(
+        self, form: str, tensor: torch.Tensor, *, in_place: bool = False
+    ) -> Form | None:
+        """Encode a tensor, or begin to move it; None if it has no such form.
+
+        Args:
+            form: ``FILE``, or an encoding.
+            tensor: Output of an op that has just run.
+            in_place: Whether that op is about to count as a change of the tensor.
+
+        Raises:
+            ApplyError: The disk is full, or a copy failed.
+        """
+        if form != FILE:
+            return encodings.encode(form, tensor)
+        if not _is_whole(tensor):
+            return None
+        with self._lock:
+            self.settle(IN_FLIGHT - 1)
+            num_bytes = tensor.untyped_storage().nbytes()
+            file = None if isinstance(tensor, FakeTensor) else self._own_file(tensor)
+            offset = file.allocate(num_bytes) if file else 0
+            version = version_of(tensor) + in_place
+            moved = Moved(self, self._count, tensor, offset, version)
+            if file:
+                moved.jobs = file.write(tensor.data_ptr(), num_bytes, offset)
+            self._leaving.append(ref(moved))
+            self._count += 1
+            return moved
+
+    def settle(self, most: int = 0, *, quiet: bool = False) -> None:
+        """Wait until at most some tensors are on their way out; free the others.
+
+        Args:
+            most: How many may go on.
+            quiet: Whether what failed is an error only if it is wanted back.
+
+        Raises:
+            ApplyError: A copy failed, or a tensor changed meanwhile.
+        """
+        with self._lock:
+            self._bury()
+            while len(self._leaving) > most:
+                moved = self._leaving.popleft()()
+                if moved is None or moved.data is None:
+                    continue
+                try:
+                    wait(moved.jobs)
+                    if version_of(moved.data) != moved.version:
+                        raise _changed(moved)
+                except ApplyError as error:
+                    moved.lost = error
+                    if not quiet:
+                        raise
+                moved.data, moved.jobs = None, []
+
+    def add(self, group: Group) -> None:
+        """Add the tensors of a region whose forward is over."""
+        with self._lock:
+            living = (one for one in self._groups if one() is not None)
+            self._groups = [*living, ref(group)]
+
+    def begin(self, group: Group) -> None:
+        """Begin to return the last tensors of a region."""
+        with self._lock:
+            self.settle()
+            if not group.begun:
+                self._follow(group)
+
+    def fetch(self, moved: Moved) -> torch.Tensor:
+        """Return a tensor to memory, and begin to return the one moved before it.
+
+        Raises:
+            ApplyError: A copy failed.
+        """
+        with self._lock:
+            self.settle()
+            group = moved.group() if moved.group else None
+            assert group is not None, "internal error: fetched without its region"
+            if moved.lost is not None:
+                raise moved.lost
+            if moved.back is None:
+                group.away.remove(moved)
+                self._begin_return(moved)
+            if moved in group.ahead:
+                group.ahead.remove(moved)
+            self._follow(group)
+            if not group.ahead:
+                self._begin_group_before()
+            jobs, back = moved.jobs, moved.back
+        wait(jobs)
+        assert back is not None, "internal error: a moved tensor was fetched twice"
+        with self._lock:
+            if self._file:
+                self._file.free(moved.offset, moved.num_bytes)
+            moved.back, moved.jobs, moved.num_bytes = None, [], 0
+        return back
+
+    def forget(self, moved: Moved) -> None:
+        """Keep what copies still use; called whenever Python frees a moved tensor.
+
+        It takes no lock: it may run in the middle of any method.
+        """
+        if moved.num_bytes:
+            memory = moved.data, moved.back
+            self._remains.append(
+                _Remains(moved.jobs, moved.offset, moved.num_bytes, memory)
+            )
+
+    def _bury(self) -> None:
+        """Free what forgotten tensors leave, when their copies are over."""
+        while self._remains:
+            jobs, offset, num_bytes, _ = self._remains.popleft()
+            for job in jobs:
+                job.exception()  # waits; nobody wants what it copied
+            if self._file:
+                self._file.free(offset, num_bytes)
+
+    def _follow(self, group: Group) -> None:
+        """Begin to return the last tensors of a region that are still away."""
+        group.begun = True
+        while group.away and len(group.ahead) < IN_FLIGHT:
+            group.ahead.append(group.away.pop())
+            self._begin_return(group.ahead[-1])
+
+    def _begin_group_before(self) -> None:
+        """Begin to return tensors of the last region that was not asked yet."""
+        for one in reversed(self._groups):
+            group = one()
+            if group is not None and not group.begun:
+                self._follow(group)
+                return
+
+    def _begin_return(self, moved: Moved) -> None:
+        moved.back = torch.empty_strided(
+            moved.size, moved.stride, dtype=moved.dtype, device=moved.device
+        )
+        if self._file:
+            address = moved.back.data_ptr()
+            moved.jobs = self._file.read(address, moved.num_bytes, moved.offset)
+
+    def _own_file(self, tensor: torch.Tensor) -> SpillFile:
+        """The file of this process: a fork must not write into its parent's."""
+        if self._folder is None or tensor.device.type != "cpu":
+            raise ApplyError(
+                f"cannot move a tensor of {tensor.device.type} to a file",
+                needed="a model on the CPU, and a folder",
+                hint="ckplan.apply(model, plan, spill='/tmp')",
+            )
+        if self._file is None or self._process != os.getpid():
+            self._file = SpillFile(self._folder, self._num_bytes)
+            self._process = os.getpid()
+            self._groups = []
+        return self._file
+
+
+def decode(kept: Form) -> torch.Tensor:
+    """Return a value that was kept in another form to its tensor."""
+    return kept.decode() if isinstance(kept, Moved) else encodings.decode(kept)
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is plain, and all of its storage."""
+    plain = tensor.layout is torch.strided and not tensor.is_quantized
+    if not plain or tensor.device.type == "meta" or tensor.storage_offset():
+        return False
+    dense = encodings.is_dense(tensor.size(), tensor.stride())
+    return dense and tensor.nbytes == tensor.untyped_storage().nbytes() > 0
+
+
+def _changed(moved: Moved) -> ApplyError:
+    return ApplyError(
+        f"a tensor of shape {tuple(moved.size)} was changed in place while a plan "
+        "moved it to a file",
+        needed="offloaded tensors that stay as they are",
+        hint="leave its op out of offload",
+    )

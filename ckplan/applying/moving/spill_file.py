@@ -1,0 +1,202 @@
+"""A temporary file for tensors, written and read by a small pool of threads.
+
+The file has no name from the moment it is open, so nothing is left of it when the
+process ends, however it ends. Its blocks are allocated on the disk before they are
+written, so a full disk is an error before a copy begins. Where the file system can,
+copies go past the page cache, through one aligned buffer for each thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import shutil
+import tempfile
+import threading
+from bisect import bisect_left
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeAlias
+
+from ckplan.errors import ApplyError
+from ckplan.units import format_bytes
+
+BLOCK = 4096
+"""Bytes that offsets and lengths of direct copies are multiples of."""
+THREADS = 2
+_CHUNK = 4 * 2**20  # most bytes of one job
+_DIRECT = getattr(os, "O_DIRECT", 0)
+
+Jobs: TypeAlias = list["Future[None]"]
+
+
+class SpillFile:
+    """A nameless file in a folder, with a pool of threads to copy from and to it."""
+
+    def __init__(self, folder: Path, num_bytes: int = 0) -> None:
+        """Create the file.
+
+        Args:
+            folder: Where.
+            num_bytes: Least bytes that it will need, if known.
+
+        Raises:
+            ApplyError: The folder cannot be written, or has too little room.
+        """
+        self.num_bytes = 0  # allocated on the disk
+        self._folder = folder
+        self._holes: list[tuple[int, int]] = []  # (offset, bytes) that are free
+        self._descriptor = _open_nameless(folder)
+        self._buffers = threading.local()
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="ckplan-spill")
+        if num_bytes:
+            self.free(*self._grow(_whole_blocks(num_bytes)))
+
+    def __del__(self) -> None:
+        """Give the room on the disk back."""
+        if hasattr(self, "_pool"):
+            self._pool.shutdown(wait=False)  # jobs hold self: none is left
+        if hasattr(self, "_descriptor"):
+            os.close(self._descriptor)
+
+    def allocate(self, num_bytes: int) -> int:
+        """Reserve room for a tensor; returns its offset.
+
+        Raises:
+            ApplyError: The disk is full.
+        """
+        needed = _whole_blocks(num_bytes)
+        fits = [(size, at) for at, size in self._holes if size >= needed]
+        if not fits:
+            return self._grow(needed)[0]
+        size, offset = min(fits)
+        self._holes.remove((offset, size))
+        if size > needed:
+            self.free(offset + needed, size - needed)
+        return offset
+
+    def free(self, offset: int, num_bytes: int) -> None:
+        """Give room in the file back, for later tensors."""
+        start, stop = offset, offset + _whole_blocks(num_bytes)
+        place = bisect_left(self._holes, (start, 0))
+        if place < len(self._holes) and self._holes[place][0] == stop:
+            stop += self._holes.pop(place)[1]
+        if place and sum(self._holes[place - 1]) == start:
+            start = self._holes.pop(place - 1)[0]
+            place -= 1
+        self._holes.insert(place, (start, stop - start))
+
+    def write(self, address: int, num_bytes: int, offset: int) -> Jobs:
+        """Begin to copy memory, which must stay as it is, to the file."""
+        return self._copy(self._write, address, num_bytes, offset)
+
+    def read(self, address: int, num_bytes: int, offset: int) -> Jobs:
+        """Begin to copy from the file to memory."""
+        return self._copy(self._read, address, num_bytes, offset)
+
+    def _grow(self, num_bytes: int) -> tuple[int, int]:
+        """Make the file longer; returns offset and length of the new part."""
+        offset = self.num_bytes
+        try:
+            os.posix_fallocate(self._descriptor, offset, num_bytes)
+        except OSError as error:
+            raise _no_room(self._folder, num_bytes, error) from error
+        self.num_bytes = offset + num_bytes
+        return offset, num_bytes
+
+    def _copy(
+        self,
+        job: Callable[[int, int, int], None],
+        address: int,
+        num_bytes: int,
+        offset: int,
+    ) -> Jobs:
+        parts = range(0, num_bytes, _CHUNK)
+        return [
+            self._pool.submit(
+                job, address + at, min(_CHUNK, num_bytes - at), offset + at
+            )
+            for at in parts
+        ]
+
+    def _buffer(self) -> tuple[memoryview, int]:
+        """This thread's aligned buffer, and its address."""
+        found = getattr(self._buffers, "one", None)
+        if found is None:
+            pages = mmap.mmap(-1, _CHUNK)
+            address = ctypes.addressof(ctypes.c_char.from_buffer(pages))
+            found = self._buffers.one = memoryview(pages), address
+        return found
+
+    def _write(self, address: int, num_bytes: int, offset: int) -> None:
+        view, buffer = self._buffer()
+        ctypes.memmove(buffer, address, num_bytes)
+        done, stop = 0, _whole_blocks(num_bytes)
+        while done < stop:
+            done += os.pwrite(self._descriptor, view[done:stop], offset + done)
+
+    def _read(self, address: int, num_bytes: int, offset: int) -> None:
+        view, buffer = self._buffer()
+        done, stop = 0, _whole_blocks(num_bytes)
+        while done < stop:
+            count = os.preadv(self._descriptor, [view[done:stop]], offset + done)
+            if not count:
+                raise OSError(errno.EIO, "the file is shorter than what was written")
+            done += count
+        ctypes.memmove(address, buffer, num_bytes)
+
+
+def wait(jobs: Iterable[Future[None]]) -> None:
+    """Wait until all copies are over: no other thread uses their memory any more.
+
+    Raises:
+        ApplyError: One of them failed.
+    """
+    errors = [job.exception() for job in jobs]
+    for error in errors:
+        if isinstance(error, OSError):
+            why = os.strerror(error.errno or 0)
+            raise ApplyError(
+                f"cannot move a tensor to disk and back: {why}",
+                needed="a disk that can be written and read",
+                hint="another folder for --spill",
+            ) from error
+        if error is not None:
+            raise error
+
+
+def _whole_blocks(num_bytes: int) -> int:
+    return -(-num_bytes // BLOCK) * BLOCK
+
+
+def _open_nameless(folder: Path) -> int:
+    """Open a new file without a name, past the page cache where that is possible."""
+    try:
+        descriptor, name = tempfile.mkstemp(prefix=".ckplan-spill-", dir=folder)
+    except OSError as error:
+        raise ApplyError(
+            f"cannot spill to '{folder}': {os.strerror(error.errno or 0)}",
+            needed="a folder that can be written",
+            hint="--spill /tmp, or another folder on a local disk",
+        ) from error
+    try:
+        direct = os.open(name, os.O_RDWR | os.O_CLOEXEC | _DIRECT)
+    except OSError:  # a file system in memory
+        return descriptor
+    finally:
+        Path(name).unlink()
+    os.close(descriptor)
+    return direct
+
+
+def _no_room(folder: Path, num_bytes: int, error: OSError) -> ApplyError:
+    free = shutil.disk_usage(folder).free
+    why = os.strerror(error.errno or 0)
+    return ApplyError(
+        f"cannot spill {format_bytes(num_bytes)} more to '{folder}': {why}",
+        needed=f"room for the moved tensors; {format_bytes(free)} is free",
+        hint="--spill with a folder on a larger disk, or a plan that moves less",
+    )

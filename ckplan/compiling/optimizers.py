@@ -1,0 +1,114 @@
+"""Bytes of an optimizer's step, from a step on fake tensors.
+
+A step of training holds the optimizer's state all the time, and its gradients while the
+optimizer runs. Where gradients are accumulated, those there are stay while backward
+makes others, which compiled code returns all at once.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils import _pytree as pytree
+
+from ckplan.compiling.replay import Ledger, Meter
+from ckplan.compiling.torch_names import FakeTensorMode
+from ckplan.compiling.workspaces import KernelBytes
+from ckplan.errors import ApplyError
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerBytes:
+    """Bytes of an optimizer, as from its second step on."""
+
+    gradient_bytes: int
+    state_bytes: int
+    step_peak_bytes: int  # that a step allocates at once, and frees
+
+    def reserved_bytes(self, accumulates: bool) -> int:
+        """Bytes that it holds in forward and backward."""
+        return self.state_bytes + (self.gradient_bytes if accumulates else 0)
+
+    def peak_bytes(self, held_bytes: int) -> int:
+        """Most bytes alive at once in the optimizer's step.
+
+        Args:
+            held_bytes: By parameters, buffers and batch.
+        """
+        mine = self.gradient_bytes + self.state_bytes + self.step_peak_bytes
+        return held_bytes + mine
+
+
+def optimizer_bytes(optimizer: torch.optim.Optimizer) -> OptimizerBytes:
+    """Bytes of an optimizer's state and step; nothing runs, nothing is changed.
+
+    Args:
+        optimizer: Of tensors on the CPU. It has state, or none yet. Its step must not
+            be compiled: compiled code allocates less.
+
+    Raises:
+        ApplyError: Its step does not run on fake tensors.
+    """
+    kernels = KernelBytes()
+    try:
+        found = _replayed(optimizer, kernels)
+        if kernels.measure():
+            found = _replayed(optimizer, kernels)
+    except Exception as error:
+        said = str(error).partition("\n")[0]
+        raise ApplyError(
+            f"cannot count the bytes of {type(optimizer).__name__}: "
+            f"{type(error).__name__}: {said}",
+            needed="an optimizer whose step runs on fake tensors, without a closure",
+            hint="reserve=, the size of its state and gradients",
+        ) from error
+    return found
+
+
+def _replayed(optimizer: torch.optim.Optimizer, kernels: KernelBytes) -> OptimizerBytes:
+    ledger = Ledger()
+    with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True):
+        twin = _twin(optimizer)
+        parameters = [p for group in twin.param_groups for p in group["params"]]
+        for one in parameters:
+            one.grad = torch.empty_like(one)
+        gradients = sum(ledger.ignore(one.grad) for one in parameters)
+        for one in parameters:
+            ledger.ignore(one)
+        with Meter(ledger, kernels):
+            twin.step()  # makes the state
+            state = pytree.tree_leaves([*twin.state.values()])
+            state_bytes = sum(
+                one.untyped_storage().nbytes()
+                for one in state
+                if isinstance(one, torch.Tensor)
+            )
+            before = ledger.live_bytes
+            ledger.peak_bytes = before
+            twin.step()
+    return OptimizerBytes(gradients, state_bytes, ledger.peak_bytes - before)
+
+
+def _twin(optimizer: torch.optim.Optimizer) -> Any:
+    """The same optimizer of fake parameters, without state, hooks and schedulers."""
+    twin: Any = object.__new__(type(optimizer))
+    twin.__dict__.update(optimizer.__dict__)
+    twin.__dict__.pop("step", None)  # a scheduler's, or a compiled one
+    twin.state = defaultdict(dict)
+    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        setattr(twin, name, OrderedDict())
+    twin.param_groups = [
+        {**group, "params": [_fake(p) for p in group["params"] if p.requires_grad]}
+        for group in optimizer.param_groups
+    ]
+    return twin
+
+
+def _fake(parameter: torch.Tensor) -> nn.Parameter:
+    size, stride = parameter.shape, parameter.stride()
+    return nn.Parameter(torch.empty_strided(size, stride, dtype=parameter.dtype))

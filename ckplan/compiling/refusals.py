@@ -1,0 +1,66 @@
+"""What cannot be planned, and how errors name a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from ckplan.compiling.lowering import DynamoGraph
+from ckplan.errors import ApplyError
+
+_MODES = (None, "default", "reduce-overhead")
+
+
+def check_inputs(
+    inputs: Sequence[Any], mode: str | None, options: Mapping[str, Any]
+) -> None:
+    """Refuse what the replay was not shown to be exact for."""
+    tuned = [name for name, on in options.items() if on and "max_autotune" in name]
+    if tuned:
+        raise ApplyError(
+            f"cannot plan code that is compiled with the option {tuned[0]}",
+            needed="kernels that do not depend on what autotuning measures",
+            hint="leave out the option",
+        )
+    if mode not in _MODES:
+        raise ApplyError(
+            f"cannot plan code that is compiled with mode {mode!r}",
+            needed=f"one of {', '.join(map(str, _MODES))}",
+            hint="leave out mode",
+        )
+    for value in inputs:
+        if isinstance(value, torch.SymInt):
+            raise ApplyError(
+                "cannot plan a graph with dynamic shapes: its bytes are not known",
+                needed="a graph per batch shape",
+                hint="dynamic=False, and batches of few different shapes",
+            )
+        if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+            raise ApplyError(
+                f"cannot plan compiled code for {value.device.type}: the replay of "
+                "generated code was measured on CPUs alone",
+                needed="a model and a batch on the CPU",
+                hint="ckplan.apply, which plans uncompiled code on GPUs",
+            )
+
+
+def place_of(graph: fx.GraphModule) -> str:
+    """Where in the user's code a graph begins: the source of its first op."""
+    for node in graph.graph.nodes:
+        lines = (node.stack_trace or "").splitlines()
+        code = [line.strip() for line in lines if line.strip(" ^~")]
+        if node.op != "placeholder" and code:
+            return f"'{code[-1]}'"
+    return "an unknown line"
+
+
+def trains(traced: DynamoGraph) -> bool:
+    """Whether a graph is for training."""
+    return torch.is_grad_enabled() and any(map(_needs_gradient, traced.inputs))
+
+
+def _needs_gradient(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad

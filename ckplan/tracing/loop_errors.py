@@ -1,0 +1,175 @@
+"""What a loop or a script must be to be recorded, and why it was not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ckplan import files
+from ckplan.applying import status
+from ckplan.errors import ApplyError, WorkloadError
+from ckplan.training.failures import first_line, is_out_of_memory, location_hint
+
+
+def check_loop(model: object, optimizers: Sequence[object]) -> None:
+    """Refuse what is no model that optimizers train, or has a plan.
+
+    Raises:
+        WorkloadError: With what is needed instead.
+    """
+    if not isinstance(model, nn.Module):
+        raise WorkloadError(
+            f"cannot record a {type(model).__name__}",
+            needed="one model of the loop, a torch.nn.Module, and its optimizer",
+            hint="ckplan.record(model, optimizer)",
+        )
+    others = [one for one in optimizers if not isinstance(one, torch.optim.Optimizer)]
+    if others or not optimizers:
+        kind = type(others[0]).__name__ if others else "nothing"
+        raise WorkloadError(
+            f"cannot record the steps of {kind}, which is no optimizer",
+            needed="the torch.optim.Optimizer whose step() ends a step of the loop",
+            hint="ckplan.record(model, optimizer)",
+        )
+    stepped = [p for one in optimizers for p in _parameters_of(one)]
+    mine = {id(p) for p in model.parameters()}
+    if not any(id(p) in mine for p in stepped):
+        raise WorkloadError(
+            f"cannot record {type(model).__name__} with this optimizer: it steps no "
+            "parameter of the model",
+            needed="a model, and an optimizer of its parameters",
+            hint="for several models, a recorder of each with its own optimizer",
+        )
+    try:
+        status(model)
+    except ApplyError:
+        return
+    raise WorkloadError(
+        f"cannot record {type(model).__name__}: it has a plan already",
+        needed="the model without a plan",
+        hint="ckplan.remove(model)",
+    )
+
+
+def _parameters_of(optimizer: Any) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def too_few_steps(steps: int, model: str, wanted: int) -> WorkloadError:
+    """The error of a loop that has ended before its recorder was done.
+
+    Args:
+        steps: How often the optimizer stepped.
+        model: Type of the model.
+        wanted: How often it must step.
+    """
+    needed = "two steps: the first one makes the optimizer's state, the second one is "
+    needed += "recorded"
+    if wanted > 2:
+        needed = f"{wanted} steps"
+    return WorkloadError(
+        f"no step of {model} is recorded: its optimizer stepped {steps} "
+        f"time{'s' * (steps != 1)} while the recorder was open",
+        needed=needed,
+        hint="run more of the loop in `with ckplan.record(model, optimizer):`",
+    )
+
+
+def check_script(path: Path) -> None:
+    """Refuse a script that is not there.
+
+    Raises:
+        WorkloadError: With the file of a near name.
+    """
+    if not path.is_file():
+        near = files.nearest(path, "*.py")
+        hint = (
+            f"did you mean '{near.name}'?" if near else "ckplan record train.py --lr 1"
+        )
+        raise WorkloadError(
+            f"cannot run the script: {path} is not there",
+            needed="a Python file that trains a model, and its arguments",
+            hint=hint,
+        )
+
+
+def not_recorded(
+    path: Path, ended: BaseException | None, *, steps: bool, model: bool, wanted: int
+) -> WorkloadError:
+    """The error of a script that ended before the wanted step was recorded.
+
+    Args:
+        path: The script.
+        ended: What it ended with, if not by itself.
+        steps: Whether an optimizer stepped.
+        model: Whether it steps a module that was called.
+        wanted: How often it must step.
+    """
+    number = {2: "second"}.get(wanted, f"{wanted}th")
+    when = f"before its {number} step was over"
+    if isinstance(ended, SystemExit):
+        return WorkloadError(
+            f"cannot record {path}: it called sys.exit({ended.code!r}) {when}",
+            needed="a script that trains for two steps",
+            hint=f"python {path} with the same arguments; they follow its name",
+        )
+    if ended is not None:
+        return script_raised(path, ended, when)
+    if not steps:
+        return WorkloadError(
+            f"cannot record {path}: it ended, and no optimizer stepped in its process",
+            needed="a loop that calls optimizer.step() of a torch.optim.Optimizer in "
+            "the process of the script, not in one that it starts",
+            hint=f"one process: torchrun --nproc-per-node 1 -m ckplan record {path}",
+        )
+    if not model:
+        return WorkloadError(
+            f"cannot record {path}: its optimizer steps parameters of no module that "
+            "was called under gradients",
+            needed="models that are called, as model(batch)",
+            hint="in Python: ckplan.record(model, optimizer)",
+        )
+    if wanted > 2:
+        return WorkloadError(
+            f"cannot record {path}: it ended {when}",
+            needed=f"{wanted} steps of the optimizer",
+            hint="more steps or batches, by the arguments of the script",
+        )
+    return WorkloadError(
+        f"cannot record {path}: it ended after one step",
+        needed="two steps: the first one makes the optimizer's state, the second one "
+        "is recorded",
+        hint="more steps or batches, by the arguments of the script",
+    )
+
+
+def script_raised(path: Path, error: BaseException, when: str) -> WorkloadError:
+    """The error of a script that raised.
+
+    Args:
+        path: The script.
+        error: What it raised.
+        when: How far it had come.
+    """
+    if isinstance(error, SyntaxError):
+        return WorkloadError(
+            f"cannot run the script: {path} is not valid Python ({error})",
+            needed="a Python file that trains a model",
+            hint=f"python -m py_compile {path}",
+        )
+    needed, hint = "a script that trains for two steps", location_hint(error)
+    if is_out_of_memory(error):
+        needed = "memory for two steps, or batches of which a part fits"
+        hint = f"ckplan record --reduce 4 {path} ..., or 8, 16"
+    failed = WorkloadError(
+        f"cannot record {path}: it raised {type(error).__name__}: {first_line(error)}, "
+        f"{when}",
+        needed=needed,
+        hint=hint,
+    )
+    failed.__cause__ = error
+    return failed

@@ -1,0 +1,1 @@
+"""Seconds of whole steps on this machine, with plans and without."""

@@ -1,0 +1,138 @@
+"""The table of levers: what each does alone, and with the best setting."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ckplan.simulating.allocations import reserved_bytes
+from ckplan.simulating.simulate import Simulator
+from ckplan.tuning.search import crossover
+from ckplan.tuning.searches import Searches
+from ckplan.tuning.settings import CLOSE, SAME, Lever, Setting
+from ckplan.tuning.tuned import LeverRow, pays_over
+
+RECOMPUTE = "recompute"
+ACCUMULATE = "accumulate"
+EXPANDABLE = "expandable segments"
+_MANY = 4  # micro-batches of the row 'accumulate'
+
+
+def row_of(
+    searches: Searches,
+    lever: Lever,
+    alone: Setting | None,
+    best: Setting,
+    on_top: Mapping[Lever, Setting | None],
+) -> LeverRow:
+    """What a lever does alone, and with the best setting."""
+    way = lever.pulled(searches.way)
+    base = searches.of(searches.way)
+    refused = searches.refused.get(way)
+    without = base.best()
+    in_best = lever.is_in(best.way) and not lever.is_in(searches.way)
+    other = on_top.get(lever)
+    if in_best:
+        fields = {key: getattr(searches.way, key) for key, _ in lever.sets}
+        other = searches.best_of(replace(best.way, **fields))
+    saved = None
+    if refused is None:
+        rows = searches.rows
+        peaks = [
+            Simulator(one.graph_at(rows)).run().peak_bytes
+            for one in (base, searches.of(way))
+        ]
+        saved = peaks[0] - peaks[1]
+    pays = pays_over(alone, without)
+    return LeverRow(
+        name=lever.name,
+        bits=lever.bits,
+        saved_bytes=saved,
+        seconds_per_sample=alone.seconds_per_sample if alone else None,
+        pays=pays,
+        crossover=crossover(base, searches.of(way)) if refused is None else None,
+        on_best_seconds_per_sample=other.seconds_per_sample if other else None,
+        in_best=in_best,
+        refused=refused,
+    )
+
+
+def row_of_plan(searches: Searches, best: Setting) -> LeverRow:
+    """What plans do: the best setting that has one, and the best without any."""
+    search = searches.of(searches.way)
+    without, planned = search.best(planned=False), search.best()
+    forced = search.planned_settings()
+    best_planned = min(forced, key=lambda s: s.seconds_per_sample, default=None)
+    planner = search.planner_at(searches.rows)
+    saved = planner.unplanned.peak_bytes - planner.floor.peak_bytes
+    pays = planned is not None and bool(planned.regions)
+    bare = searches.of(best.way).best(planned=False)
+    least = None if without is None else without.seconds_per_sample
+    first = min(
+        (s.batch for s in forced if least is None or s.seconds_per_sample < least),
+        default=None,
+    )
+    return LeverRow(
+        name=RECOMPUTE,
+        bits=SAME,
+        saved_bytes=saved,
+        seconds_per_sample=best_planned.seconds_per_sample if best_planned else None,
+        pays=pays,
+        crossover=first,
+        on_best_seconds_per_sample=(
+            (bare.seconds_per_sample if bare else None)
+            if best.regions
+            else best.seconds_per_sample
+        ),
+        in_best=bool(best.regions),
+    )
+
+
+def row_of_accumulation(searches: Searches) -> LeverRow:
+    """``_MANY`` micro-batches without a plan: they share one optimizer step."""
+    base = searches.of(searches.way)
+    way_search = replace(base, accumulate=_MANY, _settings={})
+    way_search.start = max(base.largest_unplanned, 1)
+    alone, without = way_search.best(planned=False), base.best(planned=False)
+    peaks = [
+        Simulator(one.graph_at(searches.rows)).run().peak_bytes
+        for one in (base, way_search)
+    ]
+    pays = pays_over(alone, without)
+    return LeverRow(
+        name=f"{ACCUMULATE} {_MANY}",
+        bits=CLOSE,
+        saved_bytes=peaks[0] - peaks[1],
+        seconds_per_sample=alone.seconds_per_sample if alone else None,
+        pays=pays,
+        crossover=alone.batch * _MANY if pays and alone else None,
+        on_best_seconds_per_sample=None,
+        in_best=False,
+    )
+
+
+def row_of_expandable_segments(searches: Searches, best: Setting) -> LeverRow:
+    """What ``PYTORCH_ALLOC_CONF=expandable_segments:True`` does: fewer gaps."""
+    wider = replace(searches.limit, expandable=True)
+    base = searches.of(searches.way)
+    other = base.with_limit(wider)
+    other.start = max(base.largest_unplanned, 1)
+    alone, without = other.best(), base.best()
+    on_best = alone
+    if best.way != searches.way:
+        there = searches.of(best.way).with_limit(wider)
+        there.start = other.start
+        on_best = there.best()
+    timeline = Simulator(base.graph_at(searches.rows)).run()
+    sizes = [reserved_bytes(timeline, expandable=one) for one in (False, True)]
+    pays = pays_over(alone, without)
+    return LeverRow(
+        name=EXPANDABLE,
+        bits=SAME,
+        saved_bytes=sizes[0] - sizes[1],
+        seconds_per_sample=alone.seconds_per_sample if alone else None,
+        pays=pays,
+        crossover=base.largest_unplanned + 1 if pays else None,
+        on_best_seconds_per_sample=on_best.seconds_per_sample if on_best else None,
+        in_best=False,
+    )

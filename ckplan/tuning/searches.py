@@ -1,0 +1,79 @@
+"""The searches of all ways to train, each begun when it is first asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from ckplan.errors import CkplanError
+from ckplan.graph.graph import Graph
+from ckplan.solving.memory_limit import MemoryLimit
+from ckplan.tuning.batches import Batches, probe_rows
+from ckplan.tuning.search import WaySearch
+from ckplan.tuning.settings import Setting, Way
+
+Record = Callable[[Way, int, int], Graph]
+"""Records a step: the way, rows of the micro-batch, micro-batches."""
+Tell = Callable[[str], None]
+
+
+@dataclass
+class Searches:
+    """The settings of every way to train."""
+
+    record: Record
+    limit: MemoryLimit
+    way: Way  # before any lever is pulled
+    rows: int  # of the batch that the workload has: where searches begin
+    accumulate: int = 1  # micro-batches per step of the optimizer, without `total`
+    total: int | None = None  # rows per step of the optimizer, to be kept
+    tell: Tell = lambda what: None  # told what is being done
+    refused: dict[Way, str] = field(default_factory=dict)  # way -> why
+    _known: dict[Way, WaySearch] = field(default_factory=dict)
+
+    def of(self, way: Way) -> WaySearch:
+        """The settings of a way to train."""
+        if way not in self._known:
+            like = self._like(way)
+            probes, record = probe_rows(self.rows), partial(self._recorded, way)
+            one = Batches(record, probes, like=None if like is None else like.one)
+            # Accumulating adds ops to a step, as another optimizer does.
+            several = Batches(record, probes, accumulates=True, like=one)
+            self._known[way] = WaySearch(
+                way,
+                one,
+                several,
+                self.limit,
+                self.accumulate,
+                self.total,
+                self.rows,
+                like,
+            )
+        return self._known[way]
+
+    def begun(self) -> list[WaySearch]:
+        """The searches of ways that the model does not refuse."""
+        return [one for one in self._known.values() if one.way not in self.refused]
+
+    def _like(self, way: Way) -> WaySearch | None:
+        """The search of a way that differs in its optimizer alone, if there is one."""
+        known = (one for one in self._known.values() if one.like is None)
+        same = replace(way, optimizer=None)
+        return next((o for o in known if replace(o.way, optimizer=None) == same), None)
+
+    def _recorded(self, way: Way, rows: int, accumulate: int) -> Graph:
+        self.tell(f"profiling {way.title} at batch {rows}")
+        return self.record(way, rows, accumulate)
+
+    def best_of(self, way: Way) -> Setting | None:
+        """The best setting of a way; None if the model refuses it or nothing fits."""
+        if way in self.refused:
+            return None
+        try:
+            return self.of(way).best()
+        except CkplanError as error:
+            if way == self.way:
+                raise
+            self.refused[way] = error.what
+            return None

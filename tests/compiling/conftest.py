@@ -1,0 +1,31 @@
+"""What tests of compiled steps share: a cache of Inductor's, and one C++ header."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch._inductor import config
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _own_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep Inductor's caches in a folder of the tests, and its warnings to torch.
+
+    A new folder would also have Inductor compile six programs, to see whether vectors
+    work: eight seconds. They do.
+    """
+    folder = str(tmp_path_factory.mktemp("inductor"))
+    works = config.patch({"cpp.vec_isa_ok": True})
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(), works:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", folder)
+        patch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled() -> None:
+    """Begin every test without code that Dynamo compiled before."""
+    torch._dynamo.reset()

@@ -1,0 +1,97 @@
+"""What a training step holds beside compiled code: state, gradients, temporaries."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ckplan
+from ckplan.compiling import lowering
+from ckplan.compiling.optimizers import OptimizerBytes, optimizer_bytes
+from ckplan.compiling.outside import Outside
+from ckplan.errors import ApplyError, CkplanError, InfeasibleError
+from ckplan.training.allocator import log_allocations
+
+
+def layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 200))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("AdamW", {}),
+        ("AdamW", {"foreach": True}),
+        ("AdamW", {"fused": True}),
+        ("SGD", {"momentum": 0.9}),
+        ("Adagrad", {}),
+    ],
+)
+def test_bytes_of_an_optimizer_are_those_of_its_second_step(
+    kind: str, options: dict[str, Any]
+) -> None:
+    model = layers()
+    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=1e-3, **options)
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)  # patches `step`
+    before = optimizer.state_dict()
+    found = optimizer_bytes(optimizer)
+    assert str(optimizer.state_dict()) == str(before)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    schedule.step()
+    state = [
+        t for one in optimizer.state.values() for t in one.values() if t is not None
+    ]
+    with log_allocations() as log:
+        optimizer.step()
+    assert found == OptimizerBytes(
+        gradient_bytes=sum(p.numel() * 4 for p in model.parameters()),
+        state_bytes=sum(t.untyped_storage().nbytes() for t in state),
+        step_peak_bytes=log.peak_bytes,
+    )
+    assert optimizer_bytes(optimizer) == found  # it has its state now
+
+
+def test_a_budget_is_of_the_whole_step() -> None:
+    optimizer = torch.optim.SGD(layers().parameters(), lr=1e-3, momentum=0.9)
+    mine = optimizer_bytes(optimizer)
+    accumulating = Outside(1000, optimizer, True)
+    extra = mine.state_bytes + mine.gradient_bytes
+    whole = accumulating.peak_bytes(10**6, 10**5)
+    assert whole == 10**6 + extra
+    assert accumulating.left_by("100%", 10**6, 10**5) == 10**6 - 1000
+    assert Outside(0, optimizer, False).left_by(10**6, 1, 1) == 10**6 - mine.state_bytes
+    assert Outside(7, None, False).left_by(1000, 10, 1) == 993
+    # where forward and backward take little, the optimizer's step has the peak
+    assert accumulating.peak_bytes(10, 10) == 10 + extra + mine.step_peak_bytes
+    with pytest.raises(InfeasibleError, match="the step of SGD alone takes more"):
+        accumulating.left_by(extra, 10**6, 10**5)
+
+
+def test_what_cannot_be_counted_is_said() -> None:
+    optimizer = torch.optim.Adafactor(layers().parameters())
+    with pytest.raises(ApplyError, match="cannot count the bytes of Adafactor") as said:
+        optimizer_bytes(optimizer)
+    assert str(said.value).count("\n") == 2
+    with pytest.raises(CkplanError, match="cannot count accumulated gradients"):
+        ckplan.backend("80%", accumulate=True)
+
+
+def test_the_optimizer_s_state_is_left_out_of_a_plan_s_budget(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lowering, "compile_with", lambda graph, *_: graph.forward)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    backend = ckplan.backend("100%", optimizer=optimizer)
+    assert backend.peak_bytes == 0
+    call = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
+    call(torch.randn(64, 8)).sum().backward()
+    (chosen,) = backend.chosen
+    state_bytes = optimizer_bytes(optimizer).state_bytes
+    assert backend.peak_bytes == chosen.replayed.peak_bytes + state_bytes
+    assert chosen.plan.budget_bytes == chosen.replayed.peak_bytes

@@ -1,0 +1,159 @@
+"""Steps that graph breaks divide: the graphs share one budget."""
+
+from __future__ import annotations
+
+import warnings
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from compiled import Block, Steps, run_steps
+from torch import nn
+
+import ckplan
+from ckplan.compiling import lowering
+from ckplan.compiling.parts import Parts, find_parts
+from ckplan.errors import ApplyError, InfeasibleError
+from ckplan.plan.plan import Plan
+
+# Dynamo's own, where it resumes after a break
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute")
+
+
+class Breaks(nn.Module):
+    """Two compiled graphs, and a layer between them that is not compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Block(32), Block(32)
+        self.between = nn.Linear(32, 32)
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps += 1
+        x = uncompiled(self.between, self.first(x))
+        return self.second(x).square().mean()
+
+
+@torch._dynamo.disable
+def uncompiled(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return layer(x).tanh()
+
+
+def breaks() -> tuple[Breaks, torch.Tensor]:
+    torch.manual_seed(0)
+    return Breaks(), torch.randn(256, 32)
+
+
+@pytest.fixture(scope="module")
+def parts() -> Parts:
+    torch._dynamo.reset()
+    model, x = breaks()
+    before = torch.get_rng_state()
+    found = find_parts(model, model, (x,), {}, {"dynamic": False})
+    assert torch.equal(torch.get_rng_state(), before)
+    assert model.steps == 0
+    assert all(one.grad is None for one in model.parameters())
+    return found
+
+
+def test_graphs_and_what_is_saved_between_them_are_found(parts: Parts) -> None:
+    model, x = breaks()
+    assert len(parts.planners) == len(parts.runs) == 2
+    assert parts.eager_bytes == (0, 256 * 32 * 4, 0)  # what tanh saves; its input: ours
+    size = {n: p.numel() * 4 for n, p in model.named_parameters()}
+    assert parts.held_bytes == sum(size.values()) + 4 + x.numel() * 4
+    assert parts.eager_gradient_bytes == size["between.weight"] + size["between.bias"]
+    assert sum(parts.gradient_bytes.values()) == sum(
+        n for name, n in size.items() if not name.startswith("between")
+    )
+
+
+def seconds_of(parts: Parts, shares: dict[str, Any]) -> float:
+    return sum(
+        one.plan.predicted.overhead * parts.planners[key].step.graph.step_seconds
+        for key, one in shares.items()
+    )
+
+
+def test_more_budget_never_costs_more_and_all_graphs_fit_together(parts: Parts) -> None:
+    full = parts.unplanned_peak_bytes
+    with pytest.raises(InfeasibleError, match="2 compiled graphs") as refused:
+        parts.share(1)
+    floor = int(refused.value.needed.partition("(")[2].partition(" B")[0])
+    assert floor < 0.85 * full
+    found = []
+    for place in range(9):
+        budget_bytes = floor + (full - floor) * place // 8
+        shares = parts.share(budget_bytes)
+        replayed = {key: one.replayed for key, one in shares.items()}
+        assert parts.peak_bytes(replayed) <= budget_bytes
+        found.append(seconds_of(parts, shares))
+    assert all(less >= more for less, more in pairwise(found))
+    assert found[0] > found[-1] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:2 graphs of the step")
+def test_graphs_that_share_a_budget_keep_its_bytes_and_all_bits() -> None:
+    found: dict[str, Steps] = {}
+    for budget in ("", "85%"):
+        torch._dynamo.reset()
+        model, x = breaks()
+        if budget:
+            call = ckplan.compile(model, budget, fullgraph=False)
+        else:
+            call = torch.compile(model, dynamic=False)
+        found[budget] = run_steps(call, model, x)
+        assert model.steps == 2
+    assert found["85%"].differs_from(found[""]) == []
+    (model_bytes,) = {sum(p.numel() * 4 for p in breaks()[0].parameters()) + 4 + 32768}
+    whole = found[""].peak_bytes + model_bytes
+    assert found["85%"].peak_bytes + model_bytes <= 0.85 * whole
+
+
+@pytest.fixture
+def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plan as ever, but run graphs uncompiled: seconds of g++ fewer."""
+    monkeypatch.setattr(lowering, "compile_with", lambda graph, *_: graph.forward)
+
+
+@pytest.mark.usefixtures("no_kernels")
+def test_what_runs_uncompiled_is_said_and_the_peaks_are_known(parts: Parts) -> None:
+    model, x = breaks()
+    call = ckplan.compile(model, "100%", fullgraph=False)
+    with pytest.warns(UserWarning, match=r"code between them .* keeps 32.00 KiB"):
+        call(x)
+    with warnings.catch_warnings():  # said once, planned once
+        warnings.simplefilter("error")
+        call(x)
+    with pytest.raises(ApplyError, match="the first forward did not have"):
+        call(x[:8])
+    with torch.no_grad():
+        call(x[:8])
+    torch._dynamo.reset()
+    plan = Plan(model="m", fingerprint={"compiled": "0" * 16})
+    with pytest.raises(ApplyError, match="a plan for one graph"):
+        ckplan.compile(model, plan, fullgraph=False)(x)
+
+
+@pytest.mark.usefixtures("no_kernels")
+def test_a_graph_that_cannot_be_lowered_runs_uncompiled_and_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, x = breaks()
+    real, seen = lowering.generate_code, []
+
+    def fails_first(*args: Any) -> None:
+        seen.append(1)
+        if len(seen) == 1:
+            raise RuntimeError("no lowering for this op")
+        real(*args)
+
+    monkeypatch.setattr(lowering, "generate_code", fails_first)
+    call = ckplan.compile(model, "100%", fullgraph=False)
+    with pytest.warns(UserWarning, match="1 graphs of the step"):
+        loss = call(x)
+    loss.backward()
+    assert all(one.grad is not None for one in model.parameters())

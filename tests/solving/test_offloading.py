@@ -1,0 +1,155 @@
+"""Plans that may offload: never dearer than recomputation, and as predicted."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from commands import Run
+from measured import peak_bytes_of
+from moves import mixes
+from small_models import build
+
+import ckplan
+from ckplan.errors import CkplanError
+from ckplan.graph import file as trace_file
+from ckplan.graph.graph import Graph
+from ckplan.plan import file as plan_file
+from ckplan.plan.plan import Plan, PlannedRegion
+from ckplan.plan.resolve import resolve
+from ckplan.simulating.simulate import Simulator
+from ckplan.solving.offloading import with_moves
+from ckplan.solving.planner import Planner
+from ckplan.units import parse_budget
+
+FAST, SLOW = "1000GB", "1KB"  # disks
+
+
+@cache
+def graph() -> Graph:
+    workload = build("residual")
+    given = workload.model, workload.batch
+    return ckplan.profile(*given, loss=workload.loss, optimizer="none", replay=False)
+
+
+@pytest.mark.parametrize("budget", ["90%", "75%"])
+def test_a_fast_disk_makes_plans_cheaper_and_a_slow_one_is_left_alone(
+    budget: str, tmp_path: Path
+) -> None:
+    plain, fast, slow = (
+        ckplan.solve(graph(), budget, spill_rate=rate) for rate in (None, FAST, SLOW)
+    )
+    assert plain.predicted and fast.predicted and slow.predicted
+    assert (slow.regions, slow.predicted) == (plain.regions, plain.predicted)
+    assert fast.predicted.overhead < plain.predicted.overhead
+    assert fast.predicted.moved_bytes
+    assert fast.bound["any_schedule"] <= fast.predicted.overhead
+    assert fast.bound["any_schedule"] <= plain.bound["any_schedule"]
+    workload, planned = build("residual"), build("residual")
+    ckplan.apply(planned.model, fast, spill=tmp_path)
+
+    def step(one: object = planned) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        out = one.model(one.batch)  # type: ignore[attr-defined]
+        loss = one.loss(out, one.batch)  # type: ignore[attr-defined]
+        loss.backward()
+        return [loss, *(p.grad for p in one.model.parameters())]  # type: ignore[attr-defined]
+
+    assert all(map(torch.equal, step(workload), step()))
+    planned.model.zero_grad()
+    held = [*planned.model.parameters(), planned.batch]
+    peak_bytes = peak_bytes_of(lambda: step() and None, held)
+    assert peak_bytes == pytest.approx(fast.predicted.peak_bytes, rel=1e-3)
+    assert fast.predicted.peak_bytes <= parse_budget(
+        budget, fast.predicted.unplanned_peak_bytes
+    )
+    assert ckplan.status(planned.model).spilled_bytes >= fast.predicted.moved_bytes
+
+
+def test_moves_reach_below_the_floor_of_recomputation() -> None:
+    plain = ckplan.solve(graph(), goal="min-memory").predicted
+    moved = ckplan.solve(graph(), goal="min-memory", spill_rate=FAST).predicted
+    assert plain and moved
+    assert moved.peak_bytes <= plain.peak_bytes
+
+
+def test_waits_shrink_with_the_rate_to_nothing() -> None:
+    regions = list(resolve(Plan(regions=(PlannedRegion("[0..2]"),)), graph()))
+    plain = Simulator(graph())
+    for mix in mixes(plain, regions, seed=0, count=3):
+        found = [Simulator(graph(), rate).run(mix) for rate in (1e3, 1e6, 1e9, 1e18)]
+        waits = [one.stall_seconds for one in found]
+        assert waits == sorted(waits, reverse=True)
+        assert waits[-1] < 1e-9
+        copies = 2 * found[0].moves.moved_bytes / 1e3
+        assert copies * 0.9 < waits[0] <= copies  # next to nothing hides them
+        assert {one.peak_bytes for one in found} == {plain.run(mix).peak_bytes}
+        extra = found[0].recompute_seconds - found[-1].recompute_seconds
+        assert extra == pytest.approx(waits[0] - waits[-1])
+
+
+def test_the_bound_counts_moves_as_free() -> None:
+    whole, free = Planner(graph()), Planner(with_moves(graph(), 0.0))
+    for share in (95, 85, 75):
+        budget_bytes = whole.unplanned.peak_bytes * share // 100
+        assert free.bound(budget_bytes) <= whole.bound(budget_bytes)
+        assert free.bound(budget_bytes) <= free.solve(budget_bytes).timeline.overhead
+
+
+@pytest.mark.parametrize(
+    ("wish", "found"),
+    [
+        ({"goal": "knee"}, "for this objective"),
+        ({"max_overhead": 0.1}, "for this objective"),
+        ({"budget": "80%", "allow": ["tiles"]}, "beside tiles"),
+    ],
+)
+def test_wishes_that_moves_cannot_meet_are_refused(
+    wish: dict[str, object], found: str
+) -> None:
+    with pytest.raises(CkplanError, match=found):
+        ckplan.solve(graph(), **wish, spill_rate=FAST)  # type: ignore[arg-type]
+
+
+def test_rates_and_devices_are_checked() -> None:
+    for rate in (0, -1.0, float("inf"), "0GB", "fast"):
+        with pytest.raises(CkplanError):
+            ckplan.solve(graph(), "80%", spill_rate=rate)
+    on_card = replace(graph(), fingerprint={**graph().fingerprint, "device": "cuda"})
+    with pytest.raises(CkplanError, match="from cuda"):
+        ckplan.solve(on_card, "80%", spill_rate=FAST)
+
+
+def test_a_disk_is_measured_once(tmp_path: Path) -> None:
+    first = ckplan.spill_rate(tmp_path)
+    assert first > 0
+    assert ckplan.spill_rate(tmp_path) == first
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(CkplanError, match="cannot spill to"):
+        ckplan.spill_rate(tmp_path / "none")
+
+
+def test_the_command_offloads_to_a_folder(run: Run, folder: Path) -> None:
+    trace, plan = folder / "step.json.gz", folder / "moving.yaml"
+    trace_file.save(graph(), trace, force=False)
+    wish = ("solve", str(trace), "--budget", "75%", "-o", str(plan), "--json")
+    refused = run(*wish, "--offload", "host")
+    assert refused.code == 1
+    assert "host memory: it is for GPUs" in refused.err
+    assert run(*wish, "--spill-rate", "1GB").code == 2
+    assert run(*wish, "--offload", str(folder / "none")).code == 1
+    for disk in ("none", str(folder)):
+        rate = () if disk == "none" else ("--spill-rate", FAST)
+        ended = run(*wish, "--offload", disk, *rate, "--force")
+        assert ended.code == 0, ended.err
+        found = json.loads(ended.out)
+        assert found["stall_seconds"] >= 0
+        moves = any(region.get("offload") for region in found["regions"])
+        assert moves == (found["moved_bytes"] > 0) == (disk != "none")
+        loaded = plan_file.load(plan)
+        assert loaded.predicted
+        assert loaded.predicted.moved_bytes == found["moved_bytes"]

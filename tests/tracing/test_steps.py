@@ -1,0 +1,310 @@
+"""Seconds of whole steps: fitted, kept, taken into the graph, refused where busy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+import graphs
+import pytest
+import torch
+from torch import nn
+
+import ckplan
+from ckplan.graph import file as trace_file
+from ckplan.graph.graph import Graph
+from ckplan.graph.records import EngineCosts
+from ckplan.plan.region import Region
+from ckplan.simulating.simulate import Simulator, simulate
+from ckplan.tracing.costs.cost_cache import CostCache
+from ckplan.tracing.costs.spread import Load
+from ckplan.tracing.steps import measured
+from ckplan.tracing.steps.fitting import LEAST_SHARE, Added, fit
+from ckplan.tracing.steps.in_step import (
+    NOTE_IN_STEP,
+    StepCosts,
+    StepSeconds,
+    fitted_costs,
+    keep_step_costs,
+    known_step_costs,
+    with_step_costs,
+)
+from ckplan.tracing.steps.measured import (
+    NOTE_NOT_IN_STEP,
+    trial_plans,
+    with_seconds_in_step,
+)
+from ckplan.training.step import DEFAULT_TRAINING
+from ckplan.training.workload import Workload
+
+NOISE = Random(0)
+ENGINE = EngineCosts(0.25, 0.5, 0.125, 1.0)
+
+
+@pytest.fixture
+def graph() -> Graph:
+    return replace(graphs.chain(6), engine=ENGINE)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+# -- the fit -----------------------------------------------------------------------
+
+
+def added(row: tuple[float, int, int, int], costs: tuple[float, ...]) -> Added:
+    seconds = sum(a * b for a, b in zip(row, costs, strict=True))
+    return Added(seconds, 1e-6, *row)
+
+
+def test_plans_that_say_all_give_their_costs() -> None:
+    costs = (1.5, 0.2, 0.75, 1.25)
+    rows = [(3.0, 4, 5, 1), (1.0, 9, 2, 2), (2.0, 1, 1, 3), (5.0, 3, 3, 7)]
+    found = fit((1.0, 0.25, 0.5, 1.0), [added(row, costs) for row in rows])
+    assert found == pytest.approx(costs, rel=1e-4)
+
+
+def test_without_plans_the_prior_stays() -> None:
+    assert fit((1.0, 0.25, 0.5, 0.0), []) == (1.0, 0.25, 0.5, 0.0)
+
+
+def test_the_fit_is_the_least_of_what_it_minimises() -> None:
+    """Compared with a search that knows the objective alone."""
+    rng = Random(0)
+    for _ in range(50):
+        prior = [rng.uniform(0.1, 2.0) for _ in range(4)]
+        plans = [
+            Added(
+                rng.uniform(0.0, 9.0),
+                rng.uniform(0.1, 2.0),
+                rng.uniform(0.0, 4.0),
+                *(rng.randint(0, 4) for _ in range(3)),
+            )
+            for _ in range(rng.randint(1, 3))
+        ]
+
+        def cost(x: list[float], prior: list[float], plans: list[Added]) -> float:
+            misses = [
+                (one.seconds - sum(map(float.__mul__, map(float, one.row), x)))
+                / one.width_seconds
+                for one in plans
+            ]
+            away = [(a - b) / (0.5 * b) for a, b in zip(x, prior, strict=True)]
+            return sum(miss**2 for miss in (*misses, *away))
+
+        found = list(fit(prior, plans))
+        assert all(
+            a >= LEAST_SHARE * b - 1e-9 for a, b in zip(found, prior, strict=True)
+        )
+        clipped = any(
+            a <= LEAST_SHARE * b + 1e-9 for a, b in zip(found, prior, strict=True)
+        )
+        best = cost(found, prior, plans)
+        for _ in range(200):
+            other = [
+                max(a * (1 + rng.gauss(0, 0.05)), LEAST_SHARE * b)
+                for a, b in zip(found, prior, strict=True)
+            ]
+            assert cost(other, prior, plans) >= best * (0.9 if clipped else 1 - 1e-9)
+
+
+# -- taken into the graph ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("batches", [1, 3])
+def test_a_graph_with_costs_of_steps_predicts_these_steps(
+    graph: Graph, batches: int
+) -> None:
+    graph = replace(graph, options={"accumulate": batches})
+    unplanned = StepSeconds(30.0, 70.0, 5.0)
+    costs = StepCosts(unplanned, 0.75, 0.1, 0.2, 0.3)
+    found = with_step_costs(graph, costs)
+    assert found.step_seconds == pytest.approx(105.0)
+    start = found.num_forward
+    forward = batches * sum(op.seconds for op in found.ops[:start])
+    assert forward == pytest.approx(30.0)
+    (region,) = [Region(1)]
+    effect = Simulator(found).effect(region)
+    ops = sum(found.ops[op].seconds for op in effect.steps)
+    saves = len(Simulator(found).view(1).saves)
+    engine = 0.1 * saves + 0.2 * len(effect.steps) + 0.3
+    assert effect.seconds == pytest.approx(0.75 * ops + engine)
+    assert NOTE_IN_STEP in found.notes
+    again = with_step_costs(found, costs)
+    assert again.step_seconds == pytest.approx(105.0)  # not scaled twice
+
+
+def test_what_a_plan_added_is_what_it_is_predicted_to_add(graph: Graph) -> None:
+    simulator = Simulator(graph)
+    nothing, *_ = trial_plans(graph)
+    parts = measured._parts(simulator, nothing)
+    plan = parts._replace(seconds=40.0, width_seconds=1e-3)
+    costs = fitted_costs(graph, StepSeconds(30.0, 70.0, 5.0), [plan])
+    step = simulate(with_step_costs(graph, costs), nothing)
+    assert step.recompute_seconds == pytest.approx(40.0, rel=1e-3)
+    assert step.overhead == pytest.approx(40.0 / 105.0, rel=1e-3)
+
+
+def test_a_trace_file_keeps_the_costs(graph: Graph, tmp_path: Path) -> None:
+    costs = StepCosts(StepSeconds(30.0, 70.0, 5.0), 0.75, 0.1, 0.2, 0.3)
+    found = with_step_costs(graph, costs)
+    trace_file.save(found, tmp_path / "a.json.gz")
+    assert trace_file.load(tmp_path / "a.json.gz").engine == found.engine
+    plain = replace(graph, engine=EngineCosts(0.25, 0.5))
+    trace_file.save(plain, tmp_path / "b.json.gz")
+    assert trace_file.load(tmp_path / "b.json.gz").engine == plain.engine
+
+
+def test_costs_are_kept_for_this_step_alone(graph: Graph, tmp_path: Path) -> None:
+    cache = CostCache(tmp_path / "costs.json")
+    costs = StepCosts(StepSeconds(30.0, 70.0, 5.0), 0.75, 0.1, 0.2, 0.3)
+    assert known_step_costs(graph, cache) is None
+    assert keep_step_costs(graph, costs, cache) == costs
+    assert known_step_costs(graph, cache) == costs
+    scaled = with_step_costs(graph, costs)
+    assert known_step_costs(scaled, cache) == costs
+    assert known_step_costs(graphs.chain(5), cache) is None
+    accumulated = replace(graph, options={"accumulate": 2})
+    assert known_step_costs(accumulated, cache) is None
+    assert known_step_costs(graph, replace(cache, fresh=True)) is None
+
+
+# -- measured ----------------------------------------------------------------------
+
+
+class Blocks(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Dropout(0.1))
+            for _ in range(4)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.fixture(scope="module")
+def profiled() -> Graph:
+    """Its step, with dear matrix products."""
+    graph = ckplan.profile(Blocks(64), torch.ones(32, 64), replay=False, in_step=False)
+    assert NOTE_IN_STEP not in graph.notes
+    assert graph.engine.again == 1.0
+    dear = {"addmm": 1e-3}
+    ops = (replace(op, seconds=dear.get(op.name, 1e-6)) for op in graph.ops)
+    return replace(graph, ops=tuple(ops))
+
+
+def in_step(graph: Graph, cache: CostCache, *, asked: bool = True) -> Graph:
+    def build() -> Workload:
+        return Workload(Blocks(64), torch.ones(32, 64))
+
+    return with_seconds_in_step(graph, build, DEFAULT_TRAINING, cache, asked=asked)
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> CostCache:
+    return CostCache(tmp_path / "costs.json")
+
+
+def note_of(graph: Graph) -> str:
+    assert graph.engine.again == 1.0
+    return graph.notes[-1].removeprefix(NOTE_NOT_IN_STEP)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_steps_are_measured_once_and_kept(
+    profiled: Graph, cache: CostCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measured, "MOST_SPREAD", 100.0)  # however busy it is here
+    first = in_step(profiled, cache)
+    assert NOTE_IN_STEP in first.notes
+    assert first.engine.again != 1.0
+    assert first.engine.region_seconds > 0
+    monkeypatch.setattr(measured, "measure_step", None)
+    second = in_step(profiled, cache, asked=False)  # short, but what it takes is known
+    assert second.engine == first.engine
+    assert second.ops == first.ops
+
+
+def test_profiling_with_steps_leaves_model_and_random_state(
+    profiled: Graph, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measured, "MOST_SPREAD", 100.0)
+    model, batch = Blocks(64), torch.ones(32, 64)
+    before = {name: one.clone() for name, one in model.state_dict().items()}
+    random = torch.get_rng_state()
+    found = ckplan.profile(model, batch, replay=False, in_step=True)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(one.grad is None for one in model.parameters())
+    assert all(torch.equal(before[k], one) for k, one in model.state_dict().items())
+    assert found.engine != profiled.engine
+
+
+def test_a_short_and_a_long_step_are_not_measured_unless_asked(
+    profiled: Graph, cache: CostCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert note_of(in_step(profiled, cache, asked=False)) == "the step is short"
+    monkeypatch.setattr(measured, "SHORTEST_SECONDS", 0.0)
+    monkeypatch.setattr(measured, "LONGEST_SECONDS", 1e-6)
+    said = note_of(in_step(profiled, cache, asked=False))
+    assert said.endswith("`--in-step` takes them")
+
+
+def different(step: object) -> tuple[float, float, float]:
+    del step
+    return NOISE.uniform(1, 9), NOISE.uniform(1, 9), 1.0
+
+
+def fail(*_: object) -> None:
+    raise ValueError("no step today")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("_timed", different, "the machine is busy: the quartiles of 15 rounds are"),
+        ("machine_load", lambda: Load(9.0, 2), "the machine is busy (load average 9.0"),
+        ("available_bytes", lambda: 1, "it is too large"),
+        ("make_step", fail, "ValueError: no step today"),
+        ("find_repeated_layers", lambda *_: [], "no layer can be recomputed"),
+    ],
+)
+def test_what_cannot_be_measured_is_said_and_not_kept(
+    name: str,
+    value: object,
+    said: str,
+    profiled: Graph,
+    cache: CostCache,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(measured, name, value)
+    monkeypatch.setattr(measured, "_calls_to_recompute", lambda *_: [])
+    if name == "machine_load":
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert note_of(in_step(profiled, cache)).startswith(said)
+    assert cache.path is not None and not cache.path.exists()
+
+
+def test_trial_plans_cover_the_layers_and_keep_what_is_dear(profiled: Graph) -> None:
+    nothing, dear = trial_plans(profiled)
+    names = [profiled.calls[region.call].fqn for region in nothing]
+    assert names == [f"layers.{number}" for number in range(4)]
+    kept = {profiled.ops[op].name for region in dear for op, _ in region.save}
+    assert kept == {"addmm"}
+
+
+def test_a_model_without_repeated_layers_has_trial_plans_too() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8), nn.Tanh())
+    graph = ckplan.profile(model, torch.ones(4, 8), replay=False, in_step=False)
+    nothing, *_ = trial_plans(graph)
+    assert [graph.calls[one.call].module for one in nothing] >= ["GELU"]
