@@ -231,6 +231,7 @@ def test_orders_that_never_come_back_are_forgotten(
     assert num_stages() - before <= 30
 
 
+@pytest.mark.usefixtures("quick_collector")
 @pytest.mark.parametrize("plan", PLANS)
 def test_what_is_never_asked_for_is_freed_with_the_graph(plan: str) -> None:
     _, planned = pair(plan)
