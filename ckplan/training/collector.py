@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import sys
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 _T = TypeVar("_T")
 
@@ -20,10 +22,29 @@ def every_object() -> list[object]:
     return gc.get_objects()
 
 
-def instances_of(kind: type[_T]) -> list[_T]:
-    """Containers of one type, without its subclasses; faster than to list all."""
-    _thaw()
-    return [one for one in gc.get_referrers(kind) if type(one) is kind]
+class Instances(Generic[_T]):
+    """Containers of one type, without its subclasses, listed anew only as they change.
+
+    Each instance of a type that is made at run time refers to it, as CPython's types of
+    C have done since 3.8: the type's reference count tells whether any came or went.
+    """
+
+    def __init__(self, kind: type[_T]) -> None:
+        self._kind = kind
+        self._known: list[weakref.ref[_T]] = []
+        self._other_references = -1
+
+    def __call__(self) -> list[_T]:
+        """All that are alive, also those that ``gc.freeze`` set apart."""
+        alive = [one for known in self._known if (one := known()) is not None]
+        references = sys.getrefcount(self._kind)
+        if references - len(alive) != self._other_references:
+            _thaw()
+            kind = self._kind
+            alive = [one for one in gc.get_referrers(kind) if type(one) is kind]
+            self._known = [weakref.ref(one) for one in alive]
+            self._other_references = references - len(alive)
+        return alive
 
 
 def _thaw() -> None:

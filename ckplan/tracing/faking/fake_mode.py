@@ -37,7 +37,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ckplan.tracing.faking.answers import answers_of_training
 from ckplan.tracing.faking.kernel_layouts import as_kernels_do
 from ckplan.tracing.faking.known_sizes import fake_like, tensor_of_known, with_positions
-from ckplan.training.collector import instances_of
+from ckplan.training.collector import Instances
 from ckplan.training.failures import first_line, untraceable_feature
 from ckplan.training.randomness import may_draw
 
@@ -325,7 +325,7 @@ def fake_tensors() -> Iterator[tuple[FakeTensorMode, KnownValues]]:
 
 
 _NO_WEAKREFS = SimpleNamespace(getweakrefs=lambda tensor: [])
-_CachedFunction = type(functools.lru_cache(lambda: None))
+_cached_functions = Instances[Any](type(functools.lru_cache(lambda: None)))
 
 
 def _empty_caches_of_functions() -> None:
@@ -333,7 +333,7 @@ def _empty_caches_of_functions() -> None:
 
     The caches outlive the traced model, and would return fake tensors to the next one.
     """
-    for function in instances_of(_CachedFunction):
+    for function in _cached_functions():
         if function.cache_info().currsize and _holds_fakes(function):
             function.cache_clear()
 
