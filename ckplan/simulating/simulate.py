@@ -162,11 +162,10 @@ class Simulator:
     ) -> list[int]:
         """Live bytes over a window: the unplanned ones and the changes of regions."""
         delta = [0] * (stop - start + 2)
-        for change in changes:
-            first, last = max(change.start, start), min(change.stop, stop)
-            if first <= last:
-                delta[first - start] += change.bytes
-                delta[last - start + 1] -= change.bytes
+        for first, last, num_bytes, *_ in changes:
+            if first <= stop and last >= start and first <= last:
+                delta[first - start if first > start else 0] += num_bytes
+                delta[(last if last < stop else stop) - start + 1] -= num_bytes
         window = self.unplanned_bytes[start : stop + 1]
         live = list(map(add, window, accumulate(delta)))
         for moment, more_bytes in excess.items():

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ckplan.graph.records import Encoding
@@ -73,17 +73,9 @@ class SavedSet:
     kept_bytes: int  # weighted sum over moments
     nanoseconds: int  # of recomputed ops, and of encoding and decoding
 
-    def with_bytes(self, num_bytes: int) -> SavedSet:
-        """Return a copy with more bytes."""
-        return replace(self, kept_bytes=self.kept_bytes + num_bytes)
-
-    def with_nanoseconds(self, nanoseconds: int) -> SavedSet:
-        """Return a copy with more nanoseconds."""
-        return replace(self, nanoseconds=self.nanoseconds + nanoseconds)
-
 
 _MAX_STATES_PER_SET = 16  # partial choices visited, per choice to list
-_NOTHING = SavedSet(frozenset(), frozenset(), 0, 0)
+_Choice = tuple[frozenset[int], frozenset[int], int, int]  # fields of a SavedSet
 
 
 class ClosureProblem:
@@ -236,10 +228,15 @@ class ClosureProblem:
         Args:
             most: Most choices to list; the result is empty if there are more.
         """
-        makers, order = self._flow.maker_of, self._before
+        makers = self._flow.maker_of
         (demand,) = self._demands
-        found: dict[SavedSet, None] = {}
-        stack = [(frozenset(demand.needed), frozenset[int](), _NOTHING)]
+        rank = [0] * len(makers)
+        in_order = sorted(range(len(makers)), key=makers.__getitem__)
+        for place, value in enumerate(in_order):
+            rank[value] = place
+        found: dict[_Choice, None] = {}
+        none = frozenset[int]()
+        stack = [(frozenset(demand.needed), none, (none, none, 0, 0))]
         looked_at = 0
         while stack and len(found) <= most:
             looked_at += 1
@@ -251,29 +248,27 @@ class ClosureProblem:
             if not needed:
                 found[choice] = None
                 continue
-            value = max(needed, key=order)
+            value = max(needed, key=rank.__getitem__)
             maker, left = makers[value], needed - {value}
+            kept, encoded, num_bytes, taken = choice
             if value in demand.bytes_of:
-                with_value = choice.with_bytes(demand.bytes_of[value])
-                kept = replace(with_value, kept=choice.kept | {value})
-                stack.append((left, ran, with_value if maker == EXTERNAL else kept))
+                now = kept if maker == EXTERNAL else kept | {value}
+                more = num_bytes + demand.bytes_of[value]
+                stack.append((left, ran, (now, encoded, more, taken)))
             if value in self._encodings:
-                size, coding = self._encodings[value].bytes, self._coding_time(value)
-                coded = choice.with_bytes(size).with_nanoseconds(coding)
-                encoded = coded.encoded | {value}
-                stack.append((left, ran, replace(coded, encoded=encoded)))
+                more = num_bytes + self._encodings[value].bytes
+                later = taken + self._coding_time(value)
+                stack.append((left, ran, (kept, encoded | {value}, more, later)))
             if maker in ran:
                 stack.append((left, ran, choice))
             elif maker != EXTERNAL:
-                inputs, nanoseconds = self._flow.inputs[maker], self._times[maker]
-                rerun = choice.with_nanoseconds(nanoseconds)
+                inputs, later = self._flow.inputs[maker], taken + self._times[maker]
+                rerun = kept, encoded, num_bytes, later
                 stack.append((left.union(inputs), ran | {maker}, rerun))
         if len(found) > most:
             return []
-        return sorted(found, key=lambda c: (c.nanoseconds, c.kept_bytes))
-
-    def _before(self, value: int) -> tuple[int, int]:
-        return self._flow.maker_of[value], value
+        sets = [SavedSet(*choice) for choice in found]
+        return sorted(sets, key=lambda c: (c.nanoseconds, c.kept_bytes))
 
     def vertex_between(self, fast: SavedSet, small: SavedSet) -> SavedSet | None:
         """A vertex below the line through two others; None if there is none."""
