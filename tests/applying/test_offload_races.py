@@ -112,7 +112,7 @@ def interrupted(model: nn.Sequential, x: torch.Tensor) -> list[torch.Tensor]:
         with suppress(KeyboardInterrupt):
             model(x * 3)
         handle.remove()
-        gc.collect()
+        gc.collect(1)  # what is young
         torch.manual_seed(1)
         found += backward(model, model(x))
         model(x * 2)  # without backward
