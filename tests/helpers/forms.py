@@ -10,6 +10,7 @@ from ckplan.graph.graph import Graph
 from ckplan.simulating.simulate import simulate
 from ckplan.tracing.profile import profile_workload
 from ckplan.training.loading import WorkloadSpec
+from ckplan.training.step import Training
 
 HERE = Path(__file__).parent
 CARD = "A100 40GB"  # its roofline stands for measuring
@@ -36,4 +37,5 @@ def facts_of(graph: Graph) -> dict[str, Any]:
 def of_file(file: str, device: str, name: str) -> dict[str, Any]:
     """Facts of a model of one of the two files."""
     spec = WorkloadSpec(f"{HERE / file}:{name}")
-    return facts_of(profile_workload(spec, device=device, gpu=CARD, replay=False))
+    how = {"device": device, "gpu": CARD, "replay": False}
+    return facts_of(profile_workload(spec, training=Training("sgd"), **how))

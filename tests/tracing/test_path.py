@@ -120,7 +120,8 @@ class Suspicious(nn.Module):
 
 
 def profiled(model: nn.Module, batch: Any, device: str = "cpu") -> Graph:
-    return profile(model, batch, device=device, gpu=CARD, replay=False)
+    how = {"device": device, "gpu": CARD, "replay": False}
+    return profile(model, batch, optimizer="sgd", **how)
 
 
 def names_of(graph: Graph) -> list[str]:
