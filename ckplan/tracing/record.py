@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from ckplan.errors import WorkloadError
 from ckplan.graph.extrapolate import extrapolate
@@ -32,6 +31,7 @@ from ckplan.tracing.costs.cost_cache import cost_cache
 from ckplan.tracing.cut_batches import BatchCutter, check_alike, cutter_of
 from ckplan.tracing.held_outputs import held_outputs
 from ckplan.tracing.loop_errors import check_loop, too_few_steps
+from ckplan.tracing.ops_twice import with_chance_hazards
 from ckplan.tracing.profile import as_graph, left_as_it_is
 from ckplan.tracing.recording.trimming import Trimmed
 from ckplan.tracing.target import find_target
@@ -43,7 +43,6 @@ from ckplan.training.workload import check_not_lazy
 from ckplan.units import format_bytes
 
 NOTE_RECORDED = "recorded from a running loop, on real tensors: its step number"
-NOTE_NOT_TWICE = "forward was not run twice to compare: that can change a running loop"
 NOTE_OVER = (
     "a backward of the next step needs tensors of this one, which are counted up to "
     "the end of the last backward: of several optimizers, the one that steps last in "
@@ -93,7 +92,7 @@ class LoopRecorder:
         self._model = model
         self._optimizers = [*map(_unwrapped, optimizers)]
         self._fresh, self._progress, self._on_done = fresh, progress, on_done
-        self._hook: RemovableHandle | None = None
+        self._hook: _EndOfStep | None = None
         self._watch: LoopWatch | None = None
         self._kept: list[_Kept] = []  # one step; with a cutter, one of each cut
 
@@ -104,7 +103,7 @@ class LoopRecorder:
             self._cutter.begin()
             if not self._cutter.is_open:
                 self._scope.enter_context(self._cutter.cutting())
-        self._hook = self._optimizers[-1].register_step_post_hook(self._stepped)
+        self._hook = _EndOfStep(self._optimizers[-1], self._stepped)
         return self
 
     def __exit__(
@@ -193,11 +192,11 @@ class LoopRecorder:
         traced = TracedStep(found, type(model).__name__, fingerprint, _notes(kept))
         with left_as_it_is(target):
             cache = cost_cache(target.placed, fresh=self._fresh)
-            return as_graph(traced, DEFAULT_TRAINING, target, cache, self._progress)
+            made = as_graph(traced, DEFAULT_TRAINING, target, cache, self._progress)
+            return with_chance_hazards(made, found, target.placed)
 
-    def _stepped(self, *given: object) -> None:
-        """Hook of the optimizer: a step has ended."""
-        del given
+    def _stepped(self) -> None:
+        """A step has ended."""
         self.steps += 1
         if self._watch is not None:
             self._watch.end()
@@ -226,6 +225,35 @@ class LoopRecorder:
         self._kept.append(_Kept(step, watch.batch, watch.holds_over, self.steps))
 
 
+class _EndOfStep:
+    """Hook of an optimizer that calls a function when it has stepped."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, told: Callable[[], object]
+    ) -> None:
+        self._told: Callable[[], object] | None = told
+        self._runs = False
+        self._handle = optimizer.register_step_post_hook(self)
+
+    def __call__(self, *given: object) -> None:
+        del given
+        if self._told is not None:
+            self._runs = True
+            try:
+                self._told()
+            finally:
+                self._runs = False
+
+    def remove(self) -> None:
+        """Call the function no more.
+
+        A hook that runs stays, without an effect: the optimizer goes through its hooks.
+        """
+        self._told = None
+        if not self._runs:
+            self._handle.remove()
+
+
 class _Kept(NamedTuple):
     """A recorded step."""
 
@@ -236,7 +264,7 @@ class _Kept(NamedTuple):
 
 
 def _notes(kept: _Kept) -> list[str]:
-    notes = [f"{NOTE_RECORDED} {kept.number}", NOTE_NOT_TWICE]
+    notes = [f"{NOTE_RECORDED} {kept.number}"]
     beside_bytes = kept.step.beside_bytes
     if beside_bytes >= _MENTIONED_BYTES:
         notes.append(

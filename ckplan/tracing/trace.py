@@ -16,8 +16,12 @@ import torch
 
 from ckplan.errors import CkplanError, WorkloadError
 from ckplan.tracing.cuda import cpu_as_cuda, fake_cuda_with_gpu, fake_cuda_without_gpu
-from ckplan.tracing.failures import failure_of_model, is_want_of_values
-from ckplan.tracing.faking.fake_mode import fake_tensors, why_not_fake
+from ckplan.tracing.failures import (
+    failure_of_model,
+    is_want_of_values,
+    why_not_fake,
+)
+from ckplan.tracing.faking.fake_mode import KnownValues, fake_tensors
 from ckplan.tracing.faking.hollow import hollow_tensors
 from ckplan.tracing.path_check import NOTE_KNOWN, FunctionLog, PathCheck, check_path
 from ckplan.tracing.smaller_batches import DoesNotFitError
@@ -36,6 +40,10 @@ from ckplan.training.free_memory import available_bytes, limited_memory
 from ckplan.training.step import Training
 
 NOTE_FAKE = "traced under fake tensors"
+NOTE_DRAWN = (
+    "a number that the model draws decides what it runs, such as whether a layer is "
+    "left out: here it was 0.5"
+)
 NOTE_HOLLOW = "traced on tensors without content"
 
 _MOST_OF_MEMORY = 0.9  # fraction of available bytes that a step on real tensors may use
@@ -75,6 +83,7 @@ def trace(
         why = f"traced on real tensors: {why_not_fake(error.__cause__ or error)}"
         return trace_on_real_tensors(build, training, target, why)
     traced.notes.append(NOTE_FAKE)
+    traced.notes.extend(_drawn(scope[1]))
     traced.notes.extend(f"as CUDA does it: {what}" for what in words)
     if not check:
         traced.notes.append(NOTE_KNOWN)
@@ -96,6 +105,10 @@ def _trace_where_checked(
             traced.notes.append(f"{NOTE_HOLLOW}: {checked.note}")
             return traced
     return trace_on_real_tensors(build, training, target, checked.note)
+
+
+def _drawn(known: KnownValues) -> Iterable[str]:
+    return [NOTE_DRAWN] if known.asked_drawn else []
 
 
 def _kernels_of(target: TraceTarget) -> AbstractContextManager[Iterable[str]]:
@@ -131,6 +144,7 @@ def _trace_elsewhere(
         traced.notes.append(f"not traced on fake CUDA tensors: {why}")
         return traced, log
     traced.notes.append(f"traced under fake CUDA tensors for {_card(target)}")
+    traced.notes.extend(_drawn(scope[1]))
     traced.notes.extend(f"as CUDA does it: {what}" for what in words)
     return traced, log
 
@@ -171,6 +185,7 @@ def _trace_translated(
             hint=_instead(error),
         ) from error
     traced.notes.append(f"{NOTE_FAKE}, translated to CUDA on {_card(target)}")
+    traced.notes.extend(_drawn(scope[1]))
     traced.notes.extend(f"as CUDA does it: {what}" for what in words)
     return traced, log
 

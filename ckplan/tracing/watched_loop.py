@@ -7,7 +7,6 @@ copies, so the loop computes what it computes without a recorder.
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -28,7 +27,7 @@ from ckplan.tracing.recording.recorder import StepRecorder
 from ckplan.tracing.recording.recording import STILL_ALIVE, RawStorage, Recording
 from ckplan.tracing.recording.trimming import Kept, Trimmed, largest_moment, trimmed
 from ckplan.tracing.watched_step import know_before
-from ckplan.training.collector import every_object
+from ckplan.training.collector import apart_from_garbage, every_object
 from ckplan.training.fingerprint import batch_shapes, count_elements
 from ckplan.training.optimizers import step_counts
 from ckplan.training.workload import tensors_of
@@ -81,6 +80,7 @@ class LoopWatch:
             storages.numbers([tensor], kind, BEFORE_STEP)
             del tensor
         self._scopes = ExitStack()
+        self._scopes.enter_context(apart_from_garbage())
         engine = _WatchedEngine(Variable._execution_engine, self._backward_runs)
         self._scopes.enter_context(
             mock.patch.object(Variable, "_execution_engine", engine)
@@ -195,7 +195,6 @@ class _WatchedEngine:
 
 def _alive_before() -> Iterator[tuple[str, torch.Tensor]]:
     """(kind, tensor) of what Python holds: also outputs of the step before."""
-    gc.collect()  # what nobody holds must not be freed within the step
     kinds = set(_kinds_of_tensors(torch.Tensor))
     found = [thing for thing in every_object() if type(thing) in kinds]
     found = [one for one in found if _has_bytes(one)]

@@ -1,12 +1,8 @@
-"""Profiles of ``form_models.py`` from a fresh process, as lines of JSON.
-
-python tests/helpers/forms.py form_models.py cpu,cuda mixtral gpt2
-"""
+"""What traces of ``form_models.py`` say, to compare the forms of a model."""
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +10,7 @@ from ckplan.graph.graph import Graph
 from ckplan.simulating.simulate import simulate
 from ckplan.tracing.profile import profile_workload
 from ckplan.training.loading import WorkloadSpec
+from ckplan.training.step import Training
 
 HERE = Path(__file__).parent
 CARD = "A100 40GB"  # its roofline stands for measuring
@@ -40,13 +37,5 @@ def facts_of(graph: Graph) -> dict[str, Any]:
 def of_file(file: str, device: str, name: str) -> dict[str, Any]:
     """Facts of a model of one of the two files."""
     spec = WorkloadSpec(f"{HERE / file}:{name}")
-    return facts_of(profile_workload(spec, device=device, gpu=CARD, replay=False))
-
-
-if __name__ == "__main__":
-    _, file, devices, *names = sys.argv
-    sys.path.insert(0, str(HERE))
-    assert "transformers" not in sys.modules
-    for name in names:
-        for device in devices.split(","):
-            print(json.dumps(of_file(file, device, name)), flush=True)
+    how = {"device": device, "gpu": CARD, "replay": False}
+    return facts_of(profile_workload(spec, training=Training("sgd"), **how))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +22,7 @@ from ckplan.errors import WorkloadError
 from ckplan.plan.plan import Plan
 from ckplan.plan.resolve import resolve
 from ckplan.simulating.simulate import simulate
+from ckplan.tracing.ops_twice import NOTE_SAME
 from ckplan.tracing.record import NOTE_OVER
 
 
@@ -214,6 +217,66 @@ def test_two_recorders_are_not_open_at_once() -> None:
         LOOPS["language"].run(one, 1)
         with pytest.raises(WorkloadError, match="two loops at once"):
             LOOPS["language"].run(other, 1)
+
+
+def test_hooks_and_garbage_of_the_loop_are_left_alone() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    steps: list[int] = []
+    seen: list[bool] = []
+    garbage = [nn.Linear(4, 4)]
+    garbage.append(garbage)  # type: ignore[arg-type]
+    alive = weakref.ref(garbage[0])
+
+    def forward(module: nn.Module, args: Any) -> None:
+        del module, args
+        if len(steps) == 1:
+            gc.collect()
+            seen.append(alive() is not None)
+
+    with ckplan.record(model, optimizer) as recorder:
+        optimizer.register_step_post_hook(lambda *given: steps.append(1))
+        model.register_forward_pre_hook(forward)
+        gc.collect()
+        del garbage
+        for _ in range(3):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+    assert recorder.done
+    assert len(steps) == 3
+    assert seen == [True]
+    gc.collect()
+    assert alive() is None
+    assert gc.get_freeze_count() == 0
+
+
+@torch.library.custom_op("ckplan_test::unsteady", mutates_args=())
+def unsteady(x: torch.Tensor) -> torch.Tensor:
+    return x + int.from_bytes(os.urandom(4), "big") * 2.0**-34
+
+
+unsteady.register_autograd(lambda ctx, grad: grad)
+
+
+@pytest.mark.parametrize("change", [unsteady, nn.functional.dropout])
+def test_kernels_of_chance_are_told(change: Callable[[torch.Tensor], Any]) -> None:
+    class Layer(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(change(x))
+
+    model = nn.Sequential(nn.Linear(8, 8), Layer())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with ckplan.record(model, optimizer) as recorder:
+        for _ in range(2):
+            model(torch.randn(4, 8)).sum().backward()
+            optimizer.step()
+    before = torch.get_rng_state()
+    graph = recorder.graph
+    assert torch.equal(before, torch.get_rng_state())
+    told = [(graph.calls[one.call].fqn, one.reason) for one in graph.hazards]
+    reason = "unsteady gives other values each time"
+    assert told == ([("1", reason)] if change is unsteady else [])
+    assert (NOTE_SAME in graph.notes) == (change is not unsteady)
 
 
 def bad_recorder(model: Any, optimizer: Any) -> Callable[[], object]:

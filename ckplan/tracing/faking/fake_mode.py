@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import gc
 import logging
-import re
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -22,11 +21,9 @@ from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
-    UnsupportedOperatorException,
 )
 from torch.optim import optimizer
 from torch.utils import _foreach_utils
@@ -38,11 +35,9 @@ from ckplan.tracing.faking.answers import answers_of_training
 from ckplan.tracing.faking.kernel_layouts import as_kernels_do
 from ckplan.tracing.faking.known_sizes import fake_like, tensor_of_known, with_positions
 from ckplan.training.collector import Instances
-from ckplan.training.failures import first_line, untraceable_feature
 from ckplan.training.randomness import may_draw
 
 _LARGEST_BYTES = 1 << 20  # largest known tensor of integers
-FAILED = "fake ones failed"
 _LARGEST_FLOAT_BYTES = 1 << 16
 QUESTIONS = (
     torch.ops.aten._local_scalar_dense.default,
@@ -56,6 +51,9 @@ EMPTY_OPS = (
     torch.ops.aten.empty_strided.default,
     torch.ops.aten.new_empty.default,
 )
+_DRAWS = (torch.ops.aten.rand.default,)
+"""Ops that draw from 0 to 1. A lone number counts as known, as 0.5: models compare it
+with the probability of something rare, such as to leave a layer out."""
 _GROUPED_MM = torch.ops.aten._grouped_mm.default
 _SIZED_BY_KERNEL = (torch.ops.aten.mkldnn_rnn_layer.default,)
 """Ops whose workspace for backward has a size that only the kernel knows."""
@@ -102,6 +100,8 @@ class KnownValues(TorchDispatchMode):
         self._real = WeakIdKeyDictionary()  # fake tensor -> real one
         self._stale = WeakIdKeyDictionary()  # real storages with outdated content
         self._unwritten = WeakIdKeyDictionary()  # those that no op has written yet
+        self._drawn = WeakIdKeyDictionary()  # real ones that depend on a draw
+        self.asked_drawn = False  # whether the model has asked for one
 
     def learn_all(
         self, fakes: Iterable[torch.Tensor], reals: Iterable[torch.Tensor]
@@ -153,7 +153,9 @@ class KnownValues(TorchDispatchMode):
             value is not None or not isinstance(leaf, torch.Tensor)
             for leaf, value in zip(leaves, values, strict=True)
         )
+        drawn = any(isinstance(x, torch.Tensor) and x in self._drawn for x in values)
         if known and func in QUESTIONS:
+            self.asked_drawn |= drawn
             return _run_real(func, values, spec)
         try:
             out = as_kernels_do(func, args, func(*args, **kwargs))
@@ -162,12 +164,18 @@ class KnownValues(TorchDispatchMode):
                 raise
             return self._learn(func, values, spec)
         outputs = [x for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor)]
+        if func in _DRAWS and outputs[0].numel() == 1:
+            self._real[outputs[0]] = real = _mean_of(outputs[0])
+            self._drawn[real] = True
+            return out
         known &= not (_is_chance(func) and any(x.is_floating_point() for x in outputs))
         if known and all(is_small(x) for x in outputs):
             answer = pytree.tree_leaves(_run_real(func, values, spec))
             real = [x for x in answer if isinstance(x, torch.Tensor)]
             for fake, value in zip(outputs, real, strict=True):
                 self._real[fake] = value
+                if drawn:
+                    self._drawn[value] = True
                 if func in EMPTY_OPS:
                     self._unwritten[value.untyped_storage()] = True
             for written in _written_arguments(func, args):
@@ -204,33 +212,15 @@ class KnownValues(TorchDispatchMode):
                 self._stale[real.untyped_storage()] = True
 
 
-def why_not_fake(error: BaseException) -> str:
-    """Explain why a model fails on fake tensors, with a remedy if there is one."""
-    used = untraceable_feature(error)
-    if used:
-        return f"the step uses {used}"
-    op = getattr(error, "func", None)
-    if isinstance(error, DataDependentOutputException):
-        return "the model asks for the value of a tensor (.item(), if, numpy)"
-    if isinstance(error, DynamicOutputShapeException):
-        return f"what shape {op} returns depends on values"
-    higher = re.search(r"rule registered for HigherOrderOperator (\S+)", str(error))
-    if higher:
-        return f"{higher.group(1)} is called with functions, which no mode sees"
-    without = re.search(r"fake impl registered for <CustomOpDef\((.*?)\)>", str(error))
-    if isinstance(error, UnsupportedOperatorException) or without:
-        name = without.group(1) if without else op
-        return (
-            f"the op {name} has no fake kernel; to trace without memory, give it one "
-            "with torch.library.register_fake"
-        )
-    return f"{FAILED} ({type(error).__name__}: {first_line(error)})"
-
-
 def is_small(tensor: torch.Tensor) -> bool:
     """Whether the content of a tensor is computed beside its fake one."""
     most = _LARGEST_FLOAT_BYTES if tensor.is_floating_point() else _LARGEST_BYTES
     return tensor.untyped_storage().nbytes() <= most and not tensor.is_complex()
+
+
+def _mean_of(drawn: torch.Tensor) -> torch.Tensor:
+    with _disable_current_modes():
+        return torch.full(drawn.shape, 0.5, dtype=drawn.dtype)
 
 
 def _is_chance(func: Any) -> bool:

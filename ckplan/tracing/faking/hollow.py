@@ -53,7 +53,8 @@ class _Hollow(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func.is_view or func.namespace == "prim" or func in SET_STORAGE_OPS:
+        only_layout = func.is_view or torch.Tag.inplace_view in func.tags
+        if only_layout or func.namespace == "prim" or func in SET_STORAGE_OPS:
             return func(*args, **kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         given = [x for x in leaves if isinstance(x, torch.Tensor)]

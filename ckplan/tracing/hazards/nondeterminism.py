@@ -272,10 +272,10 @@ class _CallsTwice(_Watch):
 
 
 def _same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return len(one) == len(other) and all(map(_equal, one, other))
+    return len(one) == len(other) and all(map(equal_bits, one, other))
 
 
-def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+def equal_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Compare bits, so that NaN equals itself."""
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
