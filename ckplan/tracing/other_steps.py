@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ckplan.graph.graph import Graph
+from ckplan.tracing.first_step import FirstStep
 from ckplan.tracing.steps.in_step import (
     NOTE_IN_STEP,
     StepCosts,
@@ -27,6 +28,7 @@ class OtherSteps:
     measured: Graph | None = None  # the first step, as measured
     begun: bool = False  # a step was tried, measured or not
     factors: tuple[float, float] = (1.0, 1.0)  # of forward and backward
+    first: FirstStep = field(default_factory=FirstStep)
     of_optimizers: dict[str | None, float] = field(default_factory=dict)
 
     def taken_into(

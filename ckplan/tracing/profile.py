@@ -241,6 +241,7 @@ def _profile(
 ) -> Graph:
     cache = cost_cache(target.placed, fresh=fresh)
     tell = progress or (lambda what, done, total: None)
+    known = in_step if isinstance(in_step, OtherSteps) else None
 
     def unplanned(scope: FakeScope | None) -> Workload:
         workload = build(scope)
@@ -249,7 +250,8 @@ def _profile(
 
     tell("tracing", 0, 0)
     try:
-        traced = trace(unplanned, training, target, check=check)
+        first = known.first if known is not None else None
+        traced = trace(unplanned, training, target, check=check, first=first)
         too_large = None
     except DoesNotFitError as error:
         too_large = error.without_traceback()  # its frames must not keep memory
@@ -278,7 +280,6 @@ def _profile(
         graph = with_nondeterminism_hazards(graph, real, training, place)
     if target.device.type != "cpu" or target.gpu or too_large or in_step is False:
         return graph
-    known = in_step if isinstance(in_step, OtherSteps) else None
     asked = known is None and bool(in_step)
     measured = partial(
         with_seconds_in_step,
