@@ -10,6 +10,7 @@ from ckplan.errors import WorkloadError
 from ckplan.graph.graph import Graph
 from ckplan.solving.planner import Planner
 from ckplan.solving.solve import limit_of_objective
+from ckplan.tracing.other_steps import OtherSteps
 from ckplan.tracing.path_check import NOTE_SAME
 from ckplan.tracing.profile import profile, profile_workload
 from ckplan.training.loading import WorkloadSpec
@@ -124,7 +125,7 @@ def recorder(model: nn.Module, batch: Any, how: dict[str, Any]) -> tuple[Record,
     parts |= {key: fixed.pop(key) for key in keys if fixed.get(key) is not None}
     whole = as_workload(parts, "the call of tune()")
     rows = rows_of(with_rows(whole, max(rows_of(whole), 1)))
-    proved = _ProvedPaths()
+    proved, steps = _ProvedPaths(), _MeasuredSteps()
 
     def profiled(way: Way, rows: int, accumulate: int) -> Graph:
         if way.options:
@@ -145,7 +146,7 @@ def recorder(model: nn.Module, batch: Any, how: dict[str, Any]) -> tuple[Record,
             scaler=way.scaler,
             accumulate=accumulate,
             replay=False,
-            in_step=False,
+            in_step=how.get("in_step", True) and steps.of(way),
             check=not proved.has(way),
             **{
                 k: v
@@ -180,12 +181,17 @@ def recorder_of_spec(
         at_rows = replace(spec, rows=rows, options=options)
         check = not proved.has(way)
         graph = profile_workload(
-            at_rows, training=how_now, replay=False, check=check, in_step=False, **how
+            at_rows,
+            training=how_now,
+            replay=False,
+            check=check,
+            in_step=steps.of(way),
+            **how,
         )
         proved.learn(way, graph)
         return graph
 
-    proved = _ProvedPaths()
+    proved, steps = _ProvedPaths(), _MeasuredSteps()
     rows = spec.rows or spec_rows(spec)
     return _remembering(profiled), rows, way
 
@@ -202,6 +208,17 @@ class _ProvedPaths:
     def learn(self, way: Way, graph: Graph) -> None:
         if any(note.startswith(NOTE_SAME) for note in graph.notes):
             self._proved.add((way.amp, way.options))
+
+
+class _MeasuredSteps:
+    """Steps that were taken on the CPU, by what other batches share with them."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str | None, tuple[tuple[str, str], ...]], OtherSteps]
+        self._known = {}
+
+    def of(self, way: Way) -> OtherSteps:
+        return self._known.setdefault((way.amp, way.options), OtherSteps())
 
 
 def _remembering(record: Record) -> Record:

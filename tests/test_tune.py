@@ -17,6 +17,8 @@ from ckplan.graph.transplant import transplanted
 from ckplan.integrations.loop import LoopPlanner
 from ckplan.plan import file as plan_file
 from ckplan.plan.plan import Plan
+from ckplan.tracing.other_steps import OtherSteps
+from ckplan.training.step import TrainingStep
 from ckplan.training.workload import as_workload, with_rows
 from ckplan.units import MIB
 
@@ -60,6 +62,41 @@ def test_another_way_at_another_batch_is_as_recorded(other: dict[str, Any]) -> N
     assert found == at(few, **other)
     wider = ckplan.profile(nn.Sequential(*base, *base), **batch(many), **HOW)
     assert transplanted(wider, at(many), at(few)) is None
+
+
+@pytest.mark.parametrize(
+    "other", [{"accumulate": 3}, {"optimizer": "adafactor"}, {"optimizer": "sgd:fused"}]
+)
+def test_a_known_first_step_changes_nothing_that_is_recorded(
+    other: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, steps = model(), OtherSteps()
+    how = {**HOW, "check": False}
+    assert ckplan.profile(base, **batch(4), **how, in_step=steps) == ckplan.profile(
+        base, **batch(4), **how
+    )
+    assert steps.first.gradients == dict(base.named_parameters()).keys()
+    whole = ckplan.profile(base, **batch(8), **{**how, **other})
+    monkeypatch.setattr(TrainingStep, "run", None)  # no whole step any more
+    monkeypatch.setattr(TrainingStep, "accumulate", None)
+    short = ckplan.profile(base, **batch(8), **{**how, **other}, in_step=steps)
+    assert short == whole
+
+
+class Counting(nn.Linear):
+    """Its forward depends on how often it ran."""
+
+    ran = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.ran += 1
+        return super().forward(x)
+
+
+def test_of_a_model_that_its_first_step_changes_nothing_is_known() -> None:
+    steps = OtherSteps()
+    ckplan.profile(Counting(WIDTH, WIDTH), **batch(4), **HOW, in_step=steps)
+    assert steps.first.gradients is None
 
 
 @pytest.mark.slow

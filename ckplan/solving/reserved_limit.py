@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Protocol
 
 from ckplan.simulating.caching_allocator import LARGE_SEGMENT_BYTES, SMALL_SEGMENT_BYTES
+from ckplan.simulating.simulate import Timeline
 from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.planner import Planner
 from ckplan.solving.replays import ReplayedPlan
@@ -14,6 +16,24 @@ from ckplan.solving.solution import Solution
 _SPARE_SHARE = 100
 _FIRST_SHARE = 64  # divisor of the limit: first size left for gaps
 _FINEST_SHARE = 128  # divisor of the limit: final precision of that size
+
+
+class _WithPeak(Protocol):
+    @property
+    def peak_bytes(self) -> int: ...
+
+
+class Plans(Protocol):
+    """The plans of one step, as a ``Planner`` finds them."""
+
+    unplanned: Timeline
+
+    @property
+    def floor(self) -> _WithPeak:
+        """The smallest peak of all plans."""
+
+    def within(self, budget_bytes: int) -> ReplayedPlan | None:
+        """The cheapest plan within a budget; None if there is none."""
 
 
 def solve_within_limit(planner: Planner, limit: MemoryLimit) -> Solution:
@@ -31,7 +51,7 @@ def solve_within_limit(planner: Planner, limit: MemoryLimit) -> Solution:
     return planner.solve(_budget_within(planner, limit), limit)
 
 
-def _budget_within(planner: Planner, limit: MemoryLimit) -> int:
+def _budget_within(planner: Plans, limit: MemoryLimit) -> int:
     """The budget of tensors whose plan fits within a limit; the limit if none does."""
     for within in (with_spare_segment(limit), limit) if limit.of_reserved else ():
 
@@ -45,7 +65,7 @@ def _budget_within(planner: Planner, limit: MemoryLimit) -> int:
     return limit.bytes
 
 
-def plan_within(planner: Planner, limit: MemoryLimit) -> ReplayedPlan | None:
+def plan_within(planner: Plans, limit: MemoryLimit) -> ReplayedPlan | None:
     """The step as it is or under the cheapest plan that fits; None if none does."""
     if limit.allows(planner.unplanned):
         return planner.unplanned, ()

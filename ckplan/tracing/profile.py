@@ -11,6 +11,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from ckplan.tracing.costs.calibrate import (
 from ckplan.tracing.costs.cost_cache import CostCache, cost_cache
 from ckplan.tracing.cuda.memory import in_allocator_blocks
 from ckplan.tracing.hazards.nondeterminism import with_nondeterminism_hazards
+from ckplan.tracing.other_steps import OtherSteps
 from ckplan.tracing.recording.side_effects import preserve_rng_state
 from ckplan.tracing.seconds import coding_costs_of, costs_of, engine_costs_of
 from ckplan.tracing.smaller_batches import DoesNotFitError, profile_smaller_batches
@@ -61,7 +63,7 @@ def profile_workload(
     fresh: bool = False,
     replay: bool = True,
     check: bool = True,
-    in_step: bool | None = None,
+    in_step: bool | OtherSteps | None = None,
     seed: int = 0,
     change: Callable[[Workload], Workload] | None = None,
     progress: Progress | None = None,
@@ -80,7 +82,8 @@ def profile_workload(
         replay: Run the forward of a small model twice, to find nondeterminism.
         check: Compare the path of fake tensors with a forward on plain ones.
         in_step: Take steps on the CPU, with plans and without, so that seconds are
-            those of a real step; by default if that takes a few seconds.
+            those of a real step; by default if that takes a few seconds. Given steps
+            that were measured already, the same of others only.
         seed: Seed of all random generators; ``verify`` takes the same step for the
             same seed.
         change: Changes the workload once it is built, such as the length of its batch.
@@ -125,7 +128,7 @@ def profile(
     host: float = 1.0,
     replay: bool = True,
     check: bool = True,
-    in_step: bool | None = None,
+    in_step: bool | OtherSteps | None = None,
     shard: str | None = None,
     world_size: int = 1,
     units: Sequence[str] = (),
@@ -159,7 +162,8 @@ def profile(
         replay: Run the forward of a small model twice, to find nondeterminism.
         check: Compare the path of fake tensors with a forward on plain ones.
         in_step: Take steps on the CPU, with plans and without, so that seconds are
-            those of a real step; by default if that takes a few seconds.
+            those of a real step; by default if that takes a few seconds. Given steps
+            that were measured already, the same of others only.
         shard: Profile the step of one rank under ``ddp``, ``zero1``, ``zero2``,
             ``zero3`` or ``fsdp2``; see ``ckplan.shard``.
         world_size: Number of ranks.
@@ -232,11 +236,12 @@ def _profile(
     fresh: bool,
     replay: bool,
     check: bool,
-    in_step: bool | None,
+    in_step: bool | OtherSteps | None,
     progress: Progress | None,
 ) -> Graph:
     cache = cost_cache(target.placed, fresh=fresh)
     tell = progress or (lambda what, done, total: None)
+    known = in_step if isinstance(in_step, OtherSteps) else None
 
     def unplanned(scope: FakeScope | None) -> Workload:
         workload = build(scope)
@@ -245,7 +250,8 @@ def _profile(
 
     tell("tracing", 0, 0)
     try:
-        traced = trace(unplanned, training, target, check=check)
+        first = known.first if known is not None else None
+        traced = trace(unplanned, training, target, check=check, first=first)
         too_large = None
     except DoesNotFitError as error:
         too_large = error.without_traceback()  # its frames must not keep memory
@@ -274,8 +280,15 @@ def _profile(
         graph = with_nondeterminism_hazards(graph, real, training, place)
     if target.device.type != "cpu" or target.gpu or too_large or in_step is False:
         return graph
-    return with_seconds_in_step(
-        graph, real, training, cache, asked=bool(in_step), progress=progress
+    asked = known is None and bool(in_step)
+    measured = partial(
+        with_seconds_in_step,
+        *(graph, real, training, cache),
+        asked=asked,
+        progress=progress,
+    )
+    return (
+        known.taken_into(graph, training.optimizer, measured) if known else measured()
     )
 
 

@@ -23,6 +23,7 @@ from ckplan.tracing.failures import (
 )
 from ckplan.tracing.faking.fake_mode import KnownValues, fake_tensors
 from ckplan.tracing.faking.hollow import hollow_tensors
+from ckplan.tracing.first_step import FirstStep
 from ckplan.tracing.path_check import NOTE_KNOWN, FunctionLog, PathCheck, check_path
 from ckplan.tracing.smaller_batches import DoesNotFitError
 from ckplan.tracing.target import TraceTarget
@@ -50,7 +51,12 @@ _MOST_OF_MEMORY = 0.9  # fraction of available bytes that a step on real tensors
 
 
 def trace(
-    build: BuildWorkload, training: Training, target: TraceTarget, *, check: bool = True
+    build: BuildWorkload,
+    training: Training,
+    target: TraceTarget,
+    *,
+    check: bool = True,
+    first: FirstStep | None = None,
 ) -> TracedStep:
     """Trace under fake tensors, or on real tensors where the model needs values.
 
@@ -61,13 +67,14 @@ def trace(
         target: The device that the step is planned for.
         check: Whether a forward on plain tensors proves the path of fake ones; False
             if another batch of the same model has proved it.
+        first: As of ``watch_step``.
 
     Raises:
         DoesNotFitError: The step needs real tensors, and memory is too small for them.
         WorkloadError: The model cannot be trained on its batch.
     """
     if not target.is_here:
-        traced, log = _trace_elsewhere(build, training, target)
+        traced, log = _trace_elsewhere(build, training, target, first)
         here = torch.device("cpu")
         note = NOTE_KNOWN
         if check:
@@ -76,7 +83,7 @@ def trace(
         return traced
     try:
         with fake_tensors() as scope, _kernels_of(target) as words:
-            traced = watch_step(build, training, target, scope)
+            traced = watch_step(build, training, target, scope, first=first)
     except Exception as error:
         if _is_final(error):
             raise
@@ -117,7 +124,10 @@ def _kernels_of(target: TraceTarget) -> AbstractContextManager[Iterable[str]]:
 
 
 def _trace_elsewhere(
-    build: BuildWorkload, training: Training, target: TraceTarget
+    build: BuildWorkload,
+    training: Training,
+    target: TraceTarget,
+    first: FirstStep | None,
 ) -> tuple[TracedStep, FunctionLog]:
     """Trace a step for CUDA without a GPU; there is no fallback to real tensors.
 
@@ -128,19 +138,21 @@ def _trace_elsewhere(
         WorkloadError: The step cannot be traced on fake tensors.
     """
     if not torch.backends.cuda.is_built():
-        return _trace_translated(build, training, target)
+        return _trace_translated(build, training, target, first=first)
     try:
         with (
             fake_tensors() as scope,
             FunctionLog() as log,
             fake_cuda_without_gpu(target.capability, target.gpu) as words,
         ):
-            traced = watch_step(build, training, target, scope, target.device, log=log)
+            traced = watch_step(
+                *(build, training, target, scope, target.device), log=log, first=first
+            )
     except Exception as error:
         if _is_final(error):
             raise
         why = _why_not(error)
-        traced, log = _trace_translated(build, training, target, why)
+        traced, log = _trace_translated(build, training, target, why, first=first)
         traced.notes.append(f"not traced on fake CUDA tensors: {why}")
         return traced, log
     traced.notes.append(f"traced under fake CUDA tensors for {_card(target)}")
@@ -150,7 +162,12 @@ def _trace_elsewhere(
 
 
 def _trace_translated(
-    build: BuildWorkload, training: Training, target: TraceTarget, before: str = ""
+    build: BuildWorkload,
+    training: Training,
+    target: TraceTarget,
+    before: str = "",
+    *,
+    first: FirstStep | None = None,
 ) -> tuple[TracedStep, FunctionLog]:
     """Trace a step for CUDA on fake CPU tensors; see ``_trace_elsewhere``.
 
@@ -159,6 +176,7 @@ def _trace_translated(
         training: Options of the step.
         target: The device that the step is planned for.
         before: Why fake CUDA tensors failed; empty if they were not tried.
+        first: As of ``watch_step``.
 
     Raises:
         WorkloadError: The step cannot be traced on fake CPU tensors either.
@@ -169,7 +187,7 @@ def _trace_translated(
             FunctionLog() as log,
             cpu_as_cuda(target.capability, target.gpu) as words,
         ):
-            traced = watch_step(build, training, target, scope, log=log)
+            traced = watch_step(build, training, target, scope, log=log, first=first)
     except Exception as error:
         if _is_final(error):
             raise

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ckplan.errors import CkplanError, WorkloadError
 from ckplan.graph.records import BEFORE_STEP
 from ckplan.tracing.faking.fake_mode import KnownValues
+from ckplan.tracing.first_step import FirstStep
 from ckplan.tracing.path_check import FunctionLog
 from ckplan.tracing.recording.recorder import StepRecorder
 from ckplan.tracing.recording.recording import Recording
@@ -60,6 +61,7 @@ def watch_step(
     *,
     log: FunctionLog | None = None,
     has_values: bool = True,
+    first: FirstStep | None = None,
 ) -> TracedStep:
     """Record the second step: the steady state, with optimizer state.
 
@@ -71,6 +73,8 @@ def watch_step(
         device: Where tensors are, if not where the target says.
         log: Keeps the functions that forward calls.
         has_values: Whether the loss of a step on plain tensors is computed.
+        first: The first step of the same model at another batch, or with another
+            optimizer; what is not known of it is learnt.
     """
     placed = device or target.placed
     workload = on_device(build(scope), placed)
@@ -79,13 +83,19 @@ def watch_step(
     step = make_step(workload, training, target.device.type)
     before = fingerprint(workload, target.device)  # as `apply` and `verify` see it
     with _told("the first step"):
-        loss = step.run()
-        if scope is None and has_values:
-            check_finite(loss, "the first step")
+        first = first if scope is not None and first is not None else FirstStep()
+        stands_in = first.stands_in(step)
+        if stands_in:
+            first.set_gradients(step)
+            step.update()
+        else:
+            loss = first.run(step)
+            if scope is None and has_values:
+                check_finite(loss, "the first step")
     with _told("the second step"):
         step.zero_grad()
         for _ in range(training.accumulate - 1):
-            step.accumulate()
+            first.set_gradients(step) if stands_in else step.accumulate()
         on_cuda = target.device.type == "cuda"
         fake = scope is not None
         recorder = StepRecorder(workload.model, placed, fake=fake, on_cuda=on_cuda)

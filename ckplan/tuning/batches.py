@@ -15,10 +15,14 @@ from ckplan.graph.extrapolate import StepLine, seconds_per_row
 from ckplan.graph.graph import Graph
 from ckplan.graph.transplant import transplanted
 from ckplan.solving.planner import Planner
+from ckplan.solving.reserved_limit import Plans
+from ckplan.tuning.transfer import TransferredPlans
 
 RecordAt = Callable[[int, int], Graph]
 """Records a step: rows of the micro-batch, micro-batches per optimizer step."""
 _KEPT, _KEPT_PLANNERS = 24, 8  # drawn steps, and those whose plans were searched
+_NEAR = 4  # ratio of two batches at most, for plans of one at the other
+_LARGE = 500  # ops of a step; a search in smaller ones is quick
 
 
 def probe_rows(rows: int) -> tuple[int, int]:
@@ -62,6 +66,8 @@ class Batches:
         self._lines: dict[tuple[int, int], StepLine] = {}
         self._drawn: dict[tuple[int, int], Graph] = {}
         self._planners: dict[tuple[int, int], Planner] = {}
+        self._searched: list[tuple[int, int]] = []  # where plans were asked for
+        self._transferred: dict[tuple[int, int], TransferredPlans] = {}
 
     def recorded_at(self, rows: int) -> Graph:
         """The step at a batch, recorded; drawn ones are then drawn anew."""
@@ -70,6 +76,8 @@ class Batches:
             self.recorded[rows] = self._ends[rows] = graph
             self._drawn.clear()
             self._planners.clear()
+            self._searched.clear()
+            self._transferred.clear()
         return self.recorded[rows]
 
     def at(self, rows: int, accumulate: int = 1) -> Graph:
@@ -99,6 +107,28 @@ class Batches:
                 del self._planners[next(iter(self._planners))]
             self._planners[key] = Planner(graph)
         return self._planners[key]
+
+    def plans(self, rows: int, accumulate: int = 1) -> Plans:
+        """The plans at a batch, for a drawn one those of a near batch if known."""
+        key = rows, accumulate
+        if key in self._transferred:
+            return self._transferred[key]
+        near = [
+            n
+            for n, many in self._searched
+            if many == accumulate and max(n, rows) <= _NEAR * min(n, rows)
+        ]
+        large = len(self.at(rows, accumulate).ops) >= _LARGE
+        if rows in self.recorded or not (near and large):
+            self._searched.append(key)
+            return self.planner(rows, accumulate)
+        nearest = min(near, key=lambda n: (max(n, rows) / min(n, rows), n))
+        if nearest == rows:
+            return self.planner(rows, accumulate)
+        there = self.planner(nearest, accumulate)
+        found = TransferredPlans(there, self.at(rows, accumulate))
+        self._transferred[key] = found
+        return found
 
     def step_seconds(self, rows: int, accumulate: int = 1) -> float:
         """Seconds of the unplanned step at a batch, which is not drawn for them."""

@@ -63,8 +63,8 @@ def row_of_plan(searches: Searches, best: Setting) -> LeverRow:
     without, planned = search.best(planned=False), search.best()
     forced = search.planned_settings()
     best_planned = min(forced, key=lambda s: s.seconds_per_sample, default=None)
-    planner = search.planner_at(searches.rows)
-    saved = planner.unplanned.peak_bytes - planner.floor.peak_bytes
+    plans = search.plans_at(searches.rows)
+    saved = plans.unplanned.peak_bytes - plans.floor.peak_bytes
     pays = planned is not None and bool(planned.regions)
     bare = searches.of(best.way).best(planned=False)
     least = None if without is None else without.seconds_per_sample

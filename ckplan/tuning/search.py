@@ -23,7 +23,7 @@ from ckplan.simulating.simulate import Simulator, Timeline
 from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.planner import Planner
 from ckplan.solving.replays import ReplayedPlan
-from ckplan.solving.reserved_limit import plan_within
+from ckplan.solving.reserved_limit import Plans, plan_within
 from ckplan.tuning.batches import Batches
 from ckplan.tuning.largest import largest_batch
 from ckplan.tuning.settings import Setting, Way
@@ -85,6 +85,10 @@ class WaySearch:
         """The plans at a micro-batch."""
         return self.batches_of(rows).planner(rows, self.accumulation(rows))
 
+    def plans_at(self, rows: int) -> Plans:
+        """The same, of a drawn step those of a near batch if these are known."""
+        return self.batches_of(rows).plans(rows, self.accumulation(rows))
+
     def setting(self, rows: int, *, planned: bool = True) -> Setting | None:
         """The fastest setting at a micro-batch; None if none fits.
 
@@ -112,7 +116,8 @@ class WaySearch:
                 timeline = Simulator(self.graph_at(rows)).run(twin.regions)
                 if self.limit.allows(timeline):
                     return timeline, twin.regions
-        return plan_within(self.planner_at(rows), self.limit)
+        found = plan_within(self.plans_at(rows), self.limit)
+        return found or plan_within(self.planner_at(rows), self.limit)
 
     def _setting_of(self, rows: int, found: ReplayedPlan) -> Setting:
         timeline, regions = found

@@ -187,13 +187,14 @@ class Tuning:
             best = self.best_of(way)
             if best is None or best.profiled:
                 return best
-            self._unlike = not search.check(best.batch) or self._unlike
+            alike = search.check(best.batch)
+            self._unlike = self._unlike or not alike
             if best.batch in search.refused:
                 why = search.refused[best.batch]
                 self._notes.append(f"the model refuses batch {best.batch}: {why}")
                 continue
             real = search.setting(best.batch)
-            if real is None or real.peak_bytes != best.peak_bytes:
+            if not alike and (real is None or real.peak_bytes != best.peak_bytes):
                 found = (
                     "does not fit" if real is None else format_bytes(real.peak_bytes)
                 )

@@ -215,6 +215,17 @@ def test_an_op_never_finds_its_input_in_the_cache(
     assert len(ran) == timing._MOST_REPEATS
 
 
+@pytest.mark.parametrize(("threads", "seconds"), [(1, 2.0), (2, 7.0)])
+def test_seconds_of_other_programs_are_not_of_an_op(
+    threads: int, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    walls, own = iter((1.0, 8.0)), iter((3.0, 5.0))
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(walls))
+    monkeypatch.setattr(timing.time, "process_time", lambda: next(own))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    assert timing.seconds_of(lambda: None, CPU) == (seconds, None)
+
+
 def test_large_inputs_are_not_copied_even_if_nothing_of_them_is_read(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,6 +20,7 @@ from ckplan.plan.region import Region
 from ckplan.simulating.simulate import Simulator, simulate
 from ckplan.tracing.costs.cost_cache import CostCache
 from ckplan.tracing.costs.spread import Load
+from ckplan.tracing.other_steps import OtherSteps
 from ckplan.tracing.steps import measured
 from ckplan.tracing.steps.fitting import LEAST_SHARE, Added, fit
 from ckplan.tracing.steps.in_step import (
@@ -174,6 +175,48 @@ def test_costs_are_kept_for_this_step_alone(graph: Graph, tmp_path: Path) -> Non
     accumulated = replace(graph, options={"accumulate": 2})
     assert known_step_costs(accumulated, cache) is None
     assert known_step_costs(graph, replace(cache, fresh=True)) is None
+
+
+# -- other batches and optimizers ----------------------------------------------------
+
+
+def faster(graph: Graph, factor: float) -> Graph:
+    ops = (replace(op, seconds=factor * op.seconds) for op in graph.ops)
+    return replace(graph, ops=tuple(ops))
+
+
+def never() -> Graph:
+    raise AssertionError("steps were taken again")
+
+
+def test_other_batches_and_optimizers_take_the_factors_of_the_measured_step(
+    graph: Graph,
+) -> None:
+    steps = OtherSteps()
+    costs = StepCosts(StepSeconds(30.0, 70.0, 5.0), 0.75, 0.1, 0.2, 0.3)
+    first = steps.taken_into(graph, None, lambda: with_step_costs(graph, costs))
+    assert first.step_seconds == pytest.approx(105.0)
+    larger = steps.taken_into(faster(graph, 3.0), None, never)
+    assert larger.step_seconds == pytest.approx(315.0)
+    assert larger.engine == first.engine
+    assert NOTE_IN_STEP in larger.notes
+    accumulated = replace(graph, options={"accumulate": 4})
+    found = steps.taken_into(accumulated, None, never)
+    assert found.step_seconds == pytest.approx(4 * 100.0 + 5.0)
+
+    # Forward and backward of another optimizer stay comparable with the first one's.
+    slow = StepCosts(StepSeconds(90.0, 90.0, 10.0), 0.75, 0.1, 0.2, 0.3)
+    other = steps.taken_into(graph, "sgd", lambda: with_step_costs(graph, slow))
+    assert other.step_seconds == pytest.approx(110.0)
+    assert steps.taken_into(graph, "sgd", never).ops == other.ops
+    assert steps.taken_into(graph, "adam", lambda: graph).ops == first.ops
+
+
+def test_where_the_first_step_is_not_measured_no_other_is(graph: Graph) -> None:
+    steps = OtherSteps()
+    noted = replace(graph, notes=(NOTE_NOT_IN_STEP,))
+    assert steps.taken_into(graph, None, lambda: noted) == noted
+    assert steps.taken_into(graph, "sgd", never) == graph
 
 
 # -- measured ----------------------------------------------------------------------

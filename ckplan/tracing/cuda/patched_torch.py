@@ -7,6 +7,7 @@ cannot be traced. A note says which library asked.
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 import sysconfig
@@ -123,6 +124,7 @@ def _shown(told: object) -> object:
     return told if isinstance(told, _PLAIN) else f"a {type(told).__name__}"
 
 
+@functools.cache
 def is_workload(file: str) -> bool:
     """Whether a file belongs to the user, not to a library, torch or ckplan."""
     library = any(f"/{one}/" in file for one in _LIBRARIES)

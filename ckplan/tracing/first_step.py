@@ -1,0 +1,84 @@
+"""The first step of a model, known from another batch or another optimizer.
+
+The second step is recorded, as the first one makes the state of the optimizer. That
+takes gradients, and no forward: of other batches of a model on fake tensors, the
+gradients that its first step left are set, and the optimizer alone takes a step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ckplan.training.step import TrainingStep
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+@dataclass
+class FirstStep:
+    """What the first step of a model leaves.
+
+    Nothing is known of a model that its first step changes (a cache, a counter), and of
+    gradients other than dense ones: every first step of it runs whole.
+    """
+
+    gradients: frozenset[str] | None = None  # names of parameters; None: not known
+
+    def stands_in(self, step: TrainingStep) -> bool:
+        """Whether a step needs no forward and backward before it is recorded."""
+        return self.gradients is not None and step.scaler is None
+
+    def set_gradients(self, step: TrainingStep) -> None:
+        """Give the parameters gradients, as a backward leaves them."""
+        assert self.gradients is not None, "internal error: no first step is known"
+        for name, parameter in step.workload.model.named_parameters():
+            if name in self.gradients:
+                parameter.grad = torch.empty_like(parameter, requires_grad=False)
+
+    def run(self, step: TrainingStep) -> torch.Tensor:
+        """Take a whole first step, and learn what it leaves."""
+        model = step.workload.model
+        before = list(_state_of(model))
+        loss = step.run()
+        if before == list(_state_of(model)):
+            pairs = {name: p for name, p in model.named_parameters() if _has_grad(p)}
+            if all(_is_dense(p) for p in pairs.values()):
+                self.gradients = frozenset(pairs)
+        return loss
+
+
+def _has_grad(parameter: torch.Tensor) -> bool:
+    return parameter.grad is not None
+
+
+def _is_dense(parameter: torch.Tensor) -> bool:
+    """Whether a gradient fills a storage of its own and lies as its parameter does."""
+    grad = parameter.grad
+    if grad is None or grad.layout != torch.strided or grad.dtype != parameter.dtype:
+        return False
+    size = math.prod(grad.shape) * grad.itemsize
+    like = grad.shape == parameter.shape and grad.stride() == parameter.stride()
+    return like and grad.untyped_storage().nbytes() == size
+
+
+def _state_of(model: nn.Module) -> Iterator[Any]:
+    """What of a model a forward may change, besides the values of its tensors."""
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if isinstance(value, torch.Tensor):
+                yield name, key, tuple(value.shape), value.dtype
+            elif isinstance(value, _PLAIN):
+                yield name, key, value
+            else:
+                length = (
+                    len(value) if isinstance(value, (dict, list, tuple, set)) else 0
+                )
+                yield name, key, id(value), length
+        for key, buffer in module.named_buffers(recurse=False):
+            yield name, key, tuple(buffer.shape), buffer.dtype

@@ -1,0 +1,91 @@
+"""Seconds in a step for steps that differ from it in their batch or their optimizer.
+
+Steps are measured at one batch. There, the seconds of a phase are some factor of those
+of its ops measured alone; other batches, whose ops are measured alone, take the same
+factor. So seconds of all batches are comparable, and few steps are taken. Another
+optimizer shares forward and backward: only the factor of its own phase is measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ckplan.graph.graph import Graph
+from ckplan.tracing.first_step import FirstStep
+from ckplan.tracing.steps.in_step import (
+    NOTE_IN_STEP,
+    StepCosts,
+    StepSeconds,
+    with_step_costs,
+)
+
+
+@dataclass
+class OtherSteps:
+    """What steps of one model and precision, measured once, say of all others."""
+
+    measured: Graph | None = None  # the first step, as measured
+    begun: bool = False  # a step was tried, measured or not
+    factors: tuple[float, float] = (1.0, 1.0)  # of forward and backward
+    first: FirstStep = field(default_factory=FirstStep)
+    of_optimizers: dict[str | None, float] = field(default_factory=dict)
+
+    def taken_into(
+        self, graph: Graph, optimizer: str | None, measure: Callable[[], Graph]
+    ) -> Graph:
+        """A step with seconds as in a step.
+
+        Args:
+            graph: The step, whose ops were measured alone.
+            optimizer: The name of its optimizer.
+            measure: Takes steps of it: ``graph`` with their seconds, or with a note
+                why they were not measured.
+        """
+        if not self.begun:
+            self.begun, found = True, measure()
+            if NOTE_IN_STEP not in found.notes:
+                return found
+            *factors, own = _factors(graph, found)
+            self.measured, self.factors = found, (factors[0], factors[1])
+            self.of_optimizers[optimizer] = own
+            return found
+        if self.measured is None:
+            return graph
+        if optimizer not in self.of_optimizers:
+            found = measure()
+            if NOTE_IN_STEP in found.notes:
+                self.of_optimizers[optimizer] = _factors(graph, found)[-1]
+            else:
+                self.of_optimizers[optimizer] = next(iter(self.of_optimizers.values()))
+        return self._scaled(graph, self.of_optimizers[optimizer])
+
+    def _scaled(self, graph: Graph, of_optimizer: float) -> Graph:
+        assert self.measured is not None
+        forward, backward, update = _phases(graph)
+        many, engine = graph.num_batches, self.measured.engine
+        seconds = StepSeconds(
+            self.factors[0] * many * forward,
+            self.factors[1] * many * backward,
+            of_optimizer * update,
+        )
+        again, watch = engine.again, engine.watch_seconds
+        costs = StepCosts(
+            seconds, again, watch, engine.rerun_seconds, engine.region_seconds
+        )
+        return with_step_costs(graph, costs)
+
+
+def _factors(alone: Graph, in_step: Graph) -> tuple[float, float, float]:
+    """Seconds of the three phases in a step, relative to their ops alone."""
+    pairs = zip(_phases(in_step), _phases(alone), strict=True)
+    one, two, three = (there / here if here else 1.0 for there, here in pairs)
+    return one, two, three
+
+
+def _phases(graph: Graph) -> tuple[float, float, float]:
+    """Seconds of the ops of one forward, one backward, and of the optimizer."""
+    start, stop = graph.num_forward, graph.backward_stop
+    ops = graph.ops[:start], graph.ops[start:stop], graph.ops[stop:]
+    one, two, three = (sum(op.seconds for op in span) for span in ops)
+    return one, two, three
