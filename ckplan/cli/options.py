@@ -97,7 +97,8 @@ OBJECTIVE_OPTIONS = (
 Spill = Annotated[
     Path | None,
     typer.Option(
-        metavar="FOLDER", help="Where the file of offloaded tensors is, for a time."
+        metavar="FOLDER",
+        help="Where the file of offloaded tensors is, for a time; on a GPU, host.",
     ),
 ]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite a file that exists.")]

@@ -84,13 +84,15 @@ def solve(
     offload: Annotated[
         str | None,
         typer.Option(
-            metavar="FOLDER", help="Activations may move to a file there; or none."
+            metavar="FOLDER",
+            help="Activations may move to a file there; on a GPU: host. Or none.",
         ),
     ] = None,
     spill_rate: Annotated[
         str | None,
         typer.Option(
-            metavar="SIZE", help="Bytes per second of that disk.  [default: measured]"
+            metavar="SIZE",
+            help="Bytes per second of that disk  [default: measured] or link.",
         ),
     ] = None,
     rank: ShardOptions,
@@ -129,7 +131,7 @@ def solve(
         if card.gpu is None:
             raise typer.BadParameter(f"one is needed: {OBJECTIVE_OPTIONS}")
     card.check_and_announce(graph)
-    rate = _link_rate(offload, spill_rate)
+    rate = _link_rate(graph, card.gpu, offload, spill_rate)
     goal = goals[0] if goals else None
     objective = solving.Objective(
         budget,
@@ -161,24 +163,31 @@ def solve(
     print_message(f"wrote {output}")
 
 
-def _link_rate(offload: str | None, rate: str | None) -> float | None:
-    """Bytes per second of the disk to offload to; None without offload."""
+def _link_rate(
+    graph: Graph, gpu: str | None, offload: str | None, rate: str | None
+) -> float | None:
+    """Bytes per second of the way to a disk or the host; None without offload."""
+    from ckplan.simulating.moving import is_on_gpu
+    from ckplan.solving.offloading import host_rate
     from ckplan.solving.solve import parse_rate
     from ckplan.units import format_bytes
 
     if offload in (None, "none"):
         if rate is not None:
-            raise typer.BadParameter("--spill-rate needs --offload FOLDER")
+            raise typer.BadParameter("--spill-rate needs --offload FOLDER or host")
         return None
     assert offload is not None
+    known = None if rate is None else parse_rate(rate)
     if offload == "host":
+        return host_rate(graph, offload, gpu, known)
+    if is_on_gpu(graph):
         raise CkplanError(
-            "cannot offload to host memory: it is for GPUs, and not supported yet",
-            needed="a folder for a file, with a step on the CPU",
-            hint="--offload /tmp",
+            "cannot plan to offload from cuda to a file",
+            needed="a step on the CPU; tensors of a GPU move to host memory",
+            hint="--offload host",
         )
-    if rate is not None:
-        return parse_rate(rate)
+    if known is not None:
+        return known
     from ckplan.tracing.costs.spill_rate import spill_rate
 
     found = spill_rate(offload)
