@@ -38,6 +38,58 @@ copies, as a multiple of those of its forward."""
 _SMALL = 16  # a move of so few times fewer bytes than the largest only takes its place
 
 
+class MovingPlanner:
+    """The plans of one graph that recompute, move, or both."""
+
+    def __init__(self, planner: Planner, link: Link) -> None:
+        """Prepare the searches.
+
+        Args:
+            planner: Of the graph, which keeps and recomputes.
+            link: The way of the copies.
+        """
+        graph = planner.graph
+        layers = find_repeated_layers(graph, planner.menus)
+        moving = (Planner(step) for step in _tries(graph, layers, link))
+        self.planner = planner
+        self._planners = [planner, *moving]
+        self._free = Planner(with_moves(graph, 0.0))
+        self._replay = Simulator(graph, link)
+
+    @property
+    def floor_bytes(self) -> int:
+        """The smallest peak of any plan found."""
+        return min(one.floor.peak_bytes for one in self._planners)
+
+    def solve(self, limit: MemoryLimit) -> Solution:
+        """Find the cheapest plan within a limit.
+
+        Raises:
+            InfeasibleError: No plan found fits; the smallest peak found is named.
+        """
+        found: list[Solution] = []
+        refused: dict[int, InfeasibleError] = {}  # smallest peak -> the error
+        for one in self._planners:
+            try:
+                solution = solve_within_limit(one, limit)
+            except InfeasibleError as error:
+                refused[one.floor.peak_bytes] = error
+                continue
+            regions = tuple(_moving(self._replay, one) for one in solution.regions)
+            timeline = self._replay.run(regions)
+            if timeline.peak_bytes <= solution.budget_bytes:
+                found.append(replace(solution, regions=regions, timeline=timeline))
+        if not found:
+            raise refused[min(refused)]
+        best = min(found, key=lambda s: (s.timeline.overhead, s.timeline.peak_bytes))
+        return replace(
+            best,
+            unplanned=self.planner.unplanned,
+            bound_overhead=self._free.bound(limit.bytes),
+            baselines=self.planner.standard_baselines.baselines(limit),
+        )
+
+
 def solve_with_moves(
     planner: Planner, limit: MemoryLimit | None, link: Link
 ) -> Solution:
@@ -51,34 +103,8 @@ def solve_with_moves(
     Raises:
         InfeasibleError: No plan found fits; the smallest peak found is named.
     """
-    graph = planner.graph
-    layers = find_repeated_layers(graph, planner.menus)
-    planners = [planner, *(Planner(step) for step in _tries(graph, layers, link))]
-    if limit is None:
-        floors = [one.floor.peak_bytes for one in planners]
-        limit = MemoryLimit(min(floors))
-    found: list[Solution] = []
-    refused: dict[int, InfeasibleError] = {}  # smallest peak -> the error
-    replay = Simulator(graph, link)
-    for one in planners:
-        try:
-            solution = solve_within_limit(one, limit)
-        except InfeasibleError as error:
-            refused[one.floor.peak_bytes] = error
-            continue
-        regions = tuple(_moving(replay, region) for region in solution.regions)
-        timeline = replay.run(regions)
-        if timeline.peak_bytes <= solution.budget_bytes:
-            found.append(replace(solution, regions=regions, timeline=timeline))
-    if not found:
-        raise refused[min(refused)]
-    best = min(found, key=lambda one: (one.timeline.overhead, one.timeline.peak_bytes))
-    return replace(
-        best,
-        unplanned=planner.unplanned,
-        bound_overhead=Planner(with_moves(graph, 0.0)).bound(limit.bytes),
-        baselines=planner.standard_baselines.baselines(limit),
-    )
+    moving = MovingPlanner(planner, link)
+    return moving.solve(MemoryLimit(moving.floor_bytes) if limit is None else limit)
 
 
 def host_rate(

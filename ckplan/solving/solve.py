@@ -203,13 +203,13 @@ def find(
 ) -> Solution:
     """Find the plan of an objective; the last two are as in ``solve_plan``."""
     limit = limit_of_objective(planner, objective)
-    if spill_rate is not None:
-        _check_moves(allow, objective, limit)
-        link = Link.of(planner.graph, spill_rate)
-        return solve_with_moves(planner, limit, link)
-    if allow:
+    link = None if spill_rate is None else Link.of(planner.graph, spill_rate)
+    if allow or link is not None:
         _check_levers(allow, objective, limit)
-        return solve_with_tiles(planner, limit)
+    if allow:
+        return solve_with_tiles(planner, limit, link)
+    if link is not None:
+        return solve_with_moves(planner, limit, link)
     if limit is not None:
         return solve_within_limit(planner, limit)
     if objective.max_overhead is not None:
@@ -235,22 +235,6 @@ def parse_rate(rate: str | float) -> float:
     return found
 
 
-def _check_moves(
-    allow: Collection[str], objective: Objective, limit: MemoryLimit | None
-) -> None:
-    if allow:
-        what, needed = "beside tiles", "one of the two"
-    elif limit is None and objective.goal != "min-memory":
-        what, needed = "for this objective", "a budget, a card, or the least memory"
-    else:
-        return
-    raise CkplanError(
-        f"cannot plan to offload {what}",
-        needed=needed,
-        hint="--budget 12GiB --offload FOLDER, or leave out --offload",
-    )
-
-
 def _check_levers(
     allow: Collection[str], objective: Objective, limit: MemoryLimit | None
 ) -> None:
@@ -262,10 +246,11 @@ def _check_levers(
             hint="ckplan.solve(graph, budget='12GiB', allow=['tiles'])",
         )
     if limit is None and objective.goal != "min-memory":
+        what = "choose tiles" if allow else "plan to offload"
         raise CkplanError(
-            "cannot choose tiles for this objective",
+            f"cannot {what} for this objective",
             needed="a budget, a card, or the least memory",
-            hint="--budget 12GiB, or leave out --allow",
+            hint="--budget 12GiB, or leave out --allow and --offload",
         )
 
 

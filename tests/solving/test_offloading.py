@@ -109,7 +109,7 @@ def test_the_bound_counts_moves_as_free() -> None:
     [
         ({"goal": "knee"}, "for this objective"),
         ({"max_overhead": 0.1}, "for this objective"),
-        ({"budget": "80%", "allow": ["tiles"]}, "beside tiles"),
+        ({"budget": "80%", "allow": ["moves"]}, "cannot allow 'moves'"),
     ],
 )
 def test_wishes_that_moves_cannot_meet_are_refused(
