@@ -30,7 +30,7 @@ from ckplan.graph.graph import Graph
 from ckplan.simulating.allocations import reserved_bytes
 from ckplan.simulating.moving import Link
 from ckplan.solving.memory_limit import MemoryLimit
-from ckplan.solving.offloading import solve_with_moves
+from ckplan.solving.offloading import MovingPlanner
 from ckplan.solving.planner import Planner
 from ckplan.units import format_bytes, format_percent, format_seconds
 
@@ -89,6 +89,7 @@ def traced(optimizer: str, path: Path) -> Graph:
 def solve_all(optimizer: str, graph: Graph) -> Iterator[Row]:
     """A row for each share of the peak to free."""
     planner, link = Planner(graph), Link.of(graph, gpus.find(CARD).link)
+    moving = MovingPlanner(planner, link)
     peak_bytes, step = planner.unplanned.peak_bytes, graph.step_seconds
     for freed in MOST:
         limit = MemoryLimit(round((1 - freed) * peak_bytes))
@@ -96,7 +97,7 @@ def solve_all(optimizer: str, graph: Graph) -> Iterator[Row]:
         cells.append(format_bytes(limit.bytes))
         try:
             alone = planner.solve(limit.bytes)
-            found = solve_with_moves(planner, limit, link)
+            found = moving.solve(limit)
         except InfeasibleError:
             floor = format_bytes(planner.floor.peak_bytes)
             yield Row(optimizer, freed, None, [*cells, f"floor {floor}", *[""] * 6])

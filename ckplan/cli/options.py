@@ -57,12 +57,6 @@ class Method(str, Enum):
     MILP = "milp"
 
 
-class Lever(str, Enum):
-    """What plans may do besides recomputation; as ``ckplan.solving.solve.LEVERS``."""
-
-    TILES = "tiles"
-
-
 Target = Annotated[
     str,
     typer.Argument(

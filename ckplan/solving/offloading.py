@@ -90,23 +90,6 @@ class MovingPlanner:
         )
 
 
-def solve_with_moves(
-    planner: Planner, limit: MemoryLimit | None, link: Link
-) -> Solution:
-    """The cheapest plan within a limit that recomputes, moves, or both.
-
-    Args:
-        planner: Of the graph, which keeps and recomputes.
-        limit: The limit; None for the smallest peak.
-        link: The way of the copies.
-
-    Raises:
-        InfeasibleError: No plan found fits; the smallest peak found is named.
-    """
-    moving = MovingPlanner(planner, link)
-    return moving.solve(MemoryLimit(moving.floor_bytes) if limit is None else limit)
-
-
 def host_rate(
     graph: Graph, offload: str, gpu: str | None = None, rate: float | None = None
 ) -> float:
@@ -190,32 +173,39 @@ def with_moves(graph: Graph, seconds_per_byte: float) -> Graph:
         graph: The step.
         seconds_per_byte: What a move costs, out and back together.
     """
-    last: dict[int, tuple[int, int]] = {}  # storage -> the op that makes what stays
-    for op in range(graph.num_forward):
-        for output, storage in enumerate(graph.ops[op].outputs):
-            if not why_not_moved(graph, op, output):
-                last[storage] = op, output
-    moves = [
-        Encoding(*place, MOVED, 0, 0, 0, 2 * seconds_per_byte * size, 0.0)
-        for place, size in (
-            (place, graph.storages[s].bytes) for s, place in last.items()
-        )
-        if place not in graph.encoding_of
-    ]
+    moves = []
+    for op, output in movable(graph, range(graph.num_forward)):
+        size = graph.storages[graph.ops[op].outputs[output]].bytes
+        seconds = 2 * seconds_per_byte * size
+        if (op, output) not in graph.encoding_of:
+            moves.append(Encoding(op, output, MOVED, 0, 0, 0, seconds, 0.0))
     forms = sorted((*graph.encodings, *moves), key=lambda one: (one.op, one.output))
     return replace(graph, encodings=tuple(forms))
 
 
+def movable(graph: Graph, ops: range) -> list[tuple[int, int]]:
+    """(op, output) of what can move, wanted or not: the ops that make what stays."""
+    last: dict[int, tuple[int, int]] = {}
+    for op in ops:
+        for output, storage in enumerate(graph.ops[op].outputs):
+            if not why_not_moved(graph, op, output):
+                last[storage] = op, output
+    return list(last.values())
+
+
 def _moving(simulator: Simulator, region: Region) -> Region:
     """A region of a step with forms for moves, as one of the step itself."""
-    moved = {
-        place for place in region.encode if place not in simulator.graph.encoding_of
-    }
+    known = simulator.graph.encoding_of
+    moved = frozenset(place for place in region.encode if place not in known)
     if not moved:
         return region
-    offload, encode = frozenset(moved), region.encode - moved
-    found = replace(region, encode=encode, offload=offload)
+    encode = region.encode - moved
+    return only_wanted(simulator, replace(region, encode=encode, offload=moved))
+
+
+def only_wanted(simulator: Simulator, region: Region) -> Region:
+    """A region that does not move what backward does not want."""
     view = simulator.view(region.call, region.last)
-    wanted, returned = view.program(found)[0].decodes, view.flow.returned
-    kept = (p for p in offload if returned[p[0] - view.start][p[1]] in wanted)
-    return replace(found, offload=frozenset(kept))
+    wanted, returned = view.program(region)[0].decodes, view.flow.returned
+    kept = (p for p in region.offload if returned[p[0] - view.start][p[1]] in wanted)
+    return replace(region, offload=frozenset(kept))

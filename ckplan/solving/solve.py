@@ -16,12 +16,12 @@ from ckplan.plan.resolve import describe
 from ckplan.plan.workload import plan_workload
 from ckplan.simulating.moving import Link
 from ckplan.solving.card_memory import card_bytes
+from ckplan.solving.levers import search_with
 from ckplan.solving.memory_limit import MemoryLimit
-from ckplan.solving.offloading import host_rate, solve_with_moves
+from ckplan.solving.offloading import host_rate
 from ckplan.solving.planner import Planner
 from ckplan.solving.reserved_limit import solve_within_limit
 from ckplan.solving.solution import FrontierPoint, Solution
-from ckplan.solving.tiled_heads import solve_with_tiles
 
 GOALS = (None, "min-memory", "knee")
 METHODS = ("chain", "milp")
@@ -206,10 +206,8 @@ def find(
     link = None if spill_rate is None else Link.of(planner.graph, spill_rate)
     if allow or link is not None:
         _check_levers(allow, objective, limit)
-    if allow:
-        return solve_with_tiles(planner, limit, link)
-    if link is not None:
-        return solve_with_moves(planner, limit, link)
+        search = search_with(planner, tiles=bool(allow), link=link)
+        return search.solve(limit or MemoryLimit(search.floor_bytes))
     if limit is not None:
         return solve_within_limit(planner, limit)
     if objective.max_overhead is not None:

@@ -24,7 +24,7 @@ from ckplan.solving.planner import Planner
 from ckplan.solving.reserved_limit import solve_within_limit
 from ckplan.solving.solution import Solution
 
-_COUNTS = (8, 32)  # tiles of tokens, and of the vocabulary
+COUNTS = (8, 32)  # tiles of tokens, and of the vocabulary
 
 
 def find_tileable_head(graph: Graph) -> int:
@@ -49,47 +49,60 @@ def find_tileable_head(graph: Graph) -> int:
     )
 
 
-def solve_with_tiles(
-    planner: Planner, limit: MemoryLimit | None, link: Link | None = None
-) -> Solution:
-    """The cheapest plan within a limit, with the head whole or in tiles.
+class TilingPlanner:
+    """The plans of one graph with the head whole or in tiles."""
 
-    Args:
-        planner: Of the graph with the head whole.
-        limit: The limit; None for the smallest peak.
-        link: The way of copies, if values may move.
+    def __init__(self, planner: Planner, link: Link | None = None) -> None:
+        """Prepare the searches.
 
-    Raises:
-        InfeasibleError: No plan found fits; the smallest peak found is named.
-        PlanError: No head can run in tiles.
-    """
-    graph = planner.graph
-    call = find_tileable_head(graph)
-    heads = [Region(call, TILES, tiles=Tiles(n, n)) for n in _COUNTS]
-    tiled = [Planner(tile_graph(graph, call, Tiles(n, n))) for n in _COUNTS]
-    searches = [_search(one, link) for one in (planner, *tiled)]
-    if limit is None:
-        limit = MemoryLimit(min(floor_bytes for floor_bytes, _ in searches))
-    found: list[Solution] = []
-    refused: dict[int, InfeasibleError] = {}  # smallest peak -> the error
-    simulator = Simulator(graph, link)
-    for head, (floor_bytes, solve) in zip((None, *heads), searches, strict=True):
-        try:
-            solution = solve(limit)
-        except InfeasibleError as error:
-            refused[floor_bytes] = error
-        else:
-            found.append(_on_graph(simulator, head, solution) if head else solution)
-    if not found:
-        raise refused[min(refused)]
-    best = min(found, key=lambda one: (one.timeline.overhead, one.timeline.peak_bytes))
-    bounds = [one.bound_overhead for one in found]
-    bounds += [planner.bound(limit.bytes)] if link is None else []
-    return replace(
-        best,
-        bound_overhead=max(0.0, min(bounds)),
-        baselines=planner.standard_baselines.baselines(limit),
-    )
+        Args:
+            planner: Of the graph with the head whole.
+            link: The way of copies, if values may move.
+
+        Raises:
+            PlanError: No head can run in tiles.
+        """
+        graph = planner.graph
+        call = find_tileable_head(graph)
+        heads = [Region(call, TILES, tiles=Tiles(n, n)) for n in COUNTS]
+        tiled = [Planner(tile_graph(graph, call, Tiles(n, n))) for n in COUNTS]
+        searches = [_search(one, link) for one in (planner, *tiled)]
+        self._tries = list(zip((None, *heads), searches, strict=True))
+        self._planner, self._link = planner, link
+        self._simulator = Simulator(graph, link)
+
+    @property
+    def floor_bytes(self) -> int:
+        """The smallest peak of any plan found."""
+        return min(floor_bytes for _, (floor_bytes, _) in self._tries)
+
+    def solve(self, limit: MemoryLimit) -> Solution:
+        """Find the cheapest plan within a limit.
+
+        Raises:
+            InfeasibleError: No plan found fits; the smallest peak found is named.
+        """
+        found: list[Solution] = []
+        refused: dict[int, InfeasibleError] = {}  # smallest peak -> the error
+        for head, (floor_bytes, solve) in self._tries:
+            try:
+                solution = solve(limit)
+            except InfeasibleError as error:
+                refused[floor_bytes] = error
+                continue
+            if head is not None:
+                solution = _on_graph(self._simulator, head, solution)
+            found.append(solution)
+        if not found:
+            raise refused[min(refused)]
+        best = min(found, key=lambda s: (s.timeline.overhead, s.timeline.peak_bytes))
+        bounds = [one.bound_overhead for one in found]
+        bounds += [self._planner.bound(limit.bytes)] if self._link is None else []
+        return replace(
+            best,
+            bound_overhead=max(0.0, min(bounds)),
+            baselines=self._planner.standard_baselines.baselines(limit),
+        )
 
 
 def _search(

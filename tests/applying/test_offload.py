@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from measured import peak_bytes_of
-from moves import mixes, movable, only_wanted
+from moves import mixes, ops_of
 from small_models import MODELS, RUNS, build
 from torch import nn
 
@@ -26,6 +26,7 @@ from ckplan.plan.plan import Plan, PlannedRegion, Prediction
 from ckplan.plan.region import Region
 from ckplan.plan.resolve import describe, resolve
 from ckplan.simulating.simulate import Simulator
+from ckplan.solving.offloading import movable, only_wanted
 from ckplan.training.workload import Workload
 
 _FAST = ("residual", "convolution")
@@ -137,7 +138,10 @@ def test_moving_lowers_the_peak_as_keeping_and_recomputing_cannot(
     regions = resolve(Plan(regions=(PlannedRegion("[0..2]"),)), graph)
     simulator = Simulator(graph)
     moved = [
-        only_wanted(simulator, Region(one.call, offload=frozenset(movable(graph, one))))
+        only_wanted(
+            simulator,
+            Region(one.call, offload=frozenset(movable(graph, ops_of(graph, one)))),
+        )
         for one in regions
     ]
     assert simulator.run(moved).peak_bytes < simulator.run(regions).peak_bytes
