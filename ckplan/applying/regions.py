@@ -121,6 +121,7 @@ def mover_for(plan: Plan, spill: str | Path | None) -> Mover:
     """
     if not any(region.offload for region in plan.regions):
         return Mover(None)
+    spill = spill or None
     if spill is None and str(plan.fingerprint.get("device")).startswith("cuda"):
         spill = HOST
     if spill is None:

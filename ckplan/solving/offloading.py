@@ -75,7 +75,7 @@ class MovingPlanner:
             except InfeasibleError as error:
                 refused[one.floor.peak_bytes] = error
                 continue
-            regions = tuple(_moving(self._replay, one) for one in solution.regions)
+            regions = tuple(as_moving(self._replay, one) for one in solution.regions)
             timeline = self._replay.run(regions)
             if timeline.peak_bytes <= solution.budget_bytes:
                 found.append(replace(solution, regions=regions, timeline=timeline))
@@ -193,7 +193,7 @@ def movable(graph: Graph, ops: range) -> list[tuple[int, int]]:
     return list(last.values())
 
 
-def _moving(simulator: Simulator, region: Region) -> Region:
+def as_moving(simulator: Simulator, region: Region) -> Region:
     """A region of a step with forms for moves, as one of the step itself."""
     known = simulator.graph.encoding_of
     moved = frozenset(place for place in region.encode if place not in known)

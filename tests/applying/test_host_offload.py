@@ -12,6 +12,7 @@ import gc
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from types import SimpleNamespace
 from weakref import ref
 
 import pytest
@@ -342,6 +343,16 @@ def test_without_a_gpu_there_is_no_host_to_move_to() -> None:
         ckplan.apply(model, loads(TEXT, "plan"), spill="host")
     with pytest.raises(ckplan.CkplanError, match="has no plan"):
         ckplan.status(model)
+
+
+def test_a_device_without_pinned_memory_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    refuses = SimpleNamespace(cudaHostRegister=lambda *_: 801)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: refuses)
+    with pytest.raises(ApplyError, match=r"cannot pin 1\.02 MiB .* \(CUDA's error 801"):
+        HostMemory(2**20)
 
 
 def test_a_tensor_that_is_on_the_host_already_is_refused(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+import warnings
 from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
@@ -57,6 +58,7 @@ class Moved:
         self.dtype, self.device = tensor.dtype, tensor.device
         self.num_bytes = tensor.untyped_storage().nbytes()
         self.version = version  # of the tensor, as long as it has not changed
+        self.address = 0  # of its memory, as copies know it
         self.offset = offset  # in the file or in pinned memory
         self.jobs: Jobs = ()  # copies under way
         self.back: torch.Tensor | None = None  # from the beginning of its copy back
@@ -145,6 +147,8 @@ class Mover:
             return encodings.encode(form, tensor)
         if not _is_whole(tensor):
             return None
+        if tensor.device.type == "cpu" and tensor.is_shared():
+            raise _shared(tensor)
         with self._lock:
             self.settle(IN_FLIGHT - 1)
             num_bytes = tensor.untyped_storage().nbytes()
@@ -153,6 +157,7 @@ class Mover:
             version = version_of(tensor) + in_place
             moved = Moved(self, self._count, tensor, offset, version)
             if store:
+                moved.address = tensor.data_ptr()
                 moved.jobs = store.write(tensor, offset)
             self._leaving.append(ref(moved))
             self._count += 1
@@ -176,7 +181,7 @@ class Mover:
                     continue
                 try:
                     wait(moved.jobs)
-                    if version_of(moved.data) != moved.version:
+                    if _is_changed(moved, moved.data):
                         raise _changed(moved)
                 except ApplyError as error:
                     moved.lost = error
@@ -301,6 +306,24 @@ def _is_whole(tensor: torch.Tensor) -> bool:
     return dense and tensor.nbytes == tensor.untyped_storage().nbytes() > 0
 
 
+def warn_of_kept(region: str, op: str) -> None:
+    """Warn that a tensor of a plan stays where it is."""
+    warnings.warn(
+        f"{region} keeps {op}, which the plan moves: it is no plain tensor with memory "
+        "of its own; results are the same, memory is not",
+        stacklevel=2,
+    )
+
+
+def _shared(tensor: torch.Tensor) -> ApplyError:
+    return ApplyError(
+        f"cannot move a tensor of shape {tuple(tensor.shape)}: its memory is shared "
+        "with other processes",
+        needed="offloaded tensors that nobody else writes to",
+        hint="leave its op out of offload",
+    )
+
+
 def _elsewhere(device: str, place: Path | str | None) -> ApplyError:
     where = "the host" if place == HOST else "a file"
     return ApplyError(
@@ -308,6 +331,13 @@ def _elsewhere(device: str, place: Path | str | None) -> ApplyError:
         needed="a model on a GPU" if place == HOST else "a model on the CPU",
         hint=f"ckplan.apply(model, plan, spill='/tmp') on the CPU, '{HOST}' on a GPU",
     )
+
+
+def _is_changed(moved: Moved, tensor: torch.Tensor) -> bool:
+    """Whether a tensor was written to, or given other memory, while it was copied."""
+    if version_of(tensor) != moved.version:
+        return True
+    return bool(moved.address) and tensor.data_ptr() != moved.address
 
 
 def _changed(moved: Moved) -> ApplyError:
