@@ -32,6 +32,7 @@ FIGURES = (
     "capacity",
     "context",
     "bandwidth",
+    "link",
     "launch_us",
     "capability",
     "multiprocessors",
@@ -49,6 +50,7 @@ _LEAST = ("memory", "bandwidth", "tflops")  # what a table of one's own must hav
 ASSUMED_CONTEXT_BYTES = 600 * MIB
 """What CUDA takes of a card of which only the size is known."""
 _ASSUMED_LAUNCH_US = 5.0
+_ASSUMED_LINK = 12 * 10**9
 _ASSUMED_CAPABILITY = (8, 9)
 _ASSUMED_MULTIPROCESSORS = 80
 _OFFERED = 0.975  # of the memory on the board, if nothing else is known
@@ -85,6 +87,7 @@ class Gpu:
     flop_rates: Mapping[str, float]  # of RATES -> dense FLOP per second; fp32 at least
     sources: Mapping[str, str]  # of FIGURES -> document
     platform: str = "cuda"  # one of PLATFORMS
+    link: int = _ASSUMED_LINK  # bytes per second from pinned memory, and back at once
     price: float | None = None  # in any currency, of a table of one's own
 
     @property
@@ -253,6 +256,7 @@ def _card(name: str, part: YamlNode, documents: Mapping[str, str], own: bool) ->
             for key in FIGURES
         },
         platform=figure("platform", _platform, "cuda"),
+        link=figure("link", _bytes, _ASSUMED_LINK),
         price=figure("price", _number, None),
     )
 

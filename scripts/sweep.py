@@ -12,10 +12,14 @@ With ``--floor`` there are two budgets: the floor, below which there is no plan,
 more. There the peak lies in a recomputation. All workloads take part, the zoo's
 included, and some of those under autocast to bfloat16.
 
+With ``--offload FOLDER``, plans may move tensors to a file there. They are made for a
+disk that takes no time, so that they move; bytes and bits do not depend on its speed.
+
     python scripts/sweep.py
     python scripts/sweep.py --only gpt2 --budgets 4
     python scripts/sweep.py --zoo --budgets 3
     python scripts/sweep.py --floor
+    python scripts/sweep.py --zoo --budgets 3 --offload /tmp
 
 Exit code 1 if any of it does not hold.
 """
@@ -28,12 +32,16 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import _measuring as measuring
 
 from ckplan.errors import CkplanError
 from ckplan.plan.plan import Plan, PlannedRegion
+from ckplan.simulating.moving import Link
+from ckplan.solving.memory_limit import MemoryLimit
+from ckplan.solving.offloading import MovingPlanner
 from ckplan.solving.planner import Planner
 from ckplan.solving.solve import to_plan
 from ckplan.tracing.profile import profile_workload
@@ -46,6 +54,7 @@ from ckplan.verifying.worker import FIRST_STEPS, FirstSteps, Job, Worker
 _TEXT = {"layers": 4, "width": 128, "heads": 4, "length": 128, "vocab": 1000}
 _ABOVE_FLOOR = (0.0, 0.02)
 _MOST_ABOVE, _MOST_UNDER = 0.003, 0.001  # of predictions, as fractions of measured
+_FREE = 1e15  # bytes per second of a disk that takes no time
 _MOST_TRIES = 3  # kernels of torch on CPU are not always deterministic
 
 
@@ -113,6 +122,7 @@ class Row:
     measured_bytes: int
     different: int  # results that are not the same bits
     overhead: float
+    moved_bytes: int = 0
 
     @property
     def error(self) -> float:
@@ -176,11 +186,13 @@ def main() -> int:
     sweeps, failed = [], []
     for name in measuring.chosen(cases, args.only):
         try:
-            sweeps.append(sweep(name, cases[name], budgets, args.settings))
+            given = budgets, args.settings, args.offload
+            sweeps.append(sweep(name, cases[name], *given))
         except CkplanError as error:
             failed.append(f"{name}: {error.what}")
             measuring.say(failed[-1])
     name = "sweep_floor" if args.floor else "sweep_zoo" if args.zoo else "sweep"
+    name += "_offload" if args.offload else ""
     return measuring.finish(_report(name, sweeps, failed), args)
 
 
@@ -201,6 +213,7 @@ def sweep(
     case: Case,
     budgets: Callable[[int, int], list[int]],
     settings: list[str],
+    folder: Path | None = None,
 ) -> Sweep:
     """Profile a workload once, then plan and measure it for every budget."""
     options = {**case.options, **parse_options(settings)}
@@ -209,38 +222,54 @@ def sweep(
     measuring.say(f"{name}: profile")
     graph = profile_workload(spec, training=case.training)
     planner = Planner(graph)
-    top, floor = planner.unplanned.peak_bytes, planner.floor.peak_bytes
+    moving = MovingPlanner(planner, Link(_FREE)) if folder else None
+    top = planner.unplanned.peak_bytes
+    floor = moving.floor_bytes if moving else planner.floor.peak_bytes
     unplanned = _measure(spec, None, case.training)
     rows: list[Row] = []
     measured: dict[tuple[PlannedRegion, ...], tuple[int, int]] = {}
     for budget_bytes in budgets(floor, top):
         measuring.say(f"{name}: {format_bytes(budget_bytes)}")
-        solution = planner.solve(budget_bytes)
+        limit = MemoryLimit(budget_bytes)
+        solution = moving.solve(limit) if moving else planner.solve(budget_bytes)
         plan = Plan(regions=to_plan(graph, solution).regions)
         if plan.regions not in measured:
-            found = _compare(spec, plan, case.training, unplanned)
+            found = _compare(spec, plan, case.training, unplanned, folder)
             measured[plan.regions] = found
         line, seen = solution.timeline, measured[plan.regions]
-        rows.append(Row(budget_bytes, line.peak_bytes, *seen, line.overhead))
+        moved_bytes = line.moves.moved_bytes
+        rows.append(
+            Row(budget_bytes, line.peak_bytes, *seen, line.overhead, moved_bytes)
+        )
     found = Sweep(name, floor, unplanned.peak_bytes, tuple(rows))
     measuring.say(f"{name}: " + ("; ".join(found.broken()) or "kept"))
     return found
 
 
 def _compare(
-    spec: WorkloadSpec, plan: Plan, training: Training, unplanned: FirstSteps
+    spec: WorkloadSpec,
+    plan: Plan,
+    training: Training,
+    unplanned: FirstSteps,
+    folder: Path | None,
 ) -> tuple[int, int]:
     """The measured peak, and how many results differ from the unplanned ones."""
     for _ in range(_MOST_TRIES):
-        planned = _measure(spec, plan, training)
+        planned = _measure(spec, plan, training, folder)
         different = len(differing_results((unplanned, planned)) or ())
         if not different:
             break
     return planned.peak_bytes, different
 
 
-def _measure(spec: WorkloadSpec, plan: Plan | None, training: Training) -> FirstSteps:
-    found = Worker(Job(spec, plan, training, measuring.SEED)).answer(FIRST_STEPS)
+def _measure(
+    spec: WorkloadSpec,
+    plan: Plan | None,
+    training: Training,
+    folder: Path | None = None,
+) -> FirstSteps:
+    job = Job(spec, plan, training, measuring.SEED, spill=folder)
+    found = Worker(job).answer(FIRST_STEPS)
     if isinstance(found, CkplanError):
         raise found
     assert isinstance(found, FirstSteps)
@@ -266,7 +295,10 @@ def _report(name: str, sweeps: list[Sweep], failed: list[str]) -> measuring.Repo
         ),
         [sweep.cells() for sweep in sweeps],
     )
-    headers = ("workload", "budget", "predicted peak", "measured peak", "overhead")
+    headers = (
+        *("workload", "budget", "predicted peak", "measured peak"),
+        *("overhead", "moved"),
+    )
     rows = [
         [
             sweep.name,
@@ -275,16 +307,23 @@ def _report(name: str, sweeps: list[Sweep], failed: list[str]) -> measuring.Repo
                 for n in (row.budget_bytes, row.predicted_bytes, row.measured_bytes)
             ),
             format_percent(row.overhead, sign=True),
+            f"{row.moved_bytes:,}",
         ]
         for sweep in sweeps
         for row in sweep.rows
     ]
     details = measuring.make_table(headers, rows)
+    every = [row for sweep in sweeps for row in sweep.rows]
+    equal = sum(not row.different for row in every)
+    moving = sum(row.moved_bytes > 0 for row in every)
+    count = (
+        f"{len(every)} plans, {moving} of which move tensors; bits equal in {equal}."
+    )
     return measuring.Report(
         name=name,
         title="Every budget holds",
         doc=__doc__,
-        parts=[summary, "In bytes; the overhead is predicted.", details],
+        parts=[summary, count, "In bytes; the overhead is predicted.", details],
         broken=[*(line for sweep in sweeps for line in sweep.broken()), *failed],
     )
 
@@ -303,6 +342,9 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--budgets", metavar="N", type=int, default=20, help="how many  [default: 20]"
+    )
+    parser.add_argument(
+        "--offload", metavar="FOLDER", type=Path, help="plans may move tensors there"
     )
     return parser.parse_args()
 

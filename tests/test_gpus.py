@@ -108,6 +108,7 @@ def test_figures_are_sound_and_every_one_has_a_source(card: gpus.Gpu) -> None:
     assert 0.85 * card.memory_bytes < card.usable_bytes < card.memory_bytes
     assert set(card.sources) == set(gpus.FIGURES)
     assert all(len(source) > 10 for source in card.sources.values())
+    assert 3e9 < card.link <= 63e9
     rates = card.flop_rates
     assert rates["fp32"] <= rates.get("tf32", rates["fp32"]) < rates["fp16"]
     assert rates.get("bf16", rates["fp16"]) == rates["fp16"]
@@ -201,7 +202,7 @@ def test_cards_of_ones_own_by_size_and_rates(
     card = gpus.find("mine")
     assert card.usable_bytes == int(0.975 * 20e9) - 600 * 2**20
     assert card.assumed == (
-        *("capacity", "context", "launch_us", "capability", "multiprocessors"),
+        *("capacity", "context", "link", "launch_us", "capability", "multiprocessors"),
     )
     assert card.price == 0.4
     assert gpus.find("RTX 4090").memory_bytes == 48 * 2**30  # it replaces the other

@@ -21,7 +21,7 @@ from ckplan.applying.hooks.hooks import Chooser, ParentHooks, PathHooks, RegionH
 from ckplan.applying.hooks.matching import choices_of
 from ckplan.applying.hooks.plan_warnings import warn_of_differences
 from ckplan.applying.hooks.session import Session, hook_begin, hook_end, running
-from ckplan.applying.moving.mover import Mover
+from ckplan.applying.moving.mover import HOST, Mover
 from ckplan.applying.tiling.heads import TiledHead, check_head
 from ckplan.errors import ApplyError, PlanError
 from ckplan.graph.fqn import is_around
@@ -39,6 +39,7 @@ class Status:
     plan: Plan
     regions: tuple[RegionStatus, ...]
     spilled_bytes: int = 0  # of the file that tensors move to
+    host_bytes: int = 0  # of pinned host memory that a GPU's tensors move to
 
     def __str__(self) -> str:
         """One line per region."""
@@ -60,7 +61,8 @@ def apply(
     Args:
         model: The model that the plan was made for.
         plan: A plan, or the path of a plan file.
-        spill: Folder of the file that tensors move to, for plans with ``offload``.
+        spill: Folder of the file that tensors move to, for plans with ``offload``;
+            ``"host"``, the default of plans for CUDA: host memory of a GPU.
 
     Returns:
         The same model.
@@ -111,21 +113,25 @@ def apply_with(model: nn.Module, plan: Plan, mover: Mover) -> nn.Module:
 
 
 def mover_for(plan: Plan, spill: str | Path | None) -> Mover:
-    """What moves the offloaded tensors of a plan to a folder.
+    """What moves the offloaded tensors of a plan to a folder, or to the host.
 
     Raises:
         ApplyError: The plan needs a folder and has none, the folder cannot be written,
-            or it has too little room for what the plan is predicted to move.
+            there is no GPU, or too little room for what the plan is predicted to move.
     """
     if not any(region.offload for region in plan.regions):
         return Mover(None)
+    spill = spill or None
+    if spill is None and str(plan.fingerprint.get("device")).startswith("cuda"):
+        spill = HOST
     if spill is None:
         raise ApplyError(
             "cannot offload: the plan moves tensors to a file, and no folder is given",
             needed="a folder on a local disk that can be written",
             hint="--spill FOLDER, or ckplan.apply(model, plan, spill=FOLDER)",
         )
-    return Mover(Path(spill), plan.predicted.moved_bytes if plan.predicted else 0)
+    place = HOST if str(spill) == HOST else Path(spill)
+    return Mover(place, plan.predicted.moved_bytes if plan.predicted else 0)
 
 
 def _check_every_call(choice: Choice) -> None:
@@ -199,7 +205,8 @@ def status(model: nn.Module) -> Status:
             hint="ckplan.apply(model, 'plan.yaml')",
         )
     regions = tuple(choice.status() for choice in session.choices)
-    return Status(session.plan, regions, session.mover.file_bytes)
+    mover = session.mover
+    return Status(session.plan, regions, mover.file_bytes, mover.host_bytes)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from ckplan.cli.compiled import check_alone, compare_in_compiled
 from ckplan.cli.inputs import (
     load_step,
 )
+from ckplan.cli.lever_options import LeverOptions
 from ckplan.cli.options import (
     CardOptions,
     Json,
@@ -38,6 +39,7 @@ def compare(
     ] = None,
     card: CardOptions,
     reserve: Reserve = "0",
+    levers: LeverOptions,
     rank: ShardOptions,
     compiled: Annotated[
         bool,
@@ -58,9 +60,8 @@ def compare(
 ) -> None:
     """Compare the plan with common strategies under one budget."""
     if compiled:
-        check_alone(
-            (*card.given, rank.sharding()), reserve == "0" and not card.expandable
-        )
+        others = (*card.given, rank.sharding(), levers.allow, levers.offload)
+        check_alone(others, reserve == "0" and not card.expandable)
         compare_in_compiled(trace, settings, budget, seed, as_json)
         return
     if settings or seed:
@@ -76,6 +77,7 @@ def compare(
     from ckplan.report.comparison import comparison_json, comparison_report
     from ckplan.report.progress import ProgressLine
     from ckplan.solving.common_strategies import all_baselines
+    from ckplan.solving.levers import lever_baselines, search_with
     from ckplan.solving.planner import Planner
     from ckplan.solving.reserved_limit import solve_within_limit
     from ckplan.solving.solution import Baseline
@@ -97,9 +99,15 @@ def compare(
         planner = Planner(graph)
         limit = limit_of_objective(planner, objective)
         assert limit is not None, "internal error: neither a budget nor a card"
+        link, tiles = levers.link(graph, card.gpu), bool(levers.allowed)
         least = max(limit.bytes, planner.floor.peak_bytes)
         plan = solve_within_limit(planner, replace(limit, bytes=least)).timeline
-        this = Baseline.of("this plan", plan, limit)
-        found = (*all_baselines(planner, limit), this)
+        found = [*all_baselines(planner, limit), Baseline.of("this plan", plan, limit)]
+        if tiles or link is not None:
+            found += lever_baselines(planner, limit, tiles=tiles, link=link)
+            search = search_with(planner, tiles=tiles, link=link)
+            least = max(limit.bytes, search.floor_bytes)
+            plan = search.solve(replace(limit, bytes=least)).timeline
+            found.append(Baseline.of("with levers", plan, limit))
     of = graph.model, limit, reserve_bytes, found
     print_report(comparison_json(*of) if as_json else comparison_report(*of))

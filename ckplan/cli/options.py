@@ -57,12 +57,6 @@ class Method(str, Enum):
     MILP = "milp"
 
 
-class Lever(str, Enum):
-    """What plans may do besides recomputation; as ``ckplan.solving.solve.LEVERS``."""
-
-    TILES = "tiles"
-
-
 Target = Annotated[
     str,
     typer.Argument(
@@ -97,7 +91,8 @@ OBJECTIVE_OPTIONS = (
 Spill = Annotated[
     Path | None,
     typer.Option(
-        metavar="FOLDER", help="Where the file of offloaded tensors is, for a time."
+        metavar="FOLDER",
+        help="Where the file of offloaded tensors is, for a time; on a GPU, host.",
     ),
 ]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite a file that exists.")]

@@ -17,12 +17,12 @@ from ckplan.cli.inputs import (
     load_step,
     newest_trace,
 )
+from ckplan.cli.lever_options import LeverOptions
 from ckplan.cli.options import (
     OBJECTIVE_OPTIONS,
     CardOptions,
     Force,
     Json,
-    Lever,
     Method,
     Reserve,
     ShardOptions,
@@ -77,22 +77,7 @@ def solve(
         float,
         typer.Option(min=0, metavar="SECONDS", help="Time limit of --method milp."),
     ] = 60.0,
-    allow: Annotated[
-        list[Lever] | None,
-        typer.Option(help="tiles: the head and its loss may run in tiles."),
-    ] = None,
-    offload: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FOLDER", help="Activations may move to a file there; or none."
-        ),
-    ] = None,
-    spill_rate: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE", help="Bytes per second of that disk.  [default: measured]"
-        ),
-    ] = None,
+    levers: LeverOptions,
     rank: ShardOptions,
     output: Annotated[Path, typer.Option("-o", help="The plan to write.")] = Path(
         "plan.yaml"
@@ -129,7 +114,7 @@ def solve(
         if card.gpu is None:
             raise typer.BadParameter(f"one is needed: {OBJECTIVE_OPTIONS}")
     card.check_and_announce(graph)
-    rate = _link_rate(offload, spill_rate)
+    rate = levers.rate(graph, card.gpu)
     goal = goals[0] if goals else None
     objective = solving.Objective(
         budget,
@@ -143,8 +128,7 @@ def solve(
     with ProgressLine(sys.stderr) as progress:
         progress("solving", 0, 0)
         planner = Planner(graph)
-        levers = [one.value for one in allow or ()]
-        solution = solving.find(planner, objective, levers, rate)
+        solution = solving.find(planner, objective, levers.allowed, rate)
         if method is Method.MILP:
             progress("solving exactly", 0, 0)
             solution = solving.add_exact_bound(planner, solution, time_limit)
@@ -161,34 +145,8 @@ def solve(
     print_message(f"wrote {output}")
 
 
-def _link_rate(offload: str | None, rate: str | None) -> float | None:
-    """Bytes per second of the disk to offload to; None without offload."""
-    from ckplan.solving.solve import parse_rate
-    from ckplan.units import format_bytes
-
-    if offload in (None, "none"):
-        if rate is not None:
-            raise typer.BadParameter("--spill-rate needs --offload FOLDER")
-        return None
-    assert offload is not None
-    if offload == "host":
-        raise CkplanError(
-            "cannot offload to host memory: it is for GPUs, and not supported yet",
-            needed="a folder for a file, with a step on the CPU",
-            hint="--offload /tmp",
-        )
-    if rate is not None:
-        return parse_rate(rate)
-    from ckplan.tracing.costs.spill_rate import spill_rate
-
-    found = spill_rate(offload)
-    print_message(f"the disk of {offload} moves {format_bytes(int(found))} per second")
-    return found
-
-
 def _tell_mean(plan: Plan, mean: Graph) -> None:
     """Print what a plan costs at the mean length of the batches."""
-    from ckplan.errors import CkplanError
     from ckplan.plan.resolve import resolve
     from ckplan.simulating.simulate import simulate
     from ckplan.units import format_bytes
@@ -248,6 +206,7 @@ def frontier(
     ] = None,
     card: CardOptions,
     reserve: Reserve = "0",
+    levers: LeverOptions,
     rank: ShardOptions,
     force: Force = False,
     as_json: Json = False,
@@ -260,7 +219,9 @@ def frontier(
     sharding = rank.sharding()
     from ckplan.report.frontier import frontier_json, frontier_report, save_plot
     from ckplan.report.progress import ProgressLine
+    from ckplan.simulating.simulate import Simulator
     from ckplan.solving.common_strategies import all_baselines
+    from ckplan.solving.levers import frontier_of, search_with
     from ckplan.solving.memory_limit import MemoryLimit
     from ckplan.solving.planner import Planner
     from ckplan.solving.solution import Baseline
@@ -274,11 +235,17 @@ def frontier(
     with ProgressLine(sys.stderr) as progress:
         progress("solving", 0, 0)
         planner = Planner(graph)
-        found = planner.frontier(points)
+        link = levers.link(graph, card.gpu)
+        tiles = bool(levers.allowed)
+        found = (
+            frontier_of(planner, search_with(planner, tiles=tiles, link=link), points)
+            if tiles or link is not None
+            else planner.frontier(points)
+        )
         shows_baselines = as_json or plot is not None
         limit = room or MemoryLimit(planner.unplanned.peak_bytes)
         baselines = all_baselines(planner, limit) if shows_baselines else ()
-        run = planner.simulator.run
+        run = Simulator(graph, link).run
         on_card = [Baseline.of("", run(p.regions), room) for p in found if room]
     if plot is not None:
         save_plot(plot, graph.model, found, baselines, force=force)

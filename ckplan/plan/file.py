@@ -121,8 +121,8 @@ def dumps(plan: Plan) -> str:
 
 
 def _prediction_content(predicted: Prediction) -> dict[str, object]:
-    kept = _PREDICTION_KEYS if predicted.moved_bytes else _PREDICTED_ALWAYS
-    return {key: value for key, value in asdict(predicted).items() if key in kept}
+    always = _PREDICTED_ALWAYS
+    return {k: value for k, value in asdict(predicted).items() if value or k in always}
 
 
 def _region_content(region: PlannedRegion) -> dict[str, object]:
@@ -248,7 +248,7 @@ def _batch(part: YamlNode) -> dict[str, str]:
 def _prediction(part: YamlNode) -> Prediction:
     entries = part.record(_PREDICTION_KEYS, required=_PREDICTED_ALWAYS)
     moved = entries.get("moved_bytes")
-    stalls = entries.get("stall_seconds")
+    stalls, host = entries.get("stall_seconds"), entries.get("host_bytes")
     return Prediction(
         peak_bytes=entries["peak_bytes"].read(whole_number),
         peak_at=entries["peak_at"].text(),
@@ -256,6 +256,7 @@ def _prediction(part: YamlNode) -> Prediction:
         unplanned_peak_bytes=entries["unplanned_peak_bytes"].read(whole_number),
         moved_bytes=moved.read(whole_number) if moved else 0,
         stall_seconds=stalls.read(fraction) if stalls else 0.0,
+        host_bytes=host.read(whole_number) if host else 0,
     )
 
 

@@ -119,6 +119,7 @@ class Prediction:
     unplanned_peak_bytes: int
     moved_bytes: int = 0  # of offloaded tensors, out; the same come back
     stall_seconds: float = 0.0  # in the overhead: a step waits for their copies
+    host_bytes: int = 0  # of pinned host memory that they move to, on a GPU
 
     def __post_init__(self) -> None:
         """Round as the file does, so that reading gives back what was written."""

@@ -23,6 +23,9 @@ _LEGEND = {
     "tf speed": "all products of the forward are kept; the 'speed' mode of the "
     "gradient-checkpointing package for TensorFlow",
     "tf memory": "about sqrt(n) bottlenecks of the forward are kept; its 'memory' mode",
+    "offload all": "whatever can move of every layer moves, the rest is rebuilt",
+    "save_on_cpu": "the same, and each copy is waited for (torch.autograd.graph)",
+    "chunked loss": "the head and its loss in 8 tiles, all else as it is",
 }
 
 

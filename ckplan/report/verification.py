@@ -127,6 +127,8 @@ def _numbers(found: Verification) -> Table:
 
 
 def _spilled(found: Verification) -> list[tuple[str, str]]:
+    if found.host_bytes:
+        return [("offload", f"{_size(found.host_bytes)} of host memory, pinned")]
     if not found.spilled_bytes:
         return []
     return [("offload", f"{_size(found.spilled_bytes)} in a file, while steps run")]

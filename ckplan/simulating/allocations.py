@@ -15,7 +15,7 @@ from typing import NamedTuple
 from ckplan.graph.graph import Graph
 from ckplan.graph.records import BEFORE_STEP, MULTIPLIES
 from ckplan.simulating.caching_allocator import Block, CachingAllocator, NoRoomError
-from ckplan.simulating.effect import AFTER_MOMENT, BEFORE_OP, Interval
+from ckplan.simulating.effect import AFTER_MOMENT, BEFORE_OP, RETURNED, Interval
 from ckplan.simulating.simulate import Timeline
 
 _BEFORE, _OUTPUT, _WORKSPACE, _ENCODING, _GONE = range(5)  # order in a half moment
@@ -94,8 +94,12 @@ def _intervals(timeline: Timeline) -> Iterator[tuple[int, Interval]]:
                 (phase, Interval(half_moment, half_moment, size, 0, 1))
                 for size in blocks
             )
+    early = {one.storage: one.start for one in timeline.moves.early}
     for effect in timeline.effects:
         for interval in effect.allocated:
+            if interval.form == RETURNED and interval.storage in early:
+                start = min(early[interval.storage], interval.start)
+                interval = interval._replace(start=start, start_tick=0)
             yield _BEFORE if interval.start_tick == BEFORE_OP else _OUTPUT, interval
         yield from ((_OUTPUT, interval) for interval in effect.workspaces)
         for half_moment, beyond in effect.encoding.items():

@@ -10,8 +10,10 @@ out, so bytes do not depend on the speed of a disk:
   is wanted, the last ones still away follow, until as many are on their way again.
 - When the last moved value of a region is wanted, the region before it begins.
 
-Copies take time beside the ops. Forward waits for a copy out where the value is to be
-freed; backward waits for a copy back where the value is wanted: the stalls.
+Copies take time beside the ops: to a disk one at a time, to the host memory of a GPU
+one each way at once. Forward waits for a copy out where the value is to be freed;
+backward waits for a copy back where the value is wanted: the stalls. On a GPU, the
+device waits, and ``queues.py`` has its clock.
 """
 
 from __future__ import annotations
@@ -23,6 +25,33 @@ from itertools import chain
 from ckplan.graph.graph import Graph
 from ckplan.graph.records import OUTSIDE_CALLS
 from ckplan.simulating.effect import RETURNED, Effect, Interval
+from ckplan.simulating.queues import Copies, CopyEvent
+
+HOST_SPARE = 64
+"""Of so many bytes of host memory, one is left over between tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """The way to a disk, or to host memory: copies of moved values."""
+
+    bytes_per_second: float
+    both_ways: bool = False  # copies out and back do not slow each other
+
+    @staticmethod
+    def of(graph: Graph, bytes_per_second: float) -> Link:
+        """The link of a step's device: to host memory on a GPU, else to a disk."""
+        return Link(bytes_per_second, both_ways=is_on_gpu(graph))
+
+
+def is_on_gpu(graph: Graph) -> bool:
+    """Whether values move to host memory, and not to a disk."""
+    return str(graph.fingerprint.get("device", "cpu")).startswith("cuda")
+
+
+def host_bytes_for(moved_bytes: int) -> int:
+    """Bytes of pinned host memory for tensors of so many bytes in all."""
+    return moved_bytes + moved_bytes // HOST_SPARE
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +62,8 @@ class Moves:
     early: tuple[Interval, ...] = ()  # back before their region was first asked
     stall_seconds: float = 0.0
     moved_bytes: int = 0  # out; the same come back
+    host_bytes: int = 0  # of pinned memory, on a GPU
+    copies: tuple[CopyEvent, ...] = ()  # in the order of events, on a GPU
 
 
 NO_MOVES = Moves()
@@ -41,29 +72,18 @@ IN_FLIGHT = 2
 """Most tensors on their way out, and of each region on their way back."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Event:
-    """A copy begins or is waited for, at a half moment."""
-
-    moment: int
-    order: int  # within the half moment
-    storage: int
-    kind: str  # _OUT or _IN
-    begins: bool
-
-
 _OUT, _IN = "out", "in"
 
 
 def find_moves(
-    graph: Graph, effects: Sequence[Effect], bytes_per_second: float | None = None
+    graph: Graph, effects: Sequence[Effect], link: Link | None = None
 ) -> Moves:
     """Find how long moved values stay, when they return, and the stalls.
 
     Args:
         graph: The step.
         effects: Of the regions.
-        bytes_per_second: Rate of the copies; without it, there are no stalls.
+        link: The way of the copies; without it, there are no stalls.
     """
     moving = [effect for effect in effects if effect.moved]
     if not moving:
@@ -71,11 +91,15 @@ def find_moves(
     holds = _holds(graph, sorted(chain(*(one.moved.items() for one in moving))))
     early, begun = _early(graph, moving)
     sizes = [graph.storages[storage].bytes for one in moving for storage in one.moved]
-    stalls = 0.0
-    if bytes_per_second:
-        events = _events(moving, holds, begun)
-        stalls = _stalls(graph, effects, events, bytes_per_second)
-    return Moves(holds, early, stalls, sum(sizes))
+    events: list[CopyEvent] = []
+    if link is not None:
+        found = _events(graph, moving, holds, begun, link)
+        events = sorted(found, key=lambda one: (one.moment, one.order))
+    host_bytes = host_bytes_for(sum(sizes)) if is_on_gpu(graph) else 0
+    if graph.is_launched:
+        return Moves(holds, early, 0.0, sum(sizes), host_bytes, tuple(events))
+    stalls = _stalls(graph, effects, events)
+    return Moves(holds, early, stalls, sum(sizes), host_bytes)
 
 
 def _holds(graph: Graph, moved: Sequence[tuple[int, int]]) -> dict[int, int]:
@@ -123,38 +147,41 @@ def _exhausted(effects: Sequence[Effect]) -> list[tuple[int, int, int]]:
 
 
 def _events(
-    moving: Sequence[Effect], holds: dict[int, int], begun: dict[int, int]
-) -> Iterator[_Event]:
+    graph: Graph,
+    moving: Sequence[Effect],
+    holds: dict[int, int],
+    begun: dict[int, int],
+    link: Link,
+) -> Iterator[CopyEvent]:
     op_of = {s: op for effect in moving for s, op in effect.moved.items()}
+
+    def event(
+        moment: int, order: int, kind: str, storage: int, begins: bool
+    ) -> CopyEvent:
+        seconds = graph.storages[storage].bytes / link.bytes_per_second
+        queue = kind if link.both_ways else ""
+        copy = kind, storage
+        return CopyEvent(moment, order, queue, copy, seconds if begins else None)
+
     for number, storage in enumerate(holds):  # in the order of copies
-        yield _Event(2 * op_of[storage] + 1, 2 * number, storage, _OUT, begins=True)
-        yield _Event(holds[storage], 2 * number + 1, storage, _OUT, begins=False)
+        yield event(2 * op_of[storage] + 1, 2 * number, _OUT, storage, True)
+        yield event(holds[storage], 2 * number + 1, _OUT, storage, False)
     for effect in moving:
         for storage, gap in effect.returns:
-            start = min(gap, begun.get(storage, gap))
-            yield _Event(start, 0, storage, _IN, begins=True)
+            yield event(min(gap, begun.get(storage, gap)), 0, _IN, storage, True)
         for storage, gap in effect.wants:
-            yield _Event(gap, 1, storage, _IN, begins=False)
+            yield event(gap, 1, _IN, storage, False)
 
 
 def _stalls(
-    graph: Graph,
-    effects: Sequence[Effect],
-    events: Iterator[_Event],
-    bytes_per_second: float,
+    graph: Graph, effects: Sequence[Effect], events: Sequence[CopyEvent]
 ) -> float:
-    """Seconds that ops wait, with one copy at a time beside them."""
+    """Seconds that ops of the CPU wait for copies beside them."""
     until = _clock(graph, effects)
-    free = late = 0.0  # when the link is free, and how late ops are by now
-    over: dict[tuple[str, int], float] = {}  # copy -> when it is over
-    for event in sorted(events, key=lambda e: (e.moment, e.order)):
+    copies, late = Copies(), 0.0  # how late ops are by now
+    for event in events:
         now = until[event.moment] + late
-        key = event.kind, event.storage
-        if event.begins:
-            seconds = graph.storages[event.storage].bytes / bytes_per_second
-            over[key] = free = max(now, free) + seconds
-        else:
-            late += max(0.0, over[key] - now)
+        late += copies.meet(event, now) - now
     return late
 
 

@@ -26,7 +26,7 @@ from ckplan.graph.records import BEFORE_STEP, GATHER
 from ckplan.plan.hazards import refuse_hazards
 from ckplan.plan.region import Region, check_apart
 from ckplan.simulating.effect import Effect, Interval
-from ckplan.simulating.moving import Moves, find_moves
+from ckplan.simulating.moving import Link, Moves, find_moves
 from ckplan.simulating.recomputing import find_effect
 from ckplan.simulating.tiling import refuse_regions_of_loss, tile_graph
 from ckplan.simulating.timeline import Timeline
@@ -54,15 +54,15 @@ def simulate(graph: Graph, regions: Iterable[Region] = ()) -> Timeline:
 class Simulator:
     """Replays one graph under many plans; caches views and effects of regions."""
 
-    def __init__(self, graph: Graph, link_rate: float | None = None) -> None:
+    def __init__(self, graph: Graph, link: Link | None = None) -> None:
         """Prepare the replays of a step.
 
         Args:
             graph: The step.
-            link_rate: Bytes per second of the copies of offloaded values, if known.
+            link: The way of the copies of offloaded values, if known.
         """
         self.graph = graph
-        self.link_rate = link_rate
+        self.link = link
         self._views: dict[tuple[int, int], RegionView] = {}
         self._effects: dict[Region, Effect] = {}
         self._tiled: dict[Region, Simulator] = {}
@@ -117,7 +117,7 @@ class Simulator:
         if head is not None:
             return self._run_tiled(head, [one for one in regions if one is not head])
         effects = tuple(self.effect(region) for region in regions)
-        moves = find_moves(self.graph, effects, self.link_rate)
+        moves = find_moves(self.graph, effects, self.link)
         moved = self._moved_stops(effects, moves)
         excess = Counter[int]()
         freed_ticks = self._freed_in_gap(effects, moved)
@@ -134,7 +134,7 @@ class Simulator:
         assert head.tiles is not None
         if head not in self._tiled:
             self._tiled[head] = Simulator(
-                tile_graph(self.graph, head.call, head.tiles), self.link_rate
+                tile_graph(self.graph, head.call, head.tiles), self.link
             )
         refuse_regions_of_loss(self.graph, head.call, others)
         found = self._tiled[head].run(others)

@@ -63,15 +63,17 @@ class Timeline:
         """
         if self.graph.is_launched:
             planned = self._queued(engine=True).seconds
-            more = planned - self.graph.step_seconds
-        else:
-            seconds = sum(effect.seconds for effect in self.effects)
-            more = self.graph.num_batches * seconds
+            return planned - self.graph.step_seconds + self.tile_seconds
+        seconds = sum(effect.seconds for effect in self.effects)
+        more = self.graph.num_batches * seconds
         return more + self.tile_seconds + self.stall_seconds
 
-    @property
+    @cached_property
     def stall_seconds(self) -> float:
-        """Seconds that ops wait for copies of offloaded values."""
+        """Seconds that a step is longer for waiting for copies of offloaded values."""
+        if self.graph.is_launched and self.moves.copies:
+            without = planned_span(self.graph, self.effects, engine=True).seconds
+            return self._queued(engine=True).seconds - without
         return self.graph.num_batches * self.moves.stall_seconds
 
     @property
@@ -113,8 +115,9 @@ class Timeline:
         return hidden if hidden > _ROUNDING * self.engine_seconds else 0.0
 
     def _queued(self, *, engine: bool) -> Span:
-        """The step in the two queues of a GPU."""
-        return planned_span(self.graph, self.effects, engine=engine)
+        """The step in the queues of a GPU."""
+        copies = self.moves.copies
+        return planned_span(self.graph, self.effects, copies, engine=engine)
 
     @property
     def overhead(self) -> float:

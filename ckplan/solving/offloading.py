@@ -1,75 +1,169 @@
 """Plans that may offload: moving is one more way to keep a value.
 
 A value that can move is given a form of no bytes, whose seconds are a share of those
-that its copies take: what cannot be hidden beside the ops. The step with these forms is
-solved like any other, for some shares, and replayed with the waits that the link really
-causes. The cheapest plan is taken; recomputation alone is among them, so a link that is
-too slow moves nothing.
+that its copies take: what cannot be hidden beside the ops. In some tries, only as many
+bytes of a layer get that form as the link carries while the layer's forward runs, of
+the ops that are slowest for their bytes. The step with these forms is solved like any
+other, and replayed with the waits that the link really causes. The cheapest plan is
+taken; recomputation alone is among them, so a link that is too slow moves nothing.
 
 The bound counts moves as free: no schedule of these ops, with any moves, costs less.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
+from math import inf
 
-from ckplan.errors import InfeasibleError
+from ckplan import gpus
+from ckplan.errors import CkplanError, InfeasibleError
 from ckplan.graph.graph import Graph
 from ckplan.graph.records import Encoding
 from ckplan.plan.outputs import why_not_moved
 from ckplan.plan.region import Region
+from ckplan.simulating.moving import Link, is_on_gpu
 from ckplan.simulating.simulate import Simulator
 from ckplan.simulating.view import MOVED
+from ckplan.solving.baselines import find_repeated_layers
 from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.planner import Planner
 from ckplan.solving.reserved_limit import solve_within_limit
 from ckplan.solving.solution import Solution
 
-_SHARES = (0.02, 0.3, 1.0)  # of the seconds of a copy that ops wait for
+_TRIES = ((0.02, 0.5), (0.02, 0.9), (0.02, inf), (1.0, inf))
+"""Share of the seconds of a copy that ops wait for, and most seconds of a layer's
+copies, as a multiple of those of its forward."""
+_SMALL = 16  # a move of so few times fewer bytes than the largest only takes its place
 
 
-def solve_with_moves(
-    planner: Planner, limit: MemoryLimit | None, bytes_per_second: float
-) -> Solution:
-    """The cheapest plan within a limit that recomputes, moves, or both.
+class MovingPlanner:
+    """The plans of one graph that recompute, move, or both."""
+
+    def __init__(self, planner: Planner, link: Link) -> None:
+        """Prepare the searches.
+
+        Args:
+            planner: Of the graph, which keeps and recomputes.
+            link: The way of the copies.
+        """
+        graph = planner.graph
+        layers = find_repeated_layers(graph, planner.menus)
+        moving = (Planner(step) for step in _tries(graph, layers, link))
+        self.planner = planner
+        self._planners = [planner, *moving]
+        self._free = Planner(with_moves(graph, 0.0))
+        self._replay = Simulator(graph, link)
+
+    @property
+    def floor_bytes(self) -> int:
+        """The smallest peak of any plan found."""
+        return min(one.floor.peak_bytes for one in self._planners)
+
+    def solve(self, limit: MemoryLimit) -> Solution:
+        """Find the cheapest plan within a limit.
+
+        Raises:
+            InfeasibleError: No plan found fits; the smallest peak found is named.
+        """
+        found: list[Solution] = []
+        refused: dict[int, InfeasibleError] = {}  # smallest peak -> the error
+        for one in self._planners:
+            try:
+                solution = solve_within_limit(one, limit)
+            except InfeasibleError as error:
+                refused[one.floor.peak_bytes] = error
+                continue
+            regions = tuple(as_moving(self._replay, one) for one in solution.regions)
+            timeline = self._replay.run(regions)
+            if timeline.peak_bytes <= solution.budget_bytes:
+                found.append(replace(solution, regions=regions, timeline=timeline))
+        if not found:
+            raise refused[min(refused)]
+        best = min(found, key=lambda s: (s.timeline.overhead, s.timeline.peak_bytes))
+        return replace(
+            best,
+            unplanned=self.planner.unplanned,
+            bound_overhead=self._free.bound(limit.bytes),
+            baselines=self.planner.standard_baselines.baselines(limit),
+        )
+
+
+def host_rate(
+    graph: Graph, offload: str, gpu: str | None = None, rate: float | None = None
+) -> float:
+    """Bytes per second between a card and the host, each way.
 
     Args:
-        planner: Of the graph, which keeps and recomputes.
-        limit: The limit; None for the smallest peak.
-        bytes_per_second: Rate of the copies.
+        graph: The step.
+        offload: ``"host"``.
+        gpu: The card; by default that of the step.
+        rate: The rate, if known.
 
     Raises:
-        InfeasibleError: No plan found fits; the smallest peak found is named.
+        CkplanError: It is not ``"host"``, the step runs on the CPU, or its card is not
+            known.
     """
-    graph = planner.graph
-    planners = {
-        share: Planner(with_moves(graph, share / bytes_per_second)) for share in _SHARES
-    }
-    if limit is None:
-        floors = [one.floor.peak_bytes for one in (planner, *planners.values())]
-        limit = MemoryLimit(min(floors))
-    found: list[Solution] = []
-    refused: dict[int, InfeasibleError] = {}  # smallest peak -> the error
-    replay = Simulator(graph, bytes_per_second)
-    for one in (planner, *planners.values()):
-        try:
-            solution = solve_within_limit(one, limit)
-        except InfeasibleError as error:
-            refused[one.floor.peak_bytes] = error
-            continue
-        regions = tuple(_moving(replay, region) for region in solution.regions)
-        timeline = replay.run(regions)
-        if timeline.peak_bytes <= solution.budget_bytes:
-            found.append(replace(solution, regions=regions, timeline=timeline))
-    if not found:
-        raise refused[min(refused)]
-    best = min(found, key=lambda one: (one.timeline.overhead, one.timeline.peak_bytes))
-    return replace(
-        best,
-        unplanned=planner.unplanned,
-        bound_overhead=Planner(with_moves(graph, 0.0)).bound(limit.bytes),
-        baselines=planner.standard_baselines.baselines(limit),
-    )
+    gpu = gpu or graph.options.get("gpu")
+    if offload != "host":
+        what = f"to {offload!r} without the rate of its disk"
+        needed = "'host' for a GPU, or the bytes per second that a disk moves"
+        hint = "ckplan.solve(graph, '12GiB', spill_rate=ckplan.spill_rate('/tmp'))"
+    elif not is_on_gpu(graph):
+        what, needed = "to host memory: the step runs there", "a step on a GPU"
+        hint = "--offload /tmp, which moves tensors of the CPU to a file"
+    elif rate is None and gpu is None:
+        what, needed = "to host memory: no card is named", "the rate of its link"
+        hint = "--gpu 'RTX 4090', or --spill-rate 25GB"
+    else:
+        return float(gpus.find(str(gpu)).link) if rate is None else rate
+    raise CkplanError(f"cannot plan to offload {what}", needed=needed, hint=hint)
+
+
+def _tries(graph: Graph, layers: Sequence[int], link: Link) -> Iterator[Graph]:
+    """The step with forms for moves, for each share and multiple; each step once."""
+    seen: set[tuple[Encoding, ...]] = set()
+    for share, multiple in _TRIES:
+        seconds = share / link.bytes_per_second
+        step = _hidden(with_moves(graph, seconds), layers, multiple, link)
+        if step.encodings not in seen:
+            seen.add(step.encodings)
+            yield step
+
+
+def _hidden(graph: Graph, layers: Sequence[int], multiple: float, link: Link) -> Graph:
+    """The step, in which few values of each layer can move, and no others.
+
+    Args:
+        graph: The step with forms for moves.
+        layers: Calls.
+        multiple: Most seconds of a layer's copies, as a multiple of its forward's.
+        link: The way of the copies.
+    """
+    if multiple == inf or not layers:
+        return graph
+    kept = [one for one in graph.encodings if one.name != MOVED]
+    for layer in layers:
+        ops = range(graph.calls[layer].start, graph.calls[layer].stop)
+        room = multiple * sum(graph.critical_seconds[op] for op in ops)
+        room *= link.bytes_per_second
+        moves = [o for o in graph.encodings if o.op in ops and o.name == MOVED]
+        least = max((_bytes(graph, one) for one in moves), default=0) // _SMALL
+        for one in sorted(moves, key=partial(_seconds_per_byte, graph), reverse=True):
+            if least <= _bytes(graph, one) <= room:
+                room -= _bytes(graph, one)
+                kept.append(one)
+    kept.sort(key=lambda one: (one.op, one.output))
+    return replace(graph, encodings=tuple(kept))
+
+
+def _seconds_per_byte(graph: Graph, one: Encoding) -> float:
+    return graph.ops[one.op].seconds / _bytes(graph, one)
+
+
+def _bytes(graph: Graph, one: Encoding) -> int:
+    return graph.storages[graph.ops[one.op].outputs[one.output]].bytes
 
 
 def with_moves(graph: Graph, seconds_per_byte: float) -> Graph:
@@ -79,32 +173,39 @@ def with_moves(graph: Graph, seconds_per_byte: float) -> Graph:
         graph: The step.
         seconds_per_byte: What a move costs, out and back together.
     """
-    last: dict[int, tuple[int, int]] = {}  # storage -> the op that makes what stays
-    for op in range(graph.num_forward):
-        for output, storage in enumerate(graph.ops[op].outputs):
-            if not why_not_moved(graph, op, output):
-                last[storage] = op, output
-    moves = [
-        Encoding(*place, MOVED, 0, 0, 0, 2 * seconds_per_byte * size, 0.0)
-        for place, size in (
-            (place, graph.storages[s].bytes) for s, place in last.items()
-        )
-        if place not in graph.encoding_of
-    ]
+    moves = []
+    for op, output in movable(graph, range(graph.num_forward)):
+        size = graph.storages[graph.ops[op].outputs[output]].bytes
+        seconds = 2 * seconds_per_byte * size
+        if (op, output) not in graph.encoding_of:
+            moves.append(Encoding(op, output, MOVED, 0, 0, 0, seconds, 0.0))
     forms = sorted((*graph.encodings, *moves), key=lambda one: (one.op, one.output))
     return replace(graph, encodings=tuple(forms))
 
 
-def _moving(simulator: Simulator, region: Region) -> Region:
+def movable(graph: Graph, ops: range) -> list[tuple[int, int]]:
+    """(op, output) of what can move, wanted or not: the ops that make what stays."""
+    last: dict[int, tuple[int, int]] = {}
+    for op in ops:
+        for output, storage in enumerate(graph.ops[op].outputs):
+            if not why_not_moved(graph, op, output):
+                last[storage] = op, output
+    return list(last.values())
+
+
+def as_moving(simulator: Simulator, region: Region) -> Region:
     """A region of a step with forms for moves, as one of the step itself."""
-    moved = {
-        place for place in region.encode if place not in simulator.graph.encoding_of
-    }
+    known = simulator.graph.encoding_of
+    moved = frozenset(place for place in region.encode if place not in known)
     if not moved:
         return region
-    offload, encode = frozenset(moved), region.encode - moved
-    found = replace(region, encode=encode, offload=offload)
+    encode = region.encode - moved
+    return only_wanted(simulator, replace(region, encode=encode, offload=moved))
+
+
+def only_wanted(simulator: Simulator, region: Region) -> Region:
+    """A region that does not move what backward does not want."""
     view = simulator.view(region.call, region.last)
-    wanted, returned = view.program(found)[0].decodes, view.flow.returned
-    kept = (p for p in offload if returned[p[0] - view.start][p[1]] in wanted)
-    return replace(found, offload=frozenset(kept))
+    wanted, returned = view.program(region)[0].decodes, view.flow.returned
+    kept = (p for p in region.offload if returned[p[0] - view.start][p[1]] in wanted)
+    return replace(region, offload=frozenset(kept))

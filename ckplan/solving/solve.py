@@ -14,13 +14,14 @@ from ckplan.graph.graph import Graph
 from ckplan.plan.plan import Plan, Prediction, plan_fingerprint
 from ckplan.plan.resolve import describe
 from ckplan.plan.workload import plan_workload
+from ckplan.simulating.moving import Link
 from ckplan.solving.card_memory import card_bytes
+from ckplan.solving.levers import search_with
 from ckplan.solving.memory_limit import MemoryLimit
-from ckplan.solving.offloading import solve_with_moves
+from ckplan.solving.offloading import host_rate
 from ckplan.solving.planner import Planner
 from ckplan.solving.reserved_limit import solve_within_limit
 from ckplan.solving.solution import FrontierPoint, Solution
-from ckplan.solving.tiled_heads import solve_with_tiles
 
 GOALS = (None, "min-memory", "knee")
 METHODS = ("chain", "milp")
@@ -60,6 +61,7 @@ def solve_plan(
     time_limit: float = 60.0,
     allow: Collection[str] = (),
     spill_rate: str | float | None = None,
+    offload: str | None = None,
 ) -> Plan:
     """Find a plan for exactly one of a budget, a card, an overhead or a goal.
 
@@ -86,8 +88,11 @@ def solve_plan(
         allow: ``["tiles"]``: the head and its loss may run in tiles, without the
             logits. For a budget, a card, or the least memory.
         spill_rate: Bytes per second of a disk that activations may move to, such as
-            ``"2GB"``, or as ``ckplan.spill_rate(folder)`` measures it. For a budget or
-            the least memory, on the CPU. The plan needs ``apply(..., spill=FOLDER)``.
+            ``"2GB"``, or as ``ckplan.spill_rate(folder)`` measures it; on a GPU, of the
+            way to host memory, each way. For a budget, a card or the least memory. On
+            the CPU, the plan needs ``apply(..., spill=FOLDER)``.
+        offload: ``"host"``: activations of a GPU may move to host memory, at the rate
+            of the card in ``configs/gpus.yaml`` unless ``spill_rate`` is given.
 
     Raises:
         CkplanError: Not exactly one of a budget, a card, a largest overhead and a goal
@@ -119,6 +124,8 @@ def solve_plan(
     )
     planner = Planner(graph)
     rate = None if spill_rate is None else parse_rate(spill_rate)
+    if offload is not None:
+        rate = host_rate(graph, offload, gpu, rate)
     solution = find(planner, objective, allow, rate)
     if method == "milp":
         solution = add_exact_bound(planner, solution, time_limit)
@@ -196,12 +203,11 @@ def find(
 ) -> Solution:
     """Find the plan of an objective; the last two are as in ``solve_plan``."""
     limit = limit_of_objective(planner, objective)
-    if spill_rate is not None:
-        _check_moves(planner.graph, allow, objective, limit)
-        return solve_with_moves(planner, limit, spill_rate)
-    if allow:
+    link = None if spill_rate is None else Link.of(planner.graph, spill_rate)
+    if allow or link is not None:
         _check_levers(allow, objective, limit)
-        return solve_with_tiles(planner, limit)
+        search = search_with(planner, tiles=bool(allow), link=link)
+        return search.solve(limit or MemoryLimit(search.floor_bytes))
     if limit is not None:
         return solve_within_limit(planner, limit)
     if objective.max_overhead is not None:
@@ -227,28 +233,6 @@ def parse_rate(rate: str | float) -> float:
     return found
 
 
-def _check_moves(
-    graph: Graph,
-    allow: Collection[str],
-    objective: Objective,
-    limit: MemoryLimit | None,
-) -> None:
-    device = graph.fingerprint.get("device", "cpu")
-    if device != "cpu":
-        what, needed = f"from {device}: files take tensors of the CPU", "a step on CPU"
-    elif allow:
-        what, needed = "beside tiles", "one of the two"
-    elif limit is None and objective.goal != "min-memory":
-        what, needed = "for this objective", "a budget, or the least memory"
-    else:
-        return
-    raise CkplanError(
-        f"cannot plan to offload {what}",
-        needed=needed,
-        hint="--budget 12GiB --offload FOLDER, or leave out --offload",
-    )
-
-
 def _check_levers(
     allow: Collection[str], objective: Objective, limit: MemoryLimit | None
 ) -> None:
@@ -260,10 +244,11 @@ def _check_levers(
             hint="ckplan.solve(graph, budget='12GiB', allow=['tiles'])",
         )
     if limit is None and objective.goal != "min-memory":
+        what = "choose tiles" if allow else "plan to offload"
         raise CkplanError(
-            "cannot choose tiles for this objective",
+            f"cannot {what} for this objective",
             needed="a budget, a card, or the least memory",
-            hint="--budget 12GiB, or leave out --allow",
+            hint="--budget 12GiB, or leave out --allow and --offload",
         )
 
 
@@ -312,6 +297,7 @@ def to_plan(graph: Graph, solution: Solution) -> Plan:
             unplanned_peak_bytes=solution.unplanned.peak_bytes,
             moved_bytes=timeline.moves.moved_bytes,
             stall_seconds=timeline.stall_seconds,
+            host_bytes=timeline.moves.host_bytes,
         ),
         bound={"any_schedule": solution.bound_overhead},
         regions=describe(graph, solution.regions),

@@ -7,19 +7,24 @@ The bound holds for schedules of the whole head, and of these tiles.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from ckplan.errors import InfeasibleError, PlanError
 from ckplan.graph.graph import Graph
 from ckplan.plan.region import TILES, Region
 from ckplan.plan.tiles import Tiles
+from ckplan.simulating.moving import Link
+from ckplan.simulating.simulate import Simulator
 from ckplan.simulating.tiling import find_head, tile_graph
 from ckplan.solving.memory_limit import MemoryLimit
+from ckplan.solving.offloading import MovingPlanner
 from ckplan.solving.planner import Planner
 from ckplan.solving.reserved_limit import solve_within_limit
 from ckplan.solving.solution import Solution
 
-_COUNTS = (8, 32)  # tiles of tokens, and of the vocabulary
+COUNTS = (8, 32)  # tiles of tokens, and of the vocabulary
 
 
 def find_tileable_head(graph: Graph) -> int:
@@ -44,54 +49,82 @@ def find_tileable_head(graph: Graph) -> int:
     )
 
 
-def solve_with_tiles(planner: Planner, limit: MemoryLimit | None) -> Solution:
-    """The cheapest plan within a limit, with the head whole or in tiles.
+class TilingPlanner:
+    """The plans of one graph with the head whole or in tiles."""
 
-    Args:
-        planner: Of the graph with the head whole.
-        limit: The limit; None for the smallest peak.
+    def __init__(self, planner: Planner, link: Link | None = None) -> None:
+        """Prepare the searches.
 
-    Raises:
-        InfeasibleError: No plan found fits; the smallest peak found is named.
-        PlanError: No head can run in tiles.
-    """
-    graph = planner.graph
-    call = find_tileable_head(graph)
-    heads = [Region(call, TILES, tiles=Tiles(n, n)) for n in _COUNTS]
-    tiled = [Planner(tile_graph(graph, call, Tiles(n, n))) for n in _COUNTS]
-    if limit is None:
-        least = min(one.floor.peak_bytes for one in (planner, *tiled))
-        limit = MemoryLimit(least)
-    found: list[Solution] = []
-    refused: dict[int, InfeasibleError] = {}  # smallest peak -> the error
-    for head, one in ((None, planner), *zip(heads, tiled, strict=True)):
-        try:
-            solution = solve_within_limit(one, limit)
-        except InfeasibleError as error:
-            refused[one.floor.peak_bytes] = error
-        else:
-            found.append(_on_graph(planner, head, solution) if head else solution)
-    if not found:
-        raise refused[min(refused)]
-    best = min(found, key=lambda one: (one.timeline.overhead, one.timeline.peak_bytes))
-    bounds = [planner.bound(limit.bytes), *(one.bound_overhead for one in found)]
-    return replace(
-        best,
-        bound_overhead=max(0.0, min(bounds)),
-        baselines=planner.standard_baselines.baselines(limit),
-    )
+        Args:
+            planner: Of the graph with the head whole.
+            link: The way of copies, if values may move.
+
+        Raises:
+            PlanError: No head can run in tiles.
+        """
+        graph = planner.graph
+        call = find_tileable_head(graph)
+        heads = [Region(call, TILES, tiles=Tiles(n, n)) for n in COUNTS]
+        tiled = [Planner(tile_graph(graph, call, Tiles(n, n))) for n in COUNTS]
+        searches = [_search(one, link) for one in (planner, *tiled)]
+        self._tries = list(zip((None, *heads), searches, strict=True))
+        self._planner, self._link = planner, link
+        self._simulator = Simulator(graph, link)
+
+    @property
+    def floor_bytes(self) -> int:
+        """The smallest peak of any plan found."""
+        return min(floor_bytes for _, (floor_bytes, _) in self._tries)
+
+    def solve(self, limit: MemoryLimit) -> Solution:
+        """Find the cheapest plan within a limit.
+
+        Raises:
+            InfeasibleError: No plan found fits; the smallest peak found is named.
+        """
+        found: list[Solution] = []
+        refused: dict[int, InfeasibleError] = {}  # smallest peak -> the error
+        for head, (floor_bytes, solve) in self._tries:
+            try:
+                solution = solve(limit)
+            except InfeasibleError as error:
+                refused[floor_bytes] = error
+                continue
+            if head is not None:
+                solution = _on_graph(self._simulator, head, solution)
+            found.append(solution)
+        if not found:
+            raise refused[min(refused)]
+        best = min(found, key=lambda s: (s.timeline.overhead, s.timeline.peak_bytes))
+        bounds = [one.bound_overhead for one in found]
+        bounds += [self._planner.bound(limit.bytes)] if self._link is None else []
+        return replace(
+            best,
+            bound_overhead=max(0.0, min(bounds)),
+            baselines=self._planner.standard_baselines.baselines(limit),
+        )
 
 
-def _on_graph(planner: Planner, head: Region, tiled: Solution) -> Solution:
+def _search(
+    planner: Planner, link: Link | None
+) -> tuple[int, Callable[[MemoryLimit], Solution]]:
+    """The smallest peak, and what finds the cheapest plan within a limit."""
+    if link is None:
+        return planner.floor.peak_bytes, partial(solve_within_limit, planner)
+    moving = MovingPlanner(planner, link)
+    return moving.floor_bytes, moving.solve
+
+
+def _on_graph(simulator: Simulator, head: Region, tiled: Solution) -> Solution:
     """A solution of the graph with tiles, as one of the graph itself."""
     regions = tuple(sorted((*tiled.regions, head), key=lambda one: one.call))
-    timeline = planner.simulator.run(regions)
+    timeline = simulator.run(regions)
     longer = tiled.unplanned.graph.step_seconds / (timeline.unplanned_seconds or 1.0)
     bound = (1 + tiled.bound_overhead) * longer - 1
     return replace(
         tiled,
         regions=regions,
         timeline=timeline,
-        unplanned=planner.unplanned,
+        unplanned=simulator.run(),
         bound_overhead=bound,
     )

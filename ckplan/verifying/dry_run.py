@@ -287,5 +287,5 @@ def _two_steps(
                 kept.pop([one.nbytes for one in kept].index(size))
         meter.count_as_zero_bytes(kept)
         meter.log.bytes = [in_blocks(size) for size in meter.log.bytes]
-    regions, _ = status_of(plan, workload.model)
+    regions, *_ = status_of(plan, workload.model)
     return _Steps(meter.log, regions, workload_fingerprint)

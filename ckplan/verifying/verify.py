@@ -84,6 +84,7 @@ class Verification(AbstractOutcome):
     predicted_reserved_bytes: int | None = None
     measured_reserved_bytes: int | None = None
     spilled_bytes: int = 0  # of the file that offloaded tensors move to
+    host_bytes: int = 0  # of pinned host memory that they move to
 
     @property
     def passed(self) -> bool:
@@ -131,7 +132,8 @@ def verify(
         device: Device of the steps; by default the plan's device.
         cap_bytes: Most bytes that a GPU's allocator may reserve, to emulate a smaller
             GPU.
-        spill: Folder of the file that tensors move to, for plans with ``offload``.
+        spill: Folder of the file that tensors move to, for plans with ``offload``, or
+            ``"host"``.
         seed: Seed of all random numbers.
         steps: Number of timed steps per process, interleaved; 0 disables timing.
         trace: Trace of this workload. It predicts live bytes over the step, and names
@@ -278,6 +280,7 @@ def _judge(
         measured_allocated_bytes=gpu.allocated_peak_bytes if gpu else None,
         measured_reserved_bytes=gpu.reserved_peak_bytes if gpu else None,
         spilled_bytes=planned.spilled_bytes,
+        host_bytes=planned.host_bytes,
     )
 
 

@@ -79,7 +79,7 @@ class Job:
     device: str = "cpu"
     cap_bytes: int | None = None  # most bytes that the device's allocator may reserve
     halvings: int = 0  # number of times the batch is halved
-    spill: Path | None = None  # folder that offloaded tensors move to
+    spill: Path | None = None  # folder that offloaded tensors move to, or host
 
     @property
     def title(self) -> str:
@@ -113,6 +113,7 @@ class FirstSteps:
         default=None, compare=False
     )  # after step 2
     spilled_bytes: int = field(default=0, compare=False)  # of the file
+    host_bytes: int = field(default=0, compare=False)  # of pinned memory
 
 
 class Worker:
@@ -183,7 +184,7 @@ class Worker:
         )  # gradients stay until the next zero_grad
         digests.update(_buffer_digests(step, 2))
         digests[Result(2, "random state")] = random_state_digest(device)
-        regions, spilled_bytes = status_of(self._job.plan, model)
+        regions, *elsewhere = status_of(self._job.plan, model)
         return FirstSteps(
             digests,
             peak_bytes,
@@ -192,7 +193,7 @@ class Worker:
             known_before,
             rows_of(workload),
             gpu,
-            spilled_bytes,
+            *elsewhere,
         )
 
     def _check(self, loss: torch.Tensor, title: str) -> None:
@@ -264,14 +265,14 @@ def replace_plan(plan: Plan | None, model: torch.nn.Module, spill: Path | None) 
 
 def status_of(
     plan: Plan | None, model: torch.nn.Module
-) -> tuple[tuple[RegionStatus, ...], int]:
-    """Status of the regions of a plan, and bytes of the file that tensors move to."""
+) -> tuple[tuple[RegionStatus, ...], int, int]:
+    """Status of a plan's regions; bytes of the file and of the host they move to."""
     if plan is None:
-        return (), 0
+        return (), 0, 0
     from ckplan.applying import status
 
     found = status(model)
-    return found.regions, found.spilled_bytes
+    return found.regions, found.spilled_bytes, found.host_bytes
 
 
 def _explain(error: BaseException, job: Job) -> CkplanError:

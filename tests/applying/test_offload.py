@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from measured import peak_bytes_of
-from moves import mixes, movable, only_wanted
+from moves import mixes, ops_of
 from small_models import MODELS, RUNS, build
 from torch import nn
 
@@ -26,6 +26,7 @@ from ckplan.plan.plan import Plan, PlannedRegion, Prediction
 from ckplan.plan.region import Region
 from ckplan.plan.resolve import describe, resolve
 from ckplan.simulating.simulate import Simulator
+from ckplan.solving.offloading import movable, only_wanted
 from ckplan.training.workload import Workload
 
 _FAST = ("residual", "convolution")
@@ -137,7 +138,10 @@ def test_moving_lowers_the_peak_as_keeping_and_recomputing_cannot(
     regions = resolve(Plan(regions=(PlannedRegion("[0..2]"),)), graph)
     simulator = Simulator(graph)
     moved = [
-        only_wanted(simulator, Region(one.call, offload=frozenset(movable(graph, one))))
+        only_wanted(
+            simulator,
+            Region(one.call, offload=frozenset(movable(graph, ops_of(graph, one)))),
+        )
         for one in regions
     ]
     assert simulator.run(moved).peak_bytes < simulator.run(regions).peak_bytes
@@ -366,3 +370,83 @@ def test_a_disk_that_fails_is_an_error(
             with pytest.raises(ApplyError, match="Input/output error"):
                 step(workload)
         assert same(step(build("residual")), step(workload))
+
+
+class Odd(nn.Module):
+    """Between two layers, something that makes an unusual tensor."""
+
+    def __init__(self, between: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.between = between
+        self.up, self.down = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.tanh(self.between(self.up(x))))
+
+
+def _new_memory(hidden: torch.Tensor) -> torch.Tensor:
+    made = torch.exp(hidden)
+    made.data = made.data.clone()
+    return made * 2
+
+
+def _shared(hidden: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        memory = torch.empty(64, 64).share_memory_()
+    return torch.exp(hidden) * torch.exp(hidden.detach(), out=memory)
+
+
+@pytest.mark.parametrize(
+    ("between", "op", "found"),
+    [
+        (lambda h: torch.sparse.mm(torch.eye(64).to_sparse(), h), "_sparse_mm", "spar"),
+        (_new_memory, "exp", "changed in place while a plan moved it"),
+        (_shared, "exp#1", "its memory is shared with other processes"),
+    ],
+)
+def test_tensors_that_cannot_move_are_refused_and_nothing_stays(
+    between: Callable[[torch.Tensor], torch.Tensor],
+    op: str,
+    found: str,
+    tmp_path: Path,
+) -> None:
+    model, x = nn.Sequential(Odd(between)), torch.randn(64, 64)
+    text = f"ckplan: 1\nregions: [{{calls: '0', offload: [./{op}]}}]"
+    ckplan.apply(model, loads(text, "plan"), spill=tmp_path)
+    with pytest.raises(ApplyError, match=found):
+        model(x).sum().backward()
+    assert not list(tmp_path.iterdir())
+    ckplan.remove(model)
+    model(x).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("between", "op"),
+    [
+        (lambda h: h * len(torch.ones(64, 64, device="meta")), "ones"),
+        (
+            lambda h: (
+                h
+                * torch.quantize_per_tensor(
+                    h.detach(), 0.1, 0, torch.quint8
+                ).dequantize()
+            ),
+            "quantize_per_tensor",
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:torch.quantize")
+def test_tensors_without_plain_memory_stay_with_a_notice(
+    between: Callable[[torch.Tensor], torch.Tensor], op: str, tmp_path: Path
+) -> None:
+    plain, planned = nn.Sequential(Odd(between)), nn.Sequential(Odd(between))
+    planned.load_state_dict(plain.state_dict())
+    text = f"ckplan: 1\nregions: [{{calls: '0', offload: [./{op}]}}]"
+    ckplan.apply(planned, loads(text, "plan"), spill=tmp_path)
+    x = torch.randn(64, 64)
+    with pytest.warns(UserWarning, match=f"keeps ./{op}, which the plan moves"):
+        planned(x).sum().backward()
+    plain(x).sum().backward()
+    for one, other in zip(plain.parameters(), planned.parameters(), strict=True):
+        assert one.grad is not None and other.grad is not None
+        assert torch.equal(one.grad, other.grad)

@@ -16,13 +16,16 @@ from small_models import build
 
 import ckplan
 from ckplan.errors import CkplanError
+from ckplan.gpus import find
 from ckplan.graph import file as trace_file
 from ckplan.graph.graph import Graph
 from ckplan.plan import file as plan_file
 from ckplan.plan.plan import Plan, PlannedRegion
 from ckplan.plan.resolve import resolve
+from ckplan.simulating.moving import Link
+from ckplan.simulating.queues import CopyEvent, _with_copies
 from ckplan.simulating.simulate import Simulator
-from ckplan.solving.offloading import with_moves
+from ckplan.solving.offloading import host_rate, with_moves
 from ckplan.solving.planner import Planner
 from ckplan.units import parse_budget
 
@@ -81,7 +84,8 @@ def test_waits_shrink_with_the_rate_to_nothing() -> None:
     regions = list(resolve(Plan(regions=(PlannedRegion("[0..2]"),)), graph()))
     plain = Simulator(graph())
     for mix in mixes(plain, regions, seed=0, count=3):
-        found = [Simulator(graph(), rate).run(mix) for rate in (1e3, 1e6, 1e9, 1e18)]
+        links = map(Link, (1e3, 1e6, 1e9, 1e18))
+        found = [Simulator(graph(), link).run(mix) for link in links]
         waits = [one.stall_seconds for one in found]
         assert waits == sorted(waits, reverse=True)
         assert waits[-1] < 1e-9
@@ -105,7 +109,7 @@ def test_the_bound_counts_moves_as_free() -> None:
     [
         ({"goal": "knee"}, "for this objective"),
         ({"max_overhead": 0.1}, "for this objective"),
-        ({"budget": "80%", "allow": ["tiles"]}, "beside tiles"),
+        ({"budget": "80%", "allow": ["moves"]}, "cannot allow 'moves'"),
     ],
 )
 def test_wishes_that_moves_cannot_meet_are_refused(
@@ -119,9 +123,68 @@ def test_rates_and_devices_are_checked() -> None:
     for rate in (0, -1.0, float("inf"), "0GB", "fast"):
         with pytest.raises(CkplanError):
             ckplan.solve(graph(), "80%", spill_rate=rate)
-    on_card = replace(graph(), fingerprint={**graph().fingerprint, "device": "cuda"})
-    with pytest.raises(CkplanError, match="from cuda"):
-        ckplan.solve(on_card, "80%", spill_rate=FAST)
+    with pytest.raises(CkplanError, match="to host memory: the step runs there"):
+        ckplan.solve(graph(), "80%", offload="host")
+    with pytest.raises(CkplanError, match="to '/tmp' without the rate of its disk"):
+        ckplan.solve(graph(), "80%", offload="/tmp")
+    with pytest.raises(CkplanError, match="no card is named"):
+        ckplan.solve(on_card(), "80%", offload="host")
+
+
+@cache
+def on_card(microseconds: float = 0.0) -> Graph:
+    """The step on a card, whose ops take some time to launch."""
+    ops = [replace(op, launch_seconds=microseconds * 1e-6) for op in graph().ops]
+    known = {**graph().fingerprint, "device": "cuda"}
+    return replace(graph(), fingerprint=known, ops=tuple(ops))
+
+
+def test_a_card_moves_to_the_host_at_the_rate_of_its_link() -> None:
+    plan = ckplan.solve(on_card(5.0), "75%", gpu=None, offload="host", spill_rate=FAST)
+    assert plan.predicted
+    assert 0 < plan.predicted.moved_bytes <= plan.predicted.host_bytes
+    assert plan.predicted.host_bytes <= 1.05 * plan.predicted.moved_bytes
+    assert host_rate(on_card(), "host", "H100") == find("H100").link
+    assert "host_bytes" in plan_file.dumps(plan)
+    assert plan_file.loads(plan_file.dumps(plan), "plan").predicted == plan.predicted
+
+
+@pytest.mark.parametrize("microseconds", [0.001, 300.0])
+def test_copies_each_way_stall_the_device_where_they_are_late(
+    microseconds: float,
+) -> None:
+    step = on_card(microseconds)
+    regions = list(resolve(Plan(regions=(PlannedRegion("[0..2]"),)), step))
+    (mix,) = mixes(Simulator(step), regions, seed=0, count=1)
+    rates = (1e6, 1e8, 1e9, 1e18)
+    found = [Simulator(step, Link(rate, both_ways=True)).run(mix) for rate in rates]
+    waits = [one.stall_seconds for one in found]
+    assert waits == sorted(waits, reverse=True)
+    assert waits[-1] == pytest.approx(0, abs=1e-9)
+    assert waits[0] <= 2 * found[0].moves.moved_bytes / rates[0]
+    assert waits[0] > found[0].moves.moved_bytes / rates[0]
+    plain = Simulator(step).run(mix)
+    for one, wait in zip(found, waits, strict=True):
+        more = one.recompute_seconds - plain.recompute_seconds
+        assert more == pytest.approx(wait)
+        assert one.peak_bytes == plain.peak_bytes
+    shared = Simulator(step, Link(1e6)).run(mix)
+    assert shared.stall_seconds >= waits[0]
+
+
+def test_three_queues_by_hand() -> None:
+    copies = [
+        CopyEvent(1, 0, "out", ("out", 7), 5.0),  # after op 0
+        CopyEvent(3, 1, "out", ("out", 7), None),  # its value is freed after op 1
+        CopyEvent(4, 0, "in", ("in", 7), 4.0),  # begins before op 2
+        CopyEvent(6, 1, "in", ("in", 7), None),  # is wanted before op 3
+    ]
+    met = {1: copies[:1], 2: copies[1:3], 3: copies[3:]}
+    found = _with_copies([0.1] * 4, [2.0, 3.0, 1.0, 1.0], met)
+    # op 0 ends at 2.1, the copy out at 7.1; op 1 at 5.1, waits until 7.1; op 2 ends at
+    # 8.1, the copy back at 11.1; op 3 ends at 12.1.
+    assert found.seconds == pytest.approx(12.1)
+    assert found.device_seconds == pytest.approx(7.0 + 2.0 + 3.0)
 
 
 def test_a_disk_is_measured_once(tmp_path: Path) -> None:
@@ -139,7 +202,7 @@ def test_the_command_offloads_to_a_folder(run: Run, folder: Path) -> None:
     wish = ("solve", str(trace), "--budget", "75%", "-o", str(plan), "--json")
     refused = run(*wish, "--offload", "host")
     assert refused.code == 1
-    assert "host memory: it is for GPUs" in refused.err
+    assert "to host memory: the step runs there" in refused.err
     assert run(*wish, "--spill-rate", "1GB").code == 2
     assert run(*wish, "--offload", str(folder / "none")).code == 1
     for disk in ("none", str(folder)):

@@ -99,6 +99,7 @@ def status(model):
     return types.SimpleNamespace(
         regions=[types.SimpleNamespace(call=c, runs=n, kept=0) for c, n in regions],
         spilled_bytes=0,
+        host_bytes=0,
     )
 
 sys.modules["ckplan.applying"] = types.ModuleType("ckplan.applying")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+import warnings
 from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ckplan import encodings
+from ckplan.applying.moving.host_memory import HostMemory
 from ckplan.applying.moving.spill_file import Jobs, SpillFile, wait
 from ckplan.applying.tensors.arguments import version_of
 from ckplan.encodings import Encoded
@@ -25,7 +27,9 @@ from ckplan.errors import ApplyError
 from ckplan.simulating.moving import IN_FLIGHT
 
 FILE = "file"
-"""The form of a value that is kept in a file."""
+"""The form of a value that is kept in a file, or in host memory."""
+HOST = "host"
+"""In place of a folder: the host memory of a GPU."""
 
 Form: TypeAlias = "Encoded | Moved"
 """What is kept of a value in place of its tensor."""
@@ -54,8 +58,9 @@ class Moved:
         self.dtype, self.device = tensor.dtype, tensor.device
         self.num_bytes = tensor.untyped_storage().nbytes()
         self.version = version  # of the tensor, as long as it has not changed
-        self.offset = offset  # in the file
-        self.jobs: Jobs = []  # copies under way
+        self.address = 0  # of its memory, as copies know it
+        self.offset = offset  # in the file or in pinned memory
+        self.jobs: Jobs = ()  # copies under way
         self.back: torch.Tensor | None = None  # from the beginning of its copy back
         self.group: ref[Group] | None = None
         self.lost: ApplyError | None = None  # why it cannot come back
@@ -92,28 +97,38 @@ class Group:
 class Mover:
     """Moves tensors of one model; a copy of the model gets its own."""
 
-    def __init__(self, folder: Path | None, num_bytes: int = 0) -> None:
-        """Create the file; without a folder, only fake tensors can be moved.
+    def __init__(self, place: Path | str | None, num_bytes: int = 0) -> None:
+        """Create the file or pin the memory.
+
+        Args:
+            place: A folder, ``HOST``, or None: only fake tensors can be moved.
+            num_bytes: Bytes of the tensors that will move, if known.
 
         Raises:
-            ApplyError: The folder cannot be written, or has too little room.
+            ApplyError: The folder cannot be written, there is no GPU, or too little
+                room.
         """
-        self._folder, self._num_bytes = folder, num_bytes
+        self._place, self._num_bytes = place, num_bytes
         self._lock = threading.RLock()
         self._leaving: deque[ref[Moved]] = deque()  # the last ones handed over
         self._count = 0  # of tensors moved so far
         self._groups: list[ref[Group]] = []  # in the order of their forwards
         self._remains: deque[_Remains] = deque()
         self._process = os.getpid()
-        self._file = SpillFile(folder, num_bytes) if folder else None
+        self._store = None if place is None else self._new_store()
 
-    def __reduce__(self) -> tuple[type[Mover], tuple[Path | None, int]]:
-        return type(self), (self._folder, self._num_bytes)
+    def __reduce__(self) -> tuple[type[Mover], tuple[Path | str | None, int]]:
+        return type(self), (self._place, self._num_bytes)
 
     @property
     def file_bytes(self) -> int:
         """Bytes of the file."""
-        return self._file.num_bytes if self._file else 0
+        return self._store.num_bytes if isinstance(self._store, SpillFile) else 0
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of pinned host memory."""
+        return self._store.num_bytes if isinstance(self._store, HostMemory) else 0
 
     def encode(
         self, form: str, tensor: torch.Tensor, *, in_place: bool = False
@@ -132,15 +147,18 @@ class Mover:
             return encodings.encode(form, tensor)
         if not _is_whole(tensor):
             return None
+        if tensor.device.type == "cpu" and tensor.is_shared():
+            raise _shared(tensor)
         with self._lock:
             self.settle(IN_FLIGHT - 1)
             num_bytes = tensor.untyped_storage().nbytes()
-            file = None if isinstance(tensor, FakeTensor) else self._own_file(tensor)
-            offset = file.allocate(num_bytes) if file else 0
+            store = None if isinstance(tensor, FakeTensor) else self._own_store(tensor)
+            offset = store.allocate(num_bytes) if store else 0
             version = version_of(tensor) + in_place
             moved = Moved(self, self._count, tensor, offset, version)
-            if file:
-                moved.jobs = file.write(tensor.data_ptr(), num_bytes, offset)
+            if store:
+                moved.address = tensor.data_ptr()
+                moved.jobs = store.write(tensor, offset)
             self._leaving.append(ref(moved))
             self._count += 1
             return moved
@@ -163,13 +181,13 @@ class Mover:
                     continue
                 try:
                     wait(moved.jobs)
-                    if version_of(moved.data) != moved.version:
+                    if _is_changed(moved, moved.data):
                         raise _changed(moved)
                 except ApplyError as error:
                     moved.lost = error
                     if not quiet:
                         raise
-                moved.data, moved.jobs = None, []
+                moved.data, moved.jobs = None, ()
 
     def add(self, group: Group) -> None:
         """Add the tensors of a region whose forward is over."""
@@ -208,9 +226,9 @@ class Mover:
         wait(jobs)
         assert back is not None, "internal error: a moved tensor was fetched twice"
         with self._lock:
-            if self._file:
-                self._file.free(moved.offset, moved.num_bytes)
-            moved.back, moved.jobs, moved.num_bytes = None, [], 0
+            if self._store:
+                self._store.free(moved.offset, moved.num_bytes)
+            moved.back, moved.jobs, moved.num_bytes = None, (), 0
         return back
 
     def forget(self, moved: Moved) -> None:
@@ -230,8 +248,8 @@ class Mover:
             jobs, offset, num_bytes, _ = self._remains.popleft()
             for job in jobs:
                 job.exception()  # waits; nobody wants what it copied
-            if self._file:
-                self._file.free(offset, num_bytes)
+            if self._store:
+                self._store.free(offset, num_bytes)
 
     def _follow(self, group: Group) -> None:
         """Begin to return the last tensors of a region that are still away."""
@@ -252,23 +270,26 @@ class Mover:
         moved.back = torch.empty_strided(
             moved.size, moved.stride, dtype=moved.dtype, device=moved.device
         )
-        if self._file:
-            address = moved.back.data_ptr()
-            moved.jobs = self._file.read(address, moved.num_bytes, moved.offset)
+        if self._store:
+            moved.jobs = self._store.read(moved.back, moved.offset)
 
-    def _own_file(self, tensor: torch.Tensor) -> SpillFile:
+    def _own_store(self, tensor: torch.Tensor) -> SpillFile | HostMemory:
         """The file of this process: a fork must not write into its parent's."""
-        if self._folder is None or tensor.device.type != "cpu":
-            raise ApplyError(
-                f"cannot move a tensor of {tensor.device.type} to a file",
-                needed="a model on the CPU, and a folder",
-                hint="ckplan.apply(model, plan, spill='/tmp')",
-            )
-        if self._file is None or self._process != os.getpid():
-            self._file = SpillFile(self._folder, self._num_bytes)
+        if self._place is None:
+            raise _elsewhere(tensor.device.type, None)
+        if self._store is None or self._process != os.getpid():
+            self._store = self._new_store()
             self._process = os.getpid()
             self._groups = []
-        return self._file
+        if tensor.device.type != self._store.device_type:
+            raise _elsewhere(tensor.device.type, self._place)
+        return self._store
+
+    def _new_store(self) -> SpillFile | HostMemory:
+        assert self._place is not None, "internal error: nowhere to move to"
+        if self._place == HOST:
+            return HostMemory(self._num_bytes)
+        return SpillFile(Path(self._place), self._num_bytes)
 
 
 def decode(kept: Form) -> torch.Tensor:
@@ -285,10 +306,44 @@ def _is_whole(tensor: torch.Tensor) -> bool:
     return dense and tensor.nbytes == tensor.untyped_storage().nbytes() > 0
 
 
+def warn_of_kept(region: str, op: str) -> None:
+    """Warn that a tensor of a plan stays where it is."""
+    warnings.warn(
+        f"{region} keeps {op}, which the plan moves: it is no plain tensor with memory "
+        "of its own; results are the same, memory is not",
+        stacklevel=2,
+    )
+
+
+def _shared(tensor: torch.Tensor) -> ApplyError:
+    return ApplyError(
+        f"cannot move a tensor of shape {tuple(tensor.shape)}: its memory is shared "
+        "with other processes",
+        needed="offloaded tensors that nobody else writes to",
+        hint="leave its op out of offload",
+    )
+
+
+def _elsewhere(device: str, place: Path | str | None) -> ApplyError:
+    where = "the host" if place == HOST else "a file"
+    return ApplyError(
+        f"cannot move a tensor of {device} to {where}",
+        needed="a model on a GPU" if place == HOST else "a model on the CPU",
+        hint=f"ckplan.apply(model, plan, spill='/tmp') on the CPU, '{HOST}' on a GPU",
+    )
+
+
+def _is_changed(moved: Moved, tensor: torch.Tensor) -> bool:
+    """Whether a tensor was written to, or given other memory, while it was copied."""
+    if version_of(tensor) != moved.version:
+        return True
+    return bool(moved.address) and tensor.data_ptr() != moved.address
+
+
 def _changed(moved: Moved) -> ApplyError:
     return ApplyError(
         f"a tensor of shape {tuple(moved.size)} was changed in place while a plan "
-        "moved it to a file",
+        "moved it away",
         needed="offloaded tensors that stay as they are",
         hint="leave its op out of offload",
     )

@@ -15,12 +15,14 @@ import os
 import shutil
 import tempfile
 import threading
-from bisect import bisect_left
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
+import torch
+
+from ckplan.applying.moving.room import Room
 from ckplan.errors import ApplyError
 from ckplan.units import format_bytes
 
@@ -30,11 +32,21 @@ THREADS = 2
 _CHUNK = 4 * 2**20  # most bytes of one job
 _DIRECT = getattr(os, "O_DIRECT", 0)
 
-Jobs: TypeAlias = list["Future[None]"]
+
+class Job(Protocol):
+    """A copy under way."""
+
+    def exception(self) -> BaseException | None:
+        """Wait until the copy is over; returns why it failed."""
+
+
+Jobs: TypeAlias = Sequence[Job]
 
 
 class SpillFile:
     """A nameless file in a folder, with a pool of threads to copy from and to it."""
+
+    device_type = "cpu"
 
     def __init__(self, folder: Path, num_bytes: int = 0) -> None:
         """Create the file.
@@ -48,7 +60,7 @@ class SpillFile:
         """
         self.num_bytes = 0  # allocated on the disk
         self._folder = folder
-        self._holes: list[tuple[int, int]] = []  # (offset, bytes) that are free
+        self._room = Room(BLOCK)
         self._descriptor = _open_nameless(folder)
         self._buffers = threading.local()
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="ckplan-spill")
@@ -68,34 +80,20 @@ class SpillFile:
         Raises:
             ApplyError: The disk is full.
         """
-        needed = _whole_blocks(num_bytes)
-        fits = [(size, at) for at, size in self._holes if size >= needed]
-        if not fits:
-            return self._grow(needed)[0]
-        size, offset = min(fits)
-        self._holes.remove((offset, size))
-        if size > needed:
-            self.free(offset + needed, size - needed)
-        return offset
+        offset = self._room.take(num_bytes)
+        return self._grow(_whole_blocks(num_bytes))[0] if offset is None else offset
 
     def free(self, offset: int, num_bytes: int) -> None:
         """Give room in the file back, for later tensors."""
-        start, stop = offset, offset + _whole_blocks(num_bytes)
-        place = bisect_left(self._holes, (start, 0))
-        if place < len(self._holes) and self._holes[place][0] == stop:
-            stop += self._holes.pop(place)[1]
-        if place and sum(self._holes[place - 1]) == start:
-            start = self._holes.pop(place - 1)[0]
-            place -= 1
-        self._holes.insert(place, (start, stop - start))
+        self._room.free(offset, num_bytes)
 
-    def write(self, address: int, num_bytes: int, offset: int) -> Jobs:
-        """Begin to copy memory, which must stay as it is, to the file."""
-        return self._copy(self._write, address, num_bytes, offset)
+    def write(self, tensor: torch.Tensor, offset: int) -> Jobs:
+        """Begin to copy a tensor, which must stay as it is, to the file."""
+        return self._copy(self._write, tensor, offset)
 
-    def read(self, address: int, num_bytes: int, offset: int) -> Jobs:
-        """Begin to copy from the file to memory."""
-        return self._copy(self._read, address, num_bytes, offset)
+    def read(self, tensor: torch.Tensor, offset: int) -> Jobs:
+        """Begin to copy from the file to a tensor."""
+        return self._copy(self._read, tensor, offset)
 
     def _grow(self, num_bytes: int) -> tuple[int, int]:
         """Make the file longer; returns offset and length of the new part."""
@@ -110,10 +108,10 @@ class SpillFile:
     def _copy(
         self,
         job: Callable[[int, int, int], None],
-        address: int,
-        num_bytes: int,
+        tensor: torch.Tensor,
         offset: int,
     ) -> Jobs:
+        address, num_bytes = tensor.data_ptr(), tensor.untyped_storage().nbytes()
         parts = range(0, num_bytes, _CHUNK)
         return [
             self._pool.submit(
@@ -149,7 +147,7 @@ class SpillFile:
         ctypes.memmove(address, buffer, num_bytes)
 
 
-def wait(jobs: Iterable[Future[None]]) -> None:
+def wait(jobs: Jobs) -> None:
     """Wait until all copies are over: no other thread uses their memory any more.
 
     Raises:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ckplan.applying.moving.mover import Form, Mover
+from ckplan.applying.moving.mover import FILE, Form, Mover, warn_of_kept
 from ckplan.applying.rebuilding.rebuilder import Rebuilder
 from ckplan.applying.rebuilding.schedule import Schedule
 from ckplan.applying.rebuilding.step import Step, depth_of
@@ -33,6 +33,7 @@ from ckplan.applying.tensors.random_state import random_state
 from ckplan.applying.tensors.retained import ref_of, retain, retain_copy, tensors_in
 from ckplan.applying.tensors.storages import Storages
 from ckplan.errors import ApplyError
+from ckplan.plan.names import OpName
 from ckplan.simulating.program import EXTERNAL, NestedRegion, Program, compile_program
 from ckplan.training.data_dependent import has_data_dependent_shape
 from ckplan.training.randomness import draws
@@ -321,6 +322,8 @@ class Recorder(TorchDispatchMode):
                 small = self._mover.encode(form, tensor, in_place=in_place)
                 if small is not None:
                     self.encoded[value] = small
+                elif form == FILE:
+                    warn_of_kept(self.name, str(OpName(*key)))
 
     def pack(self, tensor: torch.Tensor) -> Kept | Dropped:
         """Keep what autograd saves, or drop it."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import time
 from pathlib import Path
 
@@ -38,11 +37,11 @@ def spill_rate(folder: str | Path, *, fresh: bool = False) -> float:
 
 
 def _seconds(file: SpillFile) -> float:
-    memory = (ctypes.c_char * PROBE_BYTES)()
-    address, offset = ctypes.addressof(memory), file.allocate(PROBE_BYTES)
+    memory = torch.zeros(PROBE_BYTES, dtype=torch.uint8)
+    offset = file.allocate(PROBE_BYTES)
     times = []
     for copy in (file.write, file.read):
         start = time.perf_counter()
-        wait(copy(address, PROBE_BYTES, offset))
+        wait(copy(memory, offset))
         times.append(time.perf_counter() - start)
     return max(times)

@@ -1,0 +1,92 @@
+"""Options of commands that may plan with more than recomputation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ckplan.cli.terminal import print_message
+from ckplan.errors import CkplanError
+
+if TYPE_CHECKING:
+    from ckplan.graph.graph import Graph
+    from ckplan.simulating.moving import Link
+
+
+class Lever(str, Enum):
+    """What plans may do besides recomputation; as ``ckplan.solving.solve.LEVERS``."""
+
+    TILES = "tiles"
+
+
+@dataclass(frozen=True)
+class LeverOptions:
+    """What a plan may do besides recomputation."""
+
+    allow: Annotated[
+        list[Lever] | None,
+        typer.Option(help="tiles: the head and its loss may run in tiles."),
+    ] = None
+    offload: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Activations may move to a file there; on a GPU: host. Or none.",
+        ),
+    ] = None
+    spill_rate: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Bytes per second of that disk  [default: measured] or link.",
+        ),
+    ] = None
+
+    @property
+    def allowed(self) -> list[str]:
+        """Levers by name."""
+        return [one.value for one in self.allow or ()]
+
+    def link(self, graph: Graph, gpu: str | None) -> Link | None:
+        """The way to a disk or the host; None without offload."""
+        from ckplan.simulating.moving import Link
+
+        rate = self.rate(graph, gpu)
+        return None if rate is None else Link.of(graph, rate)
+
+    def rate(self, graph: Graph, gpu: str | None) -> float | None:
+        """Bytes per second of the way to a disk or the host; None without offload.
+
+        Raises:
+            CkplanError: The step cannot move there, or the rate is none.
+        """
+        from ckplan.simulating.moving import is_on_gpu
+        from ckplan.solving.offloading import host_rate
+        from ckplan.solving.solve import parse_rate
+        from ckplan.units import format_bytes
+
+        rate = self.spill_rate
+        if self.offload is None or self.offload == "none":
+            if rate is not None:
+                raise typer.BadParameter("--spill-rate needs --offload FOLDER or host")
+            return None
+        known = None if rate is None else parse_rate(rate)
+        if self.offload == "host":
+            return host_rate(graph, self.offload, gpu, known)
+        if is_on_gpu(graph):
+            raise CkplanError(
+                "cannot plan to offload from cuda to a file",
+                needed="a step on the CPU; tensors of a GPU move to host memory",
+                hint="--offload host",
+            )
+        if known is not None:
+            return known
+        from ckplan.tracing.costs.spill_rate import spill_rate
+
+        found = spill_rate(self.offload)
+        size = format_bytes(int(found))
+        print_message(f"the disk of {self.offload} moves {size} per second")
+        return found

@@ -1,0 +1,116 @@
+"""Plans with levers beside recomputation: a head in tiles, values that move, or both.
+
+Each lever is a search of its own with a floor and a bound. This module picks the
+search, draws its trade-off, and simulates what frameworks do with the same levers:
+
+===================  ==================================================================
+``offload all``      every value of every layer that can move moves, the rest is rebuilt
+``save_on_cpu``      the same, each copy waited for (``torch.autograd.graph``)
+``chunked loss``     the head and its loss in 8 tiles, and nothing else
+===================  ==================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Protocol
+
+from ckplan.errors import InfeasibleError
+from ckplan.graph.records import OUTSIDE_CALLS
+from ckplan.plan.region import TILES, Region
+from ckplan.plan.tiles import Tiles
+from ckplan.simulating.moving import Link
+from ckplan.simulating.simulate import Simulator
+from ckplan.solving.baselines import can_recompute, find_repeated_layers
+from ckplan.solving.memory_limit import MemoryLimit
+from ckplan.solving.offloading import MovingPlanner, movable, only_wanted
+from ckplan.solving.planner import Planner
+from ckplan.solving.solution import Baseline, FrontierPoint, Solution
+from ckplan.solving.tiled_heads import COUNTS, TilingPlanner, find_tileable_head
+
+
+class Search(Protocol):
+    """Finds plans of one graph."""
+
+    @property
+    def floor_bytes(self) -> int:
+        """The smallest peak of any plan found."""
+
+    def solve(self, limit: MemoryLimit) -> Solution:
+        """Find the cheapest plan within a limit."""
+
+
+def search_with(planner: Planner, *, tiles: bool, link: Link | None) -> Search:
+    """The search of the levers that are allowed, at least one.
+
+    Args:
+        planner: Of the graph, which keeps and recomputes.
+        tiles: Whether the head may run in tiles.
+        link: The way of copies, if values may move.
+
+    Raises:
+        PlanError: No head can run in tiles.
+    """
+    if tiles:
+        return TilingPlanner(planner, link)
+    assert link is not None, "internal error: no lever"
+    return MovingPlanner(planner, link)
+
+
+def frontier_of(
+    planner: Planner, search: Search, count: int
+) -> tuple[FrontierPoint, ...]:
+    """Non-dominated plans, smallest peak first, the unplanned step last.
+
+    Args:
+        planner: Of the graph.
+        search: Its search.
+        count: Number of budgets, evenly spaced from the floor to the unplanned peak.
+    """
+    low, high = search.floor_bytes, planner.unplanned.peak_bytes
+    found: list[FrontierPoint] = []
+    for place in range(count):
+        limit = MemoryLimit(low + (high - low) * place // max(count - 1, 1))
+        try:
+            one = search.solve(limit)
+        except InfeasibleError:  # the link of its smallest plan costs bytes
+            continue
+        line, bound = one.timeline, one.bound_overhead
+        point = FrontierPoint(line.peak_bytes, line.overhead, bound, one.regions)
+        found.append(point)
+    kept: list[FrontierPoint] = []
+    for point in sorted(found, key=lambda p: (p.peak_bytes, p.overhead)):
+        if not kept or point.overhead < kept[-1].overhead:
+            kept.append(point)
+    return tuple(kept)
+
+
+def lever_baselines(
+    planner: Planner, limit: MemoryLimit, *, tiles: bool, link: Link | None
+) -> Iterator[Baseline]:
+    """What frameworks do with the levers that are allowed, as simulated."""
+    graph = planner.graph
+    if link is not None:
+        simulator = Simulator(graph, link)
+        layers = find_repeated_layers(graph, planner.menus)
+        layers = layers or graph.children[OUTSIDE_CALLS][:1]
+        every = (_moving_all(simulator, layer) for layer in layers)
+        regions = [one for one in every if can_recompute(simulator, one)]
+        line = simulator.run(regions)
+        moving = Baseline.of("offload all", line, limit)
+        yield moving
+        copies = 2 * graph.num_batches * line.moves.moved_bytes / link.bytes_per_second
+        seconds = line.recompute_seconds - line.stall_seconds + copies
+        overhead = seconds / (line.unplanned_seconds or 1.0)
+        yield replace(moving, name="save_on_cpu", overhead=overhead)
+    if tiles:
+        count = COUNTS[0]
+        head = Region(find_tileable_head(graph), TILES, tiles=Tiles(count, count))
+        yield Baseline.of("chunked loss", planner.simulator.run([head]), limit)
+
+
+def _moving_all(simulator: Simulator, layer: int) -> Region:
+    call = simulator.graph.calls[layer]
+    places = movable(simulator.graph, range(call.start, call.stop))
+    return only_wanted(simulator, Region(layer, offload=frozenset(places)))

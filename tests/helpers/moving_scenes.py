@@ -1,0 +1,184 @@
+"""What a model that moves tensors goes through, and what finds a line left out."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import os
+import sys
+import textwrap
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from small_models import Residual
+from torch import nn
+
+from ckplan.applying.hooks.session import Session
+from ckplan.applying.moving.mover import Mover
+from ckplan.errors import ApplyError
+from ckplan.simulating.moving import IN_FLIGHT
+
+TEXT = """
+ckplan: 1
+regions:
+  - calls: "[0..2]"
+    offload: [norm/native_layer_norm@0, up/addmm, drop/div_, drop/div_#1]
+"""
+ROWS = 64
+WHEN = ("at once", "waited for", "late")
+Scene = Callable[[nn.Sequential, torch.Tensor], list[torch.Tensor]]
+
+
+def build() -> tuple[nn.Sequential, torch.Tensor]:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Residual() for _ in range(3))), torch.randn(ROWS, 64)
+
+
+def backward(model: nn.Module, out: torch.Tensor) -> list[torch.Tensor]:
+    model.zero_grad()
+    out.square().mean().backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+# -- what a model goes through; each returns gradients -------------------------------
+
+
+def steps(model: nn.Sequential, x: torch.Tensor) -> list[torch.Tensor]:
+    """Three steps."""
+    return [g for n in (1, 2, 3) for g in backward(model, model(x * n))]
+
+
+def interrupted(model: nn.Sequential, x: torch.Tensor) -> list[torch.Tensor]:
+    """Forwards that end early, each before a step."""
+    found = []
+    for place in (model[0].norm, model[2]):
+
+        def fail(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        handle = place.register_forward_hook(fail)  # type: ignore[operator,union-attr]
+        with suppress(KeyboardInterrupt):
+            model(x * 3)
+        handle.remove()
+        gc.collect(1)  # what is young
+        torch.manual_seed(1)
+        found += backward(model, model(x))
+        model(x * 2)  # without backward
+    return found
+
+
+def parts(model: nn.Sequential, x: torch.Tensor) -> list[torch.Tensor]:
+    """Blocks called on their own, and backwards between forwards."""
+    first = model[0](x)
+    second = model[1](x)
+    found = backward(model, second)
+    third = model[2](x)
+    return found + backward(model, first) + backward(model, third)
+
+
+def forked(model: nn.Sequential, x: torch.Tensor) -> list[torch.Tensor]:
+    """Another process trains while tensors are away."""
+    out = model(x)
+    sys.stdout.flush()
+    child = os.fork()
+    if not child:
+        try:
+            del out  # whose room is free here, and not there
+            backward(model, model(x + 1))
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    return backward(model, out)
+
+
+def grown(model: nn.Sequential, x: torch.Tensor) -> list[torch.Tensor]:
+    """Steps without backward: the file must not grow."""
+    sizes = set()
+    for _ in range(4):
+        model(x)
+        backward(model, model(x))
+        mover = mover_of(model)
+        sizes.add(mover.file_bytes + mover.host_bytes if mover else 0)
+    return [torch.tensor(len(sizes))]
+
+
+def held(model: nn.Sequential, x: torch.Tensor) -> list[torch.Tensor]:
+    """Whether moved tensors stay in memory, while forward runs or after it."""
+    mover, most = mover_of(model), [0]
+
+    def look(*_: object) -> None:
+        most.append(len(mover._leaving) if mover else 0)
+
+    handles = [one.register_forward_hook(look) for one in model]
+    backward(model, model(x))
+    out = model(x)
+    look()
+    backward(model, out)
+    for handle in handles:
+        handle.remove()
+    return [torch.tensor(max(most) > IN_FLIGHT), torch.tensor(most[-1])]
+
+
+def overwritten(model: nn.Sequential, x: torch.Tensor) -> list[torch.Tensor]:
+    """A hook overwrites what moves: an error, or the bits of an unplanned step."""
+
+    def overwrite(module: nn.Module, args: object, out: torch.Tensor) -> None:
+        with torch.no_grad():
+            out.mul_(2.0)
+
+    handle = model[1].up.register_forward_hook(overwrite)  # type: ignore[union-attr]
+    try:
+        found = backward(model, model(x))
+    except ApplyError:
+        found = []
+    handle.remove()
+    return [torch.tensor(len(found) and mover_of(model) is not None)]
+
+
+def mover_of(model: nn.Module) -> Mover | None:
+    owners = (
+        getattr(one, "__self__", None) for one in model._forward_pre_hooks.values()
+    )
+    return next((one.mover for one in owners if isinstance(one, Session)), None)
+
+
+SCENES = (steps, interrupted, parts, grown, held, overwritten)
+
+
+@cache
+def unplanned(scene: Callable[..., list[torch.Tensor]]) -> list[torch.Tensor]:
+    model, x = build()
+    torch.manual_seed(1)
+    return scene(model, x)
+
+
+def goes_right(scene: Scene, model: nn.Sequential, x: torch.Tensor) -> bool:
+    """Whether a scene of a planned model has the gradients of the unplanned one."""
+    torch.manual_seed(1)
+    try:
+        found = scene(model, x)
+    except (AssertionError, IndexError, RuntimeError, TypeError, ValueError):
+        return False
+    except UserWarning:
+        return False  # a digest of the first forward tells
+    expected = unplanned(scene)
+    return len(found) == len(expected) and all(map(torch.equal, found, expected))
+
+
+def leave_out(
+    patch: pytest.MonkeyPatch, owner: type, method: str, old: str, new: str
+) -> None:
+    """Replace a part of a method, which is there once."""
+    function = inspect.unwrap(getattr(owner, method))
+    source = textwrap.dedent(inspect.getsource(function))
+    assert source.count(old) == 1
+    lines = source.replace(old, new).splitlines()
+    kept = [line for line in lines if not line.startswith("@")]
+    found: dict[str, Any] = {}
+    code = "from __future__ import annotations\n" + "\n".join(kept)
+    exec(code, function.__globals__, found)
+    patch.setattr(owner, method, found[method])
