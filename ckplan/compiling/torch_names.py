@@ -301,7 +301,8 @@ def compile_errors(what: str) -> Iterator[None]:
         raise WorkloadError(
             f"cannot compile {what} as one graph: {first_line(error)}",
             needed="a model and a loss that compile with fullgraph=True",
-            hint="TORCH_LOGS=graph_breaks shows where the graph breaks",
+            hint="in Python, ckplan.compile(model, budget, fullgraph=False), where the "
+            "graph breaks; TORCH_LOGS=graph_breaks shows the place",
         ) from error
 
 
