@@ -42,7 +42,7 @@ from ckplan import files
 from ckplan.errors import CkplanError
 from ckplan.units import format_bytes
 
-_SMALL = ("layers=2", "width=64", "heads=2", "batch=8", "length=32", "vocab=200")
+_SMALL = ("layers=1", "width=64", "heads=2", "batch=8", "length=32", "vocab=200")
 _ZOO = ("layers=1", "batch=4", "length=32")
 _IMAGES = ("batch=2", "size=32")
 TEN = {
@@ -50,12 +50,12 @@ TEN = {
     "llama": _SMALL,
     "bert": _SMALL,
     "zoo:t5": ("layers=1", "batch=8", "length=64"),
-    "vit": ("layers=2", "width=64", "heads=2", "batch=8", "size=64"),
+    "vit": ("layers=1", "width=64", "heads=2", "batch=8", "size=64"),
     "zoo:convnext": ("stages=2", "batch=8", "size=64"),
     "resnet50": ("stages=1", "batch=4", "size=64", "classes=10"),
     "unet": ("layers=1", "width=32", "batch=4", "size=32"),
     "zoo:mixtral": ("layers=1", "batch=16", "length=64"),
-    "zoo:lstm": ("batch=4", "length=8", "width=64"),
+    "zoo:lstm": ("batch=16", "length=3", "width=64"),
 }
 FAMILIES = {
     **{
@@ -157,9 +157,9 @@ def swept(planner: Any, count: int) -> tuple[dict[str, Any], list[Any]]:
         "plans": len(saved),
         "monotone": within and all(a >= b for a, b in pairwise(costs)),
     }
-    # One budget alone: in the middle.
-    places = range(count) if count > 1 else (0.5,)
-    budgets = [floor + int(span * place / max(count, 1)) for place in places]
+    middle = (0.5,)  # for one budget alone
+    places = middle if count == 1 else range(count)
+    budgets = [floor + int(span * place / count) for place in places]
     return row, [planner.solve(one).plan for one in budgets]
 
 
@@ -236,15 +236,18 @@ def main() -> int:
     args = _arguments()
     wanted = [] if args.page else args.only or [*TEN, *FAMILIES]
     for workload in wanted:
-        count = args.count or (5 if workload in TEN else 1)
+        usual = 5 if workload in TEN else 1
+        count = usual if args.count is None else args.count
         say(f"{workload}: {count} budgets")
         rows: list[dict[str, Any]] = []
         try:
-            rows.extend(measured(workload, count))
+            for row in measured(workload, count):
+                rows.append(row)
+                keep(workload, rows)
         except CkplanError as error:
             place = len(rows)
             rows.append({"workload": workload, "place": place, "refused": error.what})
-        keep(workload, rows)
+            keep(workload, rows)
     ordered = kept_rows()
     fine = [row for row in ordered if "refused" not in row]
     table = []
@@ -280,8 +283,8 @@ def _arguments() -> argparse.Namespace:
         "--count",
         metavar="N",
         type=int,
-        default=0,
-        help="verify plans for so many budgets  [default: 5 for ten models, else 1]",
+        help="verify plans for so many budgets; 0: only solve 20  "
+        "[default: 5 for ten models, else 1]",
     )
     parser.add_argument(
         "--page", action="store_true", help="measure nothing, write the page anew"
