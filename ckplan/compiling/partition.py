@@ -79,14 +79,15 @@ class Partitioner(CustomPartitionerFn):
         """Divide the joint graph."""
         how.pop("compiler", None)
         joint = without_duplicates(joint)
-        kept = fx.GraphModule(joint, copy.deepcopy(joint.graph))
+        kept = _copy(joint)
         if self.saved is not None:
             parts = divide(joint, inputs, self.saved, how)
         elif self.share is not None:
             parts = frugal_parts(joint, inputs, dict(how), self.share)
         else:
             parts = default_parts(joint, inputs, dict(how))
-        self.seen = JointGraph(kept, how["num_fwd_outputs"], *parts)
+        # Inductor changes the parts when it lowers them, and names of nodes with that.
+        self.seen = JointGraph(kept, how["num_fwd_outputs"], *map(_copy, parts))
         return parts
 
 
@@ -122,6 +123,10 @@ def divide(
             node.meta["recompute"] = wanted
             node.meta["ac_graph_id"] = 0  # one region: torch adds no boundaries
     return tagged_parts(joint, inputs, how)
+
+
+def _copy(module: fx.GraphModule) -> fx.GraphModule:
+    return fx.GraphModule(module, copy.deepcopy(module.graph))
 
 
 def _before_gradients(graph: fx.Graph) -> Iterator[fx.Node]:

@@ -78,6 +78,15 @@ def compile(
             budget.
         InfeasibleError: No plan fits; the smallest replayed peak is named.
     """
+    if "backend" in how or not callable(model):
+        what = (
+            "a backend" if "backend" in how else f"the {type(model).__name__} {model!r}"
+        )
+        raise CkplanError(
+            f"cannot compile with {what}: ckplan.compile is given a model and a budget",
+            needed="a model, or a function that calls it; no backend",
+            hint="torch.compile(model, backend=ckplan.backend(budget))",
+        )
     how = {"fullgraph": True, "dynamic": False, **how}
     planned = backend(
         plan_or_budget,

@@ -33,11 +33,6 @@ CANDIDATES = 16
 NEAR_FLOOR = 8
 """More of them between the two smallest, and as many in the quarter above: there, the
 solver nests regions, which are flattened, and a plan without them is often smaller."""
-_MOST_OVER = 1.06
-"""A candidate is not replayed if its simulated peak, in proportion to that of the
-unplanned step, is beyond the budget by more than this factor. Simulated peaks are
-seldom that much too high, and then a plan is missed, never a budget."""
-
 _MOST_DOMINATED = 1.02
 """A candidate whose simulated peak exceeds that of a cheaper one by more than this
 factor is left out. Replayed peaks of nearly equal ones may be in another order."""
@@ -172,8 +167,6 @@ class CompiledPlanner:
 
     def _first_within(self, budget_bytes: int) -> Chosen | None:
         for candidate in self.candidates:
-            if self._is_far_over(candidate, budget_bytes):
-                continue
             found = self.replayed(candidate.saved)
             if found.peak_bytes <= budget_bytes:
                 return self.chosen(candidate, budget_bytes)
@@ -275,14 +268,6 @@ class CompiledPlanner:
         kept |= {s.storage for i, s in enumerate(graph.saved) if i not in dropped}
         made = (s for s in kept if graph.storages[s].maker != BEFORE_STEP)
         return frozenset(name_of[storage] for storage in made)
-
-    def _is_far_over(self, candidate: Candidate, budget_bytes: int) -> bool:
-        """Whether a candidate need not be replayed; never so near the floor."""
-        simulated = [one.simulated_peak_bytes for one in self.candidates]
-        scale = self.unplanned.peak_bytes / self._planner.unplanned.peak_bytes
-        expected = candidate.simulated_peak_bytes * scale
-        is_near_floor = candidate.simulated_peak_bytes <= _MOST_OVER * min(simulated)
-        return expected > _MOST_OVER * budget_bytes and not is_near_floor
 
     def _check_same_graph(self, plan: Plan) -> None:
         made_for = plan.fingerprint.get("compiled")

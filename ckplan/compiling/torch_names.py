@@ -24,7 +24,11 @@ from ckplan.errors import ApplyError, CkplanError, WorkloadError
 from ckplan.training.failures import first_line
 
 try:
-    from torch._dynamo.exc import ShortenTraceback, TorchDynamoException
+    from torch._dynamo.exc import (
+        BackendCompilerFailed,
+        ShortenTraceback,
+        TorchDynamoException,
+    )
     from torch._functorch import config as functorch_config
     from torch._functorch.compile_utils import fx_graph_cse
     from torch._functorch.partitioners import (
@@ -37,10 +41,11 @@ try:
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
     from torch._inductor.exc import InvalidCxxCompiler
     from torch._inductor.graph import GraphLowering
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
 except ImportError as missing:  # what a version lacks is said when it is needed
     MISSING: ImportError | None = missing
     CustomPartitionerFn = ShortenTraceback = object
-    TorchDynamoException = ()
+    TorchDynamoException = BackendCompilerFailed = ()
 else:
     MISSING = None
 
@@ -87,6 +92,9 @@ QUICK = {"cpp.simdlen": 0}
 vectorize them takes a quarter of the time of generating code."""
 
 _PARTITIONER = "custom_partitioner_fn"  # option of Inductor
+
+_ONE_PLANS = threading.RLock()
+"""Two threads that replaced the same function of torch would not restore it."""
 
 _PROBE = {"fx_graph_cache": False, "fx_graph_remote_cache": False}
 _PROBE_OF_AOT = {
@@ -258,7 +266,7 @@ def generate_code(
         with mock.patch.object(GraphLowering, "compile_to_module", instead):
             return compile_fx_inner(part, given, **how)
 
-    with functorch_config.patch(**_PROBE_OF_AOT):
+    with _ONE_PLANS, functorch_config.patch(**_PROBE_OF_AOT):
         compile_fx(
             gm,
             inputs,
@@ -291,18 +299,37 @@ def compile_errors(what: str) -> Iterator[None]:
     """Say in three lines what torch cannot compile.
 
     Raises:
-        WorkloadError: Dynamo or Inductor refused it.
+        ApplyError: Inductor failed, such as at a file of its cache.
+        WorkloadError: Dynamo refused it.
     """
     try:
         yield
     except CkplanError:
         raise
+    except BackendCompilerFailed as error:
+        raise _inductor_failed(what, error.inner_exception) from error
     except TorchDynamoException as error:
         raise WorkloadError(
             f"cannot compile {what} as one graph: {first_line(error)}",
             needed="a model and a loss that compile with fullgraph=True",
-            hint="TORCH_LOGS=graph_breaks shows where the graph breaks",
+            hint="in Python, ckplan.compile(model, budget, fullgraph=False), where the "
+            "graph breaks; TORCH_LOGS=graph_breaks shows the place",
         ) from error
+
+
+def _inductor_failed(what: str, error: BaseException) -> ApplyError:
+    said = f"{type(error).__name__}: {first_line(error)}"
+    if isinstance(error, OSError | ImportError):  # a kernel does not load
+        return ApplyError(
+            f"cannot compile {what}: a file of Inductor's cache fails: {said}",
+            needed="a cache that this machine wrote, with this torch and compiler",
+            hint=f"TORCHINDUCTOR_CACHE_DIR=EMPTY_FOLDER, or delete {cache_dir()}",
+        )
+    return ApplyError(
+        f"cannot compile {what}: Inductor fails: {said}",
+        needed="a model that torch.compile(model) compiles on its own",
+        hint="ckplan.apply, which plans uncompiled code",
+    )
 
 
 def _passing(error: CkplanError) -> CkplanError:

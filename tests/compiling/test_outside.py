@@ -24,10 +24,10 @@ def layers() -> nn.Module:
     ("kind", "options"),
     [
         ("AdamW", {}),
-        ("AdamW", {"foreach": True}),
         ("AdamW", {"fused": True}),
+        pytest.param("AdamW", {"foreach": True}, marks=pytest.mark.slow),
         ("SGD", {"momentum": 0.9}),
-        ("Adagrad", {}),
+        pytest.param("Adagrad", {}, marks=pytest.mark.slow),
     ],
 )
 def test_bytes_of_an_optimizer_are_those_of_its_second_step(

@@ -12,7 +12,7 @@ from compiled import Block, Steps, run_steps
 from torch import nn
 
 import ckplan
-from ckplan.compiling import lowering
+from ckplan.compiling import lowering, planned_backend
 from ckplan.compiling.parts import Parts, find_parts
 from ckplan.errors import ApplyError, InfeasibleError
 from ckplan.plan.plan import Plan
@@ -120,7 +120,10 @@ def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_kernels")
-def test_what_runs_uncompiled_is_said_and_the_peaks_are_known(parts: Parts) -> None:
+def test_what_runs_uncompiled_is_said_and_planned_once(
+    parts: Parts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planned_backend, "find_parts", lambda *_: parts)
     model, x = breaks()
     call = ckplan.compile(model, "100%", fullgraph=False)
     with pytest.warns(UserWarning, match=r"code between them .* keeps 32.00 KiB"):

@@ -1,0 +1,296 @@
+"""Plans inside torch.compile at many budgets, and the gradients of many families.
+
+For every workload, budgets are spaced evenly from the smallest replayed peak to the
+unplanned one. The plans for some of them are verified as ``ckplan verify --compile``
+does: the compiled step takes the bytes that were replayed, within the budget, and has
+the bits of the compiled unplanned step, dropout on, or differs by rounding alone. 20
+budgets are solved: with more of them, the estimated time never rises. "At least" is
+what no plan can go below: parameters, batch and all gradients, which are alive at the
+end.
+
+Rows are kept beside the page, as JSON, so that some can be measured again:
+
+    python scripts/compiled_budgets.py
+    python scripts/compiled_budgets.py --only gpt2
+    python scripts/compiled_budgets.py --only zoo:opt --count 1
+
+Exit code 1 if any row breaks the promise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+from _measuring import (
+    ROOT,
+    SEED,
+    Report,
+    finish,
+    make_parser,
+    make_table,
+    results_path,
+    run,
+    say,
+    workload_path,
+)
+
+from ckplan import files
+from ckplan.errors import CkplanError
+from ckplan.units import format_bytes
+
+_SMALL = ("layers=1", "width=64", "heads=2", "batch=8", "length=32", "vocab=200")
+_ZOO = ("layers=1", "batch=4", "length=32")
+_IMAGES = ("batch=2", "size=32")
+TEN = {
+    "gpt2": _SMALL,
+    "llama": _SMALL,
+    "bert": _SMALL,
+    "zoo:t5": ("layers=1", "batch=8", "length=64"),
+    "vit": ("layers=1", "width=64", "heads=2", "batch=8", "size=64"),
+    "zoo:convnext": ("stages=2", "batch=8", "size=64"),
+    "resnet50": ("stages=1", "batch=4", "size=64", "classes=10"),
+    "unet": ("layers=1", "width=32", "batch=4", "size=32"),
+    "zoo:mixtral": ("layers=1", "batch=16", "length=64"),
+    "zoo:lstm": ("batch=16", "length=3", "width=64"),
+}
+FAMILIES = {
+    **{
+        f"zoo:{name}": _ZOO
+        for name in (
+            *("mistral", "gemma", "bloom", "opt", "bart", "albert", "distilbert"),
+            *("deberta", "electra", "lora"),
+        )
+    },
+    "zoo:mamba": ("layers=1", "batch=2", "length=8"),
+    **{
+        f"zoo:{name}": _IMAGES
+        for name in (
+            *("swin", "efficientnet", "mobilenet", "regnet", "densenet", "inception"),
+            *("vgg", "vae", "segformer"),
+        )
+    },
+    "zoo:clip": ("layers=1", "batch=2"),
+    "zoo:mixer": _IMAGES,
+    "zoo:dit": ("layers=1", "batch=2"),
+    "zoo:gan": ("batch=4",),
+    "zoo:gru": ("batch=4", "length=8", "width=64"),
+    "zoo:policy": ("steps=4", "batch=8", "width=32"),
+    "mlp": (),
+}
+SWEEP = 20
+HEADERS = (
+    "workload",
+    "budget",
+    "in bytes",
+    "replayed",
+    "measured",
+    "bits equal",
+    "largest difference",
+    "from eager",
+)
+SWEEP_HEADERS = ("workload", "at least", "floor", "unplanned", "plans", "monotone")
+
+
+def measured(workload: str, count: int) -> Iterator[dict[str, Any]]:
+    """A row for the model, and one for every budget."""
+    import torch
+
+    from ckplan.compiling.search import CompiledPlanner
+    from ckplan.compiling.step import trace_step
+    from ckplan.training.loading import WorkloadSpec, parse_options
+    from ckplan.verifying.compiled_steps import verify_compiled
+
+    settings = {**TEN, **FAMILIES}[workload]
+    path, _, factory = workload.partition(":")
+    target = str(ROOT / workload_path(path)) + (f":{factory}" if factory else "")
+    spec = WorkloadSpec(target, parse_options(settings))
+    torch._dynamo.reset()
+    torch._dynamo.config.allow_rnn = True  # else a notice, and no graph
+    torch.manual_seed(SEED)
+
+    def plan(traced: Any, joint: Any, lowered: Any) -> tuple[dict[str, Any], list[Any]]:
+        from ckplan.compiling.replay import replay
+
+        unplanned = replay(lowered, joint.num_outputs)
+        planner = CompiledPlanner(traced, joint, unplanned, quick=True)
+        return swept(planner, count)
+
+    found, plans = trace_step(spec.build(), plan)
+    yield {"workload": workload, "place": -1, **found}
+    for place, one in enumerate(plans):
+        torch._dynamo.reset()
+        said, _ = verify_compiled(spec, one, steps=0, seed=SEED)
+        yield {
+            "workload": workload,
+            "place": place,
+            "of": count,
+            **said.as_json(),
+        }
+
+
+def swept(planner: Any, count: int) -> tuple[dict[str, Any], list[Any]]:
+    """What 20 budgets cost, and the plans for some budgets, the smallest first."""
+    from ckplan.errors import InfeasibleError
+
+    full = planner.unplanned
+    try:
+        planner.solve(1)
+    except InfeasibleError:
+        floor = planner.replayed(planner.smallest.saved).peak_bytes
+    span = full.peak_bytes - floor
+    costs, saved = [], set()
+    within = True
+    for place in range(SWEEP):
+        budget_bytes = floor + span * place // (SWEEP - 1)
+        chosen = planner.solve(budget_bytes)
+        costs.append(chosen.plan.predicted.overhead)
+        within &= chosen.replayed.peak_bytes <= budget_bytes
+        saved.add(chosen.saved)
+    row = {
+        "least_bytes": full.held_bytes + full.gradient_bytes,
+        "floor_bytes": floor,
+        "unplanned_bytes": full.peak_bytes,
+        "plans": len(saved),
+        "monotone": within and all(a >= b for a, b in pairwise(costs)),
+    }
+    middle = (0.5,)  # for one budget alone
+    places = middle if count == 1 else range(count)
+    budgets = [floor + int(span * place / count) for place in places]
+    return row, [planner.solve(one).plan for one in budgets]
+
+
+def broken(row: dict[str, Any]) -> Iterator[str]:
+    """What of the promise does not hold."""
+    where = row["workload"]
+    if "refused" in row:
+        yield f"{where}: refused: {row['refused']}"
+        return
+    if row["place"] < 0:
+        if not row["monotone"]:
+            yield f"{where}: more budget costs more"
+        return
+    where += f" at {format_bytes(row['budget_bytes'])}"
+    if not row["passed"]:
+        yield f"{where}: did not pass: {', '.join(row['different'])}"
+    for which in ("", "unplanned_"):
+        off = row[f"{which}replayed_peak_bytes"] - row[f"{which}measured_peak_bytes"]
+        if off:
+            yield f"{where}: {which}replay off by {off} B"
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    """A row of the table."""
+    equal = row["loss_equal"] and row["gradients_equal"] and row["buffers_equal"]
+    sizes = ("budget_bytes", "replayed_peak_bytes", "measured_peak_bytes")
+    eager = row["largest_difference_from_eager"]
+    return [
+        row["workload"],
+        f"{row['place']}/{row['of']}" if row["of"] > 1 else "1/2",
+        *(f"{row[size]:,}" for size in sizes),
+        "yes" if equal else "no",
+        f"{row['largest_difference']:.0e}" if row["largest_difference"] else "0",
+        "n/a" if eager is None else f"{eager:.0e}",
+    ]
+
+
+def unplanned_cells(row: dict[str, Any]) -> list[str]:
+    """The unplanned step of a model, from any row of it."""
+    sizes = ("unplanned_replayed_peak_bytes", "unplanned_measured_peak_bytes")
+    bytes_of = [f"{row[size]:,}" for size in sizes]
+    return [row["workload"], "unplanned", "", *bytes_of, "", "", ""]
+
+
+def sweep_cells(row: dict[str, Any]) -> list[str]:
+    """A row of the table of sweeps."""
+    sizes = ("least_bytes", "floor_bytes", "unplanned_bytes")
+    return [
+        row["workload"],
+        *(f"{row[size]:,}" for size in sizes),
+        str(row["plans"]),
+        "yes" if row["monotone"] else "no",
+    ]
+
+
+def kept_rows() -> list[dict[str, Any]]:
+    """All rows measured so far, by workload and budget."""
+    path = results_path("compiled_budgets", ".jsonl")
+    lines = path.read_text().splitlines() if path.exists() else []
+    order = [*TEN, *FAMILIES]
+    rows = map(json.loads, lines)
+    return sorted(rows, key=lambda row: (order.index(row["workload"]), row["place"]))
+
+
+def keep(workload: str, rows: list[dict[str, Any]]) -> None:
+    """Put the rows of a workload in the place of earlier ones."""
+    others = [one for one in kept_rows() if one["workload"] != workload]
+    text = "".join(json.dumps(one) + "\n" for one in [*others, *rows])
+    files.write_text(results_path("compiled_budgets", ".jsonl"), text, force=True)
+
+
+def main() -> int:
+    """Measure the workloads asked for, and report all that there are."""
+    args = _arguments()
+    wanted = [] if args.page else args.only or [*TEN, *FAMILIES]
+    for workload in wanted:
+        usual = 5 if workload in TEN else 1
+        count = usual if args.count is None else args.count
+        say(f"{workload}: {count} budgets")
+        rows: list[dict[str, Any]] = []
+        try:
+            for row in measured(workload, count):
+                rows.append(row)
+                keep(workload, rows)
+        except CkplanError as error:
+            place = len(rows)
+            rows.append({"workload": workload, "place": place, "refused": error.what})
+            keep(workload, rows)
+    ordered = kept_rows()
+    fine = [row for row in ordered if "refused" not in row]
+    table = []
+    for row in fine:
+        if row["place"] == 0 and row["of"] > 1:
+            table.append(unplanned_cells(row))
+        if row["place"] >= 0:
+            table.append(cells(row))
+    sweeps = [sweep_cells(row) for row in fine if row["place"] < 0]
+    report = Report(
+        name="compiled_budgets",
+        title="Plans inside torch.compile, at many budgets",
+        doc=(__doc__ or "").partition("\n\nRows are")[0],
+        parts=[
+            make_table(HEADERS, table, texts=2),
+            make_table(SWEEP_HEADERS, sweeps),
+        ],
+        broken=[line for row in ordered for line in broken(row)],
+    )
+    return finish(report, args, whole=True)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = make_parser(__doc__)
+    parser.add_argument(
+        "--only",
+        metavar="NAME",
+        action="append",
+        choices=[*TEN, *FAMILIES],
+        help="measure this workload; repeatable  [default: all]",
+    )
+    parser.add_argument(
+        "--count",
+        metavar="N",
+        type=int,
+        help="verify plans for so many budgets; 0: only solve 20  "
+        "[default: 5 for ten models, else 1]",
+    )
+    parser.add_argument(
+        "--page", action="store_true", help="measure nothing, write the page anew"
+    )
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,252 @@
+"""The same training step, planned inside torch.compile and planned uncompiled.
+
+Both get the same budgets: bytes between the larger of the two smallest peaks and the
+smaller of the two unplanned ones; at "unplanned" both run without a plan. A step is
+forward, loss and backward, parameters and batch included, gradients set to None before.
+Peaks are measured. With `--rounds`, steps are taken by turns in one process, compiled
+and uncompiled, and every round gives a ratio: the table has their median and quartiles.
+Seconds of a busy machine say nothing.
+
+    python scripts/compiled_eager.py gpt2
+    python scripts/compiled_eager.py bert --rounds 30
+
+Exit code 1 if a step exceeds its budget.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from _measuring import (
+    ROOT,
+    SEED,
+    Report,
+    chosen,
+    finish,
+    make_parser,
+    make_table,
+    run,
+    say,
+    workload_path,
+)
+
+from ckplan.units import format_bytes
+
+SETTINGS = {
+    "gpt2": ("layers=4", "width=128", "heads=4", "batch=4", "length=128"),
+    "llama": ("layers=2", "width=128", "heads=4", "batch=4", "length=128", "vocab=512"),
+    "bert": ("layers=2", "width=128", "heads=4", "batch=4", "length=128", "vocab=512"),
+    "vit": ("layers=3", "width=128", "heads=4", "batch=8", "size=112"),
+}
+BUDGETS = 3
+DROPPED = 2  # first rounds
+HEADERS = (
+    "workload",
+    "budget",
+    "in bytes",
+    "compiled peak",
+    "uncompiled peak",
+    "compiled / uncompiled",
+    "quartiles",
+)
+
+
+@dataclass
+class Step:
+    """A way to take the step, its measured peak, and its seconds so far."""
+
+    take: Callable[[], None]
+    peak_bytes: int
+    seconds: list[float]
+
+
+def measured(name: str, count: int, rounds: int) -> list[dict[str, Any]]:
+    """A row for every budget, and one without a budget."""
+    from ckplan.errors import InfeasibleError
+    from ckplan.solving.solve import solve_plan
+    from ckplan.tracing.profile import profile_workload
+    from ckplan.training.loading import WorkloadSpec, parse_options
+    from ckplan.training.step import Training
+
+    settings = parse_options(SETTINGS[name])
+    spec = WorkloadSpec(str(ROOT / workload_path(name)), settings)
+    say(f"{name}: plan uncompiled")
+    graph = profile_workload(spec, training=Training(optimizer="none"), seed=SEED)
+    say(f"{name}: plan compiled")
+    planner = _planner(spec)
+    try:
+        planner.solve(1)
+    except InfeasibleError:
+        floor = planner.replayed(planner.smallest.saved).peak_bytes
+    smallest = solve_plan(graph, goal="min-memory").predicted
+    assert smallest is not None
+    low = max(floor, smallest.peak_bytes)
+    high = min(planner.unplanned.peak_bytes, smallest.unplanned_peak_bytes)
+    rows = []
+    for place in range(count + 1):
+        budget_bytes = low + (high - low) * place // count if place < count else None
+        say(f"{name}: {place + 1} of {count + 1}")
+        compiled, eager = None, None
+        if budget_bytes is not None:
+            compiled = planner.solve(budget_bytes).plan
+            eager = solve_plan(graph, budget_bytes)
+        steps = {True: _compiled(spec, compiled), False: _eager(spec, eager)}
+        for number in range(rounds + DROPPED if rounds else 0):
+            for which in (True, False) if number % 2 else (False, True):
+                begin = time.perf_counter()
+                steps[which].take()
+                steps[which].seconds.append(time.perf_counter() - begin)
+        taken = (steps[which].seconds[DROPPED:] for which in (True, False))
+        rows.append(
+            {
+                "workload": name,
+                "budget_bytes": budget_bytes,
+                "compiled": steps[True].peak_bytes,
+                "eager": steps[False].peak_bytes,
+                "ratios": [one / other for one, other in zip(*taken, strict=True)],
+            }
+        )
+    return rows
+
+
+def _planner(spec: Any) -> Any:
+    from ckplan.compiling.replay import replay
+    from ckplan.compiling.search import CompiledPlanner
+    from ckplan.compiling.step import trace_step
+
+    def use(traced: Any, joint: Any, lowered: Any) -> Any:
+        unplanned = replay(lowered, joint.num_outputs)
+        planner = CompiledPlanner(traced, joint, unplanned, quick=True)
+        assert planner.candidates
+        return planner
+
+    return trace_step(_built(spec), use)
+
+
+def _built(spec: Any) -> Any:
+    import torch
+
+    torch._dynamo.reset()
+    torch.manual_seed(SEED)
+    return spec.build()
+
+
+def _compiled(spec: Any, plan: Any) -> Step:
+    from ckplan.compiling import backend
+    from ckplan.compiling.step import compiled_loss
+
+    workload = _built(spec)
+    how = "inductor" if plan is None else backend(plan)
+    return _step(workload, compiled_loss(workload, how))
+
+
+def _eager(spec: Any, plan: Any) -> Step:
+    from ckplan import apply
+    from ckplan.compiling.step import loss_of_model
+
+    workload = _built(spec)
+    if plan is not None:
+        apply(workload.model, plan)
+    return _step(workload, lambda: loss_of_model(workload.model, workload))
+
+
+def _step(workload: Any, loss: Callable[[], Any]) -> Step:
+    import torch
+
+    from ckplan.compiling.parts import tensors_of
+    from ckplan.training.allocator import log_allocations
+
+    model = workload.model
+
+    def take() -> None:
+        model.zero_grad(set_to_none=True)
+        torch.manual_seed(SEED)
+        loss().backward()
+
+    for _ in range(3):  # plans for uncompiled steps look at the first ones
+        take()
+    model.zero_grad(set_to_none=True)
+    with log_allocations() as log:
+        take()
+    held = tensors_of([[*model.parameters(), *model.buffers()], workload.batch])
+    storages = {one.untyped_storage().data_ptr(): one for one in held}
+    bytes_of = (one.untyped_storage().nbytes() for one in storages.values())
+    return Step(take, sum(bytes_of) + log.peak_bytes, [])
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    """A row of the table."""
+    limit, ratios = row["budget_bytes"], row["ratios"]
+    low, middle, high = (
+        statistics.quantiles(ratios, n=4, method="inclusive")
+        if len(ratios) > 1
+        else (None, None, None)
+    )
+    return [
+        row["workload"],
+        "unplanned" if limit is None else format_bytes(limit),
+        "" if limit is None else f"{limit:,}",
+        format_bytes(row["compiled"]),
+        format_bytes(row["eager"]),
+        "n/a" if middle is None else f"{middle:.3f}",
+        "n/a" if low is None else f"{low:.3f} to {high:.3f}",
+    ]
+
+
+def main() -> int:
+    """Measure the workloads asked for."""
+    args = _arguments()
+    rows = [
+        row
+        for name in chosen(SETTINGS, args.workloads)
+        for row in measured(name, args.budgets, args.rounds)
+    ]
+    over = [
+        f"{row['workload']} at {format_bytes(row['budget_bytes'])}: {which} takes "
+        f"{row[which] - row['budget_bytes']} B more"
+        for row in rows
+        for which in ("compiled", "eager")
+        if row["budget_bytes"] is not None and row[which] > row["budget_bytes"]
+    ]
+    report = Report(
+        name="compiled_eager",
+        title="Planned inside torch.compile, and planned uncompiled",
+        doc=__doc__,
+        parts=[make_table(HEADERS, map(cells, rows), texts=2)],
+        broken=over,
+    )
+    return finish(report, args, whole=not args.workloads)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = make_parser(__doc__)
+    parser.add_argument(
+        "workloads",
+        metavar="WORKLOAD",
+        nargs="*",
+        help=f"of {', '.join(SETTINGS)}  [default: all]",
+    )
+    parser.add_argument(
+        "--budgets",
+        metavar="N",
+        type=int,
+        default=BUDGETS,
+        help=f"so many budgets  [default: {BUDGETS}]",
+    )
+    parser.add_argument(
+        "--rounds",
+        metavar="N",
+        type=int,
+        default=0,
+        help=f"time so many steps of each, after {DROPPED} more  [default: none]",
+    )
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    run(main)
