@@ -40,7 +40,7 @@ from ckplan.units import format_bytes
 SETTINGS = {
     "gpt2": ("layers=4", "width=128", "heads=4", "batch=4", "length=128"),
     "llama": ("layers=2", "width=128", "heads=4", "batch=4", "length=128", "vocab=512"),
-    "bert": ("layers=2", "width=128", "heads=4", "batch=4", "length=128", "vocab=512"),
+    "bert": ("layers=1", "width=64", "heads=2", "batch=8", "length=32", "vocab=200"),
     "vit": ("layers=3", "width=128", "heads=4", "batch=8", "size=112"),
 }
 BUDGETS = 3
@@ -131,15 +131,17 @@ def _planner(spec: Any) -> Any:
 def _built(spec: Any) -> Any:
     import torch
 
-    torch._dynamo.reset()
     torch.manual_seed(SEED)
     return spec.build()
 
 
 def _compiled(spec: Any, plan: Any) -> Step:
+    import torch
+
     from ckplan.compiling import backend
     from ckplan.compiling.step import compiled_loss
 
+    torch._dynamo.reset()  # not between the steps of a round: they would compile again
     workload = _built(spec)
     how = "inductor" if plan is None else backend(plan)
     return _step(workload, compiled_loss(workload, how))
