@@ -153,6 +153,7 @@ class Worker:
         known_before = fingerprint(workload, device)
 
         first: dict[Result, str] = {}
+        gc.collect()  # also where the collector is off: below, garbage would count
         with log_allocations(_MARK, device) as whole:
             known = persistent_storages(step)
             value = step.run(

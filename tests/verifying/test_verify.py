@@ -1,5 +1,6 @@
 """Verification: what differs is named, what is killed is said, nothing is left over."""
 
+import gc
 import json
 import os
 import subprocess
@@ -23,6 +24,7 @@ from ckplan.report.verification import verification_error, verification_report
 from ckplan.simulating.simulate import simulate
 from ckplan.tracing.costs.spread import NO_LOAD, Load
 from ckplan.tracing.profile import profile_workload
+from ckplan.training.allocator import log_allocations
 from ckplan.training.loading import WorkloadSpec
 from ckplan.training.step import Training, make_step
 from ckplan.training.workload import Workload
@@ -274,6 +276,16 @@ def test_the_random_state_after_the_steps_is_compared(target: str, action: str):
     key = Result(2, "random state")
     before, after = _answer(target), _answer(target, Plan(action))
     assert (action != "draw a number") == (before.digests[key] == after.digests[key])
+
+
+def test_garbage_of_before_is_no_part_of_the_peak(target: str):
+    gc.disable()
+    expected = _answer(target).peak_bytes
+    with log_allocations():  # else the profiler does not know its size
+        garbage: list[Any] = [torch.ones(1 << 20)]
+    garbage.append(garbage)
+    del garbage
+    assert _answer(target).peak_bytes == expected
 
 
 def test_what_the_model_prints_and_reads_stays_apart(target: str, capfd: Any):
