@@ -24,7 +24,7 @@ SMALL: dict[str, dict[str, int]] = {
     "graphs": {"layers": 2, "nodes": 256, "edges": 1024},
     "gru": {"batch": 32, "length": 8, "width": 64},
     "lstm": {"batch": 8, "length": 32, "width": 128},
-    "mixtral": {"layers": 1, "batch": 8, "length": 64},
+    "mixtral": {"layers": 1, "batch": 2, "length": 32},
     "policy": {"steps": 8, "batch": 64},
     "timeseries": {"layers": 1, "batch": 8},
 }
