@@ -92,8 +92,8 @@ FAULTS = [
     Fault("graph/consistency.py", "if sum(sizes) > MOST_BYTES:", "if False:", GRAPH),
     Fault(
         "graph/consistency.py",
-        "return 0 <= one <= _MOST_SECONDS and",
-        "return one <= _MOST_SECONDS and",
+        "if not 0 <= one <= _MOST_SECONDS]",
+        "if not one <= _MOST_SECONDS]",
         GRAPH,
     ),
     Fault(
@@ -151,9 +151,9 @@ FAULTS = [
     ),
     Fault("plan/resolve.py", "first >= last:", "first > last:", RESOLVE),
     Fault("plan/resolve.py", "if one.parent != other.parent or", "if", RESOLVE),
-    Fault("plan/resolve.py", "known.name != form or output in save", "False", RESOLVE),
+    Fault("plan/outputs.py", "known.name != form or output in save", "False", RESOLVE),
     Fault(
-        "plan/resolve.py",
+        "plan/outputs.py",
         "if not outputs or name.output not in (None, *outputs):",
         "if not outputs:",
         RESOLVE,
@@ -166,7 +166,7 @@ FAULTS = [
         PLAN,
     ),
     Fault("plan/file.py", "level == _MOST_LEVELS", "False", PLAN),
-    Fault("plan/file.py", "if not math.isfinite(fraction):", "if False:", PLAN),
+    Fault("plan/numbers.py", "if not math.isfinite(found):", "if False:", PLAN),
     # simulating
     Fault(
         "simulating/program.py",
@@ -207,8 +207,8 @@ FAULTS = [
     ),
     Fault(
         "simulating/ledger.py",
-        "self.effect.seconds += encoding.decode_seconds",
-        "self.effect.seconds -= encoding.decode_seconds",
+        "self.effect.coded.append((self.moment, encoding.decode_seconds))",
+        "self.effect.coded.append((self.moment, -encoding.decode_seconds))",
         SIMULATE + " " + EXACT,
     ),
     Fault(
@@ -499,8 +499,8 @@ FAULTS = [
     ),
     Fault(
         "applying/tensors/matchers.py",
-        ' and len({what}) == {length}")',
-        '")',
+        ' and len({what}) == {length}"',
+        '"',
         MATCH,
     ),
     Fault(
@@ -595,8 +595,8 @@ FAULTS = [
     ),
     Fault(
         "applying/rerunning/checkpoint.py",
-        "        if self.is_complete or self.differs:\n            return",
-        "        if False:\n            return",
+        "if self.is_complete or self.differs or first is None:",
+        "if first is None:",
         AGAIN,
     ),
     Fault(
