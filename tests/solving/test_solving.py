@@ -254,9 +254,9 @@ def test_no_plan_exceeds_its_budget_and_more_budget_never_costs_more(
     blocks: int,
 ) -> None:
     graph = graphs.chain(blocks, workspace_bytes=11)
-    before = float("inf")
+    planner, before = Planner(graph), float("inf")
     for budget in budgets(graph, 12):
-        solution = solve(graph, budget)
+        solution = planner.solve(budget)
         assert solution.timeline.peak_bytes <= budget
         assert solution.timeline.overhead <= before + 1e-12
         assert solution.bound_overhead <= solution.timeline.overhead + 1e-9
