@@ -30,6 +30,7 @@ from typing import Any
 import _measuring as measuring
 import _train
 import torch
+from loops import state_of
 from measured import peak_bytes_of
 from torch import nn
 
@@ -186,20 +187,10 @@ def _compared(name: str, graph: Graph, plan: Plan) -> tuple[int, int]:
     for one in (None, plan):
         state = _made(loop, graph, one)
         loop.run(state, STEPS)
-        ends.append(_state_of(state))
+        ends.append(state_of(state))
     same = list(map(torch.equal, *ends))
     assert len(ends[0]) == len(ends[1]), "internal error: other tensors"
     return len(same), same.count(False)
-
-
-def _state_of(state: Any) -> list[torch.Tensor]:
-    models = [one for one in state if isinstance(one, nn.Module)]
-    optimizers = [one for one in state if isinstance(one, torch.optim.Optimizer)]
-    found = [t for m in models for t in (*m.parameters(), *m.buffers())]
-    found += [p.grad for m in models for p in m.parameters() if p.grad is not None]
-    for one in optimizers:
-        found += [t for of_p in one.state.values() for t in of_p.values()]
-    return [t.detach().clone() for t in (*found, torch.get_rng_state())]
 
 
 if __name__ == "__main__":

@@ -289,3 +289,14 @@ LOOPS = {
     "ppo": Loop(make_ppo, run_ppo, lambda s: s, "80%"),
     "denoiser": Loop(make_denoiser, run_denoiser, lambda s: s, "70%"),
 }
+
+
+def state_of(state: Any) -> list[torch.Tensor]:
+    """Copies of all that training changes in models and optimizers, and of chance."""
+    models = [one for one in state if isinstance(one, nn.Module)]
+    optimizers = [one for one in state if isinstance(one, torch.optim.Optimizer)]
+    found = [t for m in models for t in (*m.parameters(), *m.buffers())]
+    found += [p.grad for m in models for p in m.parameters() if p.grad is not None]
+    for one in optimizers:
+        found += [t for of_p in one.state.values() for t in of_p.values()]
+    return [t.detach().clone() for t in (*found, torch.get_rng_state())]

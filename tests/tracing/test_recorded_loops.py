@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from loops import LOOPS, Loop, make_language
+from loops import LOOPS, Loop, make_language, state_of
 from measured import peak_bytes_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -24,16 +24,6 @@ from ckplan.plan.resolve import resolve
 from ckplan.simulating.simulate import simulate
 from ckplan.tracing.ops_twice import NOTE_SAME
 from ckplan.tracing.record import NOTE_OVER
-
-
-def state_of(state: Any) -> list[torch.Tensor]:
-    models = [one for one in state if isinstance(one, nn.Module)]
-    optimizers = [one for one in state if isinstance(one, torch.optim.Optimizer)]
-    found = [t for m in models for t in (*m.parameters(), *m.buffers())]
-    found += [p.grad for m in models for p in m.parameters() if p.grad is not None]
-    for one in optimizers:
-        found += [t for of_p in one.state.values() for t in of_p.values()]
-    return [t.detach().clone() for t in (*found, torch.get_rng_state())]
 
 
 def trained(loop: Loop, steps: int, plan: Plan | None = None) -> list[torch.Tensor]:
