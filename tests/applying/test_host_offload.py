@@ -18,6 +18,7 @@ from weakref import ref
 import pytest
 import torch
 from moving_scenes import (
+    MOVER_LINES,
     SCENES,
     TEXT,
     WHEN,
@@ -35,11 +36,9 @@ from moving_scenes import (
 from torch import nn
 
 import ckplan
-from ckplan.applying.hooks.session import Session
 from ckplan.applying.moving import host_memory
 from ckplan.applying.moving.host_memory import HostMemory, as_bytes
 from ckplan.applying.moving.mover import Mover
-from ckplan.applying.moving.room import Room
 from ckplan.errors import ApplyError
 from ckplan.plan.file import loads
 from ckplan.plan.plan import Plan, Prediction
@@ -224,23 +223,14 @@ OMISSIONS: dict[str, tuple[Scene, type, str, str, str]] = {
     ),
     "free before the copy out ends": (
         parts,
-        Mover,
-        "settle",
-        "wait(moved.jobs)",
-        "pass",
+        *MOVER_LINES["free before the copy out ends"],
     ),
     "use before the copy back ends": (
         parts,
-        Mover,
-        "fetch",
-        "    wait(jobs)",
-        "    pass",
+        *MOVER_LINES["use before the copy back ends"],
     ),
-    "hand over without waiting": (
-        held,
-        *(Mover, "encode", "self.settle(IN_FLIGHT - 1)", "pass"),
-    ),
-    "read what is not out yet": (parts, Mover, "begin", "self.settle()", "pass"),
+    "hand over without waiting": (held, *MOVER_LINES["hand over without waiting"]),
+    "read what is not out yet": (parts, *MOVER_LINES["read what is not out yet"]),
     "give up a copy that nobody wants": (
         abandoned,
         Mover,
@@ -250,12 +240,9 @@ OMISSIONS: dict[str, tuple[Scene, type, str, str, str]] = {
     ),
     "give one room to two tensors": (
         parts,
-        *(Room, "take", "self._holes.remove((offset, size))", "pass"),
+        *MOVER_LINES["give one room to two tensors"],
     ),
-    "free room that is in use": (
-        two_sizes,
-        *(Room, "take", "self.free(offset + needed,", "self.free(offset,"),
-    ),
+    "free room that is in use": (two_sizes, *MOVER_LINES["free room that is in use"]),
     "take the wrong pinned bytes": (
         two_sizes,
         HostMemory,
@@ -263,23 +250,11 @@ OMISSIONS: dict[str, tuple[Scene, type, str, str, str]] = {
         "offset - at",
         "0",
     ),
-    "do not look for changes": (
-        overwritten,
-        Mover,
-        "settle",
-        "raise _changed(moved)",
-        "pass",
-    ),
-    "forget what was interrupted": (
-        grown,
-        Mover,
-        "forget",
-        "moved.num_bytes:",
-        "False:",
-    ),
+    "do not look for changes": (overwritten, *MOVER_LINES["do not look for changes"]),
+    "forget what was interrupted": (grown, *MOVER_LINES["forget what was interrupted"]),
     "hold the last one until backward": (
         held,
-        *(Session, "end_step", "self.mover.settle()", "pass"),
+        *MOVER_LINES["hold the last one until backward"],
     ),
     "return from another place": (
         two_sizes,

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from moving_scenes import (
+    MOVER_LINES,
     SCENES,
     TEXT,
     WHEN,
@@ -31,10 +32,8 @@ from moving_scenes import (
 )
 
 import ckplan
-from ckplan.applying.hooks.session import Session
 from ckplan.applying.moving import spill_file
 from ckplan.applying.moving.mover import Mover
-from ckplan.applying.moving.room import Room
 from ckplan.applying.moving.spill_file import SpillFile
 from ckplan.plan.file import loads
 from ckplan.simulating.moving import IN_FLIGHT
@@ -101,38 +100,23 @@ def test_no_order_of_copies_changes_a_bit(
 OMISSIONS: dict[str, tuple[Scene, type, str, str, str]] = {
     "free before the copy out ends": (
         steps,
-        Mover,
-        "settle",
-        "wait(moved.jobs)",
-        "pass",
+        *MOVER_LINES["free before the copy out ends"],
     ),
     "use before the copy back ends": (
         steps,
-        Mover,
-        "fetch",
-        "    wait(jobs)",
-        "    pass",
+        *MOVER_LINES["use before the copy back ends"],
     ),
-    "hand over without waiting": (
-        held,
-        Mover,
-        "encode",
-        "self.settle(IN_FLIGHT - 1)",
-        "pass",
-    ),
-    "read what is not out yet": (parts, Mover, "begin", "self.settle()", "pass"),
+    "hand over without waiting": (held, *MOVER_LINES["hand over without waiting"]),
+    "read what is not out yet": (parts, *MOVER_LINES["read what is not out yet"]),
     "reuse room that is still written": (
         interrupted,
         *(Mover, "_bury", "job.exception()", "pass"),
     ),
     "give one room to two tensors": (
         steps,
-        *(Room, "take", "self._holes.remove((offset, size))", "pass"),
+        *MOVER_LINES["give one room to two tensors"],
     ),
-    "free room that is in use": (
-        steps,
-        *(Room, "take", "self.free(offset + needed,", "self.free(offset,"),
-    ),
+    "free room that is in use": (steps, *MOVER_LINES["free room that is in use"]),
     "copy all but the end": (
         steps,
         SpillFile,
@@ -140,27 +124,15 @@ OMISSIONS: dict[str, tuple[Scene, type, str, str, str]] = {
         "for at in parts",
         "for at in parts[:-1]",
     ),
-    "do not look for changes": (
-        overwritten,
-        Mover,
-        "settle",
-        "raise _changed(moved)",
-        "pass",
-    ),
+    "do not look for changes": (overwritten, *MOVER_LINES["do not look for changes"]),
     "write to the file of a parent": (
         forked,
         *(Mover, "_own_store", "or self._process != os.getpid()", ""),
     ),
-    "forget what was interrupted": (
-        grown,
-        Mover,
-        "forget",
-        "moved.num_bytes:",
-        "False:",
-    ),
+    "forget what was interrupted": (grown, *MOVER_LINES["forget what was interrupted"]),
     "hold the last one until backward": (
         held,
-        *(Session, "end_step", "self.mover.settle()", "pass"),
+        *MOVER_LINES["hold the last one until backward"],
     ),
     "return from another place": (
         steps,

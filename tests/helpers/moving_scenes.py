@@ -19,6 +19,7 @@ from torch import nn
 
 from ckplan.applying.hooks.session import Session
 from ckplan.applying.moving.mover import Mover
+from ckplan.applying.moving.room import Room
 from ckplan.errors import ApplyError
 from ckplan.simulating.moving import IN_FLIGHT
 
@@ -182,3 +183,25 @@ def leave_out(
     code = "from __future__ import annotations\n" + "\n".join(kept)
     exec(code, function.__globals__, found)
     patch.setattr(owner, method, found[method])
+
+
+MOVER_LINES: dict[str, tuple[type, str, str, str]] = {
+    "free before the copy out ends": (Mover, "settle", "wait(moved.jobs)", "pass"),
+    "use before the copy back ends": (Mover, "fetch", "    wait(jobs)", "    pass"),
+    "hand over without waiting": (
+        *(Mover, "encode", "self.settle(IN_FLIGHT - 1)", "pass"),
+    ),
+    "read what is not out yet": (Mover, "begin", "self.settle()", "pass"),
+    "give one room to two tensors": (
+        *(Room, "take", "self._holes.remove((offset, size))", "pass"),
+    ),
+    "free room that is in use": (
+        *(Room, "take", "self.free(offset + needed,", "self.free(offset,"),
+    ),
+    "do not look for changes": (Mover, "settle", "raise _changed(moved)", "pass"),
+    "forget what was interrupted": (Mover, "forget", "moved.num_bytes:", "False:"),
+    "hold the last one until backward": (
+        *(Session, "end_step", "self.mover.settle()", "pass"),
+    ),
+}
+"""Lines that wait or keep order on every way to move: name -> what is left out."""
