@@ -3,8 +3,9 @@
 ``ckplan --help`` and ``ckplan solve`` run several times, each in a new process, and
 must not wake torch; the medians are shown. ``ckplan profile`` records one step of GPT-2
 XL (1.6 billion parameters) once, which would need tens of GiB if it really ran, and one
-of a model of 8 billion parameters from nothing but its ``config.json``. CPU seconds,
-wall seconds and the most resident memory are those the system counted for the process.
+of a model of 8 billion parameters from nothing but its ``config.json``, with LoRA and
+without. CPU seconds, wall seconds and the most resident memory are those the system
+counted for the process.
 
     python scripts/speed.py
     python scripts/speed.py --set layers=2 --set width=400 --repeats 1
@@ -183,6 +184,7 @@ def _contests(args: argparse.Namespace, folder: str) -> list[Contest]:
     )
     plan, step = f"{folder}/plan.yaml", f"{folder}/trace.json.gz"
     large, sizes = f"{folder}/8b.json.gz", ("--batch", "1x2048", "--dtype", "bf16")
+    source = f"hf:{_folder_of_8b(folder)}"
     return [
         Contest(("--help",), "ckplan --help", args.repeats),
         Contest(
@@ -199,13 +201,16 @@ def _contests(args: argparse.Namespace, folder: str) -> list[Contest]:
             peak_bytes=2 * GIB,
             may_wake_torch=True,
         ),
-        Contest(
-            ("profile", f"hf:{_folder_of_8b(folder)}", *sizes, "-o", large, "--fresh"),
-            _shown(("profile", "hf:LLAMA_8B", *sizes)),
-            1,
-            wall_seconds=30.0,
-            peak_bytes=2 * GIB,
-            may_wake_torch=True,
+        *(
+            Contest(
+                ("profile", source, *more, "-o", large, "--force", "--fresh"),
+                _shown(("profile", "hf:LLAMA_8B", *more)),
+                1,
+                wall_seconds=30.0,
+                peak_bytes=2 * GIB,
+                may_wake_torch=True,
+            )
+            for more in (sizes, (*sizes, "--lora", "r=16"))
         ),
     ]
 

@@ -159,7 +159,7 @@ def _measure(
     ):
         for number, (key, job) in enumerate(jobs.items()):
             progress("measuring ops", number, len(jobs))
-            mark = f"{MARK}{number}"
+            mark, run = f"{MARK}{number}", None  # the inputs of the op before are freed
             try:
                 run = job.prepare()
                 if device.type == "cuda":

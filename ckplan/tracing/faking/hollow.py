@@ -10,6 +10,7 @@ What shapes a skipped kernel returns, its fake kernel says.
 
 from __future__ import annotations
 
+import mmap
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,6 +35,7 @@ from ckplan.tracing.faking.fake_mode import (
 )
 
 _META = torch.device("meta")
+_OUTSIDE_HEAP = 1 << 20  # bytes
 
 
 class _Hollow(TorchDispatchMode):
@@ -116,13 +118,24 @@ class _Hollow(TorchDispatchMode):
             if base is not None:
                 return base.as_strided(size, stride, base.storage_offset() + offset)
             if _address(fake) not in made:
-                storage = torch.UntypedStorage(fake.untyped_storage().nbytes())
+                storage = _untouched(fake.untyped_storage().nbytes())
                 made[_address(fake)] = storage
                 self._add(storage)
             bare = torch.empty(0, dtype=fake.dtype)
             return bare.set_(made[_address(fake)], offset, size, stride)
 
         return pytree.tree_map_only(torch.Tensor, real, out)
+
+
+def _untouched(num_bytes: int) -> torch.UntypedStorage:
+    """Memory that nobody touches; large memory is the system's, outside of the heap.
+
+    Free memory within a heap is not returned to the system once somebody touched it.
+    """
+    if num_bytes < _OUTSIDE_HEAP:
+        return torch.UntypedStorage(num_bytes)
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=torch.uint8).untyped_storage()
 
 
 def _address(tensor: torch.Tensor) -> int:
