@@ -55,8 +55,9 @@ from ckplan.training.step import Training
 NAME = "coverage"
 ROWS, LENGTH = 2, 32
 LAYERS = 2
-DENSE = ("object-detection", "instance-segmentation", "semantic-segmentation")
+DENSE = ("object-detection", "instance-segmentation")
 SMALL_IMAGE = "1x3x128x128"  # --batch
+SMALL_IMAGES = "2x3x128x128"  # batch norms of pooled images take two of them
 SHORT_SOUND = {"": "2x8000", "ctc": "2x8000x4"}  # --batch
 MOST_BYTES = 8 << 30
 GPU = "A100 40GB"
@@ -203,6 +204,8 @@ def _profiled(task: str, name: str, seconds: int) -> Row:
         sizes = f"{ROWS}x{LENGTH}", ROWS
     elif task in DENSE:
         sizes = SMALL_IMAGE, 1
+    elif task == "semantic-segmentation":
+        sizes = SMALL_IMAGES, ROWS
     elif task in FAMILIES[SOUND]:
         sizes = SHORT_SOUND.get(task, SHORT_SOUND[""]), ROWS
     ways: list[tuple[Shrink | None, object]] = [

@@ -25,7 +25,7 @@ class Task:
 # Where an architecture is in the tables of several tasks, the first task counts.
 TASKS: dict[str, Task] = {
     "image-text-to-text": Task(("IMAGE_TEXT_TO_TEXT",), image_text.image_text),
-    "speech-to-text": Task(("SPEECH_SEQ_2_SEQ",), audio.speech_to_text),
+    "speech-to-text": Task(("SPEECH_SEQ_2_SEQ",), image_text.speech_to_text),
     "audio-text-to-text": Task(("MULTIMODAL_LM",), image_text.audio_text),
     "causal-lm": Task(("CAUSAL_LM",), text.causal),
     "masked-lm": Task(("MASKED_LM",), text.masked),

@@ -44,7 +44,9 @@ def sound(context: Context) -> dict[str, Any]:
 def _features(context: Context) -> tuple[int, int]:
     bins = context.number(*_FEATURES)
     source = context.number("max_source_positions", default=0)
-    if source and context.config.model_type not in ("speech_to_text",):
+    # A projection of frames, as of Wav2Vec2-BERT, takes any number of them.
+    any_length = context.number("feature_projection_input_dim", default=0)
+    if source and not any_length and context.config.model_type != "speech_to_text":
         return bins, 2 * source  # fixed by its table of positions, as of Whisper
     return context.sizes.take(1, _FRAMES, "frames per row"), bins
 
@@ -68,9 +70,17 @@ def frame_classification(context: Context) -> dict[str, Any]:
 
 
 def transcription(context: Context) -> dict[str, Any]:
-    """A short transcript per recording, for CTC and transducers."""
+    """A short transcript per recording, for CTC and transducers.
+
+    The decoder of a transducer reads a blank and then the transcript.
+    """
     length = context.sizes.take(2, _TRANSCRIPT, "transcript tokens per row")
-    return {**sound(context), "labels": context.ids(context.rows, length)}
+    labels = context.ids(context.rows, length)
+    batch = {**sound(context), "labels": labels}
+    if context.takes("decoder_input_ids"):
+        blanks = torch.full((context.rows, 1), context.number("blank_token_id"))
+        batch["decoder_input_ids"] = torch.cat([blanks, labels], dim=1)
+    return batch
 
 
 def speech_to_text(context: Context) -> dict[str, Any]:

@@ -57,6 +57,13 @@ def audio_text(context: Context) -> dict[str, Any]:
     return _with_places(context, heard, "get_audio_features", _AUDIO_TOKENS, "audio")
 
 
+def speech_to_text(context: Context) -> dict[str, Any]:
+    """Sound and a transcript, which a decoder writes, or a language model."""
+    if context.takes("input_ids") and not context.takes("decoder_input_ids"):
+        return audio_text(context)
+    return audio.speech_to_text(context)
+
+
 def _with_places(
     context: Context,
     data: dict[str, Any],
