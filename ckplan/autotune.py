@@ -13,8 +13,8 @@ from ckplan.solving.solve import limit_of_objective
 from ckplan.tracing.other_steps import OtherSteps
 from ckplan.tracing.path_check import NOTE_SAME
 from ckplan.tracing.profile import profile, profile_workload
+from ckplan.tracing.rows import spec_rows
 from ckplan.training.loading import WorkloadSpec
-from ckplan.training.rows import spec_rows
 from ckplan.training.step import DEFAULT_TRAINING, Training
 from ckplan.training.workload import as_workload, rows_of, with_rows
 from ckplan.tuning.recorded import objective_of, tune_recorded
@@ -125,7 +125,7 @@ def recorder(model: nn.Module, batch: Any, how: dict[str, Any]) -> tuple[Record,
     parts |= {key: fixed.pop(key) for key in keys if fixed.get(key) is not None}
     whole = as_workload(parts, "the call of tune()")
     rows = rows_of(with_rows(whole, max(rows_of(whole), 1)))
-    proved, steps = _ProvedPaths(), _MeasuredSteps()
+    proved, steps = _ProvedPaths(), _KnownSteps()
 
     def profiled(way: Way, rows: int, accumulate: int) -> Graph:
         if way.options:
@@ -146,7 +146,7 @@ def recorder(model: nn.Module, batch: Any, how: dict[str, Any]) -> tuple[Record,
             scaler=way.scaler,
             accumulate=accumulate,
             replay=False,
-            in_step=how.get("in_step", True) and steps.of(way),
+            in_step=how.get("in_step", True) and steps.of(way, rows, accumulate),
             check=not proved.has(way),
             **{
                 k: v
@@ -155,6 +155,7 @@ def recorder(model: nn.Module, batch: Any, how: dict[str, Any]) -> tuple[Record,
             },
         )
         proved.learn(way, graph)
+        steps.learn(way, rows, accumulate, graph)
         options: dict[str, Any] = {**graph.options, "micro_batch": rows}
         return replace(graph, options=options)
 
@@ -185,13 +186,14 @@ def recorder_of_spec(
             training=how_now,
             replay=False,
             check=check,
-            in_step=steps.of(way),
+            in_step=steps.of(way, rows, accumulate),
             **how,
         )
         proved.learn(way, graph)
+        steps.learn(way, rows, accumulate, graph)
         return graph
 
-    proved, steps = _ProvedPaths(), _MeasuredSteps()
+    proved, steps = _ProvedPaths(), _KnownSteps()
     rows = spec.rows or spec_rows(spec)
     return _remembering(profiled), rows, way
 
@@ -210,15 +212,25 @@ class _ProvedPaths:
             self._proved.add((way.amp, way.options))
 
 
-class _MeasuredSteps:
-    """Steps that were taken on the CPU, by what other batches share with them."""
+class _KnownSteps:
+    """Steps that were taken or recorded, by what others share with them."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[str | None, tuple[tuple[str, str], ...]], OtherSteps]
         self._known = {}
+        self._recorded: dict[tuple[Any, ...], Graph] = {}
 
-    def of(self, way: Way) -> OtherSteps:
-        return self._known.setdefault((way.amp, way.options), OtherSteps())
+    def of(self, way: Way, rows: int, accumulate: int) -> OtherSteps:
+        """The steps that share forward and backward with one that is recorded next."""
+        found = self._known.setdefault((way.amp, way.options), OtherSteps())
+        like = (way.amp, way.scaler, way.options, rows, accumulate)
+        found.like = self._recorded.get(like)
+        return found
+
+    def learn(self, way: Way, rows: int, accumulate: int, graph: Graph) -> None:
+        """Remember a step that was recorded."""
+        like = (way.amp, way.scaler, way.options, rows, accumulate)
+        self._recorded.setdefault(like, graph)
 
 
 def _remembering(record: Record) -> Record:

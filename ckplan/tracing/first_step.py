@@ -29,6 +29,7 @@ class FirstStep:
     """
 
     gradients: frozenset[str] | None = None  # names of parameters; None: not known
+    alone: bool = False  # record the update alone: a step of another optimizer is known
 
     def stands_in(self, step: TrainingStep) -> bool:
         """Whether a step needs no forward and backward before it is recorded."""

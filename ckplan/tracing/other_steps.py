@@ -9,7 +9,7 @@ optimizer shares forward and backward: only the factor of its own phase is measu
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ckplan.graph.graph import Graph
 from ckplan.tracing.first_step import FirstStep
@@ -19,6 +19,7 @@ from ckplan.tracing.steps.in_step import (
     StepSeconds,
     with_step_costs,
 )
+from ckplan.tracing.target import TraceTarget
 
 
 @dataclass
@@ -30,6 +31,15 @@ class OtherSteps:
     factors: tuple[float, float] = (1.0, 1.0)  # of forward and backward
     first: FirstStep = field(default_factory=FirstStep)
     of_optimizers: dict[str | None, float] = field(default_factory=dict)
+    like: Graph | None = None  # the next step with another optimizer
+
+    def first_of_next(self, target: TraceTarget) -> FirstStep:
+        """What is known of the first step of the next step.
+
+        For a card, one that is known with another optimizer is not recorded again.
+        """
+        alone = self.like is not None and not target.is_here
+        return replace(self.first, alone=True) if alone else self.first
 
     def taken_into(
         self, graph: Graph, optimizer: str | None, measure: Callable[[], Graph]

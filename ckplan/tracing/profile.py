@@ -22,6 +22,7 @@ from ckplan.applying import remove
 from ckplan.graph.graph import Graph
 from ckplan.graph.records import MEASURED
 from ckplan.graph.sharding import Sharding, sharded
+from ckplan.graph.updates import with_update_of
 from ckplan.tracing.build import build_graph
 from ckplan.tracing.costs.apply_overhead import on_host
 from ckplan.tracing.costs.calibrate import (
@@ -250,13 +251,20 @@ def _profile(
 
     tell("tracing", 0, 0)
     try:
-        first = known.first if known is not None else None
+        first = known.first_of_next(target) if known is not None else None
         traced = trace(unplanned, training, target, check=check, first=first)
         too_large = None
     except DoesNotFitError as error:
         too_large = error.without_traceback()  # its frames must not keep memory
     if too_large is None:
         graph = as_graph(traced, training, target, cache, progress)
+        if traced.is_update:
+            assert known is not None and known.like is not None
+            exchanged = with_update_of(known.like, graph)
+            if exchanged is not None:
+                return exchanged
+            traced = trace(unplanned, training, target, check=check, first=known.first)
+            graph = as_graph(traced, training, target, cache, progress)
     else:
         tell("tracing smaller batches", 0, 0)
         graph = profile_smaller_batches(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -32,6 +33,7 @@ from ckplan.training.step import Training, TrainingStep, make_step
 from ckplan.training.workload import Workload, check_not_lazy, on_device, tensors_of
 
 NOTE_PREDICTED = "optimizer: predicted only, as one byte for each of two states"
+NOTE_ADAMW = "assumed optimizer: adamw (--optimizer)"
 NOTE_MADE = (
     "the first forward makes modules: call the model on a batch before a plan is "
     "applied, in the workload's factory, too"
@@ -50,6 +52,7 @@ class TracedStep:
     fingerprint: dict[str, Any]
     notes: list[str]
     own_optimizer: bool = False  # of the workload
+    is_update: bool = False  # of the optimizer alone
 
 
 def watch_step(
@@ -74,7 +77,8 @@ def watch_step(
         log: Keeps the functions that forward calls.
         has_values: Whether the loss of a step on plain tensors is computed.
         first: The first step of the same model at another batch, or with another
-            optimizer; what is not known of it is learnt.
+            optimizer; what is not known of it is learnt. If it says so, and is known,
+            the update alone is recorded.
     """
     placed = device or target.placed
     workload = on_device(build(scope), placed)
@@ -94,7 +98,8 @@ def watch_step(
                 check_finite(loss, "the first step")
     with _told("the second step"):
         step.zero_grad()
-        for _ in range(training.accumulate - 1):
+        update_alone = stands_in and first.alone
+        for _ in range(1 if update_alone else training.accumulate - 1):
             first.set_gradients(step) if stands_in else step.accumulate()
         on_cuda = target.device.type == "cuda"
         fake = scope is not None
@@ -103,7 +108,8 @@ def watch_step(
         know_before(recorder.storages, workload.model, optimizers, workload.data)
         if on_cuda and step.optimizer is not None:
             recorder.storages.count_as_zero_bytes(step_counts(step.optimizer))
-        notes = [*_assumed(workload, training), *_record(recorder, step, log)]
+        record = _record_update if update_alone else partial(_record, log=log)
+        notes = [*_assumed(workload, training), *record(recorder, step)]
     made = [name for name, _ in workload.model.named_modules() if name not in there]
     if made:
         notes.append(f"{NOTE_MADE}: {made[0]}" + ", ..." * (len(made) > 1))
@@ -113,6 +119,7 @@ def watch_step(
         before,
         notes,
         step.optimizer is not None and step.optimizer is workload.optimizer,
+        update_alone,
     )
 
 
@@ -136,7 +143,7 @@ def _assumed(workload: Workload, training: Training) -> Iterator[str]:
     """What nobody said about a workload without a file."""
     yield from workload.assumptions
     if workload.source and training.optimizer is None:
-        yield "assumed optimizer: adamw (--optimizer)"
+        yield NOTE_ADAMW
 
 
 def _record(
@@ -156,7 +163,19 @@ def _record(
         del grads
         step.update()
         del value
-    return [rule, *([NOTE_PREDICTED] if step.training.predicted_only else [])]
+    return [rule, *_said_of(step)]
+
+
+def _record_update(recorder: StepRecorder, step: TrainingStep) -> list[str]:
+    with recorder.watching():
+        recorder.begin_backward_of(())
+        recorder.begin_update()
+        step.update()
+    return _said_of(step)
+
+
+def _said_of(step: TrainingStep) -> list[str]:
+    return [NOTE_PREDICTED] if step.training.predicted_only else []
 
 
 def know_before(

@@ -6,6 +6,7 @@ nearest ones. If bytes are not linear in the rows, every batch is recorded.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -14,6 +15,7 @@ from ckplan.errors import GraphError
 from ckplan.graph.extrapolate import StepLine, seconds_per_row
 from ckplan.graph.graph import Graph
 from ckplan.graph.transplant import transplanted
+from ckplan.simulating.simulate import Simulator
 from ckplan.solving.planner import Planner
 from ckplan.solving.reserved_limit import Plans
 from ckplan.tuning.transfer import TransferredPlans
@@ -22,6 +24,8 @@ RecordAt = Callable[[int, int], Graph]
 """Records a step: rows of the micro-batch, micro-batches per optimizer step."""
 _KEPT, _KEPT_PLANNERS = 24, 8  # drawn steps, and those whose plans were searched
 _NEAR = 4  # ratio of two batches at most, for plans of one at the other
+_CLOSE = 1e-3  # relative difference of seconds that is none
+_Totals = tuple[float, float, float, float]
 _LARGE = 500  # ops of a step; a search in smaller ones is quick
 
 
@@ -64,6 +68,7 @@ class Batches:
         self.not_linear: str | None = None  # why every batch is recorded
         self._ends: dict[int, Graph] = {}  # of lines: recorded, and the second probe
         self._lines: dict[tuple[int, int], StepLine] = {}
+        self._totals: dict[tuple[int, int], tuple[_Totals, ...]] = {}
         self._drawn: dict[tuple[int, int], Graph] = {}
         self._planners: dict[tuple[int, int], Planner] = {}
         self._searched: list[tuple[int, int]] = []  # where plans were asked for
@@ -79,6 +84,27 @@ class Batches:
             self._searched.clear()
             self._transferred.clear()
         return self.recorded[rows]
+
+    def check(self, rows: int) -> bool:
+        """Record the step at a batch; whether it is like the drawn one.
+
+        If it is, the lines remain, with all steps and plans that were drawn on them.
+        """
+        drawn = self._at(rows)
+        if rows in self.recorded:
+            return True
+        graph = self._record(rows, 2 if self.accumulates else 1)
+        if not _are_alike(drawn, graph):
+            self.recorded[rows] = self._ends[rows] = graph
+            for known in (self._drawn, self._planners, self._transferred):
+                known.clear()
+            self._searched.clear()
+            return False
+        self.recorded[rows] = graph
+        for cache in (self._drawn, self._planners, self._transferred):
+            for key in [key for key in cache if key[0] == rows]:
+                del cache[key]
+        return True
 
     def at(self, rows: int, accumulate: int = 1) -> Graph:
         """The step at a batch: recorded, or drawn through two recorded ones.
@@ -136,29 +162,14 @@ class Batches:
         if rows in self._ends or self.not_linear:
             return self.at(rows, accumulate).step_seconds
         few, many = self._nearest(rows)
-        totals = self._totals(few, many, accumulate)
-        return max(seconds + slope * (rows - many) for seconds, slope in totals)
-
-    def _totals(
-        self, few: int, many: int, accumulate: int
-    ) -> Iterator[tuple[float, float]]:
-        """Seconds at the upper end of a line, and per row: of the device, of launches.
-
-        They grow with the rows as the seconds of every op do.
-        """
-        small, large = self._ends[few], self._ends[many]
-        stop = large.backward_stop
-        for name in ("seconds", "launch_seconds"):
-            low, high = ([getattr(op, name) for op in g.ops] for g in (small, large))
-            slopes = [
-                seconds_per_row((few, a), (many, b))
-                for a, b in zip(low, high, strict=False)
-            ]
-            total, slope = (
-                accumulate * sum(found[:stop]) + sum(found[stop:])
-                for found in (high, slopes)
-            )
-            yield total, slope
+        if (few, many) not in self._totals:
+            small, large = self._ends[few], self._ends[many]
+            found = _totals_of(small, large, few, many)
+            self._totals[few, many] = tuple(found)
+        return max(
+            accumulate * (batch + more * (rows - many)) + update + grown * (rows - many)
+            for batch, more, update, grown in self._totals[few, many]
+        )
 
     def _at(self, rows: int) -> Graph:
         if rows in self.recorded or self.not_linear:
@@ -204,3 +215,25 @@ class Batches:
             return below[-1], above[0]
         few, many = below[-2:] if below else above[:2]
         return few, many
+
+
+def _totals_of(small: Graph, large: Graph, few: int, many: int) -> Iterator[_Totals]:
+    """Seconds of a batch at ``many`` and per row, then of the update: in each queue.
+
+    They grow with the rows as the seconds of every op do.
+    """
+    stop = large.backward_stop
+    for name in ("seconds", "launch_seconds"):
+        low, high = ([getattr(op, name) for op in g.ops] for g in (small, large))
+        slopes = [
+            seconds_per_row((few, a), (many, b))
+            for a, b in zip(low, high, strict=False)
+        ]
+        yield sum(high[:stop]), sum(slopes[:stop]), sum(high[stop:]), sum(slopes[stop:])
+
+
+def _are_alike(one: Graph, other: Graph) -> bool:
+    """Whether peaks are equal, and seconds nearly."""
+    peaks = {Simulator(graph).run().peak_bytes for graph in (one, other)}
+    close = math.isclose(one.step_seconds, other.step_seconds, rel_tol=_CLOSE)
+    return len(peaks) == 1 and close

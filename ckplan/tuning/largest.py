@@ -14,9 +14,8 @@ from ckplan.graph.graph import Graph
 from ckplan.plan.region import Region
 from ckplan.simulating.simulate import Simulator, Timeline
 from ckplan.solving.memory_limit import MemoryLimit
-from ckplan.solving.planner import Planner
 from ckplan.solving.replays import ReplayedPlan
-from ckplan.solving.reserved_limit import plan_within
+from ckplan.solving.reserved_limit import Plans, plan_within
 
 MOST_ROWS = 2**24
 _SECANTS = 8  # most steps on a line before halving
@@ -25,7 +24,7 @@ _SECANTS = 8  # most steps on a line before halving
 def largest_batch(
     graph_at: Callable[[int], Graph],
     memory_limit: MemoryLimit,
-    planner_at: Callable[[int], Planner] | None = None,
+    plans_at: Callable[[int], Plans] | None = None,
     *,
     start: int = 1,
     most: int = MOST_ROWS,
@@ -37,7 +36,7 @@ def largest_batch(
     Args:
         graph_at: The step at a number of rows.
         memory_limit: Of a budget, or of a card's allocator.
-        planner_at: The plans at a number of rows; without it, none is tried.
+        plans_at: The plans at a number of rows; without it, none is tried.
         start: Where the search begins.
         most: Largest number to try.
     """
@@ -46,8 +45,8 @@ def largest_batch(
     # The smallest plan of one batch is nearly that of others: replays find the largest
     # batch for it, and a search one row further finds whether another plan is smaller.
     tried = largest + 1
-    while planner_at is not None and tried <= most:
-        found = _smallest_within(planner_at(tried), memory_limit)
+    while plans_at is not None and tried <= most:
+        found = _smallest_within(plans_at(tried), memory_limit)
         if found is None:
             break
         largest = max(replays.largest_under(found[1], tried), tried)
@@ -101,7 +100,7 @@ class _Replays:
         return self._timelines[rows, regions]
 
 
-def _smallest_within(planner: Planner, limit: MemoryLimit) -> ReplayedPlan | None:
+def _smallest_within(planner: Plans, limit: MemoryLimit) -> ReplayedPlan | None:
     """A plan within a limit, the smallest one if that has room; None if none has."""
     smallest = planner.within(planner.floor.peak_bytes)
     if smallest is not None and limit.allows(smallest[0]):

@@ -11,7 +11,6 @@ can be better by more than ``_CLOSE``.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -66,8 +65,8 @@ class WaySearch:
         start, like = self.start, self.like
         if like is not None:
             start = like.largest_planned if planned else like.largest_unplanned
-        planner_at = self.planner_at if planned else None
-        return largest_batch(self.graph_at, self.limit, planner_at, start=start, **most)
+        plans_at = self.plans_at if planned else None
+        return largest_batch(self.graph_at, self.limit, plans_at, start=start, **most)
 
     def accumulation(self, rows: int) -> int:
         """Micro-batches of a step of the optimizer."""
@@ -86,7 +85,7 @@ class WaySearch:
         return self.batches_of(rows).planner(rows, self.accumulation(rows))
 
     def plans_at(self, rows: int) -> Plans:
-        """The same, of a drawn step those of a near batch if these are known."""
+        """The same, in a large drawn step those of a near batch if these are known."""
         return self.batches_of(rows).plans(rows, self.accumulation(rows))
 
     def setting(self, rows: int, *, planned: bool = True) -> Setting | None:
@@ -236,13 +235,11 @@ class WaySearch:
         Settings found on drawn steps are forgotten, unless the drawn step at this batch
         is like the recorded one.
         """
-        batches = self.batches_of(rows)
-        drawn = self.graph_at(rows)
         try:
-            batches.recorded_at(rows)
+            alike = self.batches_of(rows).check(rows)
         except WorkloadError as error:
-            self.refused[rows] = error.what
-        if rows not in self.refused and _are_alike(drawn, self.graph_at(rows)):
+            self.refused[rows], alike = error.what, False
+        if alike:
             for planned in (False, True):
                 self._settings.pop((rows, planned), None)
             return True
@@ -250,13 +247,6 @@ class WaySearch:
         for name in ("largest_unplanned", "largest_planned"):
             self.__dict__.pop(name, None)
         return False
-
-
-def _are_alike(one: Graph, other: Graph) -> bool:
-    """Whether peaks are equal, and seconds nearly."""
-    peaks = {Simulator(graph).run().peak_bytes for graph in (one, other)}
-    close = math.isclose(one.step_seconds, other.step_seconds, rel_tol=_CLOSE)
-    return len(peaks) == 1 and close
 
 
 def seconds_of(timeline: Timeline) -> float:

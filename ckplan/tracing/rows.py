@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from torch._subclasses.fake_tensor import FakeTensorMode
-
 from ckplan.errors import CkplanError
+from ckplan.tracing.faking.fake_mode import fake_tensors
 from ckplan.training.loading import WorkloadSpec
 from ckplan.training.workload import rows_of, with_rows
 
@@ -17,7 +16,7 @@ def spec_rows(spec: WorkloadSpec) -> int:
     """
     make = spec.load()
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        with fake_tensors():
             workload = make()
     except CkplanError:  # it needs real values
         workload = make()

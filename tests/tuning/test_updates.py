@@ -1,0 +1,74 @@
+"""Of a further optimizer the update alone is recorded, and nothing else changes."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckplan.autotune import recorder_of_spec
+from ckplan.simulating.allocations import reserved_bytes
+from ckplan.simulating.simulate import Simulator
+from ckplan.tracing import profile as profiling
+from ckplan.tracing.rows import spec_rows
+from ckplan.training.loading import WorkloadSpec
+
+_FILE = """
+import torch
+from torch import nn
+
+def build():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8, bias=False))
+    return model.to(torch.bfloat16), torch.randn(4, 8, dtype=torch.bfloat16)
+"""
+
+
+@pytest.fixture(name="spec")
+def _spec(tmp_path: Path) -> WorkloadSpec:
+    path = tmp_path / "model.py"
+    path.write_text(_FILE)
+    return WorkloadSpec(str(path))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw:fused", "adamw:single", "sgd"])
+def test_a_step_with_an_exchanged_update_is_the_recorded_one(
+    spec: WorkloadSpec, optimizer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exchanged: list[Any] = []
+
+    def with_update_of(*steps: object) -> object:
+        exchanged.append(original(*steps))
+        return exchanged[-1]
+
+    original = profiling.with_update_of
+    monkeypatch.setattr(profiling, "with_update_of", with_update_of)
+    found = []
+    for first in (True, False):
+        record, rows, way = recorder_of_spec(spec, gpu="RTX 4090")
+        if first:
+            record(way, rows, 1)
+        found.append(record(replace(way, optimizer=optimizer), rows, 1))
+    assert [one.ops is found[0].ops for one in exchanged] == [True]
+    mine, whole = (Simulator(graph).run() for graph in found)
+    assert mine.peak_bytes == whole.peak_bytes
+    assert reserved_bytes(mine) == reserved_bytes(whole)
+    ops = [[op.name for op in graph.ops] for graph in found]
+    assert ops[0] == ops[1]
+    sizes = [sorted((s.bytes, s.kind) for s in g.storages) for g in found]
+    assert sizes[0] == sizes[1]
+    assert found[0].step_seconds == found[1].step_seconds
+
+
+def test_rows_of_a_model_that_is_cast_are_found_without_bytes(
+    spec: WorkloadSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    makes = []
+    load = WorkloadSpec.load
+
+    def counted(self: WorkloadSpec) -> object:
+        make = load(self)
+        return lambda: makes.append(1) or make()
+
+    monkeypatch.setattr(WorkloadSpec, "load", counted)
+    assert spec_rows(spec) == 4
+    assert len(makes) == 1  # not a second time on real tensors
