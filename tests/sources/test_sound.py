@@ -1,0 +1,59 @@
+"""Batches of sound: which argument is read by what kind of model."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ckplan.sources.batches.context import Context
+from ckplan.sources.batches.sizes import Sizes
+from ckplan.sources.tasks import TASKS
+
+BLANK = 9
+NUMBERS = {"vocab_size": 20, "model_type": "any", "num_mel_bins": 8}
+
+
+class Transducer(nn.Module):
+    def forward(
+        self, input_features: Tensor, decoder_input_ids: Tensor, labels: Tensor
+    ) -> None: ...
+
+
+class LanguageModel(nn.Module):
+    def forward(
+        self, input_features: Tensor, input_ids: Tensor, labels: Tensor
+    ) -> None: ...
+
+    def get_audio_features(self, input_features: Tensor) -> Tensor:
+        return input_features.mean(1, keepdim=True).expand(-1, 3, -1)
+
+
+def batch_of(task: str, model: nn.Module, sizes: str, **config: int) -> dict[str, Any]:
+    named = SimpleNamespace(**NUMBERS, **config)
+    model.config = named  # type: ignore[assignment]
+    return TASKS[task].make(Context(model, named, Sizes.of(sizes), task))
+
+
+def test_a_transducer_reads_a_blank_and_its_transcript() -> None:
+    batch = batch_of("transducer", Transducer(), "2x40x6", blank_token_id=BLANK)
+    assert batch["labels"].shape == (2, 6)
+    assert torch.equal(batch["decoder_input_ids"][:, 1:], batch["labels"])
+    assert (batch["decoder_input_ids"][:, 0] == BLANK).all()
+
+
+def test_a_language_model_that_hears_has_places_for_the_sound_in_its_text() -> None:
+    batch = batch_of("speech-to-text", LanguageModel(), "2x12", audio_token_id=BLANK)
+    assert batch["input_ids"].shape == batch["labels"].shape == (2, 12)
+    assert (batch["input_ids"] == BLANK).sum(1).tolist() == [3, 3]
+
+
+def test_a_table_of_positions_fixes_the_frames_but_not_of_a_projection() -> None:
+    table = {"max_source_positions": 15}
+    fixed = batch_of("ctc", Transducer(), "2x40x6", blank_token_id=BLANK, **table)
+    assert fixed["input_features"].shape == (2, 8, 30)
+    table["feature_projection_input_dim"] = 16
+    free = batch_of("ctc", Transducer(), "2x40x6", blank_token_id=BLANK, **table)
+    assert free["input_features"].shape == (2, 40, 16)
