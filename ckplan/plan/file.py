@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +42,8 @@ from ckplan.plan.plan import (
 )
 from ckplan.plan.region import PROGRAM
 from ckplan.plan.strict_yaml import YamlNode, compose, not_yaml
-from ckplan.plan.tiles import SAME_BITS, Tiles, check_bits
+from ckplan.plan.tiles import SAME_BITS
+from ckplan.plan.tiles_in_file import read_tiles, tiles_content
 from ckplan.plan.workload import TRAINING_KEYS, read_workload
 from ckplan.units import parse_bytes
 
@@ -54,7 +54,8 @@ _MAX_COLUMNS = 88
 _PREDICTION_KEYS = tuple(field.name for field in fields(Prediction))
 _PREDICTED_ALWAYS = _PREDICTION_KEYS[:4]  # the others are of offloaded tensors
 _REGION_KEYS = (
-    *("calls", "run", "by", "save", "encode", "offload", "tiles", "bits", "regions"),
+    *("calls", "run", "by", "save", "encode", "offload", "tiles", "bits"),
+    *("difference", "regions"),
 )
 _MOST_LEVELS = 16  # of nested regions
 _EXAMPLES = {  # place in the file -> example
@@ -80,6 +81,7 @@ _EXAMPLES = {  # place in the file -> example
     "'offload'": "offload: [mlp.c_fc/addmm]",
     "'tiles'": "tiles: {tokens: 16, vocabulary: 16}",
     "'bits'": f"bits: {SAME_BITS}",
+    "'difference'": "difference: 1.2e-03",
 }
 
 
@@ -135,8 +137,7 @@ def _region_content(region: PlannedRegion) -> dict[str, object]:
     if region.offload:
         content["offload"] = [str(op) for op in region.offload]
     if region.tiles is not None:
-        content["tiles"] = asdict(region.tiles)
-        content["bits"] = SAME_BITS
+        content |= tiles_content(region.tiles)
     if region.inner:
         content["regions"] = [_region_content(one) for one in region.inner]
     return content
@@ -289,19 +290,9 @@ def _region(part: YamlNode, level: int = 1) -> PlannedRegion:
             hint="leave the innermost regions out",
         )
     inner = tuple(_region(one, level + 1) for one in inside)
-    tiles = _tiles(entries)
+    tiles = read_tiles(entries)
     lists = save, encode, where
     return part.locate(PlannedRegion, calls, by, *lists, run, inner, tiles, offload)
-
-
-def _tiles(entries: Mapping[str, YamlNode]) -> Tiles | None:
-    if "bits" in entries:
-        entries["bits"].read(check_bits)
-    if "tiles" not in entries:
-        return None
-    part = entries["tiles"]
-    counts = part.record(("tokens", "vocabulary"))
-    return part.locate(partial(Tiles, **{k: v.read(count) for k, v in counts.items()}))
 
 
 def _calls_or_run(entries: Mapping[str, YamlNode]) -> None:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from math import inf
 
 from ckplan.errors import PlanError
 
-SAME_BITS = "same"
-"""``bits`` of a region by tiles: loss and gradients are bit for bit the plain ones."""
+SAME_BITS, CLOSE_BITS = "same", "close"
+"""``bits`` of a region by tiles: loss and gradients are bit for bit the plain ones, or
+rounded in another place."""
 
 _ROWS = 32  # smallest tile of tokens; cuts lie at multiples
 _COLUMNS = 64  # same, for the vocabulary
@@ -24,14 +26,32 @@ class Tiles:
     """Numbers of tiles; fewer are made where they would be too narrow.
 
     Raises:
-        PlanError: A number is below 1.
+        PlanError: A number is below 1, or the bits are neither.
     """
 
     tokens: int = 16
     vocabulary: int = 16
+    bits: str = SAME_BITS
+    # Of close bits: the largest found, relative to the largest value of its tensor;
+    # 0 if it is not known.
+    difference: float = 0.0
 
     def __post_init__(self) -> None:
-        """Check the numbers."""
+        """Check the numbers, and round as the file does."""
+        check_bits(self.bits)
+        if not 0 <= self.difference < inf:
+            raise PlanError(
+                f"cannot read the difference {self.difference}",
+                needed="a fraction of the largest value of a tensor, 0 or more",
+                hint="difference: 1.2e-03",
+            )
+        if self.difference and self.bits == SAME_BITS:
+            raise PlanError(
+                f"cannot have a difference of {self.difference} with the same bits",
+                needed=f"bits: {CLOSE_BITS}, or no difference",
+                hint=f"bits: {CLOSE_BITS}",
+            )
+        object.__setattr__(self, "difference", float(f"{self.difference:.1e}"))
         for name in ("tokens", "vocabulary"):
             count = getattr(self, name)
             if not isinstance(count, int) or isinstance(count, bool) or count < 1:
@@ -42,8 +62,10 @@ class Tiles:
                 )
 
     def __str__(self) -> str:
-        """Read as: the tokens in 16 tiles, the vocabulary in 16."""
-        return f"tokens in {self.tokens} tiles, vocabulary in {self.vocabulary}"
+        """Read as: the tokens in 16 tiles, the vocabulary in 16, with the same bits."""
+        at = f", {self.difference:.1e}" if self.difference else ""
+        counts = f"tokens in {self.tokens} tiles, vocabulary in {self.vocabulary}"
+        return f"{counts}, bits {self.bits}{at}"
 
     def of_tokens(self, size: int) -> list[slice]:
         """Cut ``size`` tokens.
@@ -74,10 +96,10 @@ def check_bits(text: str) -> str:
     Raises:
         PlanError: It may not.
     """
-    if text == SAME_BITS:
+    if text in (SAME_BITS, CLOSE_BITS):
         return text
     raise PlanError(
         f"cannot promise bits {text!r}",
-        needed=f"bits: {SAME_BITS}; heads whose tiles give other bits stay whole",
+        needed=f"bits: {SAME_BITS} or bits: {CLOSE_BITS}",
         hint="ckplan verify, which compares every bit",
     )

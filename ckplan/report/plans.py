@@ -11,7 +11,7 @@ from rich.table import Table
 
 from ckplan import units
 from ckplan.plan.plan import Plan, PlannedRegion, Prediction
-from ckplan.plan.tiles import SAME_BITS
+from ckplan.plan.tiles_in_file import tiles_content
 from ckplan.plan.workload import as_arguments
 from ckplan.report.comparison import (
     baseline_json,
@@ -270,7 +270,7 @@ def _kept(region: PlannedRegion, *, in_full: bool) -> str:
     """What a region keeps, or into how many tiles it is cut."""
     if region.tiles is None:
         return _ops([str(op) for op in region.save], in_full=in_full)
-    return f"{region.tiles}, bits {SAME_BITS}"
+    return str(region.tiles)
 
 
 def _levels(
@@ -299,7 +299,7 @@ def _region_json(region: PlannedRegion) -> dict[str, Any]:
     if region.offload:
         content["offload"] = [str(op) for op in region.offload]
     if region.tiles is not None:
-        content |= {"tiles": asdict(region.tiles), "bits": SAME_BITS}
+        content |= tiles_content(region.tiles)
     if region.inner:
         content["regions"] = [_region_json(inner) for inner in region.inner]
     return content

@@ -15,9 +15,10 @@ from ckplan.errors import InfeasibleError, PlanError
 from ckplan.graph.graph import Graph
 from ckplan.plan.region import TILES, Region
 from ckplan.plan.tiles import Tiles
+from ckplan.simulating.heads import find_head
 from ckplan.simulating.moving import Link
 from ckplan.simulating.simulate import Simulator
-from ckplan.simulating.tiling import find_head, tile_graph
+from ckplan.simulating.tiling import tile_graph
 from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.offloading import MovingPlanner
 from ckplan.solving.planner import Planner
@@ -37,11 +38,18 @@ def find_tileable_head(graph: Graph) -> int:
     for call in reversed(range(len(graph.calls))):
         if graph.calls[call].module == "Linear":
             try:
-                find_head(graph, call)
+                found = find_head(graph, call)
             except PlanError as error:
                 why = why or error
-            else:
+                continue
+            if not found.is_close:
                 return call
+            why = why or PlanError(
+                f"cannot tile {graph.calls[call]}: its logits have 16 bits and are not "
+                "cast to float32, so that tiles give other bits",
+                needed="a cast to float32 before F.cross_entropy",
+                hint="logits.float(), or by hand a plan with bits: close",
+            )
     raise why or PlanError(
         f"cannot tile a head of {graph.model}: it has no linear layer",
         needed="a linear layer whose logits F.cross_entropy reads",

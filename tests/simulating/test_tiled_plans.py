@@ -16,7 +16,7 @@ from ckplan.graph.graph import Graph
 from ckplan.plan import file as plan_file
 from ckplan.plan.plan import Plan, PlannedRegion
 from ckplan.plan.resolve import describe, resolve
-from ckplan.plan.tiles import Tiles
+from ckplan.plan.tiles import CLOSE_BITS, Tiles
 from ckplan.simulating.simulate import simulate
 from tests.helpers.measured import peak_bytes_of
 
@@ -52,19 +52,33 @@ def shifted_loss(logits: Tensor, ids: Tensor) -> Tensor:
     return F.cross_entropy(flat, ids[:, 1:].reshape(-1))
 
 
+def capped_loss(logits: Tensor, ids: Tensor) -> Tensor:
+    return plain_loss(torch.tanh(logits / 5.0) * 5.0, ids)
+
+
+def smoothed_loss(logits: Tensor, ids: Tensor) -> Tensor:
+    flat = logits.view(-1, WORDS)
+    return F.cross_entropy(flat, ids.view(-1), label_smoothing=0.1)
+
+
 LOSSES = {"plain": plain_loss, "shifted": shifted_loss}
+OTHERS = {"capped": capped_loss, "smoothed": smoothed_loss}
+
+
+def recorded(name: str, dtype: torch.dtype = torch.float32) -> Graph:
+    loss = (LOSSES | OTHERS)[name]
+    return ckplan.profile(
+        Model().to(dtype),
+        (batch(),),
+        loss_fn=lambda out, given: loss(out, given[0]),
+        optimizer="none",
+        replay=name in LOSSES,
+    )
 
 
 @pytest.fixture(scope="module", params=LOSSES)
 def step(request: pytest.FixtureRequest) -> tuple[str, Graph]:
-    loss = LOSSES[request.param]
-    graph = ckplan.profile(
-        Model(),
-        (batch(),),
-        loss_fn=lambda out, given: loss(out, given[0]),
-        optimizer="none",
-    )
-    return request.param, graph
+    return request.param, recorded(request.param)
 
 
 def plan_of(tokens: int, vocabulary: int, calls: str = "head") -> Plan:
@@ -72,18 +86,20 @@ def plan_of(tokens: int, vocabulary: int, calls: str = "head") -> Plan:
     return Plan(regions=(region,))
 
 
-def measured(name: str, plan: Plan | None) -> tuple[int, list[Tensor]]:
+def measured(
+    name: str, plan: Plan | None, dtype: torch.dtype = torch.float32
+) -> tuple[int, list[Tensor]]:
     """Peak of the second step, and its gradients."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model, ids = Model(), batch()
+    model, ids = Model().to(dtype), batch()
     if plan is not None:
         ckplan.apply(model, plan)
 
     def run() -> None:
         output = model(ids)  # stays until backward ends
-        LOSSES[name](output, ids).backward()
+        (LOSSES | OTHERS)[name](output, ids).backward()
 
     run()
     model.zero_grad()
@@ -110,6 +126,36 @@ def test_the_peak_is_predicted_to_the_byte_and_gradients_are_the_same(
     assert simulate(graph, resolve(plan, graph)).peak_bytes == peak
     assert all(map(torch.equal, gradients, expected))
     assert len(gradients) == 5
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_soft_caps_and_label_smoothing_run_in_tiles_by_a_plan(name: str) -> None:
+    graph = recorded(name)
+    plain, expected = measured(name, None)
+    assert simulate(graph).peak_bytes == pytest.approx(plain, rel=1e-4)
+    for counts in ((1, 4), (3, 1), (3, 8)):
+        plan = plan_of(*counts)
+        peak, gradients = measured(name, plan)
+        predicted = simulate(graph, resolve(plan, graph)).peak_bytes
+        assert peak <= predicted <= 1.01 * peak, counts
+        assert all(map(torch.equal, gradients, expected))
+
+
+@pytest.mark.parametrize("name", ["plain", "capped"])
+def test_heads_of_16_bits_without_a_cast_are_close_and_told(name: str) -> None:
+    graph = recorded(name, torch.bfloat16)
+    tiles = Tiles(3, 8, CLOSE_BITS)
+    plan = Plan(regions=(PlannedRegion("head", "tiles", tiles=tiles),))
+    peak, gradients = measured(name, plan, torch.bfloat16)
+    _, expected = measured(name, None, torch.bfloat16)
+    predicted = simulate(graph, resolve(plan, graph)).peak_bytes
+    assert peak <= predicted <= 1.1 * peak
+    assert not all(map(torch.equal, gradients, expected))
+    with pytest.raises(PlanError, match="its logits have 16 bits") as error:
+        ckplan.solve(graph, goal="min-memory", allow=["tiles"])
+    assert str(error.value).count("\n") == 2
+    for one, other in zip(gradients, expected, strict=True):
+        assert (one - other).abs().max() <= 0.01 * other.abs().max()
 
 
 def test_tiles_cost_time_and_other_ops_stay(step: tuple[str, Graph]) -> None:
@@ -144,7 +190,10 @@ def test_plans_with_tiles_are_written_and_read(
         ("{calls: head, by: tiles, tiles: {rows: 4}}", "unknown key 'rows'"),
         ("{calls: head, by: tiles, tiles: {tokens: 0}}", "the number '0'"),
         ("{calls: head, by: tiles, tiles: {tokens: x}}", "the number 'x'"),
-        ("{calls: head, by: tiles, bits: close}", "cannot promise bits 'close'"),
+        ("{calls: head, by: tiles, bits: near}", "cannot promise bits 'near'"),
+        ("{calls: head, by: tiles, difference: 0.1}", "with the same bits"),
+        ("{calls: head, by: tiles, bits: close, difference: -1}", "difference -1"),
+        ("{calls: head, bits: close}", "tiles need by: tiles"),
         ("{calls: head, by: tiles, save: [./addmm]}", "save needs by: program"),
     ],
 )

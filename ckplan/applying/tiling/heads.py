@@ -17,7 +17,7 @@ from ckplan.applying.tiling.cross_entropy import tiled_cross_entropy
 from ckplan.applying.tiling.lazy import LazyLogits, Logits, make_lazy
 from ckplan.applying.tiling.recognizing import recognize
 from ckplan.errors import ApplyError, PlanError, did_you_mean
-from ckplan.plan.tiles import Tiles
+from ckplan.plan.tiles import CLOSE_BITS, SAME_BITS, Tiles
 
 _hooks_are_enabled = torch._C._autograd._saved_tensors_hooks_is_enabled
 
@@ -98,7 +98,10 @@ class TiledHead(ForwardWrapper):
         self, lazy: LazyLogits, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Tensor | None:
         """The loss in tiles, if the call is understood."""
-        options = None if _is_watched() else recognize(lazy, args, kwargs)
+        options = None
+        if not _is_watched():
+            close = self.tiles.bits == CLOSE_BITS
+            options = recognize(lazy, args, kwargs, may_be_close=close)
         if options is None:
             return None
         logits = lazy.logits
@@ -172,7 +175,11 @@ def _is_watched() -> bool:
 
 
 def tile_head(
-    model: nn.Module, head: str | None = None, *, tiles: tuple[int, int] = (16, 16)
+    model: nn.Module,
+    head: str | None = None,
+    *,
+    tiles: tuple[int, int] = (16, 16),
+    bits: str = SAME_BITS,
 ) -> TiledHead:
     """Run the head and the loss of an unmodified model in tiles.
 
@@ -189,6 +196,8 @@ def tile_head(
         head: Name of the ``nn.Linear`` that makes the logits. None: what
             ``model.get_output_embeddings()`` of transformers returns.
         tiles: Numbers of tiles of tokens and of the vocabulary.
+        bits: ``close``: also losses of 16-bit logits that are not cast to float32 run
+            in tiles, which round their gradients in another place.
 
     Returns:
         A handle: ``remove()`` undoes it, so does leaving it as a context;
@@ -204,7 +213,7 @@ def tile_head(
     check_head(name, module)
     if "forward" in vars(module):
         raise _no_head(name, module, "with a replaced forward")
-    wrapper = TiledHead(module, name, Tiles(*tiles))
+    wrapper = TiledHead(module, name, Tiles(*tiles, bits))
     module.forward = wrapper
     return wrapper
 

@@ -141,6 +141,7 @@ def by_tokens(
             logits = cast.view(*shape).copy_(logits)
         log = _log_softmax(logits, 1, False, out=logs.view(*shape))
         _keep_values(head, values, rows, logits, log)
+        del logits
         if given is None or hidden_gradient is None:
             continue
         seed, of_sums = seeds.view(*shape), head.seed(given, rows, words)
@@ -204,6 +205,7 @@ def _by_words(
     logits, tangents = head.cap(head.logits(slice(0, len(flat)), words, flat))
     log[:, -1] = 0.0
     _log_probabilities(logits, values, out=log[:, :-1])
+    del logits
     place = _places(head.target, words)
     if totals is None:
         # The extra column gets the gradients of the words outside the tile, so that

@@ -114,7 +114,11 @@ def _number(step: Step) -> float | None:
 
 
 def recognize(
-    lazy: LazyLogits, args: tuple[Any, ...], kwargs: dict[str, Any]
+    lazy: LazyLogits,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    may_be_close: bool = False,
 ) -> dict[str, Any] | None:
     """Arguments of ``tiled_cross_entropy`` for a call of ``F.cross_entropy``.
 
@@ -122,6 +126,7 @@ def recognize(
         lazy: The input of the call, of a head whose logits are not whole.
         args: Arguments of the call.
         kwargs: Keyword arguments of the call.
+        may_be_close: Whether results may be rounded in another place.
 
     Returns:
         ``target`` and options; None if tiles would not do the same.
@@ -137,7 +142,8 @@ def recognize(
         return None
     device = logits.hidden.device.type
     wide = chain.dtype in (torch.float32, torch.float64)
-    if not wide and not torch.is_autocast_enabled(device):
+    upcast = wide or torch.is_autocast_enabled(device)
+    if not upcast and not may_be_close:
         return None  # tiles give other bits
     plain = given["size_average"] is None and given["reduce"] is None
     fits = _is_plain(target) and target.dtype == torch.int64 and target.dim() == 1
@@ -155,6 +161,7 @@ def recognize(
         "reduction": given["reduction"],
         "label_smoothing": given["label_smoothing"],
         "soft_cap": chain.soft_cap,
+        "upcast": upcast,
         "shift": chain.is_shifted,
     }
 
