@@ -77,7 +77,7 @@ def row_of(name: str, path: Path) -> Row:
     planner = Planner(graph)
     floor_bytes, moves_bytes = planner.floor.peak_bytes, floor_with_moves(graph)
     try:
-        head = find_tileable_head(graph)
+        head, _ = find_tileable_head(graph)
     except PlanError:
         tiled: list[Graph] = []
     else:

@@ -99,13 +99,13 @@ def compare(
         planner = Planner(graph)
         limit = limit_of_objective(planner, objective)
         assert limit is not None, "internal error: neither a budget nor a card"
-        link, tiles = levers.link(graph, card.gpu), bool(levers.allowed)
+        link, allow = levers.link(graph, card.gpu), levers.allowed
         least = max(limit.bytes, planner.floor.peak_bytes)
         plan = solve_within_limit(planner, replace(limit, bytes=least)).timeline
         found = [*all_baselines(planner, limit), Baseline.of("this plan", plan, limit)]
-        if tiles or link is not None:
-            found += lever_baselines(planner, limit, tiles=tiles, link=link)
-            search = search_with(planner, tiles=tiles, link=link)
+        if allow or link is not None:
+            found += lever_baselines(planner, limit, allow=allow, link=link)
+            search = search_with(planner, allow=allow, link=link)
             least = max(limit.bytes, search.floor_bytes)
             plan = search.solve(replace(limit, bytes=least)).timeline
             found.append(Baseline.of("with levers", plan, limit))

@@ -20,6 +20,7 @@ class Lever(str, Enum):
     """What plans may do besides recomputation; as ``ckplan.solving.solve.LEVERS``."""
 
     TILES = "tiles"
+    CLOSE = "close"
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,10 @@ class LeverOptions:
 
     allow: Annotated[
         list[Lever] | None,
-        typer.Option(help="tiles: the head and its loss may run in tiles."),
+        typer.Option(
+            help="tiles: the head and its loss may run in tiles; close: also where "
+            "that rounds gradients in another place."
+        ),
     ] = None
     offload: Annotated[
         str | None,
@@ -47,8 +51,16 @@ class LeverOptions:
 
     @property
     def allowed(self) -> list[str]:
-        """Levers by name."""
-        return [one.value for one in self.allow or ()]
+        """Levers by name.
+
+        Raises:
+            CkplanError: They do not go together.
+        """
+        from ckplan.solving.solve import check_allowed
+
+        found = [one.value for one in self.allow or ()]
+        check_allowed(found)
+        return found
 
     def link(self, graph: Graph, gpu: str | None) -> Link | None:
         """The way to a disk or the host; None without offload."""

@@ -236,10 +236,10 @@ def frontier(
         progress("solving", 0, 0)
         planner = Planner(graph)
         link = levers.link(graph, card.gpu)
-        tiles = bool(levers.allowed)
+        allow = levers.allowed
         found = (
-            frontier_of(planner, search_with(planner, tiles=tiles, link=link), points)
-            if tiles or link is not None
+            frontier_of(planner, search_with(planner, allow=allow, link=link), points)
+            if allow or link is not None
             else planner.frontier(points)
         )
         shows_baselines = as_json or plot is not None

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
+from ckplan.errors import PlanError
 from ckplan.graph.graph import Graph
 from ckplan.graph.records import (
     NO_WORKSPACE,
@@ -22,7 +23,7 @@ from ckplan.graph.records import (
     Workspace,
 )
 from ckplan.plan.region import Region
-from ckplan.plan.tiles import Tiles
+from ckplan.plan.tiles import CLOSE_BITS, SAME_BITS, Tiles
 from ckplan.simulating.heads import HeadOps, find_head, hidden_of, refuse
 
 _STATISTIC_BYTES = 4  # of a row: float32
@@ -52,9 +53,16 @@ def tile_graph(graph: Graph, call: int, tiles: Tiles) -> Graph:
         tiles: Numbers of tiles.
 
     Raises:
-        PlanError: The head cannot run in tiles.
+        PlanError: The head cannot run in tiles, or not with these bits.
     """
     found = find_head(graph, call)
+    if found.is_close and tiles.bits == SAME_BITS:
+        raise PlanError(
+            f"cannot tile {graph.calls[call]} with the same bits: its logits have 16 "
+            "bits and are not cast to float32",
+            needed=f"bits: {CLOSE_BITS}, or logits.float() before F.cross_entropy",
+            hint=f"bits: {CLOSE_BITS}",
+        )
     ops, storages = list(graph.ops), list(graph.storages)
     for number in found.never_whole:
         storages[number] = replace(storages[number], bytes=0, tensor=None)

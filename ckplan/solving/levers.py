@@ -12,7 +12,7 @@ search, draws its trade-off, and simulates what frameworks do with the same leve
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Protocol
 
@@ -41,19 +41,21 @@ class Search(Protocol):
         """Find the cheapest plan within a limit."""
 
 
-def search_with(planner: Planner, *, tiles: bool, link: Link | None) -> Search:
+def search_with(
+    planner: Planner, *, allow: Collection[str], link: Link | None
+) -> Search:
     """The search of the levers that are allowed, at least one.
 
     Args:
         planner: Of the graph, which keeps and recomputes.
-        tiles: Whether the head may run in tiles.
+        allow: As in ``solve_plan``.
         link: The way of copies, if values may move.
 
     Raises:
         PlanError: No head can run in tiles.
     """
-    if tiles:
-        return TilingPlanner(planner, link)
+    if allow:
+        return TilingPlanner(planner, link, close="close" in allow)
     assert link is not None, "internal error: no lever"
     return MovingPlanner(planner, link)
 
@@ -87,7 +89,11 @@ def frontier_of(
 
 
 def lever_baselines(
-    planner: Planner, limit: MemoryLimit, *, tiles: bool, link: Link | None
+    planner: Planner,
+    limit: MemoryLimit,
+    *,
+    allow: Collection[str],
+    link: Link | None,
 ) -> Iterator[Baseline]:
     """What frameworks do with the levers that are allowed, as simulated."""
     graph = planner.graph
@@ -104,9 +110,9 @@ def lever_baselines(
         seconds = line.recompute_seconds - line.stall_seconds + copies
         overhead = seconds / (line.unplanned_seconds or 1.0)
         yield replace(moving, name="save_on_cpu", overhead=overhead)
-    if tiles:
-        count = COUNTS[0]
-        head = Region(find_tileable_head(graph), TILES, tiles=Tiles(count, count))
+    if allow:
+        call, bits = find_tileable_head(graph, close="close" in allow)
+        head = Region(call, TILES, tiles=Tiles(COUNTS[0], COUNTS[0], bits))
         yield Baseline.of("chunked loss", planner.simulator.run([head]), limit)
 
 

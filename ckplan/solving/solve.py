@@ -25,7 +25,7 @@ from ckplan.solving.solution import FrontierPoint, Solution
 
 GOALS = (None, "min-memory", "knee")
 METHODS = ("chain", "milp")
-LEVERS = ("tiles",)
+LEVERS = ("tiles", "close")
 """What a plan may do besides recomputation, if it is allowed."""
 
 
@@ -86,7 +86,9 @@ def solve_plan(
             (small graphs; needs the extra ``milp``).
         time_limit: Seconds that ``"milp"`` may take.
         allow: ``["tiles"]``: the head and its loss may run in tiles, without the
-            logits. For a budget, a card, or the least memory.
+            logits. For a budget, a card, or the least memory. With ``"close"``, too:
+            also a head whose 16-bit logits are not cast to float32, whose gradients
+            tiles round in another place; the plan says ``bits: close``.
         spill_rate: Bytes per second of a disk that activations may move to, such as
             ``"2GB"``, or as ``ckplan.spill_rate(folder)`` measures it; on a GPU, of the
             way to host memory, each way. For a budget, a card or the least memory. On
@@ -206,7 +208,7 @@ def find(
     link = None if spill_rate is None else Link.of(planner.graph, spill_rate)
     if allow or link is not None:
         _check_levers(allow, objective, limit)
-        search = search_with(planner, tiles=bool(allow), link=link)
+        search = search_with(planner, allow=allow, link=link)
         return search.solve(limit or MemoryLimit(search.floor_bytes))
     if limit is not None:
         return solve_within_limit(planner, limit)
@@ -233,9 +235,12 @@ def parse_rate(rate: str | float) -> float:
     return found
 
 
-def _check_levers(
-    allow: Collection[str], objective: Objective, limit: MemoryLimit | None
-) -> None:
+def check_allowed(allow: Collection[str]) -> None:
+    """Check names of levers.
+
+    Raises:
+        CkplanError: One is unknown, or bits may be close and nothing would change them.
+    """
     unknown = [one for one in allow if one not in LEVERS]
     if unknown or isinstance(allow, str):
         raise CkplanError(
@@ -243,6 +248,18 @@ def _check_levers(
             needed=f"a list with {' or '.join(LEVERS)}",
             hint="ckplan.solve(graph, budget='12GiB', allow=['tiles'])",
         )
+    if "close" in allow and "tiles" not in allow:
+        raise CkplanError(
+            "cannot allow close bits alone",
+            needed="tiles, whose gradients may be rounded in another place",
+            hint="--allow tiles --allow close",
+        )
+
+
+def _check_levers(
+    allow: Collection[str], objective: Objective, limit: MemoryLimit | None
+) -> None:
+    check_allowed(allow)
     if limit is None and objective.goal != "min-memory":
         what = "choose tiles" if allow else "plan to offload"
         raise CkplanError(

@@ -14,7 +14,7 @@ from functools import partial
 from ckplan.errors import InfeasibleError, PlanError
 from ckplan.graph.graph import Graph
 from ckplan.plan.region import TILES, Region
-from ckplan.plan.tiles import Tiles
+from ckplan.plan.tiles import CLOSE_BITS, SAME_BITS, Tiles
 from ckplan.simulating.heads import find_head
 from ckplan.simulating.moving import Link
 from ckplan.simulating.simulate import Simulator
@@ -28,8 +28,12 @@ from ckplan.solving.solution import Solution
 COUNTS = (8, 32)  # tiles of tokens, and of the vocabulary
 
 
-def find_tileable_head(graph: Graph) -> int:
-    """The last call that can run in tiles.
+def find_tileable_head(graph: Graph, *, close: bool = False) -> tuple[int, str]:
+    """The last call that can run in tiles, and the bits that tiles give.
+
+    Args:
+        graph: The step.
+        close: Whether results may be rounded in another place.
 
     Raises:
         PlanError: There is none; the error says why the last linear layer cannot.
@@ -42,13 +46,13 @@ def find_tileable_head(graph: Graph) -> int:
             except PlanError as error:
                 why = why or error
                 continue
-            if not found.is_close:
-                return call
+            if close or not found.is_close:
+                return call, CLOSE_BITS if found.is_close else SAME_BITS
             why = why or PlanError(
                 f"cannot tile {graph.calls[call]}: its logits have 16 bits and are not "
                 "cast to float32, so that tiles give other bits",
                 needed="a cast to float32 before F.cross_entropy",
-                hint="logits.float(), or by hand a plan with bits: close",
+                hint="logits.float(), or --allow tiles --allow close",
             )
     raise why or PlanError(
         f"cannot tile a head of {graph.model}: it has no linear layer",
@@ -60,20 +64,24 @@ def find_tileable_head(graph: Graph) -> int:
 class TilingPlanner:
     """The plans of one graph with the head whole or in tiles."""
 
-    def __init__(self, planner: Planner, link: Link | None = None) -> None:
+    def __init__(
+        self, planner: Planner, link: Link | None = None, *, close: bool = False
+    ) -> None:
         """Prepare the searches.
 
         Args:
             planner: Of the graph with the head whole.
             link: The way of copies, if values may move.
+            close: Whether tiles may round results in another place.
 
         Raises:
             PlanError: No head can run in tiles.
         """
         graph = planner.graph
-        call = find_tileable_head(graph)
-        heads = [Region(call, TILES, tiles=Tiles(n, n)) for n in COUNTS]
-        tiled = [Planner(tile_graph(graph, call, Tiles(n, n))) for n in COUNTS]
+        call, bits = find_tileable_head(graph, close=close)
+        counts = [Tiles(n, n, bits) for n in COUNTS]
+        heads = [Region(call, TILES, tiles=one) for one in counts]
+        tiled = [Planner(tile_graph(graph, call, one)) for one in counts]
         searches = [_search(one, link) for one in (planner, *tiled)]
         self._tries = list(zip((None, *heads), searches, strict=True))
         self._planner, self._link = planner, link

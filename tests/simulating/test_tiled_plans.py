@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ckplan
-from ckplan.errors import InfeasibleError, PlanError
+from ckplan.errors import CkplanError, InfeasibleError, PlanError
 from ckplan.graph.graph import Graph
 from ckplan.plan import file as plan_file
 from ckplan.plan.plan import Plan, PlannedRegion
 from ckplan.plan.resolve import describe, resolve
-from ckplan.plan.tiles import CLOSE_BITS, Tiles
+from ckplan.plan.tiles import CLOSE_BITS, SAME_BITS, Tiles
 from ckplan.simulating.simulate import simulate
 from tests.helpers.measured import peak_bytes_of
 
@@ -154,8 +154,24 @@ def test_heads_of_16_bits_without_a_cast_are_close_and_told(name: str) -> None:
     with pytest.raises(PlanError, match="its logits have 16 bits") as error:
         ckplan.solve(graph, goal="min-memory", allow=["tiles"])
     assert str(error.value).count("\n") == 2
+    same = Plan(regions=(PlannedRegion("head", "tiles", tiles=Tiles(3, 8)),))
+    with pytest.raises(PlanError, match="with the same bits") as error:
+        simulate(graph, resolve(same, graph))
+    assert str(error.value).count("\n") == 2
+    solved = ckplan.solve(graph, goal="min-memory", allow=["tiles", "close"])
+    assert [one.tiles.bits for one in solved.regions if one.tiles] == [CLOSE_BITS]
     for one, other in zip(gradients, expected, strict=True):
         assert (one - other).abs().max() <= 0.01 * other.abs().max()
+
+
+def test_close_bits_are_offered_only_where_tiles_change_bits(
+    step: tuple[str, Graph],
+) -> None:
+    found = ckplan.solve(step[1], goal="min-memory", allow=["tiles", "close"])
+    assert [one.tiles.bits for one in found.regions if one.tiles] == [SAME_BITS]
+    with pytest.raises(CkplanError, match="cannot allow close bits alone") as error:
+        ckplan.solve(step[1], goal="min-memory", allow=["close"])
+    assert str(error.value).count("\n") == 2
 
 
 def test_tiles_cost_time_and_other_ops_stay(step: tuple[str, Graph]) -> None:

@@ -50,7 +50,7 @@ def planner() -> Planner:
 
 @cache
 def search(tiles: bool, moves: bool) -> Search:
-    return search_with(planner(), tiles=tiles, link=LINK if moves else None)
+    return search_with(planner(), allow=["tiles"] * tiles, link=LINK if moves else None)
 
 
 def test_each_lever_lowers_the_floor_and_both_lower_it_most() -> None:
@@ -82,7 +82,7 @@ def test_trade_offs_reach_the_floor_and_lie_above_their_bound(
 
 def test_what_frameworks_do_is_dearer() -> None:
     limit = MemoryLimit(planner().unplanned.peak_bytes)
-    found = lever_baselines(planner(), limit, tiles=True, link=LINK)
+    found = lever_baselines(planner(), limit, allow=["tiles"], link=LINK)
     rows = {row.name: row for row in found}
     assert list(rows) == ["offload all", "save_on_cpu", "chunked loss"]
     assert rows["save_on_cpu"].overhead > rows["offload all"].overhead > 0
@@ -137,3 +137,5 @@ def test_commands_take_the_levers(run: Run, folder: Path) -> None:
     for command in ("frontier", "compare"):
         assert run(command, trace, "--spill-rate", "1GB").code == 2
         assert run(command, trace, "--offload", "host").code == 1
+        ended = run(command, trace, "--allow", "close")
+        assert ended.code == 1 and "close bits alone" in ended.err
