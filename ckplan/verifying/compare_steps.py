@@ -14,6 +14,7 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from ckplan.errors import CkplanError
+from ckplan.plan.tiles import CLOSE_BITS
 from ckplan.verifying.phases import TimedStep
 from ckplan.verifying.step_process import StepProcess, take_turns
 from ckplan.verifying.worker import FirstSteps, OutOfMemoryError, Result
@@ -207,6 +208,24 @@ def comparison_notes(
         yield NOTE_FEWER.format(fewer[0].rows, planned.rows)
     elif reference is None:
         yield NOTE_NOT_COMPARED
+
+
+def bits_notes(
+    plan: Plan | None, different: tuple[Result, ...] | None
+) -> Iterator[str]:
+    """Notes on the bits that a plan states for its tiles, and whether they were so."""
+    for one in plan.regions if plan is not None else ():
+        if one.tiles is None:
+            continue
+        states = f"{one.calls} runs in tiles, the plan states bits: {one.tiles.bits}"
+        if different is None:
+            yield f"{states}; not compared"
+        elif not different:
+            yield f"{states}; all results have the same"
+        elif one.tiles.bits == CLOSE_BITS:
+            yield f"{states}; results differ, how far is not checked"
+        else:
+            yield f"{states}, but results differ: do not train with this plan"
 
 
 def _chance(seen: Sequence[Sequence[FirstSteps]], compared: str) -> str:

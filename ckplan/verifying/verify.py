@@ -24,6 +24,7 @@ from ckplan.training.remembered import complete
 from ckplan.training.step import Training
 from ckplan.verifying.compare_steps import (
     StepPair,
+    bits_notes,
     comparison_notes,
     differing_results,
     first_steps_at_smaller_batch,
@@ -185,12 +186,13 @@ def verify(
     fewer = None if pair.fits else first_steps_at_smaller_batch(start, plan, tell)
     predicted = predict(trace, plan, training, planned.fingerprint)
     compared = comparison_notes(reference, planned, fewer)
+    different = differing_results((reference, planned), fewer)
     found = _judge(
         plan,
         (unplanned, planned),
-        differing_results((reference, planned), fewer),
+        different,
         timing,
-        (*pair.notes, *compared, *predicted.notes),
+        (*pair.notes, *compared, *bits_notes(plan, different), *predicted.notes),
     )
     both = ((UNPLANNED, unplanned), (PLANNED, planned))
     measured = {which: one.curve for which, one in both if one and one.curve}

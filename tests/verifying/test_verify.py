@@ -19,6 +19,7 @@ from torch import nn
 import ckplan
 from ckplan.errors import CkplanError, VerifyError, WorkloadError
 from ckplan.plan.plan import Plan, PlannedRegion, Prediction
+from ckplan.plan.tiles import Tiles
 from ckplan.report.tables import render
 from ckplan.report.verification import verification_error, verification_report
 from ckplan.simulating.simulate import simulate
@@ -443,6 +444,25 @@ def test_steps_that_never_agree_are_compared_on_one_thread(
     assert "runs on one thread were compared" in found.notes[0]
     found = scripted(*differing("abcx defy"), Plan(), steps=0)
     assert (found.passed, found.different) == (False, ("loss, step 1",))
+
+
+@pytest.mark.parametrize(
+    ("bits", "losses", "end"),
+    [
+        ("same", "aa", "bits: same; all results have the same"),
+        ("same", "ab", "bits: same, but results differ: do not train with this plan"),
+        ("close", "aa", "bits: close; all results have the same"),
+        ("close", "ab", "bits: close; results differ, how far is not checked"),
+    ],
+)
+def test_the_bits_that_a_plan_states_are_checked(
+    scripted: Callable[..., Verification], bits: str, losses: str, end: str
+):
+    plan = Plan(regions=(PlannedRegion("head", "tiles", tiles=Tiles(2, 2, bits)),))
+    sides = [_Scripted([_first_steps(loss=one)] * 3) for one in losses]
+    found = scripted(*sides, plan, steps=0)
+    assert found.notes == (f"head runs in tiles, the plan states {end}",)
+    assert found.passed == (losses == "aa")
 
 
 def test_overhead_is_the_median_of_ratios(scripted: Callable[..., Verification]):
