@@ -135,6 +135,24 @@ def test_one_of_several_models_is_recorded(run: Run, script: str) -> None:
     assert not Path("other.json.gz").exists()
 
 
+@pytest.mark.parametrize("width", [8, 9])
+def test_models_that_look_alike_are_named(run: Run, folder: Path, width: int) -> None:
+    (folder / "two.py").write_text(f"""
+import torch
+from torch import nn
+
+one, other = nn.Linear(8, 8), nn.Linear({width}, 8)
+optimizer = torch.optim.SGD([*one.parameters(), *other.parameters()])
+for _ in range(3):
+    (one(torch.ones(4, 8)) + other(torch.ones(4, {width}))).sum().backward()
+    optimizer.step()
+""")
+    ended = run("record", "-o", "t.json.gz", "two.py")
+    assert ended.code == 0, ended.err
+    notes = " ".join(trace_file.load(Path("t.json.gz")).notes)
+    assert ("runs 2 models of type Linear with the same" in notes) == (width == 8)
+
+
 def test_a_script_that_does_not_fit_is_recorded_at_cut_batches(
     run: Run, script: str
 ) -> None:
