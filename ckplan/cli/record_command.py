@@ -65,7 +65,7 @@ def record(
     """
     arguments = arguments or []
     path = output or default_trace(script.stem, {"set": arguments}, None)
-    check_output(path, force)
+    check_output(path, force, hint=f"ckplan record --force {script} ..., or -o NAME")
     from ckplan.report.progress import ProgressLine
     from ckplan.tracing.script import record_script
 

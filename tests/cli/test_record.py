@@ -135,6 +135,14 @@ def test_one_of_several_models_is_recorded(run: Run, script: str) -> None:
     assert not Path("other.json.gz").exists()
 
 
+def test_force_stands_before_the_script(run: Run, script: str) -> None:
+    Path("t.json.gz").write_text("kept")
+    ended = run("record", "-o", "t.json.gz", script)
+    assert ended.code == 1
+    assert f"ckplan record --force {script} ..." in ended.err
+    assert Path("t.json.gz").read_text() == "kept"
+
+
 @pytest.mark.parametrize("width", [8, 9])
 def test_models_that_look_alike_are_named(run: Run, folder: Path, width: int) -> None:
     (folder / "two.py").write_text(f"""
