@@ -102,12 +102,12 @@ def _name_new(temporary: Path, target: Path) -> None:
         raise exists(target) from None
 
 
-def exists(path: Path) -> CkplanError:
+def exists(path: Path, hint: str | None = None) -> CkplanError:
     """The error for a file that must not be overwritten."""
     return CkplanError(
         f"cannot write '{path}': it already exists",
         needed="a path that does not exist yet, or leave to overwrite",
-        hint="--force to overwrite it, or another name with -o",
+        hint=hint or "--force to overwrite it, or another name with -o",
     )
 
 

@@ -41,8 +41,8 @@ def load_step(trace: Path | None, sharding: Sharding | None) -> Graph:
     return shard_for_rank(trace_file.load(trace or newest_trace()), sharding)
 
 
-def check_output(path: Path, force: bool) -> None:
-    """Raise early if the output file cannot be written."""
+def check_output(path: Path, force: bool, hint: str | None = None) -> None:
+    """Raise early if the output file cannot be written; ``hint`` says how to force."""
     if path.is_dir():
         raise CkplanError(
             f"cannot write '{path}': it is a folder",
@@ -52,7 +52,7 @@ def check_output(path: Path, force: bool) -> None:
     if path.is_file() and not force:
         from ckplan import files
 
-        raise files.exists(path)
+        raise files.exists(path, hint)
 
 
 def check_plot_output(path: Path, force: bool) -> None:

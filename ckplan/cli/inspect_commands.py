@@ -109,6 +109,9 @@ def profile(
     from ckplan.training.lengths import parse_lengths
     from ckplan.training.losses import LOSS_IS_SUM
 
+    of_batches = None if lengths is None else parse_lengths(lengths)
+    if of_batches is not None:
+        source = source.at_length(target, of_batches.longest)
     spec = step.workload(target, source)
     path = output or _default_trace(step, spec, device, gpu, seed, rank)
     if lengths is not None and output is None:
@@ -134,7 +137,6 @@ def profile(
         _show_trace(graph, path, as_json)
         print_message(f"wrote {path}")
         return
-    of_batches = None if lengths is None else parse_lengths(lengths)
     mean = None
     # Output of the workload does not belong on stdout.
     with ProgressLine(sys.stderr) as progress, redirect_stdout(sys.stderr):

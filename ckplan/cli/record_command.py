@@ -65,7 +65,7 @@ def record(
     """
     arguments = arguments or []
     path = output or default_trace(script.stem, {"set": arguments}, None)
-    check_output(path, force)
+    check_output(path, force, hint=f"ckplan record --force {script} ..., or -o NAME")
     from ckplan.report.progress import ProgressLine
     from ckplan.tracing.script import record_script
 
@@ -100,7 +100,15 @@ def _write(watch: ScriptRecorder, script: list[str], path: Path, force: bool) ->
     assert recorder is not None, "internal error: nothing is recorded"
     graph = recorder.graph
     options: dict[str, Any] = {**graph.options, "workload": {"script": script}}
-    graph = replace(graph, options=options)
+    notes = graph.notes
+    if watch.num_alike > 1:
+        notes = (
+            *notes,
+            f"the script runs {watch.num_alike} models of type {graph.model} with the "
+            "same parameters: recorded is the one that ran first, and a plan is for it "
+            "alone; for another one, ckplan.record(model, optimizer) in Python",
+        )
+    graph = replace(graph, options=options, notes=notes)
     trace_file.save(graph, path, force=force)
     given = graph.fingerprint["batch"]
     batch = ", ".join(f"{key} {shape}" for key, shape in given.items())

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 from typing import Annotated, Any
 
 import typer
 
+from ckplan.cli.terminal import print_message
 from ckplan.errors import CkplanError
 
 
@@ -90,6 +91,21 @@ class SourceOptions:
         if given:
             _check_is_source(target, next(iter(given)))
         return given
+
+    def at_length(self, target: str, longest: int) -> SourceOptions:
+        """These options with a batch of tokens that is as long as ``--lengths`` says.
+
+        A length that ``--batch`` names stays, and so do targets that make their batch.
+        """
+        from ckplan.sources.batches.sizes import DEFAULT_ROWS
+        from ckplan.sources.source import parse_source
+
+        source, rows = parse_source(target), self.batch or str(DEFAULT_ROWS)
+        if source is None or source.kind != "hf" or not rows.isdecimal():
+            return self
+        batch = f"{rows}x{longest}"
+        print_message(f"assumed --batch {batch}, the longest of --lengths")
+        return replace(self, batch=batch)
 
 
 def _check_is_source(target: str, option: str) -> None:

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -25,6 +25,7 @@ from ckplan.tracing.costs.calibrate import Progress
 from ckplan.tracing.cut_batches import BatchCutter, cutter_of
 from ckplan.tracing.loop_errors import check_script, not_recorded, script_raised
 from ckplan.tracing.record import LoopRecorder
+from ckplan.training.fingerprint import parameter_shapes
 
 _WRAPPERS = ("DistributedDataParallel", "DataParallel")
 
@@ -89,6 +90,19 @@ class ScriptRecorder:
             yield
         if self.recorder is not None:
             self.recorder.__exit__()
+
+    @property
+    def num_alike(self) -> int:
+        """Number of models of the script that one plan would seem to be for.
+
+        They have the type and parameters of the recorded one, which is among them.
+        """
+        model = self.model
+        if model is None:
+            return 0
+        shapes, others = parameter_shapes(model), [*map(_inside_wrapper, self._roots)]
+        alike = (one for one in others if type(one) is type(model))
+        return len({id(one) for one in alike if parameter_shapes(one) == shapes})
 
     @property
     def done(self) -> bool:
@@ -162,10 +176,7 @@ def chosen_model(
         for group in one.param_groups
         for p in group["params"]
     }
-    found = [
-        module.module if type(module).__name__ in _WRAPPERS else module
-        for module in roots
-    ]
+    found = [*map(_inside_wrapper, roots)]
     models = [m for m in found if any(id(p) in trained for p in m.parameters())]
     if wanted is not None:
         named = [m for m in models if type(m).__name__ == wanted]
@@ -179,6 +190,11 @@ def chosen_model(
             )
         models = named
     return max(models, key=_size_of, default=None)
+
+
+def _inside_wrapper(module: nn.Module) -> nn.Module:
+    wrapped = type(module).__name__ in _WRAPPERS
+    return cast(nn.Module, module.module) if wrapped else module
 
 
 def _size_of(model: nn.Module) -> int:

@@ -68,8 +68,8 @@ def complete(
             f"run: {as_arguments(known)}",
             needed="a workload file of the same step, or for `eject` the trace that "
             "`ckplan record` wrote",
-            hint=f"ckplan eject traces/{Path(script[0]).stem}.json.gz plan.yaml; to "
-            f"train with it, ckplan.apply(model, 'plan.yaml') in {script[0]}",
+            hint="ckplan eject TRACE PLAN; to train with it, "
+            f"ckplan.apply(model, PLAN) in {script[0]}",
         )
     if spec is None and "target" not in known:
         raise WorkloadError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,19 @@ def test_the_plan_fits_the_longest_batch_and_costs_as_the_mean(
     assert f"+{timeline.overhead:.1%}" in said
     again = run("solve", "one.json.gz", "--budget", "70%", "--force")
     assert "at the mean length" not in again.err
+
+
+def test_a_source_makes_the_longest_batch(run: Run, folder: Path) -> None:
+    config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1}
+    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 50}))
+    for batch, rows in ((), 8), (("--batch", "2"), 2):
+        how = "--lengths", "6,10", *batch, "--task", "causal-lm", "--no-replay"
+        ended = run("profile", "config.json", *how, "-o", "t.json.gz", "--force")
+        assert ended.code == 0, ended.err
+        assert f"assumed --batch {rows}x10, the longest of --lengths" in ended.err
+        for name, length in ("t.json.gz", 10), ("t.mean.json.gz", 8):
+            shapes = trace_file.load(folder / name).fingerprint["batch"]
+            assert f"int64[{rows},{length}]" in shapes.values()
 
 
 BAD = {

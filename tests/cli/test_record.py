@@ -103,6 +103,7 @@ def test_a_script_is_recorded_and_ends_after_its_second_step(
         lines = [line for line in told.err.splitlines() if line.strip()][-3:]
         assert f"this command does not run: {script} plain 4" in lines[0]
         assert [line.split()[0] for line in lines] == ["error:", "needed:", "try:"]
+        assert "ckplan eject TRACE PLAN" in lines[2]  # no name that is not there
     assert run("eject", "t.json.gz", "plan.yaml").code == 0
 
 
@@ -133,6 +134,32 @@ def test_one_of_several_models_is_recorded(run: Run, script: str) -> None:
     assert ended.code == 1
     assert "--model Linear or Net" in ended.err
     assert not Path("other.json.gz").exists()
+
+
+def test_force_stands_before_the_script(run: Run, script: str) -> None:
+    Path("t.json.gz").write_text("kept")
+    ended = run("record", "-o", "t.json.gz", script)
+    assert ended.code == 1
+    assert f"ckplan record --force {script} ..." in ended.err
+    assert Path("t.json.gz").read_text() == "kept"
+
+
+@pytest.mark.parametrize("width", [8, 9])
+def test_models_that_look_alike_are_named(run: Run, folder: Path, width: int) -> None:
+    (folder / "two.py").write_text(f"""
+import torch
+from torch import nn
+
+one, other = nn.Linear(8, 8), nn.Linear({width}, 8)
+optimizer = torch.optim.SGD([*one.parameters(), *other.parameters()])
+for _ in range(3):
+    (one(torch.ones(4, 8)) + other(torch.ones(4, {width}))).sum().backward()
+    optimizer.step()
+""")
+    ended = run("record", "-o", "t.json.gz", "two.py")
+    assert ended.code == 0, ended.err
+    notes = " ".join(trace_file.load(Path("t.json.gz")).notes)
+    assert ("runs 2 models of type Linear with the same" in notes) == (width == 8)
 
 
 def test_a_script_that_does_not_fit_is_recorded_at_cut_batches(
