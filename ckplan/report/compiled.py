@@ -42,6 +42,7 @@ def compiled_report(found: CompiledVerification) -> RenderableType:
         *(("differs", name) for name in found.different),
         ("largest difference", f"{found.largest_difference:.1e}"),
         ("from uncompiled", _difference(found.largest_difference_from_eager)),
+        *(("rounding alone", name) for name in found.rounding_alone),
         ("step", _seconds(found.step_seconds)),
         ("step unplanned", _seconds(found.unplanned_step_seconds)),
         ("overhead", _percent(found.overhead)),

@@ -19,10 +19,13 @@ from ckplan.plan.plan import Plan
 from ckplan.training.allocator import log_allocations
 from ckplan.training.loading import WorkloadSpec, as_spec
 from ckplan.training.workload import Workload
+from ckplan.verifying.compiled_differences import (
+    ROUNDING,
+    differences,
+    in_float64,
+    rounding_alone,
+)
 
-ROUNDING = 1e-4
-"""Largest difference of a gradient, relative to the largest number in it, that kernels
-of another shape may make by rounding."""
 _MOST_NAMES = 20
 
 
@@ -41,9 +44,12 @@ class CompiledVerification:
     buffers_equal: bool
     random_state_equal: bool
     different: tuple[str, ...]  # the first names
-    largest_difference: float  # of a gradient, relative to its largest number
+    # Of loss, gradients and buffers, each relative to its largest number.
+    largest_difference: float
     # The same against uncompiled steps, which draw other random numbers: None if any.
     largest_difference_from_eager: float | None
+    # Names left out of both: float64 finds them to be rounding alone.
+    rounding_alone: tuple[str, ...] = ()
     predicted_overhead: float | None
     overhead: float | None
     step_seconds: float | None
@@ -106,8 +112,8 @@ def verify_compiled(
     }
     chosen = _only(planned_backend)
     seconds = _seconds(workload, compiled, steps, seed)
-    eager = _eager(workload, seed)
-    return _judge(chosen, first, eager, seconds), chosen.plan
+    apart = _apart(workload, first, seed)
+    return _judge(chosen, first, apart, seconds), chosen.plan
 
 
 def _results(
@@ -153,6 +159,42 @@ def _eager(workload: Workload, seed: int) -> _Results | None:
     return found if torch.equal(found.values["random state"], untouched) else None
 
 
+@dataclass(frozen=True)
+class _Apart:
+    """Largest differences of the planned step, without what is rounding alone."""
+
+    from_unplanned: float
+    from_eager: float | None
+    rounding_alone: tuple[str, ...]
+
+
+def _apart(workload: Workload, first: dict[bool, _Results], seed: int) -> _Apart:
+    """Compare the planned step; where much differs, an exact step decides."""
+
+    def values_of(one: Workload) -> dict[str, torch.Tensor]:
+        return _results(one, lambda: loss_of_model(one.model, one), seed).values
+
+    found, eager = first[True].values, _eager(workload, seed)
+    others = [first[False].values] + ([] if eager is None else [eager.values])
+    far = [differences(found, other) for other in others]
+    for one in far:
+        one.pop("random state", None)
+    exact = None
+    if eager is not None and any(by > ROUNDING for one in far for by in one.values()):
+        exact = in_float64(workload, values_of)
+    settled: set[str] = set()
+    if exact is not None:
+        for one, other in zip(far, others, strict=True):
+            doubtful = [name for name, by in one.items() if by > ROUNDING]
+            rounding = rounding_alone(doubtful, found, other, exact)
+            for name in rounding:
+                del one[name]
+            settled |= rounding
+    largest = [max(one.values(), default=0.0) for one in far]
+    from_eager = largest[1] if eager is not None else None
+    return _Apart(largest[0], from_eager, tuple(sorted(settled)))
+
+
 def _only(planned: Backend) -> Chosen:
     if len(planned.chosen) != 1:
         raise WorkloadError(
@@ -184,11 +226,13 @@ def _seconds(
 def _judge(
     chosen: Chosen,
     first: dict[bool, _Results],
-    eager: _Results | None,
+    apart: _Apart,
     seconds: dict[bool, list[float]],
 ) -> CompiledVerification:
     plain, planned = first[False].values, first[True].values
-    different = [n for n, value in plain.items() if not torch.equal(value, planned[n])]
+    same = torch.equal
+    different = [n for n in plain if n not in planned or not same(plain[n], planned[n])]
+    different += [name for name in planned if name not in plain]
     held_bytes = chosen.replayed.held_bytes
     budget_bytes = chosen.plan.budget_bytes
     measured_bytes = held_bytes + first[True].peak_bytes
@@ -211,25 +255,11 @@ def _judge(
         buffers_equal=equal("buffer"),
         random_state_equal=equal("random state"),
         different=tuple(different[:_MOST_NAMES]),
-        largest_difference=_largest_difference(planned, plain),
-        largest_difference_from_eager=(
-            None if eager is None else _largest_difference(planned, eager.values)
-        ),
+        largest_difference=apart.from_unplanned,
+        largest_difference_from_eager=apart.from_eager,
+        rounding_alone=apart.rounding_alone,
         predicted_overhead=predicted.overhead if predicted else None,
         overhead=statistics.median(ratios) - 1 if ratios else None,
         step_seconds=medians[True],
         unplanned_step_seconds=medians[False],
     )
-
-
-def _largest_difference(
-    one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]
-) -> float:
-    """Largest difference of a gradient, relative to the largest number in it."""
-    largest = 0.0
-    for name, right in other.items():
-        if name.startswith("gradient") and right.numel():
-            scale = float(right.abs().max()) or 1.0
-            apart = float((one[name] - right).abs().max()) / scale
-            largest = max(largest, apart)
-    return largest
