@@ -35,6 +35,7 @@ def compiled_report(found: CompiledVerification) -> RenderableType:
     said = [
         ("budget", _NONE if limit is None else units.format_bytes(limit)),
         ("fits", "yes" if found.fits else "no"),
+        *([("graphs", str(found.graphs))] if found.graphs > 1 else ()),
         *(
             (name, "bitwise equal" if yes else "different")
             for name, yes in equal.items()

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
+from ckplan import units
 from ckplan.compiling import Backend, backend
-from ckplan.compiling.search import Chosen, Progress
-from ckplan.compiling.step import compiled_loss, loss_of_model
+from ckplan.compiling.search import Progress
+from ckplan.compiling.step import compiled_loss, loss_of_model, parted_loss
 from ckplan.errors import WorkloadError
 from ckplan.plan.plan import Plan
 from ckplan.training.allocator import log_allocations
@@ -35,7 +36,10 @@ class CompiledVerification:
 
     budget_bytes: int | None
     fits: bool
-    replayed_peak_bytes: int  # parameters and batch included, like all peaks here
+    graphs: int = 1  # compiled graphs of forward, which share the budget
+    # Parameters and batch included, like all peaks here. Of several graphs, the most
+    # that they can take, with what code between them saves.
+    replayed_peak_bytes: int
     measured_peak_bytes: int
     unplanned_replayed_peak_bytes: int
     unplanned_measured_peak_bytes: int
@@ -81,10 +85,11 @@ def verify_compiled(
     steps: int = 5,
     seed: int = 0,
     progress: Progress | None = None,
-) -> tuple[CompiledVerification, Plan]:
+) -> tuple[CompiledVerification, list[Plan]]:
     """Take the same compiled steps without a plan and with it, and compare.
 
-    A step is forward, loss and backward, compiled as one graph, on the CPU.
+    A step is forward, loss and backward on the CPU, compiled as one graph, or else as
+    several, which share a budget.
 
     Args:
         spec: Where the workload comes from.
@@ -94,26 +99,29 @@ def verify_compiled(
         progress: Callback that reports progress.
 
     Returns:
-        The comparison, and the plan. A difference does not raise.
+        The comparison, and the plans, one for each graph. A difference does not raise.
 
     Raises:
-        CkplanError: The plan or the budget cannot be used, or the model does not
-            compile as a whole.
+        CkplanError: The plan or the budget cannot be used, or nothing that trains
+            compiles.
     """
     torch.manual_seed(seed)
     workload = as_spec(spec).build()
     planned_backend = backend(plan_or_budget, progress=progress)
-    compiled = {
-        False: compiled_loss(workload, "inductor"),
-        True: compiled_loss(workload, planned_backend),
-    }
-    first = {
-        planned: _results(workload, call, seed) for planned, call in compiled.items()
-    }
-    chosen = _only(planned_backend)
+    loss = compiled_loss
+    compiled = {False: loss(workload, "inductor")}
+    try:
+        first = {False: _results(workload, compiled[False], seed)}
+    except WorkloadError:  # it breaks
+        loss = parted_loss
+        compiled = {False: loss(workload, "inductor")}
+        first = {False: _results(workload, compiled[False], seed)}
+    compiled[True] = loss(workload, planned_backend)
+    first[True] = _results(workload, compiled[True], seed)
+    chosen = _planned(planned_backend, plan_or_budget)
     seconds = _seconds(workload, compiled, steps, seed)
     apart = _apart(workload, first, seed)
-    return _judge(chosen, first, apart, seconds), chosen.plan
+    return _judge(chosen, first, apart, seconds), planned_backend.plans
 
 
 def _results(
@@ -195,14 +203,58 @@ def _apart(workload: Workload, first: dict[bool, _Results], seed: int) -> _Apart
     return _Apart(largest[0], from_eager, tuple(sorted(settled)))
 
 
-def _only(planned: Backend) -> Chosen:
+@dataclass(frozen=True)
+class _Planned:
+    """What the plans of a step say, of all its graphs together."""
+
+    budget_bytes: int | None
+    peak_bytes: int
+    unplanned_peak_bytes: int
+    held_bytes: int
+    overhead: float | None
+    graphs: int
+
+
+def _planned(planned: Backend, wanted: Plan | Path | str | int) -> _Planned:
+    if planned.parts is not None:
+        return _parted(planned, wanted)
     if len(planned.chosen) != 1:
         raise WorkloadError(
             f"cannot verify compiled steps of {len(planned.chosen)} graphs",
             needed="a step that trains and compiles as one graph",
             hint="TORCH_LOGS=graph_breaks shows where the model's graph breaks",
         )
-    return planned.chosen[0]
+    (chosen,) = planned.chosen
+    predicted = chosen.plan.predicted
+    return _Planned(
+        budget_bytes=chosen.plan.budget_bytes,
+        peak_bytes=chosen.replayed.peak_bytes,
+        unplanned_peak_bytes=chosen.unplanned.peak_bytes,
+        held_bytes=chosen.replayed.held_bytes,
+        overhead=predicted.overhead if predicted else None,
+        graphs=1,
+    )
+
+
+def _parted(planned: Backend, wanted: Plan | Path | str | int) -> _Planned:
+    """Of several graphs: seconds are those of the graphs alone."""
+    parts = planned.parts
+    assert parts is not None
+    assert isinstance(wanted, (str, int))
+    added, whole = 0.0, 0.0
+    for key in parts.runs:
+        predicted = planned.shares[key].plan.predicted
+        seconds = parts.planners[key].step.graph.step_seconds
+        whole += seconds
+        added += seconds * predicted.overhead if predicted else 0.0
+    return _Planned(
+        budget_bytes=units.parse_budget(wanted, parts.unplanned_peak_bytes),
+        peak_bytes=planned.peak_bytes,
+        unplanned_peak_bytes=parts.unplanned_peak_bytes,
+        held_bytes=parts.held_bytes,
+        overhead=added / whole if whole else None,
+        graphs=len(parts.runs),
+    )
 
 
 def _seconds(
@@ -224,7 +276,7 @@ def _seconds(
 
 
 def _judge(
-    chosen: Chosen,
+    chosen: _Planned,
     first: dict[bool, _Results],
     apart: _Apart,
     seconds: dict[bool, list[float]],
@@ -233,10 +285,8 @@ def _judge(
     same = torch.equal
     different = [n for n in plain if n not in planned or not same(plain[n], planned[n])]
     different += [name for name in planned if name not in plain]
-    held_bytes = chosen.replayed.held_bytes
-    budget_bytes = chosen.plan.budget_bytes
+    held_bytes, budget_bytes = chosen.held_bytes, chosen.budget_bytes
     measured_bytes = held_bytes + first[True].peak_bytes
-    predicted = chosen.plan.predicted
     medians = {k: statistics.median(v) if v else None for k, v in seconds.items()}
     ratios = [p / u for p, u in zip(seconds[True], seconds[False], strict=True)]
 
@@ -246,9 +296,10 @@ def _judge(
     return CompiledVerification(
         budget_bytes=budget_bytes,
         fits=budget_bytes is None or measured_bytes <= budget_bytes,
-        replayed_peak_bytes=chosen.replayed.peak_bytes,
+        graphs=chosen.graphs,
+        replayed_peak_bytes=chosen.peak_bytes,
         measured_peak_bytes=measured_bytes,
-        unplanned_replayed_peak_bytes=chosen.unplanned.peak_bytes,
+        unplanned_replayed_peak_bytes=chosen.unplanned_peak_bytes,
         unplanned_measured_peak_bytes=held_bytes + first[False].peak_bytes,
         loss_equal=equal("loss"),
         gradients_equal=equal("gradient"),
@@ -258,7 +309,7 @@ def _judge(
         largest_difference=apart.from_unplanned,
         largest_difference_from_eager=apart.from_eager,
         rounding_alone=apart.rounding_alone,
-        predicted_overhead=predicted.overhead if predicted else None,
+        predicted_overhead=chosen.overhead,
         overhead=statistics.median(ratios) - 1 if ratios else None,
         step_seconds=medians[True],
         unplanned_step_seconds=medians[False],
