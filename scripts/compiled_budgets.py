@@ -21,25 +21,23 @@ Exit code 1 if any row breaks the promise.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
+from _compiled_rows import keep, spec_of
+from _compiled_rows import kept_rows as rows_of
 from _measuring import (
-    ROOT,
     SEED,
     Report,
+    chosen,
     finish,
     make_parser,
     make_table,
-    results_path,
     run,
     say,
-    workload_path,
 )
 
-from ckplan import files
 from ckplan.errors import CkplanError
 from ckplan.units import format_bytes
 
@@ -92,8 +90,17 @@ HEADERS = (
     "bits equal",
     "largest difference",
     "from eager",
+    "date",
 )
-SWEEP_HEADERS = ("workload", "at least", "floor", "unplanned", "plans", "monotone")
+SWEEP_HEADERS = (
+    "workload",
+    "at least",
+    "floor",
+    "unplanned",
+    "plans",
+    "monotone",
+    "date",
+)
 
 
 def measured(workload: str, count: int) -> Iterator[dict[str, Any]]:
@@ -102,13 +109,9 @@ def measured(workload: str, count: int) -> Iterator[dict[str, Any]]:
 
     from ckplan.compiling.search import CompiledPlanner
     from ckplan.compiling.step import trace_step
-    from ckplan.training.loading import WorkloadSpec, parse_options
     from ckplan.verifying.compiled_steps import verify_compiled
 
-    settings = {**TEN, **FAMILIES}[workload]
-    path, _, factory = workload.partition(":")
-    target = str(ROOT / workload_path(path)) + (f":{factory}" if factory else "")
-    spec = WorkloadSpec(target, parse_options(settings))
+    spec = spec_of(workload, {**TEN, **FAMILIES}[workload])
     torch._dynamo.reset()
     torch._dynamo.config.allow_rnn = True  # else a notice, and no graph
     torch.manual_seed(SEED)
@@ -147,10 +150,10 @@ def swept(planner: Any, count: int) -> tuple[dict[str, Any], list[Any]]:
     within = True
     for place in range(SWEEP):
         budget_bytes = floor + span * place // (SWEEP - 1)
-        chosen = planner.solve(budget_bytes)
-        costs.append(chosen.plan.predicted.overhead)
-        within &= chosen.replayed.peak_bytes <= budget_bytes
-        saved.add(chosen.saved)
+        one = planner.solve(budget_bytes)
+        costs.append(one.plan.predicted.overhead)
+        within &= one.replayed.peak_bytes <= budget_bytes
+        saved.add(one.saved)
     row = {
         "least_bytes": full.held_bytes + full.gradient_bytes,
         "floor_bytes": floor,
@@ -195,6 +198,7 @@ def cells(row: dict[str, Any]) -> list[str]:
         "yes" if equal else "no",
         f"{row['largest_difference']:.0e}" if row["largest_difference"] else "0",
         "n/a" if eager is None else f"{eager:.0e}",
+        row.get("date", ""),
     ]
 
 
@@ -202,7 +206,7 @@ def unplanned_cells(row: dict[str, Any]) -> list[str]:
     """The unplanned step of a model, from any row of it."""
     sizes = ("unplanned_replayed_peak_bytes", "unplanned_measured_peak_bytes")
     bytes_of = [f"{row[size]:,}" for size in sizes]
-    return [row["workload"], "unplanned", "", *bytes_of, "", "", ""]
+    return [row["workload"], "unplanned", "", *bytes_of, "", "", "", ""]
 
 
 def sweep_cells(row: dict[str, Any]) -> list[str]:
@@ -213,6 +217,7 @@ def sweep_cells(row: dict[str, Any]) -> list[str]:
         *(f"{row[size]:,}" for size in sizes),
         str(row["plans"]),
         "yes" if row["monotone"] else "no",
+        row.get("date", ""),
     ]
 
 
@@ -228,24 +233,16 @@ def settled(rows: list[dict[str, Any]]) -> str:
 
 def kept_rows() -> list[dict[str, Any]]:
     """All rows measured so far, by workload and budget."""
-    path = results_path("compiled_budgets", ".jsonl")
-    lines = path.read_text().splitlines() if path.exists() else []
     order = [*TEN, *FAMILIES]
-    rows = map(json.loads, lines)
-    return sorted(rows, key=lambda row: (order.index(row["workload"]), row["place"]))
-
-
-def keep(workload: str, rows: list[dict[str, Any]]) -> None:
-    """Put the rows of a workload in the place of earlier ones."""
-    others = [one for one in kept_rows() if one["workload"] != workload]
-    text = "".join(json.dumps(one) + "\n" for one in [*others, *rows])
-    files.write_text(results_path("compiled_budgets", ".jsonl"), text, force=True)
+    return rows_of(
+        "compiled_budgets", lambda row: (order.index(row["workload"]), row["place"])
+    )
 
 
 def main() -> int:
     """Measure the workloads asked for, and report all that there are."""
     args = _arguments()
-    wanted = [] if args.page else args.only or [*TEN, *FAMILIES]
+    wanted = [] if args.page else chosen([*TEN, *FAMILIES], args.only)
     for workload in wanted:
         usual = 5 if workload in TEN else 1
         count = usual if args.count is None else args.count
@@ -254,11 +251,11 @@ def main() -> int:
         try:
             for row in measured(workload, count):
                 rows.append(row)
-                keep(workload, rows)
+                keep("compiled_budgets", rows, ("workload",))
         except CkplanError as error:
             place = len(rows)
             rows.append({"workload": workload, "place": place, "refused": error.what})
-            keep(workload, rows)
+            keep("compiled_budgets", rows, ("workload",))
     ordered = kept_rows()
     fine = [row for row in ordered if "refused" not in row]
     table = []
@@ -283,14 +280,7 @@ def main() -> int:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = make_parser(__doc__)
-    parser.add_argument(
-        "--only",
-        metavar="NAME",
-        action="append",
-        choices=[*TEN, *FAMILIES],
-        help="measure this workload; repeatable  [default: all]",
-    )
+    parser = make_parser(__doc__, only=True)
     parser.add_argument(
         "--count",
         metavar="N",
