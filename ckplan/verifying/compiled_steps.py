@@ -15,9 +15,10 @@ from ckplan import units
 from ckplan.compiling import Backend, backend
 from ckplan.compiling.search import Progress
 from ckplan.compiling.step import compiled_loss, loss_of_model, parted_loss
-from ckplan.errors import WorkloadError
+from ckplan.errors import CkplanError, WorkloadError
 from ckplan.plan.plan import Plan
 from ckplan.training.allocator import log_allocations
+from ckplan.training.failures import describe_failure, location_hint
 from ckplan.training.loading import WorkloadSpec, as_spec
 from ckplan.training.workload import Workload
 from ckplan.verifying.compiled_differences import (
@@ -108,6 +109,7 @@ def verify_compiled(
     torch.manual_seed(seed)
     workload = as_spec(spec).build()
     planned_backend = backend(plan_or_budget, progress=progress)
+    eager = _eager(workload, seed)
     loss = compiled_loss
     compiled = {False: loss(workload, "inductor")}
     try:
@@ -120,7 +122,7 @@ def verify_compiled(
     first[True] = _results(workload, compiled[True], seed)
     chosen = _planned(planned_backend, plan_or_budget)
     seconds = _seconds(workload, compiled, steps, seed)
-    apart = _apart(workload, first, seed)
+    apart = _apart(workload, first, eager, seed)
     return _judge(chosen, first, apart, seconds), planned_backend.plans
 
 
@@ -161,8 +163,32 @@ def _results(
 
 
 def _eager(workload: Workload, seed: int) -> _Results | None:
-    """Results of an uncompiled step; None if it draws: compiled code draws others."""
-    found = _results(workload, lambda: loss_of_model(workload.model, workload), seed)
+    """Results of an uncompiled step; None if it draws: compiled code draws others.
+
+    Raises:
+        WorkloadError: It fails, or trains nothing.
+    """
+
+    def loss() -> torch.Tensor:
+        found = loss_of_model(workload.model, workload)
+        if not found.requires_grad:
+            raise WorkloadError(
+                "the loss requires no gradient: the step trains nothing",
+                needed="a loss that depends on a parameter with requires_grad",
+                hint="look for torch.no_grad(), .detach() or frozen parameters",
+            )
+        return found
+
+    try:
+        found = _results(workload, loss, seed)
+    except CkplanError:
+        raise
+    except Exception as error:  # whatever a model raises
+        raise WorkloadError(
+            f"the uncompiled step {describe_failure(error)}",
+            needed="a model that takes a step of training on its batch",
+            hint=location_hint(error),
+        ) from error
     untouched = torch.Generator().manual_seed(seed).get_state()
     return found if torch.equal(found.values["random state"], untouched) else None
 
@@ -176,13 +202,18 @@ class _Apart:
     rounding_alone: tuple[str, ...]
 
 
-def _apart(workload: Workload, first: dict[bool, _Results], seed: int) -> _Apart:
+def _apart(
+    workload: Workload,
+    first: dict[bool, _Results],
+    eager: _Results | None,
+    seed: int,
+) -> _Apart:
     """Compare the planned step; where much differs, an exact step decides."""
 
     def values_of(one: Workload) -> dict[str, torch.Tensor]:
         return _results(one, lambda: loss_of_model(one.model, one), seed).values
 
-    found, eager = first[True].values, _eager(workload, seed)
+    found = first[True].values
     others = [first[False].values] + ([] if eager is None else [eager.values])
     far = [differences(found, other) for other in others]
     for one in far:

@@ -14,7 +14,7 @@ from ckplan.verifying.compiled_differences import (
     in_float64,
     rounding_alone,
 )
-from ckplan.verifying.compiled_steps import _apart, _results
+from ckplan.verifying.compiled_steps import _apart, _eager, _results
 
 NAN, INF = float("nan"), float("inf")
 
@@ -71,7 +71,7 @@ def test_float64_decides_where_an_exact_gradient_is_zero() -> None:
     other = _results(workload, lambda: model(x.flip(0)), 0)
     name = "gradient key.bias"
     assert differences(other.values, plain.values)[name] > 1e-2
-    apart = _apart(workload, {False: plain, True: other}, 0)
+    apart = _apart(workload, {False: plain, True: other}, _eager(workload, 0), 0)
     assert apart.rounding_alone == (name,)
     assert apart.from_unplanned < 1e-4
     assert apart.from_eager is not None
@@ -85,21 +85,17 @@ def test_a_wrong_gradient_is_never_rounding() -> None:
     for name in ("gradient key.bias", "gradient query.weight"):
         for wrong in (plain.values[name] + 1e-3, plain.values[name] * NAN):
             planned = replace(plain, values={**plain.values, name: wrong})
-            apart = _apart(workload, {False: plain, True: planned}, 0)
+            apart = _apart(workload, {False: plain, True: planned}, plain, 0)
             assert apart.rounding_alone == ()
             assert apart.from_unplanned > 1e-4
             assert apart.from_eager > 1e-4
-    buffers = {"buffer mean": torch.ones(2)}
     left, right = (
-        {**plain.values, "buffer mean": b} for b in (torch.ones(2), torch.zeros(2))
+        {**plain.values, "buffer mean": mean}
+        for mean in (torch.ones(2), torch.zeros(2))
     )
-    apart = _apart(
-        workload,
-        {False: replace(plain, values=left), True: replace(plain, values=right)},
-        0,
-    )
-    assert apart.from_unplanned == 1.0
-    assert not rounding_alone(["buffer mean"], right, left, buffers)
+    first = {False: replace(plain, values=left), True: replace(plain, values=right)}
+    assert _apart(workload, first, None, 0).from_unplanned == 1.0
+    assert not rounding_alone(["buffer mean"], right, left, left)
 
 
 def test_a_model_that_wants_float32_stays_undecided() -> None:
