@@ -20,25 +20,24 @@ Exit code 1 if any row breaks the promise.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator
 from typing import Any
 
+from _compiled_rows import keep, spec_of, target_of
+from _compiled_rows import kept_rows as rows_of
 from _measuring import (
     SEED,
     Report,
+    chosen,
     finish,
     make_parser,
     make_table,
-    results_path,
     run,
     run_ckplan,
     say,
     with_settings,
-    workload_path,
 )
 
-from ckplan import files
 from ckplan.errors import CkplanError
 from ckplan.units import format_bytes, format_percent
 
@@ -89,6 +88,7 @@ HEADERS = (
     "largest difference",
     "estimated overhead",
     "overhead",
+    "date",
 )
 
 
@@ -119,7 +119,13 @@ def cells(row: dict[str, Any]) -> list[str]:
     """A row of the table."""
     first = [f"{row['workload']} ({', '.join(SETTINGS[row['workload']])})"]
     if "refused" in row:
-        return [*first, row["budget"], "refused", *[""] * (len(HEADERS) - 3)]
+        return [
+            *first,
+            row["budget"],
+            "refused",
+            *[""] * (len(HEADERS) - 4),
+            row.get("date", ""),
+        ]
     equal = row["loss_equal"] and row["gradients_equal"] and row["buffers_equal"]
     sizes = ("budget_bytes", "replayed_peak_bytes", "measured_peak_bytes")
     shares = (row["predicted_overhead"], row["overhead"])
@@ -131,6 +137,7 @@ def cells(row: dict[str, Any]) -> list[str]:
         "yes" if equal else "no",
         f"{row['largest_difference']:.0e}" if row["largest_difference"] else "0",
         *("n/a" if s is None else format_percent(s, sign=True) for s in shares),
+        row.get("date", ""),
     ]
 
 
@@ -148,17 +155,9 @@ def training_cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
-def target_of(workload: str) -> str:
-    """A workload's file, and its factory if it is not the only one."""
-    name, _, factory = workload.partition(":")
-    return workload_path(name) + (f":{factory}" if factory else "")
-
-
 def trained(workload: str, budget: str, steps: int) -> dict[str, Any]:
     """The row there is, with what training within the budget does."""
     from _compiled_training import training
-
-    from ckplan.training.loading import WorkloadSpec, parse_options
 
     known = [
         row
@@ -171,7 +170,7 @@ def trained(workload: str, budget: str, steps: int) -> dict[str, Any]:
             needed="a row that a run without --train measured",
             hint=f"python scripts/compiled.py --only {workload} --budgets {budget}",
         )
-    spec = WorkloadSpec(target_of(workload), parse_options(SETTINGS[workload]))
+    spec = spec_of(workload, SETTINGS[workload])
     return {**known[0], "training": training(spec, budget, steps, SEED)}
 
 
@@ -192,24 +191,13 @@ def verified(workload: str, budget: str, steps: int) -> dict[str, Any]:
 
 def kept_rows() -> list[dict[str, Any]]:
     """All rows measured so far, by workload and budget."""
-    path = results_path("compiled", ".jsonl")
-    lines = path.read_text().splitlines() if path.exists() else []
-    rows = map(json.loads, lines)
-    return sorted(rows, key=lambda row: (row["workload"], row["budget"]))
-
-
-def keep(row: dict[str, Any]) -> None:
-    """Put a row in the place of an earlier one, if there is one."""
-    same = ("workload", "budget")
-    rows = [one for one in kept_rows() if any(one[k] != row[k] for k in same)]
-    text = "".join(json.dumps(one) + "\n" for one in [*rows, row])
-    files.write_text(results_path("compiled", ".jsonl"), text, force=True)
+    return rows_of("compiled", lambda row: (row["workload"], row["budget"]))
 
 
 def main() -> int:
     """Measure the rows asked for, and report all that there are."""
     args = _arguments()
-    for workload in args.only or SETTINGS:
+    for workload in chosen(SETTINGS, args.only):
         for budget in BUDGETS[workload] if args.budgets is None else args.budgets:
             say(f"{workload}: {'train' if args.train else 'verify'} within {budget}")
             found = (
@@ -217,7 +205,8 @@ def main() -> int:
                 if args.train
                 else verified(workload, budget, args.steps)
             )
-            keep({"workload": workload, "budget": budget, **found})
+            row = {"workload": workload, "budget": budget, **found}
+            keep("compiled", [row], ("workload", "budget"))
     ordered = kept_rows()
     parts = [make_table(HEADERS, map(cells, ordered), texts=2)]
     trainings = [training_cells(row) for row in ordered if "training" in row]
@@ -234,14 +223,7 @@ def main() -> int:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = make_parser(__doc__)
-    parser.add_argument(
-        "--only",
-        metavar="NAME",
-        action="append",
-        choices=[*SETTINGS],
-        help="measure this workload; repeatable  [default: all]",
-    )
+    parser = make_parser(__doc__, only=True)
     parser.add_argument(
         "--budgets",
         metavar="SHARE",

@@ -6,7 +6,8 @@ does: the compiled step takes the bytes that were replayed, within the budget, a
 the bits of the compiled unplanned step, dropout on, or differs by rounding alone. 20
 budgets are solved: with more of them, the estimated time never rises. "At least" is
 what no plan can go below: parameters, batch and all gradients, which are alive at the
-end.
+end. Gradients that an uncompiled step in float64 finds to be rounding alone, such as
+those of biases of keys, which are zero, are left out of differences, and named below.
 
 Rows are kept beside the page, as JSON, so that some can be measured again:
 
@@ -20,25 +21,23 @@ Exit code 1 if any row breaks the promise.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
+from _compiled_rows import keep, spec_of
+from _compiled_rows import kept_rows as rows_of
 from _measuring import (
-    ROOT,
     SEED,
     Report,
+    chosen,
     finish,
     make_parser,
     make_table,
-    results_path,
     run,
     say,
-    workload_path,
 )
 
-from ckplan import files
 from ckplan.errors import CkplanError
 from ckplan.units import format_bytes
 
@@ -50,7 +49,7 @@ TEN = {
     "llama": _SMALL,
     "bert": _SMALL,
     "zoo:t5": ("layers=1", "batch=8", "length=64"),
-    "vit": ("layers=1", "width=64", "heads=2", "batch=8", "size=64"),
+    "vit": ("layers=3", "width=64", "heads=2", "batch=8", "size=64"),
     "zoo:convnext": ("stages=2", "batch=8", "size=64"),
     "resnet50": ("stages=1", "batch=4", "size=64", "classes=10"),
     "unet": ("layers=1", "width=32", "batch=4", "size=32"),
@@ -91,8 +90,17 @@ HEADERS = (
     "bits equal",
     "largest difference",
     "from eager",
+    "date",
 )
-SWEEP_HEADERS = ("workload", "at least", "floor", "unplanned", "plans", "monotone")
+SWEEP_HEADERS = (
+    "workload",
+    "at least",
+    "floor",
+    "unplanned",
+    "plans",
+    "monotone",
+    "date",
+)
 
 
 def measured(workload: str, count: int) -> Iterator[dict[str, Any]]:
@@ -101,13 +109,9 @@ def measured(workload: str, count: int) -> Iterator[dict[str, Any]]:
 
     from ckplan.compiling.search import CompiledPlanner
     from ckplan.compiling.step import trace_step
-    from ckplan.training.loading import WorkloadSpec, parse_options
     from ckplan.verifying.compiled_steps import verify_compiled
 
-    settings = {**TEN, **FAMILIES}[workload]
-    path, _, factory = workload.partition(":")
-    target = str(ROOT / workload_path(path)) + (f":{factory}" if factory else "")
-    spec = WorkloadSpec(target, parse_options(settings))
+    spec = spec_of(workload, {**TEN, **FAMILIES}[workload])
     torch._dynamo.reset()
     torch._dynamo.config.allow_rnn = True  # else a notice, and no graph
     torch.manual_seed(SEED)
@@ -146,10 +150,10 @@ def swept(planner: Any, count: int) -> tuple[dict[str, Any], list[Any]]:
     within = True
     for place in range(SWEEP):
         budget_bytes = floor + span * place // (SWEEP - 1)
-        chosen = planner.solve(budget_bytes)
-        costs.append(chosen.plan.predicted.overhead)
-        within &= chosen.replayed.peak_bytes <= budget_bytes
-        saved.add(chosen.saved)
+        one = planner.solve(budget_bytes)
+        costs.append(one.plan.predicted.overhead)
+        within &= one.replayed.peak_bytes <= budget_bytes
+        saved.add(one.saved)
     row = {
         "least_bytes": full.held_bytes + full.gradient_bytes,
         "floor_bytes": floor,
@@ -194,6 +198,7 @@ def cells(row: dict[str, Any]) -> list[str]:
         "yes" if equal else "no",
         f"{row['largest_difference']:.0e}" if row["largest_difference"] else "0",
         "n/a" if eager is None else f"{eager:.0e}",
+        row.get("date", ""),
     ]
 
 
@@ -201,7 +206,7 @@ def unplanned_cells(row: dict[str, Any]) -> list[str]:
     """The unplanned step of a model, from any row of it."""
     sizes = ("unplanned_replayed_peak_bytes", "unplanned_measured_peak_bytes")
     bytes_of = [f"{row[size]:,}" for size in sizes]
-    return [row["workload"], "unplanned", "", *bytes_of, "", "", ""]
+    return [row["workload"], "unplanned", "", *bytes_of, "", "", "", ""]
 
 
 def sweep_cells(row: dict[str, Any]) -> list[str]:
@@ -212,29 +217,32 @@ def sweep_cells(row: dict[str, Any]) -> list[str]:
         *(f"{row[size]:,}" for size in sizes),
         str(row["plans"]),
         "yes" if row["monotone"] else "no",
+        row.get("date", ""),
     ]
+
+
+def settled(rows: list[dict[str, Any]]) -> str:
+    """What float64 decided, by workload; empty if nothing."""
+    found: dict[str, set[str]] = {}
+    for row in rows:
+        for name in row.get("rounding_alone", ()):
+            found.setdefault(row["workload"], set()).add(name)
+    said = "; ".join(f"{name}: {', '.join(sorted(of))}" for name, of in found.items())
+    return f"Rounding alone, as float64 finds: {said}." if said else ""
 
 
 def kept_rows() -> list[dict[str, Any]]:
     """All rows measured so far, by workload and budget."""
-    path = results_path("compiled_budgets", ".jsonl")
-    lines = path.read_text().splitlines() if path.exists() else []
     order = [*TEN, *FAMILIES]
-    rows = map(json.loads, lines)
-    return sorted(rows, key=lambda row: (order.index(row["workload"]), row["place"]))
-
-
-def keep(workload: str, rows: list[dict[str, Any]]) -> None:
-    """Put the rows of a workload in the place of earlier ones."""
-    others = [one for one in kept_rows() if one["workload"] != workload]
-    text = "".join(json.dumps(one) + "\n" for one in [*others, *rows])
-    files.write_text(results_path("compiled_budgets", ".jsonl"), text, force=True)
+    return rows_of(
+        "compiled_budgets", lambda row: (order.index(row["workload"]), row["place"])
+    )
 
 
 def main() -> int:
     """Measure the workloads asked for, and report all that there are."""
     args = _arguments()
-    wanted = [] if args.page else args.only or [*TEN, *FAMILIES]
+    wanted = [] if args.page else chosen([*TEN, *FAMILIES], args.only)
     for workload in wanted:
         usual = 5 if workload in TEN else 1
         count = usual if args.count is None else args.count
@@ -243,11 +251,11 @@ def main() -> int:
         try:
             for row in measured(workload, count):
                 rows.append(row)
-                keep(workload, rows)
+                keep("compiled_budgets", rows, ("workload",))
         except CkplanError as error:
             place = len(rows)
             rows.append({"workload": workload, "place": place, "refused": error.what})
-            keep(workload, rows)
+            keep("compiled_budgets", rows, ("workload",))
     ordered = kept_rows()
     fine = [row for row in ordered if "refused" not in row]
     table = []
@@ -264,6 +272,7 @@ def main() -> int:
         parts=[
             make_table(HEADERS, table, texts=2),
             make_table(SWEEP_HEADERS, sweeps),
+            *filter(None, [settled(fine)]),
         ],
         broken=[line for row in ordered for line in broken(row)],
     )
@@ -271,14 +280,7 @@ def main() -> int:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = make_parser(__doc__)
-    parser.add_argument(
-        "--only",
-        metavar="NAME",
-        action="append",
-        choices=[*TEN, *FAMILIES],
-        help="measure this workload; repeatable  [default: all]",
-    )
+    parser = make_parser(__doc__, only=True)
     parser.add_argument(
         "--count",
         metavar="N",

@@ -7,8 +7,8 @@ Peaks are measured. With `--rounds`, steps are taken by turns in one process, co
 and uncompiled, and every round gives a ratio: the table has their median and quartiles.
 Seconds of a busy machine say nothing.
 
-    python scripts/compiled_eager.py gpt2
-    python scripts/compiled_eager.py bert --rounds 30
+    python scripts/compiled_eager.py --only gpt2
+    python scripts/compiled_eager.py --only bert --rounds 30
 
 Exit code 1 if a step exceeds its budget.
 """
@@ -22,8 +22,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from _compiled_rows import spec_of
 from _measuring import (
-    ROOT,
     SEED,
     Report,
     chosen,
@@ -32,7 +32,6 @@ from _measuring import (
     make_table,
     run,
     say,
-    workload_path,
 )
 
 from ckplan.units import format_bytes
@@ -70,11 +69,9 @@ def measured(name: str, count: int, rounds: int) -> list[dict[str, Any]]:
     from ckplan.errors import InfeasibleError
     from ckplan.solving.solve import solve_plan
     from ckplan.tracing.profile import profile_workload
-    from ckplan.training.loading import WorkloadSpec, parse_options
     from ckplan.training.step import Training
 
-    settings = parse_options(SETTINGS[name])
-    spec = WorkloadSpec(str(ROOT / workload_path(name)), settings)
+    spec = spec_of(name, SETTINGS[name])
     say(f"{name}: plan uncompiled")
     graph = profile_workload(spec, training=Training(optimizer="none"), seed=SEED)
     say(f"{name}: plan compiled")
@@ -205,7 +202,7 @@ def main() -> int:
     args = _arguments()
     rows = [
         row
-        for name in chosen(SETTINGS, args.workloads)
+        for name in chosen(SETTINGS, args.only)
         for row in measured(name, args.budgets, args.rounds)
     ]
     over = [
@@ -222,17 +219,11 @@ def main() -> int:
         parts=[make_table(HEADERS, map(cells, rows), texts=2)],
         broken=over,
     )
-    return finish(report, args, whole=not args.workloads)
+    return finish(report, args, whole=not args.only)
 
 
 def _arguments() -> argparse.Namespace:
-    parser = make_parser(__doc__)
-    parser.add_argument(
-        "workloads",
-        metavar="WORKLOAD",
-        nargs="*",
-        help=f"of {', '.join(SETTINGS)}  [default: all]",
-    )
+    parser = make_parser(__doc__, only=True)
     parser.add_argument(
         "--budgets",
         metavar="N",

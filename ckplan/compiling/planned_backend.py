@@ -154,14 +154,14 @@ class Backend:
         self._progress = progress
         self.chosen: list[Chosen] = []  # one per shape compiled for training
         self.parts: Parts | None = None  # of a step that may break
-        self._shares: Mapping[str, Chosen] = {}  # by key of a graph of those
+        self.shares: Mapping[str, Chosen] = {}  # by key of a graph of those
         self._compilations: list[tuple[int | None, int | None]] = []  # of those
 
     @property
     def peak_bytes(self) -> int:
         """Most bytes alive at once in a training step; 0 before one is planned."""
         if self.parts is not None:
-            replayed = {key: one.replayed for key, one in self._shares.items()}
+            replayed = {key: one.replayed for key, one in self.shares.items()}
             peak = self.parts.peak_bytes(replayed)
             return self.outside.peak_bytes(peak, self.parts.held_bytes)
         found = (one.replayed for one in self.chosen)
@@ -221,7 +221,7 @@ class Backend:
         require_compiler()
         parts = find_parts(call, model, args, kwargs, how, self._progress)
         left = self._left(parts.unplanned_peak_bytes, parts.held_bytes)
-        self._shares = parts.share(left)
+        self.shares = parts.share(left)
         self.parts = parts
         if parts.saved_uncompiled_bytes or parts.uncompiled:
             held = units.format_bytes(parts.saved_uncompiled_bytes)
@@ -238,7 +238,7 @@ class Backend:
         key = key_of(traced.module, traced.inputs)
         if key in self.parts.uncompiled:
             return traced.module.forward
-        if key not in self._shares:
+        if key not in self.shares:
             if not trains(traced):
                 return traced.compile(None)[0]
             raise ApplyError(
@@ -247,7 +247,7 @@ class Backend:
                 needed="steps that run the same graphs as the first one",
                 hint="ckplan.compile again for other shapes, or for another branch",
             )
-        chosen = self._shares[key]
+        chosen = self.shares[key]
         self.chosen.append(chosen)
         return traced.compile(_partitioner(chosen))[0]
 

@@ -14,6 +14,7 @@ from ckplan import units
 from ckplan.compiling.graph import as_graph
 from ckplan.compiling.lowering import DynamoGraph, Lowered
 from ckplan.compiling.partition import JointGraph
+from ckplan.compiling.planned_backend import Backend
 from ckplan.compiling.replay import replay
 from ckplan.compiling.torch_names import (
     compile_errors,
@@ -31,9 +32,13 @@ _T = TypeVar("_T")
 
 def loss_of_model(model: nn.Module, workload: Workload) -> torch.Tensor:
     """The loss; ``model`` is an argument, so that paths of modules begin at it."""
+    return _loss(model, workload.batch, workload)
+
+
+def _loss(model: nn.Module, batch: Any, workload: Workload) -> torch.Tensor:
     if workload.step is not None:
-        return workload.step(model, workload.batch)
-    args, kwargs = arguments_of(workload.batch)
+        return workload.step(model, batch)
+    args, kwargs = arguments_of(batch)
     loss: torch.Tensor = pick_loss(workload, model(*args, **kwargs))[0]
     return loss
 
@@ -49,6 +54,30 @@ def compiled_loss(workload: Workload, backend: Any) -> Callable[[], torch.Tensor
     def loss() -> torch.Tensor:
         with compile_errors("the step"):
             return call(workload.model)
+
+    return loss
+
+
+def parted_loss(workload: Workload, backend: Any) -> Callable[[], torch.Tensor]:
+    """Forward and loss of a workload that may break into several compiled graphs.
+
+    Args:
+        workload: Its parameters, buffers and batch are what the step holds.
+        backend: That of torch by name; or a ``Backend``, which divides its budget.
+    """
+
+    def step_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        return _loss(model, batch, workload)
+
+    model, given = workload.model, (workload.model, workload.batch)
+    how = {"fullgraph": False, "dynamic": False}
+    call = torch.compile(step_loss, backend=backend, **how)
+
+    def loss() -> torch.Tensor:
+        with compile_errors("the step"):
+            if isinstance(backend, Backend):
+                backend.find_parts(step_loss, model, how, given, {})
+            return call(*given)
 
     return loss
 

@@ -35,6 +35,7 @@ def compiled_report(found: CompiledVerification) -> RenderableType:
     said = [
         ("budget", _NONE if limit is None else units.format_bytes(limit)),
         ("fits", "yes" if found.fits else "no"),
+        *([("graphs", str(found.graphs))] if found.graphs > 1 else ()),
         *(
             (name, "bitwise equal" if yes else "different")
             for name, yes in equal.items()
@@ -42,6 +43,7 @@ def compiled_report(found: CompiledVerification) -> RenderableType:
         *(("differs", name) for name in found.different),
         ("largest difference", f"{found.largest_difference:.1e}"),
         ("from uncompiled", _difference(found.largest_difference_from_eager)),
+        *(("rounding alone", name) for name in found.rounding_alone),
         ("step", _seconds(found.step_seconds)),
         ("step unplanned", _seconds(found.unplanned_step_seconds)),
         ("overhead", _percent(found.overhead)),

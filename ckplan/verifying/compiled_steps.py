@@ -11,18 +11,23 @@ from typing import Any
 
 import torch
 
+from ckplan import units
 from ckplan.compiling import Backend, backend
-from ckplan.compiling.search import Chosen, Progress
-from ckplan.compiling.step import compiled_loss, loss_of_model
-from ckplan.errors import WorkloadError
+from ckplan.compiling.search import Progress
+from ckplan.compiling.step import compiled_loss, loss_of_model, parted_loss
+from ckplan.errors import CkplanError, WorkloadError
 from ckplan.plan.plan import Plan
 from ckplan.training.allocator import log_allocations
+from ckplan.training.failures import describe_failure, location_hint
 from ckplan.training.loading import WorkloadSpec, as_spec
 from ckplan.training.workload import Workload
+from ckplan.verifying.compiled_differences import (
+    ROUNDING,
+    differences,
+    in_float64,
+    rounding_alone,
+)
 
-ROUNDING = 1e-4
-"""Largest difference of a gradient, relative to the largest number in it, that kernels
-of another shape may make by rounding."""
 _MOST_NAMES = 20
 
 
@@ -32,7 +37,10 @@ class CompiledVerification:
 
     budget_bytes: int | None
     fits: bool
-    replayed_peak_bytes: int  # parameters and batch included, like all peaks here
+    graphs: int = 1  # compiled graphs of forward, which share the budget
+    # Parameters and batch included, like all peaks here. Of several graphs, the most
+    # that they can take, with what code between them saves.
+    replayed_peak_bytes: int
     measured_peak_bytes: int
     unplanned_replayed_peak_bytes: int
     unplanned_measured_peak_bytes: int
@@ -41,9 +49,12 @@ class CompiledVerification:
     buffers_equal: bool
     random_state_equal: bool
     different: tuple[str, ...]  # the first names
-    largest_difference: float  # of a gradient, relative to its largest number
+    # Of loss, gradients and buffers, each relative to its largest number.
+    largest_difference: float
     # The same against uncompiled steps, which draw other random numbers: None if any.
     largest_difference_from_eager: float | None
+    # Names left out of both: float64 finds them to be rounding alone.
+    rounding_alone: tuple[str, ...] = ()
     predicted_overhead: float | None
     overhead: float | None
     step_seconds: float | None
@@ -75,10 +86,11 @@ def verify_compiled(
     steps: int = 5,
     seed: int = 0,
     progress: Progress | None = None,
-) -> tuple[CompiledVerification, Plan]:
+) -> tuple[CompiledVerification, list[Plan]]:
     """Take the same compiled steps without a plan and with it, and compare.
 
-    A step is forward, loss and backward, compiled as one graph, on the CPU.
+    A step is forward, loss and backward on the CPU, compiled as one graph, or else as
+    several, which share a budget.
 
     Args:
         spec: Where the workload comes from.
@@ -88,26 +100,30 @@ def verify_compiled(
         progress: Callback that reports progress.
 
     Returns:
-        The comparison, and the plan. A difference does not raise.
+        The comparison, and the plans, one for each graph. A difference does not raise.
 
     Raises:
-        CkplanError: The plan or the budget cannot be used, or the model does not
-            compile as a whole.
+        CkplanError: The plan or the budget cannot be used, or nothing that trains
+            compiles.
     """
     torch.manual_seed(seed)
     workload = as_spec(spec).build()
     planned_backend = backend(plan_or_budget, progress=progress)
-    compiled = {
-        False: compiled_loss(workload, "inductor"),
-        True: compiled_loss(workload, planned_backend),
-    }
-    first = {
-        planned: _results(workload, call, seed) for planned, call in compiled.items()
-    }
-    chosen = _only(planned_backend)
-    seconds = _seconds(workload, compiled, steps, seed)
     eager = _eager(workload, seed)
-    return _judge(chosen, first, eager, seconds), chosen.plan
+    loss = compiled_loss
+    compiled = {False: loss(workload, "inductor")}
+    try:
+        first = {False: _results(workload, compiled[False], seed)}
+    except WorkloadError:  # it breaks
+        loss = parted_loss
+        compiled = {False: loss(workload, "inductor")}
+        first = {False: _results(workload, compiled[False], seed)}
+    compiled[True] = loss(workload, planned_backend)
+    first[True] = _results(workload, compiled[True], seed)
+    chosen = _planned(planned_backend, plan_or_budget)
+    seconds = _seconds(workload, compiled, steps, seed)
+    apart = _apart(workload, first, eager, seed)
+    return _judge(chosen, first, apart, seconds), planned_backend.plans
 
 
 def _results(
@@ -147,20 +163,129 @@ def _results(
 
 
 def _eager(workload: Workload, seed: int) -> _Results | None:
-    """Results of an uncompiled step; None if it draws: compiled code draws others."""
-    found = _results(workload, lambda: loss_of_model(workload.model, workload), seed)
+    """Results of an uncompiled step; None if it draws: compiled code draws others.
+
+    Raises:
+        WorkloadError: It fails, or trains nothing.
+    """
+
+    def loss() -> torch.Tensor:
+        found = loss_of_model(workload.model, workload)
+        if not found.requires_grad:
+            raise WorkloadError(
+                "the loss requires no gradient: the step trains nothing",
+                needed="a loss that depends on a parameter with requires_grad",
+                hint="look for torch.no_grad(), .detach() or frozen parameters",
+            )
+        return found
+
+    try:
+        found = _results(workload, loss, seed)
+    except CkplanError:
+        raise
+    except Exception as error:  # whatever a model raises
+        raise WorkloadError(
+            f"the uncompiled step {describe_failure(error)}",
+            needed="a model that takes a step of training on its batch",
+            hint=location_hint(error),
+        ) from error
     untouched = torch.Generator().manual_seed(seed).get_state()
     return found if torch.equal(found.values["random state"], untouched) else None
 
 
-def _only(planned: Backend) -> Chosen:
+@dataclass(frozen=True)
+class _Apart:
+    """Largest differences of the planned step, without what is rounding alone."""
+
+    from_unplanned: float
+    from_eager: float | None
+    rounding_alone: tuple[str, ...]
+
+
+def _apart(
+    workload: Workload,
+    first: dict[bool, _Results],
+    eager: _Results | None,
+    seed: int,
+) -> _Apart:
+    """Compare the planned step; where much differs, an exact step decides."""
+
+    def values_of(one: Workload) -> dict[str, torch.Tensor]:
+        return _results(one, lambda: loss_of_model(one.model, one), seed).values
+
+    found = first[True].values
+    others = [first[False].values] + ([] if eager is None else [eager.values])
+    far = [differences(found, other) for other in others]
+    for one in far:
+        one.pop("random state", None)
+    exact = None
+    if eager is not None and any(by > ROUNDING for one in far for by in one.values()):
+        exact = in_float64(workload, values_of)
+    settled: set[str] = set()
+    if exact is not None:
+        for one, other in zip(far, others, strict=True):
+            doubtful = [name for name, by in one.items() if by > ROUNDING]
+            rounding = rounding_alone(doubtful, found, other, exact)
+            for name in rounding:
+                del one[name]
+            settled |= rounding
+    largest = [max(one.values(), default=0.0) for one in far]
+    from_eager = largest[1] if eager is not None else None
+    return _Apart(largest[0], from_eager, tuple(sorted(settled)))
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """What the plans of a step say, of all its graphs together."""
+
+    budget_bytes: int | None
+    peak_bytes: int
+    unplanned_peak_bytes: int
+    held_bytes: int
+    overhead: float | None
+    graphs: int
+
+
+def _planned(planned: Backend, wanted: Plan | Path | str | int) -> _Planned:
+    if planned.parts is not None:
+        return _parted(planned, wanted)
     if len(planned.chosen) != 1:
         raise WorkloadError(
             f"cannot verify compiled steps of {len(planned.chosen)} graphs",
             needed="a step that trains and compiles as one graph",
             hint="TORCH_LOGS=graph_breaks shows where the model's graph breaks",
         )
-    return planned.chosen[0]
+    (chosen,) = planned.chosen
+    predicted = chosen.plan.predicted
+    return _Planned(
+        budget_bytes=chosen.plan.budget_bytes,
+        peak_bytes=chosen.replayed.peak_bytes,
+        unplanned_peak_bytes=chosen.unplanned.peak_bytes,
+        held_bytes=chosen.replayed.held_bytes,
+        overhead=predicted.overhead if predicted else None,
+        graphs=1,
+    )
+
+
+def _parted(planned: Backend, wanted: Plan | Path | str | int) -> _Planned:
+    """Of several graphs: seconds are those of the graphs alone."""
+    parts = planned.parts
+    assert parts is not None
+    assert isinstance(wanted, (str, int))
+    added, whole = 0.0, 0.0
+    for key in parts.runs:
+        predicted = planned.shares[key].plan.predicted
+        seconds = parts.planners[key].step.graph.step_seconds
+        whole += seconds
+        added += seconds * predicted.overhead if predicted else 0.0
+    return _Planned(
+        budget_bytes=units.parse_budget(wanted, parts.unplanned_peak_bytes),
+        peak_bytes=planned.peak_bytes,
+        unplanned_peak_bytes=parts.unplanned_peak_bytes,
+        held_bytes=parts.held_bytes,
+        overhead=added / whole if whole else None,
+        graphs=len(parts.runs),
+    )
 
 
 def _seconds(
@@ -182,17 +307,17 @@ def _seconds(
 
 
 def _judge(
-    chosen: Chosen,
+    chosen: _Planned,
     first: dict[bool, _Results],
-    eager: _Results | None,
+    apart: _Apart,
     seconds: dict[bool, list[float]],
 ) -> CompiledVerification:
     plain, planned = first[False].values, first[True].values
-    different = [n for n, value in plain.items() if not torch.equal(value, planned[n])]
-    held_bytes = chosen.replayed.held_bytes
-    budget_bytes = chosen.plan.budget_bytes
+    same = torch.equal
+    different = [n for n in plain if n not in planned or not same(plain[n], planned[n])]
+    different += [name for name in planned if name not in plain]
+    held_bytes, budget_bytes = chosen.held_bytes, chosen.budget_bytes
     measured_bytes = held_bytes + first[True].peak_bytes
-    predicted = chosen.plan.predicted
     medians = {k: statistics.median(v) if v else None for k, v in seconds.items()}
     ratios = [p / u for p, u in zip(seconds[True], seconds[False], strict=True)]
 
@@ -202,34 +327,21 @@ def _judge(
     return CompiledVerification(
         budget_bytes=budget_bytes,
         fits=budget_bytes is None or measured_bytes <= budget_bytes,
-        replayed_peak_bytes=chosen.replayed.peak_bytes,
+        graphs=chosen.graphs,
+        replayed_peak_bytes=chosen.peak_bytes,
         measured_peak_bytes=measured_bytes,
-        unplanned_replayed_peak_bytes=chosen.unplanned.peak_bytes,
+        unplanned_replayed_peak_bytes=chosen.unplanned_peak_bytes,
         unplanned_measured_peak_bytes=held_bytes + first[False].peak_bytes,
         loss_equal=equal("loss"),
         gradients_equal=equal("gradient"),
         buffers_equal=equal("buffer"),
         random_state_equal=equal("random state"),
         different=tuple(different[:_MOST_NAMES]),
-        largest_difference=_largest_difference(planned, plain),
-        largest_difference_from_eager=(
-            None if eager is None else _largest_difference(planned, eager.values)
-        ),
-        predicted_overhead=predicted.overhead if predicted else None,
+        largest_difference=apart.from_unplanned,
+        largest_difference_from_eager=apart.from_eager,
+        rounding_alone=apart.rounding_alone,
+        predicted_overhead=chosen.overhead,
         overhead=statistics.median(ratios) - 1 if ratios else None,
         step_seconds=medians[True],
         unplanned_step_seconds=medians[False],
     )
-
-
-def _largest_difference(
-    one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]
-) -> float:
-    """Largest difference of a gradient, relative to the largest number in it."""
-    largest = 0.0
-    for name, right in other.items():
-        if name.startswith("gradient") and right.numel():
-            scale = float(right.abs().max()) or 1.0
-            apart = float((one[name] - right).abs().max()) / scale
-            largest = max(largest, apart)
-    return largest

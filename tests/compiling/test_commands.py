@@ -26,6 +26,34 @@ def build():
     return Breaks(3, 3), torch.randn(2, 3)
 """
 
+PARTS = """
+import torch
+from torch import nn
+
+class Part(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x):
+        h = torch.tanh(self.up(x))
+        return x + self.down(self.drop(h * h.exp()))
+
+class Parts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Part(), Part()
+
+    def forward(self, x):
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        return self.second(x).square().mean()
+
+def build():
+    return Parts(), torch.randn(512, 16)
+"""
+
 DROPS = """
 import torch
 from torch import nn
@@ -123,6 +151,29 @@ def test_a_compiled_step_is_verified_within_a_budget(run: Run, folder: Path) -> 
     assert again.code == 0, again.err
     repeated = json.loads(again.out)
     assert repeated["replayed_peak_bytes"] == found["replayed_peak_bytes"]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_a_step_that_breaks_is_verified_within_one_budget(
+    run: Run, folder: Path
+) -> None:
+    (folder / "parts.py").write_text(PARTS)
+    words = ("verify", "parts.py", "--compile", "--steps", "0", "--json")
+    ended = run(*words, "--budget", "85%", "--save", "p.yaml")
+    assert ended.code == 1
+    assert "cannot save a plan of 2 graphs" in ended.err
+    assert not (folder / "p.yaml").exists()
+    found = json.loads(ended.out)
+    assert found["passed"]
+    assert found["graphs"] == 2
+    assert found["loss_equal"]
+    assert found["gradients_equal"]
+    assert found["random_state_equal"]
+    assert found["measured_peak_bytes"] <= found["replayed_peak_bytes"]
+    assert found["replayed_peak_bytes"] <= found["budget_bytes"]
+    assert found["measured_peak_bytes"] < found["unplanned_measured_peak_bytes"]
+    assert found["predicted_overhead"] > 0
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,14 @@ def test_peaks_seconds_and_bits_are_shown() -> None:
     assert "n/a" in text  # the unplanned step was not timed
 
 
+def test_several_graphs_and_what_float64_decided_are_shown() -> None:
+    assert "graphs" not in shown(FOUND)
+    assert "rounding alone" not in shown(FOUND)
+    names = " ".join(shown(replace(FOUND, graphs=2, rounding_alone=("b",))).split())
+    assert "graphs 2" in names
+    assert "rounding alone b" in names
+
+
 def test_rounding_passes_and_more_does_not() -> None:
     rounded = replace(FOUND, gradients_equal=False, different=("gradient a",))
     assert replace(rounded, largest_difference=1e-5).passed

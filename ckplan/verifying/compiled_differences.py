@@ -1,0 +1,102 @@
+"""How far two compiled steps are apart, and what of that is rounding alone.
+
+Where an exact gradient is zero, as that of the bias of an attention's keys, its numbers
+in float32 are rounding alone, and relative to themselves they differ by anything. The
+same step in float64 decides: it says how far either is from the exact gradient.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import torch
+from torch.utils import _pytree as pytree
+
+from ckplan.training.workload import Workload
+
+ROUNDING = 1e-4
+"""Largest difference of a number, relative to the largest one beside it, that kernels
+of another shape may make by rounding."""
+_SPREAD = 4.0
+"""How much further from the exact numbers one of two roundings may be."""
+
+Values: TypeAlias = Mapping[str, torch.Tensor]
+"""What a step computes, by name."""
+
+
+def differences(found: Values, expected: Values) -> dict[str, float]:
+    """The largest difference within each value, relative to the largest number there.
+
+    Infinite where one has a number and the other none, has another kind of number, or
+    where whole numbers differ. Names that are equal bit for bit are left out.
+
+    Args:
+        found: Values of a step.
+        expected: Those of a step to compare with.
+    """
+    apart = {}
+    for name in {**expected, **found}:
+        one, other = found.get(name), expected.get(name)
+        if one is None or other is None or one.shape != other.shape:
+            apart[name] = float("inf")
+        elif not torch.equal(one, other):
+            apart[name] = _difference(one, other)
+    return {name: by for name, by in apart.items() if by}
+
+
+def rounding_alone(
+    names: Iterable[str], found: Values, expected: Values, exact: Values
+) -> set[str]:
+    """Names of values that are no further from the exact ones than is expected.
+
+    Args:
+        names: Of values to judge.
+        found: Values of a step.
+        expected: Those of a step of the same precision.
+        exact: Those of the same step in float64.
+    """
+
+    def error(one: Values, name: str) -> float:
+        if name not in one or name not in exact:
+            return float("nan")
+        return float((one[name].double() - exact[name].double()).abs().max())
+
+    return {n for n in names if error(found, n) <= _SPREAD * error(expected, n)}
+
+
+def in_float64(
+    workload: Workload, values_of: Callable[[Workload], Values]
+) -> Values | None:
+    """What a step computes in float64; None if the model cannot compute in it.
+
+    Args:
+        workload: Left as it is; a copy of its model computes.
+        values_of: Takes a step.
+    """
+    try:
+        model = copy.deepcopy(workload.model).double()
+        batch = pytree.tree_map(_wide, workload.batch)
+        return values_of(replace(workload, model=model, batch=batch))
+    except Exception:  # whatever a model says that wants float32
+        return None
+
+
+def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
+    if not one.is_floating_point() or one.dtype != other.dtype:
+        return float("inf")
+    nan = one.isnan()
+    if not torch.equal(nan, other.isnan()):
+        return float("inf")
+    left, right = one[~nan].double(), other[~nan].double()
+    far = torch.where(left == right, 0.0, (left - right).abs())  # infinities, too
+    if not far.numel() or not (largest := float(far.max())):
+        return 0.0
+    return largest / (float(right.abs().max()) or 1.0)
+
+
+def _wide(leaf: Any) -> Any:
+    is_float = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+    return leaf.double() if is_float else leaf
