@@ -81,10 +81,6 @@ LIMITS = {  # workload -> plan -> share freed -> most overhead
         PLAIN: {0.5: 0.06, 0.7: 0.17, 0.8: 0.25},
     }
 }
-KEEP_MEMORY = {  # of glibc: no block of its own for a tensor, nothing given back
-    "MALLOC_MMAP_MAX_": "0",
-    "MALLOC_TRIM_THRESHOLD_": str(2**40),
-}
 MOST_STEP_ERROR = 0.1  # of the predicted seconds of a step
 MOST_OVERHEAD_ERROR = 0.02  # of the unplanned step
 _percent = measuring.format_overhead
@@ -198,7 +194,7 @@ def main() -> int:
     """Plan, measure and report."""
     args = _arguments()
     if args.keep_memory:
-        _keep_memory()
+        measuring.keep_memory()
     if args.threads is not None:
         torch.set_num_threads(args.threads)
         os.environ["OMP_NUM_THREADS"] = str(args.threads)  # of processes started here
@@ -224,16 +220,6 @@ def main() -> int:
         broken=[line for outcome in outcomes for line in outcome.broken(limits)],
     )
     return measuring.finish(report, args)
-
-
-def _keep_memory() -> None:
-    """Let this process, which measures ops, and those started here keep memory.
-
-    The C library looks when a process begins, so this one begins again.
-    """
-    environment = {**os.environ, **KEEP_MEMORY}
-    if environment != dict(os.environ):
-        os.execve(sys.executable, [sys.executable, *sys.argv], environment)
 
 
 def _name(args: argparse.Namespace) -> str:

@@ -3,12 +3,14 @@
 Every model trains with plain SGD, so that activations are most of the peak. It is
 profiled with its seconds in a step (``ckplan profile --in-step``) and planned for three
 budgets: a quarter, a half and three quarters of the way from the unplanned peak down to
-the floor. The unplanned step and the three planned ones then run in turns, each in a
-process of its own that keeps its memory; every second round in reverse. All is done
-with one thread and with torch's default. The first two rounds are dropped. With one
-thread, seconds are CPU seconds of the process, of which other programs take none. An
-overhead is the median over rounds of a planned step's seconds, divided by those of the
-unplanned step of the same round, less one.
+the floor. Steps without a plan and with each of the three then run in turns, every
+second round in reverse, of one model in one process that keeps its memory: of two
+processes that take the same step, one was up to 5 % slower, as pages lie. A turn takes
+a plan off, applies the next one, takes two steps that are not timed, and then steps for
+about a second; their mean counts. All is done with one thread and with torch's default.
+With one thread, seconds are CPU seconds of the process, of which other programs take
+none. An overhead is the median over rounds of a planned turn's seconds, divided by
+those of the unplanned turn of the same round, less one.
 
 A row is on the line where the predicted overhead is within 2 points of the measured
 one, or within 15 % of it. Rows whose own quartiles are wider than that are shown and
@@ -34,8 +36,9 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -44,6 +47,7 @@ import _measuring as measuring
 import torch
 from torch import nn
 
+from ckplan.applying import apply, remove
 from ckplan.errors import CkplanError
 from ckplan.plan.plan import Plan
 from ckplan.solving.planner import Planner
@@ -55,9 +59,12 @@ from ckplan.training.loading import WorkloadSpec
 from ckplan.training.step import Training
 from ckplan.units import format_bytes, format_seconds
 from ckplan.verifying.step_process import StepProcess, take_turns
+from ckplan.verifying.worker import Worker
+from ckplan.verifying.worker import main as answer
 
 SHARES = (0.25, 0.5, 0.75)
-DROPPED_ROUNDS = 2
+WARM_STEPS = 2
+TURN_SECONDS, MOST_STEPS = 1.0, 8
 TRAINING = Training("sgd")
 MOST_POINTS, MOST_RELATIVE, MOST_UNDER = 0.02, 0.15, 0.05
 LEAST_ON_LINE = {1: 0.95, 0: 0.90}  # threads, 0: torch's default -> share of rows
@@ -78,9 +85,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", {}),
     "gpt2-small": ("gpt2", {**SMALL, "length": 128}),
     "bert": ("bert", {}),
-    "bert-small": ("bert", SMALL),
+    "bert-small": ("bert", {"layers": 4, "batch": 8}),
     "llama": ("llama", {}),
-    "llama-small": ("llama", {**SMALL, "length": 64}),
+    "llama-small": ("llama", {"layers": 4, "batch": 4, "length": 128}),
     "vit": ("vit", {}),
     "vit-small": ("vit", SMALL),
     "mlp": ("mlp", {}),
@@ -223,6 +230,7 @@ class Row:
 def main() -> int:
     """Measure what is not known yet, and report all."""
     args = _arguments()
+    measuring.keep_memory()
     names = measuring.chosen(MODELS, args.only)
     path = _rows_path(args.output)
     rows = {} if args.fresh else _read(path)
@@ -268,16 +276,13 @@ def _rows(name: str, threads: int, spec: WorkloadSpec, rounds: int) -> list[Row]
     whole, floor = planner.unplanned.peak_bytes, planner.floor.peak_bytes
     solved = [planner.solve(round(whole - s * (whole - floor))) for s in SHARES]
     plans: list[Plan | None] = [None, *(to_plan(graph, one) for one in solved)]
-    with ExitStack() as running:
-        ways = [StepProcess(spec, plan, TRAINING, measuring.SEED) for plan in plans]
-        processes = [running.enter_context(way) for way in ways]
-        for process in processes:
-            process.first_steps()
-        steps = [process.timed_step for process in processes]
-        taken = take_turns(steps, rounds + DROPPED_ROUNDS)
+    with Turns(spec, None, TRAINING, measuring.SEED) as process:
+        process.first_steps()
+        turns = [partial(process.turn, plan) for plan in plans]
+        taken = take_turns(turns, rounds)
     unplanned, *planned = (
-        [one.cpu_seconds if threads == 1 else one.seconds for one in found]
-        for found in (every[DROPPED_ROUNDS:] for every in taken)
+        [cpu_seconds if threads == 1 else seconds for seconds, cpu_seconds in found]
+        for found in taken
     )
     return [
         Row(
@@ -291,6 +296,43 @@ def _rows(name: str, threads: int, spec: WorkloadSpec, rounds: int) -> list[Row]
         )
         for one, found in zip(solved, planned, strict=True)
     ]
+
+
+class Turns(StepProcess):
+    """A model that takes steps with one plan after another, or without one."""
+
+    main = "import overheads; overheads.take_requests()"
+
+    def turn(self, plan: Plan | None) -> tuple[float, float]:
+        """Seconds of a step, of the wall and of the processor."""
+        found: tuple[float, float] = self._ask(plan)
+        return found
+
+
+class _Turns(Worker):
+    """What its process does."""
+
+    def handle(self, request: Any) -> Any:
+        """Take the first steps, or a turn with a plan or without one."""
+        if isinstance(request, str):
+            return super().handle(request)
+        model = self.step.workload.model
+        remove(model)
+        if request is not None:
+            apply(model, request)
+        for _ in range(WARM_STEPS):
+            last = self._timed_step()
+        count = min(max(round(TURN_SECONDS / last.seconds), 1), MOST_STEPS)
+        taken = [self._timed_step() for _ in range(count)]
+        return (
+            statistics.mean(one.seconds for one in taken),
+            statistics.mean(one.cpu_seconds for one in taken),
+        )
+
+
+def take_requests() -> None:
+    """What a child process runs."""
+    answer(_Turns)
 
 
 def _quartiles(planned: Sequence[float], unplanned: Sequence[float]) -> list[float]:
@@ -389,7 +431,7 @@ def _broken(rows: Sequence[Row]) -> Iterator[str]:
 def _arguments() -> argparse.Namespace:
     parser = measuring.make_parser(__doc__, only=True)
     parser.add_argument(
-        "--rounds", metavar="N", type=int, default=10, help="steps of each  [10]"
+        "--rounds", metavar="N", type=int, default=10, help="turns of each  [10]"
     )
     parser.add_argument(
         "--minutes",

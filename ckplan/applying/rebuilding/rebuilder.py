@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TypeAlias
 
 import torch
 
 from ckplan.applying.moving.mover import Form, Group, Moved
-from ckplan.applying.rebuilding.schedule import Schedule
+from ckplan.applying.rebuilding.schedule import Answer, Schedule
 from ckplan.applying.rebuilding.script import Code
 from ckplan.applying.tensors.random_state import random_state, set_random_state
 from ckplan.applying.tensors.retained import Retained, check_gathered
@@ -87,19 +87,24 @@ class Rebuilder:
             raise self._is_interrupted()
         if self._order is not None:
             self._order.follow(self._tensors())
-        in_grad_mode = torch.is_grad_enabled()  # with create_graph
+        self._interrupted = True
+        if answer.computes or torch.is_grad_enabled():  # with create_graph
+            tensor = self._compute(answer)
+        else:
+            tensor = self._run(answer.code)
+        self._stage, self._interrupted = answer.stage, False
+        return tensor
+
+    def _compute(self, answer: Answer) -> torch.Tensor:
+        """Run ops as in forward, and leave modes and generators as they were."""
+        in_grad_mode, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
         if in_grad_mode:
             torch.set_grad_enabled(False)
-        dtype = torch.get_default_dtype()
         if dtype is not self._schedule.default_dtype:
             torch.set_default_dtype(self._schedule.default_dtype)
-        self._interrupted = True
         try:
-            if answer.computes:
-                with _below_autograd():
-                    tensor = self._run(answer.code)
-            else:
-                tensor = self._run(answer.code)
+            with _below_autograd() if answer.computes else nullcontext():
+                return self._run(answer.code)
         finally:
             if torch.is_grad_enabled() != in_grad_mode:
                 torch.set_grad_enabled(in_grad_mode)
@@ -107,8 +112,6 @@ class Rebuilder:
                 torch.set_default_dtype(dtype)
             if self._found:
                 self._leave_generators_as_found()
-        self._stage, self._interrupted = answer.stage, False
-        return tensor
 
     def _run(self, code: Code) -> torch.Tensor:
         try:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import operator
 from collections import deque
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -16,6 +16,9 @@ REGISTRIES = frozenset(vars(nn.Module())) - {"training"}
 _HOOKS = [name for name in REGISTRIES if name.startswith("_forward_")]
 _MOST_ITEMS = 10_000  # larger containers count as data that forwards only read
 _is = operator.is_
+
+Seen: TypeAlias = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
+"""A module's ``__dict__``, its content then, and that without registries."""
 
 
 class Modules:
@@ -55,6 +58,8 @@ class Attributes:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.plain: dict[str, Any] = {}  # attributes by name, without registries
+        self.parameters: dict[str, nn.Parameter | None] = {}
+        self.buffers: dict[str, torch.Tensor | None] = {}
         self._children = tuple(module._modules.values())
         self._seen: dict[str, Any] = {}  # all attributes, as they were last
         self._hooks: tuple[dict[int, Any], ...] = ()
@@ -65,9 +70,19 @@ class Attributes:
         now = self.module._modules.values()
         return len(now) == len(self._children) and all(map(_is, now, self._children))
 
+    @property
+    def seen(self) -> Seen:
+        """What was seen last; later looks make new dicts of what changed."""
+        return self.everything, self._seen, self.plain
+
     def look(self) -> None:
         """Look at the attributes again, if they are not those of before."""
         self.everything = vars(self.module)
+        parameters, buffers = self.module._parameters, self.module._buffers
+        if not are_same(parameters, self.parameters):
+            self.parameters = dict(parameters)
+        if not are_same(buffers, self.buffers):
+            self.buffers = dict(buffers)
         if are_same(self.everything, self._seen) and not any(self._hooks):
             if not self._is_simple:
                 self._look_inside()
@@ -96,7 +111,7 @@ class Attributes:
         self._is_simple = not (inside or hooked or self.sources)
 
 
-def are_same(now: dict[str, Any], before: dict[str, Any]) -> bool:
+def are_same(now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
     """Whether two dicts have the same keys in the same order, and the same objects."""
     same = len(now) == len(before) and all(map(_is, now.values(), before.values()))
     return same and now.keys() == before.keys()

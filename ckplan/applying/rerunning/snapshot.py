@@ -21,6 +21,7 @@ from ckplan.applying.rebuilding.digest import Digest, digest
 from ckplan.applying.rerunning.attributes import (
     REGISTRIES,
     Modules,
+    Seen,
     are_same,
     is_state,
 )
@@ -32,7 +33,7 @@ from ckplan.applying.tensors.arguments import version_of
 class Snapshot:
     """State that a forward may read and change beside its inputs."""
 
-    attributes: list[tuple[dict[str, Any], dict[str, Any]]]  # and what was in them
+    attributes: list[Seen]
     containers: list[tuple[Any, Any]]
     hookless: list[dict[int, Any]]  # where there are no hooks
     parameters: list[tuple[dict[str, Any], dict[str, Any]]]
@@ -46,21 +47,23 @@ class Snapshot:
         """Take a snapshot of the current state."""
         found, sources = cls([], [], [], [], [], [], [], []), [*sources]
         for one in modules:
-            found.attributes.append((one.everything, one.plain))
+            found.attributes.append(one.seen)
             found.containers += one.containers
             found.hookless += one.hookless
             sources += one.sources
-            named, buffers = one.module._parameters, one.module._buffers
-            if named:
-                found.parameters.append((named, dict(named)))
+            if one.parameters:
+                found.parameters.append((one.module._parameters, one.parameters))
                 found.trained += [
-                    (p, p.requires_grad) for p in named.values() if _is_leaf(p)
+                    (p, p.requires_grad)
+                    for p in one.parameters.values()
+                    if p is not None and p.is_leaf
                 ]
-            found.buffers.append((buffers, dict(buffers)))
-            tensors = [*filter(is_state, (*buffers.values(), *one.tensors))]
-            found.contents += [
-                (b, _elements(b).clone(), version_of(b)) for b in tensors
-            ]
+            found.buffers.append((one.module._buffers, one.buffers))
+            if one.buffers or one.tensors:
+                tensors = [*filter(is_state, (*one.buffers.values(), *one.tensors))]
+                found.contents += [
+                    (b, _elements(b).clone(), version_of(b)) for b in tensors
+                ]
         found.random += [(source, source.state()) for source in sources]
         return found
 
@@ -82,27 +85,38 @@ class Snapshot:
 
     def restore(self) -> None:
         """Restore the state."""
-        for everything, plain in self.attributes:
-            now = {k: v for k, v in everything.items() if k not in REGISTRIES}
-            if not are_same(now, plain):
-                everything.update(plain)
-                for key in now.keys() - plain.keys():
-                    del everything[key]
+        for everything, before, plain in self.attributes:
+            if not are_same(everything, before):
+                _restore_attributes(everything, plain)
         for container, content in self.containers:
             _fill(container, content)
         for hooks in filter(None, self.hookless):
             hooks.clear()
         for named, before in self.parameters:
-            others = {k: v for k, v in before.items() if _is_other(named.get(k), v)}
-            named.update(others)
+            _put_back(named, before)
         _train(self.trained)
-        for named, before in self.buffers:
+        changed = [one for one in self.buffers if not are_same(*one)]
+        for named, before in changed:
             named.clear()
             named.update(before)
         for buffer, copy, _ in self.contents:
             _elements(buffer).copy_(copy)
         for source, state in self.random:
             source.put(state)
+
+
+def _restore_attributes(everything: dict[str, Any], plain: dict[str, Any]) -> None:
+    now = {k: v for k, v in everything.items() if k not in REGISTRIES}
+    if not are_same(now, plain):
+        everything.update(plain)
+        for key in now.keys() - plain.keys():
+            del everything[key]
+
+
+def _put_back(named: dict[str, Any], before: dict[str, Any]) -> None:
+    """Put parameters back where others took their place."""
+    if not are_same(named, before):
+        named.update({k: v for k, v in before.items() if _is_other(named.get(k), v)})
 
 
 def _fill(container: Any, content: Any) -> None:
@@ -131,11 +145,6 @@ def _is_other(now: Any, before: Any) -> bool:
     """
     both = type(now) is type(before) is nn.Parameter
     return both and now is not before and now.shape == before.shape
-
-
-def _is_leaf(value: Any) -> bool:
-    """Whether its ``requires_grad`` can be set."""
-    return isinstance(value, nn.Parameter) and value.is_leaf
 
 
 def _train(trained: Iterable[tuple[nn.Parameter, bool]]) -> None:
