@@ -79,7 +79,10 @@ def verification_error(found: Verification) -> VerifyError:
     return VerifyError(
         f"the planned step differs from the unplanned one: {first}",
         needed="the same bits in loss, gradients, buffers and random state",
-        hint="leave these modules out of the plan, and report it as a bug",
+        hint=f"tiles of {found.close_tiles[0]} may round otherwise; solve again "
+        "without `--allow close` for the same bits"
+        if found.close_tiles
+        else "leave these modules out of the plan, and report it as a bug",
     )
 
 

@@ -14,6 +14,7 @@ from ckplan.plan.file import as_plan
 from ckplan.plan.plan import Plan
 from ckplan.plan.region import RERUN, Region
 from ckplan.plan.resolve import describe
+from ckplan.plan.tiles import CLOSE_BITS
 from ckplan.simulating.curve import PLANNED, UNPLANNED
 from ckplan.simulating.simulate import Simulator
 from ckplan.solving.baselines import can_recompute, find_repeated_layers
@@ -86,6 +87,7 @@ class Verification(AbstractOutcome):
     measured_reserved_bytes: int | None = None
     spilled_bytes: int = 0  # of the file that offloaded tensors move to
     host_bytes: int = 0  # of pinned host memory that they move to
+    close_tiles: tuple[str, ...] = ()  # calls of which the plan states `bits: close`
 
     @property
     def passed(self) -> bool:
@@ -283,6 +285,11 @@ def _judge(
         measured_reserved_bytes=gpu.reserved_peak_bytes if gpu else None,
         spilled_bytes=planned.spilled_bytes,
         host_bytes=planned.host_bytes,
+        close_tiles=tuple(
+            one.calls
+            for one in (plan.regions if plan else ())
+            if one.tiles is not None and one.tiles.bits == CLOSE_BITS
+        ),
     )
 
 

@@ -463,6 +463,12 @@ def test_the_bits_that_a_plan_states_are_checked(
     found = scripted(*sides, plan, steps=0)
     assert found.notes == (f"head runs in tiles, the plan states {end}",)
     assert found.passed == (losses == "aa")
+    if not found.passed:
+        hint = verification_error(found).hint or ""
+        assert ("--allow close" in hint, "bug" in hint) == (
+            bits == "close",
+            bits == "same",
+        )
 
 
 def test_overhead_is_the_median_of_ratios(scripted: Callable[..., Verification]):
