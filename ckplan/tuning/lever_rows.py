@@ -58,8 +58,13 @@ def row_of(
 
 
 def row_of_plan(searches: Searches, best: Setting) -> LeverRow:
-    """What plans do: the best setting that has one, and the best without any."""
+    """What plans do: the best setting that has one, and the best without any.
+
+    If no batch of the way as given fits, they are those of the best setting's way.
+    """
     search = searches.of(searches.way)
+    if search.best() is None:
+        search = searches.of(best.way)
     without, planned = search.best(planned=False), search.best()
     forced = search.planned_settings()
     best_planned = min(forced, key=lambda s: s.seconds_per_sample, default=None)

@@ -246,6 +246,22 @@ def test_traces_that_cannot_be_tuned_are_named(
         tune_traces(traces, **how)
 
 
+def test_where_only_a_lever_fits_the_row_of_plans_is_that_of_the_best_setting() -> None:
+    def large(way: Way, rows: int, accumulate: int) -> Graph:
+        graph = record(way, rows, accumulate)
+        if way.amp:
+            return graph
+        wider = (replace(one, bytes=20 * one.bytes) for one in graph.storages)
+        return replace(graph, storages=tuple(wider))
+
+    limit = MemoryLimit(500)
+    found = Tuning(large, limit, way=Way(), rows=4, allow=["bf16"]).run()
+    assert found.best.way.amp == "bf16"
+    row = next(row for row in found.levers if row.name == "recompute")
+    assert row.seconds_per_sample is not None
+    assert row.pays == row.in_best == bool(found.best.regions)
+
+
 def test_fewer_gaps_are_a_row_of_a_card() -> None:
     def wide(way: Way, rows: int, accumulate: int) -> Graph:
         graph = record(way, rows, accumulate)
