@@ -565,8 +565,8 @@ FAULTS = [
     ),
     Fault(
         "applying/rebuilding/rebuilder.py",
-        "if answer.computes:",
-        "if False:",
+        "_below_autograd() if answer.computes else nullcontext()",
+        "nullcontext()",
         "applying/test_hazards.py -k 'casts'",
     ),
     Fault(
