@@ -118,7 +118,7 @@ def main() -> int:
     report = Report(
         name="compiled_gradients",
         title="Gradients under memory budgets in compiled code",
-        doc=(__doc__ or "").partition("\n\n    python")[0],
+        doc=__doc__,
         parts=[make_table(HEADERS, rows)],
         broken=broken,
     )

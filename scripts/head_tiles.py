@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING
 
 import _measuring as measuring
 
+from ckplan.training.loading import parse_options
 from ckplan.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -86,9 +87,7 @@ def main() -> int:
     import torch
 
     args = measuring.make_parser(__doc__, settings=True).parse_args()
-    sizes = SETTINGS | {
-        name: int(value) for name, _, value in (s.partition("=") for s in args.settings)
-    }
+    sizes = SETTINGS | parse_options(args.settings)
     torch.set_num_threads(1)
     rows = [row for dtype in DTYPES for row in rows_of(dtype, sizes)]
     ways = {row.way for row in rows}

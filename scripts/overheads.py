@@ -47,7 +47,6 @@ import _measuring as measuring
 import torch
 from torch import nn
 
-from ckplan.applying import apply, remove
 from ckplan.errors import CkplanError
 from ckplan.plan.plan import Plan
 from ckplan.solving.planner import Planner
@@ -59,7 +58,7 @@ from ckplan.training.loading import WorkloadSpec
 from ckplan.training.step import Training
 from ckplan.units import format_bytes, format_seconds
 from ckplan.verifying.step_process import StepProcess, take_turns
-from ckplan.verifying.worker import Worker
+from ckplan.verifying.worker import Worker, replace_plan
 from ckplan.verifying.worker import main as answer
 
 SHARES = (0.25, 0.5, 0.75)
@@ -316,10 +315,7 @@ class _Turns(Worker):
         """Take the first steps, or a turn with a plan or without one."""
         if isinstance(request, str):
             return super().handle(request)
-        model = self.step.workload.model
-        remove(model)
-        if request is not None:
-            apply(model, request)
+        replace_plan(request, self.step.workload.model, None)
         for _ in range(WARM_STEPS):
             last = self._timed_step()
         count = min(max(round(TURN_SECONDS / last.seconds), 1), MOST_STEPS)

@@ -26,7 +26,7 @@ def build():
     return Breaks(3, 3), torch.randn(2, 3)
 """
 
-PARTS = """
+PART = """
 import torch
 from torch import nn
 
@@ -36,9 +36,14 @@ class Part(nn.Module):
         self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
         self.drop = nn.Dropout(0.1)
 
-    def forward(self, x):
+    def inside(self, x):
         h = torch.tanh(self.up(x))
-        return x + self.down(self.drop(h * h.exp()))
+        return self.down(self.drop(h * h.exp()))
+"""
+
+PARTS = f"""{PART}
+    def forward(self, x):
+        return x + self.inside(x)
 
 class Parts(nn.Module):
     def __init__(self):
@@ -54,22 +59,12 @@ def build():
     return Parts(), torch.randn(512, 16)
 """
 
-DROPS = """
-import torch
-from torch import nn
-
-class Drops(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
-        self.drop = nn.Dropout(0.1)
-
+DROPS = f"""{PART}
     def forward(self, x):
-        h = torch.tanh(self.up(x))
-        return self.down(self.drop(h * h.exp())).square().mean()
+        return self.inside(x).square().mean()
 
 def build():
-    return Drops(), torch.randn(512, 16)
+    return Part(), torch.randn(512, 16)
 """
 
 
