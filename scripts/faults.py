@@ -389,8 +389,8 @@ FAULTS = [
     ),
     Fault(
         "applying/guards/checker.py",
-        "if call.switches != switches(call.func):",
-        "if False:",
+        "return call.switches == switches(call.func)",
+        "return True",
         MATCH,
     ),
     Fault(
@@ -511,7 +511,7 @@ FAULTS = [
     ),
     Fault(
         "applying/guards/checker.py",
-        "alone &= call is None or not call.finds_written(self._made)",
+        "alone &= call is None or not call.finds_written(self._made, self._versions)",
         "pass",
         MATCH,
     ),
@@ -637,7 +637,7 @@ FAULTS = [
     ),
     Fault(
         "applying/rerunning/call_check.py",
-        "if same and call.switches == switches(func):",
+        "if same and are_switched(call.switches, func):",
         "if same:",
         CALLS,
     ),
@@ -655,7 +655,7 @@ FAULTS = [
     ),
     Fault(
         "applying/tensors/matchers.py",
-        "if number in self.versions:",
+        "if number in self.writes:",
         "if False:",
         MATCH,
     ),

@@ -96,6 +96,29 @@ def test_a_batch_larger_than_planned_is_said_once_with_the_bytes() -> None:
         step(workload, torch.randn(3 * rows, width))
 
 
+class Pair(nn.Module):
+    """Takes two tensors in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+
+    def forward(self, pair: list[torch.Tensor], scale: float = 1.0) -> torch.Tensor:
+        return scale * self.layers(pair[0]) + pair[1]
+
+
+def test_a_batch_in_a_list_that_grows_is_said() -> None:
+    model, pair = Pair(), [torch.ones(4, 8), torch.ones(4, 8)]
+    planned = {"batch": {"0": "float32[4,8] float32[4,8]"}}
+    applying.apply(model, Plan(fingerprint=planned))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            model(pair, scale=2.0).sum().backward()
+    with pytest.warns(UserWarning, match="larger than planned"):
+        model([one.repeat(2, 1) for one in pair], scale=2.0).sum().backward()
+
+
 def test_a_plan_without_a_fingerprint_expects_no_shapes() -> None:
     model = nn.Sequential(nn.Linear(4, 4))
     applying.apply(model, Plan(regions=(PlannedRegion("0"),)))

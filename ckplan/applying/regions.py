@@ -261,7 +261,7 @@ def _attach_programs(
     add = session.handles.append
     for fqn, hooks in regions.items():
         add(hook_end(modules[fqn], hooks.end))
-    for fqn in _inside(programs, modules):
+    for fqn in _followed(programs, modules):
         add(hook_begin(modules[fqn], PathHooks(fqn).begin))
         add(hook_end(modules[fqn], PathHooks(fqn).end))
     for fqn, hooks in regions.items():
@@ -293,12 +293,33 @@ def _region_hooks(
     return hooks
 
 
-def _inside(programs: Iterable[Choice], modules: Mapping[str, nn.Module]) -> set[str]:
-    """Modules in whose forward a plan may name an op; TorchScript's take no hooks."""
-    tops = {choice.reach for choice in programs if choice.names_ops}
+def _followed(programs: Iterable[Choice], modules: Mapping[str, nn.Module]) -> set[str]:
+    """Modules in whose forward a plan names an op, and all modules inside those.
+
+    Only there must an op be told from those of the modules around. TorchScript's
+    modules take no hooks.
+    """
+    found: set[nn.Module] = set()
+    for choice in programs:
+        inside = {
+            module
+            for one in (choice, *(inner for _, inner in choice.within()))
+            for named in _named(one, modules)
+            for module in named.modules()
+        }
+        found |= inside - ({modules[choice.fqn]} if choice.last is None else set())
     return {
-        name
-        for name, module in modules.items()
-        if any(name != top and is_around(top, name) for top in tops)
-        and not isinstance(module, torch.jit.ScriptModule)
+        fqn
+        for fqn, module in modules.items()
+        if module in found and not isinstance(module, torch.jit.ScriptModule)
     }
+
+
+def _named(choice: Choice, modules: Mapping[str, nn.Module]) -> Iterator[nn.Module]:
+    """The modules that its ops may be those of: below it, or shared with others."""
+    for path in {op.path for op in choice.region.ops}:
+        for top in (choice.top, *choice.makers):
+            below = f"{top}.{path}".strip(".")
+            fqn = below if below in modules else path
+            if fqn in modules:
+                yield modules[fqn]

@@ -117,6 +117,7 @@ class EngineCosts:
     module_seconds: float = 0.0  # more per op that reruns with its whole module
     region_seconds: float = 0.0  # per region
     again: float = 1.0  # seconds of an op in backward, as a factor of its own
+    path_seconds: float = 0.0  # per call that is followed to tell whose ops run
 
     def times(self, factor: float) -> EngineCosts:
         """The costs of an engine that takes ``factor`` times as long."""
@@ -126,6 +127,7 @@ class EngineCosts:
             factor * self.module_seconds,
             factor * self.region_seconds,
             self.again,
+            factor * self.path_seconds,
         )
 
 

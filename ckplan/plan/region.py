@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -29,6 +29,13 @@ class Region:
     inner: tuple[Region, ...] = ()
     tiles: Tiles | None = None  # of a region by TILES
     offload: frozenset[tuple[int, int]] = frozenset()  # (op, output) kept elsewhere
+
+    @property
+    def named(self) -> Iterator[tuple[int, int]]:
+        """Every (op, output) that it, or a region inside, keeps in some form."""
+        yield from (*self.save, *self.encode, *self.offload)
+        for one in self.inner:
+            yield from one.named
 
     def moved(self, calls: int, ops: int) -> Region:
         """The same region on a later call: shift all indices."""

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from ckplan.errors import PlanError
+from ckplan.graph.graph import Graph
 from ckplan.graph.records import MULTIPLIES, Encoding, Saved
 from ckplan.plan.region import PROGRAM, Region
 from ckplan.simulating.effect import BEFORE_OP, COPIED, REBUILT, Effect, Interval, Work
@@ -90,7 +91,8 @@ def _count_seconds(view: RegionView, region: Region, effect: Effect) -> None:
     per_op = engine.rerun_seconds
     if region.by != PROGRAM:
         per_op += engine.module_seconds
-    effect.engine_seconds += engine.region_seconds
+    begin = engine.region_seconds + engine.path_seconds * num_followed(view, region)
+    effect.engine_seconds += begin
     effect.engine_seconds += engine.watch_seconds * len(view.saves)
     effect.engine_seconds += per_op * len(steps)
     effect.seconds += sum(seconds for _, seconds in effect.coded)
@@ -99,13 +101,37 @@ def _count_seconds(view: RegionView, region: Region, effect: Effect) -> None:
     if not graph.is_launched:
         return
     watch, (device, launch) = engine.watch_seconds, graph.device_and_launch
-    effect.work.append(Work(2 * view.start, 0.0, 0.0, engine.region_seconds))
+    effect.work.append(Work(2 * view.start, 0.0, 0.0, begin))
     effect.work += (Work(2 * one.packed_at, 0.0, 0.0, watch) for one in view.saves)
     effect.work += (Work(moment, taken, taken) for moment, taken in effect.coded)
     effect.work += (
         Work(gap, launch[op], engine.again * device[op], per_op)
         for gap, op in zip(effect.gaps, steps, strict=True)
     )
+
+
+def num_followed(view: RegionView, region: Region) -> int:
+    """Calls of a region's forward that the engine follows, to tell whose ops run.
+
+    They are those in whose forwards the region names ops, and all inside of those.
+    """
+    graph, (first, last) = view.graph, view.unit
+    top = first if last is None else view.call.parent
+    named = {graph.ops[op].call for op, _ in region.named}
+    if top in named:
+        return _end(graph, first if last is None else last) - first - (last is None)
+    count, until = 0, first
+    for call in sorted(named):
+        if call >= until:
+            until = _end(graph, call)
+            count += until - call
+    return count
+
+
+def _end(graph: Graph, call: int) -> int:
+    """The first later call that does not run inside a call."""
+    later = range(call + 1, len(graph.calls))
+    return next((k for k in later if not graph.is_within(k, call)), later.stop)
 
 
 def _rerun_effect(view: RegionView, region: Region) -> Effect:

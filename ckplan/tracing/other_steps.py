@@ -79,9 +79,13 @@ class OtherSteps:
             self.factors[1] * many * backward,
             of_optimizer * update,
         )
-        again, watch = engine.again, engine.watch_seconds
         costs = StepCosts(
-            seconds, again, watch, engine.rerun_seconds, engine.region_seconds
+            seconds,
+            engine.again,
+            engine.watch_seconds,
+            engine.rerun_seconds,
+            engine.region_seconds,
+            engine.path_seconds,
         )
         return with_step_costs(graph, costs)
 

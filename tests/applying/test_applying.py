@@ -33,6 +33,7 @@ from trained import applying_to, measured_peak, train
 import ckplan
 from ckplan import applying
 from ckplan.applying.hooks import session
+from ckplan.applying.hooks.hooks import PathHooks
 from ckplan.applying.rebuilding import rebuilder as recompute
 from ckplan.errors import ApplyError, PlanError, WorkloadError
 from ckplan.plan.names import OpName
@@ -920,3 +921,41 @@ def test_a_trace_says_that_the_first_forward_made_modules() -> None:
     model(X)
     notes = ckplan.profile(model, X, replay=False).notes
     assert not any(note.startswith(NOTE_MADE) for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("region", "followed"),
+    [
+        (PlannedRegion("0"), set()),
+        (PlannedRegion("0", save=(OpName("0", "addmm"),)), {"0.0"}),
+        (PlannedRegion("0", save=(OpName("1.0", "tanh"),)), {"0.1.0"}),
+        (PlannedRegion("0", save=(OpName("1", "tanh"),)), {"0.1", "0.1.0"}),
+        (PlannedRegion("[0..1]", save=(OpName("0", "addmm"),)), {"0.0", "1.0"}),
+        (PlannedRegion("", run=("0", "1"), save=(OpName("0.0", "addmm"),)), {"0.0"}),
+        (
+            PlannedRegion(".", save=(OpName("", "addmm"),)),
+            {"0", "0.0", "0.1", "0.1.0", "1", "1.0", "1.1", "1.1.0"},
+        ),
+        (
+            PlannedRegion(
+                ".", inner=(PlannedRegion("0", save=(OpName("0", "addmm"),)),)
+            ),
+            {"0.0"},
+        ),
+    ],
+)
+def test_only_modules_in_which_a_plan_names_ops_are_followed(
+    region: PlannedRegion, followed: set[str]
+) -> None:
+    """Hooks cost more than most calls, so no other module has them."""
+    model = nn.Sequential(
+        *(nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Tanh())) for _ in range(2))
+    )
+    applying.apply(model, Plan(regions=(region,)))
+    found = {
+        name
+        for name, module in model.named_modules()
+        for hook in module._forward_pre_hooks.values()
+        if isinstance(getattr(hook, "__self__", None), PathHooks)
+    }
+    assert found == followed

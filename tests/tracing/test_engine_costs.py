@@ -21,7 +21,7 @@ from ckplan.tracing.costs.apply_overhead import calibrate_engine
 from ckplan.tracing.costs.cost_cache import CostCache
 from ckplan.tracing.recording.recording import RawOp
 
-COSTS = EngineCosts(1.0, 2.0, 3.0, 4.0)
+COSTS = EngineCosts(1.0, 2.0, 3.0, 4.0, path_seconds=5.0)
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
@@ -71,7 +71,7 @@ def test_caches_are_as_cold_as_the_ops_of_a_step_leave_them(
 
     def measure(flushed_bytes: int) -> tuple[float, ...]:
         asked.append(flushed_bytes)
-        return 1.0, 2.0, 3.0, 4.0
+        return 1.0, 2.0, 3.0, 4.0, 5.0
 
     monkeypatch.setattr(engine, "_measure", measure)
     for _ in range(2):  # the second time it is known
@@ -96,9 +96,9 @@ def test_another_host_launches_at_its_own_speed(host: float) -> None:
         ckplan.profile(model, batch, gpu="RTX 4090", host=speed)
         for speed in (1.0, host)
     )
-    for name in ("watch_seconds", "rerun_seconds", "module_seconds", "region_seconds"):
-        found = getattr(there.engine, name) * host
-        assert found == pytest.approx(getattr(here.engine, name), abs=1e-8)
+    for what in ("watch", "rerun", "module", "region", "path"):
+        found = getattr(there.engine, f"{what}_seconds") * host
+        assert found == pytest.approx(getattr(here.engine, f"{what}_seconds"), abs=1e-8)
     for one, other in zip(here.ops, there.ops, strict=True):
         assert one.seconds == other.seconds
         assert other.launch_seconds * host == pytest.approx(one.launch_seconds)

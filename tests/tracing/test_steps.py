@@ -17,6 +17,7 @@ from ckplan.graph import file as trace_file
 from ckplan.graph.graph import Graph
 from ckplan.graph.records import EngineCosts
 from ckplan.plan.region import Region
+from ckplan.simulating.recomputing import num_followed
 from ckplan.simulating.simulate import Simulator, simulate
 from ckplan.tracing.costs.cost_cache import CostCache
 from ckplan.tracing.costs.spread import Load
@@ -60,33 +61,36 @@ def one_thread() -> Iterator[None]:
 # -- the fit -----------------------------------------------------------------------
 
 
-def added(row: tuple[float, int, int, int], costs: tuple[float, ...]) -> Added:
+def added(row: tuple[float, int, int, int, int], costs: tuple[float, ...]) -> Added:
     seconds = sum(a * b for a, b in zip(row, costs, strict=True))
     return Added(seconds, 1e-6, *row)
 
 
 def test_plans_that_say_all_give_their_costs() -> None:
-    costs = (1.5, 0.2, 0.75, 1.25)
-    rows = [(3.0, 4, 5, 1), (1.0, 9, 2, 2), (2.0, 1, 1, 3), (5.0, 3, 3, 7)]
-    found = fit((1.0, 0.25, 0.5, 1.0), [added(row, costs) for row in rows])
+    costs = (1.5, 0.2, 0.75, 1.25, 0.1)
+    rows = [
+        *((3.0, 4, 5, 1, 2), (1.0, 9, 2, 2, 1), (2.0, 1, 1, 3, 0)),
+        *((5.0, 3, 3, 7, 1), (1.0, 2, 1, 1, 9)),
+    ]
+    found = fit((1.0, 0.25, 0.5, 1.0, 0.125), [added(row, costs) for row in rows])
     assert found == pytest.approx(costs, rel=1e-4)
 
 
 def test_without_plans_the_prior_stays() -> None:
-    assert fit((1.0, 0.25, 0.5, 0.0), []) == (1.0, 0.25, 0.5, 0.0)
+    assert fit((1.0, 0.25, 0.5, 0.0, 0.1), []) == (1.0, 0.25, 0.5, 0.0, 0.1)
 
 
 def test_the_fit_is_the_least_of_what_it_minimises() -> None:
     """Compared with a search that knows the objective alone."""
     rng = Random(0)
     for _ in range(50):
-        prior = [rng.uniform(0.1, 2.0) for _ in range(4)]
+        prior = [rng.uniform(0.1, 2.0) for _ in range(5)]
         plans = [
             Added(
                 rng.uniform(0.0, 9.0),
                 rng.uniform(0.1, 2.0),
                 rng.uniform(0.0, 4.0),
-                *(rng.randint(0, 4) for _ in range(3)),
+                *(rng.randint(0, 4) for _ in range(4)),
             )
             for _ in range(rng.randint(1, 3))
         ]
@@ -116,6 +120,42 @@ def test_the_fit_is_the_least_of_what_it_minimises() -> None:
             assert cost(other, prior, plans) >= best * (0.9 if clipped else 1 - 1e-9)
 
 
+def followed(graph: Graph, region: Region) -> int:
+    """Calls below the region that are, or run inside, those of named ops."""
+    named = {graph.ops[op].call for op, _ in region.named}
+    top = region.call if region.last is None else graph.calls[region.call].parent
+    last = region.call if region.last is None else region.last
+    return sum(
+        any(graph.is_within(call, one) for one in named)
+        for call in range(len(graph.calls))
+        if call != top and graph.is_inside(call, region.call, last)
+    )
+
+
+def test_calls_are_followed_where_ops_are_named() -> None:
+    graph = ckplan.profile(Nested(), torch.ones(2, 4), replay=False, in_step=False)
+    simulator, rng = Simulator(graph), Random(1)
+    layers = graph.children[0]
+    ops = [
+        (op, 0)
+        for op in range(graph.num_forward)
+        if graph.is_inside(graph.ops[op].call, layers[0], layers[-1])
+        or graph.ops[op].call == 0
+    ]
+    found = set()
+    for first, last in [(0, None), (layers[0], None), (layers[0], layers[-1])]:
+        start = graph.calls[first].start
+        stop = graph.calls[first if last is None else last].stop
+        mine = [one for one in ops if start <= one[0] < stop]
+        for _ in range(20):
+            save = frozenset(rng.sample(mine, rng.randint(0, 3)))
+            region = Region(first, save=save, last=last)
+            count = num_followed(simulator.view(first, last), region)
+            assert count == followed(graph, region)
+            found.add(count)
+    assert len(found) > 4
+
+
 # -- taken into the graph ----------------------------------------------------------
 
 
@@ -125,7 +165,7 @@ def test_a_graph_with_costs_of_steps_predicts_these_steps(
 ) -> None:
     graph = replace(graph, options={"accumulate": batches})
     unplanned = StepSeconds(30.0, 70.0, 5.0)
-    costs = StepCosts(unplanned, 0.75, 0.1, 0.2, 0.3)
+    costs = StepCosts(unplanned, 0.75, 0.1, 0.2, 0.3, 0.4)
     found = with_step_costs(graph, costs)
     assert found.step_seconds == pytest.approx(105.0)
     start = found.num_forward
@@ -137,6 +177,11 @@ def test_a_graph_with_costs_of_steps_predicts_these_steps(
     saves = len(Simulator(found).view(1).saves)
     engine = 0.1 * saves + 0.2 * len(effect.steps) + 0.3
     assert effect.seconds == pytest.approx(0.75 * ops + engine)
+    named = Region(1, save=frozenset([(effect.steps[0], 0)]))
+    inside = Simulator(found).effect(named)
+    ops = sum(found.ops[op].seconds for op in inside.steps)
+    engine = 0.1 * saves + 0.2 * len(inside.steps) + 0.3 + 0.4 * followed(found, named)
+    assert inside.seconds == pytest.approx(0.75 * ops + engine)
     assert NOTE_IN_STEP in found.notes
     again = with_step_costs(found, costs)
     assert again.step_seconds == pytest.approx(105.0)  # not scaled twice
@@ -154,7 +199,7 @@ def test_what_a_plan_added_is_what_it_is_predicted_to_add(graph: Graph) -> None:
 
 
 def test_a_trace_file_keeps_the_costs(graph: Graph, tmp_path: Path) -> None:
-    costs = StepCosts(StepSeconds(30.0, 70.0, 5.0), 0.75, 0.1, 0.2, 0.3)
+    costs = StepCosts(StepSeconds(30.0, 70.0, 5.0), 0.75, 0.1, 0.2, 0.3, 0.4)
     found = with_step_costs(graph, costs)
     trace_file.save(found, tmp_path / "a.json.gz")
     assert trace_file.load(tmp_path / "a.json.gz").engine == found.engine
@@ -165,7 +210,7 @@ def test_a_trace_file_keeps_the_costs(graph: Graph, tmp_path: Path) -> None:
 
 def test_costs_are_kept_for_this_step_alone(graph: Graph, tmp_path: Path) -> None:
     cache = CostCache(tmp_path / "costs.json")
-    costs = StepCosts(StepSeconds(30.0, 70.0, 5.0), 0.75, 0.1, 0.2, 0.3)
+    costs = StepCosts(StepSeconds(30.0, 70.0, 5.0), 0.75, 0.1, 0.2, 0.3, 0.4)
     assert known_step_costs(graph, cache) is None
     assert keep_step_costs(graph, costs, cache) == costs
     assert known_step_costs(graph, cache) == costs
@@ -193,7 +238,7 @@ def test_other_batches_and_optimizers_take_the_factors_of_the_measured_step(
     graph: Graph,
 ) -> None:
     steps = OtherSteps()
-    costs = StepCosts(StepSeconds(30.0, 70.0, 5.0), 0.75, 0.1, 0.2, 0.3)
+    costs = StepCosts(StepSeconds(30.0, 70.0, 5.0), 0.75, 0.1, 0.2, 0.3, 0.4)
     first = steps.taken_into(graph, None, lambda: with_step_costs(graph, costs))
     assert first.step_seconds == pytest.approx(105.0)
     larger = steps.taken_into(faster(graph, 3.0), None, never)
@@ -205,7 +250,7 @@ def test_other_batches_and_optimizers_take_the_factors_of_the_measured_step(
     assert found.step_seconds == pytest.approx(4 * 100.0 + 5.0)
 
     # Forward and backward of another optimizer stay comparable with the first one's.
-    slow = StepCosts(StepSeconds(90.0, 90.0, 10.0), 0.75, 0.1, 0.2, 0.3)
+    slow = StepCosts(StepSeconds(90.0, 90.0, 10.0), 0.75, 0.1, 0.2, 0.3, 0.4)
     other = steps.taken_into(graph, "sgd", lambda: with_step_costs(graph, slow))
     assert other.step_seconds == pytest.approx(110.0)
     assert steps.taken_into(graph, "sgd", never).ops == other.ops
@@ -220,6 +265,22 @@ def test_where_the_first_step_is_not_measured_no_other_is(graph: Graph) -> None:
 
 
 # -- measured ----------------------------------------------------------------------
+
+
+class Nested(nn.Module):
+    """Three layers, with an op of their own beside those of modules inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Tanh(), nn.Sigmoid()))
+            for _ in range(3)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = 2.0 * layer(x)
+        return x
 
 
 class Blocks(nn.Module):
@@ -315,7 +376,7 @@ def fail(*_: object) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("_timed", different, "the machine is busy: the quartiles of 15 rounds are"),
+        ("_timed", different, "the machine is busy: the quartiles of 60 rounds are"),
         ("machine_load", lambda: Load(9.0, 2), "the machine is busy (load average 9.0"),
         ("available_bytes", lambda: 1, "it is too large"),
         ("make_step", fail, "ValueError: no step today"),

@@ -7,7 +7,7 @@ op (``resume.py``). If a miss is found only after the call's ops ran, the rest i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from weakref import ref
 
@@ -27,7 +27,7 @@ from ckplan.applying.rebuilding.rebuilder import Rebuilder
 from ckplan.applying.recording.op_keys import OpKey, Saves
 from ckplan.applying.recording.recorder import Recorder, otherwise_saved
 from ckplan.applying.recording.saved_tensors import Dropped, Handle, unpack
-from ckplan.applying.tensors.arguments import is_query, moves, switches
+from ckplan.applying.tensors.arguments import is_query, moves, switches, version_of
 from ckplan.applying.tensors.compiled import is_within_compiled, still_uncompiled
 from ckplan.applying.tensors.kept import Kept, keep
 from ckplan.applying.tensors.random_state import random_state
@@ -73,6 +73,7 @@ class GuardChecker(TorchFunctionMode):
         self._inputs = InputChecker(expected, self._held)
         self._met = self._inputs.met
         self._made: list[ref[torch.Tensor]] = []  # tensors that calls returned
+        self._versions: list[int] = []  # of these, when they were returned
         self._encoded: dict[int, Form] = {}
         self._states: dict[int, torch.Tensor] = {}
         self._handle = Handle()
@@ -165,7 +166,7 @@ class GuardChecker(TorchFunctionMode):
             stop=stop,
             path=self.path,
             inner=inner,
-            made=self._living(),
+            made=self._made,
             retained=self._held,
             encoded=self._encoded,
             states=self._states,
@@ -178,20 +179,13 @@ class GuardChecker(TorchFunctionMode):
         self._next = None
         return rerecorder
 
-    def _living(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """The tensors that calls returned and that still live, by number."""
-        for number, one in enumerate(self._made):
-            tensor = one()
-            if tensor is not None:
-                yield number, tensor
-
     def _miss_before_call(self) -> None:
         """Handle a miss before the call's ops ran: record from here on."""
         call = self._next
         as_expected = self._num_packed == self._packed_before(call)
         alone = torch._C._len_torch_dispatch_stack() == self._num_modes
         alone &= not is_within_compiled()
-        alone &= call is None or not call.finds_written(self._made)
+        alone &= call is None or not call.finds_written(self._made, self._versions)
         moved = any(moves(other.func) for other in self.expected.calls)
         rerecorder = self._rerecord_from(self._place(call))
         if as_expected and alone and not moved:
@@ -228,8 +222,11 @@ class GuardChecker(TorchFunctionMode):
             self._num_packed == call.packed_before
             and _is_grad_enabled() is call.grad_mode
             and _get_default_dtype() is call.default_dtype
-            and call.matches(args, kwargs, self._made, self._met, self._meet)
-            and (not _is_autocast_enabled() if call.simple else self._agrees(call))
+            and call.matches(
+                args, kwargs, self._made, self._versions, self._met, self._meet
+            )
+            and (not _is_autocast_enabled() if call.simple else _is_switched(call))
+            and (call.place is None or self._is_at(call.place))
         ):
             self._miss_before_call()
             return self._other(func, types, args, kwargs)
@@ -250,7 +247,8 @@ class GuardChecker(TorchFunctionMode):
         same = self._num_packed == call.packed_after
         if same and call.returns_new and type(out) is torch.Tensor:
             self._made.append(ref(out))
-        elif not (same and call.number(out, self._made, self._met)):
+            self._versions.append(version_of(out))
+        elif not (same and call.number(out, self._made, self._versions, self._met)):
             self._miss_after_call(call, call.start)
             return out
         self._next = next(self._calls, None)
@@ -288,12 +286,11 @@ class GuardChecker(TorchFunctionMode):
         for capture in call.captures:
             self._capture(capture, returned[capture.place])
 
-    def _agrees(self, call: CallGuard) -> bool:
-        """Whether global state and the place of a call are as recorded."""
-        if call.switches != switches(call.func):
-            return False
-        here = CallSite(self.path[-1], self._num_begun, len(self._inner))
-        return call.place in (None, here)  # else another of several equal layers
+    def _is_at(self, place: CallSite) -> bool:
+        """Whether the call runs there, and not in another of several equal layers."""
+        path, num_begun, num_open = place
+        inside = num_begun == self._num_begun and num_open == len(self._inner)
+        return inside and path == self.path[-1]
 
     def _meet(self, number: int, tensor: torch.Tensor) -> bool:
         """Whether a tensor that appears for the first time passes its guard."""
@@ -342,6 +339,10 @@ class GuardChecker(TorchFunctionMode):
         if self._packed[number].ref is not None:
             return Dropped(self._handle, number)
         return keep(tensor, self.name)
+
+
+def _is_switched(call: CallGuard) -> bool:
+    return call.switches == switches(call.func)
 
 
 _is_grad_enabled = torch.is_grad_enabled

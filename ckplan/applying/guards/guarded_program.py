@@ -50,8 +50,8 @@ class CallGuard:
     matches: Matcher  # checks the arguments
     grad_mode: bool
     default_dtype: torch.dtype
-    versions: Mapping[int, int]  # of tensors of the region that it takes, by number
-    simple: bool  # without autocast; neither its place nor other switches count
+    writes: Mapping[int, int]  # to tensors that it takes, since a call returned them
+    simple: bool  # without autocast; other switches do not count
     switches: tuple[Any, ...]
     returned: tuple[int, ...]  # numbers of the tensors that it returned
     returns_new: bool  # one tensor, which no call had returned or taken before
@@ -66,11 +66,18 @@ class CallGuard:
     start: int  # its first step
     stop: int  # the step after its last one
 
-    def finds_written(self, made: Sequence[ref[torch.Tensor]]) -> bool:
-        """Whether what no function mode sees wrote a tensor that it was to take."""
-        for number, version in self.versions.items():
+    def finds_written(
+        self, made: Sequence[ref[torch.Tensor]], versions: Sequence[int]
+    ) -> bool:
+        """Whether what no function mode sees wrote a tensor that it was to take.
+
+        Args:
+            made: The tensors that calls returned, by number.
+            versions: Theirs when they were returned.
+        """
+        for number, writes in self.writes.items():
             tensor = made[number]()
-            if tensor is not None and version_of(tensor) != version:
+            if tensor is not None and version_of(tensor) != versions[number] + writes:
                 return True
         return False
 
@@ -78,6 +85,7 @@ class CallGuard:
         self,
         out: Any,
         made: list[ref[torch.Tensor]],
+        versions: list[int],
         met: Sequence[ref[torch.Tensor]],
     ) -> bool:
         """Number the tensors that the call returned, if they are as recorded.
@@ -85,6 +93,7 @@ class CallGuard:
         Args:
             out: What it returned.
             made: The tensors that calls returned before, by number; new ones are added.
+            versions: Of these, when they were returned.
             met: The tensors from outside that were met before.
         """
         returned, num_made = tensors_in(out), len(made)
@@ -92,11 +101,12 @@ class CallGuard:
         for number, tensor in zip(self.returned, returned, strict=False):
             if number == len(made):
                 made.append(ref(tensor))
+                versions.append(version_of(tensor))
             else:
                 known = made[number] if number >= 0 else met[-1 - number]
                 same &= known() is tensor
         if not same:
-            del made[num_made:]
+            del made[num_made:], versions[num_made:]
         return same
 
 

@@ -7,8 +7,9 @@ dropped before and after the miss.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
+from weakref import ref
 
 import torch
 
@@ -40,7 +41,7 @@ class Beginning(NamedTuple):
     stop: int  # the step after the last one
     path: list[str]
     inner: Sequence[OpenInner]  # innermost last
-    made: Iterable[tuple[int, torch.Tensor]]  # tensors that calls returned, by number
+    made: Sequence[ref[torch.Tensor]]  # tensors that calls returned, by number
     retained: Mapping[int, Retained]
     encoded: Mapping[int, Form]
     states: Mapping[int, torch.Tensor]
@@ -112,8 +113,9 @@ def _restore_storages(storages: Storages, begun: Beginning) -> dict[int, torch.T
         for value, one in begun.retained.items()
         if value < len(flow.storage_of)
     }
-    for number, tensor in begun.made:
-        if expected.made[number] >= 0:
+    for number, one in enumerate(begun.made):
+        tensor = one()
+        if tensor is not None and expected.made[number] >= 0:
             found[expected.made[number]] = tensor
     for storage, tensor in found.items():
         storages.know(storage_of(tensor), storage)

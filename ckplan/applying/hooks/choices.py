@@ -127,11 +127,6 @@ class Choice:
         """Saves and encodings of the plan that named no op."""
         return (str(op) for op in self.region.ops if key_of(op) not in found)
 
-    @property
-    def names_ops(self) -> bool:
-        """Whether it, or a nested region, names ops to keep."""
-        return bool(self.region.ops) or any(one.names_ops for one in self.inner)
-
     def within(self) -> Iterator[tuple[Choice, Choice]]:
         """Pairs of an outer region and a nested one, outermost first."""
         for inner in self.inner:

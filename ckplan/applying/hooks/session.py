@@ -32,6 +32,7 @@ from ckplan.plan.plan import Plan
 
 Args: TypeAlias = tuple[Any, ...]
 Kwargs: TypeAlias = dict[str, Any]
+_PLAIN = (bool, int, float, str, type(None))  # arguments without tensors inside
 _saved_tensors_hooks_are_enabled = torch._C._autograd._saved_tensors_hooks_is_enabled
 
 
@@ -142,6 +143,7 @@ class Session:
     wrappers: list[ForwardWrapper] = field(default_factory=list)
     forwards: int = 0  # of the model under gradients, in this step
     larger: bool = False  # whether it warned of a batch larger than planned
+    sizes: list[Any] = field(default_factory=list)  # of the last batch
     warned: set[str] = field(default_factory=set)  # kinds of warnings already given
     began: bool = False  # the model ran, on whatever device it is now
     ended: bool = False  # and came to the end of a forward under gradients
@@ -169,10 +171,21 @@ class Session:
         if not self.ended:
             warn_of_smaller_batch(self.plan, args, kwargs)
             self.check_autocast(module, "")
-        if not self.larger:
+        if not self.larger and self._is_new(args, kwargs):
             self.larger = warn_of_larger_batch(self.plan, args, kwargs)
         if self.ended and (idle := idle_regions(self.choices)):
             self.warn_once("idle", idle)
+
+    def _is_new(self, args: Args, kwargs: Kwargs) -> bool:
+        """Whether a batch may have other sizes than the one before."""
+        given = (*args, *kwargs.values())
+        sizes = [getattr(one, "shape", None) for one in given]
+        known = sizes == self.sizes and all(
+            size is not None or isinstance(one, _PLAIN)
+            for one, size in zip(given, sizes, strict=True)
+        )
+        self.sizes = sizes
+        return not known
 
     @uncompiled_function
     def end_step(self, module: nn.Module, args: Args, output: object) -> None:
@@ -201,8 +214,7 @@ class Session:
         Trainers may begin autocast inside the model's call, where its parts see it, and
         the model itself does not.
         """
-        first = next(module.parameters(), None)
-        if self.ended or first is None:
+        if self.ended or (first := next(module.parameters(), None)) is None:
             return
         device = first.device.type
         other = other_autocast(self.plan, device)

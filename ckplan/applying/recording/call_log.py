@@ -43,7 +43,7 @@ class Call:
     arguments: Any
     switches: tuple[Any, ...]
     packed_before: int
-    versions: Mapping[int, int]  # of tensors of the region that it took, by number
+    writes: Mapping[int, int]  # to tensors that it took, since a call returned them
     packed_after: int = 0
     returned: Sequence[Returned] = ()
     numbers: Sequence[int] = ()  # of the tensors that it returned
@@ -87,10 +87,10 @@ class CallLog(TorchFunctionMode):
         except UnknownArgumentError:
             self.broken = True
             return func(*args, **kwargs)
-        taken = self._slots.versions
-        versions = {n: taken[n] for n in taken if self.made[n] >= 0}
+        taken = self._slots.writes
+        writes = {n: taken[n] for n in taken if self.made[n] >= 0}
         num_packed = len(self._packing.packed)
-        call = Call(func, arguments, switches(func), num_packed, versions)
+        call = Call(func, arguments, switches(func), num_packed, writes)
         self.current, self.read = len(self.calls), False
         try:
             out = func(*args, **kwargs)

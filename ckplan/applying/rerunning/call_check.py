@@ -20,6 +20,7 @@ from ckplan.applying.tensors.arguments import (
     Geometry,
     Slots,
     UnknownArgumentError,
+    are_switched,
     geometry_of,
     has_geometry,
     is_query,
@@ -136,8 +137,10 @@ class CallCheck(TorchFunctionMode):
             raise StopRerunError
         call = self._next
         if call is not None and (call.func is func or call.func == func):
-            same = call.matches(args, kwargs, self._made, self.met, self._meet_known)
-            if same and call.switches == switches(func):
+            same = call.matches(
+                args, kwargs, self._made, (), self.met, self._meet_known
+            )
+            if same and are_switched(call.switches, func):
                 out = func(*args, **kwargs) if kwargs else func(*args)
                 if call.returns_new and type(out) is torch.Tensor:
                     self._made.append(weakref.ref(out))

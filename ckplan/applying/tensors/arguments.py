@@ -212,6 +212,14 @@ def switches(func: Any) -> tuple[Any, ...]:
     return (*found, *[is_allowed() for is_allowed in _ATTENTION_KERNELS])
 
 
+def are_switched(known: tuple[Any, ...], func: Any) -> bool:
+    """Whether ``switches`` are these; faster without autocast."""
+    if len(known) > 4 or any(known[2:]) or torch._C._is_any_autocast_enabled():
+        return known == switches(func)
+    grad, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
+    return grad is known[0] and dtype is known[1]
+
+
 _ATTENTION_KERNELS = (  # that ``torch.nn.attention.sdpa_kernel`` allows
     torch._C._get_flash_sdp_enabled,
     torch._C._get_mem_efficient_sdp_enabled,
@@ -245,7 +253,9 @@ class Slots:
         self._meet: Callable[[torch.Tensor], None] | None = meet
         self._num_inputs = 0
         self._num_made = 0
-        self.versions: dict[int, int] = {}  # of returned tensors that were taken last
+        # Tensors that calls returned, and the last call took -> writes between the two.
+        self.writes: dict[int, int] = {}
+        self._versions: list[int] = []  # of returned tensors when they were returned
 
     def freeze(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """The arguments of a call in a form that can be compared.
@@ -256,7 +266,7 @@ class Slots:
         Raises:
             UnknownArgumentError: An argument cannot be compared.
         """
-        self.versions = {}
+        self.writes = {}
         found: list[Any] = [len(args)]
         self._freeze(args, found)
         if kwargs:
@@ -294,6 +304,7 @@ class Slots:
             if known is None or known[1]() is not value:
                 self._known[id(value)] = (self._num_made, weakref.ref(value))
                 self._num_made += 1
+                self._versions.append(version_of(value))
         elif isinstance(value, (list, tuple)):
             for item in value:
                 self.returned(item)
@@ -309,6 +320,7 @@ class Slots:
     ) -> None:
         """Go on after tensors were numbered elsewhere, in these orders."""
         self._num_made, self._num_inputs = len(made), len(met)
+        self._versions = [0] * len(made)  # not known
         numbers = (*range(len(made)), *range(-1, -1 - len(met), -1))
         for number, one in zip(numbers, (*made, *met), strict=True):
             tensor = one()
@@ -325,7 +337,7 @@ class Slots:
         number = known[0] if known is not None and known[1]() is tensor else None
         if number is not None:
             if number >= 0 and not tensor.is_inference():
-                self.versions[number] = tensor._version
+                self.writes[number] = tensor._version - self._versions[number]
             return number
         self._num_inputs += 1
         self._known[id(tensor)] = (-self._num_inputs, weakref.ref(tensor))

@@ -19,7 +19,7 @@ import torch
 
 _MOST_SOURCES = 4096
 _MANY = 16  # numbers in a row that are tested all at once
-_NO_VERSIONS: Mapping[int, int] = {}
+_NO_WRITES: Mapping[int, int] = {}
 _SAME = (bool, type(None), type(...))  # one object for each value
 
 Meet: TypeAlias = Callable[[int, torch.Tensor], bool]
@@ -30,13 +30,14 @@ Matcher: TypeAlias = Callable[
         tuple[Any, ...],
         dict[str, Any] | None,
         Sequence[ref[torch.Tensor]],
+        Sequence[int],
         Sequence[ref[torch.Tensor]],
         Meet,
     ],
     bool,
 ]
-"""Called with arguments, the tensors that calls returned, those from outside that were
-met before, and what guards a new one."""
+"""Called with arguments, the tensors that calls returned, the versions that they had
+then, those from outside that were met before, and what guards a new one."""
 
 
 class Matchers:
@@ -46,16 +47,18 @@ class Matchers:
         self._num_met = 0  # tensors from outside
 
     def make(
-        self, arguments: Sequence[Any], versions: Mapping[int, int] = _NO_VERSIONS
+        self, arguments: Sequence[Any], writes: Mapping[int, int] = _NO_WRITES
     ) -> Matcher:
         """Make a matcher of arguments.
 
         Args:
             arguments: As ``Slots.freeze`` gives them.
-            versions: Of tensors that calls returned, by number. Another version means
-                that one was written by what no function mode sees, such as ``set_``.
+            writes: To tensors that calls returned, by number, since then. Others come
+                from what no function mode sees, such as ``set_``. What a call does
+                itself may differ: under a dispatch mode, ``linear`` adds its bias out
+                of place.
         """
-        writer = _Writer(iter(arguments), self._num_met, versions)
+        writer = _Writer(iter(arguments), self._num_met, writes)
         source = writer.write()
         self._num_met = writer.num_met
         return FunctionType(
@@ -69,7 +72,7 @@ class _Writer:
 
     frozen: Iterator[Any]
     num_met: int
-    versions: Mapping[int, int]
+    writes: Mapping[int, int]
     tests: list[str] = field(default_factory=list)
     names: dict[str, Any] = field(default_factory=dict)
 
@@ -83,7 +86,7 @@ class _Writer:
         unpacking = f" {', '.join(names)}, = args" if names else " pass"
         return "\n".join(
             (
-                "def matches(args, kwargs, made, met, meet):",
+                "def matches(args, kwargs, made, versions, met, meet):",
                 f" if len(args) != {num_args}: return False",
                 unpacking,
                 f" try: return {' and '.join(self.tests)}",
@@ -179,8 +182,9 @@ class _Writer:
         """Test which tensor it is: of one that is dead, None is not another."""
         if number >= 0:
             self.tests.append(f"made[{number}]() is {what} is not None")
-            if number in self.versions:
-                self.tests.append(f"{what}._version == {self.versions[number]}")
+            if number in self.writes:
+                since = f"versions[{number}] + {self.writes[number]}"
+                self.tests.append(f"{what}._version == {since}")
         elif -1 - number < self.num_met:
             self.tests.append(f"met[{-1 - number}]() is {what} is not None")
         else:

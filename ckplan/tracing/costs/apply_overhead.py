@@ -1,19 +1,20 @@
 """Measure the CPU time that applying a plan adds to the ops themselves.
 
-A chain of tiny ops runs unplanned and under plans that drop every tensor: as programs
-of one region and of several, and with the whole module run again. What forward and
-backward take longer gives the overheads. In a large step, kernels evict Python's data
-from the processor's cache between two ops, which makes Python several times slower. So
-the chain reads as many bytes between its ops. Seconds are those of the thread, where
-the system counts them: other programs take none of them.
+A chain of tiny ops runs unplanned; under plans that drop every tensor, as programs of
+one region and of several, and with the whole module run again; and under one that keeps
+an op of every link. What forward and backward take longer gives the overheads. In a
+large step, kernels evict Python's data from the processor's cache between two ops,
+which makes Python several times slower. So the chain reads as many bytes between its
+ops. Seconds are those of the thread, where the system counts them: other programs take
+none of them.
 """
 
 from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import astuple, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import cache as cache_once
 from pathlib import Path
 from statistics import median
@@ -26,6 +27,7 @@ from ckplan import __version__, applying
 from ckplan.applying import apply
 from ckplan.graph.graph import Graph
 from ckplan.graph.records import EngineCosts
+from ckplan.plan.names import OpName
 from ckplan.plan.plan import Plan, PlannedRegion
 from ckplan.tracing.costs.cost_cache import Cost, CostCache
 from ckplan.tracing.recording.recording import RawOp
@@ -98,7 +100,7 @@ def _known(
     known = cache.known(keys)
     if len(known) < len(keys):
         return None
-    return EngineCosts(*(known[key].seconds for key in keys))
+    return _costs_of(known[key].seconds for key in keys)
 
 
 def _learn(
@@ -113,7 +115,7 @@ def _learn(
         k: Cost(s, 0, 0, measured=True) for k, s in zip(keys, seconds, strict=True)
     }
     found = cache.learn(costs)
-    return EngineCosts(*(found[key].seconds for key in keys))
+    return _costs_of(found[key].seconds for key in keys)
 
 
 def _keys(source: str, flushed_bytes: int) -> list[str]:
@@ -122,11 +124,16 @@ def _keys(source: str, flushed_bytes: int) -> list[str]:
     return [f"{source} {engine} {what} {flushed_bytes}" for what in _MEASURED_COSTS]
 
 
-_MEASURED_COSTS = ("watch", "rerun", "module", "region")  # as EngineCosts has them
+_MEASURED_COSTS = ("watch", "rerun", "module", "region", "path")
 
 
 def _seconds_of(costs: EngineCosts) -> tuple[float, ...]:
-    return astuple(costs)[: len(_MEASURED_COSTS)]
+    return tuple(getattr(costs, f"{what}_seconds") for what in _MEASURED_COSTS)
+
+
+def _costs_of(seconds: Iterable[float]) -> EngineCosts:
+    names = (f"{what}_seconds" for what in _MEASURED_COSTS)
+    return EngineCosts(**dict(zip(names, seconds, strict=True)))
 
 
 @cache_once
@@ -168,10 +175,12 @@ def _flushed_bytes(ops: Sequence[MovesBytes], device: torch.device) -> int:
 
 def _measure(flushed_bytes: int) -> tuple[float, ...]:
     """Seconds per saved tensor, per op that reruns, and so on: ``_MEASURED_COSTS``."""
+    names = tuple(OpName(str(link), "sin") for link in range(_NUM_LINKS))
     plans = [
         Plan(regions=(PlannedRegion("links"),)),
         Plan(regions=(PlannedRegion(f"links.[0..{_NUM_LINKS - 1}]"),)),
         Plan(regions=(PlannedRegion("links", "rerun"),)),
+        Plan(regions=(PlannedRegion("links", save=names),)),
     ]
     with (
         torch.inference_mode(mode=False),
@@ -186,15 +195,23 @@ def _measure(flushed_bytes: int) -> tuple[float, ...]:
             for way, found in zip(ways, times, strict=True):
                 found.append(way.step_seconds(first=number == 0))
     (forward, backward), *planned = (
-        tuple(map(median, zip(*found[_DROPPED_STEPS:], strict=True))) for found in times
+        tuple(map(_undisturbed, zip(*found[_DROPPED_STEPS:], strict=True)))
+        for found in times
     )
     added = [(one - forward, other - backward) for one, other in planned]
-    program, several, module = added
+    program, several, module, named = added
     region = max(sum(several) - sum(program), 0.0) / (_NUM_LINKS - 1)
     watch = max(program[0] - region, 0.0) / _NUM_OPS
     rerun = max(program[1] / _NUM_OPS - ways[0].op_seconds(), 0.0)
     more = max(sum(module) - sum(program), 0.0) / _NUM_OPS
-    return watch, rerun, more, region
+    path = max(named[0] - program[0], 0.0) / _NUM_LINKS
+    return watch, rerun, more, region, path
+
+
+def _undisturbed(seconds: Iterable[float]) -> float:
+    """The lower quartile: other programs evict caches, too."""
+    ordered = sorted(seconds)
+    return ordered[len(ordered) // 4]
 
 
 def _thread_clock() -> Callable[[], float]:

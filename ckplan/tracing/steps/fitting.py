@@ -1,9 +1,10 @@
 """Fit the costs of recomputation to steps that were measured with plans and without.
 
 A plan adds to a step ``again`` times the seconds of its recomputed ops, and the
-engine's costs per saved tensor, per op and per region:
+engine's costs per saved tensor, per op, per region and per call that is followed:
 
     added = again * ops + watch * saved + rerun * steps + region * regions
+            + path * followed
 
 Few plans are measured, and these parts grow together. So costs measured otherwise (ops
 and the engine alone) are the prior: each has a Gaussian of a stated width around it, as
@@ -36,15 +37,16 @@ class Added(NamedTuple):
     num_saved: int  # tensors that forwards of regions saved
     num_steps: int  # ops that reran
     num_regions: int
+    num_followed: int = 0  # calls that are followed, since the plan names ops in them
 
     @property
     def row(self) -> tuple[float, ...]:
-        """The factors of (again, watch, rerun, region)."""
-        return self.ops_seconds, self.num_saved, self.num_steps, self.num_regions
+        """The factors of (again, watch, rerun, region, path)."""
+        return self[2:]
 
 
 def fit(prior: Sequence[float], plans: Sequence[Added]) -> tuple[float, ...]:
-    """The most probable (again, watch, rerun, region).
+    """The most probable (again, watch, rerun, region, path).
 
     Args:
         prior: The same, measured otherwise; ``again`` is above 0.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 from ckplan.graph.graph import Graph
 from ckplan.graph.records import EngineCosts
@@ -22,7 +22,8 @@ NOTE_IN_STEP = (
     "seconds: ops in the proportions measured alone, phases and recomputation as in "
     "steps on this machine"
 )
-_KEPT = ("forward", "backward", "optimizer", "again", "watch", "rerun", "region")
+_PHASES = ("forward", "backward", "optimizer")
+_KEPT = (*_PHASES, "again", "watch", "rerun", "region", "path")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,7 @@ class StepCosts:
     watch_seconds: float
     rerun_seconds: float
     region_seconds: float
+    path_seconds: float
 
 
 def fitted_costs(
@@ -64,6 +66,7 @@ def fitted_costs(
         engine.watch_seconds,
         engine.rerun_seconds,
         engine.region_seconds,
+        engine.path_seconds,
     )
     return StepCosts(unplanned, *fit(prior, in_forward))
 
@@ -90,6 +93,7 @@ def with_step_costs(graph: Graph, costs: StepCosts) -> Graph:
         graph.engine.module_seconds,
         costs.region_seconds,
         costs.again,
+        costs.path_seconds,
     )
     notes = (*graph.notes, NOTE_IN_STEP)
     return replace(graph, ops=tuple(ops), engine=engine, notes=notes)
@@ -109,17 +113,14 @@ def keep_step_costs(graph: Graph, costs: StepCosts, cache: CostCache) -> StepCos
         The medians of the last few runs.
     """
     phases, keys = costs.unplanned, _keys(graph)
-    found = (
-        *(phases.forward, phases.backward, phases.optimizer, costs.again),
-        *(costs.watch_seconds, costs.rerun_seconds, costs.region_seconds),
-    )
+    found = (*astuple(phases), *astuple(costs)[1:])
     new = {k: Cost(v, 0, 0, measured=True) for k, v in zip(keys, found, strict=True)}
     return _costs_of(cache.learn(new), keys)
 
 
 def _costs_of(known: dict[str, Cost], keys: Sequence[str]) -> StepCosts:
     numbers = [known[key].seconds for key in keys]
-    return StepCosts(StepSeconds(*numbers[:3]), *numbers[3:])
+    return StepCosts(StepSeconds(*numbers[: len(_PHASES)]), *numbers[len(_PHASES) :])
 
 
 def _keys(graph: Graph) -> list[str]:

@@ -24,6 +24,7 @@ from ckplan.graph.records import OUTSIDE_CALLS
 from ckplan.plan.plan import Plan
 from ckplan.plan.region import Region
 from ckplan.plan.resolve import describe
+from ckplan.simulating.recomputing import num_followed
 from ckplan.simulating.simulate import Simulator
 from ckplan.solving.baselines import can_recompute, find_repeated_layers
 from ckplan.solving.menu import Menus
@@ -49,9 +50,12 @@ NOTE_NOT_IN_STEP = "seconds: not measured in a step: "
 SHORTEST_SECONDS = 0.02  # shorter steps are not measured unless asked
 LONGEST_SECONDS = 5.0  # of all steps together, unless asked
 MOST_SPREAD = 0.10  # between the quartiles of planned over unplanned seconds
+SPREAD_ROUNDS = 15  # of so many rounds; more of them may differ more
 MOST_RELATIVE_SPREAD = 0.25  # of the overhead itself, if that is more
 _WARM_STEPS = 2  # the first one is recorded
-_LEAST_ROUNDS, _MOST_ROUNDS = 3, 15
+_LEAST_ROUNDS = 3
+_LIMITS = (SPREAD_ROUNDS, LONGEST_SECONDS / 2)  # rounds, and seconds of them all
+_LIMITS_ASKED = (60, 15.0)
 _SLOWER_WARM = 2.0  # steps that are recorded take longer
 _DEVIATIONS = 1.35  # between the quartiles of a Gaussian
 _LEAST_WIDTH = 2e-3  # of what a plan adds, as a fraction of the step
@@ -126,7 +130,8 @@ def measure_step(
     try:
         warm_up_vector_kernels()
         ways = [_begin(graph, build, training, one) for one in ((), *trials)]
-        taken = _take_turns(ways, tell)
+        limits = _LIMITS_ASKED if asked else _LIMITS
+        taken = _take_turns(ways, *limits, tell)
     except NotMeasuredError:
         raise
     except Exception as error:
@@ -212,18 +217,18 @@ def _begin(
 
 
 def _take_turns(
-    ways: Sequence[_Way], tell: Progress
+    ways: Sequence[_Way], most: int, seconds: float, tell: Progress
 ) -> list[list[tuple[float, float, float]]]:
     """Seconds of the phases, by way and round."""
     taken: list[list[tuple[float, float, float]]] = [[] for _ in ways]
-    begin, most = time.perf_counter(), _MOST_ROUNDS
+    begin = time.perf_counter()
     while len(taken[0]) < most:
         done = len(taken[0])
         tell("measuring steps", done, most)
         turns = list(zip(ways, taken, strict=True))
         for way, found in reversed(turns) if done % 2 else turns:
             found.append(_timed(way.step))
-        if time.perf_counter() - begin > LONGEST_SECONDS / 2:
+        if time.perf_counter() - begin > seconds:
             most = max(_LEAST_ROUNDS, done + 1)
     return taken
 
@@ -257,7 +262,8 @@ def _judged(
     for regions, rounds in zip(trials, planned, strict=True):
         pairs = list(zip(rounds, unplanned, strict=True))
         low, mid, high = _quartiles([sum(one) / sum(other) for one, other in pairs])
-        if high - low > max(MOST_SPREAD, MOST_RELATIVE_SPREAD * abs(mid - 1)):
+        most = max(MOST_SPREAD, MOST_RELATIVE_SPREAD * abs(mid - 1))
+        if high - low > most * max(len(pairs) / SPREAD_ROUNDS, 1.0) ** 0.5:
             raise NotMeasuredError(
                 f"the machine is busy: the quartiles of {len(rounds)} rounds are "
                 f"{100 * (high - low):.0f} points apart"
@@ -283,8 +289,10 @@ def _parts(simulator: Simulator, regions: tuple[Region, ...]) -> Added:
     """What a plan consists of in one step; its seconds are not known yet."""
     graph, batches = simulator.graph, simulator.graph.num_batches
     effects = [simulator.effect(region) for region in regions]
+    views = [simulator.view(one.call, one.last) for one in regions]
     again = [op for effect in effects for op in effect.steps]
-    saves = sum(len(simulator.view(one.call, one.last).saves) for one in regions)
+    saves = sum(len(view.saves) for view in views)
+    followed = sum(map(num_followed, views, regions))
     return Added(
         0.0,
         1.0,
@@ -292,4 +300,5 @@ def _parts(simulator: Simulator, regions: tuple[Region, ...]) -> Added:
         batches * saves,
         batches * len(again),
         batches * len(regions),
+        batches * followed,
     )
