@@ -3,14 +3,14 @@
 Every model trains with plain SGD, so that activations are most of the peak. It is
 profiled with its seconds in a step (``ckplan profile --in-step``) and planned for three
 budgets: a quarter, a half and three quarters of the way from the unplanned peak down to
-the floor. Steps without a plan and with each of the three then run in turns, every
-second round in reverse, of one model in one process that keeps its memory: of two
-processes that take the same step, one was up to 5 % slower, as pages lie. A turn takes
-a plan off, applies the next one, takes two steps that are not timed, and then steps for
-about a second; their mean counts. All is done with one thread and with torch's default.
-With one thread, seconds are CPU seconds of the process, of which other programs take
-none. An overhead is the median over rounds of a planned turn's seconds, divided by
-those of the unplanned turn of the same round, less one.
+the floor. Four copies of the model, without a plan and with each of the three, then
+take single steps in turns, every second turn in reverse, in one process that keeps its
+memory: of two processes that take the same step, one was up to 5 % slower, as pages
+lie; of copies in one process, less than 1 %. A round is as many turns as take about two
+seconds of each copy; the median of its steps counts. All is done with one thread and
+with torch's default. With one thread, seconds are CPU seconds of the process, of which
+other programs take none. An overhead is the median over rounds of a planned copy's
+seconds, divided by those of the unplanned one in the same round, less one.
 
 A row is on the line where the predicted overhead is within 2 points of the measured
 one, or within 15 % of it. Rows whose own quartiles are wider than that are shown and
@@ -37,7 +37,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -57,13 +57,14 @@ from ckplan.tracing.steps.in_step import NOTE_IN_STEP
 from ckplan.training.loading import WorkloadSpec
 from ckplan.training.step import Training
 from ckplan.units import format_bytes, format_seconds
+from ckplan.verifying.phases import TimedStep
 from ckplan.verifying.step_process import StepProcess, take_turns
-from ckplan.verifying.worker import Worker, replace_plan
+from ckplan.verifying.worker import FIRST_STEPS, TIMED_STEP, Job, Worker
 from ckplan.verifying.worker import main as answer
 
+ROUND = "round"
 SHARES = (0.25, 0.5, 0.75)
-WARM_STEPS = 2
-TURN_SECONDS, MOST_STEPS = 1.0, 8
+ROUND_SECONDS, MOST_TURNS = 2.0, 40
 TRAINING = Training("sgd")
 MOST_POINTS, MOST_RELATIVE, MOST_UNDER = 0.02, 0.15, 0.05
 LEAST_ON_LINE = {1: 0.95, 0: 0.90}  # threads, 0: torch's default -> share of rows
@@ -274,15 +275,11 @@ def _rows(name: str, threads: int, spec: WorkloadSpec, rounds: int) -> list[Row]
     planner = Planner(graph)
     whole, floor = planner.unplanned.peak_bytes, planner.floor.peak_bytes
     solved = [planner.solve(round(whole - s * (whole - floor))) for s in SHARES]
-    plans: list[Plan | None] = [None, *(to_plan(graph, one) for one in solved)]
-    with Turns(spec, None, TRAINING, measuring.SEED) as process:
+    with Copies(spec, None, TRAINING, measuring.SEED) as process:
         process.first_steps()
-        turns = [partial(process.turn, plan) for plan in plans]
-        taken = take_turns(turns, rounds)
-    unplanned, *planned = (
-        [cpu_seconds if threads == 1 else seconds for seconds, cpu_seconds in found]
-        for found in taken
-    )
+        process.add([to_plan(graph, one) for one in solved])
+        taken = [process.round(of_cpu=threads == 1) for _ in range(rounds)]
+    unplanned, *planned = zip(*taken, strict=True)
     return [
         Row(
             name,
@@ -291,49 +288,63 @@ def _rows(name: str, threads: int, spec: WorkloadSpec, rounds: int) -> list[Row]
             statistics.median(unplanned),
             one.timeline.overhead,
             *_quartiles(found, unplanned),
-            note=note,
+            note,
         )
         for one, found in zip(solved, planned, strict=True)
     ]
 
 
-class Turns(StepProcess):
-    """A model that takes steps with one plan after another, or without one."""
+class Copies(StepProcess):
+    """Copies of a model, the first without a plan, that take steps in turns."""
 
     main = "import overheads; overheads.take_requests()"
 
-    def turn(self, plan: Plan | None) -> tuple[float, float]:
-        """Seconds of a step, of the wall and of the processor."""
-        found: tuple[float, float] = self._ask(plan)
-        return found
+    def add(self, plans: Sequence[Plan]) -> None:
+        """Build a copy for each plan, and let it take its first steps."""
+        self._ask(list(plans))
+
+    def round(self, *, of_cpu: bool) -> list[float]:
+        """Seconds of a step of each copy, of the wall or of the processor."""
+        taken: list[list[TimedStep]] = self._ask(ROUND)
+        return [
+            statistics.median(one.cpu_seconds if of_cpu else one.seconds for one in of)
+            for of in taken
+        ]
 
 
-class _Turns(Worker):
-    """What its process does."""
+class _Copies(Worker):
+    """What their process does."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self._job_of_all, self._others = job, list[Worker]()
 
     def handle(self, request: Any) -> Any:
-        """Take the first steps, or a turn with a plan or without one."""
-        if isinstance(request, str):
+        """Add copies, or take a round of steps."""
+        if isinstance(request, list):
+            self._others = [Worker(replace(self._job_of_all, plan=p)) for p in request]
+            for one in self._others:
+                one.handle(FIRST_STEPS)
+            return None
+        if request != ROUND:
             return super().handle(request)
-        replace_plan(request, self.step.workload.model, None)
-        for _ in range(WARM_STEPS):
-            last = self._timed_step()
-        count = min(max(round(TURN_SECONDS / last.seconds), 1), MOST_STEPS)
-        taken = [self._timed_step() for _ in range(count)]
-        return (
-            statistics.mean(one.seconds for one in taken),
-            statistics.mean(one.cpu_seconds for one in taken),
-        )
+        steps = [partial(one.handle, TIMED_STEP) for one in (self, *self._others)]
+        last = steps[0]()
+        turns = min(max(round(ROUND_SECONDS / last.seconds), 1), MOST_TURNS)
+        return take_turns(steps, turns)
 
 
 def take_requests() -> None:
     """What a child process runs."""
-    answer(_Turns)
+    answer(_Copies)
 
 
-def _quartiles(planned: Sequence[float], unplanned: Sequence[float]) -> list[float]:
+def _quartiles(
+    planned: Sequence[float], unplanned: Sequence[float]
+) -> tuple[float, float, float]:
     ratios = [b / a - 1 for a, b in zip(unplanned, planned, strict=True)]
-    return statistics.quantiles(ratios, n=4, method="inclusive")
+    low, median, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    return low, median, high
 
 
 @contextmanager
@@ -427,7 +438,7 @@ def _broken(rows: Sequence[Row]) -> Iterator[str]:
 def _arguments() -> argparse.Namespace:
     parser = measuring.make_parser(__doc__, only=True)
     parser.add_argument(
-        "--rounds", metavar="N", type=int, default=10, help="turns of each  [10]"
+        "--rounds", metavar="N", type=int, default=8, help="rounds of a model  [8]"
     )
     parser.add_argument(
         "--minutes",
