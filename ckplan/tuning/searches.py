@@ -19,6 +19,30 @@ Tell = Callable[[str], None]
 
 
 @dataclass
+class Recorder:
+    """Records every step once, or anew where its seconds are in doubt.
+
+    Args:
+        record: Records a step: the way, rows, micro-batches, and how often this step
+            was recorded before.
+    """
+
+    record: Callable[[Way, int, int, int], Graph]
+    _known: dict[tuple[Way, int, int], list[Graph]] = field(default_factory=dict)
+
+    def __call__(self, way: Way, rows: int, accumulate: int) -> Graph:
+        """The step, recorded if it was not."""
+        known = self._known.get((way, rows, accumulate))
+        return known[-1] if known else self.again(way, rows, accumulate)
+
+    def again(self, way: Way, rows: int, accumulate: int) -> Graph:
+        """The step, recorded anew."""
+        known = self._known.setdefault((way, rows, accumulate), [])
+        known.append(self.record(way, rows, accumulate, len(known)))
+        return known[-1]
+
+
+@dataclass
 class Searches:
     """The settings of every way to train."""
 
@@ -37,9 +61,11 @@ class Searches:
         if way not in self._known:
             like = self._like(way)
             probes, record = probe_rows(self.rows), partial(self._recorded, way)
-            one = Batches(record, probes, like=None if like is None else like.one)
+            again = partial(self._recorded_again, way)
+            of_like = None if like is None else like.one
+            one = Batches(record, probes, again=again, like=of_like)
             # Accumulating adds ops to a step, as another optimizer does.
-            several = Batches(record, probes, accumulates=True, like=one)
+            several = Batches(record, probes, again=again, accumulates=True, like=one)
             self._known[way] = WaySearch(
                 way,
                 one,
@@ -65,6 +91,11 @@ class Searches:
     def _recorded(self, way: Way, rows: int, accumulate: int) -> Graph:
         self.tell(f"profiling {way.title} at batch {rows}")
         return self.record(way, rows, accumulate)
+
+    def _recorded_again(self, way: Way, rows: int, accumulate: int) -> Graph:
+        self.tell(f"profiling {way.title} at batch {rows} once more")
+        again = self.record.again if isinstance(self.record, Recorder) else self.record
+        return again(way, rows, accumulate)
 
     def best_of(self, way: Way) -> Setting | None:
         """The best setting of a way; None if the model refuses it or nothing fits."""

@@ -194,6 +194,8 @@ class Tuning:
                 self._notes.append(f"the model refuses batch {best.batch}: {why}")
                 continue
             real = search.setting(best.batch)
+            if alike and real is not None:
+                return real  # others are drawn: what is left between them is noise
             if not alike and (real is None or real.peak_bytes != best.peak_bytes):
                 found = (
                     "does not fit" if real is None else format_bytes(real.peak_bytes)
