@@ -48,7 +48,10 @@ def tune(
         budget: As of ``auto``; by default the memory of the card that ``gpu`` names.
         total_batch: Rows per step of the optimizer: micro-batches divide it.
         allow: Levers that change results: ``bf16``, ``fp16``, ``adafactor``,
-            ``adamw8bit``; of a file or a source also ``pure-bf16`` and ``lora``.
+            ``adamw8bit``; of a file or a source also ``pure-bf16`` and ``lora``. Of
+            plans: ``tiles``, with ``close`` also where that rounds, and ``offload`` to
+            host memory. With ``world_size``: ``ddp``, ``zero1``, ``zero2``, ``zero3``,
+            ``fsdp2``.
         expandable_segments: Whether the card's allocator uses them.
         how: Keyword arguments of ``profile``.
 
@@ -73,6 +76,7 @@ def tune(
         accumulate=how.get("accumulate", 1),
         total_batch=total_batch,
         allow=allow,
+        ranks=1 if how.get("shard") else how.get("world_size", 1),
     )
 
 
@@ -120,9 +124,12 @@ def recorder(model: nn.Module, batch: Any, how: dict[str, Any]) -> tuple[Record,
         WorkloadError: The rows of the batch cannot be found.
     """
     fixed = {k: v for k, v in how.items() if k not in _OF_WAY}
+    if not fixed.get("shard"):
+        fixed.pop("world_size", None)  # of levers
     parts = {"model": model, "batch": batch, "target": fixed.pop("target", None)}
     keys = ("loss_fn", "step")
-    parts |= {key: fixed.pop(key) for key in keys if fixed.get(key) is not None}
+    given = {key: fixed.pop(key, None) for key in keys}
+    parts |= {key: value for key, value in given.items() if value is not None}
     whole = as_workload(parts, "the call of tune()")
     rows = rows_of(with_rows(whole, max(rows_of(whole), 1)))
     proved, steps = _ProvedPaths(), _KnownSteps()

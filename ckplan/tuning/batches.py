@@ -25,7 +25,7 @@ from ckplan.tuning.transfer import TransferredPlans
 RecordAt = Callable[[int, int], Graph]
 """Records a step: rows of the micro-batch, micro-batches per optimizer step."""
 _KEPT, _KEPT_PLANNERS = 24, 8  # drawn steps, and those whose plans were searched
-_NEAR = 4  # ratio of two batches at most, for plans of one at the other
+NEAR = 4  # ratio of two batches at most, for plans of one at the other
 _CLOSE, _NOISE = 1e-3, 5e-2  # relative difference of seconds that is none: if measured
 _Totals = tuple[float, float, float, float]
 _LARGE = 500  # ops of a step; a search in smaller ones is quick
@@ -147,7 +147,7 @@ class Batches:
         near = [
             n
             for n, many in self._searched
-            if many == accumulate and max(n, rows) <= _NEAR * min(n, rows)
+            if many == accumulate and max(n, rows) <= NEAR * min(n, rows)
         ]
         large = len(self.at(rows, accumulate).ops) >= _LARGE
         if rows in self.recorded or not (near and large):
@@ -157,7 +157,7 @@ class Batches:
         if nearest == rows:
             return self.planner(rows, accumulate)
         there = self.planner(nearest, accumulate)
-        found = TransferredPlans(there, self.at(rows, accumulate))
+        found = TransferredPlans(there, Simulator(self.at(rows, accumulate)))
         self._transferred[key] = found
         return found
 
