@@ -18,6 +18,7 @@ from itertools import pairwise
 
 from ckplan.errors import CkplanError, WorkloadError
 from ckplan.graph.graph import Graph
+from ckplan.simulating.extra_work import extra_work
 from ckplan.simulating.simulate import Simulator, Timeline
 from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.planner import Planner
@@ -180,6 +181,7 @@ class WaySearch:
             step_seconds=seconds_of(timeline),
             overhead=timeline.overhead,
             profiled=rows in self.batches_of(rows).recorded,
+            extra=extra_work(timeline, rows),
         )
 
     def best(self, *, planned: bool = True) -> Setting | None:

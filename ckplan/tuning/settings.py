@@ -14,6 +14,7 @@ from ckplan.errors import CkplanError, did_you_mean
 from ckplan.graph.graph import Graph
 from ckplan.graph.sharding import SCHEMES
 from ckplan.plan.region import Region
+from ckplan.simulating.extra_work import NO_EXTRA_WORK, ExtraWork
 from ckplan.solving.solve import LEVERS as PLAN_LEVERS
 from ckplan.solving.solve import check_allowed
 
@@ -58,6 +59,7 @@ class Setting:
     step_seconds: float  # of a step of the optimizer, all micro-batches included
     overhead: float  # of the plan, as a fraction of the step without it
     profiled: bool  # the graph was recorded at this batch, not drawn
+    extra: ExtraWork = NO_EXTRA_WORK  # of its plan, per sample
 
     @property
     def samples(self) -> int:

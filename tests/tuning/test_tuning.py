@@ -14,7 +14,8 @@ import pytest
 from ckplan.errors import CkplanError, GraphError, InfeasibleError
 from ckplan.graph.extrapolate import extrapolate
 from ckplan.graph.graph import Graph
-from ckplan.report.tuning import save_tuned_plot
+from ckplan.report.tuning import save_tuned_plot, tuned_json
+from ckplan.simulating.extra_work import extra_work
 from ckplan.simulating.simulate import Simulator
 from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.planner import Planner
@@ -175,6 +176,9 @@ def test_the_plan_of_the_best_setting_replays_at_its_batch() -> None:
     assert again.peak_bytes == found.best.peak_bytes
     assert plan.predicted is not None
     assert plan.predicted.peak_bytes == found.best.peak_bytes
+    assert found.best.extra == extra_work(again, found.best.batch)
+    best = tuned_json(found)["best"]
+    assert best["extra_device_bytes_per_sample"] == found.best.extra.device_bytes
 
 
 @pytest.mark.parametrize("planned", [False, True])
