@@ -8,7 +8,7 @@ from dataclasses import replace
 from ckplan.simulating.allocations import reserved_bytes
 from ckplan.simulating.simulate import Simulator
 from ckplan.tuning.plan_levers import has_plan_levers
-from ckplan.tuning.search import crossover
+from ckplan.tuning.search import WaySearch
 from ckplan.tuning.searches import Searches
 from ckplan.tuning.settings import CLOSE, SAME, Lever, Setting
 from ckplan.tuning.tuned import LeverRow, pays_over
@@ -45,7 +45,7 @@ def row_of(
             first = base.largest_unplanned + 1 if pays else None
         else:
             peaks = [Simulator(s.graph_at(rows)).run().peak_bytes for s in both]
-            first = crossover(*both)
+            first = _crossover(*both)
         saved = peaks[0] - peaks[1]
     return LeverRow(
         name=lever.name,
@@ -144,3 +144,17 @@ def row_of_expandable_segments(searches: Searches, best: Setting) -> LeverRow:
         on_best_seconds_per_sample=on_best.seconds_per_sample if on_best else None,
         in_best=False,
     )
+
+
+def _crossover(base: WaySearch, other: WaySearch) -> int | None:
+    """Smallest batch from which on a way beats the base unplanned; None if at none."""
+    best, found = base.best(), None
+    for rows in reversed(other.first_batches(other.largest_unplanned)):
+        one = other.setting(rows, planned=False)
+        least = base.setting(rows, planned=False) or best
+        if one is None or (
+            least is not None and one.seconds_per_sample >= least.seconds_per_sample
+        ):
+            break
+        found = rows
+    return found

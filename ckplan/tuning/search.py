@@ -337,17 +337,3 @@ def _better(one: Setting | None, other: Setting | None) -> Setting | None:
     if one is None or other is None:
         return one or other
     return max(one, other, key=lambda setting: setting.samples_per_second)
-
-
-def crossover(base: WaySearch, other: WaySearch) -> int | None:
-    """Smallest batch from which on a way beats the base unplanned; None if at none."""
-    best, found = base.best(), None
-    for rows in reversed(other.first_batches(other.largest_unplanned)):
-        one = other.setting(rows, planned=False)
-        least = base.setting(rows, planned=False) or best
-        if one is None or (
-            least is not None and one.seconds_per_sample >= least.seconds_per_sample
-        ):
-            break
-        found = rows
-    return found
