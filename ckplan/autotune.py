@@ -18,7 +18,7 @@ from ckplan.training.loading import WorkloadSpec
 from ckplan.training.step import DEFAULT_TRAINING, Training
 from ckplan.training.workload import as_workload, rows_of, with_rows
 from ckplan.tuning.recorded import objective_of, tune_recorded
-from ckplan.tuning.searches import Record
+from ckplan.tuning.searches import Record, Recorder
 from ckplan.tuning.settings import Way
 from ckplan.tuning.tune import Tuning
 from ckplan.tuning.tuned import Tuned
@@ -48,7 +48,10 @@ def tune(
         budget: As of ``auto``; by default the memory of the card that ``gpu`` names.
         total_batch: Rows per step of the optimizer: micro-batches divide it.
         allow: Levers that change results: ``bf16``, ``fp16``, ``adafactor``,
-            ``adamw8bit``; of a file or a source also ``pure-bf16`` and ``lora``.
+            ``adamw8bit``; of a file or a source also ``pure-bf16`` and ``lora``. Of
+            plans: ``tiles``, with ``close`` also where that rounds, and ``offload`` to
+            host memory. With ``world_size``: ``ddp``, ``zero1``, ``zero2``, ``zero3``,
+            ``fsdp2``.
         expandable_segments: Whether the card's allocator uses them.
         how: Keyword arguments of ``profile``.
 
@@ -73,6 +76,7 @@ def tune(
         accumulate=how.get("accumulate", 1),
         total_batch=total_batch,
         allow=allow,
+        ranks=1 if how.get("shard") else how.get("world_size", 1),
     )
 
 
@@ -120,14 +124,17 @@ def recorder(model: nn.Module, batch: Any, how: dict[str, Any]) -> tuple[Record,
         WorkloadError: The rows of the batch cannot be found.
     """
     fixed = {k: v for k, v in how.items() if k not in _OF_WAY}
+    if not fixed.get("shard"):
+        fixed.pop("world_size", None)  # of levers
     parts = {"model": model, "batch": batch, "target": fixed.pop("target", None)}
     keys = ("loss_fn", "step")
-    parts |= {key: fixed.pop(key) for key in keys if fixed.get(key) is not None}
+    given = {key: fixed.pop(key, None) for key in keys}
+    parts |= {key: value for key, value in given.items() if value is not None}
     whole = as_workload(parts, "the call of tune()")
     rows = rows_of(with_rows(whole, max(rows_of(whole), 1)))
     proved, steps = _ProvedPaths(), _KnownSteps()
 
-    def profiled(way: Way, rows: int, accumulate: int) -> Graph:
+    def profiled(way: Way, rows: int, accumulate: int, times: int) -> Graph:
         if way.options:
             raise WorkloadError(
                 f"cannot change {way.title} of a model that exists already",
@@ -146,20 +153,17 @@ def recorder(model: nn.Module, batch: Any, how: dict[str, Any]) -> tuple[Record,
             scaler=way.scaler,
             accumulate=accumulate,
             replay=False,
-            in_step=how.get("in_step", True) and steps.of(way, rows, accumulate),
+            in_step=how.get("in_step", True) and steps.of(way, rows, accumulate, times),
             check=not proved.has(way),
-            **{
-                k: v
-                for k, v in fixed.items()
-                if k not in ("replay", "check", "in_step")
-            },
+            fresh=bool(how.get("fresh")) or times > 0,
+            **{k: v for k, v in fixed.items() if k not in _SET_HERE},
         )
         proved.learn(way, graph)
         steps.learn(way, rows, accumulate, graph)
         options: dict[str, Any] = {**graph.options, "micro_batch": rows}
         return replace(graph, options=options)
 
-    return _remembering(profiled), rows
+    return Recorder(profiled), rows
 
 
 def recorder_of_spec(
@@ -174,7 +178,7 @@ def recorder_of_spec(
     """
     way = Way(training.amp, training.optimizer, training.scaler)
 
-    def profiled(way: Way, rows: int, accumulate: int) -> Graph:
+    def profiled(way: Way, rows: int, accumulate: int, times: int) -> Graph:
         options = {**spec.options, **dict(way.options)}
         how_now = Training(
             way.optimizer, way.amp, accumulate, training.clip, way.scaler
@@ -186,8 +190,8 @@ def recorder_of_spec(
             training=how_now,
             replay=False,
             check=check,
-            in_step=steps.of(way, rows, accumulate),
-            **how,
+            in_step=steps.of(way, rows, accumulate, times),
+            **{**how, "fresh": bool(how.get("fresh")) or times > 0},
         )
         proved.learn(way, graph)
         steps.learn(way, rows, accumulate, graph)
@@ -195,7 +199,7 @@ def recorder_of_spec(
 
     proved, steps = _ProvedPaths(), _KnownSteps()
     rows = spec.rows or spec_rows(spec)
-    return _remembering(profiled), rows, way
+    return Recorder(profiled), rows, way
 
 
 class _ProvedPaths:
@@ -219,10 +223,18 @@ class _KnownSteps:
         self._known: dict[tuple[str | None, tuple[tuple[str, str], ...]], OtherSteps]
         self._known = {}
         self._recorded: dict[tuple[Any, ...], Graph] = {}
+        self._times: dict[tuple[str | None, tuple[tuple[str, str], ...]], int] = {}
 
-    def of(self, way: Way, rows: int, accumulate: int) -> OtherSteps:
-        """The steps that share forward and backward with one that is recorded next."""
-        found = self._known.setdefault((way.amp, way.options), OtherSteps())
+    def of(self, way: Way, rows: int, accumulate: int, times: int) -> OtherSteps:
+        """The steps that share forward and backward with one that is recorded next.
+
+        What is recorded once more takes none of the seconds that were measured before.
+        """
+        key = way.amp, way.options
+        found = self._known.setdefault(key, OtherSteps())
+        if times > self._times.get(key, 0):
+            self._times[key] = times
+            found = self._known[key] = OtherSteps(first=found.first)
         like = (way.amp, way.scaler, way.options, rows, accumulate)
         found.like = self._recorded.get(like)
         return found
@@ -233,19 +245,7 @@ class _KnownSteps:
         self._recorded.setdefault(like, graph)
 
 
-def _remembering(record: Record) -> Record:
-    """Record every step once."""
-    known: dict[tuple[Way, int, int], Graph] = {}
-
-    def remembered(way: Way, rows: int, accumulate: int) -> Graph:
-        key = way, rows, accumulate
-        if key not in known:
-            known[key] = record(*key)
-        return known[key]
-
-    return remembered
-
-
+_SET_HERE = ("replay", "check", "in_step", "fresh")
 _OF_WAY = ("amp", "optimizer", "scaler", "accumulate")
 
 

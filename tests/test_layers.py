@@ -29,7 +29,7 @@ ROOMS: dict[str, set[str]] = {
     "gpus": BASICS | {"plan"},
     "simulating": BASICS | WAISTS,
     "solving": BASICS | CORE,
-    "tuning": BASICS | CORE | {"solving"},
+    "tuning": BASICS | CORE | {"graph.sharding", "solving"},
     "fitting": BASICS | CORE | {"solving", "tuning"},
     "ejecting": BASICS | CORE | {"solving"},
     "encodings": set(),

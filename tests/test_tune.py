@@ -11,15 +11,21 @@ import torch
 from torch import nn
 
 import ckplan
+from ckplan.autotune import recorder
 from ckplan.errors import CkplanError, InfeasibleError, WorkloadError
 from ckplan.graph.graph import Graph
 from ckplan.graph.transplant import transplanted
 from ckplan.integrations.loop import LoopPlanner
 from ckplan.plan import file as plan_file
 from ckplan.plan.plan import Plan
+from ckplan.simulating.simulate import Simulator
+from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.tracing.other_steps import OtherSteps
 from ckplan.training.step import TrainingStep
 from ckplan.training.workload import as_workload, with_rows
+from ckplan.tuning.lever_rows import row_of
+from ckplan.tuning.searches import Searches
+from ckplan.tuning.settings import ALLOWED, Way
 from ckplan.units import MIB
 
 WIDTH = 64
@@ -187,3 +193,119 @@ def test_a_loop_is_told_what_it_does_otherwise() -> None:
     other = {**same, "accumulate": 1, "amp": "bf16"}
     with pytest.warns(UserWarning, match="accumulate 1 in place of 2, amp bf16 in"):
         LoopPlanner(plan, None).begin(trained, optimizer, other)
+
+
+class Speaker(nn.Module):
+    """Blocks whose words a head of many classes says."""
+
+    def __init__(self, words: int = 3000) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(words, WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.head = nn.Linear(WIDTH, words, bias=False)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        found = self.embedding(words)
+        for block in self.blocks:
+            found = found + block(found).relu()
+        return self.head(found)
+
+
+def said(logits: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1).float(), words.flatten())
+
+
+WAY = Way(optimizer="sgd:single")
+SPEECH: dict[str, Any] = {**HOW, "loss_fn": said}
+
+
+SPOKEN = torch.arange(8 * 16).reshape(8, 16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("lever", "made", "given", "how"),
+    [
+        ("tiles", Speaker, (SPOKEN, SPOKEN), SPEECH),
+        ("offload", model, tuple(batch(4096).values()), HOW),
+    ],
+)
+def test_a_lever_of_plans_has_a_row_and_its_plans_replay(
+    lever: str, made: Any, given: tuple[torch.Tensor, ...], how: dict[str, Any]
+) -> None:
+    record, rows = recorder(made(), given[0], {**how, "target": given[1]})
+    step = record(WAY, rows, 1)
+    unplanned = Simulator(step).run().peak_bytes
+    limit = MemoryLimit(unplanned - MIB)
+    searches = Searches(record, limit, WAY, rows)
+    bare, way = searches.of(WAY), ALLOWED[lever].pulled(WAY)
+    search = searches.of(way)
+    assert search.graph_at(rows) is bare.graph_at(rows)  # nothing is recorded again
+    assert search.largest_unplanned == bare.largest_unplanned < rows
+    without, one = bare.setting(rows), search.setting(rows)
+    assert one is not None and one.way == way and one.peak_bytes <= limit.bytes
+    timeline = search.simulator(step).run(one.regions)
+    assert (timeline.peak_bytes, timeline.overhead) == (one.peak_bytes, one.overhead)
+    assert without is None or one.overhead <= without.overhead
+    alone = searches.best_of(way)
+    assert alone is not None
+    row = row_of(searches, ALLOWED[lever], alone, alone, {})
+    assert row.refused is None
+    assert row.saved_bytes is not None
+    if lever == "offload":
+        assert timeline.moves.moved_bytes > 0
+    else:  # they take the logits away, which own the peak
+        assert row.saved_bytes > MIB
+        assert search.largest_planned > bare.largest_planned
+
+
+@pytest.mark.slow
+def test_shards_are_levers_and_count_the_samples_of_all_ranks() -> None:
+    how = {"budget": "17MiB", "total_batch": 2**10}
+    found = ckplan.tune(model(), **batch(), **how, **HOW, allow=["zero3"], world_size=4)
+    best, way = found.best, found.best.way
+    assert (way.shard, way.ranks) == ("zero3", 4)
+    assert best.batch * best.accumulate * 4 == best.samples == 2**10
+    assert best.accumulate > 1
+    accumulated = {**HOW, **SHARDED, "accumulate": 2}
+    own = ckplan.profile(model(), **batch(best.batch), **accumulated)
+    assert Simulator(own).run(best.regions).peak_bytes == best.peak_bytes
+    assert any("of all 4 ranks, without communication" in one for one in found.notes)
+
+
+SHARDED: dict[str, Any] = {"shard": "zero3", "world_size": 4}
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"allow": ["ddp"]}, "cannot tune 'ddp' on one rank"),
+        ({"world_size": 4}, "cannot tune 4 ranks"),
+        ({"allow": ["close"]}, "cannot allow close bits alone"),
+        ({"allow": ["tile"]}, "there is no such lever"),
+        (
+            {"allow": ["ddp"], "world_size": 3, "total_batch": 64},
+            "3 ranks do not divide the total batch 64",
+        ),
+    ],
+)
+def test_levers_that_cannot_be_are_named(how: dict[str, Any], message: str) -> None:
+    if "total_batch" in how:  # one way of several: its row says why
+        found = ckplan.tune(model(), **batch(), budget="24MiB", **how, **HOW)
+        assert message in str([row.refused for row in found.levers])
+        return
+    with pytest.raises(CkplanError, match=message):
+        ckplan.tune(model(), **batch(), budget="24MiB", **how, **HOW)
+
+
+def test_what_a_model_has_no_lever_for_is_refused_in_its_row() -> None:
+    found = ckplan.tune(
+        *(model(), batch()["batch"]),
+        **{**HOW, "gpu": None, "in_step": False, "loss_fn": None},
+        budget="24MiB",
+        total_batch=64,
+        allow=["offload", "tiles"],
+    )
+    why = {row.name: row.refused for row in found.levers if row.refused}
+    assert "to host memory: the step runs there" in str(why["offload"])
+    assert "cannot tile" in str(why["tiles"])

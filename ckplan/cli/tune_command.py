@@ -58,9 +58,14 @@ def tune(
         str | None,
         typer.Option(
             metavar="LEVERS",
-            help="What may change the results of training, joined by commas: bf16, "
-            "fp16, pure-bf16, adafactor, adamw8bit, lora.",
+            help="What else may be tried, joined by commas: bf16, fp16, pure-bf16, "
+            "adafactor, adamw8bit, lora; in plans: tiles, close, offload; with "
+            "--world-size: ddp, zero1, zero2, zero3, fsdp2.",
         ),
+    ] = None,
+    world_size: Annotated[
+        int | None,
+        typer.Option(min=2, metavar="N", help="Ranks to shard over."),
     ] = None,
     expandable: Annotated[
         bool,
@@ -96,7 +101,7 @@ def tune(
     from ckplan.tuning.settings import Way, levers_of
 
     allowed = [name.strip() for name in (allow or "").split(",") if name.strip()]
-    levers_of(Way(), allowed)
+    levers_of(Way(), allowed, world_size or 1)
     limit: dict[str, Any] = {
         "budget": budget,
         "gpu": gpu,
@@ -110,6 +115,7 @@ def tune(
             found = _of_traces(sources, limit)
         else:
             limit |= {"accumulate": step.accumulate, "allow": allowed}
+            limit["ranks"] = world_size or 1
             found = _of_workload(sources[0], step, source, seed, limit)
     print_report(tuned_json(found) if as_json else tuned_report(found))
     if plot is not None:

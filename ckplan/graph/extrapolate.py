@@ -258,27 +258,40 @@ def _extrapolated(one: _T, other: _T, rows: tuple[int, int, int]) -> _T:
             continue
         if name.endswith("seconds"):
             few, many, wanted = rows
-            slope = seconds_per_row((few, low), (many, high))
-            found[name] = high + slope * (wanted - many)
+            slope = seconds_per_row((few, low), (many, high), wanted)
+            found[name] = low + slope * (wanted - few)
+            if wanted > many:
+                found[name] = high + slope * (wanted - many)
         else:
             found[name] = max(0, int(_on_line(low, high, rows)))
     return replace(other, **found) if found else other
 
 
-def seconds_per_row(one: tuple[int, float], other: tuple[int, float]) -> float:
+def seconds_per_row(
+    one: tuple[int, float], other: tuple[int, float], wanted: int
+) -> float:
     """What a row adds to the seconds of an op, from (rows, seconds) at two batches.
 
-    More rows take no less time, and at most in proportion: what measuring adds to that
-    is noise, which a line would carry far.
+    Between the two, seconds are on the line through both. Beyond them, from the nearer
+    one on, more rows take no less time, and at most in proportion: what measuring adds
+    to that is noise, which a line would carry far.
 
-    >>> seconds_per_row((1, 3.0), (2, 4.0)), seconds_per_row((1, 3.0), (2, 2.0))
+    Args:
+        one: The smaller batch and its seconds.
+        other: The larger one and its seconds.
+        wanted: The batch that seconds are wanted of.
+
+    >>> seconds_per_row((1, 3.0), (2, 4.0), 5), seconds_per_row((1, 3.0), (2, 2.0), 5)
     (1.0, 0.0)
-    >>> seconds_per_row((1, 1.0), (2, 4.0))
-    2.0
+    >>> [seconds_per_row((2, 1.0), (4, 4.0), wanted) for wanted in (1, 3, 5)]
+    [0.5, 1.5, 1.0]
     """
     (few, low), (many, high) = one, other
-    most, seconds = max(one, other)
-    return min(max((high - low) / (many - few), 0.0), seconds / most)
+    slope = (high - low) / (many - few)
+    if few <= wanted <= many:
+        return slope
+    rows, seconds = one if wanted < few else other
+    return min(max(slope, 0.0), seconds / rows)
 
 
 def _on_line(low: float, high: float, rows: tuple[int, int, int]) -> float:

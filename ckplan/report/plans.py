@@ -10,6 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from ckplan import units
+from ckplan.graph.batch import batch_rows
 from ckplan.plan.plan import Plan, PlannedRegion, Prediction
 from ckplan.plan.tiles_in_file import tiles_content
 from ckplan.plan.workload import as_arguments
@@ -18,10 +19,12 @@ from ckplan.report.comparison import (
     baselines_legend,
     baselines_table,
 )
+from ckplan.report.extra_work import extra_work_json, extra_work_words
 from ckplan.report.remedies import remedies_table, remedy_json
 from ckplan.report.reserved import reserved_facts, reserved_json
 from ckplan.report.tables import add_row, key_value_table, make_table, section
 from ckplan.simulating.allocations import Reserved
+from ckplan.simulating.extra_work import ExtraWork, extra_work
 from ckplan.simulating.simulate import Timeline
 from ckplan.solving.remedies import Remedy
 from ckplan.solving.solution import ExactResult, Solution
@@ -54,6 +57,11 @@ def solution_report(
     )
 
 
+def _extra_work(timeline: Timeline) -> ExtraWork:
+    """Per sample, or per micro-batch where its rows are not known."""
+    return extra_work(timeline, batch_rows(timeline.graph) or 1)
+
+
 def solution_json(
     solution: Solution,
     plan: Plan,
@@ -82,6 +90,7 @@ def solution_json(
         "floor_tensors": list(solution.floor.largest),
         "overhead": timeline.overhead,
         "engine_overhead": timeline.engine_overhead,
+        **extra_work_json(_extra_work(timeline)),
         "moved_bytes": timeline.moves.moved_bytes,
         "stall_seconds": timeline.stall_seconds,
         "host_bytes": timeline.moves.host_bytes,
@@ -184,6 +193,7 @@ def _budget_rows(
         ("peak", f"during {after.peak_at}; unplanned, during {before.peak_at}"),
         *reserved_facts(reserved),
         *_engine(after),
+        *_extra_rows(solution),
         ("bound", f"{bound}: no schedule of these ops within the budget costs less"),
         *_exact_rows(solution.exact),
         ("gap", f"{units.format_percent(solution.gap)} between bound and plan"),
@@ -194,6 +204,12 @@ def _budget_rows(
         ),
         *(("", tensors) for tensors in floor.largest),
     ]
+
+
+def _extra_rows(solution: Solution) -> list[tuple[str, str]]:
+    if not solution.regions:
+        return []
+    return [("extra work", extra_work_words(_extra_work(solution.timeline)))]
 
 
 def _moves(moved_bytes: int, stall_seconds: float) -> list[tuple[str, str]]:

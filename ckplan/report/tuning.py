@@ -10,6 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from ckplan import units
+from ckplan.report.extra_work import extra_work_json, extra_work_words
 from ckplan.report.plots import save_figure
 from ckplan.report.tables import add_row, key_value_table, make_table, section
 from ckplan.tuning.settings import Setting
@@ -70,6 +71,8 @@ def _best(found: Tuned) -> Iterator[tuple[str, str]]:
     yield "", _speed(found, best)
     yield "step", units.format_seconds(best.step_seconds) + f" ({found.graph.costs})"
     yield "peak", f"{units.format_bytes(best.peak_bytes)}, in {found.peak_at}"
+    if best.regions:
+        yield "extra work", extra_work_words(best.extra)
     yield "owner", f"'{found.peak_owner}' has most of the peak"
     yield (
         "largest batch",
@@ -216,12 +219,17 @@ def _setting_json(setting: Setting) -> dict[str, Any]:
         "optimizer": way.optimizer,
         "scaler": way.scaler,
         "options": dict(way.options),
+        "shard": way.shard,
+        "world_size": way.ranks,
+        "tiles": way.tiles,
+        "offload": way.offload,
         "samples_per_second": setting.samples_per_second,
         "step_seconds": setting.step_seconds,
         "peak_bytes": setting.peak_bytes,
         "overhead": setting.overhead,
         "planned": bool(setting.regions),
         "profiled": setting.profiled,
+        **extra_work_json(setting.extra),
     }
 
 

@@ -26,6 +26,7 @@ from ckplan.solving.baselines import can_recompute, find_repeated_layers
 from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.offloading import MovingPlanner, movable, only_wanted
 from ckplan.solving.planner import Planner
+from ckplan.solving.replays import ReplayedPlan
 from ckplan.solving.solution import Baseline, FrontierPoint, Solution
 from ckplan.solving.tiled_heads import COUNTS, TilingPlanner, find_tileable_head
 
@@ -36,6 +37,9 @@ class Search(Protocol):
     @property
     def floor_bytes(self) -> int:
         """The smallest peak of any plan found."""
+
+    def within(self, budget_bytes: int) -> ReplayedPlan | None:
+        """The cheapest plan within a budget; None if none is found."""
 
     def solve(self, limit: MemoryLimit) -> Solution:
         """Find the cheapest plan within a limit."""

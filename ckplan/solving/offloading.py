@@ -12,7 +12,7 @@ The bound counts moves as free: no schedule of these ops, with any moves, costs 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -29,6 +29,7 @@ from ckplan.simulating.view import MOVED
 from ckplan.solving.baselines import find_repeated_layers
 from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.planner import Planner
+from ckplan.solving.replays import ReplayedPlan
 from ckplan.solving.reserved_limit import solve_within_limit
 from ckplan.solving.solution import Solution
 
@@ -61,6 +62,20 @@ class MovingPlanner:
         """The smallest peak of any plan found."""
         return min(one.floor.peak_bytes for one in self._planners)
 
+    def within(self, budget_bytes: int) -> ReplayedPlan | None:
+        """The cheapest plan that fits, as its timeline and its regions."""
+        plans = (one.within(budget_bytes) for one in self._planners)
+        found = [self._replayed(plan[1]) for plan in plans if plan is not None]
+        return min(
+            (one for one in found if one[0].peak_bytes <= budget_bytes),
+            key=lambda one: (one[0].overhead, one[0].peak_bytes),
+            default=None,
+        )
+
+    def _replayed(self, regions: Iterable[Region]) -> ReplayedPlan:
+        moving = tuple(as_moving(self._replay, one) for one in regions)
+        return self._replay.run(moving), moving
+
     def solve(self, limit: MemoryLimit) -> Solution:
         """Find the cheapest plan within a limit.
 
@@ -75,8 +90,7 @@ class MovingPlanner:
             except InfeasibleError as error:
                 refused[one.floor.peak_bytes] = error
                 continue
-            regions = tuple(as_moving(self._replay, one) for one in solution.regions)
-            timeline = self._replay.run(regions)
+            timeline, regions = self._replayed(solution.regions)
             if timeline.peak_bytes <= solution.budget_bytes:
                 found.append(replace(solution, regions=regions, timeline=timeline))
         if not found:

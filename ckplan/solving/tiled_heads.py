@@ -7,9 +7,7 @@ The bound holds for schedules of the whole head, and of these tiles.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 from ckplan.errors import InfeasibleError, PlanError
 from ckplan.graph.graph import Graph
@@ -22,6 +20,7 @@ from ckplan.simulating.tiling import tile_graph
 from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.offloading import MovingPlanner
 from ckplan.solving.planner import Planner
+from ckplan.solving.replays import ReplayedPlan
 from ckplan.solving.reserved_limit import solve_within_limit
 from ckplan.solving.solution import Solution
 
@@ -90,7 +89,21 @@ class TilingPlanner:
     @property
     def floor_bytes(self) -> int:
         """The smallest peak of any plan found."""
-        return min(floor_bytes for _, (floor_bytes, _) in self._tries)
+        return min(_floor_bytes(search) for _, search in self._tries)
+
+    def within(self, budget_bytes: int) -> ReplayedPlan | None:
+        """The cheapest plan that fits, as its timeline and its regions."""
+        found: list[ReplayedPlan] = []
+        for head, search in self._tries:
+            plan = search.within(budget_bytes)
+            if plan is not None:
+                regions = plan[1] if head is None else _with_head(plan[1], head)
+                found.append((self._simulator.run(regions), regions))
+        return min(
+            (one for one in found if one[0].peak_bytes <= budget_bytes),
+            key=lambda one: (one[0].overhead, one[0].peak_bytes),
+            default=None,
+        )
 
     def solve(self, limit: MemoryLimit) -> Solution:
         """Find the cheapest plan within a limit.
@@ -100,11 +113,11 @@ class TilingPlanner:
         """
         found: list[Solution] = []
         refused: dict[int, InfeasibleError] = {}  # smallest peak -> the error
-        for head, (floor_bytes, solve) in self._tries:
+        for head, search in self._tries:
             try:
-                solution = solve(limit)
+                solution = _solve(search, limit)
             except InfeasibleError as error:
-                refused[floor_bytes] = error
+                refused[_floor_bytes(search)] = error
                 continue
             if head is not None:
                 solution = _on_graph(self._simulator, head, solution)
@@ -121,19 +134,31 @@ class TilingPlanner:
         )
 
 
-def _search(
-    planner: Planner, link: Link | None
-) -> tuple[int, Callable[[MemoryLimit], Solution]]:
-    """The smallest peak, and what finds the cheapest plan within a limit."""
-    if link is None:
-        return planner.floor.peak_bytes, partial(solve_within_limit, planner)
-    moving = MovingPlanner(planner, link)
-    return moving.floor_bytes, moving.solve
+def _search(planner: Planner, link: Link | None) -> Planner | MovingPlanner:
+    return planner if link is None else MovingPlanner(planner, link)
+
+
+def _floor_bytes(search: Planner | MovingPlanner) -> int:
+    """The smallest peak that a search found."""
+    if isinstance(search, MovingPlanner):
+        return search.floor_bytes
+    return search.floor.peak_bytes
+
+
+def _solve(search: Planner | MovingPlanner, limit: MemoryLimit) -> Solution:
+    """The cheapest plan within a limit."""
+    if isinstance(search, MovingPlanner):
+        return search.solve(limit)
+    return solve_within_limit(search, limit)
+
+
+def _with_head(regions: tuple[Region, ...], head: Region) -> tuple[Region, ...]:
+    return tuple(sorted((*regions, head), key=lambda one: one.call))
 
 
 def _on_graph(simulator: Simulator, head: Region, tiled: Solution) -> Solution:
     """A solution of the graph with tiles, as one of the graph itself."""
-    regions = tuple(sorted((*tiled.regions, head), key=lambda one: one.call))
+    regions = _with_head(tiled.regions, head)
     timeline = simulator.run(regions)
     longer = tiled.unplanned.graph.step_seconds / (timeline.unplanned_seconds or 1.0)
     bound = (1 + tiled.bound_overhead) * longer - 1

@@ -8,15 +8,15 @@ from ckplan.graph.graph import Graph
 from ckplan.plan.plan import Plan, Prediction, plan_fingerprint
 from ckplan.plan.resolve import describe
 from ckplan.plan.workload import plan_workload
-from ckplan.simulating.simulate import Simulator
 from ckplan.solving.planner import Planner
+from ckplan.tuning.plan_levers import simulator_of
 from ckplan.tuning.tuned import Tuned
 
 
 def plan_of(tuned: Tuned) -> Plan:
     """The plan of the best setting; it remembers the setting as its ``training``."""
     graph, regions = tuned.graph, tuned.best.regions
-    simulator = Simulator(graph)
+    simulator = simulator_of(tuned.best.way, graph)
     timeline, unplanned = simulator.run(regions), simulator.run()
     return Plan(
         model=graph.model,
@@ -27,6 +27,9 @@ def plan_of(tuned: Tuned) -> Plan:
             peak_at=timeline.peak_at,
             overhead=timeline.overhead,
             unplanned_peak_bytes=unplanned.peak_bytes,
+            moved_bytes=timeline.moves.moved_bytes,
+            stall_seconds=timeline.stall_seconds,
+            host_bytes=timeline.moves.host_bytes,
         ),
         bound={"any_schedule": Planner(graph).bound(timeline.peak_bytes)},
         regions=describe(graph, regions),

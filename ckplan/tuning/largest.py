@@ -28,6 +28,7 @@ def largest_batch(
     *,
     start: int = 1,
     most: int = MOST_ROWS,
+    simulator: Callable[[Graph], Simulator] = Simulator,
 ) -> int:
     """The largest number of rows whose step fits; 0 if not even one row does.
 
@@ -39,8 +40,9 @@ def largest_batch(
         plans_at: The plans at a number of rows; without it, none is tried.
         start: Where the search begins.
         most: Largest number to try.
+        simulator: Replays a step.
     """
-    replays = _Replays(graph_at, memory_limit, most)
+    replays = _Replays(graph_at, memory_limit, most, simulator)
     largest = replays.largest_under((), start)
     # The smallest plan of one batch is nearly that of others: replays find the largest
     # batch for it, and a search one row further finds whether another plan is smaller.
@@ -68,9 +70,14 @@ class _Replays:
     """The step at any number of rows, under any plan, within a limit."""
 
     def __init__(
-        self, graph_at: Callable[[int], Graph], limit: MemoryLimit, most: int
+        self,
+        graph_at: Callable[[int], Graph],
+        limit: MemoryLimit,
+        most: int,
+        simulator: Callable[[Graph], Simulator] = Simulator,
     ) -> None:
         self._graph_at, self._limit, self._most = graph_at, limit, most
+        self._simulator = simulator
         self._simulators: dict[int, Simulator] = {}
         self._timelines: dict[tuple[int, tuple[Region, ...]], Timeline | None] = {}
 
@@ -91,7 +98,7 @@ class _Replays:
     def _at(self, rows: int, regions: tuple[Region, ...]) -> Timeline | None:
         if (rows, regions) not in self._timelines:
             if rows not in self._simulators:
-                self._simulators[rows] = Simulator(self._graph_at(rows))
+                self._simulators[rows] = self._simulator(self._graph_at(rows))
             try:
                 timeline = self._simulators[rows].run(regions)
             except PlanError:  # the step runs other ops there

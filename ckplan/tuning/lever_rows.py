@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from ckplan.simulating.allocations import reserved_bytes
 from ckplan.simulating.simulate import Simulator
-from ckplan.tuning.search import crossover
+from ckplan.tuning.plan_levers import has_plan_levers
+from ckplan.tuning.search import WaySearch
 from ckplan.tuning.searches import Searches
 from ckplan.tuning.settings import CLOSE, SAME, Lever, Setting
 from ckplan.tuning.tuned import LeverRow, pays_over
@@ -35,22 +36,24 @@ def row_of(
     if in_best:
         fields = {key: getattr(searches.way, key) for key, _ in lever.sets}
         other = searches.best_of(replace(best.way, **fields))
-    saved = None
-    if refused is None:
-        rows = searches.rows
-        peaks = [
-            Simulator(one.graph_at(rows)).run().peak_bytes
-            for one in (base, searches.of(way))
-        ]
-        saved = peaks[0] - peaks[1]
+    saved = first = None
     pays = pays_over(alone, without)
+    if refused is None:
+        both, rows = (base, searches.of(way)), searches.rows
+        if has_plan_levers(way):
+            peaks = [one.plans_at(rows).floor.peak_bytes for one in both]
+            first = base.largest_unplanned + 1 if pays else None
+        else:
+            peaks = [Simulator(s.graph_at(rows)).run().peak_bytes for s in both]
+            first = _crossover(*both)
+        saved = peaks[0] - peaks[1]
     return LeverRow(
         name=lever.name,
         bits=lever.bits,
         saved_bytes=saved,
         seconds_per_sample=alone.seconds_per_sample if alone else None,
         pays=pays,
-        crossover=crossover(base, searches.of(way)) if refused is None else None,
+        crossover=first,
         on_best_seconds_per_sample=other.seconds_per_sample if other else None,
         in_best=in_best,
         refused=refused,
@@ -96,7 +99,7 @@ def row_of_plan(searches: Searches, best: Setting) -> LeverRow:
 def row_of_accumulation(searches: Searches) -> LeverRow:
     """``_MANY`` micro-batches without a plan: they share one optimizer step."""
     base = searches.of(searches.way)
-    way_search = replace(base, accumulate=_MANY, _settings={})
+    way_search = replace(base, accumulate=_MANY, _settings={}, _lever_plans={})
     way_search.start = max(base.largest_unplanned, 1)
     alone, without = way_search.best(planned=False), base.best(planned=False)
     peaks = [
@@ -141,3 +144,17 @@ def row_of_expandable_segments(searches: Searches, best: Setting) -> LeverRow:
         on_best_seconds_per_sample=on_best.seconds_per_sample if on_best else None,
         in_best=False,
     )
+
+
+def _crossover(base: WaySearch, other: WaySearch) -> int | None:
+    """Smallest batch from which on a way beats the base unplanned; None if at none."""
+    best, found = base.best(), None
+    for rows in reversed(other.first_batches(other.largest_unplanned)):
+        one = other.setting(rows, planned=False)
+        least = base.setting(rows, planned=False) or best
+        if one is None or (
+            least is not None and one.seconds_per_sample >= least.seconds_per_sample
+        ):
+            break
+        found = rows
+    return found

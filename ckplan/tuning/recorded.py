@@ -33,6 +33,7 @@ def tune_recorded(
     accumulate: int = 1,
     total_batch: int | None = None,
     allow: Sequence[str] = (),
+    ranks: int = 1,
     tokens: bool = False,
     tell: Callable[[str], None] = lambda what: None,
 ) -> Tuned:
@@ -52,6 +53,7 @@ def tune_recorded(
         accumulate=accumulate,
         total=total_batch,
         allow=allow,
+        ranks=ranks,
         tell=tell,
     )
     return replace(tuning.run(), tokens_per_sample=per_sample)

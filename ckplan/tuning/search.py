@@ -16,16 +16,19 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 
-from ckplan.errors import WorkloadError
+from ckplan.errors import CkplanError, WorkloadError
 from ckplan.graph.graph import Graph
+from ckplan.simulating.extra_work import extra_work
 from ckplan.simulating.simulate import Simulator, Timeline
 from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.planner import Planner
 from ckplan.solving.replays import ReplayedPlan
 from ckplan.solving.reserved_limit import Plans, plan_within
-from ckplan.tuning.batches import Batches
+from ckplan.tuning.batches import NEAR, Batches
 from ckplan.tuning.largest import largest_batch
+from ckplan.tuning.plan_levers import LeverPlans, has_plan_levers, simulator_of
 from ckplan.tuning.settings import Setting, Way
+from ckplan.tuning.transfer import TransferredPlans
 
 _ALL = 24  # largest number of batches that are all tried
 _GRID = 12  # batches of a grid
@@ -47,12 +50,16 @@ class WaySearch:
     total: int | None = None  # rows per step of the optimizer, if they are given
     start: int = 8  # batch where searches begin
     like: WaySearch | None = None  # of the same forward and backward
+    bare: WaySearch | None = None  # of the same steps, whose plans only recompute
     refused: dict[int, str] = field(default_factory=dict)  # batch -> why
+    _lever_plans: dict[int, LeverPlans | TransferredPlans] = field(default_factory=dict)
     _settings: dict[tuple[int, bool], Setting | None] = field(default_factory=dict)
 
     @cached_property
     def largest_unplanned(self) -> int:
         """Largest micro-batch without a plan; 0 if not one row fits."""
+        if self.bare is not None:
+            return self.bare.largest_unplanned
         return self._largest(planned=False)
 
     @cached_property
@@ -61,16 +68,42 @@ class WaySearch:
         return max(self._largest(planned=True), self.largest_unplanned)
 
     def _largest(self, *, planned: bool) -> int:
-        most = {} if self.total is None else {"most": self.total}
+        most = {} if self.total is None else {"most": self._own_total}
         start, like = self.start, self.like
         if like is not None:
             start = like.largest_planned if planned else like.largest_unplanned
         plans_at = self.plans_at if planned else None
-        return largest_batch(self.graph_at, self.limit, plans_at, start=start, **most)
+        return largest_batch(
+            self.graph_at,
+            self.limit,
+            plans_at,
+            start=start,
+            simulator=self.simulator,
+            **most,
+        )
+
+    @property
+    def _own_total(self) -> int:
+        """Rows of one rank per step of the optimizer, where all have a given total."""
+        assert self.total is not None
+        own, left = divmod(self.total, self.way.ranks)
+        if left:
+            raise CkplanError(
+                f"{self.way.ranks} ranks do not divide the total batch {self.total}",
+                needed="as many samples on every rank",
+                hint=f"--total-batch {(own + 1) * self.way.ranks}",
+            )
+        return own
+
+    def simulator(self, graph: Graph) -> Simulator:
+        """Replays a step under the plans of this way."""
+        return simulator_of(self.way, graph)
 
     def accumulation(self, rows: int) -> int:
         """Micro-batches of a step of the optimizer."""
-        return self.accumulate if self.total is None else max(self.total // rows, 1)
+        if self.total is None:
+            return self.accumulate
+        return max(self._own_total // rows, 1)
 
     def batches_of(self, rows: int) -> Batches:
         """The steps among which that of a micro-batch is."""
@@ -86,7 +119,23 @@ class WaySearch:
 
     def plans_at(self, rows: int) -> Plans:
         """The same, in a large drawn step those of a near batch if these are known."""
-        return self.batches_of(rows).plans(rows, self.accumulation(rows))
+        if not has_plan_levers(self.way):
+            return self.batches_of(rows).plans(rows, self.accumulation(rows))
+        if rows not in self._lever_plans:
+            self._lever_plans[rows] = self._with_levers(rows)
+        return self._lever_plans[rows]
+
+    def _with_levers(self, rows: int) -> LeverPlans | TransferredPlans:
+        """Searched, in a drawn step those of the nearest batch that was searched."""
+        searched = {
+            max(n, rows) / min(n, rows): plans
+            for n, plans in self._lever_plans.items()
+            if isinstance(plans, LeverPlans)
+        }
+        near = min(searched, default=NEAR + 1)
+        if rows in self.batches_of(rows).recorded or near > NEAR:
+            return LeverPlans(self.planner_at(rows), self.way)
+        return TransferredPlans(searched[near], self.simulator(self.graph_at(rows)))
 
     def setting(self, rows: int, *, planned: bool = True) -> Setting | None:
         """The fastest setting at a micro-batch; None if none fits.
@@ -102,6 +151,9 @@ class WaySearch:
     def _find(self, rows: int, planned: bool) -> Setting | None:
         if rows in self.refused:
             return None
+        if self.bare is not None and rows <= self.largest_unplanned:
+            one = self.bare.setting(rows, planned=False)
+            return None if one is None else replace(one, way=self.way)
         if rows <= self.largest_unplanned:
             return self._setting_of(rows, (Simulator(self.graph_at(rows)).run(), ()))
         found = self._plan_at(rows) if planned else None
@@ -129,6 +181,7 @@ class WaySearch:
             step_seconds=seconds_of(timeline),
             overhead=timeline.overhead,
             profiled=rows in self.batches_of(rows).recorded,
+            extra=extra_work(timeline, rows),
         )
 
     def best(self, *, planned: bool = True) -> Setting | None:
@@ -157,15 +210,15 @@ class WaySearch:
         if most < 1:
             return []
         if self.total is not None:
-            return [n for n in range(1, most + 1) if self.total % n == 0]
+            return [n for n in range(1, most + 1) if self._own_total % n == 0]
         return grid(most)
 
     def _beyond(self) -> Iterator[int]:
         """Batches larger than the largest unplanned one, in growing steps."""
         rows = self.largest_unplanned
         if self.total is not None:
-            more = range(rows + 1, self.total + 1)
-            yield from (n for n in more if self.total % n == 0)
+            more = range(rows + 1, self._own_total + 1)
+            yield from (n for n in more if self._own_total % n == 0)
             return
         for _ in range(_STEPS):
             rows += 1 if rows < _ALL else rows // 8
@@ -173,7 +226,9 @@ class WaySearch:
 
     def _refined(self, best: Setting | None, *, planned: bool) -> Setting | None:
         while best is not None and self.total is None:
-            rows = self._next(best, planned)
+            for (_, plan), known in self._settings.items():
+                best = _better(best, known) if plan == planned else best
+            rows = self._next(best, planned) if best is not None else None
             if rows is None:
                 break
             best = _better(best, self.setting(rows, planned=planned))
@@ -196,11 +251,15 @@ class WaySearch:
     def _bound(self, rows: int) -> float:
         """Samples per second of the unplanned step, whether it fits or not."""
         many, batches = self.accumulation(rows), self.batches_of(rows)
-        return rows * many / batches.step_seconds(rows, many)
+        samples = rows * many * self.way.ranks
+        return samples / batches.step_seconds(rows, many)
 
     def with_limit(self, limit: MemoryLimit) -> WaySearch:
         """The same steps within another limit."""
-        return replace(self, limit=limit, like=None, _settings={})
+        bare = self.bare and self.bare.with_limit(limit)
+        return replace(
+            self, limit=limit, like=None, bare=bare, _settings={}, _lever_plans={}
+        )
 
     def planned_settings(self) -> list[Setting]:
         """The settings with a plan that were tried; at least one, if one fits."""
@@ -222,7 +281,8 @@ class WaySearch:
                 round(max(least, 1) * ratio ** (k / _POINTS)) for k in range(_POINTS)
             }
         elif self.total is not None:
-            rows = {n for n in rows | {*range(1, most + 1)} if n and not self.total % n}
+            own = self._own_total
+            rows = {n for n in rows | {*range(1, most + 1)} if n and not own % n}
         return [
             (n, self.setting(n, planned=False), self.setting(n))
             for n in sorted(rows)
@@ -239,14 +299,20 @@ class WaySearch:
             alike = self.batches_of(rows).check(rows)
         except WorkloadError as error:
             self.refused[rows], alike = error.what, False
+        self._lever_plans.pop(rows, None)
         if alike:
             for planned in (False, True):
                 self._settings.pop((rows, planned), None)
             return True
+        self.forget()
+        return False
+
+    def forget(self) -> None:
+        """Forget what was found on steps that are drawn otherwise now."""
         self._settings.clear()
+        self._lever_plans.clear()
         for name in ("largest_unplanned", "largest_planned"):
             self.__dict__.pop(name, None)
-        return False
 
 
 def seconds_of(timeline: Timeline) -> float:
@@ -271,17 +337,3 @@ def _better(one: Setting | None, other: Setting | None) -> Setting | None:
     if one is None or other is None:
         return one or other
     return max(one, other, key=lambda setting: setting.samples_per_second)
-
-
-def crossover(base: WaySearch, other: WaySearch) -> int | None:
-    """Smallest batch from which on a way beats the base unplanned; None if at none."""
-    best, found = base.best(), None
-    for rows in reversed(other.first_batches(other.largest_unplanned)):
-        one = other.setting(rows, planned=False)
-        least = base.setting(rows, planned=False) or best
-        if one is None or (
-            least is not None and one.seconds_per_sample >= least.seconds_per_sample
-        ):
-            break
-        found = rows
-    return found

@@ -8,14 +8,40 @@ from functools import partial
 
 from ckplan.errors import CkplanError
 from ckplan.graph.graph import Graph
+from ckplan.graph.sharding import Sharding, sharded
 from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.tuning.batches import Batches, probe_rows
+from ckplan.tuning.plan_levers import has_plan_levers, without_plan_levers
 from ckplan.tuning.search import WaySearch
 from ckplan.tuning.settings import Setting, Way
 
 Record = Callable[[Way, int, int], Graph]
 """Records a step: the way, rows of the micro-batch, micro-batches."""
 Tell = Callable[[str], None]
+
+
+@dataclass
+class Recorder:
+    """Records every step once, or anew where its seconds are in doubt.
+
+    Args:
+        record: Records a step: the way, rows, micro-batches, and how often this step
+            was recorded before.
+    """
+
+    record: Callable[[Way, int, int, int], Graph]
+    _known: dict[tuple[Way, int, int], list[Graph]] = field(default_factory=dict)
+
+    def __call__(self, way: Way, rows: int, accumulate: int) -> Graph:
+        """The step, recorded if it was not."""
+        known = self._known.get((way, rows, accumulate))
+        return known[-1] if known else self.again(way, rows, accumulate)
+
+    def again(self, way: Way, rows: int, accumulate: int) -> Graph:
+        """The step, recorded anew."""
+        known = self._known.setdefault((way, rows, accumulate), [])
+        known.append(self.record(way, rows, accumulate, len(known)))
+        return known[-1]
 
 
 @dataclass
@@ -34,12 +60,19 @@ class Searches:
 
     def of(self, way: Way) -> WaySearch:
         """The settings of a way to train."""
+        if way not in self._known and has_plan_levers(way):
+            base = self.of(without_plan_levers(way))
+            self._known[way] = replace(
+                base, way=way, like=None, bare=base, _settings={}, _lever_plans={}
+            )
         if way not in self._known:
             like = self._like(way)
             probes, record = probe_rows(self.rows), partial(self._recorded, way)
-            one = Batches(record, probes, like=None if like is None else like.one)
+            again = partial(self._recorded_again, way)
+            of_like = None if like is None else like.one
+            one = Batches(record, probes, again=again, like=of_like)
             # Accumulating adds ops to a step, as another optimizer does.
-            several = Batches(record, probes, accumulates=True, like=one)
+            several = Batches(record, probes, again=again, accumulates=True, like=one)
             self._known[way] = WaySearch(
                 way,
                 one,
@@ -58,22 +91,45 @@ class Searches:
 
     def _like(self, way: Way) -> WaySearch | None:
         """The search of a way that differs in its optimizer alone, if there is one."""
-        known = (one for one in self._known.values() if one.like is None)
+        known = (
+            one
+            for one in self._known.values()
+            if one.like is None and not has_plan_levers(one.way)
+        )
         same = replace(way, optimizer=None)
         return next((o for o in known if replace(o.way, optimizer=None) == same), None)
 
     def _recorded(self, way: Way, rows: int, accumulate: int) -> Graph:
         self.tell(f"profiling {way.title} at batch {rows}")
-        return self.record(way, rows, accumulate)
+        return _of_rank(way, self.record(_of_all(way), rows, accumulate))
+
+    def _recorded_again(self, way: Way, rows: int, accumulate: int) -> Graph:
+        self.tell(f"profiling {way.title} at batch {rows} once more")
+        again = self.record.again if isinstance(self.record, Recorder) else self.record
+        return _of_rank(way, again(_of_all(way), rows, accumulate))
 
     def best_of(self, way: Way) -> Setting | None:
         """The best setting of a way; None if the model refuses it or nothing fits."""
         if way in self.refused:
             return None
         try:
+            if has_plan_levers(way):
+                self.of(way).plans_at(self.rows)  # refused here, if at all
             return self.of(way).best()
         except CkplanError as error:
             if way == self.way:
                 raise
             self.refused[way] = error.what
             return None
+
+
+def _of_all(way: Way) -> Way:
+    """The same way in one process, which is recorded."""
+    return replace(way, shard=None, ranks=1)
+
+
+def _of_rank(way: Way, graph: Graph) -> Graph:
+    """The step of one rank, if the way has several."""
+    if way.shard is None:
+        return graph
+    return sharded(graph, Sharding(way.shard, way.ranks))

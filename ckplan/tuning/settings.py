@@ -12,7 +12,11 @@ from typing import Any
 
 from ckplan.errors import CkplanError, did_you_mean
 from ckplan.graph.graph import Graph
+from ckplan.graph.sharding import SCHEMES
 from ckplan.plan.region import Region
+from ckplan.simulating.extra_work import NO_EXTRA_WORK, ExtraWork
+from ckplan.solving.solve import LEVERS as PLAN_LEVERS
+from ckplan.solving.solve import check_allowed
 
 SAME, CLOSE, CHANGES = "same", "close", "changes"
 """Results of training: bit for bit, up to rounding, or other ones."""
@@ -28,11 +32,18 @@ class Way:
     optimizer: str | None = None  # name and kernel; None: as the step has it
     scaler: bool = False  # of gradients
     options: tuple[tuple[str, str], ...] = ()  # more options of the workload
+    shard: str | None = None  # scheme of ``graph.sharding``
+    ranks: int = 1  # each with batches of its own
+    tiles: str | None = None  # bits of a head in tiles: SAME or CLOSE
+    offload: str | None = None  # where plans may move values
 
     @property
     def title(self) -> str:
         """In words, such as ``bf16, adamw:fused``."""
         parts = [self.amp, self.optimizer, *(f"{k} {v}" for k, v in self.options)]
+        parts.append(self.shard and f"{self.shard} over {self.ranks}")
+        parts.append(self.tiles and f"tiles ({self.tiles} bits)")
+        parts.append(self.offload and f"offload to {self.offload}")
         return ", ".join(filter(None, parts)) or "as given"
 
 
@@ -48,16 +59,22 @@ class Setting:
     step_seconds: float  # of a step of the optimizer, all micro-batches included
     overhead: float  # of the plan, as a fraction of the step without it
     profiled: bool  # the graph was recorded at this batch, not drawn
+    extra: ExtraWork = NO_EXTRA_WORK  # of its plan, per sample
+
+    @property
+    def samples(self) -> int:
+        """Rows of a step of the optimizer, of all ranks."""
+        return self.batch * self.accumulate * self.way.ranks
 
     @property
     def samples_per_second(self) -> float:
         """Rows trained on per second."""
-        return self.batch * self.accumulate / self.step_seconds
+        return self.samples / self.step_seconds
 
     @property
     def seconds_per_sample(self) -> float:
         """Its inverse."""
-        return self.step_seconds / (self.batch * self.accumulate)
+        return self.step_seconds / self.samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +97,19 @@ class Lever:
             return replace(way, options=tuple(dict(options).items()))
         return replace(way, **dict(self.sets))
 
+    @property
+    def kernel(self) -> str | None:
+        """The optimizer kernel that it sets, one of ``KERNELS``; None of others."""
+        kernel = self.name.partition(":")[2]
+        return kernel if kernel in KERNELS else None
+
     def is_in(self, way: Way) -> bool:
         """Whether a way already has this lever."""
         return self.pulled(way) == way
 
 
 _IN_16_BITS = "the parameters are in 16 bits already: autocast has nothing to cast"
+_ONE_SEARCH = "plans with both are `ckplan solve`'s: their search takes minutes"
 ALLOWED = {
     lever.name: lever
     for lever in (
@@ -100,28 +124,54 @@ ALLOWED = {
         Lever("adafactor", CHANGES, (("optimizer", "adafactor"),)),
         Lever("adamw8bit", CHANGES, (("optimizer", "adamw8bit"),)),
         Lever("lora", CHANGES, (("options", (("lora", "r=16"),)),)),
+        Lever("tiles", SAME, (("tiles", SAME),)),
+        Lever("close", CLOSE, (("tiles", CLOSE),)),
+        Lever(
+            "offload",
+            SAME,
+            (("offload", "host"),),
+            (("tiles", _ONE_SEARCH), ("close", _ONE_SEARCH)),
+        ),
     )
 }
-"""Levers that change the numbers of training: only with ``--allow``."""
+"""Levers that need a word: they change the numbers of training, or need memory of the
+host; only with ``--allow``. Schemes of ``graph.sharding`` are further ones."""
+NAMES = (*ALLOWED, *SCHEMES)
 
 
-def levers_of(way: Way, allow: Iterable[str]) -> tuple[Lever, ...]:
+def levers_of(way: Way, allow: Iterable[str], ranks: int = 1) -> tuple[Lever, ...]:
     """The levers that may change a way: kernels of its optimizer, and allowed ones.
 
+    Args:
+        way: How the step trains.
+        allow: Names of further levers.
+        ranks: How many processes there are to shard over.
+
     Raises:
-        CkplanError: A name is not one of ``ALLOWED``.
+        CkplanError: A name is not one of ``NAMES``, or ranks and schemes to shard do
+            not go together.
     """
-    found = [*_kernels(way)]
-    for name in dict.fromkeys(allow):
-        if name not in ALLOWED:
-            near = did_you_mean(name, ALLOWED)
+    names = [*dict.fromkeys(allow)]
+    for name in names:
+        if name not in NAMES:
+            near = did_you_mean(name, NAMES)
             raise CkplanError(
                 f"cannot allow {name!r}: there is no such lever",
-                needed="one or more of " + ", ".join(ALLOWED),
+                needed="one or more of " + ", ".join(NAMES),
                 hint=f"--allow {near or 'bf16'}",
             )
-        found.append(ALLOWED[name])
-    return tuple(found)
+    check_allowed([name for name in names if name in PLAN_LEVERS])
+    schemes = [name for name in names if name in SCHEMES]
+    if bool(schemes) != (ranks > 1):
+        found = f"{schemes[0]!r} on one rank" if schemes else f"{ranks} ranks"
+        raise CkplanError(
+            f"cannot tune {found}",
+            needed="two ranks or more, and how they may share the state of training: "
+            + ", ".join(SCHEMES),
+            hint="--world-size 8 --allow fsdp2",
+        )
+    shards = [Lever(s, CLOSE, (("shard", s), ("ranks", ranks))) for s in schemes]
+    return (*_kernels(way), *(ALLOWED[n] for n in names if n in ALLOWED), *shards)
 
 
 def _kernels(way: Way) -> list[Lever]:

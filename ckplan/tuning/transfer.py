@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from functools import cached_property
 
-from ckplan.graph.graph import Graph
 from ckplan.plan.region import Region
 from ckplan.simulating.simulate import Simulator, Timeline
-from ckplan.solving.planner import Planner
 from ckplan.solving.replays import ReplayedPlan
+from ckplan.solving.reserved_limit import Plans
 
 _MOST_TRIES = 6  # of budgets at the other batch, for one budget here
 
@@ -22,13 +21,12 @@ class TransferredPlans:
     """Plans of a step that a search at another batch found.
 
     Args:
-        planner: The plans at the other batch.
-        graph: The step; it runs the same ops.
+        plans: The plans at the other batch.
+        simulator: Of the step; it runs the same ops.
     """
 
-    def __init__(self, planner: Planner, graph: Graph) -> None:
-        self._there = planner
-        self._simulator = Simulator(graph)
+    def __init__(self, plans: Plans, simulator: Simulator) -> None:
+        self._there, self._simulator = plans, simulator
         self._replays: dict[tuple[Region, ...], ReplayedPlan] = {}
         self.unplanned = self._simulator.run()
 

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from ckplan.errors import CkplanError
-from ckplan.simulating.simulate import Simulator
 from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.tuning.batches import probe_rows
 from ckplan.tuning.lever_rows import (
@@ -23,7 +22,6 @@ from ckplan.tuning.lever_rows import (
 )
 from ckplan.tuning.searches import Record, Searches, Tell
 from ckplan.tuning.settings import (
-    CLOSE,
     Lever,
     Setting,
     Way,
@@ -50,6 +48,7 @@ class Tuning:
         accumulate: int = 1,
         total: int | None = None,
         allow: Sequence[str] = (),
+        ranks: int = 1,
         tell: Tell = lambda what: None,
     ) -> None:
         """Search nothing yet.
@@ -61,7 +60,8 @@ class Tuning:
             rows: Rows of the batch that the workload has: where searches begin.
             accumulate: Micro-batches per step of the optimizer, without ``total``.
             total: Rows per step of the optimizer, to be kept.
-            allow: Names of levers that change the numbers of training.
+            allow: Names of levers that are not pulled without a word.
+            ranks: Processes to shard over, if a scheme is allowed.
             tell: Told what is being done.
 
         Raises:
@@ -76,7 +76,7 @@ class Tuning:
         self.searches = Searches(record, limit, way, rows, accumulate, total, tell)
         self.search, self.best_of = self.searches.of, self.searches.best_of
         self._way, self._rows, self._total, self._limit = way, rows, total, limit
-        self.levers = levers_of(way, allow)
+        self.levers = levers_of(way, allow, ranks)
         self._notes: list[str] = []
         self._unlike = False  # a recorded step was not like the drawn one
 
@@ -100,7 +100,11 @@ class Tuning:
             if batches.not_linear:
                 self._notes.append(f"every batch is profiled: {batches.not_linear}")
         graph = search.graph_at(best.batch)
-        timeline = Simulator(graph).run(best.regions)
+        timeline = search.simulator(graph).run(best.regions)
+        if way.shard is not None:
+            self._notes.append(
+                f"samples per second of all {way.ranks} ranks, without communication"
+            )
         owner = max(timeline.peak_by_kind.items(), key=lambda item: item[1])[0]
         rows = [row_of_plan(self.searches, best)]
         rows += [
@@ -136,7 +140,7 @@ class Tuning:
         return tuple(
             one
             for one in self.levers
-            if one.bits != CLOSE or (kernel and not one.name.endswith(f":{kernel}"))
+            if one.kernel is None or (kernel and one.kernel != kernel)
         )
 
     def _climb(self) -> tuple[Way, dict[Lever, Setting | None]]:
@@ -188,12 +192,18 @@ class Tuning:
             if best is None or best.profiled:
                 return best
             alike = search.check(best.batch)
-            self._unlike = self._unlike or not alike
+            if not alike:
+                self._unlike = True
+                for other in self.searches.begun():
+                    if other.one is search.one:  # of plan levers, which share steps
+                        other.forget()
             if best.batch in search.refused:
                 why = search.refused[best.batch]
                 self._notes.append(f"the model refuses batch {best.batch}: {why}")
                 continue
             real = search.setting(best.batch)
+            if alike and real is not None:
+                return real  # others are drawn: what is left between them is noise
             if not alike and (real is None or real.peak_bytes != best.peak_bytes):
                 found = (
                     "does not fit" if real is None else format_bytes(real.peak_bytes)

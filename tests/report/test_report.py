@@ -309,6 +309,8 @@ def test_solution_json_has_the_keys_that_scripts_use(solution: Solution) -> None
         "bound_overhead": 0.0,
         "gap": 0.0,
         "recompute_seconds": 0.0,
+        "extra_flops_per_sample": 0,
+        "extra_link_bytes_per_sample": 0,
         "plan": "plan.yaml",
     }.items() <= content.items()
     assert content["step_seconds"] == pytest.approx(0.009)

@@ -37,7 +37,7 @@ def test_they_fit_and_cost_as_little_as_those_searched_there(
     there: Planner, rows: int
 ) -> None:
     own = Planner(step_at(rows))
-    found = TransferredPlans(there, step_at(rows))
+    found = TransferredPlans(there, Simulator(step_at(rows)))
     least, most = found.floor.peak_bytes, own.unplanned.peak_bytes
     assert least >= own.floor.peak_bytes
     assert found.unplanned.peak_bytes == most

@@ -14,7 +14,8 @@ import pytest
 from ckplan.errors import CkplanError, GraphError, InfeasibleError
 from ckplan.graph.extrapolate import extrapolate
 from ckplan.graph.graph import Graph
-from ckplan.report.tuning import save_tuned_plot
+from ckplan.report.tuning import save_tuned_plot, tuned_json
+from ckplan.simulating.extra_work import extra_work
 from ckplan.simulating.simulate import Simulator
 from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.planner import Planner
@@ -175,6 +176,9 @@ def test_the_plan_of_the_best_setting_replays_at_its_batch() -> None:
     assert again.peak_bytes == found.best.peak_bytes
     assert plan.predicted is not None
     assert plan.predicted.peak_bytes == found.best.peak_bytes
+    assert found.best.extra == extra_work(again, found.best.batch)
+    best = tuned_json(found)["best"]
+    assert best["extra_device_bytes_per_sample"] == found.best.extra.device_bytes
 
 
 @pytest.mark.parametrize("planned", [False, True])
@@ -328,3 +332,42 @@ def test_levers_that_set_the_same_exclude_each_other() -> None:
     assert "16 bits already" in str(conflict([bf16], pure))
     assert conflict([bf16], ALLOWED["adafactor"]) is None
     assert levers_of(Way(optimizer="adamw:fused"), []) == ()
+
+
+class Slowed:
+    """Records steps; the first times at some batch, another program takes half."""
+
+    def __init__(self, rows: int, times: int, constant: float = CONSTANT) -> None:
+        self._rows, self._slow, self._constant = rows, times, constant
+        self.asked: list[int] = []
+
+    def __call__(self, way: Way, rows: int, accumulate: int) -> Graph:
+        del way, accumulate
+        self.asked.append(rows)
+        graph = step_at(rows, constant=self._constant)
+        if rows != self._rows or self.asked.count(rows) > self._slow:
+            return graph
+        ops = (replace(op, seconds=2 * op.seconds) for op in graph.ops)
+        return replace(graph, ops=tuple(ops))
+
+
+OWN = Way(optimizer="adafactor")  # it has no other kernels
+
+
+@pytest.mark.parametrize("slow", [4, 8])
+def test_one_slow_recording_does_not_decide_the_batch(slow: int) -> None:
+    record, limit = Slowed(slow, times=1), MemoryLimit(2_000)
+    found = Tuning(record, limit, way=OWN, rows=8).run()
+    honest = Tuning(Slowed(slow, times=0), limit, way=OWN, rows=8).run()
+    assert found.largest_unplanned == honest.largest_unplanned
+    assert found.best.batch > 8
+    if slow == 8:  # the larger one: a row cannot take longer there, so both are again
+        assert found.best == honest.best
+        assert record.asked[:4] == [8, 4, 8, 4]
+
+
+def test_a_batch_whose_rows_do_take_longer_is_measured_twice_and_believed() -> None:
+    record = Slowed(8, times=9, constant=0.0)
+    found = Tuning(record, MemoryLimit(2_000), way=OWN, rows=8).run()
+    assert found.best.batch <= 4
+    assert record.asked[:4] == [8, 4, 8, 4]
