@@ -20,6 +20,7 @@ from ckplan.graph.records import (
     Hazard,
     Op,
     Storage,
+    TiledBits,
     Workspace,
 )
 from ckplan.plan.region import Region
@@ -63,6 +64,14 @@ def tile_graph(graph: Graph, call: int, tiles: Tiles) -> Graph:
             needed=f"bits: {CLOSE_BITS}, or logits.float() before F.cross_entropy",
             hint=f"bits: {CLOSE_BITS}",
         )
+    test = tested(graph, call, tiles)
+    if test is not None and test.difference and tiles.bits == SAME_BITS:
+        raise PlanError(
+            f"cannot tile {graph.calls[call]} with the same bits: profile found a "
+            f"difference up to {test.difference:.1e} (threads: {test.threads})",
+            needed=f"bits: {CLOSE_BITS}, or another number of tiles",
+            hint=f"bits: {CLOSE_BITS}",
+        )
     ops, storages = list(graph.ops), list(graph.storages)
     for number in found.never_whole:
         storages[number] = replace(storages[number], bytes=0, tensor=None)
@@ -99,6 +108,15 @@ def tile_graph(graph: Graph, call: int, tiles: Tiles) -> Graph:
         ),
     )
     return Graph(**values)
+
+
+def tested(graph: Graph, call: int, tiles: Tiles) -> TiledBits | None:
+    """The test of a head in such tiles; None if there was none."""
+    asked = call, tiles.tokens, tiles.vocabulary
+    for one in graph.tiled:
+        if (one.call, one.tokens, one.vocabulary) == asked:
+            return one
+    return None
 
 
 def _hazards(graph: Graph, call: int, found: HeadOps) -> Iterator[Hazard]:
