@@ -64,8 +64,17 @@ def smoothed_loss(logits: Tensor, ids: Tensor) -> Tensor:
     return F.cross_entropy(flat, ids.view(-1), label_smoothing=0.1)
 
 
+def smoothed_and_capped_loss(logits: Tensor, ids: Tensor) -> Tensor:
+    return smoothed_loss(torch.tanh(logits / 5.0) * 5.0, ids)
+
+
 LOSSES = {"plain": plain_loss, "shifted": shifted_loss}
-OTHERS = {"capped": capped_loss, "smoothed": smoothed_loss}
+OTHERS = {
+    "capped": capped_loss,
+    "smoothed": smoothed_loss,
+    "both": smoothed_and_capped_loss,
+}
+NUMBERS = {"smoothed": 16, "both": 16}  # bytes of numbers that the loss drops earlier
 
 
 def recorded(name: str, dtype: torch.dtype = torch.float32) -> Graph:
@@ -140,11 +149,11 @@ def test_soft_caps_and_label_smoothing_run_in_tiles_by_a_plan(name: str) -> None
         plan = plan_of(*counts)
         peak, gradients = measured(name, plan)
         predicted = simulate(graph, resolve(plan, graph)).peak_bytes
-        assert peak <= predicted <= 1.01 * peak, counts
+        assert 0 <= predicted - peak <= NUMBERS.get(name, 0), counts
         assert all(map(torch.equal, gradients, expected))
 
 
-@pytest.mark.parametrize("name", ["plain", "capped"])
+@pytest.mark.parametrize("name", ["plain", "capped", "both"])
 def test_heads_of_16_bits_without_a_cast_are_close_and_told(name: str) -> None:
     graph = recorded(name, torch.bfloat16)
     tiles = Tiles(3, 8, CLOSE_BITS)
@@ -152,7 +161,7 @@ def test_heads_of_16_bits_without_a_cast_are_close_and_told(name: str) -> None:
     peak, gradients = measured(name, plan, torch.bfloat16)
     _, expected = measured(name, None, torch.bfloat16)
     predicted = simulate(graph, resolve(plan, graph)).peak_bytes
-    assert peak <= predicted <= 1.1 * peak
+    assert 0 <= predicted - peak <= NUMBERS.get(name, 0)
     assert not all(map(torch.equal, gradients, expected))
     with pytest.raises(PlanError, match="its logits have 16 bits") as error:
         ckplan.solve(graph, goal="min-memory", allow=["tiles"])
