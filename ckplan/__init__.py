@@ -7,7 +7,8 @@
 Importing this package imports nothing else. Every name is loaded at its first use. Only
 ``profile``, ``record``, ``auto``, ``verify``, ``dry_run``, ``apply``, ``planned``,
 ``remove``, ``status``, ``compile``, ``backend``, ``tune``, ``largest_batch``,
-``tile_head``, ``tiled_cross_entropy`` and ``check_bits`` import torch.
+``tile_head``, ``tiled_cross_entropy``, ``check_bits`` and ``update_in_groups`` import
+torch.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from ckplan.solving.solve import solve_plan as solve
     from ckplan.tracing.profile import profile
     from ckplan.tracing.record import record
+    from ckplan.training.grouped_updates import update_in_groups
     from ckplan.tuning.answer import plan_of as tuned_plan
     from ckplan.verifying.dry_run import dry_run
     from ckplan.verifying.verify import verify
@@ -68,6 +70,7 @@ __all__ = [
     "tiled_cross_entropy",
     "tune",
     "tuned_plan",
+    "update_in_groups",
     "verify",
 ]
 
@@ -99,6 +102,7 @@ _HOME = {
     "tiled_cross_entropy": "ckplan.applying.tiling:tiled_cross_entropy",
     "tune": "ckplan.autotune:tune",
     "tuned_plan": "ckplan.tuning.answer:plan_of",
+    "update_in_groups": "ckplan.training.grouped_updates:update_in_groups",
     "verify": "ckplan.verifying.verify:verify",
 }
 

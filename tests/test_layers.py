@@ -71,7 +71,7 @@ ROOMS: dict[str, set[str]] = {
     | {"tracing.faking", "tracing.recording", "tracing.costs"},
     "tracing.steps": BASICS
     | CORE
-    | {"solving", "training", "applying", "tracing.costs"},
+    | {"solving", "training", "applying", "applying.tiling", "tracing.costs"},
     "tracing": BASICS
     | CORE
     | {"graph.sharding", "encodings", "training", "applying", "tracing.faking"}

@@ -137,8 +137,9 @@ class StepOptions:
         typer.Option(
             metavar="NAME[:KERNEL]",
             help="adamw, adam, sgd, momentum, adafactor, adamw8bit (predicted only), "
-            "none or own; with foreach, fused or single.  [default: own if there is "
-            "one, else adamw, as torch chooses]",
+            "none or own; with foreach, fused or single; foreach=64MiB updates at most "
+            "so many bytes of parameters at once.  [default: own if there is one, else "
+            "adamw, as torch chooses]",
         ),
     ] = None
     amp: Annotated[

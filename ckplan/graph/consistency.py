@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import astuple
 from itertools import chain
+from math import inf
 
 from ckplan.graph.fqn import is_op_name
 from ckplan.graph.records import (
@@ -39,6 +40,7 @@ def inconsistencies(graph: RecordedStep) -> Iterator[str]:
     yield from _calls_out_of_range(graph)
     yield from _encodings_out_of_range(graph)
     yield from _hazards_out_of_range(graph)
+    yield from _tests_out_of_range(graph)
     # The checks below rely on numbers in range.
     yield from _inconsistent_names(graph)
     yield from _inconsistent_storages(graph)
@@ -116,6 +118,15 @@ def _calls_out_of_range(graph: RecordedStep) -> Iterator[str]:
             yield f"call {index} is given a storage that is not there"
         if not _all_in_range(call.state, 0, len(graph.storages)):
             yield f"call {index} has state in a storage that is not there"
+
+
+def _tests_out_of_range(graph: RecordedStep) -> Iterator[str]:
+    for one in graph.tiled:
+        counts = one.tokens, one.vocabulary, one.threads
+        known = _all_in_range((one.call,), 0, len(graph.calls))
+        positive = _all_in_range(counts, 1, _MOST)
+        if not (known and positive and 0 <= one.difference < inf):
+            yield f"a test of tiles of call {one.call} is out of range"
 
 
 def _encodings_out_of_range(graph: RecordedStep) -> Iterator[str]:

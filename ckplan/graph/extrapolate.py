@@ -82,6 +82,7 @@ class StepLine:
             encodings=tuple(
                 self._encoding(a, b, three) for a, b in zip(*self._codings, strict=True)
             ),
+            tiled=(),  # tests belong to a batch
         )
 
     _is_checked = False

@@ -27,6 +27,7 @@ from ckplan.graph.records import (
     Saved,
     Storage,
     TensorType,
+    TiledBits,
     Workspace,
 )
 
@@ -51,6 +52,7 @@ _TOP_KEYS = {
     "hazards",
     *_NEW_KEYS,
 }
+_TILED = "tiled"  # key of the tests of tiles, if there are any
 _LEAST_ENGINE_COSTS = 2  # earlier versions wrote no more
 _UNKNOWN = -1  # in place of a row of "lines" or "tensors"
 
@@ -103,6 +105,7 @@ def dumps(graph: Graph) -> str:
         "hazards": [astuple(hazard) for hazard in graph.hazards],
         **_lines(graph),
         **_tensors(graph),
+        **({_TILED: [astuple(one) for one in graph.tiled]} if graph.tiled else {}),
     }
     return json.dumps(content, separators=(",", ":")) + "\n"
 
@@ -141,7 +144,7 @@ def loads(text: str, name: str) -> Graph:
     if version not in (FORMAT_VERSION, _WITHOUT_LINES):
         raise _unreadable(name, f"has format {version!r}")
     keys = _TOP_KEYS - (_NEW_KEYS if version == _WITHOUT_LINES else set())
-    unknown, missing = set(content) - keys, keys - set(content)
+    unknown, missing = set(content) - {*keys, _TILED}, keys - set(content)
     if unknown or missing:
         word = "unknown" if unknown else "missing"
         raise _unreadable(name, f"has {word} key {min(unknown or missing)!r}")
@@ -217,6 +220,7 @@ def _from_content(content: dict[str, Any]) -> Graph:
         costs=str(content["costs"]),
         engine=EngineCosts(*content["engine"]),
         options=dict(content["options"]),
+        tiled=tuple(TiledBits(*row) for row in content.get(_TILED, ())),
     )
 
 

@@ -200,6 +200,17 @@ class Hazard:
     guarded_by: tuple[str, ...]  # ways to recompute that take care of it
 
 
+@dataclass(frozen=True, slots=True)
+class TiledBits:
+    """What a test of a head in tiles found, on random values of its shape and dtype."""
+
+    call: int  # of the head
+    tokens: int  # tiles
+    vocabulary: int  # tiles
+    difference: float  # largest, relative to the largest of its tensor; 0: same bits
+    threads: int  # of the CPU that the test ran with
+
+
 @dataclass(frozen=True)
 class RecordedStep:
     """One training step. Ops ``[0, num_forward)`` are forward, then backward."""
@@ -218,6 +229,7 @@ class RecordedStep:
     costs: str = MEASURED  # source of the seconds, or "roofline RTX 4090"
     engine: EngineCosts = field(default_factory=EngineCosts)
     options: Mapping[str, str] = field(default_factory=dict)
+    tiled: tuple[TiledBits, ...] = ()  # tests; none if no head can run in tiles
 
     @property
     def backward_stop(self) -> int:

@@ -56,6 +56,7 @@ def transplanted(own: Graph, here: Graph, there: Graph) -> Graph | None:
         encodings=tuple(
             replace(found, op=one.op) for one, found in codings if found is not None
         ),
+        tiled=(),  # tests belong to a batch
     )
 
 

@@ -32,8 +32,8 @@ class Tiles:
     tokens: int = 16
     vocabulary: int = 16
     bits: str = SAME_BITS
-    # Of close bits: the largest found, relative to the largest value of its tensor;
-    # 0 if it is not known.
+    # Of close bits: the most that loss and gradients may differ by, relative to the
+    # largest value of their tensor; 0 if it is not known.
     difference: float = 0.0
 
     def __post_init__(self) -> None:

@@ -26,8 +26,8 @@ def verification_report(found: Verification) -> RenderableType:
     rows = [
         ("budget", _size(found.budget_bytes)),
         ("fits", "yes" if found.fits else "no"),
-        ("loss", _equal(found.loss_equal)),
-        ("gradients", _equal(found.gradients_equal)),
+        ("loss", _equal(found.loss_equal, close=found.is_close)),
+        ("gradients", _equal(found.gradients_equal, close=found.is_close)),
         ("buffers", _equal(found.buffers_equal)),
         ("random state", _equal(found.random_state_equal)),
         *(("differs", name) for name in found.different),
@@ -75,6 +75,17 @@ def verification_error(found: Verification) -> VerifyError:
     """The error that says why a verification failed."""
     if not found.fits:
         return _exceeds("measured peak", found.measured_peak_bytes, found)
+    if found.largest_difference and found.stated_difference:
+        far, stated = f"{found.largest_difference:.1e}", found.stated_difference
+        if found.largest_difference > stated:
+            return VerifyError(
+                f"the planned step differs from the unplanned one by {far} of the "
+                "largest value",
+                needed=f"at most {stated:.1e}, as the plan states for "
+                f"{found.close_tiles[0]}",
+                hint=f"difference: {1.06 * found.largest_difference:.1e} in the plan, "
+                "or solve again without `--allow close`",
+            )
     first = ", ".join(found.different[:3])
     return VerifyError(
         f"the planned step differs from the unplanned one: {first}",
@@ -155,7 +166,9 @@ def _percent(overhead: float | None) -> str:
     return _NONE if overhead is None else units.format_percent(overhead, sign=True)
 
 
-def _equal(equal: bool | None) -> str:
+def _equal(equal: bool | None, *, close: bool = False) -> str:
     if equal is None:
         return "not compared"
+    if close and not equal:
+        return "close, as the plan states"
     return "bitwise equal" if equal else "different"

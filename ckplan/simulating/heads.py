@@ -11,8 +11,8 @@ from ckplan.graph.graph import Graph
 from ckplan.graph.records import Op
 
 _PRODUCTS = {"mm": 2, "addmm": 3}  # of a head -> tensors that it reads
-_CAP = ("div", "tanh", "mul")  # a soft cap, in order
-_FOLLOWED = {"clone", "_to_copy", *_CAP}  # between head and loss
+CAP = ("div", "tanh", "mul")  # a soft cap, in order
+_FOLLOWED = {"clone", "_to_copy", *CAP}  # between head and loss
 _BACKWARD = {"nll_loss_backward", "_log_softmax_backward_data", "_to_copy"} | {
     *("clone", "slice_backward", "mul", "tanh_backward", "div", "add"),
 }
@@ -86,7 +86,7 @@ def find_head(graph: Graph, call: int) -> HeadOps:
         way.add(graph, call, number, one)
     if way.losses[:1] != [way.log_softmax + 1] or way.log_softmax < 0:
         raise refuse(graph, call, "no cross entropy of its logits follows")
-    if way.cap not in ((), _CAP):
+    if way.cap not in ((), CAP):
         raise refuse(graph, call, f"{way.cap[-1]} reads its logits")
     return _find_backward(graph, call, product, way)
 
@@ -108,9 +108,9 @@ class _Way:
                 raise refuse(graph, call, f"{op.name} reads its log-probabilities")
             self.losses.append(number)
             return
-        cap = (*self.cap, *[op.name] * (op.name in _CAP))
+        cap = (*self.cap, *[op.name] * (op.name in CAP))
         known = op.name == "_log_softmax" or op.name in _FOLLOWED
-        if not known or cap != _CAP[: len(cap)] or len(op.reads) > 1:
+        if not known or cap != CAP[: len(cap)] or len(op.reads) > 1:
             raise refuse(graph, call, f"{op.name} reads its logits")
         self.cap = cap
         if op.name == "_log_softmax":

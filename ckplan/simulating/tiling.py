@@ -20,14 +20,19 @@ from ckplan.graph.records import (
     Hazard,
     Op,
     Storage,
+    TiledBits,
     Workspace,
 )
 from ckplan.plan.region import Region
 from ckplan.plan.tiles import CLOSE_BITS, SAME_BITS, Tiles
-from ckplan.simulating.heads import HeadOps, find_head, hidden_of, refuse
-
-_STATISTIC_BYTES = 4  # of a row: float32
-_INDEX_BYTES = 8
+from ckplan.simulating.heads import CAP, HeadOps, find_head, hidden_of, refuse
+from ckplan.simulating.tile_buffers import (
+    INDEX_BYTES,
+    Scratch,
+    backward_bytes,
+    forward_bytes,
+    row_bytes,
+)
 
 
 def refuse_regions_of_loss(graph: Graph, call: int, others: Iterable[Region]) -> None:
@@ -63,18 +68,24 @@ def tile_graph(graph: Graph, call: int, tiles: Tiles) -> Graph:
             needed=f"bits: {CLOSE_BITS}, or logits.float() before F.cross_entropy",
             hint=f"bits: {CLOSE_BITS}",
         )
+    test = tested(graph, call, tiles)
+    if test is not None and test.difference and tiles.bits == SAME_BITS:
+        raise PlanError(
+            f"cannot tile {graph.calls[call]} with the same bits: profile found a "
+            f"difference up to {test.difference:.1e} (threads: {test.threads})",
+            needed=f"bits: {CLOSE_BITS}, or another number of tiles",
+            hint=f"bits: {CLOSE_BITS}",
+        )
     ops, storages = list(graph.ops), list(graph.storages)
-    for number in found.never_whole:
+    for number in (*found.never_whole, *_kept_by_kernels(graph, found)):
         storages[number] = replace(storages[number], bytes=0, tensor=None)
     _move(found, ops, storages)
     # By row: statistics and expected gradients; and the class, which the loss
     # holds. Lazy logits hold the hidden state as long as the model's output lives.
-    loss = ops[found.last].outputs[0]
+    losses = [*ops[found.last].outputs, *ops[graph.num_forward - 1].outputs]
+    held = max([found.backward, *(storages[one].last for one in losses)])
     made = len(storages)
-    for size, last in (
-        (_row_bytes(found), found.backward),
-        (_INDEX_BYTES, storages[loss].last),
-    ):
+    for size, last in ((row_bytes(found), found.backward), (INDEX_BYTES, held)):
         bytes_ = found.tokens * size
         storages.append(Storage(bytes_, "activation", found.log_softmax, last))
     ops[found.log_softmax] = replace(
@@ -99,6 +110,15 @@ def tile_graph(graph: Graph, call: int, tiles: Tiles) -> Graph:
         ),
     )
     return Graph(**values)
+
+
+def tested(graph: Graph, call: int, tiles: Tiles) -> TiledBits | None:
+    """The test of a head in such tiles; None if there was none."""
+    asked = call, tiles.tokens, tiles.vocabulary
+    for one in graph.tiled:
+        if (one.call, one.tokens, one.vocabulary) == asked:
+            return one
+    return None
 
 
 def _hazards(graph: Graph, call: int, found: HeadOps) -> Iterator[Hazard]:
@@ -140,19 +160,19 @@ def _costed(graph: Graph, found: HeadOps, tiles: Tiles, ops: list[Op]) -> Iterat
             len(tiles.of_vocabulary(found.words)),
         ),
     }
+    scratch = _scratch(graph, found)
     spaces = {
-        found.log_softmax: _forward_bytes(found, tiles),
-        found.backward: _backward_bytes(found, tiles),
+        found.log_softmax: forward_bytes(found, tiles, scratch),
+        found.backward: backward_bytes(found, tiles, scratch),
     }
     gone = {*number_of, *ahead, *found.weight_gradients}
     for number, op in enumerate(ops):
         if number in passes:
             parts, count = passes[number]
             run = [graph.ops[n] for n in parts]
-            kernel = max(sum(one.workspace.after) for one in run)
             yield replace(
                 op,
-                workspace=Workspace((), (spaces[number] + kernel,)),
+                workspace=Workspace((), (spaces[number],)),
                 flops=sum(one.flops for one in run),
                 moved_bytes=sum(one.moved_bytes for one in run),
                 seconds=sum(one.seconds for one in run),
@@ -171,47 +191,35 @@ def _costed(graph: Graph, found: HeadOps, tiles: Tiles, ops: list[Op]) -> Iterat
             yield op
 
 
-def _row_bytes(found: HeadOps) -> int:
-    """Bytes that a row keeps until backward: statistics and expected gradients."""
-    return 2 * _STATISTIC_BYTES + (1 + 2 * found.has_sums) * found.log_bytes
+def _kept_by_kernels(graph: Graph, found: HeadOps) -> list[int]:
+    """Storages that kernels of the head keep beyond their outputs, such as scalars."""
+    makers = {*range(found.product, found.log_softmax), *found.elementwise}
+    return [
+        number
+        for number, one in enumerate(graph.storages)
+        if one.kind == "temporary"
+        and one.maker in makers
+        and number not in graph.ops[one.maker].outputs
+    ]
 
 
-def _forward_bytes(found: HeadOps, tiles: Tiles) -> int:
-    """Most bytes of the pass over tokens, without what it leaves."""
-    cuts = tiles.of_tokens(found.tokens)
-    most: int = max(one.stop - one.start for one in cuts)
-    cast = found.log_bytes if found.upcast else 0
-    logits = found.item_bytes + cast + 2 * found.log_bytes  # log-probabilities, seeds
-    more = 0
-    if found.is_capped:
-        more = 3 * found.item_bytes
-    if found.has_sums:
-        more = max(more, found.is_capped * found.item_bytes + 3 * found.log_bytes)
-    more = max(more, _wide_bytes(found))
-    ignored = found.tokens  # whether each row is
-    shifted = 0
-    if found.is_shifted:  # targets padded in front, then behind
-        shifted = _INDEX_BYTES * (2 * found.tokens + found.sequences)
-    values = found.log_bytes * (2 * most + (1 + 3 * found.has_sums) * found.tokens)
-    return most * found.words * (logits + more) + values + ignored + shifted
+def _scratch(graph: Graph, found: HeadOps) -> Scratch:
+    """Scratch memory of the head's own kernels in the whole step."""
 
+    def most(*numbers: int | None) -> int:
+        known = (graph.ops[n].workspace.bytes for n in numbers if n is not None)
+        return max(known, default=0)
 
-def _wide_bytes(found: HeadOps) -> int:
-    """Bytes by logit while 16-bit log-probabilities are made in float32."""
-    if found.log_bytes == _STATISTIC_BYTES:
-        return 0
-    return 2 * _STATISTIC_BYTES + 2 * found.is_capped * found.item_bytes
-
-
-def _backward_bytes(found: HeadOps, tiles: Tiles) -> int:
-    """Most bytes of the pass over the vocabulary, without the gradients it makes."""
-    cuts = tiles.of_vocabulary(found.words)
-    most: int = max(one.stop - one.start for one in cuts)
-    logits = most * found.item_bytes + 3 * found.log_bytes * (most + 1)
-    logits += most * max(3 * found.is_capped * found.item_bytes, _wide_bytes(found))
-    logits += 3 * found.has_sums * found.log_bytes
-    places = (_INDEX_BYTES + 3) * found.tokens
-    if found.has_bias:
-        bias = _INDEX_BYTES * found.tokens + most * found.item_bytes
-        places = max(places, bias)
-    return found.tokens * (logits + found.log_bytes) + places
+    weights = [n for n in found.weight_gradients if graph.ops[n].name == "mm"]
+    biases = [n for n in found.weight_gradients if n not in weights]
+    between = range(found.product + 1, found.log_softmax)
+    caps = [n for n in (*between, *found.elementwise) if graph.ops[n].name in CAP]
+    return Scratch(
+        most(found.product),
+        most(found.log_softmax),
+        most(found.backward),
+        most(found.hidden_gradient),
+        most(*weights),
+        most(*biases),
+        most(*caps) if found.is_capped else 0,
+    )

@@ -19,7 +19,6 @@ from typing import Protocol
 from ckplan.errors import InfeasibleError
 from ckplan.graph.records import OUTSIDE_CALLS
 from ckplan.plan.region import TILES, Region
-from ckplan.plan.tiles import Tiles
 from ckplan.simulating.moving import Link
 from ckplan.simulating.simulate import Simulator
 from ckplan.solving.baselines import can_recompute, find_repeated_layers
@@ -28,7 +27,7 @@ from ckplan.solving.offloading import MovingPlanner, movable, only_wanted
 from ckplan.solving.planner import Planner
 from ckplan.solving.replays import ReplayedPlan
 from ckplan.solving.solution import Baseline, FrontierPoint, Solution
-from ckplan.solving.tiled_heads import COUNTS, TilingPlanner, find_tileable_head
+from ckplan.solving.tiled_heads import TilingPlanner, find_tileable_head
 
 
 class Search(Protocol):
@@ -115,8 +114,8 @@ def lever_baselines(
         overhead = seconds / (line.unplanned_seconds or 1.0)
         yield replace(moving, name="save_on_cpu", overhead=overhead)
     if allow:
-        call, bits = find_tileable_head(graph, close="close" in allow)
-        head = Region(call, TILES, tiles=Tiles(COUNTS[0], COUNTS[0], bits))
+        call, counts = find_tileable_head(graph, close="close" in allow)
+        head = Region(call, TILES, tiles=counts[0])
         yield Baseline.of("chunked loss", planner.simulator.run([head]), limit)
 
 

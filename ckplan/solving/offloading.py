@@ -95,13 +95,19 @@ class MovingPlanner:
                 found.append(replace(solution, regions=regions, timeline=timeline))
         if not found:
             raise refused[min(refused)]
-        best = min(found, key=lambda s: (s.timeline.overhead, s.timeline.peak_bytes))
+        best = min(found, key=partial(_by_cost, limit))
         return replace(
             best,
             unplanned=self.planner.unplanned,
             bound_overhead=self._free.bound(limit.bytes),
             baselines=self.planner.standard_baselines.baselines(limit),
         )
+
+
+def _by_cost(limit: MemoryLimit, one: Solution) -> tuple[bool, float, int]:
+    """Plans that fit a card with its gaps first, then the cheaper ones."""
+    line = one.timeline
+    return not limit.allows(line), line.overhead, line.peak_bytes
 
 
 def host_rate(

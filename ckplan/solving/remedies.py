@@ -14,7 +14,7 @@ from functools import partial
 from ckplan import units
 from ckplan.graph.batch import batch_rows
 from ckplan.graph.graph import Graph
-from ckplan.graph.records import BEFORE_STEP, OUTSIDE_CALLS, Storage, TensorType
+from ckplan.graph.records import BEFORE_STEP, OUTSIDE_CALLS, Op, Storage, TensorType
 from ckplan.plan.region import Region
 from ckplan.simulating.simulate import Simulator, Timeline
 
@@ -25,6 +25,7 @@ BITS = (SAME, CLOSE, CHANGES)
 SMALLER = "a smaller batch, accumulated to the same total"
 _SMALLEST_SHARE = 0.02  # of the peak: what frees less is no remedy
 _CHUNKS = 8
+_GROUPS = 16  # of parameters, in an update
 _FEWEST_CACHED = 4  # tensors of one type, which layers hand out until backward ends
 _SIXTEEN = ("float16", "bfloat16")
 
@@ -69,6 +70,7 @@ def remedies(
         *_caches(graph, floor_of or (lambda other: _peak(other, regions))),
         *_smaller_batch(graph, regions, limit_bytes),
         *_chunks(graph, regions),
+        *_grouped_update(graph, regions),
         *_smaller_state(graph, regions),
         *_sixteen_bits(smallest),
     ]
@@ -211,6 +213,49 @@ def _has_size(tensor: TensorType | None, logits: TensorType) -> bool:
     if tensor is None or tensor.shape[-1:] != logits.shape[-1:]:
         return False
     return math.prod(tensor.shape) == math.prod(logits.shape)
+
+
+def _grouped_update(graph: Graph, regions: tuple[Region, ...]) -> Iterator[Remedy]:
+    """An update of fewer parameters at once, for the lists of ``foreach`` kernels."""
+    update = graph.ops[graph.backward_stop :]
+    most = max((_made_bytes(graph, op) for op in update if _is_list(op)), default=0)
+    largest = max(
+        (one.bytes for one in graph.storages if one.kind == "parameter"), default=0
+    )
+    group_bytes = max(largest, most // _GROUPS)
+    if group_bytes >= most:
+        return
+
+    def grouped(number: int, one: Storage) -> Storage:
+        del number
+        listed = one.maker >= graph.backward_stop and _is_list(graph.ops[one.maker])
+        if not listed or one.kind == "optimizer":
+            return one
+        return replace(one, bytes=one.bytes * group_bytes // most)
+
+    name = str(graph.options.get("optimizer", "default")).partition(":")[0]
+    size = f"{-(-group_bytes // 1024)}KiB"
+    if group_bytes > 1 << 20:
+        size = f"{-(-group_bytes >> 20)}MiB"
+    own = name in ("own", "none")
+    yield Remedy(
+        f"an update in groups of at most {size} of parameters",
+        f"ckplan.update_in_groups(optimizer, {size!r})"
+        if own
+        else f"--optimizer {'adamw' if name == 'default' else name}:foreach={size}",
+        Simulator(_with(graph, grouped)).run(regions).peak_bytes,
+        SAME,
+        overhead=0.0,
+        about=True,
+    )
+
+
+def _is_list(op: Op) -> bool:
+    return op.name.startswith("_foreach_")
+
+
+def _made_bytes(graph: Graph, op: Op) -> int:
+    return sum(graph.storages[one].bytes for one in op.creates)
 
 
 def _smaller_state(graph: Graph, regions: tuple[Region, ...]) -> Iterator[Remedy]:

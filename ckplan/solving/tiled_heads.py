@@ -13,10 +13,10 @@ from ckplan.errors import InfeasibleError, PlanError
 from ckplan.graph.graph import Graph
 from ckplan.plan.region import TILES, Region
 from ckplan.plan.tiles import CLOSE_BITS, SAME_BITS, Tiles
-from ckplan.simulating.heads import find_head
+from ckplan.simulating.heads import HeadOps, find_head
 from ckplan.simulating.moving import Link
 from ckplan.simulating.simulate import Simulator
-from ckplan.simulating.tiling import tile_graph
+from ckplan.simulating.tiling import tested, tile_graph
 from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.offloading import MovingPlanner
 from ckplan.solving.planner import Planner
@@ -27,8 +27,13 @@ from ckplan.solving.solution import Solution
 COUNTS = (8, 32)  # tiles of tokens, and of the vocabulary
 
 
-def find_tileable_head(graph: Graph, *, close: bool = False) -> tuple[int, str]:
-    """The last call that can run in tiles, and the bits that tiles give.
+def find_tileable_head(
+    graph: Graph, *, close: bool = False
+) -> tuple[int, tuple[Tiles, ...]]:
+    """The last call that can run in tiles, and the tiles to choose from.
+
+    Bits are those that ``profile`` tested; where it did not, those of the rule that 16
+    bits without a cast are close, and others are the same.
 
     Args:
         graph: The step.
@@ -45,18 +50,40 @@ def find_tileable_head(graph: Graph, *, close: bool = False) -> tuple[int, str]:
             except PlanError as error:
                 why = why or error
                 continue
-            if close or not found.is_close:
-                return call, CLOSE_BITS if found.is_close else SAME_BITS
-            why = why or PlanError(
-                f"cannot tile {graph.calls[call]}: its logits have 16 bits and are not "
-                "cast to float32, so that tiles give other bits",
-                needed="a cast to float32 before F.cross_entropy",
-                hint="logits.float(), or --allow tiles --allow close",
-            )
+            every = [_tiles(graph, call, n, found) for n in COUNTS]
+            fit = tuple(one for one in every if close or one.bits == SAME_BITS)
+            if fit:
+                return call, fit
+            why = why or _other_bits(graph, call, every[0], found)
     raise why or PlanError(
         f"cannot tile a head of {graph.model}: it has no linear layer",
         needed="a linear layer whose logits F.cross_entropy reads",
         hint="leave out --allow tiles",
+    )
+
+
+def _tiles(graph: Graph, call: int, count: int, found: HeadOps) -> Tiles:
+    """So many tiles each way, with their bits."""
+    test = tested(graph, call, Tiles(count, count))
+    difference = test.difference if test is not None else 0.0
+    is_close = found.is_close or difference > 0
+    bits = CLOSE_BITS if is_close else SAME_BITS
+    return Tiles(count, count, bits, difference)
+
+
+def _other_bits(graph: Graph, call: int, tiles: Tiles, found: HeadOps) -> PlanError:
+    if not found.is_close:
+        return PlanError(
+            f"cannot tile {graph.calls[call]}: profile found other bits, by up to "
+            f"{tiles.difference:.1e} of the largest value",
+            needed="the same bits on this device, with this number of threads",
+            hint="profile and train with OMP_NUM_THREADS=1, or --allow close",
+        )
+    return PlanError(
+        f"cannot tile {graph.calls[call]}: its logits have 16 bits and are not "
+        "cast to float32, so that tiles give other bits",
+        needed="a cast to float32 before F.cross_entropy",
+        hint="logits.float(), or --allow tiles --allow close",
     )
 
 
@@ -77,8 +104,7 @@ class TilingPlanner:
             PlanError: No head can run in tiles.
         """
         graph = planner.graph
-        call, bits = find_tileable_head(graph, close=close)
-        counts = [Tiles(n, n, bits) for n in COUNTS]
+        call, counts = find_tileable_head(graph, close=close)
         heads = [Region(call, TILES, tiles=one) for one in counts]
         tiled = [Planner(tile_graph(graph, call, one)) for one in counts]
         searches = [_search(one, link) for one in (planner, *tiled)]

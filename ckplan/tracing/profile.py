@@ -36,6 +36,7 @@ from ckplan.tracing.recording.side_effects import preserve_rng_state
 from ckplan.tracing.seconds import coding_costs_of, costs_of, engine_costs_of
 from ckplan.tracing.smaller_batches import DoesNotFitError, profile_smaller_batches
 from ckplan.tracing.steps.measured import with_seconds_in_step
+from ckplan.tracing.steps.tiled_bits import with_tested_tiles
 from ckplan.tracing.target import TraceTarget, find_target
 from ckplan.tracing.trace import trace, trace_on_real_tensors
 from ckplan.tracing.watched_step import BuildWorkload, FakeScope, TracedStep
@@ -286,13 +287,30 @@ def _profile(
         tell("running forward twice", 0, 0)
         place = target.placed
         graph = with_nondeterminism_hazards(graph, real, training, place)
-    if target.device.type != "cpu" or target.gpu or too_large or in_step is False:
+    if target.gpu or too_large:
         return graph
-    asked = known is None and bool(in_step)
+    return _measured_whole(graph, real, training, target, cache, in_step, progress)
+
+
+def _measured_whole(
+    graph: Graph,
+    real: Callable[[], Workload],
+    training: Training,
+    target: TraceTarget,
+    cache: CostCache,
+    in_step: bool | OtherSteps | None,
+    progress: Progress | None,
+) -> Graph:
+    """A graph with what more than single ops shows: bits of tiles, whole steps."""
+    known = in_step if isinstance(in_step, OtherSteps) else None
+    if known is None:
+        graph = with_tested_tiles(graph, target.placed, cache, progress)
+    if target.device.type != "cpu" or in_step is False:
+        return graph
     measured = partial(
         with_seconds_in_step,
         *(graph, real, training, cache),
-        asked=asked,
+        asked=known is None and bool(in_step),
         progress=progress,
     )
     return (

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ckplan.errors import WorkloadError, did_you_mean
+from ckplan import units
+from ckplan.errors import CkplanError, WorkloadError, did_you_mean
+from ckplan.training.grouped_updates import update_in_groups
 
 KERNELS = ("foreach", "fused", "single")
 """Implementations of an update: on lists, fused in one kernel, per parameter."""
@@ -71,10 +73,11 @@ OPTIMIZERS = (*_MAKERS, "none", "own")
 
 
 def check_optimizer(text: object) -> None:
-    """Refuse text other than ``name`` or ``name:kernel``.
+    """Refuse text other than ``name``, ``name:kernel`` or ``name:foreach=SIZE``.
 
     Raises:
-        WorkloadError: There is no such optimizer, or it has no such kernel.
+        WorkloadError: There is no such optimizer, it has no such kernel, or only
+            ``foreach`` updates groups of a size.
     """
     if not isinstance(text, str):
         raise WorkloadError(
@@ -92,11 +95,28 @@ def check_optimizer(text: object) -> None:
             hint=f"did you mean '{near}'?" if near else "--optimizer adamw",
         )
     known = _kernels_of(name)
+    kernel, grouped, size = kernel.partition("=")
+    if grouped and kernel in known:
+        _check_group(kernel, size, text)
     if colon and kernel not in known:
         raise WorkloadError(
             f"the optimizer '{name}' has no kernel '{kernel}'",
             needed="one of " + ", ".join(known) if known else "its name alone",
             hint=f"--optimizer {name}",
+        )
+
+
+def _check_group(kernel: str, size: str, text: str) -> None:
+    """Refuse a size of groups that is none, or of kernels that have no temporaries."""
+    try:
+        fits = kernel == "foreach" and units.parse_bytes(size) > 0
+    except CkplanError:
+        fits = False
+    if not fits:
+        raise WorkloadError(
+            f"cannot train with '{text}': '{kernel}={size}' is no size of groups",
+            needed="foreach=SIZE, the bytes of the parameters that are updated at once",
+            hint="--optimizer adamw:foreach=64MiB",
         )
 
 
@@ -115,12 +135,14 @@ def make_optimizer(
     that emulate CUDA. This function selects it for them.
     """
     name, _, kernel = text.partition(":")
+    kernel, _, size = kernel.partition("=")
     if not kernel and device == "cuda" and _kernels_of(name):
         kernel = "foreach"
     options = _SWITCHES[kernel] if kernel else {}
     if name == "adafactor":
         options = {key: on for key, on in options.items() if key == "foreach"}
-    return _MAKERS[name](parameters, lr=1e-3, **options)
+    optimizer = _MAKERS[name](parameters, lr=1e-3, **options)
+    return update_in_groups(optimizer, size or None)
 
 
 _SWITCHES = {

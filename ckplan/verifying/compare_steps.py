@@ -14,7 +14,7 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from ckplan.errors import CkplanError
-from ckplan.plan.tiles import CLOSE_BITS
+from ckplan.verifying.closeness import is_within, stated_difference
 from ckplan.verifying.phases import TimedStep
 from ckplan.verifying.step_process import StepProcess, take_turns
 from ckplan.verifying.worker import FirstSteps, OutOfMemoryError, Result
@@ -49,8 +49,17 @@ class StepPair:
         sides: Sequence[Callable[..., StepProcess]],
         start_substitute: Callable[[], StepProcess | None],
         running: ExitStack,
+        plan: Plan | None = None,
     ) -> None:
-        """Start both, or later the substitute for a step that does not fit."""
+        """Start both, or later the substitute for a step that does not fit.
+
+        Args:
+            sides: Start the unplanned and the planned process.
+            start_substitute: Starts what stands in for the unplanned one.
+            running: Ends both.
+            plan: The plan, which may state that results are close.
+        """
+        self._stated = stated_difference(plan)
         self.notes: list[str] = []
         self.fits = True  # whether the unplanned step fits in memory
         self._instead = start_substitute
@@ -69,6 +78,8 @@ class StepPair:
         """
         unplanned, planned = self._once(tell)
         if unplanned is None or not self.fits or unplanned.digests == planned.digests:
+            return unplanned, planned
+        if is_within(planned.differences, self._stated):
             return unplanned, planned
         seen = [[unplanned], [planned]]
         for side, start in [*enumerate(self._sides)] * _MOST_REPEATS:
@@ -175,9 +186,8 @@ def first_steps_at_smaller_batch(
             return None
         sides = [partial(start, chosen, halvings) for chosen in (None, plan)]
         with ExitStack() as running:
-            unplanned, planned = StepPair(sides, lambda: None, running).first_steps(
-                tell
-            )
+            pair = StepPair(sides, lambda: None, running, plan)
+            unplanned, planned = pair.first_steps(tell)
         return (unplanned, planned) if unplanned else None
     return None
 
@@ -208,24 +218,6 @@ def comparison_notes(
         yield NOTE_FEWER.format(fewer[0].rows, planned.rows)
     elif reference is None:
         yield NOTE_NOT_COMPARED
-
-
-def bits_notes(
-    plan: Plan | None, different: tuple[Result, ...] | None
-) -> Iterator[str]:
-    """Notes on the bits that a plan states for its tiles, and whether they were so."""
-    for one in plan.regions if plan is not None else ():
-        if one.tiles is None:
-            continue
-        states = f"{one.calls} runs in tiles, the plan states bits: {one.tiles.bits}"
-        if different is None:
-            yield f"{states}; not compared"
-        elif not different:
-            yield f"{states}; all results have the same"
-        elif one.tiles.bits == CLOSE_BITS:
-            yield f"{states}; results differ, how far is not checked"
-        else:
-            yield f"{states}, but results differ: do not train with this plan"
 
 
 def _chance(seen: Sequence[Sequence[FirstSteps]], compared: str) -> str:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from ckplan.errors import CkplanError, VerifyError
 from ckplan.training.loading import WorkloadSpec
 from ckplan.training.step import DEFAULT_TRAINING, Training
+from ckplan.verifying.closeness import Reference
 from ckplan.verifying.fork_server import ForkedProcess, can_fork, fork_to
 from ckplan.verifying.phases import TimedStep
 from ckplan.verifying.worker import TIMED_STEP, FirstSteps, Job, out_of_memory
@@ -55,6 +56,7 @@ class StepProcess:
         cap_bytes: Most bytes that a GPU's allocator may reserve, or None.
         halvings: Number of times that its batch is halved.
         spill: Folder that offloaded tensors move to.
+        reference: File that results are compared through, for close plans.
         one_thread: Whether CPU kernels run on one thread, which fixes the order of
             sums.
     """
@@ -71,11 +73,13 @@ class StepProcess:
         cap_bytes: int | None = None,
         halvings: int = 0,
         spill: Path | None = None,
+        reference: Reference | None = None,
         *,
         one_thread: bool = False,
     ) -> None:
         self._threads = {"OMP_NUM_THREADS": "1"} if one_thread else {}
-        self._job = Job(spec, plan, training, seed, device, cap_bytes, halvings, spill)
+        options = (training, seed, device, cap_bytes, halvings, spill, reference)
+        self._job = Job(spec, plan, *options)
         self._process: subprocess.Popen[bytes] | ForkedProcess | None = None
 
     def start(self) -> None:

@@ -14,7 +14,6 @@ from ckplan.plan.file import as_plan
 from ckplan.plan.plan import Plan
 from ckplan.plan.region import RERUN, Region
 from ckplan.plan.resolve import describe
-from ckplan.plan.tiles import CLOSE_BITS
 from ckplan.simulating.curve import PLANNED, UNPLANNED
 from ckplan.simulating.simulate import Simulator
 from ckplan.solving.baselines import can_recompute, find_repeated_layers
@@ -23,9 +22,16 @@ from ckplan.tracing.target import find_target
 from ckplan.training.loading import WorkloadSpec
 from ckplan.training.remembered import complete
 from ckplan.training.step import Training
+from ckplan.verifying.closeness import (
+    Reference,
+    bits_notes,
+    close_tiles,
+    file_for_results,
+    is_within,
+    stated_difference,
+)
 from ckplan.verifying.compare_steps import (
     StepPair,
-    bits_notes,
     comparison_notes,
     differing_results,
     first_steps_at_smaller_batch,
@@ -88,16 +94,31 @@ class Verification(AbstractOutcome):
     spilled_bytes: int = 0  # of the file that offloaded tensors move to
     host_bytes: int = 0  # of pinned host memory that they move to
     close_tiles: tuple[str, ...] = ()  # calls of which the plan states `bits: close`
+    stated_difference: float | None = None  # the most that the plan allows there
+    # The largest in loss and gradients of the first step, relative to the largest value
+    # of its tensor; None if the plan states no close bits.
+    largest_difference: float | None = None
+
+    @property
+    def is_close(self) -> bool:
+        """Whether loss and gradients differ by at most what the plan states."""
+        differ = False in (self.gradients_equal, self.loss_equal)
+        found = self.largest_difference
+        return (
+            differ
+            and found is not None
+            and is_within({"": found}, self.stated_difference)
+        )
 
     @property
     def passed(self) -> bool:
-        """Whether nothing differs and the measured peak is within the budget."""
-        equal = (
-            self.gradients_equal,
-            self.buffers_equal,
-            self.loss_equal,
-            self.random_state_equal,
-        )
+        """Whether nothing differs, and the measured peak is within the budget.
+
+        Loss and gradients may differ by what a plan with close bits states.
+        """
+        results = (self.gradients_equal, self.loss_equal)
+        exact = (self.buffers_equal, self.random_state_equal)
+        equal = exact if self.is_close else (*results, *exact)
         return self.fits and False not in equal
 
 
@@ -170,7 +191,9 @@ def verify(
         chosen: Plan | None, halvings: int = 0, *, one_thread: bool = False
     ) -> StepProcess:
         folder = Path(spill) if spill is not None and chosen is plan else None
-        job = spec, chosen, training, seed, device_name, cap_bytes, halvings, folder
+        reference = None if results is None else Reference(results, chosen is plan)
+        options = (cap_bytes, halvings, folder, reference)
+        job = spec, chosen, training, seed, device_name, *options
         return StepProcess(*job, one_thread=one_thread)
 
     def start_substitute() -> StepProcess | None:
@@ -178,24 +201,27 @@ def verify(
         return None if everything is None else start(everything)
 
     load = machine_load()
-    with ExitStack() as running:
-        pair = StepPair(
-            [partial(start, None), partial(start, plan)], start_substitute, running
-        )
-        reference, planned = pair.first_steps(tell)
-        timing = compare_times(*pair.timed_steps(steps, tell), load)
+    with file_for_results(plan) as results:
+        with ExitStack() as running:
+            sides = [partial(start, None), partial(start, plan)]
+            pair = StepPair(sides, start_substitute, running, plan)
+            reference, planned = pair.first_steps(tell)
+            timing = compare_times(*pair.timed_steps(steps, tell), load)
+        fewer = None if pair.fits else first_steps_at_smaller_batch(start, plan, tell)
     unplanned = reference if pair.fits else None
-    fewer = None if pair.fits else first_steps_at_smaller_batch(start, plan, tell)
     predicted = predict(trace, plan, training, planned.fingerprint)
     compared = comparison_notes(reference, planned, fewer)
     different = differing_results((reference, planned), fewer)
+    far = (fewer[1] if fewer else planned).differences
+    bits = bits_notes(plan, None if different is None else bool(different), far)
     found = _judge(
         plan,
         (unplanned, planned),
         different,
         timing,
-        (*pair.notes, *compared, *bits_notes(plan, different), *predicted.notes),
+        (*pair.notes, *compared, *bits, *predicted.notes),
     )
+    found = replace(found, largest_difference=max(far.values(), default=None))
     both = ((UNPLANNED, unplanned), (PLANNED, planned))
     measured = {which: one.curve for which, one in both if one and one.curve}
     reserved = predicted.reserved
@@ -285,11 +311,8 @@ def _judge(
         measured_reserved_bytes=gpu.reserved_peak_bytes if gpu else None,
         spilled_bytes=planned.spilled_bytes,
         host_bytes=planned.host_bytes,
-        close_tiles=tuple(
-            one.calls
-            for one in (plan.regions if plan else ())
-            if one.tiles is not None and one.tiles.bits == CLOSE_BITS
-        ),
+        close_tiles=tuple(calls for calls, _ in close_tiles(plan)),
+        stated_difference=stated_difference(plan),
     )
 
 

@@ -47,6 +47,7 @@ from ckplan.training.workload import on_device, rows_of
 if TYPE_CHECKING:
     from ckplan.applying.hooks.choices import RegionStatus
     from ckplan.plan.plan import Plan
+from ckplan.verifying.closeness import Reference
 from ckplan.verifying.phases import PhaseClock, TimedStep
 from ckplan.verifying.worker_state import (
     bytes_held_on_gpu,
@@ -80,6 +81,7 @@ class Job:
     cap_bytes: int | None = None  # most bytes that the device's allocator may reserve
     halvings: int = 0  # number of times the batch is halved
     spill: Path | None = None  # folder that offloaded tensors move to, or host
+    reference: Reference | None = None  # for plans that state close bits
 
     @property
     def title(self) -> str:
@@ -114,6 +116,9 @@ class FirstSteps:
     )  # after step 2
     spilled_bytes: int = field(default=0, compare=False)  # of the file
     host_bytes: int = field(default=0, compare=False)  # of pinned memory
+    differences: Mapping[str, float] = field(
+        default_factory=dict, compare=False
+    )  # of loss and gradients of step 1, where the plan states close bits
 
 
 class Worker:
@@ -165,6 +170,7 @@ class Worker:
                 **first,
                 **_buffer_digests(step, 1),
             }
+            differences = self._meet(value, step)
             del value  # so that step 2 starts without the loss of step 1
 
             step.zero_grad()
@@ -185,7 +191,7 @@ class Worker:
         )  # gradients stay until the next zero_grad
         digests.update(_buffer_digests(step, 2))
         digests[Result(2, "random state")] = random_state_digest(device)
-        regions, *elsewhere = status_of(self._job.plan, model)
+        regions, spilled_bytes, host_bytes = status_of(self._job.plan, model)
         return FirstSteps(
             digests,
             peak_bytes,
@@ -194,8 +200,16 @@ class Worker:
             known_before,
             rows_of(workload),
             gpu,
-            *elsewhere,
+            spilled_bytes,
+            host_bytes,
+            differences,
         )
+
+    def _meet(self, loss: torch.Tensor, step: TrainingStep) -> dict[str, float]:
+        if self._job.reference is None:
+            return {}
+        named = step.workload.model.named_parameters()
+        return self._job.reference.meet({"loss": loss} | {n: p.grad for n, p in named})
 
     def _check(self, loss: torch.Tensor, title: str) -> None:
         if self._job.plan is None:  # with a plan, a non-finite loss is a difference

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,13 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ckplan
-from ckplan.errors import CkplanError, InfeasibleError, PlanError
+from ckplan.errors import CkplanError, GraphError, InfeasibleError, PlanError
+from ckplan.graph import file as graph_file
 from ckplan.graph.graph import Graph
 from ckplan.plan import file as plan_file
 from ckplan.plan.plan import Plan, PlannedRegion
 from ckplan.plan.resolve import describe, resolve
 from ckplan.plan.tiles import CLOSE_BITS, SAME_BITS, Tiles
 from ckplan.simulating.simulate import simulate
+from ckplan.tracing.steps import tiled_bits
 from tests.helpers.measured import peak_bytes_of
 
 WORDS, TOKENS, WIDTH = 1200, 96, 16
@@ -61,8 +64,17 @@ def smoothed_loss(logits: Tensor, ids: Tensor) -> Tensor:
     return F.cross_entropy(flat, ids.view(-1), label_smoothing=0.1)
 
 
+def smoothed_and_capped_loss(logits: Tensor, ids: Tensor) -> Tensor:
+    return smoothed_loss(torch.tanh(logits / 5.0) * 5.0, ids)
+
+
 LOSSES = {"plain": plain_loss, "shifted": shifted_loss}
-OTHERS = {"capped": capped_loss, "smoothed": smoothed_loss}
+OTHERS = {
+    "capped": capped_loss,
+    "smoothed": smoothed_loss,
+    "both": smoothed_and_capped_loss,
+}
+NUMBERS = {"smoothed": 16, "both": 16}  # bytes of numbers that the loss drops earlier
 
 
 def recorded(name: str, dtype: torch.dtype = torch.float32) -> Graph:
@@ -137,11 +149,11 @@ def test_soft_caps_and_label_smoothing_run_in_tiles_by_a_plan(name: str) -> None
         plan = plan_of(*counts)
         peak, gradients = measured(name, plan)
         predicted = simulate(graph, resolve(plan, graph)).peak_bytes
-        assert peak <= predicted <= 1.01 * peak, counts
+        assert 0 <= predicted - peak <= NUMBERS.get(name, 0), counts
         assert all(map(torch.equal, gradients, expected))
 
 
-@pytest.mark.parametrize("name", ["plain", "capped"])
+@pytest.mark.parametrize("name", ["plain", "capped", "both"])
 def test_heads_of_16_bits_without_a_cast_are_close_and_told(name: str) -> None:
     graph = recorded(name, torch.bfloat16)
     tiles = Tiles(3, 8, CLOSE_BITS)
@@ -149,7 +161,7 @@ def test_heads_of_16_bits_without_a_cast_are_close_and_told(name: str) -> None:
     peak, gradients = measured(name, plan, torch.bfloat16)
     _, expected = measured(name, None, torch.bfloat16)
     predicted = simulate(graph, resolve(plan, graph)).peak_bytes
-    assert peak <= predicted <= 1.1 * peak
+    assert 0 <= predicted - peak <= NUMBERS.get(name, 0)
     assert not all(map(torch.equal, gradients, expected))
     with pytest.raises(PlanError, match="its logits have 16 bits") as error:
         ckplan.solve(graph, goal="min-memory", allow=["tiles"])
@@ -159,7 +171,9 @@ def test_heads_of_16_bits_without_a_cast_are_close_and_told(name: str) -> None:
         simulate(graph, resolve(same, graph))
     assert str(error.value).count("\n") == 2
     solved = ckplan.solve(graph, goal="min-memory", allow=["tiles", "close"])
-    assert [one.tiles.bits for one in solved.regions if one.tiles] == [CLOSE_BITS]
+    (chosen,) = (one.tiles for one in solved.regions if one.tiles)
+    assert chosen.bits == CLOSE_BITS
+    assert 1e-3 < chosen.difference < 0.1
     for one, other in zip(gradients, expected, strict=True):
         assert (one - other).abs().max() <= 0.01 * other.abs().max()
 
@@ -172,6 +186,53 @@ def test_close_bits_are_offered_only_where_tiles_change_bits(
     with pytest.raises(CkplanError, match="cannot allow close bits alone") as error:
         ckplan.solve(step[1], goal="min-memory", allow=["close"])
     assert str(error.value).count("\n") == 2
+
+
+def test_a_profile_tests_the_bits_of_the_tiles_that_are_solved_for(
+    step: tuple[str, Graph], tmp_path: Path
+) -> None:
+    _, graph = step
+    threads = torch.get_num_threads()
+    counts = [(one.tokens, one.vocabulary, one.threads) for one in graph.tiled]
+    assert counts == [(8, 8, threads), (32, 32, threads)]
+    graph_file.save(graph, tmp_path / "trace.json")
+    assert graph_file.load(tmp_path / "trace.json").tiled == graph.tiled
+    assert '"tiled"' not in graph_file.dumps(replace(graph, tiled=()))
+    worse = replace(graph.tiled[1], call=len(graph.calls))
+    with pytest.raises(GraphError, match="a test of tiles of call"):
+        replace(graph, tiled=(worse,))
+
+
+def test_tiles_that_a_test_found_close_need_to_be_allowed(
+    step: tuple[str, Graph],
+) -> None:
+    _, graph = step
+    few, many = (replace(one, difference=0.0) for one in graph.tiled)
+    far = replace(many, difference=1.5e-3)
+    solve = partial(ckplan.solve, goal="min-memory")
+    found = solve(replace(graph, tiled=(few, far)), allow=["tiles"])
+    assert [one.tiles for one in found.regions if one.tiles] == [Tiles(8, 8)]
+    both = replace(graph, tiled=(replace(few, difference=1.2e-7), far))
+    with pytest.raises(
+        PlanError, match=r"profile found other bits, by up to 1\.2e-07"
+    ) as error:
+        solve(both, allow=["tiles"])
+    assert str(error.value).count("\n") == 2
+    found = solve(both, allow=["tiles", "close"])
+    close = Tiles(32, 32, CLOSE_BITS, 1.5e-3)
+    assert [one.tiles for one in found.regions if one.tiles] == [close]
+    with pytest.raises(PlanError, match="with the same bits: profile found") as error:
+        simulate(both, resolve(plan_of(8, 8), both))
+    assert str(error.value).count("\n") == 2
+
+
+def test_a_head_too_large_to_test_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiled_bits, "_LONGEST_SECONDS", 0.0)
+    graph = recorded("capped", torch.float16)
+    assert not graph.tiled
+    assert any(
+        "tiles of head#0: bits not tested: it would take" in n for n in graph.notes
+    )
 
 
 def test_tiles_cost_time_and_other_ops_stay(step: tuple[str, Graph]) -> None:

@@ -24,8 +24,9 @@ from ckplan.plan.plan import Plan, PlannedRegion
 from ckplan.plan.resolve import resolve
 from ckplan.simulating.moving import Link
 from ckplan.simulating.queues import CopyEvent, _with_copies
-from ckplan.simulating.simulate import Simulator
-from ckplan.solving.offloading import host_rate, with_moves
+from ckplan.simulating.simulate import Simulator, Timeline
+from ckplan.solving.memory_limit import MemoryLimit
+from ckplan.solving.offloading import MovingPlanner, host_rate, with_moves
 from ckplan.solving.planner import Planner
 from ckplan.units import parse_budget
 
@@ -147,6 +148,23 @@ def test_a_card_moves_to_the_host_at_the_rate_of_its_link() -> None:
     assert host_rate(on_card(), "host", "H100") == find("H100").link
     assert "host_bytes" in plan_file.dumps(plan)
     assert plan_file.loads(plan_file.dumps(plan), "plan").predicted == plan.predicted
+
+
+class Card(MemoryLimit):
+    """A card that has no room for plans that move."""
+
+    def allows(self, timeline: Timeline) -> bool:
+        return timeline.peak_bytes <= self.bytes and not timeline.moves.moved_bytes
+
+
+def test_a_plan_that_fits_a_card_goes_before_a_cheaper_one_that_does_not() -> None:
+    planner = Planner(on_card(5.0))
+    moving = MovingPlanner(planner, Link(1e12, both_ways=True))
+    limit = MemoryLimit(planner.unplanned.peak_bytes * 3 // 4)
+    assert moving.solve(limit).timeline.moves.moved_bytes
+    found = moving.solve(Card(limit.bytes, of_reserved=True)).timeline
+    assert not found.moves.moved_bytes
+    assert found.peak_bytes <= limit.bytes
 
 
 @pytest.mark.parametrize("microseconds", [0.001, 300.0])

@@ -39,6 +39,7 @@ MORE_WAYS = [
     Training("momentum:foreach"),
     Training("sgd:fused"),
     Training("adafactor:foreach"),
+    Training("adamw:foreach=20KiB"),
     Training(clip=0.1),
     Training(amp="fp16", scaler=True),
     Training(amp="bf16"),

@@ -7,7 +7,9 @@ import subprocess
 import sys
 import types
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from tempfile import gettempdir
 from types import ModuleType
 from typing import Any
 
@@ -31,6 +33,7 @@ from ckplan.training.step import Training, make_step
 from ckplan.training.workload import Workload
 from ckplan.verifying import compare_steps as pair
 from ckplan.verifying import verify as verifying
+from ckplan.verifying.closeness import Reference, difference
 from ckplan.verifying.phases import PhaseSeconds, TimedStep
 from ckplan.verifying.step_process import StepProcess, interleave
 from ckplan.verifying.verify import Verification, verify
@@ -452,7 +455,7 @@ def test_steps_that_never_agree_are_compared_on_one_thread(
         ("same", "aa", "bits: same; all results have the same"),
         ("same", "ab", "bits: same, but results differ: do not train with this plan"),
         ("close", "aa", "bits: close; all results have the same"),
-        ("close", "ab", "bits: close; results differ, how far is not checked"),
+        ("close", "ab", "bits: close; results differ, how far is not known"),
     ],
 )
 def test_the_bits_that_a_plan_states_are_checked(
@@ -469,6 +472,112 @@ def test_the_bits_that_a_plan_states_are_checked(
             bits == "close",
             bits == "same",
         )
+
+
+CLOSE_HEAD = """
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(640, 16), nn.Linear(16, 640)
+
+    def forward(self, ids):
+        return cross_entropy(self.head(self.embedding(ids)), ids)
+
+
+def build():
+    return Model().bfloat16(), torch.arange(128) * 5
+"""
+
+
+def _plan_of_close_head(stated: float) -> Plan:
+    tiles = Tiles(2, 4, "close", stated)
+    return Plan(regions=(PlannedRegion("head", "tiles", tiles=tiles),))
+
+
+@SLOW
+def test_close_results_pass_within_what_the_plan_states(tmp_path: Path):
+    (tmp_path / "model.py").write_text(CLOSE_HEAD)
+    before = set(Path(gettempdir()).glob("ckplan-*"))
+    for stated, passes in ((0.05, True), (1e-4, False), (0.0, False)):
+        plan = _plan_of_close_head(stated)
+        found = verify(tmp_path / "model.py", plan, optimizer="sgd", steps=0)
+        assert found.passed == found.is_close == passes
+        assert found.gradients_equal is False
+        assert found.largest_difference and 1e-4 < found.largest_difference < 0.05
+    assert set(Path(gettempdir()).glob("ckplan-*")) == before
+
+
+def test_a_planned_process_measures_how_far_its_results_are(tmp_path: Path):
+    (tmp_path / "model.py").write_text(CLOSE_HEAD)
+    spec = WorkloadSpec(str(tmp_path / "model.py"))
+    file = tmp_path / "results.pt"
+    plain, close, again = (
+        Worker(
+            Job(spec, plan, Training("sgd"), 0, reference=Reference(file, is_planned))
+        ).answer(FIRST_STEPS)
+        for plan, is_planned in (
+            (None, False),
+            (_plan_of_close_head(0.05), True),
+            (None, True),
+        )
+    )
+    assert plain.differences == {}
+    assert {*again.differences.values()} == {0.0}
+    assert close.differences.keys() == again.differences.keys()
+    assert close.differences["loss"] == close.differences["embedding.weight"] == 0.0
+    assert 1e-4 < close.differences["head.weight"] < 0.05
+    assert again.digests == plain.digests != close.digests
+
+
+@pytest.mark.parametrize(
+    ("stated", "far", "kinds", "passes"),
+    [
+        (0.05, 3.04e-3, "gradient", True),
+        (3e-3, 3.04e-3, "gradient", False),
+        (0.05, float("inf"), "gradient", False),
+        (0.0, 3.04e-3, "gradient", False),
+        (0.05, 3.04e-3, "buffer", False),
+    ],
+)
+def test_close_results_are_held_to_what_the_plan_states(
+    scripted: Callable[..., Verification],
+    stated: float,
+    far: float,
+    kinds: str,
+    passes: bool,
+):
+    one, other = (_first_steps(loss=text, **{kinds: text}) for text in "ab")
+    other = replace(other, differences={"loss": 0.0, "head.weight": far})
+    sides = _Scripted([one] * 3), _Scripted([other] * 3)
+    found = scripted(*sides, _plan_of_close_head(stated), steps=0)
+    assert found.passed == passes
+    assert found.largest_difference == far
+    assert f"; found up to {far:.1e}, in head.weight" in found.notes[0]
+    shown = render(verification_report(found))
+    assert ("close, as the plan states" in shown) == found.is_close
+    if passes:
+        return
+    error = str(verification_error(found))
+    assert error.count("\n") == 2
+    if stated == 3e-3:
+        assert "by 3.0e-03 of the largest value" in error
+        assert "at most 3.0e-03, as the plan states" in error
+        assert "difference: 3.2e-03 in the plan" in error
+
+
+def test_differences_are_relative_to_the_largest_value():
+    one = torch.tensor([1.0, -4.0, 2.0])
+    assert difference(one, one.clone()) == 0.0
+    assert difference(one, one + torch.tensor([0.0, 0.0, 1.0])) == 0.25
+    assert difference(None, None) == 0.0
+    for other in (None, one[:2], one.double(), one * float("nan")):
+        assert difference(one, other) == float("inf")
+    assert difference(torch.zeros(2), torch.ones(2)) == float("inf")
 
 
 def test_overhead_is_the_median_of_ratios(scripted: Callable[..., Verification]):
@@ -657,7 +766,7 @@ def test_an_unplanned_step_that_does_not_fit_is_compared_with_every_layer_run_ag
             spec: object, choice: Plan | None, *how: object, one_thread: bool
         ) -> _Scripted:
             assert not one_thread
-            if how[-2]:
+            if how[-3]:
                 return _Scripted([VerifyError("no rows", needed="rows", hint="more")])
             if choice is None:
                 return scripts["unplanned"]
@@ -702,8 +811,8 @@ def test_a_difference_at_a_smaller_batch_counts(
         spec: object, choice: Plan | None, *how: Any, one_thread: bool
     ) -> _Scripted:
         assert not one_thread
-        name = f"{how[-2]}, {choice is None}" if how[-2] else "whole"
-        fits = choice is not None or how[-2] == fits_at
+        name = f"{how[-3]}, {choice is None}" if how[-3] else "whole"
+        fits = choice is not None or how[-3] == fits_at
         return _Scripted([_first_steps(60, loss=name), 1.0] if fits else [FULL])
 
     monkeypatch.setattr(verifying, "StepProcess", process)

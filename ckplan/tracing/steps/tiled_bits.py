@@ -1,0 +1,106 @@
+"""Test whether a head gives the same bits in tiles, where the step will train.
+
+Which kernel sums in which order depends on shapes, dtype, device and threads, so the
+tiles that solvers choose from are compared with autograd on random values of the head's
+own shape. Results are kept with the measured costs, which belong to a device, a version
+of torch and a number of threads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from ckplan.applying.tiling import check_bits
+from ckplan.errors import PlanError
+from ckplan.graph.graph import Graph
+from ckplan.graph.records import TiledBits
+from ckplan.simulating.heads import HeadOps, find_head
+from ckplan.solving.tiled_heads import COUNTS, find_tileable_head
+from ckplan.tracing.costs.calibrate import Progress
+from ckplan.tracing.costs.cost_cache import Cost, CostCache
+from ckplan.training.failures import first_line, is_out_of_memory
+from ckplan.training.free_memory import free_bytes
+from ckplan.training.warm_up import warm_up_vector_kernels
+
+MARGIN = 4.0
+"""A plan states as many times the difference found: other values, other rounding."""
+_LONGEST_SECONDS = 20.0
+_RUNS = 3 + 4 * len(COUNTS)  # products of the head: plain, and in tiles
+_PLAIN_TENSORS = 6  # of the size of log-probabilities, at once
+_SOFT_CAP, _SMOOTHING = 30.0, 0.1
+
+
+def with_tested_tiles(
+    graph: Graph, device: torch.device, cache: CostCache, progress: Progress | None
+) -> Graph:
+    """Add to a graph whether its head gives the same bits in tiles.
+
+    A head that is too large to be tested gets a note; a graph without one stays.
+
+    Args:
+        graph: A step that was recorded for this machine.
+        device: Where it trains.
+        cache: Of the costs of that device.
+        progress: Called with the progress.
+    """
+    try:
+        call, *_ = find_tileable_head(graph, close=True)
+    except PlanError:
+        return graph
+    head = find_head(graph, call)
+    keys = {n: _key(head, n) for n in COUNTS}
+    known = cache.known([*keys.values()])
+    wanted = [n for n in COUNTS if keys[n] not in known]
+    if wanted:
+        why = _too_large(graph, head, device)
+        if why:
+            note = f"tiles of {graph.calls[call]}: bits not tested: {why}"
+            return replace(graph, notes=(*graph.notes, note))
+        (progress or (lambda what, done, total: None))("testing tiles", 0, 0)
+        try:
+            known |= cache.learn({keys[n]: _test(head, device, n) for n in wanted})
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            note = f"tiles of {graph.calls[call]}: bits not tested: {first_line(error)}"
+            return replace(graph, notes=(*graph.notes, note))
+    threads = torch.get_num_threads()
+    tests = [TiledBits(call, n, n, known[keys[n]].seconds, threads) for n in COUNTS]
+    return replace(graph, tiled=tuple(tests))
+
+
+def _test(head: HeadOps, device: torch.device, count: int) -> Cost:
+    """The difference, in place of seconds."""
+    warm_up_vector_kernels()
+    found = check_bits(
+        (head.tokens, head.features, head.words),
+        getattr(torch, head.dtype),
+        device=device,
+        bias=head.has_bias,
+        tiles=(count, count),
+        upcast=head.upcast,
+        shift=head.is_shifted,
+        soft_cap=_SOFT_CAP if head.is_capped else None,
+        label_smoothing=_SMOOTHING if head.has_sums else 0.0,
+    )
+    return Cost(MARGIN * found.difference, 0, 0, measured=True)
+
+
+def _key(head: HeadOps, count: int) -> str:
+    """What the bits of a head in so many tiles depend on."""
+    shape = head.tokens, head.features, head.words
+    flags = head.has_bias, head.upcast, head.is_shifted, head.is_capped, head.has_sums
+    return f"bits of tiles {count} {shape} {head.dtype} {flags}"
+
+
+def _too_large(graph: Graph, head: HeadOps, device: torch.device) -> str:
+    """Why a head is not tested, in words; "" if it is."""
+    seconds = _RUNS * graph.ops[head.product].seconds
+    if seconds > _LONGEST_SECONDS:
+        return f"it would take {seconds:.0f} s"
+    needed = _PLAIN_TENSORS * head.tokens * head.words * head.log_bytes
+    if needed > free_bytes(device):
+        return "the logits do not fit in memory"
+    return ""
