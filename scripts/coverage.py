@@ -29,8 +29,10 @@ import resource
 import signal
 import tempfile
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +60,7 @@ LAYERS = 2
 DENSE = ("object-detection", "instance-segmentation")
 SMALL_IMAGE = "1x3x128x128"  # --batch
 SMALL_IMAGES = "2x3x128x128"  # batch norms of pooled images take two of them
-SHORT_SOUND = {"": "2x8000", "ctc": "2x8000x4"}  # --batch
+SHORT_SOUND = {"": "2x8000", "ctc": "2x8000x4", "transducer": "2x400x8"}  # --batch
 MOST_BYTES = 8 << 30
 GPU = "A100 40GB"
 TEXT_TARGET, OTHER_TARGET = 0.95, 0.80
@@ -95,6 +97,7 @@ NEVER_EMPTY: dict[str, object] = {
     "num_experts_per_tok": 2,
     "topk_method": "greedy",
     "image_token_id": 5,
+    "audio_token_id": 6,
 }
 """Fields that every real configuration fills, and some default ones do not."""
 _LAYERS = re.compile(r"(num_|n_)?(\w+_)?(hidden_)?(layers?|blocks|layer)$|depth$")
@@ -108,6 +111,7 @@ class Row:
     task: str
     why: str
     loss: str = ""
+    on: str = ""  # the day, as 2026-11-25
 
 
 def main() -> int:
@@ -128,7 +132,7 @@ def main() -> int:
         if key not in rows or (args.again and rows[key].why)
     ]
     for number, (task, name) in enumerate(todo[: args.most]):
-        row = _in_a_process(task, name, args.seconds)
+        row = replace(_in_a_process(task, name, args.seconds), on=str(date.today()))
         rows[task, name] = row
         _write(path, rows.values())
         say(f"{number + 1}/{len(todo)} {name} {task}: {row.why or 'profiled'}")
@@ -199,15 +203,7 @@ def _late(*_: object) -> None:
 def _profiled(task: str, name: str, seconds: int) -> Row:
     """Profile a class; the first way that works counts, else the first reason."""
     whys: list[str] = []
-    sizes: tuple[object, ...] = (ROWS,)
-    if task in FAMILIES[TEXT]:
-        sizes = f"{ROWS}x{LENGTH}", ROWS
-    elif task in DENSE:
-        sizes = SMALL_IMAGE, 1
-    elif task == "semantic-segmentation":
-        sizes = SMALL_IMAGES, ROWS
-    elif task in FAMILIES[SOUND]:
-        sizes = SHORT_SOUND.get(task, SHORT_SOUND[""]), ROWS
+    sizes = _sizes(task)
     ways: list[tuple[Shrink | None, object]] = [
         *((_few_layers_and_narrow, size) for size in sizes),
         *((_few_layers, size) for size in sizes),
@@ -229,6 +225,21 @@ def _profiled(task: str, name: str, seconds: int) -> Row:
             return Row(name, task, "no loss of its own" if summed else "", loss)
     clear = [why for why in whys if "allocate" not in why and "Timeout" not in why]
     return Row(name, task, _shortened((clear or whys)[-1]))
+
+
+def _sizes(task: str) -> tuple[object, ...]:
+    """What --batch is tried with, in order."""
+    if task in FAMILIES[TEXT]:
+        return f"{ROWS}x{LENGTH}", ROWS
+    if task in DENSE:
+        return SMALL_IMAGE, 1
+    if task == "semantic-segmentation":
+        return SMALL_IMAGES, ROWS
+    if task == "speech-to-text":
+        return ROWS, SHORT_SOUND[""]  # a language model's second size is of tokens
+    if task in FAMILIES[SOUND]:
+        return SHORT_SOUND.get(task, SHORT_SOUND[""]), ROWS
+    return (ROWS,)
 
 
 def _loss_of(folder: str, task: str, batch: object) -> str:
@@ -281,11 +292,13 @@ def _join_widths(config: Any) -> None:
     if text is config or not hasattr(text, "hidden_size"):
         return
     for part in (config, *parts):
-        for field in ("out_hidden_size", "projection_dim", "projection_dim"):
+        for field in ("out_hidden_size", "projection_dim"):
             if part is not text and isinstance(getattr(part, field, None), int):
                 setattr(part, field, text.hidden_size)
         if part is not text and part.model_type == "qwen2_vl_vision":
             part.hidden_size = text.hidden_size
+        if "qformer" in part.model_type and hasattr(config, "encoder_config"):
+            part.encoder_hidden_size = config.encoder_config.hidden_dim
 
 
 def _few_layers(field: str, value: int) -> int:
@@ -337,13 +350,18 @@ def _report(rows: Iterable[Row]) -> Report:
         if share < target
     ]
     failed = [row for found in by_task.values() for row in found if row.why]
+    days = Counter(row.on for found in by_task.values() for row in found)
     parts = [
         _summary(by_task),
+        "Tried: " + ", ".join(f"{n} on {day}" for day, n in sorted(days.items())) + ".",
         "## Classes that do not profile",
         make_table(
-            ["class", "task", "why"],
-            ([row.name, row.task, row.why] for row in sorted(failed, key=_order)),
-            texts=3,
+            ["class", "task", "day", "why"],
+            (
+                [row.name, row.task, row.on, row.why]
+                for row in sorted(failed, key=_order)
+            ),
+            texts=4,
         ),
     ]
     title = "Models of transformers that profile without a file"

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
 
 from ckplan.errors import WorkloadError
 from ckplan.sources.batches import audio, images
@@ -42,19 +47,19 @@ def image_text(context: Context) -> dict[str, Any]:
     ``--batch ROWSxTOKENS``: all tokens of a row, those of the image included.
     """
     visual = _visual(context.rows_only())
-    return _with_places(context, visual, "get_image_features", _IMAGE_TOKENS, "image")
+    return _with_places(context, [visual], "get_image_features", _IMAGE_TOKENS, "image")
 
 
 def audio_text(context: Context) -> dict[str, Any]:
-    """One recording per row, its placeholders, then text; every token is a label."""
-    heard = audio.sound(context.rows_only())
-    data = heard.get("input_features", None)
-    if data is not None:
-        frames = data.shape[-1] if data.shape[1] < data.shape[-1] else data.shape[1]
-        for name in ("input_features_mask", "feature_attention_mask"):
-            if context.takes(name):
-                heard[name] = torch.ones(context.rows, frames, dtype=torch.long)
-    return _with_places(context, heard, "get_audio_features", _AUDIO_TOKENS, "audio")
+    """One recording per row, its placeholders, then text; every token is a label.
+
+    A model that takes no sound, but images, gets an image instead.
+    """
+    if not context.takes_one(*audio.ARGUMENTS) and context.takes_one(*images.ARGUMENTS):
+        return image_text(context)
+    heard = audio.with_masks(context, audio.sound(context.rows_only()))
+    ways = audio.layouts(heard)
+    return _with_places(context, ways, "get_audio_features", _AUDIO_TOKENS, "audio")
 
 
 def speech_to_text(context: Context) -> dict[str, Any]:
@@ -66,17 +71,21 @@ def speech_to_text(context: Context) -> dict[str, Any]:
 
 def _with_places(
     context: Context,
-    data: dict[str, Any],
+    layouts: Iterable[dict[str, Any]],
     getter: str,
     token_names: tuple[str, ...],
     what: str,
 ) -> dict[str, Any]:
+    """Text behind the places of an image or a recording, in the layout that is read."""
     token = context.number(*token_names, default=-1)
-    parts = (context.model, getattr(context.model, "model", None))
+    # The inner model's own function names its arguments; the outer one may hand on any.
+    parts = (getattr(context.model, "model", None), context.model)
     reader = next((part for part in parts if hasattr(part, getter)), None)
-    if token < 0 or reader is None:
-        return _beside(context, data)
-    count = _places(context, data, getattr(reader, getter))
+    if reader is None or (token < 0 and what != "audio"):
+        return _beside(context, next(iter(layouts)))
+    data, count = _read(context, layouts, getattr(reader, getter))
+    if token < 0:
+        return _along(context, data, count)
     length = context.sizes.take(1, count + _TEXT, "tokens per row")
     if length <= count:
         raise WorkloadError(
@@ -97,6 +106,12 @@ def _with_places(
     return batch
 
 
+def _along(context: Context, data: dict[str, Any], count: int) -> dict[str, Any]:
+    """As much text as sound, for models that add the two up, token by token."""
+    ids = context.ids(context.rows, context.sizes.take(1, count, "tokens per row"))
+    return {**data, "input_ids": ids, "labels": ids.clone()}
+
+
 def _beside(context: Context, data: dict[str, Any]) -> dict[str, Any]:
     """Text without placeholders, for models that read images by other ways."""
     if context.takes("decoder_input_ids") and not context.takes("input_ids"):
@@ -107,6 +122,26 @@ def _beside(context: Context, data: dict[str, Any]) -> dict[str, Any]:
     if context.takes("labels"):
         batch["labels"] = batch["input_ids"].clone()
     return batch
+
+
+def _read(
+    context: Context, layouts: Iterable[dict[str, Any]], reader: Any
+) -> tuple[dict[str, Any], int]:
+    """The first layout that the model reads, and its number of placeholders.
+
+    Raises:
+        Exception: What the model raised at the first, if it reads none of them.
+    """
+    reason: Exception | None = None
+    for data in layouts:
+        try:
+            return data, _places(context, data, reader)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            raise  # it reads this one, on real tensors
+        except (IndexError, RuntimeError, TypeError, ValueError) as error:
+            reason = reason or error
+    assert reason is not None
+    raise reason
 
 
 def _places(context: Context, data: dict[str, Any], reader: Any) -> int:
