@@ -89,6 +89,7 @@ _NARROW = {
     r"(\w*_)?(attention_heads|n_heads?|num_heads)": 4,
     "num_key_value_heads": 2,
     r"(num|n)_(local_|routed_)?experts": 4,
+    "mm_tokens_per_image": 49,
 }
 NEVER_EMPTY: dict[str, object] = {
     "vocab_size": 1000,
@@ -265,21 +266,77 @@ def _save(name: str, task: str, change: Shrink | None, folder: str) -> None:
     if change is not None:
         with contextlib.suppress(Exception):
             config = config_class(**_shrunk(config, change))
+    _add_parts(config)
     _join_widths(config)
-    for field, value in _never_empty(config).items():
-        if getattr(config, field, value) is None:
-            setattr(config, field, value)
+    for part in {id(one): one for one in (config, text_part(config))}.values():
+        for field, value in _never_empty(part).items():
+            if _field(part, field, value) is None:
+                setattr(part, field, value)
+        _fit_positions(part)
+    _fit_vocabulary(config)
+    _fit_patches(config)
     config.architectures = [name]
     config.save_pretrained(folder)
 
 
 def _never_empty(config: Any) -> dict[str, object]:
     heads, width = (
-        getattr(config, name, None) for name in ("num_attention_heads", "hidden_size")
+        _field(config, name) for name in ("num_attention_heads", "hidden_size")
     )
     if not isinstance(heads, int) or not isinstance(width, int):
         return NEVER_EMPTY
     return {**NEVER_EMPTY, "num_key_value_heads": heads, "head_dim": width // heads}
+
+
+def _field(config: Any, name: str, default: Any = None) -> Any:
+    """A field; the default if there is none, or if it differs from layer to layer."""
+    try:
+        return getattr(config, name, default)
+    except RuntimeError:
+        return default
+
+
+def _add_parts(config: Any) -> None:
+    """Give every part that a model type may have, but by default has not."""
+    for name, part in (config.sub_configs or {}).items():
+        part = getattr(part, "config_class", part)
+        if getattr(config, name, part) is None and part.__name__ != "AutoConfig":
+            small = _shrunk(part(), _few_layers_and_narrow)
+            setattr(config, name, part(**small))
+
+
+def _fit_vocabulary(config: Any) -> None:
+    """Let the vocabulary have all tokens that the configuration names."""
+    text = text_part(config)
+    named = [v for k, v in vars(config).items() if re.search("token_(id|index)$", k)]
+    largest = max((value for value in named if type(value) is int), default=0)
+    if isinstance(getattr(text, "vocab_size", None), int):
+        text.vocab_size = max(text.vocab_size, largest + 1)
+
+
+def _fit_patches(config: Any) -> None:
+    """Let every side of an image have a number of patches that can be merged."""
+    scale, eyes = (
+        getattr(config, name, 0) for name in ("scale_factor", "vision_config")
+    )
+    sizes = [getattr(eyes, name, None) for name in ("image_size", "patch_size")]
+    if type(scale) is int and all(type(size) is int for size in sizes) and scale:
+        merged = sizes[1] * scale
+        eyes.image_size = -(-sizes[0] // merged) * merged
+
+
+def _fit_positions(config: Any) -> None:
+    """Let sections of rotary positions fill half of a head, as in real ones."""
+    rotary, head = (_field(config, name) for name in ("rope_parameters", "head_dim"))
+    ignored = getattr(config, "ignore_keys_at_rope_validation", ())
+    if not isinstance(rotary, dict) or "mrope_section" not in ignored:
+        return
+    if not isinstance(head, int):
+        head = config.hidden_size // config.num_attention_heads
+    half = int(head * rotary.get("partial_rotary_factor", 1.0)) // 2
+    if sum(rotary.get("mrope_section", ())) != half:
+        first = half - 2 * (half * 3 // 8)
+        rotary["mrope_section"] = [first, half * 3 // 8, half * 3 // 8]
 
 
 def _join_widths(config: Any) -> None:

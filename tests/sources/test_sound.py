@@ -106,6 +106,10 @@ class Stacked(LanguageModel):
 def test_frames_are_as_wide_as_the_first_layer_of_sound() -> None:
     batch = batch_of("audio-text-to-text", Stacked(), "2x12", **TOKEN)
     assert batch["input_features"].shape[2] == 24
+    model = Stacked()
+    model.conv = nn.Conv2d(1, 2, 3)
+    batch = batch_of("audio-text-to-text", model, "2x12", **TOKEN)
+    assert batch["input_features"].shape[2] == NUMBERS["num_mel_bins"]
 
 
 class Seeing(nn.Module):

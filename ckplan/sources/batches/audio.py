@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Any
 
 import torch
@@ -59,23 +59,25 @@ def _features(context: Context) -> tuple[int, int]:
 
 def _stacked(context: Context, bins: int) -> int:
     """Width of a frame: of several neighbours, if the first layer reads so many."""
-    for name, module in context.model.named_modules():
-        if isinstance(module, nn.Conv2d):  # which reads the bins one by one
-            return bins
-        if "language_model" in name:
-            continue
-        if isinstance(module, (nn.Linear, nn.Conv1d)):
-            width = module.weight.shape[1]
-            return width if width % bins == 0 else bins
-    return bins
+    named = context.model.named_modules()
+    modules = [module for name, module in named if "language_model" not in name]
+    if any(isinstance(module, nn.Conv2d) for module in modules):
+        return bins  # it reads the bins one by one
+    layers = [one for one in modules if isinstance(one, (nn.Linear, nn.Conv1d))]
+    widths = [layer.weight.shape[1] for layer in layers]
+    stacked = widths and bins not in widths and widths[0] % bins == 0
+    return widths[0] if stacked else bins
 
 
-def with_masks(context: Context, batch: dict[str, Any]) -> dict[str, Any]:
-    """Sound with the masks that forward takes beside it, without any padding."""
+def with_masks(
+    context: Context, batch: dict[str, Any], named: Container[str]
+) -> dict[str, Any]:
+    """Sound with those masks of it that are named and forward takes; no padding."""
     data = next(iter(batch.values()))
     frames = max(data.shape[1:])
     mask = torch.ones(context.rows, frames, dtype=torch.long)
-    return {**batch, **{name: mask for name in _MASKS if context.takes(name)}}
+    taken = [name for name in _MASKS if name in named and context.takes(name)]
+    return {**batch, **dict.fromkeys(taken, mask)}
 
 
 def classification(context: Context) -> dict[str, Any]:
