@@ -89,6 +89,7 @@ _NARROW = {
     r"(\w*_)?(attention_heads|n_heads?|num_heads)": 4,
     "num_key_value_heads": 2,
     r"(num|n)_(local_|routed_)?experts": 4,
+    r"num_experts_per_tok|moe_topk|top_k_experts": 2,
     "mm_tokens_per_image": 49,
 }
 NEVER_EMPTY: dict[str, object] = {

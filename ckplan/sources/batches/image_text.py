@@ -232,7 +232,8 @@ def _pixels(context: Context) -> dict[str, Any]:
         side = context.config.high_res_vision_config.image_size
         batch["high_res_pixel_values"] = torch.randn(context.rows, 3, side, side)
     elif context.takes("qformer_input_ids"):
-        batch["qformer_input_ids"] = context.ids(context.rows, _QUESTION)
+        reader = context.config.qformer_config
+        batch["qformer_input_ids"] = context.ids(context.rows, _QUESTION, config=reader)
         if "video" in context.config.model_type:
             batch["pixel_values"] = pixels.unsqueeze(1)
     elif name.startswith(("Idefics", "SmolVLM")):
