@@ -78,6 +78,27 @@ def test_patches_in_a_row_come_with_the_sizes_of_their_images() -> None:
     assert (batch["input_ids"] == PLACE).sum(1).tolist() == [256, 256]
 
 
+class Placed(nn.Module):
+    def forward(
+        self, pixel_values: Tensor, image_position_ids: Tensor, input_ids: Tensor
+    ) -> None: ...
+
+    def get_image_features(
+        self, pixel_values: Tensor, image_position_ids: Tensor
+    ) -> Tensor:
+        return pixel_values[:, :: 3 * 3]
+
+
+def test_patches_come_with_their_places_and_can_be_pooled() -> None:
+    batch = batch_of(Placed(), pooling_kernel_size=3)
+    assert batch["pixel_values"].shape == (2, 15 * 15, 3 * 2 * 2)
+    places = batch["image_position_ids"]
+    assert {tuple(place) for place in places[1].tolist()} == {
+        (column, row) for column in range(15) for row in range(15)
+    }
+    assert (batch["input_ids"] == PLACE).sum(1).tolist() == [25, 25]
+
+
 class Tiles(nn.Module):
     def forward(
         self, pixel_values: Tensor, pixel_attention_mask: Tensor, input_ids: Tensor

@@ -203,6 +203,8 @@ def _visual(context: Context) -> Iterator[dict[str, Any]]:
         yield from patches.grids(context)
     elif context.takes("target_sizes", "pixel_values"):
         yield patches.in_a_row(context)
+    elif context.takes("image_position_ids", "pixel_values"):
+        yield patches.placed(context)
     else:
         yield from patches.tiles(_pixels(context))
 

@@ -51,6 +51,19 @@ def in_a_row(context: Context) -> dict[str, Any]:
     }
 
 
+def placed(context: Context) -> dict[str, Any]:
+    """Flat patches of every image with the column and row of each, as of Gemma 4."""
+    patch = context.number("patch_size", default=16)
+    pooled = context.number("pooling_kernel_size", default=1)
+    side = _PATCHES // pooled * pooled or pooled
+    context.sizes.assume(f"image: {side}x{side} patches", "a factory of your own")
+    places = torch.cartesian_prod(torch.arange(side), torch.arange(side))
+    return {
+        "pixel_values": torch.randn(context.rows, side * side, 3 * patch * patch),
+        "image_position_ids": places.repeat(context.rows, 1, 1),
+    }
+
+
 def tiles(data: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Images as they are; else each as the one tile or frame of its row."""
     yield data
