@@ -44,7 +44,7 @@ _KEEP_MEMORY = {  # of glibc: no block of its own for a tensor, nothing given ba
 }
 _ORDER = ("mlp", "gpt2", "bert", "llama", "vit", "resnet50", "unet")
 _ZOO = "zoo"
-_PACKAGES = ("torch", "transformers", "diffusers", "ckplan")
+_PACKAGES = ("torch", "transformers", "timm", "diffusers", "ckplan")
 _VERIFICATION_FAILED = 4  # exit code: there is a result, which does not pass
 
 

@@ -29,8 +29,10 @@ import resource
 import signal
 import tempfile
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +60,7 @@ LAYERS = 2
 DENSE = ("object-detection", "instance-segmentation")
 SMALL_IMAGE = "1x3x128x128"  # --batch
 SMALL_IMAGES = "2x3x128x128"  # batch norms of pooled images take two of them
-SHORT_SOUND = {"": "2x8000", "ctc": "2x8000x4"}  # --batch
+SHORT_SOUND = {"": "2x8000", "ctc": "2x8000x4", "transducer": "2x400x8"}  # --batch
 MOST_BYTES = 8 << 30
 GPU = "A100 40GB"
 TEXT_TARGET, OTHER_TARGET = 0.95, 0.80
@@ -87,6 +89,8 @@ _NARROW = {
     r"(\w*_)?(attention_heads|n_heads?|num_heads)": 4,
     "num_key_value_heads": 2,
     r"(num|n)_(local_|routed_)?experts": 4,
+    r"num_experts_per_tok|moe_topk|top_k_experts": 2,
+    "mm_tokens_per_image": 49,
 }
 NEVER_EMPTY: dict[str, object] = {
     "vocab_size": 1000,
@@ -95,6 +99,7 @@ NEVER_EMPTY: dict[str, object] = {
     "num_experts_per_tok": 2,
     "topk_method": "greedy",
     "image_token_id": 5,
+    "audio_token_id": 6,
 }
 """Fields that every real configuration fills, and some default ones do not."""
 _LAYERS = re.compile(r"(num_|n_)?(\w+_)?(hidden_)?(layers?|blocks|layer)$|depth$")
@@ -108,6 +113,7 @@ class Row:
     task: str
     why: str
     loss: str = ""
+    on: str = ""  # the day, as 2026-11-25
 
 
 def main() -> int:
@@ -128,7 +134,7 @@ def main() -> int:
         if key not in rows or (args.again and rows[key].why)
     ]
     for number, (task, name) in enumerate(todo[: args.most]):
-        row = _in_a_process(task, name, args.seconds)
+        row = replace(_in_a_process(task, name, args.seconds), on=str(date.today()))
         rows[task, name] = row
         _write(path, rows.values())
         say(f"{number + 1}/{len(todo)} {name} {task}: {row.why or 'profiled'}")
@@ -199,15 +205,7 @@ def _late(*_: object) -> None:
 def _profiled(task: str, name: str, seconds: int) -> Row:
     """Profile a class; the first way that works counts, else the first reason."""
     whys: list[str] = []
-    sizes: tuple[object, ...] = (ROWS,)
-    if task in FAMILIES[TEXT]:
-        sizes = f"{ROWS}x{LENGTH}", ROWS
-    elif task in DENSE:
-        sizes = SMALL_IMAGE, 1
-    elif task == "semantic-segmentation":
-        sizes = SMALL_IMAGES, ROWS
-    elif task in FAMILIES[SOUND]:
-        sizes = SHORT_SOUND.get(task, SHORT_SOUND[""]), ROWS
+    sizes = _sizes(task)
     ways: list[tuple[Shrink | None, object]] = [
         *((_few_layers_and_narrow, size) for size in sizes),
         *((_few_layers, size) for size in sizes),
@@ -229,6 +227,21 @@ def _profiled(task: str, name: str, seconds: int) -> Row:
             return Row(name, task, "no loss of its own" if summed else "", loss)
     clear = [why for why in whys if "allocate" not in why and "Timeout" not in why]
     return Row(name, task, _shortened((clear or whys)[-1]))
+
+
+def _sizes(task: str) -> tuple[object, ...]:
+    """What --batch is tried with, in order."""
+    if task in FAMILIES[TEXT]:
+        return f"{ROWS}x{LENGTH}", ROWS
+    if task in DENSE:
+        return SMALL_IMAGE, 1
+    if task == "semantic-segmentation":
+        return SMALL_IMAGES, ROWS
+    if task == "speech-to-text":
+        return ROWS, SHORT_SOUND[""]  # a language model's second size is of tokens
+    if task in FAMILIES[SOUND]:
+        return SHORT_SOUND.get(task, SHORT_SOUND[""]), ROWS
+    return (ROWS,)
 
 
 def _loss_of(folder: str, task: str, batch: object) -> str:
@@ -254,21 +267,77 @@ def _save(name: str, task: str, change: Shrink | None, folder: str) -> None:
     if change is not None:
         with contextlib.suppress(Exception):
             config = config_class(**_shrunk(config, change))
+    _add_parts(config)
     _join_widths(config)
-    for field, value in _never_empty(config).items():
-        if getattr(config, field, value) is None:
-            setattr(config, field, value)
+    for part in {id(one): one for one in (config, text_part(config))}.values():
+        for field, value in _never_empty(part).items():
+            if _field(part, field, value) is None:
+                setattr(part, field, value)
+        _fit_positions(part)
+    _fit_vocabulary(config)
+    _fit_patches(config)
     config.architectures = [name]
     config.save_pretrained(folder)
 
 
 def _never_empty(config: Any) -> dict[str, object]:
     heads, width = (
-        getattr(config, name, None) for name in ("num_attention_heads", "hidden_size")
+        _field(config, name) for name in ("num_attention_heads", "hidden_size")
     )
     if not isinstance(heads, int) or not isinstance(width, int):
         return NEVER_EMPTY
     return {**NEVER_EMPTY, "num_key_value_heads": heads, "head_dim": width // heads}
+
+
+def _field(config: Any, name: str, default: Any = None) -> Any:
+    """A field; the default if there is none, or if it differs from layer to layer."""
+    try:
+        return getattr(config, name, default)
+    except RuntimeError:
+        return default
+
+
+def _add_parts(config: Any) -> None:
+    """Give every part that a model type may have, but by default has not."""
+    for name, part in (config.sub_configs or {}).items():
+        part = getattr(part, "config_class", part)
+        if getattr(config, name, part) is None and part.__name__ != "AutoConfig":
+            small = _shrunk(part(), _few_layers_and_narrow)
+            setattr(config, name, part(**small))
+
+
+def _fit_vocabulary(config: Any) -> None:
+    """Let the vocabulary have all tokens that the configuration names."""
+    text = text_part(config)
+    named = [v for k, v in vars(config).items() if re.search("token_(id|index)$", k)]
+    largest = max((value for value in named if type(value) is int), default=0)
+    if isinstance(getattr(text, "vocab_size", None), int):
+        text.vocab_size = max(text.vocab_size, largest + 1)
+
+
+def _fit_patches(config: Any) -> None:
+    """Let every side of an image have a number of patches that can be merged."""
+    scale, eyes = (
+        getattr(config, name, 0) for name in ("scale_factor", "vision_config")
+    )
+    sizes = [getattr(eyes, name, None) for name in ("image_size", "patch_size")]
+    if type(scale) is int and all(type(size) is int for size in sizes) and scale:
+        merged = sizes[1] * scale
+        eyes.image_size = -(-sizes[0] // merged) * merged
+
+
+def _fit_positions(config: Any) -> None:
+    """Let sections of rotary positions fill half of a head, as in real ones."""
+    rotary, head = (_field(config, name) for name in ("rope_parameters", "head_dim"))
+    ignored = getattr(config, "ignore_keys_at_rope_validation", ())
+    if not isinstance(rotary, dict) or "mrope_section" not in ignored:
+        return
+    if not isinstance(head, int):
+        head = config.hidden_size // config.num_attention_heads
+    half = int(head * rotary.get("partial_rotary_factor", 1.0)) // 2
+    if sum(rotary.get("mrope_section", ())) != half:
+        first = half - 2 * (half * 3 // 8)
+        rotary["mrope_section"] = [first, half * 3 // 8, half * 3 // 8]
 
 
 def _join_widths(config: Any) -> None:
@@ -281,11 +350,13 @@ def _join_widths(config: Any) -> None:
     if text is config or not hasattr(text, "hidden_size"):
         return
     for part in (config, *parts):
-        for field in ("out_hidden_size", "projection_dim", "projection_dim"):
+        for field in ("out_hidden_size", "projection_dim"):
             if part is not text and isinstance(getattr(part, field, None), int):
                 setattr(part, field, text.hidden_size)
         if part is not text and part.model_type == "qwen2_vl_vision":
             part.hidden_size = text.hidden_size
+        if "qformer" in part.model_type and hasattr(config, "encoder_config"):
+            part.encoder_hidden_size = config.encoder_config.hidden_dim
 
 
 def _few_layers(field: str, value: int) -> int:
@@ -337,13 +408,18 @@ def _report(rows: Iterable[Row]) -> Report:
         if share < target
     ]
     failed = [row for found in by_task.values() for row in found if row.why]
+    days = Counter(row.on for found in by_task.values() for row in found)
     parts = [
         _summary(by_task),
+        "Tried: " + ", ".join(f"{n} on {day}" for day, n in sorted(days.items())) + ".",
         "## Classes that do not profile",
         make_table(
-            ["class", "task", "why"],
-            ([row.name, row.task, row.why] for row in sorted(failed, key=_order)),
-            texts=3,
+            ["class", "task", "day", "why"],
+            (
+                [row.name, row.task, row.on, row.why]
+                for row in sorted(failed, key=_order)
+            ),
+            texts=4,
         ),
     ]
     title = "Models of transformers that profile without a file"

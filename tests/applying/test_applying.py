@@ -265,8 +265,14 @@ def test_a_plan_for_another_model_changes_nothing(
 def test_other_shapes_than_planned_are_a_warning_that_names_the_field() -> None:
     model = build("residual").model
     plan = Plan(fingerprint={"parameters": "0" * 16}, regions=(PlannedRegion("0"),))
-    with pytest.warns(UserWarning, match="parameters: plan 0000"):
+    with pytest.warns(UserWarning, match="parameters: plan 0000") as caught:
         applying.apply(model, plan)
+    what, needed, hint = str(caught[0].message).splitlines()
+    count = len(list(model.parameters()))
+    assert what.endswith(f"of a {type(model).__name__} with {count} parameters")
+    assert needed.startswith("  needed: the model that was profiled")
+    assert hint.startswith("  try:    profile and solve this one")
+    assert caught[0].filename == __file__  # the line that applies
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         applying.remove(model)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -14,6 +15,7 @@ from ckplan.sources.tasks import TASKS
 
 BLANK = 9
 NUMBERS = {"vocab_size": 20, "model_type": "any", "num_mel_bins": 8}
+TOKEN = {"audio_token_id": BLANK}
 
 
 class Transducer(nn.Module):
@@ -32,7 +34,7 @@ class LanguageModel(nn.Module):
 
 
 def batch_of(task: str, model: nn.Module, sizes: str, **config: int) -> dict[str, Any]:
-    named = SimpleNamespace(**NUMBERS, **config)
+    named = SimpleNamespace(**{**NUMBERS, **config})
     model.config = named  # type: ignore[assignment]
     return TASKS[task].make(Context(model, named, Sizes.of(sizes), task))
 
@@ -57,3 +59,63 @@ def test_a_table_of_positions_fixes_the_frames_but_not_of_a_projection() -> None
     table["feature_projection_input_dim"] = 16
     free = batch_of("ctc", Transducer(), "2x40x6", blank_token_id=BLANK, **table)
     assert free["input_features"].shape == (2, 40, 16)
+
+
+class Waves(nn.Module):
+    """Reads waveforms with a channel, and asks for a mask of them."""
+
+    def forward(
+        self, input_values: Tensor, padding_mask: Tensor, input_ids: Tensor
+    ) -> None: ...
+
+    def get_audio_features(self, input_values: Tensor, padding_mask: Tensor) -> Tensor:
+        if input_values.dim() != 3 or not padding_mask.all():
+            raise RuntimeError("needs a channel")
+        return input_values[:, :, :5].mT
+
+
+def test_a_recording_has_the_layout_and_the_masks_that_the_model_reads() -> None:
+    batch = batch_of("audio-text-to-text", Waves(), "2x12", num_mel_bins=1, **TOKEN)
+    assert batch["input_values"].shape[:2] == (2, 1)
+    assert batch["padding_mask"].shape == (2, batch["input_values"].shape[2])
+    assert (batch["input_ids"] == BLANK).sum(1).tolist() == [5, 5]
+
+
+class Deaf(Waves):
+    def get_audio_features(self, input_values: Tensor, padding_mask: Tensor) -> Tensor:
+        raise ValueError(f"cannot read {input_values.dim()} sizes")
+
+
+def test_a_model_that_reads_no_layout_says_what_it_said_to_the_first() -> None:
+    with pytest.raises(ValueError, match="cannot read 2 sizes"):
+        batch_of("audio-text-to-text", Deaf(), "2x12", num_mel_bins=1, **TOKEN)
+
+
+def test_a_model_that_has_no_places_for_sound_reads_as_much_text() -> None:
+    batch = batch_of("audio-text-to-text", LanguageModel(), "2")
+    assert batch["input_ids"].shape == (2, 3)
+
+
+class Stacked(LanguageModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.language_model = nn.Linear(5, 5)
+        self.encoder = nn.Linear(24, 4)
+
+
+def test_frames_are_as_wide_as_the_first_layer_of_sound() -> None:
+    batch = batch_of("audio-text-to-text", Stacked(), "2x12", **TOKEN)
+    assert batch["input_features"].shape[2] == 24
+    model = Stacked()
+    model.conv = nn.Conv2d(1, 2, 3)
+    batch = batch_of("audio-text-to-text", model, "2x12", **TOKEN)
+    assert batch["input_features"].shape[2] == NUMBERS["num_mel_bins"]
+
+
+class Seeing(nn.Module):
+    def forward(self, pixel_values: Tensor, input_ids: Tensor) -> None: ...
+
+
+def test_a_model_that_hears_nothing_gets_an_image() -> None:
+    batch = batch_of("audio-text-to-text", Seeing(), "2", image_size=6)
+    assert batch["pixel_values"].shape == (2, 3, 6, 6)

@@ -47,18 +47,26 @@ def idle_regions(choices: Iterable[Choice]) -> str:
 
 
 def warn_of_differences(plan: Plan, model: nn.Module) -> None:
-    """Warn of each difference between a model and the planned one."""
+    """Warn of another torch than planned, and of other parameters.
+
+    Names and shapes alone are read, before the first step.
+    """
     here = {"parameters": parameter_shapes(model)}
     planned = plan.fingerprint.get("torch", torch_version())
     if planned != torch_version():
         warnings.warn(
             f"the plan was made with torch {planned}, and this is torch "
             f"{torch_version()}: ops that it names may be missing",
-            stacklevel=3,
+            stacklevel=4,
         )
     for difference in differences(plan.fingerprint, plan_fingerprint(here)):
+        kind, count = type(model).__name__, len(here["parameters"])
         warnings.warn(
-            f"the plan was made for another model: {difference}", stacklevel=3
+            f"the plan was made for another model: {difference}, "
+            f"of a {kind} with {count} parameters\n"
+            "  needed: the model that was profiled, with the same names and shapes\n"
+            "  try:    profile and solve this one; its bytes are not the plan's",
+            stacklevel=4,
         )
 
 

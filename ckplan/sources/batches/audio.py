@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterator
 from typing import Any
 
 import torch
+from torch import nn
 
 from ckplan.sources.batches.context import Context
 from ckplan.sources.batches.text import decoder_labels
@@ -12,6 +14,9 @@ from ckplan.sources.batches.text import decoder_labels
 _SAMPLES = 160_000  # ten seconds at 16 kHz
 _FRAMES = 1000  # ten seconds of 10 ms
 _TRANSCRIPT = 64  # tokens for ten seconds of speech
+ARGUMENTS = ("input_features", "input_values", "audio_values", "audio_input_ids")
+"""Arguments of forward that carry sound."""
+_MASKS = ("input_features_mask", "feature_attention_mask", "padding_mask")
 _FEATURES = (
     "feature_projection_input_dim",
     "input_dim",
@@ -29,7 +34,8 @@ def sound(context: Context) -> dict[str, Any]:
     if context.takes("input_features"):
         first, second = _features(context)
         batch = {"input_features": torch.randn(context.rows, first, second)}
-        if second < first and context.takes("attention_mask"):  # one row per frame
+        of_sound = context.takes("attention_mask") and not context.takes("input_ids")
+        if second < first and of_sound:  # one row per frame
             batch["attention_mask"] = torch.ones(context.rows, first, dtype=torch.long)
         return batch
     name = "input_values" if context.takes("input_values") else context.main_input
@@ -48,7 +54,30 @@ def _features(context: Context) -> tuple[int, int]:
     any_length = context.number("feature_projection_input_dim", default=0)
     if source and not any_length and context.config.model_type != "speech_to_text":
         return bins, 2 * source  # fixed by its table of positions, as of Whisper
-    return context.sizes.take(1, _FRAMES, "frames per row"), bins
+    return context.sizes.take(1, _FRAMES, "frames per row"), _stacked(context, bins)
+
+
+def _stacked(context: Context, bins: int) -> int:
+    """Width of a frame: of several neighbours, if the first layer reads so many."""
+    named = context.model.named_modules()
+    modules = [module for name, module in named if "language_model" not in name]
+    if any(isinstance(module, nn.Conv2d) for module in modules):
+        return bins  # it reads the bins one by one
+    layers = [one for one in modules if isinstance(one, (nn.Linear, nn.Conv1d))]
+    widths = [layer.weight.shape[1] for layer in layers]
+    stacked = widths and bins not in widths and widths[0] % bins == 0
+    return widths[0] if stacked else bins
+
+
+def with_masks(
+    context: Context, batch: dict[str, Any], named: Container[str]
+) -> dict[str, Any]:
+    """Sound with those masks of it that are named and forward takes; no padding."""
+    data = next(iter(batch.values()))
+    frames = max(data.shape[1:])
+    mask = torch.ones(context.rows, frames, dtype=torch.long)
+    taken = [name for name in _MASKS if name in named and context.takes(name)]
+    return {**batch, **dict.fromkeys(taken, mask)}
 
 
 def classification(context: Context) -> dict[str, Any]:
@@ -86,3 +115,11 @@ def transcription(context: Context) -> dict[str, Any]:
 def speech_to_text(context: Context) -> dict[str, Any]:
     """Sound for the encoder, a transcript for the decoder."""
     return {**sound(context), "labels": decoder_labels(context, 2, _TRANSCRIPT)}
+
+
+def layouts(batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Sound in the layouts that encoders read: as it is, or with channels first."""
+    yield batch
+    name, data = next(iter(batch.items()))
+    other = data.unsqueeze(1) if data.dim() == 2 else data.transpose(1, 2).contiguous()
+    yield {**batch, name: other}

@@ -48,6 +48,10 @@ class Context:
         """Whether forward has all of these arguments."""
         return all(name in self.arguments for name in names)
 
+    def takes_one(self, *names: str) -> bool:
+        """Whether forward has any of these arguments."""
+        return any(name in self.arguments for name in names)
+
     @property
     def main_input(self) -> str:
         """Name of the argument that carries the data."""

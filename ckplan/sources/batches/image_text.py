@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
 
 from ckplan.errors import WorkloadError
-from ckplan.sources.batches import audio, images
+from ckplan.sources.batches import audio, images, patches
 from ckplan.sources.batches.context import Context
 from ckplan.sources.batches.sizes import as_text
 from ckplan.sources.batches.text import decoder_labels, tokens
 
 _TEXT = 128  # text tokens per row beside an image
 _QUESTION = 32  # tokens of a question to a query transformer
-_PATCHES = 16  # default height and width of an image, in merged patches
 _IMAGE_TOKENS = ("image_token_id", "image_token_index", "media_placeholder_token_id")
 _SIZED = ("pixtral", "emu3")  # encoders that are told the sizes of images
 _AUDIO_TOKENS = ("audio_token_id", "audio_token_index")
@@ -41,20 +45,22 @@ def image_text(context: Context) -> dict[str, Any]:
 
     ``--batch ROWSxTOKENS``: all tokens of a row, those of the image included.
     """
-    visual = _visual(context.rows_only())
-    return _with_places(context, visual, "get_image_features", _IMAGE_TOKENS, "image")
+    ways = _visual(context.rows_only())
+    return _with_places(context, ways, "get_image_features", _IMAGE_TOKENS, "image")
 
 
 def audio_text(context: Context) -> dict[str, Any]:
-    """One recording per row, its placeholders, then text; every token is a label."""
-    heard = audio.sound(context.rows_only())
-    data = heard.get("input_features", None)
-    if data is not None:
-        frames = data.shape[-1] if data.shape[1] < data.shape[-1] else data.shape[1]
-        for name in ("input_features_mask", "feature_attention_mask"):
-            if context.takes(name):
-                heard[name] = torch.ones(context.rows, frames, dtype=torch.long)
-    return _with_places(context, heard, "get_audio_features", _AUDIO_TOKENS, "audio")
+    """One recording per row, its placeholders, then text; every token is a label.
+
+    A model that takes no sound, but images, gets an image instead.
+    """
+    if not context.takes_one(*audio.ARGUMENTS) and context.takes_one(*images.ARGUMENTS):
+        return image_text(context)
+    reader = _reader(context, "get_audio_features") or context.model.forward
+    named = inspect.signature(reader).parameters
+    heard = audio.with_masks(context, audio.sound(context.rows_only()), named)
+    ways = audio.layouts(heard)
+    return _with_places(context, ways, "get_audio_features", _AUDIO_TOKENS, "audio")
 
 
 def speech_to_text(context: Context) -> dict[str, Any]:
@@ -66,17 +72,19 @@ def speech_to_text(context: Context) -> dict[str, Any]:
 
 def _with_places(
     context: Context,
-    data: dict[str, Any],
+    layouts: Iterable[dict[str, Any]],
     getter: str,
     token_names: tuple[str, ...],
     what: str,
 ) -> dict[str, Any]:
+    """Text behind the places of an image or a recording, in the layout that is read."""
     token = context.number(*token_names, default=-1)
-    parts = (context.model, getattr(context.model, "model", None))
-    reader = next((part for part in parts if hasattr(part, getter)), None)
-    if token < 0 or reader is None:
-        return _beside(context, data)
-    count = _places(context, data, getattr(reader, getter))
+    reader = _reader(context, getter)
+    if reader is None or (token < 0 and what != "audio"):
+        return _beside(context, next(iter(layouts)))
+    data, count = _read(context, layouts, reader)
+    if token < 0:
+        return _along(context, data, count)
     length = context.sizes.take(1, count + _TEXT, "tokens per row")
     if length <= count:
         raise WorkloadError(
@@ -97,6 +105,23 @@ def _with_places(
     return batch
 
 
+def _reader(context: Context, getter: str) -> Any:
+    """The function that makes features; None if the model has none.
+
+    The inner model's own function names its arguments; the outer one may hand on any.
+    """
+    parts = (getattr(context.model, "model", None), context.model)
+    return next(
+        (getattr(part, getter) for part in parts if hasattr(part, getter)), None
+    )
+
+
+def _along(context: Context, data: dict[str, Any], count: int) -> dict[str, Any]:
+    """As much text as sound, for models that add the two up, token by token."""
+    ids = context.ids(context.rows, context.sizes.take(1, count, "tokens per row"))
+    return {**data, "input_ids": ids, "labels": ids.clone()}
+
+
 def _beside(context: Context, data: dict[str, Any]) -> dict[str, Any]:
     """Text without placeholders, for models that read images by other ways."""
     if context.takes("decoder_input_ids") and not context.takes("input_ids"):
@@ -104,9 +129,44 @@ def _beside(context: Context, data: dict[str, Any]) -> dict[str, Any]:
     limit = min([_TEXT, *context.position_limits])
     length = context.sizes.take(1, limit, "tokens per row")
     batch = {**data, **tokens(context, context.rows, length)}
+    batch.update(_where(context, length))
     if context.takes("labels"):
         batch["labels"] = batch["input_ids"].clone()
     return batch
+
+
+def _where(context: Context, length: int) -> dict[str, Any]:
+    """Which tokens stand for the image, or see it, for models that are told."""
+    found: dict[str, Any] = {}
+    if context.takes("image_embeds_position_mask"):  # as of Kosmos-2
+        count = context.number("latent_query_num")
+        found["image_embeds_position_mask"] = (torch.arange(length) < count).repeat(
+            context.rows, 1
+        )
+    if context.takes("image_attention_mask"):  # as of Idefics
+        shape = context.rows, length, 1
+        found["image_attention_mask"] = torch.ones(shape, dtype=torch.long)
+    return found
+
+
+def _read(
+    context: Context, layouts: Iterable[dict[str, Any]], reader: Any
+) -> tuple[dict[str, Any], int]:
+    """The first layout that the model reads, and its number of placeholders.
+
+    Raises:
+        Exception: What the model raised at the first, if it reads none of them.
+    """
+    reason: Exception | None = None
+    for data in layouts:
+        try:
+            return data, _places(context, data, reader)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            raise  # it reads this one, on real tensors
+        except (IndexError, RuntimeError, TypeError, ValueError) as error:
+            reason = reason or error
+    assert reason is not None
+    raise reason
 
 
 def _places(context: Context, data: dict[str, Any], reader: Any) -> int:
@@ -137,10 +197,19 @@ def _feature_rows(found: Any) -> int:
     return int(found.numel() // found.shape[-1])
 
 
-def _visual(context: Context) -> dict[str, Any]:
-    """Pixels in the layout that forward takes."""
-    if context.takes("image_grid_thw") and context.takes("pixel_values"):
-        return _grid(context)
+def _visual(context: Context) -> Iterator[dict[str, Any]]:
+    """Pixels in the layouts that forward may take."""
+    if context.takes("image_grid_thw", "pixel_values"):
+        yield from patches.grids(context)
+    elif context.takes("target_sizes", "pixel_values"):
+        yield patches.in_a_row(context)
+    elif context.takes("image_position_ids", "pixel_values"):
+        yield patches.placed(context)
+    else:
+        yield from patches.tiles(_pixels(context))
+
+
+def _pixels(context: Context) -> dict[str, Any]:
     shape = images.image_shape
     batch: dict[str, Any] = dict(images.pixels(context))
     pixels = batch.get("pixel_values")
@@ -165,28 +234,26 @@ def _visual(context: Context) -> dict[str, Any]:
         side = context.config.high_res_vision_config.image_size
         batch["high_res_pixel_values"] = torch.randn(context.rows, 3, side, side)
     elif context.takes("qformer_input_ids"):
-        batch["qformer_input_ids"] = context.ids(context.rows, _QUESTION)
+        reader = context.config.qformer_config
+        batch["qformer_input_ids"] = context.ids(context.rows, _QUESTION, config=reader)
+        if "video" in context.config.model_type:
+            batch["pixel_values"] = pixels.unsqueeze(1)
     elif name.startswith(("Idefics", "SmolVLM")):
         batch["pixel_values"] = pixels.unsqueeze(1)
+    elif _requires_mask_of_tiles(context):
+        batch["pixel_values"] = pixels.unsqueeze(1)
+        batch["pixel_attention_mask"] = torch.ones(context.rows, 1, dtype=torch.bool)
     elif any(one.model_type in _SIZED for one in context.configs):
         batch["image_sizes"] = torch.tensor([shape(context)[1:]] * context.rows)
     return batch
 
 
+def _requires_mask_of_tiles(context: Context) -> bool:
+    reader = _reader(context, "get_image_features")
+    named = inspect.signature(reader).parameters if reader is not None else {}
+    mask = named.get("pixel_attention_mask")
+    return mask is not None and mask.default is inspect.Parameter.empty
+
+
 def _module_of(context: Context) -> Any:
     return sys.modules[type(context.model).__module__]
-
-
-def _grid(context: Context) -> dict[str, Any]:
-    """Patches of all images in one matrix, and their grids, as of Qwen2-VL."""
-    patch = context.number("patch_size", default=14)
-    merge = context.number("spatial_merge_size", "merge_size", default=2)
-    frames = context.number("temporal_patch_size", default=1)
-    channels = context.number("in_channels", "in_chans", "num_channels", default=3)
-    side = _PATCHES * merge
-    context.sizes.assume(f"image: {side}x{side} patches", "a factory of your own")
-    count = context.rows * side * side
-    return {
-        "pixel_values": torch.randn(count, channels * frames * patch * patch),
-        "image_grid_thw": torch.tensor([[1, side, side]] * context.rows),
-    }

@@ -9,6 +9,8 @@ import torch
 
 from ckplan.sources.batches.context import Context
 
+ARGUMENTS = ("pixel_values", "flattened_patches", "pixel_values_videos")
+"""Arguments of forward that carry images."""
 _DEFAULT_SIDE = 224
 _DENSE_SIDE = 512  # for detection and segmentation
 _OBJECTS = 5  # labelled objects per image
