@@ -4,12 +4,12 @@ One op is a run of nodes of one module that Inductor can fuse; a contraction is 
 its own. Values that leave a run are storages. What torch saves without a plan are the
 saved tensors, and module calls come from the module stacks of the nodes. Seconds are
 estimates: a run reads its inputs and writes its outputs once, however many nodes it
-has. Where Inductor fuses across runs, its kernels move fewer bytes.
+has. Where Inductor fuses across runs, its kernels move fewer bytes. Scratch memory of
+kernels that are not generated is measured.
 """
 
 from __future__ import annotations
 
-import operator
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,16 +18,20 @@ from torch import fx
 
 from ckplan.compiling import nodes
 from ckplan.compiling.partition import JointGraph
+from ckplan.compiling.runs import leaves, main_of, runs_of
 from ckplan.compiling.torch_names import TANGENTS
+from ckplan.compiling.workspaces import KernelBytes
 from ckplan.graph.graph import Graph
 from ckplan.graph.records import (
     BEFORE_STEP,
+    MULTIPLIES,
     NO_WORKSPACE,
     OUTSIDE_CALLS,
     Call,
     Op,
     Saved,
     Storage,
+    Workspace,
 )
 from ckplan.training.fingerprint import torch_version
 
@@ -51,6 +55,7 @@ def as_graph(joint: JointGraph, model: str) -> CompiledStep:
         model: Name of the model.
     """
     builder = _Builder()
+    builder.measure(joint.forward.graph, joint.backward.graph)
     builder.add_inputs(joint)
     builder.add_forward(joint.forward.graph)
     num_forward = len(builder.ops)
@@ -58,6 +63,7 @@ def as_graph(joint: JointGraph, model: str) -> CompiledStep:
         joint.backward.graph, {node.name: node for node in joint.forward.graph.nodes}
     )
     builder.end(joint, num_forward)
+    builder.overwrite(num_forward)
     saved = tuple(_saved(builder, joint, num_forward))
     builder.reuse({one.storage for one in saved})
     graph = Graph(
@@ -90,6 +96,13 @@ class _Builder:
         self.backward_storages: dict[fx.Node, int] = {}
         self._open: list[int] = []  # calls, the outermost first
         self._times = Counter[str]()
+        self._kernels = KernelBytes()
+
+    def measure(self, *parts: fx.Graph) -> None:
+        """Measure what kernels allocate that are not generated."""
+        for node in (node for part in parts for node in nodes.ops_of(part)):
+            self._workspace_of(node)
+        self._kernels.measure()
 
     def add_inputs(self, joint: JointGraph) -> None:
         """Number the storages of parameters, buffers and batch.
@@ -105,7 +118,7 @@ class _Builder:
 
     def add_forward(self, graph: fx.Graph) -> None:
         """Append the ops and calls of forward."""
-        for run in _runs(graph):
+        for run in runs_of(graph):
             call = self._enter(nodes.modules_around(run[0]))
             self._add(run, call, self.forward_storages, "activation")
         self._close(0)
@@ -125,7 +138,7 @@ class _Builder:
         first: dict[str, int] = {}
         for index, one in enumerate(self.calls):
             first.setdefault(one.fqn, index)
-        for run in _runs(graph):
+        for run in runs_of(graph):
             around = ("", *(path for path, _ in nodes.modules_around(run[0])))
             call = next(first[fqn] for fqn in reversed(around) if fqn in first)
             self._add(run, call, self.backward_storages, "temporary")
@@ -146,6 +159,35 @@ class _Builder:
                 self.storages[number] = replace(one, kind="gradient", last=stop)
             elif number in kept or one.maker == BEFORE_STEP:
                 self.storages[number] = replace(one, last=stop)
+
+    def overwrite(self, num_forward: int) -> None:
+        """Let outputs of backward take the place of saved tensors that die in the op.
+
+        Inductor writes the gradient of logits over logits. Here they are one storage,
+        saved or rebuilt, which later ops read in the place of the output.
+        """
+        stop = len(self.ops)
+        last = {s: at for at in range(num_forward, stop) for s in self.ops[at].reads}
+        place: dict[int, int] = {}  # of an output: the saved tensor that it overwrites
+        for number in range(num_forward, stop):
+            op = self.ops[number]
+            reads = tuple(dict.fromkeys(place.get(s, s) for s in op.reads))
+            self.ops[number] = replace(op, reads=reads)
+            dying = {s: self.storages[s] for s in reads if last[s] == number}
+            free = {
+                s: one.bytes
+                for s, one in dying.items()
+                if one.kind == "activation" and one.last < stop and not op.flops
+            }
+            for output in op.outputs:
+                made = self.storages[output]
+                fit = (s for s, size in free.items() if size == made.bytes)
+                storage = next(fit, None)
+                if storage is not None and made.kind == "temporary":
+                    del free[storage]
+                    place[output] = storage
+                    last[storage] = last.get(output, number)
+                    self.storages[output] = replace(made, bytes=0, last=number)
 
     def reuse(self, saved: Collection[int]) -> None:
         """Let outputs take the place of equally large inputs that die in the same op.
@@ -176,7 +218,7 @@ class _Builder:
         reads = tuple(dict.fromkeys(known[b] for b in bases if b in known))
         outputs = []
         for node in filter(nodes.is_tensor, run):
-            if not nodes.is_view(node) and _leaves(node, inside):
+            if not nodes.is_view(node) and leaves(node, inside):
                 known[node] = self._new(node, kind, number)
                 outputs.append(known[node])
         for storage in (*reads, *outputs):
@@ -187,18 +229,26 @@ class _Builder:
         arithmetic = sum(map(nodes.arithmetic_seconds, run))
         self.ops.append(
             Op(
-                name=nodes.name_of_op(_main(run)).strip("_"),
+                name=nodes.name_of_op(main_of(run)).strip("_"),
                 call=call,
                 reads=reads,
                 writes=(),
                 outputs=tuple(outputs),
-                workspace=NO_WORKSPACE,
+                workspace=self._workspace_of(main_of(run)),
                 flops=sum(map(nodes.flops_of, run)),
                 moved_bytes=moved,
                 seconds=max(arithmetic, nodes.moving_seconds(moved)),
                 random=any(map(nodes.is_draw, run)),
             )
         )
+
+    def _workspace_of(self, node: fx.Node) -> Workspace:
+        if not nodes.is_alone(node) or nodes.name_of_op(node) in MULTIPLIES:
+            return NO_WORKSPACE
+        given = fx.map_arg((node.args, node.kwargs), lambda one: one.meta["val"])
+        most_bytes = self._kernels.bytes_of(node.target, *given)
+        beyond = most_bytes - nodes.num_bytes(node)
+        return Workspace(after=(beyond,)) if beyond > 0 else NO_WORKSPACE
 
     def _enter(self, around: nodes.Modules) -> int:
         """Open and close calls until those around the next op are open."""
@@ -221,56 +271,6 @@ class _Builder:
         while len(self._open) > depth:
             call = self._open.pop()
             self.calls[call] = replace(self.calls[call], stop=len(self.ops))
-
-
-def _runs(graph: fx.Graph) -> Iterator[list[fx.Node]]:
-    """Runs of consecutive nodes of one module that Inductor can fuse.
-
-    A node without modules, such as one that Inductor added, joins the run before it.
-    Runs of views and numbers alone are left out.
-    """
-    run: list[fx.Node] = []
-    of_run: object = None
-    around: nodes.Modules = ()
-    for node in nodes.ops_of(graph):
-        around = nodes.modules_around(node) or around
-        alone = nodes.is_alone(node) and node
-        if node.target is operator.getitem and node.args[0] in run:
-            key = of_run  # an output of the node before it
-        else:
-            key = (around, alone)
-        if key != of_run and run:
-            yield from _with_bytes(run)
-            run = []
-        run.append(node)
-        of_run = key
-    yield from _with_bytes(run)
-
-
-def _with_bytes(run: list[fx.Node]) -> Iterator[list[fx.Node]]:
-    if any(nodes.num_bytes(node) and not nodes.is_view(node) for node in run):
-        yield run
-
-
-def _main(run: Sequence[fx.Node]) -> fx.Node:
-    """The node that a run is named after: a contraction, else the first kernel."""
-    alone = (node for node in run if nodes.is_alone(node))
-    made = (node for node in run if not nodes.is_view(node))
-    return next(alone, None) or next(made)
-
-
-def _leaves(node: fx.Node, run: set[fx.Node]) -> bool:
-    """Whether a node outside the run uses a node's value or a view of it."""
-    seen, todo = {node}, [node]
-    while todo:
-        for user in todo.pop().users:
-            if nodes.is_view(user):
-                if user not in seen:
-                    seen.add(user)
-                    todo.append(user)
-            elif user not in run:
-                return True
-    return False
 
 
 def _returned(graph: fx.Graph) -> Sequence[object]:

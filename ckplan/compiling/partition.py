@@ -11,7 +11,7 @@ import copy
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any
 
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
@@ -20,14 +20,13 @@ from ckplan.compiling import nodes
 from ckplan.compiling.torch_names import (
     TANGENTS,
     CustomPartitionerFn,
+    Parts,
     default_parts,
     frugal_parts,
     tagged_parts,
     without_duplicates,
 )
 from ckplan.errors import ApplyError
-
-Parts: TypeAlias = tuple[fx.GraphModule, fx.GraphModule]
 
 
 @dataclass(frozen=True)
@@ -73,9 +72,7 @@ class Partitioner(CustomPartitionerFn):
         """The identity of the choice."""
         return self.key
 
-    def __call__(
-        self, joint: fx.GraphModule, inputs: Any, **how: Any
-    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+    def __call__(self, joint: fx.GraphModule, inputs: Any, **how: Any) -> Parts:
         """Divide the joint graph."""
         how.pop("compiler", None)
         joint = without_duplicates(joint)

@@ -27,7 +27,7 @@ from ckplan import units
 from ckplan.compiling.lowering import DynamoGraph
 from ckplan.compiling.replay import Replayed, replay
 from ckplan.compiling.search import Candidate, Chosen, CompiledPlanner, Progress
-from ckplan.compiling.torch_names import storage_key
+from ckplan.compiling.torch_names import ALLOWS_RECURRENT, storage_key
 from ckplan.errors import ApplyError, InfeasibleError
 
 
@@ -194,10 +194,12 @@ def find_parts(
         with torch.autograd.graph.saved_tensors_hooks(seeker.count, _never):
             compiled(*args, **kwargs)
     if not seeker.planners:
+        recurrent = any(isinstance(one, nn.RNNBase) for one in model.modules())
+        shows = "TORCH_LOGS=graph_breaks shows what is not compiled"
         raise ApplyError(
             "cannot plan a compiled step: no graph of it requires a gradient",
             needed="a forward of which torch.compile compiles a part that trains",
-            hint="TORCH_LOGS=graph_breaks shows what is not compiled",
+            hint=f"{ALLOWS_RECURRENT}; {shows}" if recurrent else shows,
         )
     state = [*model.parameters(), *model.buffers()]
     trained = _bytes_of([p for p in model.parameters() if p.requires_grad])
@@ -258,6 +260,7 @@ class _Seeker:
         self._seen = set()
         self._know(tensors)
 
+    @torch.compiler.disable  # else Dynamo compiles it where it skips what calls it
     def count(self, tensor: torch.Tensor) -> None:
         """Count a tensor that code between the graphs saves."""
         assert self._seen is not None

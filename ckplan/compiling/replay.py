@@ -78,6 +78,8 @@ def replay(lowered: Lowered, num_outputs: int) -> Replayed:
         found = _replay(lowered, num_outputs, kernels)
         if kernels.measure():
             found = _replay(lowered, num_outputs, kernels)
+    except ApplyError:
+        raise
     except Exception as error:
         said = str(error).partition("\n")[0]
         raise ApplyError(

@@ -50,6 +50,7 @@ else:
     MISSING = None
 
 __all__ = [
+    "ALLOWS_RECURRENT",
     "COMPILES_KERNELS",
     "EXTERN_KERNELS",
     "FORWARD_OF_BACKWARD",
@@ -59,6 +60,7 @@ __all__ = [
     "CustomPartitionerFn",
     "FakeTensorMode",
     "OpOverload",
+    "Parts",
     "Record",
     "TorchDynamoException",
     "compilation",
@@ -76,6 +78,8 @@ __all__ = [
     "without_duplicates",
 ]
 
+Parts: TypeAlias = tuple[fx.GraphModule, fx.GraphModule]
+"""Forward and backward."""
 PRIMALS, TANGENTS = "primals_", "tangents_"
 """How the inputs of a joint graph are called: those of forward, and the gradients."""
 FORWARD_OF_BACKWARD = "fwd_nn_module_stack"
@@ -83,10 +87,13 @@ FORWARD_OF_BACKWARD = "fwd_nn_module_stack"
 COMPILES_KERNELS = "from torch._inductor.async_compile import AsyncCompile"
 EXTERN_KERNELS = "from torch._inductor.select_algorithm import extern_kernels"
 """Lines of generated code that import what makes kernels, and what calls others."""
+ALLOWS_RECURRENT = "torch._dynamo.config.allow_rnn = True, where the model is built"
+"""What lets Dynamo compile functions that use nn.LSTM, nn.GRU or nn.RNN."""
+_BREAKS = """in Python, ckplan.compile(model, budget, fullgraph=False), where the \
+graph breaks; TORCH_LOGS=graph_breaks shows the place"""
 
 _SOURCES_OF_PARAMETERS, _SOURCE = "_param_name_to_source", "_dynamo_source"
 """Attributes of a graph of Dynamo and of its inputs: where the user has them."""
-
 QUICK = {"cpp.simdlen": 0}
 """Options of Inductor for code that is replayed, not run: loops are not vectorized. To
 vectorize them takes a quarter of the time of generating code."""
@@ -147,24 +154,20 @@ def compilation() -> tuple[int | None, int | None]:
     return (None, None) if found is None else (found.frame_id, found.frame_compile_id)
 
 
-def default_parts(
-    joint: fx.GraphModule, inputs: Any, how: dict[str, Any]
-) -> tuple[fx.GraphModule, fx.GraphModule]:
+def default_parts(joint: fx.GraphModule, inputs: Any, how: dict[str, Any]) -> Parts:
     """Forward and backward as torch divides the joint graph without a plan."""
     return min_cut_rematerialization_partition(joint, inputs, "inductor", **how)
 
 
 def frugal_parts(
     joint: fx.GraphModule, inputs: Any, how: dict[str, Any], share: float
-) -> tuple[fx.GraphModule, fx.GraphModule]:
+) -> Parts:
     """Forward and backward under torch's ``activation_memory_budget``, 0 to 1."""
     with functorch_config.patch(activation_memory_budget=share):
         return default_parts(joint, inputs, how)
 
 
-def tagged_parts(
-    joint: fx.GraphModule, inputs: Any, how: dict[str, Any]
-) -> tuple[fx.GraphModule, fx.GraphModule]:
+def tagged_parts(joint: fx.GraphModule, inputs: Any, how: dict[str, Any]) -> Parts:
     """Forward and backward with exactly the tagged nodes saved."""
     return default_partition(joint, inputs, **how)
 
@@ -199,8 +202,7 @@ def copy_of(graph: fx.GraphModule) -> fx.GraphModule:
 
 
 Record: TypeAlias = Callable[[str, dict[str, Any], Any, bool], None]
-"""Given the source, its constants, the example inputs (fake tensors), and whether it is
-backward."""
+"""Given the source, constants, example inputs (fake tensors), and if it is backward."""
 
 
 def compile_with(
@@ -312,8 +314,7 @@ def compile_errors(what: str) -> Iterator[None]:
         raise WorkloadError(
             f"cannot compile {what} as one graph: {first_line(error)}",
             needed="a model and a loss that compile with fullgraph=True",
-            hint="in Python, ckplan.compile(model, budget, fullgraph=False), where the "
-            "graph breaks; TORCH_LOGS=graph_breaks shows the place",
+            hint=ALLOWS_RECURRENT if "allow_rnn" in str(error) else _BREAKS,
         ) from error
 
 

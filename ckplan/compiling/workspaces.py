@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from ckplan.errors import ApplyError
 from ckplan.training.allocator import AllocatorLog, log_allocations
 from ckplan.training.collector import collection_off
 
 _MARK = "ckplan kernel "
+_RECURRENT = "aten.mkldnn_rnn_layer"  # and its backward, which zeros would crash
 _KNOWN: dict[str, int] = {}
 
 
@@ -27,7 +29,12 @@ class KernelBytes:
         self._wanted: dict[str, tuple[Callable[..., Any], Any, Any]] = {}
 
     def bytes_of(self, op: Callable[..., Any], args: Any, kwargs: Any) -> int:
-        """Bytes of one call; 0, until ``measure``, if no such call was measured."""
+        """Bytes of one call; 0, until ``measure``, if no such call was measured.
+
+        Raises:
+            ApplyError: The kernel reads what only the same kernel can have written.
+        """
+        _check_runs_alone(op)
         described = pytree.tree_map(_describe, (args, kwargs))
         key = repr((str(op), described))
         if key not in _KNOWN:
@@ -48,6 +55,16 @@ class KernelBytes:
         for number, key in enumerate(wanted):
             _KNOWN[key] = _peak_within(log, f"{_MARK}{number}")
         return True
+
+
+def _check_runs_alone(op: Callable[..., Any]) -> None:
+    if str(op).startswith(_RECURRENT):
+        raise ApplyError(
+            "cannot replay a recurrent layer of oneDNN: its workspace has a size and a "
+            "content that only its kernels know",
+            needed="a recurrent layer whose input requires a gradient, or no oneDNN",
+            hint="torch.backends.mkldnn.set_flags(False), where the model is built",
+        )
 
 
 class _Tensor(tuple[Any, ...]):

@@ -14,7 +14,7 @@ from torch import nn
 import ckplan
 from ckplan.compiling import lowering, planned_backend
 from ckplan.compiling.parts import Parts, find_parts
-from ckplan.errors import ApplyError, InfeasibleError
+from ckplan.errors import ApplyError, InfeasibleError, WorkloadError
 from ckplan.plan.plan import Plan
 
 # Dynamo's own, where it resumes after a break
@@ -159,4 +159,43 @@ def test_a_graph_that_cannot_be_lowered_runs_uncompiled_and_is_said(
     with pytest.warns(UserWarning, match="1 graphs of the step"):
         loss = call(x)
     loss.backward()
+    assert all(one.grad is not None for one in model.parameters())
+
+
+class Recurrent(nn.Module):
+    """Dynamo compiles nothing of it, unless it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells = nn.LSTM(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.cells(x)[0].square().mean()
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_what_lets_recurrent_layers_compile_is_named(whole: bool) -> None:
+    torch._dynamo.utils.counters.clear()
+    call = ckplan.compile(Recurrent(), "80%", fullgraph=whole)
+    with pytest.raises((ApplyError, WorkloadError)) as refused:
+        call(torch.randn(1, 2, 4))
+    assert "allow_rnn = True" in refused.value.hint
+    # no hook of ours is compiled in place of the function that is not
+    assert torch._dynamo.utils.counters["frames"]["ok"] == 0
+
+
+@pytest.mark.usefixtures("no_kernels")
+def test_recurrent_layers_are_planned_or_refused_where_dynamo_may_compile_them() -> (
+    None
+):
+    torch.manual_seed(0)
+    model, x = Recurrent(), torch.randn(1, 2, 4)
+    planned = ckplan.backend("100%")
+    call = torch.compile(model, backend=planned, fullgraph=True)
+    with torch._dynamo.config.patch(allow_rnn=True):
+        # oneDNN's kernel takes a gradient of its weights alone; zeros would crash it
+        with pytest.raises(ApplyError, match="of oneDNN"):
+            call(x)
+        call(x.requires_grad_()).backward()
+    assert len(planned.plans) == 1
     assert all(one.grad is not None for one in model.parameters())
