@@ -47,14 +47,18 @@ class CompiledStep:
     name_of: Mapping[int, str]  # storage of forward -> node that makes it
 
 
-def as_graph(joint: JointGraph, model: str) -> CompiledStep:
+def as_graph(
+    joint: JointGraph, model: str, *, fuses_more: bool = False
+) -> CompiledStep:
     """Make the ``Graph`` of a compiled step.
 
     Args:
         joint: The joint graph; its own division is the unplanned step.
         model: Name of the model.
+        fuses_more: Constants divide no runs, and outputs of backward take the place of
+            saved tensors. Whether Inductor's do, the replay of its code shows.
     """
-    builder = _Builder()
+    builder = _Builder(fuses_more)
     builder.measure(joint.forward.graph, joint.backward.graph)
     builder.add_inputs(joint)
     builder.add_forward(joint.forward.graph)
@@ -63,7 +67,8 @@ def as_graph(joint: JointGraph, model: str) -> CompiledStep:
         joint.backward.graph, {node.name: node for node in joint.forward.graph.nodes}
     )
     builder.end(joint, num_forward)
-    builder.overwrite(num_forward)
+    if fuses_more:
+        builder.overwrite(num_forward)
     saved = tuple(_saved(builder, joint, num_forward))
     builder.reuse({one.storage for one in saved})
     graph = Graph(
@@ -88,7 +93,8 @@ def as_graph(joint: JointGraph, model: str) -> CompiledStep:
 class _Builder:
     """Appends ops in order, and numbers storages and calls."""
 
-    def __init__(self) -> None:
+    def __init__(self, fuses_more: bool) -> None:
+        self._fuses_more = fuses_more
         self.ops: list[Op] = []
         self.storages: list[Storage] = []
         self.calls: list[Call] = []
@@ -118,7 +124,7 @@ class _Builder:
 
     def add_forward(self, graph: fx.Graph) -> None:
         """Append the ops and calls of forward."""
-        for run in runs_of(graph):
+        for run in runs_of(graph, self._fuses_more):
             call = self._enter(nodes.modules_around(run[0]))
             self._add(run, call, self.forward_storages, "activation")
         self._close(0)
@@ -138,7 +144,7 @@ class _Builder:
         first: dict[str, int] = {}
         for index, one in enumerate(self.calls):
             first.setdefault(one.fqn, index)
-        for run in runs_of(graph):
+        for run in runs_of(graph, self._fuses_more):
             around = ("", *(path for path, _ in nodes.modules_around(run[0])))
             call = next(first[fqn] for fqn in reversed(around) if fqn in first)
             self._add(run, call, self.backward_storages, "temporary")

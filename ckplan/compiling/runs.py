@@ -10,18 +10,18 @@ from torch import fx
 from ckplan.compiling import nodes
 
 
-def runs_of(graph: fx.Graph) -> Iterator[list[fx.Node]]:
+def runs_of(graph: fx.Graph, joins_constants: bool) -> Iterator[list[fx.Node]]:
     """Runs of consecutive nodes of one module that Inductor can fuse.
 
     A node without modules, such as one that Inductor added, joins the run before it. So
-    does a constant: equal ones are one node, with the modules of its first use.
+    may a constant: equal ones are one node, with the modules of its first use.
     Runs of views and numbers alone are left out.
     """
     run: list[fx.Node] = []
     of_run: object = None
     around: nodes.Modules = ()
     for node in nodes.ops_of(graph):
-        if node.all_input_nodes:
+        if node.all_input_nodes or not joins_constants:
             around = nodes.modules_around(node) or around
         alone = nodes.is_alone(node) and node
         if node.target is operator.getitem and node.args[0] in run:

@@ -47,7 +47,7 @@ def traced(model: nn.Module, x: torch.Tensor) -> tuple[Graph, Replayed]:
         assert joint is not None
         assert lowered is not None
         unplanned = replay(lowered, joint.num_outputs)
-        found.append((as_graph(joint, "model").graph, unplanned))
+        found.append((as_graph(joint, "model", fuses_more=True).graph, unplanned))
         return graph.forward
 
     torch.compile(model, backend=only_trace, fullgraph=True)(x)
