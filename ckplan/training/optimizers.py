@@ -142,7 +142,7 @@ def make_optimizer(
     if name == "adafactor":
         options = {key: on for key, on in options.items() if key == "foreach"}
     optimizer = _MAKERS[name](parameters, lr=1e-3, **options)
-    return update_in_groups(optimizer, size or None)
+    return update_in_groups(optimizer, size) if size else optimizer
 
 
 _SWITCHES = {

@@ -142,7 +142,9 @@ _make = matchers.Matchers.make
 def any_arguments(self: matchers.Matchers, frozen: Any, *_: Any) -> matchers.Matcher:
     """Take every number for the same, and meet the tensors."""
 
-    def matches(args: Any, kwargs: Any, made: Any, met: Any, meet: Any) -> bool:
+    def matches(
+        args: Any, kwargs: Any, made: Any, versions: Any, met: Any, meet: Any
+    ) -> bool:
         known = [one() for one in (*made, *met)]
         for value in args:
             new = isinstance(value, torch.Tensor) and all(x is not value for x in known)
