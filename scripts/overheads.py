@@ -52,6 +52,7 @@ from ckplan.plan.plan import Plan
 from ckplan.solving.planner import Planner
 from ckplan.solving.solve import to_plan
 from ckplan.tracing.costs.cost_cache import FOLDER_VARIABLE
+from ckplan.tracing.costs.spread import quartiles
 from ckplan.tracing.profile import profile_workload
 from ckplan.tracing.steps.in_step import NOTE_IN_STEP
 from ckplan.training.loading import WorkloadSpec
@@ -343,8 +344,9 @@ def _quartiles(
     planned: Sequence[float], unplanned: Sequence[float]
 ) -> tuple[float, float, float]:
     ratios = [b / a - 1 for a, b in zip(unplanned, planned, strict=True)]
-    low, median, high = statistics.quantiles(ratios, n=4, method="inclusive")
-    return low, median, high
+    found = quartiles(ratios)
+    assert found is not None, "internal error: no round was measured"
+    return found
 
 
 @contextmanager

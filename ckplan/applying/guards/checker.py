@@ -27,7 +27,7 @@ from ckplan.applying.rebuilding.rebuilder import Rebuilder
 from ckplan.applying.recording.op_keys import OpKey, Saves
 from ckplan.applying.recording.recorder import Recorder, otherwise_saved
 from ckplan.applying.recording.saved_tensors import Dropped, Handle, unpack
-from ckplan.applying.tensors.arguments import is_query, moves, switches, version_of
+from ckplan.applying.tensors.arguments import are_switched, is_query, moves, version_of
 from ckplan.applying.tensors.compiled import is_within_compiled, still_uncompiled
 from ckplan.applying.tensors.kept import Kept, keep
 from ckplan.applying.tensors.random_state import random_state
@@ -225,7 +225,11 @@ class GuardChecker(TorchFunctionMode):
             and call.matches(
                 args, kwargs, self._made, self._versions, self._met, self._meet
             )
-            and (not _is_autocast_enabled() if call.simple else _is_switched(call))
+            and (
+                not _is_autocast_enabled()
+                if call.simple
+                else are_switched(call.switches, func)
+            )
             and (call.place is None or self._is_at(call.place))
         ):
             self._miss_before_call()
@@ -339,10 +343,6 @@ class GuardChecker(TorchFunctionMode):
         if self._packed[number].ref is not None:
             return Dropped(self._handle, number)
         return keep(tensor, self.name)
-
-
-def _is_switched(call: CallGuard) -> bool:
-    return call.switches == switches(call.func)
 
 
 _is_grad_enabled = torch.is_grad_enabled

@@ -30,6 +30,7 @@ from ckplan.graph.records import EngineCosts
 from ckplan.plan.names import OpName
 from ckplan.plan.plan import Plan, PlannedRegion
 from ckplan.tracing.costs.cost_cache import Cost, CostCache
+from ckplan.tracing.costs.spread import quartiles
 from ckplan.tracing.recording.recording import RawOp
 
 _NUM_LINKS, _OPS_PER_LINK = 4, 4
@@ -210,8 +211,9 @@ def _measure(flushed_bytes: int) -> tuple[float, ...]:
 
 def _undisturbed(seconds: Iterable[float]) -> float:
     """The lower quartile: other programs evict caches, too."""
-    ordered = sorted(seconds)
-    return ordered[len(ordered) // 4]
+    found = quartiles([*seconds])
+    assert found is not None, "internal error: no step was measured"
+    return found.low
 
 
 def _thread_clock() -> Callable[[], float]:
