@@ -73,21 +73,13 @@ class OtherSteps:
     def _scaled(self, graph: Graph, of_optimizer: float) -> Graph:
         assert self.measured is not None
         forward, backward, update = _phases(graph)
-        many, engine = graph.num_batches, self.measured.engine
+        many = graph.num_batches
         seconds = StepSeconds(
             self.factors[0] * many * forward,
             self.factors[1] * many * backward,
             of_optimizer * update,
         )
-        costs = StepCosts(
-            seconds,
-            engine.again,
-            engine.watch_seconds,
-            engine.rerun_seconds,
-            engine.region_seconds,
-            engine.path_seconds,
-        )
-        return with_step_costs(graph, costs)
+        return with_step_costs(graph, StepCosts(seconds, self.measured.engine))
 
 
 def _factors(alone: Graph, in_step: Graph) -> tuple[float, float, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -23,7 +23,7 @@ from ckplan.tracing.costs.cost_cache import CostCache
 from ckplan.tracing.costs.spread import Load
 from ckplan.tracing.other_steps import OtherSteps
 from ckplan.tracing.steps import measured
-from ckplan.tracing.steps.fitting import LEAST_SHARE, Added, fit
+from ckplan.tracing.steps.fitting import FITTED, LEAST_SHARE, Added, fit
 from ckplan.tracing.steps.in_step import (
     NOTE_IN_STEP,
     StepCosts,
@@ -43,6 +43,7 @@ from ckplan.training.workload import Workload
 
 NOISE = Random(0)
 ENGINE = EngineCosts(0.25, 0.5, 0.125, 1.0)
+IN_STEPS = EngineCosts(0.1, 0.2, 0.125, 0.3, 0.75, 0.4)
 
 
 @pytest.fixture
@@ -66,18 +67,29 @@ def added(row: tuple[float, int, int, int, int], costs: tuple[float, ...]) -> Ad
     return Added(seconds, 1e-6, *row)
 
 
+def engine(costs: Sequence[float]) -> EngineCosts:
+    return EngineCosts(module_seconds=9.0, **dict(zip(FITTED, costs, strict=True)))
+
+
+def fitted(costs: EngineCosts) -> list[float]:
+    return [getattr(costs, name) for name in FITTED]
+
+
 def test_plans_that_say_all_give_their_costs() -> None:
     costs = (1.5, 0.2, 0.75, 1.25, 0.1)
     rows = [
         *((3.0, 4, 5, 1, 2), (1.0, 9, 2, 2, 1), (2.0, 1, 1, 3, 0)),
         *((5.0, 3, 3, 7, 1), (1.0, 2, 1, 1, 9)),
     ]
-    found = fit((1.0, 0.25, 0.5, 1.0, 0.125), [added(row, costs) for row in rows])
-    assert found == pytest.approx(costs, rel=1e-4)
+    prior = engine((1.0, 0.25, 0.5, 1.0, 0.125))
+    found = fit(prior, [added(row, costs) for row in rows])
+    assert fitted(found) == pytest.approx(costs, rel=1e-4)
+    assert found.module_seconds == prior.module_seconds
 
 
 def test_without_plans_the_prior_stays() -> None:
-    assert fit((1.0, 0.25, 0.5, 0.0, 0.1), []) == (1.0, 0.25, 0.5, 0.0, 0.1)
+    prior = engine((1.0, 0.25, 0.5, 0.0, 0.1))
+    assert fit(prior, []) == prior
 
 
 def test_the_fit_is_the_least_of_what_it_minimises() -> None:
@@ -104,7 +116,7 @@ def test_the_fit_is_the_least_of_what_it_minimises() -> None:
             away = [(a - b) / (0.5 * b) for a, b in zip(x, prior, strict=True)]
             return sum(miss**2 for miss in (*misses, *away))
 
-        found = list(fit(prior, plans))
+        found = fitted(fit(engine(prior), plans))
         assert all(
             a >= LEAST_SHARE * b - 1e-9 for a, b in zip(found, prior, strict=True)
         )
@@ -165,7 +177,7 @@ def test_a_graph_with_costs_of_steps_predicts_these_steps(
 ) -> None:
     graph = replace(graph, options={"accumulate": batches})
     unplanned = StepSeconds(30.0, 70.0, 5.0)
-    costs = StepCosts(unplanned, 0.75, 0.1, 0.2, 0.3, 0.4)
+    costs = StepCosts(unplanned, IN_STEPS)
     found = with_step_costs(graph, costs)
     assert found.step_seconds == pytest.approx(105.0)
     start = found.num_forward
@@ -199,7 +211,7 @@ def test_what_a_plan_added_is_what_it_is_predicted_to_add(graph: Graph) -> None:
 
 
 def test_a_trace_file_keeps_the_costs(graph: Graph, tmp_path: Path) -> None:
-    costs = StepCosts(StepSeconds(30.0, 70.0, 5.0), 0.75, 0.1, 0.2, 0.3, 0.4)
+    costs = StepCosts(StepSeconds(30.0, 70.0, 5.0), IN_STEPS)
     found = with_step_costs(graph, costs)
     trace_file.save(found, tmp_path / "a.json.gz")
     assert trace_file.load(tmp_path / "a.json.gz").engine == found.engine
@@ -210,7 +222,7 @@ def test_a_trace_file_keeps_the_costs(graph: Graph, tmp_path: Path) -> None:
 
 def test_costs_are_kept_for_this_step_alone(graph: Graph, tmp_path: Path) -> None:
     cache = CostCache(tmp_path / "costs.json")
-    costs = StepCosts(StepSeconds(30.0, 70.0, 5.0), 0.75, 0.1, 0.2, 0.3, 0.4)
+    costs = StepCosts(StepSeconds(30.0, 70.0, 5.0), IN_STEPS)
     assert known_step_costs(graph, cache) is None
     assert keep_step_costs(graph, costs, cache) == costs
     assert known_step_costs(graph, cache) == costs
@@ -238,7 +250,7 @@ def test_other_batches_and_optimizers_take_the_factors_of_the_measured_step(
     graph: Graph,
 ) -> None:
     steps = OtherSteps()
-    costs = StepCosts(StepSeconds(30.0, 70.0, 5.0), 0.75, 0.1, 0.2, 0.3, 0.4)
+    costs = StepCosts(StepSeconds(30.0, 70.0, 5.0), IN_STEPS)
     first = steps.taken_into(graph, None, lambda: with_step_costs(graph, costs))
     assert first.step_seconds == pytest.approx(105.0)
     larger = steps.taken_into(faster(graph, 3.0), None, never)
@@ -250,7 +262,7 @@ def test_other_batches_and_optimizers_take_the_factors_of_the_measured_step(
     assert found.step_seconds == pytest.approx(4 * 100.0 + 5.0)
 
     # Forward and backward of another optimizer stay comparable with the first one's.
-    slow = StepCosts(StepSeconds(90.0, 90.0, 10.0), 0.75, 0.1, 0.2, 0.3, 0.4)
+    slow = StepCosts(StepSeconds(90.0, 90.0, 10.0), IN_STEPS)
     other = steps.taken_into(graph, "sgd", lambda: with_step_costs(graph, slow))
     assert other.step_seconds == pytest.approx(110.0)
     assert steps.taken_into(graph, "sgd", never).ops == other.ops

@@ -19,10 +19,14 @@ under x_j >= prior_j / 5: ridge regression towards the prior, in units of the wi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
+from ckplan.graph.records import EngineCosts
+
+FITTED = ("again", "watch_seconds", "rerun_seconds", "region_seconds", "path_seconds")
 WIDTH_OF_OPS = 0.5  # of `again`, relative to the prior
 WIDTH_OF_ENGINE = 0.5  # of every cost of the engine, relative to the prior
 LEAST_SHARE = 0.2  # of the prior
@@ -41,17 +45,18 @@ class Added(NamedTuple):
 
     @property
     def row(self) -> tuple[float, ...]:
-        """The factors of (again, watch, rerun, region, path)."""
+        """The factors of the costs that are ``FITTED``."""
         return self[2:]
 
 
-def fit(prior: Sequence[float], plans: Sequence[Added]) -> tuple[float, ...]:
-    """The most probable (again, watch, rerun, region, path).
+def fit(costs: EngineCosts, plans: Sequence[Added]) -> EngineCosts:
+    """The most probable costs; those that are not ``FITTED`` stay.
 
     Args:
-        prior: The same, measured otherwise; ``again`` is above 0.
+        costs: The prior, measured otherwise; ``again`` is above 0.
         plans: What was measured.
     """
+    prior = [getattr(costs, name) for name in FITTED]
     widths = [WIDTH_OF_OPS * prior[0], *(WIDTH_OF_ENGINE * one for one in prior[1:])]
     free = [place for place, width in enumerate(widths) if width > 0]
     found, least = list(prior), [LEAST_SHARE * one for one in prior]
@@ -63,7 +68,7 @@ def fit(prior: Sequence[float], plans: Sequence[Added]) -> tuple[float, ...]:
         if not below:
             break
         free = [j for j in free if j not in below]  # these stay at the least
-    return tuple(found)
+    return replace(costs, **dict(zip(FITTED, found, strict=True)))
 
 
 def _least_squares(

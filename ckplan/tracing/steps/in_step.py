@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, fields, replace
 
 from ckplan.graph.graph import Graph
 from ckplan.graph.records import EngineCosts
@@ -22,8 +22,6 @@ NOTE_IN_STEP = (
     "seconds: ops in the proportions measured alone, phases and recomputation as in "
     "steps on this machine"
 )
-_PHASES = ("forward", "backward", "optimizer")
-_KEPT = (*_PHASES, "again", "watch", "rerun", "region", "path")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +38,11 @@ class StepCosts:
     """What steps on this machine cost, without a plan and with one."""
 
     unplanned: StepSeconds
-    again: float  # seconds of an op in backward, as a factor of those in forward
-    watch_seconds: float
-    rerun_seconds: float
-    region_seconds: float
-    path_seconds: float
+    engine: EngineCosts
+
+
+_PHASES = tuple(one.name for one in fields(StepSeconds))
+_KEPT = (*_PHASES, *(one.name for one in fields(EngineCosts)))
 
 
 def fitted_costs(
@@ -61,14 +59,8 @@ def fitted_costs(
     alone = sum(graph.critical_seconds[:start])
     scale = unplanned.forward / graph.num_batches / alone if alone else 1.0
     in_forward = [one._replace(ops_seconds=scale * one.ops_seconds) for one in plans]
-    prior = (
-        engine.again / (scale or 1.0),  # as long as alone
-        engine.watch_seconds,
-        engine.rerun_seconds,
-        engine.region_seconds,
-        engine.path_seconds,
-    )
-    return StepCosts(unplanned, *fit(prior, in_forward))
+    prior = replace(engine, again=engine.again / (scale or 1.0))  # as long as alone
+    return StepCosts(unplanned, fit(prior, in_forward))
 
 
 def with_step_costs(graph: Graph, costs: StepCosts) -> Graph:
@@ -87,16 +79,8 @@ def with_step_costs(graph: Graph, costs: StepCosts) -> Graph:
         for number in range(first, last):
             more = ops[number].seconds * scale
             ops[number] = replace(ops[number], seconds=round(more, 9))
-    engine = EngineCosts(
-        costs.watch_seconds,
-        costs.rerun_seconds,
-        graph.engine.module_seconds,
-        costs.region_seconds,
-        costs.again,
-        costs.path_seconds,
-    )
     notes = (*graph.notes, NOTE_IN_STEP)
-    return replace(graph, ops=tuple(ops), engine=engine, notes=notes)
+    return replace(graph, ops=tuple(ops), engine=costs.engine, notes=notes)
 
 
 def known_step_costs(graph: Graph, cache: CostCache) -> StepCosts | None:
@@ -112,15 +96,15 @@ def keep_step_costs(graph: Graph, costs: StepCosts, cache: CostCache) -> StepCos
     Returns:
         The medians of the last few runs.
     """
-    phases, keys = costs.unplanned, _keys(graph)
-    found = (*astuple(phases), *astuple(costs)[1:])
+    keys, found = _keys(graph), (*astuple(costs.unplanned), *astuple(costs.engine))
     new = {k: Cost(v, 0, 0, measured=True) for k, v in zip(keys, found, strict=True)}
     return _costs_of(cache.learn(new), keys)
 
 
 def _costs_of(known: dict[str, Cost], keys: Sequence[str]) -> StepCosts:
     numbers = [known[key].seconds for key in keys]
-    return StepCosts(StepSeconds(*numbers[: len(_PHASES)]), *numbers[len(_PHASES) :])
+    phases, engine = numbers[: len(_PHASES)], numbers[len(_PHASES) :]
+    return StepCosts(StepSeconds(*phases), EngineCosts(*engine))
 
 
 def _keys(graph: Graph) -> list[str]:
