@@ -341,7 +341,7 @@ def note_of(graph: Graph) -> str:
 def test_steps_are_measured_once_and_kept(
     profiled: Graph, cache: CostCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(measured, "MOST_SPREAD", 100.0)  # however busy it is here
+    monkeypatch.setattr(measured, "MOST_ERROR", 100.0)  # however busy it is here
     first = in_step(profiled, cache)
     assert NOTE_IN_STEP in first.notes
     assert first.engine.again != 1.0
@@ -355,7 +355,7 @@ def test_steps_are_measured_once_and_kept(
 def test_profiling_with_steps_leaves_model_and_random_state(
     profiled: Graph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(measured, "MOST_SPREAD", 100.0)
+    monkeypatch.setattr(measured, "MOST_ERROR", 100.0)
     model, batch = Blocks(64), torch.ones(32, 64)
     before = {name: one.clone() for name, one in model.state_dict().items()}
     random = torch.get_rng_state()
@@ -388,7 +388,7 @@ def fail(*_: object) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("_timed", different, "the machine is busy: the quartiles of 60 rounds are"),
+        ("_timed", different, "the machine is busy: 60 rounds tell what a plan adds to"),
         ("machine_load", lambda: Load(9.0, 2), "the machine is busy (load average 9.0"),
         ("available_bytes", lambda: 1, "it is too large"),
         ("make_step", fail, "ValueError: no step today"),

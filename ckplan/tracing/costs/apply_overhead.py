@@ -30,7 +30,7 @@ from ckplan.graph.records import EngineCosts
 from ckplan.plan.names import OpName
 from ckplan.plan.plan import Plan, PlannedRegion
 from ckplan.tracing.costs.cost_cache import Cost, CostCache
-from ckplan.tracing.costs.spread import quartiles
+from ckplan.tracing.costs.spread import undisturbed
 from ckplan.tracing.recording.recording import RawOp
 
 _NUM_LINKS, _OPS_PER_LINK = 4, 4
@@ -196,7 +196,7 @@ def _measure(flushed_bytes: int) -> tuple[float, ...]:
             for way, found in zip(ways, times, strict=True):
                 found.append(way.step_seconds(first=number == 0))
     (forward, backward), *planned = (
-        tuple(map(_undisturbed, zip(*found[_DROPPED_STEPS:], strict=True)))
+        tuple(map(undisturbed, zip(*found[_DROPPED_STEPS:], strict=True)))
         for found in times
     )
     added = [(one - forward, other - backward) for one, other in planned]
@@ -207,13 +207,6 @@ def _measure(flushed_bytes: int) -> tuple[float, ...]:
     more = max(sum(module) - sum(program), 0.0) / _NUM_OPS
     path = max(named[0] - program[0], 0.0) / _NUM_LINKS
     return watch, rerun, more, region, path
-
-
-def _undisturbed(seconds: Iterable[float]) -> float:
-    """The lower quartile: other programs evict caches, too."""
-    found = quartiles([*seconds])
-    assert found is not None, "internal error: no step was measured"
-    return found.low
 
 
 def _thread_clock() -> Callable[[], float]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
 
+_T = TypeVar("_T")
 _SPARE_LOAD = 0.5  # of the system itself
 
 
@@ -52,3 +54,27 @@ def quartiles(values: Sequence[float]) -> Quartiles | None:
     if len(values) == 1:
         return Quartiles(*values, *values, *values)
     return Quartiles(*statistics.quantiles(values, n=4, method="inclusive"))
+
+
+def undisturbed(seconds: Sequence[float]) -> float:
+    """The mean of the faster half: what disturbs a step makes it longer.
+
+    >>> undisturbed([2.0, 9.0, 1.0])
+    1.5
+    """
+    return statistics.fmean(sorted(seconds)[: (len(seconds) + 1) // 2])
+
+
+def standard_error(
+    rounds: Sequence[_T], estimate: Callable[[Sequence[_T]], float]
+) -> float:
+    """How far off an estimate from such rounds is; infinite for fewer than two.
+
+    The jackknife (Efron, "The Jackknife, the Bootstrap and Other Resampling Plans",
+    1982, chapter 3): from the estimates that leave out one round each.
+    """
+    count = len(rounds)
+    if count < 2:
+        return math.inf
+    without = [estimate([*rounds[:i], *rounds[i + 1 :]]) for i in range(count)]
+    return math.sqrt((count - 1) * statistics.pvariance(without))

@@ -2,9 +2,10 @@
 
 Three steps run in turns in this process: unplanned; with every layer as a program that
 keeps nothing; and with programs that keep what is dear to recompute. Each has its own
-model and optimizer. What they take fits the costs of the graph (``costs/in_step.py``).
-With one thread, seconds are CPU seconds of the process, of which other programs take
-none. With several, they are seconds of the wall, and a busy machine is refused.
+model and optimizer. What they take fits the costs of the graph (``in_step.py``). Rounds
+end when they say enough. With one thread, seconds are CPU seconds of the process, of
+which other programs take none. With several, they are seconds of the wall, and a busy
+machine is refused.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
+from functools import partial
 
 import torch
 
@@ -30,7 +31,7 @@ from ckplan.solving.baselines import can_recompute, find_repeated_layers
 from ckplan.solving.menu import Menus
 from ckplan.tracing.costs.calibrate import Progress
 from ckplan.tracing.costs.cost_cache import CostCache
-from ckplan.tracing.costs.spread import machine_load, quartiles
+from ckplan.tracing.costs.spread import machine_load, standard_error, undisturbed
 from ckplan.tracing.steps.fitting import Added
 from ckplan.tracing.steps.in_step import (
     StepCosts,
@@ -49,16 +50,20 @@ from ckplan.training.workload import Workload
 NOTE_NOT_IN_STEP = "seconds: not measured in a step: "
 SHORTEST_SECONDS = 0.02  # shorter steps are not measured unless asked
 LONGEST_SECONDS = 5.0  # of all steps together, unless asked
-MOST_SPREAD = 0.10  # between the quartiles of planned over unplanned seconds
-SPREAD_ROUNDS = 15  # of so many rounds; more of them may differ more
-MOST_RELATIVE_SPREAD = 0.25  # of the overhead itself, if that is more
+MOST_ERROR = 0.025  # standard error of an overhead, as a fraction of the step
+MOST_RELATIVE_ERROR = 0.1  # of the overhead itself, if that is more
+_ENOUGH = 0.003  # a standard error that needs no more rounds
 _WARM_STEPS = 2  # the first one is recorded
 _LEAST_ROUNDS = 3
-_LIMITS = (SPREAD_ROUNDS, LONGEST_SECONDS / 2)  # rounds, and seconds of them all
-_LIMITS_ASKED = (60, 15.0)
+_LOOK_EVERY = 5  # rounds
+_LIMITS = (15, LONGEST_SECONDS / 2)  # rounds, and seconds of them all
+_LIMITS_ASKED = (60, 30.0)
 _SLOWER_WARM = 2.0  # steps that are recorded take longer
-_DEVIATIONS = 1.35  # between the quartiles of a Gaussian
 _LEAST_WIDTH = 2e-3  # of what a plan adds, as a fraction of the step
+
+
+_Phases = tuple[float, float, float]  # seconds: forward, backward, optimizer
+_Round = list[_Phases]  # of the unplanned step, and of each with a plan
 
 
 class NotMeasuredError(Exception):
@@ -218,22 +223,45 @@ def _begin(
 
 def _take_turns(
     ways: Sequence[_Way], most: int, seconds: float, tell: Progress
-) -> list[list[tuple[float, float, float]]]:
-    """Seconds of the phases, by way and round."""
-    taken: list[list[tuple[float, float, float]]] = [[] for _ in ways]
+) -> list[_Round]:
+    """Rounds of steps, every second one in reverse, until they say enough."""
+    rounds: list[_Round] = []
     begin = time.perf_counter()
-    while len(taken[0]) < most:
-        done = len(taken[0])
+    while len(rounds) < most:
+        done = len(rounds)
         tell("measuring steps", done, most)
-        turns = list(zip(ways, taken, strict=True))
-        for way, found in reversed(turns) if done % 2 else turns:
-            found.append(_timed(way.step))
+        turn = -1 if done % 2 else 1
+        rounds.append([_timed(way.step) for way in ways[::turn]][::turn])
         if time.perf_counter() - begin > seconds:
             most = max(_LEAST_ROUNDS, done + 1)
-    return taken
+        elif (done + 1) % _LOOK_EVERY == 0 and _say_enough(rounds):
+            break
+    return rounds
 
 
-def _timed(step: TrainingStep) -> tuple[float, float, float]:
+def _say_enough(rounds: Sequence[_Round]) -> bool:
+    plans = range(1, len(rounds[0]))
+    return all(standard_error(rounds, partial(_overhead, p)) < _ENOUGH for p in plans)
+
+
+def _overhead(number: int, rounds: Sequence[_Round]) -> float:
+    """Of the step with one of the plans."""
+    unplanned, planned = (
+        undisturbed([sum(one[way]) for one in rounds]) for way in (0, number)
+    )
+    return planned / unplanned - 1
+
+
+def _added(number: int, rounds: Sequence[_Round]) -> float:
+    """Seconds of forward and backward that one of the plans adds."""
+    unplanned, planned = (
+        undisturbed([one[way][0] + one[way][1] for one in rounds])
+        for way in (0, number)
+    )
+    return planned - unplanned
+
+
+def _timed(step: TrainingStep) -> _Phases:
     """Seconds of forward, of backward, and of the optimizer with ``zero_grad``."""
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     phase, since = "optimizer", clock()
@@ -251,38 +279,25 @@ def _timed(step: TrainingStep) -> tuple[float, float, float]:
 
 
 def _judged(
-    graph: Graph,
-    trials: Sequence[tuple[Region, ...]],
-    taken: Sequence[Sequence[tuple[float, float, float]]],
+    graph: Graph, trials: Sequence[tuple[Region, ...]], rounds: Sequence[_Round]
 ) -> StepCosts:
     """Fit the costs, if the rounds agree with each other."""
-    unplanned, *planned = taken
     simulator, plans = Simulator(graph), []
-    step = median(map(sum, unplanned))
-    for regions, rounds in zip(trials, planned, strict=True):
-        pairs = list(zip(rounds, unplanned, strict=True))
-        low, mid, high = _quartiles([sum(one) / sum(other) for one, other in pairs])
-        most = max(MOST_SPREAD, MOST_RELATIVE_SPREAD * abs(mid - 1))
-        if high - low > most * max(len(pairs) / SPREAD_ROUNDS, 1.0) ** 0.5:
+    step = undisturbed([sum(one[0]) for one in rounds])
+    for number, regions in enumerate(trials, 1):
+        error = standard_error(rounds, partial(_overhead, number))
+        most = max(MOST_ERROR, MOST_RELATIVE_ERROR * abs(_overhead(number, rounds)))
+        if error > most:
             raise NotMeasuredError(
-                f"the machine is busy: the quartiles of {len(rounds)} rounds are "
-                f"{100 * (high - low):.0f} points apart"
+                f"the machine is busy: {len(rounds)} rounds tell what a plan adds to "
+                f"{units.format_percent(error)} of the step"
             )
-        low, added, high = _quartiles(
-            [one[0] + one[1] - other[0] - other[1] for one, other in pairs]
-        )
-        width = (high - low) / _DEVIATIONS / len(pairs) ** 0.5
+        added = partial(_added, number)
+        width = max(standard_error(rounds, added), _LEAST_WIDTH * step)
         parts = _parts(simulator, regions)
-        width = max(width, _LEAST_WIDTH * step)
-        plans.append(parts._replace(seconds=added, width_seconds=width))
-    phases = StepSeconds(*(median(one) for one in zip(*unplanned, strict=True)))
-    return fitted_costs(graph, phases, plans)
-
-
-def _quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    found = quartiles(values)
-    assert found is not None, "internal error: no round was measured"
-    return found
+        plans.append(parts._replace(seconds=added(rounds), width_seconds=width))
+    unplanned = zip(*(one[0] for one in rounds), strict=True)
+    return fitted_costs(graph, StepSeconds(*map(undisturbed, unplanned)), plans)
 
 
 def _parts(simulator: Simulator, regions: tuple[Region, ...]) -> Added:
