@@ -17,11 +17,12 @@ from ckplan.plan.plan import Plan, PlannedRegion
 from ckplan.plan.resolve import resolve
 from ckplan.simulating.simulate import simulate
 from ckplan.tracing.costs import apply_overhead as engine
-from ckplan.tracing.costs.apply_overhead import calibrate_engine
+from ckplan.tracing.costs.apply_overhead import Flushed, calibrate_engine
 from ckplan.tracing.costs.cost_cache import CostCache
 from ckplan.tracing.recording.recording import RawOp
 
 COSTS = EngineCosts(1.0, 2.0, 3.0, 4.0, path_seconds=5.0)
+NOTHING = Flushed(0, 0)
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
@@ -42,35 +43,38 @@ def moving(*sizes: int) -> list[RawOp]:
 
 def test_the_engine_takes_microseconds_and_more_where_caches_are_cold() -> None:
     for _ in range(5):  # a busy moment of the machine slows either
-        warm, cold = engine._measure(0), engine._measure(1 << 24)
+        warm = engine._measure(NOTHING)
+        cold = engine._measure(Flushed(1 << 22, 1 << 26))
         assert min(*warm, *cold) >= 0.0  # one may drown in the noise of the other
-        if sum(warm[:2]) < sum(cold[:2]):
+        if sum(warm[:2]) < sum(cold[:2]) and warm[3] < cold[3]:
             break
     assert 1e-6 < sum(warm[:2]) < sum(cold[:2]) < 5e-3
+    assert warm[3] < cold[3] < 5e-3  # what runs once a region is colder still
 
 
 @pytest.mark.parametrize(
     ("sizes", "device", "flushed"),
     [
-        ([], CPU, 0),
-        ([4096, 4096], CPU, 0),  # all stays in the cache
-        ([3 << 20, 1 << 20], CPU, 4 << 20),  # two ops on average
-        ([3 << 20], CPU, 8 << 20),
-        ([1 << 30], CPU, 16 << 20),
-        ([1 << 30], CUDA, 0),  # which has caches of its own
+        ([], CPU, NOTHING),
+        ([4096, 4096], CPU, NOTHING),  # all stays in the cache
+        ([3 << 20, 1 << 20], CPU, Flushed(4 << 20, 0)),  # two ops on average
+        ([3 << 20], CPU, Flushed(8 << 20, 0)),
+        (30 * [1 << 20], CPU, Flushed(2 << 20, 4 << 20)),  # eight regions
+        ([1 << 30], CPU, Flushed(16 << 20, 64 << 20)),
+        ([1 << 30], CUDA, NOTHING),  # which has caches of its own
     ],
 )
 def test_caches_are_as_cold_as_the_ops_of_a_step_leave_them(
     sizes: list[int],
     device: torch.device,
-    flushed: int,
+    flushed: Flushed,
     cache: CostCache,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    asked: list[int] = []
+    asked: list[Flushed] = []
 
-    def measure(flushed_bytes: int) -> tuple[float, ...]:
-        asked.append(flushed_bytes)
+    def measure(flushed: Flushed) -> tuple[float, ...]:
+        asked.append(flushed)
         return 1.0, 2.0, 3.0, 4.0, 5.0
 
     monkeypatch.setattr(engine, "_measure", measure)
@@ -82,7 +86,7 @@ def test_caches_are_as_cold_as_the_ops_of_a_step_leave_them(
 def test_measuring_leaves_everything_as_it_was() -> None:
     random = torch.get_rng_state()
     with torch.inference_mode(), torch.autocast("cpu"):
-        engine._measure(0)
+        engine._measure(NOTHING)
         assert torch.is_inference_mode_enabled()
         assert torch.is_autocast_enabled("cpu")
     assert torch.is_grad_enabled()

@@ -388,7 +388,11 @@ def fail(*_: object) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("_timed", different, "the machine is busy: 60 rounds tell what a plan adds to"),
+        (
+            "_timed",
+            different,
+            "the machine is busy: 60 rounds tell what a plan",
+        ),
         ("machine_load", lambda: Load(9.0, 2), "the machine is busy (load average 9.0"),
         ("available_bytes", lambda: 1, "it is too large"),
         ("make_step", fail, "ValueError: no step today"),

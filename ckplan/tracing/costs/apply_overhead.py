@@ -5,8 +5,9 @@ one region and of several, and with the whole module run again; and under one th
 an op of every link. What forward and backward take longer gives the overheads. In a
 large step, kernels evict Python's data from the processor's cache between two ops,
 which makes Python several times slower. So the chain reads as many bytes between its
-ops. Seconds are those of the thread, where the system counts them: other programs take
-none of them.
+ops, and more between its links: what runs once in a region was evicted by all ops since
+the last one. Seconds are those of the thread, where the system counts them: other
+programs take none of them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dataclasses import replace
 from functools import cache as cache_once
 from pathlib import Path
 from statistics import median
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -35,10 +36,12 @@ from ckplan.tracing.recording.recording import RawOp
 
 _NUM_LINKS, _OPS_PER_LINK = 4, 4
 _NUM_OPS = _NUM_LINKS * _OPS_PER_LINK
-_DROPPED_STEPS, _STEPS = 2, 9
+_DROPPED_STEPS, _STEPS = 2, 7
 _FINE_SECONDS = 1e-6  # resolution of a clock that single ops need
 _LEAST_BYTES, _MOST_BYTES = 1 << 20, 1 << 24
 _OPS_BETWEEN = 2  # per saved tensor: an op that saves one, and an op that does not
+_REGIONS = 8  # of a forward, to say what ops evict between two of them
+_MOST_BETWEEN_REGIONS = 1 << 26  # more than most processors' caches
 _CHAIN, _STEP = "engine in a chain", "engine in a step"  # where its costs were measured
 
 
@@ -119,10 +122,11 @@ def _learn(
     return _costs_of(found[key].seconds for key in keys)
 
 
-def _keys(source: str, flushed_bytes: int) -> list[str]:
+def _keys(source: str, flushed: Flushed) -> list[str]:
     """Keys in the cost cache; another engine has other ones."""
+    evicted = f"{flushed.per_tensor} {flushed.per_region}"
     engine = engine_digest()
-    return [f"{source} {engine} {what} {flushed_bytes}" for what in _MEASURED_COSTS]
+    return [f"{source} {engine} {what} {evicted}" for what in _MEASURED_COSTS]
 
 
 _MEASURED_COSTS = ("watch", "rerun", "module", "region", "path")
@@ -164,17 +168,30 @@ def on_host(graph: Graph, host: float) -> Graph:
     return replace(graph, ops=tuple(ops), engine=engine, notes=(*graph.notes, note))
 
 
-def _flushed_bytes(ops: Sequence[MovesBytes], device: torch.device) -> int:
-    """Bytes moved from one saved tensor to the next, rounded up to a power of 2."""
+class Flushed(NamedTuple):
+    """Bytes that the ops of a step move, rounded up to powers of 2."""
+
+    per_tensor: int  # from one saved tensor to the next
+    per_region: int  # from one region to the next
+
+
+def _flushed_bytes(ops: Sequence[MovesBytes], device: torch.device) -> Flushed:
     if device.type != "cpu":
-        return 0
-    moved_bytes = _OPS_BETWEEN * sum(op.moved_bytes for op in ops) // max(len(ops), 1)
+        return Flushed(0, 0)
+    moved_bytes = sum(op.moved_bytes for op in ops)
+    return Flushed(
+        _rounded(_OPS_BETWEEN * moved_bytes // max(len(ops), 1), _MOST_BYTES),
+        _rounded(moved_bytes // _REGIONS, _MOST_BETWEEN_REGIONS),
+    )
+
+
+def _rounded(moved_bytes: int, most: int) -> int:
     if moved_bytes < _LEAST_BYTES:
         return 0
-    return min(1 << (moved_bytes - 1).bit_length(), _MOST_BYTES)
+    return min(1 << (moved_bytes - 1).bit_length(), most)
 
 
-def _measure(flushed_bytes: int) -> tuple[float, ...]:
+def _measure(flushed: Flushed) -> tuple[float, ...]:
     """Seconds per saved tensor, per op that reruns, and so on: ``_MEASURED_COSTS``."""
     names = tuple(OpName(str(link), "sin") for link in range(_NUM_LINKS))
     plans = [
@@ -188,7 +205,7 @@ def _measure(flushed_bytes: int) -> tuple[float, ...]:
         torch.enable_grad(),
         torch.autocast("cpu", enabled=False),
     ):
-        ways = [_Chain(flushed_bytes) for _ in range(1 + len(plans))]
+        ways = [_Chain(flushed) for _ in range(1 + len(plans))]
         for way, plan in zip(ways[1:], plans, strict=True):
             apply(way, plan)
         times: list[list[tuple[float, float]]] = [[] for _ in ways]
@@ -224,10 +241,10 @@ _clock = _thread_clock()
 class _Chain(nn.Module):
     """A step of tiny ops that each save their input."""
 
-    def __init__(self, flushed_bytes: int) -> None:
+    def __init__(self, flushed: Flushed) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(4, dtype=torch.float32, device="cpu"))
-        self._cache = _Evicted(flushed_bytes)
+        self._cache = _Evicted(flushed)
         self.links = nn.Sequential(*(_Link(self._cache) for _ in range(_NUM_LINKS)))
 
     def step_seconds(self, *, first: bool) -> tuple[float, float]:
@@ -245,7 +262,7 @@ class _Chain(nn.Module):
         """Seconds of an op alone."""
         taken, x = [], self.weight.detach()
         for _ in range(_NUM_OPS):
-            self._cache.flush()
+            self._cache.after_op()
             start = _clock()
             torch.sin(x)
             taken.append(_clock() - start)
@@ -255,20 +272,29 @@ class _Chain(nn.Module):
 class _Evicted:
     """The processor's cache: what ops of a large step do to it."""
 
-    def __init__(self, flushed_bytes: int) -> None:
+    def __init__(self, flushed: Flushed) -> None:
         self.cold = False
         self.seconds = 0.0
-        self._flushed = torch.zeros(
-            flushed_bytes // 4, dtype=torch.float32, device="cpu"
+        self._per_tensor, self._per_region = (
+            torch.zeros(size // 4, dtype=torch.float32, device="cpu")
+            for size in flushed
         )
 
-    def flush(self, gradient: torch.Tensor | None = None) -> None:
+    def after_op(self, gradient: torch.Tensor | None = None) -> None:
         """Read as many bytes as the ops between two saved tensors."""
         del gradient
+        self._read(self._per_tensor)
+
+    def after_link(self, gradient: torch.Tensor | None = None) -> None:
+        """Read as many bytes as the ops between two regions."""
+        del gradient
+        self._read(self._per_region)
+
+    def _read(self, flushed: torch.Tensor) -> None:
         start = _clock()
         if self.cold:
             with torch._C.DisableTorchFunction(), torch.no_grad():
-                self._flushed.sum()
+                flushed.sum()
         self.seconds += _clock() - start
 
 
@@ -281,7 +307,10 @@ class _Link(nn.Module):
         (cache,) = self._cache
         for _ in range(_OPS_PER_LINK):
             with torch._C.DisableTorchFunction():
-                cache.flush()
-                x.register_hook(cache.flush)
+                cache.after_op()
+                x.register_hook(cache.after_op)
             x = torch.sin(x).view(-1)  # most models make twice as many calls
+        with torch._C.DisableTorchFunction():
+            cache.after_link()
+            x.register_hook(cache.after_link)
         return x
