@@ -8,6 +8,7 @@ optimizer shares forward and backward: only the factor of its own phase is measu
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -30,6 +31,7 @@ class OtherSteps:
     begun: bool = False  # a step was tried, measured or not
     factors: tuple[float, float] = (1.0, 1.0)  # of forward and backward
     first: FirstStep = field(default_factory=FirstStep)
+    of_ops: dict[str, float] = field(default_factory=dict)  # of forward
     of_optimizers: dict[str | None, float] = field(default_factory=dict)
     like: Graph | None = None  # the next step with another optimizer
 
@@ -58,6 +60,7 @@ class OtherSteps:
                 return found
             *factors, own = _factors(graph, found)
             self.measured, self.factors = found, (factors[0], factors[1])
+            self.of_ops = _factors_of_ops(graph, found)
             self.of_optimizers[optimizer] = own
             return found
         if self.measured is None:
@@ -79,7 +82,8 @@ class OtherSteps:
             self.factors[1] * many * backward,
             of_optimizer * update,
         )
-        return with_step_costs(graph, StepCosts(seconds, self.measured.engine))
+        costs = StepCosts(seconds, self.measured.engine, self.of_ops)
+        return with_step_costs(graph, costs)
 
 
 def _factors(alone: Graph, in_step: Graph) -> tuple[float, float, float]:
@@ -87,6 +91,15 @@ def _factors(alone: Graph, in_step: Graph) -> tuple[float, float, float]:
     pairs = zip(_phases(in_step), _phases(alone), strict=True)
     one, two, three = (there / here if here else 1.0 for there, here in pairs)
     return one, two, three
+
+
+def _factors_of_ops(alone: Graph, in_step: Graph) -> dict[str, float]:
+    """Seconds of the ops of forward in a step, relative to those alone, by name."""
+    here, there = defaultdict[str, float](float), defaultdict[str, float](float)
+    for one, other in zip(alone.ops, in_step.ops[: alone.num_forward], strict=False):
+        here[one.name] += one.seconds
+        there[one.name] += other.seconds
+    return {name: there[name] / more for name, more in here.items() if more > 0}
 
 
 def _phases(graph: Graph) -> tuple[float, float, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,32 +24,48 @@ from ckplan.tracing.costs.cost_cache import CostCache
 from ckplan.tracing.costs.spread import Load
 from ckplan.tracing.other_steps import OtherSteps
 from ckplan.tracing.steps import measured
-from ckplan.tracing.steps.fitting import FITTED, LEAST_SHARE, Added, fit
+from ckplan.tracing.steps.fitting import (
+    FITTED,
+    LEAST_SHARE,
+    WIDTH_OF_ENGINE,
+    WIDTH_OF_OPS,
+    Added,
+    fit,
+)
 from ckplan.tracing.steps.in_step import (
     NOTE_IN_STEP,
     StepCosts,
     StepSeconds,
-    fitted_costs,
     keep_step_costs,
     known_step_costs,
     with_step_costs,
 )
 from ckplan.tracing.steps.measured import (
     NOTE_NOT_IN_STEP,
-    trial_plans,
     with_seconds_in_step,
 )
-from ckplan.training.step import DEFAULT_TRAINING
+from ckplan.tracing.steps.ops_in_step import (
+    OpSeconds,
+    again_factor,
+    factors_of,
+    time_ops,
+)
+from ckplan.tracing.steps.trial_plans import trial_plans
+from ckplan.training.step import DEFAULT_TRAINING, make_step
 from ckplan.training.workload import Workload
 
 NOISE = Random(0)
 ENGINE = EngineCosts(0.25, 0.5, 0.125, 1.0)
 IN_STEPS = EngineCosts(0.1, 0.2, 0.125, 0.3, 0.75, 0.4)
+CHAIN = graphs.chain(6)
+OF_OPS = {"add": 1.0} | {
+    op.name: 0.5 + len(op.name) for op in CHAIN.ops[: CHAIN.num_forward]
+}
 
 
 @pytest.fixture
 def graph() -> Graph:
-    return replace(graphs.chain(6), engine=ENGINE)
+    return replace(CHAIN, engine=ENGINE)
 
 
 @pytest.fixture
@@ -113,7 +130,11 @@ def test_the_fit_is_the_least_of_what_it_minimises() -> None:
                 / one.width_seconds
                 for one in plans
             ]
-            away = [(a - b) / (0.5 * b) for a, b in zip(x, prior, strict=True)]
+            widths = (WIDTH_OF_OPS, *4 * [WIDTH_OF_ENGINE])
+            away = [
+                (a - b) / (width * b)
+                for a, b, width in zip(x, prior, widths, strict=True)
+            ]
             return sum(miss**2 for miss in (*misses, *away))
 
         found = fitted(fit(engine(prior), plans))
@@ -177,12 +198,19 @@ def test_a_graph_with_costs_of_steps_predicts_these_steps(
 ) -> None:
     graph = replace(graph, options={"accumulate": batches})
     unplanned = StepSeconds(30.0, 70.0, 5.0)
-    costs = StepCosts(unplanned, IN_STEPS)
+    costs = StepCosts(unplanned, IN_STEPS, OF_OPS)
     found = with_step_costs(graph, costs)
     assert found.step_seconds == pytest.approx(105.0)
     start = found.num_forward
     forward = batches * sum(op.seconds for op in found.ops[:start])
     assert forward == pytest.approx(30.0)
+    norm, linear = (
+        next(op.seconds for op in found.ops[:start] if op.name == name)
+        for name in ("native_layer_norm", "addmm")
+    )
+    assert norm / linear == pytest.approx(
+        OF_OPS["native_layer_norm"] / OF_OPS["addmm"], rel=1e-6
+    )
     (region,) = [Region(1)]
     effect = Simulator(found).effect(region)
     ops = sum(found.ops[op].seconds for op in effect.steps)
@@ -200,18 +228,18 @@ def test_a_graph_with_costs_of_steps_predicts_these_steps(
 
 
 def test_what_a_plan_added_is_what_it_is_predicted_to_add(graph: Graph) -> None:
-    simulator = Simulator(graph)
     nothing, *_ = trial_plans(graph)
-    parts = measured._parts(simulator, nothing)
+    known = StepCosts(StepSeconds(30.0, 70.0, 5.0), graph.engine, OF_OPS)
+    parts = measured._parts(Simulator(with_step_costs(graph, known)), nothing)
     plan = parts._replace(seconds=40.0, width_seconds=1e-3)
-    costs = fitted_costs(graph, StepSeconds(30.0, 70.0, 5.0), [plan])
+    costs = replace(known, engine=fit(graph.engine, [plan]))
     step = simulate(with_step_costs(graph, costs), nothing)
     assert step.recompute_seconds == pytest.approx(40.0, rel=1e-3)
     assert step.overhead == pytest.approx(40.0 / 105.0, rel=1e-3)
 
 
 def test_a_trace_file_keeps_the_costs(graph: Graph, tmp_path: Path) -> None:
-    costs = StepCosts(StepSeconds(30.0, 70.0, 5.0), IN_STEPS)
+    costs = StepCosts(StepSeconds(30.0, 70.0, 5.0), IN_STEPS, OF_OPS)
     found = with_step_costs(graph, costs)
     trace_file.save(found, tmp_path / "a.json.gz")
     assert trace_file.load(tmp_path / "a.json.gz").engine == found.engine
@@ -222,7 +250,7 @@ def test_a_trace_file_keeps_the_costs(graph: Graph, tmp_path: Path) -> None:
 
 def test_costs_are_kept_for_this_step_alone(graph: Graph, tmp_path: Path) -> None:
     cache = CostCache(tmp_path / "costs.json")
-    costs = StepCosts(StepSeconds(30.0, 70.0, 5.0), IN_STEPS)
+    costs = StepCosts(StepSeconds(30.0, 70.0, 5.0), IN_STEPS, OF_OPS)
     assert known_step_costs(graph, cache) is None
     assert keep_step_costs(graph, costs, cache) == costs
     assert known_step_costs(graph, cache) == costs
@@ -232,6 +260,46 @@ def test_costs_are_kept_for_this_step_alone(graph: Graph, tmp_path: Path) -> Non
     accumulated = replace(graph, options={"accumulate": 2})
     assert known_step_costs(accumulated, cache) is None
     assert known_step_costs(graph, replace(cache, fresh=True)) is None
+
+
+# -- ops in a step ----------------------------------------------------------------
+
+
+def test_ops_are_timed_where_they_run() -> None:
+    clock = iter(range(10**6))
+    step = make_step(Workload(Blocks(8), torch.ones(4, 8)), DEFAULT_TRAINING)
+    step.run()
+    found = time_ops(step, lambda: float(next(clock)))
+    assert found.num_forward["addmm"] == 4
+    assert found.forward["addmm"] == pytest.approx(4.0)  # a tick each
+    assert found.per_call("addmm") == pytest.approx(1.0)
+    assert found.backward["mm"] == pytest.approx(7.0)  # the first needs no input's
+    assert "mm" not in found.forward
+    assert found.per_call("mm") == 0.0
+
+
+def test_ops_have_the_factors_of_their_names(graph: Graph) -> None:
+    start, times = graph.num_forward, 3.0
+    calls = Counter(op.name for op in graph.ops[:start])
+    alone = {name: count * 1.0 for name, count in calls.items()}
+    seconds = {name: times * more for name, more in alone.items()}
+    seconds["gelu"] /= 6
+    assert factors_of(graph, OpSeconds(seconds, {}, calls)) == {
+        name: pytest.approx(times if name != "gelu" else times / 6) for name in calls
+    }
+    other = calls | {"gelu": 99}  # so many do not run: the others' factor
+    found = factors_of(graph, OpSeconds(seconds, {}, other))
+    assert found["gelu"] == pytest.approx(times)
+
+
+def test_what_backward_takes_more_tells_how_long_ops_take_again() -> None:
+    calls = Counter({"mm": 4, "gelu": 2})
+    plain = OpSeconds({"mm": 8.0, "gelu": 1.0}, {"mm": 16.0, "sum": 1.0}, calls)
+    planned = OpSeconds(plain.forward, {"mm": 19.0, "gelu": 1.5, "sum": 9.0}, calls)
+    factor = again_factor(plain, planned, ["mm", "gelu", "gelu"])
+    assert factor == pytest.approx((3.0 + 1.5) / (2.0 + 1.0))
+    assert again_factor(plain, plain, ["gelu"]) is None
+    assert again_factor(plain, planned, []) is None
 
 
 # -- other batches and optimizers ----------------------------------------------------
@@ -250,7 +318,7 @@ def test_other_batches_and_optimizers_take_the_factors_of_the_measured_step(
     graph: Graph,
 ) -> None:
     steps = OtherSteps()
-    costs = StepCosts(StepSeconds(30.0, 70.0, 5.0), IN_STEPS)
+    costs = StepCosts(StepSeconds(30.0, 70.0, 5.0), IN_STEPS, OF_OPS)
     first = steps.taken_into(graph, None, lambda: with_step_costs(graph, costs))
     assert first.step_seconds == pytest.approx(105.0)
     larger = steps.taken_into(faster(graph, 3.0), None, never)
@@ -262,7 +330,7 @@ def test_other_batches_and_optimizers_take_the_factors_of_the_measured_step(
     assert found.step_seconds == pytest.approx(4 * 100.0 + 5.0)
 
     # Forward and backward of another optimizer stay comparable with the first one's.
-    slow = StepCosts(StepSeconds(90.0, 90.0, 10.0), IN_STEPS)
+    slow = StepCosts(StepSeconds(90.0, 90.0, 10.0), IN_STEPS, OF_OPS)
     other = steps.taken_into(graph, "sgd", lambda: with_step_costs(graph, slow))
     assert other.step_seconds == pytest.approx(110.0)
     assert steps.taken_into(graph, "sgd", never).ops == other.ops
@@ -396,7 +464,7 @@ def fail(*_: object) -> None:
         ("machine_load", lambda: Load(9.0, 2), "the machine is busy (load average 9.0"),
         ("available_bytes", lambda: 1, "it is too large"),
         ("make_step", fail, "ValueError: no step today"),
-        ("find_repeated_layers", lambda *_: [], "no layer can be recomputed"),
+        ("trial_plans", lambda _: [], "no layer can be recomputed"),
     ],
 )
 def test_what_cannot_be_measured_is_said_and_not_kept(
@@ -408,7 +476,6 @@ def test_what_cannot_be_measured_is_said_and_not_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(measured, name, value)
-    monkeypatch.setattr(measured, "_calls_to_recompute", lambda *_: [])
     if name == "machine_load":
         monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     assert note_of(in_step(profiled, cache)).startswith(said)

@@ -27,8 +27,8 @@ import torch
 from ckplan.graph.records import EngineCosts
 
 FITTED = ("again", "watch_seconds", "rerun_seconds", "region_seconds", "path_seconds")
-WIDTH_OF_OPS = 0.5  # of `again`, relative to the prior
-WIDTH_OF_ENGINE = 0.5  # of every cost of the engine, relative to the prior
+WIDTH_OF_OPS = 0.1  # of `again`, relative to the prior, which is of a step
+WIDTH_OF_ENGINE = 1.0  # of every cost of the engine, relative to that of a chain
 LEAST_SHARE = 0.2  # of the prior
 
 

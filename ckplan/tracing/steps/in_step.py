@@ -2,25 +2,25 @@
 
 Ops are measured alone. In a step they take other seconds: the model's own Python runs
 between them, caches are as other ops left them, and memory that the C library gave back
-comes empty. So the phases of a measured step scale the seconds of their ops, and what
-plans added to it gives the costs of recomputation (``fitting``).
+comes empty. So the phases of a measured step scale the seconds of their ops, those of
+forward in proportions that were measured there, too, and what plans added gives the
+costs of recomputation (``fitting``).
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, fields, replace
+from itertools import islice
 
 from ckplan.graph.graph import Graph
 from ckplan.graph.records import EngineCosts
 from ckplan.tracing.costs.apply_overhead import engine_digest
 from ckplan.tracing.costs.cost_cache import Cost, CostCache
-from ckplan.tracing.steps.fitting import Added, fit
 
 NOTE_IN_STEP = (
-    "seconds: ops in the proportions measured alone, phases and recomputation as in "
-    "steps on this machine"
+    "seconds: phases, ops of forward and recomputation as in steps on this machine"
 )
 
 
@@ -39,28 +39,11 @@ class StepCosts:
 
     unplanned: StepSeconds
     engine: EngineCosts
+    of_ops: Mapping[str, float]  # factors of seconds measured alone, by name of the op
 
 
 _PHASES = tuple(one.name for one in fields(StepSeconds))
-_KEPT = (*_PHASES, *(one.name for one in fields(EngineCosts)))
-
-
-def fitted_costs(
-    graph: Graph, unplanned: StepSeconds, plans: Sequence[Added]
-) -> StepCosts:
-    """The costs with which the graph predicts measured steps.
-
-    Args:
-        graph: The step, whose ops and engine were measured alone.
-        unplanned: Its measured phases.
-        plans: What was added by plans; ``ops_seconds`` are of ops as in ``graph``.
-    """
-    start, engine = graph.num_forward, graph.engine
-    alone = sum(graph.critical_seconds[:start])
-    scale = unplanned.forward / graph.num_batches / alone if alone else 1.0
-    in_forward = [one._replace(ops_seconds=scale * one.ops_seconds) for one in plans]
-    prior = replace(engine, again=engine.again / (scale or 1.0))  # as long as alone
-    return StepCosts(unplanned, fit(prior, in_forward))
+_ENGINE = tuple(one.name for one in fields(EngineCosts))
 
 
 def with_step_costs(graph: Graph, costs: StepCosts) -> Graph:
@@ -73,9 +56,12 @@ def with_step_costs(graph: Graph, costs: StepCosts) -> Graph:
         (stop, len(graph.ops), phases.optimizer),
     )
     ops = list(graph.ops)
+    for number in range(start):
+        more = ops[number].seconds * costs.of_ops.get(ops[number].name, 1.0)
+        ops[number] = replace(ops[number], seconds=more)
     for first, last, seconds in spans:
-        alone = sum(op.seconds for op in ops[first:last])
-        scale = seconds / alone if alone else 1.0
+        whole = sum(op.seconds for op in ops[first:last])
+        scale = seconds / whole if whole else 1.0
         for number in range(first, last):
             more = ops[number].seconds * scale
             ops[number] = replace(ops[number], seconds=round(more, 9))
@@ -87,7 +73,7 @@ def known_step_costs(graph: Graph, cache: CostCache) -> StepCosts | None:
     """What is kept for this step on this machine, or None."""
     keys = _keys(graph)
     known = cache.known(keys)
-    return _costs_of(known, keys) if len(known) == len(keys) else None
+    return _costs_of(graph, known, keys) if len(known) == len(keys) else None
 
 
 def keep_step_costs(graph: Graph, costs: StepCosts, cache: CostCache) -> StepCosts:
@@ -96,15 +82,23 @@ def keep_step_costs(graph: Graph, costs: StepCosts, cache: CostCache) -> StepCos
     Returns:
         The medians of the last few runs.
     """
-    keys, found = _keys(graph), (*astuple(costs.unplanned), *astuple(costs.engine))
+    keys = _keys(graph)
+    of_ops = (costs.of_ops.get(name, 1.0) for name in _names(graph))
+    found = (*astuple(costs.unplanned), *astuple(costs.engine), *of_ops)
     new = {k: Cost(v, 0, 0, measured=True) for k, v in zip(keys, found, strict=True)}
-    return _costs_of(cache.learn(new), keys)
+    return _costs_of(graph, cache.learn(new), keys)
 
 
-def _costs_of(known: dict[str, Cost], keys: Sequence[str]) -> StepCosts:
-    numbers = [known[key].seconds for key in keys]
-    phases, engine = numbers[: len(_PHASES)], numbers[len(_PHASES) :]
-    return StepCosts(StepSeconds(*phases), EngineCosts(*engine))
+def _costs_of(graph: Graph, known: dict[str, Cost], keys: Sequence[str]) -> StepCosts:
+    numbers = iter([known[key].seconds for key in keys])
+    phases = StepSeconds(*islice(numbers, len(_PHASES)))
+    engine = EngineCosts(*islice(numbers, len(_ENGINE)))
+    return StepCosts(phases, engine, dict(zip(_names(graph), numbers, strict=True)))
+
+
+def _names(graph: Graph) -> list[str]:
+    """Of the ops of forward, each once."""
+    return sorted({op.name for op in graph.ops[: graph.num_forward]})
 
 
 def _keys(graph: Graph) -> list[str]:
@@ -115,4 +109,5 @@ def _keys(graph: Graph) -> list[str]:
         made = [graph.storages[storage].bytes for storage in op.creates]
         found.update(repr((op.name, op.flops, op.moved_bytes, made)).encode())
     digest = found.hexdigest()[:32]
-    return [f"step {digest} {what}" for what in _KEPT]
+    kept = (*_PHASES, *_ENGINE, *(f"op {name}" for name in _names(graph)))
+    return [f"step {digest} {what}" for what in kept]

@@ -21,26 +21,29 @@ import torch
 from ckplan import units
 from ckplan.applying import apply, status
 from ckplan.graph.graph import Graph
-from ckplan.graph.records import OUTSIDE_CALLS
 from ckplan.plan.plan import Plan
 from ckplan.plan.region import Region
 from ckplan.plan.resolve import describe
 from ckplan.simulating.recomputing import num_followed
 from ckplan.simulating.simulate import Simulator
-from ckplan.solving.baselines import can_recompute, find_repeated_layers
-from ckplan.solving.menu import Menus
 from ckplan.tracing.costs.calibrate import Progress
 from ckplan.tracing.costs.cost_cache import CostCache
 from ckplan.tracing.costs.spread import machine_load, standard_error, undisturbed
-from ckplan.tracing.steps.fitting import Added
+from ckplan.tracing.steps.fitting import Added, fit
 from ckplan.tracing.steps.in_step import (
     StepCosts,
     StepSeconds,
-    fitted_costs,
     keep_step_costs,
     known_step_costs,
     with_step_costs,
 )
+from ckplan.tracing.steps.ops_in_step import (
+    OpSeconds,
+    again_factor,
+    factors_of,
+    time_ops,
+)
+from ckplan.tracing.steps.trial_plans import trial_plans
 from ckplan.training.failures import first_line
 from ckplan.training.free_memory import available_bytes
 from ckplan.training.step import Training, TrainingStep, make_step
@@ -124,6 +127,8 @@ def measure_step(
             to recompute, it fails, or the machine is busy.
     """
     trials = trial_plans(graph)
+    if not trials:
+        raise NotMeasuredError("no layer can be recomputed")
     _check_worth(graph, training, len(trials), asked)
     load = machine_load()
     if load.is_high and torch.get_num_threads() > 1:
@@ -136,52 +141,15 @@ def measure_step(
         warm_up_vector_kernels()
         ways = [_begin(graph, build, training, one) for one in ((), *trials)]
         limits = _LIMITS_ASKED if asked else _LIMITS
-        taken = _take_turns(ways, *limits, tell)
+        rounds = _take_turns(ways, *limits, tell)
+        ops = [time_ops(way.step, _clock()) for way in ways[:2]]
     except NotMeasuredError:
         raise
     except Exception as error:
         raise NotMeasuredError(f"{type(error).__name__}: {first_line(error)}") from None
     finally:
         gc.collect()
-    return _judged(graph, trials, taken)
-
-
-def trial_plans(graph: Graph) -> list[tuple[Region, ...]]:
-    """Plans on every layer: nothing kept, and what is dear to recompute kept."""
-    simulator = Simulator(graph)
-    layers = find_repeated_layers(graph, Menus(simulator))
-    layers = [one for one in layers if can_recompute(simulator, Region(one))]
-    layers = layers or _calls_to_recompute(simulator, OUTSIDE_CALLS)
-    if not layers:
-        raise NotMeasuredError("no layer can be recomputed")
-    nothing = tuple(Region(layer) for layer in layers)
-    dear = tuple(Region(layer, save=_dear_outputs(graph, layer)) for layer in layers)
-    kept = all(can_recompute(simulator, region) for region in dear)
-    return [nothing, dear] if kept and dear != nothing else [nothing]
-
-
-def _calls_to_recompute(simulator: Simulator, parent: int) -> list[int]:
-    """The outermost calls inside a call that can be recomputed and save tensors."""
-    found: list[int] = []
-    for call in simulator.graph.children[parent]:
-        if parent != OUTSIDE_CALLS and can_recompute(simulator, Region(call)):
-            found += [call] if simulator.graph.saved_in(call) else []
-        else:
-            found += _calls_to_recompute(simulator, call)
-    return found
-
-
-def _dear_outputs(graph: Graph, layer: int) -> frozenset[tuple[int, int]]:
-    """Outputs of the ops that take more seconds per byte than the layer as a whole."""
-    call = graph.calls[layer]
-    sizes = {
-        op: sum(graph.storages[s].bytes for s in graph.creates[op])
-        for op in range(call.start, call.stop)
-    }
-    seconds = graph.critical_seconds
-    whole = sum(seconds[op] for op in sizes) / max(sum(sizes.values()), 1)
-    dear = [op for op, size in sizes.items() if size and seconds[op] > whole * size]
-    return frozenset((op, n) for op in dear for n in range(len(graph.ops[op].outputs)))
+    return _judged(graph, trials, rounds, ops)
 
 
 def _check_worth(graph: Graph, training: Training, num_plans: int, asked: bool) -> None:
@@ -261,9 +229,13 @@ def _added(number: int, rounds: Sequence[_Round]) -> float:
     return planned - unplanned
 
 
+def _clock() -> Callable[[], float]:
+    return time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+
+
 def _timed(step: TrainingStep) -> _Phases:
     """Seconds of forward, of backward, and of the optimizer with ``zero_grad``."""
-    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+    clock = _clock()
     phase, since = "optimizer", clock()
     seconds = dict.fromkeys(("forward", "backward", "optimizer"), 0.0)
 
@@ -279,10 +251,17 @@ def _timed(step: TrainingStep) -> _Phases:
 
 
 def _judged(
-    graph: Graph, trials: Sequence[tuple[Region, ...]], rounds: Sequence[_Round]
+    graph: Graph,
+    trials: Sequence[tuple[Region, ...]],
+    rounds: Sequence[_Round],
+    ops: Sequence[OpSeconds],
 ) -> StepCosts:
     """Fit the costs, if the rounds agree with each other."""
-    simulator, plans = Simulator(graph), []
+    phases = zip(*(one[0] for one in rounds), strict=True)
+    known = StepCosts(
+        StepSeconds(*map(undisturbed, phases)), graph.engine, factors_of(graph, ops[0])
+    )
+    simulator, plans = Simulator(with_step_costs(graph, known)), []
     step = undisturbed([sum(one[0]) for one in rounds])
     for number, regions in enumerate(trials, 1):
         error = standard_error(rounds, partial(_overhead, number))
@@ -296,8 +275,25 @@ def _judged(
         width = max(standard_error(rounds, added), _LEAST_WIDTH * step)
         parts = _parts(simulator, regions)
         plans.append(parts._replace(seconds=added(rounds), width_seconds=width))
-    unplanned = zip(*(one[0] for one in rounds), strict=True)
-    return fitted_costs(graph, StepSeconds(*map(undisturbed, unplanned)), plans)
+    again = _again(simulator, trials[0], known.unplanned, ops)
+    return replace(known, engine=fit(replace(graph.engine, again=again), plans))
+
+
+def _again(
+    simulator: Simulator,
+    regions: tuple[Region, ...],
+    unplanned: StepSeconds,
+    ops: Sequence[OpSeconds],
+) -> float:
+    """Seconds of an op in backward, as a factor of its share of forward.
+
+    The model's own Python is part of forward, but is not run again.
+    """
+    graph = simulator.graph
+    steps = [op for region in regions for op in simulator.effect(region).steps]
+    reruns = graph.num_batches * [graph.ops[op].name for op in steps]
+    share = min(sum(ops[0].forward.values()) / unplanned.forward, 1.0)
+    return share * (again_factor(ops[0], ops[1], reruns) or 1.0)
 
 
 def _parts(simulator: Simulator, regions: tuple[Region, ...]) -> Added:
