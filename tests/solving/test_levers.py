@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -17,8 +18,9 @@ from torch.nn import functional
 import ckplan
 from ckplan.graph import file as trace_file
 from ckplan.graph.graph import Graph
+from ckplan.graph.records import Op
 from ckplan.simulating.moving import Link
-from ckplan.simulating.simulate import Simulator
+from ckplan.simulating.simulate import Simulator, Timeline
 from ckplan.solving.levers import Search, frontier_of, lever_baselines, search_with
 from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.planner import Planner
@@ -91,6 +93,33 @@ def test_what_frameworks_do_is_dearer() -> None:
         tight = MemoryLimit(max(row.peak_bytes, search(True, True).floor_bytes))
         best = search(True, True).solve(tight)
         assert best.timeline.overhead <= row.overhead
+
+
+class Card(MemoryLimit):
+    """A card that has no room for plans with tiles."""
+
+    def allows(self, timeline: Timeline) -> bool:
+        return timeline.peak_bytes <= self.bytes and not timeline.tile_seconds
+
+
+@pytest.mark.parametrize("rate", [None, 1e6])
+def test_a_plan_that_fits_a_card_goes_before_tiles_that_do_not(
+    rate: float | None,
+) -> None:
+    limit = MemoryLimit(planner().floor.peak_bytes * 102 // 100)
+    plain = replace(planner().graph, ops=tuple(map(slow, planner().graph.ops)))
+    link = None if rate is None else Link(rate)
+    both = search_with(Planner(plain), allow=["tiles"], link=link)
+    assert both.solve(limit).timeline.tile_seconds
+    found = both.solve(Card(limit.bytes, of_reserved=True)).timeline
+    assert not found.tile_seconds
+    assert found.peak_bytes <= limit.bytes
+
+
+def slow(op: Op) -> Op:
+    """The op, if it is in the layer before the head, so slow that tiles are cheaper."""
+    in_layer = planner().graph.calls[op.call].fqn[:1] == "1"
+    return replace(op, seconds=op.seconds * (1000 if in_layer else 1))
 
 
 def test_a_plan_with_both_is_carried_out_to_the_byte(tmp_path: Path) -> None:
