@@ -7,18 +7,22 @@ search, draws its trade-off, and simulates what frameworks do with the same leve
 ``offload all``      every value of every layer that can move moves, the rest is rebuilt
 ``save_on_cpu``      the same, each copy waited for (``torch.autograd.graph``)
 ``chunked loss``     the head and its loss in 8 tiles, and nothing else
+``fused loss``       ``torch.nn.functional.linear_cross_entropy`` by chunks
 ===================  ==================================================================
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import Protocol
 
-from ckplan.errors import InfeasibleError
+from ckplan.errors import InfeasibleError, PlanError
+from ckplan.graph.graph import Graph
 from ckplan.graph.records import OUTSIDE_CALLS
 from ckplan.plan.region import TILES, Region
+from ckplan.simulating.fused_loss import fused_graph
 from ckplan.simulating.moving import Link
 from ckplan.simulating.simulate import Simulator
 from ckplan.solving.baselines import can_recompute, find_repeated_layers
@@ -117,6 +121,15 @@ def lever_baselines(
         call, counts = find_tileable_head(graph, close="close" in allow)
         head = Region(call, TILES, tiles=counts[0])
         yield Baseline.of("chunked loss", planner.simulator.run([head]), limit)
+        with suppress(PlanError):  # it has no soft cap, and no label smoothing
+            yield _fused(graph, call, limit)
+
+
+def _fused(graph: Graph, call: int, limit: MemoryLimit) -> Baseline:
+    fused = fused_graph(graph, call)
+    found = Baseline.of("fused loss", Simulator(fused).run(), limit)
+    seconds = max(0.0, fused.step_seconds - graph.step_seconds)  # without rounding
+    return replace(found, overhead=round(seconds / (graph.step_seconds or 1.0), 9))
 
 
 def _moving_all(simulator: Simulator, layer: int) -> Region:
