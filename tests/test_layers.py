@@ -83,7 +83,7 @@ ROOMS: dict[str, set[str]] = {
     | {"applying.moving"}
     | {"compiling", "applying.hooks", "tracing", "tracing.faking", "tracing.recording"}
     | {"tracing.costs", "tracing.cuda"},
-    "integrations": BASICS | WAISTS | {"applying", "solving", "tracing"},
+    "integrations": BASICS | WAISTS | {"applying", "solving", "tracing", "training"},
     "autotune": BASICS | {"graph", "training", "solving", "tuning", "tracing"},
     "auto": BASICS
     | {"training", "solving", "tuning", "applying", "tracing", "autotune"},

@@ -8,7 +8,6 @@ the plan says so in its ``training``.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from ckplan import units
 from ckplan.errors import InfeasibleError, PlanError
@@ -18,10 +17,8 @@ from ckplan.simulating.simulate import Timeline
 from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.planner import Planner
 from ckplan.solving.replays import ReplayedPlan
+from ckplan.solving.search import Search
 from ckplan.solving.solution import Solution
-
-if TYPE_CHECKING:
-    from ckplan.solving.levers import Search
 
 
 class GroupingPlanner:

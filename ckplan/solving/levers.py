@@ -17,7 +17,6 @@ from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
 
 from ckplan.errors import InfeasibleError, PlanError
 from ckplan.graph.graph import Graph
@@ -31,27 +30,13 @@ from ckplan.solving.grouped_updates import GroupingPlanner
 from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.offloading import MovingPlanner, movable, only_wanted
 from ckplan.solving.planner import Planner
-from ckplan.solving.replays import ReplayedPlan
 from ckplan.solving.reserved_limit import solve_within_limit
+from ckplan.solving.search import Search
 from ckplan.solving.solution import Baseline, FrontierPoint, Solution
 from ckplan.solving.tiled_heads import TilingPlanner, find_tileable_head
 
 GROUPS = "groups"
 """The lever of updates in groups of parameters."""
-
-
-class Search(Protocol):
-    """Finds plans of one graph."""
-
-    @property
-    def floor_bytes(self) -> int:
-        """The smallest peak of any plan found."""
-
-    def within(self, budget_bytes: int) -> ReplayedPlan | None:
-        """The cheapest plan within a budget; None if none is found."""
-
-    def solve(self, limit: MemoryLimit) -> Solution:
-        """Find the cheapest plan within a limit."""
 
 
 def search_with(

@@ -23,9 +23,10 @@ from ckplan.graph.records import Op
 from ckplan.simulating.fused_loss import fused_graph
 from ckplan.simulating.moving import Link
 from ckplan.simulating.simulate import Simulator, Timeline
-from ckplan.solving.levers import Search, frontier_of, lever_baselines, search_with
+from ckplan.solving.levers import frontier_of, lever_baselines, search_with
 from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.planner import Planner
+from ckplan.solving.search import Search
 from ckplan.solving.solve import to_plan
 
 WORDS, ROWS = 1200, 256
