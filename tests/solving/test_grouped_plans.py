@@ -25,6 +25,8 @@ from ckplan.solving.levers import search_with
 from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.planner import Planner
 from ckplan.solving.remedies import remedies
+from ckplan.tuning.settings import Way, grouped_update
+from ckplan.tuning.tune import Tuning
 from ckplan.units import parse_bytes
 
 
@@ -130,6 +132,29 @@ def test_groups_that_free_nothing_are_refused(optimizer: str) -> None:
         ckplan.solve(step(optimizer), "90%", allow=["groups"])
     with pytest.raises(CkplanError, match="cannot choose groups for this objective"):
         ckplan.solve(step(), goal="knee", allow=["groups"])
+
+
+@pytest.mark.slow
+def test_tune_finds_groups_where_the_whole_update_does_not_fit() -> None:
+    @cache
+    def record(way: Way, rows: int, accumulate: int) -> Graph:
+        batch, kind = torch.ones(rows, 64), way.optimizer
+        options: dict[str, Any] = {"loss": lambda out, _: out.sum(), "replay": False}
+        options |= {"optimizer": kind, "accumulate": accumulate}
+        graph = ckplan.profile(build(), batch, **options)
+        ops = tuple(replace(op, seconds=1e-6 * len(op.reads)) for op in graph.ops)
+        return replace(graph, ops=ops)
+
+    way = Way(optimizer="adamw:foreach")
+    most = Simulator(record(way, 4, 1)).run().peak_bytes
+    found = Tuning(record, MemoryLimit(most * 9 // 10), way=way, rows=4).run()
+    assert found.best.way.optimizer == "adamw:foreach=16KiB"
+    assert found.base is None
+    row = next(one for one in found.levers if one.name == "adamw:foreach=16KiB")
+    assert (row.bits, row.in_best) == ("same", True)
+    assert row.saved_bytes and row.saved_bytes > 0
+    assert grouped_update(Way(), step("adamw:fused")) is None
+    assert grouped_update(Way(), step("momentum:foreach")) is None
 
 
 @pytest.mark.slow
