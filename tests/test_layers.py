@@ -27,7 +27,7 @@ ROOMS: dict[str, set[str]] = {
     "graph.sharding": BASICS | {"graph"},
     "plan": BASICS | {"graph"},
     "gpus": BASICS | {"plan"},
-    "simulating": BASICS | WAISTS,
+    "simulating": BASICS | WAISTS | {"gpus"},
     "solving": BASICS | CORE,
     "tuning": BASICS | CORE | {"graph.sharding", "solving"},
     "fitting": BASICS | CORE | {"solving", "tuning"},

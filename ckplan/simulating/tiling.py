@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from ckplan import gpus
 from ckplan.errors import PlanError
 from ckplan.graph.graph import Graph
 from ckplan.graph.records import (
@@ -26,6 +27,12 @@ from ckplan.graph.records import (
 from ckplan.plan.region import Region
 from ckplan.plan.tiles import CLOSE_BITS, SAME_BITS, Tiles
 from ckplan.simulating.heads import CAP, HeadOps, find_head, hidden_of, refuse
+from ckplan.simulating.moving import is_on_gpu
+from ckplan.simulating.reductions import (
+    Processors,
+    Reduction,
+    partial_result_blocks,
+)
 from ckplan.simulating.tile_buffers import (
     INDEX_BYTES,
     Scratch,
@@ -33,6 +40,8 @@ from ckplan.simulating.tile_buffers import (
     forward_bytes,
     row_bytes,
 )
+
+_SUM = 4  # bytes of a thread's sum: float32
 
 
 def refuse_regions_of_loss(graph: Graph, call: int, others: Iterable[Region]) -> None:
@@ -169,7 +178,7 @@ def _in_passes(
             len(tiles.of_vocabulary(found.words)),
         ),
     }
-    scratch = _scratch(graph, found)
+    scratch = _scratch(graph, found, tiles)
     spaces = {
         found.log_softmax: forward_bytes(found, tiles, scratch),
         found.backward: backward_bytes(found, tiles, scratch),
@@ -231,7 +240,7 @@ def _kept_by_kernels(graph: Graph, found: HeadOps) -> list[int]:
     ]
 
 
-def _scratch(graph: Graph, found: HeadOps) -> Scratch:
+def _scratch(graph: Graph, found: HeadOps, tiles: Tiles) -> Scratch:
     """Scratch memory of the head's own kernels in the whole step."""
 
     def most(*numbers: int | None) -> int:
@@ -248,6 +257,25 @@ def _scratch(graph: Graph, found: HeadOps) -> Scratch:
         most(found.backward),
         most(found.hidden_gradient),
         most(*weights),
-        most(*biases),
+        _bias_bytes(graph, found, tiles, most(*biases)),
         most(*caps) if found.is_capped else 0,
+    )
+
+
+def _bias_bytes(graph: Graph, found: HeadOps, tiles: Tiles, whole: int) -> int:
+    """Scratch memory of the gradient of the bias.
+
+    On a card, fewer columns are summed up by more blocks of threads for each, so a tile
+    can take memory where the whole sum takes none.
+    """
+    name = graph.options.get("gpu")
+    if name is None or not found.has_bias or not is_on_gpu(graph):
+        return whole
+    card = gpus.find(name)
+    processors = Processors(card.multiprocessors, card.threads)
+    widths = {one.stop - one.start for one in tiles.of_vocabulary(found.words)}
+    item = found.item_bytes
+    return max(
+        sum(partial_result_blocks(Reduction(*sizes, {0}, item, _SUM, item), processors))
+        for sizes in (((found.tokens, n), (n, 1)) for n in widths)
     )
