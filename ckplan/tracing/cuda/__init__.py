@@ -20,8 +20,8 @@ and is *translated* while it runs (``cpu_as_cuda``). The modules serve these way
 ``fake_runtime``   both        fake streams, events, generators and device properties
 ``workspaces``     both        bytes that kernels need beyond their outputs, with
                                ``simulating/reductions`` for partial results,
-                               ``sorting`` for sorted indices, ``attention_workspaces`` for
-                               attention and ``layouts`` for copies
+                               ``sorting`` for sorted indices,
+                               ``attention_workspaces`` for attention and ``layouts`` for copies
 ``memory``         both        the allocator's blocks, cuBLAS's workspaces
 =================  ==========  =========================================================
 """
