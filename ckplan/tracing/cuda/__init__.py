@@ -21,7 +21,8 @@ and is *translated* while it runs (``cpu_as_cuda``). The modules serve these way
 ``workspaces``     both        bytes that kernels need beyond their outputs, with
                                ``simulating/reductions`` for partial results,
                                ``sorting`` for sorted indices,
-                               ``attention_workspaces`` for attention and ``layouts`` for copies
+                               ``attention_workspaces`` for attention and
+                               ``layouts`` for copies
 ``memory``         both        the allocator's blocks, cuBLAS's workspaces
 =================  ==========  =========================================================
 """
