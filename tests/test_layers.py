@@ -27,7 +27,7 @@ ROOMS: dict[str, set[str]] = {
     "graph.sharding": BASICS | {"graph"},
     "plan": BASICS | {"graph"},
     "gpus": BASICS | {"plan"},
-    "simulating": BASICS | WAISTS,
+    "simulating": BASICS | WAISTS | {"gpus"},
     "solving": BASICS | CORE,
     "tuning": BASICS | CORE | {"graph.sharding", "solving"},
     "fitting": BASICS | CORE | {"solving", "tuning"},
@@ -83,7 +83,7 @@ ROOMS: dict[str, set[str]] = {
     | {"applying.moving"}
     | {"compiling", "applying.hooks", "tracing", "tracing.faking", "tracing.recording"}
     | {"tracing.costs", "tracing.cuda"},
-    "integrations": BASICS | WAISTS | {"applying", "solving", "tracing"},
+    "integrations": BASICS | WAISTS | {"applying", "solving", "tracing", "training"},
     "autotune": BASICS | {"graph", "training", "solving", "tuning", "tracing"},
     "auto": BASICS
     | {"training", "solving", "tuning", "applying", "tracing", "autotune"},

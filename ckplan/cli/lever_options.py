@@ -21,6 +21,7 @@ class Lever(str, Enum):
 
     TILES = "tiles"
     CLOSE = "close"
+    GROUPS = "groups"
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,8 @@ class LeverOptions:
         list[Lever] | None,
         typer.Option(
             help="tiles: the head and its loss may run in tiles; close: also where "
-            "that rounds gradients in another place."
+            "that rounds gradients in another place; groups: the optimizer may "
+            "update groups of parameters."
         ),
     ] = None
     offload: Annotated[

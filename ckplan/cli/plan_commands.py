@@ -132,9 +132,15 @@ def solve(
         if method is Method.MILP:
             progress("solving exactly", 0, 0)
             solution = solving.add_exact_bound(planner, solution, time_limit)
-    if not solution.regions:
-        print_message("no plan is needed: the unplanned step fits; the plan is empty")
     plan = solving.to_plan(graph, solution)
+    grouped = solution.timeline.graph.options.get("optimizer")
+    if grouped != graph.options.get("optimizer"):
+        size = str(grouped).partition("=")[2]
+        print_message(
+            f"the update runs in groups: ckplan.update_in_groups(optimizer, {size!r})"
+        )
+    elif not solution.regions:
+        print_message("no plan is needed: the unplanned step fits; the plan is empty")
     plan_file.save(plan, output, force=force)
     found = solution, plan, reserve_bytes
     instead = alternatives(planner, solution)

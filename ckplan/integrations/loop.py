@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 from ckplan.applying import apply, remove, status
-from ckplan.errors import CkplanError
+from ckplan.errors import ApplyError, CkplanError
 from ckplan.plan.plan import Plan
 from ckplan.solving.solve import solve_plan
 from ckplan.tracing.record import LoopRecorder
+from ckplan.training.grouped_updates import update_in_groups
 
 
 class LoopPlanner:
@@ -54,8 +55,9 @@ class LoopPlanner:
     ) -> None:
         """Apply the plan, or begin to record.
 
-        A plan of ``ckplan tune`` has a setting, too. What the loop does otherwise is
-        said, as it is too late to change it.
+        Optimizers update groups of parameters if the plan was made for that. A plan of
+        ``ckplan tune`` has a setting, too. What the loop does otherwise is said, as it
+        is too late to change it.
 
         Args:
             model: The model.
@@ -69,6 +71,7 @@ class LoopPlanner:
         """
         if self.plan is not None:
             apply(model, self.plan)
+            _group_updates(status(model).plan.workload, optimizer)
             _warn_of_other_setting(status(model).plan.workload, setting or {})
             return
 
@@ -96,6 +99,21 @@ class LoopPlanner:
             self._recorder = None
         if self in _open:
             _open.remove(self)
+
+
+def _group_updates(
+    planned: Mapping[str, Any],
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+) -> None:
+    """Let optimizers update groups of parameters, where a plan has their size."""
+    size = planned.get("optimizer", "").partition("=")[2]
+    if size:
+        every = optimizer if isinstance(optimizer, Sequence) else [optimizer]
+        for one in every:
+            try:
+                update_in_groups(getattr(one, "optimizer", one), size)
+            except ApplyError as error:  # gradients are exact, memory is another
+                warnings.warn(str(error), stacklevel=4)
 
 
 def _warn_of_other_setting(planned: Mapping[str, Any], here: Mapping[str, Any]) -> None:

@@ -9,9 +9,10 @@ the vocabulary. Their workspaces are the buffers of the passes, as in
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from ckplan import gpus
 from ckplan.errors import PlanError
 from ckplan.graph.graph import Graph
 from ckplan.graph.records import (
@@ -26,6 +27,12 @@ from ckplan.graph.records import (
 from ckplan.plan.region import Region
 from ckplan.plan.tiles import CLOSE_BITS, SAME_BITS, Tiles
 from ckplan.simulating.heads import CAP, HeadOps, find_head, hidden_of, refuse
+from ckplan.simulating.moving import is_on_gpu
+from ckplan.simulating.reductions import (
+    Processors,
+    Reduction,
+    partial_result_blocks,
+)
 from ckplan.simulating.tile_buffers import (
     INDEX_BYTES,
     Scratch,
@@ -33,6 +40,8 @@ from ckplan.simulating.tile_buffers import (
     forward_bytes,
     row_bytes,
 )
+
+_SUM = 4  # bytes of a thread's sum: float32
 
 
 def refuse_regions_of_loss(graph: Graph, call: int, others: Iterable[Region]) -> None:
@@ -77,9 +86,8 @@ def tile_graph(graph: Graph, call: int, tiles: Tiles) -> Graph:
             hint=f"bits: {CLOSE_BITS}",
         )
     ops, storages = list(graph.ops), list(graph.storages)
-    for number in (*found.never_whole, *_kept_by_kernels(graph, found)):
-        storages[number] = replace(storages[number], bytes=0, tensor=None)
-    _move(found, ops, storages)
+    forget_logits(graph, found, storages)
+    move_gradients(found, ops, storages, weights_in=found.backward)
     # By row: statistics and expected gradients; and the class, which the loss
     # holds. Lazy logits hold the hidden state as long as the model's output lives.
     losses = [*ops[found.last].outputs, *ops[graph.num_forward - 1].outputs]
@@ -99,7 +107,7 @@ def tile_graph(graph: Graph, call: int, tiles: Tiles) -> Graph:
     skipped = {found.product, found.log_softmax}
     values = {name: getattr(graph, name) for name in graph.__dataclass_fields__}
     values.update(
-        ops=tuple(_costed(graph, found, tiles, ops)),
+        ops=tuple(_in_passes(graph, found, tiles, ops)),
         storages=tuple(storages),
         hazards=tuple(sorted(_hazards(graph, call, found), key=lambda one: one.call)),
         encodings=tuple(
@@ -128,9 +136,17 @@ def _hazards(graph: Graph, call: int, found: HeadOps) -> Iterator[Hazard]:
         yield Hazard(one, "unseen", "runs in tiles", ())
 
 
-def _move(found: HeadOps, ops: list[Op], storages: list[Storage]) -> None:
-    """Let the two passes make the gradients that other ops made."""
-    moves = [(number, found.backward) for number in found.weight_gradients]
+def forget_logits(graph: Graph, found: HeadOps, storages: list[Storage]) -> None:
+    """Let what is never whole have no bytes, with what its kernels keep beside it."""
+    for number in (*found.never_whole, *_kept_by_kernels(graph, found)):
+        storages[number] = replace(storages[number], bytes=0, tensor=None)
+
+
+def move_gradients(
+    found: HeadOps, ops: list[Op], storages: list[Storage], weights_in: int
+) -> None:
+    """Let passes make the gradients that other ops made: of weights in a given op."""
+    moves = [(number, weights_in) for number in found.weight_gradients]
     if found.hidden_gradient is not None:
         moves.append((found.hidden_gradient, found.log_softmax))
     for number, maker in moves:
@@ -144,7 +160,9 @@ def _move(found: HeadOps, ops: list[Op], storages: list[Storage]) -> None:
             storages[storage] = replace(storages[storage], maker=maker)
 
 
-def _costed(graph: Graph, found: HeadOps, tiles: Tiles, ops: list[Op]) -> Iterator[Op]:
+def _in_passes(
+    graph: Graph, found: HeadOps, tiles: Tiles, ops: list[Op]
+) -> Iterator[Op]:
     """Ops with the seconds, FLOPs and workspaces of tiles.
 
     The pass over tokens runs the head, the loss, its backward and the gradient of the
@@ -160,12 +178,31 @@ def _costed(graph: Graph, found: HeadOps, tiles: Tiles, ops: list[Op]) -> Iterat
             len(tiles.of_vocabulary(found.words)),
         ),
     }
-    scratch = _scratch(graph, found)
+    scratch = _scratch(graph, found, tiles)
     spaces = {
         found.log_softmax: forward_bytes(found, tiles, scratch),
         found.backward: backward_bytes(found, tiles, scratch),
     }
     gone = {*number_of, *ahead, *found.weight_gradients}
+    yield from costed(graph, ops, passes, spaces, gone)
+
+
+def costed(
+    graph: Graph,
+    ops: Iterable[Op],
+    passes: Mapping[int, tuple[Sequence[int], int]],
+    spaces: Mapping[int, int],
+    gone: Container[int],
+) -> Iterator[Op]:
+    """Ops with the costs of others, which run in them.
+
+    Args:
+        graph: The step as it is.
+        ops: Of the other step.
+        passes: Op -> the ops that run in it, and how many launches each has.
+        spaces: Op -> bytes of its workspace.
+        gone: Ops that cost nothing of their own.
+    """
     for number, op in enumerate(ops):
         if number in passes:
             parts, count = passes[number]
@@ -203,7 +240,7 @@ def _kept_by_kernels(graph: Graph, found: HeadOps) -> list[int]:
     ]
 
 
-def _scratch(graph: Graph, found: HeadOps) -> Scratch:
+def _scratch(graph: Graph, found: HeadOps, tiles: Tiles) -> Scratch:
     """Scratch memory of the head's own kernels in the whole step."""
 
     def most(*numbers: int | None) -> int:
@@ -220,6 +257,25 @@ def _scratch(graph: Graph, found: HeadOps) -> Scratch:
         most(found.backward),
         most(found.hidden_gradient),
         most(*weights),
-        most(*biases),
+        _bias_bytes(graph, found, tiles, most(*biases)),
         most(*caps) if found.is_capped else 0,
+    )
+
+
+def _bias_bytes(graph: Graph, found: HeadOps, tiles: Tiles, whole: int) -> int:
+    """Scratch memory of the gradient of the bias.
+
+    On a card, fewer columns are summed up by more blocks of threads for each, so a tile
+    can take memory where the whole sum takes none.
+    """
+    name = graph.options.get("gpu")
+    if name is None or not found.has_bias or not is_on_gpu(graph):
+        return whole
+    card = gpus.find(name)
+    processors = Processors(card.multiprocessors, card.threads)
+    widths = {one.stop - one.start for one in tiles.of_vocabulary(found.words)}
+    item = found.item_bytes
+    return max(
+        sum(partial_result_blocks(Reduction(*sizes, {0}, item, _SUM, item), processors))
+        for sizes in (((found.tokens, n), (n, 1)) for n in widths)
     )

@@ -1,4 +1,4 @@
-"""Plans with levers beside recomputation: a head in tiles, values that move, or both.
+"""Plans with levers beside recomputation: tiles, values that move, grouped updates.
 
 Each lever is a search of its own with a floor and a bound. This module picks the
 search, draws its trade-off, and simulates what frameworks do with the same levers:
@@ -7,47 +7,42 @@ search, draws its trade-off, and simulates what frameworks do with the same leve
 ``offload all``      every value of every layer that can move moves, the rest is rebuilt
 ``save_on_cpu``      the same, each copy waited for (``torch.autograd.graph``)
 ``chunked loss``     the head and its loss in 8 tiles, and nothing else
+``fused loss``       ``torch.nn.functional.linear_cross_entropy`` by chunks
 ===================  ==================================================================
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from dataclasses import replace
-from typing import Protocol
+from functools import partial
 
-from ckplan.errors import InfeasibleError
+from ckplan.errors import InfeasibleError, PlanError
+from ckplan.graph.graph import Graph
 from ckplan.graph.records import OUTSIDE_CALLS
 from ckplan.plan.region import TILES, Region
+from ckplan.simulating.fused_loss import fused_graph
 from ckplan.simulating.moving import Link
 from ckplan.simulating.simulate import Simulator
 from ckplan.solving.baselines import can_recompute, find_repeated_layers
+from ckplan.solving.grouped_updates import GroupingPlanner
 from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.offloading import MovingPlanner, movable, only_wanted
 from ckplan.solving.planner import Planner
-from ckplan.solving.replays import ReplayedPlan
+from ckplan.solving.reserved_limit import solve_within_limit
+from ckplan.solving.search import Search
 from ckplan.solving.solution import Baseline, FrontierPoint, Solution
 from ckplan.solving.tiled_heads import TilingPlanner, find_tileable_head
 
-
-class Search(Protocol):
-    """Finds plans of one graph."""
-
-    @property
-    def floor_bytes(self) -> int:
-        """The smallest peak of any plan found."""
-
-    def within(self, budget_bytes: int) -> ReplayedPlan | None:
-        """The cheapest plan within a budget; None if none is found."""
-
-    def solve(self, limit: MemoryLimit) -> Solution:
-        """Find the cheapest plan within a limit."""
+GROUPS = "groups"
+"""The lever of updates in groups of parameters."""
 
 
 def search_with(
     planner: Planner, *, allow: Collection[str], link: Link | None
 ) -> Search:
-    """The search of the levers that are allowed, at least one.
+    """The search of the levers that are allowed.
 
     Args:
         planner: Of the graph, which keeps and recomputes.
@@ -55,12 +50,34 @@ def search_with(
         link: The way of copies, if values may move.
 
     Raises:
-        PlanError: No head can run in tiles.
+        PlanError: No head can run in tiles, or no update in groups.
     """
+    if GROUPS in allow:
+        others = [one for one in allow if one != GROUPS]
+        return GroupingPlanner(planner, partial(search_with, allow=others, link=link))
     if allow:
         return TilingPlanner(planner, link, close="close" in allow)
-    assert link is not None, "internal error: no lever"
-    return MovingPlanner(planner, link)
+    return Recomputing(planner) if link is None else MovingPlanner(planner, link)
+
+
+class Recomputing:
+    """The search that only recomputes."""
+
+    def __init__(self, planner: Planner) -> None:
+        self._planner, self.within = planner, planner.within
+
+    @property
+    def floor_bytes(self) -> int:
+        """The smallest peak of any plan found."""
+        return self._planner.floor.peak_bytes
+
+    def solve(self, limit: MemoryLimit) -> Solution:
+        """Find the cheapest plan within a limit.
+
+        Raises:
+            InfeasibleError: No plan found fits; the floor is named.
+        """
+        return solve_within_limit(self._planner, limit)
 
 
 def frontier_of(
@@ -113,10 +130,19 @@ def lever_baselines(
         seconds = line.recompute_seconds - line.stall_seconds + copies
         overhead = seconds / (line.unplanned_seconds or 1.0)
         yield replace(moving, name="save_on_cpu", overhead=overhead)
-    if allow:
+    if "tiles" in allow:
         call, counts = find_tileable_head(graph, close="close" in allow)
         head = Region(call, TILES, tiles=counts[0])
         yield Baseline.of("chunked loss", planner.simulator.run([head]), limit)
+        with suppress(PlanError):  # it has no soft cap, and no label smoothing
+            yield _fused(graph, call, limit)
+
+
+def _fused(graph: Graph, call: int, limit: MemoryLimit) -> Baseline:
+    fused = fused_graph(graph, call)
+    found = Baseline.of("fused loss", Simulator(fused).run(), limit)
+    seconds = max(0.0, fused.step_seconds - graph.step_seconds)  # without rounding
+    return replace(found, overhead=round(seconds / (graph.step_seconds or 1.0), 9))
 
 
 def _moving_all(simulator: Simulator, layer: int) -> Region:

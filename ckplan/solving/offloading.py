@@ -12,7 +12,7 @@ The bound counts moves as free: no schedule of these ops, with any moves, costs 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -30,7 +30,7 @@ from ckplan.solving.baselines import find_repeated_layers
 from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.planner import Planner
 from ckplan.solving.replays import ReplayedPlan
-from ckplan.solving.reserved_limit import solve_within_limit
+from ckplan.solving.reserved_limit import budget_within
 from ckplan.solving.solution import Solution
 
 _TRIES = ((0.02, 0.5), (0.02, 0.9), (0.02, inf), (1.0, inf))
@@ -86,7 +86,8 @@ class MovingPlanner:
         refused: dict[int, InfeasibleError] = {}  # smallest peak -> the error
         for one in self._planners:
             try:
-                solution = solve_within_limit(one, limit)
+                budget_bytes = budget_within(_Replayed(one, self._replayed), limit)
+                solution = one.solve(budget_bytes, limit)
             except InfeasibleError as error:
                 refused[one.floor.peak_bytes] = error
                 continue
@@ -95,7 +96,7 @@ class MovingPlanner:
                 found.append(replace(solution, regions=regions, timeline=timeline))
         if not found:
             raise refused[min(refused)]
-        best = min(found, key=partial(_by_cost, limit))
+        best = min(found, key=partial(by_cost, limit))
         return replace(
             best,
             unplanned=self.planner.unplanned,
@@ -104,7 +105,25 @@ class MovingPlanner:
         )
 
 
-def _by_cost(limit: MemoryLimit, one: Solution) -> tuple[bool, float, int]:
+class _Replayed:
+    """The plans of a step with forms for moves, with the moves of the step itself."""
+
+    def __init__(
+        self,
+        planner: Planner,
+        replayed: Callable[[Iterable[Region]], ReplayedPlan],
+    ) -> None:
+        self._planner, self._replayed = planner, replayed
+        self.unplanned, self.floor = planner.unplanned, planner.floor
+
+    def within(self, budget_bytes: int) -> ReplayedPlan | None:
+        """The cheapest plan within a budget; None if its moves need more bytes."""
+        plan = self._planner.within(budget_bytes)
+        found = None if plan is None else self._replayed(plan[1])
+        return found if found and found[0].peak_bytes <= budget_bytes else None
+
+
+def by_cost(limit: MemoryLimit, one: Solution) -> tuple[bool, float, int]:
     """Plans that fit a card with its gaps first, then the cheaper ones."""
     line = one.timeline
     return not limit.allows(line), line.overhead, line.peak_bytes

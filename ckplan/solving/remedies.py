@@ -12,8 +12,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from ckplan import units
+from ckplan.errors import PlanError
 from ckplan.graph.batch import batch_rows
 from ckplan.graph.graph import Graph
+from ckplan.graph.grouped_updates import group_size, with_grouped_update
 from ckplan.graph.records import BEFORE_STEP, OUTSIDE_CALLS, Op, Storage, TensorType
 from ckplan.plan.region import Region
 from ckplan.simulating.simulate import Simulator, Timeline
@@ -25,7 +27,6 @@ BITS = (SAME, CLOSE, CHANGES)
 SMALLER = "a smaller batch, accumulated to the same total"
 _SMALLEST_SHARE = 0.02  # of the peak: what frees less is no remedy
 _CHUNKS = 8
-_GROUPS = 16  # of parameters, in an update
 _FEWEST_CACHED = 4  # tensors of one type, which layers hand out until backward ends
 _SIXTEEN = ("float16", "bfloat16")
 
@@ -217,37 +218,43 @@ def _has_size(tensor: TensorType | None, logits: TensorType) -> bool:
 
 def _grouped_update(graph: Graph, regions: tuple[Region, ...]) -> Iterator[Remedy]:
     """An update of fewer parameters at once, for the lists of ``foreach`` kernels."""
-    update = graph.ops[graph.backward_stop :]
-    most = max((_made_bytes(graph, op) for op in update if _is_list(op)), default=0)
-    largest = max(
-        (one.bytes for one in graph.storages if one.kind == "parameter"), default=0
-    )
-    group_bytes = max(largest, most // _GROUPS)
-    if group_bytes >= most:
+    size = group_size(graph)
+    if size is None:
         return
+    name = str(graph.options.get("optimizer", "default")).partition(":")[0]
+    own = name in ("own", "none")
+    try:
+        grouped, about = (
+            with_grouped_update(graph, size, units.parse_bytes(size)),
+            False,
+        )
+    except PlanError:
+        grouped, about = _with_smaller_lists(graph, units.parse_bytes(size)), True
+    yield Remedy(
+        f"an update in groups of at most {size} of parameters",
+        f"ckplan.update_in_groups(optimizer, {size!r})"
+        if own
+        else f"--optimizer {'adamw' if name == 'default' else name}:foreach={size}",
+        Simulator(grouped).run(regions).peak_bytes,
+        SAME,
+        overhead=0.0,
+        about=about,
+    )
 
-    def grouped(number: int, one: Storage) -> Storage:
+
+def _with_smaller_lists(graph: Graph, group_bytes: int) -> Graph:
+    """The step with lists of temporaries of so many bytes, about as groups make."""
+    update = graph.ops[graph.backward_stop :]
+    most = max(_made_bytes(graph, op) for op in update if _is_list(op))
+
+    def smaller(number: int, one: Storage) -> Storage:
         del number
         listed = one.maker >= graph.backward_stop and _is_list(graph.ops[one.maker])
         if not listed or one.kind == "optimizer":
             return one
         return replace(one, bytes=one.bytes * group_bytes // most)
 
-    name = str(graph.options.get("optimizer", "default")).partition(":")[0]
-    size = f"{-(-group_bytes // 1024)}KiB"
-    if group_bytes > 1 << 20:
-        size = f"{-(-group_bytes >> 20)}MiB"
-    own = name in ("own", "none")
-    yield Remedy(
-        f"an update in groups of at most {size} of parameters",
-        f"ckplan.update_in_groups(optimizer, {size!r})"
-        if own
-        else f"--optimizer {'adamw' if name == 'default' else name}:foreach={size}",
-        Simulator(_with(graph, grouped)).run(regions).peak_bytes,
-        SAME,
-        overhead=0.0,
-        about=True,
-    )
+    return _with(graph, smaller)
 
 
 def _is_list(op: Op) -> bool:

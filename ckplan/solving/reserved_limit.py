@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import pairwise
 from typing import Protocol
 
 from ckplan.simulating.caching_allocator import LARGE_SEGMENT_BYTES, SMALL_SEGMENT_BYTES
@@ -48,11 +49,16 @@ def solve_within_limit(planner: Planner, limit: MemoryLimit) -> Solution:
     Raises:
         InfeasibleError: Not even the tensors fit.
     """
-    return planner.solve(_budget_within(planner, limit), limit)
+    return planner.solve(budget_within(planner, limit), limit)
 
 
-def _budget_within(planner: Plans, limit: MemoryLimit) -> int:
-    """The budget of tensors whose plan fits within a limit; the limit if none does."""
+def budget_within(planner: Plans, limit: MemoryLimit) -> int:
+    """The budget of tensors whose plan fits within a limit; the limit if none does.
+
+    Args:
+        planner: The plans; their timelines are asked whether they fit.
+        limit: The limit, with gaps or without.
+    """
     for within in (with_spare_segment(limit), limit) if limit.of_reserved else ():
 
         def fits(budget_bytes: int, within: MemoryLimit = within) -> bool:
@@ -71,7 +77,7 @@ def plan_within(planner: Plans, limit: MemoryLimit) -> ReplayedPlan | None:
         return planner.unplanned, ()
     if limit.bytes < planner.floor.peak_bytes:
         return None
-    found = planner.within(_budget_within(planner, limit))
+    found = planner.within(budget_within(planner, limit))
     return found if found is not None and limit.allows(found[0]) else None
 
 
@@ -86,14 +92,18 @@ def with_spare_segment(limit: MemoryLimit) -> MemoryLimit:
 
 
 def _largest_fitting(fits: Callable[[int], bool], least: int, most: int) -> int | None:
-    """A nearly largest number of a range that fits; None if none is found."""
+    """A nearly largest number of a range that fits; None if none is found.
+
+    A smaller budget need not fit better: another plan leaves other gaps, above all one
+    that moves values. If no number on the way down fits, those between them are tried.
+    """
     if fits(most):
         return most
-    fails, share = most, _FIRST_SHARE
-    while not fits(size := max(most - most // share, least)):
-        if size == least:
-            return None
-        fails, share = size, max(share // 2, 1)
+    sizes = [most, *_sizes_below(most, least)]
+    place = next((n for n, size in enumerate(sizes) if n and fits(size)), None)
+    if place is None:
+        return next(filter(fits, ((a + b) // 2 for a, b in pairwise(sizes))), None)
+    fails, size = sizes[place - 1], sizes[place]
     while fails - size > most // _FINEST_SHARE:
         middle = (size + fails) // 2
         if fits(middle):
@@ -101,3 +111,12 @@ def _largest_fitting(fits: Callable[[int], bool], least: int, most: int) -> int 
         else:
             fails = middle
     return size
+
+
+def _sizes_below(most: int, least: int) -> Iterator[int]:
+    """Sizes below the largest, the steps between them doubling, to the smallest."""
+    share = _FIRST_SHARE
+    while share and (size := most - most // share) > least:
+        yield size
+        share //= 2
+    yield least

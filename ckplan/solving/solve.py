@@ -16,7 +16,7 @@ from ckplan.plan.resolve import describe
 from ckplan.plan.workload import plan_workload
 from ckplan.simulating.moving import Link
 from ckplan.solving.card_memory import card_bytes
-from ckplan.solving.levers import search_with
+from ckplan.solving.levers import GROUPS, search_with
 from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.offloading import host_rate
 from ckplan.solving.planner import Planner
@@ -25,7 +25,7 @@ from ckplan.solving.solution import FrontierPoint, Solution
 
 GOALS = (None, "min-memory", "knee")
 METHODS = ("chain", "milp")
-LEVERS = ("tiles", "close")
+LEVERS = ("tiles", "close", GROUPS)
 """What a plan may do besides recomputation, if it is allowed."""
 
 
@@ -88,7 +88,9 @@ def solve_plan(
         allow: ``["tiles"]``: the head and its loss may run in tiles, without the
             logits. For a budget, a card, or the least memory. With ``"close"``, too:
             also a head whose 16-bit logits are not cast to float32, whose gradients
-            tiles round in another place; the plan says ``bits: close``.
+            tiles round in another place; the plan says ``bits: close``. ``"groups"``:
+            the optimizer may update groups of parameters, one after the other; then
+            the plan's ``training`` says so, and ``update_in_groups`` does it.
         spill_rate: Bytes per second of a disk that activations may move to, such as
             ``"2GB"``, or as ``ckplan.spill_rate(folder)`` measures it; on a GPU, of the
             way to host memory, each way. For a budget, a card or the least memory. On
@@ -261,7 +263,8 @@ def _check_levers(
 ) -> None:
     check_allowed(allow)
     if limit is None and objective.goal != "min-memory":
-        what = "choose tiles" if allow else "plan to offload"
+        what = "plan to offload" if not allow else "choose tiles"
+        what = "choose groups" if {*allow} == {GROUPS} else what
         raise CkplanError(
             f"cannot {what} for this objective",
             needed="a budget, a card, or the least memory",
@@ -318,5 +321,5 @@ def to_plan(graph: Graph, solution: Solution) -> Plan:
         ),
         bound={"any_schedule": solution.bound_overhead},
         regions=describe(graph, solution.regions),
-        workload=plan_workload(graph.options),
+        workload=plan_workload(timeline.graph.options),  # with a grouped update
     )

@@ -8,6 +8,7 @@ The bound holds for schedules of the whole head, and of these tiles.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from ckplan.errors import InfeasibleError, PlanError
 from ckplan.graph.graph import Graph
@@ -18,7 +19,7 @@ from ckplan.simulating.moving import Link
 from ckplan.simulating.simulate import Simulator
 from ckplan.simulating.tiling import tested, tile_graph
 from ckplan.solving.memory_limit import MemoryLimit
-from ckplan.solving.offloading import MovingPlanner
+from ckplan.solving.offloading import MovingPlanner, by_cost
 from ckplan.solving.planner import Planner
 from ckplan.solving.replays import ReplayedPlan
 from ckplan.solving.reserved_limit import solve_within_limit
@@ -150,7 +151,7 @@ class TilingPlanner:
             found.append(solution)
         if not found:
             raise refused[min(refused)]
-        best = min(found, key=lambda s: (s.timeline.overhead, s.timeline.peak_bytes))
+        best = min(found, key=partial(by_cost, limit))
         bounds = [one.bound_overhead for one in found]
         bounds += [self._planner.bound(limit.bytes)] if self._link is None else []
         return replace(

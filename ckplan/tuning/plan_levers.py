@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 from ckplan.graph.graph import Graph
 from ckplan.simulating.moving import Link
 from ckplan.simulating.simulate import Simulator, Timeline
-from ckplan.solving.levers import Search, search_with
+from ckplan.solving.levers import search_with
 from ckplan.solving.offloading import host_rate
 from ckplan.solving.planner import Planner
 from ckplan.solving.replays import ReplayedPlan
+from ckplan.solving.search import Search
 from ckplan.tuning.settings import CLOSE, Way
 
 HOST = "host"

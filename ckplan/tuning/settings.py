@@ -12,6 +12,7 @@ from typing import Any
 
 from ckplan.errors import CkplanError, did_you_mean
 from ckplan.graph.graph import Graph
+from ckplan.graph.grouped_updates import group_size
 from ckplan.graph.sharding import SCHEMES
 from ckplan.plan.region import Region
 from ckplan.simulating.extra_work import NO_EXTRA_WORK, ExtraWork
@@ -192,6 +193,21 @@ def kernel_of(graph: Graph) -> str | None:
     if any(name.startswith("_fused_") for name in names):
         return "fused"
     return "foreach" if names & {"_foreach_addcdiv_", "_foreach_add_"} else "single"
+
+
+def grouped_update(way: Way, graph: Graph) -> Lever | None:
+    """The update of a step in groups of parameters; None if it frees nothing.
+
+    Args:
+        way: How the step trains.
+        graph: The step.
+    """
+    size = group_size(graph) if kernel_of(graph) == "foreach" else None
+    if size is None:
+        return None
+    name, _, _ = (way.optimizer or "adamw").partition(":")
+    grouped = f"{name}:foreach={size}"
+    return Lever(grouped, SAME, (("optimizer", grouped),))
 
 
 def conflict(levers: Iterable[Lever], lever: Lever) -> str | None:

@@ -26,6 +26,7 @@ from ckplan.tuning.settings import (
     Setting,
     Way,
     conflict,
+    grouped_update,
     kernel_of,
     levers_of,
 )
@@ -132,16 +133,19 @@ class Tuning:
         )
 
     def _without_own_kernel(self) -> tuple[Lever, ...]:
-        """The levers less the kernel that the step has already.
+        """The levers less the kernel that the step has already, but with its groups.
 
         An optimizer that the workload brings itself has no other kernels.
         """
-        kernel = kernel_of(self.search(self._way).graph_at(probe_rows(self._rows)[0]))
-        return tuple(
+        graph = self.search(self._way).graph_at(probe_rows(self._rows)[0])
+        kernel = kernel_of(graph)
+        others = [
             one
             for one in self.levers
             if one.kernel is None or (kernel and one.kernel != kernel)
-        )
+        ]
+        groups = grouped_update(self._way, graph)
+        return (*others, *([] if groups is None else [groups]))
 
     def _climb(self) -> tuple[Way, dict[Lever, Setting | None]]:
         """The way reached by pulling one lever at a time, the best one first.

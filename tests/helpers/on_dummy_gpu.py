@@ -25,8 +25,8 @@ from torch.nn.functional import scaled_dot_product_attention
 import ckplan
 from ckplan.plan.plan import Plan, PlannedRegion
 from ckplan.simulating.caching_allocator import Block, CachingAllocator, NoRoomError
+from ckplan.simulating.reductions import Processors, Reduction, partial_result_blocks
 from ckplan.tracing.cuda.cublas import kept_bytes
-from ckplan.tracing.cuda.reductions import Processors, Reduction, partial_result_blocks
 from ckplan.tracing.cuda.sdpa_backend import AttentionArgs, choose_backend
 from ckplan.training.allocator import gpu_allocator_stats
 

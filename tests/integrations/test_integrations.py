@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from two_ranks import run_two
 
 import ckplan
 from ckplan import applying
+from ckplan.integrations.loop import LoopPlanner
 from ckplan.plan.plan import Plan, PlannedRegion
 
 transformers = pytest.importorskip("transformers")
@@ -203,6 +205,21 @@ def test_a_callback_needs_a_plan_or_a_budget() -> None:
     for given in ({}, {"plan": LAYERS, "budget": "1GiB"}):
         with pytest.raises(ckplan.CkplanError, match="cannot plan in a loop"):
             PlanCallback(**given)  # type: ignore[arg-type]
+
+
+def test_a_loop_updates_in_the_groups_of_its_plan() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    loop = LoopPlanner(Plan(workload={"optimizer": "adamw:foreach=256B"}), None)
+    loop.begin(model, optimizer)
+    model(torch.ones(2, 8)).sum().backward()
+    with mock.patch("torch._foreach_sqrt", wraps=torch._foreach_sqrt) as roots:
+        optimizer.step()
+    assert [len(call.args[0]) for call in roots.call_args_list] == [1] * 6
+    loop.end(model)
+    with pytest.warns(UserWarning, match="cannot update LBFGS in groups"):
+        loop.begin(model, torch.optim.LBFGS(model.parameters()))
+    loop.end(model)
 
 
 def test_accelerate_is_recorded() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from ckplan.plan import file as plan_file
 from ckplan.plan.plan import Plan, PlannedRegion
 from ckplan.plan.resolve import describe, resolve
 from ckplan.plan.tiles import CLOSE_BITS, SAME_BITS, Tiles
+from ckplan.simulating import heads, tiling
 from ckplan.simulating.simulate import simulate
 from ckplan.tracing.steps import tiled_bits
 from tests.helpers.measured import peak_bytes_of
@@ -233,6 +235,34 @@ def test_a_head_too_large_to_test_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     assert any(
         "tiles of head#0: bits not tested: it would take" in n for n in graph.notes
     )
+
+
+@pytest.mark.parametrize("tokens", [256, 4096])
+def test_on_a_card_the_bias_of_a_tile_puts_aside_what_its_own_sum_does(
+    tokens: int,
+) -> None:
+    words, count = 4096, 8
+    model = nn.Linear(32, words)
+    batch = torch.randint(words, (tokens,))
+    options: dict[str, Any] = {"optimizer": "none", "replay": False, "gpu": "T4"}
+
+    hidden = torch.randn(tokens, 32)
+
+    def loss(logits: Tensor, _: Tensor) -> Tensor:
+        return F.cross_entropy(logits, batch)
+
+    graph = ckplan.profile(model, hidden, loss=loss, **options)
+    tile = nn.Linear(32, words // count)
+    alone = ckplan.profile(tile, hidden, loss=lambda x, _: x.exp().mean(), **options)
+    (whole_sum,), (own_sum,) = (
+        [op for op in one.ops[one.num_forward :] if op.name == "sum"]
+        for one in (graph, alone)
+    )
+    found = heads.find_head(graph, 0)
+    scratch = tiling._scratch(graph, found, Tiles(count, count))
+    assert scratch.bias == own_sum.workspace.bytes
+    assert (scratch.bias > 0) == (tokens == 4096)
+    assert scratch.bias != whole_sum.workspace.bytes or tokens == 256
 
 
 def test_tiles_cost_time_and_other_ops_stay(step: tuple[str, Graph]) -> None:

@@ -28,6 +28,7 @@ from ckplan.simulating.simulate import Simulator, Timeline
 from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.offloading import MovingPlanner, host_rate, with_moves
 from ckplan.solving.planner import Planner
+from ckplan.solving.reserved_limit import _largest_fitting
 from ckplan.units import parse_budget
 
 FAST, SLOW = "1000GB", "1KB"  # disks
@@ -165,6 +166,31 @@ def test_a_plan_that_fits_a_card_goes_before_a_cheaper_one_that_does_not() -> No
     found = moving.solve(Card(limit.bytes, of_reserved=True)).timeline
     assert not found.moves.moved_bytes
     assert found.peak_bytes <= limit.bytes
+
+
+class GappyCard(MemoryLimit):
+    """A card with room for moves of some sizes alone, none of which is tried first."""
+
+    def allows(self, timeline: Timeline) -> bool:
+        share = timeline.peak_bytes / self.bytes
+        return timeline.moves.moved_bytes > 0 and 0.55 < share < 0.7
+
+
+def test_a_card_is_asked_of_steps_with_moves_and_between_the_sizes_tried() -> None:
+    planner = Planner(on_card(5.0))
+    moving = MovingPlanner(planner, Link(1e12, both_ways=True))
+    limit = GappyCard(planner.unplanned.peak_bytes - 1, of_reserved=True)
+    found = moving.solve(limit)
+    assert limit.allows(found.timeline)
+    assert found.timeline.peak_bytes <= found.budget_bytes
+
+
+@pytest.mark.parametrize("room", [range(50_000, 53_000), range(63_500, 63_600)])
+def test_a_size_that_fits_is_found_between_those_that_do_not(room: range) -> None:
+    found = _largest_fitting(room.__contains__, 1000, 64_000)
+    assert found in room
+    assert _largest_fitting(range(0).__contains__, 1000, 64_000) is None
+    assert _largest_fitting(range(1000, 1001).__contains__, 1000, 64_000) == 1000
 
 
 @pytest.mark.parametrize("microseconds", [0.001, 300.0])

@@ -19,9 +19,10 @@ and is *translated* while it runs (``cpu_as_cuda``). The modules serve these way
                                ``torch.cuda.is_available()``
 ``fake_runtime``   both        fake streams, events, generators and device properties
 ``workspaces``     both        bytes that kernels need beyond their outputs, with
-                               ``reductions`` for partial results, ``sorting`` for
-                               sorted indices, ``attention_workspaces`` for
-                               attention and ``layouts`` for copies
+                               ``simulating/reductions`` for partial results,
+                               ``sorting`` for sorted indices,
+                               ``attention_workspaces`` for attention and
+                               ``layouts`` for copies
 ``memory``         both        the allocator's blocks, cuBLAS's workspaces
 =================  ==========  =========================================================
 """

@@ -14,6 +14,7 @@ import torch
 
 from ckplan.gpus import Gpu
 from ckplan.graph.records import MULTIPLIES, NO_WORKSPACE, Workspace
+from ckplan.simulating.reductions import Processors, Reduction, partial_result_blocks
 from ckplan.tracing.cuda import attention_workspaces as attention
 from ckplan.tracing.cuda import group_norm_workspaces as group_norm
 from ckplan.tracing.cuda.cublas import temporary_blocks
@@ -31,7 +32,6 @@ from ckplan.tracing.cuda.layouts import (
     has_contiguous_strides,
     suggests_channels_last,
 )
-from ckplan.tracing.cuda.reductions import Processors, Reduction, partial_result_blocks
 from ckplan.tracing.recording.recording import RawOp, TensorMeta
 from ckplan.units import in_blocks
 

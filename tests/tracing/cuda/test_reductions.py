@@ -15,7 +15,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ckplan import gpus
-from ckplan.tracing.cuda.reductions import Processors, Reduction, partial_result_blocks
+from ckplan.simulating.reductions import Processors, Reduction, partial_result_blocks
 from ckplan.tracing.cuda.workspaces import workspace_of
 from ckplan.tracing.recording.recording import RawOp, TensorMeta
 from ckplan.units import in_blocks

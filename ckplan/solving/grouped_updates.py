@@ -1,0 +1,89 @@
+"""Plans with the optimizer's update in groups of parameters, if that is allowed.
+
+Groups have temporaries as small as their parameters, and the same bits. A step with
+them is another graph (``graph/grouped_updates.py``), which is solved like any other;
+the plan says so in its ``training``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ckplan import units
+from ckplan.errors import InfeasibleError, PlanError
+from ckplan.graph.graph import Graph
+from ckplan.graph.grouped_updates import group_size, with_grouped_update
+from ckplan.simulating.simulate import Timeline
+from ckplan.solving.memory_limit import MemoryLimit
+from ckplan.solving.planner import Planner
+from ckplan.solving.replays import ReplayedPlan
+from ckplan.solving.search import Search
+from ckplan.solving.solution import Solution
+
+
+class GroupingPlanner:
+    """The plans of one graph with the update whole or in groups."""
+
+    def __init__(
+        self, planner: Planner, search_of: Callable[[Planner], Search]
+    ) -> None:
+        """Prepare the searches.
+
+        Args:
+            planner: Of the graph with the whole update.
+            search_of: The search of the other levers.
+
+        Raises:
+            PlanError: The update cannot run in groups, or they would free nothing.
+        """
+        self._searches = [
+            search_of(planner),
+            search_of(Planner(_grouped(planner.graph))),
+        ]
+
+    @property
+    def floor_bytes(self) -> int:
+        """The smallest peak of any plan found."""
+        return min(search.floor_bytes for search in self._searches)
+
+    def within(self, budget_bytes: int) -> ReplayedPlan | None:
+        """The cheapest plan that fits, as its timeline and its regions."""
+        found = (search.within(budget_bytes) for search in self._searches)
+        plans = [one for one in found if one is not None]
+        return min(plans, key=lambda one: _cost(one[0]), default=None)
+
+    def solve(self, limit: MemoryLimit) -> Solution:
+        """Find the cheapest plan within a limit.
+
+        Raises:
+            InfeasibleError: No plan found fits; the smallest peak found is named.
+        """
+        found: list[Solution] = []
+        refused: dict[int, InfeasibleError] = {}  # smallest peak -> the error
+        for search in self._searches:
+            try:
+                found.append(search.solve(limit))
+            except InfeasibleError as error:
+                refused[search.floor_bytes] = error
+        if not found:
+            raise refused[min(refused)]
+        return min(
+            found, key=lambda s: (not limit.allows(s.timeline), *_cost(s.timeline))
+        )
+
+
+def _grouped(graph: Graph) -> Graph:
+    size = group_size(graph)
+    if size is None:
+        raise PlanError(
+            f"cannot update {graph.model} in groups: that would free nothing",
+            needed="an update that makes lists of temporaries, as foreach kernels do",
+            hint="leave out --allow groups",
+        )
+    return with_grouped_update(graph, size, units.parse_bytes(size))
+
+
+def _cost(timeline: Timeline) -> tuple[float, int]:
+    """Seconds of the whole step, then bytes."""
+    seconds = timeline.unplanned_seconds + timeline.recompute_seconds
+    return seconds, timeline.peak_bytes
