@@ -682,6 +682,38 @@ def call(args):
 
 
 @pytest.mark.parametrize(
+    ("returned", "copied_bytes"),
+    [
+        ("g, h", 0),  # laid out as the parameters: autograd takes them
+        ("reinterpret_tensor(g, (16, 16), (1, 16), 0), h", 1024),
+        ("g, reinterpret_tensor(h, (16, 16), (1, 16), 0)", 1024),
+        ("h, h", 0),  # copied for one, taken for the other, when g is freed
+    ],
+)
+def test_gradients_that_autograd_copies_count(returned: str, copied_bytes: int) -> None:
+    one, other = torch.empty(16, 16), torch.empty(16, 16)
+    forward = """
+import torch
+def call(args):
+    args.clear()
+    return (empty_strided_cpu((), (), torch.float32),)
+"""
+    backward = f"""
+import torch
+def call(args):
+    args.clear()
+    g = empty_strided_cpu((16, 16), (16, 1), torch.float32)
+    h = empty_strided_cpu((16, 16), (16, 1), torch.float32)
+    return ({returned},)
+"""
+    codes = Code(forward, {}, [one, other]), Code(backward, {}, [torch.empty(())])
+    found = replay(Lowered(*codes), 1)
+    gradients_and_loss = 2 * 1024 + 2 * 4  # the loss has a gradient, too
+    assert found.gradient_bytes == gradients_and_loss
+    assert found.backward_peak_bytes == gradients_and_loss + copied_bytes
+
+
+@pytest.mark.parametrize(
     ("error", "said"),
     [
         (OSError("x.so: invalid ELF header"), "a file of Inductor's cache fails"),
