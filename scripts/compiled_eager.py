@@ -157,7 +157,7 @@ def _eager(spec: Any, plan: Any) -> Step:
 def _step(workload: Any, loss: Callable[[], Any]) -> Step:
     import torch
 
-    from ckplan.compiling.parts import tensors_of
+    from ckplan.compiling.finding import tensors_of
     from ckplan.training.allocator import log_allocations
 
     model = workload.model

@@ -20,7 +20,7 @@ from torch import fx
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ckplan.errors import ApplyError, CkplanError, WorkloadError
+from ckplan.errors import ApplyError, CkplanError, GraphBreakError
 from ckplan.training.failures import first_line
 
 try:
@@ -302,7 +302,7 @@ def compile_errors(what: str) -> Iterator[None]:
 
     Raises:
         ApplyError: Inductor failed, such as at a file of its cache.
-        WorkloadError: Dynamo refused it.
+        GraphBreakError: Dynamo refused it.
     """
     try:
         yield
@@ -311,7 +311,7 @@ def compile_errors(what: str) -> Iterator[None]:
     except BackendCompilerFailed as error:
         raise _inductor_failed(what, error.inner_exception) from error
     except TorchDynamoException as error:
-        raise WorkloadError(
+        raise GraphBreakError(
             f"cannot compile {what} as one graph: {first_line(error)}",
             needed="a model and a loss that compile with fullgraph=True",
             hint=ALLOWS_RECURRENT if "allow_rnn" in str(error) else _BREAKS,
