@@ -91,6 +91,28 @@ def replay(lowered: Lowered, num_outputs: int) -> Replayed:
     return found
 
 
+def replay_alone(code: Code) -> int:
+    """Bytes that code without a backward allocates at once, beyond its inputs.
+
+    Raises:
+        Exception: Whatever the code raises on fake tensors.
+    """
+    kernels = KernelBytes()
+    found = _replay_alone(code, kernels)
+    return _replay_alone(code, kernels) if kernels.measure() else found
+
+
+def _replay_alone(code: Code, kernels: KernelBytes) -> int:
+    ledger = Ledger()
+    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+        given = [_fake(value) for value in code.inputs]
+        for value in given:
+            ledger.ignore(value)
+        with Meter(ledger, kernels):
+            _call(code, ledger, kernels, list(given))
+    return ledger.peak_bytes
+
+
 def _replay(lowered: Lowered, num_outputs: int, kernels: KernelBytes) -> Replayed:
     ledger = Ledger()
     with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):

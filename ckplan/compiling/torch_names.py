@@ -51,6 +51,7 @@ else:
 
 __all__ = [
     "ALLOWS_RECURRENT",
+    "COMPILED",
     "COMPILES_KERNELS",
     "EXTERN_KERNELS",
     "FORWARD_OF_BACKWARD",
@@ -84,6 +85,7 @@ PRIMALS, TANGENTS = "primals_", "tangents_"
 """How the inputs of a joint graph are called: those of forward, and the gradients."""
 FORWARD_OF_BACKWARD = "fwd_nn_module_stack"
 """Where a node of backward keeps the modules that ran its forward."""
+COMPILED = "_torchdynamo_orig_callable"  # attribute of a compiled function
 COMPILES_KERNELS = "from torch._inductor.async_compile import AsyncCompile"
 EXTERN_KERNELS = "from torch._inductor.select_algorithm import extern_kernels"
 """Lines of generated code that import what makes kernels, and what calls others."""
@@ -210,7 +212,7 @@ def compile_with(
     inputs: Any,
     partitioner: Any,
     options: dict[str, Any],
-    record: Record | None = None,
+    record: Record,
 ) -> Callable[..., Any]:
     """Compile a graph of Dynamo with Inductor.
 
@@ -223,8 +225,6 @@ def compile_with(
             returns; neither if a cache of AOTAutograd has the graph.
     """
     patches = {**options, _PARTITIONER: partitioner}
-    if record is None:
-        return compile_fx(gm, inputs, config_patches=patches)
 
     def inner(part: fx.GraphModule, given: Any, **how: Any) -> Any:
         made = compile_fx_inner(part, given, **how)
