@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from dataclasses import replace
 from itertools import pairwise
@@ -18,7 +19,7 @@ from ckplan.compiling.finding import find_parts
 from ckplan.compiling.parts import Parts
 from ckplan.errors import ApplyError, InfeasibleError, PlanError, WorkloadError
 from ckplan.plan import file as plan_file
-from ckplan.plan.plan import Plan
+from ckplan.plan.plan import Plan, PlannedRegion
 from ckplan.plan.resolve import resolve
 from ckplan.simulating.simulate import Simulator
 from ckplan.solving.solve import solve_plan
@@ -198,6 +199,32 @@ def test_a_graph_that_cannot_be_lowered_runs_uncompiled_and_is_said(
         loss = call(x)
     loss.backward()
     assert all(one.grad is not None for one in model.parameters())
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_kernels")
+def test_what_runs_uncompiled_follows_the_regions_of_a_plan_applied_before() -> None:
+    gradients, kept = [], []
+    for has_regions in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model, x = Breaks(), torch.randn(256, 32)
+        layers = nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32)
+        model.between = nn.Sequential(*layers)
+        if has_regions:
+            ckplan.apply(model, Plan(regions=(PlannedRegion("between"),)))
+        call = ckplan.compile(model, "100%", fullgraph=False)
+        with pytest.warns(UserWarning, match="2 graphs of the step") as said:
+            loss = call(x)
+        loss.backward()
+        gradients.append({n: p.grad for n, p in model.named_parameters()})
+        size = re.search(r"keeps ([\d.]+) KiB", str(said[0].message))
+        assert size is not None
+        kept.append(float(size[1]))
+    assert "dropped 65536 B" in str(ckplan.status(model))
+    assert kept[0] - kept[1] == 64.0
+    plain, planned = gradients
+    assert all(torch.equal(plain[name], planned[name]) for name in plain)
 
 
 class Recurrent(nn.Module):
