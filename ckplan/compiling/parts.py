@@ -17,14 +17,9 @@ from itertools import combinations
 
 from ckplan import units
 from ckplan.compiling.joining import JoinedStep, Run, join
+from ckplan.compiling.refusals import check_same_graph, check_within_budget
 from ckplan.compiling.replay import Replayed
-from ckplan.compiling.search import (
-    Candidate,
-    Chosen,
-    CompiledPlanner,
-    check_same_graph,
-    check_within_budget,
-)
+from ckplan.compiling.search import Candidate, Chosen, CompiledPlanner
 from ckplan.errors import InfeasibleError
 from ckplan.graph.records import BEFORE_STEP
 from ckplan.plan.plan import Plan, Prediction, plan_fingerprint

@@ -18,8 +18,9 @@ from ckplan import units
 from ckplan.compiling.graph import CompiledStep, as_graph
 from ckplan.compiling.lowering import DynamoGraph, Lowered
 from ckplan.compiling.partition import JointGraph
+from ckplan.compiling.refusals import check_same_graph, check_within_budget
 from ckplan.compiling.replay import Replayed, replay
-from ckplan.errors import InfeasibleError, PlanError
+from ckplan.errors import InfeasibleError
 from ckplan.graph.records import BEFORE_STEP
 from ckplan.plan.plan import Plan, Prediction, plan_fingerprint
 from ckplan.plan.region import PROGRAM, Region
@@ -252,7 +253,7 @@ class CompiledPlanner:
             if plan is not None and plan[1]:
                 found.append(self.candidate(plan[1]))
         smallest = float("inf")
-        for one in sorted(found, key=lambda c: (c.overhead, c.simulated_peak_bytes)):
+        for one in sorted(found, key=_cheapest_first):
             is_promising = one.simulated_peak_bytes <= _MOST_DOMINATED * smallest
             smallest = min(smallest, one.simulated_peak_bytes)
             if is_promising and one.saved not in seen:
@@ -288,41 +289,8 @@ class CompiledPlanner:
         )
 
 
-def check_same_graph(plan: Plan, digest: str) -> None:
-    """Refuse a plan for another compiled step.
-
-    Raises:
-        PlanError: It is for another step, or for uncompiled code.
-    """
-    made_for = plan.fingerprint.get("compiled")
-    if made_for == digest:
-        return
-    what = (
-        "it is for uncompiled code"
-        if made_for is None
-        else f"it is for the compiled graph {made_for}, this is {digest}"
-    )
-    raise PlanError(
-        f"cannot compile with the plan of '{plan.model}': {what}",
-        needed="a plan for this model, batch and torch, compiled",
-        hint="ckplan.compile(model, budget), or ckplan.apply for uncompiled code",
-    )
-
-
-def check_within_budget(plan: Plan, peak_bytes: int) -> None:
-    """Refuse a plan whose replayed peak is beyond its budget.
-
-    Raises:
-        PlanError: It is.
-    """
-    if plan.budget_bytes is not None and peak_bytes > plan.budget_bytes:
-        peak, budget = map(units.format_bytes, (peak_bytes, plan.budget_bytes))
-        raise PlanError(
-            f"the plan exceeds its budget: the code that this torch generates "
-            f"takes {peak} of {budget}",
-            needed="a plan for this torch and these options of torch.compile",
-            hint="ckplan.compile(model, budget), which plans again",
-        )
+def _cheapest_first(one: Candidate) -> tuple[float, bool, int]:
+    return one.overhead, one.saved is not None, one.simulated_peak_bytes
 
 
 def _nearer(joint: JointGraph, model: str, peak_bytes: int) -> CompiledStep:

@@ -231,6 +231,28 @@ def test_candidates_are_ordered_and_none_is_far_above_a_cheaper_one(
         assert one.simulated_peak_bytes <= 1.02 * smallest
 
 
+def test_torch_s_own_division_comes_before_others_that_cost_nothing(
+    planner: CompiledPlanner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CompiledPlanner, "overhead_of", lambda *_: 0.0)
+    first, *others = planner._proposed()
+    assert first.saved is None
+    assert others
+
+
+def test_the_overhead_is_that_of_the_division_that_is_compiled(
+    planner: CompiledPlanner,
+) -> None:
+    chosen = planner.solve(int(0.7 * planner.unplanned.peak_bytes))
+    joint, _ = planner.traced.lower(chosen.saved, quick=True)
+    assert joint is not None
+    own = planner.step.graph.step_seconds
+    assert chosen.overhead == planner.step.seconds_of(joint) / own - 1
+    predicted = chosen.plan.predicted
+    assert predicted is not None
+    assert predicted.overhead == round(chosen.overhead, 4)
+
+
 def test_a_plan_read_back_saves_the_same_values(planner: CompiledPlanner) -> None:
     budget_bytes = int(0.7 * planner.unplanned.peak_bytes)
     chosen = planner.solve(budget_bytes)
