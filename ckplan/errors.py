@@ -43,6 +43,10 @@ class WorkloadError(CkplanError):
     """The user's model file lacks something that profiling needs."""
 
 
+class GraphBreakError(WorkloadError):
+    """A step does not compile as one graph."""
+
+
 class GraphError(CkplanError):
     """A trace is malformed, or this version of ckplan does not read its format."""
 

@@ -7,9 +7,10 @@ the bits of the compiled unplanned step, dropout on, or differs by rounding alon
 budgets are solved: with more of them, the estimated time never rises. "At least" is
 what no plan can go below: parameters, batch and all gradients, which are alive at the
 end. Of other families, one plan is verified, the middle one of those that the solver
-proposes, cheapest first. Gradients that an uncompiled step in float64 finds to be
-rounding alone, such as those of biases of keys, which are zero, are left out of
-differences, and named below.
+proposes and that recompute, cheapest first. Steps that break into several graphs take
+at most what is replayed. Recurrent layers run without oneDNN. Gradients that an
+uncompiled step in float64 finds to be rounding alone, such as those of biases of keys,
+which are zero, are left out of differences, and named below.
 
 Rows are kept beside the page, as JSON, so that some can be measured again:
 
@@ -44,7 +45,7 @@ from ckplan.errors import CkplanError
 from ckplan.units import format_bytes
 
 _SMALL = ("layers=1", "width=64", "heads=2", "batch=8", "length=32", "vocab=200")
-_ZOO = ("layers=1", "batch=4", "length=32")
+_ZOO = ("layers=1", "batch=8", "length=64")
 _IMAGES = ("batch=2", "size=32")
 TEN = {
     "gpt2": _SMALL,
@@ -82,6 +83,7 @@ FAMILIES = {
     "zoo:policy": ("steps=4", "batch=8", "width=32"),
     "mlp": (),
 }
+RECURRENT = ("zoo:lstm", "zoo:gru")
 SWEEP = 20
 HEADERS = (
     "workload",
@@ -109,23 +111,20 @@ def measured(workload: str, count: int) -> Iterator[dict[str, Any]]:
     """A row for the model, and one for every budget."""
     import torch
 
-    from ckplan.compiling.search import CompiledPlanner
-    from ckplan.compiling.step import trace_step
+    from ckplan.compiling.step import parts_of
     from ckplan.verifying.compiled_steps import verify_compiled
 
     spec = spec_of(workload, {**TEN, **FAMILIES}[workload])
     torch._dynamo.reset()
     torch._dynamo.config.allow_rnn = True  # else a notice, and no graph
+    # oneDNN's recurrent kernels have a workspace that only they know
+    torch.backends.mkldnn.set_flags(workload not in RECURRENT)
     torch.manual_seed(SEED)
-
-    def plan(traced: Any, joint: Any, lowered: Any) -> tuple[dict[str, Any], list[Any]]:
-        from ckplan.compiling.replay import replay
-
-        unplanned = replay(lowered, joint.num_outputs)
-        planner = CompiledPlanner(traced, joint, unplanned, quick=True)
-        return swept(planner, count) if count != 1 else ({}, [middle_of(planner)])
-
-    found, plans = trace_step(spec.build(), plan)
+    parts = parts_of(spec.build())
+    found, plans = {}, [middle_of(parts)]
+    if count != 1 and len(parts.runs) == 1:
+        (planner,) = parts.planners.values()
+        found, plans = swept(planner, count)
     if found:
         yield {"workload": workload, "place": -1, **found}
     for place, one in enumerate(plans):
@@ -168,10 +167,17 @@ def swept(planner: Any, count: int) -> tuple[dict[str, Any], list[Any]]:
     return row, [planner.solve(one).plan for one in budgets]
 
 
-def middle_of(planner: Any) -> Any:
-    """A plan, the only one that is replayed: the middle one, the cheapest first."""
-    one = planner.candidates[len(planner.candidates) // 2]
-    return planner.chosen(one).plan
+def middle_of(parts: Any) -> Any:
+    """A plan: the middle one of those that recompute, the cheapest first."""
+    chosen = {}
+    for key, planner in parts.planners.items():
+        own, *others = planner.candidates
+        chosen[key] = planner.chosen(others[len(others) // 2] if others else own)
+    if len(parts.runs) == 1:
+        (one,) = chosen.values()
+        return one.plan
+    replayed = {key: one.replayed for key, one in chosen.items()}
+    return parts.plan(chosen, parts.peak_bytes(replayed))
 
 
 def broken(row: dict[str, Any]) -> Iterator[str]:
@@ -189,7 +195,7 @@ def broken(row: dict[str, Any]) -> Iterator[str]:
         yield f"{where}: did not pass: {', '.join(row['different'])}"
     for which in ("", "unplanned_"):
         off = row[f"{which}replayed_peak_bytes"] - row[f"{which}measured_peak_bytes"]
-        if off:
+        if off < 0 or (off and row.get("graphs", 1) == 1):
             yield f"{where}: {which}replay off by {off} B"
 
 

@@ -81,7 +81,6 @@ def verify_in_compiled(
     wanted = _one_of(plan, budget)
     if save is not None:
         check_output(save, force)
-    from ckplan.errors import WorkloadError
     from ckplan.plan import file as plan_file
     from ckplan.report.compiled import compiled_error, compiled_report
     from ckplan.report.progress import ProgressLine
@@ -94,14 +93,7 @@ def verify_in_compiled(
         )
     print_report(found.as_json() if as_json else compiled_report(found))
     if save is not None:
-        if len(used) != 1:
-            raise WorkloadError(
-                f"cannot save a plan of {found.graphs} graphs: a file is for one",
-                needed="a step that compiles as one graph",
-                hint="leave out --save; in Python, ckplan.compile(model, budget, "
-                "fullgraph=False)",
-            )
-        plan_file.save(used[0], save, force=force)
+        plan_file.save(used, save, force=force)
         print_message(f"wrote {save}")
     if not found.passed:
         raise compiled_error(found)

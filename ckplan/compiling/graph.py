@@ -19,7 +19,7 @@ from torch import fx
 from ckplan.compiling import nodes
 from ckplan.compiling.partition import JointGraph
 from ckplan.compiling.runs import leaves, main_of, runs_of
-from ckplan.compiling.torch_names import TANGENTS
+from ckplan.compiling.torch_names import PRIMALS, TANGENTS
 from ckplan.compiling.workspaces import KernelBytes
 from ckplan.graph.graph import Graph
 from ckplan.graph.records import (
@@ -45,6 +45,15 @@ class CompiledStep:
 
     graph: Graph
     name_of: Mapping[int, str]  # storage of forward -> node that makes it
+    fuses_more: bool
+    inputs: Mapping[int, int]  # storage -> its place among the inputs of forward
+    outputs: tuple[int | None, ...]  # storages; before them, inputs that are changed
+    gradients: Mapping[int, int]  # storage -> the place of the input it belongs to
+
+    def seconds_of(self, joint: JointGraph) -> float:
+        """Estimated seconds of another division of the same joint graph."""
+        other = as_graph(joint, self.graph.model, fuses_more=self.fuses_more)
+        return other.graph.step_seconds
 
 
 def as_graph(
@@ -87,7 +96,7 @@ def as_graph(
         costs=COSTS,
     )
     names = {s: node.name for node, s in builder.forward_storages.items()}
-    return CompiledStep(graph, names)
+    return CompiledStep(graph, names, fuses_more, *builder.ends(joint))
 
 
 class _Builder:
@@ -165,6 +174,29 @@ class _Builder:
                 self.storages[number] = replace(one, kind="gradient", last=stop)
             elif number in kept or one.maker == BEFORE_STEP:
                 self.storages[number] = replace(one, last=stop)
+
+    def ends(
+        self, joint: JointGraph
+    ) -> tuple[dict[int, int], tuple[int | None, ...], dict[int, int]]:
+        """Storages of what the step is given, returns and makes as gradients."""
+        inputs = {
+            self.forward_storages[node]: int(node.name.removeprefix(PRIMALS)) - 1
+            for node in joint.forward.graph.find_nodes(op="placeholder")
+            if node.name.startswith(PRIMALS)
+        }
+        returned = _returned(joint.forward.graph)[: joint.num_outputs]
+        outputs = tuple(
+            self.forward_storages.get(nodes.base_of(one))
+            for one in returned
+            if isinstance(one, fx.Node)
+        )
+        made = enumerate(_returned(joint.backward.graph))
+        gradients = {
+            self.backward_storages[nodes.base_of(one)]: place
+            for place, one in made
+            if isinstance(one, fx.Node) and nodes.base_of(one) in self.backward_storages
+        }
+        return inputs, outputs, gradients
 
     def overwrite(self, num_forward: int) -> None:
         """Let outputs of backward take the place of saved tensors that die in the op.

@@ -85,6 +85,13 @@ class DynamoGraph:
         return partitioner.seen, _both(found)
 
 
+def lower_alone(graph: fx.GraphModule, inputs: Sequence[Any]) -> Code:
+    """Generate the code of a graph of Dynamo that has no backward."""
+    found, record = _recorder()
+    generate_code(copy_of(graph), inputs, None, {}, record)
+    return found[False]
+
+
 def _recorder() -> tuple[dict[bool, Code], Record]:
     found: dict[bool, Code] = {}
 

@@ -8,16 +8,18 @@ makes others, which compiled code returns all at once.
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
-from ckplan.compiling.replay import Ledger, Meter
-from ckplan.compiling.torch_names import FakeTensorMode
+from ckplan.compiling.lowering import lower_alone
+from ckplan.compiling.replay import Ledger, Meter, replay_alone
+from ckplan.compiling.torch_names import COMPILED, FakeTensorMode
 from ckplan.compiling.workspaces import KernelBytes
 from ckplan.errors import ApplyError
 
@@ -48,8 +50,8 @@ def optimizer_bytes(optimizer: torch.optim.Optimizer) -> OptimizerBytes:
     """Bytes of an optimizer's state and step; nothing runs, nothing is changed.
 
     Args:
-        optimizer: Of tensors on the CPU. It has state, or none yet. Its step must not
-            be compiled: compiled code allocates less.
+        optimizer: Of tensors on the CPU. It has state, or none yet. Where its ``step``
+            is what ``torch.compile`` returned, the generated code is replayed.
 
     Raises:
         ApplyError: Its step does not run on fake tensors.
@@ -72,6 +74,7 @@ def optimizer_bytes(optimizer: torch.optim.Optimizer) -> OptimizerBytes:
 
 def _replayed(optimizer: torch.optim.Optimizer, kernels: KernelBytes) -> OptimizerBytes:
     ledger = Ledger()
+    is_compiled = hasattr(optimizer.step, COMPILED)
     with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True):
         twin = _twin(optimizer)
         parameters = [p for group in twin.param_groups for p in group["params"]]
@@ -90,8 +93,24 @@ def _replayed(optimizer: torch.optim.Optimizer, kernels: KernelBytes) -> Optimiz
             )
             before = ledger.live_bytes
             ledger.peak_bytes = before
-            twin.step()
-    return OptimizerBytes(gradients, state_bytes, ledger.peak_bytes - before)
+            if not is_compiled:
+                twin.step()
+        step_bytes = (
+            _compiled_bytes(twin) if is_compiled else ledger.peak_bytes - before
+        )
+    return OptimizerBytes(gradients, state_bytes, step_bytes)
+
+
+def _compiled_bytes(twin: Any) -> int:
+    """Most bytes that a compiled step allocates at once, from its generated code."""
+    found = [0]
+
+    def only_replay(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        found.append(replay_alone(lower_alone(graph, inputs)))
+        return graph.forward
+
+    torch.compile(twin.step, backend=only_replay)()
+    return max(found)
 
 
 def _twin(optimizer: torch.optim.Optimizer) -> Any:

@@ -8,8 +8,8 @@ that layer's backward begins, not all at once.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -37,6 +37,13 @@ class JointGraph:
     num_outputs: int  # of forward, before the saved values
     forward: fx.GraphModule
     backward: fx.GraphModule
+    inputs: Any = ()  # what partitioners are given besides: example inputs, and more
+    how: Mapping[str, Any] = field(default_factory=dict)
+
+    def divided(self, saved: Collection[str]) -> JointGraph:
+        """The same joint graph, divided so that forward saves the nodes named."""
+        parts = divide(_copy(self.module), self.inputs, saved, dict(self.how))
+        return replace(self, forward=parts[0], backward=parts[1])
 
     @cached_property
     def digest(self) -> str:
@@ -68,6 +75,10 @@ class Partitioner(CustomPartitionerFn):
         self.share = share
         self.seen: JointGraph | None = None
 
+    def __deepcopy__(self, _: object) -> Partitioner:
+        """Itself: Inductor copies its options, and fake tensors cannot be copied."""
+        return self
+
     def uuid(self) -> str | None:
         """The identity of the choice."""
         return self.key
@@ -84,7 +95,9 @@ class Partitioner(CustomPartitionerFn):
         else:
             parts = default_parts(joint, inputs, dict(how))
         # Inductor changes the parts when it lowers them, and names of nodes with that.
-        self.seen = JointGraph(kept, how["num_fwd_outputs"], *map(_copy, parts))
+        forward, backward = map(_copy, parts)
+        num_outputs = how["num_fwd_outputs"]
+        self.seen = JointGraph(kept, num_outputs, forward, backward, inputs, how)
         return parts
 
 

@@ -13,10 +13,11 @@ import torch
 from torch import fx, nn
 
 from ckplan import units
+from ckplan.compiling.finding import find_parts, key_of
 from ckplan.compiling.lowering import DynamoGraph
 from ckplan.compiling.outside import Outside
 from ckplan.compiling.partition import Partitioner
-from ckplan.compiling.parts import Parts, find_parts, key_of
+from ckplan.compiling.parts import Parts
 from ckplan.compiling.refusals import check_inputs, place_of, trains
 from ckplan.compiling.replay import replay
 from ckplan.compiling.search import Chosen, CompiledPlanner, Progress
@@ -155,6 +156,7 @@ class Backend:
         self.chosen: list[Chosen] = []  # one per shape compiled for training
         self.parts: Parts | None = None  # of a step that may break
         self.shares: Mapping[str, Chosen] = {}  # by key of a graph of those
+        self._budget_bytes: int | None = None  # of those
         self._compilations: list[tuple[int | None, int | None]] = []  # of those
 
     @property
@@ -170,7 +172,12 @@ class Backend:
 
     @property
     def plans(self) -> list[Plan]:
-        """The plans so far, one per shape compiled for training."""
+        """The plans so far, one per shape compiled for training.
+
+        Of a step that may break, one plan for all of its graphs.
+        """
+        if self.parts is not None:
+            return [self.parts.plan(self.shares, self._budget_bytes)]
         return [one.plan for one in self.chosen]
 
     def __call__(
@@ -207,21 +214,21 @@ class Backend:
         """Before the first forward of a step that may break: plan all of its graphs.
 
         Raises:
-            ApplyError: A plan is for one graph alone, or no graph trains.
+            ApplyError: No graph trains.
+            PlanError: A plan is for another step, or exceeds its budget.
             InfeasibleError: No plans fit together.
         """
         if self.parts is not None or not torch.is_grad_enabled():
             return
-        if isinstance(self._wanted, Plan):
-            raise ApplyError(
-                "cannot compile a step that may break with a plan for one graph",
-                needed="a budget, which the graphs of the step share",
-                hint="ckplan.compile(model, '80%', fullgraph=False)",
-            )
         require_compiler()
         parts = find_parts(call, model, args, kwargs, how, self._progress)
-        left = self._left(parts.unplanned_peak_bytes, parts.held_bytes)
-        self.shares = parts.share(left)
+        if isinstance(self._wanted, Plan):
+            self._budget_bytes = self._wanted.budget_bytes
+            self.shares = parts.follow(self._wanted)
+        else:
+            left = self._left(parts.unplanned_peak_bytes, parts.held_bytes)
+            self._budget_bytes = left
+            self.shares = parts.share(left)
         self.parts = parts
         if parts.saved_uncompiled_bytes or parts.uncompiled:
             held = units.format_bytes(parts.saved_uncompiled_bytes)

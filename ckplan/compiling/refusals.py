@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from ckplan import units
 from ckplan.compiling.lowering import DynamoGraph
-from ckplan.errors import ApplyError
+from ckplan.errors import ApplyError, PlanError
+from ckplan.plan.plan import Plan
 
 _MODES = (None, "default", "reduce-overhead")
 
@@ -64,3 +66,40 @@ def trains(traced: DynamoGraph) -> bool:
 
 def _needs_gradient(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def check_same_graph(plan: Plan, digest: str) -> None:
+    """Refuse a plan for another compiled step.
+
+    Raises:
+        PlanError: It is for another step, or for uncompiled code.
+    """
+    made_for = plan.fingerprint.get("compiled")
+    if made_for == digest:
+        return
+    what = (
+        "it is for uncompiled code"
+        if made_for is None
+        else f"it is for the compiled graph {made_for}, this is {digest}"
+    )
+    raise PlanError(
+        f"cannot compile with the plan of '{plan.model}': {what}",
+        needed="a plan for this model, batch and torch, compiled",
+        hint="ckplan.compile(model, budget), or ckplan.apply for uncompiled code",
+    )
+
+
+def check_within_budget(plan: Plan, peak_bytes: int) -> None:
+    """Refuse a plan whose replayed peak is beyond its budget.
+
+    Raises:
+        PlanError: It is.
+    """
+    if plan.budget_bytes is not None and peak_bytes > plan.budget_bytes:
+        peak, budget = map(units.format_bytes, (peak_bytes, plan.budget_bytes))
+        raise PlanError(
+            f"the plan exceeds its budget: the code that this torch generates "
+            f"takes {peak} of {budget}",
+            needed="a plan for this torch and these options of torch.compile",
+            hint="ckplan.compile(model, budget), which plans again",
+        )

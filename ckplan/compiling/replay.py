@@ -11,7 +11,7 @@ by running that kernel alone.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,7 +64,8 @@ def replay(lowered: Lowered, num_outputs: int) -> Replayed:
 
     The caller is taken to hold every output until backward ends, and the gradient of a
     scalar output, which ``loss.backward()`` makes. Gradients do not exist before the
-    step and are alive at its end.
+    step and are alive at its end. Autograd copies those that are not laid out as their
+    parameter, such as a convolution's, one after the other, before backward ends.
 
     Args:
         lowered: The generated code.
@@ -90,6 +91,28 @@ def replay(lowered: Lowered, num_outputs: int) -> Replayed:
     return found
 
 
+def replay_alone(code: Code) -> int:
+    """Bytes that code without a backward allocates at once, beyond its inputs.
+
+    Raises:
+        Exception: Whatever the code raises on fake tensors.
+    """
+    kernels = KernelBytes()
+    found = _replay_alone(code, kernels)
+    return _replay_alone(code, kernels) if kernels.measure() else found
+
+
+def _replay_alone(code: Code, kernels: KernelBytes) -> int:
+    ledger = Ledger()
+    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+        given = [_fake(value) for value in code.inputs]
+        for value in given:
+            ledger.ignore(value)
+        with Meter(ledger, kernels):
+            _call(code, ledger, kernels, list(given))
+    return ledger.peak_bytes
+
+
 def _replay(lowered: Lowered, num_outputs: int, kernels: KernelBytes) -> Replayed:
     ledger = Ledger()
     with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
@@ -107,6 +130,7 @@ def _replay(lowered: Lowered, num_outputs: int, kernels: KernelBytes) -> Replaye
             saved += tangents
             del tangents
             gradients = _call(lowered.backward, ledger, kernels, saved)
+            _accumulate(gradients, lowered.forward.inputs)
             backward_peak_bytes, gradient_bytes = ledger.peak_bytes, ledger.live_bytes
             del outputs, roots, gradients
     return Replayed(
@@ -116,6 +140,22 @@ def _replay(lowered: Lowered, num_outputs: int, kernels: KernelBytes) -> Replaye
         backward_peak_bytes,
         gradient_bytes,
     )
+
+
+def _accumulate(gradients: list[Any], inputs: Sequence[Any]) -> None:
+    """Copy the gradients that autograd does not take as they are."""
+    for place, (gradient, one) in enumerate(zip(gradients, inputs, strict=False)):
+        if isinstance(gradient, torch.Tensor):
+            is_shared = any(gradient is other for other in gradients[place + 1 :])
+            if is_shared or not _laid_out_alike(gradient, one):
+                del gradient
+                gradients[place] = _fake(one)
+
+
+def _laid_out_alike(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Whether strides are equal in all dimensions that have any."""
+    strides = zip(gradient.shape, gradient.stride(), parameter.stride(), strict=True)
+    return all(one == other for size, one, other in strides if size != 1)
 
 
 class Ledger:

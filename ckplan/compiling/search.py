@@ -18,8 +18,9 @@ from ckplan import units
 from ckplan.compiling.graph import CompiledStep, as_graph
 from ckplan.compiling.lowering import DynamoGraph, Lowered
 from ckplan.compiling.partition import JointGraph
+from ckplan.compiling.refusals import check_same_graph, check_within_budget
 from ckplan.compiling.replay import Replayed, replay
-from ckplan.errors import InfeasibleError, PlanError
+from ckplan.errors import InfeasibleError
 from ckplan.graph.records import BEFORE_STEP
 from ckplan.plan.plan import Plan, Prediction, plan_fingerprint
 from ckplan.plan.region import PROGRAM, Region
@@ -45,7 +46,7 @@ class Candidate:
 
     regions: tuple[Region, ...]
     simulated_peak_bytes: int
-    overhead: float  # estimated, as a fraction of the unplanned step
+    overhead: float  # estimated for its division, as a fraction of the unplanned step
     saved: frozenset[str] | None  # nodes that forward saves; None: torch's own choice
 
 
@@ -57,6 +58,8 @@ class Chosen:
     saved: frozenset[str] | None
     replayed: Replayed
     unplanned: Replayed
+    overhead: float  # estimated for what is saved, whatever the plan's file says
+    regions: tuple[Region, ...]
 
 
 class CompiledPlanner:
@@ -89,6 +92,7 @@ class CompiledPlanner:
         self._quick = quick
         self._replayed: dict[frozenset[str] | None, Replayed] = {None: unplanned}
         self._real = dict(self._replayed)  # of code that is, or would be, compiled
+        self._overheads: dict[frozenset[str], float] = {}
 
     def solve(self, budget_bytes: int) -> Chosen:
         """Find the cheapest candidate whose replayed peak is within a budget.
@@ -137,22 +141,13 @@ class CompiledPlanner:
             PlanError: The plan is for uncompiled code or another graph, names what the
                 graph does not have, or its replayed peak exceeds its budget.
         """
-        self._check_same_graph(plan)
-        regions = tuple(map(_flat, resolve(plan, self.step.graph)))
-        saved = self._saved(regions) if regions else None
+        check_same_graph(plan, self.joint.digest)
+        one = self.candidate(resolve(plan, self.step.graph))
+        saved = one.saved
         self._is_real(saved)
         found = self.replayed(saved)
-        if plan.budget_bytes is not None and found.peak_bytes > plan.budget_bytes:
-            peak, budget = map(
-                units.format_bytes, (found.peak_bytes, plan.budget_bytes)
-            )
-            raise PlanError(
-                f"the plan exceeds its budget: the code that this torch generates "
-                f"takes {peak} of {budget}",
-                needed="a plan for this torch and these options of torch.compile",
-                hint="ckplan.compile(model, budget), which plans again",
-            )
-        return Chosen(plan, saved, found, self.unplanned)
+        check_within_budget(plan, found.peak_bytes)
+        return Chosen(plan, saved, found, self.unplanned, one.overhead, one.regions)
 
     def replayed(self, saved: frozenset[str] | None) -> Replayed:
         """The replayed step with the given values saved."""
@@ -205,9 +200,23 @@ class CompiledPlanner:
     def candidate(self, regions: Sequence[Region]) -> Candidate:
         """What compiled code can have of a plan for single ops: nothing nested."""
         flat = tuple(map(_flat, regions))
-        timeline = self._planner.simulator.run(flat)
-        peak_bytes, overhead = timeline.peak_bytes, timeline.overhead
-        return Candidate(flat, peak_bytes, overhead, self._saved(flat))
+        peak_bytes = self._planner.simulator.run(flat).peak_bytes
+        saved = self._saved(flat) if flat else None
+        return Candidate(flat, peak_bytes, self.overhead_of(saved), saved)
+
+    def overhead_of(self, saved: frozenset[str] | None) -> float:
+        """Estimated seconds that saving the given values adds, as a fraction.
+
+        They are of the fused runs of that division, beyond torch's own; estimates are
+        too rough to promise a gain, so 0 is the least.
+        """
+        if saved is None:
+            return 0.0
+        if saved not in self._overheads:
+            seconds = self.step.seconds_of(self.joint.divided(saved))
+            beyond = seconds / self.step.graph.step_seconds - 1
+            self._overheads[saved] = max(beyond, 0.0)
+        return self._overheads[saved]
 
     def chosen(self, one: Candidate, budget_bytes: int | None = None) -> Chosen:
         """A candidate as a plan; by default, its budget is what it takes."""
@@ -227,7 +236,7 @@ class CompiledPlanner:
             ),
             regions=describe(graph, one.regions),
         )
-        return Chosen(plan, one.saved, found, self.unplanned)
+        return Chosen(plan, one.saved, found, self.unplanned, one.overhead, one.regions)
 
     @cached_property
     def _planner(self) -> Planner:
@@ -244,7 +253,7 @@ class CompiledPlanner:
             if plan is not None and plan[1]:
                 found.append(self.candidate(plan[1]))
         smallest = float("inf")
-        for one in sorted(found, key=lambda c: (c.overhead, c.simulated_peak_bytes)):
+        for one in sorted(found, key=_cheapest_first):
             is_promising = one.simulated_peak_bytes <= _MOST_DOMINATED * smallest
             smallest = min(smallest, one.simulated_peak_bytes)
             if is_promising and one.saved not in seen:
@@ -270,21 +279,6 @@ class CompiledPlanner:
         made = (s for s in kept if graph.storages[s].maker != BEFORE_STEP)
         return frozenset(name_of[storage] for storage in made)
 
-    def _check_same_graph(self, plan: Plan) -> None:
-        made_for = plan.fingerprint.get("compiled")
-        if made_for == self.joint.digest:
-            return
-        what = (
-            "it is for uncompiled code"
-            if made_for is None
-            else f"it is for the compiled graph {made_for}, this is {self.joint.digest}"
-        )
-        raise PlanError(
-            f"cannot compile with the plan of '{plan.model}': {what}",
-            needed="a plan for this model, batch and torch, compiled",
-            hint="ckplan.compile(model, budget), or ckplan.apply for uncompiled code",
-        )
-
     def _nothing_fits(self, budget_bytes: int) -> InfeasibleError:
         smallest = min(one.peak_bytes for one in self._replayed.values())
         budget, floor = map(units.format_bytes, (budget_bytes, smallest))
@@ -293,6 +287,10 @@ class CompiledPlanner:
             needed=f"at least {floor} ({smallest} B), the smallest replayed peak",
             hint="a larger budget, a smaller batch, or ckplan.apply, uncompiled",
         )
+
+
+def _cheapest_first(one: Candidate) -> tuple[float, bool, int]:
+    return one.overhead, one.saved is not None, one.simulated_peak_bytes
 
 
 def _nearer(joint: JointGraph, model: str, peak_bytes: int) -> CompiledStep:

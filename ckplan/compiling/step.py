@@ -11,17 +11,19 @@ import torch
 from torch import fx, nn
 
 from ckplan import units
-from ckplan.compiling.graph import as_graph
+from ckplan.compiling.finding import find_parts
 from ckplan.compiling.lowering import DynamoGraph, Lowered
 from ckplan.compiling.partition import JointGraph
+from ckplan.compiling.parts import Parts, only
 from ckplan.compiling.planned_backend import Backend
 from ckplan.compiling.replay import replay
+from ckplan.compiling.search import CompiledPlanner, Progress
 from ckplan.compiling.torch_names import (
     compile_errors,
     errors_pass,
     require_hook,
 )
-from ckplan.errors import WorkloadError
+from ckplan.errors import GraphBreakError, WorkloadError
 from ckplan.graph.graph import Graph
 from ckplan.training.loading import WorkloadSpec, as_spec
 from ckplan.training.losses import arguments_of, pick_loss
@@ -65,50 +67,82 @@ def parted_loss(workload: Workload, backend: Any) -> Callable[[], torch.Tensor]:
         workload: Its parameters, buffers and batch are what the step holds.
         backend: That of torch by name; or a ``Backend``, which divides its budget.
     """
-
-    def step_loss(model: nn.Module, batch: Any) -> torch.Tensor:
-        return _loss(model, batch, workload)
-
-    model, given = workload.model, (workload.model, workload.batch)
-    how = {"fullgraph": False, "dynamic": False}
-    call = torch.compile(step_loss, backend=backend, **how)
+    step, given, how = _breaking(workload)
+    call = torch.compile(step, backend=backend, **how)
 
     def loss() -> torch.Tensor:
         with compile_errors("the step"):
             if isinstance(backend, Backend):
-                backend.find_parts(step_loss, model, how, given, {})
+                backend.find_parts(step, workload.model, how, given, {})
             return call(*given)
 
     return loss
 
 
+def _breaking(
+    workload: Workload,
+) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...], dict[str, Any]]:
+    """A step that may break, what it is given, and how it is compiled."""
+
+    def step_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        return _loss(model, batch, workload)
+
+    given = workload.model, workload.batch
+    return step_loss, given, {"fullgraph": False, "dynamic": False}
+
+
+def parts_of(workload: Workload, progress: Progress | None = None) -> Parts:
+    """The graphs of a step: one, or those that graph breaks divide it into.
+
+    Forward runs uncompiled, once for one graph, and twice for several.
+
+    Raises:
+        ApplyError: No graph requires a gradient, or its code cannot be replayed.
+        WorkloadError: The step does not train.
+    """
+    model = type(workload.model).__name__
+
+    def alone(traced: DynamoGraph, joint: JointGraph, lowered: Lowered) -> Parts:
+        unplanned = replay(lowered, joint.num_outputs)
+        planner = CompiledPlanner(traced, joint, unplanned, model, progress, quick=True)
+        return only(planner)
+
+    try:
+        return trace_step(workload, alone)
+    except GraphBreakError:
+        step, given, how = _breaking(workload)
+        with compile_errors("the step"):
+            return find_parts(step, workload.model, given, {}, how, progress)
+
+
 def profile_compiled(spec: WorkloadSpec | str | Path, *, seed: int = 0) -> Graph:
     """Trace a workload's compiled step, forward, loss and backward, as a ``Graph``.
 
-    No kernel is generated for it; forward runs once, uncompiled. The unplanned step is
-    the one that torch chooses, which computes some values again as it is.
+    No kernel is generated for it; see ``parts_of``. The unplanned step is the one that
+    torch chooses, which computes some values again as it is. Several graphs are joined
+    to one, and one plan is for all of them.
 
     Args:
         spec: Where the workload comes from.
         seed: Seed of all random numbers.
 
     Raises:
-        ApplyError: This torch lacks the hook.
+        ApplyError: This torch lacks the hook, or see ``parts_of``.
         WorkloadError: The step does not train.
         CkplanError: The workload cannot be built.
     """
     require_hook()
     torch.manual_seed(seed)
-    workload = as_spec(spec).build()
-
-    def describe(_: DynamoGraph, joint: JointGraph, lowered: Lowered) -> Graph:
-        peak_bytes = replay(lowered, joint.num_outputs).peak_bytes
-        peak = units.format_bytes(peak_bytes)
-        note = f"replay of the generated code: {peak} ({peak_bytes} B) unplanned"
-        traced = as_graph(joint, type(workload.model).__name__).graph
-        return replace(traced, notes=(*traced.notes, note))
-
-    return trace_step(workload, describe)
+    parts = parts_of(as_spec(spec).build())
+    peak_bytes = parts.unplanned_peak_bytes
+    peak = units.format_bytes(peak_bytes)
+    notes = [f"replay of the generated code: {peak} ({peak_bytes} B) unplanned"]
+    if len(parts.runs) > 1:
+        beside = units.format_bytes(parts.saved_uncompiled_bytes)
+        notes.append(
+            f"{len(parts.runs)} compiled graphs; code between them keeps {beside}"
+        )
+    return replace(parts.joined.graph, notes=tuple(notes))
 
 
 def trace_step(

@@ -20,7 +20,7 @@ from torch import fx
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ckplan.errors import ApplyError, CkplanError, WorkloadError
+from ckplan.errors import ApplyError, CkplanError, GraphBreakError
 from ckplan.training.failures import first_line
 
 try:
@@ -51,6 +51,7 @@ else:
 
 __all__ = [
     "ALLOWS_RECURRENT",
+    "COMPILED",
     "COMPILES_KERNELS",
     "EXTERN_KERNELS",
     "FORWARD_OF_BACKWARD",
@@ -84,6 +85,7 @@ PRIMALS, TANGENTS = "primals_", "tangents_"
 """How the inputs of a joint graph are called: those of forward, and the gradients."""
 FORWARD_OF_BACKWARD = "fwd_nn_module_stack"
 """Where a node of backward keeps the modules that ran its forward."""
+COMPILED = "_torchdynamo_orig_callable"  # attribute of a compiled function
 COMPILES_KERNELS = "from torch._inductor.async_compile import AsyncCompile"
 EXTERN_KERNELS = "from torch._inductor.select_algorithm import extern_kernels"
 """Lines of generated code that import what makes kernels, and what calls others."""
@@ -210,7 +212,7 @@ def compile_with(
     inputs: Any,
     partitioner: Any,
     options: dict[str, Any],
-    record: Record | None = None,
+    record: Record,
 ) -> Callable[..., Any]:
     """Compile a graph of Dynamo with Inductor.
 
@@ -223,8 +225,6 @@ def compile_with(
             returns; neither if a cache of AOTAutograd has the graph.
     """
     patches = {**options, _PARTITIONER: partitioner}
-    if record is None:
-        return compile_fx(gm, inputs, config_patches=patches)
 
     def inner(part: fx.GraphModule, given: Any, **how: Any) -> Any:
         made = compile_fx_inner(part, given, **how)
@@ -302,7 +302,7 @@ def compile_errors(what: str) -> Iterator[None]:
 
     Raises:
         ApplyError: Inductor failed, such as at a file of its cache.
-        WorkloadError: Dynamo refused it.
+        GraphBreakError: Dynamo refused it.
     """
     try:
         yield
@@ -311,7 +311,7 @@ def compile_errors(what: str) -> Iterator[None]:
     except BackendCompilerFailed as error:
         raise _inductor_failed(what, error.inner_exception) from error
     except TorchDynamoException as error:
-        raise WorkloadError(
+        raise GraphBreakError(
             f"cannot compile {what} as one graph: {first_line(error)}",
             needed="a model and a loss that compile with fullgraph=True",
             hint=ALLOWS_RECURRENT if "allow_rnn" in str(error) else _BREAKS,

@@ -1,6 +1,6 @@
 """Compare plans inside ``torch.compile`` with what torch itself offers there.
 
-Every row is one division of the same joint graph, lowered and replayed: torch's own,
+Every row is one division of the same joint graphs, lowered and replayed: torch's own,
 its ``activation_memory_budget`` at several values, layers recomputed, everything
 recomputed, and the plan for a budget. Peaks are replayed, seconds estimated by the same
 rule for all: the fused runs of that division, see ``compiling/graph.py``.
@@ -8,21 +8,21 @@ rule for all: the fused runs of that division, see ``compiling/graph.py``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from ckplan import units
 from ckplan.compiling import nodes
-from ckplan.compiling.graph import as_graph
-from ckplan.compiling.lowering import DynamoGraph, Lowered
 from ckplan.compiling.partition import JointGraph
+from ckplan.compiling.parts import Parts
 from ckplan.compiling.replay import Replayed, replay
-from ckplan.compiling.search import CompiledPlanner, Progress
-from ckplan.compiling.step import trace_step
+from ckplan.compiling.search import Progress
+from ckplan.compiling.step import parts_of
 from ckplan.compiling.torch_names import require_hook
 from ckplan.errors import InfeasibleError
 from ckplan.training.loading import WorkloadSpec, as_spec
@@ -78,85 +78,88 @@ def compare_compiled(
 
     Raises:
         ApplyError: This torch lacks the hook.
-        WorkloadError: The step does not train, or does not compile as one graph.
+        WorkloadError: The step does not train.
         CkplanError: The workload or the budget cannot be used.
     """
     require_hook()
     torch.manual_seed(seed)
-    workload = as_spec(spec).build()
-    model = type(workload.model).__name__
+    parts = parts_of(as_spec(spec).build(), progress)
+    budget_bytes = units.parse_budget(budget, parts.unplanned_peak_bytes)
+    rows = _Rows(parts, budget_bytes)
+    planners = parts.planners
+    rows.add("torch", {k: (p.joint, p.unplanned) for k, p in planners.items()})
+    others = list(_others(parts))
+    for number, (name, saved, share) in enumerate(others):
+        if progress is not None:
+            progress("replaying generated code", number, len(others))
+        rows.lower(name, saved, share)
+    rows.lower("this plan", _plan(parts, budget_bytes))
+    return CompiledComparison(parts.model, budget_bytes, tuple(rows.steps))
 
-    def compare(
-        traced: DynamoGraph, joint: JointGraph, lowered: Lowered
-    ) -> CompiledComparison:
-        unplanned = replay(lowered, joint.num_outputs)
-        budget_bytes = units.parse_budget(budget, unplanned.peak_bytes)
-        planner = CompiledPlanner(traced, joint, unplanned, model, progress, quick=True)
-        rows = _Rows(budget_bytes)
-        rows.add("torch", joint, unplanned)
-        for number, (name, saved, share) in enumerate(_others(planner)):
-            if progress is not None:
-                progress("replaying generated code", number, len(TORCH_BUDGETS) + 2)
-            rows.lower(name, traced, saved, share)
-        rows.lower("this plan", traced, *_plan(planner, budget_bytes))
-        return CompiledComparison(model, budget_bytes, tuple(rows.steps))
 
-    return trace_step(workload, compare)
+_Choice: TypeAlias = Mapping[str, frozenset[str] | None]
+"""What each graph saves, by its key; None: torch's own choice."""
 
 
 class _Rows:
     """Collects compared steps; the first is what overheads are relative to."""
 
-    def __init__(self, budget_bytes: int) -> None:
+    def __init__(self, parts: Parts, budget_bytes: int) -> None:
         self.steps: list[ComparedStep] = []
-        self._budget_bytes = budget_bytes
+        self._parts, self._budget_bytes = parts, budget_bytes
 
-    def lower(
-        self,
-        name: str,
-        traced: DynamoGraph,
-        saved: frozenset[str] | None,
-        share: float | None,
-    ) -> None:
-        """Divide, lower and replay, and add the row."""
-        joint, lowered = traced.lower(saved, share)
-        assert joint is not None, "internal error: the step had a backward before"
-        assert lowered is not None
-        self.add(name, joint, replay(lowered, joint.num_outputs))
+    def lower(self, name: str, saved: _Choice, share: float | None = None) -> None:
+        """Divide, lower and replay all graphs, and add the row."""
+        found = {}
+        for key, planner in self._parts.planners.items():
+            joint, lowered = planner.traced.lower(saved[key], share)
+            assert joint is not None, "internal error: the step had a backward before"
+            assert lowered is not None
+            found[key] = joint, replay(lowered, joint.num_outputs)
+        self.add(name, found)
 
-    def add(self, name: str, joint: JointGraph, found: Replayed) -> None:
+    def add(self, name: str, found: Mapping[str, tuple[JointGraph, Replayed]]) -> None:
         """Add the row of a division that was replayed."""
-        seconds = as_graph(joint, name).graph.step_seconds
+        parts = self._parts
+        joints = {key: joint for key, (joint, _) in found.items()}
+        replayed = {key: one for key, (_, one) in found.items()}
+        seconds_of = {
+            k: parts.planners[k].step.seconds_of(j) for k, j in joints.items()
+        }
+        seconds = sum(seconds_of[run.key] for run in parts.runs)
         first = self.steps[0].step_seconds if self.steps else seconds
+        peak_bytes = parts.peak_bytes(replayed)
+        backward = [one.backward.graph.nodes for one in joints.values()]
         self.steps.append(
             ComparedStep(
                 name=name,
-                peak_bytes=found.peak_bytes,
-                saved_bytes=found.saved_bytes,
+                peak_bytes=peak_bytes,
+                saved_bytes=sum(replayed[run.key].saved_bytes for run in parts.runs),
                 step_seconds=seconds,
-                overhead=seconds / first - 1,
-                fits=found.peak_bytes <= self._budget_bytes,
-                draws_again=any(map(nodes.is_draw, joint.backward.graph.nodes)),
+                overhead=max(seconds / first - 1, 0.0),  # as plans have it
+                fits=peak_bytes <= self._budget_bytes,
+                draws_again=any(map(nodes.is_draw, chain(*backward))),
             )
         )
 
 
-def _others(
-    planner: CompiledPlanner,
-) -> Iterator[tuple[str, frozenset[str] | None, float | None]]:
+def _others(parts: Parts) -> Iterator[tuple[str, _Choice, float | None]]:
     """Name, saved values and torch's budget of the ways beside torch's own."""
     for share in TORCH_BUDGETS:
-        yield f"torch, {share:g}", None, share
-    for layers in planner.every_layer:
-        yield "every layer", layers.saved, None
-    yield "everything", frozenset(), None
+        yield f"torch, {share:g}", dict.fromkeys(parts.planners), share
+    layers = {k: p.every_layer for k, p in parts.planners.items() if p.every_layer}
+    if layers:  # a graph without layers stays as torch divides it
+        own = {
+            key: layers[key][0].saved if key in layers else None
+            for key in parts.planners
+        }
+        yield "every layer", own, None
+    yield "everything", dict.fromkeys(parts.planners, frozenset[str]()), None
 
 
-def _plan(
-    planner: CompiledPlanner, budget_bytes: int
-) -> tuple[frozenset[str] | None, None]:
+def _plan(parts: Parts, budget_bytes: int) -> _Choice:
     """The values that the plan for a budget saves, or the smallest plan."""
     try:
-        return planner.solve(budget_bytes).saved, None
+        return {key: one.saved for key, one in parts.share(budget_bytes).items()}
     except InfeasibleError:
-        return planner.smallest.saved, None
+        return {key: one.smallest.saved for key, one in parts.planners.items()}

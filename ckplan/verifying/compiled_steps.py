@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 
-from ckplan import units
 from ckplan.compiling import Backend, backend
 from ckplan.compiling.search import Progress
 from ckplan.compiling.step import compiled_loss, loss_of_model, parted_loss
-from ckplan.errors import CkplanError, WorkloadError
+from ckplan.errors import CkplanError, GraphBreakError, WorkloadError
 from ckplan.plan.plan import Plan
 from ckplan.training.allocator import log_allocations
 from ckplan.training.failures import describe_failure, location_hint
@@ -86,7 +85,7 @@ def verify_compiled(
     steps: int = 5,
     seed: int = 0,
     progress: Progress | None = None,
-) -> tuple[CompiledVerification, list[Plan]]:
+) -> tuple[CompiledVerification, Plan]:
     """Take the same compiled steps without a plan and with it, and compare.
 
     A step is forward, loss and backward on the CPU, compiled as one graph, or else as
@@ -100,7 +99,7 @@ def verify_compiled(
         progress: Callback that reports progress.
 
     Returns:
-        The comparison, and the plans, one for each graph. A difference does not raise.
+        The comparison, and the plan. A difference does not raise.
 
     Raises:
         CkplanError: The plan or the budget cannot be used, or nothing that trains
@@ -114,16 +113,17 @@ def verify_compiled(
     compiled = {False: loss(workload, "inductor")}
     try:
         first = {False: _results(workload, compiled[False], seed)}
-    except WorkloadError:  # it breaks
+    except GraphBreakError:
         loss = parted_loss
         compiled = {False: loss(workload, "inductor")}
         first = {False: _results(workload, compiled[False], seed)}
     compiled[True] = loss(workload, planned_backend)
     first[True] = _results(workload, compiled[True], seed)
-    chosen = _planned(planned_backend, plan_or_budget)
+    chosen = _planned(planned_backend)
     seconds = _seconds(workload, compiled, steps, seed)
     apart = _apart(workload, first, eager, seed)
-    return _judge(chosen, first, apart, seconds), planned_backend.plans
+    (plan,) = planned_backend.plans
+    return _judge(chosen, first, apart, seconds), plan
 
 
 def _results(
@@ -246,9 +246,9 @@ class _Planned:
     graphs: int
 
 
-def _planned(planned: Backend, wanted: Plan | Path | str | int) -> _Planned:
+def _planned(planned: Backend) -> _Planned:
     if planned.parts is not None:
-        return _parted(planned, wanted)
+        return _parted(planned)
     if len(planned.chosen) != 1:
         raise WorkloadError(
             f"cannot verify compiled steps of {len(planned.chosen)} graphs",
@@ -256,34 +256,28 @@ def _planned(planned: Backend, wanted: Plan | Path | str | int) -> _Planned:
             hint="TORCH_LOGS=graph_breaks shows where the model's graph breaks",
         )
     (chosen,) = planned.chosen
-    predicted = chosen.plan.predicted
     return _Planned(
         budget_bytes=chosen.plan.budget_bytes,
         peak_bytes=chosen.replayed.peak_bytes,
         unplanned_peak_bytes=chosen.unplanned.peak_bytes,
         held_bytes=chosen.replayed.held_bytes,
-        overhead=predicted.overhead if predicted else None,
+        overhead=chosen.overhead,
         graphs=1,
     )
 
 
-def _parted(planned: Backend, wanted: Plan | Path | str | int) -> _Planned:
+def _parted(planned: Backend) -> _Planned:
     """Of several graphs: seconds are those of the graphs alone."""
     parts = planned.parts
     assert parts is not None
-    assert isinstance(wanted, (str, int))
-    added, whole = 0.0, 0.0
-    for key in parts.runs:
-        predicted = planned.shares[key].plan.predicted
-        seconds = parts.planners[key].step.graph.step_seconds
-        whole += seconds
-        added += seconds * predicted.overhead if predicted else 0.0
+    (plan,) = planned.plans
+    chosen = planned.shares.items()
     return _Planned(
-        budget_bytes=units.parse_budget(wanted, parts.unplanned_peak_bytes),
+        budget_bytes=plan.budget_bytes,
         peak_bytes=planned.peak_bytes,
         unplanned_peak_bytes=parts.unplanned_peak_bytes,
         held_bytes=parts.held_bytes,
-        overhead=added / whole if whole else None,
+        overhead=parts.overhead_of({key: one.overhead for key, one in chosen}),
         graphs=len(parts.runs),
     )
 

@@ -231,6 +231,28 @@ def test_candidates_are_ordered_and_none_is_far_above_a_cheaper_one(
         assert one.simulated_peak_bytes <= 1.02 * smallest
 
 
+def test_torch_s_own_division_comes_before_others_that_cost_nothing(
+    planner: CompiledPlanner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CompiledPlanner, "overhead_of", lambda *_: 0.0)
+    first, *others = planner._proposed()
+    assert first.saved is None
+    assert others
+
+
+def test_the_overhead_is_that_of_the_division_that_is_compiled(
+    planner: CompiledPlanner,
+) -> None:
+    chosen = planner.solve(int(0.7 * planner.unplanned.peak_bytes))
+    joint, _ = planner.traced.lower(chosen.saved, quick=True)
+    assert joint is not None
+    own = planner.step.graph.step_seconds
+    assert chosen.overhead == planner.step.seconds_of(joint) / own - 1
+    predicted = chosen.plan.predicted
+    assert predicted is not None
+    assert predicted.overhead == round(chosen.overhead, 4)
+
+
 def test_a_plan_read_back_saves_the_same_values(planner: CompiledPlanner) -> None:
     budget_bytes = int(0.7 * planner.unplanned.peak_bytes)
     chosen = planner.solve(budget_bytes)
@@ -679,6 +701,38 @@ def call(args):
     assert found.backward_peak_bytes == 1024 + 1024 + 2048
     assert found.gradient_bytes == 1024 + 2048
     assert found.peak_at == "compiled backward"
+
+
+@pytest.mark.parametrize(
+    ("returned", "copied_bytes"),
+    [
+        ("g, h", 0),  # laid out as the parameters: autograd takes them
+        ("reinterpret_tensor(g, (16, 16), (1, 16), 0), h", 1024),
+        ("g, reinterpret_tensor(h, (16, 16), (1, 16), 0)", 1024),
+        ("h, h", 0),  # copied for one, taken for the other, when g is freed
+    ],
+)
+def test_gradients_that_autograd_copies_count(returned: str, copied_bytes: int) -> None:
+    one, other = torch.empty(16, 16), torch.empty(16, 16)
+    forward = """
+import torch
+def call(args):
+    args.clear()
+    return (empty_strided_cpu((), (), torch.float32),)
+"""
+    backward = f"""
+import torch
+def call(args):
+    args.clear()
+    g = empty_strided_cpu((16, 16), (16, 1), torch.float32)
+    h = empty_strided_cpu((16, 16), (16, 1), torch.float32)
+    return ({returned},)
+"""
+    codes = Code(forward, {}, [one, other]), Code(backward, {}, [torch.empty(())])
+    found = replay(Lowered(*codes), 1)
+    gradients_and_loss = 2 * 1024 + 2 * 4  # the loss has a gradient, too
+    assert found.gradient_bytes == gradients_and_loss
+    assert found.backward_peak_bytes == gradients_and_loss + copied_bytes
 
 
 @pytest.mark.parametrize(

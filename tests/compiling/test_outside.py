@@ -56,6 +56,32 @@ def test_bytes_of_an_optimizer_are_those_of_its_second_step(
     assert optimizer_bytes(optimizer) == found  # it has its state now
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["AdamW", "Adagrad", "NAdam"])
+def test_bytes_of_a_compiled_optimizer_are_those_of_its_second_step(kind: str) -> None:
+    model = layers()
+    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=1e-3)
+    uncompiled = optimizer_bytes(optimizer)
+    optimizer.step = torch.compile(optimizer.step)
+    found = optimizer_bytes(optimizer)
+    assert found.state_bytes == uncompiled.state_bytes
+    assert found.step_peak_bytes < uncompiled.step_peak_bytes
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    with log_allocations() as log:
+        optimizer.step()
+    assert found.step_peak_bytes == log.peak_bytes
+
+
+def test_the_code_of_a_compiled_optimizer_is_replayed() -> None:
+    optimizer = torch.optim.AdamW(nn.Linear(32, 64).parameters(), lr=1e-3)
+    assert optimizer_bytes(optimizer).step_peak_bytes > 0
+    optimizer.step = torch.compile(optimizer.step)
+    assert optimizer_bytes(optimizer).step_peak_bytes == 0  # one kernel writes in place
+    assert not optimizer.state
+
+
 def test_a_budget_is_of_the_whole_step() -> None:
     optimizer = torch.optim.SGD(layers().parameters(), lr=1e-3, momentum=0.9)
     mine = optimizer_bytes(optimizer)
@@ -81,17 +107,23 @@ def test_what_cannot_be_counted_is_said() -> None:
         ckplan.backend("80%", accumulate=True)
 
 
+@pytest.mark.parametrize(
+    "compiled", [False, pytest.param(True, marks=pytest.mark.slow)]
+)
 def test_the_optimizer_s_state_is_left_out_of_a_plan_s_budget(
-    monkeypatch: pytest.MonkeyPatch,
+    compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lowering, "compile_with", lambda graph, *_: graph.forward)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=not compiled)
+    if compiled:
+        optimizer.step = torch.compile(optimizer.step)
     backend = ckplan.backend("100%", optimizer=optimizer)
     assert backend.peak_bytes == 0
     call = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
     call(torch.randn(64, 8)).sum().backward()
     (chosen,) = backend.chosen
     state_bytes = optimizer_bytes(optimizer).state_bytes
+    assert backend.outside.bytes == optimizer_bytes(optimizer)
     assert backend.peak_bytes == chosen.replayed.peak_bytes + state_bytes
     assert chosen.plan.budget_bytes == chosen.replayed.peak_bytes

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import warnings
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -13,9 +15,14 @@ from torch import nn
 
 import ckplan
 from ckplan.compiling import lowering, planned_backend
-from ckplan.compiling.parts import Parts, find_parts
-from ckplan.errors import ApplyError, InfeasibleError, WorkloadError
-from ckplan.plan.plan import Plan
+from ckplan.compiling.finding import find_parts
+from ckplan.compiling.parts import Parts
+from ckplan.errors import ApplyError, InfeasibleError, PlanError, WorkloadError
+from ckplan.plan import file as plan_file
+from ckplan.plan.plan import Plan, PlannedRegion
+from ckplan.plan.resolve import resolve
+from ckplan.simulating.simulate import Simulator
+from ckplan.solving.solve import solve_plan
 
 # Dynamo's own, where it resumes after a break
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute")
@@ -94,6 +101,38 @@ def test_more_budget_never_costs_more_and_all_graphs_fit_together(parts: Parts) 
     assert found[0] > found[-1] == 0
 
 
+def test_one_plan_is_for_all_graphs_and_reads_back(parts: Parts) -> None:
+    graph = parts.joined.graph
+    assert [str(call) for call in graph.calls if not call.fqn] == [".#0", ".#1"]
+    assert {call.fqn for call in graph.calls} >= {"first.up", "second.down"}
+    simulated = Simulator(graph).run(()).peak_bytes
+    assert simulated == pytest.approx(parts.unplanned_peak_bytes, rel=0.1)
+    budget_bytes = int(0.85 * parts.unplanned_peak_bytes)
+    shares = parts.share(budget_bytes)
+    plan = plan_file.loads(plan_file.dumps(parts.plan(shares, budget_bytes)), "p.yaml")
+    again = parts.follow(plan)
+    assert any(one.saved is not None for one in again.values())
+    assert {k: one.saved for k, one in again.items()} == {
+        k: one.saved for k, one in shares.items()
+    }
+    assert plan.predicted is not None
+    assert plan.predicted.peak_bytes <= budget_bytes
+    assert plan.predicted.overhead > 0
+    with pytest.raises(PlanError, match="exceeds its budget"):
+        parts.follow(replace(plan, budget_bytes=plan.predicted.peak_bytes - 1))
+
+
+def test_one_solve_over_the_whole_step_is_shared(parts: Parts) -> None:
+    graph = parts.joined.graph
+    plan = solve_plan(graph, goal="min-memory")
+    regions = parts.joined.divided(resolve(plan, graph))
+    assert len(regions) == 2
+    assert any(regions)
+    chosen = parts.follow(replace(plan, budget_bytes=None))
+    replayed = {key: one.replayed for key, one in chosen.items()}
+    assert parts.peak_bytes(replayed) < 0.9 * parts.unplanned_peak_bytes
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:2 graphs of the step")
 def test_graphs_that_share_a_budget_keep_its_bytes_and_all_bits() -> None:
@@ -137,7 +176,7 @@ def test_what_runs_uncompiled_is_said_and_planned_once(
         call(x[:8])
     torch._dynamo.reset()
     plan = Plan(model="m", fingerprint={"compiled": "0" * 16})
-    with pytest.raises(ApplyError, match="a plan for one graph"):
+    with pytest.raises(PlanError, match=r"this is [0-9a-f]{16} in 2 graphs"):
         ckplan.compile(model, plan, fullgraph=False)(x)
 
 
@@ -160,6 +199,32 @@ def test_a_graph_that_cannot_be_lowered_runs_uncompiled_and_is_said(
         loss = call(x)
     loss.backward()
     assert all(one.grad is not None for one in model.parameters())
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_kernels")
+def test_what_runs_uncompiled_follows_the_regions_of_a_plan_applied_before() -> None:
+    gradients, kept = [], []
+    for has_regions in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model, x = Breaks(), torch.randn(256, 32)
+        layers = nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32)
+        model.between = nn.Sequential(*layers)
+        if has_regions:
+            ckplan.apply(model, Plan(regions=(PlannedRegion("between"),)))
+        call = ckplan.compile(model, "100%", fullgraph=False)
+        with pytest.warns(UserWarning, match="2 graphs of the step") as said:
+            loss = call(x)
+        loss.backward()
+        gradients.append({n: p.grad for n, p in model.named_parameters()})
+        size = re.search(r"keeps ([\d.]+) KiB", str(said[0].message))
+        assert size is not None
+        kept.append(float(size[1]))
+    assert "dropped 65536 B" in str(ckplan.status(model))
+    assert kept[0] - kept[1] == 64.0
+    plain, planned = gradients
+    assert all(torch.equal(plain[name], planned[name]) for name in plain)
 
 
 class Recurrent(nn.Module):

@@ -1,0 +1,207 @@
+"""Find the graphs of a step that may break, before any of them is compiled.
+
+They are found by a forward that runs uncompiled and keeps nothing that the graphs save.
+Code between graphs stays as it is: what it saves is counted in a second such forward.
+Buffers and random state are restored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from ckplan.compiling.joining import Run
+from ckplan.compiling.lowering import DynamoGraph
+from ckplan.compiling.parts import Parts
+from ckplan.compiling.replay import replay
+from ckplan.compiling.search import CompiledPlanner, Progress
+from ckplan.compiling.torch_names import ALLOWS_RECURRENT, storage_key
+from ckplan.errors import ApplyError
+
+
+def key_of(graph: fx.GraphModule, inputs: Sequence[Any]) -> str:
+    """Equal for equal graphs of Dynamo with inputs of equal shapes."""
+    shapes = [
+        (str(one.dtype), tuple(one.shape), one.stride(), one.requires_grad)
+        if isinstance(one, torch.Tensor)
+        else repr(one)
+        for one in inputs
+    ]
+    return hashlib.sha256(f"{graph.code}{shapes}".encode()).hexdigest()
+
+
+def find_parts(
+    call: Callable[..., Any],
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    how: Mapping[str, Any],
+    progress: Progress | None = None,
+) -> Parts:
+    """Run forward twice, uncompiled, to find the graphs of a step.
+
+    Args:
+        call: What is compiled: the model, or a function that calls it.
+        model: Has all parameters and buffers.
+        args: Of the call.
+        kwargs: Of the call.
+        how: Keyword arguments of ``torch.compile``, except ``backend``.
+        progress: Told the stage of planning of each graph.
+
+    Raises:
+        ApplyError: Nothing that is compiled requires a gradient.
+    """
+    seeker = _Seeker(progress)
+    state = [*model.parameters(), *model.buffers()]
+    compiled = torch.compile(call, backend=seeker, **how)
+    with _restored(model):
+        compiled(*args, **kwargs)  # saves nothing for graphs
+        seeker.begin_to_count(tensors_of((args, kwargs, state)))
+        with torch.autograd.graph.saved_tensors_hooks(seeker.count, _never):
+            compiled(*args, **kwargs)
+    if not seeker.planners:
+        recurrent = any(isinstance(one, nn.RNNBase) for one in model.modules())
+        shows = "TORCH_LOGS=graph_breaks shows what is not compiled"
+        raise ApplyError(
+            "cannot plan a compiled step: no graph of it requires a gradient",
+            needed="a forward of which torch.compile compiles a part that trains",
+            hint=f"{ALLOWS_RECURRENT}; {shows}" if recurrent else shows,
+        )
+    trained = _bytes_of([p for p in model.parameters() if p.requires_grad])
+    return Parts(
+        planners=seeker.planners,
+        gradient_bytes=seeker.gradient_bytes,
+        runs=tuple(seeker.runs),
+        eager_bytes=tuple(seeker.eager_bytes),
+        eager_gradient_bytes=max(trained - sum(seeker.gradient_bytes.values()), 0),
+        held_bytes=_bytes_of([*state, *tensors_of((args, kwargs))]),
+        uncompiled=frozenset(seeker.uncompiled),
+        model=type(model).__name__,
+    )
+
+
+class _Seeker:
+    """A backend that plans graphs and runs them uncompiled, saving nothing."""
+
+    __name__ = "ckplan"
+
+    def __init__(self, progress: Progress | None) -> None:
+        self.planners: dict[str, CompiledPlanner] = {}
+        self.gradient_bytes: dict[str, int] = {}
+        self.uncompiled: set[str] = set()
+        self.runs: list[Run] = []
+        self.eager_bytes = [0]
+        self._progress = progress
+        self._seen: set[int] | None = None  # storages that exist, or are counted
+        self._kept: list[torch.Tensor] = []  # so that no storage takes a number twice
+
+    def __call__(
+        self,
+        graph: fx.GraphModule,
+        inputs: Sequence[Any],
+        *,
+        mode: str | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> Callable[..., Any]:
+        """Trace and plan a graph of Dynamo."""
+        key = key_of(graph, inputs)
+        if key not in self.planners and key not in self.uncompiled:
+            self._plan(key, graph, inputs, dict(options or {}))
+        if key not in self.planners:
+            return graph.forward
+
+        def run(*values: Any) -> Any:
+            if self._seen is not None:
+                for value in tensors_of(values):
+                    self.count(value)  # the graph may save it, whoever made it
+            with torch.autograd.graph.saved_tensors_hooks(_drop, _never):
+                made = graph.forward(*values)
+            if self._seen is None:
+                return made
+            self._know(made)
+            keys = (tuple(map(_key_or_none, some)) for some in (values, made))
+            self.runs.append(Run(key, *keys))
+            self.eager_bytes.append(0)
+            return made
+
+        return run
+
+    def begin_to_count(self, tensors: Sequence[torch.Tensor]) -> None:
+        """From now on, note runs, and count what autograd saves between them."""
+        self._seen = set()
+        self._know(tensors)
+
+    @torch.compiler.disable  # else Dynamo compiles it where it skips what calls it
+    def count(self, tensor: torch.Tensor) -> None:
+        """Count a tensor that code between the graphs saves, or makes for them."""
+        assert self._seen is not None
+        if storage_key(tensor) not in self._seen:
+            self.eager_bytes[-1] += tensor.untyped_storage().nbytes()
+            self._know([tensor])
+
+    def _know(self, made: Any) -> None:
+        if self._seen is not None:
+            for tensor in tensors_of(made):
+                self._seen.add(storage_key(tensor))
+                self._kept.append(tensor.detach())
+
+    def _plan(
+        self,
+        key: str,
+        graph: fx.GraphModule,
+        inputs: Sequence[Any],
+        options: dict[str, Any],
+    ) -> None:
+        traced = DynamoGraph(graph, inputs, options)
+        try:
+            joint, lowered = traced.lower(None)
+            if joint is None or lowered is None:
+                return  # it does not train
+            found = replay(lowered, joint.num_outputs)
+        except Exception:  # whatever Inductor cannot lower
+            self.uncompiled.add(key)
+            return
+        self.planners[key] = CompiledPlanner(
+            traced, joint, found, progress=self._progress
+        )
+        trains = (one for one in inputs if isinstance(one, nn.Parameter))
+        self.gradient_bytes[key] = _bytes_of([p for p in trains if p.requires_grad])
+
+
+@contextmanager
+def _restored(model: nn.Module) -> Iterator[None]:
+    """Restore buffers and the random state afterwards."""
+    buffers = [(one, one.detach().clone()) for one in model.buffers()]
+    with torch.random.fork_rng(devices=[]):
+        yield
+    with torch.no_grad():
+        for one, value in buffers:
+            one.copy_(value)
+
+
+def tensors_of(tree: Any) -> list[torch.Tensor]:
+    """All tensors in nested containers."""
+    return [t for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor)]
+
+
+def _key_or_none(value: object) -> int:
+    return storage_key(value) if isinstance(value, torch.Tensor) else 0
+
+
+def _bytes_of(tensors: Sequence[torch.Tensor]) -> int:
+    storages = {storage_key(one): one.untyped_storage().nbytes() for one in tensors}
+    return sum(storages.values())
+
+
+def _drop(_: torch.Tensor) -> None:
+    """Save nothing: there is no backward."""
+
+
+def _never(_: None) -> torch.Tensor:
+    raise AssertionError("internal error: backward of a forward that only plans")

@@ -1,0 +1,131 @@
+"""CPU seconds that the first compiled step takes: torch's own, with a plan, planned.
+
+Each way runs in a process of its own, with an empty cache of Inductor's and without its
+workers. A layer is compiled before: what Inductor finds out once does not count. Then
+the model's first step is taken, forward and backward, and the CPU seconds of this
+process and of the C++ compilers that it ran are counted. "Torch" compiles without a
+plan, "budget" plans within 75 % and compiles, "plan" follows the plan of that, which it
+replays. CPU seconds hardly depend on what else a machine does.
+
+    python scripts/compiled_seconds.py
+    python scripts/compiled_seconds.py --only gpt2
+
+Exit code 1 if a plan makes compiling take more than 1.5 times as long.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from _compiled_rows import keep, kept_rows, spec_of
+from _measuring import SEED, Report, chosen, finish, make_parser, make_table, run, say
+
+BUDGET = "75%"
+MOST = 1.5  # times torch's own
+SETTINGS = {
+    "gpt2": ("layers=2", "width=128", "heads=4", "batch=4", "length=128", "vocab=512"),
+    "bert": ("layers=1", "width=64", "heads=2", "batch=8", "length=32", "vocab=200"),
+}
+WAYS = ("torch", "budget", "plan")  # budget before plan: it writes the file
+
+
+def measured(workload: str) -> dict[str, Any]:
+    """CPU seconds of each way to compile a workload's step."""
+    row: dict[str, Any] = {"workload": workload}
+    with tempfile.TemporaryDirectory() as folder:
+        for way in WAYS:
+            say(f"{workload}: {way}")
+            alone = {
+                "TORCHINDUCTOR_CACHE_DIR": str(Path(folder, way)),
+                "TORCHINDUCTOR_COMPILE_THREADS": "1",
+            }
+            words = (workload, "--way", way, "--file", str(Path(folder, "plan.yaml")))
+            ended = subprocess.run(
+                [sys.executable, __file__, "--only", *words],
+                env={**os.environ, **alone},
+                stdout=subprocess.PIPE,
+                text=True,
+                check=True,
+            )
+            row[way] = float(ended.stdout.split()[-1])
+    return row
+
+
+def first_step(workload: str, way: str, path: Path) -> float:
+    """CPU seconds of the first step of a workload, compiled in one way."""
+    import torch
+
+    from ckplan.compiling import backend
+    from ckplan.compiling.step import compiled_loss
+    from ckplan.plan import file as plan_file
+
+    layer = torch.nn.Linear(2, 2)
+    torch.compile(layer)(torch.ones(2, 2)).sum().backward()
+    torch.manual_seed(SEED)
+    built = spec_of(workload, SETTINGS[workload]).build()
+    planned = None if way == "torch" else backend(BUDGET if way == "budget" else path)
+    before = _cpu_seconds()
+    compiled_loss(built, planned or "inductor")().backward()
+    seconds = _cpu_seconds() - before
+    if planned is not None and way == "budget":
+        plan_file.save(planned.plans[0], path, force=True)
+    return seconds
+
+
+def _cpu_seconds() -> float:
+    both = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(one.ru_utime + one.ru_stime for one in both)
+
+
+def broken(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """What of the promise does not hold."""
+    for row in rows:
+        if row["plan"] > MOST * row["torch"]:
+            yield f"{row['workload']}: {row['plan'] / row['torch']:.2f} times torch's"
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    """A row of the table."""
+    seconds = [f"{row[way]:.1f} s" for way in WAYS]
+    ratios = [f"{row[way] / row['torch']:.2f}" for way in ("plan", "budget")]
+    settings = ", ".join(SETTINGS[row["workload"]])
+    return [f"{row['workload']} ({settings})", *seconds, *ratios, row["date"]]
+
+
+def main() -> int:
+    """Measure the workloads asked for, and report all that there are."""
+    args = _arguments()
+    if args.way:
+        print(first_step(args.only[0], args.way, args.file))
+        return 0
+    for workload in chosen(SETTINGS, args.only):
+        keep("compiled_seconds", [measured(workload)], ("workload",))
+    rows = kept_rows("compiled_seconds", lambda row: [*SETTINGS].index(row["workload"]))
+    headers = ("workload", *WAYS, "plan / torch", "budget / torch", "date")
+    report = Report(
+        name="compiled_seconds",
+        title="How long it takes to compile a planned step",
+        doc=__doc__,
+        parts=[make_table(headers, map(cells, rows))],
+        broken=list(broken(rows)),
+    )
+    return finish(report, args, whole=True)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = make_parser(__doc__, only=True)
+    parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
+    parser.add_argument("--file", type=Path, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    run(main)
