@@ -2,10 +2,10 @@
 
 A transformer of four sizes trains with AdamW. Of each: a step without a recorder, what
 comes on top of the step before the recorded one, since every object that is alive is
-looked at once there, and the recorded step. ``all over a step`` is both of what comes on
-top over one step. Other steps cost nothing. The claim holds if a recorded step of 0.25 s
-or more takes at most twice as long as another one. Shorter ones may take longer: each op
-costs about 0.15 ms more, however small it is.
+looked at once there, and the recorded step. ``all over a step`` is both of what comes
+on top over one step. Other steps cost nothing. The claim holds if a recorded step of
+0.25 s or more takes at most twice as long as another one. Shorter ones may take longer:
+each op costs about 0.15 ms more, however small it is.
 
     python scripts/record_cost.py
 
