@@ -22,6 +22,7 @@ import argparse
 import contextlib
 import gc
 import json
+import math
 import multiprocessing
 import os
 import re
@@ -100,8 +101,10 @@ NEVER_EMPTY: dict[str, object] = {
     "topk_method": "greedy",
     "image_token_id": 5,
     "audio_token_id": 6,
+    "video_token_id": 7,
 }
 """Fields that every real configuration fills, and some default ones do not."""
+FIRST_CODE = 16  # the first token of an image's codes
 _LAYERS = re.compile(r"(num_|n_)?(\w+_)?(hidden_)?(layers?|blocks|layer)$|depth$")
 
 
@@ -274,19 +277,25 @@ def _save(name: str, task: str, change: Shrink | None, folder: str) -> None:
             if _field(part, field, value) is None:
                 setattr(part, field, value)
         _fit_positions(part)
+    _name_codes(config)
     _fit_vocabulary(config)
     _fit_patches(config)
+    _fit_shuffled(config)
     config.architectures = [name]
     config.save_pretrained(folder)
 
 
 def _never_empty(config: Any) -> dict[str, object]:
-    heads, width = (
-        _field(config, name) for name in ("num_attention_heads", "hidden_size")
+    heads, width, layers = (
+        _field(config, name)
+        for name in ("num_attention_heads", "hidden_size", "num_hidden_layers")
     )
     if not isinstance(heads, int) or not isinstance(width, int):
         return NEVER_EMPTY
-    return {**NEVER_EMPTY, "num_key_value_heads": heads, "head_dim": width // heads}
+    found = {**NEVER_EMPTY, "num_key_value_heads": heads, "head_dim": width // heads}
+    if isinstance(layers, int):  # the first is dense, as in the models of DeepSeek
+        found["mlp_layer_types"] = ["dense", *["sparse"] * (layers - 1)][:layers]
+    return found
 
 
 def _field(config: Any, name: str, default: Any = None) -> Any:
@@ -324,6 +333,35 @@ def _fit_patches(config: Any) -> None:
     if type(scale) is int and all(type(size) is int for size in sizes) and scale:
         merged = sizes[1] * scale
         eyes.image_size = -(-sizes[0] // merged) * merged
+    counts = getattr(config, "projector_patch_to_query_dict", None)
+    if counts:  # of the images that the projector reads
+        eyes.image_size = eyes.patch_size * math.isqrt(min(counts))
+
+
+def _fit_shuffled(config: Any) -> None:
+    """Let an adapter read neighbours put together, and write what the text reads."""
+    eyes = getattr(config, "vision_config", None)
+    ratio = getattr(eyes, "pixel_shuffle_ratio", None)
+    if ratio and hasattr(eyes, "projector_output_dim"):
+        eyes.intermediate_size = int(eyes.hidden_size / ratio**2)
+        eyes.vision_output_dim = eyes.projector_output_dim
+
+
+def _name_codes(config: Any) -> None:
+    """Name a token for every code of an image, as the vocabularies do that have any."""
+    if getattr(config, "vocabulary_map", ...) is not None:
+        return
+    quantizer = config.vq_config
+    names = ("codebook_size", "num_embeddings")
+    count = next(getattr(quantizer, name) for name in names if hasattr(quantizer, name))
+    letters = str.maketrans("0123456789", "ABCDEFGHIJ")
+    config.vocabulary_map = {
+        "<image>": NEVER_EMPTY["image_token_id"],
+        "<|extra_200|>": NEVER_EMPTY["audio_token_id"],  # ends a row
+        **{f"<|visual token {n:06}|>": n + FIRST_CODE for n in range(count)},
+        **{f"IMGIMG{str(n).translate(letters)}Z": n + FIRST_CODE for n in range(count)},
+    }
+    config.image_token_id = NEVER_EMPTY["image_token_id"]
 
 
 def _fit_positions(config: Any) -> None:
@@ -347,12 +385,16 @@ def _join_widths(config: Any) -> None:
     """
     parts = [value for value in vars(config).values() if hasattr(value, "model_type")]
     text = text_part(config)
+    for part in (one for one in parts if text_part(one) is not one):
+        _join_widths(part)
     if text is config or not hasattr(text, "hidden_size"):
         return
     for part in (config, *parts):
         for field in ("out_hidden_size", "projection_dim"):
             if part is not text and isinstance(getattr(part, field, None), int):
                 setattr(part, field, text.hidden_size)
+        if part.model_type.endswith(("audio_encoder", "asr_encoder")):
+            part.output_dim = text.hidden_size
         if part is not text and part.model_type == "qwen2_vl_vision":
             part.hidden_size = text.hidden_size
         if "qformer" in part.model_type and hasattr(config, "encoder_config"):

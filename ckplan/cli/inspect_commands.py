@@ -30,7 +30,7 @@ from ckplan.cli.options import (
     Target,
     TraceOutput,
 )
-from ckplan.cli.source_options import SourceOptions
+from ckplan.cli.source_options import SourceOptions, blaming_lengths
 from ckplan.cli.terminal import print_message, print_report
 from ckplan.errors import CkplanError
 
@@ -110,8 +110,10 @@ def profile(
     from ckplan.training.losses import LOSS_IS_SUM
 
     of_batches = None if lengths is None else parse_lengths(lengths)
+    given = source.batch
     if of_batches is not None:
         source = source.at_length(target, of_batches.longest)
+    assumed = None if source.batch == given else source.batch
     spec = step.workload(target, source)
     path = output or _default_trace(step, spec, device, gpu, seed, rank)
     if lengths is not None and output is None:
@@ -152,7 +154,8 @@ def profile(
             seed=seed,
             progress=progress,
         )
-        graph = at(replay=replay, change=of_batches.whole if of_batches else None)
+        with blaming_lengths(assumed):
+            graph = at(replay=replay, change=of_batches.whole if of_batches else None)
         if of_batches:
             mean = at(replay=False, change=of_batches.cut_to_mean)
     if LOSS_IS_SUM in graph.notes:

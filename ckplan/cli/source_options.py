@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 from typing import Annotated, Any
@@ -106,6 +108,20 @@ class SourceOptions:
         batch = f"{rows}x{longest}"
         print_message(f"assumed --batch {batch}, the longest of --lengths")
         return replace(self, batch=batch)
+
+
+@contextmanager
+def blaming_lengths(batch: str | None) -> Iterator[None]:
+    """Name ``--lengths`` where the batch that was assumed from them does not fit."""
+    try:
+        yield
+    except CkplanError as error:
+        given = f"cannot use --batch {batch}: "
+        if batch is None or not error.what.startswith(given):
+            raise
+        from ckplan.training.lengths import no_lengths
+
+        raise no_lengths(error.what.removeprefix(given)) from None
 
 
 def _check_is_source(target: str, option: str) -> None:

@@ -15,11 +15,15 @@ _T = TypeVar("_T")
 def every_object() -> list[object]:
     """All containers that are alive, also those that ``gc.freeze`` set apart.
 
-    They are thawed, since the collector lists only others; what was frozen is collected
-    with the others from then on.
+    The collector lists only others, so these are thawed and, with all that is alive
+    now, frozen again.
     """
+    frozen = gc.get_freeze_count() > 0
     _thaw()
-    return gc.get_objects()
+    found = gc.get_objects()
+    if frozen:
+        gc.freeze()
+    return found
 
 
 class Instances(Generic[_T]):
@@ -52,14 +56,17 @@ def apart_from_garbage() -> Iterator[None]:
     """Let garbage that exists now stay, while new garbage is collected.
 
     To collect it takes as long as a step of a small model, as every object is looked
-    at. New objects alone are collected, which takes no time.
+    at. New objects alone are collected, which takes no time. A caller who has frozen
+    objects finds them frozen afterwards.
     """
+    frozen = gc.get_freeze_count() > 0
     gc.collect(1)
     gc.freeze()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if not frozen:
+            gc.unfreeze()
 
 
 def _thaw() -> None:

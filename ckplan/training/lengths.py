@@ -39,6 +39,7 @@ class Lengths:
         """
         found = length_of(workload)
         if found != self.longest:
+            _check_has_length(workload)
             raise WorkloadError(
                 f"the batch is {found} long, and the longest of --lengths is "
                 f"{self.longest}",
@@ -76,6 +77,23 @@ def length_of(workload: Workload) -> int:
     """The second size of the batch's first tensor that has one; 0 without."""
     found = (x.shape[1] for x in tensors_of(workload.batch) if x.dim() > 1)
     return next(found, 0)
+
+
+def _check_has_length(workload: Workload) -> None:
+    """Refuse images, and sound whose frames are fixed."""
+    first = next((x for x in tensors_of(workload.batch) if x.dim() > 1), None)
+    if first is None or (first.dim() > 2 and first.is_floating_point()):
+        shape = "no tensor" if first is None else f"shape {[*first.shape]}"
+        raise no_lengths(f"its batch has {shape}, without a length that varies")
+
+
+def no_lengths(why: str) -> WorkloadError:
+    """The error of ``--lengths`` for a model whose batches have no length."""
+    return WorkloadError(
+        f"cannot use --lengths with this model: {why}",
+        needed="batches of ROWSxLENGTH: of tokens, or of samples of sound",
+        hint="leave out --lengths; ckplan record keeps the largest batch of a loop",
+    )
 
 
 def parse_lengths(text: str) -> Lengths:

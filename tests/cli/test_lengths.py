@@ -88,6 +88,33 @@ def test_a_source_makes_the_longest_batch(run: Run, folder: Path) -> None:
             assert f"int64[{rows},{length}]" in shapes.values()
 
 
+TINY = {"num_hidden_layers": 1, "hidden_size": 8, "intermediate_size": 8}
+SOUND = {"d_model": 8, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 8}
+NO_LENGTHS = {
+    "vit": ({**TINY, "num_attention_heads": 2}, "image-classification", "image has 3"),
+    "whisper": (
+        {**SOUND, "encoder_attention_heads": 2, "decoder_attention_heads": 2},
+        "speech-to-text",
+        "its batch has shape [2, 80, 3000]",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", NO_LENGTHS)
+def test_a_model_whose_batches_have_no_length_is_told_so(
+    run: Run, folder: Path, kind: str
+) -> None:
+    fields, task, why = NO_LENGTHS[kind]
+    (folder / "config.json").write_text(json.dumps({"model_type": kind, **fields}))
+    how = "--lengths", "6,10", "--batch", "2", "--task", task
+    ended = run("profile", "config.json", *how)
+    assert ended.code == 1
+    assert f"error: cannot use --lengths with this model: {why}" in ended.err
+    assert "needed: batches of ROWSxLENGTH" in ended.err
+    assert "cannot use --batch" not in ended.err
+    assert not (folder / "traces").exists()
+
+
 BAD = {
     "96,0": "cannot read the lengths: '0' is none",
     "96;24": "cannot read the lengths: '96;24' is none",

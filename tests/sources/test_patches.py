@@ -99,6 +99,21 @@ def test_patches_come_with_their_places_and_can_be_pooled() -> None:
     assert (batch["input_ids"] == PLACE).sum(1).tolist() == [25, 25]
 
 
+def test_patches_are_pooled_already_where_the_model_reads_such() -> None:
+    class Pooled(Placed):
+        def get_image_features(
+            self, pixel_values: Tensor, image_position_ids: Tensor
+        ) -> Tensor:
+            if pixel_values.shape[2] != 3 * (2 * 3) ** 2:
+                raise ValueError("another layout")
+            return pixel_values
+
+    batch = batch_of(Pooled(), pooling_kernel_size=3)
+    assert batch["pixel_values"].shape == (2, 25, 3 * 6 * 6)
+    assert batch["image_position_ids"].amax((0, 1)).tolist() == [4, 4]
+    assert (batch["input_ids"] == PLACE).sum(1).tolist() == [25, 25]
+
+
 class Tiles(nn.Module):
     def forward(
         self, pixel_values: Tensor, pixel_attention_mask: Tensor, input_ids: Tensor
@@ -126,6 +141,68 @@ class Frames(nn.Module):
 
 def test_an_image_is_a_tile_where_the_model_reads_no_other() -> None:
     assert batch_of(Frames())["pixel_values"].shape == (2, 1, 3, 6, 6)
+
+
+class Flat(nn.Module):
+    def forward(self, pixel_values: Tensor, input_ids: Tensor) -> None: ...
+
+    def get_image_features(self, pixel_values: Tensor) -> Any:
+        if pixel_values.shape[1:] != (9, 3 * 2 * 2):
+            raise ValueError("another layout")
+        return SimpleNamespace(last_hidden_state=pixel_values, pooler_output=None)
+
+
+def test_an_image_is_its_flat_patches_where_the_model_reads_no_other() -> None:
+    batch = batch_of(Flat())
+    assert batch["pixel_values"].shape == (2, 9, 12)
+    assert (batch["input_ids"] == PLACE).sum(1).tolist() == [9, 9]
+
+
+class Film(nn.Module):
+    """Has features of videos alone, and a token of its own for them."""
+
+    def forward(self, pixel_values: Tensor, input_ids: Tensor) -> None: ...
+
+    def get_video_features(self, pixel_values: Tensor) -> Tensor:
+        return pixel_values.flatten(1, 2)
+
+
+def test_a_model_of_videos_has_places_of_videos() -> None:
+    batch = batch_of(Film(), video_token_id=8)
+    assert (batch["input_ids"] == 8).sum(1).tolist() == [3 * 6] * 2
+
+
+class Robot(nn.Module):
+    """Acts on what a model inside sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.ModuleList([Seeing()])
+
+    def forward(
+        self,
+        state: Tensor,
+        actions: Tensor,
+        pixel_values: Tensor,
+        pixel_attention_mask: Tensor,
+        input_ids: Tensor,
+    ) -> None: ...
+
+
+class Seeing(nn.Module):
+    def get_image_features(self, pixel_values: Tensor) -> Tensor:
+        return torch.zeros(len(pixel_values), 4, 3)
+
+
+def test_a_robot_is_given_its_state_and_actions_and_no_labels() -> None:
+    sizes = {"chunk_size": 5, "max_state_dim": 7, "max_action_dim": 8}
+    batch = batch_of(Robot(), **sizes)
+    assert batch["state"].shape == (2, 7)
+    assert batch["actions"].shape == (2, 5, 8)
+    assert batch["pixel_values"].shape == (2, 1, 3, 6, 6)  # of one camera
+    assert batch["pixel_attention_mask"].tolist() == [[True]] * 2
+    assert (batch["input_ids"] == PLACE).sum(1).tolist() == [4, 4]
+    assert "labels" not in batch
 
 
 class Told(nn.Module):

@@ -53,7 +53,9 @@ def _features(context: Context) -> tuple[int, int]:
     # A projection of frames, as of Wav2Vec2-BERT, takes any number of them.
     any_length = context.number("feature_projection_input_dim", default=0)
     if source and not any_length and context.config.model_type != "speech_to_text":
-        return bins, 2 * source  # fixed by its table of positions, as of Whisper
+        # By its table of positions, as of Whisper, in whole windows, as of Qwen3-ASR.
+        window = 2 * context.number("n_window", default=1)
+        return bins, 2 * source // window * window
     return context.sizes.take(1, _FRAMES, "frames per row"), _stacked(context, bins)
 
 

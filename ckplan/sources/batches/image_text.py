@@ -21,7 +21,12 @@ from ckplan.sources.batches.text import decoder_labels, tokens
 
 _TEXT = 128  # text tokens per row beside an image
 _QUESTION = 32  # tokens of a question to a query transformer
-_IMAGE_TOKENS = ("image_token_id", "image_token_index", "media_placeholder_token_id")
+_IMAGE_TOKENS: tuple[str, ...] = (
+    "image_token_id",
+    "image_token_index",
+    "media_placeholder_token_id",
+)
+_VIDEO_TOKENS = ("video_token_id", "video_token_index")
 _SIZED = ("pixtral", "emu3")  # encoders that are told the sizes of images
 _AUDIO_TOKENS = ("audio_token_id", "audio_token_index")
 
@@ -46,7 +51,26 @@ def image_text(context: Context) -> dict[str, Any]:
     ``--batch ROWSxTOKENS``: all tokens of a row, those of the image included.
     """
     ways = _visual(context.rows_only())
-    return _with_places(context, ways, "get_image_features", _IMAGE_TOKENS, "image")
+    getter, names = "get_image_features", _IMAGE_TOKENS
+    if _reader(context, getter) is None and _reader(context, "get_video_features"):
+        getter, names = "get_video_features", _VIDEO_TOKENS
+    batch = _with_places(context, ways, getter, names, "image")
+    return _with_actions(context, batch) if context.takes("state", "actions") else batch
+
+
+def _with_actions(context: Context, batch: dict[str, Any]) -> dict[str, Any]:
+    """What a robot sees through one camera, its state, and its next actions: labels."""
+    rows, steps = context.rows, context.number("chunk_size", "action_horizon")
+    for name, value in list(batch.items()):
+        if name == "pixel_values":
+            batch[name] = value.unsqueeze(1)
+        elif not context.takes(name):
+            del batch[name]
+    if context.takes("pixel_attention_mask"):
+        batch["pixel_attention_mask"] = torch.ones(rows, 1, dtype=torch.bool)
+    batch["state"] = torch.randn(rows, context.number("max_state_dim", "state_dim"))
+    width = context.number("max_action_dim", "action_dim")
+    return {**batch, "actions": torch.randn(rows, steps, width)}
 
 
 def audio_text(context: Context) -> dict[str, Any]:
@@ -110,7 +134,9 @@ def _reader(context: Context, getter: str) -> Any:
 
     The inner model's own function names its arguments; the outer one may hand on any.
     """
-    parts = (getattr(context.model, "model", None), context.model)
+    inner = getattr(context.model, "model", None)
+    inside = inner.children() if isinstance(inner, torch.nn.Module) else ()
+    parts = (inner, context.model, *inside)
     return next(
         (getattr(part, getter) for part in parts if hasattr(part, getter)), None
     )
@@ -189,7 +215,10 @@ def _taken(function: Any, data: dict[str, Any]) -> dict[str, Any]:
 
 def _feature_rows(found: Any) -> int:
     """All rows of features, in the forms that models return them in."""
-    found = getattr(found, "pooler_output", found)
+    pooled = getattr(found, "pooler_output", None)
+    if pooled is None:
+        pooled = getattr(found, "last_hidden_state", found)
+    found = pooled
     if isinstance(found, (list, tuple)):
         if isinstance(found[0], torch.Tensor):
             return sum(_feature_rows(one) for one in found)
@@ -204,9 +233,10 @@ def _visual(context: Context) -> Iterator[dict[str, Any]]:
     elif context.takes("target_sizes", "pixel_values"):
         yield patches.in_a_row(context)
     elif context.takes("image_position_ids", "pixel_values"):
-        yield patches.placed(context)
+        yield from patches.placed(context)
     else:
-        yield from patches.tiles(_pixels(context))
+        side = context.number("patch_size", default=0)
+        yield from patches.tiles(_pixels(context), side)
 
 
 def _pixels(context: Context) -> dict[str, Any]:

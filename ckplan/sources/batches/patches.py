@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.nn.functional import unfold
 
 from ckplan.sources.batches.context import Context
 
@@ -51,22 +52,34 @@ def in_a_row(context: Context) -> dict[str, Any]:
     }
 
 
-def placed(context: Context) -> dict[str, Any]:
-    """Flat patches of every image with the column and row of each, as of Gemma 4."""
+def placed(context: Context) -> Iterator[dict[str, Any]]:
+    """Flat patches of every image with the column and row of each, as of Gemma 4.
+
+    First patches that the model pools, then such as are pooled already.
+    """
     patch = context.number("patch_size", default=16)
     pooled = context.number("pooling_kernel_size", default=1)
     side = _PATCHES // pooled * pooled or pooled
     context.sizes.assume(f"image: {side}x{side} patches", "a factory of your own")
-    places = torch.cartesian_prod(torch.arange(side), torch.arange(side))
-    return {
-        "pixel_values": torch.randn(context.rows, side * side, 3 * patch * patch),
-        "image_position_ids": places.repeat(context.rows, 1, 1),
-    }
+    for merged in dict.fromkeys((1, pooled)):
+        count, width = side // merged, 3 * (patch * merged) ** 2
+        places = torch.cartesian_prod(torch.arange(count), torch.arange(count))
+        yield {
+            "pixel_values": torch.randn(context.rows, count * count, width),
+            "image_position_ids": places.repeat(context.rows, 1, 1),
+        }
 
 
-def tiles(data: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Images as they are; else each as the one tile or frame of its row."""
+def tiles(data: dict[str, Any], side: int | None = None) -> Iterator[dict[str, Any]]:
+    """Images as they are; else each as the one tile or frame of its row.
+
+    Last, the patches of each image, flat, if they have a side in pixels.
+    """
     yield data
     pixels = data.get("pixel_values")
-    if pixels is not None and pixels.dim() == 4:
-        yield {**data, "pixel_values": pixels.unsqueeze(1)}
+    if pixels is None or pixels.dim() != 4:
+        return
+    yield {**data, "pixel_values": pixels.unsqueeze(1)}
+    if side and min(pixels.shape[2:]) >= side:
+        flat = unfold(pixels, side, stride=side).transpose(1, 2).contiguous()
+        yield {**data, "pixel_values": flat}

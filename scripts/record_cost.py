@@ -1,0 +1,137 @@
+"""What ``ckplan.record`` costs, in seconds of the thread that trains.
+
+A transformer of four sizes trains with AdamW. Of each: a step without a recorder, what
+comes on top of the step before the recorded one, since every object that is alive is
+looked at once there, and the recorded step. ``all over a step`` is both of what comes
+on top over one step. Other steps cost nothing. The claim holds if a recorded step of
+0.25 s or more takes at most twice as long as another one. Shorter ones may take longer:
+each op costs about 0.15 ms more, however small it is.
+
+    python scripts/record_cost.py
+
+Seconds are of the processor, medians of ROUNDS, so that other programs matter little.
+Exit code 1 if the claim does not hold.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from statistics import median
+
+import _measuring as measuring
+import torch
+from torch import nn
+
+import ckplan
+
+FIXED = 0.25  # seconds of a step, below which the recorder's own share is larger
+MOST = 2.0
+ROUNDS = 3
+STEPS = 4  # in one round
+SIZES = {  # layers, width, rows of 128 tokens
+    "short": (4, 64, 4),
+    "0.1 s": (4, 128, 8),
+    "0.3 s": (4, 256, 8),
+    "1 s": (8, 256, 16),
+}
+HEADERS = (
+    *("step", "ops", "seconds", "beginning", "recorded", "recorded / step"),
+    *("all over a step", "another step", "graph, when read"),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """Seconds of one size."""
+
+    name: str
+    num_ops: int
+    plain: float
+    begun: float  # on top of the step before the recorded one
+    recorded: float
+    after: float  # a step while the recorder is still open
+    graph: float  # measuring the ops, when ``recorder.graph`` is read
+
+    @property
+    def ratio(self) -> float:
+        """The recorded step over a step without a recorder."""
+        return self.recorded / self.plain
+
+    def cells(self) -> list[str]:
+        """A row of the table."""
+        over = (self.begun + self.recorded - self.plain) / self.plain
+        seconds = (self.plain, self.begun, self.recorded)
+        return [
+            *(self.name, str(self.num_ops), *(f"{one:.3f}" for one in seconds)),
+            *(f"{self.ratio:.2f}", f"{over:.2f}"),
+            *(f"{self.after / self.plain:.2f}", f"{self.graph:.2f}"),
+        ]
+
+
+class Block(nn.Module):
+    """Attention and a perceptron, as in a GPT."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
+        self.inside, self.outside = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = self.inside(self.norms[0](x)).unflatten(2, (3, 4, -1))
+        query, key, value = heads.permute(2, 0, 3, 1, 4)
+        seen = nn.functional.scaled_dot_product_attention(query, key, value)
+        x = x + self.outside(seen.transpose(1, 2).flatten(2))
+        return x + self.down(nn.functional.gelu(self.up(self.norms[1](x))))
+
+
+def main() -> int:
+    """Record every size; print the table, write it."""
+    parser = measuring.make_parser(__doc__, only=True)
+    args = parser.parse_args()
+    torch.manual_seed(measuring.SEED)
+    rows = []
+    for name in measuring.chosen(SIZES, args.only):
+        rows.append(_row_of(name))
+        measuring.say("  ".join(rows[-1].cells()))
+    table = measuring.make_table(HEADERS, [row.cells() for row in rows], texts=1)
+    broken = [
+        f"{row.name}: the recorded step takes {row.ratio:.2f} of another one"
+        for row in rows
+        if row.plain >= FIXED and row.ratio > MOST
+    ]
+    report = measuring.Report("record_cost", "Recording", __doc__, [table], broken)
+    return measuring.finish(report, args, whole=not args.only)
+
+
+def _row_of(name: str) -> Row:
+    layers, width, batch = SIZES[name]
+    model = nn.Sequential(*(Block(width) for _ in range(layers)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    x = torch.randn(batch, 128, width)
+
+    def step() -> float:
+        start = time.thread_time()
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return time.thread_time() - start
+
+    for _ in range(STEPS):
+        step()
+    rounds = []
+    for _ in range(ROUNDS + 1):
+        plain = [step() for _ in range(STEPS)]
+        with ckplan.record(model, optimizer) as recorder:
+            first, recorded, *rest = [step() for _ in range(STEPS)]
+        rounds.append((median(plain), first - median(plain), recorded, median(rest)))
+    plain, begun, recorded, after = map(median, zip(*rounds[1:], strict=True))
+    start = time.thread_time()
+    num_ops = len(recorder.graph.ops)
+    graph = time.thread_time() - start
+    return Row(name, num_ops, plain, begun, recorded, after, graph)
+
+
+if __name__ == "__main__":
+    measuring.run(main)
