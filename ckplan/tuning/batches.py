@@ -25,7 +25,7 @@ from ckplan.tuning.transfer import TransferredPlans
 RecordAt = Callable[[int, int], Graph]
 """Records a step: rows of the micro-batch, micro-batches per optimizer step."""
 _KEPT, _KEPT_PLANNERS = 24, 8  # drawn steps, and those whose plans were searched
-NEAR = 8  # ratio of two batches at most, for plans of one at the other
+NEAR = 4  # ratio of two batches at most, for plans of one at the other
 _CLOSE, _NOISE = 1e-3, 5e-2  # relative difference of seconds that is none: if measured
 _Totals = tuple[float, float, float, float]
 _LARGE = 500  # ops of a step; a search in smaller ones is quick
