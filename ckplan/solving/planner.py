@@ -139,6 +139,11 @@ class Planner:
         smallest, _ = self._spaces.smallest_plan
         return _floor_at(smallest)
 
+    @property
+    def smallest(self) -> ReplayedPlan:
+        """The plan that reaches the floor, searched by bytes alone."""
+        return self._spaces.smallest_plan
+
     def _floor_for(self, timeline: Timeline) -> Floor:
         """The floor; a plan below it is its own."""
         below = timeline.peak_bytes < self.floor.peak_bytes

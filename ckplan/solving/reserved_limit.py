@@ -33,6 +33,10 @@ class Plans(Protocol):
     def floor(self) -> _WithPeak:
         """The smallest peak of all plans."""
 
+    @property
+    def smallest(self) -> ReplayedPlan:
+        """A plan that reaches it, at whatever cost."""
+
     def within(self, budget_bytes: int) -> ReplayedPlan | None:
         """The cheapest plan within a budget; None if there is none."""
 
@@ -43,8 +47,9 @@ def solve_within_limit(planner: Planner, limit: MemoryLimit) -> Solution:
     On a card, segments of PyTorch's allocator have gaps that no tensor fits into, so
     the budget of tensors is smaller than the limit. The size left for gaps is found by
     simulating the allocator: it starts small, doubles until the plan fits, and is then
-    bisected. A spare segment is left free if a plan can leave it. If no plan fits with
-    gaps, the limit applies to tensors alone.
+    bisected. A spare segment is left free if a plan can leave it; the plan fits without
+    one, too, which does not follow, as a full card frees other segments. If no plan
+    fits with gaps, the limit applies to tensors alone.
 
     Raises:
         InfeasibleError: Not even the tensors fit.
@@ -63,7 +68,9 @@ def budget_within(planner: Plans, limit: MemoryLimit) -> int:
 
         def fits(budget_bytes: int, within: MemoryLimit = within) -> bool:
             found = planner.within(budget_bytes)
-            return found is not None and within.allows(found[0])
+            if found is None or not within.allows(found[0]):
+                return False
+            return within is limit or limit.allows(found[0])
 
         budget_bytes = _largest_fitting(fits, planner.floor.peak_bytes, limit.bytes)
         if budget_bytes is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,6 +53,24 @@ class FirstStep:
             if all(_is_dense(p) for p in pairs.values()):
                 self.gradients = frozenset(pairs)
         return loss
+
+
+@contextmanager
+def in_one_call(optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
+    """A scope in which torch's optimizers update all parameters with one op each.
+
+    They make the same state as kernels that update one parameter after the other.
+    """
+    is_torchs = type(optimizer).__module__.startswith("torch.optim.")
+    groups = optimizer.param_groups if optimizer is not None and is_torchs else []
+    single = [g for g in groups if g.get("foreach") is False and not g.get("fused")]
+    for group in single:
+        group["foreach"] = True
+    try:
+        yield
+    finally:
+        for group in single:
+            group["foreach"] = False
 
 
 def _has_grad(parameter: torch.Tensor) -> bool:

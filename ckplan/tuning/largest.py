@@ -109,8 +109,8 @@ class _Replays:
 
 def _smallest_within(planner: Plans, limit: MemoryLimit) -> ReplayedPlan | None:
     """A plan within a limit, the smallest one if that has room; None if none has."""
-    smallest = planner.within(planner.floor.peak_bytes)
-    if smallest is not None and limit.allows(smallest[0]):
+    smallest = planner.smallest
+    if limit.allows(smallest[0]):
         return smallest
     return plan_within(planner, limit)
 

@@ -72,6 +72,13 @@ class LeverPlans:
         """The smallest peak of all plans."""
         return _Peak(self._search.floor_bytes)
 
+    @property
+    def smallest(self) -> ReplayedPlan:
+        """The cheapest plan that reaches it."""
+        found = self.within(self._search.floor_bytes)
+        assert found is not None, "internal error: the floor is that of a plan"
+        return found
+
     def within(self, budget_bytes: int) -> ReplayedPlan | None:
         """The cheapest plan within a budget; None if there is none."""
         if self.unplanned.peak_bytes <= budget_bytes:

@@ -164,9 +164,13 @@ class WaySearch:
         if self.like is not None and rows not in self.batches_of(rows).recorded:
             twin = self.like.setting(rows)
             if twin is not None and twin.regions:
-                timeline = Simulator(self.graph_at(rows)).run(twin.regions)
+                simulator = Simulator(self.graph_at(rows))
+                timeline = simulator.run(twin.regions)
                 if self.limit.allows(timeline):
                     return timeline, twin.regions
+                there = TransferredPlans(self.like.plans_at(rows), simulator)
+                if found := plan_within(there, self.limit):
+                    return found
         found = plan_within(self.plans_at(rows), self.limit)
         return found or plan_within(self.planner_at(rows), self.limit)
 

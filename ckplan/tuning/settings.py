@@ -90,6 +90,7 @@ class Lever:
     bits: str  # SAME, CLOSE or CHANGES
     sets: tuple[tuple[str, Any], ...]
     excludes: tuple[tuple[str, str], ...] = ()  # lever -> why not with it
+    caution: str = ""  # what to know before training with it
 
     def pulled(self, way: Way) -> Way:
         """The way with this lever."""
@@ -123,7 +124,13 @@ ALLOWED = {
             (("bf16", _IN_16_BITS), ("fp16", _IN_16_BITS)),
         ),
         Lever("adafactor", CHANGES, (("optimizer", "adafactor"),)),
-        Lever("adamw8bit", CHANGES, (("optimizer", "adamw8bit"),)),
+        Lever(
+            "adamw8bit",
+            CHANGES,
+            (("optimizer", "adamw8bit"),),
+            caution="adamw8bit is predicted only and does not train: `ckplan verify` "
+            "refuses it, and checks its memory with --fake; bitsandbytes trains",
+        ),
         Lever("lora", CHANGES, (("options", (("lora", "r=16"),)),)),
         Lever("tiles", SAME, (("tiles", SAME),)),
         Lever("close", CLOSE, (("tiles", CLOSE),)),

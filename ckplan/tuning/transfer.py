@@ -33,7 +33,12 @@ class TransferredPlans:
     @cached_property
     def floor(self) -> Timeline:
         """The step under the smallest plan of the other batch."""
-        return self._first_within(self._there.floor.peak_bytes)[0]
+        return self.smallest[0]
+
+    @cached_property
+    def smallest(self) -> ReplayedPlan:
+        """That plan."""
+        return self._replayed(self._there.smallest[1])
 
     def within(self, budget_bytes: int) -> ReplayedPlan | None:
         """The cheapest plan found whose peak fits; None if none does.
@@ -48,7 +53,7 @@ class TransferredPlans:
         if spread <= 0 or self.floor.peak_bytes > budget_bytes:
             return None
         ratio = (most - least) / spread
-        low, high, best = least, most, self._first_within(least)
+        low, high, best = least, most, self.smallest
         there = least + int(ratio * (budget_bytes - self.floor.peak_bytes))
         for _ in range(_MOST_TRIES):
             there = min(max(there, low), high)

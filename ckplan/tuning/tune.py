@@ -106,6 +106,8 @@ class Tuning:
             self._notes.append(
                 f"samples per second of all {way.ranks} ranks, without communication"
             )
+        cautions = (one.caution for one in self.levers if one.is_in(way))
+        self._notes += filter(None, cautions)
         owner = max(timeline.peak_by_kind.items(), key=lambda item: item[1])[0]
         rows = [row_of_plan(self.searches, best)]
         rows += [

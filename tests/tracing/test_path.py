@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import form_models
 import pytest
@@ -20,6 +21,7 @@ from torch._subclasses import fake_tensor
 
 from ckplan.graph.graph import Graph
 from ckplan.simulating.simulate import simulate
+from ckplan.tracing.faking.asked_device import asked_device
 from ckplan.tracing.faking.fake_mode import fake_tensors
 from ckplan.tracing.faking.hollow import hollow_tensors
 from ckplan.tracing.path_check import MOST_BYTES, NOTE_NOT, NOTE_SAME, NOTE_VARIES
@@ -365,3 +367,14 @@ class _Own(nn.Module):
 def test_what_is_saved_by_own_functions_is_no_function_of_the_model() -> None:
     graph = profile(_Own(), torch.randn(4, 8), gpu=CARD, device="cuda", replay=False)
     assert any(note.startswith(NOTE_SAME) for note in graph.notes), graph.notes
+
+
+def test_the_first_mode_that_is_asked_for_a_device_answers() -> None:
+    ask, real = torch.ops.prim.device.default, torch.zeros(2)
+    with fake_tensors() as (fake, _):
+        x = torch.zeros(2)
+        assert asked_device(ask, (x,)) == torch.device("cpu")
+        assert asked_device(torch.ops.aten.neg.default, (x,)) is None
+        assert asked_device(ask, (real,)) is None
+        with mock.patch.object(fake, "in_kernel_invocation", True):
+            assert asked_device(ask, (x,)) == torch.device("meta")

@@ -25,6 +25,7 @@ from ckplan.tuning.known_batches import STEPS
 from ckplan.tuning.largest import largest_batch, largest_number
 from ckplan.tuning.lever_rows import EXPANDABLE
 from ckplan.tuning.recorded import tune_traces
+from ckplan.tuning.search import WaySearch
 from ckplan.tuning.settings import ALLOWED, Way, conflict, levers_of
 from ckplan.tuning.tune import Tuning
 from ckplan.tuning.tuned import Tuned
@@ -121,6 +122,49 @@ def test_a_lever_that_changes_results_is_pulled_only_if_allowed() -> None:
     assert rows["bf16"].bits == "changes"
     assert not rows["adamw:foreach"].pays
     assert rows["adamw:fused"].crossover == 1
+
+
+def test_what_is_only_predicted_is_said_where_it_is_chosen() -> None:
+    def without_states(way: Way, rows: int, accumulate: int) -> Graph:
+        factor = 0.1 if way.optimizer == "adamw8bit" else 1.0
+        return step_at(rows, constant=factor * CONSTANT)
+
+    def notes(*allow: str) -> str:
+        limit = MemoryLimit(500)
+        tuning = Tuning(without_states, limit, way=Way(), rows=4, allow=allow)
+        return " ".join(tuning.run().notes)
+
+    assert "`ckplan verify` refuses it" in notes("adamw8bit")
+    assert "refuses" not in notes("adafactor")
+
+
+def test_the_plans_of_a_way_serve_another_optimizer_before_a_search_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def larger(way: Way, rows: int, accumulate: int) -> Graph:
+        """Another optimizer needs some bytes more, which the same plan has not."""
+        graph = step_at(rows, blocks=6)
+        more = 0 if way.optimizer is None else 60
+        kept = graph.storages[0]
+        grown = replace(kept, bytes=kept.bytes + more)
+        return replace(graph, storages=(grown, *graph.storages[1:]))
+
+    def searches(limit_bytes: int) -> tuple[WaySearch, WaySearch]:
+        tuning = Tuning(larger, MemoryLimit(limit_bytes), way=Way(), rows=4)
+        return tuning.search(Way()), tuning.search(Way(optimizer="adafactor"))
+
+    base, _ = searches(4000)
+    rows = base.largest_unplanned + 2
+    cheap = base.setting(rows)
+    assert cheap is not None
+    limit_bytes = cheap.peak_bytes + 30
+    base, other = searches(limit_bytes)
+    assert base.setting(rows) == cheap
+    for name in ("plans_at", "planner_at"):
+        monkeypatch.setattr(other, name, lambda rows: pytest.fail("searched"))
+    found = other.setting(rows)
+    assert found is not None and found.regions != cheap.regions
+    assert found.regions and found.peak_bytes <= limit_bytes
 
 
 def test_a_lever_that_fits_at_no_batch_pays_from_no_batch_on() -> None:

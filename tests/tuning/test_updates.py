@@ -1,15 +1,19 @@
 """Of a further optimizer the update alone is recorded, and nothing else changes."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckplan.autotune import recorder_of_spec
 from ckplan.simulating.allocations import reserved_bytes
 from ckplan.simulating.simulate import Simulator
 from ckplan.tracing import profile as profiling
+from ckplan.tracing.first_step import in_one_call
 from ckplan.tracing.rows import spec_rows
 from ckplan.training.loading import WorkloadSpec
 
@@ -72,3 +76,45 @@ def test_rows_of_a_model_that_is_cast_are_found_without_bytes(
     monkeypatch.setattr(WorkloadSpec, "load", counted)
     assert spec_rows(spec) == 4
     assert len(makes) == 1  # not a second time on real tensors
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD])
+def test_the_state_before_a_recorded_step_is_made_in_one_call(make: Any) -> None:
+    names: list[list[str]] = []
+    states = []
+    for scope in (nullcontext, in_one_call):
+        torch.manual_seed(0)
+        parameters = [torch.randn(3, requires_grad=True) for _ in range(9)]
+        for one in parameters:
+            one.grad = torch.ones_like(one)
+        optimizer = make(parameters, lr=0.1, foreach=False)
+        with scope(optimizer), Names() as seen:
+            optimizer.step()
+        assert optimizer.param_groups[0]["foreach"] is False
+        names.append(seen.names)
+        states.append([optimizer.state[one] for one in parameters])
+    assert len(names[1]) < len(names[0]) and any("foreach" in one for one in names[1])
+    assert str(states[0]) == str(states[1])
+
+
+def test_an_optimizer_of_ones_own_is_left_as_it_is() -> None:
+    class Own(torch.optim.SGD):
+        pass
+
+    optimizer = Own([torch.zeros(1, requires_grad=True)], lr=0.1, foreach=False)
+    with in_one_call(optimizer), in_one_call(None):
+        assert optimizer.param_groups[0]["foreach"] is False
+
+
+class Names(TorchDispatchMode):
+    """Names of the ops that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))

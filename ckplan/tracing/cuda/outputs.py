@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ckplan.tracing.cuda.translation import HALVES, TranslationNotes
+from ckplan.tracing.faking.asked_device import asked_device
 
 _aten = torch.ops.aten
 _STATISTICS = {
@@ -69,7 +70,10 @@ class Outputs(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        kwargs = kwargs or {}
+        device = asked_device(func, args)
+        return self._answer(func, args, kwargs or {}) if device is None else device
+
+    def _answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         asks = func is _aten._local_scalar_dense.default
         if asks and self._updating and args[0].is_floating_point():
             return 1.0

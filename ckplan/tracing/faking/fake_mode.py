@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ckplan.tracing.faking.answers import answers_of_training
+from ckplan.tracing.faking.asked_device import asked_device
 from ckplan.tracing.faking.kernel_layouts import as_kernels_do
 from ckplan.tracing.faking.known_sizes import fake_like, tensor_of_known, with_positions
 from ckplan.training.collector import Instances
@@ -128,6 +129,8 @@ class KnownValues(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if (device := asked_device(func, args)) is not None:
+            return device
         kwargs = kwargs or {}
         if func is torch.ops.aten.index.Tensor and self._is_unknown_float(args[0]):
             args = with_positions(args, self._written_value)

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckplan.applying.tensors.op_traits import traits_of
 from ckplan.graph.records import BEFORE_STEP, OUTSIDE_CALLS
+from ckplan.tracing.faking.asked_device import asked_device
 from ckplan.tracing.faking.backward_pass import reachable_nodes
 from ckplan.tracing.faking.inplace_formulas import InplaceFormulas
 from ckplan.tracing.faking.python_engine import hook_node
@@ -156,6 +157,8 @@ class StepRecorder(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if (device := asked_device(func, args)) is not None:
+            return device
         kwargs = kwargs or {}
         if self._paused:
             return func(*args, **kwargs)
