@@ -116,6 +116,11 @@ class _Replayed:
         self._planner, self._replayed = planner, replayed
         self.unplanned, self.floor = planner.unplanned, planner.floor
 
+    @property
+    def smallest(self) -> ReplayedPlan:
+        """The plan that reaches the floor; its moves may need more bytes."""
+        return self._replayed(self._planner.smallest[1])
+
     def within(self, budget_bytes: int) -> ReplayedPlan | None:
         """The cheapest plan within a budget; None if its moves need more bytes."""
         plan = self._planner.within(budget_bytes)
