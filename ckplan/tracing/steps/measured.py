@@ -53,7 +53,7 @@ from ckplan.training.workload import Workload
 NOTE_NOT_IN_STEP = "seconds: not measured in a step: "
 SHORTEST_SECONDS = 0.02  # shorter steps are not measured unless asked
 LONGEST_SECONDS = 5.0  # of all steps together, unless asked
-MOST_ERROR = 0.025  # standard error of an overhead, as a fraction of the step
+MOST_ERROR = 0.05  # standard error of an overhead, as a fraction of the step
 MOST_RELATIVE_ERROR = 0.1  # of the overhead itself, if that is more
 _ENOUGH = 0.003  # a standard error that needs no more rounds
 _WARM_STEPS = 2  # the first one is recorded
