@@ -32,7 +32,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-small": ("llama", {**_SMALL, "length": 128, "vocab": 4096}),
     "vit": ("vit", {"batch": 4}),
     "vit-small": ("vit", _SMALL),
-    "mlp": ("mlp", {"batch": 256}),
+    "mlp": ("mlp", {"layers": 4}),
     "resnet50": ("resnet50", {"batch": 8, "size": 96}),
     "unet": ("unet", {"batch": 1}),
     **{name: (name, options) for name, options in _ZOO.items()},
