@@ -70,6 +70,15 @@ def _best(found: Tuned) -> Iterator[tuple[str, str]]:
     yield "best", _words(best)
     yield "", _speed(found, best)
     yield "step", units.format_seconds(best.step_seconds) + f" ({found.graph.costs})"
+    if best.communication is not None:
+        sent = best.communication
+        hidden, all_of_it = sent.seconds - sent.exposed_seconds, sent.seconds
+        yield (
+            "of it sending",
+            f"{units.format_seconds(sent.exposed_seconds)}; "
+            f"{units.format_seconds(hidden)} of {units.format_seconds(all_of_it)} are "
+            "hidden by forward and backward",
+        )
     yield "peak", f"{units.format_bytes(best.peak_bytes)}, in {found.peak_at}"
     if best.regions:
         yield "extra work", extra_work_words(best.extra)
@@ -227,9 +236,19 @@ def _setting_json(setting: Setting) -> dict[str, Any]:
         "step_seconds": setting.step_seconds,
         "peak_bytes": setting.peak_bytes,
         "overhead": setting.overhead,
+        **_communication_json(setting),
         "planned": bool(setting.regions),
         "profiled": setting.profiled,
         **extra_work_json(setting.extra),
+    }
+
+
+def _communication_json(setting: Setting) -> dict[str, float | None]:
+    """Seconds of a step's collectives, and of what nothing hides; None if unknown."""
+    sent = setting.communication
+    return {
+        "communication_seconds": sent.seconds if sent else None,
+        "exposed_communication_seconds": sent.exposed_seconds if sent else None,
     }
 
 
