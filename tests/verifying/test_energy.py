@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from commands import Run
 from verifications import verification
 
 import ckplan.verifying.verify as verifying
@@ -237,6 +240,49 @@ def test_verify_measures_energy_if_it_is_asked_to(
     monkeypatch.setattr(verifying, "StepProcess", None)  # nothing runs before that
     with pytest.raises(CkplanError, match="package zeus is not installed"):
         verifying.verify(WorkloadSpec("model.py"), Plan(), energy=True)
+
+
+class WallMonitor(ZeusMonitor):
+    """Counts 50 watts for as long as it takes."""
+
+    def begin_window(self, key: str, sync_execution: bool = True) -> None:
+        self.machine.joules = 50 * time.perf_counter()
+        super().begin_window(key, sync_execution)
+
+    def end_window(self, key: str, sync_execution: bool = True) -> Measurement:
+        self.machine.joules = 50 * time.perf_counter()
+        return super().end_window(key, sync_execution)
+
+
+COMMAND = ("verify", "model.py", "plan.yaml", "--steps", "0", "--energy")
+
+
+@pytest.mark.slow
+def test_the_command_measures_real_steps(
+    run: Run, folder: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules["zeus.monitor"], "ZeusMonitor", WallMonitor)
+    monkeypatch.setattr(energy, "WINDOW_SECONDS", 0.01)
+    (folder / "plan.yaml").write_text("ckplan: 1\nregions: [{calls: '0'}]\n")
+    ended = run(*COMMAND, "--json")
+    found = json.loads(ended.out)["energy"]
+    assert (ended.code, found["windows"]) == (0, WINDOWS)
+    low, median, high = found["planned_joules_per_step"]
+    assert 0 < low <= median <= high
+    assert found["shortest_window_seconds"] >= 0.01
+
+
+def test_the_command_says_what_it_needs_before_it_runs_anything(
+    run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "zeus.monitor", None)
+    monkeypatch.setattr(verifying, "StepProcess", None)
+    (folder / "plan.yaml").write_text("ckplan: 1\nregions: [{calls: '0'}]\n")
+    ended = run(*COMMAND)
+    error = ended.err.splitlines()
+    assert (ended.code, ended.out) == (1, "")
+    assert error[0] == "error: cannot measure energy: the package zeus is not installed"
+    assert [line[:10] for line in error[1:]] == ["  needed: ", "  try:    "]
 
 
 def test_joules_are_printed_with_their_spread_and_are_in_the_json() -> None:
