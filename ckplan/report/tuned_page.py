@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ckplan import files, units
+from ckplan.report.extra_work import extra_work_words
 from ckplan.report.html import chart_html, check_report, render_page
 from ckplan.report.tuning import (
     CURVE_HEADERS,
@@ -80,6 +81,7 @@ def _settings(tuned: Tuned) -> Iterator[tuple[str, ...]]:
             _rate(tuned, setting),
             units.format_seconds(setting.step_seconds),
             units.format_bytes(setting.peak_bytes),
+            extra_work_words(setting.extra) if setting.regions else "-",
             gives_up,
         )
 

@@ -20,8 +20,16 @@ from commands import Run
 import ckplan
 from ckplan.graph.file import save
 from ckplan.graph.graph import Graph
+from ckplan.report.extra_work import extra_work_words
 from ckplan.report.figures import batches_figure
-from ckplan.report.tuning import curve_cells, lever_cells, rate_words, setting_words
+from ckplan.report.tables import render
+from ckplan.report.tuning import (
+    curve_cells,
+    lever_cells,
+    rate_words,
+    setting_words,
+    tuned_report,
+)
 from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.tuning.settings import Way
 from ckplan.tuning.tune import Tuning
@@ -111,7 +119,11 @@ def test_a_page_has_the_settings_the_levers_and_the_curve(
     assert [row[0] for row in settings[1:]] == [setting_words(s) for s in expected]
     speeds = [rate_words(one.samples_per_second) for one in expected]
     assert [row[1] for row in settings[1:]] == speeds
-    assert [row[4] for row in settings[2:]] == [one.gives_up for one in tuned.next]
+    assert [row[5] for row in settings[2:]] == [one.gives_up for one in tuned.next]
+    extra = [extra_work_words(s.extra) if s.regions else "-" for s in expected]
+    assert [row[4] for row in settings[1:]] == extra
+    assert tuned.best.regions and extra[0].endswith("per sample")
+    assert extra[0] in " ".join(render(tuned_report(tuned)).split())
     assert len(tuned.next) == 2
     assert levers[1:] == [lever_cells(row) for row in tuned.levers]
     assert {row[0] for row in levers} >= {"recompute", "adamw:fused", "accumulate 4"}
