@@ -242,6 +242,8 @@ class _Asked:
         if answer.how == SMALLER_BATCH and answer.largest_planned:
             rows = answer.largest_planned
             smaller = self._timeline(rows, planned=True)
+            cheaper = self._simulators[rows].run(self._cheapest_smallest)
+            smaller = cheaper if limit.allows(cheaper) else smaller
             own = graph.step_seconds / self._own_rows
             taken = smaller.graph.step_seconds + smaller.recompute_seconds
             row = Remedy(
