@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ckplan import gpus
-from ckplan.errors import CkplanError
 from ckplan.graph.graph import Graph
 from ckplan.graph.sharding import Communication, Traffic, communication
+from ckplan.simulating.peers import peer_rate
 from ckplan.simulating.simulate import Timeline
 
 
@@ -55,11 +54,3 @@ class Ranks:
             return seconds
         sent = traffic.step_bytes(accumulate)
         return max(seconds + traffic.update_bytes / rate, sent / rate)
-
-
-def peer_rate(graph: Graph) -> int | None:
-    """Bytes per second from the card of a step to others; None if it is not known."""
-    try:
-        return gpus.find(str(graph.options["gpu"])).peer
-    except (KeyError, CkplanError):
-        return None

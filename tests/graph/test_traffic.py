@@ -115,6 +115,16 @@ def test_only_what_is_longer_than_its_phase_takes_time() -> None:
     )
 
 
+def test_a_rank_notes_what_its_seconds_are_without() -> None:
+    sharding = Sharding("zero1", 8)
+    assert "without communication: " not in sharded(blocks(), sharding).notes[-1]
+    note = sharded(blocks(), sharding, 10**4).notes[-1]  # 2 * 18900 bytes in 3.78 s
+    assert note.endswith(
+        "seconds are without communication: rings at 1e-05 GB/s take 3.78 s a step, of "
+        "which forward and backward hide 1.89 s"
+    )
+
+
 def test_launches_count_as_the_phase_does() -> None:
     graph = blocks()
     ops = tuple(replace(op, launch_seconds=4.0, seconds=1.0) for op in graph.ops)

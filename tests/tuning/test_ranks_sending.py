@@ -13,9 +13,9 @@ from ckplan.graph.graph import Graph
 from ckplan.graph.sharding import Sharding, communication, sharded, traffic_of
 from ckplan.report.tables import render
 from ckplan.report.tuning import tuned_json, tuned_report
+from ckplan.simulating.peers import peer_rate
 from ckplan.simulating.simulate import Simulator
 from ckplan.solving.memory_limit import MemoryLimit
-from ckplan.tuning.ranks import peer_rate
 from ckplan.tuning.settings import Way
 from ckplan.tuning.tune import Tuning
 from ckplan.tuning.tuned import Tuned

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from ckplan.graph.graph import Graph
 from ckplan.graph.queues import span
 from ckplan.graph.sharding.gathering import backward_spans, unit_passes
-from ckplan.graph.sharding.schemes import Sharding
+from ckplan.graph.sharding.scheme import Sharding
 from ckplan.graph.sharding.state import ROOT, State, Unit, flat_shares, state_of
 
 
