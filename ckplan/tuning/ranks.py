@@ -21,11 +21,11 @@ class Ranks:
         self, timeline: Timeline, *, planned: bool = True
     ) -> Communication | None:
         """The collectives of a step; None on one rank, or at an unknown rate."""
-        traffic, rate = self.traffic(), peer_rate(timeline.graph)
-        if traffic is None or rate is None:
+        sending = self._sending(timeline.graph)
+        if sending is None:
             return None
         added = timeline.recompute_seconds if planned else 0.0
-        return communication(timeline.graph, traffic, rate, added)
+        return communication(timeline.graph, *sending, added)
 
     def seconds(self, timeline: Timeline) -> float:
         """Seconds of a step of the optimizer, with all that nothing hides."""
@@ -49,8 +49,15 @@ class Ranks:
             seconds: Of the step without communication.
             accumulate: Micro-batches of the step.
         """
-        traffic, rate = self.traffic(), peer_rate(graph)
-        if traffic is None or rate is None:
+        sending = self._sending(graph)
+        if sending is None:
             return seconds
+        traffic, rate = sending
         sent = traffic.step_bytes(accumulate)
         return max(seconds + traffic.update_bytes / rate, sent / rate)
+
+    def _sending(self, graph: Graph) -> tuple[Traffic, int] | None:
+        """What a rank sends, and how fast, if there are several and that is known."""
+        traffic = self.traffic()
+        rate = None if traffic is None else peer_rate(graph)
+        return None if traffic is None or rate is None else (traffic, rate)
