@@ -24,13 +24,13 @@ class Ranks:
         sending = self._sending(timeline.graph)
         if sending is None:
             return None
-        added = timeline.recompute_seconds if planned else 0.0
+        added = timeline.recompute_seconds - timeline.tile_seconds if planned else 0.0
         return communication(timeline.graph, *sending, added)
 
     def seconds(self, timeline: Timeline) -> float:
         """Seconds of a step of the optimizer, with all that nothing hides."""
         sent = self.communication(timeline)
-        alone = timeline.graph.step_seconds + timeline.recompute_seconds
+        alone = timeline.unplanned_seconds + timeline.recompute_seconds
         return alone + (sent.exposed_seconds if sent else 0.0)
 
     def overhead(self, timeline: Timeline) -> float:

@@ -10,12 +10,19 @@ import pytest
 
 from ckplan import gpus
 from ckplan.graph.graph import Graph
-from ckplan.graph.sharding import Sharding, communication, sharded, traffic_of
+from ckplan.graph.sharding import (
+    Sharding,
+    Traffic,
+    communication,
+    sharded,
+    traffic_of,
+)
 from ckplan.report.tables import render
 from ckplan.report.tuning import tuned_json, tuned_report
 from ckplan.simulating.peers import peer_rate
 from ckplan.simulating.simulate import Simulator
 from ckplan.solving.memory_limit import MemoryLimit
+from ckplan.tuning.ranks import Ranks
 from ckplan.tuning.settings import Way
 from ckplan.tuning.tune import Tuning
 from ckplan.tuning.tuned import Tuned
@@ -102,6 +109,20 @@ def test_without_a_rate_the_answer_says_that_nothing_is_counted() -> None:
     plain = tuned_json(found)["best"]
     assert plain["communication_seconds"] is None
     assert peer_rate(step_at(1, "no such card")) is None
+
+
+def test_seconds_of_tiles_count_once() -> None:
+    """Those of a step in tiles are in its graph, and in what its plan adds."""
+    timeline = replace(Simulator(step_at(4, None)).run(), tile_seconds=0.25)
+    step = timeline.graph.step_seconds
+    assert Ranks().seconds(timeline) == pytest.approx(step)
+    whole = (1 + timeline.overhead) * timeline.unplanned_seconds
+    assert Ranks().seconds(timeline) == pytest.approx(whole)
+    traffic = Traffic(backward_bytes=2 * 10**9)
+    slow = step_at(4, "L4")
+    timeline = replace(Simulator(slow).run(), tile_seconds=0.01)
+    sent = Ranks(lambda: traffic).communication(timeline)
+    assert sent == communication(slow, traffic, gpus.find("L4").peer)
 
 
 def test_no_setting_that_was_passed_over_is_faster() -> None:
