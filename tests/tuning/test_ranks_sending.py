@@ -116,6 +116,7 @@ def test_seconds_of_tiles_count_once() -> None:
     timeline = replace(Simulator(step_at(4, None)).run(), tile_seconds=0.25)
     step = timeline.graph.step_seconds
     assert Ranks().seconds(timeline) == pytest.approx(step)
+    assert timeline.queues == (pytest.approx(step), 0.0)
     whole = (1 + timeline.overhead) * timeline.unplanned_seconds
     assert Ranks().seconds(timeline) == pytest.approx(whole)
     traffic = Traffic(backward_bytes=2 * 10**9)
