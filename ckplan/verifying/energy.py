@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 WINDOWS = 5
 WINDOW_SECONDS = 5.0  # at least; counters are updated every 20 to 100 ms
-_KEY = "ckplan"
+_KEY, _WHAT = "ckplan", "measuring energy"
 
 
 class Measured(Protocol):
@@ -138,7 +138,9 @@ def measure_energy(
         CkplanError: The counters stood still.
     """
     window = partial(_window, counters, clock=clock)
-    unplanned, planned = pair.in_turns(window, WINDOWS, tell, "measuring energy")
+    unplanned, planned = pair.in_turns(window, WINDOWS, tell, _WHAT)
+    if not planned:  # both do not fit in memory together; now the planned one is alone
+        unplanned, planned = pair.in_turns(window, WINDOWS, tell, _WHAT)
     per_step = quartiles([one.joules_per_step for one in planned])
     assert per_step is not None, "internal error: no window was measured"
     added = [
@@ -161,11 +163,13 @@ def _window(counters: Counters, steps: Steps, *, clock: Callable[[], float]) -> 
     begin, taken, seconds = clock(), 0, 0.0
     # Each step ends when the device is idle, and this process has no work on it.
     counters.monitor.begin_window(_KEY, sync_execution=False)
-    while seconds < WINDOW_SECONDS:
-        steps.step()
-        taken += 1
-        seconds = clock() - begin
-    found = counters.monitor.end_window(_KEY, sync_execution=False)
+    try:
+        while seconds < WINDOW_SECONDS:
+            steps.step()
+            taken += 1
+            seconds = clock() - begin
+    finally:
+        found = counters.monitor.end_window(_KEY, sync_execution=False)
     parts = (found.gpu_energy, found.cpu_energy, found.dram_energy)
     joules = sum(sum(part.values()) for part in parts if part)
     if joules <= 0.0:
