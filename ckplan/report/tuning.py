@@ -78,7 +78,8 @@ def communication_words(setting: Setting) -> str:
     hidden = units.format_seconds(sent.seconds - sent.exposed_seconds)
     return (
         f"{units.format_seconds(sent.exposed_seconds)}; {hidden} of "
-        f"{units.format_seconds(sent.seconds)} are hidden by forward and backward"
+        f"{units.format_seconds(sent.seconds)} are hidden by forward and backward "
+        f"({units.format_seconds(sent.reduce_seconds)} to reduce, the rest to gather)"
     )
 
 
@@ -260,6 +261,8 @@ def _communication_json(setting: Setting) -> dict[str, float | None]:
     sent = setting.communication
     return {
         "communication_seconds": sent.seconds if sent else None,
+        "gather_seconds": sent.seconds - sent.reduce_seconds if sent else None,
+        "reduce_seconds": sent.reduce_seconds if sent else None,
         "exposed_communication_seconds": sent.exposed_seconds if sent else None,
     }
 

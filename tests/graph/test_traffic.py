@@ -40,12 +40,14 @@ def test_a_rank_sends_as_much_as_in_rings(ranks: int) -> None:
     share = (ranks - 1) / ranks
     of_all, of_units = share * ALL, share * BLOCKS * WEIGHT
     expected = {
-        "ddp": Traffic(last_backward_bytes=round(2 * of_all)),
-        "zero1": Traffic(last_backward_bytes=round(of_all), update_bytes=round(of_all)),
-        "zero2": Traffic(backward_bytes=round(of_all), update_bytes=round(of_all)),
+        "ddp": Traffic(0, 0, round(2 * of_all), 0),
+        "zero1": Traffic(0, 0, round(of_all), round(of_all)),
+        "zero2": Traffic(0, round(of_all), 0, round(of_all)),
         "zero3": Traffic(round(of_all), round(of_units + of_all)),
         "fsdp2": Traffic(round(of_all), round(of_units + of_all)),
     }
+    reduced = round(of_all)  # of every scheme
+    expected = {k: replace(v, reduced_bytes=reduced) for k, v in expected.items()}
     assert {*expected} == {*SCHEMES}
     for scheme, traffic in expected.items():
         assert traffic_of(blocks(), Sharding(scheme, ranks)) == traffic, scheme
@@ -65,6 +67,10 @@ def test_micro_batches_are_reduced_each_where_gradients_are_divided() -> None:
         for many in (1, 3)
     )
     share = round(0.75 * ALL)
+    for scheme in SCHEMES:
+        traffic = traffic_of(blocks(), Sharding(scheme, 4))
+        times = 1 if scheme in ("ddp", "zero1") else 3
+        assert traffic.step_reduced_bytes(3) == times * share, scheme
     more = {scheme: three[scheme] - one[scheme] for scheme in SCHEMES}
     assert more["ddp"] == more["zero1"] == 0
     assert more["zero2"] == 2 * share
@@ -90,7 +96,7 @@ def test_only_what_is_longer_than_its_phase_takes_time() -> None:
     graph = blocks()  # of one second an op
     forward, stop = graph.num_forward, graph.backward_stop
     backward = float(stop - forward)
-    traffic = Traffic(100, 400, 600, 50)
+    traffic = Traffic(100, 400, 600, 50, reduced_bytes=300)
 
     def exposed(rate: int, many: int = 1, added: float = 0.0) -> float:
         options = {"accumulate": many} if many > 1 else {}
@@ -98,6 +104,7 @@ def test_only_what_is_longer_than_its_phase_takes_time() -> None:
         found = communication(step, traffic, rate, added)
         assert found.rate == rate
         assert found.seconds == traffic.step_bytes(many) / rate
+        assert found.reduce_seconds == many * 300 / rate
         return found.exposed_seconds
 
     assert exposed(10**6) == 50 / 10**6  # nothing hides what follows the optimizer

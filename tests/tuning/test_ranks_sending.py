@@ -100,6 +100,7 @@ def test_the_answer_says_what_is_hidden_and_what_is_assumed() -> None:
     plain = tuned_json(found)["best"]
     assert plain["communication_seconds"] == sent.seconds
     assert plain["exposed_communication_seconds"] == sent.exposed_seconds
+    assert plain["gather_seconds"] == plain["reduce_seconds"] == sent.reduce_seconds
 
 
 def test_without_a_rate_the_answer_says_that_nothing_is_counted() -> None:

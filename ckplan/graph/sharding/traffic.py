@@ -25,14 +25,19 @@ class Traffic:
     """Bytes that one rank sends, by the phase that they run beside."""
 
     forward_bytes: int = 0  # of every micro-batch: gathers
-    backward_bytes: int = 0  # of every micro-batch: gathers and reductions
-    last_backward_bytes: int = 0  # of the last micro-batch alone: reductions
+    backward_bytes: int = 0  # of every micro-batch
+    last_backward_bytes: int = 0  # of the last micro-batch alone
     update_bytes: int = 0  # after the optimizer: gathers
+    reduced_bytes: int = 0  # of those of a backward: to reduce, the rest to gather
 
     def step_bytes(self, num_batches: int) -> int:
         """Bytes of a step of the optimizer."""
         each = self.forward_bytes + self.backward_bytes
         return num_batches * each + self.last_backward_bytes + self.update_bytes
+
+    def step_reduced_bytes(self, num_batches: int) -> int:
+        """Bytes of its reductions alone."""
+        return self.reduced_bytes * (num_batches if self.backward_bytes else 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +45,7 @@ class Communication:
     """Seconds of a rank's collectives in a step of the optimizer."""
 
     seconds: float  # of all
+    reduce_seconds: float  # of these, reductions; the rest are gathers
     exposed_seconds: float  # of what is longer than the phase it runs beside
     rate: int  # bytes per second that a rank sends at most
 
@@ -66,15 +72,15 @@ def traffic_of(graph: Graph, sharding: Sharding) -> Traffic:
     sizes = [graph.storages[gradient].bytes for gradient in state.gradients]
     part = others * -(-sum(sizes) // sharding.world_size)  # of all gradients
     if sharding.scheme == "ddp":
-        return Traffic(last_backward_bytes=2 * part)
+        return Traffic(last_backward_bytes=2 * part, reduced_bytes=part)
     if sharding.scheme == "zero1":
-        return Traffic(last_backward_bytes=part, update_bytes=part)
+        return Traffic(0, 0, part, part, reduced_bytes=part)
     if sharding.scheme == "zero2":
-        return Traffic(backward_bytes=part, update_bytes=part)
+        return Traffic(0, part, 0, part, reduced_bytes=part)
     if sharding.scheme == "fsdp2":
         part = others * sum(map(state.row_shares(sharding.world_size), sizes))
     forward, backward = _gathers(graph, state, sharding)
-    return Traffic(others * forward, others * backward + part)
+    return Traffic(others * forward, others * backward + part, reduced_bytes=part)
 
 
 def _gathers(graph: Graph, state: State, sharding: Sharding) -> tuple[int, int]:
@@ -115,6 +121,7 @@ def communication(
     ]
     return Communication(
         traffic.step_bytes(many) / rate,
+        traffic.step_reduced_bytes(many) / rate,
         sum(_exposed(sizes, rate, seconds) for sizes, seconds in beside),
         rate,
     )
