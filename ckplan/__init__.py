@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ckplan.plan.file import load as load_plan
     from ckplan.plan.plan import Plan
     from ckplan.report.html import save_report
+    from ckplan.report.tuned_page import save_tuned_report
     from ckplan.solving.solve import frontier
     from ckplan.solving.solve import solve_plan as solve
     from ckplan.tracing.profile import profile
@@ -62,6 +63,7 @@ __all__ = [
     "record",
     "remove",
     "save_report",
+    "save_tuned_report",
     "shard",
     "solve",
     "spill_rate",
@@ -94,6 +96,7 @@ _HOME = {
     "record": "ckplan.tracing.record:record",
     "remove": "ckplan.applying:remove",
     "save_report": "ckplan.report.html:save_report",
+    "save_tuned_report": "ckplan.report.tuned_page:save_tuned_report",
     "shard": "ckplan.graph.sharding:shard",
     "solve": "ckplan.solving.solve:solve_plan",
     "spill_rate": "ckplan.tracing.costs.spill_rate:spill_rate",

@@ -28,15 +28,8 @@ _T = TypeVar("_T")
 FORMAT_VERSION = 1
 RATES = ("fp32", "tf32", "fp16", "bf16")
 FIGURES = (
-    "memory",
-    "capacity",
-    "context",
-    "bandwidth",
-    "link",
-    "launch_us",
-    "capability",
-    "multiprocessors",
-    "tflops",
+    *("memory", "capacity", "context", "bandwidth", "link", "peer", "launch_us"),
+    *("capability", "multiprocessors", "tflops"),
 )
 DEFAULT = "A100 40GB"
 """The card for ``cuda`` if no GPU is installed and none is named."""
@@ -88,6 +81,7 @@ class Gpu:
     sources: Mapping[str, str]  # of FIGURES -> document
     platform: str = "cuda"  # one of PLATFORMS
     link: int = _ASSUMED_LINK  # bytes per second from pinned memory, and back at once
+    peer: int = _ASSUMED_LINK  # bytes per second to the other cards of the machine
     price: float | None = None  # in any currency, of a table of one's own
 
     @property
@@ -257,6 +251,7 @@ def _card(name: str, part: YamlNode, documents: Mapping[str, str], own: bool) ->
         },
         platform=figure("platform", _platform, "cuda"),
         link=figure("link", _bytes, _ASSUMED_LINK),
+        peer=figure("peer", _bytes, figure("link", _bytes, _ASSUMED_LINK)),
         price=figure("price", _number, None),
     )
 

@@ -34,6 +34,7 @@ _QUANTITY = re.compile(
     re.ASCII | re.IGNORECASE,
 )
 _SECONDS_SCALES = ((1e-9, "ns"), (1e-6, "us"), (1e-3, "ms"), (1.0, "s"))
+_JOULES_SCALES = ((1e-3, "mJ"), (1.0, "J"), (1e3, "kJ"))
 _FLOPS_SCALES = tuple(
     (10.0**power, f"{prefix}FLOP")
     for power, prefix in ((0, ""), (3, "k"), (6, "M"), (9, "G"), (12, "T"), (15, "P"))
@@ -158,6 +159,15 @@ def format_flops(num_flops: int) -> str:
     if abs(num_flops) < 1000:
         return f"{num_flops} FLOP"
     return _format_scaled(num_flops, _FLOPS_SCALES)
+
+
+def format_joules(joules: float) -> str:
+    """Print an energy with three digits.
+
+    >>> format_joules(0.0123), format_joules(12.34), format_joules(5_000)
+    ('12.3 mJ', '12.3 J', '5.00 kJ')
+    """
+    return _format_scaled(joules, _JOULES_SCALES)
 
 
 def format_percent(fraction: float, *, sign: bool = False) -> str:

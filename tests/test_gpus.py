@@ -83,6 +83,7 @@ MADE_OF = {
     "H200": (16896, 1.980, 6144, 6.25),
 }
 
+JOINED = {"V100 16GB", "A100 40GB", "A100 80GB", "H100", "H200", "B200", "MI300X"}
 SMALL = {
     "T4",
     "V100 16GB",
@@ -109,6 +110,8 @@ def test_figures_are_sound_and_every_one_has_a_source(card: gpus.Gpu) -> None:
     assert set(card.sources) == set(gpus.FIGURES)
     assert all(len(source) > 10 for source in card.sources.values())
     assert 3e9 < card.link <= 63e9
+    assert card.link <= card.peer <= 900e9
+    assert (card.peer > 100e9) == (card.name in JOINED), "NVLink, Infinity Fabric"
     rates = card.flop_rates
     assert rates["fp32"] <= rates.get("tf32", rates["fp32"]) < rates["fp16"]
     assert rates.get("bf16", rates["fp16"]) == rates["fp16"]
@@ -202,7 +205,8 @@ def test_cards_of_ones_own_by_size_and_rates(
     card = gpus.find("mine")
     assert card.usable_bytes == int(0.975 * 20e9) - 600 * 2**20
     assert card.assumed == (
-        *("capacity", "context", "link", "launch_us", "capability", "multiprocessors"),
+        *("capacity", "context", "link", "peer", "launch_us"),
+        *("capability", "multiprocessors"),
     )
     assert card.price == 0.4
     assert gpus.find("RTX 4090").memory_bytes == 48 * 2**30  # it replaces the other

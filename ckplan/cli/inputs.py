@@ -30,8 +30,9 @@ def shard_for_rank(graph: Graph, sharding: Sharding | None) -> Graph:
     if sharding is None:
         return graph
     from ckplan.graph.sharding import sharded
+    from ckplan.simulating.peers import peer_rate
 
-    return sharded(graph, sharding)
+    return sharded(graph, sharding, peer_rate(graph))
 
 
 def load_step(trace: Path | None, sharding: Sharding | None) -> Graph:

@@ -10,7 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckplan.cli.inputs import check_output, check_plot_output, is_trace_file
+from ckplan.cli.inputs import (
+    check_output,
+    check_page_output,
+    check_plot_output,
+    is_trace_file,
+)
 from ckplan.cli.options import Force, Json, Seed, StepOptions
 from ckplan.cli.source_options import SourceOptions
 from ckplan.cli.terminal import fewer_collections, print_message, print_report
@@ -83,6 +88,10 @@ def tune(
             metavar="FILE", help="Draw samples per second by batch: .png or .svg."
         ),
     ] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write an HTML page about the answer."),
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("-o", help="Write the plan with its setting here.")
     ] = None,
@@ -95,6 +104,8 @@ def tune(
         check_output(output, force)
     if plot is not None:
         check_plot_output(plot, force)
+    if report is not None:
+        _check_report(report, force)
     from ckplan.plan import file as plan_file
     from ckplan.report.tuning import save_tuned_plot, tuned_json, tuned_report
     from ckplan.tuning.answer import plan_of
@@ -121,6 +132,11 @@ def tune(
     if plot is not None:
         save_tuned_plot(plot, found, force=force)
         print_message(f"wrote {plot}")
+    if report is not None:
+        from ckplan.report.tuned_page import save_tuned_report
+
+        save_tuned_report(found, report, force=force)
+        print_message(f"wrote {report}")
     if output is not None:
         plan_file.save(plan_of(found), output, force=force)
         print_message(f"wrote {output}")
@@ -140,6 +156,14 @@ def _check(
         raise typer.BadParameter("--expandable-segments needs --gpu")
     if total_batch is not None and step.accumulate > 1:
         raise typer.BadParameter("only one is possible: --total-batch or --accumulate")
+
+
+def _check_report(path: Path, force: bool) -> None:
+    """Raise early if the page cannot be made or written."""
+    from ckplan.report.html import check_report
+
+    check_report()
+    check_page_output(path, force)
 
 
 def _are_traces(

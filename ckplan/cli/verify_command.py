@@ -61,6 +61,12 @@ def verify(
             "--calibrate", help="Keep what the engine took, for the next profiles."
         ),
     ] = False,
+    energy: Annotated[
+        bool,
+        typer.Option(
+            "--energy", help="Measure joules, where the hardware counts them (Zeus)."
+        ),
+    ] = False,
     seed: Seed = 0,
     fake: Annotated[
         bool,
@@ -98,7 +104,7 @@ def verify(
     """Train with a plan and without it, and compare the two."""
     if compiled:
         others = (device, cap, spill, trace, plot, report)
-        check_alone(others, step.is_default and not fake)
+        check_alone(others, step.is_default and not (fake or energy))
         name, chosen = inputs.target_and_wish(target_and_plan, budget)
         spec = step.workload(name, source)
         verify_in_compiled(spec, chosen, budget, steps, seed, save, force, as_json)
@@ -112,17 +118,18 @@ def verify(
         check_plot_output(plot, force)
     spec, training, seed = step.completed(target, source, seed, loaded)
     known = find_trace(trace, trace_of_plan(spec, training, seed, loaded))
-    _check_wishes(known, calibrate, steps, fake, report, force)
+    _check_wishes(known, calibrate, steps, fake, energy, report, force)
     options: dict[str, Any] = {
         **asdict(training),
         "device": device,
         "seed": seed,
         "trace": known,
     }
+    real = {**options, "spill": spill, "energy": energy}
     found = (
         _dry_run(spec, loaded, options)
         if fake
-        else _real(spec, loaded, steps, cap, {**options, "spill": spill})
+        else _real(spec, loaded, steps, cap, real)
     )
     shown, error = _report_and_error(found)
     print_report(found.as_json() if as_json else shown)
@@ -164,10 +171,17 @@ def _check_wishes(
     calibrate: bool,
     steps: int,
     fake: bool,
+    energy: bool,
     report: Path | None,
     force: bool,
 ) -> None:
     """Raise early if what is wanted beside the comparison cannot be had."""
+    if energy and fake:
+        raise CkplanError(
+            "cannot measure the energy of a dry run: it runs nothing",
+            needed="steps on the device itself",
+            hint="ckplan verify --energy without --fake",
+        )
     if calibrate:
         _check_calibration(trace, steps, fake)
     if report is not None:

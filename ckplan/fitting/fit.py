@@ -183,11 +183,20 @@ class _Asked:
         self._in_steps = in_steps
         self._sizes: dict[tuple[int, bool, bool], int] = {}
         self.planner = Planner(batches.graph)
+        self._simulators = {self._own_rows: self.planner.simulator}
         self._timelines: dict[tuple[int, bool], Timeline] = {}
 
-    @cached_property
+    @property
     def _smallest(self) -> tuple[Region, ...]:
-        """The regions of the smallest plan."""
+        """The regions of the smallest plan, by bytes alone where batches are coarse.
+
+        A search by seconds, too, takes as long again.
+        """
+        return self.planner.smallest[1] if self._in_steps else self._cheapest_smallest
+
+    @cached_property
+    def _cheapest_smallest(self) -> tuple[Region, ...]:
+        """Those of the cheapest plan that is as small."""
         found = self.planner.within(self.planner.floor.peak_bytes)
         assert found is not None, "internal error: the floor is that of a plan"
         return found[1]
@@ -229,10 +238,12 @@ class _Asked:
     ) -> list[Remedy]:
         gaps = answer.least_bytes - self._planned.peak_bytes
         graph = self._batches.graph
-        found = remedies(graph, self._smallest, limit.bytes - gaps)
+        found = remedies(graph, self._cheapest_smallest, limit.bytes - gaps)
         if answer.how == SMALLER_BATCH and answer.largest_planned:
             rows = answer.largest_planned
             smaller = self._timeline(rows, planned=True)
+            cheaper = self._simulators[rows].run(self._cheapest_smallest)
+            smaller = cheaper if limit.allows(cheaper) else smaller
             own = graph.step_seconds / self._own_rows
             taken = smaller.graph.step_seconds + smaller.recompute_seconds
             row = Remedy(
@@ -272,8 +283,10 @@ class _Asked:
     def _at_seconds_of(self, card: gpus.Gpu | None, found: ReplayedPlan) -> float:
         """The overhead of a plan at the seconds of another card."""
         timeline, regions = found
-        graph = timeline.graph if card is None else on_card(timeline.graph, card)
-        if not regions or graph is timeline.graph:
+        if not regions or card is None:
+            return timeline.overhead
+        graph = on_card(timeline.graph, card)
+        if graph is timeline.graph:
             return timeline.overhead
         return Simulator(graph).run(regions).overhead
 
@@ -320,10 +333,8 @@ class _Asked:
     def _timeline(self, rows: int, *, planned: bool) -> Timeline:
         """The step at a batch, cached."""
         if (rows, planned) not in self._timelines:
-            own = rows == self._own_rows
-            simulator = (
-                self.planner.simulator if own else Simulator(self._batches.at(rows))
-            )
+            if rows not in self._simulators:
+                self._simulators[rows] = Simulator(self._batches.at(rows))
             regions = self._smallest if planned else ()
-            self._timelines[rows, planned] = simulator.run(regions)
+            self._timelines[rows, planned] = self._simulators[rows].run(regions)
         return self._timelines[rows, planned]

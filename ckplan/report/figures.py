@@ -14,6 +14,8 @@ from ckplan.units import GIB, format_bytes
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
+    from ckplan.tuning.tuned import Tuned
+
 _KIND_COLORS = dict(
     zip(
         KINDS,
@@ -131,6 +133,40 @@ def _total(name: str, samples: Sequence[Sample], color: str) -> Any:
     trace.customdata = [[number, s.where] for number, s in enumerate(samples)]
     trace.hovertemplate = "%{y:.3f} GiB, %{customdata[1]}"
     return trace
+
+
+def batches_figure(tuned: Tuned) -> Figure:
+    """Samples or tokens per second by batch, without plans and with them."""
+    import plotly.graph_objects as go
+
+    times = tuned.tokens_per_sample or 1
+    unit = "samples" if tuned.tokens_per_sample is None else "tokens"
+    figure = go.Figure()
+    planned = [(batch, one) for batch, _, one in tuned.curve if one]
+    bare = [(batch, one) for batch, one, _ in tuned.curve if one]
+    for name, points, line in (
+        ("with a plan", planned, {"color": "#1f77b4"}),
+        ("no plan", bare, {"color": "#888888", "dash": "dash"}),
+        ("best", [(tuned.best.batch, tuned.best)], {"color": "#d62728"}),
+    ):
+        figure.add_scatter(
+            x=[batch for batch, _ in points],
+            y=[times * one.samples_per_second for _, one in points],
+            customdata=[format_bytes(one.peak_bytes) for _, one in points],
+            name=name,
+            mode="markers" if name == "best" else "lines+markers",
+            line=line,
+            marker={"size": 12, "symbol": "star"} if name == "best" else {"size": 6},
+            hovertemplate="batch %{x}: %{y:.4g} " + unit + "/s, %{customdata}",
+        )
+    if tuned.largest_unplanned:
+        figure.add_vline(tuned.largest_unplanned, line_dash="dot", line_color=_GRID)
+    _style(figure, height=420)
+    figure.update_xaxes(
+        title_text="batch (dotted: the largest without a plan)", type="log"
+    )
+    figure.update_yaxes(title_text=f"{unit} per second", rangemode="tozero")
+    return figure
 
 
 def _peak(name: str, peak: Sample, color: str) -> Any:

@@ -102,7 +102,6 @@ def _render(
     timelines: Mapping[str, Timeline],
     seen: Curves,
 ) -> str:
-    from jinja2 import Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup
 
     from ckplan.report.figures import frontier_figure, memory_figure
@@ -118,25 +117,16 @@ def _render(
     samples = {name: sample(one, levels[name]) for name, one in timelines.items()}
     budgets = [p.budget_bytes for p in plans.values() if p.budget_bytes is not None]
     budget = budgets[0] if budgets else None
-    memory = _chart(memory_figure(samples, budget, seen), first=True)
-    frontier = _chart(frontier_figure(points, others, budget), first=False)
+    memory = chart_html(memory_figure(samples, budget, seen), first=True)
+    frontier = chart_html(frontier_figure(points, others, budget), first=False)
     last = [*timelines][-1]
-    environment = Environment(
-        loader=PackageLoader("ckplan.report", ""),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters["size"] = units.format_bytes
-    environment.filters["seconds"] = units.format_seconds
-    environment.filters["percent"] = lambda x: units.format_percent(x, sign=True)
-    return environment.get_template(_TEMPLATE).render(
+    return render_page(
+        _TEMPLATE,
         title=f"Training step of {graph.model}",
         subtitle=f"{len(graph.ops)} ops, seconds {graph.costs}; all figures predicted",
         cards=_cards(timelines, reserved, budget),
-        memory_chart=Markup(memory),
-        frontier_chart=Markup(frontier),
+        memory_chart=memory,
+        frontier_chart=frontier,
         peak=_peak(last, samples[last]),
         points=points,
         others=others,
@@ -147,8 +137,28 @@ def _render(
     )
 
 
-def _chart(figure: Any, *, first: bool) -> str:
-    return str(
+def render_page(template: str, **values: object) -> str:
+    """A page; texts in it cannot break out of it."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader("ckplan.report", ""),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["size"] = units.format_bytes
+    environment.filters["seconds"] = units.format_seconds
+    environment.filters["percent"] = lambda x: units.format_percent(x, sign=True)
+    return environment.get_template(template).render(**values)
+
+
+def chart_html(figure: Any, *, first: bool) -> Any:
+    """A chart for a page; the first one brings the code that draws all."""
+    from markupsafe import Markup
+
+    return Markup(
         figure.to_html(
             full_html=False,
             include_plotlyjs=first,

@@ -72,7 +72,7 @@ def solution_json(
 ) -> dict[str, Any]:
     """A solution as JSON; ``budget_bytes`` includes reserve and gaps."""
     timeline = solution.timeline
-    step_seconds = timeline.graph.step_seconds
+    step_seconds = timeline.unplanned_seconds
     return {
         "model": plan.model,
         "plan": path,

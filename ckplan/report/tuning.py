@@ -16,6 +16,8 @@ from ckplan.report.tables import add_row, key_value_table, make_table, section
 from ckplan.tuning.settings import Setting
 from ckplan.tuning.tuned import LeverRow, Tuned
 
+LEVER_HEADERS = ("", "results", "saves", "per sample", "pays", "from", "on best")
+CURVE_HEADERS = ("batch", "no plan", "with a plan", "overhead", "peak")
 _CURVE_ROWS = 12
 
 
@@ -24,7 +26,7 @@ def tuned_report(found: Tuned) -> RenderableType:
     limit = units.format_bytes(found.limit.bytes)
     return Group(
         section(
-            f"Most {_unit(found)}s per second of {found.graph.model} in {limit}",
+            f"Most {unit_of(found)}s per second of {found.graph.model} in {limit}",
             key_value_table(_best(found)),
         ),
         section(
@@ -35,27 +37,30 @@ def tuned_report(found: Tuned) -> RenderableType:
     )
 
 
-def _unit(found: Tuned) -> str:
+def unit_of(found: Tuned) -> str:
+    """What is counted: ``sample`` or ``token``."""
     return "sample" if found.tokens_per_sample is None else "token"
 
 
-def _speed(found: Tuned, setting: Setting) -> str:
+def speed_words(found: Tuned, setting: Setting) -> str:
+    """Samples or tokens per second."""
     times = found.tokens_per_sample or 1
-    speed = _number(setting.samples_per_second * times)
-    return f"{speed} {_unit(found)}s per second"
+    speed = rate_words(setting.samples_per_second * times)
+    return f"{speed} {unit_of(found)}s per second"
 
 
-def _number(rate: float) -> str:
+def rate_words(rate: float) -> str:
     """A rate with four digits, or as a whole number.
 
-    >>> _number(1.6389), _number(16.389), _number(624.56), _number(71234.5)
+    >>> rate_words(1.6389), rate_words(16.389), rate_words(624.56), rate_words(71234.5)
     ('1.639', '16.39', '624.6', '71,234')
     """
     whole = len(str(int(rate)))
     return f"{rate:,.{max(4 - whole, 0)}f}"
 
 
-def _words(setting: Setting) -> str:
+def setting_words(setting: Setting) -> str:
+    """Batch, accumulation, plan and way of a setting."""
     parts = [f"batch {setting.batch}"]
     if setting.accumulate > 1:
         parts.append(f"accumulated {setting.accumulate} times")
@@ -65,11 +70,27 @@ def _words(setting: Setting) -> str:
     return ", ".join([*parts, plan, setting.way.title])
 
 
+def communication_words(setting: Setting) -> str:
+    """What sending adds to a step, and what hides the rest; empty if not known."""
+    sent = setting.communication
+    if sent is None:
+        return ""
+    hidden = units.format_seconds(sent.seconds - sent.exposed_seconds)
+    return (
+        f"{units.format_seconds(sent.exposed_seconds)}; {hidden} of "
+        f"{units.format_seconds(sent.seconds)} are hidden by forward and backward "
+        f"({units.format_seconds(sent.reduce_seconds)} to reduce, the rest to gather)"
+    )
+
+
 def _best(found: Tuned) -> Iterator[tuple[str, str]]:
     best = found.best
-    yield "best", _words(best)
-    yield "", _speed(found, best)
+    yield "best", setting_words(best)
+    yield "", speed_words(found, best)
     yield "step", units.format_seconds(best.step_seconds) + f" ({found.graph.costs})"
+    sent = communication_words(best)
+    if sent:
+        yield "of it sending", sent
     yield "peak", f"{units.format_bytes(best.peak_bytes)}, in {found.peak_at}"
     if best.regions:
         yield "extra work", extra_work_words(best.extra)
@@ -80,34 +101,35 @@ def _best(found: Tuned) -> Iterator[tuple[str, str]]:
     )
     for number, other in enumerate(found.next):
         name = "next" if number == 0 else ""
-        yield name, f"{_words(other.setting)}: {_speed(found, other.setting)}"
+        yield (
+            name,
+            f"{setting_words(other.setting)}: {speed_words(found, other.setting)}",
+        )
         yield "", f"gives up {other.gives_up}"
     for note in found.notes:
         yield "note", note
 
 
 def _levers(found: Tuned) -> Table:
-    table = make_table(
-        "",
-        *("results", "saves", "per sample", "pays", "from", "on best"),
-        texts=2,
-    )
+    table = make_table(*LEVER_HEADERS, texts=2)
     for row in found.levers:
-        if row.refused is not None:
-            add_row(table, row.name, f"refused: {row.refused}", *("-" for _ in "12345"))
-            continue
-        add_row(
-            table,
-            row.name,
-            row.bits,
-            _bytes(row.saved_bytes),
-            _seconds(row.seconds_per_sample),
-            "yes" if row.pays else "no",
-            "-" if row.crossover is None else str(row.crossover),
-            _seconds(row.on_best_seconds_per_sample),
-            bold=row.in_best,
-        )
+        add_row(table, *lever_cells(row), bold=row.in_best)
     return table
+
+
+def lever_cells(row: LeverRow) -> tuple[str, ...]:
+    """The texts of a lever's row under ``LEVER_HEADERS``."""
+    if row.refused is not None:
+        return row.name, f"refused: {row.refused}", *("-" for _ in LEVER_HEADERS[2:])
+    return (
+        row.name,
+        row.bits,
+        _bytes(row.saved_bytes),
+        _seconds(row.seconds_per_sample),
+        "yes" if row.pays else "no",
+        "-" if row.crossover is None else str(row.crossover),
+        _seconds(row.on_best_seconds_per_sample),
+    )
 
 
 def _bytes(size: int | None) -> str:
@@ -119,27 +141,27 @@ def _seconds(seconds: float | None) -> str:
 
 
 def _curve(found: Tuned) -> Table:
-    table = make_table("batch", "no plan", "with a plan", "overhead", "peak")
     rows = found.curve
     step = max(-(-len(rows) // _CURVE_ROWS), 1)
-    shown = [
-        row
-        for number, row in enumerate(rows)
-        if number % step == 0
-        or row[0] in (found.best.batch, found.largest_unplanned, found.largest_planned)
-    ]
-    for batch, bare, planned in shown:
-        assert planned is not None, "internal error: a batch that does not fit"
-        add_row(
-            table,
-            str(batch),
-            "does not fit" if bare is None else _number(bare.samples_per_second),
-            _number(planned.samples_per_second),
-            units.format_percent(planned.overhead, sign=True),
-            units.format_bytes(planned.peak_bytes),
-            bold=batch == found.best.batch,
-        )
+    named = (found.best.batch, found.largest_unplanned, found.largest_planned)
+    table = make_table(*CURVE_HEADERS)
+    for number, row in enumerate(rows):
+        if number % step == 0 or row[0] in named:
+            add_row(table, *curve_cells(row), bold=row[0] == found.best.batch)
     return table
+
+
+def curve_cells(row: tuple[int, Setting | None, Setting | None]) -> tuple[str, ...]:
+    """The texts of a batch under ``CURVE_HEADERS``."""
+    batch, bare, planned = row
+    assert planned is not None, "internal error: a batch that does not fit"
+    return (
+        str(batch),
+        "does not fit" if bare is None else rate_words(bare.samples_per_second),
+        rate_words(planned.samples_per_second),
+        units.format_percent(planned.overhead, sign=True),
+        units.format_bytes(planned.peak_bytes),
+    )
 
 
 def save_tuned_plot(path: Path, found: Tuned, *, force: bool) -> None:
@@ -170,7 +192,7 @@ def save_tuned_plot(path: Path, found: Tuned, *, force: bool) -> None:
     axes.set_xscale("log", base=2)
     axes.set_ylim(bottom=0)
     axes.set_xlabel("batch (dotted: the largest without a plan)")
-    axes.set_ylabel(f"{_unit(found)}s per second")
+    axes.set_ylabel(f"{unit_of(found)}s per second")
     limit = units.format_bytes(found.limit.bytes)
     axes.set_title(f"{found.graph.model} in {limit}")
     axes.legend()
@@ -227,9 +249,21 @@ def _setting_json(setting: Setting) -> dict[str, Any]:
         "step_seconds": setting.step_seconds,
         "peak_bytes": setting.peak_bytes,
         "overhead": setting.overhead,
+        **_communication_json(setting),
         "planned": bool(setting.regions),
         "profiled": setting.profiled,
         **extra_work_json(setting.extra),
+    }
+
+
+def _communication_json(setting: Setting) -> dict[str, float | None]:
+    """Seconds of a step's collectives, and of what nothing hides; None if unknown."""
+    sent = setting.communication
+    return {
+        "communication_seconds": sent.seconds if sent else None,
+        "gather_seconds": sent.seconds - sent.reduce_seconds if sent else None,
+        "reduce_seconds": sent.reduce_seconds if sent else None,
+        "exposed_communication_seconds": sent.exposed_seconds if sent else None,
     }
 
 

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from ckplan import units
 from ckplan.errors import VerifyError
+from ckplan.report.energy import energy_section
 from ckplan.report.phases import seconds_section
 from ckplan.report.tables import add_row, key_value_table, make_table, section
 from ckplan.report.timeline import timeline_report
@@ -38,6 +39,7 @@ def verification_report(found: Verification) -> RenderableType:
     return Group(
         section("Predicted and measured", _numbers(found)),
         *seconds_section(found),
+        *energy_section(found.energy),
         *([timeline_report(found.curves)] if found.curves else []),
         section("Planned against unplanned", key_value_table(rows)),
     )

@@ -90,7 +90,7 @@ class Timeline:
     def queues(self) -> tuple[float, float]:
         """Seconds of a GPU, and of the CPU beside it; without a GPU, the last is 0."""
         if not self.graph.is_launched:
-            return self.graph.step_seconds + self.recompute_seconds, 0.0
+            return self.unplanned_seconds + self.recompute_seconds, 0.0
         planned = self._queued(engine=True)
         return planned.device_seconds, planned.launch_seconds
 

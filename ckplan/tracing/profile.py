@@ -23,6 +23,7 @@ from ckplan.graph.graph import Graph
 from ckplan.graph.records import MEASURED
 from ckplan.graph.sharding import Sharding, sharded
 from ckplan.graph.updates import with_update_of
+from ckplan.simulating.peers import peer_rate
 from ckplan.tracing.build import build_graph
 from ckplan.tracing.costs.apply_overhead import on_host
 from ckplan.tracing.costs.calibrate import (
@@ -206,7 +207,7 @@ def profile(
         graph = _profile(
             build, training, place, fresh, replay, check, in_step, progress
         )
-    return sharded(graph, sharding) if sharding else graph
+    return sharded(graph, sharding, peer_rate(graph)) if sharding else graph
 
 
 @contextmanager

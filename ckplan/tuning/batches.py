@@ -79,6 +79,11 @@ class Batches:
         self._searched: list[tuple[int, int]] = []  # where plans were asked for
         self._transferred: dict[tuple[int, int], TransferredPlans] = {}
 
+    @property
+    def any_recorded(self) -> Graph:
+        """A step that was recorded, whatever its batch."""
+        return next(iter(self._ends.values()))
+
     def recorded_at(self, rows: int) -> Graph:
         """The step at a batch, recorded; drawn ones are then drawn anew."""
         if rows not in self.recorded:

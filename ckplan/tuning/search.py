@@ -19,7 +19,7 @@ from itertools import pairwise
 from ckplan.errors import CkplanError, WorkloadError
 from ckplan.graph.graph import Graph
 from ckplan.simulating.extra_work import extra_work
-from ckplan.simulating.simulate import Simulator, Timeline
+from ckplan.simulating.simulate import Simulator
 from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.planner import Planner
 from ckplan.solving.replays import ReplayedPlan
@@ -27,6 +27,7 @@ from ckplan.solving.reserved_limit import Plans, plan_within
 from ckplan.tuning.batches import NEAR, Batches
 from ckplan.tuning.largest import largest_batch
 from ckplan.tuning.plan_levers import LeverPlans, has_plan_levers, simulator_of
+from ckplan.tuning.ranks import Ranks
 from ckplan.tuning.settings import Setting, Way
 from ckplan.tuning.transfer import TransferredPlans
 
@@ -51,6 +52,7 @@ class WaySearch:
     start: int = 8  # batch where searches begin
     like: WaySearch | None = None  # of the same forward and backward
     bare: WaySearch | None = None  # of the same steps, whose plans only recompute
+    ranks: Ranks = field(default_factory=Ranks)
     refused: dict[int, str] = field(default_factory=dict)  # batch -> why
     _lever_plans: dict[int, LeverPlans | TransferredPlans] = field(default_factory=dict)
     _settings: dict[tuple[int, bool], Setting | None] = field(default_factory=dict)
@@ -182,10 +184,11 @@ class WaySearch:
             accumulate=self.accumulation(rows),
             regions=regions,
             peak_bytes=timeline.peak_bytes,
-            step_seconds=seconds_of(timeline),
-            overhead=timeline.overhead,
+            step_seconds=self.ranks.seconds(timeline),
+            overhead=self.ranks.overhead(timeline),
             profiled=rows in self.batches_of(rows).recorded,
             extra=extra_work(timeline, rows),
+            communication=self.ranks.communication(timeline),
         )
 
     def best(self, *, planned: bool = True) -> Setting | None:
@@ -256,7 +259,8 @@ class WaySearch:
         """Samples per second of the unplanned step, whether it fits or not."""
         many, batches = self.accumulation(rows), self.batches_of(rows)
         samples = rows * many * self.way.ranks
-        return samples / batches.step_seconds(rows, many)
+        seconds = batches.step_seconds(rows, many)
+        return samples / self.ranks.least_seconds(batches.any_recorded, seconds, many)
 
     def with_limit(self, limit: MemoryLimit) -> WaySearch:
         """The same steps within another limit."""
@@ -317,11 +321,6 @@ class WaySearch:
         self._lever_plans.clear()
         for name in ("largest_unplanned", "largest_planned"):
             self.__dict__.pop(name, None)
-
-
-def seconds_of(timeline: Timeline) -> float:
-    """Seconds of a step of the optimizer: all micro-batches and all recomputation."""
-    return timeline.graph.step_seconds + timeline.recompute_seconds
 
 
 def grid(most: int) -> list[int]:

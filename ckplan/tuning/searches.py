@@ -8,10 +8,11 @@ from functools import partial
 
 from ckplan.errors import CkplanError
 from ckplan.graph.graph import Graph
-from ckplan.graph.sharding import Sharding, sharded
+from ckplan.graph.sharding import Sharding, Traffic, sharded, traffic_of
 from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.tuning.batches import Batches, probe_rows
 from ckplan.tuning.plan_levers import has_plan_levers, without_plan_levers
+from ckplan.tuning.ranks import Ranks
 from ckplan.tuning.search import WaySearch
 from ckplan.tuning.settings import Setting, Way
 
@@ -57,6 +58,7 @@ class Searches:
     tell: Tell = lambda what: None  # told what is being done
     refused: dict[Way, str] = field(default_factory=dict)  # way -> why
     _known: dict[Way, WaySearch] = field(default_factory=dict)
+    _traffic: dict[Way, Traffic] = field(default_factory=dict)  # of ways with ranks
 
     def of(self, way: Way) -> WaySearch:
         """The settings of a way to train."""
@@ -82,6 +84,7 @@ class Searches:
                 self.total,
                 self.rows,
                 like,
+                ranks=Ranks(partial(self._traffic.get, way)),
             )
         return self._known[way]
 
@@ -101,12 +104,20 @@ class Searches:
 
     def _recorded(self, way: Way, rows: int, accumulate: int) -> Graph:
         self.tell(f"profiling {way.title} at batch {rows}")
-        return _of_rank(way, self.record(_of_all(way), rows, accumulate))
+        return self._of_rank(way, self.record(_of_all(way), rows, accumulate))
 
     def _recorded_again(self, way: Way, rows: int, accumulate: int) -> Graph:
         self.tell(f"profiling {way.title} at batch {rows} once more")
         again = self.record.again if isinstance(self.record, Recorder) else self.record
-        return _of_rank(way, again(_of_all(way), rows, accumulate))
+        return self._of_rank(way, again(_of_all(way), rows, accumulate))
+
+    def _of_rank(self, way: Way, graph: Graph) -> Graph:
+        """The step of one rank, if the way has several."""
+        if way.shard is None:
+            return graph
+        sharding = Sharding(way.shard, way.ranks)
+        self._traffic[way] = traffic_of(graph, sharding)
+        return sharded(graph, sharding)
 
     def best_of(self, way: Way) -> Setting | None:
         """The best setting of a way; None if the model refuses it or nothing fits."""
@@ -126,10 +137,3 @@ class Searches:
 def _of_all(way: Way) -> Way:
     """The same way in one process, which is recorded."""
     return replace(way, shard=None, ranks=1)
-
-
-def _of_rank(way: Way, graph: Graph) -> Graph:
-    """The step of one rank, if the way has several."""
-    if way.shard is None:
-        return graph
-    return sharded(graph, Sharding(way.shard, way.ranks))

@@ -13,7 +13,7 @@ from typing import Any
 from ckplan.errors import CkplanError, did_you_mean
 from ckplan.graph.graph import Graph
 from ckplan.graph.grouped_updates import group_size
-from ckplan.graph.sharding import SCHEMES
+from ckplan.graph.sharding import SCHEMES, Communication
 from ckplan.plan.region import Region
 from ckplan.simulating.extra_work import NO_EXTRA_WORK, ExtraWork
 from ckplan.solving.solve import LEVERS as PLAN_LEVERS
@@ -57,10 +57,12 @@ class Setting:
     accumulate: int  # micro-batches per step of the optimizer
     regions: tuple[Region, ...]  # of its plan; none: unplanned
     peak_bytes: int  # of all tensors
-    step_seconds: float  # of a step of the optimizer, all micro-batches included
+    step_seconds: float  # of a step of the optimizer: all micro-batches, and of
+    # communication what nothing hides, if its rate is known
     overhead: float  # of the plan, as a fraction of the step without it
     profiled: bool  # the graph was recorded at this batch, not drawn
     extra: ExtraWork = NO_EXTRA_WORK  # of its plan, per sample
+    communication: Communication | None = None  # of several ranks, if its rate is known
 
     @property
     def samples(self) -> int:

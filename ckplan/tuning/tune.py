@@ -103,9 +103,7 @@ class Tuning:
         graph = search.graph_at(best.batch)
         timeline = search.simulator(graph).run(best.regions)
         if way.shard is not None:
-            self._notes.append(
-                f"samples per second of all {way.ranks} ranks, without communication"
-            )
+            self._notes.append(_note_of_ranks(best))
         cautions = (one.caution for one in self.levers if one.is_in(way))
         self._notes += filter(None, cautions)
         owner = max(timeline.peak_by_kind.items(), key=lambda item: item[1])[0]
@@ -253,3 +251,15 @@ class Tuning:
             Alternative(one, gives_up(one, best))
             for one in list(dict.fromkeys(found))[:2]
         )
+
+
+def _note_of_ranks(best: Setting) -> str:
+    """What samples per second of several ranks are, and are not."""
+    note = f"samples per second of all {best.way.ranks} ranks"
+    sent = best.communication
+    if sent is None:
+        return f"{note}, without communication: the rate between cards is not known"
+    return (
+        f"{note}, of one machine: rings at {sent.rate / 1e9:g} GB/s each way, beside "
+        "forward and backward; only what takes longer than these counts"
+    )

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from ckplan.errors import CkplanError
 from ckplan.verifying.closeness import is_within, stated_difference
@@ -37,6 +37,7 @@ NOTE_FEWER = (
 NOTE_NOT_TOGETHER = (
     "the unplanned and the planned process do not fit in memory together: not timed"
 )
+_T = TypeVar("_T")
 _MOST_REPEATS = 2
 _MOST_HALVINGS = 10
 
@@ -150,15 +151,30 @@ class StepPair:
         self, steps: int, tell: Progress
     ) -> tuple[list[TimedStep], list[TimedStep]]:
         """Unplanned and planned steps, interleaved."""
+        return self.in_turns(lambda one: one.timed_step(), steps, tell)
+
+    def in_turns(
+        self,
+        action: Callable[[StepProcess], _T],
+        rounds: int,
+        tell: Progress,
+        what: str = "timing steps",
+    ) -> tuple[list[_T], list[_T]]:
+        """What an action returns of both, interleaved.
+
+        Of the planned one alone if both do not fit in memory together; nothing of
+        either if that is found out meanwhile.
+        """
+        planned = partial(action, self._planned)
         if not self._together:
-            return [], take_turns([self._planned.timed_step], steps, tell)[0]
-        pair = [self._unplanned.timed_step, self._planned.timed_step]
+            return [], take_turns([planned], rounds, tell, what)[0]
+        pair = [partial(action, self._unplanned), planned]
         try:
-            unplanned, planned = take_turns(pair, steps, tell)
+            unplanned, found = take_turns(pair, rounds, tell, what)
         except OutOfMemoryError:
             self._separate(NOTE_NOT_TOGETHER)
             return [], []
-        return unplanned, planned
+        return unplanned, found
 
     def _separate(self, note: str) -> None:
         self._unplanned.close()

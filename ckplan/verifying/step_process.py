@@ -198,9 +198,12 @@ def interleave(
 
 
 def take_turns(
-    actions: Sequence[Callable[[], _T]], rounds: int, progress: Progress | None = None
+    actions: Sequence[Callable[[], _T]],
+    rounds: int,
+    progress: Progress | None = None,
+    what: str = "timing steps",
 ) -> list[list[_T]]:
-    """Call each of ``actions`` once a round, as ``interleave`` does.
+    """Call each of ``actions`` once a round, as ``interleave`` does; say what is done.
 
     Returns:
         What they return, by action and round.
@@ -208,7 +211,7 @@ def take_turns(
     results: list[list[_T]] = [[] for _ in actions]
     for done in range(rounds):
         if progress is not None:
-            progress("timing steps", done, rounds)
+            progress(what, done, rounds)
         order = list(zip(actions, results, strict=True))
         for action, found in reversed(order) if done % 2 else order:
             found.append(action())

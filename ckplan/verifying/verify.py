@@ -36,6 +36,7 @@ from ckplan.verifying.compare_steps import (
     differing_results,
     first_steps_at_smaller_batch,
 )
+from ckplan.verifying.energy import Energy, energy_counters, measure_energy
 from ckplan.verifying.outcome import AbstractOutcome, outcome_fields
 from ckplan.verifying.phases import PhaseSeconds
 from ckplan.verifying.predict import curves_by_step, predict
@@ -98,6 +99,7 @@ class Verification(AbstractOutcome):
     # The largest in loss and gradients of the first step, relative to the largest value
     # of its tensor; None if the plan states no close bits.
     largest_difference: float | None = None
+    energy: Energy | None = None  # measured, if that was asked for
 
     @property
     def is_close(self) -> bool:
@@ -136,6 +138,7 @@ def verify(
     spill: str | Path | None = None,
     seed: int = 0,
     steps: int = 5,
+    energy: bool = False,
     trace: Graph | None = None,
     progress: Progress | None = None,
 ) -> Verification:
@@ -160,6 +163,7 @@ def verify(
             ``"host"``.
         seed: Seed of all random numbers.
         steps: Number of timed steps per process, interleaved; 0 disables timing.
+        energy: Whether to measure joules, in windows of at least 5 seconds.
         trace: Trace of this workload. It predicts live bytes over the step, and names
             the layers to recompute if the unplanned step does not fit.
         progress: Callback that reports progress.
@@ -168,7 +172,8 @@ def verify(
         The comparison. A difference or a peak over the budget does not raise.
 
     Raises:
-        CkplanError: The device is not available, or it does not support a cap.
+        CkplanError: The device is not available, does not support a cap, or has no
+            counters of energy.
         OutOfMemoryError: The planned step does not fit in memory.
         CkplanError: The workload or the plan cannot be used, or a step fails.
     """
@@ -186,6 +191,7 @@ def verify(
     if plan is not None:
         mover_for(plan, spill)  # raises early
     _check_cap(cap_bytes, device_name)
+    counters = energy_counters(device_name) if energy else None
 
     def start(
         chosen: Plan | None, halvings: int = 0, *, one_thread: bool = False
@@ -207,6 +213,10 @@ def verify(
             pair = StepPair(sides, start_substitute, running, plan)
             reference, planned = pair.first_steps(tell)
             timing = compare_times(*pair.timed_steps(steps, tell), load)
+            samples = training.accumulate * planned.rows
+            joules = None
+            if counters is not None:
+                joules = measure_energy(counters, pair, samples, tell)
         fewer = None if pair.fits else first_steps_at_smaller_batch(start, plan, tell)
     unplanned = reference if pair.fits else None
     predicted = predict(trace, plan, training, planned.fingerprint)
@@ -221,7 +231,8 @@ def verify(
         timing,
         (*pair.notes, *compared, *bits, *predicted.notes),
     )
-    found = replace(found, largest_difference=max(far.values(), default=None))
+    far_most = max(far.values(), default=None)
+    found = replace(found, largest_difference=far_most, energy=joules)
     both = ((UNPLANNED, unplanned), (PLANNED, planned))
     measured = {which: one.curve for which, one in both if one and one.curve}
     reserved = predicted.reserved

@@ -547,6 +547,10 @@ BAD_INPUT = [
         "cannot calibrate a dry run: it has no seconds",
     ),
     (
+        "verify model.py plan.yaml --fake --energy",
+        "cannot measure the energy of a dry run: it runs nothing",
+    ),
+    (
         "profile bad.py:in_backward",
         "the first step raised ValueError in backward: no gradient",
     ),

@@ -99,6 +99,29 @@ def test_the_largest_batches_fit_and_the_next_ones_do_not() -> None:
     assert alone.largest_planned is alone.largest_unplanned is None
 
 
+def test_cards_that_need_no_plan_search_none_by_seconds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    drawn: list[int] = []
+    at = KnownBatches.at
+
+    def counted(batches: KnownBatches, rows: int) -> Graph:
+        drawn.append(rows)
+        return at(batches, rows)
+
+    def searched(planner: Planner, budget_bytes: int) -> None:
+        raise AssertionError("a search by seconds")
+
+    monkeypatch.setattr(KnownBatches, "at", counted)
+    monkeypatch.setattr(Planner, "within", searched)
+    found = ckplan.fit(SMALL, LARGE)
+    assert {card.how for card in found.cards} == {"as it is"}
+    assert all(
+        (c.largest_planned or 0) > (c.largest_unplanned or 0) for c in found.cards
+    )
+    assert len(drawn) - 1 == len({*drawn})  # one to see that both are of one step
+
+
 def test_a_batch_that_does_not_fit_says_which_does() -> None:
     found = fit_batches(batches_of((of_batch(200), LARGE)), gpu="T4")
     (card,) = found.cards

@@ -21,8 +21,8 @@ from ckplan.errors import CkplanError
 from ckplan.graph import file as trace_file
 from ckplan.graph.graph import Graph
 from ckplan.graph.records import BEFORE_STEP, Storage
+from ckplan.graph.sharding import SCHEMES
 from ckplan.graph.sharding.editing import Insert, insert
-from ckplan.graph.sharding.schemes import SCHEMES
 from ckplan.graph.sharding.state import Parameter, flat_shares
 from ckplan.plan.region import Region
 from ckplan.simulating.simulate import Timeline, simulate

@@ -9,10 +9,11 @@ import pytest
 import torch
 from rank_model import build, loss_of
 from torch import nn
-from two_ranks import train_two
+from two_ranks import run_two, train_two
 
 import ckplan
 from ckplan.errors import CkplanError
+from ckplan.graph.sharding import Sharding, traffic_of
 from ckplan.plan import file as plan_file
 from ckplan.simulating.simulate import simulate
 
@@ -60,6 +61,62 @@ def profiled(scheme: str, accumulate: int = 1) -> Any:
         shard=scheme,
         world_size=2,
     )
+
+
+COUNT = """
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from rank_model import build, loss_of, units
+
+scheme, batches = sys.argv[2], int(sys.argv[3])
+sent = 0
+
+def count(names):
+    name = next(name for name in names if hasattr(dist, name))
+    real = getattr(dist, name)
+    def counted(*args, **kwargs):
+        global sent
+        tensors = [one for one in (*args, *kwargs.values()) if torch.is_tensor(one)]
+        sent += min(one.nbytes for one in tensors)  # a part, to the one other rank
+        return real(*args, **kwargs)
+    setattr(dist, name, counted)
+
+def reduced(state, bucket):
+    global sent
+    sent += bucket.buffer().nbytes  # half of it is reduced, half is gathered
+    return allreduce_hook(state, bucket)
+
+model, ids = build()
+if scheme == "ddp":
+    model = nn.parallel.DistributedDataParallel(model, init_sync=False)
+    model.register_comm_hook(None, reduced)
+else:
+    count(("all_gather_single", "all_gather_into_tensor"))
+    count(("reduce_scatter_single", "reduce_scatter_tensor"))
+    mesh = init_device_mesh("cpu", (2,))
+    for unit in units(model):
+        fully_shard(unit, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+for batch in range(batches):
+    if scheme == "ddp":
+        model.require_backward_grad_sync = batch == batches - 1
+    loss_of(model(ids), ids).backward()
+print(sent)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("scheme", "batches"), [("ddp", 2), ("fsdp2", 1), ("fsdp2", 2)]
+)
+def test_ranks_send_what_is_counted(scheme: str, batches: int, tmp_path: Path) -> None:
+    model, batch = build()
+    graph = ckplan.profile(model, batch, loss=loss_of, accumulate=batches)
+    said = run_two(tmp_path, COUNT, scheme, str(batches))
+    traffic = traffic_of(graph, Sharding(scheme, 2))
+    assert [int(one) for one in said] == [traffic.step_bytes(batches)] * 2
 
 
 def test_a_run_of_blocks_is_refused_under_fsdp2(tmp_path: Path) -> None:

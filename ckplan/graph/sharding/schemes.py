@@ -17,10 +17,10 @@ profiled size.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeAlias
 
-from ckplan.errors import CkplanError, GraphError, did_you_mean
+from ckplan.errors import GraphError
 from ckplan.graph.graph import Graph
 from ckplan.graph.patterns import fold_calls
 from ckplan.graph.records import BEFORE_STEP, Op, Storage
@@ -30,49 +30,14 @@ from ckplan.graph.sharding.gathering import (
     gathered_flat,
     reduced_in_buckets,
 )
+from ckplan.graph.sharding.scheme import GATHERING, Sharding
 from ckplan.graph.sharding.state import State, flat_shares, state_of
+from ckplan.graph.sharding.traffic import communication, traffic_of
+from ckplan.units import format_seconds
 
-SCHEMES = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
-_GATHERING = ("zero3", "fsdp2")
 _SCALAR_BYTES = 8  # state of no more, a count of steps, is not divided
 _Shares: TypeAlias = Callable[[Sequence[int]], list[int]]
 """Bytes of some tensors -> of what one rank has of each."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sharding:
-    """How the state of training is divided among ranks; see ``shard``.
-
-    Raises:
-        CkplanError: An unknown scheme, no rank, or units where nothing is gathered.
-    """
-
-    scheme: str  # one of SCHEMES
-    world_size: int
-    units: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        """Check the combination of fields."""
-        if self.scheme not in SCHEMES:
-            near = did_you_mean(self.scheme, SCHEMES)
-            raise CkplanError(
-                f"unknown way to shard '{self.scheme}'",
-                needed="one of " + ", ".join(SCHEMES),
-                hint=f"did you mean '{near}'?" if near else "--shard fsdp2",
-            )
-        if self.world_size < 1:
-            raise CkplanError(
-                f"cannot shard over {self.world_size} ranks",
-                needed="a world size of one or more",
-                hint="--world-size 8",
-            )
-        if self.units and self.scheme not in _GATHERING:
-            raise CkplanError(
-                f"cannot gather '{self.units[0]}' by itself: {self.scheme} does not "
-                "divide parameters",
-                needed="units where parameters are divided: " + ", ".join(_GATHERING),
-                hint="leave out --unit, or --shard fsdp2",
-            )
 
 
 def shard(
@@ -104,8 +69,14 @@ def shard(
     return sharded(graph, Sharding(scheme, world_size, tuple(units)))
 
 
-def sharded(graph: Graph, sharding: Sharding) -> Graph:
-    """Do the same as ``shard``, with a checked ``Sharding``."""
+def sharded(graph: Graph, sharding: Sharding, rate: int | None = None) -> Graph:
+    """Do the same as ``shard``, with a checked ``Sharding``.
+
+    Args:
+        graph: The step of one process.
+        sharding: How its state is divided.
+        rate: Bytes per second from a rank to the others, if known, for the notes.
+    """
     if "shard" in graph.options:
         raise GraphError(
             "cannot shard the trace: it is that of one rank under "
@@ -125,14 +96,26 @@ def sharded(graph: Graph, sharding: Sharding) -> Graph:
             replace(one, bytes=state.allocated(one.bytes)) for one in rank.storages
         ),
         options={**graph.options, **options},
-        notes=(*graph.notes, *_notes(sharding, state)),
+        notes=(*graph.notes, *_notes(sharding, state, _sending(graph, sharding, rate))),
     )
 
 
-def _notes(sharding: Sharding, state: State) -> list[str]:
+def _sending(graph: Graph, sharding: Sharding, rate: int | None) -> str:
+    """What seconds are without; nothing if the rate is not known."""
+    if rate is None:
+        return ""
+    sent = communication(graph, traffic_of(graph, sharding), rate)
+    hidden = format_seconds(sent.seconds - sent.exposed_seconds)
+    return (
+        f": rings at {rate / 1e9:g} GB/s take {format_seconds(sent.seconds)} a step, "
+        f"of which forward and backward hide {hidden}"
+    )
+
+
+def _notes(sharding: Sharding, state: State, sending: str) -> list[str]:
     ranks = f"{sharding.world_size} ranks under {sharding.scheme}"
-    found = [f"memory of one of {ranks}; seconds are without communication"]
-    if sharding.scheme in _GATHERING:
+    found = [f"memory of one of {ranks}; seconds are without communication{sending}"]
+    if sharding.scheme in GATHERING:
         calls = [(unit.fqn, 0) for unit in state.units[:-1]]
         units = ", ".join((*fold_calls(calls, calls), "the rest of the model"))
         found.append(f"parameters are gathered by {units}")
