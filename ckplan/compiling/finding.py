@@ -79,7 +79,7 @@ def find_parts(
         gradient_bytes=seeker.gradient_bytes,
         runs=tuple(seeker.runs),
         eager_bytes=tuple(seeker.eager_bytes),
-        eager_gradient_bytes=max(trained - sum(seeker.gradient_bytes.values()), 0),
+        eager_gradient_bytes=max(trained - _bytes_of(seeker.trained), 0),
         held_bytes=_bytes_of([*state, *tensors_of((args, kwargs))]),
         uncompiled=frozenset(seeker.uncompiled),
         model=type(model).__name__,
@@ -94,6 +94,7 @@ class _Seeker:
     def __init__(self, progress: Progress | None) -> None:
         self.planners: dict[str, CompiledPlanner] = {}
         self.gradient_bytes: dict[str, int] = {}
+        self.trained: list[nn.Parameter] = []  # by any graph; several may train one
         self.uncompiled: set[str] = set()
         self.runs: list[Run] = []
         self.eager_bytes = [0]
@@ -170,19 +171,27 @@ class _Seeker:
         self.planners[key] = CompiledPlanner(
             traced, joint, found, progress=self._progress
         )
-        trains = (one for one in inputs if isinstance(one, nn.Parameter))
-        self.gradient_bytes[key] = _bytes_of([p for p in trains if p.requires_grad])
+        parameters = [one for one in inputs if isinstance(one, nn.Parameter)]
+        trained = [one for one in parameters if one.requires_grad]
+        self.gradient_bytes[key] = _bytes_of(trained)
+        self.trained += trained
 
 
 @contextmanager
 def _restored(model: nn.Module) -> Iterator[None]:
-    """Restore buffers and the random state afterwards."""
-    buffers = [(one, one.detach().clone()) for one in model.buffers()]
-    with torch.random.fork_rng(devices=[]):
-        yield
-    with torch.no_grad():
-        for one, value in buffers:
-            one.copy_(value)
+    """Restore buffers and the random state afterwards, also if forward fails."""
+    held = [module._buffers for module in model.modules()]
+    before = [dict(buffers) for buffers in held]  # forward may assign others
+    values = [(one, one.detach().clone()) for one in model.buffers()]
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        for buffers, known in zip(held, before, strict=True):
+            buffers.update(known)
+        with torch.no_grad():
+            for one, value in values:
+                one.copy_(value)
 
 
 def tensors_of(tree: Any) -> list[torch.Tensor]:

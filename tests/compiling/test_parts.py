@@ -77,6 +77,39 @@ def test_graphs_and_what_is_saved_between_them_are_found(parts: Parts) -> None:
     )
 
 
+class Tied(nn.Module):
+    """Two graphs that train one parameter, and buffers that are assigned anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.between = nn.Linear(8, 8, bias=False), nn.Linear(8, 8)
+        self.register_buffer("steps", torch.zeros(()))
+        self.register_buffer("last", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps, self.last = self.steps + 1, x
+        x = uncompiled(self.between, self.shared(x).tanh())
+        return self.shared(x).square().mean()
+
+
+def test_what_no_graph_trains_is_known_where_two_train_one_parameter() -> None:
+    model, x = Tied(), torch.ones(4, 8)
+    found = find_parts(model, model, (x,), {}, {"dynamic": False})
+    assert [*found.gradient_bytes.values()] == [256, 256]
+    assert found.eager_gradient_bytes == 256 + 32
+    assert (model.steps, model.last) == (0, None)
+
+
+def test_a_forward_that_fails_leaves_buffers_as_they_were() -> None:
+    model, wide = Tied(), nn.Linear(9, 8)
+    buffer = model.steps
+    model.between = wide
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        find_parts(model, model, (torch.ones(4, 8),), {}, {"dynamic": False})
+    assert model.steps is buffer
+    assert model.last is None
+
+
 def seconds_of(parts: Parts, shares: dict[str, Any]) -> float:
     return sum(
         one.plan.predicted.overhead * parts.planners[key].step.graph.step_seconds
