@@ -148,6 +148,11 @@ def solve(
     mean = find_mean(graph, trace, sharding)
     if mean is not None:
         _tell_mean(plan, mean)
+    if "compiled" in graph.fingerprint:
+        print_message(
+            "this peak is simulated; that of the generated code may be larger: `ckplan "
+            f"verify TARGET --compile --budget {plan.budget_bytes}` plans to that one"
+        )
     print_message(f"wrote {output}")
 
 

@@ -151,8 +151,10 @@ def test_one_plan_is_for_all_graphs_and_reads_back(parts: Parts) -> None:
     assert plan.predicted is not None
     assert plan.predicted.peak_bytes <= budget_bytes
     assert plan.predicted.overhead > 0
-    with pytest.raises(PlanError, match="exceeds its budget"):
-        parts.follow(replace(plan, budget_bytes=plan.predicted.peak_bytes - 1))
+    most = plan.predicted.peak_bytes - 1
+    with pytest.raises(PlanError, match="exceeds its budget") as refused:
+        parts.follow(replace(plan, budget_bytes=most))
+    assert f"verify TARGET --compile --budget {most} --save" in refused.value.hint
 
 
 def test_one_solve_over_the_whole_step_is_shared(parts: Parts) -> None:
