@@ -19,9 +19,10 @@ from torch.utils import _pytree as pytree
 from ckplan.compiling.joining import Run
 from ckplan.compiling.lowering import DynamoGraph
 from ckplan.compiling.parts import Parts
+from ckplan.compiling.refusals import check_inputs
 from ckplan.compiling.replay import replay
 from ckplan.compiling.search import CompiledPlanner, Progress
-from ckplan.compiling.torch_names import ALLOWS_RECURRENT, storage_key
+from ckplan.compiling.torch_names import ALLOWS_RECURRENT, errors_pass, storage_key
 from ckplan.errors import ApplyError
 
 
@@ -55,7 +56,8 @@ def find_parts(
         progress: Told the stage of planning of each graph.
 
     Raises:
-        ApplyError: Nothing that is compiled requires a gradient.
+        ApplyError: Nothing that is compiled requires a gradient, or a graph is dynamic,
+            not on the CPU, or compiled with a mode that cannot be planned.
     """
     seeker = _Seeker(progress)
     state = [*model.parameters(), *model.buffers()]
@@ -111,6 +113,8 @@ class _Seeker:
         options: Mapping[str, Any] | None = None,
     ) -> Callable[..., Any]:
         """Trace and plan a graph of Dynamo."""
+        with errors_pass():
+            check_inputs(inputs, mode, options or {})
         key = key_of(graph, inputs)
         if key not in self.planners and key not in self.uncompiled:
             self._plan(key, graph, inputs, dict(options or {}))

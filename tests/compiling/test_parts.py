@@ -215,6 +215,18 @@ def test_what_runs_uncompiled_is_said_and_planned_once(
         ckplan.compile(model, plan, fullgraph=False)(x)
 
 
+@pytest.mark.parametrize("how", [{"mode": "max-autotune"}, {"dynamic": True}])
+def test_what_cannot_be_planned_is_refused_before_anything_is(
+    how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lowering, "generate_code", lambda *_: pytest.fail("planned"))
+    torch._dynamo.reset()
+    model, x = breaks()
+    with pytest.raises(ApplyError, match=r"max-autotune|dynamic shapes"):
+        ckplan.compile(model, "80%", fullgraph=False, **how)(x)
+    assert model.steps == 0
+
+
 @pytest.mark.usefixtures("no_kernels")
 def test_a_graph_that_cannot_be_lowered_runs_uncompiled_and_is_said(
     monkeypatch: pytest.MonkeyPatch,
