@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
 from ckplan.compiling.joining import Run
 from ckplan.compiling.lowering import DynamoGraph
@@ -24,6 +23,7 @@ from ckplan.compiling.replay import replay
 from ckplan.compiling.search import CompiledPlanner, Progress
 from ckplan.compiling.torch_names import ALLOWS_RECURRENT, errors_pass, storage_key
 from ckplan.errors import ApplyError
+from ckplan.training.workload import tensors_of
 
 
 def key_of(graph: fx.GraphModule, inputs: Sequence[Any]) -> str:
@@ -196,11 +196,6 @@ def _restored(model: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for one, value in values:
                 one.copy_(value)
-
-
-def tensors_of(tree: Any) -> list[torch.Tensor]:
-    """All tensors in nested containers."""
-    return [t for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor)]
 
 
 def _key_or_none(value: object) -> int:
