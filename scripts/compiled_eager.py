@@ -158,8 +158,8 @@ def _eager(spec: Any, plan: Any) -> Step:
 def _step(workload: Any, loss: Callable[[], Any]) -> Step:
     import torch
 
-    from ckplan.compiling.finding import tensors_of
     from ckplan.training.allocator import log_allocations
+    from ckplan.training.workload import tensors_of
 
     model = workload.model
 

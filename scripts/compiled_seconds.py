@@ -31,8 +31,8 @@ from _measuring import SEED, Report, chosen, finish, make_parser, make_table, ru
 BUDGET = "75%"
 MOST = 1.5  # times torch's own
 SETTINGS = {
-    "gpt2": ("layers=2", "width=128", "heads=4", "batch=4", "length=128", "vocab=512"),
-    "bert": ("layers=1", "width=64", "heads=2", "batch=8", "length=32", "vocab=200"),
+    "gpt2": ("layers=1", "width=64", "heads=2", "batch=8", "length=64", "vocab=200"),
+    "bert": ("layers=1", "width=64", "heads=2", "batch=8", "length=64", "vocab=200"),
 }
 WAYS = ("torch", "budget", "plan")  # budget before plan: it writes the file
 

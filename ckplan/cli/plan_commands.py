@@ -95,6 +95,7 @@ def solve(
     check_output(output, force)
     sharding = rank.sharding()
     from ckplan.plan import file as plan_file
+    from ckplan.plan.updates import group_size_of
     from ckplan.report.progress import ProgressLine
     from ckplan.solving import solve as solving
     from ckplan.solving.alternatives import alternatives
@@ -135,7 +136,7 @@ def solve(
     plan = solving.to_plan(graph, solution)
     grouped = solution.timeline.graph.options.get("optimizer")
     if grouped != graph.options.get("optimizer"):
-        size = str(grouped).partition("=")[2]
+        size = group_size_of(plan)
         print_message(
             f"the update runs in groups: ckplan.update_in_groups(optimizer, {size!r})"
         )
@@ -148,6 +149,11 @@ def solve(
     mean = find_mean(graph, trace, sharding)
     if mean is not None:
         _tell_mean(plan, mean)
+    if "compiled" in graph.fingerprint:
+        print_message(
+            "this peak is simulated; that of the generated code may be larger: `ckplan "
+            f"verify TARGET --compile --budget {plan.budget_bytes}` plans to that one"
+        )
     print_message(f"wrote {output}")
 
 

@@ -14,15 +14,16 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
 from ckplan.compiling.joining import Run
 from ckplan.compiling.lowering import DynamoGraph
 from ckplan.compiling.parts import Parts
+from ckplan.compiling.refusals import check_inputs
 from ckplan.compiling.replay import replay
 from ckplan.compiling.search import CompiledPlanner, Progress
-from ckplan.compiling.torch_names import ALLOWS_RECURRENT, storage_key
+from ckplan.compiling.torch_names import ALLOWS_RECURRENT, errors_pass, storage_key
 from ckplan.errors import ApplyError
+from ckplan.training.workload import tensors_of
 
 
 def key_of(graph: fx.GraphModule, inputs: Sequence[Any]) -> str:
@@ -55,7 +56,8 @@ def find_parts(
         progress: Told the stage of planning of each graph.
 
     Raises:
-        ApplyError: Nothing that is compiled requires a gradient.
+        ApplyError: Nothing that is compiled requires a gradient, or a graph is dynamic,
+            not on the CPU, or compiled with a mode that cannot be planned.
     """
     seeker = _Seeker(progress)
     state = [*model.parameters(), *model.buffers()]
@@ -79,7 +81,7 @@ def find_parts(
         gradient_bytes=seeker.gradient_bytes,
         runs=tuple(seeker.runs),
         eager_bytes=tuple(seeker.eager_bytes),
-        eager_gradient_bytes=max(trained - sum(seeker.gradient_bytes.values()), 0),
+        eager_gradient_bytes=max(trained - _bytes_of(seeker.trained), 0),
         held_bytes=_bytes_of([*state, *tensors_of((args, kwargs))]),
         uncompiled=frozenset(seeker.uncompiled),
         model=type(model).__name__,
@@ -94,6 +96,7 @@ class _Seeker:
     def __init__(self, progress: Progress | None) -> None:
         self.planners: dict[str, CompiledPlanner] = {}
         self.gradient_bytes: dict[str, int] = {}
+        self.trained: list[nn.Parameter] = []  # by any graph; several may train one
         self.uncompiled: set[str] = set()
         self.runs: list[Run] = []
         self.eager_bytes = [0]
@@ -110,6 +113,8 @@ class _Seeker:
         options: Mapping[str, Any] | None = None,
     ) -> Callable[..., Any]:
         """Trace and plan a graph of Dynamo."""
+        with errors_pass():
+            check_inputs(inputs, mode, options or {})
         key = key_of(graph, inputs)
         if key not in self.planners and key not in self.uncompiled:
             self._plan(key, graph, inputs, dict(options or {}))
@@ -170,24 +175,27 @@ class _Seeker:
         self.planners[key] = CompiledPlanner(
             traced, joint, found, progress=self._progress
         )
-        trains = (one for one in inputs if isinstance(one, nn.Parameter))
-        self.gradient_bytes[key] = _bytes_of([p for p in trains if p.requires_grad])
+        parameters = [one for one in inputs if isinstance(one, nn.Parameter)]
+        trained = [one for one in parameters if one.requires_grad]
+        self.gradient_bytes[key] = _bytes_of(trained)
+        self.trained += trained
 
 
 @contextmanager
 def _restored(model: nn.Module) -> Iterator[None]:
-    """Restore buffers and the random state afterwards."""
-    buffers = [(one, one.detach().clone()) for one in model.buffers()]
-    with torch.random.fork_rng(devices=[]):
-        yield
-    with torch.no_grad():
-        for one, value in buffers:
-            one.copy_(value)
-
-
-def tensors_of(tree: Any) -> list[torch.Tensor]:
-    """All tensors in nested containers."""
-    return [t for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor)]
+    """Restore buffers and the random state afterwards, also if forward fails."""
+    held = [module._buffers for module in model.modules()]
+    before = [dict(buffers) for buffers in held]  # forward may assign others
+    values = [(one, one.detach().clone()) for one in model.buffers()]
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        for buffers, known in zip(held, before, strict=True):
+            buffers.update(known)
+        with torch.no_grad():
+            for one, value in values:
+                one.copy_(value)
 
 
 def _key_or_none(value: object) -> int:

@@ -91,26 +91,29 @@ def _replayed(optimizer: torch.optim.Optimizer, kernels: KernelBytes) -> Optimiz
                 for one in state
                 if isinstance(one, torch.Tensor)
             )
-            before = ledger.live_bytes
-            ledger.peak_bytes = before
-            if not is_compiled:
+        step_bytes = _compiled_bytes(twin) if is_compiled else None
+        if step_bytes is None:
+            with Meter(ledger, kernels):
+                before = ledger.live_bytes
+                ledger.peak_bytes = before
                 twin.step()
-        step_bytes = (
-            _compiled_bytes(twin) if is_compiled else ledger.peak_bytes - before
-        )
+            step_bytes = ledger.peak_bytes - before
     return OptimizerBytes(gradients, state_bytes, step_bytes)
 
 
-def _compiled_bytes(twin: Any) -> int:
-    """Most bytes that a compiled step allocates at once, from its generated code."""
-    found = [0]
+def _compiled_bytes(twin: Any) -> int | None:
+    """Most bytes that a compiled step allocates at once, from its generated code.
+
+    None if torch compiles nothing of it, so that it runs as it is.
+    """
+    found: list[int] = []
 
     def only_replay(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         found.append(replay_alone(lower_alone(graph, inputs)))
         return graph.forward
 
     torch.compile(twin.step, backend=only_replay)()
-    return max(found)
+    return max(found, default=None)
 
 
 def _twin(optimizer: torch.optim.Optimizer) -> Any:

@@ -100,6 +100,7 @@ def check_within_budget(plan: Plan, peak_bytes: int) -> None:
         raise PlanError(
             f"the plan exceeds its budget: the code that this torch generates "
             f"takes {peak} of {budget}",
-            needed="a plan for this torch and these options of torch.compile",
-            hint="ckplan.compile(model, budget), which plans again",
+            needed="a plan whose generated code was replayed; solve only simulates it",
+            hint=f"ckplan verify TARGET --compile --budget {plan.budget_bytes} --save "
+            f"plan.yaml, or ckplan.compile(model, {plan.budget_bytes})",
         )

@@ -207,16 +207,22 @@ class CompiledPlanner:
     def overhead_of(self, saved: frozenset[str] | None) -> float:
         """Estimated seconds that saving the given values adds, as a fraction.
 
-        They are of the fused runs of that division, beyond torch's own; estimates are
-        too rough to promise a gain, so 0 is the least.
+        They are those of that division of the joint graph.
         """
         if saved is None:
             return 0.0
         if saved not in self._overheads:
-            seconds = self.step.seconds_of(self.joint.divided(saved))
-            beyond = seconds / self.step.graph.step_seconds - 1
-            self._overheads[saved] = max(beyond, 0.0)
+            self._overheads[saved] = self.overhead_in(self.joint.divided(saved))
         return self._overheads[saved]
+
+    def overhead_in(self, joint: JointGraph) -> float:
+        """Estimated seconds of another division beyond torch's own, as a fraction.
+
+        They are of its fused runs; estimates are too rough to promise a gain, so 0 is
+        the least.
+        """
+        beyond = self.step.seconds_of(joint) / self.step.graph.step_seconds - 1
+        return max(beyond, 0.0)
 
     def chosen(self, one: Candidate, budget_bytes: int | None = None) -> Chosen:
         """A candidate as a plan; by default, its budget is what it takes."""

@@ -1,19 +1,18 @@
-"""The training step of a workload as one compiled graph, and its ``Graph``."""
+"""The training step of a workload, compiled, and its ``Graph``."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import fx, nn
 
 from ckplan import units
 from ckplan.compiling.finding import find_parts
-from ckplan.compiling.lowering import DynamoGraph, Lowered
-from ckplan.compiling.partition import JointGraph
+from ckplan.compiling.lowering import DynamoGraph
 from ckplan.compiling.parts import Parts, only
 from ckplan.compiling.planned_backend import Backend
 from ckplan.compiling.replay import replay
@@ -28,8 +27,6 @@ from ckplan.graph.graph import Graph
 from ckplan.training.loading import WorkloadSpec, as_spec
 from ckplan.training.losses import arguments_of, pick_loss
 from ckplan.training.workload import Workload
-
-_T = TypeVar("_T")
 
 
 def loss_of_model(model: nn.Module, workload: Workload) -> torch.Tensor:
@@ -101,14 +98,8 @@ def parts_of(workload: Workload, progress: Progress | None = None) -> Parts:
         WorkloadError: The step does not train.
     """
     model = type(workload.model).__name__
-
-    def alone(traced: DynamoGraph, joint: JointGraph, lowered: Lowered) -> Parts:
-        unplanned = replay(lowered, joint.num_outputs)
-        planner = CompiledPlanner(traced, joint, unplanned, model, progress, quick=True)
-        return only(planner)
-
     try:
-        return trace_step(workload, alone)
+        return only(_alone(workload, model, progress))
     except GraphBreakError:
         step, given, how = _breaking(workload)
         with compile_errors("the step"):
@@ -118,7 +109,7 @@ def parts_of(workload: Workload, progress: Progress | None = None) -> Parts:
 def profile_compiled(spec: WorkloadSpec | str | Path, *, seed: int = 0) -> Graph:
     """Trace a workload's compiled step, forward, loss and backward, as a ``Graph``.
 
-    No kernel is generated for it; see ``parts_of``. The unplanned step is the one that
+    No kernel is compiled for it; see ``parts_of``. The unplanned step is the one that
     torch chooses, which computes some values again as it is. Several graphs are joined
     to one, and one plan is for all of them.
 
@@ -145,32 +136,32 @@ def profile_compiled(spec: WorkloadSpec | str | Path, *, seed: int = 0) -> Graph
     return replace(parts.joined.graph, notes=tuple(notes))
 
 
-def trace_step(
-    workload: Workload, use: Callable[[DynamoGraph, JointGraph, Lowered], _T]
-) -> _T:
-    """Trace a compiled step, which runs once, uncompiled; return what ``use`` makes.
-
-    Args:
-        workload: Its forward and loss are compiled as one graph.
-        use: Given the graph, the joint graph as torch divides it, and its code.
+def _alone(
+    workload: Workload, model: str, progress: Progress | None
+) -> CompiledPlanner:
+    """Trace a step that compiles as one graph; its forward runs once, uncompiled.
 
     Raises:
-        WorkloadError: The step does not train, or does not compile as one graph.
+        GraphBreakError: It does not compile as one graph.
+        WorkloadError: It does not train.
     """
-    found: list[_T] = []
+    found: list[CompiledPlanner] = []
 
     def only_trace(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         with errors_pass():
             traced = DynamoGraph(graph, inputs, {})
             joint, lowered = traced.lower(None)
-            if joint is None or lowered is None:
-                raise WorkloadError(
-                    "cannot trace a compiled step: nothing requires a gradient",
-                    needed="a loss that depends on a parameter with requires_grad",
-                    hint="look for torch.no_grad(), .detach() or frozen parameters",
-                )
-            found.append(use(traced, joint, lowered))
+            if joint is not None and lowered is not None:
+                unplanned = replay(lowered, joint.num_outputs)
+                given = traced, joint, unplanned, model, progress
+                found.append(CompiledPlanner(*given, quick=True))
             return graph.forward
 
     compiled_loss(workload, only_trace)()
+    if not found:
+        raise WorkloadError(
+            "cannot trace a compiled step: nothing requires a gradient",
+            needed="a loss that depends on a parameter with requires_grad",
+            hint="look for torch.no_grad(), .detach() or frozen parameters",
+        )
     return found[0]

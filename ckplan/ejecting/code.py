@@ -18,6 +18,7 @@ from ckplan.plan.hazards import refuse_torch_rerun, updates_statistics_twice
 from ckplan.plan.plan import Plan, Prediction
 from ckplan.plan.region import RERUN, Region
 from ckplan.plan.resolve import resolve
+from ckplan.plan.updates import group_size_of, with_planned_update
 from ckplan.simulating.simulate import Simulator, Timeline
 from ckplan.solving.baselines import (
     can_recompute,
@@ -34,7 +35,7 @@ from ckplan.solving.segmentation import (
     tree_frontier,
 )
 from ckplan.solving.unit_bytes import Unit
-from ckplan.units import format_bytes, format_percent
+from ckplan.units import format_bytes, format_percent, parse_bytes
 
 _TEMPLATE = '''\
 """Activation checkpointing of {model}, in plain PyTorch.
@@ -42,10 +43,10 @@ _TEMPLATE = '''\
 {about}
 
     checkpoint_calls(model)
-"""
+{use}"""
 
 from collections import Counter
-
+{imports}
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -76,6 +77,35 @@ def _wrap(module, name, numbers, counts):
 
     module.forward = checkpointed
 '''
+_GROUPS_TEMPLATE = '''
+
+def update_in_groups(optimizer, most={most}):
+    """Let an optimizer update parameters of at most so many bytes at once."""
+    step = optimizer.step
+
+    def in_groups(self, closure=None):
+        groups = self.param_groups
+        self.param_groups = list(_split(groups, most))
+        try:
+            return step() if closure is None else step(closure)
+        finally:
+            self.param_groups = groups
+
+    optimizer.step = MethodType(in_groups, optimizer)
+    return optimizer
+
+
+def _split(groups, most):
+    for group in groups:
+        part, held = [], 0
+        for parameter in group["params"]:
+            if part and held + parameter.nbytes > most:
+                yield {{**group, "params": part}}
+                part, held = [], 0
+            part.append(parameter)
+            held += parameter.nbytes
+        yield {{**group, "params": part}}
+'''
 
 
 @dataclass(frozen=True)
@@ -105,6 +135,7 @@ def plain_form(graph: Graph, plan: Plan) -> PlainPlan:
     Raises:
         PlanError: The plan belongs to another model.
     """
+    graph = with_planned_update(graph, plan)
     simulator = Simulator(graph)
     menus = Menus(simulator)
     regions = resolve(plan, graph)
@@ -191,7 +222,18 @@ def as_code(plain: PlainPlan, version: str) -> str:
     about = "\n".join(_header_lines(plain, version))
     name = plain.graph.model  # a trace may have any text there
     model = name if name.replace(".", "_").isidentifier() else "a model"
-    return _TEMPLATE.format(model=model, about=about, calls=calls)
+    size = group_size_of(plain.plan)
+    grouped = "" if size is None else _GROUPS_TEMPLATE.format(most=parse_bytes(size))
+    return (
+        _TEMPLATE.format(
+            model=model,
+            about=about,
+            calls=calls,
+            use="    update_in_groups(optimizer)\n" if grouped else "",
+            imports="from types import MethodType\n" if grouped else "",
+        )
+        + grouped
+    )
 
 
 def _numbers(numbers: Sequence[int] | None) -> str:
@@ -223,6 +265,11 @@ def _header_lines(plain: PlainPlan, version: str) -> Iterator[str]:
         yield ""
         yield "The plan it stands for rebuilds single ops, which has no plain form:"
         yield f"its own peak is {peak_and_overhead(plain.planned, predicted)}."
+    size = group_size_of(plain.plan)
+    if size is not None:
+        yield ""
+        yield f"The optimizer updates groups of at most {size} of parameters, with its"
+        yield "foreach kernels."
     if any(region.offload for region in plain.plan.regions):
         yield ""
         yield "It also moves tensors to a file. The nearest of torch moves all that is"

@@ -22,6 +22,7 @@ from ckplan.plan.hazards import refuse_torch_rerun, updates_statistics_twice
 from ckplan.plan.plan import Plan, Prediction
 from ckplan.plan.region import RERUN, Region
 from ckplan.plan.resolve import resolve
+from ckplan.plan.updates import group_size_of, with_planned_update
 from ckplan.simulating.simulate import Simulator, Timeline
 from ckplan.solving.baselines import (
     EXHAUSTIVE_MAX_LAYERS,
@@ -57,6 +58,7 @@ class Setting:
     same: bool  # whether the setting equals the plan
     updates_twice: bool  # running statistics
     predicted: Prediction | None = None  # by the plan itself
+    groups: str | None = None  # size of those that the optimizer updates
 
     @property
     def fits(self) -> bool:
@@ -75,6 +77,9 @@ class Setting:
             yield f"it does NOT fit {limit}: nothing that {self.tool} can say does"
         if self.updates_twice:
             yield "running statistics are updated twice a step; gradients are the same"
+        if self.groups is not None:
+            grouped = f"ckplan.update_in_groups(optimizer, {self.groups!r})"
+            yield f"left out, but in these figures: {grouped}; --as torch has it"
         yield f"needs {_NEEDS[self.tool]}"
 
 
@@ -90,6 +95,7 @@ def setting_for(graph: Graph, plan: Plan, tool: str) -> Setting:
         PlanError: The plan belongs to another model, or the model has no layers that
             the tool can rerun.
     """
+    graph = with_planned_update(graph, plan)
     simulator = Simulator(graph)
     regions = tuple(resolve(plan, graph))
     if not regions:
@@ -125,7 +131,10 @@ def setting_for(graph: Graph, plan: Plan, tool: str) -> Setting:
     same = [one for one in candidates if set(one[1]) == set(regions)]
     best = cheapest_or_smallest(same or candidates, limit, itemgetter(2))
     twice = updates_statistics_twice(graph, best[1])
-    return Setting(tool, *best, planned, limit, bool(same), twice, plan.predicted)
+    return Setting(
+        *(tool, *best, planned, limit, bool(same), twice, plan.predicted),
+        groups=group_size_of(plan),
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from torch import nn
 from ckplan.applying import apply, remove, status
 from ckplan.errors import ApplyError, CkplanError
 from ckplan.plan.plan import Plan
+from ckplan.plan.updates import group_size_of
 from ckplan.solving.solve import solve_plan
 from ckplan.tracing.record import LoopRecorder
 from ckplan.training.grouped_updates import update_in_groups
@@ -71,8 +72,9 @@ class LoopPlanner:
         """
         if self.plan is not None:
             apply(model, self.plan)
-            _group_updates(status(model).plan.workload, optimizer)
-            _warn_of_other_setting(status(model).plan.workload, setting or {})
+            planned = status(model).plan
+            _group_updates(planned, optimizer)
+            _warn_of_other_setting(planned.workload, setting or {})
             return
 
         def recorded() -> None:
@@ -102,12 +104,12 @@ class LoopPlanner:
 
 
 def _group_updates(
-    planned: Mapping[str, Any],
+    planned: Plan,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
 ) -> None:
     """Let optimizers update groups of parameters, where a plan has their size."""
-    size = planned.get("optimizer", "").partition("=")[2]
-    if size:
+    size = group_size_of(planned)
+    if size is not None:
         every = optimizer if isinstance(optimizer, Sequence) else [optimizer]
         for one in every:
             try:

@@ -15,6 +15,7 @@ from ckplan.graph.graph import Graph
 from ckplan.plan.plan import Plan, differences, plan_fingerprint
 from ckplan.plan.region import Region
 from ckplan.plan.resolve import resolve
+from ckplan.plan.updates import with_planned_update
 from ckplan.report.chrome_trace import save_chrome_trace
 from ckplan.report.hazards import hazard_rows
 from ckplan.report.layer_tree import layer_tree
@@ -22,7 +23,7 @@ from ckplan.report.samples import Sample, sample
 from ckplan.simulating.alive import Maker
 from ckplan.simulating.allocations import Level, Reserved, reserved_on_card
 from ckplan.simulating.curve import UNPLANNED, Curves
-from ckplan.simulating.simulate import Timeline
+from ckplan.simulating.simulate import Simulator, Timeline
 from ckplan.solving.common_strategies import all_baselines
 from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.planner import Planner
@@ -77,7 +78,7 @@ def save_report(
     regions = {name: _regions(graph, name, plan) for name, plan in plans.items()}
     timelines = {
         UNPLANNED: planner.unplanned,
-        **{name: planner.simulator.run(found) for name, found in regions.items()},
+        **{name: _timeline(planner, plans[name], regions[name]) for name in plans},
     }
     page = _render(planner, plans, regions, timelines, seen)
     files.write_text(path, page, force=force)
@@ -93,6 +94,12 @@ def _regions(graph: Graph, name: str, plan: Plan) -> tuple[Region, ...]:
             hint="name the trace that the plan was made from",
         )
     return resolve(plan, graph)
+
+
+def _timeline(planner: Planner, plan: Plan, regions: Sequence[Region]) -> Timeline:
+    graph = with_planned_update(planner.graph, plan)
+    whole = graph is planner.graph
+    return (planner.simulator if whole else Simulator(graph)).run(regions)
 
 
 def _render(

@@ -2,7 +2,7 @@
 
 Groups have temporaries as small as their parameters, and the same bits. A step with
 them is another graph (``graph/grouped_updates.py``), which is solved like any other;
-the plan says so in its ``training``.
+the plan's ``workload`` names that optimizer.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def solve_plan(
             also a head whose 16-bit logits are not cast to float32, whose gradients
             tiles round in another place; the plan says ``bits: close``. ``"groups"``:
             the optimizer may update groups of parameters, one after the other; then
-            the plan's ``training`` says so, and ``update_in_groups`` does it.
+            the plan's ``workload`` says so, and ``update_in_groups`` does it.
         spill_rate: Bytes per second of a disk that activations may move to, such as
             ``"2GB"``, or as ``ckplan.spill_rate(folder)`` measures it; on a GPU, of the
             way to host memory, each way. For a budget, a card or the least memory. On

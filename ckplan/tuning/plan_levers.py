@@ -19,6 +19,7 @@ from ckplan.solving.search import Search
 from ckplan.tuning.settings import CLOSE, Way
 
 HOST = "host"
+_FINEST = 64  # part of the way from the floor to the unplanned peak
 
 
 def has_plan_levers(way: Way) -> bool:
@@ -74,10 +75,14 @@ class LeverPlans:
 
     @property
     def smallest(self) -> ReplayedPlan:
-        """The cheapest plan that reaches it."""
-        found = self.within(self._search.floor_bytes)
-        assert found is not None, "internal error: the floor is that of a plan"
-        return found
+        """The cheapest plan that reaches it, or one near it: copies may need bytes."""
+        floor_bytes = self._search.floor_bytes
+        above = max(self.unplanned.peak_bytes - floor_bytes, 0)
+        for part in (0, *(1 << place for place in range(_FINEST.bit_length()))):
+            found = self.within(floor_bytes + above * part // _FINEST)
+            if found is not None:
+                return found
+        return self.unplanned, ()
 
     def within(self, budget_bytes: int) -> ReplayedPlan | None:
         """The cheapest plan within a budget; None if there is none."""

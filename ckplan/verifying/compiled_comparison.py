@@ -102,7 +102,7 @@ _Choice: TypeAlias = Mapping[str, frozenset[str] | None]
 
 
 class _Rows:
-    """Collects compared steps; the first is what overheads are relative to."""
+    """Collects compared steps; their overheads are what plans have."""
 
     def __init__(self, parts: Parts, budget_bytes: int) -> None:
         self.steps: list[ComparedStep] = []
@@ -123,11 +123,9 @@ class _Rows:
         parts = self._parts
         joints = {key: joint for key, (joint, _) in found.items()}
         replayed = {key: one for key, (_, one) in found.items()}
-        seconds_of = {
-            k: parts.planners[k].step.seconds_of(j) for k, j in joints.items()
-        }
-        seconds = sum(seconds_of[run.key] for run in parts.runs)
-        first = self.steps[0].step_seconds if self.steps else seconds
+        planners = parts.planners
+        seconds = {k: planners[k].step.seconds_of(j) for k, j in joints.items()}
+        overheads = {k: planners[k].overhead_in(j) for k, j in joints.items()}
         peak_bytes = parts.peak_bytes(replayed)
         backward = [one.backward.graph.nodes for one in joints.values()]
         self.steps.append(
@@ -135,8 +133,8 @@ class _Rows:
                 name=name,
                 peak_bytes=peak_bytes,
                 saved_bytes=sum(replayed[run.key].saved_bytes for run in parts.runs),
-                step_seconds=seconds,
-                overhead=max(seconds / first - 1, 0.0),  # as plans have it
+                step_seconds=sum(seconds[run.key] for run in parts.runs),
+                overhead=parts.overhead_of(overheads),
                 fits=peak_bytes <= self._budget_bytes,
                 draws_again=any(map(nodes.is_draw, chain(*backward))),
             )
@@ -159,7 +157,11 @@ def _others(parts: Parts) -> Iterator[tuple[str, _Choice, float | None]]:
 
 def _plan(parts: Parts, budget_bytes: int) -> _Choice:
     """The values that the plan for a budget saves, or the smallest plan."""
-    try:
-        return {key: one.saved for key, one in parts.share(budget_bytes).items()}
-    except InfeasibleError:
-        return {key: one.smallest.saved for key, one in parts.planners.items()}
+    planners = parts.planners
+    while True:
+        try:
+            shares = parts.share(budget_bytes)
+        except InfeasibleError:
+            return {key: one.smallest.saved for key, one in planners.items()}
+        if all(planners[key].check(one, None) for key, one in shares.items()):
+            return {key: one.saved for key, one in shares.items()}

@@ -10,6 +10,7 @@ from ckplan.errors import PlanError
 from ckplan.graph.records import MEASURED
 from ckplan.plan.plan import differences, plan_fingerprint
 from ckplan.plan.resolve import resolve
+from ckplan.plan.updates import with_planned_update
 from ckplan.simulating.allocations import Reserved, reserved_on_card
 from ckplan.simulating.curve import PLANNED, UNPLANNED, Curve, predicted_curve
 from ckplan.simulating.simulate import Simulator
@@ -47,6 +48,10 @@ def predict(
     """
     if trace is None:
         return Predicted()
+    try:
+        trace = trace if plan is None else with_planned_update(trace, plan)
+    except PlanError as error:
+        return Predicted(notes=(f"no predicted timeline: {error.what}",))
     different = differences(
         plan_fingerprint(trace.fingerprint), plan_fingerprint(workload_fingerprint)
     )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -78,6 +80,8 @@ def test_a_compiled_step_is_profiled_and_solved(run: Run, folder: Path) -> None:
     solved = run("solve", "t.json", "--min-memory", "-o", "p.yaml")
     assert solved.code == 0, solved.err
     plan = load_plan(folder / "p.yaml")
+    said = f"verify TARGET --compile --budget {plan.budget_bytes}"
+    assert said in " ".join(solved.err.split())
     assert plan.fingerprint["compiled"] == graph.fingerprint["compiled"]
     with pytest.raises(ckplan.CkplanError, match="it is for compiled code"):
         ckplan.apply(torch.nn.Linear(8, 8), plan)
@@ -111,6 +115,26 @@ def test_a_plan_is_compared_with_torch_s_own_choices(
     assert not any(
         steps[n]["draws_again"] for n in ("torch", "everything", "this plan")
     )
+
+
+def test_a_compared_plan_is_made_again_where_its_code_takes_more() -> None:
+    known = {"a": (False, False), "b": (True, False), "c": (True, True)}
+    names = iter(known)
+    chosen = [SimpleNamespace(saved=frozenset()) for _ in range(2)]
+
+    def share(_: int) -> dict[str, SimpleNamespace]:
+        name = next(names)
+        for one in chosen:
+            one.saved = frozenset({name})
+        return {"first": chosen[0], "second": chosen[1]}
+
+    def checks(place: int) -> SimpleNamespace:
+        return SimpleNamespace(check=lambda one, _: known[min(one.saved)][place])
+
+    planners = {"first": checks(0), "second": checks(1)}
+    parts: Any = SimpleNamespace(planners=planners, share=share)
+    found = compiled_comparison._plan(parts, 1)
+    assert found == dict.fromkeys(planners, frozenset({"c"}))
 
 
 @pytest.mark.parametrize(

@@ -82,6 +82,27 @@ def test_the_code_of_a_compiled_optimizer_is_replayed() -> None:
     assert not optimizer.state
 
 
+class Breaking(torch.optim.Optimizer):
+    """Breaks in its loop, so that Dynamo compiles nothing of its step."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.parameters(), {})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for one in self.param_groups[0]["params"]:
+            torch._dynamo.graph_break()
+            one.sub_(1e-3 * one.grad)
+
+
+def test_a_compiled_optimizer_of_which_nothing_compiles_counts_as_it_runs() -> None:
+    optimizer = Breaking(layers())
+    as_it_runs = optimizer_bytes(optimizer)
+    assert as_it_runs.step_peak_bytes >= 64 * 200 * 4
+    optimizer.step = torch.compile(optimizer.step)
+    assert optimizer_bytes(optimizer) == as_it_runs
+
+
 def test_a_budget_is_of_the_whole_step() -> None:
     optimizer = torch.optim.SGD(layers().parameters(), lr=1e-3, momentum=0.9)
     mine = optimizer_bytes(optimizer)

@@ -77,6 +77,39 @@ def test_graphs_and_what_is_saved_between_them_are_found(parts: Parts) -> None:
     )
 
 
+class Tied(nn.Module):
+    """Two graphs that train one parameter, and buffers that are assigned anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.between = nn.Linear(8, 8, bias=False), nn.Linear(8, 8)
+        self.register_buffer("steps", torch.zeros(()))
+        self.register_buffer("last", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps, self.last = self.steps + 1, x
+        x = uncompiled(self.between, self.shared(x).tanh())
+        return self.shared(x).square().mean()
+
+
+def test_what_no_graph_trains_is_known_where_two_train_one_parameter() -> None:
+    model, x = Tied(), torch.ones(4, 8)
+    found = find_parts(model, model, (x,), {}, {"dynamic": False})
+    assert [*found.gradient_bytes.values()] == [256, 256]
+    assert found.eager_gradient_bytes == 256 + 32
+    assert (model.steps, model.last) == (0, None)
+
+
+def test_a_forward_that_fails_leaves_buffers_as_they_were() -> None:
+    model, wide = Tied(), nn.Linear(9, 8)
+    buffer = model.steps
+    model.between = wide
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        find_parts(model, model, (torch.ones(4, 8),), {}, {"dynamic": False})
+    assert model.steps is buffer
+    assert model.last is None
+
+
 def seconds_of(parts: Parts, shares: dict[str, Any]) -> float:
     return sum(
         one.plan.predicted.overhead * parts.planners[key].step.graph.step_seconds
@@ -118,8 +151,10 @@ def test_one_plan_is_for_all_graphs_and_reads_back(parts: Parts) -> None:
     assert plan.predicted is not None
     assert plan.predicted.peak_bytes <= budget_bytes
     assert plan.predicted.overhead > 0
-    with pytest.raises(PlanError, match="exceeds its budget"):
-        parts.follow(replace(plan, budget_bytes=plan.predicted.peak_bytes - 1))
+    most = plan.predicted.peak_bytes - 1
+    with pytest.raises(PlanError, match="exceeds its budget") as refused:
+        parts.follow(replace(plan, budget_bytes=most))
+    assert f"verify TARGET --compile --budget {most} --save" in refused.value.hint
 
 
 def test_one_solve_over_the_whole_step_is_shared(parts: Parts) -> None:
@@ -178,6 +213,18 @@ def test_what_runs_uncompiled_is_said_and_planned_once(
     plan = Plan(model="m", fingerprint={"compiled": "0" * 16})
     with pytest.raises(PlanError, match=r"this is [0-9a-f]{16} in 2 graphs"):
         ckplan.compile(model, plan, fullgraph=False)(x)
+
+
+@pytest.mark.parametrize("how", [{"mode": "max-autotune"}, {"dynamic": True}])
+def test_what_cannot_be_planned_is_refused_before_anything_is(
+    how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lowering, "generate_code", lambda *_: pytest.fail("planned"))
+    torch._dynamo.reset()
+    model, x = breaks()
+    with pytest.raises(ApplyError, match=r"max-autotune|dynamic shapes"):
+        ckplan.compile(model, "80%", fullgraph=False, **how)(x)
+    assert model.steps == 0
 
 
 @pytest.mark.usefixtures("no_kernels")

@@ -6,6 +6,7 @@ import json
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -148,6 +149,45 @@ def test_transformers_needs_what_its_setting_says(step: int) -> None:
     exec(setting.text, {"model": workload.model})
     measured = measured_peak(workload)
     assert setting.timeline.peak_bytes == pytest.approx(measured, rel=0.005)
+
+
+def six_layers() -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    layers = [[torch.nn.Linear(64, 64), torch.nn.GELU()] for _ in range(6)]
+    return torch.nn.Sequential(*(torch.nn.Sequential(*one) for one in layers))
+
+
+def test_updates_in_groups_are_ejected_with_the_plan() -> None:
+    step = {"loss": lambda out, _: out.sum(), "optimizer": "adamw:foreach"}
+    batch = torch.ones(64, 64)
+    graph = ckplan.profile(six_layers(), batch, replay=False, **step)
+    plan = ckplan.solve(graph, goal="min-memory", allow=["groups"])
+    assert plan.predicted
+    plain = plain_form(graph, plan)
+    assert plain.planned.peak_bytes == plan.predicted.peak_bytes
+    code = as_code(plain, "0")
+    content: dict[str, Any] = {}
+    exec(compile(code, "ejected.py", "exec"), content)
+    found, seen = [], []
+    for is_grouped in (False, True):
+        model = six_layers()
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+        optimizer.register_step_pre_hook(lambda one, *_: seen.append(one.param_groups))
+        if is_grouped:
+            content["update_in_groups"](optimizer)
+        torch.optim.lr_scheduler.ConstantLR(optimizer)  # wraps the step
+        whole = optimizer.param_groups
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        assert optimizer.param_groups is whole
+        found.append(list(model.parameters()))
+    assert all(map(torch.equal, *found))
+    assert len(seen[1]) > len(seen[0]) == 1
+    for tool in TOOLS:
+        setting = setting_for(graph, plan, tool)
+        assert setting.planned.peak_bytes == plan.predicted.peak_bytes
+        assert any("left out" in line and "groups" in line for line in setting.about())
 
 
 def test_what_does_not_fit_says_so() -> None:

@@ -19,15 +19,20 @@ from ckplan.graph import file as trace_file
 from ckplan.graph.graph import Graph
 from ckplan.graph.grouped_updates import group_size, with_grouped_update
 from ckplan.plan import file as plan_file
+from ckplan.plan.resolve import resolve
+from ckplan.plan.updates import with_planned_update
+from ckplan.simulating.curve import PLANNED
 from ckplan.simulating.moving import Link
 from ckplan.simulating.simulate import Simulator
 from ckplan.solving.levers import search_with
 from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.planner import Planner
 from ckplan.solving.remedies import remedies
+from ckplan.training.step import Training
 from ckplan.tuning.settings import Way, grouped_update
 from ckplan.tuning.tune import Tuning
-from ckplan.units import parse_bytes
+from ckplan.units import format_bytes, parse_bytes
+from ckplan.verifying.predict import predict
 
 
 def build() -> nn.Sequential:
@@ -94,6 +99,28 @@ def test_the_remedy_and_the_plan_name_the_same_groups_and_bytes() -> None:
     plan = ckplan.solve(step(), found.peak_bytes, allow=["groups"])
     assert plan.workload["optimizer"] == f"adamw:foreach={size}"
     assert plan.predicted and plan.predicted.peak_bytes == real.peak_bytes
+
+
+def test_pages_and_predictions_of_a_plan_have_its_groups(tmp_path: Path) -> None:
+    plan = ckplan.solve(step(), goal="min-memory", allow=["groups"])
+    assert plan.predicted
+    grouped = with_planned_update(step(), plan)
+    assert grouped.options["optimizer"] == plan.workload["optimizer"]
+    found = Simulator(grouped).run(resolve(plan, grouped))
+    assert found.peak_bytes == plan.predicted.peak_bytes
+    for other in (grouped, step("adam:foreach"), step("adamw:fused")):
+        assert with_planned_update(other, plan) is other
+    training = Training(optimizer=plan.workload["optimizer"])
+    curves = predict(step(), plan, training, step().fingerprint).curves
+    assert curves[PLANNED].peak_bytes == plan.predicted.peak_bytes
+    clipped = with_options(clip=1.0)
+    (said,) = predict(clipped, plan, training, clipped.fingerprint).notes
+    assert "clipped" in said
+    pytest.importorskip("jinja2")
+    ckplan.save_report(step(), {"mine": plan}, tmp_path / "page.html")
+    assert (
+        format_bytes(plan.predicted.peak_bytes) in (tmp_path / "page.html").read_text()
+    )
 
 
 def two_types() -> Graph:

@@ -20,6 +20,7 @@ from ckplan.simulating.simulate import Simulator
 from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.planner import Planner
 from ckplan.solving.replays import ReplayedPlan
+from ckplan.tuning import plan_levers
 from ckplan.tuning.answer import plan_of
 from ckplan.tuning.known_batches import STEPS
 from ckplan.tuning.largest import largest_batch, largest_number
@@ -415,3 +416,25 @@ def test_a_batch_whose_rows_do_take_longer_is_measured_twice_and_believed() -> N
     found = Tuning(record, MemoryLimit(2_000), way=OWN, rows=8).run()
     assert found.best.batch <= 4
     assert record.asked[:4] == [8, 4, 8, 4]
+
+
+def test_where_copies_need_bytes_the_smallest_plan_is_the_next_that_fits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    planner = Planner(step_at(4))
+    whole, smaller = planner.unplanned, Simulator(step_at(1)).run()
+
+    class NeedsMore:
+        """Its plans need a tenth more bytes than its floor."""
+
+        floor_bytes = whole.peak_bytes // 2
+        least = floor_bytes * 11 // 10
+
+        def within(self, budget_bytes: int) -> ReplayedPlan | None:
+            return (smaller, ()) if budget_bytes >= self.least else None
+
+    monkeypatch.setattr(plan_levers, "search_with", lambda *_, **__: NeedsMore())
+    found = plan_levers.LeverPlans(planner, Way(tiles="same"))
+    assert found.smallest == (smaller, ())
+    NeedsMore.least = 2 * whole.peak_bytes
+    assert plan_levers.LeverPlans(planner, Way(tiles="same")).smallest == (whole, ())

@@ -104,7 +104,6 @@ def _names(graph: Graph) -> list[str]:
 def _keys(graph: Graph) -> list[str]:
     """Keys in the cost cache: equal for steps of equal ops under the same engine."""
     found = hashlib.sha256(f"{engine_digest()} {graph.num_batches}".encode())
-    found.update(f"{graph.num_batches}".encode())
     for op in graph.ops:
         made = [graph.storages[storage].bytes for storage in op.creates]
         found.update(repr((op.name, op.flops, op.moved_bytes, made)).encode())

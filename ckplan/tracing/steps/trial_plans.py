@@ -13,7 +13,7 @@ from ckplan.solving.menu import Menus
 def trial_plans(graph: Graph) -> list[tuple[Region, ...]]:
     """Plans on every layer: nothing kept, and what is dear to recompute kept.
 
-    None if no layer can be recomputed.
+    Empty if no layer can be recomputed.
     """
     simulator = Simulator(graph)
     layers = find_repeated_layers(graph, Menus(simulator))
