@@ -78,9 +78,16 @@ def traffic_of(graph: Graph, sharding: Sharding) -> Traffic:
     if sharding.scheme == "zero2":
         return Traffic(0, part, 0, part, reduced_bytes=part)
     if sharding.scheme == "fsdp2":
-        part = others * sum(map(state.row_shares(sharding.world_size), sizes))
+        part = others * _row_parts(state, sizes, sharding.world_size)
     forward, backward = _gathers(graph, state, sharding)
     return Traffic(others * forward, others * backward + part, reduced_bytes=part)
+
+
+def _row_parts(state: State, sizes: Sequence[int], num_ranks: int) -> int:
+    """A rank's own rows of all gradients."""
+    if len(sizes) == len(state.parameters):
+        return sum(parameter.share_bytes(num_ranks) for parameter in state.parameters)
+    return sum(map(state.row_shares(num_ranks), sizes))  # some are frozen
 
 
 def _gathers(graph: Graph, state: State, sharding: Sharding) -> tuple[int, int]:
