@@ -261,11 +261,11 @@ def test_a_lever_of_plans_has_a_row_and_its_plans_replay(
 
 @pytest.mark.slow
 def test_shards_are_levers_and_count_the_samples_of_all_ranks() -> None:
-    how = {"budget": "17MiB", "total_batch": 2**10}
+    how = {"budget": "17MiB", "total_batch": 2**12}
     found = ckplan.tune(model(), **batch(), **how, **HOW, allow=["zero3"], world_size=4)
     best, way = found.best, found.best.way
     assert (way.shard, way.ranks) == ("zero3", 4)
-    assert best.batch * best.accumulate * 4 == best.samples == 2**10
+    assert best.batch * best.accumulate * 4 == best.samples == 2**12
     assert best.accumulate > 1
     accumulated = {**HOW, **SHARDED, "accumulate": 2}
     own = ckplan.profile(model(), **batch(best.batch), **accumulated)
