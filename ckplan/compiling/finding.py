@@ -130,7 +130,7 @@ class _Seeker:
             if self._seen is None:
                 return made
             self._know(made)
-            keys = (tuple(map(_key_or_none, some)) for some in (values, made))
+            keys = (tuple(map(_key_or_zero, some)) for some in (values, made))
             self.runs.append(Run(key, *keys))
             self.eager_bytes.append(0)
             return made
@@ -198,7 +198,7 @@ def _restored(model: nn.Module) -> Iterator[None]:
                 one.copy_(value)
 
 
-def _key_or_none(value: object) -> int:
+def _key_or_zero(value: object) -> int:
     return storage_key(value) if isinstance(value, torch.Tensor) else 0
 
 

@@ -264,9 +264,9 @@ def _judged(
     simulator, plans = Simulator(with_step_costs(graph, known)), []
     step = undisturbed([sum(one[0]) for one in rounds])
     for number, regions in enumerate(trials, 1):
-        error = standard_error(rounds, partial(_overhead, number))
-        most = max(MOST_ERROR, MOST_RELATIVE_ERROR * abs(_overhead(number, rounds)))
-        if error > most:
+        overhead = partial(_overhead, number)
+        error = standard_error(rounds, overhead)
+        if error > max(MOST_ERROR, MOST_RELATIVE_ERROR * abs(overhead(rounds))):
             raise NotMeasuredError(
                 f"the machine is busy: {len(rounds)} rounds tell what a plan adds to "
                 f"{units.format_percent(error)} of the step"
