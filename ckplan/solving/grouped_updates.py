@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ckplan import units
-from ckplan.errors import InfeasibleError, PlanError
+from ckplan.errors import PlanError
 from ckplan.graph.graph import Graph
 from ckplan.graph.grouped_updates import group_size, with_grouped_update
 from ckplan.simulating.simulate import Timeline
 from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.planner import Planner
 from ckplan.solving.replays import ReplayedPlan
-from ckplan.solving.search import Search
+from ckplan.solving.search import Search, solve_each
 from ckplan.solving.solution import Solution
 
 
@@ -58,15 +58,9 @@ class GroupingPlanner:
         Raises:
             InfeasibleError: No plan found fits; the smallest peak found is named.
         """
-        found: list[Solution] = []
-        refused: dict[int, InfeasibleError] = {}  # smallest peak -> the error
-        for search in self._searches:
-            try:
-                found.append(search.solve(limit))
-            except InfeasibleError as error:
-                refused[search.floor_bytes] = error
-        if not found:
-            raise refused[min(refused)]
+        found = solve_each(
+            self._searches, lambda one: one.solve(limit), lambda one: one.floor_bytes
+        )
         return min(
             found, key=lambda s: (not limit.allows(s.timeline), *_cost(s.timeline))
         )

@@ -18,7 +18,7 @@ from functools import partial
 from math import inf
 
 from ckplan import gpus
-from ckplan.errors import CkplanError, InfeasibleError
+from ckplan.errors import CkplanError
 from ckplan.graph.graph import Graph
 from ckplan.graph.records import Encoding
 from ckplan.plan.outputs import why_not_moved
@@ -31,6 +31,7 @@ from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.planner import Planner
 from ckplan.solving.replays import ReplayedPlan
 from ckplan.solving.reserved_limit import budget_within
+from ckplan.solving.search import solve_each
 from ckplan.solving.solution import Solution
 
 _TRIES = ((0.02, 0.5), (0.02, 0.9), (0.02, inf), (1.0, inf))
@@ -82,20 +83,16 @@ class MovingPlanner:
         Raises:
             InfeasibleError: No plan found fits; the smallest peak found is named.
         """
-        found: list[Solution] = []
-        refused: dict[int, InfeasibleError] = {}  # smallest peak -> the error
-        for one in self._planners:
-            try:
-                budget_bytes = budget_within(_Replayed(one, self._replayed), limit)
-                solution = one.solve(budget_bytes, limit)
-            except InfeasibleError as error:
-                refused[one.floor.peak_bytes] = error
-                continue
+
+        def solved(planner: Planner) -> Solution | None:
+            budget_bytes = budget_within(_Replayed(planner, self._replayed), limit)
+            solution = planner.solve(budget_bytes, limit)
             timeline, regions = self._replayed(solution.regions)
-            if timeline.peak_bytes <= solution.budget_bytes:
-                found.append(replace(solution, regions=regions, timeline=timeline))
-        if not found:
-            raise refused[min(refused)]
+            if timeline.peak_bytes > solution.budget_bytes:
+                return None
+            return replace(solution, regions=regions, timeline=timeline)
+
+        found = solve_each(self._planners, solved, lambda one: one.floor.peak_bytes)
         best = min(found, key=partial(by_cost, limit))
         return replace(
             best,

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable, Iterable
+from typing import Protocol, TypeVar
 
+from ckplan.errors import InfeasibleError
 from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.replays import ReplayedPlan
 from ckplan.solving.solution import Solution
+
+_Tried = TypeVar("_Tried")
+_Found = TypeVar("_Found")
 
 
 class Search(Protocol):
@@ -21,3 +26,33 @@ class Search(Protocol):
 
     def solve(self, limit: MemoryLimit) -> Solution:
         """Find the cheapest plan within a limit."""
+
+
+def solve_each(
+    tried: Iterable[_Tried],
+    solve: Callable[[_Tried], _Found | None],
+    floor_bytes: Callable[[_Tried], int],
+) -> list[_Found]:
+    """What searches find, in order, without those that find nothing.
+
+    Args:
+        tried: The searches.
+        solve: Asks one of them; None if what it finds is of no use.
+        floor_bytes: The smallest peak of one of them.
+
+    Raises:
+        InfeasibleError: None finds a plan; that of the smallest peak.
+    """
+    found: list[_Found] = []
+    refused: dict[int, InfeasibleError] = {}
+    for one in tried:
+        try:
+            solution = solve(one)
+        except InfeasibleError as error:
+            refused[floor_bytes(one)] = error
+            continue
+        if solution is not None:
+            found.append(solution)
+    if not found:
+        raise refused[min(refused)]
+    return found

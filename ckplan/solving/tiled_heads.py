@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from ckplan.errors import InfeasibleError, PlanError
+from ckplan.errors import PlanError
 from ckplan.graph.graph import Graph
 from ckplan.plan.region import TILES, Region
 from ckplan.plan.tiles import CLOSE_BITS, SAME_BITS, Tiles
@@ -23,6 +23,7 @@ from ckplan.solving.offloading import MovingPlanner, by_cost
 from ckplan.solving.planner import Planner
 from ckplan.solving.replays import ReplayedPlan
 from ckplan.solving.reserved_limit import solve_within_limit
+from ckplan.solving.search import solve_each
 from ckplan.solving.solution import Solution
 
 COUNTS = (8, 32)  # tiles of tokens, and of the vocabulary
@@ -138,19 +139,15 @@ class TilingPlanner:
         Raises:
             InfeasibleError: No plan found fits; the smallest peak found is named.
         """
-        found: list[Solution] = []
-        refused: dict[int, InfeasibleError] = {}  # smallest peak -> the error
-        for head, search in self._tries:
-            try:
-                solution = _solve(search, limit)
-            except InfeasibleError as error:
-                refused[_floor_bytes(search)] = error
-                continue
-            if head is not None:
-                solution = _on_graph(self._simulator, head, solution)
-            found.append(solution)
-        if not found:
-            raise refused[min(refused)]
+
+        def solved(tried: tuple[Region | None, Planner | MovingPlanner]) -> Solution:
+            head, search = tried
+            solution = _solve(search, limit)
+            if head is None:
+                return solution
+            return _on_graph(self._simulator, head, solution)
+
+        found = solve_each(self._tries, solved, lambda tried: _floor_bytes(tried[1]))
         best = min(found, key=partial(by_cost, limit))
         bounds = [one.bound_overhead for one in found]
         bounds += [self._planner.bound(limit.bytes)] if self._link is None else []
