@@ -221,8 +221,7 @@ class LoopRecorder:
             if elements(watch.batch) <= elements(self._kept[0].batch):
                 return
             self._kept.clear()
-        step = watch.result()
-        self._kept.append(_Kept(step, watch.batch, watch.holds_over, self.steps))
+        self._kept.append(_Kept(watch, self.steps))
 
 
 class _EndOfStep:
@@ -257,10 +256,16 @@ class _EndOfStep:
 class _Kept(NamedTuple):
     """A recorded step."""
 
-    step: Trimmed
-    batch: dict[str, str]
-    holds_over: bool
+    watch: LoopWatch
     number: int
+
+    @property
+    def batch(self) -> dict[str, str]:
+        return self.watch.batch
+
+    @property
+    def step(self) -> Trimmed:
+        return self.watch.result
 
 
 def _notes(kept: _Kept) -> list[str]:
@@ -271,7 +276,7 @@ def _notes(kept: _Kept) -> list[str]:
             f"{format_bytes(beside_bytes)} in tensors that the step does not use "
             "are not counted: leave them free with --reserve"
         )
-    if kept.holds_over:
+    if kept.watch.holds_over:
         notes.append(NOTE_OVER)
     return notes
 

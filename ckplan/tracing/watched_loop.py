@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import cached_property
 from typing import Any, NamedTuple
 from unittest import mock
 from weakref import ref
@@ -27,7 +28,7 @@ from ckplan.tracing.recording.recorder import StepRecorder
 from ckplan.tracing.recording.recording import STILL_ALIVE, RawStorage, Recording
 from ckplan.tracing.recording.trimming import Kept, Trimmed, largest_moment, trimmed
 from ckplan.tracing.watched_step import know_before
-from ckplan.training.collector import apart_from_garbage, every_object
+from ckplan.training.collector import apart_from_garbage, instances_of
 from ckplan.training.fingerprint import batch_shapes, count_elements
 from ckplan.training.optimizers import step_counts
 from ckplan.training.workload import tensors_of
@@ -93,9 +94,11 @@ class LoopWatch:
         _stop_in_forks(self._recorder)
 
     def end(self) -> None:
-        """Stop watching."""
+        """Stop watching; what is freed from here on outlives the step."""
         self._scopes.close()
+        self._recorder.close()
 
+    @cached_property
     def result(self) -> Trimmed:
         """The step; of accumulated batches that run the same ops, the largest one."""
         recording, rounds = self._recorder.recording, self.rounds
@@ -195,8 +198,7 @@ class _WatchedEngine:
 
 def _alive_before() -> Iterator[tuple[str, torch.Tensor]]:
     """(kind, tensor) of what Python holds: also outputs of the step before."""
-    kinds = set(_kinds_of_tensors(torch.Tensor))
-    found = [thing for thing in every_object() if type(thing) in kinds]
+    found: list[torch.Tensor] = instances_of(*_kinds_of_tensors(torch.Tensor))
     found = [one for one in found if _has_bytes(one)]
     yield from _gradients_of(found)  # first, as they are also among what is found
     while found:

@@ -114,6 +114,11 @@ class InplaceFormulas:
         self._formula: _Formula | None = None
         self._made = WeakIdKeyDictionary()  # tensor of this node -> name of its op
 
+    @property
+    def runs(self) -> bool:
+        """Whether a node with a formula to correct runs."""
+        return self._formula is not None
+
     def watch(self, node: Node) -> None:
         """Hook a node if it has a formula to correct."""
         formula = self._formulas.get(node.name())

@@ -29,6 +29,7 @@ _LEAVES = frozenset(
         torch.memory_format,
     }
 )
+_LISTS = frozenset((tuple, list))
 _specs: dict[Any, pytree.TreeSpec] = {}
 
 
@@ -55,8 +56,15 @@ def flatten(
     return flat, spec
 
 
+def is_leaf(value: Any) -> bool:
+    """Whether a value is known to hold no others."""
+    return type(value) in _LEAVES
+
+
 def tensors_in(out: Any) -> list[torch.Tensor]:
     """The tensors that an op returns."""
     if type(out) in _LEAVES:
         return [out] if isinstance(out, torch.Tensor) else []
+    if type(out) in _LISTS and _LEAVES.issuperset(map(type, out)):
+        return [x for x in out if isinstance(x, torch.Tensor)]
     return [x for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor)]

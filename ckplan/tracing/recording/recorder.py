@@ -35,6 +35,7 @@ from ckplan.tracing.recording.recording import (
     RawOp,
     RawSaved,
     Recording,
+    TensorMeta,
     describe,
     flops_of,
     meta,
@@ -95,6 +96,7 @@ class StepRecorder(TorchDispatchMode):
         self._in_node = False
         self._in_place = InplaceFormulas(on_cuda=on_cuda)
         self._paused = False
+        self._closed = False
 
     # -- phases ----------------------------------------------------------------------
 
@@ -142,6 +144,10 @@ class StepRecorder(TorchDispatchMode):
         """Record no more ops, as in a fork of the process."""
         self._paused = True
 
+    def close(self) -> None:
+        """Record no more of what happens to tensors of a step that is over."""
+        self._closed = True
+
     def begin_update(self) -> None:
         """Start the optimizer's update."""
         self._phase = "optimizer"
@@ -173,23 +179,27 @@ class StepRecorder(TorchDispatchMode):
             return func(*args, **kwargs)
         if func.overloadpacket is torch.ops.aten.set_:  # as batches of workers arrive
             return func(*args, **kwargs)
-        func, args = self._in_place.engine_op(func, args)
+        if self._in_place.runs:
+            func, args = self._in_place.engine_op(func, args)
         flat, spec = flatten(args, kwargs)
         reads = self.storages.numbers(flat, "buffer", BEFORE_STEP)
         out = func(*args, **kwargs)
-        self._in_place.track_output(func, out)
+        if self._in_place.runs:
+            self._in_place.track_output(func, out)
         position = len(self.recording.ops)
         known = len(self.recording.storages)
         returned = tensors_in(out)
         outputs = self.storages.numbers(returned, "temporary", position)
         reads += (s for s in outputs if s < known)  # known, but not inputs
-        changed = written_by(traits_of(func), args, kwargs)
+        traits = traits_of(func)
+        changed = written_by(traits, args, kwargs) if traits.writes else []
         writes = tuple(dict.fromkeys(map(self.storages.number_of, changed)))
-        if writes and not func.overloadpacket.__name__.endswith("_"):
-            self._fill(writes, position)
+        self._fill(func, writes, position)
         if len(self.recording.storages) > known or writes:
-            tensors = [x for x in flat if isinstance(x, torch.Tensor)]
-            tensors += returned or changed  # foreach ops return nothing
+            given = tuple(map(meta, flat))
+            described = tuple(map(describe, returned))
+            moved = [x for x in given if type(x) is TensorMeta]
+            moved += described or map(describe, changed)  # foreach ops return nothing
             self.recording.ops.append(
                 RawOp(
                     func,
@@ -197,11 +207,11 @@ class StepRecorder(TorchDispatchMode):
                     tuple(dict.fromkeys(reads)),
                     writes,
                     tuple(outputs),
-                    tuple(map(meta, flat)),
+                    given,
                     spec,
-                    tuple(map(describe, returned)),
+                    described,
                     flops_of(func, args, kwargs, out),
-                    moved_bytes(func, tensors),
+                    moved_bytes(func, moved),
                     self._phase == "backward"
                     and not self._in_node
                     and not _shares_its_storage(flat),
@@ -211,8 +221,10 @@ class StepRecorder(TorchDispatchMode):
             )
         return out
 
-    def _fill(self, storages: Sequence[int], position: int) -> None:
+    def _fill(self, func: Any, storages: Sequence[int], position: int) -> None:
         """Move the save time of tensors to after the op that fills them."""
+        if not storages or func.overloadpacket.__name__.endswith("_"):
+            return
         for saved in reversed(self.recording.saved):
             if saved.at < position:
                 break
@@ -260,22 +272,28 @@ class StepRecorder(TorchDispatchMode):
         number = packed.number
 
         def gone() -> None:
-            saved.used = max(saved.used, len(self.recording.ops) - 1)
-            self.released(number)
+            if not self._closed:
+                saved.used = max(saved.used, len(self.recording.ops) - 1)
+                self.released(number)
 
         self.storages.alias_until_freed(tensor, saved.storage, gone)
         return tensor
 
     def _blank(self, geometry: Geometry, content: torch.Tensor | None) -> torch.Tensor:
+        if content is not None:  # real: no mode needs to see it
+            with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+                return geometry.blank(content)
         self._paused = True
         try:
             with torch._C.DisableTorchFunction():  # no function of the model
-                return geometry.blank(content)
+                return geometry.blank(None)
         finally:
             self._paused = False
 
     def released(self, number: int) -> None:
         """Record that autograd, or a node that ran, frees a saved tensor."""
+        if self._closed:
+            return
         saved = self.recording.saved[number]
         saved.done = max(saved.done, len(self.recording.ops) - 1)
 

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
 from ckplan.applying.tensors.op_traits import OpTraits
+from ckplan.tracing.recording.flattening import is_leaf
 
 STILL_ALIVE = -2
 _aten = torch.ops.aten
@@ -35,16 +36,16 @@ class TensorMeta:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
+    num_bytes: int = field(init=False, repr=False, compare=False)
+    """Bytes of all elements, counting repeated ones."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_bytes", self.numel * self.dtype.itemsize)
 
     @property
     def numel(self) -> int:
         """Number of elements, counting repeated ones."""
         return math.prod(self.shape)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all elements, counting repeated ones."""
-        return self.numel * self.dtype.itemsize
 
 
 @dataclass(slots=True)
@@ -138,16 +139,26 @@ def meta(leaf: object) -> object:
     return describe(leaf) if isinstance(leaf, torch.Tensor) else leaf
 
 
+_described: dict[Any, TensorMeta] = {}
+_MOST_DESCRIBED = 1 << 14
+
+
 def describe(tensor: torch.Tensor) -> TensorMeta:
     """The shape, stride and dtype of a tensor."""
-    return TensorMeta(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
+    key = (tensor.shape, tensor.stride(), tensor.dtype)
+    found = _described.get(key)
+    if found is None:
+        if len(_described) == _MOST_DESCRIBED:
+            _described.clear()
+        found = _described[key] = TensorMeta(tuple(key[0]), tuple(key[1]), key[2])
+    return found
 
 
-def moved_bytes(func: Any, tensors: Iterable[torch.Tensor]) -> int:
+def moved_bytes(func: Any, tensors: Iterable[TensorMeta]) -> int:
     """Bytes that an op reads and writes, given its tensors."""
     if func.overloadpacket in _EMPTY:
         return 0
-    return sum([tensor.nbytes for tensor in tensors])
+    return sum([tensor.num_bytes for tensor in tensors])
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
@@ -178,6 +189,6 @@ def written_by(
     written: list[torch.Tensor] = []
     for position, name in traits.writes:
         value = args[position] if position < len(args) else kwargs.get(name)
-        leaves = pytree.tree_leaves(value)
+        leaves = [value] if is_leaf(value) else pytree.tree_leaves(value)
         written += [x for x in leaves if isinstance(x, torch.Tensor)]
     return written

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from ckplan.applying.rerunning.sources import source_in
+from ckplan.tracing.recording.generators import numpy_state, python_state
 from ckplan.training.randomness import torch_rng_restorer
 
 _OF_TORCH = frozenset({*vars(nn.Module()), "forward"})
@@ -117,11 +118,10 @@ _MISSING = object()
 
 def non_torch_rng_states() -> dict[str, Any]:
     """State of random generators that reruns do not restore, by library."""
-    found: dict[str, Any] = {"Python": hash(random.getstate())}
+    found: dict[str, Any] = {"Python": python_state()}
     numpy = sys.modules.get("numpy.random")
     if numpy is not None:
-        _, keys, place, *_ = numpy.get_state()
-        found["NumPy"] = (hash(keys.tobytes()), place)
+        found["NumPy"] = numpy_state(numpy)
     return found
 
 

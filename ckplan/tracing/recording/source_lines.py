@@ -24,8 +24,10 @@ class SourceLines:
     """Finds the line of each op of a recorded step."""
 
     def __init__(self) -> None:
-        self._files: dict[CodeType, str | None] = {}  # None: no code of the model
-        self._lines: dict[tuple[CodeType, int], str] = {}  # by instruction
+        # By id, as to hash code takes longer; None: no code of the model.
+        self._files: dict[int, str | None] = {}
+        self._codes: list[CodeType] = []  # whose ids are known, alive
+        self._lines: dict[tuple[int, int], str] = {}  # by instruction
         self._sequences: list[int] = []  # of autograd's next node, when an op ran
         self._ran: list[str] = []  # the line of that op
 
@@ -33,9 +35,10 @@ class SourceLines:
         """The line of the model that runs now; UNKNOWN if none does."""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
-            code = frame.f_code
+            code = id(frame.f_code)
             if code not in self._files:
                 self._files[code] = _file_of(frame)
+                self._codes.append(frame.f_code)
             file = self._files[code]
             if file == UNKNOWN:
                 return UNKNOWN
@@ -68,7 +71,7 @@ class SourceLines:
         return self._ran[place] if 0 <= place < len(self._ran) else UNKNOWN
 
     def _line(self, frame: FrameType, file: str) -> str:
-        key = frame.f_code, frame.f_lasti
+        key = id(frame.f_code), frame.f_lasti
         if key not in self._lines:
             self._lines[key] = f"{file}:{frame.f_lineno}"
         return self._lines[key]

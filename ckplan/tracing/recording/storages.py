@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from typing import Any
 
 import torch
 
@@ -12,6 +13,26 @@ from ckplan.applying.tensors.arguments import UnknownArgumentError, storage_of
 from ckplan.errors import WorkloadError
 from ckplan.graph.records import BEFORE_STEP
 from ckplan.tracing.recording.recording import RawStorage, Recording, describe
+
+
+class _Alive(weakref.ref[torch.UntypedStorage]):
+    """A storage that is followed until it is freed."""
+
+    __slots__ = ("address", "died", "number")
+
+    def __new__(cls, storage: torch.UntypedStorage, gone: Any, *_: object) -> _Alive:
+        return super().__new__(cls, storage, gone)
+
+    def __init__(
+        self,
+        storage: torch.UntypedStorage,
+        gone: Callable[[weakref.ref[torch.UntypedStorage]], None],
+        address: int,
+        number: int,
+        died: Callable[[int, int], None],
+    ) -> None:
+        del storage, gone
+        self.address, self.number, self.died = address, number, died
 
 
 class Storages:
@@ -27,6 +48,7 @@ class Storages:
         self._recording = recording
         self._placed = placed.type
         self._ids: dict[int, int] = {}  # address of a live storage -> its number
+        self._alive: dict[int, _Alive] = {}  # the same storages
         self._keep: list[object] = []
         self._unread: set[int] = set()  # constants that nothing has read so far
         self._over = False
@@ -170,8 +192,16 @@ class Storages:
         number: int,
         died: Callable[[int, int], None],
     ) -> None:
-        self._ids[storage._cdata] = number
-        weakref.finalize(storage, died, storage._cdata, number).atexit = False
+        address = storage._cdata
+        self._ids[address] = number
+        # Not ``weakref.finalize``, which takes three times as long.
+        self._alive[address] = _Alive(storage, self._gone, address, number, died)
+
+    def _gone(self, alive: weakref.ref[torch.UntypedStorage]) -> None:
+        assert isinstance(alive, _Alive)
+        if self._alive.get(alive.address) is alive:
+            del self._alive[alive.address]
+        alive.died(alive.address, alive.number)
 
     def _died(self, address: int, number: int) -> None:
         self._ids.pop(address, None)
