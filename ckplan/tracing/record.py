@@ -36,7 +36,7 @@ from ckplan.tracing.profile import as_graph, left_as_it_is
 from ckplan.tracing.recording.trimming import Trimmed
 from ckplan.tracing.target import find_target
 from ckplan.tracing.watched_loop import LoopWatch, elements
-from ckplan.tracing.watched_step import TracedStep
+from ckplan.tracing.watched_step import TracedStep, several_forwards
 from ckplan.training.fingerprint import parameter_shapes, torch_version
 from ckplan.training.step import DEFAULT_TRAINING
 from ckplan.training.workload import check_not_lazy
@@ -180,14 +180,12 @@ class LoopRecorder:
     def _as_graph(self, kept: _Kept) -> Graph:
         model, found = self._model, kept.step.recording
         target = find_target(_device_of(model), None)
-        calls = [call for call in found.calls if not call.fqn]
-        several = {"forwards": len(calls)} if len(calls) > 1 else {}
         fingerprint: dict[str, Any] = {
             "torch": torch_version(),
             "device": target.device.type,
             "batch": kept.batch,
             "parameters": parameter_shapes(model),
-            **several,
+            **several_forwards(found),
         }
         traced = TracedStep(found, type(model).__name__, fingerprint, _notes(kept))
         with left_as_it_is(target):

@@ -111,6 +111,7 @@ def watch_step(
             recorder.storages.count_as_zero_bytes(step_counts(step.optimizer))
         record = _record_update if update_alone else partial(_record, log=log)
         notes = [*_assumed(workload, training), *record(recorder, step)]
+    before |= several_forwards(recorder.recording)
     made = [name for name, _ in workload.model.named_modules() if name not in there]
     if made:
         notes.append(f"{NOTE_MADE}: {made[0]}" + ", ..." * (len(made) > 1))
@@ -138,6 +139,15 @@ def _told(title: str) -> Iterator[None]:
             what = f"cannot trace the step: it uses {used}"
             needed = "a step of strided tensors and torch.autograd"
         raise WorkloadError(what, needed=needed, hint=location_hint(error)) from error
+
+
+def several_forwards(recording: Recording) -> dict[str, Any]:
+    """How often the step runs the model, over all of which calls are numbered.
+
+    It is part of the fingerprint if it is more than once.
+    """
+    roots = [call for call in recording.calls if not call.fqn]
+    return {"forwards": len(roots)} if len(roots) > 1 else {}
 
 
 def _assumed(workload: Workload, training: Training) -> Iterator[str]:

@@ -119,3 +119,18 @@ class Seeing(nn.Module):
 def test_a_model_that_hears_nothing_gets_an_image() -> None:
     batch = batch_of("audio-text-to-text", Seeing(), "2", image_size=6)
     assert batch["pixel_values"].shape == (2, 3, 6, 6)
+
+
+@pytest.mark.parametrize(("window", "frames"), [({}, 26), ({"n_window": 5}, 20)])
+def test_features_are_whole_windows_of_the_table_of_positions(
+    window: dict[str, int], frames: int
+) -> None:
+    batch = batch_of(
+        "transducer",
+        Transducer(),
+        "2",
+        blank_token_id=BLANK,
+        max_source_positions=13,
+        **window,
+    )
+    assert frames in batch["input_features"].shape
