@@ -18,6 +18,8 @@ Modules = tuple[tuple[str, str], ...]
 """(FQN, type name) of the modules around a node, the outermost first."""
 
 _LOCAL = re.compile(r"^L\['\w+'\]\.?")
+# Dynamo looks up what a class finds by a __getattr__ of its own.
+_LOOKED_UP = re.compile(r"__dict__\['_modules'\]\['(\w+)'\]")
 # Of one CPU core. Only their ratios matter to a plan.
 _FLOPS_PER_SECOND = 45e9
 _BYTES_PER_SECOND = 8e9
@@ -79,14 +81,29 @@ def is_draw(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and seeded in node.target.tags
 
 
+def changed_inputs(graph: fx.Graph) -> frozenset[fx.Node]:
+    """The inputs that the graph writes to, such as buffers of spectral norms."""
+    written = (
+        base_of(node.all_input_nodes[0])
+        for node in ops_of(graph)
+        if name_of_op(node).endswith("_") and node.all_input_nodes  # in place
+    )
+    return frozenset(node for node in written if node.op == "placeholder")
+
+
 def modules_around(node: fx.Node) -> Modules:
     """The modules whose code runs the node, or ran its forward."""
     stack = node.meta.get("nn_module_stack") or node.meta.get(FORWARD_OF_BACKWARD) or {}
     found = (
-        (_LOCAL.sub("", path), kind if isinstance(kind, str) else kind.__name__)
+        (_path(path), kind if isinstance(kind, str) else kind.__name__)
         for path, kind in stack.values()
     )
     return tuple((path, kind.rpartition(".")[2]) for path, kind in found if path)
+
+
+def _path(of_dynamo: str) -> str:
+    """The FQN of a module, from how Dynamo reaches it."""
+    return _LOOKED_UP.sub(r"\1", _LOCAL.sub("", of_dynamo))
 
 
 def ops_of(graph: fx.Graph) -> Iterator[fx.Node]:

@@ -106,7 +106,8 @@ def divide(
 ) -> Parts:
     """Divide a joint graph so that forward saves the nodes named, and no others.
 
-    Random draws are saved whether named or not, so none is drawn again.
+    Random draws are saved whether named or not, so none is drawn again; and so is what
+    is made of inputs that forward changes, which backward would find changed.
 
     Args:
         joint: The joint graph; nodes that the names stand for are in it.
@@ -125,9 +126,10 @@ def divide(
             needed="the graph that the plan was made for",
             hint="plan again: ckplan.compile(model, budget)",
         )
+    changed = nodes.changed_inputs(joint.graph)
     for node in _before_gradients(joint.graph):
         if node.op in ("call_function", "get_attr"):
-            keep = node.name in saved or _made_by_draw(node)
+            keep = node.name in saved or _made_once(node, changed)
             policy = CheckpointPolicy
             wanted = policy.MUST_SAVE if keep else policy.MUST_RECOMPUTE
             node.meta["recompute"] = wanted
@@ -150,7 +152,17 @@ def _before_gradients(graph: fx.Graph) -> Iterator[fx.Node]:
             yield node
 
 
-def _made_by_draw(node: fx.Node) -> bool:
-    return nodes.is_draw(node) or any(
-        nodes.is_draw(one) for one in node.all_input_nodes if not nodes.is_tensor(one)
+def _made_once(node: fx.Node, changed: Collection[fx.Node]) -> bool:
+    """Whether backward could not make the value again: drawn, or its input is gone."""
+    return _runs_once(node, changed) or any(
+        _runs_once(one, changed)
+        for one in node.all_input_nodes
+        if not nodes.is_tensor(one)
     )
+
+
+def _runs_once(node: fx.Node, changed: Collection[fx.Node]) -> bool:
+    if nodes.is_draw(node):
+        return True
+    bases = map(nodes.base_of, node.all_input_nodes)
+    return not nodes.is_view(node) and any(base in changed for base in bases)
