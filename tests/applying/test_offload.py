@@ -314,6 +314,16 @@ def test_plans_move_only_what_is_there(ops: str, found: str) -> None:
     assert caught.value.what.startswith("plan, line 3: cannot offload")
 
 
+def test_an_output_that_is_not_there_is_named_without_a_trace(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(64, 256), nn.Tanh())
+    moved = (OpName.parse("0/addmm@3"), OpName.parse("1/tanh@0"))
+    plan = Plan(regions=(PlannedRegion(".", offload=moved),))
+    ckplan.apply(model, plan, spill=tmp_path)
+    with pytest.warns(UserWarning, match="runs no op 0/addmm@3 "):
+        model(torch.randn(8, 64)).sum().backward()
+    assert ckplan.status(model).regions[0].missing == ("0/addmm@3",)
+
+
 def test_a_tensor_is_kept_in_one_way(tmp_path: Path) -> None:
     text = (
         "ckplan: 1\nregions:\n  - {calls: '0', save: [up/addmm], offload: [up/addmm]}"

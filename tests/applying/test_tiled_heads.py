@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import ckplan
 from ckplan.applying.tiling.lazy import LazyLogits
 from ckplan.errors import ApplyError, PlanError
+from ckplan.plan.plan import Plan, PlannedRegion
 
 WORDS = 300
 TILES = (3, 4)
@@ -320,6 +321,9 @@ def test_what_cannot_be_tiled_is_refused() -> None:
         ckplan.tile_head(model, "head")
     with pytest.raises(ApplyError, match="cannot tile the head of a str"):
         ckplan.tile_head("model")  # type: ignore[arg-type]
+    whole = Plan(regions=(PlannedRegion(".", "tiles"),))
+    with pytest.raises(PlanError, match=r"cannot tile \.: it is a Tiny"):
+        ckplan.apply(Tiny(), whole)
 
 
 def families() -> dict[str, Callable[[], nn.Module]]:

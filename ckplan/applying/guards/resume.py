@@ -158,7 +158,7 @@ def _name_steps(recorder: Recorder, begun: Beginning) -> None:
     parts = [part for part in begun.expected.parts if part.start <= begun.stop]
     for part in parts:
         stop, kept = min(part.stop, begun.stop), {*part.kept.intersection(values)}
-        names = Names("", {}, ())
+        names = Names.of("", {})
         recorder.inner.append(Inner(part.start, part.outer, names, stop, kept))
     _name(recorder, recorder.names, 0)
     for one in begun.inner:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ckplan.graph.fqn import relative_path
@@ -31,12 +31,22 @@ class Names:
 
     top: str  # FQN of the module
     saves: Saves
-    named: Collection[OpKey]  # those of the saves, and others
+    # Of every op that the plan names: the last output that it names, or -1 for all.
+    named: Mapping[OpKey, int]
     found: set[OpKey] = field(default_factory=set)  # of those named
     seen: list[OpKey] = field(default_factory=list)  # all
     _occurrences: dict[tuple[str, str], int] = field(
         default_factory=lambda: defaultdict(int)
     )
+
+    @classmethod
+    def of(cls, top: str, saves: Saves, encodes: Encodes | None = None) -> Names:
+        """The names of what a plan saves, encodes and moves."""
+        named: dict[OpKey, int] = {}
+        for key, outputs in (*saves.items(), *(encodes or {}).items()):
+            numbers = (at for at in outputs or () if at is not None)
+            named[key] = max(named.get(key, -1), -1, *numbers)
+        return cls(top, saves, named)
 
     def key(self, fqn: str, name: str, num_outputs: int) -> OpKey:
         """The name of the op that ran last, in a module."""
@@ -44,8 +54,7 @@ class Names:
         key = (*place, self._occurrences[place])
         self._occurrences[place] += 1
         self.seen.append(key)
-        there = all(at < num_outputs for at in self.saves.get(key) or ())
-        if there and key in self.named:
+        if self.named.get(key, num_outputs) < num_outputs:
             self.found.add(key)
         return key
 

@@ -76,7 +76,7 @@ class Recorder(TorchDispatchMode):
         self.watches = False  # else it only rebuilds tensors dropped before
         self.path: list[str] = [top]  # FQNs of the modules that run, innermost last
         self._encodes, self._mover = encodes, mover
-        self.names = Names(top, saves, {*saves, *encodes})
+        self.names = Names.of(top, saves, encodes)
         self.paths: list[str] = []  # step -> FQN of the module that ran it
         self.inner: list[Inner] = []
         self.open_inner = [0]  # inner regions that run now, counted from 1
@@ -120,7 +120,7 @@ class Recorder(TorchDispatchMode):
 
     def begin_inner(self, top: str, saves: Saves) -> None:
         """Begin a nested region."""
-        names = Names(top, saves, saves.keys())
+        names = Names.of(top, saves)
         start = len(self.storages.flow.inputs)
         self.inner.append(Inner(start, self.open_inner[-1], names))
         self.open_inner.append(len(self.inner))

@@ -157,7 +157,7 @@ def check_head(name: str, module: nn.Module) -> None:
 
 def _no_head(name: str, module: nn.Module, what: str) -> PlanError:
     return PlanError(
-        f"cannot tile {name}: it is a {type(module).__name__} {what}",
+        f"cannot tile {name or '.'}: it is a {type(module).__name__} {what}",
         needed="a plain nn.Linear, not wrapped or tiled already",
         hint="apply adapters and wrappers to other layers, or leave the head whole",
     )
