@@ -665,6 +665,18 @@ FAULTS = [
         "self.plain.values() if is_state(v)]",
         CALLS,
     ),
+    Fault(
+        "applying/rerunning/marks.py",
+        "last[0] == mark:",
+        "True:",
+        "applying/test_marks.py",
+    ),
+    Fault(
+        "applying/rerunning/attributes.py",
+        "            and all(map(_is, values, self._values))\n",
+        "",
+        RERUN,
+    ),
 ]
 
 
