@@ -637,8 +637,14 @@ FAULTS = [
     ),
     Fault(
         "applying/rerunning/call_check.py",
-        "if same and are_switched(call.switches, func):",
-        "if same:",
+        "and _get_default_dtype() is call.default_dtype",
+        "",
+        CALLS,
+    ),
+    Fault(
+        "applying/rerunning/call_check.py",
+        "not _is_autocast_enabled()",
+        "True",
         CALLS,
     ),
     Fault(
