@@ -10,8 +10,9 @@ every function and for every saved tensor. ``LEAST_WATCH``: a function mode comp
 each function with the one it expects, and hooks number what is saved; guards of
 arguments would come on top. ``LEAST_AGAIN``: the ops that are rebuilt are called once
 more, below autograd, with their arguments at hand. The two bound a program.
-``LEAST_RERUN``: torch's checkpoint, with such a mode in forward and again in the rerun,
-bounds a rerun that notices where it differs.
+``LEAST_RERUN``: forward runs again, from torch's random state, with such a mode and
+hooks that number what is saved in both runs, and nothing else that a checkpoint does;
+it bounds a rerun that notices where it differs.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from statistics import median
 from typing import Any
 
@@ -55,7 +57,7 @@ STEP, BY_HAND, RERUN_ALL = "unplanned", "torch's checkpoint", "by: rerun"
 NOTHING, EVERYTHING = "by: program, nothing saved", "by: program, everything saved"
 LEAST_WATCH = "least: functions compared, tensors numbered"
 LEAST_AGAIN = "least: rebuilt ops alone"
-LEAST_RERUN = "least: torch's checkpoint, functions compared"
+LEAST_RERUN = "least: forward again, functions compared in both"
 DROPPED_ROUNDS = 3
 _LIMITS = {  # of checkpointing's total, and the ways whose sum is the least possible
     NOTHING: (0.55, (LEAST_WATCH, LEAST_AGAIN)),
@@ -208,12 +210,41 @@ def _watch(names: Sequence[str], model: Any) -> None:
         layer.forward = _numbered(_compared(layer.forward))
 
 
+def _again(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        numbers, found = count(), list[torch.Tensor]()
+        state = torch.get_rng_state()
+
+        def fill(number: int) -> torch.Tensor:
+            if not found:
+                given = [_alone(one) for one in args]
+                now = torch.get_rng_state()
+                torch.set_rng_state(state)
+                with torch.enable_grad(), saved_tensors_hooks(keep, lambda x: x):
+                    forward(*given, **kwargs)
+                torch.set_rng_state(now)
+            return found[number]
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            found.append(tensor.detach())
+            return tensor
+
+        with saved_tensors_hooks(lambda tensor: next(numbers), fill):
+            return forward(*args, **kwargs)
+
+    return run
+
+
+def _alone(argument: Any) -> Any:
+    if isinstance(argument, torch.Tensor) and argument.requires_grad:
+        return argument.detach().requires_grad_()
+    return argument
+
+
 def _watch_twice(names: Sequence[str], model: Any) -> None:
     for name in names:
         layer = model.get_submodule(name)
-        layer.forward = partial(
-            checkpoint, _compared(layer.forward), use_reentrant=False
-        )
+        layer.forward = _again(_compared(layer.forward))
 
 
 class _Recorded(TorchDispatchMode):

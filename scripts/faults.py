@@ -637,8 +637,14 @@ FAULTS = [
     ),
     Fault(
         "applying/rerunning/call_check.py",
-        "if same and are_switched(call.switches, func):",
-        "if same:",
+        "and _get_default_dtype() is call.default_dtype",
+        "",
+        CALLS,
+    ),
+    Fault(
+        "applying/rerunning/call_check.py",
+        "not _is_autocast_enabled()",
+        "True",
         CALLS,
     ),
     Fault(
@@ -664,6 +670,18 @@ FAULTS = [
         "self.plain.values() if isinstance(v, torch.Tensor)]",
         "self.plain.values() if is_state(v)]",
         CALLS,
+    ),
+    Fault(
+        "applying/rerunning/marks.py",
+        "last[0] == mark:",
+        "True:",
+        "applying/test_marks.py",
+    ),
+    Fault(
+        "applying/rerunning/attributes.py",
+        "            and all(map(_is, values, self._values))\n",
+        "",
+        RERUN,
     ),
 ]
 

@@ -72,6 +72,15 @@ class Reading(nn.Module):
             y = h.cos()
         return y * h
 
+    def another_default_type(self, x: Any, h: Any, again: bool) -> Any:
+        dtype = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64 if again else dtype)
+        try:
+            number = torch.full((4,), 0.1)
+        finally:
+            torch.set_default_dtype(dtype)
+        return h * number.float()
+
     def casts(self, x: Any, h: Any, again: bool) -> Any:
         with torch.autocast("cpu", torch.bfloat16, enabled=again):
             return self.linear(h).float()

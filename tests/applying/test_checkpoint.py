@@ -310,7 +310,7 @@ def test_replicas_of_a_module_have_modules_of_their_own() -> None:
     assert memory.modules_of(modules[1]) is found[1]
     for one, module in zip(found, modules, strict=True):
         assert one.are_of(module)
-        assert all(map(torch.equal, one.parameters(), module.parameters()))
+        assert all(map(torch.equal, one.parameters, module.parameters()))
     assert memory.modules_of(modules[0]) is not found[1]
 
 

@@ -4,52 +4,123 @@ from __future__ import annotations
 
 import operator
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
-from ckplan.applying.rerunning.sources import source_in
+from ckplan.applying.rerunning.sources import Source, source_in
 
 REGISTRIES = frozenset(vars(nn.Module())) - {"training"}
 _HOOKS = [name for name in REGISTRIES if name.startswith("_forward_")]
 _MOST_ITEMS = 10_000  # larger containers count as data that forwards only read
 _is = operator.is_
+_values_of = dict.values
 
 Seen: TypeAlias = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
 """A module's ``__dict__``, its content then, and that without registries."""
+
+
+class Content:
+    """Every attribute of some modules, and what their registries hold, at a moment."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        """Note what is there now."""
+        self._modules = modules
+        self._registries = [
+            named
+            for one in modules
+            for named in (one._parameters, one._buffers, one._modules)
+        ]
+        dicts = self._dicts()
+        self._lengths = [*map(len, dicts)]
+        self._keys = [*chain.from_iterable(dicts)]
+        self._values = [*chain.from_iterable(map(_values_of, dicts))]
+
+    def is_now(self) -> bool:
+        """Whether the same objects are there, in the same order."""
+        dicts = self._dicts()
+        values = chain.from_iterable(map(_values_of, dicts))
+        return (
+            [*map(len, dicts)] == self._lengths
+            and all(map(_is, values, self._values))
+            and [*chain.from_iterable(dicts)] == self._keys
+        )
+
+    def _dicts(self) -> list[dict[str, Any]]:
+        return [*map(vars, self._modules), *self._registries]
 
 
 class Modules:
     """A module and those inside it, with what was found of them last.
 
     Most forwards change no attribute, so what was found is mostly found again: that is
-    checked object by object, which is cheaper than to look at every attribute anew.
+    checked object by object and for all modules at once, which is cheaper than to look
+    at every attribute anew.
     """
 
     def __init__(self, module: nn.Module) -> None:
         """Find the modules of a module."""
         self._found = [Attributes(one) for one in module.modules()]
+        self._look()
+
+    def _look(self) -> None:
+        for one in self._found:
+            one.look()
+        self.content = Content([one.module for one in self._found])
+        self.attributes = [one.seen for one in self._found]
+        self.named_parameters = [
+            (one.module._parameters, one.parameters)
+            for one in self._found
+            if one.parameters
+        ]
+        self.buffers = [(one.module._buffers, one.buffers) for one in self._found]
+        self.tensors = [
+            tensor
+            for one in self._found
+            for tensor in (*one.buffers.values(), *one.tensors)
+            if tensor is not None
+        ]
+        named = (found.values() for _, found in self.named_parameters)
+        self.parameters = [p for found in named for p in found if p is not None]
+        self._simple = [one for one in self._found if one.is_simple]
+        self._others = [one for one in self._found if not one.is_simple]
+        self._hookless = [hooks for one in self._simple for hooks in one.hookless]
+
+    def look(self) -> None:
+        """Look at the modules again."""
+        if self.content.is_now() and not any(self._hookless):
+            for one in self._others:
+                one.look_inside()
+        else:
+            self._look()
 
     def are_of(self, module: nn.Module) -> bool:
         """Whether these are the modules of a module: replicas have their own."""
-        return self._found[0].module is module and self.are_same()
+        mine = self._found[0].module is module
+        return mine and (self.content.is_now() or self.are_same())
 
     def are_same(self) -> bool:
         """Whether no module was replaced, added or removed."""
         return all(one.has_same_children() for one in self._found)
 
-    def parameters(self) -> list[nn.Parameter]:
-        """All parameters; shared ones as often as they are used."""
-        named = (one.module._parameters.values() for one in self._found)
-        return [p for found in named for p in found if p is not None]
+    @property
+    def containers(self) -> list[tuple[Any, Any]]:
+        """Containers that the modules hold, with copies of their content."""
+        return [one for found in self._others for one in found.containers]
 
-    def __iter__(self) -> Iterator[Attributes]:
-        """The modules, each looked at again."""
-        for one in self._found:
-            one.look()
-            yield one
+    @property
+    def hookless(self) -> list[dict[int, Any]]:
+        """Where there are no hooks."""
+        others = (hooks for one in self._others for hooks in one.hookless)
+        return [*self._hookless, *others]
+
+    @property
+    def sources(self) -> list[Source]:
+        """Random sources that the modules hold."""
+        return [source for one in self._others for source in one.sources]
 
 
 class Attributes:
@@ -63,7 +134,7 @@ class Attributes:
         self._children = tuple(module._modules.values())
         self._seen: dict[str, Any] = {}  # all attributes, as they were last
         self._hooks: tuple[dict[int, Any], ...] = ()
-        self._is_simple = False
+        self.is_simple = False
 
     def has_same_children(self) -> bool:
         """Whether the modules right inside are those of before."""
@@ -83,17 +154,17 @@ class Attributes:
             self.parameters = dict(parameters)
         if not are_same(buffers, self.buffers):
             self.buffers = dict(buffers)
-        if are_same(self.everything, self._seen) and not any(self._hooks):
-            if not self._is_simple:
-                self._look_inside()
+        if are_same(self.everything, self._seen):
+            if not self.is_simple or any(self._hooks):
+                self.look_inside()
             return
         self._seen = dict(self.everything)
         self.plain = {k: v for k, v in self._seen.items() if k not in REGISTRIES}
         hooks = (self._seen.get(name) for name in _HOOKS)
         self._hooks = tuple(found for found in hooks if found is not None)
-        self._look_inside()
+        self.look_inside()
 
-    def _look_inside(self) -> None:
+    def look_inside(self) -> None:
         """Look at containers and hooks, whose content may change."""
         inside = list(_containers(self.plain.values()))
         hooked = [(hooks, dict(hooks)) for hooks in self._hooks if hooks]
@@ -108,7 +179,7 @@ class Attributes:
             source for value in self.held if (source := source_in(value)) is not None
         ]
         self.tensors = [v for v in self.plain.values() if isinstance(v, torch.Tensor)]
-        self._is_simple = not (inside or hooked or self.sources)
+        self.is_simple = not (inside or hooked or self.sources)
 
 
 def are_same(now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:

@@ -52,6 +52,9 @@ class KnownCall(NamedTuple):
 
     func: Any
     matches: Matcher
+    grad_mode: bool
+    default_dtype: torch.dtype
+    simple: bool  # without autocast; other switches do not count
     switches: tuple[Any, ...]
     numbers: tuple[int, ...]  # of the tensors that it returned
     returns_new: bool  # one tensor, which no call had returned or taken before
@@ -136,18 +139,25 @@ class CallCheck(TorchFunctionMode):
         if self.stopped:
             raise StopRerunError
         call = self._next
-        if call is not None and (call.func is func or call.func == func):
-            same = call.matches(
-                args, kwargs, self._made, (), self.met, self._meet_known
+        if (
+            call is not None
+            and (call.func is func or call.func == func)
+            and _is_grad_enabled() is call.grad_mode
+            and _get_default_dtype() is call.default_dtype
+            and call.matches(args, kwargs, self._made, (), self.met, self._meet_known)
+            and (
+                not _is_autocast_enabled()
+                if call.simple
+                else are_switched(call.switches, func)
             )
-            if same and are_switched(call.switches, func):
-                out = func(*args, **kwargs) if kwargs else func(*args)
-                if call.returns_new and type(out) is torch.Tensor:
-                    self._made.append(weakref.ref(out))
-                else:
-                    self._number(call, out)
-                self._next = next(self._calls, None)
-                return out
+        ):
+            out = func(*args, **kwargs) if kwargs else func(*args)
+            if call.returns_new and type(out) is torch.Tensor:
+                self._made.append(weakref.ref(out))
+            else:
+                self._number(call, out)
+            self._next = next(self._calls, None)
+            return out
         kwargs = kwargs or {}
         if is_query(func) or func in _NOT_FOLLOWED:
             return func(*args, **kwargs)
@@ -196,16 +206,17 @@ class CallCheck(TorchFunctionMode):
         first = expected.met[place]() if place < len(expected.met) else None
         if first is None:
             return
-        what = f"tensor of shape {tuple(tensor.shape)}"
         if first is tensor:
             if expected.versions[place] != version:
-                self.different = f"it reads a {what} that was changed in place"
+                self.different = (
+                    f"it reads a {_shown(tensor)} that was changed in place"
+                )
         elif (
             expected.versions[place] == version_of(first)
             and first.shape == tensor.shape  # others are told by their geometry
             and not holds_same(first, tensor)
         ):
-            self.different = f"it reads another {what}"
+            self.different = f"it reads another {_shown(tensor)}"
 
     def _leave_known(self) -> None:
         """Go on with hashes: the next call is not the one that was learned."""
@@ -293,6 +304,9 @@ class CallCheck(TorchFunctionMode):
                 KnownCall(
                     one.func,
                     matchers.make(one.arguments),
+                    one.switches[0],
+                    one.switches[1],
+                    one.switches[2:] == (False, False),
                     one.switches,
                     tuple(one.numbers),
                     is_new,
@@ -305,3 +319,12 @@ class CallCheck(TorchFunctionMode):
 
 def _is_like(tensor: object, geometry: Geometry) -> bool:
     return isinstance(tensor, torch.Tensor) and has_geometry(tensor, geometry)
+
+
+def _shown(tensor: torch.Tensor) -> str:
+    return f"tensor of shape {tuple(tensor.shape)}"
+
+
+_is_grad_enabled = torch.is_grad_enabled
+_is_autocast_enabled = torch._C._is_any_autocast_enabled
+_get_default_dtype = torch.get_default_dtype

@@ -45,6 +45,8 @@ class Memory:
         modules = self._modules
         if modules is None or not modules.are_of(module):
             modules = self._modules = Modules(module)
+        else:
+            modules.look()
         return modules
 
     def __reduce__(self) -> tuple[type[Memory], tuple[()]]:
@@ -79,7 +81,7 @@ class Rerun:
         self._inputs = _detached(leaves)
         self._modules = memory.modules_of(module)
         tensors = [x for x in self._inputs if isinstance(x, torch.Tensor)]
-        tensors += self._modules.parameters()
+        tensors += self._modules.parameters
         self._seen: list[tuple[torch.Tensor, int, Digest | None]] = [
             (x, version_of(x), None) for x in tensors
         ]
@@ -109,6 +111,7 @@ class Rerun:
         snapshot, first = self._snapshot, self._calls
         drawn = [source for source, _ in snapshot.random]
         drawn += [source_of(generator) for generator, _ in first.generators]
+        self._modules.look()
         now = Snapshot.of(self._modules, drawn)
         snapshot.restore()
         for generator, state in first.generators:

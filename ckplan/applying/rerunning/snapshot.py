@@ -20,6 +20,7 @@ from torch import nn
 from ckplan.applying.rebuilding.digest import Digest, digest
 from ckplan.applying.rerunning.attributes import (
     REGISTRIES,
+    Content,
     Modules,
     Seen,
     are_same,
@@ -33,6 +34,7 @@ from ckplan.applying.tensors.arguments import version_of
 class Snapshot:
     """State that a forward may read and change beside its inputs."""
 
+    content: Content
     attributes: list[Seen]
     containers: list[tuple[Any, Any]]
     hookless: list[dict[int, Any]]  # where there are no hooks
@@ -44,28 +46,21 @@ class Snapshot:
 
     @classmethod
     def of(cls, modules: Modules, sources: Iterable[Source]) -> Snapshot:
-        """Take a snapshot of the current state."""
-        found, sources = cls([], [], [], [], [], [], [], []), [*sources]
-        for one in modules:
-            found.attributes.append(one.seen)
-            found.containers += one.containers
-            found.hookless += one.hookless
-            sources += one.sources
-            if one.parameters:
-                found.parameters.append((one.module._parameters, one.parameters))
-                found.trained += [
-                    (p, p.requires_grad)
-                    for p in one.parameters.values()
-                    if p is not None and p.is_leaf
-                ]
-            found.buffers.append((one.module._buffers, one.buffers))
-            if one.buffers or one.tensors:
-                tensors = [*filter(is_state, (*one.buffers.values(), *one.tensors))]
-                found.contents += [
-                    (b, _elements(b).clone(), version_of(b)) for b in tensors
-                ]
-        found.random += [(source, source.state()) for source in sources]
-        return found
+        """Take a snapshot of modules, as they were looked at now."""
+        return cls(
+            content=modules.content,
+            attributes=modules.attributes,
+            containers=modules.containers,
+            hookless=modules.hookless,
+            parameters=modules.named_parameters,
+            trained=[(p, p.requires_grad) for p in modules.parameters if p.is_leaf],
+            buffers=modules.buffers,
+            contents=[
+                (b, _elements(b).clone(), version_of(b))
+                for b in filter(is_state, modules.tensors)
+            ],
+            random=[(one, one.state()) for one in (*sources, *modules.sources)],
+        )
 
     def settle(self) -> list[tuple[torch.Tensor, int, Digest | None]]:
         """Free the state that did not change.
@@ -85,27 +80,31 @@ class Snapshot:
 
     def restore(self) -> None:
         """Restore the state."""
-        for everything, before, plain in self.attributes:
-            if not are_same(everything, before):
-                _restore_attributes(everything, plain)
+        if not self.content.is_now():
+            self._restore_attributes()
         for container, content in self.containers:
             _fill(container, content)
         for hooks in filter(None, self.hookless):
             hooks.clear()
-        for named, before in self.parameters:
-            _put_back(named, before)
         _train(self.trained)
-        changed = [one for one in self.buffers if not are_same(*one)]
-        for named, before in changed:
-            named.clear()
-            named.update(before)
         for buffer, copy, _ in self.contents:
             _elements(buffer).copy_(copy)
         for source, state in self.random:
             source.put(state)
 
+    def _restore_attributes(self) -> None:
+        for everything, before, plain in self.attributes:
+            if not are_same(everything, before):
+                _restore_plain(everything, plain)
+        for named, before in self.parameters:
+            _put_back(named, before)
+        changed = [one for one in self.buffers if not are_same(*one)]
+        for named, before in changed:
+            named.clear()
+            named.update(before)
 
-def _restore_attributes(everything: dict[str, Any], plain: dict[str, Any]) -> None:
+
+def _restore_plain(everything: dict[str, Any], plain: dict[str, Any]) -> None:
     now = {k: v for k, v in everything.items() if k not in REGISTRIES}
     if not are_same(now, plain):
         everything.update(plain)

@@ -7,11 +7,12 @@ import random
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 
+from ckplan.applying.rerunning.marks import Marked, numpy_mark, python_mark
 from ckplan.applying.tensors.random_state import random_state, set_random_state
 
 
@@ -34,6 +35,8 @@ class Source:
 
 def _look_same(one: Any, other: Any) -> bool:
     """Whether two NumPy states are equal: they contain arrays."""
+    if one is other:
+        return True
     if isinstance(one, dict):
         same = one.keys() == other.keys()
         return same and all(_look_same(one[key], other[key]) for key in one)
@@ -46,7 +49,13 @@ def _look_same(one: Any, other: Any) -> bool:
 def _numpy_state() -> Any:
     """NumPy's global random source, if NumPy is imported."""
     numpy = sys.modules.get("numpy")
-    return None if numpy is None else numpy.random.get_state()
+    return None if numpy is None else _marked_numpy()()
+
+
+@cache
+def _marked_numpy() -> Marked:
+    numpy = sys.modules["numpy"]
+    return Marked(numpy.random.get_state, numpy_mark, numpy.random.RandomState(0))
 
 
 def _set_numpy_state(state: Any) -> None:
@@ -64,7 +73,10 @@ def _torch_source(
 
 
 _EVERYWHERE = (
-    Source(random.getstate, random.setstate),
+    Source(
+        Marked(random.getstate, python_mark, random.Random(0)),
+        random.setstate,
+    ),
     Source(_numpy_state, _set_numpy_state, _look_same),
     _torch_source(torch.device("cpu")),
 )

@@ -171,12 +171,13 @@ def version_of(tensor: torch.Tensor) -> int:
 
 def is_query(func: Any) -> bool:
     """Whether a function only queries a tensor's geometry."""
-    if getattr(func, "__name__", "") == "__get__":
-        return getattr(getattr(func, "__self__", None), "__name__", "") in _FACTS
     try:
-        return func in _QUERIES
+        if func in _QUERIES:
+            return True
     except TypeError:
         return False
+    name = getattr(func, "__name__", "")
+    return name == "__get__" and getattr(func.__self__, "__name__", "") in _FACTS
 
 
 def hands_out(func: Any) -> bool:

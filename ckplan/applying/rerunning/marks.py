@@ -1,0 +1,87 @@
+"""Tell by a mark whether a random source moved, without reading its state.
+
+Python and NumPy give their states as numbers one by one, which takes longer than all
+else that a region does. Their own bytes are copied in a microsecond and change with
+every draw. Where a draw from a fresh source leaves its bytes alone, nothing is marked,
+and states are read each time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import sys
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+_HEADER = object.__basicsize__  # its count of references changes
+_MERSENNE = "MT19937"
+_MERSENNE_BYTES = 625 * 4  # its numbers, and the place among them
+
+
+def python_mark(source: random.Random) -> Any:
+    """The mark of a generator of Python's."""
+    base = random.Random.__base__
+    assert base is not None
+    return _bytes_of(source, base), source.gauss_next  # type: ignore[attr-defined]
+
+
+def numpy_mark(source: Any) -> Any:
+    """The mark of a ``RandomState``; None if it draws from another generator."""
+    bits = source._bit_generator
+    if type(bits).__name__ != _MERSENNE:
+        return None
+    address = bits.ctypes.state_address
+    return _bytes_of(source, type(source)), ctypes.string_at(address, _MERSENNE_BYTES)
+
+
+class Marked:
+    """A source's state, which is read again if its mark has changed."""
+
+    def __init__(
+        self, state: Callable[[], Any], mark: Callable[[Any], Any], sample: Any
+    ) -> None:
+        """Read nothing yet.
+
+        Args:
+            state: Reads the state; a method of the source.
+            mark: Takes the mark of a source.
+            sample: A source of the same kind, whose draws are to change its mark.
+        """
+        self._state, self._mark = state, mark
+        self._source = getattr(state, "__self__", None)
+        self._last: tuple[Any, Any] | None = None  # a mark, and the state then
+        self._tells = _tells(mark, sample) and type(self._source) is type(sample)
+
+    def __call__(self) -> Any:
+        """The state; equal ones in a row are one object."""
+        if not self._tells:
+            return self._state()
+        mark, last = self._mark(self._source), self._last
+        if last is not None and mark is not None and last[0] == mark:
+            return last[1]
+        state = self._state()
+        if self._mark(self._source) == mark:  # else another thread drew meanwhile
+            self._last = mark, state
+        return state
+
+
+def _bytes_of(source: Any, kind: type) -> bytes:
+    return ctypes.string_at(id(source) + _HEADER, kind.__basicsize__ - _HEADER)
+
+
+def _tells(mark: Callable[[Any], Any], sample: Any) -> bool:
+    """Whether every draw changes a mark, also the second of two normal numbers."""
+    if sys.implementation.name != "cpython":
+        return False
+    marks = [mark(sample)]
+    for draw in ("random", "normal", "normal"):
+        if draw == "random":
+            sample.random()
+        elif isinstance(sample, random.Random):
+            sample.gauss(0.0, 1.0)
+        else:
+            sample.standard_normal()
+        marks.append(mark(sample))
+    return all(one != other for one, other in pairwise(marks))
