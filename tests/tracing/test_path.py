@@ -26,6 +26,7 @@ from ckplan.tracing.faking.fake_mode import fake_tensors
 from ckplan.tracing.faking.hollow import hollow_tensors
 from ckplan.tracing.path_check import MOST_BYTES, NOTE_NOT, NOTE_SAME, NOTE_VARIES
 from ckplan.tracing.profile import profile
+from ckplan.tracing.recording.recorder import StepRecorder
 from ckplan.tracing.trace import NOTE_DRAWN, NOTE_FAKE, NOTE_HOLLOW
 from ckplan.training.randomness import seed_everything
 from ckplan.training.step import DEFAULT_TRAINING, make_step
@@ -229,6 +230,19 @@ def test_hollow_tensors_are_plain_and_take_no_memory() -> None:
         assert out.untyped_storage().nbytes() == 10_000 * 20_000 * 4
         assert layer.weight.grad is not None
         assert resident_bytes() - before < 200 << 20
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_what_a_recorder_saves_of_hollow_tensors_takes_no_memory() -> None:
+    before = resident_bytes()
+    with hollow_tensors():
+        model, cpu = nn.Sequential(nn.Linear(64, 4096), nn.GELU()), torch.device("cpu")
+        recorder = StepRecorder(model, cpu, fake=False, on_cuda=False)
+        with recorder.watching():
+            out = model(torch.randn(30_000, 64))  # GELU saves 469 MiB
+        assert recorder.recording.saved
+        assert resident_bytes() - before < 100 << 20
+    del out
 
 
 def is_in_heap(tensor: torch.Tensor) -> bool:

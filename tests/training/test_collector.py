@@ -18,8 +18,12 @@ class Below(Kind):
 
 @pytest.fixture
 def _thawed():
+    was_frozen = gc.get_freeze_count() > 0
+    gc.unfreeze()
     yield
     gc.unfreeze()
+    if was_frozen:
+        gc.freeze()
 
 
 @pytest.mark.usefixtures("_thawed")

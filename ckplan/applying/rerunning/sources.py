@@ -72,14 +72,9 @@ def _torch_source(
     return Source(state, set_state, torch.equal)
 
 
-_EVERYWHERE = (
-    Source(
-        Marked(random.getstate, python_mark, random.Random(0)),
-        random.setstate,
-    ),
-    Source(_numpy_state, _set_numpy_state, _look_same),
-    _torch_source(torch.device("cpu")),
-)
+PYTHON = Source(Marked(random.getstate, python_mark, random.Random(0)), random.setstate)
+NUMPY = Source(_numpy_state, _set_numpy_state, _look_same)
+_EVERYWHERE = (PYTHON, NUMPY, _torch_source(torch.device("cpu")))
 
 
 def source_of(generator: torch.Generator) -> Source:

@@ -176,8 +176,9 @@ def is_query(func: Any) -> bool:
             return True
     except TypeError:
         return False
-    name = getattr(func, "__name__", "")
-    return name == "__get__" and getattr(func.__self__, "__name__", "") in _FACTS
+    if getattr(func, "__name__", "") != "__get__":
+        return False
+    return getattr(getattr(func, "__self__", None), "__name__", "") in _FACTS
 
 
 def hands_out(func: Any) -> bool:

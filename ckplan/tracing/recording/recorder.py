@@ -280,13 +280,10 @@ class StepRecorder(TorchDispatchMode):
         return tensor
 
     def _blank(self, geometry: Geometry, content: torch.Tensor | None) -> torch.Tensor:
-        if content is not None:  # real: no mode needs to see it
-            with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
-                return geometry.blank(content)
         self._paused = True
         try:
             with torch._C.DisableTorchFunction():  # no function of the model
-                return geometry.blank(None)
+                return geometry.blank(content)
         finally:
             self._paused = False
 

@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckplan.applying.rerunning.sources import source_in
-from ckplan.tracing.recording.generators import numpy_state, python_state
+from ckplan.applying.rerunning.sources import NUMPY, PYTHON, source_in
 from ckplan.training.randomness import torch_rng_restorer
 
 _OF_TORCH = frozenset({*vars(nn.Module()), "forward"})
@@ -30,6 +29,7 @@ _PLAIN_TYPES = frozenset(_PLAIN)  # asked first, as that is quick
 _OPAQUE = (type, nn.Module, FunctionType, MethodType, BuiltinFunctionType, ModuleType)
 _DEEPEST = 3
 _MOST_ITEMS = 256
+_GENERATORS = {"Python": PYTHON, "NumPy": NUMPY}  # which reruns do not restore
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ class SideEffects:
 
     def __init__(self) -> None:
         self._frames: list[_Frame] = []
-        self._random = non_torch_rng_states()
+        self._random = _states_of_generators()
 
     def enter(self, module: nn.Module) -> None:
         """Record the start of a call."""
@@ -70,9 +70,9 @@ class SideEffects:
 
         The engine restores "plain state" before it reruns a module.
         """
-        now = non_torch_rng_states()
-        for name, state in now.items():
-            if self._random.get(name, state) != state:
+        now = _states_of_generators()
+        for name, state in self._random.items():
+            if state is not None and not _GENERATORS[name].are_same(state, now[name]):
                 yield "random", f"draws random numbers of {name}"
         self._random = now
         if not self._frames:
@@ -116,13 +116,9 @@ def _changes_of_another(frame: _Frame) -> Iterator[tuple[str, str]]:
 _MISSING = object()
 
 
-def non_torch_rng_states() -> dict[str, Any]:
-    """State of random generators that reruns do not restore, by library."""
-    found: dict[str, Any] = {"Python": python_state()}
-    numpy = sys.modules.get("numpy.random")
-    if numpy is not None:
-        found["NumPy"] = numpy_state(numpy)
-    return found
+def _states_of_generators() -> dict[str, Any]:
+    """By library; None for one that is not imported."""
+    return {name: source.state() for name, source in _GENERATORS.items()}
 
 
 def identity_of(value: Any, depth: int = 0) -> Any:
