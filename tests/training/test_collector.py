@@ -39,6 +39,7 @@ def test_all_instances_are_found_and_what_was_frozen_stays_so(find, frozen):
     del other
 
 
+@pytest.mark.usefixtures("_thawed")
 def test_tensors_and_parameters_are_found_as_among_all_objects():
     layer = torch.nn.Linear(2, 2)
     kept = [layer(torch.ones(1, 2)), torch.ones(2).view(1, 2)]
