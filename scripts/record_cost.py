@@ -5,9 +5,9 @@ comes on top of the step before the recorded one, since every tensor that is ali
 looked for once there, and the recorded step. ``all over a step`` is both of what comes
 on top over one step. Other steps cost nothing. The claim holds if a recorded step of
 0.1 s or more takes at most twice as long as another one. Shorter ones may take longer,
-as each op costs the same time more, however small it is. ``ops counted`` is the least
-that any recorder takes: a step under a dispatch mode of torch that counts ops, with
-hooks on saved tensors that do nothing, over a step without.
+as each op costs the same time more, however small it is. ``least`` is a step under a
+mode of torch's that follows storages, and hooks that copy what autograd saves: no bytes
+can be known with less. It describes no op and watches no module, as a recorder must.
 
     python scripts/record_cost.py
 
@@ -18,7 +18,9 @@ Exit code 1 if the claim does not hold.
 from __future__ import annotations
 
 import time
+import weakref
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -42,7 +44,7 @@ SIZES = {  # layers, width, rows of 128 tokens
 }
 HEADERS = (
     *("step", "ops", "seconds", "beginning", "recorded", "recorded / step"),
-    "ops counted / step",
+    "least / step",
     *("all over a step", "another step", "graph, when read"),
 )
 
@@ -56,7 +58,7 @@ class Row:
     plain: float
     begun: float  # on top of the step before the recorded one
     recorded: float
-    counted: float  # with a mode and hooks that do nothing but count
+    followed: float  # with a mode that follows storages, and nothing else
     after: float  # a step while the recorder is still open
     graph: float  # measuring the ops, when ``recorder.graph`` is read
 
@@ -71,23 +73,69 @@ class Row:
         seconds = (self.plain, self.begun, self.recorded)
         return [
             *(self.name, str(self.num_ops), *(f"{one:.3f}" for one in seconds)),
-            *(f"{self.ratio:.2f}", f"{self.counted / self.plain:.2f}", f"{over:.2f}"),
+            *(f"{self.ratio:.2f}", f"{self.followed / self.plain:.2f}", f"{over:.2f}"),
             *(f"{self.after / self.plain:.2f}", f"{self.graph:.2f}"),
         ]
 
 
-class Counter(TorchDispatchMode):
-    """Counts ops: the least that a recorder does."""
+class Follower(TorchDispatchMode):
+    """Numbers the storages of every op and sees them freed: the least for bytes.
+
+    No op is described, no call of a module is watched. What autograd saves is copied,
+    so that it is seen when nothing else holds it.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.num_ops = 0
+        self._alive: dict[int, Any] = {}
+        self._ops: list[tuple[Any, list[int], list[int]]] = []
+        self._freed: list[tuple[int, int]] = []
+        self._skips = False
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        self.num_ops += 1
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if self._skips:
+            return func(*args, **kwargs)
+        reads = self._numbers((*args, *kwargs.values()))
+        out = func(*args, **kwargs)
+        made = self._numbers(out if isinstance(out, (tuple, list)) else (out,))
+        self._ops.append((func, reads, made))
+        return out
+
+    def _numbers(self, values: Any) -> list[int]:
+        found = []
+        for value in values:
+            if isinstance(value, torch.Tensor):
+                storage = value.untyped_storage()
+                address = storage._cdata
+                if address not in self._alive:
+                    gone = partial(self._gone, address)
+                    self._alive[address] = weakref.ref(storage, gone)
+                found.append(address)
+            elif type(value) is list:
+                found += self._numbers(value)
+        return found
+
+    def _gone(self, address: int, reference: Any) -> None:
+        if self._alive.get(address) is reference:
+            del self._alive[address]
+        self._freed.append((address, len(self._ops)))
+
+    def copied(self, saved: torch.Tensor) -> torch.Tensor:
+        """What is saved in its place."""
+        if isinstance(saved, nn.Parameter):
+            return saved
+        self._skips = True
+        try:
+            return saved.detach().clone()
+        finally:
+            self._skips = False
 
 
 class Block(nn.Module):
@@ -146,10 +194,11 @@ def _row_of(name: str) -> Row:
         plain = [step() for _ in range(STEPS)]
         with ckplan.record(model, optimizer) as recorder:
             first, recorded, *rest = [step() for _ in range(STEPS)]
-        with saved_tensors_hooks(lambda one: one, lambda one: one), Counter():
-            counted = median([step() for _ in range(STEPS)])
+        follower = Follower()
+        with saved_tensors_hooks(follower.copied, lambda one: one), follower:
+            followed = median([step() for _ in range(STEPS)])
         begun = first - median(plain)
-        rounds.append((median(plain), begun, recorded, counted, median(rest)))
+        rounds.append((median(plain), begun, recorded, followed, median(rest)))
     plain, begun, *others = map(median, zip(*rounds[1:], strict=True))
     start = time.thread_time()
     num_ops = len(recorder.graph.ops)

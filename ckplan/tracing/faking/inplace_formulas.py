@@ -31,7 +31,11 @@ from ckplan.tracing.faking.python_engine import frees_saved_tensors, hook_node
 
 _aten = torch.ops.aten
 _RUNNING_NODES = (_engine_run_backward.__code__, run_node.__code__)
-_AROUND_MODES = ("torch._dynamo.eval_frame", "torch._compile")
+_AROUND_MODES = (  # their wrappers that keep compilation out
+    "torch._dynamo.eval_frame",
+    "torch._compile",
+    "ckplan.applying.tensors.compiled",
+)
 
 
 class _Formula(NamedTuple):

@@ -20,8 +20,12 @@ from unittest import mock
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+)
 
+from ckplan.applying.tensors.compiled import uncompiled_function
 from ckplan.applying.tensors.op_traits import traits_of
 from ckplan.graph.records import BEFORE_STEP, OUTSIDE_CALLS
 from ckplan.tracing.faking.asked_device import asked_device
@@ -156,6 +160,11 @@ class StepRecorder(TorchDispatchMode):
 
     # -- ops -------------------------------------------------------------------------
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch's guard costs as much as recording an op
+
+    @uncompiled_function
     def __torch_dispatch__(
         self,
         func: Any,
@@ -181,6 +190,7 @@ class StepRecorder(TorchDispatchMode):
             return func(*args, **kwargs)
         if self._in_place.runs:
             func, args = self._in_place.engine_op(func, args)
+            traits = traits_of(func)
         flat, spec = flatten(args, kwargs)
         reads = self.storages.numbers(flat, "buffer", BEFORE_STEP)
         out = func(*args, **kwargs)
@@ -191,7 +201,6 @@ class StepRecorder(TorchDispatchMode):
         returned = tensors_in(out)
         outputs = self.storages.numbers(returned, "temporary", position)
         reads += (s for s in outputs if s < known)  # known, but not inputs
-        traits = traits_of(func)
         changed = written_by(traits, args, kwargs) if traits.writes else []
         writes = tuple(dict.fromkeys(map(self.storages.number_of, changed)))
         self._fill(func, writes, position)
@@ -280,6 +289,9 @@ class StepRecorder(TorchDispatchMode):
         return tensor
 
     def _blank(self, geometry: Geometry, content: torch.Tensor | None) -> torch.Tensor:
+        if _get_current_dispatch_mode_stack() == [self]:  # no other wants to see it
+            with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+                return geometry.blank(content)
         self._paused = True
         try:
             with torch._C.DisableTorchFunction():  # no function of the model

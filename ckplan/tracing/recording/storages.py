@@ -111,10 +111,12 @@ class Storages:
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor):
                 storage = _storage_of(leaf)
-                number = self._find(storage)
+                number = self._ids.get(storage._cdata)
                 if number is None:
                     number = self._register(storage, kind, maker, self._bytes_of(leaf))
                     self._describe(number, leaf)
+                elif self._unread:
+                    self._find(storage)
                 numbers.append(number)
         return numbers
 
@@ -182,9 +184,11 @@ class Storages:
         One that existed before the step can be a part of it; then, no tensor is named.
         """
         found = self._recording.storages[number]
-        found.dense = not tensor.storage_offset() and fills_storage(tensor)
+        meta = describe(tensor)
+        filled = meta.num_bytes == tensor.untyped_storage().nbytes()
+        found.dense = filled and not tensor.storage_offset()
         if found.dense or found.maker != BEFORE_STEP:
-            found.tensor = describe(tensor)
+            found.tensor = meta
 
     def _alias(
         self,
