@@ -71,15 +71,13 @@ class WaySearch:
 
     def _largest(self, *, planned: bool) -> int:
         most = {} if self.total is None else {"most": self._own_total}
-        start, like = self.start, self.like
-        if like is not None:
-            start = like.largest_planned if planned else like.largest_unplanned
-        plans_at = self.plans_at if planned else None
+        start = self.start if self.like is None else self.like.largest_unplanned
         return largest_batch(
             self.graph_at,
             self.limit,
-            plans_at,
+            self.plans_at if planned else None,
             start=start,
+            unplanned=self.largest_unplanned if planned else None,
             simulator=self.simulator,
             **most,
         )
