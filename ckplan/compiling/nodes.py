@@ -91,6 +91,11 @@ def changed_inputs(graph: fx.Graph) -> frozenset[fx.Node]:
     return frozenset(node for node in written if node.op == "placeholder")
 
 
+def is_read(node: fx.Node, user: fx.Node) -> bool:
+    """Whether a user reads a node's value, rather than only writing over it."""
+    return name_of_op(user) != "copy_" or node in user.args[1:]
+
+
 def modules_around(node: fx.Node) -> Modules:
     """The modules whose code runs the node, or ran its forward."""
     stack = node.meta.get("nn_module_stack") or node.meta.get(FORWARD_OF_BACKWARD) or {}

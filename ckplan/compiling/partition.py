@@ -39,6 +39,8 @@ class JointGraph:
     backward: fx.GraphModule
     inputs: Any = ()  # what partitioners are given besides: example inputs, and more
     how: Mapping[str, Any] = field(default_factory=dict)
+    # What is saved in place of torch's own choice; None where that is not wrong.
+    instead: frozenset[str] | None = None
 
     def divided(self, saved: Collection[str]) -> JointGraph:
         """The same joint graph, divided so that forward saves the nodes named."""
@@ -54,7 +56,9 @@ class JointGraph:
 class Partitioner(CustomPartitionerFn):
     """Saves the given values and no others; torch's own choice if there are none.
 
-    A call leaves the joint graph in ``seen``, unless the graph has no backward.
+    Where torch's choice gives wrong gradients, since backward reads what forward has
+    changed, forward saves what torch chose and what is made of that. A call leaves the
+    joint graph in ``seen``, unless the graph has no backward.
     """
 
     def __init__(
@@ -88,16 +92,23 @@ class Partitioner(CustomPartitionerFn):
         how.pop("compiler", None)
         joint = without_duplicates(joint)
         kept = _copy(joint)
+        instead = None
         if self.saved is not None:
             parts = divide(joint, inputs, self.saved, how)
         elif self.share is not None:
             parts = frugal_parts(joint, inputs, dict(how), self.share)
         else:
             parts = default_parts(joint, inputs, dict(how))
+            if read_changed(parts):
+                joint = _copy(kept)
+                instead = _saved_of_forward(joint, parts)
+                parts = divide(joint, inputs, instead, how)
         # Inductor changes the parts when it lowers them, and names of nodes with that.
         forward, backward = map(_copy, parts)
         num_outputs = how["num_fwd_outputs"]
-        self.seen = JointGraph(kept, num_outputs, forward, backward, inputs, how)
+        self.seen = JointGraph(
+            kept, num_outputs, forward, backward, inputs, how, instead
+        )
         return parts
 
 
@@ -116,7 +127,8 @@ def divide(
         how: What Inductor says besides, such as the number of outputs.
 
     Raises:
-        ApplyError: A name is not that of a node.
+        ApplyError: A name is not that of a node, or a gradient is computed from an
+            input as it was before forward changed it.
     """
     names = {node.name for node in joint.graph.nodes}
     unknown = sorted(set(saved) - names)
@@ -134,7 +146,49 @@ def divide(
             wanted = policy.MUST_SAVE if keep else policy.MUST_RECOMPUTE
             node.meta["recompute"] = wanted
             node.meta["ac_graph_id"] = 0  # one region: torch adds no boundaries
-    return tagged_parts(joint, inputs, how)
+    parts = tagged_parts(joint, inputs, how)
+    if stale := read_changed(parts):
+        raise ApplyError(
+            f"cannot compile the step: backward reads {stale[0]}, an input that "
+            "forward changes, so gradients would be wrong",
+            needed="a buffer that forward changes, and no gradient that is computed "
+            "from its old numbers",
+            hint="ckplan.apply, which plans uncompiled code; or change the buffer "
+            "after backward",
+        )
+    return parts
+
+
+def read_changed(parts: Parts) -> list[str]:
+    """Names of values that backward reads and that share memory with changed inputs.
+
+    Forward changes inputs last, so backward wants each as it was before.
+    """
+    forward, backward = parts
+    changed = nodes.changed_inputs(forward.graph)
+    if not changed:
+        return []
+    made = {node.name: node for node in forward.graph.nodes}
+    return [
+        node.name
+        for node in backward.graph.find_nodes(op="placeholder")
+        if node.name in made
+        and nodes.base_of(made[node.name]) in changed
+        and any(nodes.is_read(node, user) for user in node.users)
+    ]
+
+
+def _saved_of_forward(joint: fx.GraphModule, parts: Parts) -> frozenset[str]:
+    """What a division saves of forward, without views of inputs that it changes."""
+    changed = nodes.changed_inputs(joint.graph)
+    read = {one.name for one in parts[1].graph.find_nodes(op="placeholder")}
+    return frozenset(
+        node.name
+        for node in _before_gradients(joint.graph)
+        if node.op == "call_function"
+        and node.name in read
+        and nodes.base_of(node) not in changed
+    )
 
 
 def _copy(module: fx.GraphModule) -> fx.GraphModule:

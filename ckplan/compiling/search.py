@@ -90,7 +90,8 @@ class CompiledPlanner:
         self.step = _nearer(joint, model, unplanned.peak_bytes)
         self._progress = progress
         self._quick = quick
-        self._replayed: dict[frozenset[str] | None, Replayed] = {None: unplanned}
+        self._own = joint.instead
+        self._replayed: dict[frozenset[str] | None, Replayed] = {self._own: unplanned}
         self._real = dict(self._replayed)  # of code that is, or would be, compiled
         self._overheads: dict[frozenset[str], float] = {}
 
@@ -201,7 +202,7 @@ class CompiledPlanner:
         """What compiled code can have of a plan for single ops: nothing nested."""
         flat = tuple(map(_flat, regions))
         peak_bytes = self._planner.simulator.run(flat).peak_bytes
-        saved = self._saved(flat) if flat else None
+        saved = self._saved(flat) if flat else self._own
         return Candidate(flat, peak_bytes, self.overhead_of(saved), saved)
 
     def overhead_of(self, saved: frozenset[str] | None) -> float:
@@ -209,8 +210,9 @@ class CompiledPlanner:
 
         They are those of that division of the joint graph.
         """
-        if saved is None:
+        if saved == self._own:
             return 0.0
+        assert saved is not None
         if saved not in self._overheads:
             self._overheads[saved] = self.overhead_in(self.joint.divided(saved))
         return self._overheads[saved]
@@ -251,7 +253,7 @@ class CompiledPlanner:
     def _proposed(self) -> Iterator[Candidate]:
         planner = self._planner
         seen: set[frozenset[str] | None] = set()
-        found = [Candidate((), planner.unplanned.peak_bytes, 0.0, None)]
+        found = [Candidate((), planner.unplanned.peak_bytes, 0.0, self._own)]
         for budget_bytes in budgets_to_try(
             planner.floor.peak_bytes, planner.unplanned.peak_bytes
         ):
@@ -296,7 +298,7 @@ class CompiledPlanner:
 
 
 def _cheapest_first(one: Candidate) -> tuple[float, bool, int]:
-    return one.overhead, one.saved is not None, one.simulated_peak_bytes
+    return one.overhead, bool(one.regions), one.simulated_peak_bytes
 
 
 def _nearer(joint: JointGraph, model: str, peak_bytes: int) -> CompiledStep:

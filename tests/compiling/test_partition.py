@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import fx, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.compilers import nop
 
+import ckplan
 from ckplan.compiling import nodes
-from ckplan.compiling.lowering import DynamoGraph
-from ckplan.compiling.partition import JointGraph
+from ckplan.compiling.partition import Partitioner, read_changed
+from ckplan.compiling.replay import Replayed
+from ckplan.compiling.search import CompiledPlanner
+from ckplan.compiling.torch_names import default_parts
 
 
 class Normed(nn.Module):
@@ -31,49 +38,96 @@ class Normed(nn.Module):
         return (x * v * self.weight).sum()
 
 
-def joint_of(model: nn.Module, x: torch.Tensor) -> tuple[JointGraph, list[Any]]:
-    found: list[tuple[JointGraph, list[Any]]] = []
+class Kept(Normed):
+    """The gradient itself is computed from the buffer as it was."""
 
-    def only_trace(graph: fx.GraphModule, inputs: Any) -> Any:
-        joint, _ = DynamoGraph(graph, inputs, {}).lower(None, quick=True)
-        assert joint is not None
-        found.append((joint, [one.detach().clone() for one in inputs]))
-        return graph.forward
-
-    torch._dynamo.reset()
-    torch.compile(model, backend=only_trace, fullgraph=True)(x)
-    return found[0]
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        before = self.u.t().clone()
+        with torch.no_grad():
+            self.u.mul_(2.0)
+        return (before * self.weight * x).sum()
 
 
-def gradients(
-    joint: JointGraph, saved: Collection[str], inputs: list[Any]
-) -> list[torch.Tensor]:
-    """Of one step, by the graphs of forward and backward; inputs stay as they are."""
-    parts = joint.divided(saved)
-    given = [one.detach().clone() for one in inputs]
-    (output,) = parts.forward.graph.find_nodes(op="output")
-    with torch.no_grad():
-        made = parts.forward(*given)
-        names = [getattr(one, "name", "") for one in output.args[0]]
-        values = dict(zip(names, made, strict=True))
-        wanted = parts.backward.graph.find_nodes(op="placeholder")
-        primals = parts.forward.graph.find_nodes(op="placeholder")
-        values |= {one.name: t for one, t in zip(primals, given, strict=True)}
-        back = [values.get(one.name, torch.tensor(1.0)) for one in wanted]
-        return [one for one in parts.backward(*back) if one is not None]
+def gradient(model: nn.Module, partition: Callable[..., Any] | None) -> torch.Tensor:
+    """Of one step, divided so; AOTAutograd runs both halves as they are."""
+    how = {} if partition is None else {"partition_fn": partition}
+    as_it_is = aot_autograd(
+        fw_compiler=nop, bw_compiler=nop, keep_inference_input_mutations=True, **how
+    )
+    torch.compile(model, backend=as_it_is, fullgraph=True)(torch.ones(3, 4)).backward()
+    found = model.get_parameter("weight").grad
+    assert found is not None
+    return found
+
+
+def exact(model: nn.Module) -> torch.Tensor:
+    """The gradient of an uncompiled step, in float64."""
+    model = model.double()
+    model(torch.ones(3, 4, dtype=torch.float64)).backward()
+    found = model.get_parameter("weight").grad
+    assert found is not None
+    return found.float()
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_what_forward_makes_of_a_buffer_before_it_changes_it_is_saved() -> None:
-    x = torch.ones(3, 4)
-    joint, inputs = joint_of(Normed(), x)
-    (changed,) = nodes.changed_inputs(joint.module.graph)
-    reads = joint.divided([]).backward.graph.find_nodes(op="placeholder")
-    assert changed.name not in [one.name for one in reads]
-    (found,) = gradients(joint, [], inputs)
-    expected = Normed()
-    expected(x).backward()
-    assert torch.equal(found, expected.weight.grad)
+    found = gradient(Normed(), Partitioner([]))
+    torch.testing.assert_close(found, exact(Normed()))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_torch_own_division_is_replaced_where_backward_reads_a_changed_buffer() -> None:
+    def as_torch_does(joint: fx.GraphModule, inputs: Any, **how: Any) -> Any:
+        parts = default_parts(joint, inputs, how)
+        wrong.extend(read_changed(parts))
+        return parts
+
+    wrong: list[str] = []
+    off = gradient(Normed(), as_torch_does)
+    own = Partitioner(None)
+    torch._dynamo.reset()
+    found = gradient(Normed(), own)
+    torch.testing.assert_close(found, exact(Normed()))
+    assert own.seen is not None
+    # torch may mend its own division; then nothing is to be replaced.
+    assert (own.seen.instead is not None) == bool(wrong)
+    assert torch.allclose(off, found) == (not wrong)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_plan_without_regions_saves_what_replaces_torch_own_choice() -> None:
+    own = Partitioner(None)
+    gradient(Normed(), own)
+    assert own.seen is not None
+    joint = replace(own.seen, instead=frozenset({"sigmoid"}))
+    planner = CompiledPlanner(Mock(), joint, Replayed(1, 1, 1, 1, 1))
+    one = planner.candidate(())
+    assert (one.saved, one.overhead) == ({"sigmoid"}, 0.0)
+    assert planner.replayed(one.saved) is planner.unplanned
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_gradient_computed_from_the_buffer_as_it_was_is_refused() -> None:
+    def without_clone(joint: fx.GraphModule, inputs: Any, **how: Any) -> Any:
+        """As Inductor may leave it out."""
+        for node in joint.graph.find_nodes(
+            op="call_function", target=torch.ops.aten.clone.default
+        ):
+            node.replace_all_uses_with(node.args[0])
+        return Partitioner(None)(joint, inputs, **how)
+
+    torch.testing.assert_close(gradient(Kept(), Partitioner(None)), exact(Kept()))
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match=r"backward reads .*, an input that forward"):
+        gradient(Kept(), without_clone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("budget", ["100%", "200%"])
+def test_what_fits_without_a_plan_has_right_gradients(budget: str) -> None:
+    model = Normed()
+    ckplan.compile(model, budget)(torch.ones(3, 4)).backward()
+    torch.testing.assert_close(model.weight.grad, exact(Normed()))
 
 
 def test_modules_that_dynamo_finds_in_a_dictionary_have_their_path() -> None:
