@@ -8,8 +8,8 @@ budgets are solved: with more of them, the estimated time never rises. "At least
 what no plan can go below: parameters, batch and all gradients, which are alive at the
 end. Of other families, one plan is verified, the middle one of those that the solver
 proposes and that recompute, cheapest first. Steps that break into several graphs take
-at most what is replayed. Recurrent layers run without oneDNN. Gradients that an
-uncompiled step in float64 finds to be rounding alone, such as those of biases of keys,
+at most what is replayed. Recurrent layers run without oneDNN. Gradients that a
+step in float64 finds to be rounding alone, such as those of biases of keys,
 which are zero, are left out of differences, and named below.
 
 Rows are kept beside the page, as JSON, so that some can be measured again:

@@ -25,6 +25,7 @@ from ckplan.verifying.compiled_differences import (
     differences,
     in_float64,
     rounding_alone,
+    same_draws,
 )
 
 _MOST_NAMES = 20
@@ -121,7 +122,7 @@ def verify_compiled(
     first[True] = _results(workload, compiled[True], seed)
     chosen = _planned(planned_backend)
     seconds = _seconds(workload, compiled, steps, seed)
-    apart = _apart(workload, first, eager, seed)
+    apart = _apart(workload, first, eager, seed, lambda one: loss(one, "inductor"))
     (plan,) = planned_backend.plans
     return _judge(chosen, first, apart, seconds), plan
 
@@ -207,10 +208,13 @@ def _apart(
     first: dict[bool, _Results],
     eager: _Results | None,
     seed: int,
+    compiled: Callable[[Workload], Callable[[], torch.Tensor]] | None = None,
 ) -> _Apart:
-    """Compare the planned step; where much differs, an exact step decides."""
+    """Compare; where much differs, an exact step decides, compiled if it draws."""
 
     def values_of(one: Workload) -> dict[str, torch.Tensor]:
+        if eager is None and compiled is not None:
+            return _results(one, compiled(one), seed).values
         return _results(one, lambda: loss_of_model(one.model, one), seed).values
 
     found = first[True].values
@@ -219,13 +223,16 @@ def _apart(
     for one in far:
         one.pop("random state", None)
     exact = None
-    if eager is not None and any(by > ROUNDING for one in far for by in one.values()):
+    doubtful = {name for one in far for name, by in one.items() if by > ROUNDING}
+    if doubtful and not (eager is None and compiled is None):
         exact = in_float64(workload, values_of)
+    if exact is not None and eager is None:
+        exact = exact if same_draws(first[False].values, exact, doubtful) else None
     settled: set[str] = set()
     if exact is not None:
         for one, other in zip(far, others, strict=True):
-            doubtful = [name for name, by in one.items() if by > ROUNDING]
-            rounding = rounding_alone(doubtful, found, other, exact)
+            here = [name for name, by in one.items() if by > ROUNDING]
+            rounding = rounding_alone(here, found, other, exact)
             for name in rounding:
                 del one[name]
             settled |= rounding

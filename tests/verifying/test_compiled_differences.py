@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -96,6 +97,30 @@ def test_a_wrong_gradient_is_never_rounding() -> None:
     first = {False: replace(plain, values=left), True: replace(plain, values=right)}
     assert _apart(workload, first, None, 0).from_unplanned == 1.0
     assert not rounding_alone(["buffer mean"], right, left, left)
+
+
+def test_a_step_that_draws_is_judged_by_one_in_float64_that_draws_the_same() -> None:
+    def dropped(one: Workload) -> Callable[[], torch.Tensor]:
+        keep = torch.ones(4, 16, 8)
+        keep[:, ::3] = 0.0  # stands for a mask that compiled code draws
+        return lambda: one.model(one.batch * keep)
+
+    def drawn_otherwise(one: Workload) -> Callable[[], torch.Tensor]:
+        return lambda: one.model(one.batch * (torch.rand(4, 16, 1) > 0.1))
+
+    workload = keys()
+    plain = _results(workload, dropped(workload), 0)
+    name = "gradient key.bias"
+    noise = replace(plain, values={**plain.values, name: -plain.values[name]})
+    wrong = replace(plain, values={**plain.values, name: plain.values[name] + 1e-5})
+    first = {False: plain, True: noise}
+    apart = _apart(workload, first, None, 0, dropped)
+    assert (apart.rounding_alone, apart.from_unplanned) == ((name,), 0.0)
+    for planned, draws in ((noise, drawn_otherwise), (wrong, dropped), (noise, None)):
+        first = {False: plain, True: planned}
+        apart = _apart(workload, first, None, 0, draws)
+        assert apart.rounding_alone == ()
+        assert apart.from_unplanned > 1e-4
 
 
 def test_a_model_that_wants_float32_stays_undecided() -> None:
