@@ -7,7 +7,6 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Protocol
 
-from ckplan.plan.region import Region
 from ckplan.simulating.caching_allocator import LARGE_SEGMENT_BYTES, SMALL_SEGMENT_BYTES
 from ckplan.simulating.simulate import Timeline
 from ckplan.solving.memory_limit import MemoryLimit
@@ -65,21 +64,13 @@ def budget_within(planner: Plans, limit: MemoryLimit) -> int:
         planner: The plans; their timelines are asked whether they fit.
         limit: The limit, with gaps or without.
     """
-    known: dict[tuple[MemoryLimit, tuple[Region, ...]], bool] = {}
-
-    def allows(limit: MemoryLimit, found: ReplayedPlan) -> bool:
-        key = limit, found[1]
-        if key not in known:
-            known[key] = limit.allows(found[0])
-        return known[key]
-
     for within in (with_spare_segment(limit), limit) if limit.of_reserved else ():
 
         def fits(budget_bytes: int, within: MemoryLimit = within) -> bool:
             found = planner.within(budget_bytes)
-            if found is None or not allows(within, found):
+            if found is None or not within.allows(found[0]):
                 return False
-            return within is limit or allows(limit, found)
+            return within is limit or limit.allows(found[0])
 
         budget_bytes = _largest_fitting(fits, planner.floor.peak_bytes, limit.bytes)
         if budget_bytes is not None:

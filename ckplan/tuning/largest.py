@@ -19,7 +19,6 @@ from ckplan.solving.reserved_limit import Plans, plan_within
 
 MOST_ROWS = 2**24
 _SECANTS = 8  # most steps on a line before halving
-_HINT = 0.9  # of the rows whose tensors fit: what begins above is close to the answer
 
 
 def largest_batch(
@@ -29,7 +28,6 @@ def largest_batch(
     *,
     start: int = 1,
     most: int = MOST_ROWS,
-    unplanned: int | None = None,
     simulator: Callable[[Graph], Simulator] = Simulator,
 ) -> int:
     """The largest number of rows whose step fits; 0 if not even one row does.
@@ -42,11 +40,10 @@ def largest_batch(
         plans_at: The plans at a number of rows; without it, none is tried.
         start: Where the search begins.
         most: Largest number to try.
-        unplanned: The largest number without a plan, if it is known.
         simulator: Replays a step.
     """
     replays = _Replays(graph_at, memory_limit, most, simulator)
-    largest = replays.largest_under((), start) if unplanned is None else unplanned
+    largest = replays.largest_under((), start)
     # The smallest plan of one batch is nearly that of others: replays find the largest
     # batch for it, and a search one row further finds whether another plan is smaller.
     tried = largest + 1
@@ -141,21 +138,14 @@ def largest_number(
     """
     top = _last_within(size_of, limit_bytes, numbers, near)
     low, high, step = -1, top + 1, 1  # places: fits, does not fit
-    place, hint = top, bisect_right(numbers, near) - 1
-    if _HINT * top <= hint < top:  # that of a similar step: it or the next is the last
-        place = hint
+    place = top
     while high - low > 1:
         if fits(numbers[place]):
             low = place
         else:
             high = place
-        if low < 0:
-            middle = high - step
-        elif high > top:
-            middle = low + step
-        else:
-            middle = (low + high) // 2
-        place, step = min(max(middle, 0), top), 2 * step
+        middle = (low + high) // 2 if low >= 0 else high - step
+        place, step = max(middle, 0), 2 * step
     return numbers[low] if low >= 0 else 0
 
 
@@ -177,8 +167,6 @@ def _last_within(
         else:
             high = place
         crossing = _crossing(sizes, limit_bytes) if len(sizes) < _SECANTS else None
-        if len(sizes) == 1 and sizes[rows]:
-            crossing = rows * limit_bytes / sizes[rows]
         if crossing is not None:
             place = bisect_right(numbers, crossing) - 1
         elif high == len(numbers):

@@ -71,13 +71,15 @@ class WaySearch:
 
     def _largest(self, *, planned: bool) -> int:
         most = {} if self.total is None else {"most": self._own_total}
-        start = self.start if self.like is None else self.like.largest_unplanned
+        start, like = self.start, self.like
+        if like is not None:
+            start = like.largest_planned if planned else like.largest_unplanned
+        plans_at = self.plans_at if planned else None
         return largest_batch(
             self.graph_at,
             self.limit,
-            self.plans_at if planned else None,
+            plans_at,
             start=start,
-            unplanned=self.largest_unplanned if planned else None,
             simulator=self.simulator,
             **most,
         )
