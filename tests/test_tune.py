@@ -18,6 +18,7 @@ from ckplan.graph.transplant import transplanted
 from ckplan.integrations.loop import LoopPlanner
 from ckplan.plan import file as plan_file
 from ckplan.plan.plan import Plan
+from ckplan.report.tuning import tuned_json
 from ckplan.simulating.simulate import Simulator
 from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.tracing.other_steps import OtherSteps
@@ -257,6 +258,19 @@ def test_a_lever_of_plans_has_a_row_and_its_plans_replay(
     else:  # they take the logits away, which own the peak
         assert row.saved_bytes > MIB
         assert search.largest_planned > bare.largest_planned
+
+
+@pytest.mark.slow
+def test_chosen_fp16_scales_its_gradients_in_the_setting_and_in_the_plan() -> None:
+    wide = nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512))
+    given = {"batch": torch.randn(256, 512), "target": torch.randn(256, 512)}
+    found = ckplan.tune(wide, **given, budget="64MiB", allow=["fp16"], **HOW)
+    assert (found.best.way.amp, found.best.way.scaler) == ("fp16", True)
+    assert tuned_json(found)["best"]["scaler"] is True
+    told = ckplan.tuned_plan(found).workload
+    assert (told["amp"], told["scaler"]) == ("fp16", True)
+    row = next(one for one in found.levers if one.name == "fp16")
+    assert row.pays and row.in_best and row.bits == "changes"
 
 
 @pytest.mark.slow
