@@ -30,30 +30,23 @@ predicted overhead that is off by more than 2 points, or if on GPT-2 it costs mo
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import sys
-import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from unittest.mock import patch
 
+import _in_turns as in_turns
 import _measuring as measuring
-import torch
 from _variants import OURS, PLAIN, Variant, choose
 
 from ckplan.graph.graph import Graph
 from ckplan.plan.resolve import resolve
 from ckplan.report.progress import ProgressLine
 from ckplan.simulating.simulate import Simulator
-from ckplan.tracing.costs.cost_cache import FOLDER_VARIABLE
 from ckplan.tracing.profile import profile_workload
-from ckplan.training.loading import WorkloadSpec, parse_options
+from ckplan.training.loading import WorkloadSpec
 from ckplan.units import format_bytes, format_seconds
 from ckplan.verifying.compare_steps import differing_results
-from ckplan.verifying.step_process import StepProcess, interleave
-from ckplan.verifying.worker import FirstSteps
 
 HEADERS = (
     "step",
@@ -74,7 +67,6 @@ HEADERS = (
 )
 PROFILES = 3  # before the first step
 MOST_TOGETHER = 6  # beside the unplanned step
-DROPPED_ROUNDS = 2
 LIMITS = {  # workload -> plan -> share freed -> most overhead
     "gpt2": {
         OURS: {0.5: 0.03, 0.7: 0.08, 0.8: 0.14},
@@ -193,17 +185,8 @@ class Outcome:
 def main() -> int:
     """Plan, measure and report."""
     args = _arguments()
-    if args.keep_memory:
-        measuring.keep_memory()
-    if args.threads is not None:
-        torch.set_num_threads(args.threads)
-        os.environ["OMP_NUM_THREADS"] = str(args.threads)  # of processes started here
-    target = measuring.location_of(args.workload)
-    spec = WorkloadSpec(target, parse_options(args.settings))
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        patch.dict(os.environ, {FOLDER_VARIABLE: folder}),
-    ):
+    spec = in_turns.spec_of(args)
+    with in_turns.own_cache():
         for _ in range(PROFILES):
             graph = _profile(spec)
         measuring.say("solving")
@@ -213,18 +196,18 @@ def main() -> int:
     outcomes = [outcome.predicted_by(graph) for outcome in outcomes]
     limits = {} if args.settings else LIMITS.get(args.workload, {})
     report = measuring.Report(
-        name=_name(args),
+        name=in_turns.name_of("cost", args),
         title=f"What freeing activations of {args.workload} costs",
         doc=__doc__,
-        parts=[_table(outcomes), _explain(graph, args.rounds, args.repeats), *notes],
+        parts=[
+            measuring.make_table(HEADERS, [one.cells() for one in outcomes]),
+            f"{in_turns.explain(graph, args)} The bound is of any schedule of the same "
+            "ops within the budget, by predicted seconds.",
+            *notes,
+        ],
         broken=[line for outcome in outcomes for line in outcome.broken(limits)],
     )
     return measuring.finish(report, args)
-
-
-def _name(args: argparse.Namespace) -> str:
-    name = f"cost_{args.workload}" + ("_kept" if args.keep_memory else "")
-    return name if args.threads is None else f"{name}_{args.threads}_thread"
 
 
 def _profile(spec: WorkloadSpec) -> Graph:
@@ -259,9 +242,10 @@ def _measure_together(
     seconds: list[list[float]] = [[] for _ in variants]
     for _ in range(repeats):
         _profile(spec)
-        first, timed = _measure_once(spec, variants, rounds)
+        plans = [variant.plan for variant in variants]
+        first, timed = in_turns.take_turns(spec, plans, rounds)
         for found, taken in zip(seconds, timed, strict=True):
-            found += taken[DROPPED_ROUNDS:]
+            found += taken
     different = [differing_results((first[0], steps)) or () for steps in first]
     for variant, results in zip(variants, different, strict=True):
         if results:
@@ -281,75 +265,16 @@ def _measure_together(
     ]
 
 
-def _measure_once(
-    spec: WorkloadSpec, variants: Sequence[Variant], rounds: int
-) -> tuple[list[FirstSteps], list[list[float]]]:
-    first: list[FirstSteps] = []
-    with ExitStack() as running, ProgressLine(sys.stderr) as progress:
-        processes = [
-            running.enter_context(StepProcess(spec, variant.plan, seed=measuring.SEED))
-            for variant in variants
-        ]
-        for done, process in enumerate(processes):
-            progress("measuring peaks", done, len(processes))
-            first.append(process.first_steps())
-        return first, interleave(processes, rounds, progress)
-
-
 def _overhead(seconds: float, unplanned_seconds: float) -> float:
     return seconds / unplanned_seconds - 1
 
 
-# -- reporting ---------------------------------------------------------------------
-
-
-def _table(outcomes: Iterable[Outcome]) -> str:
-    return measuring.make_table(HEADERS, [outcome.cells() for outcome in outcomes])
-
-
-def _explain(graph: Graph, rounds: int, repeats: int) -> str:
-    activations = format_bytes(graph.bytes_by_kind["activation"])
-    return (
-        f"Activations of the unplanned step: {activations}. Fresh processes: {repeats} "
-        f"times, {rounds} rounds in each, of which the first {DROPPED_ROUNDS} are "
-        "dropped. The bound is of any schedule of the same ops within the budget, by "
-        "predicted seconds."
-    )
-
-
 def _arguments() -> argparse.Namespace:
-    parser = measuring.make_parser(__doc__, settings=True)
-    parser.add_argument(
-        "workload", nargs="?", default="gpt2", help="its name  [default: gpt2]"
-    )
+    parser = in_turns.make_parser(__doc__, (0.5, 0.7, 0.8))
     parser.add_argument(
         "--plain", action="store_true", help="our plans without encodings, too"
     )
-    parser.add_argument(
-        "--keep-memory",
-        action="store_true",
-        help="let no process give memory back to the system",
-    )
-    parser.add_argument(
-        "--threads",
-        metavar="N",
-        type=int,
-        choices=range(1, 1 + (os.cpu_count() or 1)),
-        help="of every process  [default: one for each core]",
-    )
-    parser.add_argument(
-        "--shares",
-        metavar="SHARE",
-        type=float,
-        nargs="+",
-        default=[0.5, 0.7, 0.8],
-        help="of the activation bytes, to be freed  [default: 0.5 0.7 0.8]",
-    )
-    measuring.add_rounds(parser, rounds=6, repeats=4, dropped=DROPPED_ROUNDS)
-    args = parser.parse_args()
-    if args.rounds < DROPPED_ROUNDS + 2:
-        parser.error(f"--rounds: at least {DROPPED_ROUNDS + 2}, not {args.rounds}")
-    return args
+    return in_turns.parse(parser)
 
 
 if __name__ == "__main__":

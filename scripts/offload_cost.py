@@ -24,18 +24,15 @@ recomputes; or if at 80 % freed or more it moves and costs more than that bound.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from unittest.mock import patch
 
+import _in_turns as in_turns
 import _measuring as measuring
-import torch
 
 import ckplan
 from ckplan.errors import InfeasibleError
@@ -48,12 +45,10 @@ from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.offloading import MovingPlanner
 from ckplan.solving.planner import Planner
 from ckplan.solving.solve import to_plan
-from ckplan.tracing.costs.cost_cache import FOLDER_VARIABLE
 from ckplan.tracing.profile import profile_workload
-from ckplan.training.loading import WorkloadSpec, parse_options
+from ckplan.training.loading import WorkloadSpec
 from ckplan.units import format_bytes, format_seconds
 from ckplan.verifying.compare_steps import differing_results
-from ckplan.verifying.step_process import StepProcess, interleave
 
 HEADERS = (
     *("freed", "plan", "budget", "predicted peak", "measured peak", "bits equal"),
@@ -61,7 +56,6 @@ HEADERS = (
     *("against recomputing", "quartiles"),
 )
 RECOMPUTES, MOVES = "recomputes", "may move"
-DROPPED_ROUNDS = 2
 RATES = 3  # measured, of the disk
 MOST_SLOWER = 0.01  # of a plan that moves, against the one that recomputes
 BELOW_BOUND = 0.8  # least share freed at which moving beats any recomputation
@@ -142,16 +136,9 @@ class Outcome:
 def main() -> int:
     """Plan, measure and report."""
     args = _arguments()
-    if args.keep_memory:
-        measuring.keep_memory()
-    if args.threads is not None:
-        torch.set_num_threads(args.threads)
-        os.environ["OMP_NUM_THREADS"] = str(args.threads)  # of processes started here
-    spec = WorkloadSpec(
-        measuring.location_of(args.workload), parse_options(args.settings)
-    )
+    spec = in_turns.spec_of(args)
     before = disk_rate(args.offload)
-    with _costs_of_now():
+    with in_turns.own_cache():
         with ProgressLine(sys.stderr) as progress:
             graph = profile_workload(spec, progress=progress)
         measuring.say("solving")
@@ -162,7 +149,7 @@ def main() -> int:
             outcomes += measure(spec, pair, args.offload, args.rounds, args.repeats)
     after = disk_rate(args.offload)
     report = measuring.Report(
-        name=_name(args),
+        name=in_turns.name_of("offload_cost", args),
         title=f"Activations of {args.workload} in a file",
         doc=__doc__,
         parts=[
@@ -177,19 +164,9 @@ def main() -> int:
 
 def disk_rate(folder: Path) -> float:
     """Bytes per second of a folder's disk, now: the median of a few measurements."""
-    with _costs_of_now():
+    with in_turns.own_cache():
         rates = [ckplan.spill_rate(folder, fresh=True) for _ in range(RATES)]
     return rates[-1]  # each is the median of all before it
-
-
-@contextmanager
-def _costs_of_now() -> Iterator[None]:
-    """What was measured before does not count, and what is measured is not kept."""
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        patch.dict(os.environ, {FOLDER_VARIABLE: folder}),
-    ):
-        yield
 
 
 def choose(
@@ -234,17 +211,9 @@ def measure(
     seconds: list[list[float]] = [[], [], []]
     plans = None, *(one.plan for one in pair)
     for _ in range(repeats):
-        with ExitStack() as running, ProgressLine(sys.stderr) as progress:
-            processes = [
-                running.enter_context(
-                    StepProcess(spec, plan, seed=measuring.SEED, spill=folder)
-                )
-                for plan in plans
-            ]
-            first = [process.first_steps() for process in processes]
-            timed = interleave(processes, rounds, progress)
+        first, timed = in_turns.take_turns(spec, plans, rounds, spill=folder)
         for found, taken in zip(seconds, timed, strict=True):
-            found += taken[DROPPED_ROUNDS:]
+            found += taken
     unplanned, recomputing, _ = seconds
     return [
         Outcome(
@@ -263,28 +232,17 @@ def _ratios(seconds: Iterable[float], others: Iterable[float]) -> list[float]:
     return [one / other - 1 for one, other in zip(seconds, others, strict=True)]
 
 
-def _name(args: argparse.Namespace) -> str:
-    name = f"offload_cost_{args.workload}" + ("_kept" if args.keep_memory else "")
-    return name if args.threads is None else f"{name}_{args.threads}_thread"
-
-
 def _explain(graph: Graph, rates: tuple[float, float], args: argparse.Namespace) -> str:
-    activations = format_bytes(graph.bytes_by_kind["activation"])
     before, after = (f"{rate / 1e6:,.0f} MB/s" for rate in rates)
     return (
-        f"The disk: {before} before, {after} after all steps. Activations of the "
-        f"unplanned step: {activations}; predicted to take "
-        f"{format_seconds(graph.step_seconds)}. Fresh processes: {args.repeats} times, "
-        f"{args.rounds} rounds in each, of which the first {DROPPED_ROUNDS} are "
-        "dropped."
+        f"The disk: {before} before, {after} after all steps. The unplanned step is "
+        f"predicted to take {format_seconds(graph.step_seconds)}. "
+        f"{in_turns.explain(graph, args)}"
     )
 
 
 def _arguments() -> argparse.Namespace:
-    parser = measuring.make_parser(__doc__, settings=True)
-    parser.add_argument(
-        "workload", nargs="?", default="gpt2", help="its name  [default: gpt2]"
-    )
+    parser = in_turns.make_parser(__doc__, (0.5, 0.7, 0.8, 0.9))
     parser.add_argument(
         "--offload",
         metavar="FOLDER",
@@ -292,31 +250,7 @@ def _arguments() -> argparse.Namespace:
         default=Path(tempfile.gettempdir()),
         help="where the file is  [default: the folder for temporary files]",
     )
-    parser.add_argument(
-        "--keep-memory",
-        action="store_true",
-        help="let no process give memory back to the system",
-    )
-    parser.add_argument(
-        "--threads",
-        metavar="N",
-        type=int,
-        choices=range(1, 1 + (os.cpu_count() or 1)),
-        help="of every process  [default: one for each core]",
-    )
-    parser.add_argument(
-        "--shares",
-        metavar="SHARE",
-        type=float,
-        nargs="+",
-        default=[0.5, 0.7, 0.8, 0.9],
-        help="of the activation bytes, to be freed  [default: 0.5 0.7 0.8 0.9]",
-    )
-    measuring.add_rounds(parser, rounds=6, repeats=4, dropped=DROPPED_ROUNDS)
-    args = parser.parse_args()
-    if args.rounds < DROPPED_ROUNDS + 2:
-        parser.error(f"--rounds: at least {DROPPED_ROUNDS + 2}, not {args.rounds}")
-    return args
+    return in_turns.parse(parser)
 
 
 if __name__ == "__main__":

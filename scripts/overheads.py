@@ -34,7 +34,6 @@ import argparse
 import json
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -46,6 +45,7 @@ from unittest.mock import patch
 
 import _measuring as measuring
 import torch
+from _in_turns import own_cache
 from _overhead_models import MODELS, spec_of
 
 from ckplan import files
@@ -53,7 +53,6 @@ from ckplan.errors import CkplanError
 from ckplan.plan.plan import Plan
 from ckplan.solving.planner import Planner
 from ckplan.solving.solve import to_plan
-from ckplan.tracing.costs.cost_cache import FOLDER_VARIABLE
 from ckplan.tracing.costs.spread import quartiles, undisturbed
 from ckplan.tracing.profile import profile_workload
 from ckplan.tracing.steps.in_step import NOTE_IN_STEP
@@ -171,7 +170,7 @@ def main() -> int:
 
 def _measure(name: str, threads: int, rounds: int) -> list[Row]:
     try:
-        with _threads(threads), _own_cache():
+        with _threads(threads), own_cache():
             return _rows(name, threads, spec_of(name), rounds)
     except CkplanError as error:
         return [Row(name, threads, 0, 0.0, 0.0, 0.0, 0.0, 0.0, failed=error.what)]
@@ -267,16 +266,6 @@ def _threads(count: int) -> Iterator[None]:
         torch.set_num_threads(count)
         yield
     torch.set_num_threads(before)
-
-
-@contextmanager
-def _own_cache() -> Iterator[None]:
-    """Keep costs of ops for one model alone: the speed of a machine changes."""
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        patch.dict(os.environ, {FOLDER_VARIABLE: folder}),
-    ):
-        yield
 
 
 # -- reporting -----------------------------------------------------------------------
