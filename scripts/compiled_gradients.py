@@ -15,10 +15,11 @@ differ from the unplanned compiled ones where those are right.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
-from _measuring import SEED, Report, finish, make_parser, make_table, run, say
+from _measuring import ROOT, SEED, Report, finish, make_parser, make_table, run, say
 
 EPSILON = 1e-4
 TOLERANCE = 1e-3
@@ -58,21 +59,9 @@ def build() -> tuple[Any, Any]:
 def build_changed() -> tuple[Any, Any]:
     """A layer scaled by a buffer that forward then doubles, and a batch."""
     import torch
-    from torch import nn
 
-    class Normed(nn.Module):
-        u: torch.Tensor
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.arange(1.0, 13.0).view(3, 4))
-            self.register_buffer("u", torch.tensor([[1.0, 2.0, 3.0]]))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            v = (torch.sigmoid(self.u).t() * self.weight).sum(0)
-            with torch.no_grad():
-                self.u.mul_(2.0)
-            return x * v * self.weight
+    sys.path.insert(0, str(ROOT / "tests" / "helpers"))
+    from changed_buffer import Normed
 
     return Normed().double(), torch.ones(3, 4, dtype=torch.float64)
 

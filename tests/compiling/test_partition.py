@@ -9,6 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from changed_buffer import Normed
 from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.compilers import nop
@@ -19,23 +20,6 @@ from ckplan.compiling.partition import Partitioner, read_changed
 from ckplan.compiling.replay import Replayed
 from ckplan.compiling.search import CompiledPlanner
 from ckplan.compiling.torch_names import default_parts
-
-
-class Normed(nn.Module):
-    """Scaled by a buffer that every forward changes, as spectral norms do."""
-
-    u: torch.Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.arange(1.0, 13.0).view(3, 4))
-        self.register_buffer("u", torch.tensor([[1.0, 2.0, 3.0]]))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        v = (torch.sigmoid(self.u).t() * self.weight).sum(0)
-        with torch.no_grad():
-            self.u.mul_(2.0)
-        return (x * v * self.weight).sum()
 
 
 class Kept(Normed):
