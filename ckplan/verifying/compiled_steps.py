@@ -211,12 +211,8 @@ def _apart(
     compiled: Callable[[Workload], Callable[[], torch.Tensor]] | None = None,
 ) -> _Apart:
     """Compare; where much differs, an exact step decides, compiled if it draws."""
-
-    def values_of(one: Workload) -> dict[str, torch.Tensor]:
-        if eager is None and compiled is not None:
-            return _results(one, compiled(one), seed).values
-        return _results(one, lambda: loss_of_model(one.model, one), seed).values
-
+    draws = eager is None
+    loss_of = compiled if draws else _uncompiled
     found = first[True].values
     others = [first[False].values] + ([] if eager is None else [eager.values])
     far = [differences(found, other) for other in others]
@@ -224,10 +220,12 @@ def _apart(
         one.pop("random state", None)
     exact = None
     doubtful = {name for one in far for name, by in one.items() if by > ROUNDING}
-    if doubtful and not (eager is None and compiled is None):
-        exact = in_float64(workload, values_of)
-    if exact is not None and eager is None:
-        exact = exact if same_draws(first[False].values, exact, doubtful) else None
+    if doubtful and loss_of is not None:
+        exact = in_float64(
+            workload, lambda one: _results(one, loss_of(one), seed).values
+        )
+    if draws and exact and not same_draws(first[False].values, exact, doubtful):
+        exact = None
     settled: set[str] = set()
     if exact is not None:
         for one, other in zip(far, others, strict=True):
@@ -239,6 +237,10 @@ def _apart(
     largest = [max(one.values(), default=0.0) for one in far]
     from_eager = largest[1] if eager is not None else None
     return _Apart(largest[0], from_eager, tuple(sorted(settled)))
+
+
+def _uncompiled(workload: Workload) -> Callable[[], torch.Tensor]:
+    return lambda: loss_of_model(workload.model, workload)
 
 
 @dataclass(frozen=True)

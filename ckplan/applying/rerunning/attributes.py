@@ -89,18 +89,22 @@ class Modules:
         self._others = [one for one in self._found if not one.is_simple]
         self._hookless = [hooks for one in self._simple for hooks in one.hookless]
 
-    def look(self) -> None:
-        """Look at the modules again."""
+    def look(self) -> bool:
+        """Look at the modules again.
+
+        Returns:
+            Whether no module was replaced, added or removed.
+        """
         if self.content.is_now() and not any(self._hookless):
             for one in self._others:
                 one.look_inside()
-        else:
-            self._look()
+            return True
+        self._look()
+        return self.are_same()
 
     def are_of(self, module: nn.Module) -> bool:
-        """Whether these are the modules of a module: replicas have their own."""
-        mine = self._found[0].module is module
-        return mine and (self.content.is_now() or self.are_same())
+        """Look again: whether these are those of a module; replicas have their own."""
+        return self._found[0].module is module and self.look()
 
     def are_same(self) -> bool:
         """Whether no module was replaced, added or removed."""

@@ -12,6 +12,7 @@ import ctypes
 import random
 import sys
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -75,13 +76,10 @@ def _tells(mark: Callable[[Any], Any], sample: Any) -> bool:
     """Whether every draw changes a mark, also the second of two normal numbers."""
     if sys.implementation.name != "cpython":
         return False
+    is_python = isinstance(sample, random.Random)
+    normal = partial(sample.gauss, 0.0, 1.0) if is_python else sample.standard_normal
     marks = [mark(sample)]
-    for draw in ("random", "normal", "normal"):
-        if draw == "random":
-            sample.random()
-        elif isinstance(sample, random.Random):
-            sample.gauss(0.0, 1.0)
-        else:
-            sample.standard_normal()
+    for draw in (sample.random, normal, normal):
+        draw()
         marks.append(mark(sample))
     return all(one != other for one, other in pairwise(marks))

@@ -45,8 +45,6 @@ class Memory:
         modules = self._modules
         if modules is None or not modules.are_of(module):
             modules = self._modules = Modules(module)
-        else:
-            modules.look()
         return modules
 
     def __reduce__(self) -> tuple[type[Memory], tuple[()]]:

@@ -111,12 +111,10 @@ class Storages:
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor):
                 storage = _storage_of(leaf)
-                number = self._ids.get(storage._cdata)
+                number = self._find(storage)
                 if number is None:
                     number = self._register(storage, kind, maker, self._bytes_of(leaf))
                     self._describe(number, leaf)
-                elif self._unread:
-                    self._find(storage)
                 numbers.append(number)
         return numbers
 
@@ -184,11 +182,9 @@ class Storages:
         One that existed before the step can be a part of it; then, no tensor is named.
         """
         found = self._recording.storages[number]
-        meta = describe(tensor)
-        filled = meta.num_bytes == tensor.untyped_storage().nbytes()
-        found.dense = filled and not tensor.storage_offset()
+        found.dense = not tensor.storage_offset() and fills_storage(tensor)
         if found.dense or found.maker != BEFORE_STEP:
-            found.tensor = meta
+            found.tensor = describe(tensor)
 
     def _alias(
         self,
