@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import ckplan
+from ckplan.errors import ApplyError
 from ckplan.graph import file as trace_file
 from ckplan.graph.graph import Graph
 from ckplan.graph.records import EngineCosts
@@ -51,7 +52,7 @@ from ckplan.tracing.steps.ops_in_step import (
     time_ops,
 )
 from ckplan.tracing.steps.trial_plans import trial_plans
-from ckplan.training.step import DEFAULT_TRAINING, make_step
+from ckplan.training.step import DEFAULT_TRAINING, TrainingStep, make_step
 from ckplan.training.workload import Workload
 
 NOISE = Random(0)
@@ -419,6 +420,31 @@ def test_steps_are_measured_once_and_kept(
     second = in_step(profiled, cache, asked=False)  # short, but what it takes is known
     assert second.engine == first.engine
     assert second.ops == first.ops
+
+
+@pytest.mark.parametrize("seconds_per_layer", [1e-3, 2e-3, 4e-3])
+def test_what_steps_take_longer_with_plans_is_what_plans_are_said_to_cost(
+    profiled: Graph, monkeypatch: pytest.MonkeyPatch, seconds_per_layer: float
+) -> None:
+    """Of made-up rounds, where both plans add the same to each of four layers."""
+
+    def made_up(step: TrainingStep) -> tuple[float, float, float]:
+        try:
+            num_regions = len(ckplan.status(step.workload.model).regions)
+        except ApplyError:
+            num_regions = 0
+        return 0.04, 0.06 + seconds_per_layer * num_regions, 0.01
+
+    monkeypatch.setattr(measured, "_timed", made_up)
+    prior = replace(profiled.engine, watch_seconds=1e-5, region_seconds=1e-4)
+    graph = replace(profiled, engine=replace(prior, rerun_seconds=0.0))
+    found = in_step(graph, CostCache(None))
+    assert NOTE_IN_STEP in found.notes, found.notes
+    assert found.step_seconds == pytest.approx(0.11, rel=0.01)
+    for regions in trial_plans(graph):
+        added = simulate(found, regions).recompute_seconds
+        assert added == pytest.approx(4 * seconds_per_layer, rel=0.2)
+    assert found.engine.region_seconds > prior.region_seconds
 
 
 def test_profiling_with_steps_leaves_model_and_random_state(
