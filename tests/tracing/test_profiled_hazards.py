@@ -24,7 +24,11 @@ from ckplan.plan.resolve import resolve
 from ckplan.report.step import step_json, step_report
 from ckplan.report.tables import render
 from ckplan.simulating.simulate import simulate
-from ckplan.tracing.hazards.nondeterminism import find_nondeterminism
+from ckplan.tracing.hazards.nondeterminism import (
+    NOTE_DIFFERENT,
+    NOTE_SAME,
+    find_nondeterminism,
+)
 from ckplan.tracing.trace import NOTE_FAKE
 from ckplan.training.step import Training, make_step
 from ckplan.training.workload import Workload
@@ -399,6 +403,19 @@ def test_what_was_run_is_let_go(kind: type[Block]) -> None:
     ckplan.profile(found.model, found.batch, loss=found.loss)
     gc.collect()
     assert blocks_alive() == before
+
+
+def slope(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """A loss of the derivative of the model by its input."""
+    at = batch.detach().requires_grad_()
+    (found,) = torch.autograd.grad(model(at).sum(), at, create_graph=True)
+    return found.square().mean()
+
+
+def test_a_forward_that_takes_gradients_is_run_twice_too() -> None:
+    batch = torch.ones(2, 64)
+    assert NOTE_DIFFERENT in ckplan.profile(Chance(), batch, step=slope).notes
+    assert NOTE_SAME in ckplan.profile(Calm(), batch, step=slope).notes
 
 
 @pytest.mark.usefixtures("quick_collector")

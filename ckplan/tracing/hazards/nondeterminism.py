@@ -62,7 +62,9 @@ def with_nondeterminism_hazards(
         return _noted(graph, NOTE_NOT + "it is too large")
     try:
         warm_up_vector_kernels()
-        unlike, loss = find_nondeterminism(TrainingStep(build(), None, training))
+        step = TrainingStep(build(), None, training)
+        grad = any(hazard.kind == "backward" for hazard in graph.hazards)
+        unlike, loss = find_nondeterminism(step, grad=grad)
     except Exception as error:
         return _noted(graph, f"{NOTE_NOT}{type(error).__name__}: {first_line(error)}")
     if loss is not None:
@@ -102,18 +104,23 @@ class Nondeterminism(NamedTuple):
 
 
 def find_nondeterminism(
-    step: TrainingStep,
+    step: TrainingStep, *, grad: bool = False
 ) -> tuple[list[Nondeterminism], torch.Tensor | None]:
     """Find calls of a forward whose results differ between two runs.
 
     Args:
         step: A step on real tensors; only copies of its model and batch run.
+        grad: Whether to run under gradients, as a forward that takes some needs.
 
     Returns:
         The calls, none if the outputs of forward are equal; and the loss, or None if
         it cannot be computed without gradients.
     """
-    with preserve_rng_state() as restart, torch.no_grad(), step.autocast():
+    with (
+        preserve_rng_state() as restart,
+        torch.set_grad_enabled(grad),
+        step.autocast(),
+    ):
 
         def run(watch: _Watch | None = None) -> tuple[Workload, Any]:
             restart()
