@@ -81,6 +81,28 @@ def test_a_recording_has_the_layout_and_the_masks_that_the_model_reads() -> None
     assert (batch["input_ids"] == BLANK).sum(1).tolist() == [5, 5]
 
 
+class Telling(nn.Module):
+    """An encoder that tells how many features it makes of so many frames."""
+
+    def _get_feat_extract_output_lengths(self, frames: Tensor) -> tuple[Tensor, Tensor]:
+        return frames // 2, frames // 10
+
+
+class Hearing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = Telling()
+
+    def forward(self, input_features: Tensor, input_ids: Tensor) -> None: ...
+
+
+def test_a_model_that_makes_features_in_forward_alone_has_places_for_them() -> None:
+    table = {"max_source_positions": 20}
+    batch = batch_of("audio-text-to-text", Hearing(), "2x12", **TOKEN, **table)
+    assert batch["input_features"].shape == (2, 8, 40)
+    assert (batch["input_ids"] == BLANK).sum(1).tolist() == [4, 4]
+
+
 class Deaf(Waves):
     def get_audio_features(self, input_values: Tensor, padding_mask: Tensor) -> Tensor:
         raise ValueError(f"cannot read {input_values.dim()} sizes")

@@ -82,6 +82,17 @@ def with_masks(
     return {**batch, **dict.fromkeys(taken, mask)}
 
 
+def num_features(context: Context, batch: dict[str, Any]) -> int | None:
+    """Features of one recording, as the encoder tells; None if it does not."""
+    frames = max(next(iter(batch.values())).shape[1:])
+    for module in context.model.modules():
+        lengths_of = getattr(module, "_get_feat_extract_output_lengths", None)
+        if lengths_of is not None:
+            found = lengths_of(torch.tensor(frames))  # behind all layers, or each stage
+            return int(found[-1] if isinstance(found, tuple) else found)
+    return None
+
+
 def classification(context: Context) -> dict[str, Any]:
     """One label per recording."""
     return {**sound(context), "labels": context.classes(context.rows)}

@@ -105,8 +105,13 @@ def _with_places(
     token = context.number(*token_names, default=-1)
     reader = _reader(context, getter)
     if reader is None or (token < 0 and what != "audio"):
-        return _beside(context, next(iter(layouts)))
-    data, count = _read(context, layouts, reader)
+        data = next(iter(layouts))
+        told = audio.num_features(context, data) if what == "audio" else None
+        if token < 0 or told is None:
+            return _beside(context, data)
+        count = told
+    else:
+        data, count = _read(context, layouts, reader)
     if token < 0:
         return _along(context, data, count)
     length = context.sizes.take(1, count + _TEXT, "tokens per row")
