@@ -18,7 +18,12 @@ def held_outputs(graph: Graph) -> Graph:
     These are tensors that the loop still holds when backward begins, and those that it
     holds from the step before.
     """
-    held = [number for number in range(len(graph.storages)) if _is_held(graph, number)]
+    needed = _used_in_backward(graph)
+    held = [
+        number
+        for number in range(len(graph.storages))
+        if _is_held(graph, number) and number not in needed
+    ]
     if not held:
         return graph
     storages, last_use = list(graph.storages), _last_uses(graph)
@@ -47,6 +52,16 @@ def _is_held(graph: Graph, number: int) -> bool:
         return True
     made = 0 <= one.maker < graph.num_forward and one.kind == "activation"
     return made and one.last >= graph.num_forward
+
+
+def _used_in_backward(graph: Graph) -> set[int]:
+    """Storages that backward uses without autograd having saved them.
+
+    Such as the buckets of gradients that DDP makes in forward.
+    """
+    later = graph.ops[graph.num_forward :]
+    used = {one for op in later for one in (*op.reads, *op.writes)}
+    return used.difference(saved.storage for saved in graph.saved)
 
 
 def _last_uses(graph: Graph) -> dict[int, int]:
