@@ -21,7 +21,7 @@ NOTE_SECONDS = "seconds and workspaces: each distinct op measured alone on this 
 NOTE_ROOFLINE = "seconds: the least that the card needs; workspaces are not counted"
 NOTE_SOME_WORKSPACES = (
     "seconds: the least that the card needs; bytes: in blocks of 512, with the "
-    "workspaces of kernels and of cuBLAS, not those of cuDNN"
+    "workspaces of kernels and of cuBLAS, not those of cuDNN and cuFFT"
 )
 NOTE_CPU_BYTES = "bytes: as on a CPU, where kernels keep other tensors than on a card"
 

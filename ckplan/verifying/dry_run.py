@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 NOTE_CUDA = (
     "bytes are those of CUDA, in blocks of 512: workspaces of kernels and of cuBLAS "
-    "are counted, those of cuDNN are not"
+    "are counted, those of cuDNN and cuFFT are not"
 )
 NOTE_WORKSPACE = (
     "fake tensors do not show workspaces of kernels: these were measured on this "
