@@ -5,9 +5,12 @@ comes on top of the step before the recorded one, since every tensor that is ali
 looked for once there, and the recorded step. ``all over a step`` is both of what comes
 on top over one step. Other steps cost nothing. The claim holds if a recorded step of
 0.1 s or more takes at most twice as long as another one. Shorter ones may take longer,
-as each op costs the same time more, however small it is. ``least`` is a step under a
-mode of torch's that follows storages, and hooks that copy what autograd saves: no bytes
-can be known with less. It describes no op and watches no module, as a recorder must.
+as each op costs the same time more, however small it is: two columns say what no
+recorder in Python can do without. ``bytes alone`` is a step under a mode of torch that
+follows storages, and hooks that copy what autograd saves: no bytes can be known with
+less. ``least`` also describes the tensors of each op, finds the line that ran it, the
+module around it and the node of autograd that it differentiates, as a trace needs them;
+it does nothing with all this. Where it is about 2, a recorder cannot stay below 2.
 
     python scripts/record_cost.py
 
@@ -17,11 +20,15 @@ Exit code 1 if the claim does not hold.
 
 from __future__ import annotations
 
+import sys
 import time
 import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
+from types import FrameType
 from typing import Any
 
 import _measuring as measuring
@@ -31,6 +38,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ckplan
+from ckplan.tracing.faking.backward_pass import reachable_nodes
 
 FIXED = 0.1  # seconds of a step, below which the recorder's own share is larger
 MOST = 2.0
@@ -44,7 +52,7 @@ SIZES = {  # layers, width, rows of 128 tokens
 }
 HEADERS = (
     *("step", "ops", "seconds", "beginning", "recorded", "recorded / step"),
-    "least / step",
+    *("bytes alone / step", "least / step"),
     *("all over a step", "another step", "graph, when read"),
 )
 
@@ -59,6 +67,7 @@ class Row:
     begun: float  # on top of the step before the recorded one
     recorded: float
     followed: float  # with a mode that follows storages, and nothing else
+    described: float  # with one that describes the ops, too
     after: float  # a step while the recorder is still open
     graph: float  # measuring the ops, when ``recorder.graph`` is read
 
@@ -73,8 +82,9 @@ class Row:
         seconds = (self.plain, self.begun, self.recorded)
         return [
             *(self.name, str(self.num_ops), *(f"{one:.3f}" for one in seconds)),
-            *(f"{self.ratio:.2f}", f"{self.followed / self.plain:.2f}", f"{over:.2f}"),
-            *(f"{self.after / self.plain:.2f}", f"{self.graph:.2f}"),
+            f"{self.ratio:.2f}",
+            *(f"{one / self.plain:.2f}" for one in (self.followed, self.described)),
+            *(f"{over:.2f}", f"{self.after / self.plain:.2f}", f"{self.graph:.2f}"),
         ]
 
 
@@ -108,6 +118,16 @@ class Follower(TorchDispatchMode):
         self._ops.append((func, reads, made))
         return out
 
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """A scope in which steps are followed."""
+        with saved_tensors_hooks(self.copied, lambda one: one), self:
+            yield
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Take gradients."""
+        loss.backward()
+
     def _numbers(self, values: Any) -> list[int]:
         found = []
         for value in values:
@@ -136,6 +156,72 @@ class Follower(TorchDispatchMode):
             return saved.detach().clone()
         finally:
             self._skips = False
+
+
+class Describer(Follower):
+    """Also notes the tensors, line, module and node of every op."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._described: list[tuple[Any, ...]] = []
+        self._calls: list[tuple[nn.Module, int]] = []
+        self._place = 0  # the call that runs, or the node
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if self._skips:
+            return func(*args, **kwargs or {})
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename != __file__:
+            frame = frame.f_back
+        line = None if frame is None else (frame.f_code, frame.f_lasti)
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        values = (*args, *(kwargs or {}).values(), out)
+        self._described.append((*self._describe(values), self._place, line))
+        return out
+
+    def _describe(self, values: Any) -> list[Any]:
+        found: list[Any] = []
+        for one in values:
+            if isinstance(one, torch.Tensor):
+                found.append((one.dtype, one.shape, one.stride(), one.layout))
+            elif isinstance(one, (list, tuple)):
+                found.append(self._describe(one))
+            else:
+                found.append(one)
+        return found
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """A scope in which steps are followed, and calls of modules."""
+        hooks = nn.modules.module
+        with ExitStack() as stack:
+            for hook in (
+                hooks.register_module_forward_pre_hook(lambda one, _: self._enter(one)),
+                hooks.register_module_forward_hook(lambda one, *_: self._enter(one)),
+            ):
+                stack.callback(hook.remove)
+            stack.enter_context(super().following())
+            yield
+
+    def _enter(self, module: nn.Module) -> None:
+        self._calls.append((module, len(self._ops)))
+        self._place = len(self._calls)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Take gradients, and note the nodes that run."""
+        assert loss.grad_fn is not None
+        for node in reachable_nodes([loss.grad_fn]):
+            node.register_prehook(partial(self._begin, node._sequence_nr()))
+            node.register_hook(self._end)
+        loss.backward()
+
+    def _begin(self, number: int, *_: object) -> None:
+        self._place = number
+
+    def _end(self, *_: object) -> None:
+        self._place = 0
 
 
 class Block(nn.Module):
@@ -180,9 +266,9 @@ def _row_of(name: str) -> Row:
     optimizer = torch.optim.AdamW(model.parameters())
     x = torch.randn(batch, 128, width)
 
-    def step() -> float:
+    def step(backward: Callable[[Any], None] = torch.Tensor.backward) -> float:
         start = time.thread_time()
-        model(x).square().mean().backward()
+        backward(model(x).square().mean())
         optimizer.step()
         optimizer.zero_grad()
         return time.thread_time() - start
@@ -194,11 +280,12 @@ def _row_of(name: str) -> Row:
         plain = [step() for _ in range(STEPS)]
         with ckplan.record(model, optimizer) as recorder:
             first, recorded, *rest = [step() for _ in range(STEPS)]
-        follower = Follower()
-        with saved_tensors_hooks(follower.copied, lambda one: one), follower:
-            followed = median([step() for _ in range(STEPS)])
+        least = []
+        for mode in (Follower(), Describer()):
+            with mode.following():
+                least.append(median([step(mode.backward) for _ in range(STEPS)]))
         begun = first - median(plain)
-        rounds.append((median(plain), begun, recorded, followed, median(rest)))
+        rounds.append((median(plain), begun, recorded, *least, median(rest)))
     plain, begun, *others = map(median, zip(*rounds[1:], strict=True))
     start = time.thread_time()
     num_ops = len(recorder.graph.ops)
