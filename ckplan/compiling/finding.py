@@ -1,8 +1,8 @@
 """Find the graphs of a step that may break, before any of them is compiled.
 
-They are found by a forward that runs uncompiled and keeps nothing that the graphs save.
-Code between graphs stays as it is: what it saves is counted in a second such forward.
-Buffers and random state are restored.
+A first forward lets the model set itself up, as some do. Graphs are found by a second
+one, uncompiled, that keeps nothing that they save. Code between graphs stays as it is:
+what it saves is counted in a third one. Buffers and random state are restored.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def find_parts(
     how: Mapping[str, Any],
     progress: Progress | None = None,
 ) -> Parts:
-    """Run forward twice, uncompiled, to find the graphs of a step.
+    """Run forward three times, uncompiled, to find the graphs of a step.
 
     Args:
         call: What is compiled: the model, or a function that calls it.
@@ -59,6 +59,7 @@ def find_parts(
         ApplyError: Nothing that is compiled requires a gradient, or a graph is dynamic,
             not on the CPU, or compiled with a mode that cannot be planned.
     """
+    run_uncompiled(call, model, args, kwargs)
     seeker = _Seeker(progress)
     state = [*model.parameters(), *model.buffers()]
     compiled = torch.compile(call, backend=seeker, **how)
@@ -86,6 +87,22 @@ def find_parts(
         uncompiled=frozenset(seeker.uncompiled),
         model=type(model).__name__,
     )
+
+
+def run_uncompiled(
+    call: Callable[..., Any],
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> None:
+    """Run a forward that saves nothing; buffers and random state are restored.
+
+    Code that breaks the graph in the first forward alone, such as under a lock that
+    guards what is set up once, has run afterwards.
+    """
+    drop_all = torch.autograd.graph.saved_tensors_hooks(_drop, _never)
+    with _restored(model), drop_all:
+        call(*args, **kwargs)
 
 
 class _Seeker:

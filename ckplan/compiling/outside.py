@@ -6,8 +6,7 @@ and temporaries of the optimizer while nothing else runs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 
 import torch
 
@@ -23,11 +22,13 @@ class Outside:
     reserve_bytes: int
     optimizer: torch.optim.Optimizer | None
     accumulates: bool  # gradients are there before backward
+    bytes: OptimizerBytes | None = field(init=False)  # of the optimizer
 
-    @cached_property
-    def bytes(self) -> OptimizerBytes | None:
-        """Of the optimizer; counted when the first step is planned."""
-        return None if self.optimizer is None else optimizer_bytes(self.optimizer)
+    def __post_init__(self) -> None:
+        """Count now: while Dynamo compiles a model, it compiles no optimizer."""
+        one = self.optimizer
+        found = None if one is None else optimizer_bytes(one)
+        object.__setattr__(self, "bytes", found)
 
     def peak_bytes(self, step_peak_bytes: int, held_bytes: int) -> int:
         """Most bytes alive at once in a whole training step.

@@ -13,7 +13,7 @@ import torch
 from torch import fx, nn
 
 from ckplan import units
-from ckplan.compiling.finding import find_parts, key_of
+from ckplan.compiling.finding import find_parts, key_of, run_uncompiled
 from ckplan.compiling.lowering import DynamoGraph
 from ckplan.compiling.outside import Outside
 from ckplan.compiling.partition import Partitioner
@@ -28,7 +28,7 @@ from ckplan.compiling.torch_names import (
     require_compiler,
     require_hook,
 )
-from ckplan.errors import ApplyError, CkplanError
+from ckplan.errors import ApplyError, CkplanError, GraphBreakError
 from ckplan.plan.file import load
 from ckplan.plan.plan import Plan
 
@@ -63,10 +63,11 @@ def compile(
             are there before backward; needs the optimizer.
         progress: Told the stage of planning, the items done and their total.
         how: Keyword arguments of ``torch.compile``, except ``backend``. By default,
-            the model must compile as a whole (``fullgraph=True``), and every batch
-            shape is compiled and planned by itself (``dynamic=False``). With
-            ``fullgraph=False``, a module may break into several graphs, which share
-            the budget; the first forward then runs twice more, uncompiled.
+            the model must compile as a whole (``fullgraph=True``), if not before, then
+            after a forward that runs uncompiled; and every batch shape is compiled and
+            planned by itself (``dynamic=False``). With ``fullgraph=False``, a module
+            may break into several graphs, which share the budget; the first forward
+            then runs three times more, uncompiled.
 
     Returns:
         The compiled model.
@@ -97,13 +98,15 @@ def compile(
         progress=progress,
     )
     compiled = torch.compile(model, backend=planned, **how)
-    prepare = None
-    if not how["fullgraph"] and isinstance(model, nn.Module):
+    if not isinstance(compiled, nn.Module):
+        return _with_short_errors(compiled)
+    prepare = settle = None
+    if how["fullgraph"]:
+        settle = functools.partial(run_uncompiled, model, model)
+    else:
         prepare = functools.partial(planned.find_parts, model, model, how)
-    if isinstance(compiled, nn.Module):
-        compiled.forward = _with_short_errors(compiled.forward, prepare)
-        return compiled
-    return _with_short_errors(compiled)
+    compiled.forward = _with_short_errors(compiled.forward, prepare, settle)
+    return compiled
 
 
 def backend(
@@ -306,14 +309,27 @@ class Backend:
 
 
 def _with_short_errors(
-    call: Callable[..., Any], prepare: Callable[..., None] | None = None
+    call: Callable[..., Any],
+    prepare: Callable[..., None] | None = None,
+    settle: Callable[..., None] | None = None,
 ) -> Callable[..., Any]:
-    @functools.wraps(call)
-    def checked(*args: Any, **kwargs: Any) -> Any:
+    def attempt(args: Any, kwargs: Any) -> Any:
         with compile_errors("the model"):
             if prepare is not None:
                 prepare(args, kwargs)
             return call(*args, **kwargs)
+
+    @functools.wraps(call)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        nonlocal settle
+        once, settle = settle, None
+        try:
+            return attempt(args, kwargs)
+        except GraphBreakError:
+            if once is None:
+                raise
+        once(args, kwargs)
+        return attempt(args, kwargs)
 
     return checked
 

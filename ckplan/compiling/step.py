@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 
 from ckplan import units
-from ckplan.compiling.finding import find_parts
+from ckplan.compiling.finding import find_parts, run_uncompiled
 from ckplan.compiling.lowering import DynamoGraph
 from ckplan.compiling.parts import Parts, only
 from ckplan.compiling.planned_backend import Backend
@@ -91,17 +91,22 @@ def _breaking(
 def parts_of(workload: Workload, progress: Progress | None = None) -> Parts:
     """The graphs of a step: one, or those that graph breaks divide it into.
 
-    Forward runs uncompiled, once for one graph, and twice for several.
+    Forward runs uncompiled, once for one graph. If that breaks, it runs as it is, which
+    may settle it, and otherwise three times more.
 
     Raises:
         ApplyError: No graph requires a gradient, or its code cannot be replayed.
         WorkloadError: The step does not train.
     """
     model = type(workload.model).__name__
+    step, given, how = _breaking(workload)
     try:
         return only(_alone(workload, model, progress))
     except GraphBreakError:
-        step, given, how = _breaking(workload)
+        run_uncompiled(step, workload.model, given, {})
+    try:
+        return only(_alone(workload, model, progress))
+    except GraphBreakError:
         with compile_errors("the step"):
             return find_parts(step, workload.model, given, {}, how, progress)
 

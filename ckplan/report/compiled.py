@@ -88,13 +88,15 @@ def compared_report(found: CompiledComparison) -> RenderableType:
             units.format_seconds(one.step_seconds),
             _percent(one.overhead),
             "yes" if one.fits else "no",
-            "wrong" if one.draws_again else "right",
+            "wrong" if one.is_wrong else "right",
             bold=one is found.steps[-1],
         )
     title = f"{found.model}, compiled, within {budget}: peaks replayed, time estimated"
     parts: list[RenderableType] = [section(title, table)]
     if any(one.draws_again for one in found.steps):
         parts.append(Text("wrong: backward draws other random numbers than forward"))
+    if any(one.reads_changed for one in found.steps):
+        parts.append(Text("wrong: backward reads a buffer after forward changed it"))
     return Group(*parts)
 
 

@@ -18,7 +18,7 @@ import torch
 
 from ckplan import units
 from ckplan.compiling import nodes
-from ckplan.compiling.partition import JointGraph
+from ckplan.compiling.partition import JointGraph, read_changed
 from ckplan.compiling.parts import Parts
 from ckplan.compiling.replay import Replayed, replay
 from ckplan.compiling.search import Progress
@@ -42,6 +42,12 @@ class ComparedStep:
     overhead: float  # of them, relative to torch's own division
     fits: bool
     draws_again: bool  # backward draws random numbers anew: gradients are wrong
+    reads_changed: bool  # backward reads what forward changes: so they are, too
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether its gradients are wrong."""
+        return self.draws_again or self.reads_changed
 
 
 @dataclass(frozen=True)
@@ -137,8 +143,14 @@ class _Rows:
                 overhead=parts.overhead_of(overheads),
                 fits=peak_bytes <= self._budget_bytes,
                 draws_again=any(map(nodes.is_draw, chain(*backward))),
+                reads_changed=any(map(reads_changed, joints.values())),
             )
         )
+
+
+def reads_changed(joint: JointGraph) -> bool:
+    """Whether backward of a divided graph reads what forward changes."""
+    return bool(read_changed((joint.forward, joint.backward)))
 
 
 def _others(parts: Parts) -> Iterator[tuple[str, _Choice, float | None]]:

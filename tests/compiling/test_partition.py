@@ -20,6 +20,7 @@ from ckplan.compiling.partition import Partitioner, read_changed
 from ckplan.compiling.replay import Replayed
 from ckplan.compiling.search import CompiledPlanner
 from ckplan.compiling.torch_names import default_parts
+from ckplan.verifying import compiled_comparison
 
 
 class Kept(Normed):
@@ -76,6 +77,22 @@ def test_torch_own_division_is_replaced_where_backward_reads_a_changed_buffer() 
     # torch may mend its own division; then nothing is to be replaced.
     assert (own.seen.instead is not None) == bool(wrong)
     assert torch.allclose(off, found) == (not wrong)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_division_that_reads_a_changed_buffer_is_told_from_one_that_does_not() -> (
+    None
+):
+    own, frugal = Partitioner(None), Partitioner(None, share=0.0)
+    found = gradient(Normed(), own)
+    torch._dynamo.reset()
+    off = gradient(Normed(), frugal)
+    assert own.seen is not None
+    assert frugal.seen is not None
+    assert not compiled_comparison.reads_changed(own.seen)
+    # torch may mend it; then nothing is marked.
+    is_wrong = not torch.allclose(off, found)
+    assert compiled_comparison.reads_changed(frugal.seen) == is_wrong
 
 
 @pytest.mark.filterwarnings("ignore")

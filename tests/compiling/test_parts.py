@@ -6,6 +6,7 @@ import re
 import warnings
 from dataclasses import replace
 from itertools import pairwise
+from threading import Lock
 from typing import Any
 
 import pytest
@@ -17,12 +18,20 @@ import ckplan
 from ckplan.compiling import lowering, planned_backend
 from ckplan.compiling.finding import find_parts
 from ckplan.compiling.parts import Parts
-from ckplan.errors import ApplyError, InfeasibleError, PlanError, WorkloadError
+from ckplan.compiling.step import parts_of
+from ckplan.errors import (
+    ApplyError,
+    GraphBreakError,
+    InfeasibleError,
+    PlanError,
+    WorkloadError,
+)
 from ckplan.plan import file as plan_file
 from ckplan.plan.plan import Plan, PlannedRegion
 from ckplan.plan.resolve import resolve
 from ckplan.simulating.simulate import Simulator
 from ckplan.solving.solve import solve_plan
+from ckplan.training.workload import Workload
 
 # Dynamo's own, where it resumes after a break
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute")
@@ -75,6 +84,33 @@ def test_graphs_and_what_is_saved_between_them_are_found(parts: Parts) -> None:
     assert sum(parts.gradient_bytes.values()) == sum(
         n for name, n in size.items() if not name.startswith("between")
     )
+
+
+class SetsUp(nn.Module):
+    """Breaks the graph in its first forward, as models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.lock, self.is_ready = nn.Linear(8, 8), Lock(), False
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps += 1
+        x = self.layer(x)
+        if not self.is_ready:
+            with self.lock:
+                self.is_ready = True
+        return x.tanh().square().mean()
+
+
+def test_a_model_that_breaks_in_its_first_forward_alone_is_one_graph() -> None:
+    model, x = SetsUp(), torch.ones(4, 8)
+    found = find_parts(model, model, (x,), {}, {"dynamic": False})
+    assert len(found.planners) == len(found.runs) == 1
+    assert model.steps == 0
+    torch._dynamo.reset()
+    alone = parts_of(Workload(SetsUp(), x))
+    assert len(alone.planners) == len(alone.runs) == 1
 
 
 class Tied(nn.Module):
@@ -213,6 +249,20 @@ def test_what_runs_uncompiled_is_said_and_planned_once(
     plan = Plan(model="m", fingerprint={"compiled": "0" * 16})
     with pytest.raises(PlanError, match=r"this is [0-9a-f]{16} in 2 graphs"):
         ckplan.compile(model, plan, fullgraph=False)(x)
+
+
+@pytest.mark.usefixtures("no_kernels")
+def test_such_a_model_compiles_after_a_forward_that_leaves_no_trace() -> None:
+    model, x = SetsUp(), torch.ones(4, 8)
+    before = torch.get_rng_state()
+    call = ckplan.compile(model, "100%")
+    call(x).backward()
+    assert model.steps == 1
+    assert torch.equal(torch.get_rng_state(), before)
+    assert model.layer.weight.grad is not None
+    call = ckplan.compile(Breaks(), "100%")
+    with pytest.raises(GraphBreakError, match="as one graph"):
+        call(torch.randn(4, 32))
 
 
 @pytest.mark.parametrize("how", [{"mode": "max-autotune"}, {"dynamic": True}])

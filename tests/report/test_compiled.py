@@ -1,4 +1,4 @@
-"""The report of ``verify --compile``."""
+"""The reports of ``verify --compile`` and ``compare --compile``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from ckplan.report.compiled import compiled_error, compiled_report
+from ckplan.report.compiled import compared_report, compiled_error, compiled_report
+from ckplan.verifying.compiled_comparison import ComparedStep, CompiledComparison
 from ckplan.verifying.compiled_steps import CompiledVerification
 
 FOUND = CompiledVerification(
@@ -70,3 +71,31 @@ def test_a_peak_over_the_budget_is_an_error() -> None:
     over = replace(FOUND, fits=False, measured_peak_bytes=4 * 2**20)
     assert not over.passed
     assert "exceeds its budget: measured peak 4.00 MiB" in str(compiled_error(over))
+
+
+def test_divisions_with_wrong_gradients_are_marked_and_the_reason_is_said() -> None:
+    right = ComparedStep(
+        name="torch",
+        peak_bytes=2**20,
+        saved_bytes=2**19,
+        step_seconds=0.1,
+        overhead=0.0,
+        fits=True,
+        draws_again=False,
+        reads_changed=False,
+    )
+
+    def text(*steps: ComparedStep) -> str:
+        console = Console(file=io.StringIO(), width=80)
+        found = CompiledComparison("Model", 2**21, steps)
+        console.print(compared_report(found))
+        return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
+
+    assert "right" in text(right)
+    assert "wrong" not in text(right)
+    drawn = text(right, replace(right, draws_again=True))
+    assert "wrong: backward draws other random numbers than forward" in drawn
+    assert "changed it" not in drawn
+    changed = text(right, replace(right, reads_changed=True))
+    assert "wrong: backward reads a buffer after forward changed it" in changed
+    assert "draws" not in changed
