@@ -111,20 +111,22 @@ def not_recorded(
     """
     number = {2: "second"}.get(wanted, f"{wanted}th")
     when = f"before its {number} step was over"
-    if isinstance(ended, SystemExit):
+    failed = ended if not isinstance(ended, SystemExit) or ended.code else None
+    if isinstance(failed, SystemExit):
         return WorkloadError(
-            f"cannot record {path}: it called sys.exit({ended.code!r}) {when}",
-            needed="a script that trains for two steps",
+            f"cannot record {path}: it called sys.exit({failed.code!r}) {when}",
+            needed=_trains_for(wanted),
             hint=f"python {path} with the same arguments; they follow its name",
         )
-    if ended is not None:
-        return script_raised(path, ended, when)
+    if failed is not None:
+        return script_raised(path, failed, when, wanted)
     if not steps:
         return WorkloadError(
             f"cannot record {path}: it ended, and no optimizer stepped in its process",
             needed="a loop that calls optimizer.step() of a torch.optim.Optimizer in "
             "the process of the script, not in one that it starts",
-            hint=f"one process: torchrun --nproc-per-node 1 -m ckplan record {path}",
+            hint="torchrun --nproc-per-node 1 -m ckplan record TRAIN.py, with the "
+            "script that trains",
         )
     if not model:
         return WorkloadError(
@@ -147,13 +149,20 @@ def not_recorded(
     )
 
 
-def script_raised(path: Path, error: BaseException, when: str) -> WorkloadError:
+def _trains_for(steps: int) -> str:
+    return f"a script that trains for {'two' if steps == 2 else steps} steps"
+
+
+def script_raised(
+    path: Path, error: BaseException, when: str, wanted: int = 2
+) -> WorkloadError:
     """The error of a script that raised.
 
     Args:
         path: The script.
         error: What it raised.
         when: How far it had come.
+        wanted: How often its optimizer must step.
     """
     if isinstance(error, SyntaxError):
         return WorkloadError(
@@ -161,7 +170,7 @@ def script_raised(path: Path, error: BaseException, when: str) -> WorkloadError:
             needed="a Python file that trains a model",
             hint=f"python -m py_compile {path}",
         )
-    needed, hint = "a script that trains for two steps", location_hint(error)
+    needed, hint = _trains_for(wanted), location_hint(error)
     if is_out_of_memory(error):
         needed = "memory for two steps, or batches of which a part fits"
         hint = f"ckplan record --reduce 4 {path} ..., or 8, 16"

@@ -58,11 +58,13 @@ def main(kind="plain", steps=4):
         sys.exit(7)
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["forks"]:
+    if sys.argv[1:2] in (["forks"], ["launches"]):
         from multiprocessing import get_context
         child = get_context("fork").Process(target=main)
         child.start()
         child.join()
+        if sys.argv[1] == "launches":
+            sys.exit(0)
     else:
         main(*sys.argv[1:])
 """
@@ -183,6 +185,8 @@ def test_a_script_that_does_not_fit_is_recorded_at_cut_batches(
         assert said in ended.err.splitlines()[0]
     ended = run("record", "--reduce", "4", "-o", "other.json.gz", script, "many", "6")
     assert "before its 7th step was over" in ended.err
+    ended = run("record", "--reduce", "4", "-o", "other.json.gz", script, "exits")
+    assert "needed: a script that trains for 7 steps" in ended.err
     assert not Path("other.json.gz").exists()
 
 
@@ -195,6 +199,7 @@ def test_workers_of_a_data_loader_are_left_alone(run: Run, script: str) -> None:
 BAD = {
     "never": "no optimizer stepped in its process",
     "forks": "no optimizer stepped in its process",
+    "launches": "no optimizer stepped in its process",
     "exits": "called sys.exit('no data') before its second step was over",
     "raises": "raised KeyError: 'label', before its second step was over",
     "plain 1": "it ended after one step",
