@@ -55,6 +55,11 @@ _MENTIONED_BYTES = 1 << 20
 _CUT_STEPS = (False, True, False, False, False, True)
 
 
+def steps_ahead(num_steps: int, cutter: BatchCutter | None) -> list[bool]:
+    """Of the steps after the first one, which ones are recorded."""
+    return [True] * num_steps if cutter is None else [*_CUT_STEPS]
+
+
 class LoopRecorder:
     """Records the second step of a loop; see ``record``."""
 
@@ -83,7 +88,7 @@ class LoopRecorder:
                 hint="ckplan.record(model, optimizer, num_steps=10)",
             )
         # Of the steps ahead, which ones are recorded.
-        self._ahead = [True] * num_steps if cutter is None else [*_CUT_STEPS]
+        self._ahead = steps_ahead(num_steps, cutter)
         self._done = False
         self.wanted = 1 + len(self._ahead)  # steps until it is done
         self._cutter = cutter

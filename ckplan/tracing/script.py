@@ -24,7 +24,7 @@ from ckplan.errors import CkplanError, WorkloadError, did_you_mean
 from ckplan.tracing.costs.calibrate import Progress
 from ckplan.tracing.cut_batches import BatchCutter, cutter_of
 from ckplan.tracing.loop_errors import check_script, not_recorded, script_raised
-from ckplan.tracing.record import LoopRecorder
+from ckplan.tracing.record import LoopRecorder, steps_ahead
 from ckplan.training.fingerprint import parameter_shapes
 
 _WRAPPERS = ("DistributedDataParallel", "DataParallel")
@@ -112,7 +112,9 @@ class ScriptRecorder:
     @property
     def wanted(self) -> int:
         """How often the optimizer must step until a step is recorded."""
-        return 2 if self.recorder is None else self.recorder.wanted
+        if self.recorder is not None:
+            return self.recorder.wanted
+        return 1 + len(steps_ahead(self._how["num_steps"], self.cutter))
 
     def _enter(self, module: nn.Module, args: object) -> None:
         del args
