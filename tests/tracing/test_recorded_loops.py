@@ -108,6 +108,23 @@ def test_room_that_backward_fills_is_not_held_in_vain(fills: bool) -> None:
     assert held is not fills
 
 
+def test_backward_of_a_loop_has_the_lines_of_forward() -> None:
+    model = nn.Sequential(Bucket(True), nn.Tanh(), Bucket(False))
+    optimizer = torch.optim.SGD(model.parameters())
+    with ckplan.record(model, optimizer) as recorder:
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss = model(torch.ones(512, 64)).sum()
+            loss.backward()
+            optimizer.step()
+    ops, num_forward = recorder.graph.ops, recorder.graph.num_forward
+    forward = {op.line for op in ops[:num_forward]}
+    later = ops[num_forward : recorder.graph.backward_stop]
+    filled = {op.line for op in later if op.name == "copy_"}
+    assert len(filled) == 1  # by code of the model
+    assert {op.line for op in later} <= forward | filled | {""}
+
+
 FAST = ("language", "accumulated", "critic", "towers")
 
 

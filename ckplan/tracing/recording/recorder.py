@@ -248,8 +248,9 @@ class StepRecorder(TorchDispatchMode):
         return self._node_call if self._phase == "backward" else OUTSIDE_CALLS
 
     def _current_line(self) -> str:
-        line = self._lines.current()
-        return line or (self._node_line if self._phase == "backward" else UNKNOWN)
+        in_backward = self._phase == "backward"
+        line = self._lines.current(in_backward=in_backward)
+        return line or (self._node_line if in_backward else UNKNOWN)
 
     # -- saved tensors ---------------------------------------------------------------
 

@@ -17,6 +17,7 @@ import torch
 
 UNKNOWN = ""
 _STEP = "ckplan.training.step"  # calls the model, the loss and the optimizer
+_RUNS_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 _ABOVE = frozenset({"torch", "ckplan", *sys.stdlib_module_names})
 
 
@@ -31,10 +32,16 @@ class SourceLines:
         self._sequences: list[int] = []  # of autograd's next node, when an op ran
         self._ran: list[str] = []  # the line of that op
 
-    def current(self) -> str:
-        """The line of the model that runs now; UNKNOWN if none does."""
+    def current(self, *, in_backward: bool = False) -> str:
+        """The line of the model that runs now; UNKNOWN if none does.
+
+        Args:
+            in_backward: Leave out the line that called backward.
+        """
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
+            if in_backward and frame.f_code is _RUNS_BACKWARD:
+                return UNKNOWN
             code = id(frame.f_code)
             if code not in self._files:
                 self._files[code] = _file_of(frame)
