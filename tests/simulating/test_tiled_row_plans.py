@@ -74,11 +74,18 @@ def written_out(one: Tensor) -> Tensor:
     return 0.5 * one * (1.0 + torch.tanh(inner))
 
 
+def half_frozen(mlp: Mlp) -> Mlp:
+    """One weight has no gradient; its bias has."""
+    mlp.up.weight.requires_grad_(requires_grad=False)
+    return mlp
+
+
 KINDS: dict[str, Callable[[], nn.Module]] = {
     "gelu": Mlp,
     "relu": lambda: Mlp(torch.relu),
     "gated": Gated,
     "written out": lambda: Mlp(written_out),
+    "half frozen": lambda: half_frozen(Mlp()),
     "frozen": lambda: Mlp().requires_grad_(requires_grad=False),
 }
 NUMBERS = {"written out": 16}  # bytes of numbers that autograd frees earlier
@@ -220,6 +227,42 @@ def test_bad_row_tiles_are_refused_with_their_line(region: str, message: str) ->
     with pytest.raises(PlanError, match=message) as error:
         plan_file.loads(f"ckplan: 1\nregions:\n  - {region}\n", "plan.yaml")
     assert "plan.yaml, line 3" in str(error.value)
+
+
+class Twice(Model):
+    """Runs its MLP two times; its input needs no gradient."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        made: Tensor = self.head(self.mlp(torch.tanh(self.mlp(rows))))
+        return made
+
+
+def test_two_calls_of_one_mlp_whose_input_needs_no_gradient() -> None:
+    def model() -> Model:
+        torch.manual_seed(0)
+        return Twice(Mlp())
+
+    graph = ckplan.profile(
+        model(), (batch(),), loss_fn=loss_of, optimizer="none", replay=False
+    )
+    results = []
+    for plan in (None, plan_of(4, 4)):
+        one, rows = model(), batch()
+        if plan is not None:
+            ckplan.apply(one, plan)
+
+        def run(one: Model = one, rows: Tensor = rows) -> None:
+            output = one(rows)
+            loss_of(output).backward()
+
+        run()
+        one.zero_grad()
+        peak = peak_bytes_of(run, [*one.parameters(), rows])
+        regions = resolve(plan, graph) if plan is not None else ()
+        assert simulate(graph, regions).peak_bytes == peak
+        results.append([p.grad for p in one.parameters() if p.grad is not None])
+    assert len(results[0]) == 6
+    assert all(map(torch.equal, *results))
 
 
 class Kept(Mlp):
