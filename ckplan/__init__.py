@@ -7,8 +7,8 @@
 Importing this package imports nothing else. Every name is loaded at its first use. Only
 ``profile``, ``record``, ``auto``, ``verify``, ``dry_run``, ``apply``, ``planned``,
 ``remove``, ``status``, ``compile``, ``backend``, ``tune``, ``largest_batch``,
-``tile_head``, ``tiled_cross_entropy``, ``check_bits`` and ``update_in_groups`` import
-torch.
+``tile_head``, ``tile_rows``, ``tiled_cross_entropy``, ``check_bits`` and
+``update_in_groups`` import torch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ckplan.applying import apply, planned, remove, status
-    from ckplan.applying.tiling import check_bits, tile_head, tiled_cross_entropy
+    from ckplan.applying.tiling import (
+        check_bits,
+        tile_head,
+        tile_rows,
+        tiled_cross_entropy,
+    )
     from ckplan.auto import auto
     from ckplan.autotune import largest_batch, tune
     from ckplan.compiling import backend, compile
@@ -69,6 +74,7 @@ __all__ = [
     "spill_rate",
     "status",
     "tile_head",
+    "tile_rows",
     "tiled_cross_entropy",
     "tune",
     "tuned_plan",
@@ -102,6 +108,7 @@ _HOME = {
     "spill_rate": "ckplan.tracing.costs.spill_rate:spill_rate",
     "status": "ckplan.applying:status",
     "tile_head": "ckplan.applying.tiling:tile_head",
+    "tile_rows": "ckplan.applying.tiling:tile_rows",
     "tiled_cross_entropy": "ckplan.applying.tiling:tiled_cross_entropy",
     "tune": "ckplan.autotune:tune",
     "tuned_plan": "ckplan.tuning.answer:plan_of",

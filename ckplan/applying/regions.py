@@ -23,11 +23,13 @@ from ckplan.applying.hooks.plan_warnings import warn_of_differences
 from ckplan.applying.hooks.session import Session, hook_begin, hook_end, running
 from ckplan.applying.moving.mover import HOST, Mover
 from ckplan.applying.tiling.heads import TiledHead, check_head
+from ckplan.applying.tiling.row_calls import TiledRows, check_row_wise
 from ckplan.errors import ApplyError, PlanError
 from ckplan.graph.fqn import is_around
 from ckplan.plan.file import load
 from ckplan.plan.plan import Plan
 from ckplan.plan.region import PROGRAM, RERUN, TILES
+from ckplan.plan.tiles import RowTiles, Tiles
 from ckplan.training.warm_up import warm_up_vector_kernels
 from ckplan.training.workload import check_not_lazy
 
@@ -89,16 +91,18 @@ def apply_with(model: nn.Module, plan: Plan, mover: Mover) -> nn.Module:
         choice.mover = mover
     tiled = [choice for choice in choices if choice.region.by == TILES]
     for choice in tiled:
-        choice.region.check(check_head, choice.fqn, modules[choice.fqn])
+        is_head = isinstance(choice.region.tiles, Tiles)
+        check = check_head if is_head else check_row_wise
+        choice.region.check(check, choice.fqn, modules[choice.fqn])
         choice.region.check(_check_every_call, choice)
     warn_of_differences(plan, model)
     _take_off(model)
-    heads = [_tiled_head(choice, modules[choice.fqn]) for choice in tiled]
+    wrappers = [_in_tiles(choice, modules[choice.fqn]) for choice in tiled]
     warm_up_vector_kernels()
     session = Session(plan, mover, choices=choices)
     reruns: dict[str, list[Choice]] = {}
-    for head in heads:
-        session.wrap_forward(head)
+    for one in wrappers:
+        session.wrap_forward(one)
     for choice in choices:
         if choice.region.by == RERUN:
             reruns.setdefault(choice.fqn, []).append(choice)
@@ -138,14 +142,16 @@ def _check_every_call(choice: Choice) -> None:
     if choice.numbers is not None:
         raise PlanError(
             f"cannot tile single calls of {choice.fqn}: {choice.name}",
-            needed="tiles for every call of a head",
+            needed="tiles for every call of a module",
             hint=f"calls: {choice.fqn}",
         )
 
 
-def _tiled_head(choice: Choice, module: nn.Module) -> TiledHead:
-    assert choice.region.tiles is not None
-    return TiledHead(module, choice.fqn, choice.region.tiles, choice)
+def _in_tiles(choice: Choice, module: nn.Module) -> TiledHead | TiledRows:
+    tiles = choice.region.tiles
+    assert tiles is not None
+    kind = TiledRows if isinstance(tiles, RowTiles) else TiledHead
+    return kind(module, choice.fqn, tiles, choice)  # type: ignore[arg-type]
 
 
 def _check_kinds(model: object, plan: object) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from ckplan.errors import PlanError
 from ckplan.graph.fqn import is_around
 from ckplan.plan.region import RERUN, Region
+from ckplan.plan.tiles import Tiles
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -32,8 +33,9 @@ def refuse_hazards(graph: Graph, region: Region) -> None:
             needed="calls that the model itself does not rerun in backward",
             hint="profile the model without its own checkpoint, or leave this call out",
         )
-    # Tiles rerun a linear layer and nothing else.
-    found = () if region.tiles else graph.hazards_in(region.call, region.last)
+    # Tiles of a head rerun a linear layer and nothing else.
+    is_head = isinstance(region.tiles, Tiles)
+    found = () if is_head else graph.hazards_in(region.call, region.last)
     for hazard in found:
         if not _is_guarded(graph, region, hazard):
             ways = " or ".join(f"by: {way}" for way in hazard.guarded_by)

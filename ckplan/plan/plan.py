@@ -14,7 +14,7 @@ from typing import Any
 from ckplan.errors import PlanError, did_you_mean
 from ckplan.plan.names import OpName
 from ckplan.plan.region import PROGRAM, RERUN, TILES
-from ckplan.plan.tiles import Tiles
+from ckplan.plan.tiles import RowTiles, Tiles
 
 WAYS = (PROGRAM, RERUN, TILES)
 ENCODINGS = ("bits", "int16", "int32")
@@ -51,7 +51,7 @@ class PlannedRegion:
     inner: tuple[
         PlannedRegion, ...
     ] = ()  # regions inside, used while this one is recomputed
-    tiles: Tiles | None = None  # of a region by TILES, which has them always
+    tiles: Tiles | RowTiles | None = None  # of a region by TILES, which has them always
     offload: tuple[OpName, ...] = ()  # kept elsewhere: see applying/moving
 
     def __post_init__(self) -> None:
@@ -78,7 +78,7 @@ class PlannedRegion:
             raise PlanError(
                 f"cannot cut {self.title!r} into tiles: tiles need by: {TILES}",
                 needed=f"by: {TILES}, or no tiles",
-                hint=f"by: {TILES}, which runs a head and its loss in tiles",
+                hint=f"by: {TILES}, which runs a head and its loss, or an MLP",
             )
         if self.tiles is None and self.by == TILES:
             object.__setattr__(self, "tiles", Tiles())

@@ -9,11 +9,11 @@ from itertools import pairwise
 from ckplan.errors import PlanError
 from ckplan.graph.graph import Graph
 from ckplan.graph.records import Call
-from ckplan.plan.tiles import Tiles
+from ckplan.plan.tiles import RowTiles, Tiles
 
 PROGRAM, RERUN, TILES = "program", "rerun", "tiles"
-"""Rebuild single ops, or rerun the whole module; or run a head and its loss in tiles,
-without the logits."""
+"""Rebuild single ops, or rerun the whole module; or run in tiles: a head and its loss,
+without the logits, or an MLP, without its hidden values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Region:
     encode: frozenset[tuple[int, int]] = frozenset()  # (op, output) kept encoded
     # Regions inside; they save their outputs only while this one is rebuilt.
     inner: tuple[Region, ...] = ()
-    tiles: Tiles | None = None  # of a region by TILES
+    tiles: Tiles | RowTiles | None = None  # of a region by TILES
     offload: frozenset[tuple[int, int]] = frozenset()  # (op, output) kept elsewhere
 
     @property

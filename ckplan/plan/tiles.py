@@ -1,4 +1,4 @@
-"""Tiles of a head and its loss: how many, and where they are cut.
+"""Tiles of a head and its loss, or of an MLP: how many, and where they are cut.
 
 A matrix product is cut along its outputs, never along the sum. Cuts lie where kernels
 take the same path as for the whole product: narrow or unaligned tiles are computed by
@@ -17,8 +17,14 @@ SAME_BITS, CLOSE_BITS = "same", "close"
 """``bits`` of a region by tiles: loss and gradients are bit for bit the plain ones, or
 rounded in another place."""
 
-_ROWS = 32  # smallest tile of tokens; cuts lie at multiples
-_COLUMNS = 64  # same, for the vocabulary
+ELEMENTWISE = frozenset(
+    {"gelu", "relu", "silu", "mish", "elu", "leaky_relu", "hardswish", "tanh"}
+    | {"sigmoid", "erf", "neg", "mul", "add", "sub", "div", "pow"}
+)
+"""Ops that treat every element apart; an MLP runs them between its products."""
+
+_ROWS = 32  # smallest tile of tokens, or of rows; cuts lie at multiples
+_COLUMNS = 64  # same, for the vocabulary, or for columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,34 +44,17 @@ class Tiles:
 
     def __post_init__(self) -> None:
         """Check the numbers, and round as the file does."""
-        check_bits(self.bits)
-        if not 0 <= self.difference < inf:
-            raise PlanError(
-                f"cannot read the difference {self.difference}",
-                needed="a fraction of the largest value of a tensor, 0 or more",
-                hint="difference: 1.2e-03",
-            )
-        if self.difference and self.bits == SAME_BITS:
-            raise PlanError(
-                f"cannot have a difference of {self.difference} with the same bits",
-                needed=f"bits: {CLOSE_BITS}, or no difference",
-                hint=f"bits: {CLOSE_BITS}",
-            )
-        object.__setattr__(self, "difference", float(f"{self.difference:.1e}"))
-        for name in ("tokens", "vocabulary"):
-            count = getattr(self, name)
-            if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-                raise PlanError(
-                    f"cannot cut the {name} into {count!r} tiles",
-                    needed="a whole number of tiles, 1 or more",
-                    hint="tiles: {tokens: 16, vocabulary: 16}",
-                )
+        _check(self, "tokens", "vocabulary")
 
     def __str__(self) -> str:
         """Read as: the tokens in 16 tiles, the vocabulary in 16, with the same bits."""
-        at = f", {self.difference:.1e}" if self.difference else ""
         counts = f"tokens in {self.tokens} tiles, vocabulary in {self.vocabulary}"
-        return f"{counts}, bits {self.bits}{at}"
+        return f"{counts}, {_bits_of(self)}"
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """The numbers of tiles each way."""
+        return self.tokens, self.vocabulary
 
     def of_tokens(self, size: int) -> list[slice]:
         """Cut ``size`` tokens.
@@ -78,6 +67,79 @@ class Tiles:
     def of_vocabulary(self, size: int) -> list[slice]:
         """Cut ``size`` words."""
         return _cut(size, self.vocabulary, _COLUMNS)
+
+
+@dataclass(frozen=True, slots=True)
+class RowTiles:
+    """Tiles of a call whose rows are apart, such as an MLP: of rows, and of columns.
+
+    Columns are those of its hidden values: gradients of weights are made by tiles of
+    columns with all rows in each. Fewer tiles are made where they would be too narrow.
+
+    Raises:
+        PlanError: A number is below 1, or the bits are neither.
+    """
+
+    rows: int = 8
+    columns: int = 8
+    bits: str = SAME_BITS
+    difference: float = 0.0  # as of ``Tiles``
+
+    def __post_init__(self) -> None:
+        """Check the numbers, and round as the file does."""
+        _check(self, "rows", "columns")
+
+    def __str__(self) -> str:
+        """Read as: the rows in 8 tiles, the columns in 8, with the same bits."""
+        return f"rows in {self.rows} tiles, columns in {self.columns}, {_bits_of(self)}"
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """The numbers of tiles each way."""
+        return self.rows, self.columns
+
+    def of_rows(self, size: int) -> list[slice]:
+        """Cut ``size`` rows."""
+        return _cut(size, self.rows, _ROWS)
+
+    def of_columns(self, size: int) -> list[slice]:
+        """Cut ``size`` columns.
+
+        >>> RowTiles(columns=2).of_columns(200)
+        [slice(0, 128, None), slice(128, 200, None)]
+        """
+        return _cut(size, self.columns, _COLUMNS)
+
+
+def _check(tiles: Tiles | RowTiles, *names: str) -> None:
+    """Check numbers and bits, and round the difference as the file does."""
+    check_bits(tiles.bits)
+    if not 0 <= tiles.difference < inf:
+        raise PlanError(
+            f"cannot read the difference {tiles.difference}",
+            needed="a fraction of the largest value of a tensor, 0 or more",
+            hint="difference: 1.2e-03",
+        )
+    if tiles.difference and tiles.bits == SAME_BITS:
+        raise PlanError(
+            f"cannot have a difference of {tiles.difference} with the same bits",
+            needed=f"bits: {CLOSE_BITS}, or no difference",
+            hint=f"bits: {CLOSE_BITS}",
+        )
+    object.__setattr__(tiles, "difference", float(f"{tiles.difference:.1e}"))
+    for name in names:
+        count = getattr(tiles, name)
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise PlanError(
+                f"cannot cut the {name} into {count!r} tiles",
+                needed="a whole number of tiles, 1 or more",
+                hint=f"tiles: {{{', '.join(f'{one}: 16' for one in names)}}}",
+            )
+
+
+def _bits_of(tiles: Tiles | RowTiles) -> str:
+    at = f", {tiles.difference:.1e}" if tiles.difference else ""
+    return f"bits {tiles.bits}{at}"
 
 
 def _cut(size: int, count: int, unit: int) -> list[slice]:

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 from ckplan.plan.numbers import count, fraction
 from ckplan.plan.strict_yaml import YamlNode
-from ckplan.plan.tiles import Tiles, check_bits
+from ckplan.plan.tiles import RowTiles, Tiles, check_bits
+
+_OF_HEADS, _OF_ROWS = ("tokens", "vocabulary"), ("rows", "columns")
 
 
-def tiles_content(tiles: Tiles) -> dict[str, object]:
+def tiles_content(tiles: Tiles | RowTiles) -> dict[str, object]:
     """The keys of a region by tiles, as plan files and JSON have them."""
+    names = _OF_ROWS if isinstance(tiles, RowTiles) else _OF_HEADS
     content: dict[str, object] = {
-        "tiles": {"tokens": tiles.tokens, "vocabulary": tiles.vocabulary},
+        "tiles": dict(zip(names, tiles.counts, strict=True)),
         "bits": tiles.bits,
     }
     return content | ({"difference": tiles.difference} if tiles.difference else {})
 
 
-def read_tiles(entries: Mapping[str, YamlNode]) -> Tiles | None:
-    """Tiles of a region's entries, if it has any."""
+def read_tiles(entries: Mapping[str, YamlNode]) -> Tiles | RowTiles | None:
+    """Tiles of a region's entries, if it has any; their keys tell which they are."""
     given: dict[str, Any] = {}
     if "bits" in entries:
         given["bits"] = entries["bits"].read(check_bits)
@@ -30,7 +33,12 @@ def read_tiles(entries: Mapping[str, YamlNode]) -> Tiles | None:
     part = entries.get("tiles") or entries.get("bits") or entries.get("difference")
     if part is None:
         return None
+    kind: type[Tiles | RowTiles] = Tiles
     if "tiles" in entries:
-        counts = part.record(("tokens", "vocabulary"))
+        of_rows = any(name in part.entries() for name in _OF_ROWS)
+        kind = RowTiles if of_rows else Tiles
+        names = _OF_ROWS if of_rows else (*_OF_HEADS, *_OF_ROWS)
+        counts = part.record(names)
         given |= {name: number.read(count) for name, number in counts.items()}
-    return part.locate(partial(Tiles, **given))
+    made: Callable[[], Tiles | RowTiles] = partial(kind, **given)
+    return part.locate(made)

@@ -28,7 +28,7 @@ from ckplan.plan.region import Region, check_apart
 from ckplan.simulating.effect import Effect, Interval
 from ckplan.simulating.moving import Link, Moves, find_moves
 from ckplan.simulating.recomputing import find_effect
-from ckplan.simulating.tiling import refuse_regions_of_loss, tile_graph
+from ckplan.simulating.tiled_regions import refuse_regions_of_losses, tile_regions
 from ckplan.simulating.timeline import Timeline
 from ckplan.simulating.view import RegionView
 
@@ -65,7 +65,7 @@ class Simulator:
         self.link = link
         self._views: dict[tuple[int, int], RegionView] = {}
         self._effects: dict[Region, Effect] = {}
-        self._tiled: dict[Region, Simulator] = {}
+        self._tiled: dict[tuple[Region, ...], Simulator] = {}
         self._end = 2 * len(graph.ops)
         self._saved_of = {
             storage: [(index, 2 * graph.saved[index].last_held + 1) for index in saved]
@@ -113,9 +113,10 @@ class Simulator:
         """
         regions = sorted(regions, key=lambda region: region.call)
         check_apart(self.graph, regions)
-        head = next((one for one in regions if one.tiles is not None), None)
-        if head is not None:
-            return self._run_tiled(head, [one for one in regions if one is not head])
+        tiled = tuple(one for one in regions if one.tiles is not None)
+        if tiled:
+            others = [one for one in regions if one.tiles is None]
+            return self._run_tiled(tiled, others)
         effects = tuple(self.effect(region) for region in regions)
         moves = find_moves(self.graph, effects, self.link)
         moved = self._moved_stops(effects, moves)
@@ -129,15 +130,15 @@ class Simulator:
         stops = self._stops, moved, freed_ticks
         return Timeline(self.graph, live, effects, *stops, moves=moves)
 
-    def _run_tiled(self, head: Region, others: Sequence[Region]) -> Timeline:
-        """Replay the step with a head in tiles, and other regions."""
-        assert head.tiles is not None
-        if head not in self._tiled:
-            self._tiled[head] = Simulator(
-                tile_graph(self.graph, head.call, head.tiles), self.link
-            )
-        refuse_regions_of_loss(self.graph, head.call, others)
-        found = self._tiled[head].run(others)
+    def _run_tiled(
+        self, tiled: tuple[Region, ...], others: Sequence[Region]
+    ) -> Timeline:
+        """Replay the step with calls in tiles, and other regions."""
+        if tiled not in self._tiled:
+            graph = tile_regions(self.graph, tiled)
+            self._tiled[tiled] = Simulator(graph, self.link)
+        refuse_regions_of_losses(self.graph, (*tiled, *others))
+        found = self._tiled[tiled].run(others)
         more = found.graph.step_seconds - self.graph.step_seconds
         return replace(found, tile_seconds=found.tile_seconds + more)
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ckplan.plan.tiles import CLOSE_BITS, Tiles
+from ckplan.plan.tiles import CLOSE_BITS, RowTiles, Tiles
 
 if TYPE_CHECKING:
     from ckplan.plan.plan import Plan
@@ -75,7 +75,7 @@ def file_for_results(plan: Plan | None) -> Iterator[Path | None]:
         yield Path(folder) / "results.pt"
 
 
-def close_tiles(plan: Plan | None) -> Iterator[tuple[str, Tiles]]:
+def close_tiles(plan: Plan | None) -> Iterator[tuple[str, Tiles | RowTiles]]:
     """Calls of which a plan states close bits, and their tiles."""
     for one in plan.regions if plan is not None else ():
         if one.tiles is not None and one.tiles.bits == CLOSE_BITS:

@@ -194,7 +194,7 @@ def _costs(
 def _check_without_tiles(plan: Plan | None) -> None:
     if plan is not None and any(region.tiles for region in plan.regions):
         raise VerifyError(
-            "cannot dry-run the plan: it runs a head in tiles, which fake tensors "
+            "cannot dry-run the plan: it runs calls in tiles, which fake tensors "
             "cannot",
             needed="a plan without by: tiles",
             hint="leave out --fake, which takes real steps",

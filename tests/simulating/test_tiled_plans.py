@@ -294,7 +294,7 @@ def test_plans_with_tiles_are_written_and_read(
     ("region", "message"),
     [
         ("{calls: head, tiles: {tokens: 4}}", "tiles need by: tiles"),
-        ("{calls: head, by: tiles, tiles: {rows: 4}}", "unknown key 'rows'"),
+        ("{calls: head, by: tiles, tiles: {row: 4}}", "unknown key 'row'"),
         ("{calls: head, by: tiles, tiles: {tokens: 0}}", "the number '0'"),
         ("{calls: head, by: tiles, tiles: {tokens: x}}", "the number 'x'"),
         ("{calls: head, by: tiles, bits: near}", "cannot promise bits 'near'"),

@@ -1,7 +1,16 @@
-"""A head and its loss in tiles, without the logits."""
+"""A head and its loss in tiles, without the logits; an MLP, without hidden values."""
 
 from ckplan.applying.tiling.bits import Bits, check_bits
 from ckplan.applying.tiling.cross_entropy import tiled_cross_entropy
 from ckplan.applying.tiling.heads import TiledHead, tile_head
+from ckplan.applying.tiling.row_calls import TiledRows, tile_rows
 
-__all__ = ["Bits", "TiledHead", "check_bits", "tile_head", "tiled_cross_entropy"]
+__all__ = [
+    "Bits",
+    "TiledHead",
+    "TiledRows",
+    "check_bits",
+    "tile_head",
+    "tile_rows",
+    "tiled_cross_entropy",
+]

@@ -7,19 +7,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from ckplan.applying.hooks.choices import Choice
 from ckplan.applying.hooks.forwards import ForwardWrapper
 from ckplan.applying.tiling.cross_entropy import tiled_cross_entropy
 from ckplan.applying.tiling.lazy import LazyLogits, Logits, make_lazy
 from ckplan.applying.tiling.recognizing import recognize
+from ckplan.applying.tiling.watched import is_watched
 from ckplan.errors import ApplyError, PlanError, did_you_mean
 from ckplan.plan.tiles import CLOSE_BITS, SAME_BITS, Tiles
-
-_hooks_are_enabled = torch._C._autograd._saved_tensors_hooks_is_enabled
 
 
 class TiledHead(ForwardWrapper):
@@ -65,7 +61,7 @@ class TiledHead(ForwardWrapper):
         return (
             not self.taken_off
             and self.previous is None
-            and not _is_watched()
+            and not is_watched()
             and type(module) is nn.Linear
             and type(hidden) is Tensor
             and type(module.weight) is nn.Parameter
@@ -99,7 +95,7 @@ class TiledHead(ForwardWrapper):
     ) -> Tensor | None:
         """The loss in tiles, if the call is understood."""
         options = None
-        if not _is_watched():
+        if not is_watched():
             close = self.tiles.bits == CLOSE_BITS
             options = recognize(lazy, args, kwargs, may_be_close=close)
         if options is None:
@@ -160,17 +156,6 @@ def _no_head(name: str, module: nn.Module, what: str) -> PlanError:
         f"cannot tile {name or '.'}: it is a {type(module).__name__} {what}",
         needed="a plain nn.Linear, not wrapped or tiled already",
         hint="apply adapters and wrappers to other layers, or leave the head whole",
-    )
-
-
-def _is_watched() -> bool:
-    """Whether gradients are off, or modes see the ops that run."""
-    modes = _get_current_function_mode_stack()
-    return not (
-        torch.is_grad_enabled()
-        and _hooks_are_enabled()
-        and _get_current_dispatch_mode() is None
-        and all(isinstance(mode, DeviceContext) for mode in modes)
     )
 
 

@@ -1,0 +1,208 @@
+"""Run the calls of a module whose rows are apart in tiles."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+
+from ckplan.applying.hooks.choices import Choice
+from ckplan.applying.hooks.forwards import ForwardWrapper
+from ckplan.applying.tiling.row_passes import RowWise
+from ckplan.applying.tiling.row_program import NotRowWise, program_of
+from ckplan.applying.tiling.watched import is_watched
+from ckplan.errors import ApplyError, PlanError, did_you_mean
+from ckplan.plan.tiles import RowTiles
+
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+
+
+class TiledRows(ForwardWrapper):
+    """A module whose calls run in tiles of rows, with its counters."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        name: str,
+        tiles: RowTiles,
+        choice: Choice | None = None,
+    ) -> None:
+        super().__init__(module)
+        self.choice = choice  # of a plan, with its counters
+        self.name, self.tiles = name, tiles
+        self.tiled = 0  # calls that ran in tiles
+        self.whole = 0  # calls that did not
+
+    def remove(self) -> None:
+        """Give the module its own forward again."""
+        self.take_off()
+
+    def __enter__(self) -> TiledRows:
+        """Nothing more to do."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Give the module its own forward again."""
+        self.remove()
+
+    def __str__(self) -> str:
+        """One line."""
+        return f"{self.name}: {self.tiled} calls in tiles, {self.whole} whole"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a call in tiles, if gradients are enabled and nobody watches ops."""
+        module, args = self.whose(args)
+        forward = self.forward_of(module)
+        given = (*args, *kwargs.values())
+        if (
+            torch.compiler.is_compiling()
+            or self.taken_off
+            or self.previous is not None
+            or is_watched()
+        ):
+            return forward(*args, **kwargs)
+        try:
+            _check_input(given)
+            _check_hooks(module)
+            (name,) = kwargs or (None,)
+            with _attributes_kept(module):
+                program = program_of(
+                    lambda one: forward(**{name: one}) if name else forward(one),
+                    given[0],
+                )
+        except NotRowWise as error:
+            self._tell(str(error))
+            return forward(*args, **kwargs)
+        operands = program.operands
+        if not any(one.requires_grad for one in (given[0], *operands)):
+            return forward(*args, **kwargs)
+        self.tiled += 1
+        if self.choice is not None:
+            self.choice.runs += 1
+        made: Tensor = RowWise.apply(given[0], program, self.tiles, *operands)
+        return made
+
+    def _tell(self, why: str) -> None:
+        """Count a call that stays whole, and warn of the first."""
+        self.whole += 1
+        if self.choice is not None:
+            self.choice.kept += 1
+        if self.whole == 1:
+            what = f"{self.name or '.'} runs whole, not in tiles: {why}"
+            warnings.warn(f"{what}; results are the same, memory is not", stacklevel=4)
+
+
+def _check_input(given: tuple[Any, ...]) -> None:
+    if len(given) != 1 or type(given[0]) not in (Tensor, nn.Parameter):
+        raise NotRowWise("it is called with something else than one tensor")
+    (hidden,) = given
+    if not hidden.is_floating_point() or hidden.dim() < 2 or not hidden.numel():
+        raise NotRowWise("its input has no rows of numbers")
+    if hidden.layout != torch.strided or not hidden.is_contiguous():
+        raise NotRowWise("its input is not contiguous")
+    if torch.is_autocast_enabled(hidden.device.type):
+        raise NotRowWise("autocast is on")
+
+
+def _check_hooks(module: nn.Module) -> None:
+    """Refuse modules inside that somebody listens to: they would not run."""
+    if torch_module._has_any_global_hook():
+        raise NotRowWise("there are hooks on all modules")
+    for one in module.modules():
+        replaced = one is not module and "forward" in vars(one)
+        if one is not module and (replaced or any(getattr(one, h) for h in _HOOKS)):
+            raise NotRowWise(f"a {type(one).__name__} in it has hooks")
+
+
+@contextmanager
+def _attributes_kept(module: nn.Module) -> Iterator[None]:
+    """Undo what a forward on fake tensors assigns, and refuse such a forward."""
+    held = [kept for one in module.modules() for kept in (vars(one), one._buffers)]
+    before = [(kept, dict(kept)) for kept in held]
+    try:
+        yield
+    finally:
+        changed = [pair for pair in before if not _is_same(*pair)]
+        for now, then in changed:
+            now.clear()
+            now.update(then)
+    if changed:
+        raise NotRowWise("its forward assigns attributes")
+
+
+def _is_same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two hold the same objects."""
+    return one.keys() == other.keys() and all(one[k] is other[k] for k in one)
+
+
+def check_row_wise(name: str, module: nn.Module) -> None:
+    """Refuse modules that cannot hold products with parameters.
+
+    Raises:
+        PlanError: It has no parameters.
+    """
+    if any(True for _ in module.parameters()):
+        return
+    raise PlanError(
+        f"cannot tile {name or '.'}: a {type(module).__name__} has no parameters",
+        needed="an MLP: products with parameters, and elementwise ops between",
+        hint="leave this call out of the plan",
+    )
+
+
+def tile_rows(
+    model: nn.Module, name: str, *, tiles: tuple[int, int] = (8, 8)
+) -> TiledRows:
+    """Run an MLP in tiles, so that its hidden values are never whole.
+
+    An MLP is a module that multiplies its one input by matrices of parameters, applies
+    elementwise ops to the products, and multiplies the result by one more. What a call
+    computes is looked at every time. A call that computes anything else, runs under
+    autocast or without gradients, or that modes or hooks inside would see, runs as it
+    is; where gradients are on, a warning says why.
+
+    Args:
+        model: The model; its names, ``state_dict`` and results stay as they are.
+        name: Name of the module in it.
+        tiles: Numbers of tiles: of rows, and of columns of the hidden values.
+
+    Returns:
+        A handle: ``remove()`` undoes it, so does leaving it as a context; ``tiled`` and
+        ``whole`` count calls.
+
+    Raises:
+        ApplyError: There is no such module.
+        PlanError: Its forward is replaced already, or a number of tiles is below 1.
+    """
+    counts = RowTiles(*tiles)
+    modules = dict(model.named_modules()) if isinstance(model, nn.Module) else {}
+    if name not in modules:
+        near = did_you_mean(name, modules)
+        raise ApplyError(
+            f"{type(model).__name__} has no module {name!r}",
+            needed="the name of an MLP, as in named_modules()",
+            hint=f"did you mean {near!r}?"
+            if near
+            else "ckplan.tile_rows(model, 'mlp')",
+        )
+    module = modules[name]
+    if "forward" in vars(module):
+        raise PlanError(
+            f"cannot tile {name or '.'}: the forward of this "
+            f"{type(module).__name__} is replaced already",
+            needed="a module that nothing has wrapped or tiled",
+            hint="remove what wraps it, or leave it whole",
+        )
+    wrapper = TiledRows(module, name, counts)
+    module.forward = wrapper
+    return wrapper

@@ -1,0 +1,233 @@
+"""MLPs in tiles: the bits of autograd, less memory, and what stays whole."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import ckplan
+from ckplan.errors import ApplyError, CkplanError, PlanError
+from tests.helpers.measured import peak_bytes_of
+
+WIDTH, HIDDEN, ROWS = 96, 384, 256
+
+
+class Gated(nn.Module):
+    """As in Llama: two products of the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, HIDDEN, bias=False)
+        self.up = nn.Linear(WIDTH, HIDDEN, bias=False)
+        self.down = nn.Linear(HIDDEN, WIDTH, bias=False)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        made: Tensor = self.down(F.silu(self.gate(rows)) * self.up(rows))
+        return made
+
+
+class Matrices(nn.Module):
+    """As in GPT-2: weights are [inputs, outputs], and gelu is written out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.randn(WIDTH, HIDDEN) / 10)
+        self.second = nn.Parameter(torch.randn(HIDDEN, WIDTH) / 20)
+        self.biases = nn.ParameterList([torch.randn(HIDDEN), torch.randn(WIDTH)])
+
+    def forward(self, rows: Tensor) -> Tensor:
+        flat = torch.addmm(self.biases[0], rows.view(-1, WIDTH), self.first)
+        one = flat.view(*rows.shape[:-1], HIDDEN)
+        one = 0.5 * one * (1.0 + torch.tanh(0.8 * (one + 0.044 * torch.pow(one, 3.0))))
+        made = torch.addmm(self.biases[1], one.view(-1, HIDDEN), self.second)
+        return made.view(rows.shape)
+
+
+def of(activation: nn.Module) -> nn.Module:
+    first, last = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+    return nn.Sequential(first, activation, last)
+
+
+KINDS: dict[str, Callable[[], nn.Module]] = {
+    "gelu": lambda: of(nn.GELU()),
+    "relu": lambda: of(nn.ReLU()),
+    "gated": Gated,
+    "matrices": Matrices,
+}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def model_of(kind: str) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.LayerNorm(WIDTH), KINDS[kind](), nn.Linear(WIDTH, 4))
+
+
+def results(model: nn.Module, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Output and all gradients."""
+    torch.manual_seed(1)
+    rows = torch.randn(2, ROWS // 2, WIDTH, dtype=dtype, requires_grad=True)
+    model.zero_grad()
+    out = model(rows)
+    out.square().sum().backward()
+    found = (rows, *model.parameters())
+    return [out.detach(), *(one.grad.clone() for one in found if one.grad is not None)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_output_and_gradients_have_autograds_bits(
+    kind: str, dtype: torch.dtype
+) -> None:
+    model = model_of(kind).to(dtype)
+    plain = results(model, dtype)
+    with ckplan.tile_rows(model, "1", tiles=(4, 3)) as handle:
+        tiled = results(model, dtype)
+    assert str(handle) == "1: 1 calls in tiles, 0 whole"
+    assert len(tiled) == len(plain) == 2 + len([*model.parameters()])
+    assert all(map(torch.equal, plain, tiled))
+
+
+def test_gradients_are_the_differences_of_the_loss() -> None:
+    model = model_of("gated").double()
+    ckplan.tile_rows(model, "1", tiles=(4, 3))
+    weight = model[1].up.weight
+    _, *_ = results(model, torch.float64)
+    assert weight.grad is not None
+    slope, step = float(weight.grad[200, 50]), 1e-5
+    losses = []
+    for change in (step, -2 * step):
+        with torch.no_grad():
+            weight[200, 50] += change
+        losses.append(float(results(model, torch.float64)[0].square().sum()))
+    assert (losses[0] - losses[1]) / (2 * step) == pytest.approx(slope, rel=1e-6)
+
+
+def test_hidden_values_are_never_whole() -> None:
+    model = KINDS["gelu"]()
+    rows = torch.randn(1024, WIDTH, requires_grad=True)
+
+    def step() -> None:
+        model.zero_grad()
+        rows.grad = None
+        model(rows).sum().backward()
+
+    step()
+    plain = peak_bytes_of(step)
+    with ckplan.tile_rows(model, "", tiles=(8, 6)):
+        step()
+        tiled = peak_bytes_of(step)
+    hidden = 1024 * HIDDEN * 4
+    assert plain > 2 * hidden
+    assert tiled < plain - hidden
+
+
+class Twice(nn.Module):
+    """Not row-wise."""
+
+    def __init__(self, mix: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+        self.mix = mix
+
+    def forward(self, rows: Tensor) -> Tensor:
+        made: Tensor = self.last(self.mix(self.first(rows)))
+        return made
+
+
+def _gate_without_gradient(one: Tensor) -> Tensor:
+    with torch.no_grad():
+        gate = torch.sigmoid(one)
+    return gate * one
+
+
+MIXES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "softmax": (lambda one: one.softmax(-1), "it runs _softmax"),
+    "dropout": (lambda one: F.dropout(one, 0.5), "it runs"),
+    "no gradient": (_gate_without_gradient, "without gradients"),
+    "detach": (lambda one: one.detach() * one, "reads other tensors"),
+    "in place": (lambda one: one.relu_(), "it runs relu_"),
+    "values": (lambda one: one * float(one.detach().sum()), "it"),
+    "nothing": (lambda one: one, "no elementwise op"),
+}
+
+
+@pytest.mark.parametrize("name", MIXES)
+def test_what_is_no_mlp_runs_whole_with_a_warning(name: str) -> None:
+    mix, why = MIXES[name]
+    model = nn.Sequential(nn.LayerNorm(WIDTH), Twice(mix))
+    plain = results(model)
+    with (
+        ckplan.tile_rows(model, "1") as handle,
+        pytest.warns(UserWarning, match=f"1 runs whole, not in tiles: .*{why}"),
+    ):
+        tiled = results(model)
+    assert (handle.tiled, handle.whole) == (0, 1)
+    assert all(map(torch.equal, plain, tiled))
+
+
+def test_a_forward_that_assigns_attributes_runs_whole_and_keeps_them() -> None:
+    class Keeps(Twice):
+        def forward(self, rows: Tensor) -> Tensor:
+            self.seen = self.first(rows)
+            self.buffer = self.seen.detach()
+            made: Tensor = self.last(torch.relu(self.seen))
+            return made
+
+    model = nn.Sequential(nn.LayerNorm(WIDTH), Keeps(torch.relu))
+    model[1].register_buffer("buffer", torch.zeros(1))
+    plain, seen = results(model), model[1].seen
+    with (
+        ckplan.tile_rows(model, "1") as handle,
+        pytest.warns(UserWarning, match="its forward assigns attributes"),
+    ):
+        tiled = results(model)
+    assert (handle.tiled, handle.whole) == (0, 1)
+    assert all(map(torch.equal, plain, tiled))
+    for kept in (model[1].seen, model[1].buffer):
+        assert type(kept) is Tensor and torch.equal(kept, seen)
+
+
+def test_hooks_inside_and_autocast_keep_a_call_whole() -> None:
+    model = model_of("gelu")
+    seen: list[int] = []
+    with ckplan.tile_rows(model, "1") as handle:
+        with (
+            pytest.warns(UserWarning, match="autocast is on"),
+            torch.autocast("cpu", torch.bfloat16),
+        ):
+            results(model)
+        model[1][1].register_forward_hook(lambda *_: seen.append(1))
+        results(model)
+        with torch.no_grad():
+            model(torch.randn(2, WIDTH))
+    assert (handle.tiled, handle.whole, len(seen)) == (0, 2, 2)
+
+
+def test_bad_arguments_are_refused_and_change_nothing() -> None:
+    model = model_of("gelu")
+    cases: list[tuple[type[CkplanError], str, tuple[int, int], str]] = [
+        (ApplyError, "mlp", (8, 8), "has no module 'mlp'"),
+        (PlanError, "1", (0, 8), "cannot cut the rows into 0 tiles"),
+    ]
+    for kind, name, tiles, text in cases:
+        with pytest.raises(kind, match=text) as error:
+            ckplan.tile_rows(model, name, tiles=tiles)
+        assert str(error.value).count("\n") == 2
+    assert "forward" not in vars(model[1])
+    with ckplan.tile_rows(model, "1"), pytest.raises(PlanError, match="replaced"):
+        ckplan.tile_rows(model, "1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        results(model)
