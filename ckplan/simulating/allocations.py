@@ -162,12 +162,13 @@ def replayed(
         allocator.free(blocks.pop(block))  # gradients, freed before the next step
     gone = exist - blocks.keys()
     replay.run([event for event in before if event.block in gone])
+    allocator.reset_peak()
     if added:
         replay.run(batch, added)
     most = replay.run(during, levels=levels)
     if levels is not None:
         replay.fill(levels, len(timeline.live_bytes))
-    return Replayed(most, allocator.reserved_bytes)
+    return Replayed(most, allocator.reserved_peak_bytes)
 
 
 class _Replay:

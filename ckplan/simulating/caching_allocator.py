@@ -77,6 +77,15 @@ class CachingAllocator:
         """Bytes of all segments."""
         return self._card.taken_bytes
 
+    @property
+    def reserved_peak_bytes(self) -> int:
+        """Most bytes of segments since ``reset_peak``: a full card releases some."""
+        return self._card.most_bytes
+
+    def reset_peak(self) -> None:
+        """Begin the peak of reserved bytes with what is reserved now."""
+        self._card.most_bytes = self._card.taken_bytes
+
     def allocate(self, num_bytes: int) -> Block:
         """Return a block of at least ``num_bytes`` (one or more).
 
@@ -111,7 +120,7 @@ class _Card:
 
     def __init__(self, capacity_bytes: float) -> None:
         self.capacity_bytes = capacity_bytes
-        self.taken_bytes = 0
+        self.taken_bytes = self.most_bytes = 0
         self._num_segments = 0
         self._gaps = [(0, _ADDRESSES)]  # free address ranges [start, stop)
 
@@ -119,6 +128,7 @@ class _Card:
         if self.taken_bytes + num_bytes > self.capacity_bytes:
             raise NoRoomError
         self.taken_bytes += num_bytes
+        self.most_bytes = max(self.most_bytes, self.taken_bytes)
 
     def give_back(self, num_bytes: int) -> None:
         self.taken_bytes -= num_bytes

@@ -222,9 +222,11 @@ class Tuning:
         return max(settings, key=lambda one: one.samples_per_second, default=None)
 
     def _nothing_fits(self) -> CkplanError:
-        search = self.search(self._way)
-        if search.refused and self._total is not None:
-            refused = ", ".join(f"{n} ({why})" for n, why in search.refused.items())
+        search, found = self.search(self._way), dict[int, str]()
+        for one in self.searches.begun():
+            found |= one.refused
+        if found and self._total is not None:
+            refused = ", ".join(f"{n} ({why})" for n, why in sorted(found.items()))
             return CkplanError(
                 f"no micro-batch that fits divides the total batch {self._total}: the "
                 f"model refuses {refused}",

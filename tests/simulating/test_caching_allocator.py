@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from contextlib import suppress
 from dataclasses import replace
 from itertools import groupby, pairwise
 from pathlib import Path
@@ -20,7 +21,7 @@ from ckplan.errors import PlanError
 from ckplan.graph.records import Workspace
 from ckplan.plan.region import PROGRAM, RERUN, Region
 from ckplan.simulating import caching_allocator as model
-from ckplan.simulating.allocations import events, reserved_bytes
+from ckplan.simulating.allocations import Level, events, replayed, reserved_bytes
 from ckplan.simulating.caching_allocator import Block, CachingAllocator, NoRoomError
 from ckplan.simulating.ledger import random_state_bytes
 from ckplan.simulating.simulate import Timeline, simulate
@@ -136,6 +137,17 @@ def test_what_is_free_goes_back_where_the_card_has_no_room(
     with pytest.raises(NoRoomError):
         after(*requests, expandable=expandable, capacity_mib=60)
     after(*requests[:-1], expandable=expandable, capacity_mib=60)
+
+
+def test_what_was_reserved_before_it_went_back_is_in_the_peak() -> None:
+    allocator = CachingAllocator(capacity_bytes=40 * MIB)
+    for block in [allocator.allocate(20 * MIB), allocator.allocate(16 * MIB)]:
+        allocator.free(block)
+    allocator.allocate(24 * MIB)  # both go back
+    found = allocator.reserved_bytes, allocator.reserved_peak_bytes
+    assert found == (24 * MIB, 36 * MIB)
+    allocator.reset_peak()
+    assert allocator.reserved_peak_bytes == 24 * MIB
 
 
 def test_a_gap_that_fits_is_taken_before_the_end_that_can_grow() -> None:
@@ -343,6 +355,23 @@ def test_reserved_is_at_least_the_peak_and_regions_lower_it(
         assert reserved_bytes(timeline, expandable=expandable) >= timeline.peak_bytes
     before = reserved_bytes(whole, expandable=expandable)
     assert reserved_bytes(planned, expandable=expandable) < before
+
+
+@pytest.mark.parametrize("seed", [2, 3, 7])
+def test_a_full_card_reserves_at_least_the_peak_of_the_tensors(seed: int) -> None:
+    rng, graph = Random(seed), graphs.chain(4)
+    storages = [
+        replace(one, bytes=rng.randrange(10, 200) * MIB) for one in graph.storages
+    ]
+    timeline = simulate(replace(graph, storages=tuple(storages)))
+    peak_bytes, released = timeline.peak_bytes, 0
+    for capacity_bytes in range(peak_bytes, reserved_bytes(timeline), 8 * MIB):
+        levels: list[Level] = []
+        with suppress(NoRoomError):
+            found = replayed(timeline, capacity_bytes=capacity_bytes, levels=levels)
+            assert peak_bytes <= found.reserved_bytes <= capacity_bytes
+            released += levels[-1].reserved_bytes < peak_bytes
+    assert released  # segments went back before the step's end
 
 
 def test_state_that_goes_before_the_update_is_there_from_the_start() -> None:
