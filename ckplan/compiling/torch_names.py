@@ -1,8 +1,7 @@
 """The private names of torch that plans in compiled code stand on.
 
-No other file of this room uses a private name. The hook itself, Inductor's
-``CustomPartitionerFn``, is documented; it is called once per joint graph, after the
-joint-graph passes of Inductor.
+No other file of this room uses one. The hook, Inductor's ``CustomPartitionerFn``, is
+documented; it is called once per joint graph, after Inductor's passes over that.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ try:
 except ImportError as missing:  # what a version lacks is said when it is needed
     MISSING: ImportError | None = missing
     CustomPartitionerFn = ShortenTraceback = object
-    TorchDynamoException = BackendCompilerFailed = ()
+    TorchDynamoException = BackendCompilerFailed = InvalidCxxCompiler = ()
 else:
     MISSING = None
 
@@ -97,11 +96,10 @@ graph breaks; TORCH_LOGS=graph_breaks shows the place"""
 _SOURCES_OF_PARAMETERS, _SOURCE = "_param_name_to_source", "_dynamo_source"
 """Attributes of a graph of Dynamo and of its inputs: where the user has them."""
 QUICK = {"cpp.simdlen": 0}
-"""Options of Inductor for code that is replayed, not run: loops are not vectorized. To
-vectorize them takes a quarter of the time of generating code."""
+"""Options of Inductor for code that is replayed, not run: to vectorize loops takes a
+quarter of the time of generating code."""
 
 _PARTITIONER = "custom_partitioner_fn"  # option of Inductor
-
 _ONE_PLANS = threading.RLock()
 """Two threads that replaced the same function of torch would not restore it."""
 
@@ -132,19 +130,19 @@ def require_hook() -> None:
 
 
 def require_compiler() -> None:
-    """Raise unless Inductor finds a C++ compiler.
-
-    Raises:
-        ApplyError: It finds none.
-    """
+    """Raise an ``ApplyError`` unless Inductor finds a C++ compiler."""
     try:
         get_cpp_compiler()
     except InvalidCxxCompiler as missing:
-        raise ApplyError(
-            "cannot compile for the CPU: Inductor finds no C++ compiler",
-            needed="g++ 10 or later, or clang++, on PATH or named by CXX",
-            hint="apt-get install g++, or ckplan.apply, which plans uncompiled code",
-        ) from missing
+        raise _no_compiler() from missing
+
+
+def _no_compiler() -> ApplyError:
+    return ApplyError(
+        "cannot compile for the CPU: Inductor finds no C++ compiler",
+        needed="g++ 10 or later, or clang++, on PATH or named by CXX",
+        hint="apt-get install g++, or ckplan.apply, which plans uncompiled code",
+    )
 
 
 def compilation() -> tuple[int | None, int | None]:
@@ -319,6 +317,8 @@ def compile_errors(what: str) -> Iterator[None]:
 
 
 def _inductor_failed(what: str, error: BaseException) -> ApplyError:
+    if isinstance(error, InvalidCxxCompiler):
+        return _no_compiler()
     said = f"{type(error).__name__}: {first_line(error)}"
     if isinstance(error, OSError | ImportError):  # a kernel does not load
         return ApplyError(

@@ -31,11 +31,13 @@ from ckplan.compiling.lowering import Code, Lowered
 from ckplan.compiling.outside import Outside
 from ckplan.compiling.replay import replay
 from ckplan.compiling.search import Chosen, CompiledPlanner, budgets_to_try
+from ckplan.compiling.step import compiled_loss
 from ckplan.compiling.torch_names import PRIMALS, TANGENTS
 from ckplan.errors import ApplyError, InfeasibleError, PlanError, WorkloadError
 from ckplan.plan.file import loads, save
 from ckplan.plan.plan import Plan
 from ckplan.training.allocator import log_allocations
+from ckplan.training.workload import Workload
 
 
 class Watched(CompiledPlanner):
@@ -761,3 +763,6 @@ def test_no_compiler_is_said(tmp_path: Path) -> None:
     without = config.patch({"cpp.cxx": (str(tmp_path / "no-such-compiler"),)})
     with without, pytest.raises(ApplyError, match="no C\\+\\+ compiler"):
         ckplan.compile(nn.Linear(3, 3), "80%")(torch.randn(4, 3))
+    workload = Workload(nn.Linear(3, 1), torch.randn(4, 3))
+    with without, pytest.raises(ApplyError, match="no C\\+\\+ compiler"):
+        compiled_loss(workload, "inductor")()  # as verify does at first
