@@ -38,13 +38,12 @@ try:
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
-    from torch._inductor.exc import InvalidCxxCompiler
+    from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
     from torch._inductor.graph import GraphLowering
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-except ImportError as missing:  # what a version lacks is said when it is needed
-    MISSING: ImportError | None = missing
+except (ImportError, OSError) as missing:  # what is amiss is said when it is needed
+    MISSING: ImportError | OSError | None = missing
     CustomPartitionerFn = ShortenTraceback = object
-    TorchDynamoException = BackendCompilerFailed = InvalidCxxCompiler = ()
+    TorchDynamoException = BackendCompilerFailed = ()
 else:
     MISSING = None
 
@@ -116,11 +115,9 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 
 def require_hook() -> None:
-    """Raise unless this torch has what plans in compiled code need.
-
-    Raises:
-        ApplyError: It has not.
-    """
+    """Raise an ``ApplyError`` unless torch has what plans in compiled code need."""
+    if isinstance(MISSING, OSError):
+        raise _cache_fails("cannot plan compiled code", str(MISSING))
     if MISSING is not None:
         raise ApplyError(
             f"cannot plan compiled code with torch {torch.__version__}: {MISSING}",
@@ -245,12 +242,7 @@ def generate_code(
 ) -> None:
     """Lower forward and backward of a graph of Dynamo; compile and run nothing.
 
-    Args:
-        gm: The graph; it is consumed.
-        inputs: Its example inputs.
-        partitioner: Divides the joint graph.
-        options: Options of Inductor.
-        record: Called once for each of the two.
+    Arguments are those of ``compile_with``; ``record`` is called once for each of both.
     """
     this_thread, compiled = threading.get_ident(), GraphLowering.compile_to_module
 
@@ -320,16 +312,23 @@ def _inductor_failed(what: str, error: BaseException) -> ApplyError:
     if isinstance(error, InvalidCxxCompiler):
         return _no_compiler()
     said = f"{type(error).__name__}: {first_line(error)}"
-    if isinstance(error, OSError | ImportError):  # a kernel does not load
-        return ApplyError(
-            f"cannot compile {what}: a file of Inductor's cache fails: {said}",
-            needed="a cache that this machine wrote, with this torch and compiler",
-            hint=f"TORCHINDUCTOR_CACHE_DIR=EMPTY_FOLDER, or delete {cache_dir()}",
-        )
+    if isinstance(error, CppCompileError):  # what is cached may not suit this CPU
+        lines = str(error).splitlines()
+        said = next((line for line in lines if " error: " in line), said)
+    if isinstance(error, OSError | ImportError | CppCompileError):
+        return _cache_fails(f"cannot compile {what}", said)
     return ApplyError(
         f"cannot compile {what}: Inductor fails: {said}",
         needed="a model that torch.compile(model) compiles on its own",
         hint="ckplan.apply, which plans uncompiled code",
+    )
+
+
+def _cache_fails(what: str, said: str) -> ApplyError:
+    return ApplyError(
+        f"{what}: a file of Inductor's cache fails: {said}",
+        needed="a cache that this machine wrote, with this torch and compiler",
+        hint="TORCHINDUCTOR_CACHE_DIR=EMPTY_FOLDER, not /tmp/torchinductor_USER",
     )
 
 

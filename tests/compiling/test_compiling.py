@@ -23,6 +23,7 @@ from compiled import (
     train,
 )
 from torch import nn
+from torch._inductor.exc import CppCompileError
 from two_ranks import run_two
 
 import ckplan
@@ -588,6 +589,9 @@ def test_what_cannot_be_planned_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch_names, "MISSING", ImportError("no CustomPartitionerFn"))
     with pytest.raises(ApplyError, match="no CustomPartitionerFn"):
         ckplan.backend("80%")
+    monkeypatch.setattr(torch_names, "MISSING", OSError("no such file: '/nope'"))
+    with pytest.raises(ApplyError, match="cache fails: no such file: '/nope'"):
+        ckplan.backend("80%")
 
 
 class Broken(nn.Module):
@@ -741,6 +745,10 @@ def call(args):
     ("error", "said"),
     [
         (OSError("x.so: invalid ELF header"), "a file of Inductor's cache fails"),
+        (
+            CppCompileError(["g++"], "In file\nk.cpp:1:2: error: no 'at::vec'\n"),
+            "cache fails: .*k.cpp:1:2: error: no 'at::vec'",
+        ),
         (AssertionError("no such layout"), "Inductor fails: AssertionError"),
     ],
 )
