@@ -71,10 +71,11 @@ FAMILIES = {
     **{
         f"zoo:{name}": _IMAGES
         for name in (
-            *("swin", "efficientnet", "mobilenet", "regnet", "densenet", "inception"),
+            *("efficientnet", "mobilenet", "regnet", "densenet", "inception"),
             *("vgg", "vae", "segformer"),
         )
     },
+    "zoo:swin": ("batch=1",),  # its windows want 224 pixels
     "zoo:clip": ("layers=1", "batch=2"),
     "zoo:mixer": _IMAGES,
     "zoo:dit": ("layers=1", "batch=2"),

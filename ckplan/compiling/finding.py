@@ -66,7 +66,9 @@ def find_parts(
     with _restored(model):
         compiled(*args, **kwargs)  # saves nothing for graphs
         seeker.begin_to_count(tensors_of((args, kwargs, state)))
-        with torch.autograd.graph.saved_tensors_hooks(seeker.count, _never):
+        # else Dynamo compiles it where it skips what calls it
+        count = torch.compiler.disable(seeker.count)
+        with torch.autograd.graph.saved_tensors_hooks(count, _never):
             compiled(*args, **kwargs)
     if not seeker.planners:
         recurrent = any(isinstance(one, nn.RNNBase) for one in model.modules())
@@ -159,7 +161,6 @@ class _Seeker:
         self._seen = set()
         self._know(tensors)
 
-    @torch.compiler.disable  # else Dynamo compiles it where it skips what calls it
     def count(self, tensor: torch.Tensor) -> None:
         """Count a tensor that code between the graphs saves, or makes for them."""
         assert self._seen is not None

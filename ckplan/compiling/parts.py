@@ -44,6 +44,11 @@ class Parts:
         """Bytes that autograd saves for code that is not compiled."""
         return sum(self.eager_bytes)
 
+    @property
+    def runs_uncompiled(self) -> bool:
+        """Whether code that matters for memory is not compiled."""
+        return bool(self.saved_uncompiled_bytes or self.eager_gradient_bytes)
+
     def peak_bytes(self, replayed: Mapping[str, Replayed]) -> int:
         """Most bytes alive at once in the whole step; never too low for its graphs.
 

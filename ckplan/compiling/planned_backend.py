@@ -233,7 +233,7 @@ class Backend:
             self._budget_bytes = left
             self.shares = parts.share(left)
         self.parts = parts
-        if parts.saved_uncompiled_bytes or parts.uncompiled:
+        if parts.runs_uncompiled or parts.uncompiled:
             held = units.format_bytes(parts.saved_uncompiled_bytes)
             warnings.warn(
                 f"{len(parts.runs)} graphs of the step are compiled within the budget; "

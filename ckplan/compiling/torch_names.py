@@ -1,8 +1,7 @@
 """The private names of torch that plans in compiled code stand on.
 
-No other file of this room uses a private name. The hook itself, Inductor's
-``CustomPartitionerFn``, is documented; it is called once per joint graph, after the
-joint-graph passes of Inductor.
+No other file of this room uses one. The hook, Inductor's ``CustomPartitionerFn``, is
+documented; it is called once per joint graph, after Inductor's passes over that.
 """
 
 from __future__ import annotations
@@ -39,11 +38,10 @@ try:
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
-    from torch._inductor.exc import InvalidCxxCompiler
+    from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
     from torch._inductor.graph import GraphLowering
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-except ImportError as missing:  # what a version lacks is said when it is needed
-    MISSING: ImportError | None = missing
+except (ImportError, OSError) as missing:  # what is amiss is said when it is needed
+    MISSING: ImportError | OSError | None = missing
     CustomPartitionerFn = ShortenTraceback = object
     TorchDynamoException = BackendCompilerFailed = ()
 else:
@@ -97,11 +95,10 @@ graph breaks; TORCH_LOGS=graph_breaks shows the place"""
 _SOURCES_OF_PARAMETERS, _SOURCE = "_param_name_to_source", "_dynamo_source"
 """Attributes of a graph of Dynamo and of its inputs: where the user has them."""
 QUICK = {"cpp.simdlen": 0}
-"""Options of Inductor for code that is replayed, not run: loops are not vectorized. To
-vectorize them takes a quarter of the time of generating code."""
+"""Options of Inductor for code that is replayed, not run: to vectorize loops takes a
+quarter of the time of generating code."""
 
 _PARTITIONER = "custom_partitioner_fn"  # option of Inductor
-
 _ONE_PLANS = threading.RLock()
 """Two threads that replaced the same function of torch would not restore it."""
 
@@ -118,11 +115,9 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 
 def require_hook() -> None:
-    """Raise unless this torch has what plans in compiled code need.
-
-    Raises:
-        ApplyError: It has not.
-    """
+    """Raise an ``ApplyError`` unless torch has what plans in compiled code need."""
+    if isinstance(MISSING, OSError):
+        raise _cache_fails("cannot plan compiled code", str(MISSING))
     if MISSING is not None:
         raise ApplyError(
             f"cannot plan compiled code with torch {torch.__version__}: {MISSING}",
@@ -132,19 +127,19 @@ def require_hook() -> None:
 
 
 def require_compiler() -> None:
-    """Raise unless Inductor finds a C++ compiler.
-
-    Raises:
-        ApplyError: It finds none.
-    """
+    """Raise an ``ApplyError`` unless Inductor finds a C++ compiler."""
     try:
         get_cpp_compiler()
     except InvalidCxxCompiler as missing:
-        raise ApplyError(
-            "cannot compile for the CPU: Inductor finds no C++ compiler",
-            needed="g++ 10 or later, or clang++, on PATH or named by CXX",
-            hint="apt-get install g++, or ckplan.apply, which plans uncompiled code",
-        ) from missing
+        raise _no_compiler() from missing
+
+
+def _no_compiler() -> ApplyError:
+    return ApplyError(
+        "cannot compile for the CPU: Inductor finds no C++ compiler",
+        needed="g++ 10 or later, or clang++, on PATH or named by CXX",
+        hint="apt-get install g++, or ckplan.apply, which plans uncompiled code",
+    )
 
 
 def compilation() -> tuple[int | None, int | None]:
@@ -247,12 +242,7 @@ def generate_code(
 ) -> None:
     """Lower forward and backward of a graph of Dynamo; compile and run nothing.
 
-    Args:
-        gm: The graph; it is consumed.
-        inputs: Its example inputs.
-        partitioner: Divides the joint graph.
-        options: Options of Inductor.
-        record: Called once for each of the two.
+    Arguments are those of ``compile_with``; ``record`` is called once for each of both.
     """
     this_thread, compiled = threading.get_ident(), GraphLowering.compile_to_module
 
@@ -319,17 +309,26 @@ def compile_errors(what: str) -> Iterator[None]:
 
 
 def _inductor_failed(what: str, error: BaseException) -> ApplyError:
+    if isinstance(error, InvalidCxxCompiler):
+        return _no_compiler()
     said = f"{type(error).__name__}: {first_line(error)}"
-    if isinstance(error, OSError | ImportError):  # a kernel does not load
-        return ApplyError(
-            f"cannot compile {what}: a file of Inductor's cache fails: {said}",
-            needed="a cache that this machine wrote, with this torch and compiler",
-            hint=f"TORCHINDUCTOR_CACHE_DIR=EMPTY_FOLDER, or delete {cache_dir()}",
-        )
+    if isinstance(error, CppCompileError):  # what is cached may not suit this CPU
+        lines = str(error).splitlines()
+        said = next((line for line in lines if " error: " in line), said)
+    if isinstance(error, OSError | ImportError | CppCompileError):
+        return _cache_fails(f"cannot compile {what}", said)
     return ApplyError(
         f"cannot compile {what}: Inductor fails: {said}",
         needed="a model that torch.compile(model) compiles on its own",
         hint="ckplan.apply, which plans uncompiled code",
+    )
+
+
+def _cache_fails(what: str, said: str) -> ApplyError:
+    return ApplyError(
+        f"{what}: a file of Inductor's cache fails: {said}",
+        needed="a cache that this machine wrote, with this torch and compiler",
+        hint="TORCHINDUCTOR_CACHE_DIR=EMPTY_FOLDER, not /tmp/torchinductor_USER",
     )
 
 

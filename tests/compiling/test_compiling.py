@@ -23,6 +23,7 @@ from compiled import (
     train,
 )
 from torch import nn
+from torch._inductor.exc import CppCompileError
 from two_ranks import run_two
 
 import ckplan
@@ -31,11 +32,13 @@ from ckplan.compiling.lowering import Code, Lowered
 from ckplan.compiling.outside import Outside
 from ckplan.compiling.replay import replay
 from ckplan.compiling.search import Chosen, CompiledPlanner, budgets_to_try
+from ckplan.compiling.step import compiled_loss
 from ckplan.compiling.torch_names import PRIMALS, TANGENTS
 from ckplan.errors import ApplyError, InfeasibleError, PlanError, WorkloadError
 from ckplan.plan.file import loads, save
 from ckplan.plan.plan import Plan
 from ckplan.training.allocator import log_allocations
+from ckplan.training.workload import Workload
 
 
 class Watched(CompiledPlanner):
@@ -586,6 +589,9 @@ def test_what_cannot_be_planned_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch_names, "MISSING", ImportError("no CustomPartitionerFn"))
     with pytest.raises(ApplyError, match="no CustomPartitionerFn"):
         ckplan.backend("80%")
+    monkeypatch.setattr(torch_names, "MISSING", OSError("no such file: '/nope'"))
+    with pytest.raises(ApplyError, match="cache fails: no such file: '/nope'"):
+        ckplan.backend("80%")
 
 
 class Broken(nn.Module):
@@ -739,6 +745,10 @@ def call(args):
     ("error", "said"),
     [
         (OSError("x.so: invalid ELF header"), "a file of Inductor's cache fails"),
+        (
+            CppCompileError(["g++"], "In file\nk.cpp:1:2: error: no 'at::vec'\n"),
+            "cache fails: .*k.cpp:1:2: error: no 'at::vec'",
+        ),
         (AssertionError("no such layout"), "Inductor fails: AssertionError"),
     ],
 )
@@ -761,3 +771,6 @@ def test_no_compiler_is_said(tmp_path: Path) -> None:
     without = config.patch({"cpp.cxx": (str(tmp_path / "no-such-compiler"),)})
     with without, pytest.raises(ApplyError, match="no C\\+\\+ compiler"):
         ckplan.compile(nn.Linear(3, 3), "80%")(torch.randn(4, 3))
+    workload = Workload(nn.Linear(3, 1), torch.randn(4, 3))
+    with without, pytest.raises(ApplyError, match="no C\\+\\+ compiler"):
+        compiled_loss(workload, "inductor")()  # as verify does at first

@@ -106,11 +106,35 @@ class SetsUp(nn.Module):
 def test_a_model_that_breaks_in_its_first_forward_alone_is_one_graph() -> None:
     model, x = SetsUp(), torch.ones(4, 8)
     found = find_parts(model, model, (x,), {}, {"dynamic": False})
+    assert not found.runs_uncompiled
     assert len(found.planners) == len(found.runs) == 1
     assert model.steps == 0
     torch._dynamo.reset()
     alone = parts_of(Workload(SetsUp(), x))
     assert len(alone.planners) == len(alone.runs) == 1
+
+
+class Beside(nn.Module):
+    """Its layer is not compiled, and saves its input alone, which is there anyway."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return straight(self.layer, x).square().mean()
+
+
+@torch._dynamo.disable
+def straight(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return layer(x)
+
+
+def test_a_layer_that_runs_uncompiled_is_known_where_it_saves_nothing_anew() -> None:
+    model, x = Beside(), torch.ones(4, 8)
+    found = find_parts(model, model, (x,), {}, {"dynamic": False})
+    assert len(found.runs) == 1
+    assert found.runs_uncompiled
 
 
 class Tied(nn.Module):
