@@ -242,12 +242,14 @@ class Tuning:
             kinds = search.best(), search.best(planned=False)
             for one in filter(None, kinds):
                 same = one.way == best.way and bool(one.regions) == bool(best.regions)
-                # What was drawn and not recorded is not known to be faster.
-                if not same and one.samples_per_second <= best.samples_per_second:
+                if not same:
                     found.append(one)
         halved = self.search(best.way).setting(max(best.batch // 2, 1))
         if self._total is None and halved is not None and best.batch > 1:
             found.append(halved)
+        # What was drawn and not recorded is not known to be faster.
+        most = best.samples_per_second
+        found = [one for one in found if one.samples_per_second <= most]
         found.sort(key=lambda one: -one.samples_per_second)
         return tuple(
             Alternative(one, gives_up(one, best))

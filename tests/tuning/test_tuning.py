@@ -113,6 +113,20 @@ def test_no_setting_is_faster_than_the_tuned_one(
         assert best.batch * best.accumulate == total
 
 
+def test_what_was_drawn_is_not_said_to_be_faster_than_what_was_recorded() -> None:
+    def slower_when_large(way: Way, rows: int, accumulate: int) -> Graph:
+        graph = step_at(rows, constant=1e-6)
+        factor = 1.02 if rows > 8 else 1.0  # measured in a busier moment
+        ops = (replace(op, seconds=factor * op.seconds) for op in graph.ops)
+        return replace(graph, ops=tuple(ops))
+
+    limit = MemoryLimit(5000)
+    found = Tuning(slower_when_large, limit, way=Way(), rows=4).run()
+    assert found.best.profiled
+    rates = [one.setting.samples_per_second for one in found.next]
+    assert all(rate <= found.best.samples_per_second for rate in rates)
+
+
 def test_a_lever_that_changes_results_is_pulled_only_if_allowed() -> None:
     allowed = tuned(500, allow=["bf16"])
     assert allowed.best.way == Way(amp="bf16", optimizer="adamw:fused")
