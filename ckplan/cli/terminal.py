@@ -91,9 +91,9 @@ def print_message(text: str) -> None:
 
 def _explain(error: BaseException, with_traceback: bool) -> int:
     """Print an error in a few lines; return the exit code."""
+    if isinstance(error, OSError):
+        _drop_what_cannot_be_written()
     if isinstance(error, BrokenPipeError):
-        # The reader closed the pipe. Nothing may be left to flush when Python ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     if with_traceback:
         traceback.print_exception(error)
@@ -101,6 +101,16 @@ def _explain(error: BaseException, with_traceback: bool) -> int:
         error = _unexpected(error)
     print_message(str(error))
     return error.exit_code
+
+
+def _drop_what_cannot_be_written() -> None:
+    """Leave nothing to flush when Python ends: it would change the exit code."""
+    if sys.stdout is None:
+        return
+    try:
+        sys.stdout.flush()
+    except OSError:  # the reader closed the pipe, or the disk is full
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _unexpected(error: BaseException) -> CkplanError:

@@ -824,10 +824,15 @@ def test_an_interrupt_inside_of_exec_ends_with_the_code_of_others(folder: Path) 
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
-def test_output_onto_a_full_disk_is_no_bug(trace: Path) -> None:
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_output_onto_a_full_disk_is_no_bug(trace: Path, unbuffered: str) -> None:
     ended = subprocess.run(
         ["/bin/bash", "-c", f"'{sys.executable}' -m ckplan show {trace} > /dev/full"],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "PYTHONUNBUFFERED": unbuffered,
+        },
         capture_output=True,
         text=True,
         check=False,
@@ -840,7 +845,7 @@ def test_output_onto_a_full_disk_is_no_bug(trace: Path) -> None:
 
 def test_reader_that_has_had_enough_is_no_error(trace: Path) -> None:
     shell = f"'{sys.executable}' -m ckplan show {trace} --json | true; exec >&2"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""}
     ended = subprocess.run(
         ["/bin/bash", "-c", f"{shell}; exit ${{PIPESTATUS[0]}}"],
         env=environment,
