@@ -448,6 +448,7 @@ def test_a_profile_after_calibrate_has_the_costs_of_the_measured_step(
         return replace(found, overhead=overhead, problem=None)
 
     monkeypatch.setattr(verifying, "compare_times", compared)
+    monkeypatch.setattr(verifying, "machine_load", lambda: timing.Load(0.0, 2))
     command = ("verify", "model.py", "plan.yaml", "--steps", "3", "--calibrate")
     ended = run(*command)
     assert ended.code == 0
