@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 from commands import folder, run, trace, traced  # noqa: F401 - fixtures
 from hypothesis import HealthCheck, settings
+from threads import one_thread  # noqa: F401 - a fixture
 
 # A machine that is busy with something else is no reason to fail.
 settings.register_profile(

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from ckplan.graph.graph import Graph
 from ckplan.plan.tiles import RowTiles
-from ckplan.simulating.row_wise import PRODUCTS, RowOps, kept_by_kernels
+from ckplan.simulating.row_wise import PRODUCTS, RowOps
+from ckplan.simulating.tiling import kept_by_kernels
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,9 @@ from ckplan.simulating.row_wise import (
     RowOps,
     find_row_wise,
     input_gradient,
-    kept_by_kernels,
     refuse_rows,
 )
-from ckplan.simulating.tiling import costed
+from ckplan.simulating.tiling import costed, kept_by_kernels
 
 _NOTING_SECONDS = 0.005
 """CPU time in which the engine looks at the ops of a call, measured on one core."""

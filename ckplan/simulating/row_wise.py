@@ -118,17 +118,6 @@ def find_row_wise(graph: Graph, call: int) -> RowOps:
     )
 
 
-def kept_by_kernels(graph: Graph, makers: tuple[int, ...]) -> list[int]:
-    """Storages that kernels keep beyond their outputs, such as scalars."""
-    return [
-        number
-        for number, one in enumerate(graph.storages)
-        if one.kind == "temporary"
-        and one.maker in makers
-        and number not in graph.ops[one.maker].outputs
-    ]
-
-
 def input_gradient(graph: Graph, found: RowOps) -> int | None:
     """The storage of the gradient of the input."""
     if not found.hidden_gradients:

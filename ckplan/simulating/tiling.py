@@ -138,7 +138,8 @@ def _hazards(graph: Graph, call: int, found: HeadOps) -> Iterator[Hazard]:
 
 def forget_logits(graph: Graph, found: HeadOps, storages: list[Storage]) -> None:
     """Let what is never whole have no bytes, with what its kernels keep beside it."""
-    for number in (*found.never_whole, *_kept_by_kernels(graph, found)):
+    makers = {*range(found.product, found.log_softmax), *found.elementwise}
+    for number in (*found.never_whole, *kept_by_kernels(graph, makers)):
         storages[number] = replace(storages[number], bytes=0, tensor=None)
 
 
@@ -228,9 +229,8 @@ def costed(
             yield op
 
 
-def _kept_by_kernels(graph: Graph, found: HeadOps) -> list[int]:
-    """Storages that kernels of the head keep beyond their outputs, such as scalars."""
-    makers = {*range(found.product, found.log_softmax), *found.elementwise}
+def kept_by_kernels(graph: Graph, makers: Container[int]) -> list[int]:
+    """Storages that kernels of ops keep beyond their outputs, such as scalars."""
     return [
         number
         for number, one in enumerate(graph.storages)

@@ -6,7 +6,7 @@ import copy
 import gc
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,16 +19,10 @@ from ckplan.applying.tiling.lazy import LazyLogits
 from ckplan.errors import ApplyError, PlanError
 from ckplan.plan.plan import Plan, PlannedRegion
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 WORDS = 300
 TILES = (3, 4)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Tiny(nn.Module):

@@ -3,32 +3,21 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
+from gated import Gated
+from measured import peak_bytes_of
 from torch import Tensor, nn
 
 import ckplan
 from ckplan.errors import ApplyError, CkplanError, PlanError
-from tests.helpers.measured import peak_bytes_of
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 WIDTH, HIDDEN, ROWS = 96, 384, 256
-
-
-class Gated(nn.Module):
-    """As in Llama: two products of the input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = nn.Linear(WIDTH, HIDDEN, bias=False)
-        self.up = nn.Linear(WIDTH, HIDDEN, bias=False)
-        self.down = nn.Linear(HIDDEN, WIDTH, bias=False)
-
-    def forward(self, rows: Tensor) -> Tensor:
-        made: Tensor = self.down(F.silu(self.gate(rows)) * self.up(rows))
-        return made
 
 
 class Matrices(nn.Module):
@@ -56,17 +45,9 @@ def of(activation: nn.Module) -> nn.Module:
 KINDS: dict[str, Callable[[], nn.Module]] = {
     "gelu": lambda: of(nn.GELU()),
     "relu": lambda: of(nn.ReLU()),
-    "gated": Gated,
+    "gated": lambda: Gated(WIDTH, HIDDEN),
     "matrices": Matrices,
 }
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def model_of(kind: str) -> nn.Sequential:

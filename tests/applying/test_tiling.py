@@ -17,16 +17,10 @@ from ckplan.errors import ApplyError, PlanError
 from ckplan.plan.tiles import Tiles
 from ckplan.training.allocator import log_allocations
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 TILES = (3, 4)
 WORDS = 333
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def operands(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from gated import Gated
+from measured import peak_bytes_of
 from torch import Tensor, nn
 
 import ckplan
@@ -20,7 +22,8 @@ from ckplan.plan.plan import Plan, PlannedRegion
 from ckplan.plan.resolve import describe, resolve
 from ckplan.plan.tiles import RowTiles, Tiles
 from ckplan.simulating.simulate import simulate
-from tests.helpers.measured import peak_bytes_of
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 WIDTH, HIDDEN, ROWS, WORDS = 64, 256, 384, 128
 Mix = Callable[[Tensor], Tensor]
@@ -36,20 +39,6 @@ class Mlp(nn.Module):
 
     def forward(self, rows: Tensor) -> Tensor:
         made: Tensor = self.down(self.mix(self.up(rows)))
-        return made
-
-
-class Gated(nn.Module):
-    """As in Llama: two products of the input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = nn.Linear(WIDTH, HIDDEN, bias=False)
-        self.up = nn.Linear(WIDTH, HIDDEN, bias=False)
-        self.down = nn.Linear(HIDDEN, WIDTH, bias=False)
-
-    def forward(self, rows: Tensor) -> Tensor:
-        made: Tensor = self.down(F.silu(self.gate(rows)) * self.up(rows))
         return made
 
 
@@ -83,20 +72,12 @@ def half_frozen(mlp: Mlp) -> Mlp:
 KINDS: dict[str, Callable[[], nn.Module]] = {
     "gelu": Mlp,
     "relu": lambda: Mlp(torch.relu),
-    "gated": Gated,
+    "gated": lambda: Gated(WIDTH, HIDDEN),
     "written out": lambda: Mlp(written_out),
     "half frozen": lambda: half_frozen(Mlp()),
     "frozen": lambda: Mlp().requires_grad_(requires_grad=False),
 }
 NUMBERS = {"written out": 16}  # bytes of numbers that autograd frees earlier
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def model_of(kind: str) -> Model:
@@ -310,7 +291,7 @@ def test_a_gradient_that_others_add_to_amid_is_refused() -> None:
 
     one = recorded_with(Mlp())  # one product of the input: the sum has the same order
     assert simulate(one, resolve(plan_of(4, 4), one)).peak_bytes
-    two = recorded_with(Gated())
+    two = recorded_with(Gated(WIDTH, HIDDEN))
     with pytest.raises(PlanError, match="others add to the gradient of its input"):
         simulate(two, resolve(plan_of(4, 4), two))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -67,14 +67,6 @@ OF_OPS = {"add": 1.0} | {
 @pytest.fixture
 def graph() -> Graph:
     return replace(CHAIN, engine=ENGINE)
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 # -- the fit -----------------------------------------------------------------------
