@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ckplan.applying.hooks.choices import Choice
-from ckplan.applying.hooks.forwards import ForwardWrapper
 from ckplan.applying.tiling.cross_entropy import tiled_cross_entropy
+from ckplan.applying.tiling.handle import Tiled
 from ckplan.applying.tiling.lazy import LazyLogits, Logits, make_lazy
 from ckplan.applying.tiling.recognizing import recognize
 from ckplan.applying.tiling.watched import is_watched
@@ -18,18 +18,14 @@ from ckplan.errors import ApplyError, PlanError, did_you_mean
 from ckplan.plan.tiles import CLOSE_BITS, SAME_BITS, Tiles
 
 
-class TiledHead(ForwardWrapper):
+class TiledHead(Tiled):
     """A head whose loss runs in tiles, with its counters."""
 
     def __init__(
         self, module: nn.Module, name: str, tiles: Tiles, choice: Choice | None = None
     ) -> None:
-        super().__init__(module)
-        self.choice = choice  # of a plan, with its counters
-        self.name = name
+        super().__init__(module, name, choice)
         self.tiles = tiles
-        self.tiled = 0  # losses that ran in tiles
-        self.whole = 0  # calls whose logits were made after all
         self._expected: float | Tensor = 1.0  # the gradient that the loss got last
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -39,18 +35,6 @@ class TiledHead(ForwardWrapper):
         if torch.compiler.is_compiling() or not self._applies(module, hidden):
             return self.forward_of(module)(*args, **kwargs)
         return self._lazy(module, hidden)
-
-    def remove(self) -> None:
-        """Give the head its own forward again."""
-        self.take_off()
-
-    def __enter__(self) -> TiledHead:
-        """Nothing more to do."""
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """Give the head its own forward again."""
-        self.remove()
 
     def __str__(self) -> str:
         """One line."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from ckplan.applying.hooks.choices import Choice
-from ckplan.applying.hooks.forwards import ForwardWrapper
+from ckplan.applying.tiling.handle import Tiled
 from ckplan.applying.tiling.row_passes import RowWise
 from ckplan.applying.tiling.row_program import NotRowWise, program_of
 from ckplan.applying.tiling.watched import is_watched
@@ -27,7 +27,7 @@ _HOOKS = (
 )
 
 
-class TiledRows(ForwardWrapper):
+class TiledRows(Tiled):
     """A module whose calls run in tiles of rows, with its counters."""
 
     def __init__(
@@ -37,23 +37,8 @@ class TiledRows(ForwardWrapper):
         tiles: RowTiles,
         choice: Choice | None = None,
     ) -> None:
-        super().__init__(module)
-        self.choice = choice  # of a plan, with its counters
-        self.name, self.tiles = name, tiles
-        self.tiled = 0  # calls that ran in tiles
-        self.whole = 0  # calls that did not
-
-    def remove(self) -> None:
-        """Give the module its own forward again."""
-        self.take_off()
-
-    def __enter__(self) -> TiledRows:
-        """Nothing more to do."""
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """Give the module its own forward again."""
-        self.remove()
+        super().__init__(module, name, choice)
+        self.tiles = tiles
 
     def __str__(self) -> str:
         """One line."""
