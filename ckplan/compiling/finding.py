@@ -21,7 +21,13 @@ from ckplan.compiling.parts import Parts
 from ckplan.compiling.refusals import check_inputs
 from ckplan.compiling.replay import replay
 from ckplan.compiling.search import CompiledPlanner, Progress
-from ckplan.compiling.torch_names import ALLOWS_RECURRENT, errors_pass, storage_key
+from ckplan.compiling.torch_errors import (
+    ALLOWS_RECURRENT,
+    errors_pass,
+)
+from ckplan.compiling.torch_names import (
+    storage_key,
+)
 from ckplan.errors import ApplyError
 from ckplan.training.workload import tensors_of
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from ckplan.compiling.partition import JointGraph, Partitioner
+from ckplan.compiling.partition import JointGraph, Partitioner, cached_partitioner
 from ckplan.compiling.torch_names import (
     QUICK,
     Record,
@@ -48,9 +48,9 @@ class DynamoGraph:
         return copy_of(self.module)
 
     def compile(
-        self, partitioner: Partitioner | None
+        self, partitioner: Partitioner
     ) -> tuple[Callable[..., Any], Lowered | None]:
-        """Compile with a partitioner, None for torch's own.
+        """Compile with a partitioner.
 
         Returns:
             What runs the graph, and its generated code; None where a cache has it.
@@ -90,6 +90,11 @@ def lower_alone(graph: fx.GraphModule, inputs: Sequence[Any]) -> Code:
     found, record = _recorder()
     generate_code(copy_of(graph), inputs, None, {}, record)
     return found[False]
+
+
+def in_order(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+    """A backend: what torch itself chooses to save, its kernels in order."""
+    return DynamoGraph(graph, inputs, {}).compile(cached_partitioner(None, 1.0))[0]
 
 
 def _recorder() -> tuple[dict[bool, Code], Record]:

@@ -8,6 +8,7 @@ that layer's backward begins, not all at once.
 from __future__ import annotations
 
 import copy
+import hashlib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -110,6 +111,19 @@ class Partitioner(CustomPartitionerFn):
             kept, num_outputs, forward, backward, inputs, how, instead
         )
         return parts
+
+
+def cached_partitioner(
+    saved: frozenset[str] | None, share: float | None = None
+) -> Partitioner:
+    """A partitioner whose code Inductor's caches may keep; see ``Partitioner``.
+
+    Its key is none of torch or of an older ckplan: what they left there may run kernels
+    in a wrong order.
+    """
+    text = "\n".join(sorted(saved)) if saved is not None else f"torch's own, {share}"
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return Partitioner(saved, f"ckplan in order {digest}", share)
 
 
 def divide(

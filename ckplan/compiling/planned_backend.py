@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,17 +15,19 @@ from ckplan import units
 from ckplan.compiling.finding import find_parts, key_of, run_uncompiled
 from ckplan.compiling.lowering import DynamoGraph
 from ckplan.compiling.outside import Outside
-from ckplan.compiling.partition import Partitioner
+from ckplan.compiling.partition import cached_partitioner
 from ckplan.compiling.parts import Parts
 from ckplan.compiling.refusals import check_inputs, place_of, trains
 from ckplan.compiling.replay import replay
 from ckplan.compiling.search import Chosen, CompiledPlanner, Progress
-from ckplan.compiling.torch_names import (
-    compilation,
+from ckplan.compiling.torch_errors import (
     compile_errors,
     errors_pass,
     require_compiler,
     require_hook,
+)
+from ckplan.compiling.torch_names import (
+    compilation,
 )
 from ckplan.errors import ApplyError, CkplanError, GraphBreakError
 from ckplan.plan.file import load
@@ -200,7 +201,7 @@ class Backend:
                 return self._part(traced)
             planner = self._planner(traced)
             if planner is None:
-                return traced.compile(None)[0]
+                return traced.compile(cached_partitioner(None))[0]
             chosen, call = self._compiled(planner)
         self.chosen.append(chosen)
         self._compilations.append(compilation())
@@ -250,7 +251,7 @@ class Backend:
             return traced.module.forward
         if key not in self.shares:
             if not trains(traced):
-                return traced.compile(None)[0]
+                return traced.compile(cached_partitioner(None))[0]
             raise ApplyError(
                 "cannot plan a graph that the first forward did not have: it begins at "
                 f"{place_of(traced.module)}",
@@ -259,13 +260,13 @@ class Backend:
             )
         chosen = self.shares[key]
         self.chosen.append(chosen)
-        return traced.compile(_partitioner(chosen))[0]
+        return traced.compile(cached_partitioner(chosen.saved))[0]
 
     def _compiled(self, planner: CompiledPlanner) -> tuple[Chosen, Callable[..., Any]]:
         """The plan, and the code with it, whose replayed peak is that of the plan."""
         while True:
             chosen = self._choose(planner)
-            call, lowered = planner.traced.compile(_partitioner(chosen))
+            call, lowered = planner.traced.compile(cached_partitioner(chosen.saved))
             if planner.check(chosen, lowered):
                 return chosen, call
 
@@ -334,16 +335,5 @@ def _with_short_errors(
     return checked
 
 
-def _partitioner(chosen: Chosen) -> Partitioner | None:
-    saved = chosen.saved
-    return None if saved is None else Partitioner(saved, _key(saved))
-
-
 def _is_plan_file(wanted: object) -> bool:
     return isinstance(wanted, str) and wanted.endswith((".yaml", ".yml"))
-
-
-def _key(saved: frozenset[str]) -> str:
-    """Identify a choice to Inductor's caches, which also know the graph."""
-    text = "\n".join(sorted(saved))
-    return f"ckplan {hashlib.sha256(text.encode()).hexdigest()}"

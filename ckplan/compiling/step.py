@@ -17,7 +17,7 @@ from ckplan.compiling.parts import Parts, only
 from ckplan.compiling.planned_backend import Backend
 from ckplan.compiling.replay import replay
 from ckplan.compiling.search import CompiledPlanner, Progress
-from ckplan.compiling.torch_names import (
+from ckplan.compiling.torch_errors import (
     compile_errors,
     errors_pass,
     require_hook,

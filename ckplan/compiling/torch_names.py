@@ -19,9 +19,6 @@ from torch import fx
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ckplan.errors import ApplyError, CkplanError, GraphBreakError
-from ckplan.training.failures import first_line
-
 try:
     from torch._dynamo.exc import (
         BackendCompilerFailed,
@@ -40,38 +37,42 @@ try:
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
     from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
     from torch._inductor.graph import GraphLowering
+    from torch._inductor.scheduler import OrderedSet, SchedulerNode, StarDep, WeakDep
 except (ImportError, OSError) as missing:  # what is amiss is said when it is needed
     MISSING: ImportError | OSError | None = missing
     CustomPartitionerFn = ShortenTraceback = object
     TorchDynamoException = BackendCompilerFailed = ()
+    InvalidCxxCompiler = CppCompileError = ()
+    get_cpp_compiler = None
 else:
     MISSING = None
 
 __all__ = [
-    "ALLOWS_RECURRENT",
     "COMPILED",
     "COMPILES_KERNELS",
     "EXTERN_KERNELS",
     "FORWARD_OF_BACKWARD",
+    "MISSING",
     "PRIMALS",
     "QUICK",
     "TANGENTS",
+    "BackendCompilerFailed",
+    "CppCompileError",
     "CustomPartitionerFn",
     "FakeTensorMode",
+    "InvalidCxxCompiler",
     "OpOverload",
     "Parts",
     "Record",
+    "ShortenTraceback",
     "TorchDynamoException",
     "compilation",
-    "compile_errors",
     "compile_with",
     "copy_of",
     "default_parts",
-    "errors_pass",
     "frugal_parts",
     "generate_code",
-    "require_compiler",
-    "require_hook",
+    "get_cpp_compiler",
     "storage_key",
     "tagged_parts",
     "without_duplicates",
@@ -87,11 +88,6 @@ COMPILED = "_torchdynamo_orig_callable"  # attribute of a compiled function
 COMPILES_KERNELS = "from torch._inductor.async_compile import AsyncCompile"
 EXTERN_KERNELS = "from torch._inductor.select_algorithm import extern_kernels"
 """Lines of generated code that import what makes kernels, and what calls others."""
-ALLOWS_RECURRENT = "torch._dynamo.config.allow_rnn = True, where the model is built"
-"""What lets Dynamo compile functions that use nn.LSTM, nn.GRU or nn.RNN."""
-_BREAKS = """in Python, ckplan.compile(model, budget, fullgraph=False), where the \
-graph breaks; TORCH_LOGS=graph_breaks shows the place"""
-
 _SOURCES_OF_PARAMETERS, _SOURCE = "_param_name_to_source", "_dynamo_source"
 """Attributes of a graph of Dynamo and of its inputs: where the user has them."""
 QUICK = {"cpp.simdlen": 0}
@@ -112,34 +108,6 @@ _PROBE_OF_AOT = {
 def storage_key(tensor: torch.Tensor) -> int:
     """A number that identifies a tensor's storage while it lives."""
     return int(tensor.untyped_storage()._cdata)
-
-
-def require_hook() -> None:
-    """Raise an ``ApplyError`` unless torch has what plans in compiled code need."""
-    if isinstance(MISSING, OSError):
-        raise _cache_fails("cannot plan compiled code", str(MISSING))
-    if MISSING is not None:
-        raise ApplyError(
-            f"cannot plan compiled code with torch {torch.__version__}: {MISSING}",
-            needed="a torch whose Inductor takes a custom partitioner (2.11 to 2.14)",
-            hint="another torch, or ckplan.apply, which plans uncompiled code",
-        )
-
-
-def require_compiler() -> None:
-    """Raise an ``ApplyError`` unless Inductor finds a C++ compiler."""
-    try:
-        get_cpp_compiler()
-    except InvalidCxxCompiler as missing:
-        raise _no_compiler() from missing
-
-
-def _no_compiler() -> ApplyError:
-    return ApplyError(
-        "cannot compile for the CPU: Inductor finds no C++ compiler",
-        needed="g++ 10 or later, or clang++, on PATH or named by CXX",
-        hint="apt-get install g++, or ckplan.apply, which plans uncompiled code",
-    )
 
 
 def compilation() -> tuple[int | None, int | None]:
@@ -229,7 +197,7 @@ def compile_with(
             record(source, constants, list(given), bool(how.get("is_backward")))
         return made
 
-    with functorch_config.patch(force_non_lazy_backward_lowering=True):
+    with _in_order(), functorch_config.patch(force_non_lazy_backward_lowering=True):
         return compile_fx(gm, inputs, inner_compile=inner, config_patches=patches)
 
 
@@ -258,7 +226,7 @@ def generate_code(
         with mock.patch.object(GraphLowering, "compile_to_module", instead):
             return compile_fx_inner(part, given, **how)
 
-    with _ONE_PLANS, functorch_config.patch(**_PROBE_OF_AOT):
+    with _in_order(), functorch_config.patch(**_PROBE_OF_AOT):
         compile_fx(
             gm,
             inputs,
@@ -267,82 +235,26 @@ def generate_code(
         )
 
 
+@contextmanager
+def _in_order() -> Iterator[None]:
+    """Keep kernels that write into a buffer before those that read it.
+
+    torch forgets this order where it computes the loops of a kernel anew, until 2.13
+    for what a scatter writes: gradients of a bilinear interpolation or a max pooling
+    can be computed from zeros (issue 185509 of pytorch, mended after 2.13).
+    """
+    recompute = SchedulerNode.recompute_size_and_body
+
+    def keep_order(node: Any, *args: Any, **how: Any) -> None:
+        reads = node.read_writes.reads
+        added = OrderedSet(one for one in reads if isinstance(one, StarDep | WeakDep))
+        recompute(node, *args, **how)
+        found = node.read_writes.with_read(added)
+        node.set_read_writes(found.rename(node.mutation_renames))
+
+    with _ONE_PLANS, mock.patch.object(SchedulerNode, recompute.__name__, keep_order):
+        yield
+
+
 def _not_compiled(*_: object) -> None:
     raise AssertionError("internal error: generated code ran that was not compiled")
-
-
-@contextmanager
-def errors_pass() -> Iterator[None]:
-    """Let an error of ckplan reach the user as it is, through Dynamo.
-
-    Dynamo wraps what a backend raises, except errors of its own. So the error becomes
-    one of those, too.
-    """
-    try:
-        yield
-    except CkplanError as error:
-        if isinstance(error, ShortenTraceback):
-            raise
-        raise _passing(error).with_traceback(error.__traceback__) from None
-
-
-@contextmanager
-def compile_errors(what: str) -> Iterator[None]:
-    """Say in three lines what torch cannot compile.
-
-    Raises:
-        ApplyError: Inductor failed, such as at a file of its cache.
-        GraphBreakError: Dynamo refused it.
-    """
-    try:
-        yield
-    except CkplanError:
-        raise
-    except BackendCompilerFailed as error:
-        raise _inductor_failed(what, error.inner_exception) from error
-    except TorchDynamoException as error:
-        raise GraphBreakError(
-            f"cannot compile {what} as one graph: {first_line(error)}",
-            needed="a model and a loss that compile with fullgraph=True",
-            hint=ALLOWS_RECURRENT if "allow_rnn" in str(error) else _BREAKS,
-        ) from error
-
-
-def _inductor_failed(what: str, error: BaseException) -> ApplyError:
-    if isinstance(error, InvalidCxxCompiler):
-        return _no_compiler()
-    said = f"{type(error).__name__}: {first_line(error)}"
-    if isinstance(error, CppCompileError):  # what is cached may not suit this CPU
-        lines = str(error).splitlines()
-        said = next((line for line in lines if " error: " in line), said)
-    if isinstance(error, OSError | ImportError | CppCompileError):
-        return _cache_fails(f"cannot compile {what}", said)
-    return ApplyError(
-        f"cannot compile {what}: Inductor fails: {said}",
-        needed="a model that torch.compile(model) compiles on its own",
-        hint="ckplan.apply, which plans uncompiled code",
-    )
-
-
-def _cache_fails(what: str, said: str) -> ApplyError:
-    return ApplyError(
-        f"{what}: a file of Inductor's cache fails: {said}",
-        needed="a cache that this machine wrote, with this torch and compiler",
-        hint="TORCHINDUCTOR_CACHE_DIR=EMPTY_FOLDER, not /tmp/torchinductor_USER",
-    )
-
-
-def _passing(error: CkplanError) -> CkplanError:
-    """The same error as one that Dynamo does not wrap."""
-
-    def copy_fields(self: Any) -> None:
-        Exception.__init__(self, error.what)
-        self.what, self.needed, self.hint = error.what, error.needed, error.hint
-        self.first_useful_frame = None  # keep the whole traceback
-
-    kind = type(error)
-    bases = (kind, ShortenTraceback)
-    body = {"__init__": copy_fields, "__module__": kind.__module__}
-    passing = type(kind.__name__, bases, body)
-    found: CkplanError = passing()
-    return found

@@ -23,7 +23,7 @@ from ckplan.compiling.parts import Parts
 from ckplan.compiling.replay import Replayed, replay
 from ckplan.compiling.search import Progress
 from ckplan.compiling.step import parts_of
-from ckplan.compiling.torch_names import require_hook
+from ckplan.compiling.torch_errors import require_hook
 from ckplan.errors import InfeasibleError
 from ckplan.training.loading import WorkloadSpec, as_spec
 

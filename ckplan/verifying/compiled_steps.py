@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ckplan.compiling import Backend, backend
+from ckplan.compiling.lowering import in_order
 from ckplan.compiling.search import Progress
 from ckplan.compiling.step import compiled_loss, loss_of_model, parted_loss
 from ckplan.errors import CkplanError, GraphBreakError, WorkloadError
@@ -111,20 +112,19 @@ def verify_compiled(
     planned_backend = backend(plan_or_budget, progress=progress)
     eager = _eager(workload, seed)
     loss = compiled_loss
-    compiled = {False: loss(workload, "inductor")}
+    compiled = {False: loss(workload, in_order)}
     try:
-        first = {False: _results(workload, compiled[False], seed)}
+        plain = _results(workload, compiled[False], seed)
     except GraphBreakError:
         loss = parted_loss
-        compiled = {False: loss(workload, "inductor")}
-        first = {False: _results(workload, compiled[False], seed)}
+        compiled[False] = loss(workload, in_order)
+        plain = _results(workload, compiled[False], seed)
     compiled[True] = loss(workload, planned_backend)
-    first[True] = _results(workload, compiled[True], seed)
+    first = {False: plain, True: _results(workload, compiled[True], seed)}
     chosen = _planned(planned_backend)
     seconds = _seconds(workload, compiled, steps, seed)
-    apart = _apart(workload, first, eager, seed, lambda one: loss(one, "inductor"))
-    (plan,) = planned_backend.plans
-    return _judge(chosen, first, apart, seconds), plan
+    apart = _apart(workload, first, eager, seed, lambda one: loss(one, in_order))
+    return _judge(chosen, first, apart, seconds), planned_backend.plans[0]
 
 
 def _results(
