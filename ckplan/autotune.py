@@ -19,7 +19,7 @@ from ckplan.training.step import DEFAULT_TRAINING, Training
 from ckplan.training.workload import as_workload, rows_of, with_rows
 from ckplan.tuning.recorded import objective_of, tune_recorded
 from ckplan.tuning.searches import Record, Recorder
-from ckplan.tuning.settings import Way
+from ckplan.tuning.settings import Way, with_scaler
 from ckplan.tuning.tune import Tuning
 from ckplan.tuning.tuned import Tuned
 
@@ -53,7 +53,8 @@ def tune(
             host memory. With ``world_size``: ``ddp``, ``zero1``, ``zero2``, ``zero3``,
             ``fsdp2``.
         expandable_segments: Whether the card's allocator uses them.
-        how: Keyword arguments of ``profile``.
+        how: Keyword arguments of ``profile``. With ``amp="fp16"`` a ``scaler`` is
+            assumed, and a note of the answer says so.
 
     Returns:
         The best setting, the table of levers, and the curve over batches;
@@ -104,7 +105,7 @@ def largest_batch(
         CkplanError: As of ``auto``.
     """
     record, rows = recorder(model, batch, how)
-    way, accumulate = _way(how), how.get("accumulate", 1)
+    way, accumulate = with_scaler(_way(how)), how.get("accumulate", 1)
     objective = objective_of(budget, how.get("gpu"), expandable_segments)
     planner = Planner(record(way, rows, min(accumulate, 2)))
     limit = limit_of_objective(planner, objective)

@@ -1,4 +1,4 @@
-"""Proves that `ckplan tune` finds settings that are worth it, in three tables.
+"""Proves that `ckplan tune` finds settings that are worth it, in four tables.
 
 *By hand*: small workloads of configs/workloads train on the CPU, on one thread, within
 limits on the bytes of tensors. The tuned setting stands beside what people do: the
@@ -10,15 +10,22 @@ predicted ones of the ops of the same profile. *Cards*: steps of a card of which
 of the memory is taken away, from what the smallest plan needs to what the largest batch
 of the workload would: the tuned setting runs two steps on the model of PyTorch's CUDA
 allocator. "Unused" is what it never reserves. *Batches*: the largest batch with a plan,
-over the largest one without.
+over the largest one without. *Signs*: eight small models train on the CPU at their own
+batch, on one thread, without a lever and with every lever alone, one step each in every
+round: bytes that it saves and seconds per sample that it adds, predicted and measured,
+as parts of those without. Seconds whose quartiles lie on both sides of none have no
+sign. These rows are kept in a file of JSON lines as soon as they are known: the next
+run goes on there.
 
     python scripts/tuned.py
     python scripts/tuned.py --part hand --only gpt2 --rounds 12
     python scripts/tuned.py --part batches --gpu "RTX 4090"
+    python scripts/tuned.py --part signs --minutes 30
 
 Exit code 1 if a step exceeds its limit, a tuned setting is slower than one by hand by
-more than 3 %, a tuned step has no room on its card, or more than 3 % of the cards stays
-unused on average.
+more than 3 %, a tuned step has no room on its card, more than 3 % of the cards stays
+unused on average, a lever has another sign than predicted, or fewer than 90 % of the
+levers are within 2 points.
 """
 
 from __future__ import annotations
@@ -31,6 +38,7 @@ from dataclasses import dataclass, replace
 
 import _measuring as measuring
 import torch
+from _lever_signs import signs
 
 from ckplan import gpus
 from ckplan.autotune import recorder_of_spec
@@ -60,7 +68,7 @@ SMALL = {
 LARGE = {"gpt2": (), "resnet50": (), "unet": ()}
 FREED = (0.3, 0.6)  # share of the activation bytes by which a limit is below the peak
 CARD_SHARES = (0.1, 0.3, 0.5, 0.7, 0.9)  # of the way from floor to unplanned need
-PARTS = ("hand", "cards", "batches")
+PARTS = ("hand", "cards", "batches", "signs")
 MICRO_BATCHES = 4
 DROPPED_ROUNDS = 2
 MOST_SLOWER, MOST_UNUSED = 0.03, 0.03
@@ -306,6 +314,7 @@ _PARTS: Mapping[str, Callable[[argparse.Namespace], tuple[str, Sequence[str]]]] 
     "hand": by_hand,
     "cards": on_cards,
     "batches": batches,
+    "signs": signs,
 }
 
 
@@ -323,6 +332,16 @@ def _arguments() -> argparse.Namespace:
         type=int,
         default=12,
         help=f"steps of each, the first {DROPPED_ROUNDS} dropped  [default: 12]",
+    )
+    parser.add_argument(
+        "--minutes",
+        metavar="N",
+        type=float,
+        default=float("inf"),
+        help="of signs: begin no model after so many; the next run goes on",
+    )
+    parser.add_argument(
+        "--fresh", action="store_true", help="of signs: forget the rows of earlier runs"
     )
     return parser.parse_args()
 

@@ -107,7 +107,6 @@ def profile(
     from ckplan.report.progress import ProgressLine
     from ckplan.tracing.profile import profile_workload
     from ckplan.training.lengths import parse_lengths
-    from ckplan.training.losses import LOSS_IS_SUM
 
     of_batches = None if lengths is None else parse_lengths(lengths)
     given = source.batch
@@ -158,8 +157,7 @@ def profile(
             graph = at(replay=replay, change=of_batches.whole if of_batches else None)
         if of_batches:
             mean = at(replay=False, change=of_batches.cut_to_mean)
-    if LOSS_IS_SUM in graph.notes:
-        print_message(f"warning: {LOSS_IS_SUM}: give a loss_fn, or labels")
+    _say_what_is_assumed(graph, assumed)
     graph = shard_for_rank(graph, sharding)
     if mean is not None and of_batches is not None:
         named = {"lengths": ",".join(map(str, of_batches.lengths))}
@@ -170,6 +168,16 @@ def profile(
     trace_file.save(graph, path, force=force)
     _show_trace(graph, path, as_json)
     print_message(f"wrote {path}")
+
+
+def _say_what_is_assumed(graph: Graph, batch: str | None) -> None:
+    """Say it of a step that was recorded: nothing but its error precedes an error."""
+    from ckplan.training.losses import LOSS_IS_SUM
+
+    if batch is not None:
+        print_message(f"assumed --batch {batch}, the longest of --lengths")
+    if LOSS_IS_SUM in graph.notes:
+        print_message(f"warning: {LOSS_IS_SUM}: give a loss_fn, or labels")
 
 
 def _default_trace(

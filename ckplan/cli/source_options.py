@@ -10,7 +10,6 @@ from typing import Annotated, Any
 
 import typer
 
-from ckplan.cli.terminal import print_message
 from ckplan.errors import CkplanError
 
 
@@ -105,9 +104,7 @@ class SourceOptions:
         source, rows = parse_source(target), self.batch or str(DEFAULT_ROWS)
         if source is None or source.kind != "hf" or not rows.isdecimal():
             return self
-        batch = f"{rows}x{longest}"
-        print_message(f"assumed --batch {batch}, the longest of --lengths")
-        return replace(self, batch=batch)
+        return replace(self, batch=f"{rows}x{longest}")
 
 
 @contextmanager

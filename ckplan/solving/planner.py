@@ -167,20 +167,29 @@ class Planner:
 
     def _nothing_fits(self, budget_bytes: int) -> InfeasibleError:
         """The error, whose hints are the remedies that fit, in order of cost."""
-        floor, (_, regions) = self.floor, self._spaces.smallest_plan
-        budget, least = map(units.format_bytes, (budget_bytes, floor.peak_bytes))
+        budget = units.format_bytes(budget_bytes)
+        least = units.format_bytes(self.floor.peak_bytes)
+        return InfeasibleError(
+            f"no plan fits {budget}: the floor of {self.graph.model} is {least}",
+            needed=self.needed(),
+            hint=self.remedies_within(budget_bytes)
+            or "a smaller model: no plan can drop its parameters",
+        )
+
+    def needed(self) -> str:
+        """The floor, where it is reached, and the tensors that own most of it."""
+        floor = self.floor
+        least = f"{units.format_bytes(floor.peak_bytes)} ({floor.peak_bytes} B)"
+        return f"at least {least}; in {floor.peak_at}, {'; '.join(floor.largest)}"
+
+    def remedies_within(self, budget_bytes: int) -> str:
+        """What would make the step fit, in order of cost; empty if nothing is known."""
+        _, regions = self._spaces.smallest_plan
         found = remedies(self.graph, regions, budget_bytes, _floor_bytes)
         hints = [one for one in found if one.fits]
         start = "" if hints else "several changes together, as none alone is enough: "
         listed = "; or ".join(map(str, (hints or found)[:_MOST_HINTS]))
-        return InfeasibleError(
-            f"no plan fits {budget}: the floor of {self.graph.model} is {least}",
-            needed=f"at least {least} ({floor.peak_bytes} B); in {floor.peak_at}, "
-            f"{'; '.join(floor.largest)}",
-            hint=f"{start}{listed}"
-            if listed
-            else "a smaller model: no plan can drop its parameters",
-        )
+        return f"{start}{listed}" if listed else ""
 
     def _cheapest(self, chain: ChainFrontier, budget_bytes: int) -> ReplayedPlan | None:
         """The cheapest plan of a chain whose simulated peak fits, or None.

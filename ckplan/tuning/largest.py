@@ -6,6 +6,7 @@ a few replays. What a card's allocator reserves beyond them is replayed only nea
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 
@@ -19,6 +20,7 @@ from ckplan.solving.reserved_limit import Plans, plan_within
 
 MOST_ROWS = 2**24
 _SECANTS = 8  # most steps on a line before halving
+_NO_LINE = 2  # times the limit, where a line was to cross it: sizes are on no line
 
 
 def largest_batch(
@@ -169,6 +171,8 @@ def _last_within(
         crossing = _crossing(sizes, limit_bytes) if len(sizes) < _SECANTS else None
         if crossing is not None:
             place = bisect_right(numbers, crossing) - 1
+            if place >= high and sizes[numbers[high]] > _NO_LINE * limit_bytes:
+                place = math.isqrt(max(low, 1) * high)
         elif high == len(numbers):
             place = 2 * place + 1
         else:

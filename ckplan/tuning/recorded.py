@@ -14,11 +14,14 @@ from ckplan.solving.solve import Objective, limit_of_objective
 from ckplan.tuning.answer import tokens_per_sample
 from ckplan.tuning.known_batches import batches_of
 from ckplan.tuning.searches import Record
-from ckplan.tuning.settings import Way
+from ckplan.tuning.settings import Way, with_scaler
 from ckplan.tuning.tune import Tuning
 from ckplan.tuning.tuned import Tuned
 
 AS_TRACED = Way(optimizer="as traced")
+NOTE_SCALER = (
+    "assumed --scaler: without one, small gradients of fp16 autocast become zero"
+)
 NOTE_DRAWN = "batch {}: drawn through the two traces, not profiled itself"
 
 
@@ -39,6 +42,7 @@ def tune_recorded(
 ) -> Tuned:
     """Search the settings of any step that ``record`` records; see ``tune``."""
     objective = objective_of(budget, gpu, expandable)
+    given, way = way, with_scaler(way)
     tell(f"profiling {way.title} at batch {rows}")
     accumulates = accumulate > 1 or total_batch is not None
     graph = record(way, rows, 2 if accumulates else 1)
@@ -56,7 +60,10 @@ def tune_recorded(
         ranks=ranks,
         tell=tell,
     )
-    return replace(tuning.run(), tokens_per_sample=per_sample)
+    found = replace(tuning.run(), tokens_per_sample=per_sample)
+    if way == given:
+        return found
+    return replace(found, notes=(NOTE_SCALER, *found.notes))
 
 
 def tune_traces(

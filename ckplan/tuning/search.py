@@ -37,6 +37,7 @@ _STEPS = 32  # most batches beyond the largest unplanned one, each 1/8 larger
 _POINTS = 3  # of the curve, beyond the largest unplanned batch
 _CLOSE = 1e-3  # relative gain that is not worth another batch
 _WORTH = 1 + _CLOSE
+_NEAR_ENOUGH = 8  # divisor of a batch: steps that are profiled one by one
 
 
 @dataclass
@@ -248,6 +249,10 @@ class WaySearch:
         place = known.index(best.batch)
         near = known[max(place - 1, 0) : place + 2]
         for low, high in sorted(pairwise(near), key=lambda gap: gap[0] - gap[1]):
+            if self.batches_of(high).not_linear:  # nothing bounds what is between
+                if high - low > max(low // _NEAR_ENOUGH, 1):
+                    return (low + high) // 2
+                continue
             at_low = self._settings.get((low, planned))
             overhead = 1 + (at_low.overhead if at_low else 0.0)
             least = best.samples_per_second * _WORTH * overhead

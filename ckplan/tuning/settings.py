@@ -48,6 +48,11 @@ class Way:
         return ", ".join(filter(None, parts)) or "as given"
 
 
+def with_scaler(way: Way) -> Way:
+    """The way, with a scaler of gradients if it trains under autocast to fp16."""
+    return replace(way, scaler=True) if way.amp == "fp16" else way
+
+
 @dataclass(frozen=True, slots=True)
 class Setting:
     """A way to train that fits in memory, and what it costs."""

@@ -30,7 +30,7 @@ from ckplan.tuning.settings import (
     kernel_of,
     levers_of,
 )
-from ckplan.tuning.tuned import Alternative, Tuned, gives_up, nothing_fits
+from ckplan.tuning.tuned import Alternative, Tuned, all_refused, gives_up, nothing_fits
 from ckplan.units import format_bytes
 
 _MOST_CHECKS = 4
@@ -225,14 +225,9 @@ class Tuning:
         search, found = self.search(self._way), dict[int, str]()
         for one in self.searches.begun():
             found |= one.refused
-        if found and self._total is not None:
-            refused = ", ".join(f"{n} ({why})" for n, why in sorted(found.items()))
-            return CkplanError(
-                f"no micro-batch that fits divides the total batch {self._total}: the "
-                f"model refuses {refused}",
-                needed="a total batch with more divisors",
-                hint=f"--total-batch {2 ** self._total.bit_length()}",
-            )
+        if found:
+            known = search.graph_at(probe_rows(self._rows)[0])
+            return all_refused(known, found, self._total)
         return nothing_fits(search.graph_at(1), self._limit)
 
     def _next(self, best: Setting) -> tuple[Alternative, ...]:

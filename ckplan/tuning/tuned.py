@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ckplan.errors import InfeasibleError
+from ckplan.errors import CkplanError, InfeasibleError
 from ckplan.graph.graph import Graph
 from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.planner import Planner
@@ -74,11 +75,46 @@ def pays_over(one: Setting | None, without: Setting | None) -> bool:
 
 def nothing_fits(graph: Graph, limit: MemoryLimit) -> InfeasibleError:
     """The error for a step of one row that no plan fits into a limit."""
-    floor = Planner(graph).floor
+    planner, size = Planner(graph), format_bytes(limit.bytes)
+    floor_bytes = planner.floor.peak_bytes
+    what = f"no batch fits {size}: the floor of {graph.model} at one sample is "
+    if floor_bytes <= limit.bytes:
+        reserved = limit.reserved_bytes(planner.smallest[0]) or floor_bytes
+        return InfeasibleError(
+            f"{what}{format_bytes(floor_bytes)}, and gaps of the allocator come on top",
+            needed=f"at least {format_bytes(reserved)} ({reserved} B) reserved",
+            hint="--expandable-segments leaves fewer gaps; or a larger card"
+            if not limit.expandable
+            else "a larger card",
+        )
+    hints = planner.remedies_within(limit.bytes) or "a smaller model"
     return InfeasibleError(
-        f"no batch fits {format_bytes(limit.bytes)}: the floor of {graph.model} at one "
-        f"sample is {format_bytes(floor.peak_bytes)}",
-        needed=f"at least {floor.peak_bytes} bytes, most of them of kind "
-        f"'{floor.owner}', in {floor.peak_at}",
-        hint="a larger card, --allow bf16,adafactor, or a smaller model",
+        f"{what}{format_bytes(floor_bytes)}",
+        needed=planner.needed(),
+        hint=f"{hints}; or a larger card",
+    )
+
+
+def all_refused(
+    graph: Graph, refused: Mapping[int, str], total: int | None
+) -> CkplanError:
+    """The error for a model that refuses every batch that is chosen.
+
+    Args:
+        graph: A step that was recorded.
+        refused: Batch -> why.
+        total: Rows per step of the optimizer, if they are given.
+    """
+    listed = "; ".join(f"{n} ({why})" for n, why in sorted(refused.items()))
+    if total is None:
+        return CkplanError(
+            f"cannot tune {graph.model}: it refuses every batch that fits: {listed}",
+            needed="memory for a batch that the model accepts",
+            hint="a larger card or budget, or a model that runs at smaller batches",
+        )
+    return CkplanError(
+        f"no micro-batch that fits divides the total batch {total}: the model refuses "
+        f"{listed}",
+        needed="a total batch with more divisors",
+        hint=f"--total-batch {2 ** total.bit_length()}",
     )

@@ -112,6 +112,7 @@ def test_a_model_whose_batches_have_no_length_is_told_so(
     assert f"error: cannot use --lengths with this model: {why}" in ended.err
     assert "needed: batches of ROWSxLENGTH" in ended.err
     assert "cannot use --batch" not in ended.err
+    assert "assumed" not in ended.err  # what failed was not assumed for anything
     assert not (folder / "traces").exists()
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import graphs
 import pytest
 
-from ckplan.errors import CkplanError, GraphError, InfeasibleError
+from ckplan.errors import CkplanError, GraphError, InfeasibleError, WorkloadError
 from ckplan.graph.extrapolate import extrapolate
 from ckplan.graph.graph import Graph
 from ckplan.report.tuning import save_tuned_plot, tuned_json
@@ -29,7 +29,7 @@ from ckplan.tuning.recorded import tune_traces
 from ckplan.tuning.search import WaySearch
 from ckplan.tuning.settings import ALLOWED, Way, conflict, levers_of
 from ckplan.tuning.tune import Tuning
-from ckplan.tuning.tuned import Tuned
+from ckplan.tuning.tuned import Tuned, nothing_fits
 
 CONSTANT = 3.0  # seconds of every op that no row adds to
 
@@ -367,10 +367,80 @@ def test_bytes_that_are_not_linear_are_an_error_and_every_batch_is_recorded() ->
     assert any("not linear" in note for note in found.notes)
 
 
-def test_a_limit_below_one_sample_names_the_floor() -> None:
-    with pytest.raises(InfeasibleError, match="at one sample is") as raised:
+def test_where_nothing_is_linear_no_batch_of_the_curve_is_faster_than_the_best() -> (
+    None
+):
+    def recorded(way: Way, rows: int, accumulate: int) -> Graph:
+        graph = quadratic(rows)
+        ops = tuple(replace(op, seconds=50.0 + rows * rows / 20) for op in graph.ops)
+        return replace(graph, ops=ops)
+
+    limit = MemoryLimit(60_000_000)
+    found = Tuning(recorded, limit, way=Way(optimizer="none"), rows=4).run()
+    fastest = max(one.samples_per_second for _, one, _ in found.curve if one)
+    assert found.best.samples_per_second >= fastest
+    per_sample = [(50.0 + n * n / 20) / n for n in range(1, found.largest_unplanned)]
+    best = found.best.batch
+    assert (50.0 + best * best / 20) / best <= 1.05 * min(per_sample)
+
+
+def test_sizes_on_no_line_are_searched_in_few_steps() -> None:
+    asked: list[int] = []
+
+    def size_of(rows: int) -> int:
+        asked.append(rows)
+        return 4 * rows * rows + (16 << 20)
+
+    limit_bytes, numbers = 25_000_000_000, range(1, 1 << 24)
+    found = largest_number(size_of, lambda n: True, limit_bytes, numbers, near=64)
+    assert size_of(found) <= limit_bytes < size_of(found + 1)
+    assert len(asked) < 20  # steps along a line alone, then halves: 34
+
+
+def test_a_limit_below_one_sample_names_the_floor_its_owner_and_what_helps() -> None:
+    with pytest.raises(InfeasibleError, match="at one sample is 340 B") as raised:
         tuned(100)
-    assert raised.value.exit_code == 3
+    error = raised.value
+    assert error.exit_code == 3
+    assert error.needed.startswith("at least 340 B (340 B); in ")
+    assert "of kind" in error.needed
+    assert error.hint.endswith("; or a larger card")
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+def test_where_only_gaps_do_not_fit_the_error_says_what_is_reserved(
+    expandable: bool,
+) -> None:
+    graph = step_at(1)
+    floor = Planner(graph).floor.peak_bytes
+    limit = MemoryLimit(floor, of_reserved=True, expandable=expandable)
+    error = nothing_fits(graph, limit)
+    assert "gaps of the allocator come on top" in error.what
+    assert "B) reserved" in error.needed
+    assert ("--expandable-segments" in error.hint) != expandable
+
+
+@pytest.mark.parametrize(
+    ("total", "message"),
+    [
+        (None, r"it refuses every batch that fits: 1 \(no odd ones\)"),
+        (15, r"the total batch 15: the model refuses 1 \(no odd ones\); 3 "),
+    ],
+)
+def test_a_model_that_refuses_every_batch_is_not_said_to_be_too_large(
+    total: int | None, message: str
+) -> None:
+    def recorded(way: Way, rows: int, accumulate: int) -> Graph:
+        if rows not in (2, 4, 8):
+            raise WorkloadError("no odd ones", needed="even rows", hint="even rows")
+        return record(way, rows, accumulate)
+
+    one = Simulator(step_at(1)).run().peak_bytes
+    limit = MemoryLimit(one if total is None else 9000)
+    search = Tuning(recorded, limit, way=Way(optimizer="none"), rows=4, total=total)
+    with pytest.raises(CkplanError, match=message) as raised:
+        search.run()
+    assert raised.value.exit_code == 1
 
 
 @pytest.mark.parametrize(

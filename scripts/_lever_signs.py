@@ -1,0 +1,215 @@
+"""The part of ``tuned.py`` that measures every lever alone."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import _measuring as measuring
+
+from ckplan import files
+from ckplan.autotune import recorder_of_spec
+from ckplan.graph.graph import Graph
+from ckplan.plan.plan import Plan, plan_fingerprint
+from ckplan.plan.region import Region
+from ckplan.plan.resolve import describe
+from ckplan.simulating.simulate import Simulator
+from ckplan.solving.memory_limit import MemoryLimit
+from ckplan.tracing.costs.spread import quartiles
+from ckplan.training.loading import WorkloadSpec, parse_options
+from ckplan.training.step import Training
+from ckplan.tuning.lever_rows import ACCUMULATE, RECOMPUTE
+from ckplan.tuning.search import WaySearch
+from ckplan.tuning.settings import Way, kernel_of, levers_of
+from ckplan.tuning.tune import Tuning
+from ckplan.verifying.step_process import StepProcess, take_turns
+
+_TOKENS = "layers=4", "width=128", "heads=4", "length=64", "vocab=1000"
+MODELS: dict[str, tuple[str, ...]] = {
+    "mlp": ("layers=6", "width=256", "batch=2048"),
+    "gpt2": (*_TOKENS, "batch=16"),
+    "bert": (*_TOKENS, "batch=16"),
+    "llama": (*_TOKENS, "batch=16"),
+    "vit": ("layers=4", "batch=4"),
+    "resnet50": ("batch=4", "size=64"),
+    "unet": ("batch=1",),
+    "mixer": (),
+}
+CHANGING = "bf16", "adafactor"
+FREED = 0.5  # of the way from the unplanned peak to the floor, by a plan
+MICRO_BATCHES = 4
+DROPPED_ROUNDS = 2
+MOST_POINTS, LEAST_WITHIN = 0.02, 0.9
+NOTHING = 0.001  # of the base: a difference of bytes or seconds that has no sign
+HEADERS = "model", "lever", "saves", "measured", "time", "measured", "quartiles", "sign"
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a lever alone does at the workload's own batch, as fractions of the base."""
+
+    model: str
+    lever: str
+    saved_predicted: float
+    saved: float
+    time_predicted: float
+    low: float  # quartiles of the seconds per sample, less those of the base
+    time: float
+    high: float
+
+    @property
+    def is_right(self) -> bool:
+        """Whether bytes and seconds change in the direction that was predicted.
+
+        Seconds whose quartiles lie on both sides of none have no direction.
+        """
+        decided = self.low > NOTHING or self.high < -NOTHING
+        time_right = not decided or self.time_predicted * self.time > 0
+        right = _sign(self.saved_predicted) == _sign(self.saved)
+        return right and time_right
+
+    @property
+    def is_within(self) -> bool:
+        """Whether both predictions are within 2 points."""
+        off = self.saved_predicted - self.saved, self.time_predicted - self.time
+        return max(map(abs, off)) <= MOST_POINTS
+
+    def cells(self) -> list[str]:
+        """The row of the table."""
+        changes = [self.saved_predicted, self.saved, self.time_predicted, self.time]
+        spread = f"{self.low:+.1%} to {self.high:+.1%}"
+        verdict = "right" if self.is_right else "wrong"
+        far = "" if self.is_within else ", far"
+        shown = [f"{one:+.1%}" for one in changes]
+        return [self.model, self.lever, *shown, spread, f"{verdict}{far}"]
+
+
+@dataclass(frozen=True)
+class _Pulled:
+    """One lever, as it trains, and what is predicted of it."""
+
+    lever: str
+    training: Training
+    graph: Graph
+    regions: tuple[Region, ...]
+    peak_bytes: int
+    seconds: float  # of a sample
+
+    def plan(self) -> Plan | None:
+        if not self.regions:
+            return None
+        fingerprint = plan_fingerprint(self.graph.fingerprint)
+        found = describe(self.graph, self.regions)
+        return Plan(self.graph.model, fingerprint, regions=found)
+
+
+def signs(args: argparse.Namespace) -> tuple[str, list[str]]:
+    """The table of all rows that are known, and where its claim does not hold."""
+    output: Path | None = args.output
+    path = measuring.results_path("tuned_signs", ".jsonl")
+    path = path if output is None else output.with_suffix(".signs.jsonl")
+    known, began = _read(path), time.monotonic()
+    for name in measuring.chosen(MODELS, args.only):
+        if name in known and not (args.only or args.fresh):
+            continue
+        if time.monotonic() - began > 60 * args.minutes:
+            break
+        measuring.say(f"{name}: every lever alone")
+        known[name] = list(_measured(name, args.rounds))
+        lines = [json.dumps(asdict(row)) for rows in known.values() for row in rows]
+        files.write_text(path, "\n".join(lines) + "\n", force=True)
+    rows = [row for name in MODELS for row in known.get(name, [])]
+    broken = [f"{r.model}, {r.lever}: wrong sign" for r in rows if not r.is_right]
+    within = sum(row.is_within for row in rows)
+    if within < LEAST_WITHIN * len(rows):
+        broken.append(f"{within} of {len(rows)} levers are within 2 points")
+    said = f"{len(known)} of {len(MODELS)} models; {within} of {len(rows)} rows within"
+    table = measuring.make_table(HEADERS, [row.cells() for row in rows], texts=2)
+    return f"{said} 2 points.\n\n{table}", broken
+
+
+def _read(path: Path) -> dict[str, list[Row]]:
+    known: dict[str, list[Row]] = {}
+    for line in path.read_text().splitlines() if path.exists() else ():
+        row = Row(**json.loads(line))
+        known.setdefault(row.model, []).append(row)
+    return known
+
+
+def _measured(name: str, rounds: int) -> Iterator[Row]:
+    """Every lever of a model alone, and the model without any, in turns."""
+    spec = WorkloadSpec(measuring.location_of(name), parse_options(MODELS[name]))
+    record, rows, way = recorder_of_spec(spec, fresh=True)
+    tuning = Tuning(record, MemoryLimit(2**62), way=way, rows=rows, allow=CHANGING)
+    base, *others = pulled = list(_pulled(tuning, way, rows))
+    with ExitStack() as running:
+        processes = [
+            running.enter_context(
+                StepProcess(
+                    replace(spec, rows=rows), one.plan(), one.training, one_thread=True
+                )
+            )
+            for one in pulled
+        ]
+        peaks = [process.first_steps().peak_bytes for process in processes]
+        timed = take_turns([process.timed_step for process in processes], rounds)
+    seconds = [
+        [step.cpu_seconds / one.training.accumulate for step in taken[DROPPED_ROUNDS:]]
+        for one, taken in zip(pulled, timed, strict=True)
+    ]
+    for one, peak, taken in zip(others, peaks[1:], seconds[1:], strict=True):
+        low, middle, high = _quartiles(taken, seconds[0])
+        yield Row(
+            name,
+            one.lever,
+            1 - one.peak_bytes / base.peak_bytes,
+            1 - peak / peaks[0],
+            one.seconds / base.seconds - 1,
+            low,
+            middle,
+            high,
+        )
+
+
+def _pulled(tuning: Tuning, way: Way, rows: int) -> Iterator[_Pulled]:
+    """The step without a lever first, then with each one."""
+    base = tuning.search(way)
+    yield _of(base, "none", rows)
+    planner = base.planner_at(rows)
+    above = planner.unplanned.peak_bytes - planner.floor.peak_bytes
+    found = planner.within(planner.unplanned.peak_bytes - int(FREED * above))
+    if found is not None and found[1]:
+        yield _of(base, RECOMPUTE, rows, found[1])
+    many = replace(base, accumulate=MICRO_BATCHES, _settings={}, _lever_plans={})
+    yield _of(many, f"{ACCUMULATE} {MICRO_BATCHES}", rows)
+    for lever in levers_of(way, CHANGING):
+        if lever.kernel is None or lever.kernel != kernel_of(base.graph_at(rows)):
+            yield _of(tuning.search(lever.pulled(way)), lever.name, rows)
+
+
+def _of(
+    search: WaySearch, lever: str, rows: int, regions: tuple[Region, ...] = ()
+) -> _Pulled:
+    graph, way = search.graph_at(rows), search.way
+    timeline, many = Simulator(graph).run(regions), search.accumulate
+    seconds = graph.step_seconds + timeline.recompute_seconds
+    training = Training(way.optimizer, way.amp, many, scaler=way.scaler)
+    per_sample = seconds / (rows * many)
+    return _Pulled(lever, training, graph, regions, timeline.peak_bytes, per_sample)
+
+
+def _quartiles(
+    taken: Sequence[float], without: Sequence[float]
+) -> tuple[float, float, float]:
+    found = quartiles([a / b - 1 for a, b in zip(taken, without, strict=True)])
+    assert found is not None, "internal error: no round was measured"
+    return found
+
+
+def _sign(change: float) -> int:
+    return (change > NOTHING) - (change < -NOTHING)
