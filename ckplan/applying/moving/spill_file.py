@@ -15,6 +15,7 @@ import os
 import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -39,6 +40,9 @@ class Job(Protocol):
     def exception(self) -> BaseException | None:
         """Wait until the copy is over; returns why it failed."""
 
+    def done(self) -> bool:
+        """Whether the copy is over."""
+
 
 Jobs: TypeAlias = Sequence[Job]
 
@@ -59,6 +63,8 @@ class SpillFile:
             ApplyError: The folder cannot be written, or has too little room.
         """
         self.num_bytes = 0  # allocated on the disk
+        self.processor_seconds = 0.0  # of the threads, for copies that are over
+        self._lock = threading.Lock()
         self._folder = folder
         self._room = Room(BLOCK)
         self._descriptor = _open_nameless(folder)
@@ -115,10 +121,23 @@ class SpillFile:
         parts = range(0, num_bytes, _CHUNK)
         return [
             self._pool.submit(
-                job, address + at, min(_CHUNK, num_bytes - at), offset + at
+                self._run, job, address + at, min(_CHUNK, num_bytes - at), offset + at
             )
             for at in parts
         ]
+
+    def _run(
+        self,
+        job: Callable[[int, int, int], None],
+        address: int,
+        num_bytes: int,
+        offset: int,
+    ) -> None:
+        """Copy a part, and count the time that it takes of the processor."""
+        start = time.thread_time()
+        job(address, num_bytes, offset)
+        with self._lock:
+            self.processor_seconds += time.thread_time() - start
 
     def _buffer(self) -> tuple[memoryview, int]:
         """This thread's aligned buffer, and its address."""
