@@ -52,8 +52,17 @@ class MovingPlanner:
         Args:
             planner: Of the graph, which keeps and recomputes.
             link: The way of the copies.
+
+        Raises:
+            CkplanError: The step is compiled.
         """
         graph = planner.graph
+        if "compiled" in graph.fingerprint:
+            raise CkplanError(
+                f"cannot plan to offload in the compiled step of '{graph.model}'",
+                needed="an uncompiled step: compiled code keeps or recomputes",
+                hint="--offload none, or a trace made without --compile",
+            )
         layers = find_repeated_layers(graph, planner.menus)
         moving = (Planner(step) for step in _tries(graph, layers, link))
         self.planner = planner

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import ckplan
+from ckplan.applying.moving.spill_file import SpillFile, wait
 from ckplan.report.moving import link_words
 from ckplan.simulating.moving import Link
 from ckplan.tracing.costs import spill_rate as measuring
@@ -79,6 +80,17 @@ def test_a_slow_disk_is_timed_by_the_kernels_beside_it(
     # 8 kernels of 1.5 s hide the copy out, 16 the copy back; they lose 4 and 8 s to
     # shared memory, and the copying threads take 3 and 6 s.
     assert found == pytest.approx((24.0, lost / 2, 0.25))
+
+
+def test_a_file_counts_what_its_threads_take(tmp_path: Path) -> None:
+    file = SpillFile(tmp_path)
+    tensor = torch.ones(2**18)
+    offset = file.allocate(tensor.nbytes)
+    taken = [file.processor_seconds]
+    for copy in (file.write, file.read):
+        wait(copy(tensor, offset))
+        taken.append(file.processor_seconds)
+    assert 0.0 == taken[0] < taken[1] < taken[2]
 
 
 def test_the_processor_is_taken_where_kernels_need_all_of_it() -> None:
