@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from ckplan.report.tuned_page import save_tuned_report
     from ckplan.solving.solve import frontier
     from ckplan.solving.solve import solve_plan as solve
+    from ckplan.tracing.costs.spill_rate import spill_link, spill_rate
     from ckplan.tracing.profile import profile
     from ckplan.tracing.record import record
     from ckplan.training.grouped_updates import update_in_groups
@@ -71,6 +72,7 @@ __all__ = [
     "save_tuned_report",
     "shard",
     "solve",
+    "spill_link",
     "spill_rate",
     "status",
     "tile_head",
@@ -105,6 +107,7 @@ _HOME = {
     "save_tuned_report": "ckplan.report.tuned_page:save_tuned_report",
     "shard": "ckplan.graph.sharding:shard",
     "solve": "ckplan.solving.solve:solve_plan",
+    "spill_link": "ckplan.tracing.costs.spill_rate:spill_link",
     "spill_rate": "ckplan.tracing.costs.spill_rate:spill_rate",
     "status": "ckplan.applying:status",
     "tile_head": "ckplan.applying.tiling:tile_head",

@@ -13,6 +13,7 @@ Exit code 1 if a lever raises a floor.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from ckplan.errors import PlanError
 from ckplan.graph.file import load
 from ckplan.graph.graph import Graph
 from ckplan.plan.tiles import Tiles
+from ckplan.simulating.moving import Link
 from ckplan.simulating.simulate import Simulator
 from ckplan.simulating.tiling import tile_graph
 from ckplan.solving.offloading import as_moving, with_moves
@@ -96,7 +98,7 @@ def row_of(name: str, path: Path) -> Row:
 
 def floor_with_moves(graph: Graph) -> int:
     """The smallest peak of plans that move, as they are replayed."""
-    planner = Planner(with_moves(graph, 0.0))
+    planner = Planner(with_moves(graph, Link(math.inf)))
     solution = planner.solve(planner.floor.peak_bytes)
     simulator = Simulator(graph)
     regions = [as_moving(simulator, region) for region in solution.regions]

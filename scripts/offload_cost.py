@@ -4,13 +4,14 @@ The workload as ``configs/workloads`` builds it, trained with AdamW on the CPU (
 12 layers, 384 wide, a batch of 8 x 256 tokens, dropout). A budget is the unplanned peak
 less a share of the activation bytes. For every share there are two plans: one that
 recomputes alone, and one that may also move tensors to a file in ``--offload FOLDER``,
-made for the rate that its disk was measured at just before. Where the disk is too slow,
-the second plan moves nothing and is the first. The unplanned step and both plans train
-in processes of their own, one step each in every round; the first two rounds are
-dropped, and all is repeated in fresh processes. Overheads are medians over rounds of a
-step's seconds, divided by those of the unplanned step of the same round; "against
-recomputing" is the same ratio of the plan that moves to the one that does not, with its
-quartiles. The bound is of any schedule that recomputes alone, by predicted seconds.
+made for what moves to its disk cost beside kernels, measured just before. Where they
+cost more than they save, the second plan moves nothing and is the first. The unplanned
+step and both plans train in processes of their own, one step each in every round; the
+first two rounds are dropped, and all is repeated in fresh processes. Overheads are
+medians over rounds of a step's seconds, divided by those of the unplanned step of the
+same round; "against recomputing" is the same ratio of the plan that moves to the one
+that does not, with its quartiles. The bound is of any schedule that recomputes alone,
+by predicted seconds.
 
     python scripts/offload_cost.py gpt2 --offload /tmp
     python scripts/offload_cost.py gpt2 --offload /tmp --keep-memory --threads 1
@@ -38,6 +39,7 @@ import ckplan
 from ckplan.errors import InfeasibleError
 from ckplan.graph.graph import Graph
 from ckplan.plan.plan import Plan
+from ckplan.report.moving import link_words
 from ckplan.report.progress import ProgressLine
 from ckplan.simulating.moving import Link
 from ckplan.simulating.timeline import Timeline
@@ -56,7 +58,6 @@ HEADERS = (
     *("against recomputing", "quartiles"),
 )
 RECOMPUTES, MOVES = "recomputes", "may move"
-RATES = 3  # measured, of the disk
 MOST_SLOWER = 0.01  # of a plan that moves, against the one that recomputes
 BELOW_BOUND = 0.8  # least share freed at which moving beats any recomputation
 _percent = measuring.format_overhead
@@ -137,7 +138,7 @@ def main() -> int:
     """Plan, measure and report."""
     args = _arguments()
     spec = in_turns.spec_of(args)
-    before = disk_rate(args.offload)
+    before = disk(args.offload)
     with in_turns.own_cache():
         with ProgressLine(sys.stderr) as progress:
             graph = profile_workload(spec, progress=progress)
@@ -147,7 +148,7 @@ def main() -> int:
         for pair in pairs:
             measuring.say(f"{pair[0].share:.0%} freed")
             outcomes += measure(spec, pair, args.offload, args.rounds, args.repeats)
-    after = disk_rate(args.offload)
+    after = disk(args.offload)
     report = measuring.Report(
         name=in_turns.name_of("offload_cost", args),
         title=f"Activations of {args.workload} in a file",
@@ -162,25 +163,24 @@ def main() -> int:
     return measuring.finish(report, args)
 
 
-def disk_rate(folder: Path) -> float:
-    """Bytes per second of a folder's disk, now: the median of a few measurements."""
+def disk(folder: Path) -> Link:
+    """What moves to a folder's disk cost now."""
     with in_turns.own_cache():
-        rates = [ckplan.spill_rate(folder, fresh=True) for _ in range(RATES)]
-    return rates[-1]  # each is the median of all before it
+        return ckplan.spill_link(folder, fresh=True)
 
 
 def choose(
-    graph: Graph, shares: Iterable[float], rate: float
+    graph: Graph, shares: Iterable[float], link: Link
 ) -> tuple[list[tuple[Planned, Planned]], list[str]]:
     """Both plans for every share, and what cannot be done.
 
     Args:
         graph: The profiled step.
         shares: Of its activation bytes, to be freed.
-        rate: Of the disk, in bytes per second.
+        link: To the disk.
     """
     planner = Planner(graph)
-    moving = MovingPlanner(planner, Link(rate))
+    moving = MovingPlanner(planner, link)
     pairs: list[tuple[Planned, Planned]] = []
     notes: list[str] = []
     for share in shares:
@@ -232,10 +232,10 @@ def _ratios(seconds: Iterable[float], others: Iterable[float]) -> list[float]:
     return [one / other - 1 for one, other in zip(seconds, others, strict=True)]
 
 
-def _explain(graph: Graph, rates: tuple[float, float], args: argparse.Namespace) -> str:
-    before, after = (f"{rate / 1e6:,.0f} MB/s" for rate in rates)
+def _explain(graph: Graph, links: tuple[Link, Link], args: argparse.Namespace) -> str:
+    before, after = map(link_words, links)
     return (
-        f"The disk: {before} before, {after} after all steps. The unplanned step is "
+        f"The disk before all steps: {before}. After: {after}. The unplanned step is "
         f"predicted to take {format_seconds(graph.step_seconds)}. "
         f"{in_turns.explain(graph, args)}"
     )

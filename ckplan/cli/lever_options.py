@@ -65,22 +65,14 @@ class LeverOptions:
         return found
 
     def link(self, graph: Graph, gpu: str | None) -> Link | None:
-        """The way to a disk or the host; None without offload."""
-        from ckplan.simulating.moving import Link
-
-        rate = self.rate(graph, gpu)
-        return None if rate is None else Link.of(graph, rate)
-
-    def rate(self, graph: Graph, gpu: str | None) -> float | None:
-        """Bytes per second of the way to a disk or the host; None without offload.
+        """The way to a disk or the host; None without offload.
 
         Raises:
             CkplanError: The step cannot move there, or the rate is none.
         """
-        from ckplan.simulating.moving import is_on_gpu
+        from ckplan.simulating.moving import Link, is_on_gpu
         from ckplan.solving.offloading import host_rate
         from ckplan.solving.solve import parse_rate
-        from ckplan.units import format_bytes
 
         rate = self.spill_rate
         if self.offload is None or self.offload == "none":
@@ -89,7 +81,7 @@ class LeverOptions:
             return None
         known = None if rate is None else parse_rate(rate)
         if self.offload == "host":
-            return host_rate(graph, self.offload, gpu, known)
+            return Link.of(graph, host_rate(graph, self.offload, gpu, known))
         if is_on_gpu(graph):
             raise CkplanError(
                 "cannot plan to offload from cuda to a file",
@@ -97,10 +89,10 @@ class LeverOptions:
                 hint="--offload host",
             )
         if known is not None:
-            return known
-        from ckplan.tracing.costs.spill_rate import spill_rate
+            return Link.of(graph, known)
+        from ckplan.report.moving import link_words
+        from ckplan.tracing.costs.spill_rate import spill_link
 
-        found = spill_rate(self.offload)
-        size = format_bytes(int(found))
-        print_message(f"the disk of {self.offload} moves {size} per second")
+        found = spill_link(self.offload)
+        print_message(f"the disk of {self.offload} moves {link_words(found)}")
         return found

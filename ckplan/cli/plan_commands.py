@@ -34,6 +34,7 @@ from ckplan.errors import CkplanError
 if TYPE_CHECKING:
     from ckplan.graph.graph import Graph
     from ckplan.plan.plan import Plan
+    from ckplan.simulating.moving import Link
     from ckplan.solving.memory_limit import MemoryLimit
     from ckplan.solving.remedies import Remedy
     from ckplan.solving.solution import Solution
@@ -95,7 +96,6 @@ def solve(
     check_output(output, force)
     sharding = rank.sharding()
     from ckplan.plan import file as plan_file
-    from ckplan.plan.updates import group_size_of
     from ckplan.report.progress import ProgressLine
     from ckplan.solving import solve as solving
     from ckplan.solving.alternatives import alternatives
@@ -115,7 +115,7 @@ def solve(
         if card.gpu is None:
             raise typer.BadParameter(f"one is needed: {OBJECTIVE_OPTIONS}")
     card.check_and_announce(graph)
-    rate = levers.rate(graph, card.gpu)
+    link = levers.link(graph, card.gpu)
     goal = goals[0] if goals else None
     objective = solving.Objective(
         budget,
@@ -129,19 +129,12 @@ def solve(
     with ProgressLine(sys.stderr) as progress:
         progress("solving", 0, 0)
         planner = Planner(graph)
-        solution = solving.find(planner, objective, levers.allowed, rate)
+        solution = solving.find(planner, objective, levers.allowed, link)
         if method is Method.MILP:
             progress("solving exactly", 0, 0)
             solution = solving.add_exact_bound(planner, solution, time_limit)
     plan = solving.to_plan(graph, solution)
-    grouped = solution.timeline.graph.options.get("optimizer")
-    if grouped != graph.options.get("optimizer"):
-        size = group_size_of(plan)
-        print_message(
-            f"the update runs in groups: ckplan.update_in_groups(optimizer, {size!r})"
-        )
-    elif not solution.regions:
-        print_message("no plan is needed: the unplanned step fits; the plan is empty")
+    _tell_of_levers(graph, solution, plan, link)
     plan_file.save(plan, output, force=force)
     found = solution, plan, reserve_bytes
     instead = alternatives(planner, solution)
@@ -155,6 +148,28 @@ def solve(
             f"verify TARGET --compile --budget {plan.budget_bytes}` plans to that one"
         )
     print_message(f"wrote {output}")
+
+
+def _tell_of_levers(
+    graph: Graph, solution: Solution, plan: Plan, link: Link | None
+) -> None:
+    """Print what else a step needs, and which lever a plan does without."""
+    from ckplan.plan.updates import group_size_of
+
+    grouped = solution.timeline.graph.options.get("optimizer")
+    if grouped != graph.options.get("optimizer"):
+        size = group_size_of(plan)
+        print_message(
+            f"the update runs in groups: ckplan.update_in_groups(optimizer, {size!r})"
+        )
+    elif not solution.regions:
+        print_message("no plan is needed: the unplanned step fits; the plan is empty")
+    if (
+        link is not None
+        and solution.regions
+        and not solution.timeline.moves.moved_bytes
+    ):
+        print_message("nothing moves: recomputation alone is no slower")
 
 
 def _tell_mean(plan: Plan, mean: Graph) -> None:

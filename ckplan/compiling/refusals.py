@@ -69,13 +69,14 @@ def _needs_gradient(value: object) -> bool:
 
 
 def check_same_graph(plan: Plan, digest: str) -> None:
-    """Refuse a plan for another compiled step.
+    """Refuse a plan for another compiled step, or one that compiled code cannot follow.
 
     Raises:
-        PlanError: It is for another step, or for uncompiled code.
+        PlanError: It is for another step, for uncompiled code, or it moves tensors.
     """
     made_for = plan.fingerprint.get("compiled")
     if made_for == digest:
+        _refuse_moves(plan)
         return
     what = (
         "it is for uncompiled code"
@@ -87,6 +88,17 @@ def check_same_graph(plan: Plan, digest: str) -> None:
         needed="a plan for this model, batch and torch, compiled",
         hint="ckplan.compile(model, budget), or ckplan.apply for uncompiled code",
     )
+
+
+def _refuse_moves(plan: Plan) -> None:
+    moving = next((one for one in plan.regions if one.offload), None)
+    if moving is not None:
+        raise PlanError(
+            f"cannot compile with the plan of '{plan.model}': {moving.title} moves "
+            f"{moving.offload[0]}",
+            needed="a plan without offload: compiled code keeps or recomputes",
+            hint="leave offload out, or ckplan.apply for uncompiled code",
+        )
 
 
 def check_within_budget(plan: Plan, peak_bytes: int) -> None:

@@ -80,6 +80,8 @@ class Setting:
         if self.groups is not None:
             grouped = f"ckplan.update_in_groups(optimizer, {self.groups!r})"
             yield f"left out, but in these figures: {grouped}; --as torch has it"
+        if any(effect.moved for effect in self.planned.effects):
+            yield f"left out: the plan also moves tensors; {self.tool} recomputes them"
         yield f"needs {_NEEDS[self.tool]}"
 
 

@@ -13,7 +13,8 @@ out, so bytes do not depend on the speed of a disk:
 Copies take time beside the ops: to a disk one at a time, to the host memory of a GPU
 one each way at once. Forward waits for a copy out where the value is to be freed;
 backward waits for a copy back where the value is wanted: the stalls. On a GPU, the
-device waits, and ``queues.py`` has its clock.
+device waits, and ``queues.py`` has its clock. Copies to a disk also take time from the
+ops themselves, as long as nobody waits: a part of the processor, and the engine's own.
 """
 
 from __future__ import annotations
@@ -37,11 +38,19 @@ class Link:
 
     bytes_per_second: float
     both_ways: bool = False  # copies out and back do not slow each other
+    busy_seconds_per_byte: float = 0.0  # that ops lose to a copy beside them, one way
+    seconds_per_move: float = 0.0  # of the engine, out and back together
+    slowest: Link | None = None  # the same way at its worst, as it was measured
 
     @staticmethod
     def of(graph: Graph, bytes_per_second: float) -> Link:
         """The link of a step's device: to host memory on a GPU, else to a disk."""
         return Link(bytes_per_second, both_ways=is_on_gpu(graph))
+
+    def busy_seconds(self, num_bytes: int, moves: int = 1) -> float:
+        """Seconds that ops are slower for moves, out and back, if nothing waits."""
+        copying = 2 * self.busy_seconds_per_byte * num_bytes
+        return copying + self.seconds_per_move * moves
 
 
 def is_on_gpu(graph: Graph) -> bool:
@@ -61,6 +70,7 @@ class Moves:
     holds: dict[int, int] = field(default_factory=dict)  # storage -> until half moment
     early: tuple[Interval, ...] = ()  # back before their region was first asked
     stall_seconds: float = 0.0
+    busy_seconds: float = 0.0  # that copies take from ops, on the CPU
     moved_bytes: int = 0  # out; the same come back
     host_bytes: int = 0  # of pinned memory, on a GPU
     copies: tuple[CopyEvent, ...] = ()  # in the order of events, on a GPU
@@ -92,14 +102,16 @@ def find_moves(
     early, begun = _early(graph, moving)
     sizes = [graph.storages[storage].bytes for one in moving for storage in one.moved]
     events: list[CopyEvent] = []
+    busy = 0.0
     if link is not None:
         found = _events(graph, moving, holds, begun, link)
         events = sorted(found, key=lambda one: (one.moment, one.order))
+        busy = link.busy_seconds(sum(sizes), len(sizes))
     host_bytes = host_bytes_for(sum(sizes)) if is_on_gpu(graph) else 0
     if graph.is_launched:
-        return Moves(holds, early, 0.0, sum(sizes), host_bytes, tuple(events))
+        return Moves(holds, early, 0.0, 0.0, sum(sizes), host_bytes, tuple(events))
     stalls = _stalls(graph, effects, events)
-    return Moves(holds, early, stalls, sum(sizes), host_bytes)
+    return Moves(holds, early, stalls, busy, sum(sizes), host_bytes)
 
 
 def _holds(graph: Graph, moved: Sequence[tuple[int, int]]) -> dict[int, int]:

@@ -56,7 +56,7 @@ class Timeline:
 
     @cached_property
     def recompute_seconds(self) -> float:
-        """Extra seconds of recomputation, tiles and stalls in an optimizer step.
+        """Extra seconds of recomputation, tiles and moves in an optimizer step.
 
         On a GPU, the step with all that regions add to its two queues, less the
         unplanned one.
@@ -66,7 +66,13 @@ class Timeline:
             return planned - self.graph.step_seconds + self.tile_seconds
         seconds = sum(effect.seconds for effect in self.effects)
         more = self.graph.num_batches * seconds
-        return more + self.tile_seconds + self.stall_seconds
+        return more + self.tile_seconds + self.moving_seconds
+
+    @property
+    def moving_seconds(self) -> float:
+        """Seconds that a step is longer for moves: stalls, and what copies take."""
+        busy = 0.0 if self.graph.is_launched else self.moves.busy_seconds
+        return self.stall_seconds + self.graph.num_batches * busy
 
     @cached_property
     def stall_seconds(self) -> float:

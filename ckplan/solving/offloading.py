@@ -1,11 +1,14 @@
 """Plans that may offload: moving is one more way to keep a value.
 
 A value that can move is given a form of no bytes, whose seconds are a share of those
-that its copies take: what cannot be hidden beside the ops. In some tries, only as many
+that its copies take, what cannot be hidden beside the ops, and what copies take from
+the processor that the ops need. In some tries, only as many
 bytes of a layer get that form as the link carries while the layer's forward runs, of
 the ops that are slowest for their bytes. The step with these forms is solved like any
 other, and replayed with the waits that the link really causes. The cheapest plan is
 taken; recomputation alone is among them, so a link that is too slow moves nothing.
+Where it was measured with a spread, plans compete at its slowest: the speed of a disk
+varies more than that of ops, and a move has to pay on a bad day.
 
 The bound counts moves as free: no schedule of these ops, with any moves, costs less.
 """
@@ -49,14 +52,25 @@ class MovingPlanner:
         Args:
             planner: Of the graph, which keeps and recomputes.
             link: The way of the copies.
+
+        Raises:
+            CkplanError: The step is compiled.
         """
         graph = planner.graph
+        if "compiled" in graph.fingerprint:
+            raise CkplanError(
+                f"cannot plan to offload in the compiled step of '{graph.model}'",
+                needed="an uncompiled step: compiled code keeps or recomputes",
+                hint="--offload none, or a trace made without --compile",
+            )
         layers = find_repeated_layers(graph, planner.menus)
         moving = (Planner(step) for step in _tries(graph, layers, link))
         self.planner = planner
         self._planners = [planner, *moving]
-        self._free = Planner(with_moves(graph, 0.0))
+        self._free = Planner(with_moves(graph, Link(inf)))
         self._replay = Simulator(graph, link)
+        slowest = link.slowest
+        self._slowest = None if slowest is None else Simulator(graph, slowest)
 
     @property
     def floor_bytes(self) -> int:
@@ -69,9 +83,21 @@ class MovingPlanner:
         found = [self._replayed(plan[1]) for plan in plans if plan is not None]
         return min(
             (one for one in found if one[0].peak_bytes <= budget_bytes),
-            key=lambda one: (one[0].overhead, one[0].peak_bytes),
+            key=lambda one: (self._overhead(one), one[0].peak_bytes),
             default=None,
         )
+
+    def _overhead(self, plan: ReplayedPlan) -> float:
+        """What a plan costs where its link is slowest."""
+        line, regions = plan
+        if self._slowest is None or not line.moves.moved_bytes:
+            return line.overhead
+        return max(line.overhead, self._slowest.run(regions).overhead)
+
+    def _by_cost(self, limit: MemoryLimit, one: Solution) -> tuple[bool, float, int]:
+        """As ``by_cost``, where the link is slowest."""
+        misses, _, peak_bytes = by_cost(limit, one)
+        return misses, self._overhead((one.timeline, one.regions)), peak_bytes
 
     def _replayed(self, regions: Iterable[Region]) -> ReplayedPlan:
         moving = tuple(as_moving(self._replay, one) for one in regions)
@@ -93,7 +119,7 @@ class MovingPlanner:
             return replace(solution, regions=regions, timeline=timeline)
 
         found = solve_each(self._planners, solved, lambda one: one.floor.peak_bytes)
-        best = min(found, key=partial(by_cost, limit))
+        best = min(found, key=partial(self._by_cost, limit))
         return replace(
             best,
             unplanned=self.planner.unplanned,
@@ -166,8 +192,7 @@ def _tries(graph: Graph, layers: Sequence[int], link: Link) -> Iterator[Graph]:
     """The step with forms for moves, for each share and multiple; each step once."""
     seen: set[tuple[Encoding, ...]] = set()
     for share, multiple in _TRIES:
-        seconds = share / link.bytes_per_second
-        step = _hidden(with_moves(graph, seconds), layers, multiple, link)
+        step = _hidden(with_moves(graph, link, share), layers, multiple, link)
         if step.encodings not in seen:
             seen.add(step.encodings)
             yield step
@@ -207,17 +232,18 @@ def _bytes(graph: Graph, one: Encoding) -> int:
     return graph.storages[graph.ops[one.op].outputs[one.output]].bytes
 
 
-def with_moves(graph: Graph, seconds_per_byte: float) -> Graph:
+def with_moves(graph: Graph, link: Link, share: float = 1.0) -> Graph:
     """The step with a form of no bytes for every value that can move.
 
     Args:
         graph: The step.
-        seconds_per_byte: What a move costs, out and back together.
+        link: The way of the copies.
+        share: Of the seconds of the copies that ops wait for.
     """
     moves = []
     for op, output in movable(graph, range(graph.num_forward)):
         size = graph.storages[graph.ops[op].outputs[output]].bytes
-        seconds = 2 * seconds_per_byte * size
+        seconds = 2 * share * size / link.bytes_per_second + link.busy_seconds(size)
         if (op, output) not in graph.encoding_of:
             moves.append(Encoding(op, output, MOVED, 0, 0, 0, seconds, 0.0))
     forms = sorted((*graph.encodings, *moves), key=lambda one: (one.op, one.output))

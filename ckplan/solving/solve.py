@@ -14,7 +14,7 @@ from ckplan.graph.graph import Graph
 from ckplan.plan.plan import Plan, Prediction, plan_fingerprint
 from ckplan.plan.resolve import describe
 from ckplan.plan.workload import plan_workload
-from ckplan.simulating.moving import Link
+from ckplan.simulating.moving import Link, is_on_gpu
 from ckplan.solving.card_memory import card_bytes
 from ckplan.solving.levers import GROUPS, search_with
 from ckplan.solving.memory_limit import MemoryLimit
@@ -60,7 +60,7 @@ def solve_plan(
     method: str = "chain",
     time_limit: float = 60.0,
     allow: Collection[str] = (),
-    spill_rate: str | float | None = None,
+    spill_rate: str | float | Link | None = None,
     offload: str | None = None,
 ) -> Plan:
     """Find a plan for exactly one of a budget, a card, an overhead or a goal.
@@ -91,10 +91,11 @@ def solve_plan(
             tiles round in another place; the plan says ``bits: close``. ``"groups"``:
             the optimizer may update groups of parameters, one after the other; then
             the plan's ``workload`` says so, and ``update_in_groups`` does it.
-        spill_rate: Bytes per second of a disk that activations may move to, such as
-            ``"2GB"``, or as ``ckplan.spill_rate(folder)`` measures it; on a GPU, of the
-            way to host memory, each way. For a budget, a card or the least memory. On
-            the CPU, the plan needs ``apply(..., spill=FOLDER)``.
+        spill_rate: A disk that activations may move to, ``ckplan.spill_link("/tmp")``,
+            or its bytes per second, such as ``"2GB"``, for copies that take nothing
+            from the processor; on a GPU, of the way to host memory, each way. For a
+            budget, a card or the least memory. On the CPU, the plan needs
+            ``apply(..., spill=FOLDER)``.
         offload: ``"host"``: activations of a GPU may move to host memory, at the rate
             of the card in ``configs/gpus.yaml`` unless ``spill_rate`` is given.
 
@@ -127,10 +128,7 @@ def solve_plan(
         gpu_memory,
     )
     planner = Planner(graph)
-    rate = None if spill_rate is None else parse_rate(spill_rate)
-    if offload is not None:
-        rate = host_rate(graph, offload, gpu, rate)
-    solution = find(planner, objective, allow, rate)
+    solution = find(planner, objective, allow, _link(graph, spill_rate, offload, gpu))
     if method == "milp":
         solution = add_exact_bound(planner, solution, time_limit)
     return to_plan(graph, solution)
@@ -203,11 +201,17 @@ def find(
     planner: Planner,
     objective: Objective,
     allow: Collection[str] = (),
-    spill_rate: float | None = None,
+    link: Link | None = None,
 ) -> Solution:
-    """Find the plan of an objective; the last two are as in ``solve_plan``."""
+    """Find the plan of an objective.
+
+    Args:
+        planner: Of the graph.
+        objective: What is asked for.
+        allow: As in ``solve_plan``.
+        link: The way of copies, if values may move.
+    """
     limit = limit_of_objective(planner, objective)
-    link = None if spill_rate is None else Link.of(planner.graph, spill_rate)
     if allow or link is not None:
         _check_levers(allow, objective, limit)
         search = search_with(planner, allow=allow, link=link)
@@ -219,6 +223,19 @@ def find(
     if objective.goal == "knee":
         return planner.knee()
     return planner.solve(planner.floor.peak_bytes)
+
+
+def _link(
+    graph: Graph, rate: str | float | Link | None, offload: str | None, gpu: str | None
+) -> Link | None:
+    """The way of copies that ``solve_plan`` is asked for."""
+    if isinstance(rate, Link) and offload is None:
+        return replace(rate, both_ways=is_on_gpu(graph))
+    known = rate.bytes_per_second if isinstance(rate, Link) else rate
+    found = None if known is None else parse_rate(known)
+    if offload is not None:
+        found = host_rate(graph, offload, gpu, found)
+    return None if found is None else Link.of(graph, found)
 
 
 def parse_rate(rate: str | float) -> float:

@@ -34,9 +34,16 @@ from ckplan.compiling.replay import replay
 from ckplan.compiling.search import Chosen, CompiledPlanner, budgets_to_try
 from ckplan.compiling.step import compiled_loss
 from ckplan.compiling.torch_names import PRIMALS, TANGENTS
-from ckplan.errors import ApplyError, InfeasibleError, PlanError, WorkloadError
+from ckplan.errors import (
+    ApplyError,
+    CkplanError,
+    InfeasibleError,
+    PlanError,
+    WorkloadError,
+)
 from ckplan.plan.file import loads, save
-from ckplan.plan.plan import Plan
+from ckplan.plan.names import OpName
+from ckplan.plan.plan import Plan, PlannedRegion
 from ckplan.training.allocator import log_allocations
 from ckplan.training.workload import Workload
 
@@ -553,6 +560,16 @@ def test_plans_are_not_mixed_up(planner: CompiledPlanner) -> None:
         planner.follow(other)
     with pytest.raises(PlanError, match="it is for compiled code"):
         ckplan.apply(Deep(), compiled_plan)
+
+
+def test_compiled_code_moves_nothing(planner: CompiledPlanner) -> None:
+    plan = planner.solve(planner.unplanned.peak_bytes).plan
+    moved = PlannedRegion(".", offload=(OpName("0", "addmm"),))
+    with pytest.raises(PlanError, match=r"\. moves 0/addmm") as refused:
+        planner.follow(replace(plan, regions=(moved,)))
+    assert str(refused.value).count("\n") == 2
+    with pytest.raises(CkplanError, match="offload in the compiled step of"):
+        ckplan.solve(planner.step.graph, "90%", spill_rate="1GB")
 
 
 def test_a_plan_that_exceeds_its_budget_is_refused(

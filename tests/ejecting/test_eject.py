@@ -190,6 +190,27 @@ def test_updates_in_groups_are_ejected_with_the_plan() -> None:
         assert any("left out" in line and "groups" in line for line in setting.about())
 
 
+def test_a_plan_that_moves_is_ejected_as_one_that_recomputes() -> None:
+    graph = graph_of("residual")
+    plan = ckplan.solve(graph, "75%", spill_rate="1000GB")
+    assert plan.predicted and plan.predicted.moved_bytes
+    plain = plain_form(graph, plan)
+    assert plain.fits
+    assert not any(region.offload for region in plain.regions)
+    code = as_code(plain, "0")
+    assert "It also moves tensors to a file" in code
+    assert f"overhead +{plan.predicted.overhead:.1%}" in code.replace(" %", "%")
+    expected = train(build("residual"))
+    assert all(map(torch.equal, expected, train(ejected("residual", code))))
+    for tool in TOOLS:
+        about = list(setting_for(graph, plan, tool).about())
+        assert f"left out: the plan also moves tensors; {tool} recomputes them" in about
+    alone = ckplan.solve(graph, "75%")
+    for tool in TOOLS:
+        lines = setting_for(graph, alone, tool).about()
+        assert not any("moves tensors" in line for line in lines)
+
+
 def test_what_does_not_fit_says_so() -> None:
     graph = graph_of("residual")
     plan = ckplan.solve(graph, goal="min-memory")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from functools import cache
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,44 @@ def test_a_fast_disk_makes_plans_cheaper_and_a_slow_one_is_left_alone(
     assert ckplan.status(planned.model).spilled_bytes >= fast.predicted.moved_bytes
 
 
+def test_moves_cost_what_they_take_from_the_processor() -> None:
+    regions = list(resolve(Plan(regions=(PlannedRegion("[0..2]"),)), graph()))
+    (mix,) = mixes(Simulator(graph()), regions, seed=0, count=1)
+    idle, busy = Link(1e18), Link(1e18, False, 1e-9, 1e-3)
+    free, taken = (Simulator(graph(), link).run(mix) for link in (idle, busy))
+    num_moves = sum(len(one.moved) for one in taken.effects)
+    assert num_moves > 1
+    seconds = 2 * 1e-9 * taken.moves.moved_bytes + 1e-3 * num_moves
+    assert taken.recompute_seconds - free.recompute_seconds == pytest.approx(seconds)
+    assert taken.moving_seconds - taken.stall_seconds == pytest.approx(seconds)
+    assert taken.stall_seconds == pytest.approx(0, abs=1e-9)
+    assert taken.live_bytes == free.live_bytes
+
+
+@pytest.mark.parametrize(
+    "link",
+    [
+        Link(1e18, busy_seconds_per_byte=1.0),
+        Link(1e18, seconds_per_move=1.0),
+        Link(1e18, slowest=Link(1e3)),
+        Link(1e18, slowest=Link(1e18, busy_seconds_per_byte=1.0)),
+    ],
+)
+def test_a_disk_that_never_waits_is_left_alone_where_moves_take_too_much(
+    link: Link,
+) -> None:
+    plain = ckplan.solve(graph(), "75%")
+    planner = MovingPlanner(Planner(graph()), link)
+    found = ckplan.solve(graph(), "75%", spill_rate=link)
+    assert (found.regions, found.predicted) == (plain.regions, plain.predicted)
+    assert plain.predicted and plain.budget_bytes is not None
+    cheapest = planner.within(plain.budget_bytes)
+    assert cheapest and not cheapest[0].moves.moved_bytes
+    freely = ckplan.solve(graph(), "75%", spill_rate=replace(link, slowest=None))
+    assert freely.predicted
+    assert bool(freely.predicted.moved_bytes) == (link.slowest is not None)
+
+
 def test_moves_reach_below_the_floor_of_recomputation() -> None:
     plain = ckplan.solve(graph(), goal="min-memory").predicted
     moved = ckplan.solve(graph(), goal="min-memory", spill_rate=FAST).predicted
@@ -99,7 +138,7 @@ def test_waits_shrink_with_the_rate_to_nothing() -> None:
 
 
 def test_the_bound_counts_moves_as_free() -> None:
-    whole, free = Planner(graph()), Planner(with_moves(graph(), 0.0))
+    whole, free = Planner(graph()), Planner(with_moves(graph(), Link(inf)))
     for share in (95, 85, 75):
         budget_bytes = whole.unplanned.peak_bytes * share // 100
         assert free.bound(budget_bytes) <= whole.bound(budget_bytes)
@@ -255,8 +294,17 @@ def test_the_command_offloads_to_a_folder(run: Run, folder: Path) -> None:
         assert ended.code == 0, ended.err
         found = json.loads(ended.out)
         assert found["stall_seconds"] >= 0
+        assert "nothing moves" not in ended.err
         moves = any(region.get("offload") for region in found["regions"])
         assert moves == (found["moved_bytes"] > 0) == (disk != "none")
         loaded = plan_file.load(plan)
         assert loaded.predicted
         assert loaded.predicted.moved_bytes == found["moved_bytes"]
+    ended = run(*wish, "--offload", str(folder), "--spill-rate", SLOW, "--force")
+    assert ended.code == 0, ended.err
+    assert "nothing moves: recomputation alone is no slower" in ended.err
+    assert not json.loads(ended.out)["moved_bytes"]
+    ended = run(*wish, "--offload", str(folder), "--force")
+    assert ended.code == 0, ended.err
+    assert f"the disk of {folder} moves " in ended.err
+    assert "beside kernels" in ended.err

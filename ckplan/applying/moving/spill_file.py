@@ -15,8 +15,10 @@ import os
 import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import wraps
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
@@ -41,6 +43,24 @@ class Job(Protocol):
 
 
 Jobs: TypeAlias = Sequence[Job]
+Copies: TypeAlias = list[Future[None]]
+
+
+_Copy: TypeAlias = Callable[["SpillFile", int, int, int], None]
+
+
+def _timed(copy: _Copy) -> _Copy:
+    """Count the time that a copy takes of the processor."""
+
+    @wraps(copy)
+    def run(file: SpillFile, address: int, num_bytes: int, offset: int) -> None:
+        start = time.thread_time()
+        try:
+            copy(file, address, num_bytes, offset)
+        finally:
+            file.count(time.thread_time() - start)
+
+    return run
 
 
 class SpillFile:
@@ -59,6 +79,8 @@ class SpillFile:
             ApplyError: The folder cannot be written, or has too little room.
         """
         self.num_bytes = 0  # allocated on the disk
+        self.processor_seconds = 0.0  # of the threads, for copies that are over
+        self._lock = threading.Lock()
         self._folder = folder
         self._room = Room(BLOCK)
         self._descriptor = _open_nameless(folder)
@@ -87,13 +109,18 @@ class SpillFile:
         """Give room in the file back, for later tensors."""
         self._room.free(offset, num_bytes)
 
-    def write(self, tensor: torch.Tensor, offset: int) -> Jobs:
+    def write(self, tensor: torch.Tensor, offset: int) -> Copies:
         """Begin to copy a tensor, which must stay as it is, to the file."""
         return self._copy(self._write, tensor, offset)
 
-    def read(self, tensor: torch.Tensor, offset: int) -> Jobs:
+    def read(self, tensor: torch.Tensor, offset: int) -> Copies:
         """Begin to copy from the file to a tensor."""
         return self._copy(self._read, tensor, offset)
+
+    def count(self, seconds: float) -> None:
+        """Add what a copy took of the processor."""
+        with self._lock:
+            self.processor_seconds += seconds
 
     def _grow(self, num_bytes: int) -> tuple[int, int]:
         """Make the file longer; returns offset and length of the new part."""
@@ -110,7 +137,7 @@ class SpillFile:
         job: Callable[[int, int, int], None],
         tensor: torch.Tensor,
         offset: int,
-    ) -> Jobs:
+    ) -> Copies:
         address, num_bytes = tensor.data_ptr(), tensor.untyped_storage().nbytes()
         parts = range(0, num_bytes, _CHUNK)
         return [
@@ -129,6 +156,7 @@ class SpillFile:
             found = self._buffers.one = memoryview(pages), address
         return found
 
+    @_timed
     def _write(self, address: int, num_bytes: int, offset: int) -> None:
         view, buffer = self._buffer()
         ctypes.memmove(buffer, address, num_bytes)
@@ -136,6 +164,7 @@ class SpillFile:
         while done < stop:
             done += os.pwrite(self._descriptor, view[done:stop], offset + done)
 
+    @_timed
     def _read(self, address: int, num_bytes: int, offset: int) -> None:
         view, buffer = self._buffer()
         done, stop = 0, _whole_blocks(num_bytes)

@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -101,6 +101,20 @@ class CostCache:
             del entries[digest]
         self._write(entries)
         return found
+
+    def known_runs(self, key: str) -> tuple[float, ...]:
+        """Seconds of the last few runs, oldest first; none if it must be measured."""
+        entry = None if self.fresh else self._read().get(_digest(key))
+        return tuple(seconds for _, seconds in entry.runs) if entry else ()
+
+    def learn_runs(self, runs: Mapping[str, Sequence[float]]) -> None:
+        """Store seconds of several runs each, in place of earlier ones."""
+        self._entries = None  # another process may have written to the file
+        entries = self._read()
+        for key, found in runs.items():
+            kept = tuple((self.now, seconds) for seconds in found[-MOST_RUNS:])
+            entries[_digest(key)] = _Entry(0, 0, kept)
+        self._write(entries)
 
     def _read(self) -> dict[str, _Entry]:
         if self._entries is None:
