@@ -49,25 +49,32 @@ class CompiledStep:
     inputs: Mapping[int, int]  # storage -> its place among the inputs of forward
     outputs: tuple[int | None, ...]  # storages; before them, inputs that are changed
     gradients: Mapping[int, int]  # storage -> the place of the input it belongs to
+    kernel_bytes: Mapping[str, int] | None
 
     def seconds_of(self, joint: JointGraph) -> float:
         """Estimated seconds of another division of the same joint graph."""
-        other = as_graph(joint, self.graph.model, fuses_more=self.fuses_more)
+        given = joint, self.graph.model, self.kernel_bytes
+        other = as_graph(*given, fuses_more=self.fuses_more)
         return other.graph.step_seconds
 
 
 def as_graph(
-    joint: JointGraph, model: str, *, fuses_more: bool = False
+    joint: JointGraph,
+    model: str,
+    kernel_bytes: Mapping[str, int] | None = None,
+    *,
+    fuses_more: bool = False,
 ) -> CompiledStep:
     """Make the ``Graph`` of a compiled step.
 
     Args:
         joint: The joint graph; its own division is the unplanned step.
         model: Name of the model.
+        kernel_bytes: Of a replay; kernels that it does not have are measured.
         fuses_more: Constants divide no runs, and outputs of backward take the place of
             saved tensors. Whether Inductor's do, the replay of its code shows.
     """
-    builder = _Builder(fuses_more)
+    builder = _Builder(fuses_more, kernel_bytes or {})
     builder.measure(joint.forward.graph, joint.backward.graph)
     builder.add_inputs(joint)
     builder.add_forward(joint.forward.graph)
@@ -96,13 +103,13 @@ def as_graph(
         costs=COSTS,
     )
     names = {s: node.name for node, s in builder.forward_storages.items()}
-    return CompiledStep(graph, names, fuses_more, *builder.ends(joint))
+    return CompiledStep(graph, names, fuses_more, *builder.ends(joint), kernel_bytes)
 
 
 class _Builder:
     """Appends ops in order, and numbers storages and calls."""
 
-    def __init__(self, fuses_more: bool) -> None:
+    def __init__(self, fuses_more: bool, kernel_bytes: Mapping[str, int]) -> None:
         self._fuses_more = fuses_more
         self.ops: list[Op] = []
         self.storages: list[Storage] = []
@@ -111,7 +118,7 @@ class _Builder:
         self.backward_storages: dict[fx.Node, int] = {}
         self._open: list[int] = []  # calls, the outermost first
         self._times = Counter[str]()
-        self._kernels = KernelBytes()
+        self._kernels = KernelBytes(kernel_bytes)
 
     def measure(self, *parts: fx.Graph) -> None:
         """Measure what kernels allocate that are not generated."""

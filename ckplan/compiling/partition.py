@@ -48,6 +48,12 @@ class JointGraph:
         parts = divide(_copy(self.module), self.inputs, saved, dict(self.how))
         return replace(self, forward=parts[0], backward=parts[1])
 
+    def saved_by_torch(self, share: float) -> frozenset[str]:
+        """What torch saves under its ``activation_memory_budget``, 0 to 1."""
+        joint = _copy(self.module)
+        parts = frugal_parts(joint, self.inputs, dict(self.how), share)
+        return _saved_of_forward(joint, parts)
+
     @cached_property
     def digest(self) -> str:
         """16 hexadecimal digits, equal for equal joint graphs."""

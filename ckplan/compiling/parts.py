@@ -19,7 +19,7 @@ from ckplan import units
 from ckplan.compiling.joining import JoinedStep, Run, join
 from ckplan.compiling.refusals import check_same_graph, check_within_budget
 from ckplan.compiling.replay import Replayed
-from ckplan.compiling.search import Candidate, Chosen, CompiledPlanner
+from ckplan.compiling.search import WAYS, Candidate, Chosen, CompiledPlanner
 from ckplan.errors import InfeasibleError
 from ckplan.graph.records import BEFORE_STEP
 from ckplan.plan.plan import Plan, Prediction, plan_fingerprint
@@ -164,6 +164,11 @@ class Parts:
             hint="a larger budget, a smaller batch, or ckplan.apply, uncompiled",
         )
 
+    def alike(self, name: str) -> dict[str, Candidate]:
+        """One way for all graphs; those that do not have it are as torch divides."""
+        every = self.planners.items()
+        return {key: one.ways.get(name, one.candidate(())) for key, one in every}
+
     def _chosen(self, combination: Mapping[str, Candidate]) -> dict[str, Chosen]:
         return {k: self.planners[k].chosen(one) for k, one in combination.items()}
 
@@ -176,6 +181,9 @@ class Parts:
                 {key: _best(some, rate, measure) for key, some in options.items()}
                 for rate in _rates(options.values(), measure)
             ]
+        for name in WAYS:
+            alike = {key: one.saved for key, one in self.alike(name).items()}
+            found.append({k: _saving(some, alike[k]) for k, some in options.items()})
         ordered = sorted(found, key=lambda one: sum(o.seconds for o in one.values()))
         return [{key: o.candidate for key, o in one.items()} for one in ordered]
 
@@ -202,6 +210,10 @@ def _options(planner: CompiledPlanner) -> list[_Option]:
         _Option(one, planner.replayed(one.saved), one.overhead * step_seconds)
         for one in planner.candidates
     ]
+
+
+def _saving(some: list[_Option], saved: frozenset[str] | None) -> _Option:
+    return next(one for one in some if one.candidate.saved == saved)
 
 
 def _rates(options: Iterable[list[_Option]], measure: str) -> list[float]:

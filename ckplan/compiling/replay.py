@@ -11,8 +11,8 @@ by running that kernel alone.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -41,6 +41,8 @@ class Replayed:
     saved_bytes: int  # alive between forward and backward, outputs included
     backward_peak_bytes: int
     gradient_bytes: int  # alive at the end
+    # Most bytes of kernels that are not generated, by op and shapes.
+    kernel_bytes: Mapping[str, int] = field(default_factory=dict, compare=False)
 
     @property
     def peak_bytes(self) -> int:
@@ -139,6 +141,7 @@ def _replay(lowered: Lowered, num_outputs: int, kernels: KernelBytes) -> Replaye
         saved_bytes,
         backward_peak_bytes,
         gradient_bytes,
+        kernels.seen,
     )
 
 

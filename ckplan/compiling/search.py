@@ -9,13 +9,15 @@ candidates, so it never costs more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeAlias
 
 from ckplan import units
+from ckplan.compiling import nodes
 from ckplan.compiling.graph import CompiledStep, as_graph
+from ckplan.compiling.layouts import convolutions_to_save, saving
 from ckplan.compiling.lowering import DynamoGraph, Lowered
 from ckplan.compiling.partition import JointGraph
 from ckplan.compiling.refusals import check_same_graph, check_within_budget
@@ -35,6 +37,10 @@ CANDIDATES = 16
 NEAR_FLOOR = 8
 """More of them between the two smallest, and as many in the quarter above: there, the
 solver nests regions, which are flattened, and a plan without them is often smaller."""
+TORCH_BUDGETS = (0.75, 0.5, 0.25, 0.0)
+"""Values of torch's ``activation_memory_budget``: what they save is a candidate."""
+WAYS = ("every layer", "everything", *(f"torch, {one:g}" for one in TORCH_BUDGETS))
+"""Candidates whatever their simulated bytes, since ``compare`` shows them."""
 _MOST_DOMINATED = 1.02
 """A candidate whose simulated peak exceeds that of a cheaper one by more than this
 factor is left out. Replayed peaks of nearly equal ones may be in another order."""
@@ -87,7 +93,7 @@ class CompiledPlanner:
         self.traced = traced
         self.joint = joint
         self.unplanned = unplanned
-        self.step = _nearer(joint, model, unplanned.peak_bytes)
+        self.step = _nearer(joint, model, unplanned)
         self._progress = progress
         self._quick = quick
         self._own = joint.instead
@@ -129,11 +135,14 @@ class CompiledPlanner:
         known = [one for one in self.candidates if one.saved in self._replayed]
         return min(known, key=lambda one: self._replayed[one.saved].peak_bytes)
 
-    @property
-    def every_layer(self) -> tuple[Candidate, ...]:
-        """Every layer recomputed from its input; empty if there are no layers."""
-        plans = self._planner.standard_baselines.plans
-        return tuple(self.candidate(regions) for _, regions in plans)
+    @cached_property
+    def ways(self) -> Mapping[str, Candidate]:
+        """Those of ``WAYS`` that the step has, by name."""
+        layers = [one for _, one in self._planner.standard_baselines.plans]
+        found = dict(zip(WAYS, (*(layers or [()]), (Region(0),)), strict=False))
+        for name, share in zip(WAYS[2:], TORCH_BUDGETS, strict=True):
+            found[name] = self._saving(self.joint.saved_by_torch(share))
+        return {name: self.candidate(some) for name, some in found.items() if some}
 
     def follow(self, plan: Plan) -> Chosen:
         """Find the values that a plan saves, and replay it.
@@ -253,20 +262,29 @@ class CompiledPlanner:
     def _proposed(self) -> Iterator[Candidate]:
         planner = self._planner
         seen: set[frozenset[str] | None] = set()
+        kept = convolutions_to_save(self.joint, self.unplanned.kernel_bytes)
         found = [Candidate((), planner.unplanned.peak_bytes, 0.0, self._own)]
         for budget_bytes in budgets_to_try(
             planner.floor.peak_bytes, planner.unplanned.peak_bytes
         ):
             plan = planner.within(budget_bytes)
             if plan is not None and plan[1]:
-                found.append(self.candidate(plan[1]))
+                found.append(self.candidate(saving(self.step, plan[1], kept)))
         smallest = float("inf")
-        for one in sorted(found, key=_cheapest_first):
+        ways = {one.saved for one in self.ways.values()}
+        for one in sorted([*found, *self.ways.values()], key=_cheapest_first):
             is_promising = one.simulated_peak_bytes <= _MOST_DOMINATED * smallest
-            smallest = min(smallest, one.simulated_peak_bytes)
-            if is_promising and one.saved not in seen:
+            if one.saved not in ways:
+                smallest = min(smallest, one.simulated_peak_bytes)
+            if (is_promising or one.saved in ways) and one.saved not in seen:
                 seen.add(one.saved)
                 yield one
+
+    def _saving(self, names: Collection[str]) -> tuple[Region, ...]:
+        """All of forward as one region that saves the storages of nodes."""
+        found = self.joint.module.graph.nodes
+        made = frozenset(nodes.base_of(one).name for one in found if one.name in names)
+        return saving(self.step, (Region(0),), made)
 
     def _saved(self, regions: Sequence[Region]) -> frozenset[str]:
         """Names of the nodes that forward saves under regions.
@@ -301,13 +319,14 @@ def _cheapest_first(one: Candidate) -> tuple[float, bool, int]:
     return one.overhead, bool(one.regions), one.simulated_peak_bytes
 
 
-def _nearer(joint: JointGraph, model: str, peak_bytes: int) -> CompiledStep:
+def _nearer(joint: JointGraph, model: str, unplanned: Replayed) -> CompiledStep:
     """The step whose simulated peak is nearer to the replayed one, of two ways."""
-    both = [as_graph(joint, model, fuses_more=one) for one in (False, True)]
-    return min(
-        both,
-        key=lambda one: abs(Simulator(one.graph).run(()).peak_bytes - peak_bytes),
-    )
+    given = joint, model, unplanned.kernel_bytes
+
+    def far(one: CompiledStep) -> int:
+        return abs(Simulator(one.graph).run(()).peak_bytes - unplanned.peak_bytes)
+
+    return min((as_graph(*given, fuses_more=one) for one in (False, True)), key=far)
 
 
 def budgets_to_try(low: int, high: int) -> Iterator[int]:

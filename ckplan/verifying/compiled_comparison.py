@@ -21,14 +21,11 @@ from ckplan.compiling import nodes
 from ckplan.compiling.partition import JointGraph, read_changed
 from ckplan.compiling.parts import Parts
 from ckplan.compiling.replay import Replayed, replay
-from ckplan.compiling.search import Progress
+from ckplan.compiling.search import TORCH_BUDGETS, Progress
 from ckplan.compiling.step import parts_of
 from ckplan.compiling.torch_errors import require_hook
 from ckplan.errors import InfeasibleError
 from ckplan.training.loading import WorkloadSpec, as_spec
-
-TORCH_BUDGETS = (0.75, 0.5, 0.25, 0.0)
-"""Values of ``torch._functorch.config.activation_memory_budget`` that are compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,14 +154,9 @@ def _others(parts: Parts) -> Iterator[tuple[str, _Choice, float | None]]:
     """Name, saved values and torch's budget of the ways beside torch's own."""
     for share in TORCH_BUDGETS:
         yield f"torch, {share:g}", dict.fromkeys(parts.planners), share
-    layers = {k: p.every_layer for k, p in parts.planners.items() if p.every_layer}
-    if layers:  # a graph without layers stays as torch divides it
-        own = {
-            key: layers[key][0].saved if key in layers else None
-            for key in parts.planners
-        }
-        yield "every layer", own, None
-    yield "everything", dict.fromkeys(parts.planners, frozenset[str]()), None
+    for name in ("every layer", "everything"):
+        if any(name in one.ways for one in parts.planners.values()):
+            yield name, {k: c.saved for k, c in parts.alike(name).items()}, None
 
 
 def _plan(parts: Parts, budget_bytes: int) -> _Choice:
