@@ -291,7 +291,7 @@ def run_steps(
                 if tracked:
                     leaves.append(made.requires_grad_())
             else:
-                made = _apply(step, values)
+                made = apply_step(step, values)
             values[number] = made
             for one in dead:
                 del values[one]
@@ -311,7 +311,9 @@ def _times(
     return torch.addmm(operands[of.bias][columns], rows, weight)
 
 
-def _apply(step: Elementwise, values: dict[int, Tensor]) -> Tensor:
+def apply_step(step: Elementwise, values: dict[int, Tensor]) -> Tensor:
+    """Run one op on the values of earlier steps."""
+
     def given(one: Any) -> Any:
         return values[one.step] if isinstance(one, Value) else one
 
