@@ -46,7 +46,12 @@ def tile_rows_of(graph: Graph, calls: Mapping[int, RowTiles]) -> Graph:
         _check_makers(graph, call, found)
         _replace_call(graph, found, tiles, ops, storages, saved)
         gone.update(found.forward)
-    more = [Hazard(call, "unseen", "runs in tiles", ()) for call in calls]
+    more = [
+        Hazard(inside, "unseen", "runs in tiles", ())
+        for call in calls
+        for inside in range(call, len(graph.calls))
+        if graph.is_within(inside, call)
+    ]
     values.update(
         ops=tuple(ops),
         storages=tuple(storages),

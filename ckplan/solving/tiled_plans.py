@@ -3,16 +3,20 @@
 A step with calls in tiles is another graph (``simulating/tiled_regions.py``), which is
 solved like any other. The cheapest plan over a few sets of tiles is taken, of which one
 is none. Tiles only add time, so a set that alone costs more than a plan that was found
-is not searched. The bound holds for schedules of all these steps.
+is not searched. MLPs in tiles cost more than their hidden values rebuilt, so they are
+tried only where the smallest peak of plans without them is in such an MLP. The bound
+holds for schedules of all steps that are tried.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from functools import cached_property, partial
 
 from ckplan.errors import PlanError
 from ckplan.graph.graph import Graph
+from ckplan.graph.records import OUTSIDE_CALLS
 from ckplan.plan.region import TILES, Region
 from ckplan.simulating.moving import Link
 from ckplan.simulating.simulate import Simulator
@@ -30,25 +34,21 @@ from ckplan.solving.tiled_rows import find_tileable_rows
 _ROUNDING = 1e-9  # of overheads
 
 
-def sets_of_tiles(graph: Graph, *, close: bool = False) -> list[tuple[Region, ...]]:
-    """Regions by tiles to choose from; the first set is empty.
-
-    The head and its loss in 8 or 32 tiles, sets of MLPs, and these sets with the head
-    in most tiles.
+def heads_in_tiles(
+    graph: Graph, *, close: bool = False, needed: bool = True
+) -> list[tuple[Region, ...]]:
+    """The head and its loss in a few numbers of tiles, as sets of one region.
 
     Raises:
-        PlanError: No call can run in tiles; the error is that of the last linear layer.
+        PlanError: One is needed and there is none.
     """
-    rows = find_tileable_rows(graph, close=close)
-    heads: list[tuple[Region, ...]] = []
     try:
         call, counts = find_tileable_head(graph, close=close)
-        heads = [(Region(call, TILES, tiles=one),) for one in counts]
     except PlanError:
-        if not rows:
+        if needed:
             raise
-    both = [_together(calls, head) for calls in rows for head in heads[-1:]]
-    return [(), *heads, *rows, *both]
+        return []
+    return [(Region(call, TILES, tiles=one),) for one in counts]
 
 
 class TilingPlanner:
@@ -67,11 +67,22 @@ class TilingPlanner:
         Raises:
             PlanError: No call can run in tiles.
         """
-        sets = sets_of_tiles(planner.graph, close=close)
-        tries = [_Try(planner, tiled, link) for tiled in sets]
-        self._tries = sorted(tries, key=lambda one: one.least_overhead)
+        graph = planner.graph
         self._planner, self._link = planner, link
-        self._simulator = Simulator(planner.graph, link)
+        self._rows = find_tileable_rows(graph, close=close)
+        self._heads = heads_in_tiles(graph, close=close, needed=not self._rows)
+        self._simulator = Simulator(graph, link)
+
+    @cached_property
+    def _tries(self) -> list[_Try]:
+        """Sets of tiles, those that cost least first; one is empty."""
+        tries = [_Try(self._planner, one, self._link) for one in ((), *self._heads)]
+        inside = {one.call for one in (self._rows or ((),))[-1]}
+        for one in dict.fromkeys((tries[0], tries[-1])):
+            if one.peak_is_in(inside):
+                sets = (_together(calls, one.tiled) for calls in self._rows)
+                tries += [_Try(self._planner, tiled, self._link) for tiled in sets]
+        return sorted(tries, key=lambda one: one.least_overhead)
 
     @property
     def floor_bytes(self) -> int:
@@ -161,6 +172,19 @@ class _Try:
         """Of the step with these tiles."""
         planner = Planner(self._graph) if self.tiled else self._planner
         return planner if self._link is None else MovingPlanner(planner, self._link)
+
+    def peak_is_in(self, calls: Collection[int]) -> bool:
+        """Whether the smallest plan that only recomputes has its peak in some calls."""
+        search = self.search
+        planner = search.planner if isinstance(search, MovingPlanner) else search
+        found = planner.within(planner.floor.peak_bytes) if calls else None
+        if found is None:
+            return False
+        graph, moment = planner.graph, found[0].peak_moment // 2
+        around = graph.ops[moment].call if moment < len(graph.ops) else OUTSIDE_CALLS
+        while around not in calls and around != OUTSIDE_CALLS:
+            around = graph.calls[around].parent
+        return around in calls
 
     @property
     def floor_bytes(self) -> int:

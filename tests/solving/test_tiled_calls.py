@@ -26,7 +26,6 @@ from ckplan.simulating.simulate import simulate
 from ckplan.solving.levers import frontier_of, lever_baselines, search_with
 from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.planner import Planner
-from ckplan.solving.tiled_plans import sets_of_tiles
 from ckplan.solving.tiled_rows import find_tileable_rows
 from ckplan.tracing.steps import tiled_row_bits
 
@@ -196,9 +195,8 @@ def test_calls_whose_rows_are_not_apart_are_not_offered() -> None:
 
 
 def test_sets_of_equal_mlps_are_a_first_part_and_all() -> None:
-    sets = sets_of_tiles(step())
-    assert [len(one) for one in sets] == [0, 1, 2]
-    first, both = sets[1:]
+    first, both = find_tileable_rows(step())
+    assert (len(first), len(both)) == (1, 2)
     assert both[: len(first)] == first
 
 

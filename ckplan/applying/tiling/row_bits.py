@@ -14,8 +14,8 @@ from ckplan.applying.tiling.row_program import (
     Operands,
     Product,
     RowProgram,
-    apply_step,
 )
+from ckplan.applying.tiling.row_steps import apply_step
 from ckplan.plan.tiles import RowTiles
 
 
