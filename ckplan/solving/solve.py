@@ -86,11 +86,12 @@ def solve_plan(
             (small graphs; needs the extra ``milp``).
         time_limit: Seconds that ``"milp"`` may take.
         allow: ``["tiles"]``: the head and its loss may run in tiles, without the
-            logits, and MLPs, without their hidden values. For a budget, a card, or the least memory. With ``"close"``, too:
-            also a head whose 16-bit logits are not cast to float32, whose gradients
-            tiles round in another place; the plan says ``bits: close``. ``"groups"``:
-            the optimizer may update groups of parameters, one after the other; then
-            the plan's ``workload`` says so, and ``update_in_groups`` does it.
+            logits, and MLPs, without their hidden values. For a budget, a card, or
+            the least memory. With ``"close"``, too: also a head whose 16-bit logits
+            are not cast to float32, whose gradients tiles round in another
+            place; the plan says ``bits: close``. ``"groups"``: the optimizer may update
+            groups of parameters, one after the other; then the plan's ``workload`` says
+            so, and ``update_in_groups`` does it.
         spill_rate: Bytes per second of a disk that activations may move to, such as
             ``"2GB"``, or as ``ckplan.spill_rate(folder)`` measures it; on a GPU, of the
             way to host memory, each way. For a budget, a card or the least memory. On
