@@ -31,9 +31,9 @@ class LeverOptions:
     allow: Annotated[
         list[Lever] | None,
         typer.Option(
-            help="tiles: the head and its loss may run in tiles; close: also where "
-            "that rounds gradients in another place; groups: the optimizer may "
-            "update groups of parameters."
+            help="tiles: the head and its loss, and MLPs, may run in tiles; close: "
+            "also where that rounds gradients in another place; groups: the optimizer "
+            "may update groups of parameters."
         ),
     ] = None
     offload: Annotated[

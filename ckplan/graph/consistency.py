@@ -122,7 +122,7 @@ def _calls_out_of_range(graph: RecordedStep) -> Iterator[str]:
 
 def _tests_out_of_range(graph: RecordedStep) -> Iterator[str]:
     for one in graph.tiled:
-        counts = one.tokens, one.vocabulary, one.threads
+        counts = one.rows, one.columns, one.threads
         known = _all_in_range((one.call,), 0, len(graph.calls))
         positive = _all_in_range(counts, 1, _MOST)
         if not (known and positive and 0 <= one.difference < inf):

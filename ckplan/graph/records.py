@@ -202,11 +202,11 @@ class Hazard:
 
 @dataclass(frozen=True, slots=True)
 class TiledBits:
-    """What a test of a head in tiles found, on random values of its shape and dtype."""
+    """What a test of a call in tiles found, on random values of its shape and dtype."""
 
-    call: int  # of the head
-    tokens: int  # tiles
-    vocabulary: int  # tiles
+    call: int  # of a head, or of an MLP
+    rows: int  # tiles; of a head, of tokens
+    columns: int  # tiles; of a head, of the vocabulary
     difference: float  # largest, relative to the largest of its tensor; 0: same bits
     threads: int  # of the CPU that the test ran with
 
@@ -229,7 +229,7 @@ class RecordedStep:
     costs: str = MEASURED  # source of the seconds, or "roofline RTX 4090"
     engine: EngineCosts = field(default_factory=EngineCosts)
     options: Mapping[str, str] = field(default_factory=dict)
-    tiled: tuple[TiledBits, ...] = ()  # tests; none if no head can run in tiles
+    tiled: tuple[TiledBits, ...] = ()  # tests; none if no call can run in tiles
 
     @property
     def backward_stop(self) -> int:

@@ -23,6 +23,9 @@ ELEMENTWISE = frozenset(
 )
 """Ops that treat every element apart; an MLP runs them between its products."""
 
+DROPOUT = frozenset({"empty_like", "bernoulli_", "div_", "mul", "native_dropout"})
+"""Ops of dropout; an MLP runs them after its last product, on the whole output."""
+
 _ROWS = 32  # smallest tile of tokens, or of rows; cuts lie at multiples
 _COLUMNS = 64  # same, for the vocabulary, or for columns
 

@@ -23,6 +23,7 @@ from ckplan.report.extra_work import extra_work_json, extra_work_words
 from ckplan.report.remedies import remedies_table, remedy_json
 from ckplan.report.reserved import reserved_facts, reserved_json
 from ckplan.report.tables import add_row, key_value_table, make_table, section
+from ckplan.report.tiles import tiles_json, tiles_rows
 from ckplan.simulating.allocations import Reserved
 from ckplan.simulating.extra_work import ExtraWork, extra_work
 from ckplan.simulating.simulate import Timeline
@@ -46,7 +47,7 @@ def solution_report(
         *([section(_INSTEAD, remedies_table(instead))] if instead else []),
         section(
             "Budget, bound and floor",
-            key_value_table(_budget_rows(solution, reserve_bytes, reserved)),
+            key_value_table(_budget_rows(solution, plan, reserve_bytes, reserved)),
         ),
         section(
             "Common strategies under the same budget",
@@ -106,6 +107,8 @@ def solution_json(
         "step_seconds": step_seconds + timeline.recompute_seconds,
         "instead": [remedy_json(one) for one in instead],
         "baselines": [baseline_json(baseline) for baseline in solution.baselines],
+        "tiles": tiles_json(solution, plan),
+        "without_tiles": solution.without_tiles and asdict(solution.without_tiles),
         "regions": [_region_json(region) for region in plan.regions],
     }
 
@@ -160,7 +163,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
 
 def _before_and_after(solution: Solution, predicted: Prediction | None) -> Table:
     before, after = solution.unplanned, solution.timeline
-    seconds = after.graph.step_seconds
+    seconds = after.unplanned_seconds
     planned_seconds = seconds + after.recompute_seconds
     table = make_table("predicted", "unplanned", "planned")
     add_row(table, "peak", _size(before.peak_bytes), _size(after.peak_bytes))
@@ -174,7 +177,7 @@ def _before_and_after(solution: Solution, predicted: Prediction | None) -> Table
 
 
 def _budget_rows(
-    solution: Solution, reserve_bytes: int, reserved: Reserved | None
+    solution: Solution, plan: Plan, reserve_bytes: int, reserved: Reserved | None
 ) -> list[tuple[str, str]]:
     before, after, floor = solution.unplanned, solution.timeline, solution.floor
     limit = _size(solution.budget_bytes)
@@ -194,6 +197,7 @@ def _budget_rows(
         *reserved_facts(reserved),
         *_engine(after),
         *_extra_rows(solution),
+        *tiles_rows(solution, plan),
         ("bound", f"{bound}: no schedule of these ops within the budget costs less"),
         *_exact_rows(solution.exact),
         ("gap", f"{units.format_percent(solution.gap)} between bound and plan"),

@@ -46,7 +46,7 @@ def fused_graph(graph: Graph, call: int) -> Graph:
         ops=tuple(
             costed(
                 graph,
-                ops,
+                enumerate(ops),
                 {found.log_softmax: (every, chunks), found.backward: ((), 0)},
                 {
                     found.log_softmax: _workspace_bytes(graph, found),

@@ -7,11 +7,11 @@ first two of backward, for the gradient of the input and for those of weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import replace
 
 from ckplan.graph.graph import Graph
-from ckplan.graph.records import Hazard, Op, Storage
+from ckplan.graph.records import Hazard, Op, Saved, Storage
 from ckplan.plan.tiles import RowTiles
 from ckplan.simulating.row_buffers import columns_bytes, forward_bytes, rows_bytes
 from ckplan.simulating.row_wise import (
@@ -20,31 +20,63 @@ from ckplan.simulating.row_wise import (
     input_gradient,
     refuse_rows,
 )
-from ckplan.simulating.tiling import costed, kept_by_kernels
+from ckplan.simulating.tiling import costed, kept_by_kernels, refuse_other_bits
 
 _NOTING_SECONDS = 0.005
 """CPU time in which the engine looks at the ops of a call, measured on one core."""
 
 
-def tile_rows_of(graph: Graph, call: int, tiles: RowTiles) -> Graph:
-    """The step with a row-wise call in tiles.
+def tile_rows_of(graph: Graph, calls: Mapping[int, RowTiles]) -> Graph:
+    """The step with row-wise calls in tiles.
 
     Args:
         graph: The step.
-        call: The call.
-        tiles: Numbers of tiles.
+        calls: Call -> its numbers of tiles.
 
     Raises:
-        PlanError: The rows of the call are not apart, or an op is not understood.
+        PlanError: The rows of a call are not apart, an op is not understood, or tiles
+            have other bits than they promise.
     """
-    found = find_row_wise(graph, call)
+    values = {name: getattr(graph, name) for name in graph.__dataclass_fields__}
+    ops, storages, saved = list(graph.ops), list(graph.storages), list(graph.saved)
+    gone: set[int] = set()
+    for call, tiles in calls.items():
+        found = find_row_wise(graph, call)
+        refuse_other_bits(graph, call, tiles)
+        _check_makers(graph, call, found)
+        _replace_call(graph, found, tiles, ops, storages, saved)
+        gone.update(found.forward)
+    more = [
+        Hazard(inside, "unseen", "runs in tiles", ())
+        for call in calls
+        for inside in range(call, len(graph.calls))
+        if graph.is_within(inside, call)
+    ]
+    values.update(
+        ops=tuple(ops),
+        storages=tuple(storages),
+        saved=tuple(saved),
+        hazards=tuple(sorted((*graph.hazards, *more), key=lambda one: one.call)),
+        encodings=tuple(one for one in graph.encodings if one.op not in gone),
+    )
+    return Graph(**values)
+
+
+def _replace_call(
+    graph: Graph,
+    found: RowOps,
+    tiles: RowTiles,
+    ops: list[Op],
+    storages: list[Storage],
+    saved: list[Saved],
+) -> None:
+    """Let the passes over the tiles of one call stand for its ops."""
     begin = found.backward
     for_rows = begin[0] if found.hidden_gradients else None
     for_columns = None
     if found.weight_gradients:
         for_columns = begin[0] if for_rows is None else begin[1]
     end = max(one for one in (for_rows, for_columns) if one is not None)
-    ops, storages = list(graph.ops), list(graph.storages)
     for number in (*found.interior, *kept_by_kernels(graph, found.forward)):
         storages[number] = replace(storages[number], bytes=0, tensor=None)
     gradient = input_gradient(graph, found)
@@ -57,22 +89,12 @@ def tile_rows_of(graph: Graph, call: int, tiles: RowTiles) -> Graph:
     for storage in (found.hidden, found.given):
         last = max(storages[storage].last, end)
         storages[storage] = replace(storages[storage], last=last)
-    _check_makers(graph, call, found, begin[0])
-    values = {name: getattr(graph, name) for name in graph.__dataclass_fields__}
-    hazard = Hazard(call, "unseen", "runs in tiles", ())
-    values.update(
-        ops=tuple(_in_passes(graph, found, tiles, ops, (for_rows, for_columns))),
-        storages=tuple(storages),
-        saved=tuple(
-            replace(one, unpacked_at=begin[0], last_used=end, last_held=end)
-            if one.storage == found.hidden and one.unpacked_at in begin
-            else one
-            for one in graph.saved
-        ),
-        hazards=tuple(sorted((*graph.hazards, hazard), key=lambda one: one.call)),
-        encodings=tuple(one for one in graph.encodings if one.op not in found.forward),
-    )
-    return Graph(**values)
+    for index in graph.saved_of.get(found.hidden, ()):
+        if saved[index].unpacked_at in begin:
+            saved[index] = replace(
+                saved[index], unpacked_at=begin[0], last_used=end, last_held=end
+            )
+    _set_passes(graph, found, tiles, ops, (for_rows, for_columns))
 
 
 def _move(ops: list[Op], storages: list[Storage], storage: int, maker: int) -> None:
@@ -84,20 +106,20 @@ def _move(ops: list[Op], storages: list[Storage], storage: int, maker: int) -> N
     storages[storage] = replace(storages[storage], maker=maker)
 
 
-def _check_makers(graph: Graph, call: int, found: RowOps, begin: int) -> None:
+def _check_makers(graph: Graph, call: int, found: RowOps) -> None:
     """Check that what backward needs is there when it begins."""
-    if graph.storages[found.given].maker >= begin:
+    if graph.storages[found.given].maker >= found.backward[0]:
         raise refuse_rows(graph, call, "its backward begins before its gradient")
 
 
-def _in_passes(
+def _set_passes(
     graph: Graph,
     found: RowOps,
     tiles: RowTiles,
     ops: list[Op],
     passes: tuple[int | None, int | None],
-) -> Iterator[Op]:
-    """Ops with the seconds, FLOPs and workspaces of tiles."""
+) -> None:
+    """Give ops the seconds, FLOPs and workspaces of tiles."""
     for_rows, for_columns = passes
     again = (*found.forward[:-1], found.inner_gradient, *found.elementwise)
     rows = len(tiles.of_rows(found.rows))
@@ -112,11 +134,14 @@ def _in_passes(
         columns = len(tiles.of_columns(found.width))
         runs[for_columns] = ((*again, *found.weight_gradients), columns)
         spaces[for_columns] = columns_bytes(graph, found, tiles)
-    gone = {*found.forward, *found.backward}
-    for number, op in enumerate(costed(graph, ops, runs, spaces, gone)):
-        if number != found.product:
-            yield op
-        elif graph.is_launched:
-            yield replace(op, launch_seconds=op.launch_seconds + _NOTING_SECONDS)
-        else:
-            yield replace(op, seconds=op.seconds + _NOTING_SECONDS)
+    numbers = sorted({*found.forward, *found.backward})
+    mine = [ops[number] for number in numbers]
+    spent = costed(graph, zip(numbers, mine, strict=True), runs, spaces, {*numbers})
+    for number, op in zip(numbers, spent, strict=True):
+        ops[number] = op
+    last = ops[found.product]
+    if graph.is_launched:
+        more = last.launch_seconds + _NOTING_SECONDS
+        ops[found.product] = replace(last, launch_seconds=more)
+    else:
+        ops[found.product] = replace(last, seconds=last.seconds + _NOTING_SECONDS)

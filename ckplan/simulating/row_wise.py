@@ -1,8 +1,8 @@
 """The ops of a row-wise call, such as an MLP, in a recorded step.
 
 A row-wise call multiplies its input by matrices of parameters, applies elementwise ops
-to the products, and multiplies the result by one more matrix. ``row_tiling.py``
-replaces its ops.
+to the products, and multiplies the result by one more matrix. Dropout of its output
+may follow, which stays as it is. ``row_tiling.py`` replaces the other ops.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from ckplan.errors import PlanError
 from ckplan.graph.graph import Graph
 from ckplan.graph.records import Op, Storage
-from ckplan.plan.tiles import ELEMENTWISE
+from ckplan.plan.tiles import DROPOUT, ELEMENTWISE
 
 PRODUCTS = {"mm": 2, "addmm": 3}  # -> tensors that they read
 _IN_BACKWARD = ELEMENTWISE | {"exp", "threshold_backward"}
@@ -78,14 +78,16 @@ def find_row_wise(graph: Graph, call: int) -> RowOps:
     Raises:
         PlanError: Its rows are not apart, or an op is not understood.
     """
-    found = graph.calls[call]
-    forward = tuple(range(found.start, found.stop))
+    forward = _without_dropout(graph, call)
+    after = {*range(forward[-1] + 1, graph.calls[call].stop)} if forward else set()
+    masks = {s for number in after for s in graph.ops[number].outputs}
     way = _Way()
     known = _follow_forward(graph, call, forward, way)
     inside = set(way.interior)
     for number in range(graph.num_forward, graph.backward_stop):
         op = graph.ops[number]
-        if op.call >= 0 and graph.is_within(op.call, call):
+        inside_call = op.call >= 0 and graph.is_within(op.call, call)
+        if inside_call and masks.isdisjoint(op.reads):
             _follow_back(graph, call, number, way)
     if way.given < 0 or way.inner_gradient is None:
         raise refuse_rows(graph, call, "no gradient flows through it")
@@ -116,6 +118,27 @@ def find_row_wise(graph: Graph, call: int) -> RowOps:
         known.bytes,
         gradient,
     )
+
+
+def _without_dropout(graph: Graph, call: int) -> tuple[int, ...]:
+    """Ops of a call up to its last product; only dropout may follow, as it is."""
+    found = graph.calls[call]
+    numbers = range(found.start, found.stop)
+    products = [n for n in numbers if graph.ops[n].name in PRODUCTS]
+    last = products[-1] if products else found.stop - 1
+    made: set[int] = set()
+    for number in numbers[last + 1 - found.start :]:
+        op = graph.ops[number]
+        made.update(op.outputs)
+        if not {*op.reads} - made <= {*graph.ops[last].outputs} - {*op.writes}:
+            raise refuse_rows(graph, call, f"{op.name} follows its last product")
+    for number in numbers:
+        if number < last and graph.ops[number].random:
+            why = "dropout before its last product draws a number for every hidden "
+            raise refuse_rows(graph, call, why + "value at once, tiles draw others")
+        if number > last and graph.ops[number].name not in DROPOUT:
+            raise refuse_rows(graph, call, f"it ends in {graph.ops[number].name}")
+    return tuple(range(found.start, last + 1))
 
 
 def input_gradient(graph: Graph, found: RowOps) -> int | None:
@@ -274,13 +297,15 @@ def _check_readers(
     known |= set() if way.inner_gradient is None else {way.inner_gradient}
     made = {s for n in ends for s in graph.ops[n].outputs}
     backward = [n for n in known if n >= graph.num_forward]
+    begin, end = min(backward, default=0), max(backward, default=0)
+    hidden = way.interior - made
     for number, op in enumerate(graph.ops):
         if number in known:
             continue
-        if not (way.interior - made).isdisjoint(op.reads):
+        if not hidden.isdisjoint(op.reads):
             raise refuse_rows(graph, call, f"{op.name} reads a hidden value")
-        if backward and min(backward) < number < max(backward):
-            _check_between(graph, call, op, made, number - min(backward))
+        if begin < number < end:
+            _check_between(graph, call, op, made, number - begin)
 
 
 def _check_between(

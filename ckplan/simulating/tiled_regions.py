@@ -17,11 +17,16 @@ def tile_regions(graph: Graph, regions: Iterable[Region]) -> Graph:
     Raises:
         PlanError: A call cannot run in tiles.
     """
+    heads: list[tuple[int, Tiles]] = []
+    calls: dict[int, RowTiles] = {}
     for one in regions:
         if isinstance(one.tiles, RowTiles):
-            graph = tile_rows_of(graph, one.call, one.tiles)
+            calls[one.call] = one.tiles
         elif one.tiles is not None:
-            graph = tile_graph(graph, one.call, one.tiles)
+            heads.append((one.call, one.tiles))
+    graph = tile_rows_of(graph, calls) if calls else graph
+    for call, tiles in heads:
+        graph = tile_graph(graph, call, tiles)
     return graph
 
 

@@ -25,7 +25,7 @@ from ckplan.graph.records import (
     Workspace,
 )
 from ckplan.plan.region import Region
-from ckplan.plan.tiles import CLOSE_BITS, SAME_BITS, Tiles
+from ckplan.plan.tiles import CLOSE_BITS, SAME_BITS, RowTiles, Tiles
 from ckplan.simulating.heads import CAP, HeadOps, find_head, hidden_of, refuse
 from ckplan.simulating.moving import is_on_gpu
 from ckplan.simulating.reductions import (
@@ -77,14 +77,7 @@ def tile_graph(graph: Graph, call: int, tiles: Tiles) -> Graph:
             needed=f"bits: {CLOSE_BITS}, or logits.float() before F.cross_entropy",
             hint=f"bits: {CLOSE_BITS}",
         )
-    test = tested(graph, call, tiles)
-    if test is not None and test.difference and tiles.bits == SAME_BITS:
-        raise PlanError(
-            f"cannot tile {graph.calls[call]} with the same bits: profile found a "
-            f"difference up to {test.difference:.1e} (threads: {test.threads})",
-            needed=f"bits: {CLOSE_BITS}, or another number of tiles",
-            hint=f"bits: {CLOSE_BITS}",
-        )
+    refuse_other_bits(graph, call, tiles)
     ops, storages = list(graph.ops), list(graph.storages)
     forget_logits(graph, found, storages)
     move_gradients(found, ops, storages, weights_in=found.backward)
@@ -120,13 +113,28 @@ def tile_graph(graph: Graph, call: int, tiles: Tiles) -> Graph:
     return Graph(**values)
 
 
-def tested(graph: Graph, call: int, tiles: Tiles) -> TiledBits | None:
-    """The test of a head in such tiles; None if there was none."""
-    asked = call, tiles.tokens, tiles.vocabulary
+def tested(graph: Graph, call: int, tiles: Tiles | RowTiles) -> TiledBits | None:
+    """The test of a call in such tiles; None if there was none."""
     for one in graph.tiled:
-        if (one.call, one.tokens, one.vocabulary) == asked:
+        if (one.call, one.rows, one.columns) == (call, *tiles.counts):
             return one
     return None
+
+
+def refuse_other_bits(graph: Graph, call: int, tiles: Tiles | RowTiles) -> None:
+    """Check that tiles have the same bits, if that is what they promise.
+
+    Raises:
+        PlanError: A test found others.
+    """
+    test = tested(graph, call, tiles)
+    if test is not None and test.difference and tiles.bits == SAME_BITS:
+        raise PlanError(
+            f"cannot tile {graph.calls[call]} with the same bits: profile found a "
+            f"difference up to {test.difference:.1e} (threads: {test.threads})",
+            needed=f"bits: {CLOSE_BITS}, or another number of tiles",
+            hint=f"bits: {CLOSE_BITS}",
+        )
 
 
 def _hazards(graph: Graph, call: int, found: HeadOps) -> Iterator[Hazard]:
@@ -185,12 +193,12 @@ def _in_passes(
         found.backward: backward_bytes(found, tiles, scratch),
     }
     gone = {*number_of, *ahead, *found.weight_gradients}
-    yield from costed(graph, ops, passes, spaces, gone)
+    yield from costed(graph, enumerate(ops), passes, spaces, gone)
 
 
 def costed(
     graph: Graph,
-    ops: Iterable[Op],
+    ops: Iterable[tuple[int, Op]],
     passes: Mapping[int, tuple[Sequence[int], int]],
     spaces: Mapping[int, int],
     gone: Container[int],
@@ -199,12 +207,12 @@ def costed(
 
     Args:
         graph: The step as it is.
-        ops: Of the other step.
+        ops: Of the other step, with their numbers.
         passes: Op -> the ops that run in it, and how many launches each has.
         spaces: Op -> bytes of its workspace.
         gone: Ops that cost nothing of their own.
     """
-    for number, op in enumerate(ops):
+    for number, op in ops:
         if number in passes:
             parts, count = passes[number]
             run = [graph.ops[n] for n in parts]

@@ -7,6 +7,7 @@ search, draws its trade-off, and simulates what frameworks do with the same leve
 ``offload all``      every value of every layer that can move moves, the rest is rebuilt
 ``save_on_cpu``      the same, each copy waited for (``torch.autograd.graph``)
 ``chunked loss``     the head and its loss in 8 tiles, and nothing else
+``tiled MLPs``       every MLP in 8 tiles, and nothing else
 ``fused loss``       ``torch.nn.functional.linear_cross_entropy`` by chunks
 ===================  ==================================================================
 """
@@ -33,7 +34,9 @@ from ckplan.solving.planner import Planner
 from ckplan.solving.reserved_limit import solve_within_limit
 from ckplan.solving.search import Search
 from ckplan.solving.solution import Baseline, FrontierPoint, Solution
-from ckplan.solving.tiled_heads import TilingPlanner, find_tileable_head
+from ckplan.solving.tiled_heads import find_tileable_head
+from ckplan.solving.tiled_plans import TilingPlanner
+from ckplan.solving.tiled_rows import find_tileable_rows
 
 GROUPS = "groups"
 """The lever of updates in groups of parameters."""
@@ -50,7 +53,7 @@ def search_with(
         link: The way of copies, if values may move.
 
     Raises:
-        PlanError: No head can run in tiles, or no update in groups.
+        PlanError: No call can run in tiles, or no update in groups.
     """
     if GROUPS in allow:
         others = [one for one in allow if one != GROUPS]
@@ -131,11 +134,19 @@ def lever_baselines(
         overhead = seconds / (line.unplanned_seconds or 1.0)
         yield replace(moving, name="save_on_cpu", overhead=overhead)
     if "tiles" in allow:
-        call, counts = find_tileable_head(graph, close="close" in allow)
+        yield from _tiling(planner, limit, close="close" in allow)
+
+
+def _tiling(planner: Planner, limit: MemoryLimit, *, close: bool) -> Iterator[Baseline]:
+    """Tiles and nothing else: of the head, and of all MLPs."""
+    with suppress(PlanError):  # no head can
+        call, counts = find_tileable_head(planner.graph, close=close)
         head = Region(call, TILES, tiles=counts[0])
         yield Baseline.of("chunked loss", planner.simulator.run([head]), limit)
-        with suppress(PlanError):  # it has no soft cap, and no label smoothing
-            yield _fused(graph, call, limit)
+        # It has no soft cap, and no label smoothing.
+        yield _fused(planner.graph, call, limit)
+    for regions in find_tileable_rows(planner.graph, close=close)[-1:]:
+        yield Baseline.of("tiled MLPs", planner.simulator.run(regions), limit)
 
 
 def _fused(graph: Graph, call: int, limit: MemoryLimit) -> Baseline:

@@ -58,6 +58,14 @@ class ExactResult:
     bound_overhead: float  # no schedule costs less
 
 
+@dataclass(frozen=True, slots=True)
+class WithoutTiles:
+    """What the best plans of the same search without tiles are."""
+
+    floor_bytes: int
+    overhead: float | None  # within the same limit; None if no such plan fits
+
+
 @dataclass(frozen=True)
 class Solution:
     """The cheapest plan found that fits a budget."""
@@ -71,6 +79,7 @@ class Solution:
     bound_overhead: float  # no schedule of ops under this budget costs less
     baselines: tuple[Baseline, ...]
     exact: ExactResult | None = None  # of an exact search, if one was requested
+    without_tiles: WithoutTiles | None = None  # if tiles were allowed
 
     @property
     def fragmentation_bytes(self) -> int:

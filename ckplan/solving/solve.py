@@ -86,11 +86,12 @@ def solve_plan(
             (small graphs; needs the extra ``milp``).
         time_limit: Seconds that ``"milp"`` may take.
         allow: ``["tiles"]``: the head and its loss may run in tiles, without the
-            logits. For a budget, a card, or the least memory. With ``"close"``, too:
-            also a head whose 16-bit logits are not cast to float32, whose gradients
-            tiles round in another place; the plan says ``bits: close``. ``"groups"``:
-            the optimizer may update groups of parameters, one after the other; then
-            the plan's ``workload`` says so, and ``update_in_groups`` does it.
+            logits, and MLPs, without their hidden values. For a budget, a card, or
+            the least memory. With ``"close"``, too: also a head whose 16-bit logits
+            are not cast to float32, whose gradients tiles round in another
+            place; the plan says ``bits: close``. ``"groups"``: the optimizer may update
+            groups of parameters, one after the other; then the plan's ``workload`` says
+            so, and ``update_in_groups`` does it.
         spill_rate: A disk that activations may move to, ``ckplan.spill_link("/tmp")``,
             or its bytes per second, such as ``"2GB"``, for copies that take nothing
             from the processor; on a GPU, of the way to host memory, each way. For a

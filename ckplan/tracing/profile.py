@@ -26,11 +26,10 @@ from ckplan.graph.updates import with_update_of
 from ckplan.simulating.peers import peer_rate
 from ckplan.tracing.build import build_graph
 from ckplan.tracing.costs.apply_overhead import on_host
-from ckplan.tracing.costs.calibrate import (
-    Progress,
-)
+from ckplan.tracing.costs.calibrate import Progress
 from ckplan.tracing.costs.cost_cache import CostCache, cost_cache
 from ckplan.tracing.cuda.memory import in_allocator_blocks
+from ckplan.tracing.faking.hollow import without_content
 from ckplan.tracing.hazards.nondeterminism import with_nondeterminism_hazards
 from ckplan.tracing.other_steps import OtherSteps
 from ckplan.tracing.recording.side_effects import preserve_rng_state
@@ -38,6 +37,7 @@ from ckplan.tracing.seconds import coding_costs_of, costs_of, engine_costs_of
 from ckplan.tracing.smaller_batches import DoesNotFitError, profile_smaller_batches
 from ckplan.tracing.steps.measured import with_seconds_in_step
 from ckplan.tracing.steps.tiled_bits import with_tested_tiles
+from ckplan.tracing.steps.tiled_row_bits import with_tested_rows
 from ckplan.tracing.target import TraceTarget, find_target
 from ckplan.tracing.trace import trace, trace_on_real_tensors
 from ckplan.tracing.watched_step import BuildWorkload, FakeScope, TracedStep
@@ -306,6 +306,8 @@ def _measured_whole(
     known = in_step if isinstance(in_step, OtherSteps) else None
     if known is None:
         graph = with_tested_tiles(graph, target.placed, cache, progress)
+        build = partial(without_content, real, target.placed)
+        graph = with_tested_rows(graph, build, target.placed, cache, progress)
     if target.device.type != "cpu" or in_step is False:
         return graph
     measured = partial(

@@ -56,7 +56,7 @@ class LeverPlans:
         way: The way.
 
     Raises:
-        CkplanError: No head can run in tiles, or nothing can move.
+        CkplanError: No call can run in tiles, or nothing can move.
     """
 
     def __init__(self, planner: Planner, way: Way) -> None:

@@ -47,6 +47,7 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "relu": lambda: of(nn.ReLU()),
     "gated": lambda: Gated(WIDTH, HIDDEN),
     "matrices": Matrices,
+    "dropped": lambda: nn.Sequential(of(nn.GELU()), nn.Dropout(0.3)),
 }
 
 
@@ -135,7 +136,7 @@ def _gate_without_gradient(one: Tensor) -> Tensor:
 
 MIXES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "softmax": (lambda one: one.softmax(-1), "it runs _softmax"),
-    "dropout": (lambda one: F.dropout(one, 0.5), "it runs"),
+    "dropout": (lambda one: F.dropout(one, 0.5), "draws a number for every hidden"),
     "no gradient": (_gate_without_gradient, "without gradients"),
     "detach": (lambda one: one.detach() * one, "reads other tensors"),
     "in place": (lambda one: one.relu_(), "it runs relu_"),

@@ -195,7 +195,7 @@ def test_a_profile_tests_the_bits_of_the_tiles_that_are_solved_for(
 ) -> None:
     _, graph = step
     threads = torch.get_num_threads()
-    counts = [(one.tokens, one.vocabulary, one.threads) for one in graph.tiled]
+    counts = [(one.rows, one.columns, one.threads) for one in graph.tiled]
     assert counts == [(8, 8, threads), (32, 32, threads)]
     graph_file.save(graph, tmp_path / "trace.json")
     assert graph_file.load(tmp_path / "trace.json").tiled == graph.tiled
@@ -229,7 +229,7 @@ def test_tiles_that_a_test_found_close_need_to_be_allowed(
 
 
 def test_a_head_too_large_to_test_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiled_bits, "_LONGEST_SECONDS", 0.0)
+    monkeypatch.setattr(tiled_bits, "LONGEST_SECONDS", 0.0)
     graph = recorded("capped", torch.float16)
     assert not graph.tiled
     assert any(

@@ -75,6 +75,7 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "gated": lambda: Gated(WIDTH, HIDDEN),
     "written out": lambda: Mlp(written_out),
     "half frozen": lambda: half_frozen(Mlp()),
+    "dropped": lambda: nn.Sequential(Mlp(), nn.Dropout(0.4)),
     "frozen": lambda: Mlp().requires_grad_(requires_grad=False),
 }
 NUMBERS = {"written out": 16}  # bytes of numbers that autograd frees earlier
@@ -117,6 +118,7 @@ def measured(kind: str, plan: Plan | None) -> tuple[int, list[Tensor]]:
         ckplan.apply(model, plan)
 
     def run() -> None:
+        torch.manual_seed(1)
         output = model(rows)  # stays until backward ends
         loss_of(output).backward()
 
@@ -255,14 +257,26 @@ class Kept(Mlp):
         return made
 
 
+class Scale(nn.Module):
+    """Keeps what it scales for backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return rows * self.scale
+
+
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "softmax": (lambda: Mlp(lambda one: one.softmax(-1)), "it runs _softmax"),
     "nothing": (lambda: Mlp(lambda one: one), "no elementwise op"),
     "in place": (lambda: Mlp(lambda one: one.relu_()), "it runs relu_"),
     "kept": (Kept, "changes its attribute 'seen'"),
     "linear": (lambda: nn.Linear(WIDTH, WIDTH), "no product, ops, and a product"),
-    "wider": (lambda: nn.Sequential(Mlp(), nn.GELU()), "it has products after"),
-    "dropout": (lambda: Mlp(nn.Dropout(0.5)), "it runs"),
+    "wider": (lambda: nn.Sequential(Mlp(), nn.GELU()), "it ends in gelu"),
+    "dropout": (lambda: Mlp(nn.Dropout(0.5)), "draws a number for every hidden value"),
+    "scaled": (lambda: nn.Sequential(Mlp(), Scale()), "mul follows its last product"),
 }
 
 

@@ -23,7 +23,7 @@ class Bits:
 
     bits: str  # SAME or CLOSE
     difference: float  # largest, relative to the largest value of its tensor
-    where: str  # "loss", "hidden", "weight" or "bias"; "" if all are the same
+    where: str  # name of the result; "" if all are the same
     threads: int  # that the test ran with
 
     def __str__(self) -> str:
@@ -105,7 +105,7 @@ def check_bits(
         found = _gradients(
             tiled_cross_entropy, operands, target, {**options, "tiles": tiles}
         )
-        return _compare(plain, found, torch.get_num_threads())
+        return compared(plain, found, torch.get_num_threads())
 
 
 def _random_operands(
@@ -141,7 +141,8 @@ def _gradients(
     return {"loss": loss.detach(), **found}
 
 
-def _compare(plain: dict[str, Tensor], found: dict[str, Tensor], threads: int) -> Bits:
+def compared(plain: dict[str, Tensor], found: dict[str, Tensor], threads: int) -> Bits:
+    """How far results are from the plain ones, and which is farthest."""
     worst, where = 0.0, ""
     for name, one in plain.items():
         if torch.equal(one, found[name]):

@@ -15,6 +15,7 @@ from ckplan.applying.hooks.choices import Choice
 from ckplan.applying.tiling.handle import Tiled
 from ckplan.applying.tiling.row_passes import RowWise
 from ckplan.applying.tiling.row_program import NotRowWise, program_of
+from ckplan.applying.tiling.row_steps import run_tail
 from ckplan.applying.tiling.watched import is_watched
 from ckplan.errors import ApplyError, PlanError, did_you_mean
 from ckplan.plan.tiles import RowTiles
@@ -74,8 +75,9 @@ class TiledRows(Tiled):
         self.tiled += 1
         if self.choice is not None:
             self.choice.runs += 1
-        made: Tensor = RowWise.apply(given[0], program, self.tiles, *operands)
-        return made
+        return run_tail(
+            program, RowWise.apply(given[0], program, self.tiles, *operands)
+        )
 
     def _tell(self, why: str) -> None:
         """Count a call that stays whole, and warn of the first."""

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from ckplan.applying.tiling.row_program import Operands, RowProgram, run_steps
+from ckplan.applying.tiling.row_program import Operands, RowProgram
+from ckplan.applying.tiling.row_steps import run_steps
 from ckplan.plan.tiles import RowTiles
 
 _EVERY = slice(None)

@@ -7,7 +7,6 @@ that computes something else today is not taken for what it was.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ckplan.plan.tiles import ELEMENTWISE
+from ckplan.plan.tiles import DROPOUT, ELEMENTWISE
 
 _aten = torch.ops.aten
 _VIEWS = (_aten.view.default, _aten._unsafe_view.default)
@@ -67,12 +66,14 @@ class RowProgram:
     final: Operands | None = None
     result: int = -1  # the step whose value the final product reads
     shape: tuple[int, ...] = ()  # of the output
+    # Dropout of the output and views of it: values are the output, then the results.
+    tail: list[Elementwise] = field(default_factory=list)
 
     def last_uses(self) -> list[list[int]]:
         """Step -> the earlier steps whose values no later step reads."""
         last = {self.result: len(self.steps)}
         for number, step in reversed([*enumerate(self.steps)]):
-            for one in _values(step):
+            for one in values_read(step):
                 last.setdefault(one, number)
         return [
             [s for s, at in last.items() if at == n] for n in range(len(self.steps))
@@ -89,7 +90,8 @@ class RowProgram:
         return found.t() if of.is_transposed else found
 
 
-def _values(step: Product | Elementwise) -> list[int]:
+def values_read(step: Product | Elementwise) -> list[int]:
+    """The values that a step reads, by number."""
     if isinstance(step, Product):
         return []
     found = (*step.args, *step.kwargs.values())
@@ -135,6 +137,7 @@ class _Noting(TorchDispatchMode):
         self._hidden: dict[int, int] = {}  # id of a tensor -> step
         self._transposed: dict[int, Tensor] = {}  # id of a view -> its weight
         self._outputs: set[int] = set()
+        self._tail: dict[int, int] = {}  # id of a tensor -> value of the tail
         self._keep: list[Any] = [hidden]  # so that no id is used twice
         self._is_wide: tuple[int, ...] = ()  # rows, columns
 
@@ -153,7 +156,9 @@ class _Noting(TorchDispatchMode):
 
     def _note(self, func: Any, args: Any, kwargs: Any, made: Any) -> None:
         name = func.overloadpacket.__name__
-        if func in _VIEWS:
+        if self._program.final is not None and self._is_of_tail(func, name, args):
+            self._add_to_tail(func, args, kwargs, made)
+        elif func in _VIEWS:
             self._view(args[0], made)
         elif func is _aten.detach.default:
             return  # autograd keeps a result; ops that read it are refused
@@ -164,14 +169,45 @@ class _Noting(TorchDispatchMode):
             self._product(first, second, bias, made)
         elif name in ELEMENTWISE and not func._schema.is_mutable:
             self._elementwise(func, args, kwargs, made)
+        elif name in DROPOUT:
+            raise NotRowWise(
+                "dropout before its last product draws a number for every hidden value "
+                "at once, tiles draw others"
+            )
         else:
             raise NotRowWise(f"it runs {name}")
+
+    def _is_of_tail(self, func: Any, name: str, args: Any) -> bool:
+        """Whether an op is dropout of the output, or a view after that."""
+        is_view = func in _VIEWS and bool(self._program.tail)
+        return (name in DROPOUT and id(args[0]) in self._tail) or is_view
+
+    def _add_to_tail(self, func: Any, args: Any, kwargs: Any, made: Any) -> None:
+        tail = self._program.tail
+
+        def noted(one: Any) -> Any:
+            if not isinstance(one, Tensor):
+                return one
+            if id(one) not in self._tail:
+                raise NotRowWise("its output meets other tensors")
+            return Value(self._tail[id(one)])
+
+        if func._schema.is_mutable and not self._tail.get(id(args[0])):
+            raise NotRowWise("it changes its output in place")
+        if not tail:
+            self._program.shape = args[0].shape
+        step = Elementwise(
+            func, tuple(map(noted, args)), {k: noted(v) for k, v in kwargs.items()}
+        )
+        tail.append(step)
+        same = args[0] if func._schema.is_mutable else made
+        self._tail[id(same)] = self._tail[id(made)] = len(tail)
 
     def _view(self, source: Tensor, made: Tensor) -> None:
         """A view of the same rows, or another shape of the output."""
         same = made.dim() > 0 and made.shape[-1] == source.shape[-1]
         if id(source) in self._outputs:
-            self._outputs.add(id(made))
+            self._note_output(made)
         elif same and id(source) in self._inputs:
             self._inputs.add(id(made))
         elif same and id(source) in self._hidden:
@@ -198,9 +234,13 @@ class _Noting(TorchDispatchMode):
             self._add(Product(of), made)
         elif id(first) in self._hidden:
             program.final, program.result = of, self._hidden[id(first)]
-            self._outputs.add(id(made))
+            self._note_output(made)
         else:
             raise NotRowWise("a product is of something else than its rows")
+
+    def _note_output(self, made: Tensor) -> None:
+        self._outputs.add(id(made))
+        self._tail[id(made)] = 0
 
     def _elementwise(self, func: Any, args: Any, kwargs: Any, made: Tensor) -> None:
         def noted(one: Any) -> Any:
@@ -236,13 +276,14 @@ class _Noting(TorchDispatchMode):
     def finish(self, made: Any) -> RowProgram:
         """The program, if the forward returned its last product."""
         program = self._program
-        used = {one for step in program.steps for one in _values(step)}
+        used = {one for step in program.steps for one in values_read(step)}
         unused = {*range(len(program.steps))} - used - {program.result}
-        if id(made) not in self._outputs or program.final is None or unused:
+        last = self._tail.get(id(made)) == len(program.tail)
+        if not last or program.final is None or unused:
             raise NotRowWise("it returns something else than its last product")
         if isinstance(program.steps[program.result], Product):
             raise NotRowWise("it has no elementwise op between its products")
-        program.shape = made.shape
+        program.shape = program.shape or made.shape
         return program
 
 
@@ -258,62 +299,3 @@ def _is_constant(tensor: Any) -> bool:
     """Whether it is a parameter, or another tensor that was there before."""
     plain = type(tensor) in (Tensor, nn.Parameter)
     return plain and not isinstance(tensor, FakeTensor)
-
-
-def run_steps(
-    program: RowProgram,
-    operands: tuple[Tensor, ...],
-    rows: Tensor,
-    columns: slice,
-    *,
-    tracked: bool,
-) -> tuple[Tensor, list[Tensor]]:
-    """Compute the value that the final product reads, for some rows and columns.
-
-    Args:
-        program: What to compute.
-        operands: Its parameters.
-        rows: Rows of the input, [r, D].
-        columns: Of the hidden values.
-        tracked: Whether autograd follows the elementwise ops.
-
-    Returns:
-        The value, and the results of the first products.
-    """
-    values: dict[int, Tensor] = {}
-    leaves: list[Tensor] = []
-    with torch.enable_grad() if tracked else nullcontext():
-        for number, dead in enumerate(program.last_uses()):
-            step = program.steps[number]
-            if isinstance(step, Product):
-                with torch.no_grad():
-                    made = _times(program, operands, step.of, rows, columns)
-                if tracked:
-                    leaves.append(made.requires_grad_())
-            else:
-                made = _apply(step, values)
-            values[number] = made
-            for one in dead:
-                del values[one]
-    return values.pop(program.result), leaves
-
-
-def _times(
-    program: RowProgram,
-    operands: tuple[Tensor, ...],
-    of: Operands,
-    rows: Tensor,
-    columns: slice,
-) -> Tensor:
-    weight = program.weight(operands, of)[:, columns]
-    if of.bias is None:
-        return torch.mm(rows, weight)
-    return torch.addmm(operands[of.bias][columns], rows, weight)
-
-
-def _apply(step: Elementwise, values: dict[int, Tensor]) -> Tensor:
-    def given(one: Any) -> Any:
-        return values[one.step] if isinstance(one, Value) else one
-
-    kwargs = {name: given(one) for name, one in step.kwargs.items()}
-    return step.function(*map(given, step.args), **kwargs)

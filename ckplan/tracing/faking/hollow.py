@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import mmap
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, TypeVar
 
 import torch
 from torch._subclasses.fake_tensor import (
@@ -34,6 +34,7 @@ from ckplan.tracing.faking.fake_mode import (
     without_draws,
 )
 
+_Made = TypeVar("_Made")
 _META = torch.device("meta")
 _OUTSIDE_HEAP = 1 << 20  # bytes
 
@@ -151,3 +152,9 @@ def hollow_tensors() -> Iterator[None]:
     """
     with without_draws(), _Hollow():
         yield
+
+
+def without_content(build: Callable[[], _Made], device: torch.device) -> _Made:
+    """What ``build`` makes, on the CPU without contents."""
+    with hollow_tensors() if device.type == "cpu" else nullcontext():
+        return build()

@@ -1,0 +1,107 @@
+"""Whether tiles of an MLP give autograd's own bits: tested, not assumed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ckplan.applying.tiling.bits import Bits, compared
+from ckplan.applying.tiling.row_passes import RowWise
+from ckplan.applying.tiling.row_program import (
+    Operands,
+    Product,
+    RowProgram,
+)
+from ckplan.applying.tiling.row_steps import apply_step
+from ckplan.plan.tiles import RowTiles
+
+
+def check_row_bits(
+    program: RowProgram,
+    rows: int,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    tiles: RowTiles,
+    seed: int = 0,
+) -> Bits:
+    """Compare output and gradients of tiles with those of autograd, on random values.
+
+    Args:
+        program: What the MLP computes; the shapes of its parameters count.
+        rows: Of its input.
+        dtype: Of all tensors.
+        device: Where to test.
+        tiles: Numbers of tiles.
+        seed: Of the random values; the state of the generators is kept.
+
+    Returns:
+        ``same``, or ``close`` with the largest difference.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*sizes: int) -> Tensor:
+        made = torch.randn(*sizes, generator=generator)
+        return made.to(device, dtype)
+
+    assert program.final is not None
+    _, first = program.first[0]
+    features = program.weight(tuple(program.operands), first).shape[0]
+    operands = [
+        normal(*one.shape) / (one.numel() / one.shape[-1]) ** 0.5
+        if one.dim() > 1
+        else normal(*one.shape)
+        for one in program.operands
+    ]
+    given = normal(rows, features), *operands
+    width = program.weight(tuple(program.operands), program.final).shape[1]
+    gradient = normal(rows, width)
+    flat = replace(program, shape=(rows, width))
+
+    def tiled(hidden: Tensor, *rest: Tensor) -> Tensor:
+        made: Tensor = RowWise.apply(hidden, flat, tiles, *rest)
+        return made
+
+    def plain(hidden: Tensor, *rest: Tensor) -> Tensor:
+        return _whole(program, hidden, rest)
+
+    one, other = (_results(made, given, gradient) for made in (plain, tiled))
+    return compared(one, other, torch.get_num_threads())
+
+
+def _whole(program: RowProgram, hidden: Tensor, operands: tuple[Tensor, ...]) -> Tensor:
+    """The output as autograd follows it, without tiles."""
+
+    def product(of: Operands, value: Tensor) -> Tensor:
+        weight = program.weight(operands, of)
+        if of.bias is None:
+            return torch.mm(value, weight)
+        return torch.addmm(operands[of.bias], value, weight)
+
+    values: dict[int, Tensor] = {}
+    for number, step in enumerate(program.steps):
+        if isinstance(step, Product):
+            values[number] = product(step.of, hidden)
+        else:
+            values[number] = apply_step(step, values)
+    assert program.final is not None
+    return product(program.final, values[program.result])
+
+
+def _results(
+    function: Callable[..., Tensor], given: tuple[Tensor, ...], gradient: Tensor
+) -> dict[str, Tensor]:
+    """Output and gradients by name."""
+    leaves = [one.detach().clone().requires_grad_() for one in given]
+    made = function(*leaves)
+    made.backward(gradient)
+    names = ["hidden", *(f"parameter {n}" for n in range(len(given) - 1))]
+    found = {
+        name: leaf.grad
+        for name, leaf in zip(names, leaves, strict=True)
+        if leaf.grad is not None
+    }
+    return {"output": made.detach(), **found}

@@ -1,0 +1,92 @@
+"""Run the steps of a row-wise call: on some rows and columns, or what follows them."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ckplan.applying.tiling.row_program import (
+    Elementwise,
+    Operands,
+    Product,
+    RowProgram,
+    Value,
+    values_read,
+)
+
+
+def run_steps(
+    program: RowProgram,
+    operands: tuple[Tensor, ...],
+    rows: Tensor,
+    columns: slice,
+    *,
+    tracked: bool,
+) -> tuple[Tensor, list[Tensor]]:
+    """Compute the value that the final product reads, for some rows and columns.
+
+    Args:
+        program: What to compute.
+        operands: Its parameters.
+        rows: Rows of the input, [r, D].
+        columns: Of the hidden values.
+        tracked: Whether autograd follows the elementwise ops.
+
+    Returns:
+        The value, and the results of the first products.
+    """
+    values: dict[int, Tensor] = {}
+    leaves: list[Tensor] = []
+    with torch.enable_grad() if tracked else nullcontext():
+        for number, dead in enumerate(program.last_uses()):
+            step = program.steps[number]
+            if isinstance(step, Product):
+                with torch.no_grad():
+                    made = _times(program, operands, step.of, rows, columns)
+                if tracked:
+                    leaves.append(made.requires_grad_())
+            else:
+                made = apply_step(step, values)
+            values[number] = made
+            for one in dead:
+                del values[one]
+    return values.pop(program.result), leaves
+
+
+def _times(
+    program: RowProgram,
+    operands: tuple[Tensor, ...],
+    of: Operands,
+    rows: Tensor,
+    columns: slice,
+) -> Tensor:
+    weight = program.weight(operands, of)[:, columns]
+    if of.bias is None:
+        return torch.mm(rows, weight)
+    return torch.addmm(operands[of.bias][columns], rows, weight)
+
+
+def apply_step(step: Elementwise, values: dict[int, Tensor]) -> Tensor:
+    """Run one op on the values of earlier steps."""
+
+    def given(one: Any) -> Any:
+        return values[one.step] if isinstance(one, Value) else one
+
+    kwargs = {name: given(one) for name, one in step.kwargs.items()}
+    return step.function(*map(given, step.args), **kwargs)
+
+
+def run_tail(program: RowProgram, made: Tensor) -> Tensor:
+    """What follows the last product, as the module itself does it, on the output."""
+    values = {0: made}
+    del made
+    for number, step in enumerate(program.tail):
+        values[number + 1] = apply_step(step, values)
+        later = {
+            one for other in program.tail[number + 1 :] for one in values_read(other)
+        }
+        values = {n: one for n, one in values.items() if n in later or n > number}
+    return values[len(program.tail)]

@@ -1,0 +1,223 @@
+"""Plans with calls in tiles, if they are allowed: the head and its loss, and MLPs.
+
+A step with calls in tiles is another graph (``simulating/tiled_regions.py``), which is
+solved like any other. The cheapest plan over a few sets of tiles is taken, of which one
+is none. Tiles only add time, so a set that alone costs more than a plan that was found
+is not searched. MLPs in tiles cost more than their hidden values rebuilt, so they are
+tried only where the smallest peak of plans without them is in such an MLP. The bound
+holds for schedules of all steps that are tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from functools import cached_property, partial
+
+from ckplan.errors import PlanError
+from ckplan.graph.graph import Graph
+from ckplan.graph.records import OUTSIDE_CALLS
+from ckplan.plan.region import TILES, Region
+from ckplan.simulating.moving import Link
+from ckplan.simulating.simulate import Simulator
+from ckplan.simulating.tiled_regions import tile_regions
+from ckplan.solving.memory_limit import MemoryLimit
+from ckplan.solving.offloading import MovingPlanner, by_cost
+from ckplan.solving.planner import Planner
+from ckplan.solving.replays import ReplayedPlan
+from ckplan.solving.reserved_limit import solve_within_limit
+from ckplan.solving.search import solve_each
+from ckplan.solving.solution import Solution, WithoutTiles
+from ckplan.solving.tiled_heads import find_tileable_head
+from ckplan.solving.tiled_rows import find_tileable_rows
+
+_ROUNDING = 1e-9  # of overheads
+
+
+def heads_in_tiles(
+    graph: Graph, *, close: bool = False, needed: bool = True
+) -> list[tuple[Region, ...]]:
+    """The head and its loss in a few numbers of tiles, as sets of one region.
+
+    Raises:
+        PlanError: One is needed and there is none.
+    """
+    try:
+        call, counts = find_tileable_head(graph, close=close)
+    except PlanError:
+        if needed:
+            raise
+        return []
+    return [(Region(call, TILES, tiles=one),) for one in counts]
+
+
+class TilingPlanner:
+    """The plans of one graph with calls whole or in tiles."""
+
+    def __init__(
+        self, planner: Planner, link: Link | None = None, *, close: bool = False
+    ) -> None:
+        """Prepare the searches.
+
+        Args:
+            planner: Of the graph with all calls whole.
+            link: The way of copies, if values may move.
+            close: Whether tiles may round results in another place.
+
+        Raises:
+            PlanError: No call can run in tiles.
+        """
+        graph = planner.graph
+        self._planner, self._link = planner, link
+        self._rows = find_tileable_rows(graph, close=close)
+        self._heads = heads_in_tiles(graph, close=close, needed=not self._rows)
+        self._simulator = Simulator(graph, link)
+
+    @cached_property
+    def _tries(self) -> list[_Try]:
+        """Sets of tiles, those that cost least first; one is empty."""
+        tries = [_Try(self._planner, one, self._link) for one in ((), *self._heads)]
+        inside = {one.call for one in (self._rows or ((),))[-1]}
+        for one in dict.fromkeys((tries[0], tries[-1])):
+            if one.peak_is_in(inside):
+                sets = (_together(calls, one.tiled) for calls in self._rows)
+                tries += [_Try(self._planner, tiled, self._link) for tiled in sets]
+        return sorted(tries, key=lambda one: one.least_overhead)
+
+    @property
+    def floor_bytes(self) -> int:
+        """The smallest peak of any plan found."""
+        return min(one.floor_bytes for one in self._tries)
+
+    def within(self, budget_bytes: int) -> ReplayedPlan | None:
+        """The cheapest plan that fits, as its timeline and its regions."""
+        best: ReplayedPlan | None = None
+        for one in self._tries:
+            if best is not None and one.least_overhead > best[0].overhead:
+                break
+            plan = one.search.within(budget_bytes)
+            if plan is None:
+                continue
+            regions = _together(plan[1], one.tiled)
+            timeline = self._simulator.run(regions)
+            cost = timeline.overhead, timeline.peak_bytes
+            if timeline.peak_bytes <= budget_bytes and (
+                best is None or cost < (best[0].overhead, best[0].peak_bytes)
+            ):
+                best = timeline, regions
+        return best
+
+    def solve(self, limit: MemoryLimit) -> Solution:
+        """Find the cheapest plan within a limit.
+
+        Raises:
+            InfeasibleError: No plan found fits; the smallest peak found is named.
+        """
+        least: list[float] = []  # overheads of plans that fit
+
+        def solved(one: _Try) -> Solution | None:
+            if least and one.least_overhead > min(least):
+                return None
+            solution = one.solve(limit)
+            if one.tiled:
+                solution = _on_graph(self._simulator, one.tiled, solution)
+            if limit.allows(solution.timeline):
+                least.append(solution.timeline.overhead)
+            return solution
+
+        found = solve_each(self._tries, solved, lambda one: one.floor_bytes)
+        best = min(found, key=partial(by_cost, limit))
+        bounds = [one.bound_overhead for one in found]
+        bounds += [self._planner.bound(limit.bytes)] if self._link is None else []
+        return replace(
+            best,
+            bound_overhead=max(0.0, min(bounds)),
+            baselines=self._planner.standard_baselines.baselines(limit),
+            without_tiles=self._without(found, limit),
+        )
+
+    def _without(self, found: list[Solution], limit: MemoryLimit) -> WithoutTiles:
+        """What plans without tiles reach, of all that were found."""
+        costs = [
+            one.timeline.overhead
+            for one in found
+            if limit.allows(one.timeline) and not any(r.tiles for r in one.regions)
+        ]
+        (whole,) = (one for one in self._tries if not one.tiled)
+        return WithoutTiles(whole.floor_bytes, min(costs, default=None))
+
+
+class _Try:
+    """The search of one set of tiles."""
+
+    def __init__(
+        self, planner: Planner, tiled: tuple[Region, ...], link: Link | None
+    ) -> None:
+        self.tiled = tiled
+        self._planner, self._link = planner, link
+
+    @cached_property
+    def _graph(self) -> Graph:
+        return tile_regions(self._planner.graph, self.tiled)
+
+    @cached_property
+    def least_overhead(self) -> float:
+        """What every plan with these tiles costs at least."""
+        seconds = self._planner.graph.step_seconds
+        more = self._graph.step_seconds - seconds
+        return more / (seconds or 1.0) - _ROUNDING if self.tiled else 0.0
+
+    @cached_property
+    def search(self) -> Planner | MovingPlanner:
+        """Of the step with these tiles."""
+        planner = Planner(self._graph) if self.tiled else self._planner
+        return planner if self._link is None else MovingPlanner(planner, self._link)
+
+    def peak_is_in(self, calls: Collection[int]) -> bool:
+        """Whether the smallest plan that only recomputes has its peak in some calls."""
+        search = self.search
+        planner = search.planner if isinstance(search, MovingPlanner) else search
+        found = planner.within(planner.floor.peak_bytes) if calls else None
+        if found is None:
+            return False
+        graph, moment = planner.graph, found[0].peak_moment // 2
+        around = graph.ops[moment].call if moment < len(graph.ops) else OUTSIDE_CALLS
+        while around not in calls and around != OUTSIDE_CALLS:
+            around = graph.calls[around].parent
+        return around in calls
+
+    @property
+    def floor_bytes(self) -> int:
+        """The smallest peak that the search found."""
+        if isinstance(self.search, MovingPlanner):
+            return self.search.floor_bytes
+        return self.search.floor.peak_bytes
+
+    def solve(self, limit: MemoryLimit) -> Solution:
+        """The cheapest plan within a limit, of the step with these tiles."""
+        if isinstance(self.search, MovingPlanner):
+            return self.search.solve(limit)
+        return solve_within_limit(self.search, limit)
+
+
+def _together(
+    regions: tuple[Region, ...], others: tuple[Region, ...]
+) -> tuple[Region, ...]:
+    return tuple(sorted((*regions, *others), key=lambda one: one.call))
+
+
+def _on_graph(
+    simulator: Simulator, tiles: tuple[Region, ...], tiled: Solution
+) -> Solution:
+    """A solution of the graph with tiles, as one of the graph itself."""
+    regions = _together(tiled.regions, tiles)
+    timeline = simulator.run(regions)
+    longer = tiled.unplanned.graph.step_seconds / (timeline.unplanned_seconds or 1.0)
+    bound = (1 + tiled.bound_overhead) * longer - 1
+    return replace(
+        tiled,
+        regions=regions,
+        timeline=timeline,
+        unplanned=simulator.run(),
+        bound_overhead=bound,
+    )

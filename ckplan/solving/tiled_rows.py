@@ -1,0 +1,94 @@
+"""MLPs that can run in tiles of rows, and the sets of them to choose from.
+
+Equal MLPs run in tiles together. Gradients of parameters pile up in backward while
+activations go, so the peak is often in its last part: in the first layers. So a quarter
+of the layers, the first ones, is a set of its own, which costs a quarter of the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+
+from ckplan.errors import PlanError
+from ckplan.graph.graph import Graph
+from ckplan.plan.hazards import refuse_hazards
+from ckplan.plan.region import TILES, Region
+from ckplan.plan.tiles import CLOSE_BITS, SAME_BITS, RowTiles
+from ckplan.simulating.row_wise import RowOps, find_row_wise
+from ckplan.simulating.tiling import tested
+
+ROW_COUNT = 8  # tiles of rows, and of columns
+_PART = 4  # of the layers, the first ones
+
+
+def find_tileable_rows(
+    graph: Graph, *, close: bool = False
+) -> tuple[tuple[Region, ...], ...]:
+    """Sets of calls that can run in tiles of rows, with their tiles; fewest first.
+
+    Bits are those that ``profile`` tested; where it did not, the same.
+
+    Args:
+        graph: The step.
+        close: Whether results may be rounded in another place.
+
+    Returns:
+        Of the MLPs with the largest hidden values, the first quarter and all; all MLPs,
+        if there are others. Nothing if no call can run in tiles.
+    """
+    groups: dict[Hashable, list[Region]] = {}
+    sizes: dict[Hashable, int] = {}
+    for call, found in row_wise_calls(graph).items():
+        region = Region(call, TILES, tiles=_tiles(graph, call))
+        if close or region.tiles.bits == SAME_BITS:  # type: ignore[union-attr]
+            kind = kind_of(graph, call, found)
+            groups.setdefault(kind, []).append(region)
+            sizes[kind] = found.tensor_bytes * len(found.interior)
+    if not groups:
+        return ()
+    largest = groups[max(sizes, key=lambda kind: sizes[kind])]
+    every = sorted((one for of in groups.values() for one in of), key=lambda o: o.call)
+    sets = largest[: -(-len(largest) // _PART)], largest, every
+    return tuple(dict.fromkeys(map(tuple, sets)))
+
+
+def row_wise_calls(graph: Graph) -> dict[int, RowOps]:
+    """Calls that can run in tiles of rows: outermost ones, and all of their module."""
+    found: dict[int, RowOps] = {}
+    for call in range(len(graph.calls)):
+        if not any(graph.is_within(call, one) for one in _last_key(found)):
+            try:
+                refuse_hazards(graph, Region(call, TILES, tiles=RowTiles()))
+                found[call] = find_row_wise(graph, call)
+            except PlanError:
+                continue
+    number_of: dict[str, int] = {}
+    for one in graph.calls:
+        number_of[one.fqn] = number_of.get(one.fqn, 0) + 1
+    names = [graph.calls[call].fqn for call in found]
+    return {
+        call: ops
+        for call, ops in found.items()
+        if names.count(graph.calls[call].fqn) == number_of[graph.calls[call].fqn]
+    }
+
+
+def _last_key(found: dict[int, RowOps]) -> Iterator[int]:
+    """The latest call: calls inside follow it at once."""
+    yield from list(found)[-1:]
+
+
+def _tiles(graph: Graph, call: int) -> RowTiles:
+    test = tested(graph, call, RowTiles(ROW_COUNT, ROW_COUNT))
+    difference = test.difference if test is not None else 0.0
+    bits = CLOSE_BITS if difference else SAME_BITS
+    return RowTiles(ROW_COUNT, ROW_COUNT, bits, difference)
+
+
+def kind_of(graph: Graph, call: int, found: RowOps) -> Hashable:
+    """Equal for MLPs of the same class and shapes that run the same ops."""
+    names = tuple(graph.ops[number].name for number in found.forward)
+    shapes = tuple(
+        graph.storages[s].tensor for n in found.forward for s in graph.ops[n].reads
+    )
+    return graph.calls[call].module, names, shapes

@@ -1,0 +1,159 @@
+"""Test whether MLPs give the same bits in tiles of rows, where the step will train.
+
+As for heads (``tiled_bits.py``): on random values, for the shapes, dtype, device and
+number of threads of the step. Equal MLPs are tested once. What an MLP computes is noted
+from the model itself, whose tensors need no content.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import replace
+
+import torch
+
+from ckplan.applying.tiling import check_row_bits
+from ckplan.applying.tiling.row_program import NotRowWise, RowProgram, program_of
+from ckplan.graph.graph import Graph
+from ckplan.graph.records import TiledBits
+from ckplan.plan.tiles import RowTiles
+from ckplan.simulating.row_wise import RowOps
+from ckplan.solving.tiled_rows import ROW_COUNT, kind_of, row_wise_calls
+from ckplan.tracing.costs.calibrate import Progress
+from ckplan.tracing.costs.cost_cache import Cost, CostCache
+from ckplan.tracing.steps.tiled_bits import LONGEST_SECONDS, MARGIN
+from ckplan.training.failures import first_line
+from ckplan.training.free_memory import free_bytes
+from ckplan.training.warm_up import warm_up_vector_kernels
+from ckplan.training.workload import Workload
+
+_RUNS = 4  # of all ops of an MLP: plain, and again in tiles
+_AT_ONCE = 2  # of the bytes of all hidden values
+_TILES = RowTiles(ROW_COUNT, ROW_COUNT)
+
+Build = Callable[[], Workload]
+
+
+def with_tested_rows(
+    graph: Graph,
+    build: Build,
+    device: torch.device,
+    cache: CostCache,
+    progress: Progress | None,
+) -> Graph:
+    """Add to a graph whether its MLPs give the same bits in tiles of rows.
+
+    An MLP that is too large to be tested gets a note; a graph without one stays.
+
+    Args:
+        graph: A step that was recorded for this machine.
+        build: Makes its workload, on plain tensors, with content or without.
+        device: Where it trains.
+        cache: Of the costs of that device.
+        progress: Called with the progress.
+    """
+    groups: dict[Hashable, list[int]] = {}
+    calls = row_wise_calls(graph)
+    for call, found in calls.items():
+        groups.setdefault(kind_of(graph, call, found), []).append(call)
+    keys = {kind: _key(graph, kind, calls[of[0]]) for kind, of in groups.items()}
+    known = cache.known([*keys.values()])
+    notes: list[str] = []
+    wanted: dict[Hashable, int] = {}
+    for kind, (first, *_) in groups.items():
+        if keys[kind] in known:
+            continue
+        why = _too_large(graph, calls[first], device)
+        if why:
+            notes.append(_not_tested(graph, first, why))
+        else:
+            wanted[kind] = first
+    if wanted:
+        (progress or (lambda what, done, total: None))("testing tiles", 0, 0)
+        programs = _programs(graph, build, device, calls, [*wanted.values()])
+        for kind, first in wanted.items():
+            cost = _test(programs[first], calls[first], device)
+            if isinstance(cost, str):
+                notes.append(_not_tested(graph, first, cost))
+            else:
+                known |= cache.learn({keys[kind]: cost})
+    threads, counts = torch.get_num_threads(), _TILES.counts
+    tests = [
+        TiledBits(call, *counts, known[keys[kind]].seconds, threads)
+        for kind, of in groups.items()
+        if keys[kind] in known
+        for call in of
+    ]
+    more = (*graph.tiled, *sorted(tests, key=lambda one: one.call))
+    return replace(graph, tiled=more, notes=(*graph.notes, *notes))
+
+
+def _programs(
+    graph: Graph,
+    build: Build,
+    device: torch.device,
+    calls: dict[int, RowOps],
+    wanted: list[int],
+) -> dict[int, RowProgram | str]:
+    """Call -> what its module computes, or why that is not known, in words."""
+    try:
+        modules = dict(build().model.named_modules())
+    except Exception as error:
+        return dict.fromkeys(wanted, f"{type(error).__name__}: {first_line(error)}")
+    found: dict[int, RowProgram | str] = {}
+    for call in wanted:
+        tensor = graph.storages[calls[call].hidden].tensor
+        assert tensor is not None
+        dtype = getattr(torch, tensor.dtype)
+        hidden = torch.empty(tensor.shape, dtype=dtype, device=device)
+        try:
+            forward = modules[graph.calls[call].fqn].forward
+            found[call] = program_of(forward, hidden)
+        except NotRowWise as error:
+            found[call] = str(error)
+    return found
+
+
+def _test(program: RowProgram | str, found: RowOps, device: torch.device) -> Cost | str:
+    """The difference, in place of seconds; or why there is no test, in words."""
+    if isinstance(program, str):
+        return program
+    warm_up_vector_kernels()
+    dtype = program.operands[0].dtype
+    try:
+        bits = check_row_bits(
+            program, found.rows, dtype=dtype, device=device, tiles=_TILES
+        )
+    except (RuntimeError, MemoryError) as error:
+        return first_line(error)
+    return Cost(MARGIN * bits.difference, 0, 0, measured=True)
+
+
+def _key(graph: Graph, kind: Hashable, found: RowOps) -> str:
+    """What the bits of an MLP in tiles depend on."""
+    names = [graph.ops[number].name for number in found.backward]
+    digest = hashlib.sha256(repr((kind, names)).encode()).hexdigest()[:32]
+    return f"bits of tiles {_TILES.counts} of rows {digest}"
+
+
+def _too_large(graph: Graph, found: RowOps, device: torch.device) -> str:
+    """Why an MLP is not tested, in words; "" if it is."""
+    numbers = (*found.forward, *found.backward)
+    seconds = _RUNS * sum(graph.ops[number].seconds for number in numbers)
+    if seconds > LONGEST_SECONDS:
+        return f"it would take {seconds:.0f} s"
+    if _AT_ONCE * sum(_sizes(graph, numbers)) > free_bytes(device):
+        return "the hidden values do not fit in memory"
+    return ""
+
+
+def _sizes(graph: Graph, numbers: tuple[int, ...]) -> Iterator[int]:
+    """Bytes of what ops read and make, each once."""
+    ops = [graph.ops[number] for number in numbers]
+    for storage in {s for op in ops for s in (*op.reads, *op.outputs)}:
+        yield graph.storages[storage].bytes
+
+
+def _not_tested(graph: Graph, call: int, why: str) -> str:
+    return f"tiles of {graph.calls[call]}: bits not tested: {why}"

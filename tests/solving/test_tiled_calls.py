@@ -1,0 +1,216 @@
+"""Tiles of MLPs as the solver chooses them: floors, break-even, bits, words."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+
+import pytest
+import torch
+from commands import Run
+from gated import Gated
+from measured import peak_bytes_of
+from torch import Tensor, nn
+
+import ckplan
+from ckplan.errors import PlanError
+from ckplan.graph import file as graph_file
+from ckplan.graph.graph import Graph
+from ckplan.plan.plan import Plan
+from ckplan.plan.resolve import resolve
+from ckplan.plan.tiles import CLOSE_BITS, RowTiles
+from ckplan.simulating.simulate import simulate
+from ckplan.solving.levers import frontier_of, lever_baselines, search_with
+from ckplan.solving.memory_limit import MemoryLimit
+from ckplan.solving.planner import Planner
+from ckplan.solving.tiled_rows import find_tileable_rows
+from ckplan.tracing.steps import tiled_row_bits
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+WIDTH, HIDDEN, ROWS, LAYERS = 32, 1024, 256, 2
+
+
+class Layer(nn.Module):
+    """An MLP beside a residual."""
+
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(WIDTH), mlp
+
+    def forward(self, rows: Tensor) -> Tensor:
+        made: Tensor = rows + self.mlp(self.norm(rows))
+        return made
+
+
+class Softmax(nn.Module):
+    """Columns of its hidden values are not apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        made: Tensor = self.down(self.up(rows).softmax(-1))
+        return made
+
+
+def model_of(make: Callable[[], nn.Module]) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [Layer(make()) for _ in range(LAYERS)]
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), *layers)
+
+
+wide = partial(Gated, WIDTH, HIDDEN)
+
+
+def batch() -> Tensor:
+    return torch.randn(2, ROWS // 2, WIDTH, generator=torch.Generator().manual_seed(0))
+
+
+def loss_of(made: Tensor, _: object = None) -> Tensor:
+    return made.square().mean()
+
+
+def recorded(make: Callable[[], nn.Module]) -> Graph:
+    given = model_of(make), (batch(),)
+    return ckplan.profile(*given, loss_fn=loss_of, optimizer="none", replay=False)
+
+
+@cache
+def step() -> Graph:
+    return recorded(wide)
+
+
+def tiled(plan: Plan) -> list[tuple[str, object]]:
+    return [(one.calls, one.tiles) for one in plan.regions if one.tiles]
+
+
+def measured(plan: Plan | None) -> tuple[int, list[Tensor]]:
+    """Peak of the second step, and its gradients."""
+    model, rows = model_of(wide), batch()
+    if plan is not None:
+        ckplan.apply(model, plan)
+
+    def run() -> None:
+        made = model(rows)
+        loss_of(made).backward()
+
+    run()
+    model.zero_grad()
+    peak = peak_bytes_of(run, [*model.parameters(), rows])
+    return peak, [one.grad for one in model.parameters() if one.grad is not None]
+
+
+def test_a_wide_mlp_in_tiles_lowers_the_floor_with_the_same_bits() -> None:
+    least = ckplan.solve(step(), goal="min-memory").predicted
+    plan = ckplan.solve(step(), goal="min-memory", allow=["tiles"])
+    assert tiled(plan) == [("[1..2].mlp", RowTiles(8, 8))]
+    assert least is not None and plan.predicted is not None
+    hidden = ROWS * HIDDEN * 4
+    assert plan.predicted.peak_bytes < least.peak_bytes - hidden
+    peak, gradients = measured(plan)
+    plain, expected = measured(None)
+    assert plan.predicted.peak_bytes == peak < plain
+    assert len(gradients) == len(expected) == 12
+    assert all(map(torch.equal, gradients, expected))
+
+
+def test_tiles_are_chosen_past_break_even_only() -> None:
+    solve = partial(ckplan.solve, step(), allow=["tiles"])
+    assert tiled(solve(budget="95%")) == []
+    without = ckplan.solve(step(), goal="min-memory").predicted
+    assert without is not None
+    at_floor = solve(budget=without.peak_bytes).predicted
+    below = solve(budget=without.peak_bytes - ROWS * HIDDEN * 4)
+    assert at_floor is not None and below.predicted is not None
+    assert at_floor.overhead <= without.overhead
+    assert tiled(below)
+    assert below.predicted.overhead >= at_floor.overhead
+    assert below.bound["any_schedule"] <= below.predicted.overhead
+
+
+def test_a_trade_off_goes_from_the_floor_in_tiles_to_the_unplanned_step() -> None:
+    planner = Planner(step())
+    search = search_with(planner, allow=["tiles"], link=None)
+    points = frontier_of(planner, search, 4)
+    assert points[0].peak_bytes == search.floor_bytes < planner.floor.peak_bytes
+    assert any(region.tiles for region in points[0].regions)
+    assert points[-1].regions == ()
+    for point in points:
+        found = search.within(point.peak_bytes)
+        assert found is not None and found[0].peak_bytes <= point.peak_bytes
+        assert point.bound_overhead <= point.overhead + 1e-9
+    limit = MemoryLimit(planner.unplanned.peak_bytes)
+    rows = {
+        row.name: row
+        for row in lever_baselines(planner, limit, allow=["tiles"], link=None)
+    }
+    assert list(rows) == ["tiled MLPs"]
+    assert rows["tiled MLPs"].peak_bytes < planner.unplanned.peak_bytes
+
+
+def test_a_profile_tests_the_bits_of_each_mlp_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph = step()
+    rows = [(graph.calls[one.call].fqn, one.rows, one.threads) for one in graph.tiled]
+    assert rows == [("1.mlp", 8, 1), ("2.mlp", 8, 1)]
+    assert all(one.difference == 0 for one in graph.tiled)
+    graph_file.save(graph, tmp_path / "trace.json")
+    assert graph_file.load(tmp_path / "trace.json").tiled == graph.tiled
+    monkeypatch.setattr(tiled_row_bits, "check_row_bits", None)  # not asked again
+    assert recorded(wide).tiled == graph.tiled
+    monkeypatch.setattr(tiled_row_bits, "LONGEST_SECONDS", 0.0)
+    other = recorded(partial(Gated, WIDTH, HIDDEN // 2))
+    assert not other.tiled
+    assert sum("1.mlp#0: bits not tested: it would take" in n for n in other.notes) == 1
+
+
+def test_close_tiles_need_to_be_allowed_and_state_their_difference() -> None:
+    graph = step()
+    far = replace(graph, tiled=tuple(replace(t, difference=2e-6) for t in graph.tiled))
+    with pytest.raises(PlanError, match="cannot tile"):
+        ckplan.solve(far, goal="min-memory", allow=["tiles"])
+    plan = ckplan.solve(far, goal="min-memory", allow=["tiles", "close"])
+    assert tiled(plan) == [("[1..2].mlp", RowTiles(8, 8, CLOSE_BITS, 2e-6))]
+    promised = replace(
+        plan,
+        regions=tuple(replace(one, tiles=RowTiles(8, 8)) for one in plan.regions[-1:]),
+    )
+    with pytest.raises(PlanError, match="with the same bits: profile found") as error:
+        simulate(far, resolve(promised, far))
+    assert str(error.value).count("\n") == 2
+
+
+def test_calls_whose_rows_are_not_apart_are_not_offered() -> None:
+    graph = recorded(Softmax)
+    assert find_tileable_rows(graph) == ()
+    with pytest.raises(PlanError, match=r"cannot tile 2\.mlp\.down#0") as error:
+        ckplan.solve(graph, goal="min-memory", allow=["tiles"])
+    assert str(error.value).count("\n") == 2
+
+
+def test_sets_of_equal_mlps_are_a_first_part_and_all() -> None:
+    first, both = find_tileable_rows(step())
+    assert (len(first), len(both)) == (1, 2)
+    assert both[: len(first)] == first
+
+
+def test_solve_says_what_is_in_tiles_and_why(run: Run, folder: Path) -> None:
+    graph_file.save(step(), folder / "step.json.gz")
+    argv = ["solve", "step.json.gz", "--min-memory", "--allow", "tiles", "--force"]
+    told = " ".join(run(*argv).out.split())
+    assert "[1..2].mlp in tiles, rows in 8 tiles" in told
+    assert "tested with 1 thread; with another number, `ckplan verify` tells" in told
+    assert "without tiles, no plan fits: the smallest peak found is" in told
+    content = json.loads(run(*argv, "--json").out)
+    (one,) = content["tiles"]
+    assert (one["call"], one["bits"], one["threads"]) == ("[1..2].mlp", "same", 1)
+    assert content["without_tiles"]["overhead"] is None
+    assert content["without_tiles"]["floor_bytes"] > content["peak_bytes"]
+    whole = run("solve", "step.json.gz", "--budget", "99%", *argv[3:], "--json")
+    assert json.loads(whole.out)["tiles"] == []
