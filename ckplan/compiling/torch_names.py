@@ -94,6 +94,7 @@ QUICK = {"cpp.simdlen": 0}
 """Options of Inductor for code that is replayed, not run: to vectorize loops takes a
 quarter of the time of generating code."""
 
+_RECOMPUTE = "recompute_size_and_body"  # of a node of Inductor's scheduler
 _PARTITIONER = "custom_partitioner_fn"  # option of Inductor
 _ONE_PLANS = threading.RLock()
 """Two threads that replaced the same function of torch would not restore it."""
@@ -243,17 +244,20 @@ def _in_order() -> Iterator[None]:
     for what a scatter writes: gradients of a bilinear interpolation or a max pooling
     can be computed from zeros (issue 185509 of pytorch, mended after 2.13).
     """
-    recompute = SchedulerNode.recompute_size_and_body
+    with _ONE_PLANS:
+        recompute = getattr(SchedulerNode, _RECOMPUTE)
 
-    def keep_order(node: Any, *args: Any, **how: Any) -> None:
-        reads = node.read_writes.reads
-        added = OrderedSet(one for one in reads if isinstance(one, StarDep | WeakDep))
-        recompute(node, *args, **how)
-        found = node.read_writes.with_read(added)
-        node.set_read_writes(found.rename(node.mutation_renames))
+        def keep_order(node: Any, *args: Any, **how: Any) -> None:
+            reads = node.read_writes.reads
+            kept = OrderedSet(
+                one for one in reads if isinstance(one, StarDep | WeakDep)
+            )
+            recompute(node, *args, **how)
+            found = node.read_writes.with_read(kept)
+            node.set_read_writes(found.rename(node.mutation_renames))
 
-    with _ONE_PLANS, mock.patch.object(SchedulerNode, recompute.__name__, keep_order):
-        yield
+        with mock.patch.object(SchedulerNode, _RECOMPUTE, keep_order):
+            yield
 
 
 def _not_compiled(*_: object) -> None:
