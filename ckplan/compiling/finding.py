@@ -8,6 +8,8 @@ what it saves is counted in a third one. Buffers and random state are restored.
 from __future__ import annotations
 
 import hashlib
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,7 +20,7 @@ from torch import fx, nn
 from ckplan.compiling.joining import Run
 from ckplan.compiling.lowering import DynamoGraph
 from ckplan.compiling.parts import Parts
-from ckplan.compiling.refusals import check_inputs
+from ckplan.compiling.refusals import check_inputs, place_of
 from ckplan.compiling.replay import replay
 from ckplan.compiling.search import CompiledPlanner, Progress
 from ckplan.compiling.torch_errors import (
@@ -29,6 +31,7 @@ from ckplan.compiling.torch_names import (
     storage_key,
 )
 from ckplan.errors import ApplyError
+from ckplan.training.failures import first_line
 from ckplan.training.workload import tensors_of
 
 
@@ -66,7 +69,7 @@ def find_parts(
             not on the CPU, or compiled with a mode that cannot be planned.
     """
     run_uncompiled(call, model, args, kwargs)
-    seeker = _Seeker(progress)
+    seeker = _Seeker(model, progress)
     state = [*model.parameters(), *model.buffers()]
     compiled = torch.compile(call, backend=seeker, **how)
     with _restored(model):
@@ -85,6 +88,7 @@ def find_parts(
             hint=f"{ALLOWS_RECURRENT}; {shows}" if recurrent else shows,
         )
     trained = _bytes_of([p for p in model.parameters() if p.requires_grad])
+    _name_untrained(seeker, model)
     return Parts(
         planners=seeker.planners,
         gradient_bytes=seeker.gradient_bytes,
@@ -92,7 +96,8 @@ def find_parts(
         eager_bytes=tuple(seeker.eager_bytes),
         eager_gradient_bytes=max(trained - _bytes_of(seeker.trained), 0),
         held_bytes=_bytes_of([*state, *tensors_of((args, kwargs))]),
-        uncompiled=frozenset(seeker.uncompiled),
+        uncompiled=seeker.uncompiled,
+        code_bytes=dict(seeker.code_bytes),
         model=type(model).__name__,
     )
 
@@ -118,13 +123,15 @@ class _Seeker:
 
     __name__ = "ckplan"
 
-    def __init__(self, progress: Progress | None) -> None:
+    def __init__(self, model: nn.Module, progress: Progress | None) -> None:
         self.planners: dict[str, CompiledPlanner] = {}
         self.gradient_bytes: dict[str, int] = {}
         self.trained: list[nn.Parameter] = []  # by any graph; several may train one
-        self.uncompiled: set[str] = set()
+        self.uncompiled: dict[str, str] = {}  # what Inductor said, by key
+        self.code_bytes = Counter[str]()  # saved, by module that is not compiled
         self.runs: list[Run] = []
         self.eager_bytes = [0]
+        self._paths = {id(one): name or "." for name, one in model.named_modules()}
         self._progress = progress
         self._seen: set[int] | None = None  # storages that exist, or are counted
         self._kept: list[torch.Tensor] = []  # so that no storage takes a number twice
@@ -171,7 +178,9 @@ class _Seeker:
         """Count a tensor that code between the graphs saves, or makes for them."""
         assert self._seen is not None
         if storage_key(tensor) not in self._seen:
-            self.eager_bytes[-1] += tensor.untyped_storage().nbytes()
+            num_bytes = tensor.untyped_storage().nbytes()
+            self.eager_bytes[-1] += num_bytes
+            self.code_bytes[_running(self._paths)] += num_bytes
             self._know([tensor])
 
     def _know(self, made: Any) -> None:
@@ -193,8 +202,9 @@ class _Seeker:
             if joint is None or lowered is None:
                 return  # it does not train
             found = replay(lowered, joint.num_outputs)
-        except Exception:  # whatever Inductor cannot lower
-            self.uncompiled.add(key)
+        except Exception as error:  # whatever Inductor cannot lower
+            said = f"{type(error).__name__}: {first_line(error)}"
+            self.uncompiled[key] = f"{place_of(graph)}, {said}"
             return
         self.planners[key] = CompiledPlanner(
             traced, joint, found, progress=self._progress
@@ -220,6 +230,26 @@ def _restored(model: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for one, value in values:
                 one.copy_(value)
+
+
+def _running(paths: Mapping[int, str]) -> str:
+    """Path of the innermost module that runs, the model's if none does."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        path = paths.get(id(frame.f_locals.get("self")))
+        if path is not None:
+            return path
+        frame = frame.f_back
+    return "."
+
+
+def _name_untrained(seeker: _Seeker, model: nn.Module) -> None:
+    """Name modules with parameters that no graph trains: they run uncompiled."""
+    trained = {id(one) for one in seeker.trained}
+    for name, module in model.named_modules():
+        own = [p for p in module.parameters(recurse=False) if p.requires_grad]
+        if own and not any(id(one) in trained for one in own):
+            seeker.code_bytes.setdefault(name or ".", 0)
 
 
 def _key_or_zero(value: object) -> int:

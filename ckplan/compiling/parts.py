@@ -11,7 +11,7 @@ That list does not depend on the budget, so more budget never costs more.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations
 
@@ -36,8 +36,10 @@ class Parts:
     eager_bytes: Sequence[int]  # saved by code before the first run, and after each
     eager_gradient_bytes: int  # of parameters that no graph trains
     held_bytes: int  # parameters, buffers and batch
-    uncompiled: frozenset[str]  # keys of graphs that torch cannot compile
+    uncompiled: Mapping[str, str]  # why torch cannot compile graphs, by key
     model: str = "model"
+    # Saved by code that is not compiled, by path of the module that runs it.
+    code_bytes: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def saved_uncompiled_bytes(self) -> int:
@@ -48,6 +50,24 @@ class Parts:
     def runs_uncompiled(self) -> bool:
         """Whether code that matters for memory is not compiled."""
         return bool(self.saved_uncompiled_bytes or self.eager_gradient_bytes)
+
+    @property
+    def notice(self) -> str | None:
+        """Which code runs without a plan, and the advice; None if all is compiled."""
+        if not (self.runs_uncompiled or self.uncompiled):
+            return None
+        keeps = units.format_bytes(self.saved_uncompiled_bytes)
+        code = ", ".join(
+            f"{path} ({units.format_bytes(num_bytes)})"
+            for path, num_bytes in self.code_bytes.items()
+        )
+        why = "".join(f"; Inductor fails at {one}" for one in self.uncompiled.values())
+        return (
+            f"{len(self.runs)} graphs of the step are compiled; code between them runs "
+            f"uncompiled, without a plan, and keeps {keeps} for backward, which the "
+            f"budget includes: {code or 'no module'}{why}; ckplan.apply(model, plan), "
+            "before, plans it"
+        )
 
     def peak_bytes(self, replayed: Mapping[str, Replayed]) -> int:
         """Most bytes alive at once in the whole step; never too low for its graphs.
@@ -192,9 +212,7 @@ def only(planner: CompiledPlanner) -> Parts:
     """A step of one graph."""
     held_bytes = planner.unplanned.held_bytes
     model = planner.step.graph.model
-    return Parts(
-        {"": planner}, {"": 0}, (Run(""),), (0, 0), 0, held_bytes, frozenset(), model
-    )
+    return Parts({"": planner}, {"": 0}, (Run(""),), (0, 0), 0, held_bytes, {}, model)
 
 
 @dataclass(frozen=True)

@@ -234,14 +234,8 @@ class Backend:
             self._budget_bytes = left
             self.shares = parts.share(left)
         self.parts = parts
-        if parts.runs_uncompiled or parts.uncompiled:
-            held = units.format_bytes(parts.saved_uncompiled_bytes)
-            warnings.warn(
-                f"{len(parts.runs)} graphs of the step are compiled within the budget; "
-                f"code between them runs uncompiled and keeps {held} for backward, "
-                "which the budget includes",
-                stacklevel=3,
-            )
+        if parts.notice is not None:
+            warnings.warn(parts.notice, stacklevel=3)
 
     def _part(self, traced: DynamoGraph) -> Callable[..., Any]:
         """Compile a graph of a step that may break."""

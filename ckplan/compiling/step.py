@@ -133,12 +133,10 @@ def profile_compiled(spec: WorkloadSpec | str | Path, *, seed: int = 0) -> Graph
     peak_bytes = parts.unplanned_peak_bytes
     peak = units.format_bytes(peak_bytes)
     notes = [f"replay of the generated code: {peak} ({peak_bytes} B) unplanned"]
-    if len(parts.runs) > 1 or parts.runs_uncompiled:
-        beside = units.format_bytes(parts.saved_uncompiled_bytes)
-        notes.append(
-            f"{len(parts.runs)} compiled graphs; code between them runs uncompiled and "
-            f"keeps {beside}"
-        )
+    if parts.notice is not None:
+        notes.append(parts.notice)
+    elif len(parts.runs) > 1:
+        notes.append(f"{len(parts.runs)} compiled graphs; nothing runs uncompiled")
     return replace(parts.joined.graph, notes=tuple(notes))
 
 

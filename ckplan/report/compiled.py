@@ -37,6 +37,10 @@ def compiled_report(found: CompiledVerification) -> RenderableType:
         ("fits", "yes" if found.fits else "no"),
         *([("graphs", str(found.graphs))] if found.graphs > 1 else ()),
         *(
+            ("runs uncompiled", f"{path}, keeps {units.format_bytes(num_bytes)}")
+            for path, num_bytes in found.uncompiled_bytes.items()
+        ),
+        *(
             (name, "bitwise equal" if yes else "different")
             for name, yes in equal.items()
         ),
@@ -64,7 +68,9 @@ def compiled_error(found: CompiledVerification) -> VerifyError:
         return VerifyError(
             f"the compiled step exceeds its budget: measured peak {peak}",
             needed=f"at most {budget}",
-            hint="report it, with the model: the replay should be exact",
+            hint="a smaller budget: temporary memory of uncompiled code is beside it"
+            if found.uncompiled_bytes
+            else "report it, with the model: the replay should be exact",
         )
     first = ", ".join(found.different[:3])
     return VerifyError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ class CompiledVerification:
     budget_bytes: int | None
     fits: bool
     graphs: int = 1  # compiled graphs of forward, which share the budget
+    uncompiled_bytes: dict[str, int] = field(default_factory=dict)  # kept, by module
     # Parameters and batch included, like all peaks here. Of several graphs, the most
     # that they can take, with what code between them saves.
     replayed_peak_bytes: int
@@ -212,7 +213,7 @@ def _apart(
 ) -> _Apart:
     """Compare; where much differs, an exact step decides, compiled if it draws."""
     draws = eager is None
-    loss_of = compiled if draws else _uncompiled
+    loss_of = compiled if draws else (lambda w: lambda: loss_of_model(w.model, w))
     found = first[True].values
     others = [first[False].values] + ([] if eager is None else [eager.values])
     far = [differences(found, other) for other in others]
@@ -239,10 +240,6 @@ def _apart(
     return _Apart(largest[0], from_eager, tuple(sorted(settled)))
 
 
-def _uncompiled(workload: Workload) -> Callable[[], torch.Tensor]:
-    return lambda: loss_of_model(workload.model, workload)
-
-
 @dataclass(frozen=True)
 class _Planned:
     """What the plans of a step say, of all its graphs together."""
@@ -253,6 +250,7 @@ class _Planned:
     held_bytes: int
     overhead: float | None
     graphs: int
+    uncompiled_bytes: dict[str, int] = field(default_factory=dict)
 
 
 def _planned(planned: Backend) -> _Planned:
@@ -288,6 +286,7 @@ def _parted(planned: Backend) -> _Planned:
         held_bytes=parts.held_bytes,
         overhead=parts.overhead_of({key: one.overhead for key, one in chosen}),
         graphs=len(parts.runs),
+        uncompiled_bytes=dict(parts.code_bytes),
     )
 
 
@@ -331,6 +330,7 @@ def _judge(
         budget_bytes=budget_bytes,
         fits=budget_bytes is None or measured_bytes <= budget_bytes,
         graphs=chosen.graphs,
+        uncompiled_bytes=chosen.uncompiled_bytes,
         replayed_peak_bytes=chosen.peak_bytes,
         measured_peak_bytes=measured_bytes,
         unplanned_replayed_peak_bytes=chosen.unplanned_peak_bytes,

@@ -212,6 +212,29 @@ def test_a_step_that_breaks_is_profiled_and_solved(run: Run, folder: Path) -> No
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_what_runs_uncompiled_is_named_with_its_bytes(run: Run, folder: Path) -> None:
+    calls = "x = torch.compiler.disable(self.odd)(self.first(x))"
+    odd = "nn.Sequential(nn.Linear(16, 32), nn.Tanh())"
+    text = PARTS.replace("x = self.first(x)", calls)
+    text = text.replace(
+        "Part(), Part()", f"Part(), nn.Linear(32, 1)\n        self.odd = {odd}"
+    )
+    (folder / "odd.py").write_text(text)
+    ended = run("profile", "odd.py", "--compile", "-o", "t.json")
+    assert ended.code == 0, ended.err
+    notes = " ".join(ended.out.split())
+    assert "odd.1 (64.00 KiB), odd.0 (0 B); ckplan.apply(model, plan)" in notes
+    torch._dynamo.reset()
+    words = ("--compile", "--budget", "1GiB", "--steps", "0", "--json")
+    with pytest.warns(UserWarning, match=r"odd.1 \(64.00 KiB\)"):
+        ended = run("verify", "odd.py", *words)
+    assert ended.code == 0, ended.err
+    found = json.loads(ended.out)
+    assert found["uncompiled_bytes"] == {"odd.1": 512 * 32 * 4, "odd.0": 0}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
 def test_a_step_that_breaks_is_compared(
     run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -80,6 +80,7 @@ def test_graphs_and_what_is_saved_between_them_are_found(parts: Parts) -> None:
     assert parts.eager_bytes == (0, 256 * 32 * 4, 0)  # what tanh saves; its input: ours
     size = {n: p.numel() * 4 for n, p in model.named_parameters()}
     assert parts.held_bytes == sum(size.values()) + 4 + x.numel() * 4
+    assert parts.code_bytes == {".": 256 * 32 * 4, "between": 0}
     assert parts.eager_gradient_bytes == size["between.weight"] + size["between.bias"]
     assert sum(parts.gradient_bytes.values()) == sum(
         n for name, n in size.items() if not name.startswith("between")
@@ -260,8 +261,10 @@ def test_what_runs_uncompiled_is_said_and_planned_once(
     monkeypatch.setattr(planned_backend, "find_parts", lambda *_: parts)
     model, x = breaks()
     call = ckplan.compile(model, "100%", fullgraph=False)
-    with pytest.warns(UserWarning, match=r"code between them .* keeps 32.00 KiB"):
+    with pytest.warns(UserWarning, match=r"code between them .* keeps 32.00 KiB") as it:
         call(x)
+    said = str(it[0].message)
+    assert "includes: . (32.00 KiB), between (0 B); ckplan.apply(model, plan)" in said
     with warnings.catch_warnings():  # said once, planned once
         warnings.simplefilter("error")
         call(x)
@@ -316,7 +319,8 @@ def test_a_graph_that_cannot_be_lowered_runs_uncompiled_and_is_said(
 
     monkeypatch.setattr(lowering, "generate_code", fails_first)
     call = ckplan.compile(model, "100%", fullgraph=False)
-    with pytest.warns(UserWarning, match="1 graphs of the step"):
+    said = r"1 graphs of the step.*; Inductor fails at '.*RuntimeError: no lowering for"
+    with pytest.warns(UserWarning, match=said):
         loss = call(x)
     loss.backward()
     assert all(one.grad is not None for one in model.parameters())

@@ -52,6 +52,8 @@ def test_peaks_seconds_and_bits_are_shown() -> None:
 def test_several_graphs_and_what_float64_decided_are_shown() -> None:
     assert "graphs" not in shown(FOUND)
     assert "rounding alone" not in shown(FOUND)
+    odd = replace(FOUND, uncompiled_bytes={"odd": 1024})
+    assert "runs uncompiled odd, keeps 1.00 KiB" in " ".join(shown(odd).split())
     names = " ".join(shown(replace(FOUND, graphs=2, rounding_alone=("b",))).split())
     assert "graphs 2" in names
     assert "rounding alone b" in names
@@ -70,7 +72,11 @@ def test_rounding_passes_and_more_does_not() -> None:
 def test_a_peak_over_the_budget_is_an_error() -> None:
     over = replace(FOUND, fits=False, measured_peak_bytes=4 * 2**20)
     assert not over.passed
-    assert "exceeds its budget: measured peak 4.00 MiB" in str(compiled_error(over))
+    said = str(compiled_error(over))
+    assert "exceeds its budget: measured peak 4.00 MiB" in said
+    assert "report it" in said
+    odd = replace(over, uncompiled_bytes={"odd": 1024})
+    assert "a smaller budget: temporary memory" in str(compiled_error(odd))
 
 
 def test_divisions_with_wrong_gradients_are_marked_and_the_reason_is_said() -> None:
