@@ -34,6 +34,8 @@ from ckplan.simulating.view import RegionView
 
 __all__ = ["Simulator", "Timeline", "simulate"]
 
+_RECENT = 8  # timelines that are kept: a search asks for its best ones twice
+
 
 def simulate(graph: Graph, regions: Iterable[Region] = ()) -> Timeline:
     """Replay one training step under a plan.
@@ -66,6 +68,7 @@ class Simulator:
         self._views: dict[tuple[int, int], RegionView] = {}
         self._effects: dict[Region, Effect] = {}
         self._tiled: dict[tuple[Region, ...], Simulator] = {}
+        self._recent: dict[tuple[Region, ...], Timeline] = {}
         self._end = 2 * len(graph.ops)
         self._saved_of = {
             storage: [(index, 2 * graph.saved[index].last_held + 1) for index in saved]
@@ -112,6 +115,16 @@ class Simulator:
             PlanError: Two regions overlap, or one cannot be rebuilt.
         """
         regions = sorted(regions, key=lambda region: region.call)
+        key = tuple(regions)
+        if key not in self._recent:
+            found = self._simulate(regions)
+            if len(self._recent) >= _RECENT:
+                del self._recent[next(iter(self._recent))]
+            self._recent[key] = found
+        return self._recent[key]
+
+    def _simulate(self, regions: Sequence[Region]) -> Timeline:
+        """Replay the step under regions in the order of their calls."""
         check_apart(self.graph, regions)
         tiled = tuple(one for one in regions if one.tiles is not None)
         if tiled:
