@@ -19,6 +19,7 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate
 from operator import add
+from typing import TypeAlias
 
 from ckplan.errors import PlanError
 from ckplan.graph.graph import Graph
@@ -34,6 +35,8 @@ from ckplan.simulating.view import RegionView
 
 __all__ = ["Simulator", "Timeline", "simulate"]
 
+_Change: TypeAlias = tuple[int, int, int] | Interval
+"""First and last half moment, and bytes: as an interval begins."""
 _RECENT = 8  # timelines that are kept: a search asks for its best ones twice
 
 
@@ -169,14 +172,15 @@ class Simulator:
 
     def _replay(
         self,
-        changes: Iterable[Interval],
+        changes: Iterable[_Change],
         excess: Mapping[int, int],
         start: int,
         stop: int,
     ) -> list[int]:
         """Live bytes over a window: the unplanned ones and the changes of regions."""
         delta = [0] * (stop - start + 2)
-        for first, last, num_bytes, *_ in changes:
+        for change in changes:
+            first, last, num_bytes = change[:3]
             if first <= stop and last >= start and first <= last:
                 delta[first - start if first > start else 0] += num_bytes
                 delta[(last if last < stop else stop) - start + 1] -= num_bytes
@@ -232,14 +236,14 @@ class Simulator:
 
     def _changes(
         self, moved: Mapping[int, int], effects: Sequence[Effect], moves: Moves
-    ) -> Iterator[Interval]:
-        """Changes to the unplanned bytes as intervals, with negative bytes if freed."""
+    ) -> Iterator[_Change]:
+        """Changes to the unplanned bytes, as intervals begin; negative if freed."""
         for storage, new in moved.items():
             old, size = self._stops[storage], self.graph.storages[storage].bytes
             if new < old:
-                yield Interval(new + 1, old, -size)
+                yield new + 1, old, -size
             elif new > old:
-                yield Interval(old + 1, new, size)
+                yield old + 1, new, size
         yield from moves.early
         for effect in effects:
             yield from effect.allocated

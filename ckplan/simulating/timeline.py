@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from ckplan.graph.graph import Graph
@@ -28,6 +28,11 @@ class Timeline:
     freed_ticks: Mapping[int, int]  # storage freed within a gap -> tick
     tile_seconds: float = 0.0  # of `graph` beyond the unplanned step: tiles of heads
     moves: Moves = NO_MOVES
+    # (bytes of a card, expandable) -> (whether there is room, whether the card was
+    # full), as ``has_room`` has found.
+    rooms: dict[tuple[int, bool], tuple[bool, bool]] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
 
     @cached_property
     def stops(self) -> list[int]:
