@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from ckplan.graph.graph import Graph
 from ckplan.graph.records import BEFORE_STEP, MULTIPLIES
@@ -62,31 +62,27 @@ def events(timeline: Timeline) -> list[Event]:
     end = 2 * len(timeline.graph.ops)
     found: list[Event] = []
     for block, (phase, interval) in enumerate(_intervals(timeline)):
-        if not interval.bytes or interval.stop < interval.start:
+        start, stop, num_bytes, start_tick, stop_tick = interval[:5]
+        if not num_bytes or stop < start:
             continue
-        found.append(
-            Event(interval.start, phase, interval.start_tick, block, interval.bytes)
-        )
-        over = _WORKSPACE if phase == _BEFORE else phase
-        last = (
-            (over, interval.stop_tick)
-            if interval.stop_tick != AFTER_MOMENT
-            else (_GONE, 0)
-        )
-        if interval.stop < end:
-            found.append(Event(interval.stop, *last, block, 0))
+        found.append(Event(start, phase, start_tick, block, num_bytes))
+        if stop < end:
+            over = _WORKSPACE if phase == _BEFORE else phase
+            last = (over, stop_tick) if stop_tick != AFTER_MOMENT else (_GONE, 0)
+            found.append(Event(stop, *last, block, 0))
     return sorted(found)
 
 
-def _intervals(timeline: Timeline) -> Iterator[tuple[int, Interval]]:
-    graph = timeline.graph
+_Span: TypeAlias = tuple[int, int, int, int, int]
+"""The first fields of an ``Interval``, which takes longer to make."""
+
+
+def _intervals(timeline: Timeline) -> Iterator[tuple[int, _Span | Interval]]:
+    graph, stops, ticks = timeline.graph, timeline.stops, timeline.freed_ticks
     for number, storage in enumerate(graph.storages):
         start = 0 if storage.maker == BEFORE_STEP else 2 * storage.maker + 1
-        stop, stop_tick = (
-            timeline.stops[number],
-            timeline.freed_ticks.get(number, AFTER_MOMENT),
-        )
-        yield _OUTPUT, Interval(start, stop, storage.bytes, stop_tick=stop_tick)
+        stop_tick = ticks.get(number, AFTER_MOMENT)
+        yield _OUTPUT, (start, stops[number], storage.bytes, 0, stop_tick)
     for moment, op in enumerate(graph.ops):
         half_moment = 2 * moment + 1
         for phase, blocks in zip((_BEFORE, _WORKSPACE), op.workspace, strict=True):
@@ -135,9 +131,16 @@ def replayed(
     Raises:
         NoRoomError: The step needs more than ``capacity_bytes``.
     """
-    graph = timeline.graph
     allocator = CachingAllocator(expandable=expandable, capacity_bytes=capacity_bytes)
-    replay = _Replay(allocator)
+    most = _run_two_steps(timeline, allocator, levels)
+    return Replayed(most, allocator.reserved_peak_bytes)
+
+
+def _run_two_steps(
+    timeline: Timeline, allocator: CachingAllocator, levels: list[Level] | None = None
+) -> int:
+    """Replay two steps; returns the most bytes allocated in the second one."""
+    graph, replay = timeline.graph, _Replay(allocator)
     blocks = replay.blocks
     step = events(timeline)
     before = [event for event in step if event.moment == 0 and event.bytes]
@@ -168,7 +171,7 @@ def replayed(
     most = replay.run(during, levels=levels)
     if levels is not None:
         replay.fill(levels, len(timeline.live_bytes))
-    return Replayed(most, allocator.reserved_peak_bytes)
+    return most
 
 
 class _Replay:
@@ -191,17 +194,18 @@ class _Replay:
             kept_as: Block -> the number that it goes on with in place of being freed.
             levels: Output: the level at each half moment, if a list is given.
         """
-        most = self._allocator.allocated_bytes
-        for event in sequence:
+        allocator, blocks = self._allocator, self.blocks
+        most = allocator.allocated_bytes
+        for moment, _, _, block, num_bytes in sequence:
             if levels is not None:
-                self.fill(levels, event.moment + 1)
-            if event.bytes:
-                self.blocks[event.block] = self._allocator.allocate(event.bytes)
-                most = max(most, self._allocator.allocated_bytes)
-            elif kept_as and event.block in kept_as:
-                self.blocks[kept_as[event.block]] = self.blocks.pop(event.block)
+                self.fill(levels, moment + 1)
+            if num_bytes:
+                blocks[block] = allocator.allocate(num_bytes)
+                most = max(most, allocator.allocated_bytes)
+            elif kept_as and block in kept_as:
+                blocks[kept_as[block]] = blocks.pop(block)
             else:
-                self._allocator.free(self.blocks.pop(event.block))
+                allocator.free(blocks.pop(block))
             if levels is not None:
                 levels[-1] = Level(*map(max, levels[-1], self._level))
         return most
@@ -216,12 +220,26 @@ class _Replay:
 
 
 def has_room(timeline: Timeline, capacity_bytes: int, *, expandable: bool) -> bool:
-    """Whether the step runs in ``capacity_bytes`` without running out of memory."""
-    try:
-        replayed(timeline, expandable=expandable, capacity_bytes=capacity_bytes)
-    except NoRoomError:
-        return False
-    return True
+    """Whether the step runs in ``capacity_bytes`` without running out of memory.
+
+    If a smaller card was never full, a larger one allocates the same blocks. Expandable
+    segments are as large as the card, so there every size is replayed.
+    """
+    key, known = (capacity_bytes, expandable), timeline.rooms
+    if key not in known and not expandable:
+        for (smaller, other), (fits, was_full) in known.items():
+            if smaller <= capacity_bytes and not other and fits and not was_full:
+                return True
+    if key not in known:
+        allocator = CachingAllocator(
+            expandable=expandable, capacity_bytes=capacity_bytes
+        )
+        try:
+            _run_two_steps(timeline, allocator)
+            known[key] = True, allocator.was_full
+        except NoRoomError:
+            known[key] = False, True
+    return known[key][0]
 
 
 def added_to_gradients(graph: Graph) -> Mapping[int, int]:

@@ -70,6 +70,7 @@ class CachingAllocator:
         pool = _ExpandablePool if expandable else _Pool
         self._card = _Card(math.inf if capacity_bytes is None else capacity_bytes)
         self._small, self._large = (pool(self._card, small=s) for s in (True, False))
+        self.was_full = False  # segments were released for a request
         self.allocated_bytes = 0  # of blocks: rounded, with unsplit remainders
 
     @property
@@ -97,6 +98,7 @@ class CachingAllocator:
         try:
             block = pool.take(rounded)
         except NoRoomError:
+            self.was_full = True
             self._large.release()
             self._small.release()
             block = pool.take(rounded)

@@ -19,6 +19,7 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate
 from operator import add
+from typing import TypeAlias
 
 from ckplan.errors import PlanError
 from ckplan.graph.graph import Graph
@@ -33,6 +34,10 @@ from ckplan.simulating.timeline import Timeline
 from ckplan.simulating.view import RegionView
 
 __all__ = ["Simulator", "Timeline", "simulate"]
+
+_Change: TypeAlias = tuple[int, int, int] | Interval
+"""First and last half moment, and bytes: as an interval begins."""
+_RECENT = 8  # timelines that are kept: a search asks for its best ones twice
 
 
 def simulate(graph: Graph, regions: Iterable[Region] = ()) -> Timeline:
@@ -67,6 +72,7 @@ class Simulator:
         self._effects: dict[Region, Effect] = {}
         self._tiled: dict[tuple[Region, ...], Simulator] = {}
         self._generated = {one.regions: one for one in graph.generated}
+        self._recent: dict[tuple[Region, ...], Timeline] = {}
         self._end = 2 * len(graph.ops)
         self._saved_of = {
             storage: [(index, 2 * graph.saved[index].last_held + 1) for index in saved]
@@ -113,6 +119,16 @@ class Simulator:
             PlanError: Two regions overlap, or one cannot be rebuilt.
         """
         regions = sorted(regions, key=lambda region: region.call)
+        key = tuple(regions)
+        if key not in self._recent:
+            found = self._simulate(regions)
+            if len(self._recent) >= _RECENT:
+                del self._recent[next(iter(self._recent))]
+            self._recent[key] = found
+        return self._recent[key]
+
+    def _simulate(self, regions: Sequence[Region]) -> Timeline:
+        """Replay the step under regions in the order of their calls."""
         check_apart(self.graph, regions)
         tiled = tuple(one for one in regions if one.tiles is not None)
         if tiled:
@@ -161,14 +177,15 @@ class Simulator:
 
     def _replay(
         self,
-        changes: Iterable[Interval],
+        changes: Iterable[_Change],
         excess: Mapping[int, int],
         start: int,
         stop: int,
     ) -> list[int]:
         """Live bytes over a window: the unplanned ones and the changes of regions."""
         delta = [0] * (stop - start + 2)
-        for first, last, num_bytes, *_ in changes:
+        for change in changes:
+            first, last, num_bytes = change[:3]
             if first <= stop and last >= start and first <= last:
                 delta[first - start if first > start else 0] += num_bytes
                 delta[(last if last < stop else stop) - start + 1] -= num_bytes
@@ -224,14 +241,14 @@ class Simulator:
 
     def _changes(
         self, moved: Mapping[int, int], effects: Sequence[Effect], moves: Moves
-    ) -> Iterator[Interval]:
-        """Changes to the unplanned bytes as intervals, with negative bytes if freed."""
+    ) -> Iterator[_Change]:
+        """Changes to the unplanned bytes, as intervals begin; negative if freed."""
         for storage, new in moved.items():
             old, size = self._stops[storage], self.graph.storages[storage].bytes
             if new < old:
-                yield Interval(new + 1, old, -size)
+                yield new + 1, old, -size
             elif new > old:
-                yield Interval(old + 1, new, size)
+                yield old + 1, new, size
         yield from moves.early
         for effect in effects:
             yield from effect.allocated

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from ckplan.graph.graph import Graph
@@ -29,6 +29,11 @@ class Timeline:
     tile_seconds: float = 0.0  # of `graph` beyond the unplanned step: tiles of heads
     moves: Moves = NO_MOVES
     generated: GeneratedCode | None = None  # compiled code with the same plan
+    # (bytes of a card, expandable) -> (whether there is room, whether the card was
+    # full), as ``has_room`` has found.
+    rooms: dict[tuple[int, bool], tuple[bool, bool]] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
 
     @cached_property
     def stops(self) -> list[int]:

@@ -132,9 +132,13 @@ class ChainFrontier:
         """The smallest budget that any plan of this chain needs."""
         return self._points[0][0]
 
+    def place_of(self, budget_bytes: int) -> int:
+        """The number of the cheapest plan that fits a budget; -1 if none does."""
+        return _last_within(self._points, budget_bytes)
+
     def cheapest_first(self, budget_bytes: int) -> Iterator[tuple[UnitChoice, ...]]:
         """Plans that fit a budget, cheapest first, as a choice for every unit."""
-        for place in range(_last_within(self._points, budget_bytes), -1, -1):
+        for place in range(self.place_of(budget_bytes), -1, -1):
             yield tuple(self._choices(place))
 
     def smallest_first(self) -> Iterator[tuple[UnitChoice, ...]]:

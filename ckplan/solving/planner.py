@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cached_property
 
 from ckplan import units
@@ -12,10 +11,11 @@ from ckplan.plan.region import Region
 from ckplan.simulating.alive import peak_tensors
 from ckplan.simulating.simulate import Simulator, Timeline
 from ckplan.solving.baselines import StandardBaselines
-from ckplan.solving.chain import ChainFrontier, UnitChoice
+from ckplan.solving.candidates import Candidate, Candidates, Rank
+from ckplan.solving.chain import ChainFrontier
 from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.remedies import remedies
-from ckplan.solving.replays import ReplayedPlan, peak_of
+from ckplan.solving.replays import ReplayedPlan
 from ckplan.solving.solution import Floor, FrontierPoint, Solution
 from ckplan.solving.spaces import SearchSpaces
 
@@ -38,6 +38,8 @@ class Planner:
         self.simulator = Simulator(graph)
         self._spaces = SearchSpaces(self.simulator)
         self.menus = self._spaces.menus
+        self._candidates = Candidates(self.simulator, self._spaces.replays)
+        self._within: dict[int, Candidate | ReplayedPlan | None] = {}  # by budget
         self.unplanned = self._spaces.unplanned
 
     @property
@@ -172,7 +174,14 @@ class Planner:
             return self.unplanned, ()
         if self.graph.generated:
             return next((p for p in self._generated if _fits(p, budget_bytes)), None)
+        if budget_bytes not in self._within:
+            self._within[budget_bytes] = self._search(budget_bytes)
+        found = self._within[budget_bytes]
+        return found.replayed() if isinstance(found, Candidate) else found
+
+    def _search(self, budget_bytes: int) -> Candidate | ReplayedPlan | None:
         chosen = (self._cheapest(chain, budget_bytes) for chain in self._spaces.chains)
+        found: list[Candidate | ReplayedPlan]
         found = [plan for plan in chosen if plan is not None]
         tried = [*self._spaces.exhaustive_plans, *self._spaces.improved_plans]
         tried.append(self._spaces.smallest_plan)
@@ -208,7 +217,7 @@ class Planner:
         listed = "; or ".join(map(str, (hints or found)[:_MOST_HINTS]))
         return f"{start}{listed}" if listed else ""
 
-    def _cheapest(self, chain: ChainFrontier, budget_bytes: int) -> ReplayedPlan | None:
+    def _cheapest(self, chain: ChainFrontier, budget_bytes: int) -> Candidate | None:
         """The cheapest plan of a chain whose simulated peak fits, or None.
 
         Units that share a tensor free less together than the sum of both, so the
@@ -216,15 +225,14 @@ class Planner:
         chain's target is lowered by the excess. Once a plan fits, the target is
         bisected between it and the last one that did not fit.
         """
-        best: ReplayedPlan | None = None
+        best: Candidate | None = None
         low, high = chain.least_bytes, budget_bytes  # as the chain estimates
         target, step = high, budget_bytes // _SMALLEST_STEP
         for _ in range(_MOST_REPLAYS):
             if not low <= target <= high:
                 break
-            plan = next(chain.cheapest_first(target))
-            found = self._smaller(plan, budget_bytes)
-            excess = found[0].peak_bytes - budget_bytes
+            found = self._candidates.cheapest(chain, target, budget_bytes)
+            excess = found.peak_bytes - budget_bytes
             if excess <= 0:
                 best = min(best or found, found, key=_rank)
                 low = target + 1
@@ -233,15 +241,6 @@ class Planner:
             target = (low + high) // 2 if best else target - max(excess, step)
             step *= 2
         return best
-
-    def _smaller(self, plan: Sequence[UnitChoice], budget_bytes: int) -> ReplayedPlan:
-        """The first variant of a plan that fits, or the one with the smallest peak."""
-        found: list[ReplayedPlan] = []
-        for replay in self._spaces.replays.of(plan):
-            found.append(replay)
-            if replay[0].peak_bytes <= budget_bytes:
-                return replay
-        return min(found, key=peak_of)
 
 
 def _floor_bytes(graph: Graph) -> int:
@@ -252,7 +251,9 @@ def _fits(found: ReplayedPlan, budget_bytes: int) -> bool:
     return found[0].peak_bytes <= budget_bytes
 
 
-def _rank(found: ReplayedPlan) -> tuple[float, int]:
+def _rank(found: Candidate | ReplayedPlan) -> Rank:
+    if isinstance(found, Candidate):
+        return found.rank
     return found[0].recompute_seconds, found[0].peak_bytes
 
 

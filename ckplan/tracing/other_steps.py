@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from ckplan.graph.graph import Graph
+from ckplan.graph.updates import with_update_of
 from ckplan.tracing.first_step import FirstStep
 from ckplan.tracing.steps.in_step import (
     NOTE_IN_STEP,
@@ -21,6 +22,8 @@ from ckplan.tracing.steps.in_step import (
     with_step_costs,
 )
 from ckplan.tracing.target import TraceTarget
+from ckplan.tracing.watched_step import TracedStep
+from ckplan.training.step import Training
 
 
 @dataclass
@@ -34,14 +37,45 @@ class OtherSteps:
     of_ops: dict[str, float] = field(default_factory=dict)  # of forward
     of_optimizers: dict[str | None, float] = field(default_factory=dict)
     like: Graph | None = None  # the next step with another optimizer
+    _updates: dict[Training, Graph] = field(default_factory=dict)  # recorded alone
 
-    def first_of_next(self, target: TraceTarget) -> FirstStep:
-        """What is known of the first step of the next step.
+    def recorded(
+        self,
+        training: Training,
+        target: TraceTarget,
+        trace: Callable[..., TracedStep],
+        measured: Callable[[TracedStep], Graph],
+        *,
+        check: bool,
+    ) -> Graph:
+        """The next step; for a card, of another optimizer the update alone is recorded.
 
-        For a card, one that is known with another optimizer is not recorded again.
+        An update reads parameters and gradients, which no row adds to: one that was
+        recorded at another batch is not recorded again.
+
+        Args:
+            training: Options of the step.
+            target: The device that it is planned for.
+            trace: Records it, given what is known of its ``first`` step.
+            measured: Makes a graph of what was recorded.
+            check: Whether the recording is compared with a forward.
         """
         alone = self.like is not None and not target.is_here
-        return replace(self.first, alone=True) if alone else self.first
+        if alone and not check and training in self._updates:
+            found = self._with_update(self._updates[training])
+            if found is not None:
+                return found
+        first = replace(self.first, alone=True) if alone else self.first
+        traced = trace(first=first)
+        graph = measured(traced)
+        if not traced.is_update:
+            return graph
+        self._updates[training] = graph
+        return self._with_update(graph) or measured(trace(first=self.first))
+
+    def _with_update(self, update: Graph) -> Graph | None:
+        assert self.like is not None, "internal error: no step to take the update into"
+        return with_update_of(self.like, update)
 
     def taken_into(
         self, graph: Graph, optimizer: str | None, measure: Callable[[], Graph]

@@ -22,7 +22,6 @@ from ckplan.applying import remove
 from ckplan.graph.graph import Graph
 from ckplan.graph.records import MEASURED
 from ckplan.graph.sharding import Sharding, sharded
-from ckplan.graph.updates import with_update_of
 from ckplan.simulating.peers import peer_rate
 from ckplan.tracing.build import build_graph
 from ckplan.tracing.costs.apply_overhead import on_host
@@ -252,29 +251,26 @@ def _profile(
         return workload
 
     tell("tracing", 0, 0)
+    traced = partial(trace, unplanned, training, target, check=check)
+    measured = partial(
+        as_graph, training=training, target=target, cache=cache, progress=progress
+    )
     try:
-        first = known.first_of_next(target) if known is not None else None
-        traced = trace(unplanned, training, target, check=check, first=first)
+        if known is None:
+            graph = measured(traced())
+        else:
+            graph = known.recorded(training, target, traced, measured, check=check)
         too_large = None
     except DoesNotFitError as error:
         too_large = error.without_traceback()  # its frames must not keep memory
-    if too_large is None:
-        graph = as_graph(traced, training, target, cache, progress)
-        if traced.is_update:
-            assert known is not None and known.like is not None
-            exchanged = with_update_of(known.like, graph)
-            if exchanged is not None:
-                return exchanged
-            traced = trace(unplanned, training, target, check=check, first=known.first)
-            graph = as_graph(traced, training, target, cache, progress)
-    else:
+    if too_large is not None:
         tell("tracing smaller batches", 0, 0)
         graph = profile_smaller_batches(
             unplanned,
             lambda smaller: trace_on_real_tensors(
                 smaller, training, target, too_large.needed
             ),
-            lambda traced: as_graph(traced, training, target, cache, progress),
+            measured,
             lambda workload: fingerprint(workload, target.device)["batch"],
             too_large,
         )

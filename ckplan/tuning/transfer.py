@@ -28,6 +28,7 @@ class TransferredPlans:
     def __init__(self, plans: Plans, simulator: Simulator) -> None:
         self._there, self._simulator = plans, simulator
         self._replays: dict[tuple[Region, ...], ReplayedPlan] = {}
+        self._found: dict[int, ReplayedPlan | None] = {}  # by budget
         self.unplanned = self._simulator.run()
 
     @cached_property
@@ -48,6 +49,11 @@ class TransferredPlans:
         """
         if self.unplanned.peak_bytes <= budget_bytes:
             return self.unplanned, ()
+        if budget_bytes not in self._found:
+            self._found[budget_bytes] = self._search(budget_bytes)
+        return self._found[budget_bytes]
+
+    def _search(self, budget_bytes: int) -> ReplayedPlan | None:
         least, most = self._there.floor.peak_bytes, self._there.unplanned.peak_bytes
         spread = self.unplanned.peak_bytes - self.floor.peak_bytes
         if spread <= 0 or self.floor.peak_bytes > budget_bytes:

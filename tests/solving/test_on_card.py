@@ -23,9 +23,10 @@ from ckplan.graph.file import save
 from ckplan.graph.graph import Graph
 from ckplan.report.comparison import comparison_report
 from ckplan.report.tables import render
+from ckplan.simulating import allocations
 from ckplan.simulating.allocations import has_room, replayed, reserved_bytes
 from ckplan.simulating.caching_allocator import NoRoomError
-from ckplan.simulating.simulate import simulate
+from ckplan.simulating.simulate import Timeline, simulate
 from ckplan.solving.common_strategies import all_baselines
 from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.planner import Planner
@@ -51,6 +52,45 @@ def of_card(num_blocks: int = 8) -> Graph:
     )
     fingerprint = {**graph.fingerprint, "device": "cuda"}
     return replace(graph, options={"gpu": "T4"}, fingerprint=fingerprint)
+
+
+@pytest.mark.parametrize("falling", [False, True])
+@pytest.mark.parametrize("expandable", [False, True])
+def test_room_on_a_card_does_not_depend_on_the_cards_asked_before(
+    falling: bool, expandable: bool
+) -> None:
+    asked = simulate(of_card())
+    least, most = asked.peak_bytes, reserved_bytes(asked, expandable=expandable)
+    sizes = [least + (most - least) * place // 6 for place in range(-1, 9)]
+    answers = {
+        size: has_room(asked, size, expandable=expandable)
+        for size in sorted(sizes, reverse=falling)
+    }
+    for size, answer in answers.items():
+        fresh = simulate(of_card())
+        assert answer == has_room(fresh, size, expandable=expandable)
+        assert answer == (_replays_within(fresh, size, expandable=expandable))
+    assert {*answers.values()} == {False, True}
+
+
+def _replays_within(timeline: Timeline, size: int, *, expandable: bool) -> bool:
+    try:
+        return bool(replayed(timeline, expandable=expandable, capacity_bytes=size))
+    except NoRoomError:
+        return False
+
+
+def test_a_card_larger_than_one_that_was_never_full_is_not_replayed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    timeline = simulate(of_card())
+    enough_bytes = 2 * reserved_bytes(timeline)
+    assert has_room(timeline, enough_bytes, expandable=False)
+    monkeypatch.setattr(allocations, "events", None)
+    assert has_room(timeline, enough_bytes, expandable=False)
+    assert has_room(timeline, enough_bytes + MIB, expandable=False)
+    with pytest.raises(TypeError):
+        has_room(timeline, enough_bytes - 1, expandable=False)
 
 
 def test_memory_that_is_just_enough_is_enough() -> None:

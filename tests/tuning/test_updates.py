@@ -1,5 +1,6 @@
 """Of a further optimizer the update alone is recorded, and nothing else changes."""
 
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -10,8 +11,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckplan.autotune import recorder_of_spec
+from ckplan.graph.graph import Graph
+from ckplan.graph.records import Storage
 from ckplan.simulating.allocations import reserved_bytes
 from ckplan.simulating.simulate import Simulator
+from ckplan.tracing import other_steps
 from ckplan.tracing import profile as profiling
 from ckplan.tracing.first_step import in_one_call
 from ckplan.tracing.rows import spec_rows
@@ -44,8 +48,8 @@ def test_a_step_with_an_exchanged_update_is_the_recorded_one(
         exchanged.append(original(*steps))
         return exchanged[-1]
 
-    original = profiling.with_update_of
-    monkeypatch.setattr(profiling, "with_update_of", with_update_of)
+    original = other_steps.with_update_of
+    monkeypatch.setattr(other_steps, "with_update_of", with_update_of)
     found = []
     for first in (True, False):
         record, rows, way = recorder_of_spec(spec, gpu="RTX 4090")
@@ -61,6 +65,57 @@ def test_a_step_with_an_exchanged_update_is_the_recorded_one(
     sizes = [sorted((s.bytes, s.kind) for s in g.storages) for g in found]
     assert sizes[0] == sizes[1]
     assert found[0].step_seconds == found[1].step_seconds
+
+
+def test_an_update_is_recorded_at_one_batch_and_holds_at_others(
+    spec: WorkloadSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record, rows, way = recorder_of_spec(spec, gpu="RTX 4090")
+    other = replace(way, optimizer="adamw:single")
+    for batch in (rows, 2 * rows):
+        record(way, batch, 1)
+    record(other, rows, 1)
+
+    def trace(*step: object, **how: object) -> None:
+        pytest.fail("nothing is to be traced")
+
+    with monkeypatch.context() as untraced:
+        untraced.setattr(profiling, "trace", trace)
+        derived = record(other, 2 * rows, 1)
+    whole = recorder_of_spec(spec, gpu="RTX 4090")[0](other, 2 * rows, 1)
+    assert derived.fingerprint == whole.fingerprint
+    assert derived.options == whole.options
+    assert _ops(derived) == _ops(whole)
+    assert _storages(derived) == _storages(whole)
+    calls = [[(str(c), c.start, c.stop) for c in g.calls] for g in (derived, whole)]
+    assert calls[0] == calls[1]
+    assert Simulator(derived).run().live_bytes == Simulator(whole).run().live_bytes
+
+
+def _ops(graph: Graph) -> list[Any]:
+    """Ops with what their storages are, whose numbers may differ.
+
+    Of gradients of one size in blocks it is not known which is which.
+    """
+
+    def told(storages: tuple[int, ...]) -> list[Storage]:
+        found = [graph.storages[number] for number in storages]
+        return [
+            replace(one, maker=0, tensor=None) if one.kind == "gradient" else one
+            for one in found
+        ]
+
+    return [
+        (
+            replace(op, reads=(), writes=(), outputs=()),
+            *map(told, (op.reads, op.writes, op.outputs)),
+        )
+        for op in graph.ops
+    ]
+
+
+def _storages(graph: Graph) -> Counter[Storage]:
+    return Counter(graph.storages)
 
 
 def test_rows_of_a_model_that_is_cast_are_found_without_bytes(
