@@ -15,7 +15,7 @@ from ckplan.solving.candidates import Candidate, Candidates, Rank
 from ckplan.solving.chain import ChainFrontier
 from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.remedies import remedies
-from ckplan.solving.replays import ReplayedPlan
+from ckplan.solving.replays import ReplayedPlan, peak_of
 from ckplan.solving.solution import Floor, FrontierPoint, Solution
 from ckplan.solving.spaces import SearchSpaces
 
