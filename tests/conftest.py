@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -15,6 +16,10 @@ settings.register_profile(
     "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("any machine")
+
+# Products of tiles have the bits of whole ones on CPUs of any maker: without it, oneMKL
+# sums in another order on some. It is read by the first product of a process.
+os.environ["MKL_CBWR"] = "AUTO,STRICT"
 
 _MUCH_GARBAGE = 500_000  # containers made and not yet freed
 

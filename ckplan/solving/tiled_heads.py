@@ -61,7 +61,8 @@ def _other_bits(graph: Graph, call: int, tiles: Tiles, found: HeadOps) -> PlanEr
             f"cannot tile {graph.calls[call]}: profile found other bits, by up to "
             f"{tiles.difference:.1e} of the largest value",
             needed="the same bits on this device, with this number of threads",
-            hint="profile and train with OMP_NUM_THREADS=1, or --allow close",
+            hint="profile and train with MKL_CBWR=AUTO,STRICT (Intel CPUs), or with "
+            "OMP_NUM_THREADS=1; or --allow close",
         )
     return PlanError(
         f"cannot tile {graph.calls[call]}: its logits have 16 bits and are not "

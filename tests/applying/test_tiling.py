@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import ckplan
-from ckplan.applying.tiling import rows
+from ckplan.applying.tiling import bits, rows
 from ckplan.applying.tiling.bits import plain_cross_entropy
 from ckplan.errors import ApplyError, PlanError
 from ckplan.plan.tiles import Tiles
@@ -264,12 +264,14 @@ def test_bits_are_tested_for_a_shape() -> None:
 
 
 def test_a_difference_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles so narrow that other kernels run: the test of bits says so."""
+    """Sums in float64 round elsewhere: the test of bits says so."""
 
-    def narrow(self: Tiles, size: int) -> list[slice]:
-        return [slice(a, min(a + 1, size)) for a in range(size)]
+    def rounded_once(hidden: Tensor, weight: Tensor, **rest: Any) -> Tensor:
+        return plain_cross_entropy(
+            hidden.double(), weight.double(), target=rest["target"]
+        ).float()
 
-    monkeypatch.setattr(Tiles, "of_tokens", narrow)
+    monkeypatch.setattr(bits, "tiled_cross_entropy", rounded_once)
     found = ckplan.check_bits((64, 64, 1000), threads=1)
     assert found.bits == "close"
     assert 0 < found.difference < 1e-4

@@ -154,6 +154,16 @@ def test_other_threads_have_other_costs(folder: Path) -> None:
     assert all(path.parent == folder for path in paths)
 
 
+def test_another_order_of_sums_has_other_costs(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = set()
+    for order in ("", "AUTO,STRICT", "COMPATIBLE"):
+        monkeypatch.setenv("MKL_CBWR", order)
+        kept.add(cost_cache(CPU).path)
+    assert len(kept) == 3
+
+
 def test_another_precision_of_matmuls_has_other_costs(folder: Path) -> None:
     usual = cost_cache(CPU).path
     before = torch.get_float32_matmul_precision()

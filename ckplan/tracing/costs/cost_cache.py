@@ -187,6 +187,8 @@ def _machine(device: torch.device) -> dict[str, Any]:
         found["threads"] = torch.get_num_threads()
         found["capability"] = torch.backends.cpu.get_cpu_capability()
         found["mkldnn"] = torch.backends.mkldnn.enabled
+        if sums := os.environ.get("MKL_CBWR"):  # the order in which oneMKL sums
+            found["sums"] = sums
     found["inputs"] = "cold"  # earlier versions measured warm inputs
     found["deterministic"] = torch.are_deterministic_algorithms_enabled()
     return found
