@@ -174,7 +174,7 @@ def _are_traces(
 ) -> bool:
     """Whether the sources are traces, which take no options of the step."""
     if all(map(is_trace_file, sources)):
-        plain = step.is_default and not step.settings and not step.inputs
+        plain = step.is_default and not step.of_workload
         if not plain or source.settings(sources[0]) or allowed:
             raise typer.BadParameter("options of the step are for a workload")
         return True

@@ -13,6 +13,7 @@ from contextlib import suppress
 
 from ckplan.errors import CkplanError
 from ckplan.solving.memory_limit import MemoryLimit
+from ckplan.tuning.batch_dims import dims_and_doubt
 from ckplan.tuning.batches import probe_rows
 from ckplan.tuning.lever_rows import (
     row_of,
@@ -97,6 +98,8 @@ class Tuning:
         way = best.way
         self.searches.tell("comparing levers")
         search = self.search(way)
+        dims, doubt = dims_and_doubt(self.search(self._way))
+        self._notes += filter(None, [doubt])
         for batches in (search.one, search.several):
             if batches.not_linear:
                 self._notes.append(f"every batch is profiled: {batches.not_linear}")
@@ -130,6 +133,7 @@ class Tuning:
             peak_at=timeline.peak_at,
             peak_owner=owner,
             notes=tuple(self._notes),
+            batch_dims=dims,
         )
 
     def _without_own_kernel(self) -> tuple[Lever, ...]:
