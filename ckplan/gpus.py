@@ -132,8 +132,8 @@ def find(name: str) -> Gpu:
         + ", ".join(c.name for c in (found if several else [*cards.values()])),
         hint=f"--gpu {near!r}"
         if near
-        else f"--gpu-memory SIZE, or a table of your own: {OWN_TABLE}=FILE; "
-        "`ckplan gpus` lists those there are",
+        else "--gpu-memory SIZE (of tune and fit: --budget SIZE), or a table of your "
+        f"own: {OWN_TABLE}=FILE; `ckplan gpus` lists those there are",
     )
 
 

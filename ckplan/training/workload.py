@@ -165,6 +165,8 @@ def first_rows(workload: Workload, rows: int) -> Workload:
 def with_rows(workload: Workload, rows: int) -> Workload:
     """The same workload with another number of rows: cut, or repeated in order.
 
+    Of one row, inputs such as ``float32[1]`` stay as they are: they are rather a scale.
+
     Raises:
         WorkloadError: The tensors have other sizes where rows are counted, or there are
             none.
@@ -174,12 +176,14 @@ def with_rows(workload: Workload, rows: int) -> Workload:
         raise _no_rows(workload)
 
     copied: dict[int, torch.Tensor] = {}  # inputs that are labels, too, are one tensor
+    one_row = (t for t in tensors_of(workload.batch) if t.shape == (1,) and whole == 1)
+    scales = {id(tensor) for tensor in one_row if tensor.is_floating_point()}
 
     def resized(leaf: Any) -> Any:
         if not (isinstance(leaf, torch.Tensor) and leaf.dim()):
             return leaf
         place = _counts_rows(leaf, whole, dim)
-        if place is None or (whole == 1 and leaf.dim() == 1):
+        if place is None or id(leaf) in scales:
             return leaf
         if id(leaf) not in copied:
             times = -(-rows // whole)
@@ -219,6 +223,8 @@ def _no_rows(workload: Workload) -> WorkloadError:
         hint = (
             f"--batch-dim {other} (batch_dim={other} in Python), if samples are there"
         )
+    if any(tensor.numel() == 0 for tensor in found):
+        hint = "a batch of one row or more"
     return WorkloadError(
         f"cannot find the rows of the batch: its tensors are {shapes}",
         needed="tensors whose "

@@ -8,6 +8,7 @@ from ckplan.graph.batch import row_dims
 from ckplan.graph.graph import Graph
 from ckplan.tuning.search import WaySearch
 
+_OF_STEP = "step."  # names of tensors that the workload's own step takes
 _GROWS = 1.01  # FLOPs per sample at a larger batch, relative to a smaller one
 
 
@@ -26,7 +27,9 @@ def dims_and_doubt(search: WaySearch) -> tuple[dict[str, int], str | None]:
         return {}, None
     few, many = min(recorded), max(recorded)
     small, large = (_forward_flops(recorded[n]) / n for n in (few, many))
-    dims, doubt = row_dims(recorded[few], recorded[many]), None
+    found = row_dims(recorded[few], recorded[many])
+    dims = {name.removeprefix(_OF_STEP): dim for name, dim in found.items()}
+    doubt = None
     if large > small * _GROWS:
         doubt = (
             f"FLOPs per sample grow by {large / small - 1:.0%} from batch {few} to "

@@ -122,7 +122,9 @@ def test_the_dimension_of_samples_is_shown_and_can_be_another(
     assert found["best"]["batch"] * found["best"]["accumulate"] == 16
     assert "batch_dim: 1" in Path("plan.yaml").read_text()
     shown = run("tune", "m.py:tagger", *how).out
-    assert "dimension 1 of input 0; another: --batch-dim" in " ".join(shown.split())
+    assert "samples dimension 1 of input 0; another: --batch-dim" in " ".join(
+        shown.split()
+    )
 
 
 @pytest.mark.parametrize("option", [("--micro-batch", "2"), ("--batch-dim", "1")])
@@ -133,3 +135,13 @@ def test_traces_take_no_option_of_a_workload(
     ended = run(command[0], "a.json.gz", "b.json.gz", *command[1:], *option)
     assert ended.code == 2
     assert "options of the step are for a workload" in " ".join(ended.err.split())
+
+
+@pytest.mark.parametrize("command", ["compare", "solve"])
+def test_a_workload_in_place_of_its_trace_is_named(
+    run: Run, model: Path, command: str
+) -> None:
+    ended = run(command, "m.py", "--budget", "80%")
+    assert ended.code == 1
+    assert "m.py is a workload, of which no step was recorded" in ended.err
+    assert "try:    ckplan profile m.py first; then its trace" in ended.err

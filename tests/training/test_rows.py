@@ -42,6 +42,21 @@ def test_lengths_and_masks_are_cut_beside_inputs_with_time_first() -> None:
     assert torch.equal(less.batch[0], batch[0][:, :3])
 
 
+def test_of_one_row_labels_and_lengths_are_repeated_and_scales_are_not() -> None:
+    scale, lengths = torch.ones(1), torch.ones(1, dtype=torch.long)
+    workload = Workload(
+        nn.Identity(), (torch.randn(1, WIDTH), lengths, scale), target=torch.ones(1)
+    )
+    more = with_rows(workload, 2)
+    assert [len(one) for one in (*more.batch, more.target)] == [2, 2, 1, 2]
+
+
+def test_a_batch_of_no_rows_is_told_so() -> None:
+    with pytest.raises(WorkloadError) as error:
+        with_rows(Workload(nn.Identity(), torch.ones(0, WIDTH)), 2)
+    assert error.value.hint == "a batch of one row or more"
+
+
 @pytest.mark.parametrize(
     ("dim", "hint"),
     [(0, "--batch-dim 1 "), (2, "--batch-dim 1 "), (7, "--batch-dim 1 ")],

@@ -384,6 +384,24 @@ def test_where_nothing_is_linear_no_batch_of_the_curve_is_faster_than_the_best()
     assert (50.0 + best * best / 20) / best <= 1.05 * min(per_sample)
 
 
+def test_a_batch_that_was_recorded_for_the_curve_alone_can_be_the_best(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    curve = WaySearch.curve
+
+    def with_one_more(search: WaySearch) -> list[Any]:
+        one = search.setting(2)
+        assert one is not None
+        faster = replace(one, step_seconds=0.1, profiled=True)
+        unknown = replace(one, step_seconds=0.01, profiled=False)
+        return [*curve(search), (2, None, faster), (2, None, unknown)]
+
+    monkeypatch.setattr(WaySearch, "curve", with_one_more)
+    found = tuned(1000)
+    assert (found.best.batch, found.best.step_seconds) == (2, 0.1)
+    assert found.graph.fingerprint == record(Way(), 2, 1).fingerprint
+
+
 def test_sizes_on_no_line_are_searched_in_few_steps() -> None:
     asked: list[int] = []
 
