@@ -229,7 +229,9 @@ def _card(name: str, part: YamlNode, documents: Mapping[str, str], own: bool) ->
     context_bytes = figure("context", _bytes, ASSUMED_CONTEXT_BYTES)
     if not memory_bytes >= capacity_bytes > context_bytes:
         raise part.error(
-            f"{name} offers {capacity_bytes} B of {memory_bytes} B",
+            f"{name} offers {format_bytes(capacity_bytes)} of "
+            f"{format_bytes(memory_bytes)}, and CUDA's context takes "
+            f"{format_bytes(context_bytes)}",
             needed="memory of no less than capacity, and capacity of more than context",
             hint="the units: 24GiB on the board, 23.64GiB that CUDA offers",
         )

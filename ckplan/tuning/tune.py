@@ -69,10 +69,10 @@ class Tuning:
         Raises:
             CkplanError: A name in ``allow`` is unknown, or ``total`` is below 1.
         """
-        if total is not None and total < 1:
+        if total is not None and (type(total) is not int or total < 1):
             raise CkplanError(
-                f"cannot keep a total batch of {total} samples",
-                needed="1 or more",
+                f"cannot keep a total batch of {total!r} samples",
+                needed="a whole number, 1 or more",
                 hint="--total-batch 512",
             )
         self.searches = Searches(record, limit, way, rows, accumulate, total, tell)

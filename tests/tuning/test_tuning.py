@@ -23,7 +23,7 @@ from ckplan.solving.replays import ReplayedPlan
 from ckplan.tuning import plan_levers
 from ckplan.tuning.answer import plan_of
 from ckplan.tuning.known_batches import STEPS
-from ckplan.tuning.largest import largest_batch, largest_number
+from ckplan.tuning.largest import largest_batch, largest_number, largest_under
 from ckplan.tuning.lever_rows import EXPANDABLE
 from ckplan.tuning.recorded import tune_traces
 from ckplan.tuning.search import WaySearch
@@ -267,6 +267,16 @@ def test_the_largest_number_is_found_from_anywhere(
     for numbers in (range(1, 101), STEPS):
         found = largest_number(bent, lambda n: n <= largest, limit, numbers, start)
         assert found == max((n for n in numbers if n <= largest), default=0)
+
+
+def test_a_plan_is_not_replayed_on_a_batch_with_other_ops() -> None:
+    def at(rows: int) -> Graph:
+        return step_at(rows, blocks=2 if rows == 1 else 3)
+
+    regions = Planner(at(1)).smallest[1]
+    assert regions
+    assert largest_under(at, MemoryLimit(10_000), regions, 1) == 1
+    assert largest_under(step_at, MemoryLimit(10_000), (), 1) > 1
 
 
 def test_a_drawn_step_is_the_recorded_one() -> None:
