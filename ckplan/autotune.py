@@ -13,10 +13,10 @@ from ckplan.solving.solve import limit_of_objective
 from ckplan.tracing.other_steps import OtherSteps
 from ckplan.tracing.path_check import NOTE_SAME
 from ckplan.tracing.profile import profile, profile_workload
-from ckplan.tracing.rows import spec_rows
+from ckplan.tracing.rows import model_rows, spec_rows
 from ckplan.training.loading import WorkloadSpec
 from ckplan.training.step import DEFAULT_TRAINING, Training
-from ckplan.training.workload import as_workload, rows_of, with_rows
+from ckplan.training.workload import as_workload, with_rows
 from ckplan.tuning.recorded import objective_of, tune_recorded
 from ckplan.tuning.searches import Record, Recorder
 from ckplan.tuning.settings import Way, with_scaler
@@ -35,6 +35,7 @@ def tune(
     total_batch: int | None = None,
     allow: Sequence[str] = (),
     expandable_segments: bool = False,
+    batch_dim: int | None = None,
     **how: Any,
 ) -> Tuned:
     """Search the setting with the most samples per second that fits in memory.
@@ -53,6 +54,8 @@ def tune(
             host memory. With ``world_size``: ``ddp``, ``zero1``, ``zero2``, ``zero3``,
             ``fsdp2``.
         expandable_segments: Whether the card's allocator uses them.
+        batch_dim: The dimension of the batch's tensors that counts rows; 0 by default,
+            which is refused if it is time to a recurrent or attention module.
         how: Keyword arguments of ``profile``. With ``amp="fp16"`` a ``scaler`` is
             assumed, and a note of the answer says so.
 
@@ -66,7 +69,7 @@ def tune(
         InfeasibleError: Not one row fits.
         CkplanError: As of ``auto``, or a lever in ``allow`` is unknown.
     """
-    record, rows = recorder(model, batch, how)
+    record, rows = recorder(model, batch, how, batch_dim)
     return tune_recorded(
         record,
         rows,
@@ -88,6 +91,7 @@ def largest_batch(
     *,
     planned: bool = True,
     expandable_segments: bool = False,
+    batch_dim: int | None = None,
     **how: Any,
 ) -> int:
     """The largest number of rows that fits in memory; 0 if not one does.
@@ -98,13 +102,14 @@ def largest_batch(
         budget: As of ``auto``; by default the memory of the card that ``gpu`` names.
         planned: With the best plan, or without any.
         expandable_segments: Whether the card's allocator uses them.
+        batch_dim: As of ``tune``.
         how: Keyword arguments of ``profile``.
 
     Raises:
         WorkloadError: As of ``tune``.
         CkplanError: As of ``auto``.
     """
-    record, rows = recorder(model, batch, how)
+    record, rows = recorder(model, batch, how, batch_dim)
     way, accumulate = with_scaler(_way(how)), how.get("accumulate", 1)
     objective = objective_of(budget, how.get("gpu"), expandable_segments)
     planner = Planner(record(way, rows, min(accumulate, 2)))
@@ -118,7 +123,9 @@ def largest_batch(
     return largest
 
 
-def recorder(model: nn.Module, batch: Any, how: dict[str, Any]) -> tuple[Record, int]:
+def recorder(
+    model: nn.Module, batch: Any, how: dict[str, Any], batch_dim: int | None = None
+) -> tuple[Record, int]:
     """A function that profiles a model at any batch, and the rows of this batch.
 
     Raises:
@@ -132,7 +139,8 @@ def recorder(model: nn.Module, batch: Any, how: dict[str, Any]) -> tuple[Record,
     given = {key: fixed.pop(key, None) for key in keys}
     parts |= {key: value for key, value in given.items() if value is not None}
     whole = as_workload(parts, "the call of tune()")
-    rows = rows_of(with_rows(whole, max(rows_of(whole), 1)))
+    whole = replace(whole, batch_dim=batch_dim or 0)
+    rows = model_rows(whole, named=batch_dim is not None)
     proved, steps = _ProvedPaths(), _KnownSteps()
 
     def profiled(way: Way, rows: int, accumulate: int, times: int) -> Graph:
@@ -162,6 +170,7 @@ def recorder(model: nn.Module, batch: Any, how: dict[str, Any]) -> tuple[Record,
         proved.learn(way, graph)
         steps.learn(way, rows, accumulate, graph)
         options: dict[str, Any] = {**graph.options, "micro_batch": rows}
+        options |= {"batch_dim": batch_dim} if batch_dim else {}
         return replace(graph, options=options)
 
     return Recorder(profiled), rows

@@ -132,8 +132,8 @@ def find(name: str) -> Gpu:
         + ", ".join(c.name for c in (found if several else [*cards.values()])),
         hint=f"--gpu {near!r}"
         if near
-        else f"--gpu-memory SIZE, or a table of your own: {OWN_TABLE}=FILE; "
-        "`ckplan gpus` lists those there are",
+        else "--gpu-memory SIZE (of tune and fit: --budget SIZE), or a table of your "
+        f"own: {OWN_TABLE}=FILE; `ckplan gpus` lists those there are",
     )
 
 
@@ -229,7 +229,9 @@ def _card(name: str, part: YamlNode, documents: Mapping[str, str], own: bool) ->
     context_bytes = figure("context", _bytes, ASSUMED_CONTEXT_BYTES)
     if not memory_bytes >= capacity_bytes > context_bytes:
         raise part.error(
-            f"{name} offers {capacity_bytes} B of {memory_bytes} B",
+            f"{name} offers {format_bytes(capacity_bytes)} of "
+            f"{format_bytes(memory_bytes)}, and CUDA's context takes "
+            f"{format_bytes(context_bytes)}",
             needed="memory of no less than capacity, and capacity of more than context",
             hint="the units: 24GiB on the board, 23.64GiB that CUDA offers",
         )

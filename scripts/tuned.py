@@ -15,7 +15,7 @@ batch, on one thread, without a lever and with every lever alone, one step each 
 round: bytes that it saves and seconds per sample that it adds, predicted and measured,
 as parts of those without. Seconds whose quartiles lie on both sides of none have no
 sign. These rows are kept in a file of JSON lines as soon as they are known: the next
-run goes on there.
+run goes on there. Alone, they have a page of their own.
 
     python scripts/tuned.py
     python scripts/tuned.py --part hand --only gpt2 --rounds 12
@@ -36,9 +36,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
+import _lever_signs
 import _measuring as measuring
 import torch
-from _lever_signs import signs
 
 from ckplan import gpus
 from ckplan.autotune import recorder_of_spec
@@ -122,6 +122,10 @@ def main() -> int:
     report = measuring.Report(
         "tuned", "Tuned settings beside those by hand", __doc__, parts, broken
     )
+    if args.part == ["signs"]:
+        title, doc = "The signs of the levers of tune", _lever_signs.__doc__
+        report = measuring.Report("tuned_signs", title, doc, parts, broken)
+        return measuring.finish(report, args)
     return measuring.finish(report, args, whole=not (args.only or args.part))
 
 
@@ -314,7 +318,7 @@ _PARTS: Mapping[str, Callable[[argparse.Namespace], tuple[str, Sequence[str]]]] 
     "hand": by_hand,
     "cards": on_cards,
     "batches": batches,
-    "signs": signs,
+    "signs": _lever_signs.signs,
 }
 
 

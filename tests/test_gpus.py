@@ -172,7 +172,7 @@ def test_another_name_is_answered_with_those_there_are(
         ("ckplan_gpus: 1", "ckplan_gpus: 2", "format '2'"),
         ("capacity: 11.63GiB", "capazity: 11.63GiB", "unknown key 'capazity'"),
         ("    capacity: 11.63GiB\n", "", "missing key 'capacity'"),
-        ("capacity: 11.63GiB", "capacity: 13GiB", "RTX 3060 12GB offers"),
+        ("capacity: 11.63GiB", "capacity: 13GiB", "RTX 3060 12GB offers 13.00 GiB"),
         ("bandwidth: 360GB", "bandwidth: fast", "cannot read the size 'fast'"),
         ("launch_us: 5", "launch_us: -5", "'launch_us' is '-5'"),
         ("capability: 8.6", "capability: sm86", "'capability' is 'sm86'"),

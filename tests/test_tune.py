@@ -165,6 +165,13 @@ def test_auto_applies_the_tuned_plan_and_says_its_setting() -> None:
             "neither a budget nor a card",
         ),
         (batch(), {"budget": "1GiB", "allow": ["x"]}, CkplanError, "cannot allow"),
+        (batch(), {"budget": "1GiB", "allow": "bf16, x"}, CkplanError, "allow 'x'"),
+        (
+            batch(),
+            {"budget": "1GiB", "total_batch": "8"},
+            CkplanError,
+            "cannot keep a total batch of '8' samples",
+        ),
     ],
 )
 def test_bad_input(
@@ -295,7 +302,7 @@ SHARDED: dict[str, Any] = {"shard": "zero3", "world_size": 4}
     ("how", "message"),
     [
         ({"allow": ["ddp"]}, "cannot tune 'ddp' on one rank"),
-        ({"world_size": 4}, "cannot tune 4 ranks"),
+        ({"world_size": 4}, "cannot tune 4 ranks without a scheme"),
         ({"allow": ["close"]}, "cannot allow close bits alone"),
         ({"allow": ["tile"]}, "there is no such lever"),
         (

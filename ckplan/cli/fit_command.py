@@ -74,7 +74,7 @@ def fit(
     if len(traces) == len(sources):
         from ckplan.fitting.fit import fit as fit_traces
 
-        plain = step.is_default and not step.settings and not step.inputs
+        plain = step.is_default and not step.of_workload
         if not plain or source.settings(sources[0]):
             raise typer.BadParameter("options of the step are for a workload")
         with fewer_collections():
@@ -132,9 +132,9 @@ def _profiled(
     gpu: str | None,
 ) -> KnownBatches:
     from ckplan.errors import CkplanError
-    from ckplan.graph.batch import batch_rows
     from ckplan.report.progress import ProgressLine
     from ckplan.tracing.profile import profile_workload
+    from ckplan.tracing.rows import spec_rows
     from ckplan.tuning.batches import probe_rows
     from ckplan.tuning.known_batches import KnownBatches, batches_of
 
@@ -152,12 +152,9 @@ def _profiled(
                 progress=progress,
             )
 
-        graph = profiled(None)
-        rows = batch_rows(graph)
-        if rows is None:
-            why = "other batches: not known, as the batch has no rows"
-            return KnownBatches(graph, rows, why_one=why)
+        graph, rows = profiled(None), spec.rows
         try:
+            rows = rows or spec_rows(spec)
             first, other = probe_rows(rows)
             return batches_of((graph, profiled(other if first == rows else first)))
         except CkplanError as error:

@@ -199,6 +199,10 @@ def _is_plan(text: str) -> bool:
 
 def is_trace_file(source: str) -> bool:
     """Whether a source is the file of a trace, by its name or its content."""
+    from ckplan.sources.source import parse_source
+
+    if parse_source(source) is not None:
+        return False
     path = Path(source)
     if path.name.endswith((".json", ".json.gz")):
         return True

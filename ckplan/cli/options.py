@@ -132,6 +132,14 @@ class StepOptions:
             help="Cut or repeat the rows of the workload's batch to this number.",
         ),
     ] = None
+    batch_dim: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            metavar="DIM",
+            help="The dimension of the batch's tensors that counts rows.  [default: 0]",
+        ),
+    ] = None
     optimizer: Annotated[
         str | None,
         typer.Option(
@@ -176,7 +184,8 @@ class StepOptions:
 
         settings = {**parse_options(self.settings or ()), **source.settings(target)}
         inputs = tuple(self.inputs or ())
-        return WorkloadSpec(target, settings, inputs, rows=self.micro_batch)
+        rows, dim = self.micro_batch, self.batch_dim
+        return WorkloadSpec(target, settings, inputs, rows=rows, batch_dim=dim)
 
     def training(self) -> Training:
         """The training settings of a step."""
@@ -190,6 +199,12 @@ class StepOptions:
         others = self.optimizer, self.amp, self.clip
         alone = self.accumulate == 1 and not self.scaler
         return alone and all(one is None for one in others)
+
+    @property
+    def of_workload(self) -> bool:
+        """Whether an option says how to make the workload."""
+        sizes = self.micro_batch, self.batch_dim
+        return bool(self.settings or self.inputs) or sizes != (None, None)
 
     def training_settings(self) -> dict[str, Any]:
         """The same as keyword arguments."""

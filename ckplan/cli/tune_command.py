@@ -111,8 +111,7 @@ def tune(
     from ckplan.tuning.answer import plan_of
     from ckplan.tuning.settings import Way, levers_of
 
-    allowed = [name.strip() for name in (allow or "").split(",") if name.strip()]
-    levers_of(Way(), allowed, world_size or 1)
+    levers_of(Way(), allow or "", world_size or 1)
     limit: dict[str, Any] = {
         "budget": budget,
         "gpu": gpu,
@@ -120,12 +119,12 @@ def tune(
         "total_batch": total_batch,
         "tokens": tokens,
     }
-    traced = _are_traces(sources, step, source, allowed)
+    traced = _are_traces(sources, step, source, allow)
     with fewer_collections():
         if traced:
             found = _of_traces(sources, limit)
         else:
-            limit |= {"accumulate": step.accumulate, "allow": allowed}
+            limit |= {"accumulate": step.accumulate, "allow": allow or ""}
             limit["ranks"] = world_size or 1
             found = _of_workload(sources[0], step, source, seed, limit)
     print_report(tuned_json(found) if as_json else tuned_report(found))
@@ -170,11 +169,11 @@ def _are_traces(
     sources: Sequence[str],
     step: StepOptions,
     source: SourceOptions,
-    allowed: Sequence[str],
+    allowed: str | None,
 ) -> bool:
     """Whether the sources are traces, which take no options of the step."""
     if all(map(is_trace_file, sources)):
-        plain = step.is_default and not step.settings and not step.inputs
+        plain = step.is_default and not step.of_workload
         if not plain or source.settings(sources[0]) or allowed:
             raise typer.BadParameter("options of the step are for a workload")
         return True

@@ -17,9 +17,32 @@ def batch_shapes(graph: Graph) -> tuple[tuple[int, ...], ...]:
     return tuple(_shapes(graph.fingerprint.get("batch")))
 
 
+def batch_dim(graph: Graph) -> int:
+    """The dimension of the batch's tensors that counts rows, if one was named."""
+    options: Mapping[str, Any] = graph.options
+    known = {**options.get("workload", {}), **options}
+    return int(known.get("batch_dim", 0))
+
+
 def batch_rows(graph: Graph) -> int | None:
-    """The first size of the first tensor of the batch; None if there is none."""
-    return next((shape[0] for shape in batch_shapes(graph)), None)
+    """Rows of the batch: a size of its first tensor that counts them; None if none."""
+    dim = batch_dim(graph)
+    return next((s[dim] for s in batch_shapes(graph) if len(s) > dim), None)
+
+
+def row_dims(one: Graph, other: Graph) -> dict[str, int]:
+    """Name of a tensor of the batch -> the dimension in which two batches differ."""
+    batches = [graph.fingerprint.get("batch") for graph in (one, other)]
+    few, many = (batch if isinstance(batch, Mapping) else {} for batch in batches)
+    found: dict[str, int] = {}
+    for name in few:
+        pairs = zip(_shapes(few[name]), _shapes(many.get(name)), strict=False)
+        for small, large in pairs:
+            sizes = enumerate(zip(small, large, strict=False))
+            other_sizes = [dim for dim, (a, b) in sizes if a != b]
+            if other_sizes:
+                found.setdefault(name, other_sizes[0])
+    return found
 
 
 def _shapes(batch: Any) -> Iterator[tuple[int, ...]]:

@@ -22,7 +22,8 @@ from ckplan.graph.records import (
 from ckplan.units import MOST_BYTES
 
 _MOST = 1 << 63  # of bytes
-_WORKLOAD_KEYS = frozenset({"target", "set", "input", "seed", "micro_batch", "script"})
+_COUNTS = ("seed", "micro_batch", "batch_dim")
+_WORKLOAD_KEYS = frozenset({"target", "set", "input", "script", *_COUNTS})
 _MOST_SECONDS = 1e9  # of an op; in nanoseconds, sums of them are exact enough
 
 
@@ -187,7 +188,7 @@ def _texts_of_workload(workload: object) -> list[object]:
     if not isinstance(workload, Mapping) or not _WORKLOAD_KEYS.issuperset(workload):
         return [workload]
     several = [workload.get(key, []) for key in ("set", "input", "script")]
-    numbers = {type(workload.get(key, 0)) for key in ("seed", "micro_batch")}
+    numbers = {type(workload.get(key, 0)) for key in _COUNTS}
     if numbers != {int} or not all(isinstance(one, list) for one in several):
         return [workload]
     return [workload.get("target", ""), *chain(*several)]

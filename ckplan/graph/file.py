@@ -146,6 +146,8 @@ def loads(text: str, name: str) -> Graph:
     except (ValueError, RecursionError) as error:
         if text.lstrip().startswith("ckplan:"):
             raise _unreadable(name, "is a plan, not a trace") from None
+        if name.endswith(".py"):
+            raise _is_workload(name) from None
         raise _unreadable(name, f"is not complete JSON ({error})") from None
     if not isinstance(content, dict) or "ckplan_graph" not in content:
         raise _unreadable(name, "is not a ckplan trace")
@@ -273,6 +275,14 @@ def _unreadable(name: str, found: str) -> GraphError:
         f"cannot read the trace: {name} {found}",
         needed=f"a graph file of format {FORMAT_VERSION} as `ckplan profile` writes it",
         hint="run `ckplan profile model.py` again, with this version of ckplan",
+    )
+
+
+def _is_workload(name: str) -> GraphError:
+    return GraphError(
+        f"cannot read the trace: {name} is a workload, of which no step was recorded",
+        needed="a graph file, as `ckplan profile` writes it",
+        hint=f"ckplan profile {name} first; then its trace",
     )
 
 

@@ -17,7 +17,7 @@ from ckplan.plan.strict_yaml import YamlNode
 
 WORKLOAD_KEYS = (
     *("target", "set", "input", "seed", "gpu"),
-    *("micro_batch", "optimizer", "amp", "accumulate", "clip", "scaler"),
+    *("batch_dim", "micro_batch", "optimizer", "amp", "accumulate", "clip", "scaler"),
     "script",
 )
 TRAINING_KEYS = WORKLOAD_KEYS[5:-1]
@@ -106,6 +106,7 @@ _READERS: dict[str, Callable[[YamlNode], Any]] = {
     "script": _texts,
     "input": _texts,
     "seed": lambda part: part.read(_whole),
+    "batch_dim": lambda part: part.read(_whole),
     "micro_batch": lambda part: part.read(_whole),
     "accumulate": lambda part: part.read(_whole),
     "clip": lambda part: part.read(_norm),

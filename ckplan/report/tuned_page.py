@@ -19,6 +19,7 @@ from ckplan.report.tuning import (
     speed_words,
     unit_of,
 )
+from ckplan.tuning.batch_dims import dims_words
 from ckplan.tuning.settings import Setting
 from ckplan.tuning.tuned import Tuned
 
@@ -71,6 +72,8 @@ def _cards(tuned: Tuned) -> Iterator[tuple[str, str, str]]:
     yield "peak", peak, f"{tuned.peak_at}; '{tuned.peak_owner}' has most of it"
     largest = f"{tuned.largest_planned} with one"
     yield "largest batch", f"{tuned.largest_unplanned} without a plan", largest
+    if tuned.batch_dims:
+        yield "samples", dims_words(tuned.batch_dims), "another: --batch-dim"
 
 
 def _settings(tuned: Tuned) -> Iterator[tuple[str, ...]]:

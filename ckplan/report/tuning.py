@@ -13,6 +13,7 @@ from ckplan import units
 from ckplan.report.extra_work import extra_work_json, extra_work_words
 from ckplan.report.plots import save_figure
 from ckplan.report.tables import add_row, key_value_table, make_table, section
+from ckplan.tuning.batch_dims import dims_words
 from ckplan.tuning.settings import Setting
 from ckplan.tuning.tuned import LeverRow, Tuned
 
@@ -99,6 +100,8 @@ def _best(found: Tuned) -> Iterator[tuple[str, str]]:
         "largest batch",
         f"{found.largest_unplanned} without a plan, {found.largest_planned} with one",
     )
+    if found.batch_dims:
+        yield "samples", f"{dims_words(found.batch_dims)}; another: --batch-dim"
     for number, other in enumerate(found.next):
         name = "next" if number == 0 else ""
         yield (
@@ -227,6 +230,7 @@ def tuned_json(found: Tuned) -> dict[str, Any]:
         "peak_at": found.peak_at,
         "peak_owner": found.peak_owner,
         "tokens_per_sample": found.tokens_per_sample,
+        "batch_dims": dict(found.batch_dims),
         "costs": found.graph.costs,
         "notes": list(found.notes),
     }

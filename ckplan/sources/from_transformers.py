@@ -207,7 +207,7 @@ def _build(
     sizes.check_all_used()
     batch = _as_dtype(batch, how["dtype"])
     if options.get("lora") is not None:
-        model = with_lora(model, options["lora"])
+        model = with_lora(model, options["lora"], sizes.assume)
     return Made(model, batch, None, tuple(sizes.assumptions))
 
 

@@ -7,7 +7,6 @@ the step runs on real tensors instead, and a note of the graph says so.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeCopyMode
 
 from ckplan.applying import remove
 from ckplan.graph.graph import Graph
@@ -24,6 +22,7 @@ from ckplan.graph.records import MEASURED
 from ckplan.graph.sharding import Sharding, sharded
 from ckplan.simulating.peers import peer_rate
 from ckplan.tracing.build import build_graph
+from ckplan.tracing.copying import copied
 from ckplan.tracing.costs.apply_overhead import on_host
 from ckplan.tracing.costs.calibrate import Progress
 from ckplan.tracing.costs.cost_cache import CostCache, cost_cache
@@ -51,7 +50,6 @@ from ckplan.training.workload import (
     as_workload,
     check_not_lazy,
     on_device,
-    tensors_of,
 )
 
 
@@ -190,17 +188,7 @@ def profile(
     here = next((str(p.device) for p in model.parameters()), "cpu")
     place = find_target(device or (here if gpu is None else "cuda"), gpu, host)
 
-    def build(scope: FakeScope | None) -> Workload:
-        real = (workload.model, workload.data)
-        if scope is None:
-            model, data = copy.deepcopy(real)
-        else:
-            fake, known = scope
-            with FakeCopyMode(fake):
-                model, data = copy.deepcopy(real, _generators_of(workload.model))
-            known.learn_all(_values_of(model, data), _values_of(*real))
-        return replace(workload, model=model, batch=data[0], target=data[1])
-
+    build = partial(copied, workload)
     training = Training(optimizer, amp, accumulate, clip, scaler)
     with left_as_it_is(place):
         graph = _profile(
@@ -215,20 +203,6 @@ def left_as_it_is(target: TraceTarget) -> Iterator[None]:
     target.begin()
     with preserve_rng_state(), empty_cache_after(target.placed):
         yield
-
-
-def _generators_of(model: nn.Module) -> dict[int, Any]:
-    """A ``deepcopy`` memo with clones of the generators of a model.
-
-    Generators cannot be copied under fake tensors, as their states are real tensors.
-    """
-    held = (value for module in model.modules() for value in vars(module).values())
-    found = (value for value in held if isinstance(value, torch.Generator))
-    return {id(one): one.clone_state() for one in found}
-
-
-def _values_of(model: nn.Module, batch: Any) -> list[torch.Tensor]:
-    return [*model.buffers(), *tensors_of(batch)]
 
 
 def _profile(

@@ -12,7 +12,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -43,7 +43,8 @@ class WorkloadSpec:
     ``hf:FOLDER``; ``options`` are passed to the factory or the source; ``inputs`` are
     ``8x3x224x224:float32`` shapes for a bare module. ``parameters`` is the digest of
     the names and shapes that the model must have, as a plan's fingerprint holds it.
-    ``rows`` is the number of rows to which the batch is cut or repeated.
+    ``rows`` is the number of rows to which the batch is cut or repeated, at dimension
+    ``batch_dim`` of its tensors; None is 0 unless that is seen to be time.
     """
 
     target: str
@@ -51,6 +52,11 @@ class WorkloadSpec:
     inputs: tuple[str, ...] = ()
     parameters: str | None = None
     rows: int | None = None
+    batch_dim: int | None = None
+
+    def __post_init__(self) -> None:
+        """Accept a path as the target."""
+        object.__setattr__(self, "target", str(self.target))
 
     @property
     def name(self) -> str:
@@ -68,11 +74,13 @@ class WorkloadSpec:
         Raises:
             WorkloadError: The target is missing, is not Python, or has no factory.
         """
-        build, rows = self._loaded(), self.rows
-        if rows is not None:
-            whole = build
-            build = lambda: with_rows(whole(), rows)  # noqa: E731
+        build = partial(self._cut, self._loaded())
         return build if self.parameters is None else partial(self._checked, build)
+
+    def _cut(self, build: Callable[[], Workload]) -> Workload:
+        """The batch at the rows that are asked for."""
+        workload = replace(build(), batch_dim=self.batch_dim or 0)
+        return workload if self.rows is None else with_rows(workload, self.rows)
 
     def _checked(self, build: Callable[[], Workload]) -> Workload:
         """Refuse a model with other parameters before anything runs."""

@@ -37,6 +37,7 @@ def describe_workload(spec: WorkloadSpec, seed: int) -> dict[str, Any]:
         return {}
     found = {"target": spec.target, "set": settings, "input": [*spec.inputs]}
     more = {"seed": seed, "micro_batch": spec.rows or 0}
+    more["batch_dim"] = spec.batch_dim or 0
     return {key: value for key, value in {**found, **more}.items() if value}
 
 
@@ -84,7 +85,9 @@ def complete(
         options = {**parse_options(known.get("set", ())), **found.options}
         inputs = found.inputs or tuple(known.get("input", ()))
         rows = found.rows or known.get("micro_batch")
-        found = replace(found, options=options, inputs=inputs, rows=rows)
+        dim = found.batch_dim
+        dim = known.get("batch_dim") if dim is None else dim
+        found = replace(found, options=options, inputs=inputs, rows=rows, batch_dim=dim)
     default = Training()
     taken = {
         name: known[name]

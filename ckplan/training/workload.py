@@ -35,6 +35,7 @@ class Workload:
     step: Callable[[nn.Module, Any], torch.Tensor] | None = None
     source: str = ""  # target of a model without a file, such as "hf:gpt2"
     assumptions: tuple[str, ...] = ()  # about the batch of a source
+    batch_dim: int = 0  # the dimension of the batch's tensors that counts rows
 
     @property
     def data(self) -> tuple[Any, Any]:
@@ -122,9 +123,21 @@ def tensors_of(value: object) -> list[torch.Tensor]:
 
 
 def rows_of(workload: Workload) -> int:
-    """Number of rows of the batch: the first size of its first non-scalar tensor."""
-    sizes = (t.shape[0] for t in tensors_of(workload.batch) if t.dim())
+    """Number of rows of the batch: a size of its first tensor that counts them."""
+    dim = workload.batch_dim
+    sizes = (t.shape[dim] for t in tensors_of(workload.batch) if t.dim() > dim >= 0)
     return next(sizes, 0)
+
+
+def _counts_rows(tensor: torch.Tensor, rows: int, dim: int) -> int | None:
+    """The dimension of a tensor that counts rows: that of the batch, else the first.
+
+    So lengths, or padding masks, are cut beside inputs that have time first.
+    """
+    places = dict.fromkeys((dim, 0))
+    return next(
+        (d for d in places if tensor.dim() > d and tensor.shape[d] == rows), None
+    )
 
 
 def first_rows(workload: Workload, rows: int) -> Workload:
@@ -136,11 +149,13 @@ def first_rows(workload: Workload, rows: int) -> Workload:
     copied: dict[int, torch.Tensor] = {}
 
     def first(leaf: Any) -> Any:
-        is_tensor = isinstance(leaf, torch.Tensor) and leaf.dim()
-        if not is_tensor or leaf.shape[0] != whole:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        place = _counts_rows(leaf, whole, workload.batch_dim)
+        if place is None:
             return leaf
         if id(leaf) not in copied:
-            copied[id(leaf)] = leaf[:rows].clone()
+            copied[id(leaf)] = leaf.narrow(place, 0, rows).clone()
         return copied[id(leaf)]
 
     batch, target = pytree.tree_map(first, workload.data)
@@ -150,34 +165,73 @@ def first_rows(workload: Workload, rows: int) -> Workload:
 def with_rows(workload: Workload, rows: int) -> Workload:
     """The same workload with another number of rows: cut, or repeated in order.
 
+    Of one row, inputs such as ``float32[1]`` stay as they are: they are rather a scale.
+
     Raises:
-        WorkloadError: The first sizes of the tensors differ, or there are none.
+        WorkloadError: The tensors have other sizes where rows are counted, or there are
+            none.
     """
-    whole = rows_of(workload)
-    firsts = {t.shape[0] for t in tensors_of(workload.data) if t.dim()} - {1, whole}
-    if whole == 0 or firsts:
-        shapes = [str(tuple(t.shape)) for t in tensors_of(workload.data)]
-        raise WorkloadError(
-            f"cannot find the rows of the batch: its tensors are {', '.join(shapes)}",
-            needed="tensors whose first size is the number of rows",
-            hint="a factory that puts the batch dimension first in every tensor",
-        )
+    whole, dim = rows_of(workload), workload.batch_dim
+    if not _has_rows(workload):
+        raise _no_rows(workload)
 
     copied: dict[int, torch.Tensor] = {}  # inputs that are labels, too, are one tensor
+    one_row = (t for t in tensors_of(workload.batch) if t.shape == (1,) and whole == 1)
+    scales = {id(tensor) for tensor in one_row if tensor.is_floating_point()}
 
     def resized(leaf: Any) -> Any:
         if not (isinstance(leaf, torch.Tensor) and leaf.dim()):
             return leaf
-        if leaf.shape[0] != whole or (whole == 1 and leaf.dim() == 1):
+        place = _counts_rows(leaf, whole, dim)
+        if place is None or id(leaf) in scales:
             return leaf
         if id(leaf) not in copied:
             times = -(-rows // whole)
-            repeated = leaf.repeat(times, *(1 for _ in leaf.shape[1:]))
-            copied[id(leaf)] = repeated[:rows].clone()
+            repeated = leaf.repeat(
+                [times if d == place else 1 for d in range(leaf.dim())]
+            )
+            copied[id(leaf)] = repeated.narrow(place, 0, rows).clone()
         return copied[id(leaf)]
 
     batch, target = pytree.tree_map(resized, workload.data)
     return replace(workload, batch=batch, target=target)
+
+
+def _has_rows(workload: Workload) -> bool:
+    """Whether every tensor counts as many rows, or has size 1 there."""
+    rows, dim = rows_of(workload), workload.batch_dim
+    return rows > 0 and all(
+        tensor.shape[dim if tensor.dim() > dim else 0] == 1
+        or _counts_rows(tensor, rows, dim) is not None
+        for tensor in tensors_of(workload.data)
+        if tensor.dim()
+    )
+
+
+def _no_rows(workload: Workload) -> WorkloadError:
+    """The error for tensors of which none, or several, sizes can be the rows."""
+    found = tensors_of(workload.data)
+    shapes = ", ".join(str(tuple(tensor.shape)) for tensor in found)
+    others = (
+        dim
+        for dim in range(max((tensor.dim() for tensor in found), default=0))
+        if dim != workload.batch_dim and _has_rows(replace(workload, batch_dim=dim))
+    )
+    other, place = next(others, None), workload.batch_dim
+    hint = "a factory that puts the batch dimension first in every tensor"
+    if other is not None:
+        hint = (
+            f"--batch-dim {other} (batch_dim={other} in Python), if samples are there"
+        )
+    if any(tensor.numel() == 0 for tensor in found):
+        hint = "a batch of one row or more"
+    return WorkloadError(
+        f"cannot find the rows of the batch: its tensors are {shapes}",
+        needed="tensors whose "
+        + ("first size" if place == 0 else f"size at dimension {place}")
+        + " is the number of rows",
+        hint=hint,
+    )
 
 
 def check_not_lazy(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ckplan.errors import CkplanError
-from ckplan.graph.batch import batch_shapes
+from ckplan.graph.batch import batch_dim, batch_shapes
 from ckplan.graph.graph import Graph
 from ckplan.plan.plan import Plan, Prediction, plan_fingerprint
 from ckplan.plan.resolve import describe
@@ -38,14 +38,14 @@ def plan_of(tuned: Tuned) -> Plan:
 
 
 def tokens_per_sample(graph: Graph) -> int:
-    """Second size of the first tensor of the batch that has two dimensions.
+    """The size beside the rows of the batch's first tensor of two dimensions.
 
     Raises:
         CkplanError: The batch has none.
     """
     for shape in batch_shapes(graph):
-        if len(shape) == 2 and shape[1] > 1:
-            return shape[1]
+        if len(shape) == 2 and shape[not batch_dim(graph)] > 1:
+            return shape[not batch_dim(graph)]
     raise CkplanError(
         f"cannot count the tokens of {graph.model}: no tensor of its batch is rows "
         "times tokens",

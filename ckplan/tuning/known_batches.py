@@ -78,7 +78,7 @@ def _rows_of_both(first: Graph, second: Graph) -> tuple[int, int]:
             "cannot draw other batches: the two traces do not differ in the rows of "
             f"their batch alone ({_batch(first)} and {_batch(second)})",
             needed="two traces of the same workload, at two batches",
-            hint="ckplan profile model.py --set batch=..., or name one trace",
+            hint="ckplan profile model.py --micro-batch 4, once more with 8",
         )
     return rows
 

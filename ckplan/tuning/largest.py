@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from ckplan.errors import PlanError
 from ckplan.graph.graph import Graph
@@ -68,6 +69,15 @@ def largest_under(
     return _Replays(graph_at, limit, MOST_ROWS).largest_under(regions, near)
 
 
+def same_forward(one: Graph, other: Graph) -> bool:
+    """Whether two steps run the same ops in forward, so that plans of one fit both."""
+    first, second = (g.ops[: g.num_forward] for g in (one, other))
+    return len(first) == len(second) and all(
+        a.name == b.name and a.call == b.call
+        for a, b in zip(first, second, strict=True)
+    )
+
+
 class _Replays:
     """The step at any number of rows, under any plan, within a limit."""
 
@@ -87,24 +97,29 @@ class _Replays:
         """The largest number of rows that fits under a plan."""
 
         def peak_of(rows: int) -> int:
-            timeline = self._at(rows, regions)
+            timeline = self._at(rows, regions, near)
             return 2 * self._limit.bytes if timeline is None else timeline.peak_bytes
 
         def fits(rows: int) -> bool:
-            timeline = self._at(rows, regions)
+            timeline = self._at(rows, regions, near)
             return timeline is not None and self._limit.allows(timeline)
 
         numbers = range(1, self._most + 1)
         return largest_number(peak_of, fits, self._limit.bytes, numbers, near)
 
-    def _at(self, rows: int, regions: tuple[Region, ...]) -> Timeline | None:
+    def _at(
+        self, rows: int, regions: tuple[Region, ...], found_at: int
+    ) -> Timeline | None:
+        """The step under a plan of some batch; None if its ops are others there."""
         if (rows, regions) not in self._timelines:
             if rows not in self._simulators:
                 self._simulators[rows] = self._simulator(self._graph_at(rows))
-            try:
-                timeline = self._simulators[rows].run(regions)
-            except PlanError:  # the step runs other ops there
-                timeline = None
+            timeline = None
+            if not regions or same_forward(
+                self._simulators[rows].graph, self._graph_at(found_at)
+            ):
+                with suppress(PlanError):  # other calls
+                    timeline = self._simulators[rows].run(regions)
             self._timelines[rows, regions] = timeline
         return self._timelines[rows, regions]
 

@@ -159,26 +159,29 @@ def levers_of(way: Way, allow: Iterable[str], ranks: int = 1) -> tuple[Lever, ..
 
     Args:
         way: How the step trains.
-        allow: Names of further levers.
+        allow: Names of further levers; a text joins them by commas.
         ranks: How many processes there are to shard over.
 
     Raises:
         CkplanError: A name is not one of ``NAMES``, or ranks and schemes to shard do
             not go together.
     """
-    names = [*dict.fromkeys(allow)]
+    listed = allow.split(",") if isinstance(allow, str) else allow
+    names = [*dict.fromkeys(name.strip() for name in listed if name.strip())]
     for name in names:
         if name not in NAMES:
             near = did_you_mean(name, NAMES)
             raise CkplanError(
                 f"cannot allow {name!r}: there is no such lever",
-                needed="one or more of " + ", ".join(NAMES),
+                needed="one or more of these, joined by commas: " + ", ".join(NAMES),
                 hint=f"--allow {near or 'bf16'}",
             )
     check_allowed([name for name in names if name in PLAN_LEVERS])
     schemes = [name for name in names if name in SCHEMES]
     if bool(schemes) != (ranks > 1):
-        found = f"{schemes[0]!r} on one rank" if schemes else f"{ranks} ranks"
+        found = f"{ranks} ranks without a scheme to shard over them"
+        if schemes:
+            found = f"{schemes[0]!r} on one rank"
         raise CkplanError(
             f"cannot tune {found}",
             needed="two ranks or more, and how they may share the state of training: "

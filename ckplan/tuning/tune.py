@@ -13,6 +13,7 @@ from contextlib import suppress
 
 from ckplan.errors import CkplanError
 from ckplan.solving.memory_limit import MemoryLimit
+from ckplan.tuning.batch_dims import dims_and_doubt
 from ckplan.tuning.batches import probe_rows
 from ckplan.tuning.lever_rows import (
     row_of,
@@ -68,10 +69,10 @@ class Tuning:
         Raises:
             CkplanError: A name in ``allow`` is unknown, or ``total`` is below 1.
         """
-        if total is not None and total < 1:
+        if total is not None and (type(total) is not int or total < 1):
             raise CkplanError(
-                f"cannot keep a total batch of {total} samples",
-                needed="1 or more",
+                f"cannot keep a total batch of {total!r} samples",
+                needed="a whole number, 1 or more",
                 hint="--total-batch 512",
             )
         self.searches = Searches(record, limit, way, rows, accumulate, total, tell)
@@ -97,6 +98,11 @@ class Tuning:
         way = best.way
         self.searches.tell("comparing levers")
         search = self.search(way)
+        curve = search.curve()  # where every batch is profiled, one here can be faster
+        recorded = (one for row in curve for one in row[1:] if one and one.profiled)
+        best = max((best, *recorded), key=lambda one: one.samples_per_second)
+        dims, doubt = dims_and_doubt(self.search(self._way))
+        self._notes += filter(None, [doubt])
         for batches in (search.one, search.several):
             if batches.not_linear:
                 self._notes.append(f"every batch is profiled: {batches.not_linear}")
@@ -126,10 +132,11 @@ class Tuning:
             levers=tuple(rows),
             largest_unplanned=search.largest_unplanned,
             largest_planned=search.largest_planned,
-            curve=tuple(search.curve()),
+            curve=tuple(curve),
             peak_at=timeline.peak_at,
             peak_owner=owner,
             notes=tuple(self._notes),
+            batch_dims=dims,
         )
 
     def _without_own_kernel(self) -> tuple[Lever, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ckplan.errors import CkplanError, InfeasibleError
 from ckplan.graph.graph import Graph
@@ -53,6 +53,7 @@ class Tuned:
     peak_owner: str  # kind of tensor
     notes: tuple[str, ...] = ()
     tokens_per_sample: int | None = None
+    batch_dims: Mapping[str, int] = field(default_factory=dict)  # tensor -> its rows
 
 
 def gives_up(one: Setting, best: Setting) -> str:

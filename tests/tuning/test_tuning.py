@@ -23,7 +23,7 @@ from ckplan.solving.replays import ReplayedPlan
 from ckplan.tuning import plan_levers
 from ckplan.tuning.answer import plan_of
 from ckplan.tuning.known_batches import STEPS
-from ckplan.tuning.largest import largest_batch, largest_number
+from ckplan.tuning.largest import largest_batch, largest_number, largest_under
 from ckplan.tuning.lever_rows import EXPANDABLE
 from ckplan.tuning.recorded import tune_traces
 from ckplan.tuning.search import WaySearch
@@ -269,6 +269,16 @@ def test_the_largest_number_is_found_from_anywhere(
         assert found == max((n for n in numbers if n <= largest), default=0)
 
 
+def test_a_plan_is_not_replayed_on_a_batch_with_other_ops() -> None:
+    def at(rows: int) -> Graph:
+        return step_at(rows, blocks=2 if rows == 1 else 3)
+
+    regions = Planner(at(1)).smallest[1]
+    assert regions
+    assert largest_under(at, MemoryLimit(10_000), regions, 1) == 1
+    assert largest_under(step_at, MemoryLimit(10_000), (), 1) > 1
+
+
 def test_a_drawn_step_is_the_recorded_one() -> None:
     drawn = extrapolate(step_at(4), step_at(8), (4, 8, 37))
     real = step_at(37)
@@ -382,6 +392,24 @@ def test_where_nothing_is_linear_no_batch_of_the_curve_is_faster_than_the_best()
     per_sample = [(50.0 + n * n / 20) / n for n in range(1, found.largest_unplanned)]
     best = found.best.batch
     assert (50.0 + best * best / 20) / best <= 1.05 * min(per_sample)
+
+
+def test_a_batch_that_was_recorded_for_the_curve_alone_can_be_the_best(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    curve = WaySearch.curve
+
+    def with_one_more(search: WaySearch) -> list[Any]:
+        one = search.setting(2)
+        assert one is not None
+        faster = replace(one, step_seconds=0.1, profiled=True)
+        unknown = replace(one, step_seconds=0.01, profiled=False)
+        return [*curve(search), (2, None, faster), (2, None, unknown)]
+
+    monkeypatch.setattr(WaySearch, "curve", with_one_more)
+    found = tuned(1000)
+    assert (found.best.batch, found.best.step_seconds) == (2, 0.1)
+    assert found.graph.fingerprint == record(Way(), 2, 1).fingerprint
 
 
 def test_sizes_on_no_line_are_searched_in_few_steps() -> None:
