@@ -7,12 +7,15 @@ rounds of the seconds beyond the unplanned step's in the same round, per layer.
 
 The last rows are what no engine in Python can do without, since torch calls it back for
 every function and for every saved tensor. ``LEAST_WATCH``: a function mode compares
-each function with the one it expects, and hooks number what is saved; guards of
-arguments would come on top. ``LEAST_AGAIN``: the ops that are rebuilt are called once
-more, below autograd, with their arguments at hand. The two bound a program.
+each function with the one it expects, and hooks number what is saved.
+``LEAST_GUARDS``: it compares arguments, too, by matchers that are compiled for each
+call, and nothing else that could differ: a change of an argument would give a wrong
+gradient. ``LEAST_AGAIN``: the ops that are rebuilt are called once more, below
+autograd, with their arguments at hand. The last two bound a program that notices what
+differs.
 ``LEAST_RERUN``: forward runs again, from torch's random state, with such a mode and
 hooks that number what is saved in both runs, and nothing else that a checkpoint does;
-it bounds a rerun that notices where it differs.
+``LEAST_GUARDED_RERUN`` compares arguments in both: it bounds a rerun that notices.
 """
 
 from __future__ import annotations
@@ -23,7 +26,8 @@ from dataclasses import replace
 from functools import partial
 from itertools import count
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import ref
 
 import _measuring as measuring
 import torch
@@ -34,6 +38,9 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from ckplan.applying import apply
+from ckplan.applying.tensors.arguments import Slots, is_query
+from ckplan.applying.tensors.matchers import Matcher, Matchers
+from ckplan.applying.tensors.retained import tensors_in
 from ckplan.graph.graph import Graph
 from ckplan.plan.plan import Plan
 from ckplan.plan.region import RERUN, Region
@@ -57,11 +64,13 @@ STEP, BY_HAND, RERUN_ALL = "unplanned", "torch's checkpoint", "by: rerun"
 NOTHING, EVERYTHING = "by: program, nothing saved", "by: program, everything saved"
 LEAST_WATCH = "least: functions compared, tensors numbered"
 LEAST_AGAIN = "least: rebuilt ops alone"
+LEAST_GUARDS = "least: functions and arguments compared, tensors numbered"
 LEAST_RERUN = "least: forward again, functions compared in both"
+LEAST_GUARDED_RERUN = "least: forward again, arguments compared in both"
 DROPPED_ROUNDS = 3
 _LIMITS = {  # of checkpointing's total, and the ways whose sum is the least possible
-    NOTHING: (0.55, (LEAST_WATCH, LEAST_AGAIN)),
-    RERUN_ALL: (1.15, (LEAST_RERUN,)),
+    NOTHING: (0.55, (LEAST_GUARDS, LEAST_AGAIN)),
+    RERUN_ALL: (1.15, (LEAST_GUARDED_RERUN,)),
 }
 HEADERS = ("layer of", "way", "forward us", "backward us", "of torch's checkpoint")
 TRAINING = Training("none")
@@ -107,9 +116,11 @@ def per_layer(family: str, options: dict[str, Any], rounds: int) -> dict[str, Se
         EVERYTHING: _planned(
             spec, graph, [Region(one, save=_outputs(graph, one)) for one in layers]
         ),
-        LEAST_WATCH: _step(spec, partial(_watch, names)),
+        LEAST_WATCH: _step(spec, partial(_watch, names, _Compared)),
+        LEAST_GUARDS: _step(spec, partial(_watch, names, _Guarded)),
         LEAST_AGAIN: _step(spec, partial(_run_ops_again, graph, layers)),
-        LEAST_RERUN: _step(spec, partial(_watch_twice, names)),
+        LEAST_RERUN: _step(spec, partial(_watch_twice, names, _Compared)),
+        LEAST_GUARDED_RERUN: _step(spec, partial(_watch_twice, names, _Guarded)),
     }
     taken: dict[str, list[Seconds]] = {way: [] for way in ways}
     for number in range(rounds + DROPPED_ROUNDS):
@@ -180,11 +191,69 @@ class _Compared(TorchFunctionMode):
         return func(*args, **kwargs) if kwargs else func(*args)
 
 
-def _compared(forward: Callable[..., Any]) -> Callable[..., Any]:
+class _Call(NamedTuple):
+    func: Any
+    matches: Matcher
+    numbers: Sequence[int]  # of the tensors that it returned
+    is_new: bool  # it returned one tensor, which no call had returned or taken
+
+
+class _Guarded(TorchFunctionMode):
+    """Compares functions and arguments with those of the first forward."""
+
+    def __init__(self, known: list[_Call]) -> None:
+        super().__init__()
+        self._learned = None if known else known
+        self._calls = iter(known)
+        self._next = next(self._calls, None)
+        self._made: list[ref[torch.Tensor]] = []
+        self._met: list[ref[torch.Tensor]] = []
+        self._slots, self._matchers = Slots(lambda tensor: None), Matchers()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        call = self._next
+        if call is None or (call.func is not func and call.func != func):
+            return self._other(func, args, kwargs or {})
+        if not call.matches(args, kwargs, self._made, (), self._met, self._meet):
+            raise AssertionError(f"{func} with other arguments")
+        out = func(*args, **kwargs) if kwargs else func(*args)
+        if call.is_new:
+            self._made.append(ref(out))
+        else:
+            for number, tensor in zip(call.numbers, tensors_in(out), strict=True):
+                if number == len(self._made):
+                    self._made.append(ref(tensor))
+        self._next = next(self._calls, None)
+        return out
+
+    def _other(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if is_query(func):
+            return func(*args, **kwargs)
+        assert self._learned is not None, f"{func} is another call"
+        matches = self._matchers.make(self._slots.freeze(args, kwargs))
+        out = func(*args, **kwargs)
+        made = max((max(one.numbers, default=-1) for one in self._learned), default=-1)
+        self._slots.returned(out)
+        numbers = [self._slots.number_of(one) for one in tensors_in(out)]
+        is_new = isinstance(out, torch.Tensor) and numbers == [made + 1]
+        self._learned.append(_Call(func, matches, numbers, is_new))
+        return out
+
+    def _meet(self, number: int, tensor: torch.Tensor) -> bool:
+        self._met.append(ref(tensor))
+        return True
+
+
+_Mode = type[_Compared] | type[_Guarded]
+
+
+def _compared(mode: _Mode, forward: Callable[..., Any]) -> Callable[..., Any]:
     known: list[Any] = []
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with _Compared(known):
+        with mode(known):
             return forward(*args, **kwargs)
 
     return run
@@ -204,10 +273,10 @@ def _numbered(forward: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _watch(names: Sequence[str], model: Any) -> None:
+def _watch(names: Sequence[str], mode: _Mode, model: Any) -> None:
     for name in names:
         layer = model.get_submodule(name)
-        layer.forward = _numbered(_compared(layer.forward))
+        layer.forward = _numbered(_compared(mode, layer.forward))
 
 
 def _again(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -241,10 +310,10 @@ def _alone(argument: Any) -> Any:
     return argument
 
 
-def _watch_twice(names: Sequence[str], model: Any) -> None:
+def _watch_twice(names: Sequence[str], mode: _Mode, model: Any) -> None:
     for name in names:
         layer = model.get_submodule(name)
-        layer.forward = _again(_compared(layer.forward))
+        layer.forward = _again(_compared(mode, layer.forward))
 
 
 class _Recorded(TorchDispatchMode):
