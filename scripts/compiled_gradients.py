@@ -7,7 +7,7 @@ drew other dropout masks than forward. Rows of torch use nothing of ckplan. Unde
 "changed buffer", a small model has no dropout, but a buffer that its forward uses and
 then changes, which backward may read as changed. Under "upsampled", one brings features
 of two resolutions together; until 2.13, torch can let kernels read what others have yet
-to write (issue 185509 of pytorch).
+to write (issue 185509 of pytorch); it did on another machine than the page's.
 
     python scripts/compiled_gradients.py
 

@@ -23,20 +23,26 @@ def check_alone(others: Iterable[object], rest_is_default: bool) -> None:
     if not rest_is_default or any(one is not None for one in others):
         raise typer.BadParameter(
             "--compile takes --set, --input, --seed and --json beside it; verify also "
-            "a plan or --budget, --steps and --save, profile -o, and compare --budget"
+            "a plan or --budget, --steps and --save, profile --generate and -o, and "
+            "compare --budget"
         )
 
 
 def profile_in_compiled(
-    spec: WorkloadSpec, seed: int, others: Iterable[object], rest_is_default: bool
+    spec: WorkloadSpec,
+    seed: int,
+    generate: bool,
+    others: Iterable[object],
+    rest_is_default: bool,
 ) -> Graph:
     """Trace the compiled step of a workload; ``others`` are options it cannot have."""
     check_alone(others, rest_is_default)
     from ckplan.compiling.step import profile_compiled
+    from ckplan.report.progress import ProgressLine
 
     # Output of the workload does not belong on stdout.
-    with redirect_stdout(sys.stderr):
-        return profile_compiled(spec, seed=seed)
+    with ProgressLine(sys.stderr) as progress, redirect_stdout(sys.stderr):
+        return profile_compiled(spec, seed=seed, generate=generate, progress=progress)
 
 
 def check_not_compiled(budget: str | None, save: Path | None) -> None:

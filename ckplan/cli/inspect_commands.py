@@ -94,6 +94,14 @@ def profile(
         bool,
         typer.Option("--compile", help="Forward, loss and backward in torch.compile."),
     ] = False,
+    generate: Annotated[
+        bool,
+        typer.Option(
+            "--generate",
+            help="With --compile: generate the code of all plans, so that solve is "
+            "exact; takes minutes if many layers are compiled.",
+        ),
+    ] = False,
     output: TraceOutput = None,
     force: Force = False,
     as_json: Json = False,
@@ -108,6 +116,8 @@ def profile(
     from ckplan.tracing.profile import profile_workload
     from ckplan.training.lengths import parse_lengths
 
+    if generate and not compiled:
+        raise typer.BadParameter("--generate goes with --compile alone")
     of_batches = None if lengths is None else parse_lengths(lengths)
     given = source.batch
     if of_batches is not None:
@@ -133,7 +143,7 @@ def profile(
             None,
             None,
         )
-        graph = profile_in_compiled(spec, seed, others, defaults)
+        graph = profile_in_compiled(spec, seed, generate, others, defaults)
         trace_file.save(graph, path, force=force)
         _show_trace(graph, path, as_json)
         print_message(f"wrote {path}")

@@ -142,10 +142,11 @@ def solve(
     mean = find_mean(graph, trace, sharding)
     if mean is not None:
         _tell_mean(plan, mean)
-    if "compiled" in graph.fingerprint:
+    if "compiled" in graph.fingerprint and not graph.generated:
         print_message(
             "this peak is simulated; that of the generated code may be larger: `ckplan "
-            f"verify TARGET --compile --budget {plan.budget_bytes}` plans to that one"
+            f"verify TARGET --compile --budget {plan.budget_bytes}` plans to that one, "
+            "and so does solve from a trace of `profile TARGET --compile --generate`"
         )
     print_message(f"wrote {output}")
 

@@ -143,12 +143,32 @@ def moving_seconds(moved_bytes: int) -> float:
 
 
 def digest(graph: fx.Graph) -> str:
-    """16 hexadecimal digits, equal for equal joint graphs: ops, arguments, shapes."""
+    """16 hexadecimal digits, equal for equal joint graphs: ops, arguments, shapes.
+
+    The order of inputs does not count: it depends on how the model is called.
+    """
+    names: dict[fx.Node, str] = {}
     parts = []
     for node in graph.nodes:
-        made = pytree.tree_map_only(torch.Tensor, _describe, node.meta.get("val"))
-        parts.append(f"{node.name}={node.target}{node.args}{node.kwargs}:{made}")
+        given = fx.map_arg((node.args, node.kwargs), lambda one: _as_seen(one, names))
+        if node.op == "output":
+            parts += sorted(map(str, pytree.tree_leaves(given)))
+        elif node.op != "placeholder":
+            parts.append(f"{_as_seen(node, names)}={node.target}{given}:{_made(node)}")
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def _as_seen(node: fx.Node, names: dict[fx.Node, str]) -> str:
+    """A number for a node, in the order in which ops name them, and an input's type."""
+    if node not in names:
+        is_input = node.op == "placeholder"
+        names[node] = f"%{len(names)}" + (f" {_made(node)}" if is_input else "")
+    return names[node]
+
+
+def _made(node: fx.Node) -> str:
+    made = pytree.tree_map_only(torch.Tensor, _describe, node.meta.get("val"))
+    return str(made)
 
 
 def _describe(tensor: torch.Tensor) -> str:

@@ -10,7 +10,7 @@ That list does not depend on the budget, so more budget never costs more.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations
@@ -21,9 +21,11 @@ from ckplan.compiling.refusals import check_same_graph, check_within_budget
 from ckplan.compiling.replay import Replayed
 from ckplan.compiling.search import WAYS, Candidate, Chosen, CompiledPlanner
 from ckplan.errors import InfeasibleError
-from ckplan.graph.records import BEFORE_STEP
+from ckplan.graph.records import BEFORE_STEP, GeneratedCode, SavingRegion
 from ckplan.plan.plan import Plan, Prediction, plan_fingerprint
+from ckplan.plan.region import Region
 from ckplan.plan.resolve import describe, resolve
+from ckplan.simulating.simulate import Simulator
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,6 @@ class Parts:
     def plan(self, chosen: Mapping[str, Chosen], budget_bytes: int | None) -> Plan:
         """The plan of the whole step, in the names of its joined graph."""
         graph = self.joined.graph
-        regions = self.joined.joined([chosen[run.key].regions for run in self.runs])
         peak_bytes = self.peak_bytes({k: one.replayed for k, one in chosen.items()})
         return Plan(
             model=graph.model,
@@ -121,8 +122,28 @@ class Parts:
                 overhead=self.overhead_of({k: c.overhead for k, c in chosen.items()}),
                 unplanned_peak_bytes=self.unplanned_peak_bytes,
             ),
-            regions=describe(graph, regions),
+            regions=describe(graph, self._regions(chosen)),
         )
+
+    def generated(self) -> tuple[GeneratedCode, ...]:
+        """Every plan that a budget may get, its code replayed; the cheapest first."""
+        simulator = Simulator(self.joined.graph)
+        found: dict[tuple[SavingRegion, ...], GeneratedCode] = {}
+        for one in self._plans():
+            regions = self._regions(one)
+            saving = tuple(region.saving for region in regions)
+            if saving in found:
+                continue
+            replayed = self._replayed(one)
+            lone = next(iter(replayed.values())) if len(self.runs) == 1 else None
+            found[saving] = GeneratedCode(
+                saving,
+                simulator.run(regions).simulated_peak_bytes,
+                self.peak_bytes(replayed),
+                lone.peak_at if lone else f"{len(self.runs)} compiled graphs",
+                self.overhead_of({key: c.overhead for key, c in one.items()}),
+            )
+        return tuple(found.values())
 
     def follow(self, plan: Plan) -> dict[str, Chosen]:
         """Find what each graph saves under a plan of the whole step, and replay it.
@@ -161,19 +182,12 @@ class Parts:
         Raises:
             InfeasibleError: None fit; the smallest peak is named.
         """
+        if self._is_whole:
+            alone = self.runs[0].key
+            return {alone: self.planners[alone].solve(budget_bytes)}
         smallest = self.unplanned_peak_bytes
-        alone = self.planners[self.runs[0].key]
-        if len(self.runs) == 1 and alone.unplanned.peak_bytes == smallest:
-            return {self.runs[0].key: alone.solve(budget_bytes)}
-        if smallest <= budget_bytes:
-            unplanned = {k: one.candidate(()) for k, one in self.planners.items()}
-            return self._chosen(unplanned)
-        for combination in self._combinations():
-            replayed = {
-                key: self.planners[key].replayed(one.saved)
-                for key, one in combination.items()
-            }
-            peak = self.peak_bytes(replayed)
+        for combination in self._plans():
+            peak = self.peak_bytes(self._replayed(combination))
             if peak <= budget_bytes:
                 return self._chosen(combination)
             smallest = min(smallest, peak)
@@ -191,6 +205,30 @@ class Parts:
 
     def _chosen(self, combination: Mapping[str, Candidate]) -> dict[str, Chosen]:
         return {k: self.planners[k].chosen(one) for k, one in combination.items()}
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether the step is one graph, and nothing beside it takes memory."""
+        alone = self.planners[self.runs[0].key].unplanned
+        return len(self.runs) == 1 and alone.peak_bytes == self.unplanned_peak_bytes
+
+    def _plans(self) -> Iterator[dict[str, Candidate]]:
+        """What a budget may get, in the order in which it is tried."""
+        if self._is_whole:
+            alone = self.runs[0].key
+            yield from ({alone: one} for one in self.planners[alone].candidates)
+            return
+        yield {key: one.candidate(()) for key, one in self.planners.items()}
+        yield from self._combinations()
+
+    def _regions(
+        self, chosen: Mapping[str, Candidate] | Mapping[str, Chosen]
+    ) -> tuple[Region, ...]:
+        return self.joined.joined([chosen[run.key].regions for run in self.runs])
+
+    def _replayed(self, combination: Mapping[str, Candidate]) -> dict[str, Replayed]:
+        every = combination.items()
+        return {key: self.planners[key].replayed(one.saved) for key, one in every}
 
     def _combinations(self) -> list[dict[str, Candidate]]:
         """Choices for all graphs at every rate of exchange, the cheapest first."""

@@ -105,7 +105,7 @@ def compile(
     if how["fullgraph"]:
         settle = functools.partial(run_uncompiled, model, model)
     else:
-        prepare = functools.partial(planned.find_parts, model, model, how)
+        prepare = functools.partial(_find_parts, planned, model, how)
     compiled.forward = _with_short_errors(compiled.forward, prepare, settle)
     return compiled
 
@@ -214,8 +214,11 @@ class Backend:
         how: Mapping[str, Any],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-    ) -> None:
+    ) -> Parts | None:
         """Before the first forward of a step that may break: plan all of its graphs.
+
+        Returns:
+            The graphs; None if they were found before, or nothing trains.
 
         Raises:
             ApplyError: No graph trains.
@@ -223,7 +226,7 @@ class Backend:
             InfeasibleError: No plans fit together.
         """
         if self.parts is not None or not torch.is_grad_enabled():
-            return
+            return None
         require_compiler()
         parts = find_parts(call, model, args, kwargs, how, self._progress)
         if isinstance(self._wanted, Plan):
@@ -234,8 +237,7 @@ class Backend:
             self._budget_bytes = left
             self.shares = parts.share(left)
         self.parts = parts
-        if parts.notice is not None:
-            warnings.warn(parts.notice, stacklevel=3)
+        return parts
 
     def _part(self, traced: DynamoGraph) -> Callable[..., Any]:
         """Compile a graph of a step that may break."""
@@ -301,6 +303,15 @@ class Backend:
                 "graph_breaks shows the break; under DDP, "
                 "torch._dynamo.config.optimize_ddp=False",
             )
+
+
+def _find_parts(
+    planned: Backend, model: nn.Module, how: Mapping[str, Any], args: Any, kwargs: Any
+) -> None:
+    """Plan all graphs before the first forward; warn of what runs uncompiled."""
+    parts = planned.find_parts(model, model, how, args, kwargs)
+    if parts is not None and parts.notice is not None:
+        warnings.warn(parts.notice, stacklevel=4)
 
 
 def _with_short_errors(

@@ -76,7 +76,7 @@ def check_same_graph(plan: Plan, digest: str) -> None:
     """
     made_for = plan.fingerprint.get("compiled")
     if made_for == digest:
-        _refuse_moves(plan)
+        _refuse_levers(plan)
         return
     what = (
         "it is for uncompiled code"
@@ -90,7 +90,7 @@ def check_same_graph(plan: Plan, digest: str) -> None:
     )
 
 
-def _refuse_moves(plan: Plan) -> None:
+def _refuse_levers(plan: Plan) -> None:
     moving = next((one for one in plan.regions if one.offload), None)
     if moving is not None:
         raise PlanError(
@@ -98,6 +98,13 @@ def _refuse_moves(plan: Plan) -> None:
             f"{moving.offload[0]}",
             needed="a plan without offload: compiled code keeps or recomputes",
             hint="leave offload out, or ckplan.apply for uncompiled code",
+        )
+    if plan.calls_in_tiles:
+        raise PlanError(
+            f"cannot compile with the plan of '{plan.model}': {plan.calls_in_tiles[0]} "
+            "runs in tiles",
+            needed="a plan without tiles: compiled code keeps or recomputes",
+            hint="leave tiles out, or ckplan.apply for uncompiled code",
         )
 
 

@@ -44,15 +44,12 @@ def _loss(model: nn.Module, batch: Any, workload: Workload) -> torch.Tensor:
 
 def compiled_loss(workload: Workload, backend: Any) -> Callable[[], torch.Tensor]:
     """Forward and loss of a workload, compiled as one graph."""
-
-    def step_loss(model: nn.Module) -> torch.Tensor:
-        return loss_of_model(model, workload)
-
-    call = torch.compile(step_loss, backend=backend, fullgraph=True, dynamic=False)
+    step, given, _ = _breaking(workload)
+    call = torch.compile(step, backend=backend, fullgraph=True, dynamic=False)
 
     def loss() -> torch.Tensor:
         with compile_errors("the step"):
-            return call(workload.model)
+            return call(*given)
 
     return loss
 
@@ -111,7 +108,13 @@ def parts_of(workload: Workload, progress: Progress | None = None) -> Parts:
             return find_parts(step, workload.model, given, {}, how, progress)
 
 
-def profile_compiled(spec: WorkloadSpec | str | Path, *, seed: int = 0) -> Graph:
+def profile_compiled(
+    spec: WorkloadSpec | str | Path,
+    *,
+    seed: int = 0,
+    generate: bool = False,
+    progress: Progress | None = None,
+) -> Graph:
     """Trace a workload's compiled step, forward, loss and backward, as a ``Graph``.
 
     No kernel is compiled for it; see ``parts_of``. The unplanned step is the one that
@@ -121,6 +124,9 @@ def profile_compiled(spec: WorkloadSpec | str | Path, *, seed: int = 0) -> Graph
     Args:
         spec: Where the workload comes from.
         seed: Seed of all random numbers.
+        generate: Generate and replay the code of every plan that a budget may get: what
+            ``solve`` finds is exact then, without torch.
+        progress: Told of the work.
 
     Raises:
         ApplyError: This torch lacks the hook, or see ``parts_of``.
@@ -129,7 +135,7 @@ def profile_compiled(spec: WorkloadSpec | str | Path, *, seed: int = 0) -> Graph
     """
     require_hook()
     torch.manual_seed(seed)
-    parts = parts_of(as_spec(spec).build())
+    parts = parts_of(as_spec(spec).build(), progress)
     peak_bytes = parts.unplanned_peak_bytes
     peak = units.format_bytes(peak_bytes)
     notes = [f"replay of the generated code: {peak} ({peak_bytes} B) unplanned"]
@@ -137,7 +143,9 @@ def profile_compiled(spec: WorkloadSpec | str | Path, *, seed: int = 0) -> Graph
         notes.append(parts.notice)
     elif len(parts.runs) > 1:
         notes.append(f"{len(parts.runs)} compiled graphs; nothing runs uncompiled")
-    return replace(parts.joined.graph, notes=tuple(notes))
+    graph = parts.joined.graph
+    generated = parts.generated() if generate else ()
+    return replace(graph, notes=tuple(notes), generated=generated)
 
 
 def _alone(

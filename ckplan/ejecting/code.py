@@ -274,6 +274,10 @@ def _header_lines(plain: PlainPlan, version: str) -> Iterator[str]:
         yield ""
         yield "It also moves tensors to a file. The nearest of torch moves all that is"
         yield "saved under it: torch.autograd.graph.save_on_cpu, from a GPU to memory."
+    if plain.plan.calls_in_tiles:
+        yield ""
+        yield f"It also runs in tiles: {', '.join(plain.plan.calls_in_tiles)}. That has"
+        yield "no plain form: ckplan.apply runs it."
     if updates_statistics_twice(plain.graph, plain.regions):
         yield ""
         yield "Running statistics of these modules are updated twice a step: gradients"

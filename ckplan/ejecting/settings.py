@@ -59,6 +59,7 @@ class Setting:
     updates_twice: bool  # running statistics
     predicted: Prediction | None = None  # by the plan itself
     groups: str | None = None  # size of those that the optimizer updates
+    in_tiles: tuple[str, ...] = ()  # calls
 
     @property
     def fits(self) -> bool:
@@ -82,6 +83,8 @@ class Setting:
             yield f"left out, but in these figures: {grouped}; --as torch has it"
         if any(effect.moved for effect in self.planned.effects):
             yield f"left out: the plan also moves tensors; {self.tool} recomputes them"
+        if self.in_tiles:
+            yield f"left out: the plan runs {', '.join(self.in_tiles)} in tiles"
         yield f"needs {_NEEDS[self.tool]}"
 
 
@@ -136,6 +139,7 @@ def setting_for(graph: Graph, plan: Plan, tool: str) -> Setting:
     return Setting(
         *(tool, *best, planned, limit, bool(same), twice, plan.predicted),
         groups=group_size_of(plan),
+        in_tiles=plan.calls_in_tiles,
     )
 
 

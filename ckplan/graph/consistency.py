@@ -42,6 +42,7 @@ def inconsistencies(graph: RecordedStep) -> Iterator[str]:
     yield from _encodings_out_of_range(graph)
     yield from _hazards_out_of_range(graph)
     yield from _tests_out_of_range(graph)
+    yield from _code_out_of_range(graph)
     # The checks below rely on numbers in range.
     yield from _inconsistent_names(graph)
     yield from _inconsistent_storages(graph)
@@ -128,6 +129,23 @@ def _tests_out_of_range(graph: RecordedStep) -> Iterator[str]:
         positive = _all_in_range(counts, 1, _MOST)
         if not (known and positive and 0 <= one.difference < inf):
             yield f"a test of tiles of call {one.call} is out of range"
+
+
+def _code_out_of_range(graph: RecordedStep) -> Iterator[str]:
+    num_calls = len(graph.calls)
+    for number, code in enumerate(graph.generated):
+        calls = [one.call for one in code.regions]
+        lasts = [one.last for one in code.regions if one.last is not None]
+        known = _all_in_range((*calls, *lasts), 0, num_calls) and all(
+            _all_in_range((op,), 0, graph.num_forward)
+            and _all_in_range((output,), 0, len(graph.ops[op].outputs))
+            for one in code.regions
+            for op, output in one.save
+        )
+        peaks = code.peak_bytes, code.simulated_peak_bytes
+        sized = _all_in_range(peaks, 0, _MOST) and _are_times((code.overhead,))
+        if not (known and sized and calls == sorted(calls)):
+            yield f"plan {number} of generated code is out of range"
 
 
 def _encodings_out_of_range(graph: RecordedStep) -> Iterator[str]:

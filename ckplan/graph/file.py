@@ -22,9 +22,11 @@ from ckplan.graph.records import (
     Call,
     Encoding,
     EngineCosts,
+    GeneratedCode,
     Hazard,
     Op,
     Saved,
+    SavingRegion,
     Storage,
     TensorType,
     TiledBits,
@@ -52,7 +54,8 @@ _TOP_KEYS = {
     "hazards",
     *_NEW_KEYS,
 }
-_TILED = "tiled"  # key of the tests of tiles, if there are any
+# Keys of what only some steps have: tests of tiles, plans of compiled code.
+_TILED, _GENERATED = "tiled", "generated"
 _LEAST_ENGINE_COSTS = 2  # earlier versions wrote no more
 _UNKNOWN = -1  # in place of a row of "lines" or "tensors"
 
@@ -106,8 +109,14 @@ def dumps(graph: Graph) -> str:
         **_lines(graph),
         **_tensors(graph),
         **({_TILED: [astuple(one) for one in graph.tiled]} if graph.tiled else {}),
+        **_generated(graph),
     }
     return json.dumps(content, separators=(",", ":")) + "\n"
+
+
+def _generated(graph: Graph) -> dict[str, Any]:
+    rows = [[*astuple(one)[:-1], round(one.overhead, 9)] for one in graph.generated]
+    return {_GENERATED: rows} if rows else {}
 
 
 def _lines(graph: Graph) -> dict[str, Any]:
@@ -146,7 +155,7 @@ def loads(text: str, name: str) -> Graph:
     if version not in (FORMAT_VERSION, _WITHOUT_LINES):
         raise _unreadable(name, f"has format {version!r}")
     keys = _TOP_KEYS - (_NEW_KEYS if version == _WITHOUT_LINES else set())
-    unknown, missing = set(content) - {*keys, _TILED}, keys - set(content)
+    unknown, missing = set(content) - {*keys, _TILED, _GENERATED}, keys - set(content)
     if unknown or missing:
         word = "unknown" if unknown else "missing"
         raise _unreadable(name, f"has {word} key {min(unknown or missing)!r}")
@@ -223,7 +232,18 @@ def _from_content(content: dict[str, Any]) -> Graph:
         engine=EngineCosts(*content["engine"]),
         options=dict(content["options"]),
         tiled=tuple(TiledBits(*row) for row in content.get(_TILED, ())),
+        generated=tuple(_code(*row) for row in content.get(_GENERATED, ())),
     )
+
+
+def _code(
+    regions: list[tuple[int, int | None, list[tuple[int, int]]]], *rest: Any
+) -> GeneratedCode:
+    saving = tuple(
+        SavingRegion(call, last, tuple((op, output) for op, output in save))
+        for call, last, save in regions
+    )
+    return GeneratedCode(saving, *rest)
 
 
 def _engine_row(costs: EngineCosts) -> list[float]:

@@ -211,6 +211,25 @@ class TiledBits:
     threads: int  # of the CPU that the test ran with
 
 
+class SavingRegion(NamedTuple):
+    """Calls of a compiled step of which forward saves the outputs named."""
+
+    call: int
+    last: int | None  # of a run of sibling calls; None: the call alone
+    save: tuple[tuple[int, int], ...]  # (op, output), in order
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratedCode:
+    """A plan of a compiled step whose generated code was replayed."""
+
+    regions: tuple[SavingRegion, ...]  # in order of call; none: without a plan
+    simulated_peak_bytes: int  # of the ops; of a step that was changed it differs
+    peak_bytes: int
+    peak_at: str
+    overhead: float  # estimated, as a fraction of the step without a plan
+
+
 @dataclass(frozen=True)
 class RecordedStep:
     """One training step. Ops ``[0, num_forward)`` are forward, then backward."""
@@ -230,6 +249,7 @@ class RecordedStep:
     engine: EngineCosts = field(default_factory=EngineCosts)
     options: Mapping[str, str] = field(default_factory=dict)
     tiled: tuple[TiledBits, ...] = ()  # tests; none if no call can run in tiles
+    generated: tuple[GeneratedCode, ...] = ()  # of a compiled step, the cheapest first
 
     @property
     def backward_stop(self) -> int:

@@ -146,6 +146,11 @@ class Plan:
         bound = {key: _rounded(overhead) for key, overhead in self.bound.items()}
         object.__setattr__(self, "bound", bound)
 
+    @property
+    def calls_in_tiles(self) -> tuple[str, ...]:
+        """The calls that run in tiles, in words."""
+        return tuple(one.title for one in self.regions if one.tiles is not None)
+
 
 def plan_fingerprint(graph_fingerprint: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fingerprint of the step that a plan was made for.

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from ckplan.errors import PlanError
 from ckplan.graph.graph import Graph
-from ckplan.graph.records import Call
+from ckplan.graph.records import Call, SavingRegion
 from ckplan.plan.tiles import RowTiles, Tiles
 
 PROGRAM, RERUN, TILES = "program", "rerun", "tiles"
@@ -29,6 +29,16 @@ class Region:
     inner: tuple[Region, ...] = ()
     tiles: Tiles | RowTiles | None = None  # of a region by TILES
     offload: frozenset[tuple[int, int]] = frozenset()  # (op, output) kept elsewhere
+
+    @classmethod
+    def of(cls, saving: SavingRegion) -> Region:
+        """The region of a record of a trace."""
+        return cls(saving.call, save=frozenset(saving.save), last=saving.last)
+
+    @property
+    def saving(self) -> SavingRegion:
+        """The same as a record of a trace."""
+        return SavingRegion(self.call, self.last, tuple(sorted(self.save)))
 
     @property
     def named(self) -> Iterator[tuple[int, int]]:

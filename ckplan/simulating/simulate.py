@@ -66,6 +66,7 @@ class Simulator:
         self._views: dict[tuple[int, int], RegionView] = {}
         self._effects: dict[Region, Effect] = {}
         self._tiled: dict[tuple[Region, ...], Simulator] = {}
+        self._generated = {one.regions: one for one in graph.generated}
         self._end = 2 * len(graph.ops)
         self._saved_of = {
             storage: [(index, 2 * graph.saved[index].last_held + 1) for index in saved]
@@ -128,7 +129,11 @@ class Simulator:
         changes = self._changes(moved, effects, moves)
         live = self._replay(changes, excess, 0, len(self.unplanned_bytes) - 1)
         stops = self._stops, moved, freed_ticks
-        return Timeline(self.graph, live, effects, *stops, moves=moves)
+        found = Timeline(self.graph, live, effects, *stops, moves=moves)
+        code = self._generated.get(tuple(region.saving for region in regions))
+        if code and code.simulated_peak_bytes == found.simulated_peak_bytes:
+            return replace(found, generated=code)
+        return found
 
     def _run_tiled(
         self, tiled: tuple[Region, ...], others: Sequence[Region]

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from ckplan.graph.graph import Graph
 from ckplan.graph.queues import Span
-from ckplan.graph.records import KINDS
+from ckplan.graph.records import KINDS, GeneratedCode
 from ckplan.simulating.effect import Effect
 from ckplan.simulating.moving import NO_MOVES, Moves
 from ckplan.simulating.queues import planned_span
@@ -28,6 +28,7 @@ class Timeline:
     freed_ticks: Mapping[int, int]  # storage freed within a gap -> tick
     tile_seconds: float = 0.0  # of `graph` beyond the unplanned step: tiles of heads
     moves: Moves = NO_MOVES
+    generated: GeneratedCode | None = None  # compiled code with the same plan
 
     @cached_property
     def stops(self) -> list[int]:
@@ -37,17 +38,26 @@ class Timeline:
 
     @cached_property
     def peak_bytes(self) -> int:
-        """Most bytes alive at once."""
+        """Most bytes alive at once; those of generated code where that was replayed."""
+        found = self.generated
+        return found.peak_bytes if found else self.simulated_peak_bytes
+
+    @cached_property
+    def simulated_peak_bytes(self) -> int:
+        """Most bytes of the ops alive at once."""
         return max(self.live_bytes, default=0)
 
     @cached_property
     def peak_moment(self) -> int:
-        """First half moment of the peak."""
-        return self.live_bytes.index(self.peak_bytes) if self.live_bytes else 0
+        """First half moment of the peak of the ops."""
+        peak = self.simulated_peak_bytes
+        return self.live_bytes.index(peak) if self.live_bytes else 0
 
     @property
     def peak_at(self) -> str:
         """The place of the peak in words: ``backward of transformer.h.11``."""
+        if self.generated is not None:
+            return self.generated.peak_at
         if not self.graph.ops:
             return "nowhere"
         place = self.graph.place(self.peak_moment // 2)
@@ -61,6 +71,8 @@ class Timeline:
         On a GPU, the step with all that regions add to its two queues, less the
         unplanned one.
         """
+        if self.generated is not None:
+            return self.generated.overhead * self.graph.step_seconds
         if self.graph.is_launched:
             planned = self._queued(engine=True).seconds
             return planned - self.graph.step_seconds + self.tile_seconds

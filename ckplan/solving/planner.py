@@ -8,6 +8,7 @@ from functools import cached_property
 from ckplan import units
 from ckplan.errors import InfeasibleError
 from ckplan.graph.graph import Graph
+from ckplan.plan.region import Region
 from ckplan.simulating.alive import peak_tensors
 from ckplan.simulating.simulate import Simulator, Timeline
 from ckplan.solving.baselines import StandardBaselines
@@ -130,19 +131,31 @@ class Planner:
         return tuple(kept)
 
     def bound(self, budget_bytes: int) -> float:
-        """Least overhead of any schedule of the graph's ops under a budget."""
-        return self._spaces.bound.overhead(budget_bytes)
+        """Least overhead of any schedule of the graph's ops under a budget.
+
+        Compiled code runs other schedules, of which none is known to cost anything.
+        """
+        return (
+            0.0 if self.graph.generated else self._spaces.bound.overhead(budget_bytes)
+        )
 
     @cached_property
     def floor(self) -> Floor:
         """The smallest peak of all plans, and the tensors that own most of it."""
-        smallest, _ = self._spaces.smallest_plan
-        return _floor_at(smallest)
+        return _floor_at(self.smallest[0])
 
     @property
     def smallest(self) -> ReplayedPlan:
         """The plan that reaches the floor, searched by bytes alone."""
+        if self.graph.generated:
+            return min(self._generated, key=peak_of)
         return self._spaces.smallest_plan
+
+    @cached_property
+    def _generated(self) -> list[ReplayedPlan]:
+        """Plans of a compiled step whose code was replayed, the cheapest first."""
+        plans = (tuple(map(Region.of, one.regions)) for one in self.graph.generated)
+        return [(self.simulator.run(regions), regions) for regions in plans]
 
     def _floor_for(self, timeline: Timeline) -> Floor:
         """The floor; a plan below it is its own."""
@@ -157,23 +170,27 @@ class Planner:
         """
         if self.unplanned.peak_bytes <= budget_bytes:
             return self.unplanned, ()
+        if self.graph.generated:
+            return next((p for p in self._generated if _fits(p, budget_bytes)), None)
         chosen = (self._cheapest(chain, budget_bytes) for chain in self._spaces.chains)
         found = [plan for plan in chosen if plan is not None]
         tried = [*self._spaces.exhaustive_plans, *self._spaces.improved_plans]
         tried.append(self._spaces.smallest_plan)
         tried += self.standard_baselines.plans
-        found += (one for one in tried if one[0].peak_bytes <= budget_bytes)
+        found += (one for one in tried if _fits(one, budget_bytes))
         return min(found, key=_rank, default=None)
 
     def _nothing_fits(self, budget_bytes: int) -> InfeasibleError:
         """The error, whose hints are the remedies that fit, in order of cost."""
         budget = units.format_bytes(budget_bytes)
         least = units.format_bytes(self.floor.peak_bytes)
+        otherwise = "a smaller model: no plan can drop its parameters"
+        if self.graph.generated:
+            otherwise = "a smaller batch, or ckplan.apply, uncompiled"
         return InfeasibleError(
             f"no plan fits {budget}: the floor of {self.graph.model} is {least}",
             needed=self.needed(),
-            hint=self.remedies_within(budget_bytes)
-            or "a smaller model: no plan can drop its parameters",
+            hint=self.remedies_within(budget_bytes) or otherwise,
         )
 
     def needed(self) -> str:
@@ -184,7 +201,7 @@ class Planner:
 
     def remedies_within(self, budget_bytes: int) -> str:
         """What would make the step fit, in order of cost; empty if nothing is known."""
-        _, regions = self._spaces.smallest_plan
+        _, regions = self.smallest
         found = remedies(self.graph, regions, budget_bytes, _floor_bytes)
         hints = [one for one in found if one.fits]
         start = "" if hints else "several changes together, as none alone is enough: "
@@ -229,6 +246,10 @@ class Planner:
 
 def _floor_bytes(graph: Graph) -> int:
     return Planner(graph).floor.peak_bytes
+
+
+def _fits(found: ReplayedPlan, budget_bytes: int) -> bool:
+    return found[0].peak_bytes <= budget_bytes
 
 
 def _rank(found: ReplayedPlan) -> tuple[float, int]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import warnings
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,10 +12,15 @@ from typing import Any
 import pytest
 import torch
 from commands import Run
+from graphs import chain
 
 import ckplan
+from ckplan.compiling.step import parts_of
+from ckplan.errors import InfeasibleError
 from ckplan.graph.file import load as load_graph
+from ckplan.graph.file import save as save_graph
 from ckplan.plan.file import load as load_plan
+from ckplan.training.loading import WorkloadSpec
 from ckplan.verifying import compiled_comparison
 
 EAGER = """
@@ -72,19 +79,54 @@ def build():
 
 def test_a_compiled_step_is_profiled_and_solved(run: Run, folder: Path) -> None:
     (folder / "drops.py").write_text(DROPS)
-    ended = run("profile", "drops.py", "--compile", "-o", "t.json")
+    ended = run("profile", "drops.py", "--compile", "--generate", "-o", "t.json")
     assert ended.code == 0, ended.err
     assert "replay of the generated code" in ended.out
     graph = load_graph(folder / "t.json")
     assert {call.fqn for call in graph.calls} >= {"", "up", "drop"}
-    solved = run("solve", "t.json", "--min-memory", "-o", "p.yaml")
+    peaks = [one.peak_bytes for one in graph.generated]
+    solved = run("solve", "t.json", "--min-memory", "-o", "p.yaml", "--json")
     assert solved.code == 0, solved.err
+    assert "simulated" not in solved.err
+    assert json.loads(solved.out)["peak_bytes"] == min(peaks)
     plan = load_plan(folder / "p.yaml")
-    said = f"verify TARGET --compile --budget {plan.budget_bytes}"
-    assert said in " ".join(solved.err.split())
+    assert plan.predicted is not None
+    assert plan.predicted.peak_bytes == plan.budget_bytes == min(peaks) < max(peaks)
     assert plan.fingerprint["compiled"] == graph.fingerprint["compiled"]
     with pytest.raises(ckplan.CkplanError, match="it is for compiled code"):
         ckplan.apply(torch.nn.Linear(8, 8), plan)
+
+
+def test_what_solve_finds_is_what_code_takes(run: Run, folder: Path) -> None:
+    (folder / "drops.py").write_text(DROPS)
+    words = ("profile", "drops.py", "--compile", "--generate", "-o", "t.json")
+    assert run(*words).code == 0
+    graph = load_graph(folder / "t.json")
+    torch._dynamo.reset()
+    parts = parts_of(WorkloadSpec("drops.py").build())
+    floor = min(one.peak_bytes for one in graph.generated)
+    whole = graph.generated[0].peak_bytes
+    for budget_bytes in range(floor, whole, (whole - floor) // 5):
+        plan = ckplan.solve(graph, budget_bytes)
+        (followed,) = parts.follow(plan).values()
+        (solved,) = parts.share(budget_bytes).values()
+        assert followed.saved == solved.saved
+        assert plan.predicted is not None
+        assert plan.predicted.peak_bytes == followed.replayed.peak_bytes
+    with pytest.raises(InfeasibleError, match="the floor of"):
+        ckplan.solve(graph, floor - 1)
+
+
+def test_a_trace_without_code_says_that_peaks_are_simulated(
+    run: Run, folder: Path
+) -> None:
+    graph = replace(chain(2), fingerprint={"compiled": "0" * 16})
+    save_graph(graph, folder / "t.json")
+    solved = run("solve", "t.json", "--min-memory", "-o", "p.yaml")
+    assert solved.code == 0, solved.err
+    budget_bytes = load_plan(folder / "p.yaml").budget_bytes
+    said = f"verify TARGET --compile --budget {budget_bytes}"
+    assert said in " ".join(solved.err.split())
 
 
 def test_a_plan_is_compared_with_torch_s_own_choices(
@@ -226,7 +268,8 @@ def test_what_runs_uncompiled_is_named_with_its_bytes(run: Run, folder: Path) ->
     assert "odd.1 (64.00 KiB), odd.0 (0 B); ckplan.apply(model, plan)" in notes
     torch._dynamo.reset()
     words = ("--compile", "--budget", "1GiB", "--steps", "0", "--json")
-    with pytest.warns(UserWarning, match=r"odd.1 \(64.00 KiB\)"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # the report says it
         ended = run("verify", "odd.py", *words)
     assert ended.code == 0, ended.err
     found = json.loads(ended.out)
@@ -272,6 +315,12 @@ def test_a_model_of_which_nothing_compiles_is_said(run: Run, folder: Path) -> No
     assert ended.code == 1
     assert "no graph of it requires a gradient" in ended.err
     assert len(ended.err.strip().splitlines()) == 3
+
+
+def test_code_is_generated_for_compiled_steps_alone(run: Run) -> None:
+    ended = run("profile", "model.py", "--generate")
+    assert ended.code == 2
+    assert "--generate goes with --compile alone" in " ".join(ended.err.split())
 
 
 def test_profiling_a_compiled_step_for_a_card_is_refused(run: Run) -> None:

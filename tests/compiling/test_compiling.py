@@ -44,6 +44,7 @@ from ckplan.errors import (
 from ckplan.plan.file import loads, save
 from ckplan.plan.names import OpName
 from ckplan.plan.plan import Plan, PlannedRegion
+from ckplan.plan.tiles import RowTiles
 from ckplan.training.allocator import log_allocations
 from ckplan.training.workload import Workload
 
@@ -565,11 +566,15 @@ def test_plans_are_not_mixed_up(planner: CompiledPlanner) -> None:
         ckplan.apply(Deep(), compiled_plan)
 
 
-def test_compiled_code_moves_nothing(planner: CompiledPlanner) -> None:
+def test_compiled_code_moves_nothing_and_has_no_tiles(planner: CompiledPlanner) -> None:
     plan = planner.solve(planner.unplanned.peak_bytes).plan
     moved = PlannedRegion(".", offload=(OpName("0", "addmm"),))
     with pytest.raises(PlanError, match=r"\. moves 0/addmm") as refused:
         planner.follow(replace(plan, regions=(moved,)))
+    assert str(refused.value).count("\n") == 2
+    tiled = PlannedRegion("0", by="tiles", tiles=RowTiles(2, 2))
+    with pytest.raises(PlanError, match="0 runs in tiles") as refused:
+        planner.follow(replace(plan, regions=(tiled,)))
     assert str(refused.value).count("\n") == 2
     with pytest.raises(CkplanError, match="offload in the compiled step of"):
         ckplan.solve(planner.step.graph, "90%", spill_rate="1GB")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -72,3 +73,42 @@ def test_scratch_memory_of_convolutions_is_part_of_the_step() -> None:
     assert backward.workspace.bytes > 0
     simulated = Simulator(graph).run(()).peak_bytes
     assert simulated == pytest.approx(unplanned.peak_bytes, rel=0.15)
+
+
+def test_the_digest_does_not_depend_on_the_order_of_inputs() -> None:
+    def loss(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return ((x @ weight).tanh() - y).square().mean()
+
+    def turned(y: torch.Tensor, weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return loss(x, weight, y)
+
+    def other(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return ((x @ weight).tanh() - 2 * y).square().mean()
+
+    x, y = torch.randn(5, 4), torch.randn(5, 4)
+    weight = torch.randn(4, 4, requires_grad=True)
+    digests = [
+        digest_of(loss, x, weight, y),
+        digest_of(turned, y, weight, x),
+        digest_of(loss, y, weight, x),
+    ]
+    assert len(set(digests)) == 1
+    assert digest_of(other, x, weight, y) not in digests
+    assert digest_of(loss, x[:3], weight, y[:3]) not in digests
+    assert (
+        digest_of(loss, weight.detach(), x[:4].requires_grad_(), y[:4]) not in digests
+    )
+
+
+def digest_of(function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> str:
+    found: list[str] = []
+
+    def only_trace(graph: fx.GraphModule, given: Any) -> Any:
+        joint, _ = DynamoGraph(graph, given, {}).lower(None, quick=True)
+        assert joint is not None
+        found.append(joint.digest)
+        return graph.forward
+
+    torch._dynamo.reset()
+    torch.compile(function, backend=only_trace, fullgraph=True, dynamic=False)(*inputs)
+    return found[0]

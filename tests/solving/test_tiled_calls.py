@@ -16,6 +16,8 @@ from measured import peak_bytes_of
 from torch import Tensor, nn
 
 import ckplan
+from ckplan.ejecting.code import as_code, plain_form
+from ckplan.ejecting.settings import TOOLS, setting_for
 from ckplan.errors import PlanError
 from ckplan.graph import file as graph_file
 from ckplan.graph.graph import Graph
@@ -117,6 +119,22 @@ def test_a_wide_mlp_in_tiles_lowers_the_floor_with_the_same_bits() -> None:
     assert plan.predicted.peak_bytes == peak < plain
     assert len(gradients) == len(expected) == 12
     assert all(map(torch.equal, gradients, expected))
+
+
+def test_plans_with_tiles_are_ejected_without_and_say_so() -> None:
+    plan = ckplan.solve(step(), goal="min-memory", allow=["tiles"])
+    plain = plain_form(step(), plan)
+    assert "It also runs in tiles: [1..2].mlp." in as_code(plain, "0")
+    assert not plain.fits
+    for tool in TOOLS:
+        lines = setting_for(step(), plan, tool).about()
+        assert "left out: the plan runs [1..2].mlp in tiles" in lines
+    alone = ckplan.solve(step(), goal="min-memory")
+    assert "in tiles" not in as_code(plain_form(step(), alone), "0")
+    for tool in TOOLS:
+        assert not any(
+            "in tiles" in one for one in setting_for(step(), alone, tool).about()
+        )
 
 
 def test_tiles_are_chosen_past_break_even_only() -> None:
