@@ -306,8 +306,8 @@ FAULTS = [
     ),
     Fault(
         "solving/planner.py",
-        "if one[0].peak_bytes <= budget_bytes)",
-        "if one[0].peak_bytes <= 2 * budget_bytes)",
+        "if _fits(one, budget_bytes))",
+        "if _fits(one, 2 * budget_bytes))",
         SOLVE,
     ),
     Fault(

@@ -509,7 +509,7 @@ BAD_INPUT = [
     ),
     ("solve cut.json.gz --budget 1GB", "cannot read the trace: cut.json.gz is cut or"),
     ("solve odd.json --budget 1GB", "cannot read the trace: odd.json has unknown key"),
-    ("solve empty.py --budget 1GB", "cannot read the trace: empty.py is not complete"),
+    ("solve empty.py --budget 1GB", "cannot read the trace: empty.py is a workload"),
     ("solve --budget 12bananas", "cannot read the budget '12bananas': unknown unit"),
     ("solve --budget -1", "cannot read the budget '-1': not a number with a unit"),
     ("solve --budget 0", "cannot plan for the budget '0': it is 0 bytes"),

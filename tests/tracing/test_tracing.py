@@ -540,7 +540,7 @@ def test_sizes_that_follow_from_known_values_are_known_under_fake_tensors(
     graph = ckplan.profile(Places(), (ids, torch.randn(4, 8)))
     assert "traced under fake tensors" in graph.notes
 
-    def real(*how: Any, check: bool, first: object) -> Any:
+    def real(*how: Any, check: bool, first: object = None) -> Any:
         del check, first
         return trace_on_real_tensors(*how, why="asked for")
 
