@@ -269,7 +269,7 @@ def test_what_runs_uncompiled_is_named_with_its_bytes(run: Run, folder: Path) ->
     torch._dynamo.reset()
     words = ("--compile", "--budget", "1GiB", "--steps", "0", "--json")
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # the report says it
+        warnings.filterwarnings("error", ".*graphs of the step")  # the report says it
         ended = run("verify", "odd.py", *words)
     assert ended.code == 0, ended.err
     found = json.loads(ended.out)
