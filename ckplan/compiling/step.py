@@ -30,7 +30,7 @@ from ckplan.training.workload import Workload
 
 
 def loss_of_model(model: nn.Module, workload: Workload) -> torch.Tensor:
-    """The loss; ``model`` is an argument, so that paths of modules begin at it."""
+    """Forward and loss of a workload on its batch."""
     return _loss(model, workload.batch, workload)
 
 
@@ -76,7 +76,10 @@ def parted_loss(workload: Workload, backend: Any) -> Callable[[], torch.Tensor]:
 def _breaking(
     workload: Workload,
 ) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...], dict[str, Any]]:
-    """A step that may break, what it is given, and how it is compiled."""
+    """A step that may break, what it is given, and how it is compiled.
+
+    The model is an argument, so that paths of modules begin at it; and so is the batch.
+    """
 
     def step_loss(model: nn.Module, batch: Any) -> torch.Tensor:
         return _loss(model, batch, workload)

@@ -92,6 +92,7 @@ class _Replays:
         self._simulator = simulator
         self._simulators: dict[int, Simulator] = {}
         self._timelines: dict[tuple[int, tuple[Region, ...]], Timeline | None] = {}
+        self._alike: dict[tuple[int, int], bool] = {}  # of two batches
 
     def largest_under(self, regions: tuple[Region, ...], near: int) -> int:
         """The largest number of rows that fits under a plan."""
@@ -111,17 +112,25 @@ class _Replays:
         self, rows: int, regions: tuple[Region, ...], found_at: int
     ) -> Timeline | None:
         """The step under a plan of some batch; None if its ops are others there."""
+        if rows not in self._simulators:
+            self._simulators[rows] = self._simulator(self._graph_at(rows))
+        if regions and not self._runs_alike(rows, found_at):
+            return None
         if (rows, regions) not in self._timelines:
-            if rows not in self._simulators:
-                self._simulators[rows] = self._simulator(self._graph_at(rows))
             timeline = None
-            if not regions or same_forward(
-                self._simulators[rows].graph, self._graph_at(found_at)
-            ):
-                with suppress(PlanError):  # other calls
-                    timeline = self._simulators[rows].run(regions)
+            with suppress(PlanError):  # other calls
+                timeline = self._simulators[rows].run(regions)
             self._timelines[rows, regions] = timeline
         return self._timelines[rows, regions]
+
+    def _runs_alike(self, rows: int, found_at: int) -> bool:
+        """Whether a batch runs the ops of another, compared once."""
+        if (rows, found_at) not in self._alike:
+            other = self._graph_at(found_at)
+            self._alike[rows, found_at] = same_forward(
+                self._simulators[rows].graph, other
+            )
+        return self._alike[rows, found_at]
 
 
 def _smallest_within(planner: Plans, limit: MemoryLimit) -> ReplayedPlan | None:

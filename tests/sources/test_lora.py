@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from commands import Run
+from configurations import GPT2
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -18,17 +19,7 @@ from ckplan.training.workload import Workload
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-GPT2 = {
-    "architectures": ["GPT2LMHeadModel"],
-    "model_type": "gpt2",
-    "n_embd": 32,
-    "n_layer": 2,
-    "n_head": 4,
-    "n_positions": 64,
-    "vocab_size": 99,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+GPT2_HEAD = {**GPT2, "architectures": ["GPT2LMHeadModel"]}
 VIT = {
     "architectures": ["ViTForImageClassification"],
     "model_type": "vit",
@@ -60,8 +51,8 @@ def adapted(workload: Workload) -> set[str]:
 
 
 def test_conv1d_of_gpt2_is_a_linear_layer(tmp_path: Path) -> None:
-    assert adapted(built(tmp_path, GPT2)) == {"c_attn"}
-    assert adapted(built(tmp_path, GPT2, "r=4,all-linear")) == {
+    assert adapted(built(tmp_path, GPT2_HEAD)) == {"c_attn"}
+    assert adapted(built(tmp_path, GPT2_HEAD, "r=4,all-linear")) == {
         *("c_attn", "c_proj", "c_fc")
     }
 
@@ -87,7 +78,7 @@ def test_a_model_of_convolutions_names_what_can_be_adapted(tmp_path: Path) -> No
 
 def test_a_name_that_is_not_there_shows_those_that_are(tmp_path: Path) -> None:
     with pytest.raises(WorkloadError, match="not found in the base model") as error:
-        built(tmp_path, GPT2, "r=4,q_proj")
+        built(tmp_path, GPT2_HEAD, "r=4,q_proj")
     assert "c_attn" in error.value.needed and "wte" in error.value.needed
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from commands import Run
+from configurations import GPT2
 
 from ckplan.errors import WorkloadError
 from ckplan.graph.file import load, save
@@ -45,16 +46,6 @@ SMALL = {
 }
 IDS = {"vocab_size": 99, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 LLAMA = {**SMALL, **IDS, "model_type": "llama", "max_position_embeddings": 64}
-GPT2 = {
-    "model_type": "gpt2",
-    "n_embd": 32,
-    "n_layer": 2,
-    "n_head": 4,
-    "n_positions": 64,
-    "vocab_size": 99,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 BERT = {**SMALL, **IDS, "model_type": "bert", "max_position_embeddings": 64}
 BART = {
     **IDS,
