@@ -127,7 +127,7 @@ class RerunForward(ForwardWrapper):
     def _tell_hooks(self, name: str) -> None:
         """Warn once that hooks inside are rerun in backward."""
         inside = (m for m in self.module.modules() if m is not self.module)
-        if not self._told and any(map(_has_hooks, inside)):
+        if any(map(_has_hooks, inside)):
             self._told = True
             warnings.warn(
                 f"{name} has hooks inside, which run again in backward; a region that "
@@ -137,9 +137,9 @@ class RerunForward(ForwardWrapper):
 
     @uncompiled_function
     def _again(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._tell_hooks(name)
         module, args = self.whose(args)
         forward = self.forward_of(module)
-        return Rerun(name, module, forward, args, kwargs, self._memory).run(
-            args, kwargs
-        )
+        rerun = Rerun(name, module, forward, args, kwargs, self._memory)
+        if rerun.has_hooks_inside and not self._told:
+            self._tell_hooks(name)
+        return rerun.run(args, kwargs)

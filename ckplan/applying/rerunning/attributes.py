@@ -97,7 +97,7 @@ class Modules:
         """
         if self.content.is_now() and not any(self._hookless):
             for one in self._others:
-                one.look_inside()
+                one.look_inside_again()
             return True
         self._look()
         return self.are_same()
@@ -122,6 +122,12 @@ class Modules:
         return [*self._hookless, *others]
 
     @property
+    def has_hooks_inside(self) -> bool:
+        """Whether a module inside had hooks around forward when it was looked at."""
+        outermost = self._found[0]
+        return any(one.has_hooks for one in self._others if one is not outermost)
+
+    @property
     def sources(self) -> list[Source]:
         """Random sources that the modules hold."""
         return [source for one in self._others for source in one.sources]
@@ -138,7 +144,7 @@ class Attributes:
         self._children = tuple(module._modules.values())
         self._seen: dict[str, Any] = {}  # all attributes, as they were last
         self._hooks: tuple[dict[int, Any], ...] = ()
-        self.is_simple = False
+        self.has_hooks = self.is_simple = False
 
     def has_same_children(self) -> bool:
         """Whether the modules right inside are those of before."""
@@ -159,8 +165,7 @@ class Attributes:
         if not are_same(buffers, self.buffers):
             self.buffers = dict(buffers)
         if are_same(self.everything, self._seen):
-            if not self.is_simple or any(self._hooks):
-                self.look_inside()
+            self.look_inside_again()
             return
         self._seen = dict(self.everything)
         self.plain = {k: v for k, v in self._seen.items() if k not in REGISTRIES}
@@ -168,11 +173,16 @@ class Attributes:
         self._hooks = tuple(found for found in hooks if found is not None)
         self.look_inside()
 
+    def look_inside_again(self) -> None:
+        """Look at containers and hooks again, if their content is another."""
+        if any(self.hookless) or not all(holds(*one) for one in self.containers):
+            self.look_inside()
+
     def look_inside(self) -> None:
         """Look at containers and hooks, whose content may change."""
         inside = list(_containers(self.plain.values()))
         hooked = [(hooks, dict(hooks)) for hooks in self._hooks if hooks]
-        self.containers = inside + hooked
+        self.containers, self.has_hooks = inside + hooked, bool(hooked)
         self.hookless = [hooks for hooks in self._hooks if not hooks]
         self.held = [
             value
@@ -190,6 +200,17 @@ def are_same(now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
     """Whether two dicts have the same keys in the same order, and the same objects."""
     same = len(now) == len(before) and all(map(_is, now.values(), before.values()))
     return same and now.keys() == before.keys()
+
+
+def holds(container: Any, content: Any) -> bool:
+    """Whether a container has the same items as a copy of its content."""
+    now: Any = container if isinstance(container, dict) else list(container)
+    same = len(now) == len(content)
+    return same and all(map(_is, _flat(now), _flat(content)))
+
+
+def _flat(content: Any) -> list[Any]:
+    return [*content, *content.values()] if isinstance(content, dict) else content
 
 
 def _containers(

@@ -172,7 +172,7 @@ class CallCheck(TorchFunctionMode):
 
     def close(self) -> None:
         """End the run; keep only digests."""
-        if self._next is not None:  # it ended early
+        if self._next is not None and self._expected is None:  # it ended early
             self._leave_known()
         if self._learned is not None:
             self.memory.known = self._learn(self._learned)
@@ -189,7 +189,7 @@ class CallCheck(TorchFunctionMode):
     def _meet_known(self, number: int, tensor: torch.Tensor) -> bool:
         """Whether a tensor from outside is as it was learned."""
         assert self.known is not None
-        if not _is_like(tensor, self.known.outside[number]):
+        if not has_geometry(tensor, self.known.outside[number]):
             return False
         self._meet(tensor)
         if self.different:
@@ -315,10 +315,6 @@ class CallCheck(TorchFunctionMode):
                 )
             )
         return KnownCalls(tuple(calls), tuple(self._outside), tuple(self.digests))
-
-
-def _is_like(tensor: object, geometry: Geometry) -> bool:
-    return isinstance(tensor, torch.Tensor) and has_geometry(tensor, geometry)
 
 
 def _shown(tensor: torch.Tensor) -> str:

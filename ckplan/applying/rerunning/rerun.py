@@ -11,7 +11,8 @@ the second run raises an error that names the region, never a wrong gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,8 +30,10 @@ from ckplan.applying.rerunning.checkpoint import Casting, Checkpoint, Refill
 from ckplan.applying.rerunning.snapshot import Snapshot
 from ckplan.applying.rerunning.sources import source_of, sources_on
 from ckplan.applying.tensors.arguments import version_of
-from ckplan.applying.tensors.compiled import uncompiled
+from ckplan.applying.tensors.compiled import still_uncompiled, uncompiled
 from ckplan.errors import ApplyError
+
+_LEAVES = (torch.Tensor, bool, int, float, str, type(None))
 
 
 class Memory:
@@ -75,7 +78,7 @@ class Rerun:
         """
         self.name = name
         self._forward = forward
-        leaves, self._spec = pytree.tree_flatten((args, kwargs))
+        leaves, self._put_together = _taken_apart(args, kwargs)
         self._inputs = _detached(leaves)
         self._modules = memory.modules_of(module)
         tensors = [x for x in self._inputs if isinstance(x, torch.Tensor)]
@@ -88,12 +91,19 @@ class Rerun:
         self._casting = Casting({device.type for device in devices})
         self._calls = CallCheck(memory.calls)
 
+    @property
+    def has_hooks_inside(self) -> bool:
+        """Whether a module inside its module has hooks around forward."""
+        return self._modules.has_hooks_inside
+
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the forward, on the caller's inputs."""
         checkpoint = Checkpoint(self.name, self._run_again)
         calls = self._calls
         try:
-            with uncompiled(), checkpoint.saving(), calls:
+            known = calls.known is not None
+            scope = still_uncompiled() if known else uncompiled()
+            with scope, checkpoint.saving(), calls:
                 return self._forward(*args, **kwargs)
         finally:
             calls.close()
@@ -111,17 +121,17 @@ class Rerun:
         drawn += [source_of(generator) for generator, _ in first.generators]
         self._modules.look()
         now = Snapshot.of(self._modules, drawn)
-        snapshot.restore()
+        snapshot.restore(now.content)
         for generator, state in first.generators:
             generator.set_state(state)
         put_back = {id(buffer) for buffer, _, _ in snapshot.contents}
         calls = CallCheck(first.memory, first, put_back)
-        args, kwargs = pytree.tree_unflatten(self._inputs, self._spec)
+        args, kwargs = self._put_together(self._inputs)
         try:
             with (
                 self._casting.again(),
                 torch.enable_grad(),
-                uncompiled(),
+                still_uncompiled(),
                 refill.saving(calls.stop),
                 calls,
             ):
@@ -167,6 +177,24 @@ class Rerun:
             needed="a forward that gives the same result on the same inputs",
             hint="rebuild it op by op (by: program), or leave this call out",
         )
+
+
+def _taken_apart(
+    args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[list[Any], Callable[[list[Any]], tuple[Sequence[Any], Mapping[str, Any]]]]:
+    """What a call was given, one by one, and what puts it together again."""
+    leaves = [*args, *kwargs.values()]
+    if all(isinstance(one, _LEAVES) for one in leaves):
+        count, names = len(args), [*kwargs]
+
+        def put_together(
+            given: list[Any],
+        ) -> tuple[Sequence[Any], Mapping[str, Any]]:
+            return given[:count], dict(zip(names, given[count:], strict=True))
+
+        return leaves, put_together
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    return leaves, partial(pytree.tree_unflatten, treespec=spec)
 
 
 def _detached(leaves: Iterable[Any]) -> list[Any]:

@@ -8,7 +8,6 @@ modules hold included.
 
 from __future__ import annotations
 
-import operator
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from ckplan.applying.rerunning.attributes import (
     Modules,
     Seen,
     are_same,
+    holds,
     is_state,
 )
 from ckplan.applying.rerunning.sources import Source
@@ -78,9 +78,13 @@ class Snapshot:
         self.random = [one for one in self.random if not one[0].is_at(one[1])]
         return same
 
-    def restore(self) -> None:
-        """Restore the state."""
-        if not self.content.is_now():
+    def restore(self, now: Content | None = None) -> None:
+        """Restore the state.
+
+        Args:
+            now: The attributes as they are, if that is known.
+        """
+        if self.content is not now and not self.content.is_now():
             self._restore_attributes()
         for container, content in self.containers:
             _fill(container, content)
@@ -120,21 +124,13 @@ def _put_back(named: dict[str, Any], before: dict[str, Any]) -> None:
 
 def _fill(container: Any, content: Any) -> None:
     """Restore the content of a container if it changed."""
-    if isinstance(container, dict):
-        now: Any = dict(container)
-    else:
-        now = list(container)
-    if len(now) == len(content) and all(map(operator.is_, _flat(now), _flat(content))):
+    if holds(container, content):
         return
     container.clear()
     if isinstance(container, (list, deque)):
         container.extend(content)
     else:
         container.update(content)
-
-
-def _flat(content: Any) -> list[Any]:
-    return [*content, *content.values()] if isinstance(content, dict) else content
 
 
 def _is_other(now: Any, before: Any) -> bool:
