@@ -75,7 +75,7 @@ FAMILIES = {
             *("vgg", "vae", "segformer"),
         )
     },
-    "zoo:swin": ("batch=1",),  # its windows want 224 pixels
+    "zoo:swin": ("batch=1", "stages=2", "size=56"),  # its windows fit these sizes
     "zoo:clip": ("layers=1", "batch=2"),
     "zoo:mixer": _IMAGES,
     "zoo:dit": ("layers=1", "batch=2"),

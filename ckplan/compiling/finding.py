@@ -20,7 +20,7 @@ from torch import fx, nn
 from ckplan.compiling.joining import Run
 from ckplan.compiling.lowering import DynamoGraph
 from ckplan.compiling.parts import Parts
-from ckplan.compiling.refusals import check_inputs, place_of
+from ckplan.compiling.refusals import check_inputs, place_of, refuse_dynamic
 from ckplan.compiling.replay import replay
 from ckplan.compiling.search import CompiledPlanner, Progress
 from ckplan.compiling.torch_errors import (
@@ -147,6 +147,7 @@ class _Seeker:
         """Trace and plan a graph of Dynamo."""
         with errors_pass():
             check_inputs(inputs, mode, options or {})
+            refuse_dynamic(inputs)
         key = key_of(graph, inputs)
         if key not in self.planners and key not in self.uncompiled:
             self._plan(key, graph, inputs, dict(options or {}))

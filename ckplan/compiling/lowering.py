@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import fx
 
 from ckplan.compiling.partition import JointGraph, Partitioner, cached_partitioner
 from ckplan.compiling.torch_names import (
     QUICK,
     Record,
+    Symbol,
     compile_with,
     copy_of,
+    evaluate,
     generate_code,
 )
 
@@ -24,7 +28,7 @@ class Code:
 
     source: str
     constants: Mapping[str, Any]
-    inputs: Sequence[Any]  # fake tensors
+    inputs: Sequence[Any]  # fake tensors, and sizes
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,7 @@ class DynamoGraph:
     module: fx.GraphModule
     inputs: Sequence[Any]
     options: Mapping[str, Any]  # of Inductor
+    sizes: Mapping[Symbol, int] = field(default_factory=dict)  # to replay code at
 
     def copied(self) -> fx.GraphModule:
         """A copy that Inductor may change; parameters and constants are shared."""
@@ -55,7 +60,7 @@ class DynamoGraph:
         Returns:
             What runs the graph, and its generated code; None where a cache has it.
         """
-        found, record = _recorder()
+        found, record = _recorder(self.sizes)
         options = dict(self.options)
         call = compile_with(self.copied(), self.inputs, partitioner, options, record)
         return call, _both(found)
@@ -65,12 +70,15 @@ class DynamoGraph:
         saved: Collection[str] | None,
         share: float | None = None,
         quick: bool = False,
+        sized: JointGraph | None = None,
     ) -> tuple[JointGraph | None, Lowered | None]:
         """Generate the code with the given values saved.
 
         Args:
             saved: Names of nodes of the joint graph; None for torch's own choice.
             share: With None, torch's ``activation_memory_budget``.
+            sized: Of a graph with dynamic shapes, what has the names; see
+                ``Partitioner``.
             quick: The code need not be that which would run. Its bytes nearly always
                 are, but what is chosen by them must be checked.
 
@@ -78,8 +86,8 @@ class DynamoGraph:
             The joint graph as it was divided, and the code; two times None if nothing
             requires a gradient.
         """
-        found, record = _recorder()
-        partitioner = Partitioner(saved, share=share)
+        found, record = _recorder(self.sizes)
+        partitioner = Partitioner(saved, share=share, sized=sized)
         options = {**self.options, **(QUICK if quick else {})}
         generate_code(self.copied(), self.inputs, partitioner, options, record)
         return partitioner.seen, _both(found)
@@ -97,15 +105,29 @@ def in_order(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
     return DynamoGraph(graph, inputs, {}).compile(cached_partitioner(None, 1.0))[0]
 
 
-def _recorder() -> tuple[dict[bool, Code], Record]:
+def _recorder(
+    sizes: Mapping[Symbol, int] = MappingProxyType({}),
+) -> tuple[dict[bool, Code], Record]:
     found: dict[bool, Code] = {}
 
     def record(
         source: str, constants: dict[str, Any], inputs: Any, backward: bool
     ) -> None:
-        found[backward] = Code(source, constants, inputs)
+        given = [_at(one, sizes) for one in inputs] if sizes else inputs
+        found[backward] = Code(source, constants, given)
 
     return found, record
+
+
+def _at(value: Any, sizes: Mapping[Symbol, int]) -> Any:
+    """An example input, with numbers in place of symbols."""
+    if isinstance(value, torch.Tensor):
+        shape, stride = (
+            [evaluate(one, sizes) for one in some]
+            for some in (value.shape, value.stride())
+        )
+        return torch.empty_strided(shape, stride, dtype=value.dtype, device="meta")
+    return evaluate(value, sizes) if isinstance(value, torch.SymInt) else value
 
 
 def _both(found: Mapping[bool, Code]) -> Lowered | None:

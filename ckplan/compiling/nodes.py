@@ -145,14 +145,15 @@ def moving_seconds(moved_bytes: int) -> float:
 def digest(graph: fx.Graph) -> str:
     """16 hexadecimal digits, equal for equal joint graphs: ops, arguments, shapes.
 
-    The order of inputs does not count: it depends on how the model is called.
+    The order of inputs does not count: it depends on how the model is called. Nor do
+    those without a gradient: sizes may be some.
     """
     names: dict[fx.Node, str] = {}
     parts = []
     for node in graph.nodes:
         given = fx.map_arg((node.args, node.kwargs), lambda one: _as_seen(one, names))
         if node.op == "output":
-            parts += sorted(map(str, pytree.tree_leaves(given)))
+            parts += sorted(map(str, filter(None, pytree.tree_leaves(given))))
         elif node.op != "placeholder":
             parts.append(f"{_as_seen(node, names)}={node.target}{given}:{_made(node)}")
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]

@@ -73,6 +73,7 @@ class Partitioner(CustomPartitionerFn):
         saved: Collection[str] | None,
         key: str | None = None,
         share: float | None = None,
+        sized: JointGraph | None = None,
     ) -> None:
         """Divide joint graphs in one way.
 
@@ -80,10 +81,14 @@ class Partitioner(CustomPartitionerFn):
             saved: Names of the nodes to save; None: torch chooses.
             key: Identifies the choice to Inductor's caches; None: do not cache.
             share: If torch chooses, its ``activation_memory_budget``, 0 to 1.
+            sized: What has the names, if what is divided has dynamic shapes: the same
+                graph with numbers as sizes. Between sizes that are computed, its values
+                have other names, and the same order.
         """
         self.saved = None if saved is None else frozenset(saved)
         self.key = key
         self.share = share
+        self.sized = sized
         self.seen: JointGraph | None = None
 
     def __deepcopy__(self, _: object) -> Partitioner:
@@ -101,7 +106,10 @@ class Partitioner(CustomPartitionerFn):
         kept = _copy(joint)
         instead = None
         if self.saved is not None:
-            parts = divide(joint, inputs, self.saved, how)
+            saved = self.saved
+            if self.sized is not None:
+                saved = renamed(saved, self.sized.module.graph, joint.graph)
+            parts = divide(joint, inputs, saved, how)
         elif self.share is not None:
             parts = frugal_parts(joint, inputs, dict(how), self.share)
         else:
@@ -120,7 +128,9 @@ class Partitioner(CustomPartitionerFn):
 
 
 def cached_partitioner(
-    saved: frozenset[str] | None, share: float | None = None
+    saved: frozenset[str] | None,
+    share: float | None = None,
+    sized: JointGraph | None = None,
 ) -> Partitioner:
     """A partitioner whose code Inductor's caches may keep; see ``Partitioner``.
 
@@ -128,8 +138,31 @@ def cached_partitioner(
     in a wrong order.
     """
     text = "\n".join(sorted(saved)) if saved is not None else f"torch's own, {share}"
+    text += f"\n{sized.digest}" if sized is not None else ""
     digest = hashlib.sha256(text.encode()).hexdigest()
-    return Partitioner(saved, f"ckplan in order {digest}", share)
+    return Partitioner(saved, f"ckplan in order {digest}", share, sized)
+
+
+def renamed(
+    names: Collection[str], sized: fx.Graph, dynamic: fx.Graph
+) -> frozenset[str]:
+    """Names in a graph with dynamic shapes of nodes of the same with numbers as sizes.
+
+    Raises:
+        ApplyError: They do not run the same ops.
+    """
+    ours, theirs = (
+        [*filter(nodes.is_tensor, nodes.ops_of(g))] for g in (sized, dynamic)
+    )
+    if [one.target for one in ours] != [one.target for one in theirs]:
+        raise ApplyError(
+            "cannot plan a graph with dynamic shapes: with its largest sizes it runs "
+            "other ops",
+            needed="a model whose ops do not depend on the sizes of its batch",
+            hint="dynamic=False, and batches of few different shapes",
+        )
+    others = {one.name: other.name for one, other in zip(ours, theirs, strict=True)}
+    return frozenset(others[name] for name in names)
 
 
 def divide(

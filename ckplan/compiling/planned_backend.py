@@ -12,24 +12,31 @@ import torch
 from torch import fx, nn
 
 from ckplan import units
+from ckplan.compiling.dynamic import compiled_for, sizes_of, with_sizes
 from ckplan.compiling.finding import find_parts, key_of, run_uncompiled
 from ckplan.compiling.lowering import DynamoGraph
 from ckplan.compiling.outside import Outside
 from ckplan.compiling.partition import cached_partitioner
 from ckplan.compiling.parts import Parts
-from ckplan.compiling.refusals import check_inputs, place_of, trains
+from ckplan.compiling.refusals import (
+    check_inputs,
+    check_within_budget,
+    place_of,
+    refuse_dynamic,
+    trains,
+)
 from ckplan.compiling.replay import replay
 from ckplan.compiling.search import Chosen, CompiledPlanner, Progress
 from ckplan.compiling.torch_errors import (
-    compile_errors,
     errors_pass,
     require_compiler,
     require_hook,
+    with_short_errors,
 )
 from ckplan.compiling.torch_names import (
     compilation,
 )
-from ckplan.errors import ApplyError, CkplanError, GraphBreakError
+from ckplan.errors import ApplyError, CkplanError
 from ckplan.plan.file import load
 from ckplan.plan.plan import Plan
 
@@ -66,7 +73,9 @@ def compile(
         how: Keyword arguments of ``torch.compile``, except ``backend``. By default,
             the model must compile as a whole (``fullgraph=True``), if not before, then
             after a forward that runs uncompiled; and every batch shape is compiled and
-            planned by itself (``dynamic=False``). With ``fullgraph=False``, a module
+            planned by itself (``dynamic=False``). Code for all sizes (``dynamic=True``)
+            has the plan for the largest that is known: that of ``mark_dynamic``, or of
+            the batch that it is compiled for. With ``fullgraph=False``, a module
             may break into several graphs, which share the budget; the first forward
             then runs three times more, uncompiled.
 
@@ -100,13 +109,13 @@ def compile(
     )
     compiled = torch.compile(model, backend=planned, **how)
     if not isinstance(compiled, nn.Module):
-        return _with_short_errors(compiled)
+        return with_short_errors(compiled)
     prepare = settle = None
     if how["fullgraph"]:
         settle = functools.partial(run_uncompiled, model, model)
     else:
         prepare = functools.partial(_find_parts, planned, model, how)
-    compiled.forward = _with_short_errors(compiled.forward, prepare, settle)
+    compiled.forward = with_short_errors(compiled.forward, prepare, settle)
     return compiled
 
 
@@ -196,13 +205,17 @@ class Backend:
         with errors_pass():
             check_inputs(inputs, mode, options or {})
             require_compiler()
-            traced = DynamoGraph(graph, inputs, dict(options or {}))
+            sizes = sizes_of(inputs)
+            traced = DynamoGraph(graph, inputs, dict(options or {}), sizes)
             if self.parts is not None:
                 return self._part(traced)
-            planner = self._planner(traced)
+            planner = self._planner(with_sizes(traced, sizes) if sizes else traced)
             if planner is None:
                 return traced.compile(cached_partitioner(None))[0]
-            chosen, call = self._compiled(planner)
+            if sizes:
+                chosen, call = compiled_for(traced, planner, self._choose)
+            else:
+                chosen, call = self._compiled(planner)
         self.chosen.append(chosen)
         self._compilations.append(compilation())
         return call
@@ -242,6 +255,7 @@ class Backend:
     def _part(self, traced: DynamoGraph) -> Callable[..., Any]:
         """Compile a graph of a step that may break."""
         assert self.parts is not None
+        refuse_dynamic(traced.inputs)
         key = key_of(traced.module, traced.inputs)
         if key in self.parts.uncompiled:
             return traced.module.forward
@@ -279,11 +293,15 @@ class Backend:
             traced, joint, unplanned, progress=self._progress, quick=True
         )
 
-    def _choose(self, planner: CompiledPlanner) -> Chosen:
+    def _choose(self, planner: CompiledPlanner, beyond: int = 0) -> Chosen:
+        """The plan; the code that runs takes so many bytes beyond what it says."""
         if isinstance(self._wanted, Plan):
-            return planner.follow(self._wanted)
+            chosen = planner.follow(self._wanted)
+            check_within_budget(chosen.plan, chosen.replayed.peak_bytes + beyond)
+            return chosen
         unplanned = planner.unplanned
-        return planner.solve(self._left(unplanned.peak_bytes, unplanned.held_bytes))
+        left = self._left(unplanned.peak_bytes, unplanned.held_bytes)
+        return planner.solve(left - beyond)
 
     def _left(self, unplanned_bytes: int, held_bytes: int) -> int:
         """What the budget leaves for forward and backward."""
@@ -312,32 +330,6 @@ def _find_parts(
     parts = planned.find_parts(model, model, how, args, kwargs)
     if parts is not None and parts.notice is not None:
         warnings.warn(parts.notice, stacklevel=4)
-
-
-def _with_short_errors(
-    call: Callable[..., Any],
-    prepare: Callable[..., None] | None = None,
-    settle: Callable[..., None] | None = None,
-) -> Callable[..., Any]:
-    def attempt(args: Any, kwargs: Any) -> Any:
-        with compile_errors("the model"):
-            if prepare is not None:
-                prepare(args, kwargs)
-            return call(*args, **kwargs)
-
-    @functools.wraps(call)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        nonlocal settle
-        once, settle = settle, None
-        try:
-            return attempt(args, kwargs)
-        except GraphBreakError:
-            if once is None:
-                raise
-        once(args, kwargs)
-        return attempt(args, kwargs)
-
-    return checked
 
 
 def _is_plan_file(wanted: object) -> bool:

@@ -34,12 +34,6 @@ def check_inputs(
             hint="leave out mode",
         )
     for value in inputs:
-        if isinstance(value, torch.SymInt):
-            raise ApplyError(
-                "cannot plan a graph with dynamic shapes: its bytes are not known",
-                needed="a graph per batch shape",
-                hint="dynamic=False, and batches of few different shapes",
-            )
         if isinstance(value, torch.Tensor) and value.device.type != "cpu":
             raise ApplyError(
                 f"cannot plan compiled code for {value.device.type}: the replay of "
@@ -47,6 +41,16 @@ def check_inputs(
                 needed="a model and a batch on the CPU",
                 hint="ckplan.apply, which plans uncompiled code on GPUs",
             )
+
+
+def refuse_dynamic(inputs: Sequence[Any]) -> None:
+    """Refuse one of several graphs of a step if its shapes are dynamic."""
+    if any(isinstance(value, torch.SymInt) for value in inputs):
+        raise ApplyError(
+            "cannot plan several graphs of one step with dynamic shapes",
+            needed="a graph per batch shape, or a step that compiles as one graph",
+            hint="dynamic=False, and batches of few different shapes",
+        )
 
 
 def place_of(graph: fx.GraphModule) -> str:

@@ -122,7 +122,7 @@ def _replay(lowered: Lowered, num_outputs: int, kernels: KernelBytes) -> Replaye
         held_bytes = sum(ledger.ignore(value) for value in given)
         with Meter(ledger, kernels):
             made = _call(lowered.forward, ledger, kernels, list(given))
-            outputs, saved = made[:num_outputs], made[num_outputs:]
+            outputs, saved = made[:num_outputs], _sizes_first(made[num_outputs:])
             del made
             forward_peak_bytes, saved_bytes = ledger.peak_bytes, ledger.live_bytes
             ledger.peak_bytes = 0
@@ -143,6 +143,11 @@ def _replay(lowered: Lowered, num_outputs: int, kernels: KernelBytes) -> Replaye
         gradient_bytes,
         kernels.seen,
     )
+
+
+def _sizes_first(saved: list[Any]) -> list[Any]:
+    """What forward saves, in the order in which backward takes it."""
+    return sorted(saved, key=lambda one: isinstance(one, torch.Tensor))
 
 
 def _accumulate(gradients: list[Any], inputs: Sequence[Any]) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -130,3 +131,37 @@ def _passing(error: CkplanError) -> CkplanError:
     passing = type(kind.__name__, bases, body)
     found: CkplanError = passing()
     return found
+
+
+def with_short_errors(
+    call: Callable[..., Any],
+    prepare: Callable[..., None] | None = None,
+    settle: Callable[..., None] | None = None,
+) -> Callable[..., Any]:
+    """A compiled model whose errors are short.
+
+    Args:
+        call: Runs it.
+        prepare: Called with its arguments before every run.
+        settle: Called once with them, when the graph breaks; then it is run again.
+    """
+
+    def attempt(args: Any, kwargs: Any) -> Any:
+        with compile_errors("the model"):
+            if prepare is not None:
+                prepare(args, kwargs)
+            return call(*args, **kwargs)
+
+    @functools.wraps(call)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        nonlocal settle
+        once, settle = settle, None
+        try:
+            return attempt(args, kwargs)
+        except GraphBreakError:
+            if once is None:
+                raise
+        once(args, kwargs)
+        return attempt(args, kwargs)
+
+    return checked

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, TypeAlias
@@ -50,6 +50,7 @@ else:
 __all__ = [
     "COMPILED",
     "COMPILES_KERNELS",
+    "EXAMPLE",
     "EXTERN_KERNELS",
     "FORWARD_OF_BACKWARD",
     "MISSING",
@@ -65,19 +66,25 @@ __all__ = [
     "Parts",
     "Record",
     "ShortenTraceback",
+    "Symbol",
     "TorchDynamoException",
+    "bound_of",
     "compilation",
     "compile_with",
     "copy_of",
     "default_parts",
+    "evaluate",
     "frugal_parts",
     "generate_code",
     "get_cpp_compiler",
     "storage_key",
+    "symbol_of",
     "tagged_parts",
     "without_duplicates",
 ]
 
+Symbol: TypeAlias = Any
+"""A symbol of sympy, in place of a size that may change."""
 Parts: TypeAlias = tuple[fx.GraphModule, fx.GraphModule]
 """Forward and backward."""
 PRIMALS, TANGENTS = "primals_", "tangents_"
@@ -90,12 +97,15 @@ EXTERN_KERNELS = "from torch._inductor.select_algorithm import extern_kernels"
 """Lines of generated code that import what makes kernels, and what calls others."""
 _SOURCES_OF_PARAMETERS, _SOURCE = "_param_name_to_source", "_dynamo_source"
 """Attributes of a graph of Dynamo and of its inputs: where the user has them."""
+EXAMPLE = "example_value"
+"""Where a node of Dynamo keeps a fake tensor like its value, with symbols as sizes."""
 QUICK = {"cpp.simdlen": 0}
 """Options of Inductor for code that is replayed, not run: to vectorize loops takes a
 quarter of the time of generating code."""
 
 _RECOMPUTE = "recompute_size_and_body"  # of a node of Inductor's scheduler
 _PARTITIONER = "custom_partitioner_fn"  # option of Inductor
+_UNBOUNDED = 2**40  # what older versions of torch have in place of infinity is larger
 _ONE_PLANS = threading.RLock()
 """Two threads that replaced the same function of torch would not restore it."""
 
@@ -109,6 +119,26 @@ _PROBE_OF_AOT = {
 def storage_key(tensor: torch.Tensor) -> int:
     """A number that identifies a tensor's storage while it lives."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def symbol_of(size: torch.SymInt) -> Symbol | None:
+    """The symbol that a size is; None if it is computed from symbols."""
+    found: Symbol = size.node.expr
+    return found if found.is_symbol else None
+
+
+def bound_of(size: torch.SymInt) -> int | None:
+    """The largest value that the user allows for a symbol; None without a bound."""
+    upper = size.node.shape_env.var_to_range[size.node.expr].upper
+    bound = int(upper) if upper.is_Integer else _UNBOUNDED
+    return bound if bound < _UNBOUNDED else None
+
+
+def evaluate(size: Any, values: Mapping[Symbol, int]) -> int:
+    """A size with numbers in place of its symbols."""
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    return int(size.node.expr.xreplace(values))
 
 
 def compilation() -> tuple[int | None, int | None]:

@@ -231,13 +231,13 @@ def images(classes: int, batch: int, size: int) -> Batch:
     }
 
 
-def swin(*, batch: int = 8, size: int = 224) -> Made:
+def swin(*, batch: int = 8, size: int = 224, stages: int = 4) -> Made:
     """Attention within windows that are shifted."""
     config = transformers.SwinConfig(
         image_size=size,
         embed_dim=48,
-        depths=[2, 2, 4, 2],
-        num_heads=[2, 4, 8, 16],
+        depths=[2, 2, 4, 2][:stages],
+        num_heads=[2, 4, 8, 16][:stages],
         window_size=7,
         num_labels=100,
     )
