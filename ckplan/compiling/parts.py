@@ -111,14 +111,14 @@ class Parts:
     def plan(self, chosen: Mapping[str, Chosen], budget_bytes: int | None) -> Plan:
         """The plan of the whole step, in the names of its joined graph."""
         graph = self.joined.graph
-        peak_bytes = self.peak_bytes({k: one.replayed for k, one in chosen.items()})
+        replayed = {key: one.replayed for key, one in chosen.items()}
         return Plan(
             model=graph.model,
             fingerprint=plan_fingerprint(graph.fingerprint),
             budget_bytes=budget_bytes,
             predicted=Prediction(
-                peak_bytes=peak_bytes,
-                peak_at=f"{len(self.runs)} compiled graphs",
+                peak_bytes=self.peak_bytes(replayed),
+                peak_at=self._peak_at(replayed),
                 overhead=self.overhead_of({k: c.overhead for k, c in chosen.items()}),
                 unplanned_peak_bytes=self.unplanned_peak_bytes,
             ),
@@ -135,15 +135,20 @@ class Parts:
             if saving in found:
                 continue
             replayed = self._replayed(one)
-            lone = next(iter(replayed.values())) if len(self.runs) == 1 else None
             found[saving] = GeneratedCode(
                 saving,
                 simulator.run(regions).simulated_peak_bytes,
                 self.peak_bytes(replayed),
-                lone.peak_at if lone else f"{len(self.runs)} compiled graphs",
+                self._peak_at(replayed),
                 self.overhead_of({key: c.overhead for key, c in one.items()}),
             )
         return tuple(found.values())
+
+    def _peak_at(self, replayed: Mapping[str, Replayed]) -> str:
+        """Where a step has its peak: of a lone graph, the half."""
+        if len(self.runs) == 1:
+            return replayed[self.runs[0].key].peak_at
+        return f"{len(self.runs)} compiled graphs"
 
     def follow(self, plan: Plan) -> dict[str, Chosen]:
         """Find what each graph saves under a plan of the whole step, and replay it.

@@ -107,6 +107,7 @@ def compile(
         accumulate=accumulate,
         progress=progress,
     )
+    planned.model = getattr(model, "__name__", type(model).__name__)
     compiled = torch.compile(model, backend=planned, **how)
     if not isinstance(compiled, nn.Module):
         return with_short_errors(compiled)
@@ -163,6 +164,7 @@ class Backend:
         outside: Outside,
         progress: Progress | None,
     ) -> None:
+        self.model = "model"  # its name, in plans
         self._wanted = plan_or_budget
         self.outside = outside
         self._progress = progress
@@ -289,9 +291,8 @@ class Backend:
         if joint is None or lowered is None:
             return None  # no output depends on what requires a gradient
         unplanned = replay(lowered, joint.num_outputs)
-        return CompiledPlanner(
-            traced, joint, unplanned, progress=self._progress, quick=True
-        )
+        given = traced, joint, unplanned, self.model, self._progress
+        return CompiledPlanner(*given, quick=True)
 
     def _choose(self, planner: CompiledPlanner, beyond: int = 0) -> Chosen:
         """The plan; the code that runs takes so many bytes beyond what it says."""

@@ -111,6 +111,7 @@ def verify_compiled(
     torch.manual_seed(seed)
     workload = as_spec(spec).build()
     planned_backend = backend(plan_or_budget, progress=progress)
+    planned_backend.model = type(workload.model).__name__
     eager = _eager(workload, seed)
     loss = compiled_loss
     compiled = {False: loss(workload, in_order)}

@@ -207,6 +207,7 @@ def test_a_compiled_step_is_verified_within_a_budget(run: Run, folder: Path) -> 
     assert found["gradients_equal"]
     assert found["measured_peak_bytes"] == found["replayed_peak_bytes"]
     assert found["measured_peak_bytes"] <= found["budget_bytes"]
+    assert "model: Sequential\n" in (folder / "p.yaml").read_text()
     torch._dynamo.reset()
     again = run(words[0], words[1], "p.yaml", *words[2:])
     assert again.code == 0, again.err

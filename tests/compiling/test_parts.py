@@ -113,6 +113,9 @@ def test_a_model_that_breaks_in_its_first_forward_alone_is_one_graph() -> None:
     torch._dynamo.reset()
     alone = parts_of(Workload(SetsUp(), x))
     assert len(alone.planners) == len(alone.runs) == 1
+    plan = alone.plan(alone.share(alone.unplanned_peak_bytes), None)
+    assert plan.predicted is not None
+    assert plan.predicted.peak_at in ("compiled forward", "compiled backward")
 
 
 class Beside(nn.Module):
