@@ -13,6 +13,7 @@ import torch
 from commands import Run
 from gated import Gated
 from measured import peak_bytes_of
+from normed_mlps import flat, norm_first
 from torch import Tensor, nn
 
 import ckplan
@@ -28,7 +29,7 @@ from ckplan.simulating.simulate import simulate
 from ckplan.solving.levers import frontier_of, lever_baselines, search_with
 from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.planner import Planner
-from ckplan.solving.tiled_rows import find_tileable_rows
+from ckplan.solving.tiled_rows import find_tileable_rows, row_wise_calls
 from ckplan.tracing.steps import tiled_row_bits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -232,3 +233,22 @@ def test_solve_says_what_is_in_tiles_and_why(run: Run, folder: Path) -> None:
     assert content["without_tiles"]["floor_bytes"] > content["peak_bytes"]
     whole = run("solve", "step.json.gz", "--budget", "99%", *argv[3:], "--json")
     assert json.loads(whole.out)["tiles"] == []
+
+
+def test_a_norm_and_an_mlp_in_one_call_run_in_tiles() -> None:
+    graph = recorded(lambda: flat(nn.LayerNorm(WIDTH), WIDTH, HIDDEN))
+    assert [(graph.calls[t.call].fqn, t.difference) for t in graph.tiled] == [
+        ("1.mlp", 0),
+        ("2.mlp", 0),
+    ]
+    least = ckplan.solve(graph, goal="min-memory").predicted
+    plan = ckplan.solve(graph, goal="min-memory", allow=["tiles"])
+    assert tiled(plan) == [("[1..2].mlp", RowTiles(8, 8))]
+    assert least is not None and plan.predicted is not None
+    assert plan.predicted.peak_bytes < least.peak_bytes - ROWS * HIDDEN * 4
+
+
+def test_an_mlp_beside_its_norm_is_taken_without_it() -> None:
+    graph = recorded(lambda: norm_first(nn.LayerNorm(WIDTH), wide()))
+    calls = [graph.calls[call].fqn for call in row_wise_calls(graph)]
+    assert calls == ["1.mlp.1", "2.mlp.1"]
