@@ -26,6 +26,15 @@ ELEMENTWISE = frozenset(
 DROPOUT = frozenset({"empty_like", "bernoulli_", "div_", "mul", "native_dropout"})
 """Ops of dropout; an MLP runs them after its last product, on the whole output."""
 
+BEFORE_PRODUCTS = (
+    frozenset({"native_layer_norm", "native_group_norm", "_fused_rms_norm"})
+    | {"mean", "var", "var_mean", "sqrt", "rsqrt", "add_"}  # of norms in parts
+    | {"_to_copy", "clone", "convolution"}
+    | DROPOUT
+    | ELEMENTWISE
+)
+"""Ops that an MLP may run before its first product, on the whole input."""
+
 _ROWS = 32  # smallest tile of tokens, or of rows; cuts lie at multiples
 _COLUMNS = 64  # same, for the vocabulary, or for columns
 

@@ -47,7 +47,8 @@ def _program_effect(view: RegionView, region: Region) -> Effect:
         }
         raise _overwritten_error(view, overwritten_inputs)
     encoded = view.encoded_values(region)
-    _check_wanted(view, encoded, program.decodes)
+    if any(one.name == MOVED for one in encoded.values()):
+        _check_wanted(view, encoded, view.wanted(region))
     effect = Effect(dropped={*dropped})
     retained = (view.flow.storage_of[value] for value in program.retained)
     for storage in (*view.external(), *retained):

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from ckplan.graph.graph import Graph
 from ckplan.plan.tiles import RowTiles
-from ckplan.simulating.row_wise import PRODUCTS, RowOps
+from ckplan.simulating.row_parts import PRODUCTS
+from ckplan.simulating.row_wise import RowOps
 from ckplan.simulating.tiling import kept_by_kernels
 
 

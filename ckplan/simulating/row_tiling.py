@@ -14,12 +14,8 @@ from ckplan.graph.graph import Graph
 from ckplan.graph.records import Hazard, Op, Saved, Storage
 from ckplan.plan.tiles import RowTiles
 from ckplan.simulating.row_buffers import columns_bytes, forward_bytes, rows_bytes
-from ckplan.simulating.row_wise import (
-    RowOps,
-    find_row_wise,
-    input_gradient,
-    refuse_rows,
-)
+from ckplan.simulating.row_parts import refuse_rows
+from ckplan.simulating.row_wise import RowOps, find_row_wise, input_gradient
 from ckplan.simulating.tiling import costed, kept_by_kernels, refuse_other_bits
 
 _NOTING_SECONDS = 0.005

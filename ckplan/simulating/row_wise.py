@@ -1,22 +1,23 @@
 """The ops of a row-wise call, such as an MLP, in a recorded step.
 
 A row-wise call multiplies its input by matrices of parameters, applies elementwise ops
-to the products, and multiplies the result by one more matrix. Dropout of its output
-may follow, which stays as it is. ``row_tiling.py`` replaces the other ops.
+to the products, and multiplies the result by one more matrix. Norms of its input may
+come first, and dropout of its output last: they stay as they are. ``row_tiling.py``
+replaces the other ops.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ckplan.errors import PlanError
 from ckplan.graph.graph import Graph
 from ckplan.graph.records import Op, Storage
-from ckplan.plan.tiles import DROPOUT, ELEMENTWISE
+from ckplan.plan.tiles import ELEMENTWISE
+from ckplan.simulating.row_parts import PRODUCTS, parts_of, refuse_rows
 
-PRODUCTS = {"mm": 2, "addmm": 3}  # -> tensors that they read
 _IN_BACKWARD = ELEMENTWISE | {"exp", "threshold_backward"}
 _IN_BACKWARD |= {f"{name}_backward" for name in ELEMENTWISE}
+_FIRST_BACK = ("mm", "sum")  # ops that backward of the last product may begin with
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class RowOps:
     weight_gradients: tuple[int, ...]  # ops
     interior: frozenset[int]  # storages that tiles never hold whole
     leaf_gradients: tuple[int, ...]  # storages: gradients of the first products
-    hidden: int  # storage of the input
+    hidden: int  # storage of the first products' input
     given: int  # storage of the output's gradient
     rows: int
     width: int  # of hidden values
@@ -52,7 +53,7 @@ class RowOps:
 
 @dataclass
 class _Way:
-    """What is known while the ops are followed."""
+    """What is known while the ops between the products are followed."""
 
     interior: set[int] = field(default_factory=set)
     first: dict[int, int] = field(default_factory=dict)  # op -> storage that it makes
@@ -78,16 +79,19 @@ def find_row_wise(graph: Graph, call: int) -> RowOps:
     Raises:
         PlanError: Its rows are not apart, or an op is not understood.
     """
-    forward = _without_dropout(graph, call)
-    after = {*range(forward[-1] + 1, graph.calls[call].stop)} if forward else set()
-    masks = {s for number in after for s in graph.ops[number].outputs}
+    lead, forward, tail = parts_of(graph, call)
     way = _Way()
     known = _follow_forward(graph, call, forward, way)
     inside = set(way.interior)
+    before = _around(graph, call, lead, way)
+    masks = {s for number in tail for s in graph.ops[number].outputs}
     for number in range(graph.num_forward, graph.backward_stop):
         op = graph.ops[number]
-        inside_call = op.call >= 0 and graph.is_within(op.call, call)
-        if inside_call and masks.isdisjoint(op.reads):
+        if op.call < 0 or not graph.is_within(op.call, call):
+            continue  # of another call
+        if not before.isdisjoint(op.reads) or _reads_gradient(graph, op, way):
+            before.update(op.outputs)  # of a norm
+        elif masks.isdisjoint(op.reads) and (way.given >= 0 or op.name in _FIRST_BACK):
             _follow_back(graph, call, number, way)
     if way.given < 0 or way.inner_gradient is None:
         raise refuse_rows(graph, call, "no gradient flows through it")
@@ -120,25 +124,16 @@ def find_row_wise(graph: Graph, call: int) -> RowOps:
     )
 
 
-def _without_dropout(graph: Graph, call: int) -> tuple[int, ...]:
-    """Ops of a call up to its last product; only dropout may follow, as it is."""
-    found = graph.calls[call]
-    numbers = range(found.start, found.stop)
-    products = [n for n in numbers if graph.ops[n].name in PRODUCTS]
-    last = products[-1] if products else found.stop - 1
-    made: set[int] = set()
-    for number in numbers[last + 1 - found.start :]:
-        op = graph.ops[number]
-        made.update(op.outputs)
-        if not {*op.reads} - made <= {*graph.ops[last].outputs} - {*op.writes}:
-            raise refuse_rows(graph, call, f"{op.name} follows its last product")
-    for number in numbers:
-        if number < last and graph.ops[number].random:
-            why = "dropout before its last product draws a number for every hidden "
-            raise refuse_rows(graph, call, why + "value at once, tiles draw others")
-        if number > last and graph.ops[number].name not in DROPOUT:
-            raise refuse_rows(graph, call, f"it ends in {graph.ops[number].name}")
-    return tuple(range(found.start, last + 1))
+def _around(graph: Graph, call: int, lead: range, way: _Way) -> set[int]:
+    """What ops before the first product read and make, but for what that reads."""
+    ops = [graph.ops[number] for number in lead]
+    made = {storage for op in ops for storage in op.outputs}
+    if made and way.hidden not in made:
+        raise refuse_rows(graph, call, "its first product is of something else")
+    for op in ops:
+        if not made.issuperset(op.writes):
+            raise refuse_rows(graph, call, f"{op.name} changes its input in place")
+    return (made | {s for op in ops for s in op.reads}) - {way.hidden}
 
 
 def input_gradient(graph: Graph, found: RowOps) -> int | None:
@@ -207,6 +202,14 @@ def _factors(graph: Graph, call: int, number: int, way: _Way) -> set[int]:
         raise refuse_rows(graph, call, "it uses a parameter twice")
     way.weights.update(dict.fromkeys(of, number))
     return values
+
+
+def _reads_gradient(graph: Graph, op: Op, way: _Way) -> bool:
+    """Whether an op reads the whole gradient of the first products' input."""
+    found = way.hidden_gradients
+    if len(found) < 2 * len(way.first) - 1:  # products, and their sums
+        return False
+    return not {*graph.ops[found[-1]].outputs}.isdisjoint(op.reads)
 
 
 def _follow_back(graph: Graph, call: int, number: int, way: _Way) -> None:
@@ -314,12 +317,3 @@ def _check_between(
     """Check that an op amid backward only takes gradients that are made."""
     if distance < 2 or made.isdisjoint(op.reads):
         raise refuse_rows(graph, call, f"{op.name} runs amid its backward")
-
-
-def refuse_rows(graph: Graph, call: int, why: str) -> PlanError:
-    """The error for a call that cannot run in tiles of rows."""
-    return PlanError(
-        f"cannot tile {graph.calls[call]} by rows: {why}",
-        needed="an MLP: products with its own parameters, elementwise ops, a product",
-        hint="leave this call out of the plan",
-    )

@@ -237,6 +237,21 @@ class RegionView:
                 call, outer, "is listed as an inner region of, but does not run inside,"
             )
 
+    def wanted(self, region: Region) -> frozenset[int]:
+        """Encoded values that backward decodes: for saved tensors that it unpacks.
+
+        A program also decodes for tensors that no backward of this step unpacks.
+        """
+        _, dropped = self.program(region)
+        needed = [
+            (value, dropped[index])
+            for index, saved, value in self.packed
+            if index in dropped and saved.unpacked_at >= 0
+        ]
+        parts, _ = self.parts(region)
+        kept, encoded = self.kept_values(region), self.encoded_values(region)
+        return compile_program(self.flow, needed, kept, encoded, parts).decodes
+
     def program(self, region: Region) -> tuple[Program, dict[int, int]]:
         """The region's program, and dropped saved tensor -> number of its part."""
         kept = self.kept_values(region)

@@ -273,6 +273,6 @@ def as_moving(simulator: Simulator, region: Region) -> Region:
 def only_wanted(simulator: Simulator, region: Region) -> Region:
     """A region that does not move what backward does not want."""
     view = simulator.view(region.call, region.last)
-    wanted, returned = view.program(region)[0].decodes, view.flow.returned
+    wanted, returned = view.wanted(region), view.flow.returned
     kept = (p for p in region.offload if returned[p[0] - view.start][p[1]] in wanted)
     return replace(region, offload=frozenset(kept))

@@ -10,7 +10,6 @@ holds for schedules of all steps that are tried.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import replace
 from functools import cached_property, partial
 
@@ -76,18 +75,23 @@ class TilingPlanner:
     @cached_property
     def _tries(self) -> list[_Try]:
         """Sets of tiles, those that cost least first; one is empty."""
-        tries = [_Try(self._planner, one, self._link) for one in ((), *self._heads)]
-        inside = {one.call for one in (self._rows or ((),))[-1]}
-        for one in dict.fromkeys((tries[0], tries[-1])):
-            if one.peak_is_in(inside):
-                sets = (_together(calls, one.tiled) for calls in self._rows)
-                tries += [_Try(self._planner, tiled, self._link) for tiled in sets]
+        planner, link = self._planner, self._link
+        tries = [_Try(planner, one, link) for one in ((), *self._heads)]
+        for base in dict.fromkeys((tries[0], tries[-1])):
+            sets = (_together(calls, base.tiled) for calls in self._rows)
+            tries += [_Try(planner, tiled, link, base) for tiled in sets]
         return sorted(tries, key=lambda one: one.least_overhead)
+
+    @cached_property
+    def _in_rows(self) -> frozenset[int]:
+        """Every call that can run in tiles of rows."""
+        return frozenset(one.call for one in (self._rows or ((),))[-1])
 
     @property
     def floor_bytes(self) -> int:
         """The smallest peak of any plan found."""
-        return min(one.floor_bytes for one in self._tries)
+        needed = (one for one in self._tries if one.is_needed(self._in_rows))
+        return min(one.floor_bytes for one in needed)
 
     def within(self, budget_bytes: int) -> ReplayedPlan | None:
         """The cheapest plan that fits, as its timeline and its regions."""
@@ -95,7 +99,8 @@ class TilingPlanner:
         for one in self._tries:
             if best is not None and one.least_overhead > best[0].overhead:
                 break
-            plan = one.search.within(budget_bytes)
+            needed = one.is_needed(self._in_rows)
+            plan = one.search.within(budget_bytes) if needed else None
             if plan is None:
                 continue
             regions = _together(plan[1], one.tiled)
@@ -117,6 +122,8 @@ class TilingPlanner:
 
         def solved(one: _Try) -> Solution | None:
             if least and one.least_overhead > min(least):
+                return None
+            if not one.is_needed(self._in_rows):
                 return None
             solution = one.solve(limit)
             if one.tiled:
@@ -151,10 +158,14 @@ class _Try:
     """The search of one set of tiles."""
 
     def __init__(
-        self, planner: Planner, tiled: tuple[Region, ...], link: Link | None
+        self,
+        planner: Planner,
+        tiled: tuple[Region, ...],
+        link: Link | None,
+        base: _Try | None = None,
     ) -> None:
         self.tiled = tiled
-        self._planner, self._link = planner, link
+        self._planner, self._link, self._base = planner, link, base
 
     @cached_property
     def _graph(self) -> Graph:
@@ -173,18 +184,25 @@ class _Try:
         planner = Planner(self._graph) if self.tiled else self._planner
         return planner if self._link is None else MovingPlanner(planner, self._link)
 
-    def peak_is_in(self, calls: Collection[int]) -> bool:
-        """Whether the smallest plan that only recomputes has its peak in some calls."""
+    def is_needed(self, calls: frozenset[int]) -> bool:
+        """Whether it is worth a search; asked last, since the answer costs another."""
+        return self._base is None or not calls.isdisjoint(self._base.around_peak)
+
+    @cached_property
+    def around_peak(self) -> frozenset[int]:
+        """Calls around the peak of the smallest plan that only recomputes."""
         search = self.search
         planner = search.planner if isinstance(search, MovingPlanner) else search
-        found = planner.within(planner.floor.peak_bytes) if calls else None
+        found = planner.within(planner.floor.peak_bytes)
         if found is None:
-            return False
+            return frozenset()
         graph, moment = planner.graph, found[0].peak_moment // 2
-        around = graph.ops[moment].call if moment < len(graph.ops) else OUTSIDE_CALLS
-        while around not in calls and around != OUTSIDE_CALLS:
-            around = graph.calls[around].parent
-        return around in calls
+        call = graph.ops[moment].call if moment < len(graph.ops) else OUTSIDE_CALLS
+        around: set[int] = set()
+        while call != OUTSIDE_CALLS:
+            around.add(call)
+            call = graph.calls[call].parent
+        return frozenset(around)
 
     @property
     def floor_bytes(self) -> int:

@@ -41,9 +41,10 @@ def find_tileable_rows(
     for call, found in row_wise_calls(graph).items():
         region = Region(call, TILES, tiles=_tiles(graph, call))
         if close or region.tiles.bits == SAME_BITS:  # type: ignore[union-attr]
-            kind = kind_of(graph, call, found)
+            kind = family_of(graph, call, found)
             groups.setdefault(kind, []).append(region)
-            sizes[kind] = found.tensor_bytes * len(found.interior)
+            size = found.tensor_bytes * len(found.interior)
+            sizes[kind] = max(size, sizes.get(kind, 0))
     if not groups:
         return ()
     largest = groups[max(sizes, key=lambda kind: sizes[kind])]
@@ -53,15 +54,23 @@ def find_tileable_rows(
 
 
 def row_wise_calls(graph: Graph) -> dict[int, RowOps]:
-    """Calls that can run in tiles of rows: outermost ones, and all of their module."""
+    """Calls that can run in tiles of rows: outermost ones, and all of their module.
+
+    Of a norm and an MLP in one call, the MLP alone is taken if it is a call, too, so
+    that other regions may hold the norm.
+    """
     found: dict[int, RowOps] = {}
     for call in range(len(graph.calls)):
-        if not any(graph.is_within(call, one) for one in _last_key(found)):
-            try:
-                refuse_hazards(graph, Region(call, TILES, tiles=RowTiles()))
-                found[call] = find_row_wise(graph, call)
-            except PlanError:
-                continue
+        around = next((n for n in _last_key(found) if graph.is_within(call, n)), None)
+        if around is not None and graph.calls[call].start == graph.calls[around].start:
+            continue
+        try:
+            refuse_hazards(graph, Region(call, TILES, tiles=RowTiles()))
+            found[call] = find_row_wise(graph, call)
+        except PlanError:
+            continue
+        if around is not None:
+            del found[around]
     number_of: dict[str, int] = {}
     for one in graph.calls:
         number_of[one.fqn] = number_of.get(one.fqn, 0) + 1
@@ -85,10 +94,19 @@ def _tiles(graph: Graph, call: int) -> RowTiles:
     return RowTiles(ROW_COUNT, ROW_COUNT, bits, difference)
 
 
-def kind_of(graph: Graph, call: int, found: RowOps) -> Hashable:
+def kind_of(graph: Graph, call: int, found: RowOps) -> tuple[Hashable, ...]:
     """Equal for MLPs of the same class and shapes that run the same ops."""
     names = tuple(graph.ops[number].name for number in found.forward)
-    shapes = tuple(
-        graph.storages[s].tensor for n in found.forward for s in graph.ops[n].reads
-    )
+    shapes = tuple(graph.storages[s].tensor for s in _read(graph, found))
     return graph.calls[call].module, names, shapes
+
+
+def family_of(graph: Graph, call: int, found: RowOps) -> Hashable:
+    """Equal for MLPs that differ in rows only, such as the experts of a mixture."""
+    module, names, _ = kind_of(graph, call, found)
+    read = (graph.storages[s] for s in _read(graph, found))
+    return module, names, tuple(one.tensor for one in read if one.kind == "parameter")
+
+
+def _read(graph: Graph, found: RowOps) -> Iterator[int]:
+    return (s for number in found.forward for s in graph.ops[number].reads)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from measured import peak_bytes_of
 from moves import mixes, ops_of
+from moving_scenes import mover_of
 from small_models import MODELS, RUNS, build
 from torch import nn
 
@@ -337,6 +338,80 @@ def test_a_value_that_nobody_wants_is_not_moved() -> None:
     text = "ckplan: 1\nregions:\n  - {calls: '2', offload: [./add]}"
     with pytest.raises(PlanError, match="add of 2#0: backward does not want it"):
         Simulator(graph).run(resolve(loads(text, "plan"), graph))
+
+
+class Unused(nn.Module):
+    """Makes values that no loss reads, and uses others in the reverse order."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        unused = torch.exp(rows.abs())
+        first = torch.sin(rows)
+        second = torch.cos(first)
+        third = torch.sigmoid(second[:128])
+        del unused
+        made = torch.tanh(third).sum() + torch.tanh(second).sum()
+        del third, second
+        return made + torch.sin(first).mean()
+
+
+def unused() -> tuple[nn.Sequential, torch.Tensor]:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 64), Unused()), torch.randn(1024, 64)
+
+
+def unused_step() -> Graph:
+    model, rows = unused()
+    return ckplan.profile(
+        model, (rows,), loss_fn=lambda one, _: one, optimizer="none", replay=False
+    )
+
+
+def test_what_only_unused_outputs_want_is_not_moved() -> None:
+    graph = unused_step()
+    text = "ckplan: 1\nregions:\n  - {calls: '1', offload: [./exp]}"
+    with pytest.raises(PlanError, match="exp of 1#0: backward does not want it"):
+        Simulator(graph).run(resolve(loads(text, "plan"), graph))
+    simulator = Simulator(graph)
+    for mix in mixes(
+        simulator, resolve(Plan(regions=(PlannedRegion("1"),)), graph), 0, 1
+    ):
+        (effect,) = (simulator.effect(region) for region in mix)
+        assert len(effect.moved) == len(effect.wants) > 0
+
+
+def test_bytes_are_predicted_where_last_readers_come_in_another_order(
+    tmp_path: Path,
+) -> None:
+    graph = unused_step()
+    simulator = Simulator(graph)
+    regions = resolve(Plan(regions=(PlannedRegion("."),)), graph)
+    for mix in mixes(simulator, regions, 1, 4):
+        model, rows = unused()
+        ckplan.apply(model, Plan(regions=describe(graph, mix)), spill=tmp_path)
+
+        def run(model: nn.Module = model, rows: torch.Tensor = rows) -> None:
+            made = model(rows)
+            made.backward()
+
+        run()
+        model.zero_grad()
+        peak = peak_bytes_of(run, [*model.parameters(), rows])
+        assert simulator.run(mix).peak_bytes - peak in range(100)  # numbers
+
+
+def test_a_copy_back_that_nobody_wants_is_let_go_when_it_ends(tmp_path: Path) -> None:
+    model, rows = unused()
+    plan = loads("ckplan: 1\nregions: [{calls: '1', offload: [./exp, ./sin]}]", "plan")
+    ckplan.apply(model, plan, spill=tmp_path)
+    for _ in range(2):
+        model(rows).backward()
+        mover = mover_of(model)
+        assert mover is not None
+        gc.collect()
+        assert len(mover._remains) == 1  # its room in the file waits for the next step
+        for job in mover._remains[0].jobs:
+            job.exception()
+        assert mover._remains[0].memory == []
 
 
 def test_a_folder_is_needed_and_checked_before_anything_changes(

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from gated import Gated
 from measured import peak_bytes_of
+from normed_mlps import OnPictures, WrittenRms, convnext, flat, norm_first
 from torch import Tensor, nn
 
 import ckplan
@@ -48,6 +49,12 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "gated": lambda: Gated(WIDTH, HIDDEN),
     "matrices": Matrices,
     "dropped": lambda: nn.Sequential(of(nn.GELU()), nn.Dropout(0.3)),
+    "normed": lambda: flat(nn.LayerNorm(WIDTH), WIDTH, HIDDEN),
+    "rms norm": lambda: flat(nn.RMSNorm(WIDTH), WIDTH, HIDDEN),
+    "written norm": lambda: norm_first(WrittenRms(WIDTH), Gated(WIDTH, HIDDEN)),
+    "dropped first": lambda: norm_first(nn.Dropout(0.3), of(nn.GELU())),
+    "tanh first": lambda: norm_first(nn.Tanh(), Gated(WIDTH, HIDDEN)),
+    "convnext": lambda: OnPictures(convnext(WIDTH, HIDDEN), WIDTH),
 }
 
 
@@ -142,7 +149,33 @@ MIXES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "in place": (lambda one: one.relu_(), "it runs relu_"),
     "values": (lambda one: one * float(one.detach().sum()), "it"),
     "nothing": (lambda one: one, "no elementwise op"),
+    "norm": (lambda one: F.layer_norm(one, one.shape[-1:]), "it runs native_layer_nor"),
 }
+
+
+def test_what_comes_before_the_products_must_be_of_the_input_alone() -> None:
+    class Other(Twice):
+        def forward(self, rows: Tensor) -> Tensor:
+            made: Tensor = self.last(torch.relu(self.first(rows.add_(2))))
+            return made
+
+    cases: dict[str, tuple[nn.Module, str]] = {
+        "batch norm": (nn.BatchNorm1d(ROWS // 2), "it runs add_"),
+        "in place": (nn.Identity(), "it cannot run without values: a leaf"),
+    }
+    for name, (first, why) in cases.items():
+        mlp = Other(torch.relu) if name == "in place" else of(nn.ReLU())
+        model = nn.Sequential(nn.LayerNorm(WIDTH), nn.Sequential(first, mlp))
+        plain = results(model)
+        with (
+            ckplan.tile_rows(model, "1") as handle,
+            pytest.warns(UserWarning, match=f"1 runs whole, not in tiles: {why}"),
+        ):
+            tiled = results(model)
+        assert (handle.tiled, handle.whole) == (0, 1)
+        assert all(map(torch.equal, plain, tiled))
+        counted = getattr(first, "num_batches_tracked", None)
+        assert counted is None or int(counted) == 2  # noting ops counts nothing
 
 
 @pytest.mark.parametrize("name", MIXES)

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from gated import Gated
 from measured import peak_bytes_of
+from normed_mlps import OnPictures, WrittenRms, convnext, flat, norm_first
 from torch import Tensor, nn
 
 import ckplan
@@ -77,6 +78,11 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "half frozen": lambda: half_frozen(Mlp()),
     "dropped": lambda: nn.Sequential(Mlp(), nn.Dropout(0.4)),
     "frozen": lambda: Mlp().requires_grad_(requires_grad=False),
+    "normed": lambda: flat(nn.LayerNorm(WIDTH), WIDTH, HIDDEN),
+    "rms norm": lambda: flat(nn.RMSNorm(WIDTH), WIDTH, HIDDEN),
+    "written norm": lambda: norm_first(WrittenRms(WIDTH), Gated(WIDTH, HIDDEN)),
+    "dropped first": lambda: norm_first(nn.Dropout(0.4), Mlp()),
+    "convnext": lambda: OnPictures(convnext(WIDTH, HIDDEN), WIDTH),
 }
 NUMBERS = {"written out": 16}  # bytes of numbers that autograd frees earlier
 
@@ -270,6 +276,18 @@ class Scale(nn.Module):
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "softmax": (lambda: Mlp(lambda one: one.softmax(-1)), "it runs _softmax"),
+    "norm": (
+        lambda: Mlp(lambda one: F.layer_norm(one, [HIDDEN])),
+        "it runs native_layer_norm",
+    ),
+    "batch norm": (
+        lambda: norm_first(nn.BatchNorm1d(ROWS // 4), Mlp()),
+        "native_batch_norm updates running statistics",
+    ),
+    "softmax first": (
+        lambda: norm_first(nn.Softmax(-1), Mlp()),
+        "it runs _softmax before its first product",
+    ),
     "nothing": (lambda: Mlp(lambda one: one), "no elementwise op"),
     "in place": (lambda: Mlp(lambda one: one.relu_()), "it runs relu_"),
     "kept": (Kept, "changes its attribute 'seen'"),

@@ -13,6 +13,7 @@ import torch
 from commands import Run
 from gated import Gated
 from measured import peak_bytes_of
+from normed_mlps import flat, norm_first
 from torch import Tensor, nn
 
 import ckplan
@@ -28,12 +29,14 @@ from ckplan.simulating.simulate import simulate
 from ckplan.solving.levers import frontier_of, lever_baselines, search_with
 from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.planner import Planner
-from ckplan.solving.tiled_rows import find_tileable_rows
+from ckplan.solving.tiled_plans import TilingPlanner
+from ckplan.solving.tiled_rows import find_tileable_rows, row_wise_calls
 from ckplan.tracing.steps import tiled_row_bits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 WIDTH, HIDDEN, ROWS, LAYERS = 32, 1024, 256, 2
+TRACES = Path(__file__).parents[2] / "traces"
 
 
 class Layer(nn.Module):
@@ -232,3 +235,58 @@ def test_solve_says_what_is_in_tiles_and_why(run: Run, folder: Path) -> None:
     assert content["without_tiles"]["floor_bytes"] > content["peak_bytes"]
     whole = run("solve", "step.json.gz", "--budget", "99%", *argv[3:], "--json")
     assert json.loads(whole.out)["tiles"] == []
+
+
+def test_a_norm_and_an_mlp_in_one_call_run_in_tiles() -> None:
+    graph = recorded(lambda: flat(nn.LayerNorm(WIDTH), WIDTH, HIDDEN))
+    assert [(graph.calls[t.call].fqn, t.difference) for t in graph.tiled] == [
+        ("1.mlp", 0),
+        ("2.mlp", 0),
+    ]
+    least = ckplan.solve(graph, goal="min-memory").predicted
+    plan = ckplan.solve(graph, goal="min-memory", allow=["tiles"])
+    assert tiled(plan) == [("[1..2].mlp", RowTiles(8, 8))]
+    assert least is not None and plan.predicted is not None
+    assert plan.predicted.peak_bytes < least.peak_bytes - ROWS * HIDDEN * 4
+
+
+def test_an_mlp_beside_its_norm_is_taken_without_it() -> None:
+    graph = recorded(lambda: norm_first(nn.LayerNorm(WIDTH), wide()))
+    calls = [graph.calls[call].fqn for call in row_wise_calls(graph)]
+    assert calls == ["1.mlp.1", "2.mlp.1"]
+
+
+@pytest.mark.parametrize(("budget", "searches"), [("80%", 1), ("50%", 3)])
+def test_sets_of_tiles_are_searched_only_when_no_cheaper_plan_fits(
+    monkeypatch: pytest.MonkeyPatch, budget: str, searches: int
+) -> None:
+    graph = graph_file.load(TRACES / "llama.json.gz")
+    made: list[object] = []
+    first = Planner.__init__
+
+    def counted(self: Planner, *args: object, **kwargs: object) -> None:
+        made.append(self)
+        first(self, *args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Planner, "__init__", counted)
+    ckplan.solve(graph, budget, allow=["tiles"])
+    assert len(made) == searches
+
+
+def test_plans_are_those_of_a_search_of_every_set() -> None:
+    planner = Planner(step())
+    lazy, search = TilingPlanner(planner), TilingPlanner(planner)
+    every = [one for one in search._tries if one.is_needed(search._in_rows)]
+    assert len(every) == 3
+    unplanned = planner.unplanned.peak_bytes
+    for peak in (95 * unplanned // 100, 45 * unplanned // 100, search.floor_bytes):
+        plans = [(one.search.within(peak), one.tiled) for one in every]
+        reached = [
+            simulate(step(), sorted((*plan[1], *tiled), key=lambda r: r.call))
+            for plan, tiled in plans
+            if plan is not None
+        ]
+        best = min((t.overhead, t.peak_bytes) for t in reached if t.peak_bytes <= peak)
+        found = lazy.within(peak)
+        assert found is not None
+        assert (found[0].overhead, found[0].peak_bytes) == best

@@ -149,7 +149,7 @@ class GuardChecker(TorchFunctionMode):
     def _forget(self) -> None:
         """Drop references that would form cycles, or keep tensors."""
         self._next = None
-        del self._hooks
+        del self._hooks, self._handle  # saved tensors hold this: their hook is _pack
         for tensors in (self._held, self._encoded, self._states):
             tensors.clear()
 

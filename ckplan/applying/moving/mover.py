@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ckplan import encodings
 from ckplan.applying.moving.host_memory import HostMemory
-from ckplan.applying.moving.spill_file import Jobs, SpillFile, wait
+from ckplan.applying.moving.spill_file import Jobs, SpillFile, release, wait
 from ckplan.applying.tensors.arguments import version_of
 from ckplan.encodings import Encoded
 from ckplan.errors import ApplyError
@@ -41,7 +41,7 @@ class _Remains(NamedTuple):
     jobs: Jobs
     offset: int
     num_bytes: int
-    memory: tuple[torch.Tensor | None, ...]  # which the jobs may still use
+    memory: list[torch.Tensor | None]  # which the jobs may still use
 
 
 class Moved:
@@ -237,7 +237,8 @@ class Mover:
         It takes no lock: it may run in the middle of any method.
         """
         if moved.num_bytes:
-            memory = moved.data, moved.back
+            memory = [moved.data, moved.back]
+            release(moved.jobs, memory)
             self._remains.append(
                 _Remains(moved.jobs, moved.offset, moved.num_bytes, memory)
             )

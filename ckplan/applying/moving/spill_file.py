@@ -195,6 +195,24 @@ def wait(jobs: Jobs) -> None:
             raise error
 
 
+def release(jobs: Jobs, memory: list[torch.Tensor | None]) -> None:
+    """Let go of memory that nobody wants as soon as its copies are over.
+
+    Copies of a GPU are left to whoever waits for them with its streams.
+    """
+    copies = [job for job in jobs if isinstance(job, Future)]
+    if len(copies) < len(jobs):
+        return
+
+    def look(_: object = None) -> None:
+        if all(copy.done() for copy in copies):
+            memory.clear()
+
+    look()
+    for copy in copies:
+        copy.add_done_callback(look)
+
+
 def _whole_blocks(num_bytes: int) -> int:
     return -(-num_bytes // BLOCK) * BLOCK
 

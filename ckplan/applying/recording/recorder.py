@@ -166,6 +166,7 @@ class Recorder(TorchDispatchMode):
         packing.handle.rebuilder = Rebuilder(
             self.schedule, retained, self.encoded, self.states
         )
+        del packing.handle  # autograd holds this as long as any saved tensor
 
     def schedule_of(self, program: Program) -> Schedule:
         """The compiled form of a program of this forward."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -59,10 +58,9 @@ def check_row_bits(
     given = normal(rows, features), *operands
     width = program.weight(tuple(program.operands), program.final).shape[1]
     gradient = normal(rows, width)
-    flat = replace(program, shape=(rows, width))
 
     def tiled(hidden: Tensor, *rest: Tensor) -> Tensor:
-        made: Tensor = RowWise.apply(hidden, flat, tiles, *rest)
+        made: Tensor = RowWise.apply(hidden, program, tiles, *rest)
         return made
 
     def plain(hidden: Tensor, *rest: Tensor) -> Tensor:

@@ -13,9 +13,10 @@ from torch.nn.modules import module as torch_module
 
 from ckplan.applying.hooks.choices import Choice
 from ckplan.applying.tiling.handle import Tiled
+from ckplan.applying.tiling.row_noting import program_of
 from ckplan.applying.tiling.row_passes import RowWise
-from ckplan.applying.tiling.row_program import NotRowWise, program_of
-from ckplan.applying.tiling.row_steps import run_tail
+from ckplan.applying.tiling.row_program import NotRowWise
+from ckplan.applying.tiling.row_steps import run_whole
 from ckplan.applying.tiling.watched import is_watched
 from ckplan.errors import ApplyError, PlanError, did_you_mean
 from ckplan.plan.tiles import RowTiles
@@ -57,6 +58,9 @@ class TiledRows(Tiled):
             or is_watched()
         ):
             return forward(*args, **kwargs)
+        if any(isinstance(one, Tensor) and not one.numel() for one in given):
+            self._count()  # an expert without rows holds nothing
+            return forward(*args, **kwargs)
         try:
             _check_input(given)
             _check_hooks(module)
@@ -70,14 +74,19 @@ class TiledRows(Tiled):
             self._tell(str(error))
             return forward(*args, **kwargs)
         operands = program.operands
-        if not any(one.requires_grad for one in (given[0], *operands)):
+        if not any(one.requires_grad for one in (given[0], *program.parameters)):
             return forward(*args, **kwargs)
         self.tiled += 1
+        self._count()
+        hidden = run_whole(program.lead, given[0])
+        return run_whole(
+            program.tail, RowWise.apply(hidden, program, self.tiles, *operands)
+        )
+
+    def _count(self) -> None:
+        """Count a call that holds no more than it should."""
         if self.choice is not None:
             self.choice.runs += 1
-        return run_tail(
-            program, RowWise.apply(given[0], program, self.tiles, *operands)
-        )
 
     def _tell(self, why: str) -> None:
         """Count a call that stays whole, and warn of the first."""
@@ -93,10 +102,10 @@ def _check_input(given: tuple[Any, ...]) -> None:
     if len(given) != 1 or type(given[0]) not in (Tensor, nn.Parameter):
         raise NotRowWise("it is called with something else than one tensor")
     (hidden,) = given
-    if not hidden.is_floating_point() or hidden.dim() < 2 or not hidden.numel():
+    if not hidden.is_floating_point() or hidden.dim() < 2:
         raise NotRowWise("its input has no rows of numbers")
-    if hidden.layout != torch.strided or not hidden.is_contiguous():
-        raise NotRowWise("its input is not contiguous")
+    if hidden.layout != torch.strided:
+        raise NotRowWise("its input is sparse")
     if torch.is_autocast_enabled(hidden.device.type):
         raise NotRowWise("autocast is on")
 

@@ -28,13 +28,13 @@ class RowWise(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, program: RowProgram, tiles: RowTiles, *rest: Tensor
     ) -> Tensor:
-        """Compute the output by tiles of rows."""
+        """Compute the output, [R, O], by tiles of rows."""
         ctx.save_for_backward(hidden, *rest)
         ctx.program, ctx.tiles = program, tiles
         rows = hidden.view(-1, hidden.shape[-1])
         assert program.final is not None
-        made = hidden.new_empty(len(rows), program.shape[-1])
         weight = program.weight(rest, program.final)
+        made = hidden.new_empty(len(rows), weight.shape[-1])
         bias = program.final.bias
         for part in tiles.of_rows(len(rows)):
             value, _ = run_steps(program, rest, rows[part], _EVERY, tracked=False)
@@ -43,7 +43,7 @@ class RowWise(torch.autograd.Function):
             else:
                 torch.addmm(rest[bias], value, weight, out=made[part])
             del value
-        return made.view(program.shape)
+        return made
 
     @staticmethod
     @once_differentiable
@@ -52,7 +52,6 @@ class RowWise(torch.autograd.Function):
         hidden, *rest = ctx.saved_tensors
         program, tiles, operands = ctx.program, ctx.tiles, tuple(rest)
         rows = hidden.view(-1, hidden.shape[-1])
-        given = given.reshape(len(rows), -1)
         for_hidden, _, _, *wanted = ctx.needs_input_grad
         made = None
         if for_hidden:

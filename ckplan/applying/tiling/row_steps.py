@@ -76,17 +76,16 @@ def apply_step(step: Elementwise, values: dict[int, Tensor]) -> Tensor:
         return values[one.step] if isinstance(one, Value) else one
 
     kwargs = {name: given(one) for name, one in step.kwargs.items()}
-    return step.function(*map(given, step.args), **kwargs)
+    made = step.function(*map(given, step.args), **kwargs)
+    return made[0] if isinstance(made, tuple) else made  # a norm, without statistics
 
 
-def run_tail(program: RowProgram, made: Tensor) -> Tensor:
-    """What follows the last product, as the module itself does it, on the output."""
-    values = {0: made}
-    del made
-    for number, step in enumerate(program.tail):
+def run_whole(steps: list[Elementwise], start: Tensor) -> Tensor:
+    """Run what precedes the first product, or follows the last, as the module does."""
+    values = {0: start}
+    del start
+    for number, step in enumerate(steps):
         values[number + 1] = apply_step(step, values)
-        later = {
-            one for other in program.tail[number + 1 :] for one in values_read(other)
-        }
+        later = {one for other in steps[number + 1 :] for one in values_read(other)}
         values = {n: one for n, one in values.items() if n in later or n > number}
-    return values[len(program.tail)]
+    return values[len(steps)]

@@ -1,8 +1,10 @@
 """Test whether MLPs give the same bits in tiles of rows, where the step will train.
 
 As for heads (``tiled_bits.py``): on random values, for the shapes, dtype, device and
-number of threads of the step. Equal MLPs are tested once. What an MLP computes is noted
-from the model itself, whose tensors need no content.
+number of threads of the step. Equal MLPs are tested once. Of MLPs that differ in rows
+only, such as experts, those with the fewest and the most rows are tested: the rows of
+experts differ from step to step. What an MLP computes is noted from the model itself,
+whose tensors need no content.
 """
 
 from __future__ import annotations
@@ -14,12 +16,18 @@ from dataclasses import replace
 import torch
 
 from ckplan.applying.tiling import check_row_bits
-from ckplan.applying.tiling.row_program import NotRowWise, RowProgram, program_of
+from ckplan.applying.tiling.row_noting import program_of
+from ckplan.applying.tiling.row_program import NotRowWise, RowProgram
 from ckplan.graph.graph import Graph
 from ckplan.graph.records import TiledBits
 from ckplan.plan.tiles import RowTiles
 from ckplan.simulating.row_wise import RowOps
-from ckplan.solving.tiled_rows import ROW_COUNT, kind_of, row_wise_calls
+from ckplan.solving.tiled_rows import (
+    ROW_COUNT,
+    family_of,
+    kind_of,
+    row_wise_calls,
+)
 from ckplan.tracing.costs.calibrate import Progress
 from ckplan.tracing.costs.cost_cache import Cost, CostCache
 from ckplan.tracing.steps.tiled_bits import LONGEST_SECONDS, MARGIN
@@ -58,11 +66,13 @@ def with_tested_rows(
     for call, found in calls.items():
         groups.setdefault(kind_of(graph, call, found), []).append(call)
     keys = {kind: _key(graph, kind, calls[of[0]]) for kind, of in groups.items()}
+    tested = _tested_for(graph, groups, calls)
+    ends = {end for of in tested.values() for end in of}
     known = cache.known([*keys.values()])
     notes: list[str] = []
     wanted: dict[Hashable, int] = {}
     for kind, (first, *_) in groups.items():
-        if keys[kind] in known:
+        if keys[kind] in known or kind not in ends:
             continue
         why = _too_large(graph, calls[first], device)
         if why:
@@ -79,14 +89,31 @@ def with_tested_rows(
             else:
                 known |= cache.learn({keys[kind]: cost})
     threads, counts = torch.get_num_threads(), _TILES.counts
+    costs = {k: [known.get(keys[end]) for end in of] for k, of in tested.items()}
     tests = [
-        TiledBits(call, *counts, known[keys[kind]].seconds, threads)
-        for kind, of in groups.items()
-        if keys[kind] in known
-        for call in of
+        TiledBits(call, *counts, max(one.seconds for one in of if one), threads)
+        for kind, of in costs.items()
+        if all(of)
+        for call in groups[kind]
     ]
     more = (*graph.tiled, *sorted(tests, key=lambda one: one.call))
     return replace(graph, tiled=more, notes=(*graph.notes, *notes))
+
+
+def _tested_for(
+    graph: Graph, groups: dict[Hashable, list[int]], calls: dict[int, RowOps]
+) -> dict[Hashable, list[Hashable]]:
+    """Kind -> the kinds whose tests tell its bits: itself, or those around it."""
+    families: dict[Hashable, list[Hashable]] = {}
+    for kind, (first, *_) in groups.items():
+        family = family_of(graph, first, calls[first])
+        families.setdefault(family, []).append(kind)
+    found: dict[Hashable, list[Hashable]] = {}
+    for of in families.values():
+        of.sort(key=lambda kind: calls[groups[kind][0]].rows)
+        ends = [of[0], of[-1]]
+        found |= {kind: [kind] if kind in ends else ends for kind in of}
+    return found
 
 
 def _programs(
@@ -103,13 +130,15 @@ def _programs(
         return dict.fromkeys(wanted, f"{type(error).__name__}: {first_line(error)}")
     found: dict[int, RowProgram | str] = {}
     for call in wanted:
-        tensor = graph.storages[calls[call].hidden].tensor
+        whole = graph.calls[call]
+        is_first = calls[call].forward[0] == whole.start  # no norm comes before
+        of = calls[call].hidden if is_first else whole.arguments[0]
+        tensor = graph.storages[of].tensor
         assert tensor is not None
         dtype = getattr(torch, tensor.dtype)
-        hidden = torch.empty(tensor.shape, dtype=dtype, device=device)
+        given = torch.empty(tensor.shape, dtype=dtype, device=device)
         try:
-            forward = modules[graph.calls[call].fqn].forward
-            found[call] = program_of(forward, hidden)
+            found[call] = program_of(modules[whole.fqn].forward, given)
         except NotRowWise as error:
             found[call] = str(error)
     return found

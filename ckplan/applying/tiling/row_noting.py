@@ -1,0 +1,286 @@
+"""Note the ops of a call whose rows may be apart, without computing them.
+
+They are noted at every call, on fake tensors of the input's own shape, so a module that
+computes something else today is not taken for what it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ckplan.applying.tiling.row_program import (
+    Elementwise,
+    NotRowWise,
+    Operands,
+    Product,
+    RowProgram,
+    Value,
+    values_read,
+)
+from ckplan.plan.tiles import BEFORE_PRODUCTS, DROPOUT, ELEMENTWISE
+
+_aten = torch.ops.aten
+_VIEWS = (_aten.view.default, _aten._unsafe_view.default)
+_TRANSPOSES = (_aten.t.default, _aten.transpose.int, _aten.permute.default)
+
+
+def program_of(forward: Callable[..., Any], given: Tensor) -> RowProgram:
+    """Note what a forward computes of a tensor, without computing it.
+
+    Args:
+        forward: Takes one tensor.
+        given: Its input.
+
+    Raises:
+        NotRowWise: It is more than products of the rows with constant matrices,
+            elementwise ops between, and what may run as it is before and after.
+    """
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with fake, torch.enable_grad():
+        like = torch.empty_strided(
+            given.shape, given.stride(), dtype=given.dtype, device=given.device
+        ).requires_grad_()
+        noted = _Noting(like)
+        try:
+            with noted:
+                made = forward(like)
+        except NotRowWise:
+            raise
+        except Exception as error:
+            raise NotRowWise(f"it cannot run without values: {error}") from None
+    return noted.finish(made)
+
+
+class _Whole:
+    """Ops that run as they are, on one tensor and on what they make of it."""
+
+    def __init__(self, start: Tensor, what: str) -> None:
+        self.steps: list[Elementwise] = []
+        self._made = [start]
+        self._what = what
+        self._value_of = {id(start): 0}
+
+    def __contains__(self, one: Any) -> bool:
+        return id(one) in self._value_of
+
+    def add(self, func: Any, args: Any, kwargs: Any, made: Any) -> None:
+        """Note one op."""
+
+        def noted(one: Any) -> Any:
+            if one in self:
+                return Value(self._value_of[id(one)])
+            if isinstance(one, Tensor) and not _is_constant(one):
+                raise NotRowWise(f"its {self._what} meets other tensors")
+            return one
+
+        if func._schema.is_mutable and not (args[0] in self and self._base(args[0])):
+            raise NotRowWise(f"it changes its {self._what} in place")
+        step = Elementwise(
+            func, tuple(map(noted, args)), {k: noted(v) for k, v in kwargs.items()}
+        )
+        self.steps.append(step)
+        made = made[0] if isinstance(made, tuple) else made
+        same = args[0] if func._schema.is_mutable else made
+        self._made.append(same)
+        self._value_of[id(same)] = self._value_of[id(made)] = len(self.steps)
+
+    def is_last(self, one: Any) -> bool:
+        """Whether a tensor is what the last op made."""
+        return one in self and self._value_of[id(one)] == len(self.steps)
+
+    def rows_of(self, one: Tensor) -> int:
+        """The value whose rows a tensor is."""
+        at = self._value_of[id(one)]
+        while at and self.steps[at - 1].function in _VIEWS:
+            (source, *_) = self.steps[at - 1].args
+            if self._made[source.step].shape[-1:] != one.shape[-1:]:
+                break
+            at = source.step
+        return at
+
+    def _base(self, one: Tensor) -> int:
+        """The value that has the bytes of a view."""
+        at = self._value_of[id(one)]
+        while at and self.steps[at - 1].function in (*_VIEWS, *_TRANSPOSES):
+            at = self.steps[at - 1].args[0].step
+        return at
+
+
+class _Noting(TorchDispatchMode):
+    """Notes the ops of a forward."""
+
+    def __init__(self, given: Tensor) -> None:
+        super().__init__()
+        self._program = RowProgram()
+        self._lead = _Whole(given, "input")
+        self._tail: _Whole | None = None
+        self._input: int | None = None  # of the products: a value of the lead
+        self._hidden: dict[int, int] = {}  # id of a tensor -> step
+        self._transposed: dict[int, Tensor] = {}  # id of a view -> its weight
+        self._keep: list[Any] = [given]  # so that no id is used twice
+        self._dtype = given.dtype
+        self._is_wide: tuple[int, ...] = ()  # rows, columns
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Run one op, and note it."""
+        kwargs = kwargs or {}
+        if func._schema.is_mutable and any(map(_is_constant, args)):
+            raise NotRowWise(
+                f"it runs {func.overloadpacket.__name__}"
+            )  # before it does
+        made = func(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            raise NotRowWise(f"it runs {func} without gradients")
+        if func.namespace != "prim":  # a question, such as which device
+            self._keep.append((args, made))
+            self._note(func, args, kwargs, made)
+        return made
+
+    def _note(self, func: Any, args: Any, kwargs: Any, made: Any) -> None:
+        name = func.overloadpacket.__name__
+        if func is _aten.detach.default:
+            return  # autograd keeps a result; ops that read it are refused
+        if func in _TRANSPOSES and _is_matrix(args[0]):
+            self._transposed[id(made)] = args[0]
+        elif func in (_aten.mm.default, _aten.addmm.default) and not kwargs:
+            bias, first, second = (None, *args) if len(args) == 2 else args
+            self._product(first, second, bias, made)
+        elif self._tail is not None and self._runs_in_tail(func, name, args):
+            self._tail.add(func, args, kwargs, made)
+        elif self._runs_in_lead(func, name, args, kwargs):
+            self._lead.add(func, args, kwargs, made)
+        elif func in _VIEWS:
+            self._view(args[0], made)
+        elif name in ELEMENTWISE and not func._schema.is_mutable:
+            self._elementwise(func, args, kwargs, made)
+        elif name in DROPOUT:
+            raise NotRowWise(
+                "dropout before its last product draws a number for every hidden value "
+                "at once, tiles draw others"
+            )
+        else:
+            raise NotRowWise(f"it runs {name}")
+
+    def _runs_in_tail(self, func: Any, name: str, args: Any) -> bool:
+        """Whether an op is dropout of the output, or a view of it."""
+        known = args[0] in self._tail if self._tail is not None else False
+        return known and (name in DROPOUT or func in (*_VIEWS, *_TRANSPOSES))
+
+    def _runs_in_lead(self, func: Any, name: str, args: Any, kwargs: Any) -> bool:
+        """Whether an op is one before the products, such as a norm, or a view."""
+        if func in (*_VIEWS, *_TRANSPOSES):
+            return args[0] in self._lead
+        tensors = [*_tensors((*args, *kwargs.values()))]
+        known = any(one in self._lead for one in tensors)
+        return known and self._input is None and name in BEFORE_PRODUCTS
+
+    def _view(self, source: Tensor, made: Tensor) -> None:
+        """A view of the same rows."""
+        same = made.dim() > 0 and made.shape[-1] == source.shape[-1]
+        if not same or id(source) not in self._hidden:
+            raise NotRowWise("it changes the shape of a value")
+        self._hidden[id(made)] = self._hidden[id(source)]
+
+    def _product(
+        self, first: Tensor, second: Tensor, bias: Tensor | None, made: Tensor
+    ) -> None:
+        program = self._program
+        is_transposed = id(second) in self._transposed
+        weight = self._transposed.get(id(second), second)
+        if not _is_matrix(weight) or not (bias is None or _is_vector(bias, made)):
+            raise NotRowWise("a product has factors that are no parameters")
+        if self._tail is not None:
+            raise NotRowWise("it has products after its last one")
+        if first in self._lead:
+            self._check_rows(first)
+        of = Operands(
+            self._operand(weight),
+            is_transposed,
+            None if bias is None else self._operand(bias),
+        )
+        if first in self._lead:
+            self._add(Product(of), made)
+        elif id(first) in self._hidden:
+            program.final, program.result = of, self._hidden[id(first)]
+            self._tail = _Whole(made, "output")
+        else:
+            raise NotRowWise("a product is of something else than its rows")
+
+    def _check_rows(self, first: Tensor) -> None:
+        """Check the input of a product; the first one tells which it is."""
+        value = self._lead.rows_of(first)
+        if self._input is None:
+            self._input, self._dtype = value, first.dtype
+        if value != self._input:
+            raise NotRowWise("its first products are of different tensors")
+        if not first.is_contiguous():
+            raise NotRowWise("its input is not contiguous")
+
+    def _elementwise(self, func: Any, args: Any, kwargs: Any, made: Tensor) -> None:
+        def noted(one: Any) -> Any:
+            if not isinstance(one, Tensor):
+                return one
+            if id(one) not in self._hidden or one.shape != made.shape:
+                raise NotRowWise(f"{func.overloadpacket.__name__} reads other tensors")
+            return Value(self._hidden[id(one)])
+
+        step = Elementwise(
+            func, tuple(map(noted, args)), {k: noted(v) for k, v in kwargs.items()}
+        )
+        if self._tail is not None:
+            raise NotRowWise("it runs ops after its last product")
+        self._add(step, made)
+
+    def _add(self, step: Product | Elementwise, made: Tensor) -> None:
+        wide = made.numel() // max(made.shape[-1], 1), made.shape[-1]
+        self._is_wide = self._is_wide or wide
+        if made.dtype != self._dtype or wide != self._is_wide:
+            raise NotRowWise("its hidden values differ in width or dtype")
+        self._hidden[id(made)] = len(self._program.steps)
+        self._program.steps.append(step)
+
+    def _operand(self, tensor: Tensor) -> int:
+        if any(one is tensor for one in self._program.operands):
+            raise NotRowWise("it uses a parameter twice")
+        if tensor.dtype != self._dtype or not tensor.is_contiguous():
+            raise NotRowWise("a parameter has another dtype, or is not contiguous")
+        self._program.operands.append(tensor)
+        return len(self._program.operands) - 1
+
+    def finish(self, made: Any) -> RowProgram:
+        """The program, if the forward returned its last product."""
+        program = self._program
+        used = {one for step in program.steps for one in values_read(step)}
+        unused = {*range(len(program.steps))} - used - {program.result}
+        if self._tail is None or not self._tail.is_last(made) or unused:
+            raise NotRowWise("it returns something else than its last product")
+        if isinstance(program.steps[program.result], Product):
+            raise NotRowWise("it has no elementwise op between its products")
+        program.lead = self._lead.steps[: self._input]
+        program.tail = self._tail.steps
+        return program
+
+
+def _tensors(given: tuple[Any, ...]) -> Iterator[Tensor]:
+    return (one for one in given if isinstance(one, Tensor))
+
+
+def _is_matrix(tensor: Any) -> bool:
+    return _is_constant(tensor) and tensor.dim() == 2
+
+
+def _is_vector(tensor: Tensor, made: Tensor) -> bool:
+    return _is_constant(tensor) and tensor.shape == made.shape[-1:]
+
+
+def _is_constant(tensor: Any) -> bool:
+    """Whether it is a parameter, or another tensor that was there before."""
+    return type(tensor) in (Tensor, nn.Parameter)

@@ -1,0 +1,49 @@
+"""The parts of a row-wise call: what runs in tiles, and what stays as it is around."""
+
+from __future__ import annotations
+
+from ckplan.errors import PlanError
+from ckplan.graph.graph import Graph
+from ckplan.plan.tiles import BEFORE_PRODUCTS, DROPOUT
+
+PRODUCTS = {"mm": 2, "addmm": 3}  # -> tensors that they read
+
+
+def parts_of(graph: Graph, call: int) -> tuple[range, tuple[int, ...], range]:
+    """Ops of a call before its first product, from there to its last one, and after.
+
+    Before may be norms, and after dropout: they stay as they are.
+
+    Raises:
+        PlanError: It is no product, ops, and a product.
+    """
+    found = graph.calls[call]
+    numbers = range(found.start, found.stop)
+    products = [n for n in numbers if graph.ops[n].name in PRODUCTS]
+    first, last = (products or [found.start])[0], (products or [found.stop - 1])[-1]
+    made: set[int] = set()
+    for number in range(last + 1, found.stop):
+        op = graph.ops[number]
+        made.update(op.outputs)
+        if not {*op.reads} - made <= {*graph.ops[last].outputs} - {*op.writes}:
+            raise refuse_rows(graph, call, f"{op.name} follows its last product")
+    for number in numbers:
+        name = graph.ops[number].name
+        if number < first and name not in BEFORE_PRODUCTS:
+            raise refuse_rows(graph, call, f"it runs {name} before its first product")
+        if first < number < last and graph.ops[number].random:
+            why = "dropout before its last product draws a number for every hidden "
+            raise refuse_rows(graph, call, why + "value at once, tiles draw others")
+        if number > last and name not in DROPOUT:
+            raise refuse_rows(graph, call, f"it ends in {name}")
+    lead, tail = range(found.start, first), range(last + 1, found.stop)
+    return lead, tuple(range(first, last + 1)), tail
+
+
+def refuse_rows(graph: Graph, call: int, why: str) -> PlanError:
+    """The error for a call that cannot run in tiles of rows."""
+    return PlanError(
+        f"cannot tile {graph.calls[call]} by rows: {why}",
+        needed="an MLP: norms, products with parameters, elementwise ops, a product",
+        hint="leave this call out of the plan",
+    )
